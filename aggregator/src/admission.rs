@@ -1,32 +1,32 @@
-//! Who may open and join which jobs, by the names in certificates.
+//! Admission rules: which identities may open and join which jobs.
 
 use serde::Deserialize;
 use wildmatch::WildMatch;
 
-/// A rule: identities of these names may open and join jobs of these names.
+/// An admission rule: matching identities may open and join matching jobs.
 ///
 /// In patterns `*` stands for any characters and `?` for one.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Admit {
-    /// A pattern of the names of identities.
+    /// The pattern that the identity must match.
     pub identity: String,
-    /// Patterns of the names of jobs.
+    /// The patterns of which the job's name must match one.
     pub jobs: Vec<String>,
-    /// Most jobs at a time that the rule admits.
+    /// The maximum number of concurrent jobs that the rule admits.
     pub max_jobs: Option<u16>,
-    /// Most ranks that these jobs have together.
+    /// The maximum total number of ranks of these jobs.
     pub max_ranks: Option<u32>,
-    /// Most slots that a stream of such a job is granted.
+    /// The maximum number of slots granted to a stream of such a job.
     pub pool_slots: Option<u32>,
-    /// The share of each shard's packet buffers that such a job has, in per cent.
+    /// The share of each shard's packet buffers granted to such a job, in per cent.
     pub share_percent: Option<u8>,
 }
 
-/// Whether an identity may be a rank of a job: by some rule, or if there are none, in any case.
+/// Checks whether an identity may be a rank of a job. Without rules, any caller may join any job.
 ///
 /// # Errors
-/// A sentence for the one who is refused, which says nothing of other jobs or identities.
+/// A sentence for the refused caller that reveals nothing about other jobs or identities.
 pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Result<(), String> {
     if rules.is_empty() {
         return Ok(());
@@ -44,7 +44,7 @@ pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
     ))
 }
 
-/// The first rule by which an identity may be a rank of a job.
+/// Returns the index of the first rule that lets an identity join a job.
 pub(crate) fn rule_of(rules: &[Admit], identity: Option<&str>, job: &str) -> Option<usize> {
     let identity = identity?;
     rules.iter().position(|rule| {

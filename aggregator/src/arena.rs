@@ -1,19 +1,20 @@
-//! The shard's packet buffers: allocated at start, handed around by value, never copied.
+//! The shard's packet buffers: allocated at start, passed by value, never copied.
 
 use std::collections::TryReserveError;
 
 use bytes::{Bytes, BytesMut};
 use racksum_net::udp::RECV_CAPACITY;
 
-/// An empty buffer. `BytesMut` itself would end the process where there is no memory.
+/// Allocates an empty buffer. Unlike `BytesMut`, it returns an error when memory runs out instead
+/// of aborting.
 fn buffer() -> Result<BytesMut, TryReserveError> {
     let mut bytes = Vec::<u8>::new();
     bytes.try_reserve_exact(RECV_CAPACITY)?;
     Ok(Bytes::from(bytes).try_into_mut().expect("nobody else has it"))
 }
 
-/// A stack of free buffers. The one given back last is the next to go out, while it is still in
-/// the processor's cache.
+/// A stack of free buffers. The buffer returned last is handed out first, while it is still in the
+/// processor's cache.
 #[derive(Debug)]
 pub(crate) struct Arena {
     free: Vec<BytesMut>,
@@ -21,10 +22,10 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// `total` buffers of one message each. Their pages are touched when they are first used.
+    /// Allocates `total` buffers of one message each. Their pages are touched on first use.
     ///
     /// # Errors
-    /// The system gives this process no more memory.
+    /// The system refuses to give this process more memory.
     pub(crate) fn new(total: usize) -> Result<Self, TryReserveError> {
         let mut free = Vec::new();
         free.try_reserve_exact(total)?;
@@ -34,22 +35,22 @@ impl Arena {
         Ok(Self { free, total })
     }
 
-    /// How many buffers are free.
+    /// Returns the number of free buffers.
     pub(crate) fn available(&self) -> usize {
         self.free.len()
     }
 
-    /// How many buffers there are in all.
+    /// Returns the total number of buffers.
     pub(crate) const fn total(&self) -> usize {
         self.total
     }
 
-    /// A free buffer, empty.
+    /// Takes an empty buffer, or returns `None` if no buffer is free.
     pub(crate) fn take(&mut self) -> Option<BytesMut> {
         self.free.pop()
     }
 
-    /// Gives a buffer back.
+    /// Returns a buffer to the arena.
     pub(crate) fn give(&mut self, mut buffer: BytesMut) {
         debug_assert!(buffer.capacity() >= RECV_CAPACITY, "buffers go around whole");
         buffer.clear();

@@ -1,5 +1,5 @@
-//! A caller, from the end of its handshake until it has joined or is gone. Until then it may have
-//! to give its place to another; once it has joined, it is served as a rank.
+//! A session with a caller, from the end of its handshake until it joins or disconnects. Until then
+//! the caller may have to give its place to another; after joining, it is served as a rank.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -24,19 +24,19 @@ use crate::registry::{Caller, MEMBER_QUEUE, NOT_JOINED, Shared, lock};
 use crate::status::{parts, status};
 use crate::tenancy::Refusal;
 
-/// What serves callers.
+/// The state that every caller session shares.
 #[derive(Clone)]
 pub(crate) struct Server {
     pub(crate) registry: Shared,
     pub(crate) lifelines: Lifelines,
     pub(crate) doors: Doors,
-    /// Where it is called.
+    /// The address of the control server.
     pub(crate) addr: Option<SocketAddr>,
-    /// Tells that some who were believed when they called are not any more.
+    /// Signals that some certificates that were trusted are no longer trusted.
     pub(crate) disbelieved: watch::Receiver<()>,
 }
 
-/// Serves whoever calls. Until it has joined it may have to give its place to another.
+/// Serves one caller. Until it has joined it may have to give its place to another caller.
 pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place, server: Server) {
     let (knows, certificate) = identify(&server.registry, &connection);
     let from = connection.remote_address();
@@ -66,7 +66,7 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
             }
         }
     };
-    // Whoever finds no place has its connection closed at once.
+    // A caller without a place in `partings` has its connection closed at once.
     if let Some((_place, mut needed)) = partings.enter(party) {
         tokio::select! {
             () = end(&connection, send) => {}
@@ -75,35 +75,36 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
     }
 }
 
-/// Why a caller is to call again later.
+/// The close reason for a caller that should retry later.
 const BUSY: &[u8] = b"too many callers have not joined yet; call again";
 
-/// Why a caller is to show anew who it is.
+/// The close reason for a caller that must authenticate again.
 const DISBELIEVED: &[u8] = b"the aggregator believes other authorities now; call again";
 
 /// A caller that has not joined.
 struct CallerSession<'a> {
     server: Server,
     connection: &'a quinn::Connection,
-    /// Whether callers are known by their certificates.
+    /// Whether callers are identified by their certificates.
     knows: bool,
     certificate: Option<Certificate>,
-    /// Its place with those that have not joined; none once it waits for room as a rank.
+    /// The caller's place among callers that have not joined; `None` once it waits for room as a
+    /// rank.
     place: Option<Place>,
 }
 
-/// What has become of a caller.
+/// The outcome of a caller session.
 enum CallerOutcome<'a> {
-    /// It is gone.
+    /// The caller has disconnected.
     Away,
-    /// It has been told why it does not join, and has no place any more.
+    /// The caller was told why it cannot join, and has given up its place.
     Refused(quinn::SendStream),
-    /// It has joined.
+    /// The caller has joined as a rank.
     Rank(Box<RankSession<'a>>),
 }
 
 impl<'a> CallerSession<'a> {
-    /// Does what the caller wants. This may be dropped at any time before it returns.
+    /// Handles the caller's request. The future may be dropped at any time before it completes.
     async fn hear(&mut self) -> CallerOutcome<'a> {
         let connection = self.connection;
         let first = timeout(JOIN_TIMEOUT, hear_first(connection)).await;
@@ -132,7 +133,7 @@ impl<'a> CallerSession<'a> {
         if told { self.end(send).await } else { CallerOutcome::Away }
     }
 
-    /// Ends the conversation: where the caller still has its place, in that.
+    /// Ends the conversation. If the caller still holds its place, it keeps the place meanwhile.
     async fn end(&self, send: quinn::SendStream) -> CallerOutcome<'a> {
         if self.place.is_none() {
             return CallerOutcome::Refused(send);
@@ -141,12 +142,13 @@ impl<'a> CallerSession<'a> {
         CallerOutcome::Away
     }
 
-    /// The name in the caller's certificate, if it is known by that.
+    /// Returns the name in the caller's certificate, if callers are identified by certificates.
     fn identity(&self) -> Option<&str> {
         self.certificate.as_ref().map(|it| &*it.name)
     }
 
-    /// Tells which ranks of a job are here. Returns false if the caller is gone.
+    /// Sends the list of a job's ranks that are present. Returns false if the caller has
+    /// disconnected.
     async fn tell_present(&self, join: &Join, send: &mut quinn::SendStream) -> bool {
         let registry = &self.server.registry;
         let ranks = match answers_elsewhere(registry, self.connection) {
@@ -159,8 +161,8 @@ impl<'a> CallerSession<'a> {
         send_message(send, &FromAggregator::Present { ranks }).await
     }
 
-    /// Tells what the aggregator does: an aggregator's identity of all jobs, others of the jobs
-    /// that the rules let them join. Returns false if the caller is gone.
+    /// Sends the aggregator's status. Another aggregator sees all jobs; other callers see the jobs
+    /// that the rules let them join. Returns false if the caller has disconnected.
     async fn tell_status(&self, addr: SocketAddr, send: &mut quinn::SendStream) -> bool {
         let registry = &self.server.registry;
         let mut told = status(registry, addr).await;
@@ -178,7 +180,7 @@ impl<'a> CallerSession<'a> {
         true
     }
 
-    /// Takes a rank into its job, or tells it why not.
+    /// Admits a rank to its job, or sends the reason for the refusal.
     async fn join(
         &mut self,
         join: Join,
@@ -242,7 +244,7 @@ impl<'a> CallerSession<'a> {
     }
 }
 
-/// How a rank is told that it is refused, and why.
+/// Returns the message that tells a rank that it is refused, and why.
 fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAggregator {
     match refusal {
         Refusal::Draining => FromAggregator::Drain,
@@ -257,13 +259,13 @@ fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAg
     }
 }
 
-/// Returns whether callers are known by their certificates, and the certificate of this one.
+/// Returns whether callers are identified by certificates, and this caller's certificate.
 fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<Certificate>) {
     let knows = lock(registry).knows_identities();
     (knows, knows.then(|| Certificate::of_peer(connection)).flatten())
 }
 
-/// Why somebody may not join for others, if so.
+/// Returns why a caller may not join on behalf of other ranks, or `None` if it may.
 fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
     let Some(Certificate { name, role, .. }) = certificate else {
         return Some("what joins for others must show that it is an aggregator".into());
@@ -272,7 +274,7 @@ fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
     Some(format!("{name:?} is no aggregator but a {it}, and joins for others"))
 }
 
-/// Offers a rank to lay a lifeline. The error says that the rank is gone.
+/// Offers a rank a lifeline connection. An error means that the rank has disconnected.
 async fn offer(
     lifelines: &Lifelines,
     send: &mut quinn::SendStream,
@@ -293,7 +295,7 @@ async fn offer(
     })
 }
 
-/// The first word of a connection, and the stream that it came by.
+/// Receives the first message of a connection, with the stream that carried it.
 async fn hear_first(
     connection: &quinn::Connection,
 ) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {

@@ -1,4 +1,4 @@
-//! What an operator configures.
+//! The operator's configuration.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::ops::{Range, RangeInclusive};
@@ -16,7 +16,7 @@ use toml::{Table, Value};
 use crate::Options;
 use crate::admission::Admit;
 
-/// Most shards of an aggregator.
+/// The maximum number of shards of an aggregator.
 pub const MAX_SHARDS: u8 = 64;
 
 const LEAST_SLOTS: u64 = *POOL_SLOTS.start() as u64;
@@ -26,11 +26,11 @@ const MOST_SLOTS: u64 = *POOL_SLOTS.end() as u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fanout {
-    /// By multicast to the ranks that hear a probe at join, one copy each to the others.
+    /// Multicast to the ranks that receive a probe at join, and a copy to each other rank.
     Auto,
-    /// By multicast; a rank that does not hear the probe is refused.
+    /// Multicast only; a rank that does not receive the probe is refused.
     Multicast,
-    /// One copy each.
+    /// One copy to each rank.
     Unicast,
 }
 
@@ -95,18 +95,18 @@ impl Default for Config {
     }
 }
 
-/// Why a configuration cannot be.
+/// The reason why a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// The file is not TOML, or has a key or a value that does not belong.
+    /// The file is not TOML, or contains an unknown key or a wrong value.
     #[error("line {line}: {why}")]
     Parse {
         /// The line, from 1.
         line: usize,
-        /// What does not belong there.
+        /// The reason, as the parser gives it.
         why: String,
     },
-    /// Another error, of a value in a file.
+    /// Another error about a value, with its line in the file.
     #[error("line {line}: {error}")]
     At {
         /// The line, from 1.
@@ -119,11 +119,11 @@ pub enum ConfigError {
     Range {
         /// The key, as in the file, and its rule; the flag is the same with dashes.
         key: String,
-        /// What was given.
+        /// The value that was given.
         value: i64,
-        /// The least it may be.
+        /// The smallest allowed value.
         min: u64,
-        /// The most it may be.
+        /// The largest allowed value.
         max: u64,
     },
     /// The value of a key is not a number.
@@ -133,57 +133,57 @@ pub enum ConfigError {
         key: String,
         /// The TOML type of the value.
         what: &'static str,
-        /// The least it may be.
+        /// The smallest allowed value.
         min: u64,
-        /// The most it may be.
+        /// The largest allowed value.
         max: u64,
     },
-    /// The rules are one table, and not a list of them.
+    /// The rules are written as one table instead of a list of tables.
     #[error("line {line}: [admit] is one table, but rules are a list; write [[admit]]")]
     AdmitTable {
         /// The line, from 1.
         line: usize,
     },
-    /// A key that must name something names nothing.
+    /// A required value is empty.
     #[error("{key} is empty, but must be {what}")]
     Empty {
         /// The key, as in the file, and its rule.
         key: String,
-        /// What it must be.
+        /// A description of the required value.
         what: &'static str,
     },
-    /// The address to serve on means something on one link only.
+    /// The address to serve on is link-local.
     #[error(
         "bind is {bind}, a link-local address, and those are not served; bind another address of \
          this host, or :: to serve on all of them"
     )]
     LinkLocal {
-        /// The address.
+        /// The link-local address.
         bind: Ipv6Addr,
     },
-    /// Rules that name identities, and none is shown.
+    /// Rules name identities, but no identity file is given.
     #[error("[[admit]] rules go by the names of identities: give --identity, or leave them out")]
     AdmitWithoutIdentity,
-    /// What is given as the parent is not the address of one aggregator.
+    /// The `parent` value is not the address of one aggregator.
     #[error("parent is {parent:?}, but must be the HOST:PORT of another aggregator")]
     Parent {
-        /// What is given.
+        /// The value that was given.
         parent: String,
     },
     /// The pools are larger than this host's memory.
     #[error("{}", self.told_with(Options::USUAL.memory))]
     Memory {
-        /// How many pools there would be.
+        /// The number of pools, one per shard.
         shards: u8,
-        /// The size of each.
+        /// The size of each pool in MiB.
         pool_mib: u32,
-        /// The host's memory.
+        /// The host's memory in MiB.
         host_mib: u64,
     },
 }
 
 impl ConfigError {
-    /// The key whose value it is about, with its rule.
+    /// Returns the key that the error is about, including its rule.
     fn key(&self) -> Option<&str> {
         match self {
             Self::Range { key, .. } | Self::NoNumber { key, .. } | Self::Empty { key, .. } => {
@@ -194,7 +194,7 @@ impl ConfigError {
         }
     }
 
-    /// The sentence for whoever says by these options how much memory is used.
+    /// Returns the error message for a program with these options for the amount of memory.
     #[must_use]
     pub fn told_with(&self, options: &[&str]) -> String {
         let Self::Memory { shards, pool_mib, host_mib } = self else { return self.to_string() };
@@ -211,10 +211,10 @@ impl ConfigError {
 }
 
 impl Config {
-    /// Reads a configuration file; keys it does not have keep their defaults.
+    /// Reads a configuration file; missing keys keep their defaults.
     ///
     /// # Errors
-    /// A sentence that names the line, the key and what is wrong with it.
+    /// The line, the key, and the reason why its value is wrong.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
         let no_toml = |error: toml::de::Error| {
             let why = error.message().replace('\n', "; ");
@@ -227,7 +227,7 @@ impl Config {
             Some(line) => ConfigError::At { line, error: Box::new(error) },
             None => error,
         };
-        // Of a number that its type cannot hold, the deserializer names the type and not the key.
+        // If a number does not fit its type, the deserializer names the type and not the key.
         check_numbers(&toml::from_str(text).map_err(no_toml)?).map_err(at_line)?;
         let config: Self =
             toml::from_str(text).map_err(|error| match parse_error(text, &error) {
@@ -240,10 +240,10 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks that the numbers are in their ranges, and that what is given goes together.
+    /// Checks that numbers are in range and that the options are consistent.
     ///
     /// # Errors
-    /// The first that is not.
+    /// The first problem found.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         if !self.admit.is_empty() && self.identity.is_none() {
@@ -257,7 +257,8 @@ impl Config {
         }
     }
 
-    /// Whether a text may be the address of one other aggregator; a name need not be known yet.
+    /// Returns whether `parent` can be the address of one other aggregator. A host name need not
+    /// resolve yet.
     fn may_be_parent(&self, parent: &str) -> bool {
         let Some((host, port)) = parent.rsplit_once(':') else { return false };
         let addr = parent.parse::<SocketAddr>();
@@ -269,10 +270,10 @@ impl Config {
         is_one && port.parse::<u16>().is_ok_and(|port| port > 0) && !is_self
     }
 
-    /// Checks that the numbers are in their ranges.
+    /// Checks that numbers are in range.
     ///
     /// # Errors
-    /// The first that is not.
+    /// The first number out of range.
     fn check_ranges(&self) -> Result<(), ConfigError> {
         let numbers = [
             i64::from(self.shards),
@@ -299,11 +300,11 @@ impl Config {
         (1..).zip(&self.admit).try_for_each(|(number, rule)| check_rule(number, rule))
     }
 
-    /// Checks that the pools fit a host's memory: they are used page by page as jobs come, so that
-    /// one too large would end the process in the middle of a job.
+    /// Checks that the pools fit the host's memory. Pools are filled page by page as jobs arrive,
+    /// so an oversized pool would end the process in the middle of a job.
     ///
     /// # Errors
-    /// That they do not.
+    /// The pools are larger than the host's memory.
     pub fn check_memory(&self, host_mib: u64) -> Result<(), ConfigError> {
         let Self { shards, pool_mib, .. } = *self;
         if u64::from(shards) * u64::from(pool_mib) > host_mib {
@@ -312,12 +313,12 @@ impl Config {
         Ok(())
     }
 
-    /// Makes pools of the default size fit half of a host's memory: others want some of it too. The
-    /// default never keeps an aggregator from starting. Returns a warning if they have become
-    /// smaller.
+    /// Shrinks pools of the default size to half of the host's memory, since other programs need
+    /// some too. The default size never prevents an aggregator from starting. Returns a warning if
+    /// the pools have shrunk.
     ///
     /// # Errors
-    /// That pools of another size do not fit.
+    /// Pools of another size do not fit.
     pub(crate) fn fit_memory(&mut self, host_mib: u64) -> Result<Option<String>, ConfigError> {
         let usual = Self::default().pool_mib;
         if self.pool_mib != usual {
@@ -335,15 +336,14 @@ impl Config {
         }))
     }
 
-    /// How datagrams are authenticated.
+    /// Returns how datagrams are authenticated.
     #[must_use]
     pub fn data_auth(&self) -> DataAuth {
         let usual = if self.bind.is_loopback() { DataAuth::None } else { DataAuth::Mac };
         self.data_auth.unwrap_or(usual)
     }
 
-    /// The keys that differ from a running aggregator's and are those of its start: they take a
-    /// restart.
+    /// Returns the keys that differ from the running aggregator's configuration and need a restart.
     #[must_use]
     pub fn fixed_changes(&self, running: &Self) -> Vec<&'static str> {
         let changes = [
@@ -355,13 +355,13 @@ impl Config {
             ("insecure", self.insecure != running.insecure),
             ("status_socket", self.status_socket != running.status_socket),
             ("parent", self.parent != running.parent),
-            // A new file is read, but one believes by certificates from the start or never.
+            // A new identity file is read, but certificates are checked from the start or never.
             ("identity", self.identity.is_some() != running.identity.is_some()),
         ];
         changes.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key).collect()
     }
 
-    /// This configuration with those keys of a running aggregator that take a restart.
+    /// Returns this configuration with the keys that need a restart copied from the running one.
     pub(crate) fn with_fixed_of(self, running: &Self) -> Self {
         let Self { bind, port, shards, pool_mib, fanout, insecure, .. } = *running;
         let (status_socket, parent) = (running.status_socket.clone(), running.parent.clone());
@@ -381,7 +381,7 @@ impl Config {
         }
     }
 
-    /// Packet buffers of each shard.
+    /// Returns the number of packet buffers of each shard.
     #[must_use]
     pub fn buffers(&self) -> usize {
         let per_mib = (1 << 20) / racksum_net::udp::RECV_CAPACITY;
@@ -389,12 +389,12 @@ impl Config {
     }
 }
 
-/// A key, and the least and the most that it may be.
+/// A key, its smallest and its largest allowed value.
 type Bounds = (&'static str, u64, u64);
 
-/// The ranges of the numbers outside of rules, in the order in which they are checked.
+/// Returns the ranges of the numbers outside rules, in the order in which they are checked.
 fn ranges(shards: u8) -> [Bounds; 7] {
-    // The shards take the ports after it.
+    // The shards take the ports after the control port.
     let ports = u64::from(u16::MAX) - u64::from(shards);
     [
         ("shards", 1, u64::from(MAX_SHARDS)),
@@ -407,15 +407,15 @@ fn ranges(shards: u8) -> [Bounds; 7] {
     ]
 }
 
-/// Returns the range of a key that is a number and stands outside of rules, and `None` for any
-/// other key. `port` has the range that it has with one shard.
+/// Returns the range of a numeric key outside rules, and `None` for any other key. For `port` it is
+/// the range with one shard.
 #[must_use]
 pub fn bounds(key: &str) -> Option<RangeInclusive<u64>> {
     let all = ranges(Config::default().shards);
     all.into_iter().find(|(name, ..)| *name == key).map(|(_, min, max)| min..=max)
 }
 
-/// The ranges of the numbers of a rule.
+/// The ranges of the numbers in a rule.
 const RULE_RANGES: [Bounds; 4] = [
     ("max_jobs", 1, 1024),
     ("max_ranks", 1, 1 << 18),
@@ -434,19 +434,19 @@ fn check_range(
     Err(ConfigError::Range { key: named(key), value, min, max })
 }
 
-/// Names a key of the `number`th rule of a file, for errors.
+/// Returns a function that names a key of the `number`th rule of a file, for errors.
 fn of_rule(number: usize) -> impl Fn(&str) -> String {
     move |key| format!("{key} of [[admit]] rule {number}")
 }
 
-/// The line of a file that has the value of a key, which may be named as that of a rule.
+/// Returns the line of a file with the value of a key. The key may be named as part of a rule.
 fn line_of(text: &str, key: &str) -> Option<usize> {
     let file = DeTable::parse(text).ok()?;
     let (key, rule) = match key.split_once(" of [[admit]] rule ") {
         Some((key, number)) => (key, Some(number.parse::<usize>().ok()?)),
         None => (key, None),
     };
-    // Of a list, what lies in it is named before it.
+    // For an element of a list, the element is named before its list.
     let key = key.rsplit(' ').next()?;
     let value = match rule {
         None => file.get_ref().get(key)?,
@@ -458,13 +458,13 @@ fn line_of(text: &str, key: &str) -> Option<usize> {
     Some(line_at(text, Some(value.span())))
 }
 
-/// The line of a place in a text, from 1.
+/// Returns the line number of a span in a text, from 1.
 fn line_at(text: &str, span: Option<Range<usize>>) -> usize {
     let at = span.map_or(0, |span| span.start.min(text.len()));
     1 + text.get(..at).unwrap_or_default().matches('\n').count()
 }
 
-/// Checks that the numbers of a file are numbers in their ranges.
+/// Checks that the numeric values of a file are integers in range.
 fn check_numbers(file: &Table) -> Result<(), ConfigError> {
     let check = |table: &Table, range: Bounds, named: &dyn Fn(&str) -> String| {
         let (key, min, max) = range;
@@ -489,7 +489,7 @@ fn check_numbers(file: &Table) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Makes an error of what TOML says of a file, and names the line and the key.
+/// Converts a TOML error to an error that names the line and the key.
 fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     let at = error.span().map_or(0, |span| span.start.min(text.len()));
     let before = text.get(..at).unwrap_or_default();
@@ -498,7 +498,7 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     let rest = text.get(at..).unwrap_or_default();
     let key = match begun.split_once('=') {
         Some((key, _)) => Some(key.trim()),
-        // A table's name is that of the key that it is the value of.
+        // For a table where another type was expected, the table's name is the key.
         None if begun.trim().is_empty() && error.message().starts_with("invalid type") => {
             rest.lines().next().and_then(|line| line.trim().strip_prefix('[')?.strip_suffix(']'))
         }
@@ -509,11 +509,11 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     ConfigError::Parse { line, why }
 }
 
-/// Reads the address to serve on. A link-local one may have a zone, as in `fe80::1%eth0`;
+/// Reads the address to serve on. A link-local address may have a zone, as in `fe80::1%eth0`;
 /// [`Config::validate`] refuses it.
 ///
 /// # Errors
-/// That it is no IP address, or that of no host.
+/// The text is not an IP address, or the address belongs to no host.
 pub fn bind_address(text: &str) -> Result<IpAddr, String> {
     let zoned = text.split_once('%').and_then(|(addr, _)| addr.parse().ok());
     if let Some(zoned) = zoned.filter(Ipv6Addr::is_unicast_link_local) {
@@ -525,7 +525,7 @@ pub fn bind_address(text: &str) -> Result<IpAddr, String> {
         }
         Err(_) => format!("{text:?} is no IP address; give one of this host's, as 10.0.0.1"),
     })?;
-    // To be bound, the unspecified address stands for all that this host has.
+    // Binding to the unspecified address means all addresses of this host.
     match no_host(addr).filter(|_| !addr.is_unspecified()) {
         Some(why) => Err(format!("nobody can serve at {addr}, {why}; give one of this host's")),
         None => Ok(addr),
@@ -536,7 +536,7 @@ fn read_bind_address<'de, D: Deserializer<'de>>(from: D) -> Result<IpAddr, D::Er
     bind_address(&String::deserialize(from)?).map_err(D::Error::custom)
 }
 
-/// Checks a rule, which is the `number`th of the file.
+/// Checks the `number`th rule of the file.
 fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
     let Admit { ref identity, ref jobs, max_jobs, max_ranks, pool_slots, share_percent } = *rule;
     let key = of_rule(number);
@@ -560,7 +560,7 @@ fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
     })
 }
 
-/// The memory of this host in MiB; `None` where the system does not say.
+/// Returns the memory of this host in MiB, or `None` if the system does not report it.
 #[must_use]
 pub fn host_mib() -> Option<u64> {
     let told = std::fs::read_to_string("/proc/meminfo").ok()?;

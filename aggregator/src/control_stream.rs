@@ -1,4 +1,4 @@
-//! The control stream of a caller: what the aggregator sends on it, and how fast it reads.
+//! A caller's control stream: sending messages, and reading at a limited rate.
 
 use std::time::Duration;
 
@@ -9,22 +9,23 @@ use tokio::sync::mpsc::{Receiver, channel};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until, timeout};
 
-/// How long a handshake may take, and then a connection to say who it is.
+/// The time limit of a handshake, and then of a connection's first message.
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a message may wait until a rank has read enough of those before; then it is lost.
+/// How long a message may wait for a rank to read earlier messages; then the rank is lost.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often a waiting rank is told whom it waits for.
+/// The interval at which a waiting rank is told which ranks are missing.
 pub(crate) const WAITING_PERIOD: Duration = Duration::from_millis(500);
-/// Words of a rank that may wait to be heeded.
+/// The maximum number of a rank's messages that wait to be handled.
 const QUEUE: usize = 16;
-/// Words that are heeded at once: an aggregator says two of each of its ranks, and the largest jobs
-/// have 256.
+/// The number of messages handled without delay: an aggregator sends two for each of its ranks, and
+/// the largest jobs have 256 ranks.
 const AT_ONCE: u32 = 512;
-/// After those one is heeded in so much time. A rank has no more to say than a few words an hour.
+/// The interval at which further messages are handled. A well-behaved rank sends a few messages an
+/// hour.
 const PERIOD: Duration = Duration::from_millis(10);
 
-/// What a rank says, read by a task of its own: reading a frame must not be cancelled half-way.
-/// Whoever says more than ranks have to say is read no faster than it may be heeded.
+/// A reader of a rank's messages. It runs in its own task, because reading a frame must not be
+/// cancelled half-way. It reads no faster than messages may be handled.
 pub(crate) struct ControlReader(Receiver<FromWorker>, AbortHandle);
 
 impl ControlReader {
@@ -45,7 +46,7 @@ impl ControlReader {
     }
 
     /// Returns the rank's next message, or `None` once the rank has closed the stream or broken the
-    /// protocol. It may be dropped before it returns; no message is lost by that.
+    /// protocol. The future may be dropped before it completes without losing a message.
     pub(crate) async fn next(&mut self) -> Option<FromWorker> {
         self.0.recv().await
     }
@@ -57,12 +58,12 @@ impl Drop for ControlReader {
     }
 }
 
-/// When all words so far would have been heeded, if one was in each period: the generic cell rate
-/// algorithm (ITU-T I.371).
+/// The time at which all messages so far would have been handled at one per period: the generic
+/// cell rate algorithm (ITU-T I.371).
 struct Pace(Instant);
 
 impl Pace {
-    /// Counts a word. Returns when it may be heeded, if it may not be now.
+    /// Counts a message. Returns when it may be handled, or `None` if it may be handled now.
     fn next(&mut self, now: Instant) -> Option<Instant> {
         self.0 = self.0.max(now) + PERIOD;
         let ahead = self.0 - now;
@@ -71,18 +72,18 @@ impl Pace {
     }
 }
 
-/// Ends a conversation so that its last words still arrive.
+/// Ends a conversation after giving its last messages time to arrive.
 pub(crate) async fn end(connection: &quinn::Connection, mut send: quinn::SendStream) {
     drop(send.finish());
     drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
 }
 
-/// Tells the rank something; returns false if it is gone or does not read. What is too long for one
-/// message is refused in its place: a rank that hears nothing could not tell what is wrong.
+/// Sends a message to a rank; returns false if it has disconnected or does not read. A message too
+/// long for one frame is replaced by a refusal, so that the rank learns what is wrong.
 pub(crate) async fn send_message(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
     let said = async {
         match frames::send(send, message).await {
-            // Nothing of it has been sent.
+            // The oversized message was not sent at all.
             Err(FrameError::TooLong { len }) => {
                 let reason = format!("what the aggregator has to say has {len} bytes, too many");
                 tracing::error!("{reason}: this is a bug of racksum");
@@ -104,10 +105,10 @@ mod tests {
         let mut pace = Pace(start);
         let at_once = (0..2 * AT_ONCE).take_while(|_| pace.next(start).is_none()).count();
         assert_eq!(at_once, AT_ONCE as usize);
-        // One was counted that is to wait.
+        // The call above has counted one message that has to wait.
         assert_eq!(pace.next(start), Some(start + 2 * PERIOD));
         assert_eq!(pace.next(start + 3 * PERIOD), None);
-        // After a quiet time there may be as many at once as at first.
+        // After an idle period the full burst is available again.
         let later = start + 2 * PERIOD * AT_ONCE;
         assert!((0..AT_ONCE).all(|_| pace.next(later).is_none()));
         assert_eq!(pace.next(later), Some(later + PERIOD));

@@ -1,44 +1,44 @@
-//! Where the datagrams of a job go at a shard, and what they are sealed with.
+//! The destination addresses of a job's datagrams at a shard, and the keys that seal them.
 
 use std::net::SocketAddr;
 
 use racksum_net::auth::Sealer;
 use racksum_proto::aggregator::Recipient;
 
-/// Whom a message is for.
+/// The recipients of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum To {
-    /// The ranks of the job, or one of them.
+    /// All ranks of the job, or one of them.
     Ranks(Recipient),
-    /// The shard of the parent.
+    /// The parent's shard.
     Parent,
 }
 
-/// The addresses of a job.
+/// The addresses and sealers of a job.
 #[derive(Debug, Default)]
 pub(crate) struct Destinations {
-    /// Where each rank's data goes.
+    /// The data address of each rank.
     pub(crate) ranks: Vec<SocketAddr>,
     /// The group that results are multicast to, if any.
     pub(crate) group: Option<SocketAddr>,
-    /// Ranks that do not hear the group.
+    /// Addresses of the ranks that do not receive multicast.
     pub(crate) unicast: Vec<SocketAddr>,
-    /// Seals what goes to the ranks, if datagrams are authenticated.
+    /// Seals datagrams for the ranks, if datagrams are authenticated.
     pub(crate) sealer: Option<Sealer>,
-    /// The shard of the parent, if there is one.
+    /// The address of the parent's shard, if the job has a parent.
     pub(crate) parent: Option<SocketAddr>,
-    /// Seals what goes there.
+    /// Seals datagrams for the parent, if datagrams are authenticated.
     pub(crate) parent_sealer: Option<Sealer>,
 }
 
 impl Destinations {
-    /// Whether a rank or the parent has an address.
+    /// Returns whether the address belongs to a rank or the parent.
     pub(crate) fn is_peer(&self, addr: SocketAddr) -> bool {
         self.ranks.contains(&addr) || self.parent == Some(addr)
     }
 
-    /// What seals a message, and the addresses it goes to: the group if there is one, then the
-    /// ranks that do not hear it; or a single rank, or the parent.
+    /// Returns the sealer and the addresses of a message. For all ranks these are the group, if
+    /// there is one, and the ranks that do not receive it.
     pub(crate) fn to(
         &mut self,
         to: To,
@@ -54,7 +54,8 @@ impl Destinations {
         (sealer.as_mut(), one.into_iter().chain(ranks.iter().copied()))
     }
 
-    /// Sends copies to the ranks that do not hear the group, which is of no use if that is all.
+    /// Sends copies to the ranks that do not receive multicast. Drops the group if no rank receives
+    /// it.
     pub(crate) fn set_listeners(&mut self, hears: &[bool]) {
         let deaf = self.ranks.iter().zip(hears).filter(|(_, hears)| !**hears);
         self.unicast = deaf.map(|(addr, _)| *addr).collect();

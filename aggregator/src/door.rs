@@ -1,10 +1,10 @@
 //! Limits on callers that have not joined yet.
 //!
-//! A connection costs its caller a few datagrams, and this side memory and time. So callers share
-//! few places. While some are free, whoever calls has one. When all are taken, the caller that has
-//! most of them gives one up, its oldest, to a caller that has fewer. A caller is an identity, with
-//! however many addresses, or an address where no identity is known. The addresses of an identity
-//! share its places in the same way.
+//! A connection costs the caller a few datagrams, but costs the aggregator memory and time. All
+//! callers therefore share a fixed number of places. While places are free, every caller gets one.
+//! When all are taken, the caller that holds most gives up its oldest to a caller that holds fewer.
+//! A caller is an identity with all its addresses, or an address where no identity is known. The
+//! addresses of one identity share its places in the same way.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -15,28 +15,29 @@ use tokio::sync::oneshot;
 use crate::network::network;
 use crate::queue::{MAX_WAITING, MAX_WAITING_EACH};
 
-/// Handshakes at a time, of all addresses together.
+/// The maximum number of concurrent handshakes.
 const HANDSHAKES: usize = 512;
-/// Those of one address: more ranks than most hosts have. Who finds no place calls again.
+/// The maximum number of concurrent handshakes per address, more than the ranks of most hosts. A
+/// caller without a place retries.
 pub(crate) const HANDSHAKES_OF_ONE: usize = 64;
-/// Callers from one address at a time that have not joined.
+/// The maximum number of concurrent callers per address that have not joined.
 pub(crate) const STRANGERS_OF_ONE: usize = 128;
 
-/// The doors that a caller passes, one after the other.
+/// The doors that a caller passes one after the other.
 #[derive(Debug, Clone)]
 pub(crate) struct Doors {
-    /// Callers in the middle of a handshake, whose identities are not known yet: they push out none
-    /// that are.
+    /// Callers in a handshake. Their identities are not known yet, so they have places of their own
+    /// and take none from identified callers.
     pub(crate) handshakes: Door,
-    /// Those that have not joined: they prove a data path, ask something, are refused, or come back
-    /// to a job.
+    /// Callers that have not joined: they prove a data path, send a query, are being refused, or
+    /// rejoin a job.
     pub(crate) strangers: Door,
-    /// Those that waited for room or had joined, and still hear how that has ended.
+    /// Callers that waited for room or had joined, and are being told how that ended.
     pub(crate) partings: Door,
 }
 
 impl Doors {
-    /// Doors for so many callers at a time that have not joined.
+    /// Creates the doors, with `strangers` places for callers that have not joined.
     pub(crate) fn new(strangers: usize) -> Self {
         Self {
             handshakes: Door::new(HANDSHAKES, HANDSHAKES_OF_ONE),
@@ -46,7 +47,7 @@ impl Doors {
     }
 }
 
-/// Hands out places.
+/// A limited number of places for callers.
 #[derive(Debug, Clone)]
 pub(crate) struct Door(Arc<Mutex<Inside>>);
 
@@ -57,35 +58,35 @@ struct Inside {
     taken: usize,
     next: u64,
     callers: BTreeMap<Who, Places>,
-    /// How many places each caller has.
+    /// Each caller with its number of places, sorted by that number.
     counts: BTreeSet<(usize, Who)>,
 }
 
-/// The places of a caller.
+/// The places of one caller.
 #[derive(Debug, Default)]
 struct Places {
     taken: usize,
-    /// Those of each address, the oldest first, and how each is told to be given up.
+    /// The places of each address, oldest first, with the channel that asks for each place back.
     by_address: BTreeMap<IpAddr, BTreeMap<u64, oneshot::Sender<()>>>,
-    /// How many places each address has.
+    /// Each address with its number of places, sorted by that number.
     counts: BTreeSet<(usize, IpAddr)>,
 }
 
-/// A caller whose places are counted together.
+/// The key by which callers share a limit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     Address(IpAddr),
     Identity(String),
 }
 
-/// A caller and the address that it calls from.
+/// A caller and its address.
 #[derive(Debug, Clone)]
 pub(crate) struct Party {
     who: Who,
     of: IpAddr,
 }
 
-/// A place, given back when it is dropped.
+/// A place at a door, given back on drop.
 #[derive(Debug)]
 pub(crate) struct Place {
     door: Door,
@@ -93,12 +94,12 @@ pub(crate) struct Place {
     number: u64,
 }
 
-/// Tells that a place has to be given up.
+/// Signals that a place must be given up.
 #[derive(Debug)]
 pub(crate) struct Needed(oneshot::Receiver<()>);
 
 impl Party {
-    /// Makes the party of a call from an address, and of its identity if one is known.
+    /// Creates the party for an address, and for an identity if one is known.
     pub(crate) fn new(identity: Option<&str>, addr: IpAddr) -> Self {
         let of = network(addr);
         let who = identity.map_or(Who::Address(of), |name| Who::Identity(name.to_owned()));
@@ -107,25 +108,25 @@ impl Party {
 }
 
 impl Door {
-    /// A door with so many places, and so many for one address of a caller.
+    /// Creates a door with `most` places, and `most_of_one` for one address of a caller.
     pub(crate) fn new(most: usize, most_of_one: usize) -> Self {
         let (callers, counts) = Default::default();
         let inside = Inside { most, most_of_one, taken: 0, next: 0, callers, counts };
         Self(Arc::new(Mutex::new(inside)))
     }
 
-    /// Whether somebody would be given a place.
+    /// Returns whether `party` would be given a place.
     pub(crate) fn has_room(&self, party: &Party) -> bool {
         self.lock().giver(party).is_ok()
     }
 
-    /// Whether all places are taken.
+    /// Returns whether all places are taken.
     pub(crate) fn is_full(&self) -> bool {
         let inside = self.lock();
         inside.taken >= inside.most
     }
 
-    /// Takes a place, if there is one, which is to be given up when that is `Needed`.
+    /// Takes a place, if one is available. The holder must give it up when `Needed` signals.
     pub(crate) fn enter(&self, party: Party) -> Option<(Place, Needed)> {
         let mut inside = self.lock();
         if let Some(giver) = inside.giver(&party).ok()? {
@@ -144,7 +145,8 @@ impl Door {
 }
 
 impl Needed {
-    /// Waits until somebody else needs the place. Never returns once it was given back before.
+    /// Waits until another caller needs the place. Never returns if the place was given back
+    /// before.
     pub(crate) async fn wait(&mut self) {
         if (&mut self.0).await.is_err() {
             std::future::pending().await
@@ -159,11 +161,11 @@ impl Drop for Place {
     }
 }
 
-/// There is no place.
+/// No place is available.
 struct Full;
 
 impl Inside {
-    /// Returns the party that must give up a place to `party`, or none while places are free.
+    /// Returns the party that must give up a place to `party`, or `None` while places are free.
     fn giver(&self, party: &Party) -> Result<Option<Party>, Full> {
         let own = self.callers.get(&party.who);
         let own_at = own.and_then(|own| own.by_address.get(&party.of)).map_or(0, BTreeMap::len);
@@ -178,22 +180,22 @@ impl Inside {
         if own.map_or(0, |own| own.taken) + 1 < *most {
             return Ok(Some(Party { who: who.clone(), of: largest.1 }));
         }
-        // Where it has most itself, its addresses share.
+        // If this caller itself has most places, its addresses share them.
         let (most, of) = own.and_then(Places::largest).ok_or(Full)?;
         (own_at + 1 < most).then(|| Some(Party { who: party.who.clone(), of })).ok_or(Full)
     }
 
-    /// Frees the oldest place of somebody.
+    /// Frees the oldest place of a party.
     fn free_one(&mut self, giver: &Party) {
         let mut freed = None;
         self.change(giver, |places| freed = places.pop_first());
         if let Some((_, tell)) = freed {
-            // It may be about to be given back.
+            // The place may be about to be given back.
             tell.send(()).unwrap_or_default();
         }
     }
 
-    /// Changes the places of somebody, and the counts with them.
+    /// Changes the places of a party and updates the counts.
     fn change(
         &mut self,
         party: &Party,
@@ -215,7 +217,7 @@ impl Inside {
 }
 
 impl Places {
-    /// How many places the address has that has most, and which it is.
+    /// Returns the address with most places, and their number.
     fn largest(&self) -> Option<(usize, IpAddr)> {
         self.counts.last().copied()
     }

@@ -1,4 +1,4 @@
-//! From a rank's join to its seat: the wait for room, and the way back into a job that runs.
+//! Admission of a rank to its seat: waiting for room, and rejoining a running job.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,9 +14,9 @@ use crate::queue;
 use crate::registry::{Caller, Joined, Progress, Returning, Seat, Shared, lock, settle, watch};
 use crate::tenancy::Refusal;
 
-/// Takes a rank into its job, once there is room for it if the rank wants to wait; returns `None`
-/// if the rank leaves first. Its place with callers that have not joined is given up once it
-/// waits: from then on it counts with ranks that do.
+/// Admits a rank to its job, and waits for room if the rank asks for that. Returns `None` if the
+/// rank leaves first. A rank that starts to wait gives up its place among callers that have not
+/// joined, and counts as a waiting rank from then on.
 pub(crate) async fn enter(
     registry: &Shared,
     (send, reader): (&mut quinn::SendStream, &mut ControlReader),
@@ -49,7 +49,7 @@ pub(crate) async fn enter(
     }
 }
 
-/// A rank's place among those that wait for room, given up when it is dropped.
+/// A rank's place in the queue for room, given up on drop.
 struct Queued {
     registry: Shared,
     place: queue::Place,
@@ -61,9 +61,9 @@ impl Queued {
         Ok(Self { registry: Arc::clone(registry), place })
     }
 
-    /// Waits until the job has its turn, and tells the rank how many are served before it. Gives
-    /// up after a while, since another limit may be in the way by then. Returns `None` if the rank
-    /// leaves first.
+    /// Waits until it is the job's turn, and tells the rank how many jobs are served before it.
+    /// Returns after a while in any case, since another limit may apply by then. Returns `None` if
+    /// the rank leaves first.
     async fn wait(
         &self,
         why: &str,
@@ -93,19 +93,20 @@ impl Drop for Queued {
     }
 }
 
-/// Waits until it is time to look for room again. Returns `None` if the rank leaves first.
+/// Waits until the rank should try again to join. Returns `None` if the rank leaves first.
 async fn await_turn(
     room: &Notify,
     send: &mut quinn::SendStream,
     reader: &mut ControlReader,
     relays: bool,
 ) -> Option<()> {
-    // What there may be room for by the time that it is waited for is seen at the next look.
+    // If room becomes free before this wait begins, the next attempt finds it.
     let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
     loop {
         tokio::select! {
             _ = &mut turn => return Some(()),
-            // An aggregator is not let go, and what it says of its ranks is heeded once it is in.
+            // An aggregator may not withdraw. Messages about its ranks are handled once it has
+            // joined.
             message = reader.next(), if !relays => match message {
                 // wire: W-67
                 Some(FromWorker::Withdraw) => hold_back(send, reader).await?,
@@ -116,18 +117,18 @@ async fn await_turn(
     }
 }
 
-/// Lets a rank go that waits for room. Returns once it stays after all, and nothing if it does not.
+/// Releases a rank that waits for room. Returns `Some` if the rank decides to stay, else `None`.
 async fn hold_back(send: &mut quinn::SendStream, reader: &mut ControlReader) -> Option<()> {
     if !send_message(send, &FromAggregator::Free).await {
         return None;
     }
-    // Others wait behind it.
+    // Other ranks wait behind this one.
     let message = timeout(JOIN_TIMEOUT, reader.next()).await.ok()?;
     (message == Some(FromWorker::Stay)).then_some(())
 }
 
-/// Takes a rank back into its job. In a job that may move it waits until every rank has the results
-/// of all ops before: afterwards there is one rank that could not help another to them.
+/// Lets a rank rejoin its job. In a job that may move, it first waits until every rank has the
+/// results of all earlier ops. The rejoined rank could not supply these results to another rank.
 async fn come_back(
     registry: &Shared,
     join: &Join,
@@ -137,7 +138,7 @@ async fn come_back(
     let mut returns = Returns::begin(registry, join, caller)?;
     let Returning { seat, replaced, may_move, .. } = &mut returns.returning;
     let settled = async {
-        // There is nothing to watch once the job is gone.
+        // If the job has ended, there is no progress to watch.
         let mut watched = watch(registry, seat.id())?;
         loop {
             let Progress { sealed, settled, .. } = watched.next().await?;
@@ -167,7 +168,7 @@ async fn come_back(
     registry.rejoin(join.clone(), caller.clone(), sealed.unwrap_or_default(), Instant::now())
 }
 
-/// A rank on its way back, which another may be once this is dropped.
+/// A rank that is rejoining. When this is dropped, another caller may rejoin as that rank.
 struct Returns {
     registry: Shared,
     returning: Returning,
@@ -186,9 +187,9 @@ impl Drop for Returns {
     }
 }
 
-/// How often a rank that waits for room is looked after before it is tried again whether there is.
+/// How many waiting periods pass before a waiting rank tries again to join without being called.
 const LOOKS: usize = 10;
-/// How long a rank may be on its way back. A rank that hears nothing for 20 s is lost.
+/// The time limit for rejoining. It exceeds the 20 s of silence after which a rank is lost.
 const LONGEST_RETURN: Duration = Duration::from_secs(30);
 
 #[cfg(test)]

@@ -1,19 +1,19 @@
-//! Saying so while the identity that an aggregator serves with expires.
+//! Warnings about the expiry of the aggregator's identity.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use racksum_net::quic::{Certificate, Credentials};
 
-/// Looks at the present identity every hour for as long as it is polled. Warns when it begins to
-/// expire and when it has expired, and once a day after that.
+/// Checks the current identity every hour for as long as the future is polled. Warns when the
+/// identity is about to expire and when it has expired, and then once a day.
 pub(crate) async fn watch(credentials: Arc<Mutex<Credentials>>) {
     let look = || {
         let credentials = credentials.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        // One that could be read at the start, or at a reload, can be read now.
+        // The identity was readable at the start or at the last reload, so it is readable now.
         credentials.certificate().ok()
     };
-    // What is so at the start was said then.
+    // The start-up checks already reported any concern that exists now.
     let mut reminder = Reminder { said: look().as_ref().and_then(Concern::of), hours: 0 };
     loop {
         tokio::time::sleep(HOUR).await;
@@ -53,15 +53,15 @@ impl Concern {
     }
 }
 
-/// Remembers the concern that was logged last.
+/// The most recently logged concern.
 struct Reminder {
     said: Option<Concern>,
-    /// Hours since it was logged.
+    /// Hours since the concern was logged.
     hours: u32,
 }
 
 impl Reminder {
-    /// Returns the concern to log this hour: one that is new, or was logged a day ago.
+    /// Returns the concern to log this hour: a new one, or one that was logged a day ago.
     fn next(&mut self, concern: Option<Concern>) -> Option<Concern> {
         self.hours += 1;
         if concern == self.said && self.hours < HOURS_OF_A_DAY {

@@ -1,14 +1,14 @@
-//! A thread of the aggregator that panics, which is a bug of ours, or whose socket fails: it ends
-//! the aggregator as a whole.
+//! Failures of the aggregator's threads. A thread that panics because of a bug, or whose socket
+//! fails, ends the whole aggregator.
 //!
-//! Half an aggregator would be worse than none, since its jobs would wait for the dead half.
+//! A partial aggregator would be worse than none, since its jobs would wait for the dead thread.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
 
 use tokio::sync::watch::{Receiver, Sender};
 
-/// Starts threads, and tells of the first that fails.
+/// Starts threads, and reports the first one that fails.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     told: Sender<Option<String>>,
@@ -19,12 +19,12 @@ impl Failure {
         Self { told: Sender::new(None) }
     }
 
-    /// Hears of the failure.
+    /// Returns a receiver of the failure.
     pub(crate) fn subscribe(&self) -> Receiver<Option<String>> {
         self.told.subscribe()
     }
 
-    /// Tells why the aggregator cannot go on, unless that is known already.
+    /// Reports why the aggregator cannot continue, unless a failure was already reported.
     pub(crate) fn tell(&self, why: String) {
         self.told.send_if_modified(|told| {
             let first = told.is_none();
@@ -33,7 +33,7 @@ impl Failure {
         });
     }
 
-    /// Starts a thread whose panic is told.
+    /// Starts a thread and reports its panic.
     pub(crate) fn spawn(
         &self,
         name: String,
@@ -47,7 +47,7 @@ impl Failure {
     }
 }
 
-/// Lives as long as a thread's work.
+/// A guard that reports a panic of its thread on drop.
 struct Guard {
     thread: String,
     failure: Failure,

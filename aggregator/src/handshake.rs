@@ -1,5 +1,5 @@
-//! From a caller's first packet to its connection: who is answered, for how long, and what is
-//! logged of that.
+//! The handshake of a caller, from its first packet to its connection: admission, timeouts, and
+//! logging.
 
 use racksum_net::log_limit::LogLimit;
 use racksum_net::quic::lifeline::silence;
@@ -10,15 +10,16 @@ use tokio::time::timeout;
 use crate::control_stream::JOIN_TIMEOUT;
 use crate::door::{Doors, Needed, Party, Place};
 
-/// How long a caller may send nothing in the middle of a handshake.
+/// How long a caller may be silent during a handshake.
 const SILENCE: Span = Span::from_secs(2);
 
-/// Callers of whom nothing is known: those that were not answered, found no place, or failed to
-/// shake hands. All in one, since anybody may bring about all of them.
+/// The log limit for unknown callers: those that were not answered, found no place, or failed the
+/// handshake. One limit covers them all, since anyone can cause each of these entries.
 pub(crate) static STRANGERS: LogLimit = LogLimit::new(3);
-/// Answers a caller's packet. Returns the handshake that it begins, and its place, unless the
-/// caller is to show first that it hears, or finds no place, in the handshake or after it. Where
-/// `knows` says that identities are known, the latter turns out only then.
+/// Answers a caller's packet. Returns the handshake and its place. Returns `None` if the caller
+/// must first validate its address, or finds no place for the handshake or after it. If `knows` is
+/// true, callers have identities, and places after the handshake are assigned only once the
+/// identity is known.
 pub(crate) fn answer(
     incoming: quinn::Incoming,
     doors: &Doors,
@@ -26,11 +27,10 @@ pub(crate) fn answer(
 ) -> Option<(quinn::Connecting, (Place, Needed))> {
     let from = incoming.remote_address();
     let party = Party::new(None, from.ip());
-    // Nothing is logged of an address that has not shown that it hears, and what is sent to it is
-    // no longer than what came.
+    // An unvalidated address causes no log entry, and gets no reply longer than its packet.
     if !incoming.remote_address_validated() {
         if doors.handshakes.has_room(&party) {
-            // A caller that cannot be asked is gone already.
+            // A failed retry means that the caller has already disconnected.
             drop(incoming.retry());
         } else {
             incoming.ignore();
@@ -47,22 +47,22 @@ pub(crate) fn answer(
     let place = if has_room { doors.handshakes.enter(party) } else { None };
     let Some(place) = place else {
         note("not answered: too many connections of its address have not joined");
-        // QUIC calls again by itself, so that an honest host that is early has its turn.
+        // QUIC retries by itself, so an honest host that is too early gets its turn.
         incoming.ignore();
         return None;
     };
-    // A caller that cannot be accepted is gone already.
+    // A failed accept means that the caller has already disconnected.
     Some((incoming.accept().ok()?, place))
 }
 
-/// Sees a handshake to its end. Returns nothing if its caller falls silent, takes too long, or has
-/// to give its place to another.
+/// Completes a handshake. Returns `None` if the caller falls silent, takes too long, or has to give
+/// its place to another.
 pub(crate) async fn shake_hands(
     connecting: quinn::Connecting,
     (place, mut needed): (Place, Needed),
 ) -> Option<Result<(quinn::Connection, Place), quinn::ConnectionError>> {
-    // The connection before the handshake's end, on which nothing is said yet: it tells what has
-    // come.
+    // The connection exists before the handshake ends, so received packets can be counted. Nothing
+    // is sent on it yet.
     let (connection, done) = connecting.into_0rtt().ok()?;
     tokio::select! {
         done = timeout(JOIN_TIMEOUT, done) => {

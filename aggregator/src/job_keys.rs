@@ -1,4 +1,4 @@
-//! The keys of a job, and what a shard makes of them.
+//! The keys of a job, and the sealers and openers that a shard derives from them.
 
 use racksum_net::NetError;
 use racksum_net::auth::{Opener, Sealer, new_key};
@@ -6,19 +6,20 @@ use racksum_proto::aggregator::Config;
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::ids::Rank;
 
-/// The keys of one life of a job. They are made when it starts and are never written anywhere.
+/// The keys of one generation of a job. They are created when it starts and are never written
+/// anywhere.
 #[derive(Debug, Clone)]
 pub(crate) struct JobKeys {
     auth: DataAuth,
-    /// For what the ranks send, by rank, and for what the aggregator sends.
+    /// The keys for what each rank sends, and the key for what the aggregator sends.
     keys: Option<(Vec<Key>, Key)>,
 }
 
 impl JobKeys {
-    /// New keys for a job, if its datagrams are authenticated.
+    /// Generates keys for a job, if its datagrams are authenticated.
     ///
     /// # Errors
-    /// When the system gives no randomness.
+    /// The system provides no randomness.
     pub(crate) fn new(auth: DataAuth, world: u16) -> Result<Self, NetError> {
         let make = || -> Result<_, NetError> {
             Ok(((0..world).map(|_| new_key()).collect::<Result<_, _>>()?, new_key()?))
@@ -27,16 +28,16 @@ impl JobKeys {
         Ok(Self { auth, keys })
     }
 
-    /// What a rank is given.
+    /// Returns the keys that a rank receives, if datagrams are authenticated.
     pub(crate) fn keys_of(&self, rank: Rank) -> Option<Keys> {
         let (up, down) = self.keys.as_ref()?;
         Some(Keys { up: *up.get(rank.index())?, down: *down })
     }
 
-    /// Gives a rank another key, so that nothing that was sent under the one before is taken.
+    /// Replaces a rank's key, so that data sealed with the old key is rejected.
     ///
     /// # Errors
-    /// When the system gives no randomness.
+    /// The system provides no randomness.
     pub(crate) fn renew(&mut self, rank: Rank) -> Result<(), NetError> {
         if let Some((up, _)) = &mut self.keys
             && let Some(key) = up.get_mut(rank.index())
@@ -46,18 +47,19 @@ impl JobKeys {
         Ok(())
     }
 
-    /// For what the shard of a configuration sends.
+    /// Returns the sealer for what a shard sends, if datagrams are authenticated.
     pub(crate) fn sealer(&self, config: &Config) -> Option<Sealer> {
         let (_, down) = self.keys.as_ref()?;
         Sealer::of_shard(self.auth, down, config.shard)
     }
 
-    /// For what the shard of a configuration hears, by rank; none where nothing is authenticated.
+    /// Returns the openers for what a shard receives, by rank; empty if datagrams are not
+    /// authenticated.
     pub(crate) fn openers(&self, config: &Config) -> Vec<Opener> {
         (0..config.world).filter_map(|rank| self.opener(config, Rank(rank))).collect()
     }
 
-    /// The same of one rank.
+    /// Returns the opener for what a shard receives from one rank, if datagrams are authenticated.
     pub(crate) fn opener(&self, config: &Config, rank: Rank) -> Option<Opener> {
         let (up, _) = self.keys.as_ref()?;
         let up = up.get(rank.index())?;

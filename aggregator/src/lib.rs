@@ -1,10 +1,10 @@
-//! The aggregator: takes the ranks' block-sparse streams over UDP, folds them window by window
+//! The aggregator: receives the ranks' block-sparse streams over UDP, folds them window by window
 //! in rank order, and sends the sums back.
 //!
-//! A shard is one thread with one socket; each runs the aggregator half of `racksum-proto` for
-//! every job and owns all packet buffers, which are allocated at start. The control server joins
-//! ranks over QUIC. What is not here: the protocol's decisions (`racksum-proto`) and the packet
-//! system calls (`racksum-net`). Read [`Aggregator`] and [`Config`] first.
+//! A shard is one thread with one socket. Each shard runs the aggregator half of `racksum-proto`
+//! for every job, and owns its packet buffers, which are allocated at start. The control server
+//! joins ranks over QUIC. The protocol's decisions are in `racksum-proto`, and the packet system
+//! calls in `racksum-net`. Read [`Aggregator`] and [`Config`] first.
 
 mod admission;
 mod arena;
@@ -56,13 +56,13 @@ pub use slots::MAX_WORLD;
 use status::StatusSocket;
 use tokio::sync::watch;
 
-/// Why an aggregator did not start.
+/// The reason why an aggregator did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The configuration cannot be.
+    /// The configuration is invalid.
     #[error("{0}")]
     Config(#[from] ConfigError),
-    /// A socket or an identity could not be had.
+    /// A socket could not be opened, or an identity could not be read.
     #[error("{0}")]
     Net(#[from] NetError),
     /// The status socket could not be bound.
@@ -71,15 +71,15 @@ pub enum StartError {
         path.display(), with_limit(cause)
     )]
     StatusSocket {
-        /// Where it was to be.
+        /// The path of the socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: io::Error,
     },
-    /// The system gives this process no more memory.
+    /// The system refuses to give this process more memory.
     #[error("{}", no_memory(*mib, Options::USUAL.memory))]
     Memory {
-        /// What each shard was to have.
+        /// The requested packet buffers of each shard, in MiB.
         mib: usize,
     },
     /// A thread could not be started.
@@ -88,36 +88,36 @@ pub enum StartError {
          (ulimit -n)"
     )]
     Thread(#[from] io::Error),
-    /// The parent can never be called.
+    /// The parent's address can never be used.
     #[error("--parent: {0}")]
     Parent(String),
-    /// Multicast was demanded and cannot be.
+    /// Multicast is required, but the bind address is not that of one interface.
     #[error("--fanout multicast needs --bind with the address of one interface; {0} is none")]
     NoMulticast(std::net::IpAddr),
-    /// Multicast was demanded of an interface that has none.
+    /// Multicast is required, but the interface does not support it.
     #[error("--fanout multicast cannot be: {0}")]
     Multicast(NetError),
 }
 
-/// The options by which an aggregator is started: what went wrong is told with them.
+/// The names of the options that start an aggregator, for use in error messages.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Names the port.
+    /// The name of the port option.
     pub port: &'static str,
-    /// Names the file of the identity.
+    /// The name of the identity file option.
     pub identity: &'static str,
-    /// Say how much memory is used. There may be none.
+    /// The names of the options that set the amount of memory; may be empty.
     pub memory: &'static [&'static str],
 }
 
 impl Options {
-    /// Those of `racksum aggregator`.
+    /// The options of `racksum aggregator`.
     pub const USUAL: Self =
         Self { port: "--port", identity: "`identity`", memory: &["--pool-mib", "--shards"] };
 }
 
 impl StartError {
-    /// The sentence for whoever starts an aggregator by these options.
+    /// Returns the error message for a user of these options.
     #[must_use]
     pub fn told_with(&self, options: &Options) -> String {
         match self {
@@ -146,9 +146,9 @@ pub struct Aggregator {
     addr: SocketAddr,
     registry: Shared,
     endpoint: quinn::Endpoint,
-    /// By which callers are believed.
+    /// The credentials that authenticate callers.
     credentials: Arc<Mutex<Credentials>>,
-    /// Tells of callers who were believed before, that some are not any more.
+    /// Signals that some certificates that were trusted are no longer trusted.
     disbelieve: watch::Sender<()>,
     control: Option<JoinHandle<()>>,
     failure: Failure,
@@ -159,7 +159,7 @@ impl Aggregator {
     /// Starts the shards and the control server; returns once they serve.
     ///
     /// # Errors
-    /// A sentence that says what could not be had.
+    /// The configuration is invalid, or a resource is not available.
     pub fn start(mut config: Config) -> Result<Self, StartError> {
         config.validate()?;
         let smaller = host_mib().map_or(Ok(None), |mib| config.fit_memory(mib))?;
@@ -193,7 +193,7 @@ impl Aggregator {
             Some(Err(why)) if config.fanout == Fanout::Multicast => {
                 return Err(StartError::Multicast(why));
             }
-            // Results go out as copies.
+            // Without multicast, results go out as copies.
             Some(Err(_)) | None => false,
         };
         let registry = Registry::new(config, shards, can_multicast, any_number());
@@ -210,7 +210,7 @@ impl Aggregator {
         let credentials = Arc::new(Mutex::new(credentials));
         let expiry = expiry::watch(Arc::clone(&credentials));
         let control = failure.spawn("control".into(), move || {
-            // All go on until the serving ends, and the runtime with it.
+            // These tasks run until `serving` ends and the runtime is dropped.
             let _telling = telling.map(|telling| runtime.spawn(telling));
             let _watching = runtime.spawn(wall_clock::watch(clock));
             let _reminding = runtime.spawn(expiry);
@@ -220,36 +220,36 @@ impl Aggregator {
         Ok(Self { addr, registry, endpoint, credentials, disbelieve, control, failure, warnings })
     }
 
-    /// The address of the control plane, which workers connect to.
+    /// Returns the address of the control plane, which workers connect to.
     #[must_use]
     pub const fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// What each shard has counted, up to a moment ago.
+    /// Returns each shard's counters, which may lag slightly.
     #[must_use]
     pub fn stats(&self) -> Vec<ShardStats> {
         lock(&self.registry).shards().iter().map(ShardHandle::stats).collect()
     }
 
-    /// The addresses of the shards' data sockets.
+    /// Returns the addresses of the shards' data sockets.
     #[must_use]
     pub fn data_addrs(&self) -> Vec<SocketAddr> {
         lock(&self.registry).shards().iter().map(|shard| shard.addr).collect()
     }
 
-    /// The configuration that it goes by.
+    /// Returns the current configuration.
     #[must_use]
     pub fn config(&self) -> Config {
         lock(&self.registry).config().clone()
     }
 
-    /// Goes by another configuration from now on. Jobs that run keep what they were granted. Where
-    /// an authority is believed no more, whoever has not joined yet has to call again. Returns the
-    /// keys that differ and take a restart: those stay as they are.
+    /// Applies another configuration. Running jobs keep what they were granted. If an authority is
+    /// no longer trusted, callers that have not joined must call again. Returns the keys that
+    /// differ but need a restart; those keep their old values.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it; nothing has changed then.
+    /// The new credentials cannot be used; the configuration is unchanged.
     pub fn reload(&self, reload: Reload) -> Result<Vec<&'static str>, StartError> {
         let Reload { config, fixed, credentials } = reload;
         let Some(credentials) = credentials else {
@@ -266,42 +266,43 @@ impl Aggregator {
         Ok(fixed)
     }
 
-    /// Takes no more jobs, and asks the ranks of those that run to go on at another aggregator.
-    /// Those that know none are served to their end: [`Self::jobs`] says how many jobs are left.
+    /// Stops accepting jobs, and asks the ranks of running jobs to move to another aggregator. Jobs
+    /// that know no other aggregator are served to their end; [`Self::jobs`] returns how many jobs
+    /// are left.
     pub fn drain(&self) {
         lock(&self.registry).drain();
     }
 
-    /// Waits until nobody is connected.
+    /// Waits until no connection is open.
     pub async fn idle(&self) {
         self.endpoint.wait_idle().await;
     }
 
-    /// Why the aggregator serves no more, if a thread of it has failed: a sentence. Its ranks have
-    /// been told that it is gone.
+    /// Returns why the aggregator stopped serving, if one of its threads has failed. Its ranks were
+    /// told.
     #[must_use]
     pub fn failure(&self) -> Option<String> {
         self.failure.subscribe().borrow().clone()
     }
 
-    /// Waits for [`Aggregator::failure`], which may be for ever.
+    /// Waits for [`Aggregator::failure`], possibly forever.
     pub async fn failed(&self) -> String {
         let mut told = self.failure.subscribe();
         match told.wait_for(Option::is_some).await.as_deref() {
             Ok(Some(why)) => why.clone(),
-            // `self` holds the sender.
+            // The channel cannot close, because `self` holds the sender.
             _ => std::future::pending().await,
         }
     }
 
-    /// How many jobs there are.
+    /// Returns the number of jobs.
     #[must_use]
     pub fn jobs(&self) -> usize {
         lock(&self.registry).jobs()
     }
 
-    /// Sentences about what is less than it should be: receive buffers, say. What is so of
-    /// several shards is said once.
+    /// Returns warnings about degraded resources, such as small receive buffers. A warning that
+    /// several shards share appears once.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let registry = lock(&self.registry);
@@ -311,26 +312,26 @@ impl Aggregator {
     }
 }
 
-/// Another configuration for an aggregator that runs, and the identity that goes with it.
+/// A new configuration for a running aggregator, with its identity.
 #[derive(Debug)]
 pub struct Reload {
     config: Config,
     fixed: Vec<&'static str>,
-    /// None where the configuration names no identity any more: that takes a restart, until which
-    /// the present one is shown, though its file may be gone.
+    /// The new credentials; `None` if the new configuration names no identity. Removing an identity
+    /// needs a restart. Until then the present one stays in use, even if its file no longer exists.
     credentials: Option<Credentials>,
 }
 
 impl Reload {
-    /// Checks a configuration for an aggregator that goes by the `running` one, and reads the
-    /// identity file again. That may block for good, as on a network file system that is gone: not
-    /// for a thread that others wait for.
+    /// Checks a configuration against the `running` one, and reads the identity file again. The
+    /// read may block forever, for example on an unreachable network file system. Do not call this
+    /// from a thread that others wait for.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// The configuration is invalid, or the identity file cannot be used.
     pub fn read(mut config: Config, running: &Config) -> Result<Self, StartError> {
         config.validate()?;
-        // Told at the start.
+        // The start already reported smaller pools.
         let _smaller = host_mib().map_or(Ok(None), |mib| config.fit_memory(mib))?;
         let fixed = config.fixed_changes(running);
         let stays = config.identity.is_none() && running.identity.is_some();
@@ -352,8 +353,8 @@ impl Drop for Aggregator {
     }
 }
 
-/// Checks that the parent, if there is one, may be called with these credentials. Returns what is
-/// not known yet and may be later.
+/// Checks that the parent, if there is one, can be called with these credentials. Returns a warning
+/// if the parent's address cannot be resolved yet.
 async fn check_parent(
     config: &Config,
     credentials: &Credentials,
@@ -371,7 +372,7 @@ async fn check_parent(
     }
 }
 
-/// Starts the shards on the ports after the control port, or on any.
+/// Starts the shards on the ports after the control port, or on any ports if that is 0.
 fn start_shards(
     config: &Config,
     clock: Clock,
@@ -389,16 +390,18 @@ fn start_shards(
         })
         .collect::<Result<Vec<_>, StartError>>()?;
     make_siblings(&shards);
-    // What is left must do for all else: where there is none, the next allocation ends the process.
+    // The rest of the process allocates from what is left, and a failed allocation there would
+    // abort.
     let no_memory = |_| StartError::Memory { mib: config.pool_mib as usize };
     Vec::<u8>::new().try_reserve_exact(HEADROOM).map_err(no_memory)?;
     Ok(shards)
 }
 
-/// Bytes that must be left beside the packet buffers.
+/// Bytes of memory that must remain beside the packet buffers.
 const HEADROOM: usize = 64 << 20;
 
-/// A number that the next life of the aggregator does not know: the seed of a hash table.
+/// Returns a random number, so that a restarted aggregator does not repeat earlier job numbers. The
+/// randomness is the seed of a hash table.
 fn any_number() -> u32 {
     let hash = RandomState::new().build_hasher().finish();
     u32::try_from(hash >> 32).unwrap_or(0)

@@ -1,4 +1,4 @@
-//! The lifelines of ranks: which are offered, and which have come.
+//! The lifelines of ranks: offers, and connections that arrive.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,20 +12,20 @@ use tokio::sync::oneshot;
 
 use crate::door::{Door, HANDSHAKES_OF_ONE, Party};
 
-/// Lifelines that are offered, by what they will say.
+/// The offered lifelines, by the token that each will present.
 type Offers = Arc<Mutex<BTreeMap<[u8; Key::LEN], oneshot::Sender<TcpStream>>>>;
 
-/// Where the lifelines of ranks end.
+/// The listener for the ranks' lifelines.
 #[derive(Debug, Clone)]
 pub(crate) struct Lifelines {
-    /// None where none can be had.
+    /// The port, or `None` if the aggregator cannot listen.
     port: Option<u16>,
     offers: Offers,
 }
 
 impl Lifelines {
-    /// Takes lifelines beside an endpoint, at its port if that is free for TCP, until the runtime
-    /// ends; at most `strangers` at a time that have yet to say whose they are.
+    /// Accepts lifelines until the runtime ends, at the endpoint's port if that is free for TCP. At
+    /// most `strangers` connections at a time may be without a token.
     pub(crate) async fn serve(endpoint: &quinn::Endpoint, strangers: usize) -> Self {
         let offers = Offers::default();
         let listener = match endpoint.local_addr() {
@@ -46,8 +46,8 @@ impl Lifelines {
         Self { port, offers }
     }
 
-    /// Offers one: what it is to say, the port, and what tells that it has come. An offer whose
-    /// receiver is dropped is forgotten.
+    /// Offers a lifeline. Returns its token, the port, and a receiver of the connection. An offer
+    /// is forgotten once its receiver is dropped.
     pub(crate) fn offer(&self) -> Option<(Key, u16, oneshot::Receiver<TcpStream>)> {
         let (port, token) = (self.port?, new_key().ok()?);
         let (come, lifeline) = oneshot::channel();
@@ -58,7 +58,7 @@ impl Lifelines {
     }
 }
 
-/// Hands lifelines to those that they were offered to.
+/// Passes each accepted lifeline to the session that offered it.
 async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
     let door = Door::new(strangers, HANDSHAKES_OF_ONE);
     let mut told = false;
@@ -77,7 +77,7 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
                 continue;
             }
         };
-        // Those that say nothing do not keep others out.
+        // A connection that sends no token must not keep others out.
         let entered = door.enter(Party::new(None, from.ip()));
         let Some((place, mut needed)) = entered else { continue };
         let offers = Arc::clone(&offers);
@@ -90,14 +90,14 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
             let Some((token, stream)) = said else { return };
             let mut offers = offers.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(offered) = offers.remove(&token.0) {
-                // Whoever offered it may be gone.
+                // The session that made the offer may have ended.
                 drop(offered.send(stream));
             }
         });
     }
 }
 
-/// How long until a lifeline is taken that could not be.
+/// The delay after a failed accept.
 const RETRY: std::time::Duration = std::time::Duration::from_millis(100);
 
 #[cfg(test)]
@@ -115,11 +115,11 @@ mod tests {
     #[tokio::test]
     async fn a_lifeline_goes_to_whom_it_was_offered_and_no_other_is_kept() {
         let credentials = Credentials::new(None, false).unwrap();
-        // Its port is taken: another will do.
+        // The port is already taken for TCP, so the lifelines must use another.
         let (endpoint, to, _taken) = loop {
             let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
             let to = endpoint.local_addr().unwrap();
-            // Somebody else may have it, for a while.
+            // Another process may hold the port for a while.
             if let Ok(taken) = TcpListener::bind(to).await {
                 break (endpoint, to, taken);
             }
@@ -137,7 +137,7 @@ mod tests {
         let own = laid(lifeline::lay(to, port, token).await);
         let came = timeout(Duration::from_secs(5), come).await.unwrap().unwrap();
         assert_eq!(came.peer_addr().unwrap(), own.local_addr().unwrap());
-        // Offers that nobody waits for are forgotten.
+        // Offers whose receivers were dropped are forgotten.
         drop(lifelines.offer());
         drop(lifelines.offer());
         assert_eq!(lifelines.offers.lock().unwrap().len(), 1);
@@ -158,7 +158,7 @@ mod tests {
         }
         let own = lifeline::lay(endpoint.local_addr().unwrap(), port, token).await;
         assert!(matches!(own, lifeline::Lifeline::Laid(_)), "{own:?}");
-        // Each of the others may say nothing for seconds.
+        // Each of the silent connections may stay open for seconds.
         timeout(Duration::from_secs(60), come).await.unwrap().unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Finds out which ranks of a job hear its multicast group.
+//! The probe that shows which ranks of a job receive its multicast group.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use crate::registry::{Seat, Shared, lock};
 
-/// How often a multicast group is probed.
+/// The interval between probes of a multicast group.
 const PROBE_PERIOD: Duration = Duration::from_millis(20);
 
-/// Probes a job's group until every rank that listens has heard it, or long enough.
+/// Probes a job's group until every listening rank has received a probe, or the probes run out.
 pub(crate) async fn probe(registry: Shared, seat: Seat) {
     let mut tick = interval(PROBE_PERIOD);
-    // Each probe is to have its time, also when this thread was kept from running for a while.
+    // Each probe needs its full interval, even after this thread was delayed.
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let probes = lock(&registry).probes();
     for _ in 0..probes {

@@ -1,4 +1,4 @@
-//! How an aggregator calls its parent: one conversation for each job, as a rank of which it is.
+//! Calls from an aggregator to its parent: one connection per job, joined as a rank of that job.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,19 +18,19 @@ use crate::multicast_probe::probe;
 use crate::paths::prove;
 use crate::registry::{Call, Joined, MEMBER_QUEUE, Seat, Shared, lock, settle};
 
-/// How long the parent may take to answer a connection.
+/// The time limit for the parent to answer a connection.
 const PATIENCE: Span = Span::from_secs(5);
-/// What a way has whose interface is not known.
+/// The MTU to assume if the interface is unknown.
 const USUAL_MTU: usize = 1500;
 
-/// Is in conversation with the parent for as long as the job of a seat is there.
+/// Talks to the parent for as long as the job of a seat exists.
 pub(crate) async fn call(registry: Shared, seat: Seat) {
     let Some(parent) = lock(&registry).config().parent.clone() else { return };
     loop {
         let called = lock(&registry).call(&seat);
         let Some(Call { join, messages, over }) = called else { return };
-        // Nothing has been said yet that would have to be taken back: of a data path that is not
-        // proven to its end nothing is left.
+        // Nothing has been sent that would have to be taken back: an unfinished proof of a data
+        // path leaves no state.
         let answered = tokio::select! {
             answered = reach(&registry, &parent, join) => answered,
             _ = over => return,
@@ -53,8 +53,8 @@ pub(crate) async fn call(registry: Shared, seat: Seat) {
     }
 }
 
-/// Takes what the parent says, up to as many words as may wait to be heeded: one that says more
-/// floods this aggregator, and is listened to no longer.
+/// Returns a handler that queues the parent's messages. If the queue is full, the parent floods
+/// this aggregator: the handler sets `floods` and stops receiving.
 fn hear(
     tell: Sender<FromAggregator>,
     floods: Arc<AtomicBool>,
@@ -68,16 +68,16 @@ fn hear(
     }
 }
 
-/// Why a parent is not listened to any longer.
+/// The error for a parent that floods this aggregator.
 const FLOODS: &str = "it says more than the protocol has it say; it is of another release, or no \
                       aggregator of racksum";
 
-/// Why a parent cannot be called.
+/// The reason why a parent cannot be called.
 #[derive(Debug)]
 pub(crate) enum Unfound {
-    /// It is not known now, and may be later.
+    /// The address is not known now, but may be later.
     Yet(String),
-    /// It never can be.
+    /// The parent can never be called.
     Ever(String),
 }
 
@@ -89,8 +89,8 @@ impl Unfound {
     }
 }
 
-/// The addresses of the parent of an aggregator that serves at `own`: those that its shards can
-/// send to, of which there is one at least, and none of which is its own.
+/// Returns the parent's addresses that the shards of an aggregator at `own` can send to. There is
+/// at least one, and none is the aggregator's own.
 pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
     let bind = own.ip();
     let unknown =
@@ -125,22 +125,22 @@ pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr
     Ok(fitting)
 }
 
-/// Whether a call to an address arrives at a socket of this host that is bound to `own`.
+/// Returns whether a call to `to` arrives at a socket of this host that is bound to `own`.
 fn is_at(own: SocketAddr, to: SocketAddr) -> bool {
     let (bind, ip) = (own.ip(), to.ip());
-    // The kernel takes a call to no address in particular for one to this host.
+    // The kernel treats a call to the unspecified address as a call to this host.
     let is_here = || ip.is_loopback() || ip.is_unspecified() || interface_of(ip).is_some();
     own.port() == to.port() && (ip == bind || bind.is_unspecified() && is_here())
 }
 
-/// A parent to which the data path is proven, and what it is told then.
+/// A parent with a proven data path, and the join to send to it.
 struct Answered {
     line: Line,
     to: SocketAddr,
     join: Join,
 }
 
-/// Calls the parent, and proves the data path to it; the error says why it cannot be had.
+/// Calls the parent and proves the data path to it. An error says why that failed.
 async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answered, String> {
     let (own, identity, insecure) = {
         let registry = lock(registry);
@@ -150,7 +150,7 @@ async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answer
     };
     let bind = own.ip();
     let addrs = find(own, parent).await.map_err(Unfound::why)?;
-    // Read again for each call: it may have been renewed.
+    // The identity is read for each call, since it may have been renewed.
     let credentials = Credentials::read(identity, insecure).await.map_err(|why| why.to_string())?;
     // The parent takes data only from the address that called it.
     let from = Some(bind).filter(|bind: &IpAddr| !bind.is_unspecified());
@@ -162,7 +162,7 @@ async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answer
     Ok(Answered { line, to, join })
 }
 
-/// Calls the first address that answers; the error says of each why it does not.
+/// Calls the first address that answers. An error gives the reason for each address.
 async fn call_one(addrs: &[SocketAddr], caller: &Caller) -> Result<(Line, SocketAddr), String> {
     let mut tried = Vec::new();
     for to in addrs {
@@ -174,7 +174,7 @@ async fn call_one(addrs: &[SocketAddr], caller: &Caller) -> Result<(Line, Socket
     Err(tried.join("; "))
 }
 
-/// Does what the parent says, until it says no more.
+/// Handles the parent's messages until the connection ends.
 async fn handle_messages(
     registry: &Shared,
     seat: &Seat,
@@ -191,7 +191,7 @@ async fn handle_messages(
     }
 }
 
-/// Bytes of the largest datagram that the way to the parent takes.
+/// Returns the size in bytes of the largest datagram that fits the MTU towards the parent.
 fn largest_datagram(from: Option<IpAddr>, to: SocketAddr) -> Result<u16, String> {
     let local = from.map_or_else(|| local_addr_towards(to), Ok);
     let local = local.map_err(|error| error.to_string())?;

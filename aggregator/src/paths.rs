@@ -1,5 +1,5 @@
-//! The proof of data paths before a rank joins: of callers at this aggregator, and of this one at
-//! its parent. What is sent when is decided in `racksum_proto::path`.
+//! Proofs of data paths before a rank joins: from callers to this aggregator, and from this
+//! aggregator to its parent. `racksum_proto::path` schedules the probes.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -21,21 +21,21 @@ use crate::control_stream::{end, send_message};
 use crate::registry::{Shared, lock, other_ip_version};
 use crate::shard::{Command, Proof};
 
-/// How long a caller may take to prove its data path, and to join then.
+/// The time limit for a caller to prove its data path and then join.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long the parent may take to have the path proven.
+/// The time limit for the parent to accept a request for a proof.
 const PROVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the parent may take to say which probes arrived.
+/// The time limit for the parent to report which probes arrived.
 const ARRIVED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A proof under way, which the shards forget when it is dropped.
+/// A proof in progress; the shards forget it when this is dropped.
 struct Proving {
     registry: Shared,
     token: Key,
 }
 
 impl Proving {
-    /// Begins a proof at all shards; `proof` says what each is to do.
+    /// Begins a proof at all shards; `proof` returns the task of each shard.
     fn begin(registry: &Shared, token: Key, proof: impl Fn(usize) -> Proof) -> Self {
         for (number, shard) in lock(registry).shards().iter().enumerate() {
             shard.tell(Command::Prove(token, proof(number)));
@@ -52,7 +52,7 @@ impl Drop for Proving {
     }
 }
 
-/// Has a caller prove its data path; returns what it says then, if it goes on.
+/// Lets a caller prove its data path. Returns the caller's next message, if it continues.
 pub(crate) async fn hear_proof(
     connection: &quinn::Connection,
     registry: &Shared,
@@ -99,8 +99,9 @@ pub(crate) async fn hear_proof(
     Some((word, send, recv))
 }
 
-/// Why a rank would not know the shards' datagrams for theirs: an aggregator on all addresses
-/// sends from the one that the routing table names, which need not be the one that was called.
+/// Returns why a rank would reject the shards' datagrams as foreign. An aggregator bound to all
+/// addresses sends from the address that the routing table selects, which may differ from the
+/// called one.
 pub(crate) fn answers_elsewhere(
     registry: &Shared,
     connection: &quinn::Connection,
@@ -116,8 +117,9 @@ pub(crate) fn answers_elsewhere(
     })
 }
 
-/// Proves the path of every shard to the parent's shard of the same number. Returns bytes of the
-/// largest datagrams that pass, at most `wanted`, or why none of use do.
+/// Proves the path from every shard to the parent's shard of the same number. Returns the size in
+/// bytes of the largest datagrams that pass, at most `wanted`. An error says why no useful size
+/// passes.
 pub(crate) async fn prove(
     registry: &Shared,
     line: &mut Line,
@@ -128,7 +130,7 @@ pub(crate) async fn prove(
     let (tell, mut answers) = unbounded_channel();
     let _proving =
         Proving::begin(registry, token, |shard| Proof::AtParent { shard, tell: tell.clone() });
-    // Where they differ in number, the parent says so when this aggregator joins.
+    // If the shard counts differ, the parent reports it when this aggregator joins.
     let own: Vec<u16> = lock(registry).shards().iter().map(|shard| shard.addr.port()).collect();
     let paths: Vec<(u16, SocketAddr)> =
         own.iter().copied().zip(data_ports.iter().map(|port| with_port(parent, *port))).collect();
@@ -141,7 +143,7 @@ pub(crate) async fn prove(
     for mtu in COMMON_MTUS {
         ladder.push(size(mtu)?);
     }
-    // Of this host nothing is narrower than its interface.
+    // On one host no hop has a smaller MTU than the interface.
     let probed = if parent.ip().is_loopback() { least } else { wanted };
     let clock = Clock::start();
     let mut prover = Prover::new(clock.now(), paths.len(), probed, least, &ladder);
@@ -186,8 +188,8 @@ pub(crate) async fn prove(
     Ok(narrowest)
 }
 
-/// Asks the parent to have the path proven; returns its shards' ports, what probes show, and where
-/// the parent sees calls of this aggregator come from.
+/// Asks the parent to start a proof. Returns its shards' ports, the token that probes show, and the
+/// address from which the parent sees this aggregator.
 async fn ask(line: &mut Line) -> Result<(Vec<u16>, Key, IpAddr), String> {
     let heard = async {
         line.say(&FromWorker::Prove { version: CONTROL_VERSION }).await?;

@@ -1,10 +1,10 @@
-//! Jobs that wait for room: who may wait, and whose turn it is.
+//! The queue of jobs that wait for room.
 //!
-//! Tenants take turns round by round, so a tenant that waits with many jobs does not keep out one
-//! that waits with a single job. Jobs that move here from another aggregator go first, since their
-//! ranks have work in flight. Nobody can prove that a job moves, so only [`MOST_FIRST`] of a tenant
-//! do: further ones take turns with all others. A job has its turn when there is room for it beside
-//! those before it that have theirs; a job for which there is no room keeps out nobody.
+//! Tenants take turns round by round, so a tenant with many waiting jobs does not keep out a tenant
+//! with a single one. Jobs that move here from another aggregator go first, since their ranks have
+//! work in flight. No job can prove that it moves, so only [`MOST_FIRST`] jobs of a tenant go
+//! first; further ones take turns with all others. A job has its turn when there is room for it
+//! beside the earlier jobs that have their turn. A job without room keeps out no other job.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -19,14 +19,15 @@ use crate::config::Config;
 use crate::network::network;
 use crate::tenancy::{Tally, Tenant};
 
-/// Most ranks that wait at a time: those of 16 of the largest jobs.
+/// The maximum number of waiting ranks: those of 16 of the largest jobs.
 pub(crate) const MAX_WAITING: usize = 4096;
-/// Most ranks that wait of one identity, of one rule, or from one address.
+/// The maximum number of waiting ranks of one identity, of one rule, or from one address.
 pub(crate) const MAX_WAITING_EACH: usize = 1024;
-/// Most jobs of a tenant that go first because they move here, before others have had a turn: all
-/// that fail over from two aggregators at once, by what one of them takes unless it is told.
+/// The maximum number of a tenant's moving jobs that go first before other tenants have had a turn.
+/// It covers all jobs that fail over from two aggregators at once, with the default `max_jobs` of
+/// each.
 const MOST_FIRST: u64 = 16;
-/// Most lines of which it is known when they were last served.
+/// The maximum number of lines with a remembered last round.
 const MAX_SERVED: usize = 4096;
 
 /// The jobs that wait for room.
@@ -34,12 +35,13 @@ const MAX_SERVED: usize = 4096;
 pub(crate) struct Queue {
     jobs: BTreeMap<Turn, Waiting>,
     turns: BTreeMap<Key, Turn>,
-    /// How many ranks wait, by what they have in common.
+    /// The number of waiting ranks in each category.
     counts: BTreeMap<Common, usize>,
-    /// The latest round that a job was served in, but for those that went first; no later than that
-    /// of any job that waits for its round.
+    /// The latest round in which a job was served, not counting jobs that went first. It is at most
+    /// the round of every job that waits for its round.
     round: u64,
-    /// The last round in which a line was served, unless that is over. Nothing while nobody waits.
+    /// The last round in which each line was served, unless that round is over. Empty while no job
+    /// waits.
     served: BTreeMap<Line, u64>,
     arrivals: u64,
 }
@@ -47,15 +49,15 @@ pub(crate) struct Queue {
 /// A job's place in the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Turn {
-    /// Whether the job waits for its round. False goes first.
+    /// Whether the job waits for its round. False sorts first.
     in_turn: bool,
-    /// Each further job of a line is in a later round.
+    /// The job's round. Each further job of a line gets a later round.
     round: u64,
     arrival: u64,
 }
 
-/// What the ranks of a waiting job have in common. Ranks of one job that are admitted by another
-/// rule wait by themselves: that rule may have room.
+/// The key that groups the waiting ranks of a job. Ranks of one job that different rules admit wait
+/// separately, since only one of the rules may have room.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     name: JobName,
@@ -63,14 +65,14 @@ struct Key {
     moves: bool,
 }
 
-/// A tenant's jobs that begin here, or those that move here: each of its own in later rounds.
+/// A line of jobs: a tenant's new jobs, or its moving jobs. Each job of a line is in a later round.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Line {
     tenant: Common,
     moves: bool,
 }
 
-/// What waiting ranks are counted by.
+/// A category by which waiting ranks are counted.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Common {
     All,
@@ -84,15 +86,15 @@ struct Waiting {
     key: Key,
     line: Line,
     identity: Option<String>,
-    /// The rule that admits it now.
+    /// The index of the rule that currently admits the job.
     rule: Option<usize>,
     world: u16,
     lanes: u8,
-    /// How many of its ranks wait.
+    /// The number of its ranks that wait.
     ranks: usize,
-    /// There is room for it.
+    /// Whether there is room for the job.
     called: bool,
-    /// How many jobs are served before this one.
+    /// The number of jobs that are served before this one.
     before: usize,
     room: Arc<Notify>,
 }
@@ -102,15 +104,15 @@ struct Waiting {
 pub(crate) struct Place {
     key: Key,
     counted: Vec<Common>,
-    /// Tells that there may be room.
+    /// Notifies the rank that there may be room.
     pub(crate) room: Arc<Notify>,
 }
 
 impl Queue {
-    /// A rank that calls from `addr` waits from now on.
+    /// Adds a rank that calls from `addr` to the queue.
     ///
     /// # Errors
-    /// A sentence, if too many wait already.
+    /// Too many ranks wait already.
     pub(crate) fn enter(
         &mut self,
         config: &Config,
@@ -167,7 +169,7 @@ impl Queue {
         turn
     }
 
-    /// The turn of one more job of a line, if it comes after all others of its round.
+    /// Returns a turn for one more job of a line, after all other jobs of its round.
     fn last_turn(&self, line: &Line) -> Turn {
         let own = self.jobs.iter().filter(|(_, job)| job.line == *line);
         let last = own.map(|(turn, _)| turn.round).chain(self.served.get(line).copied()).max();
@@ -176,7 +178,8 @@ impl Queue {
         Turn { in_turn, round, arrival: u64::MAX }
     }
 
-    /// A job was opened for a rank that calls from `addr`, whether it has waited or not.
+    /// Notes that a job was opened for a rank that calls from `addr`, whether or not the rank has
+    /// waited.
     pub(crate) fn note_served(
         &mut self,
         config: &Config,
@@ -194,8 +197,8 @@ impl Queue {
             (self.last_turn(&line), line)
         });
         if turn.in_turn {
-            // A job that fits at once may be of a late round. Those that wait for earlier rounds
-            // keep their places before whoever comes next.
+            // A job that fits at once may be of a late round. Jobs of earlier rounds keep their
+            // places ahead of the next newcomer.
             let others = self.jobs.keys().filter(|other| other.in_turn && Some(**other) != own);
             let first = others.map(|other| other.round).min().unwrap_or(u64::MAX);
             self.round = self.round.max(turn.round.min(first));
@@ -205,7 +208,8 @@ impl Queue {
         self.forget_served();
     }
 
-    /// Forgets who was served in rounds that are over, and ends rounds in which too many were.
+    /// Forgets lines served in rounds that are over, and ends rounds while too many lines are
+    /// remembered.
     fn forget_served(&mut self) {
         self.served.retain(|_, last| *last >= self.round);
         while self.served.len() > MAX_SERVED {
@@ -215,7 +219,7 @@ impl Queue {
         }
     }
 
-    /// A rank waits no longer.
+    /// Removes a waiting rank from the queue.
     pub(crate) fn leave(&mut self, place: &Place) {
         for common in &place.counted {
             if let Some(count) = self.counts.get_mut(common) {
@@ -237,8 +241,8 @@ impl Queue {
         }
     }
 
-    /// Finds out whose turn it is beside the jobs that are `held`, and tells the ranks of those
-    /// jobs so. Called whenever a job has come or gone, here or in the queue.
+    /// Finds the jobs that have their turn beside the `held` jobs, and notifies their ranks. Called
+    /// whenever a job is added or removed, here or at the aggregator.
     pub(crate) fn call(&mut self, config: &Config, held: &[Tenant<'_>]) {
         let found = self.whose_turn(config, held);
         for (job, (called, before)) in self.jobs.values_mut().zip(found) {
@@ -249,7 +253,8 @@ impl Queue {
         }
     }
 
-    /// Of each job whether it has its turn, and how many are served before it.
+    /// Returns for each waiting job whether it has its turn, and how many jobs are served before
+    /// it.
     fn whose_turn(&self, config: &Config, held: &[Tenant<'_>]) -> Vec<(bool, usize)> {
         let mut tally = Tally::of(config, held);
         let mut there: BTreeSet<_> = held.iter().map(|tenant| tenant.name).collect();
@@ -258,7 +263,7 @@ impl Queue {
         for job in self.jobs.values() {
             let tenant = job.tenant();
             let own = tally.check_own(config, &tenant).is_ok();
-            // A job that is there already, or that two rules admit, is one job.
+            // A job that runs already, or waits under two rules, counts once.
             let is_there = there.contains(&job.key.name);
             let called = is_there || own && tally.check(config, &tenant).is_ok();
             found.push((called, before));
@@ -270,7 +275,7 @@ impl Queue {
         found
     }
 
-    /// The jobs whose turn it is before that of a rank that joins now from `addr`.
+    /// Returns the jobs that have their turn before the job of a rank that joins now from `addr`.
     pub(crate) fn called_before(
         &self,
         config: &Config,
@@ -280,39 +285,39 @@ impl Queue {
     ) -> impl Iterator<Item = Tenant<'_>> {
         let own = self.turns.get(&Key::of(config, join, identity)).copied();
         let last = own.unwrap_or_else(|| self.last_turn(&Line::of(join, identity, addr)));
-        // One that has not waited comes after all that are called, unless it goes first.
+        // A job that has not waited comes after all called jobs, unless it goes first.
         let is_after_all = own.is_none() && last.in_turn;
         let is_before = move |turn: &Turn| is_after_all || *turn < last;
         let called = self.jobs.iter().filter(move |(turn, job)| job.called && is_before(turn));
         called.map(|(_, job)| job.tenant()).filter(|tenant| *tenant.name != join.job)
     }
 
-    /// Whether a rank's job has its turn, and how many are served before it.
+    /// Returns whether a rank's job has its turn, and how many jobs are served before it.
     pub(crate) fn turn(&self, place: &Place) -> (bool, u16) {
         let waiting = self.turns.get(&place.key).and_then(|turn| self.jobs.get(turn));
         let before = |job: &Waiting| u16::try_from(job.before).unwrap_or(u16::MAX);
         waiting.map_or((true, 0), |job| (job.called, before(job)))
     }
 
-    /// Goes by other rules from now on.
+    /// Applies new rules.
     pub(crate) fn reconfigure(&mut self, config: &Config) {
         for job in self.jobs.values_mut() {
             job.rule = rule_of(&config.admit, job.identity.as_deref(), &job.key.name.name);
         }
     }
 
-    /// Has all that wait look for themselves.
+    /// Wakes all waiting ranks so that each tries again.
     pub(crate) fn wake(&self) {
         self.jobs.values().for_each(|job| job.room.notify_waiters());
     }
 
-    /// How many ranks wait.
+    /// Returns the number of waiting ranks.
     #[cfg(test)]
     pub(crate) fn ranks(&self) -> usize {
         self.counts.get(&Common::All).copied().unwrap_or(0)
     }
 
-    /// The names of the jobs, the first first.
+    /// Returns the names of the waiting jobs, in queue order.
     pub(crate) fn names(&self) -> Vec<JobName> {
         self.jobs.values().map(|job| job.key.name.clone()).collect()
     }

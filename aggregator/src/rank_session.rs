@@ -1,4 +1,4 @@
-//! A rank that has joined: its control connection, until the rank or its job is gone.
+//! The session of a rank that has joined: its control connection, until the rank or its job ends.
 
 use std::ops::ControlFlow;
 use std::pin::Pin;
@@ -16,19 +16,20 @@ use crate::multicast_probe::probe;
 use crate::parent::call;
 use crate::registry::{Joined, Seat, Shared, lock, settle};
 
-/// A rank that has joined.
+/// The session of a rank that has joined.
 pub(crate) struct RankSession<'a> {
     pub(crate) seat: Seat,
     pub(crate) joined: Joined,
     pub(crate) send: quinn::SendStream,
     pub(crate) reader: ControlReader,
     pub(crate) inbox: Receiver<FromAggregator>,
-    /// Returns once the rank has died.
+    /// Completes once the rank has died.
     pub(crate) dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>>,
 }
 
 impl RankSession<'_> {
-    /// Serves the rank to its end. Returns where its last words go, unless it is gone.
+    /// Serves the rank until it parts from its job. Returns the stream for its last messages,
+    /// unless the rank is lost.
     pub(crate) async fn serve(
         self: Box<Self>,
         registry: &Shared,
@@ -46,7 +47,7 @@ impl RankSession<'_> {
     }
 }
 
-/// Tells the registry how a rank and its job have parted.
+/// Reports to the registry how a rank parted from its job.
 async fn note_parting(
     registry: &Shared,
     seat: &Seat,
@@ -69,7 +70,7 @@ async fn note_parting(
     }
 }
 
-/// Whether a connection ended because nothing was heard for too long.
+/// Returns whether a connection ended because the peer was silent for too long.
 fn timed_out(connection: &quinn::Connection) -> bool {
     matches!(connection.close_reason(), Some(quinn::ConnectionError::TimedOut))
 }
@@ -77,19 +78,19 @@ fn timed_out(connection: &quinn::Connection) -> bool {
 /// How a rank and its job parted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parting {
-    /// The rank is gone.
+    /// The rank is lost.
     Lost(Loss),
-    /// The rank has left, and may come back at this op.
+    /// The rank has left, and may rejoin at this op.
     Left(Option<OpId>),
-    /// The rank has not come back after all.
+    /// The rank that was rejoining has given up.
     Retreated,
-    /// The rank goes on with its job elsewhere.
+    /// The rank continues its job at another aggregator.
     Moved,
     /// The job is over, and the rank was told why.
     Over,
 }
 
-/// Passes messages both ways until the rank or its job is gone.
+/// Passes messages both ways until the rank parts from its job.
 async fn pass_messages(
     registry: &Shared,
     seat: &Seat,
@@ -135,7 +136,7 @@ async fn pass_messages(
     }
 }
 
-/// Does what a member says.
+/// Handles a message from a member.
 async fn handle_message(
     registry: &Shared,
     seat: &Seat,
@@ -184,17 +185,17 @@ async fn handle_message(
     ControlFlow::Continue(())
 }
 
-/// How a member has lost its only rank, by its own word. What it says of other ranks' aggregators
-/// cannot be: it has none below.
+/// Returns why a member lost its only rank, from the member's own report. A report of a lost
+/// aggregator counts as a broken connection, since such a member has no aggregator behind it.
 const fn loss_of_only(said: Loss) -> Loss {
     match said {
         Loss::Relay => Loss::Broke,
-        // That it has left it may say with a word of its own as well.
+        // A rank that leaves can also report that with its own message, `Leave`.
         Loss::Died | Loss::Silent | Loss::Broke | Loss::Left => said,
     }
 }
 
-/// Does what a job needs next.
+/// Starts the next step of a job.
 fn take_next_step(registry: &Shared, seat: &Seat, joined: Joined) {
     let (registry, seat) = (Arc::clone(registry), seat.clone());
     match joined {

@@ -1,4 +1,4 @@
-//! Admission: which jobs there are, who has joined them, what they are granted.
+//! The registry of jobs: admission, members, and grants.
 
 mod checks;
 mod ending;
@@ -42,31 +42,31 @@ use crate::tenancy::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_ro
 pub(crate) use tree::Call;
 use tree::lost_with;
 
-/// Most lanes of a job.
+/// The maximum number of lanes of a job.
 pub const MAX_LANES: u8 = 8;
-/// From this many ranks on, `auto` tries multicast: one rank alone needs no copies.
+/// The smallest world for which `auto` tries multicast: a single rank needs no copies.
 const MULTICAST_WORLD: u16 = 2;
-/// How often a group is probed where there are copies to fall back to: 300 ms.
+/// The number of probes of a group where copies are the fallback; they take 300 ms.
 const PROBES: u32 = 15;
-/// How often where there are none: 5 s. A link that has just come up, or a switch that has just
-/// heard of the group, may take seconds to pass multicast on.
+/// The number of probes where there is no fallback; they take 5 s. A new link, or a switch that has
+/// just learned of the group, may need seconds to forward multicast.
 const DEMANDED_PROBES: u32 = 250;
 
-/// Ranks that were lost, and jobs that ended by that: a tenant may lose any number, and all jobs
-/// that have ranks on a host lose some at once when it fails.
+/// The log limit for lost ranks, and for jobs that ended by a loss. A tenant may lose any number of
+/// ranks, and a host failure loses ranks of several jobs at once.
 static LOST: LogLimit = LogLimit::new(64);
 
-/// Joins that were refused: the ranks of a large job may all be told the same at once.
+/// The log limit for refused joins: all ranks of a large job may be refused at once.
 pub(crate) static NOT_JOINED: LogLimit = LogLimit::new(64);
 
-/// The registry, shared by the connections. No lock is held across a wait.
+/// The registry, shared by all connections. No lock is held across an await.
 pub(crate) type Shared = Arc<Mutex<Registry>>;
 
 pub(crate) fn lock(registry: &Shared) -> MutexGuard<'_, Registry> {
     registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A rank's place in a job, which another job of the same name does not have.
+/// A rank's place in one life of a job; a later job of the same name has other seats.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seat {
     job: JobName,
@@ -74,47 +74,47 @@ pub(crate) struct Seat {
     rank: u16,
 }
 
-/// All jobs of an aggregator.
+/// The registry of all jobs of an aggregator.
 #[derive(Debug)]
 pub(crate) struct Registry {
     config: Config,
     shards: Vec<ShardHandle>,
     jobs: BTreeMap<JobName, Job>,
     last_id: u32,
-    /// Whether the shards' sockets can send to a group.
+    /// Whether the shards' sockets can send multicast.
     can_multicast: bool,
     queue: Queue,
-    /// No more jobs are taken.
+    /// Whether the aggregator accepts no more jobs.
     draining: bool,
     started: Instant,
 }
 
-/// Who wants to join.
+/// A caller that wants to join.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller {
-    /// The name in its certificate, if somebody vouches for it.
+    /// The name in the caller's certificate, if it is verified.
     pub(crate) identity: Option<String>,
-    /// Where it calls from.
+    /// The address that it calls from.
     pub(crate) addr: SocketAddr,
-    /// How it is told of what becomes of its job.
+    /// The queue for messages to the caller about its job.
     pub(crate) tell: Sender<FromAggregator>,
 }
 
-/// What a join led to.
+/// The next step of a job after a join.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Joined {
-    /// These ranks are missing.
+    /// The job waits for these ranks.
     Waiting(Vec<u16>),
-    /// All ranks are there; the group is to be probed.
+    /// All ranks have joined, and the multicast group must be probed.
     Probe,
-    /// The parent is to be called.
+    /// The parent must be called.
     Call,
-    /// All ranks are there and told to go.
+    /// The job needs no further step: all ranks have joined, or the job has ended.
     Ready,
 }
 
 impl Seat {
-    /// The job's number.
+    /// Returns the job's number.
     pub(crate) const fn id(&self) -> JobId {
         self.id
     }
@@ -128,8 +128,8 @@ impl Seat {
 }
 
 impl Registry {
-    /// Numbers jobs from after `last_id` on. A number that an earlier life of the aggregator has
-    /// given is better not given again: datagrams of that life may still come.
+    /// Creates a registry that numbers jobs from after `last_id` on. Numbers from an earlier life
+    /// of the aggregator should not repeat, since its datagrams may still arrive.
     pub(crate) fn new(
         config: Config,
         shards: Vec<ShardHandle>,
@@ -145,28 +145,28 @@ impl Registry {
         &self.shards
     }
 
-    /// Forgets all jobs, since the aggregator stops: no rank is lost by that.
+    /// Removes all jobs because the aggregator stops. This reports no rank as lost.
     pub(crate) fn stop(&mut self) {
         self.jobs.values().for_each(Job::tell_parent_of_stop);
         self.jobs.clear();
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub(crate) const fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Goes by another configuration from now on. Jobs that run keep what they were granted.
+    /// Applies another configuration. Running jobs keep what they were granted.
     pub(crate) fn reconfigure(&mut self, config: Config) {
         self.config = config;
         self.queue.reconfigure(&self.config);
         self.call_waiting();
     }
 
-    /// A rank of a job waits for room from now on.
+    /// Adds a rank to the queue for room.
     ///
     /// # Errors
-    /// A sentence, if too many wait already.
+    /// Too many ranks wait already.
     pub(crate) fn enter_queue(&mut self, join: &Join, caller: &Caller) -> Result<Place, String> {
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
         let place = self.queue.enter(&self.config, join, identity, ip)?;
@@ -174,32 +174,33 @@ impl Registry {
         Ok(place)
     }
 
-    /// It waits no longer.
+    /// Removes a rank from the queue for room.
     pub(crate) fn leave_queue(&mut self, place: &Place) {
         self.queue.leave(place);
         self.call_waiting();
     }
 
-    /// Whether a rank that waits is to try again, and how many jobs are served before its own.
+    /// Returns whether a waiting rank should try again, and how many jobs are served before its
+    /// own.
     pub(crate) fn turn(&self, place: &Place) -> (bool, u16) {
         let (is_called, before) = self.queue.turn(place);
         (is_called || self.draining, before)
     }
 
-    /// Finds out which of the jobs that wait have room now.
+    /// Finds the waiting jobs that have room now, and notifies their ranks.
     fn call_waiting(&mut self) {
         let Self { config, jobs, queue, .. } = self;
         let held: Vec<_> = jobs.iter().map(|(name, job)| job.tenant(config, name)).collect();
         queue.call(config, &held);
     }
 
-    /// What all jobs but one hold.
+    /// Returns all jobs but one as tenants.
     fn held_beside(&self, job: &JobName) -> Vec<Tenant<'_>> {
         let others = self.jobs.iter().filter(|(name, _)| *name != job);
         others.map(|(name, job)| job.tenant(&self.config, name)).collect()
     }
 
-    /// Forgets a job, which makes room.
+    /// Removes a job, which frees its room.
     fn remove(&mut self, name: &JobName) -> Option<Job> {
         let job = self.jobs.remove(name)?;
         self.tell_shards(|| Command::Remove(job.id));
@@ -207,17 +208,17 @@ impl Registry {
         Some(job)
     }
 
-    /// Returns whether callers are known by their certificates.
+    /// Returns whether callers are identified by their certificates.
     pub(crate) const fn knows_identities(&self) -> bool {
         self.config.identity.is_some()
     }
 
-    /// How many jobs there are.
+    /// Returns the number of jobs.
     pub(crate) fn jobs(&self) -> usize {
         self.jobs.len()
     }
 
-    /// What there is to tell but for what the shards know.
+    /// Returns the aggregator's status without the shards' progress reports.
     pub(crate) fn status(&self, addr: SocketAddr) -> AggregatorStatus {
         let shards = self.shards.iter().map(|shard| {
             let addr = shard.addr.to_string();
@@ -238,22 +239,22 @@ impl Registry {
         }
     }
 
-    /// Asks every shard how far a job is, or all that it has.
+    /// Asks every shard for the progress of one job, or of all its jobs.
     pub(crate) fn ask_shards(&self, job: Option<JobId>) -> Vec<oneshot::Receiver<ShardReport>> {
         self.shards.iter().map(|shard| shard.ask(job)).collect()
     }
 
-    /// How many connections are those of ranks that have joined, or wait for room.
+    /// Returns the number of connections of members and of ranks that wait for room.
     #[cfg(test)]
     pub(crate) fn connections(&self) -> usize {
         let joined = self.jobs.values().map(|job| job.members.iter().flatten().count());
         joined.sum::<usize>() + self.queue.ranks()
     }
 
-    /// Takes a rank into its job.
+    /// Admits a rank to its job.
     ///
     /// # Errors
-    /// A sentence for the user that says why not.
+    /// The reason for the refusal, as a sentence for the user.
     pub(crate) fn join(
         &mut self,
         mut join: Join,
@@ -287,7 +288,7 @@ impl Registry {
         let place = usize::from(join.rank);
         job.members[place] = Some(Member::new(join.clone(), caller, now));
         resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
-        // If all that came before are lost to it, the others have yet to come.
+        // If all earlier ranks are lost to this one, the gathering begins anew.
         if job.members.iter().flatten().count() == 1 {
             job.opened = now;
         }
@@ -298,13 +299,13 @@ impl Registry {
         Ok((seat, joined))
     }
 
-    /// Starts a job that waits for no rank any more.
+    /// Starts a job once it waits for no more ranks.
     fn start_if_complete(&mut self, name: &JobName) -> Result<Joined, String> {
         let missing = self.jobs.get(name).map(Job::missing).unwrap_or_default();
         if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
     }
 
-    /// Opens a job for its first rank, in the place of its earlier life if there is one.
+    /// Opens a job for its first rank, and replaces the job's earlier life if there is one.
     fn open(&mut self, join: &Join, caller: &Caller, now: Instant) -> Result<(), Refusal> {
         self.check_succession(join)?;
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
@@ -313,7 +314,7 @@ impl Registry {
         check_room(&self.config, &held, &wanted)?;
         let mut parent = self.config.parent.is_some().then(ParentLink::default);
         if !self.jobs.contains_key(&join.job) {
-            // Those that have their turn have not all come yet.
+            // Not all ranks of the jobs that have their turn have joined yet.
             let called = self.queue.called_before(&self.config, join, identity, ip);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
@@ -361,7 +362,7 @@ impl Registry {
         Ok(())
     }
 
-    /// The next number that no job has. There are far more numbers than jobs.
+    /// Returns the next free job number. There are far more numbers than jobs.
     fn free_id(&mut self) -> JobId {
         loop {
             self.last_id = self.last_id.wrapping_add(1).max(1);
@@ -372,7 +373,7 @@ impl Registry {
         }
     }
 
-    /// Grants a complete job its share and tells everyone.
+    /// Grants a complete job its share and tells all its ranks.
     fn start(&mut self, name: &JobName) -> Result<Joined, String> {
         let gone = "the job vanished before it could start";
         self.jobs.get_mut(name).ok_or(gone)?.number();
@@ -423,8 +424,8 @@ impl Registry {
         Ok(Joined::Ready)
     }
 
-    /// Slots that each stream of a job is granted: its share of the packet buffers, at most what
-    /// it asks for.
+    /// Returns the slots of each stream of a job: its share of the packet buffers, at most what it
+    /// asks for.
     fn slots(&self, name: &JobName, job: &Job) -> u32 {
         let tenant = job.tenant(&self.config, name);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
@@ -437,7 +438,7 @@ impl Registry {
         affordable.min(asked).min(tenant.pool_slots(&self.config))
     }
 
-    /// How often a group is to be probed.
+    /// Returns how many times a group is probed.
     pub(crate) const fn probes(&self) -> u32 {
         match self.config.fanout {
             Fanout::Multicast => DEMANDED_PROBES,
@@ -445,12 +446,12 @@ impl Registry {
         }
     }
 
-    /// The job of a seat, unless it is gone.
+    /// Returns the job of a seat, unless it has ended.
     fn job(&mut self, seat: &Seat) -> Option<&mut Job> {
         self.jobs.get_mut(&seat.job).filter(|job| job.id == seat.id)
     }
 
-    /// Sends one probe to the group of a job that is being probed. Returns false once it is not.
+    /// Sends a probe to a job's group. Returns false once the job is no longer being probed.
     pub(crate) fn probe(&mut self, seat: &Seat) -> bool {
         let probing = self.job(seat).is_some_and(|job| job.state == JobState::Probing);
         if let Some(shard) = self.shards.first().filter(|_| probing) {
@@ -459,7 +460,7 @@ impl Registry {
         probing
     }
 
-    /// Notes that a rank hears the group; the job runs once all that listen do.
+    /// Notes that a rank receives the group. The job runs once all listening ranks do.
     pub(crate) fn heard(&mut self, seat: &Seat) {
         let Some(job) = self.job(seat) else { return };
         if let Some(member) = &mut job.members[usize::from(seat.rank)] {
@@ -471,7 +472,8 @@ impl Registry {
         }
     }
 
-    /// Ends the probing of a job: who has not heard the group is sent copies, or refused.
+    /// Ends the probing of a job. A rank that received no probe gets copies; where multicast is
+    /// required, the whole job is refused.
     pub(crate) fn end_probe(&mut self, seat: &Seat) {
         let demanded = self.config.fanout == Fanout::Multicast;
         let Some(job) = self.job(seat).filter(|job| job.state == JobState::Probing) else { return };
@@ -492,7 +494,7 @@ impl Registry {
         for member in job.members.iter().flatten() {
             member.tell(FromAggregator::Ready { multicast: member.hears });
         }
-        // Those that were lost before it ran.
+        // These ranks were lost before the job ran.
         for absent in &job.absent {
             job.tell(&FromAggregator::Without(*absent));
             for shard in &self.shards {
@@ -509,8 +511,8 @@ impl Registry {
         }
     }
 
-    /// A rank is gone: it has left, or is lost. A running job that loses a rank goes on without it
-    /// if it wants to. Otherwise it is over for all, and what it held is free at once.
+    /// Removes a rank that has left or is lost. A job that has started ends when it loses a rank,
+    /// unless its policy lets it continue; its room is then free at once. Leaving does not end it.
     pub(crate) fn leave(&mut self, seat: &Seat, why: Loss, now: Instant) {
         let is_member = |job: &mut Job| job.members[usize::from(seat.rank)].is_some();
         if self.job(seat).is_some_and(is_member) {
@@ -528,9 +530,9 @@ impl Registry {
         let absent = Absent { rank, why };
         let goes_on = job.goes_on_without(&[absent], now);
         let over = match (why, job.state) {
-            // Whoever was told to wait goes on waiting.
+            // The remaining ranks keep waiting for the missing one.
             (_, JobState::Gathering) => false,
-            // Of those that it runs without all are told at once.
+            // The absent ranks are announced together when the job runs.
             (_, JobState::Probing) if goes_on => {
                 job.absent.push(absent);
                 false

@@ -1,4 +1,4 @@
-//! The control server: accepts callers, and serves each on a task of its own.
+//! The control server: accepts callers, and serves each in its own task.
 
 use std::time::Duration;
 
@@ -12,12 +12,13 @@ use crate::handshake::{STRANGERS, answer, shake_hands};
 use crate::lifelines::Lifelines;
 use crate::registry::{Shared, lock};
 
-/// Callers at a time that have not joined yet, whatever they do. Twice the ranks of a large job.
+/// The maximum number of callers that have not joined yet, whatever they do. It is twice the ranks
+/// of a large job.
 pub(crate) const MAX_STRANGERS: usize = 512;
-/// How long ranks are told of the end.
+/// The time limit for telling the ranks that the server stops.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// Serves until the endpoint is closed or the aggregator has failed, with at most `strangers`
-/// callers at a time that have not joined.
+/// Serves until the endpoint is closed or the aggregator has failed. At most `strangers` callers at
+/// a time may be connected without having joined.
 pub(crate) async fn serve(
     endpoint: quinn::Endpoint,
     registry: Shared,
@@ -53,7 +54,8 @@ pub(crate) async fn serve(
             }
         });
     }
-    // The ranks learn of the end by a word, which must still be sent, and not by silence.
+    // The close message must still be sent; otherwise the ranks would learn of the end only by
+    // silence.
     drop(timeout(CLOSE_TIMEOUT, endpoint.wait_idle()).await);
 }
 

@@ -1,4 +1,4 @@
-//! A shard: one thread, one socket, and the halves of all jobs that are there.
+//! A shard: one thread with one socket, and the aggregator half of every job.
 
 mod floods;
 mod handle;
@@ -44,94 +44,96 @@ use proof::Proofs;
 pub use report::ShardStats;
 pub(crate) use report::{JobReport, ShardReport};
 
-/// A job as a shard is told of it.
+/// A new job, as announced to a shard.
 #[derive(Debug)]
 pub(crate) struct NewJob {
     pub(crate) config: Config,
-    /// Where each rank's data goes.
+    /// The data address of each rank.
     pub(crate) ranks: Vec<SocketAddr>,
-    /// What people call the ranks.
+    /// The numbers by which messages name the ranks.
     pub(crate) names: Vec<Rank>,
-    /// The way to the parent, if there is one.
+    /// The link to the parent, if there is one.
     pub(crate) parent: Option<NewParent>,
     /// The group that results are multicast to, if any.
     pub(crate) group: Option<SocketAddr>,
     pub(crate) job_keys: JobKeys,
-    /// Its share of the shard, in per cent.
+    /// The job's share of the shard, in per cent.
     pub(crate) share: f64,
 }
 
-/// What a shard is told.
+/// A command to a shard.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// A job's ranks have all joined.
+    /// Add a job, all of whose ranks have joined.
     Add(Box<NewJob>),
     /// Send a probe to the job's group.
     Probe(JobId),
-    /// These ranks hear the group; the others are sent their own copies.
+    /// Multicast to the ranks marked true, and send copies to the others.
     Listeners(JobId, Vec<bool>),
-    /// A rank of the job has left.
+    /// Note that a rank of the job has left.
     Left(JobId, Rank),
-    /// An aggregator that is a rank of the job has lost one of its ranks, which has left: `name`.
+    /// Note that a rank of a member aggregator has left: `rank` is the aggregator, and `name` its
+    /// rank.
     LeftBelow { job: JobId, rank: Rank, name: Rank },
-    /// An op of a job has failed at another shard.
+    /// Fail an op of the job that has failed at another shard.
     Failed(JobId, Failed),
-    /// A rank is back.
+    /// Readmit a rank.
     Rejoin(Box<Rejoin>),
-    /// The job goes on without a rank.
+    /// Continue the job without a rank.
     Gone(JobId, Rank),
-    /// The job is about to end, or is not after all: nothing is folded until then.
+    /// Raise a fence around a job that may be about to end, or lower it. Nothing is folded
+    /// meanwhile.
     Fence(JobId, bool),
-    /// The job is gone.
+    /// Remove a job that has ended.
     Remove(JobId),
-    /// Say how far a job is, or all are.
+    /// Report the progress of one job, or of all jobs.
     Report(Option<JobId>, oneshot::Sender<ShardReport>),
-    /// A caller proves its data path with probes that show this token, or this aggregator does at
-    /// its parent.
+    /// Begin a proof of a data path, of a caller here or of this aggregator at its parent. Its
+    /// probes carry this token.
     Prove(Key, Proof),
-    /// Send a probe of so many bytes to the parent.
+    /// Send a probe of this size in bytes to the parent.
     SendProbe { to: SocketAddr, token: Key, size: u16 },
-    /// The proof is over.
+    /// End a proof.
     Proven(Key),
-    /// The aggregator stops.
+    /// Stop the shard, because the aggregator stops.
     Stop,
-    /// The shard is to fail, as a bug would make it.
+    /// Panic, as a bug would make the shard do.
     #[cfg(test)]
     Panic,
 }
 
-/// A rank that comes back.
+/// A rank that rejoins.
 #[derive(Debug, Clone)]
 pub(crate) struct Rejoin {
     pub(crate) job: JobId,
     pub(crate) rank: Rank,
-    /// Where its data comes from now.
+    /// The new address of its data.
     pub(crate) addr: SocketAddr,
-    /// With its new key.
+    /// The job's keys, with the rank's new key.
     pub(crate) job_keys: JobKeys,
 }
 
-/// A job at the shard.
+/// A job at this shard.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) machine: Aggregation,
     pub(crate) slots: Slots,
     pub(crate) destinations: Destinations,
-    /// The way to the parent, if there is one.
+    /// The link to the parent, if there is one.
     pub(crate) parent: Option<ParentStream>,
-    /// When a window was last folded, or the first was yet to come.
+    /// When a window was last folded, or when no window was waiting.
     pub(crate) moved: Time,
-    /// Whose turn it is, and for how long, among the jobs.
+    /// The job's turn among the jobs of the shard.
     pub(crate) turn: Turn,
-    /// Its turn has ended in the middle of sending.
+    /// Whether its turn ended in the middle of sending.
     pub(crate) sending: bool,
-    /// For how many reasons it is about to end.
+    /// The number of fences: reasons for which the job may be about to end.
     pub(crate) fences: u32,
-    /// Open what is heard, by rank; none if datagrams are not authenticated.
+    /// Openers of received datagrams, by rank; empty if datagrams are not authenticated.
     pub(crate) openers: Vec<Opener>,
 }
 
-/// The thread's state.
+/// The state of a shard's thread.
 struct Shard {
     socket: Arc<UdpSocket>,
     clock: Clock,
@@ -139,12 +141,12 @@ struct Shard {
     waker: Waker,
     gather: Gather,
     jobs: BTreeMap<JobId, Job>,
-    /// The jobs whose sums go to a parent, by their numbers there and the addresses of its shards.
+    /// The jobs with a parent, by their job numbers at the parent and the addresses of its shards.
     parent_jobs: BTreeMap<(JobId, SocketAddr), JobId>,
-    /// Proofs of data paths that are under way, by their tokens.
+    /// The proofs of data paths that are in progress, by token.
     proofs: Proofs,
     floods: Floods,
-    /// This and the other shards.
+    /// The other shards of the aggregator.
     siblings: Siblings,
     arena: Arena,
     incoming: Vec<BytesMut>,
@@ -154,22 +156,22 @@ struct Shard {
     shared: Arc<Mutex<ShardStats>>,
     published: Time,
     failure: Failure,
-    /// Some job has had its turn and has more to do.
+    /// Whether some job's turn ended with work left.
     unserved: bool,
-    /// There may be more commands.
+    /// Whether more commands may be waiting.
     more_commands: bool,
 }
 
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
-            // After as many messages as were asked for there may be more. Of large ones these are
-            // few: each is worth waking for.
+            // A full batch means that more messages may be waiting. A batch of large messages holds
+            // few, so each is worth waking for.
             if self.unserved || self.more_commands {
                 continue;
             }
             if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
-                // An error is as good as readiness: the next receive finds out.
+                // An error counts as readiness: the next receive reports it.
                 drop(self.gather.pause(&self.waker));
             }
             if received == 0 {
@@ -182,7 +184,7 @@ impl Shard {
         }
     }
 
-    /// How long there may be nothing to do.
+    /// Returns the longest time that the thread may sleep.
     fn patience(&self) -> Span {
         let of_jobs = self.jobs.values().map(Job::timeout).min().unwrap_or(Time::NEVER);
         let due = of_jobs.min(self.floods.timeout());
@@ -191,20 +193,20 @@ impl Shard {
         if due == Time::NEVER { most } else { due.since(self.clock.now()).min(most) }
     }
 
-    /// Whether time alone makes something due.
+    /// Returns whether a timeout is due.
     fn is_due(&self) -> bool {
         let parent_jobs = !self.parent_jobs.is_empty();
         let of_jobs = self.jobs.values().map(Job::timeout).min().filter(|_| parent_jobs);
         of_jobs.unwrap_or(Time::NEVER).min(self.floods.timeout()) <= self.clock.now()
     }
 
-    /// About how many bytes of sums are still to come, of the job with most.
+    /// Returns about how many bytes of sums are outstanding for the job with the most.
     fn backlog(&self) -> u64 {
         self.jobs.values().map(|job| job.machine.backlog_bytes()).max().unwrap_or(0)
     }
 
-    /// Does what it was told and takes what has arrived. Returns how many messages that was, or
-    /// none once the shard is to stop, or cannot go on.
+    /// Handles commands and received datagrams. Returns the number of received messages, or `None`
+    /// once the shard must stop.
     fn turn(&mut self) -> Option<usize> {
         self.more_commands = true;
         for _ in 0..MOST_COMMANDS {
@@ -256,7 +258,7 @@ impl Shard {
                 if let Some(job) = self.jobs.get_mut(&id) {
                     let fences = job.fences;
                     job.fences = if begins { fences + 1 } else { fences.saturating_sub(1) };
-                    // What could be folded meanwhile is now.
+                    // Windows that became complete during the fence can be folded now.
                     self.unserved = true;
                 }
             }
@@ -268,7 +270,7 @@ impl Shard {
                     Some(id) => self.jobs.get_key_value(&id).into_iter().map(report).collect(),
                     None => self.jobs.iter().map(report).collect(),
                 };
-                // Whoever asked may have lost patience.
+                // The requester may have given up waiting.
                 drop(tell.send(ShardReport { jobs }));
             }
             Command::Prove(token, proof) => self.proofs.begin(token, proof),
@@ -305,19 +307,20 @@ impl Shard {
         job.slots.release(&mut self.arena);
     }
 
-    /// Sums without a rank from now on.
+    /// Continues a job without a rank.
     fn go_on_without(&mut self, id: JobId, rank: Rank) {
         let now = self.clock.now();
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.machine.handle_gone(rank, &mut ());
         let gone = job.destinations.ranks.get(rank.index());
         job.destinations.unicast.retain(|addr| Some(addr) != gone);
-        // Nothing may come any more that what waited for the rank would be seen at.
+        // The windows that waited for the rank can be folded now, and no further message may come
+        // to trigger that.
         job.moved = now;
         self.unserved = true;
     }
 
-    /// Sums with a rank again that has come back, from another address perhaps.
+    /// Readmits a rank, which may have a new address.
     fn let_back(&mut self, back: Rejoin) {
         let now = self.clock.now();
         let Rejoin { job, rank, addr, job_keys } = back;
@@ -330,8 +333,8 @@ impl Shard {
         }
     }
 
-    /// Takes what has arrived, and sends what that makes due. Returns how many messages it was, or
-    /// none if the socket is of no use any more.
+    /// Handles received datagrams, and sends what they make due. Returns the number of received
+    /// messages, or `None` if the socket has failed.
     fn receive(&mut self) -> Option<usize> {
         while self.incoming.len() < RECV_BATCH {
             let Some(buffer) = self.arena.take() else { break };
@@ -391,7 +394,7 @@ impl Shard {
         self.out.flush_counts(&mut self.stats);
     }
 
-    /// Shows the counters to the other threads, now and then.
+    /// Publishes the counters to the other threads, at most every 100 ms.
     fn publish(&mut self) {
         let now = self.clock.now();
         if now.since(self.published) < Span::from_millis(100) {
@@ -444,27 +447,28 @@ impl Job {
         }
     }
 
-    /// Folds and sends what is due, as long as it is this job's turn.
+    /// Folds and sends what is due, for as long as the job's turn lasts.
     fn serve(&mut self, now: Time, arena: &mut Arena, socket: &UdpSocket, out: &mut Outbox) {
         let mut any = true;
         while any && !self.turn.is_over() {
             if !std::mem::take(&mut self.sending) {
                 any = !self.is_fenced() && self.fold(now, arena);
             }
-            // Also when there is nothing to fold: finding that out may have freed credits.
+            // Sending follows even if there was nothing to fold: finding that out may have freed
+            // credits.
             self.sending = self.send(now, socket, out);
         }
         out.send_joined(socket, self);
         self.turn.spend(out.take_cost());
     }
 
-    /// Whether nothing is to be folded, since the job is about to end. What a parent has folded
-    /// is passed on.
+    /// Returns whether folding is suspended because the job is about to end. With a parent it is
+    /// not, since results of the parent are passed on.
     const fn is_fenced(&self) -> bool {
         self.fences > 0 && self.parent.is_none()
     }
 
-    /// Folds the next window, if there is one.
+    /// Folds the next complete window, if there is one. Returns whether there was.
     fn fold(&mut self, now: Time, arena: &mut Arena) -> bool {
         let fold = self.machine.poll_fold();
         if fold.is_some() || self.machine.backlog() == 0 {
@@ -477,7 +481,7 @@ impl Job {
         fold.is_some()
     }
 
-    /// Sends what is due. Returns whether the turn has ended before that was all.
+    /// Sends what is due. Returns whether the turn ended before everything was sent.
     fn send(&mut self, now: Time, socket: &UdpSocket, out: &mut Outbox) -> bool {
         while !self.turn.is_over() {
             match self.machine.poll_transmit(now, &mut out.datagram[..], &mut ()) {
@@ -494,7 +498,7 @@ impl Job {
         true
     }
 
-    /// How far it is.
+    /// Returns the job's progress.
     fn report(&self, now: Time) -> JobReport {
         let waits = self.machine.backlog() > 0;
         JobReport {
@@ -506,12 +510,12 @@ impl Job {
         }
     }
 
-    /// What the messages of a lane are marked with.
+    /// Returns the IP type-of-service value for the messages of a lane.
     pub(crate) fn tos_of_lane(&self, lane: u8) -> Option<u8> {
         udp::tos_of_lane(lane, self.machine.config().lanes)
     }
 
-    /// What a datagram is marked with, by the lane of its first message.
+    /// Returns the type-of-service value for a datagram, by the lane of its first message.
     pub(crate) fn tos(&self, datagram: &[u8]) -> Option<u8> {
         if self.machine.config().lanes < 2 {
             return None;
@@ -521,12 +525,12 @@ impl Job {
     }
 }
 
-/// Commands that are obeyed before datagrams are taken again: ranks that come and go are no reason
-/// to leave the others' data in the socket.
+/// The maximum number of commands handled between two receives. Joining and leaving ranks must not
+/// leave the others' data in the socket.
 const MOST_COMMANDS: usize = 16;
-/// Contributions to bulk ops are folded at most this much later, and in batches.
+/// The longest time for which contributions to bulk ops are gathered to fold them in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(50);
-/// Results go to hosts of one rack.
+/// The multicast TTL: results go to hosts of one rack.
 const MULTICAST_TTL: u8 = 1;
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! The payloads of a job at a shard: what its ranks contributed, and the sums that came of it.
+//! The payloads of a job at a shard: the ranks' contributions, and the sums.
 //!
-//! A contribution lies in its buffer as it came: fragment after fragment, each with its header.
-//! A buffer that holds a whole window is swapped in; fragments that come alone are copied to the
-//! place they would have had. Results are laid out the same way, so that a buffer is sent as one
-//! segmented message.
+//! A contribution stays in its buffer as it arrived: fragment after fragment, each with its header.
+//! A buffer that holds a whole window is swapped into its slot. Fragments that arrive separately
+//! are copied to the positions they would have in such a buffer. Results have the same layout, so a
+//! buffer is sent as one segmented message.
 
 use std::collections::VecDeque;
 
@@ -20,40 +20,41 @@ use racksum_proto::wire::Header;
 use crate::arena::Arena;
 use crate::turn::fold_cost;
 
-/// Most ranks of a job.
+/// The maximum number of ranks of a job.
 pub const MAX_WORLD: u16 = 256;
 
-/// Why there is a buffer for each result and contribution, whatever the other jobs hold.
+/// The reason why every result and contribution finds a free buffer, whatever other jobs hold.
 const ADMITTED: &str = "admission leaves a buffer for every slot and rank";
 
-/// Why there is a result: only those are sent that some rank has not acknowledged.
+/// The reason why a result exists: results are sent only while some rank has not acknowledged them.
 const FOLDED: &str = "what is sent is folded and held";
 
-/// Most bytes of a scaled block.
+/// The maximum size in bytes of a scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 
 /// The buffers of one job's slots.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    /// How many contribute: the ranks, and the parent if there is one.
+    /// The number of contributors: the ranks, and the parent if there is one.
     senders: usize,
     pool: usize,
-    /// By lane, slot and rank.
+    /// The contributions, by lane, slot and rank.
     contributions: Box<[Option<BytesMut>]>,
-    /// By lane and slot.
+    /// The results, by lane and slot.
     results: Box<[Option<BytesMut>]>,
-    /// The slots that have results, by lane, in the order in which they were folded.
+    /// The slots that hold results, by lane, in fold order.
     held: Box<[VecDeque<u32>]>,
-    /// Buffers that held results. They keep their length, since to lengthen one is to fill it.
+    /// Buffers that held results. They keep their length, since growing a buffer means filling it.
     spare: Vec<BytesMut>,
-    /// Of the contributions to the window that is being folded, by rank.
+    /// The layouts of the contributions to the window that is being folded, by rank.
     layouts: Vec<Layout>,
     plan: FoldPlan,
-    /// Room to put a scaled contribution together in, and its result.
+    /// Scratch space to assemble scaled contributions, and their result.
     linear: Box<[u8]>,
 }
 
-/// How a window's payload lies in a buffer: as datagrams, each with room for what authenticates it.
+/// The layout of a window's payload in a buffer: datagrams with room for their authentication
+/// trailers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     cut: Fragmentation,
@@ -64,45 +65,45 @@ impl Layout {
         Self { cut }
     }
 
-    /// Bytes from one datagram to the next.
+    /// Returns the number of bytes from one datagram to the next.
     pub(crate) const fn stride(&self) -> usize {
         self.cut.stride()
     }
 
-    /// The stretch of the buffer that holds payload byte `offset`, and how many bytes of the
-    /// payload from there on lie in one piece.
+    /// Returns the buffer position of payload byte `offset`, and how many payload bytes from there
+    /// on are contiguous.
     fn locate(&self, offset: usize) -> (usize, usize) {
         let fragment = offset / self.cut.payload();
         let within = offset % self.cut.payload();
         (fragment * self.stride() + Header::LEN + within, self.cut.payload() - within)
     }
 
-    /// Visits the pieces of `len` payload bytes from `offset` on: where each lies in a buffer,
-    /// and which of the bytes it is.
+    /// Visits the contiguous pieces of `len` payload bytes from `offset` on. The callback gets the
+    /// buffer position of each piece and its range within those bytes.
     fn each_piece(
         &self,
         offset: usize,
         len: usize,
-        mut caller_session: impl FnMut(usize, std::ops::Range<usize>),
+        mut visit: impl FnMut(usize, std::ops::Range<usize>),
     ) {
         let mut done = 0;
         while done < len {
             let (at, piece) = self.locate(offset + done);
             let piece = piece.min(len - done);
-            caller_session(at, done..done + piece);
+            visit(at, done..done + piece);
             done += piece;
         }
     }
 
-    /// Bytes of the datagrams of a payload of `len` bytes.
+    /// Returns the total size in bytes of the datagrams of a payload of `len` bytes.
     pub(crate) const fn total(&self, len: usize) -> usize {
         self.cut.count(len) * (self.stride() - self.cut.payload()) + len
     }
 }
 
 impl Slots {
-    /// Without buffers: each is taken when it is needed and used again at once, so that few go
-    /// around, and these stay in the processor's cache.
+    /// Creates slots without buffers. Each buffer is taken when it is needed and reused at once, so
+    /// that few buffers circulate and stay in the processor's cache.
     pub(crate) fn new(config: &Config) -> Self {
         let world = usize::from(config.world);
         let senders = world + usize::from(config.has_parent);
@@ -121,14 +122,14 @@ impl Slots {
         }
     }
 
-    /// Gives every buffer back.
+    /// Returns every buffer to the arena.
     pub(crate) fn release(&mut self, arena: &mut Arena) {
         let Self { contributions, results, spare, .. } = self;
         let held = contributions.iter_mut().chain(results).filter_map(Option::take);
         held.chain(spare.drain(..)).for_each(|buffer| arena.give(buffer));
     }
 
-    /// Lets go of the results that every rank of `lane` has acknowledged.
+    /// Recycles the results that every rank of `lane` has acknowledged.
     fn release_results(&mut self, lane: u8, machine: &Aggregation) {
         let held = &mut self.held[usize::from(lane)];
         while held.len() > machine.results_held(lane)
@@ -144,17 +145,18 @@ impl Slots {
         &mut self.contributions[slot * self.senders + rank.index()]
     }
 
-    /// Whether a buffer of datagrams `stride` apart can serve as the contribution it holds whole.
+    /// Returns whether a buffer of datagrams `stride` apart can serve as the contribution that it
+    /// holds.
     pub(crate) const fn fits(place: &Place, stride: usize) -> bool {
         place.fragments == 1 || stride == Layout::new(place.cut).stride()
     }
 
-    /// Keeps a buffer that holds a whole contribution; returns the one it replaces.
+    /// Stores a buffer that holds a whole contribution; returns the buffer it replaces.
     pub(crate) fn keep(&mut self, place: Place, buffer: BytesMut) -> Option<BytesMut> {
         self.contribution(place.lane, place.slot, place.rank).replace(buffer)
     }
 
-    /// Copies the body of one fragment to its place.
+    /// Copies the body of a fragment to its place.
     pub(crate) fn copy(&mut self, place: Place, body: &[u8], arena: &mut Arena) {
         let start = usize::from(place.fragment) * Layout::new(place.cut).stride() + Header::LEN;
         let held = self.contribution(place.lane, place.slot, place.rank);
@@ -162,16 +164,16 @@ impl Slots {
         if buffer.len() < start {
             buffer.resize(start, 0);
         }
-        // What the buffer is longer by is not filled with zeros first.
+        // Bytes beyond the current length are appended, which avoids zeroing them first.
         let over = body.len().min(buffer.len() - start);
         buffer[start..start + over].copy_from_slice(&body[..over]);
         buffer.extend_from_slice(&body[over..]);
     }
 
-    /// Folds a window into its result, and gives the contributions back. Returns what it
-    /// costs.
+    /// Folds a window into its result, and returns the contributions' buffers to the arena. Returns
+    /// the cost of the fold.
     pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) -> usize {
-        // With a parent a slot's buffer has the sum first, and then the result.
+        // With a parent, a slot's buffer holds the sum first, and then the result.
         if !machine.config().has_parent {
             self.release_results(fold.lane, machine);
             self.held[usize::from(fold.lane)].push_back(fold.slot);
@@ -187,7 +189,7 @@ impl Slots {
             result.resize(total, 0);
         }
         if let Some(sum) = fold.whole.and_then(|rank| contributions[rank.index()].as_ref()) {
-            // It has the same layout: what is of one length is cut alike.
+            // The sum has the same layout, since windows of equal length are cut alike.
             let len = total.min(sum.len());
             result[..len].copy_from_slice(&sum[..len]);
             give_back(contributions, arena);
@@ -213,7 +215,7 @@ impl Slots {
         fold_cost(fold.descriptor.wire, fold.len * (1 + fold.contributors()))
     }
 
-    /// Puts a result of zeros into a slot, as a fold would.
+    /// Puts a result of zeros into a slot, in place of a fold.
     #[cfg(test)]
     pub(crate) fn put_result(&mut self, slot: usize, len: usize, cut: Fragmentation) {
         self.results[slot] = Some(BytesMut::zeroed(Layout::new(cut).total(len)));
@@ -232,8 +234,8 @@ impl Slots {
         }
     }
 
-    /// The datagrams of a result, each with room for what authenticates it, and how far they are
-    /// apart.
+    /// Returns the datagrams of a result, with room for their authentication trailers, and their
+    /// stride.
     pub(crate) fn datagrams(&mut self, result: &ResultFragments) -> (&mut [u8], usize) {
         let layout = Layout::new(result.cut);
         let slot = usize::from(result.lane) * self.pool + result.slot as usize;
@@ -242,14 +244,14 @@ impl Slots {
     }
 }
 
-/// Gives the buffers of a window's contributions back, also of those that were not wanted.
+/// Returns the buffers of a window's contributions, including unused ones, to the arena.
 fn give_back(contributions: &mut [Option<BytesMut>], arena: &mut Arena) {
     contributions.iter_mut().filter_map(Option::take).for_each(|buffer| arena.give(buffer));
 }
 
 /// The buffers of one fold.
 struct Pieces<'a> {
-    /// Of the result.
+    /// The layout of the result.
     layout: Layout,
     layouts: &'a [Layout],
     fold: &'a Fold,
@@ -257,7 +259,7 @@ struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Folds a run piece by piece: as far as it lies in one fragment of the result and of each
+    /// Folds a run piece by piece. Each piece lies within one fragment of the result and of each
     /// contribution.
     fn fold_run(&self, run: &Run<'_>, result: &mut BytesMut) {
         let mut inputs: [&[u8]; MAX_WORLD as usize] = [&[]; MAX_WORLD as usize];
@@ -278,7 +280,8 @@ impl Pieces<'_> {
         }
     }
 
-    /// Folds one scaled block, put together first: fragments may cut it anywhere.
+    /// Folds one scaled block. It is assembled first, since fragment boundaries may lie anywhere in
+    /// it.
     fn fold_block(&self, run: &Run<'_>, result: &mut BytesMut, linear: &mut [u8]) {
         let len = run.out.len();
         let (out, ins) = linear.split_at_mut(len);

@@ -1,5 +1,5 @@
-//! Gathers what an aggregator is doing, and writes it as one JSON object to whoever opens its unix
-//! socket.
+//! The aggregator's status: gathered here, and written as one JSON object to each client of its
+//! unix socket.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,10 +16,10 @@ use tokio::time::timeout;
 use crate::registry::{Shared, lock};
 use crate::shard::ShardReport;
 
-/// How long a shard may take to say how far its jobs are, and a reader to read it.
+/// The time limit for a shard to report its progress, and for a client to read the status.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Cuts the JSON of a status into parts that each fit a message.
+/// Splits the JSON of a status into parts that each fit a message.
 pub(crate) fn parts(status: &AggregatorStatus) -> Vec<String> {
     let json = serde_json::to_string(status).unwrap_or_default();
     let mut parts = Vec::new();
@@ -32,10 +32,10 @@ pub(crate) fn parts(status: &AggregatorStatus) -> Vec<String> {
     parts
 }
 
-/// Bytes of a part: written as JSON once more, it has at most six times as many.
+/// The size of a part in bytes. Encoding it as a JSON string makes it at most six times as long.
 const MAX_PART: usize = 8 << 10;
 
-/// Adds what the shards say of a job's progress.
+/// Merges the shards' progress reports into the status of a job.
 fn merge(job: &mut JobStatus, reports: &[ShardReport]) {
     let id = JobId(job.id);
     let all: Vec<_> = reports.iter().filter_map(|report| report.jobs.get(&id)).collect();
@@ -51,30 +51,32 @@ fn merge(job: &mut JobStatus, reports: &[ShardReport]) {
     }
 }
 
-/// The socket, which is removed when it is dropped.
+/// The status socket, removed on drop.
 #[derive(Debug)]
 pub(crate) struct StatusSocket {
-    /// Fields are dropped in this order: while the name is there, the socket must listen, or a
-    /// successor takes the name for one that was left behind.
+    /// The name of the socket. Fields drop in declaration order, and the name must go first. If the
+    /// socket stopped listening while its name existed, a successor would take it for a stale
+    /// socket.
     _name: Name,
     listener: UnixListener,
 }
 
 impl StatusSocket {
-    /// Binds a socket that only its owner may open. One that a dead aggregator left is replaced.
+    /// Binds a socket that only its owner may open, and replaces a socket that a dead aggregator
+    /// left behind.
     ///
     /// # Errors
-    /// The error of the system; `AddrInUse` if another process serves there.
+    /// The system's error; `AddrInUse` if another process serves there.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let (listener, name) = listen_for_streams(path, 0o600)?;
         listener.set_nonblocking(true)?;
         Ok(Self { _name: name, listener: UnixListener::from_std(listener)? })
     }
 
-    /// Tells everyone who opens the socket.
+    /// Writes the status to every client that opens the socket.
     pub(crate) async fn serve(self, registry: Shared, addr: SocketAddr) {
         loop {
-            // What goes wrong with one caller, as with too many open files, is no reason to end.
+            // An accept error, such as too many open files, must not end the server.
             let Ok((mut stream, _)) = self.listener.accept().await else {
                 tokio::time::sleep(PATIENCE).await;
                 continue;
@@ -82,14 +84,14 @@ impl StatusSocket {
             let registry = Shared::clone(&registry);
             tokio::spawn(async move {
                 let json = serde_json::to_vec(&status(&registry, addr).await).unwrap_or_default();
-                // A reader that is gone, or does not read, is told nothing.
+                // Clients that have disconnected or do not read are ignored.
                 drop(timeout(PATIENCE, stream.write_all(&json)).await);
             });
         }
     }
 }
 
-/// Gathers what is to be told.
+/// Gathers the status from the registry and the shards.
 pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> AggregatorStatus {
     let (mut status, asked) = {
         let registry = lock(registry);
@@ -97,7 +99,7 @@ pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> AggregatorSta
     };
     let mut reports = Vec::new();
     for report in asked {
-        // A shard that does not answer is in the middle of something, or has failed.
+        // A shard that does not answer in time is busy, or has failed.
         if let Ok(Ok(report)) = timeout(PATIENCE, report).await {
             reports.push(report);
         }
@@ -123,7 +125,7 @@ mod tests {
         std::fs::create_dir(&folder).unwrap();
         let path = folder.join("socket");
         let socket = StatusSocket::bind(&path).unwrap();
-        // Its name stays for as long as the folder is locked.
+        // The socket's name stays for as long as the folder is locked.
         let locked = File::open(&folder).unwrap();
         locked.lock().unwrap();
         let dropping = tokio::task::spawn_blocking(move || drop(socket));
@@ -138,7 +140,7 @@ mod tests {
             if calls == 20 {
                 locked.unlock().unwrap();
             }
-            // Calls that nobody takes fill the queue, of 128.
+            // Calls that are not accepted fill the queue of 128.
             let pause = if calls < 20 { 1 } else { 50 };
             tokio::time::sleep(Duration::from_millis(pause)).await;
         }

@@ -1,4 +1,4 @@
-//! How much of an aggregator each job may have.
+//! The limits on what each job may hold at an aggregator.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,26 +11,26 @@ use racksum_proto::peer_text::PeerText;
 use crate::admission::{Admit, rule_of};
 use crate::config::Config;
 
-/// Why a rank was not taken into its job.
+/// The reason why a rank was not admitted to its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// The aggregator is about to stop.
     Draining,
-    /// It speaks this version of the protocol.
+    /// The rank speaks this version of the protocol, and the aggregator speaks another.
     WrongVersion(u16),
-    /// It never will be, as it asks.
+    /// The join can never be admitted as it is.
     Never(String),
-    /// There is no room now: what is in the way.
+    /// There is no room now; the text names the limit.
     NoRoom(String),
-    /// Nor is there room to wait for it.
+    /// There is no room now, and too many ranks wait already.
     NoWait(String),
 }
 
-/// The person who can raise limits.
+/// The name for the operator in messages.
 const OPERATOR: &str = "whoever runs the aggregator";
 
 impl Refusal {
-    /// The sentence for the one who is refused.
+    /// Returns the sentence for the refused rank.
     pub(crate) fn why(self) -> String {
         let why = match self {
             Self::Never(why) => why,
@@ -58,21 +58,22 @@ impl From<&str> for Refusal {
     }
 }
 
-/// A job, and who has opened it or would.
+/// A job, and the identity that opened it or wants to.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tenant<'a> {
     pub(crate) name: &'a JobName,
     pub(crate) identity: Option<&'a str>,
-    /// The rule that admits it.
+    /// The index of the rule that admits the job.
     pub(crate) rule: Option<usize>,
     pub(crate) world: u16,
     pub(crate) lanes: u8,
-    /// The share that it was granted, whatever the configuration says by now; none before that.
+    /// The share that the job was granted, whatever the present configuration; `None` before it is
+    /// granted.
     pub(crate) granted: Option<f64>,
 }
 
 impl<'a> Tenant<'a> {
-    /// A job of so many ranks and lanes that is granted nothing yet.
+    /// Creates a tenant for a job of this many ranks and lanes that has no grant yet.
     pub(crate) fn new(
         config: &Config,
         name: &'a JobName,
@@ -87,28 +88,28 @@ impl<'a> Tenant<'a> {
         config.admit.get(self.rule?)
     }
 
-    /// The most slots that a stream of the job may have.
+    /// Returns the maximum number of slots of a stream of the job.
     pub(crate) fn pool_slots(&self, config: &Config) -> u32 {
         let own = self.rule(config).and_then(|rule| rule.pool_slots);
         own.unwrap_or(u32::MAX).min(config.pool_slots)
     }
 }
 
-/// What jobs hold together. Groups of one job count as one job; their ranks and their packet
-/// buffers all count.
+/// The total that a set of jobs holds. Groups of one job count as one job, but the ranks and packet
+/// buffers of every group count.
 #[derive(Debug, Default)]
 pub(crate) struct Tally<'a> {
     all: Held<'a>,
     rules: BTreeMap<usize, Held<'a>>,
-    /// Per cent of the packet buffers that all hold.
+    /// The share of the packet buffers that all jobs hold, in per cent.
     share: f64,
     shares: BTreeMap<&'a str, OfJob>,
 }
 
-/// The packet buffers and the groups of a job.
+/// The packet buffers and the number of groups of a job.
 #[derive(Debug, Default, Clone, Copy)]
 struct OfJob {
-    /// Per cent of the packet buffers.
+    /// The share of the packet buffers, in per cent.
     share: f64,
     groups: u32,
 }
@@ -119,19 +120,19 @@ struct Held<'a> {
     ranks: u32,
 }
 
-/// A limit that is in the way of a job.
+/// A limit that prevents a job from being opened.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Limit {
-    /// It has more ranks than it ever may have.
+    /// The job has more ranks than the limit allows even without other jobs.
     World { world: u16, most: u32, limit: &'static str },
-    /// Others have taken so many ranks.
+    /// Other jobs have taken too many ranks.
     Ranks { world: u16, taken: u32, most: u32, limit: &'static str },
-    /// There are so many jobs.
+    /// There are too many jobs.
     Jobs { jobs: usize, most: u32, limit: &'static str },
-    /// Others have taken so much of the packet buffers.
+    /// Other jobs have taken too much of the packet buffers.
     Share { taken: f64, share: f64 },
-    /// The job has so many groups that too little of the packet buffers is left for one more: of
-    /// the job's own share if a rule admits it, and else of all.
+    /// The job's groups leave too little of the packet buffers for one more group. The buffers are
+    /// the job's own share if a rule admits it, and otherwise all of them.
     Groups { groups: u32, own: Option<f64> },
 }
 
@@ -170,14 +171,14 @@ impl fmt::Display for Limit {
 }
 
 impl<'a> Tally<'a> {
-    /// What these jobs hold.
+    /// Returns the total of these jobs.
     pub(crate) fn of(config: &Config, held: &[Tenant<'a>]) -> Self {
         let mut tally = Self::default();
         held.iter().for_each(|tenant| tally.add(config, tenant));
         tally
     }
 
-    /// One more job is there.
+    /// Adds a job.
     pub(crate) fn add(&mut self, config: &Config, tenant: &Tenant<'a>) {
         let share = tenant.granted.unwrap_or_else(|| self.share_of(config, tenant));
         self.share += share;
@@ -191,11 +192,14 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// The share of each shard's packet buffers that a job is granted beside the others, in per
-    /// cent: what its rule says, or an equal one. Of a job with a share of its own, the first group
-    /// has half of that, or three quarters if it is none: most jobs stay without groups. What is
-    /// left for further groups is of the job's own share, if a rule admits it: groups must not get
-    /// around the rule's `max_jobs`. Without rules anybody may take all.
+    /// Returns the share of each shard's packet buffers that a job is granted beside the others, in
+    /// per cent.
+    ///
+    /// The job's own share is the share in its rule, or an equal share. Without rules, the first
+    /// group of a job gets an equal share. With rules, it gets half of the job's own share. The job
+    /// itself, without a group name, gets three quarters, since most jobs have no other groups.
+    /// Further groups get part of the rest of the job's own share, so that groups cannot get around
+    /// the rule's `max_jobs`. Without rules they get part of all free buffers.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
         let equal = Self::equal(config);
         let least = least_share(config, wanted.world, wanted.lanes);
@@ -212,13 +216,13 @@ impl<'a> Tally<'a> {
         100.0 / f64::from(config.max_jobs.max(1))
     }
 
-    /// The share that a job has with all its groups, if a rule admits it.
+    /// Returns the share of a job with all its groups, if a rule admits it.
     fn own(config: &Config, wanted: &Tenant<'_>) -> Option<f64> {
         let rule = wanted.rule(config)?;
         Some(rule.share_percent.map_or_else(|| Self::equal(config), f64::from))
     }
 
-    /// Whether one more job may be opened beside these.
+    /// Checks whether one more job may be opened beside these.
     pub(crate) fn check(&self, config: &Config, wanted: &Tenant<'_>) -> Result<(), Limit> {
         self.check_own(config, wanted)?;
         let limits = [
@@ -238,8 +242,7 @@ impl<'a> Tally<'a> {
         Ok(())
     }
 
-    /// Whether the rule that admits a job has room for it: a limit that no job of another rule is
-    /// in the way of.
+    /// Checks whether the rule that admits a job has room for it. Jobs of other rules do not count.
     pub(crate) fn check_own(&self, config: &Config, wanted: &Tenant<'_>) -> Result<(), Limit> {
         let Some(limits) = wanted.rule(config) else { return Ok(()) };
         let limits = [
@@ -255,27 +258,31 @@ impl<'a> Tally<'a> {
 /// The rounding error that a sum of shares may have.
 pub(crate) const ROUNDING: f64 = 1e-6;
 
-/// Returns the share of a further group of a job, of which `left` is left for groups: nobody knows
-/// how many there will be. The first few have an eighth each of what is left beyond `kept`; later
-/// ones have a 128th of what is left, and at least `least`. The share is 0 once that does not fit.
+/// Returns the share of a further group of a job when `left` is left for groups. The number of
+/// groups is not known in advance. The first few groups get an eighth of what is left beyond
+/// `kept`. Later groups get a 128th of what is left. Every share is at least `least`, or 0 once
+/// that does not fit.
 fn further(left: f64, kept: f64, least: f64) -> f64 {
     let share = ((left - kept) / 8.0).max(left / 128.0).max(least);
     if share <= left + ROUNDING { share } else { 0.0 }
 }
 
-/// The share of the packet buffers, in per cent, that is enough for the fewest slots of a job.
+/// Returns the share of the packet buffers, in per cent, that holds the fewest slots a job may
+/// have.
 pub(crate) fn least_share(config: &Config, world: u16, lanes: u8) -> f64 {
     let held = u32::from(lanes) * POOL_SLOTS.start() * buffers_of_slot(config, world);
     100.0 * f64::from(held) / config.buffers() as f64
 }
 
-/// Packet buffers that a slot holds of a stream: one for each that contributes, and the result.
+/// Returns the packet buffers per slot of a stream: one for each contributor, and one for the
+/// result.
 pub(crate) fn buffers_of_slot(config: &Config, ranks: u16) -> u32 {
     u32::from(ranks) + 1 + u32::from(config.parent.is_some())
 }
 
 impl Held<'_> {
-    /// Whether ranks and jobs, in this order, stay within limits with one more job.
+    /// Checks that the ranks and jobs stay within their limits with one more job. Ranks are checked
+    /// first.
     fn check(
         &self,
         wanted: &Tenant<'_>,
@@ -301,10 +308,10 @@ impl Held<'_> {
     }
 }
 
-/// Whether one more job may be opened beside those that are there.
+/// Checks whether one more job may be opened beside the present ones.
 ///
 /// # Errors
-/// Which limit is in the way, and who holds what of it, as far as the one who asks may know.
+/// The limit that prevents it, and which jobs hold how much, as far as the caller may know.
 pub(crate) fn check_room(
     config: &Config,
     held: &[Tenant<'_>],
@@ -314,7 +321,7 @@ pub(crate) fn check_room(
     tally.check(config, wanted).map_err(|limit| {
         match limit {
             Limit::World { .. } => return Refusal::Never(limit.to_string()),
-            // It is the job itself that holds what there is.
+            // The job's own groups hold the buffers, so the message lists no other holders.
             Limit::Groups { .. } => return Refusal::NoRoom(limit.to_string()),
             Limit::Ranks { .. } | Limit::Jobs { .. } | Limit::Share { .. } => {}
         }
@@ -325,8 +332,8 @@ pub(crate) fn check_room(
     })
 }
 
-/// Who holds what: by name the jobs that the one who asks might join, group by group, and the
-/// number of the others, whose groups are their own affair.
+/// Returns which jobs hold how much. Jobs that the caller might join are named group by group.
+/// Other jobs are only counted, without their groups.
 fn holders<'a>(
     config: &Config,
     held: impl Iterator<Item = &'a Tenant<'a>>,
@@ -351,7 +358,7 @@ fn holders<'a>(
     if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
 }
 
-/// Most jobs that are named in a refusal.
+/// The maximum number of jobs named in a refusal.
 const MAX_HOLDERS: usize = 16;
 
 #[cfg(test)]

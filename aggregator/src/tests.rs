@@ -20,7 +20,7 @@ fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
         let credentials = Credentials::new(None, false).unwrap();
         let patience = Span::from_secs(100);
         let rank = connect(aggregator.addr(), &credentials, patience).await.unwrap();
-        // A reason arrives only once the aggregator has seen the handshake's end.
+        // The close reason arrives only once the aggregator has seen the end of the handshake.
         while rank.quic().stats().frame_rx.handshake_done == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }

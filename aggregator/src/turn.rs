@@ -1,50 +1,50 @@
 //! Turns of the jobs at a shard: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995).
 //!
-//! All work that a job's messages cause is charged to the job, in bytes: what folds read and
-//! write, what is sent, for each address that it goes to, and a fixed cost for each message that
-//! arrives and each that is sent. In a round each job may spend as much as its share of the shard
-//! is of a quantum. What it overdraws is taken off its next turns, until it is paid or nobody else
-//! is there. So a job with much to do delays one with little by no more than its share, and a job
-//! that is alone with its work gets all of the shard.
+//! Every job is charged, in bytes, for the work that its messages cause. The charge covers what
+//! folds read and write, what is sent to each address, and a fixed cost for each message received
+//! or sent. In each round a job may spend a quantum in proportion to its share of the shard. An
+//! overdraft is deducted from its next turns, until it is paid or no other job is there. A busy job
+//! therefore delays another job by no more than its own share, and a job that is alone gets the
+//! whole shard.
 //!
-//! What arrives cannot be put off as folds and sends can. A job whose messages alone cost it more
-//! than all that its ranks may have in flight is flooded by one of them: its datagrams are dropped
-//! unopened until it has paid.
+//! Received messages cannot be postponed as folds and sends can. If a job's messages alone cost
+//! more than all that its ranks may have in flight, one of its ranks floods it. The job's datagrams
+//! are then dropped unopened until the overdraft is paid.
 
 use racksum_proto::dtype::{DType, WireType};
 
-/// Bytes that all jobs together may spend in a round: a few windows for each of many.
+/// Bytes that all jobs together may spend in a round: a few windows for each of many jobs.
 pub(crate) const QUANTUM: usize = 16 << 20;
 
-/// What it costs to take a message, besides what is done with its body.
+/// The cost of receiving a message, without the handling of its body.
 pub(crate) const MESSAGE_COST: usize = 1 << 10;
-/// What it costs to take an open: it is decompressed, and its windows are noted one by one.
+/// The cost of receiving an open: it is decompressed, and its windows are recorded one by one.
 pub(crate) const OPEN_COST: usize = 16 << 10;
-/// What a system call for one address costs, besides the bytes that it sends.
+/// The cost of a system call for one address, besides the bytes sent.
 pub(crate) const SEND_COST: usize = 8 << 10;
 
-/// Returns the cost of a fold of so many bytes, inputs and result. Scaled elements take as long as
-/// the `f32` that they stand for.
+/// Returns the cost of a fold of this many bytes, inputs and result. Scaled elements cost as much
+/// as the `f32` values they represent.
 pub(crate) const fn fold_cost(wire: WireType, bytes: usize) -> usize {
     if wire.is_scaled() { bytes * DType::F32.size() / wire.element_size() } else { bytes }
 }
 
-/// A job's turn.
+/// The turn of a job at a shard.
 #[derive(Debug)]
 pub(crate) struct Turn {
-    /// Bytes of a round that are its own.
+    /// Bytes that the job may spend in each round.
     quantum: usize,
-    /// Bytes that are left of this round's.
+    /// Bytes left in this round.
     left: usize,
-    /// Bytes that it has spent beyond its turns.
+    /// Bytes that the job has spent beyond its turns.
     overdrawn: usize,
-    /// More than this it overdraws only if it is flooded.
+    /// The overdraft above which the job counts as flooded.
     most_overdrawn: usize,
 }
 
 impl Turn {
-    /// The turns of a job with so many per cent of the shard, whose ranks may have so many bytes
-    /// in flight.
+    /// Creates the turn of a job with this share of the shard, in per cent, and this many bytes in
+    /// flight.
     pub(crate) fn new(share: f64, in_flight: usize) -> Self {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
         let quantum = (QUANTUM as f64 * (share / 100.0).clamp(0.0, 1.0)) as usize;
@@ -52,7 +52,7 @@ impl Turn {
         Self { quantum: quantum.max(1), left: 0, overdrawn: 0, most_overdrawn }
     }
 
-    /// The job's turn begins. If the job is `alone`, it lasts until the next begins.
+    /// Begins the job's turn. If the job is `alone`, the turn lasts until the next one begins.
     pub(crate) fn begin(&mut self, alone: bool) {
         if alone {
             (self.left, self.overdrawn) = (usize::MAX, 0);
@@ -63,23 +63,23 @@ impl Turn {
         self.left = self.quantum - paid;
     }
 
-    /// Whether the next job is to have its turn.
+    /// Returns whether it is the next job's turn.
     pub(crate) const fn is_over(&self) -> bool {
         self.left == 0
     }
 
-    /// The job has caused work of so many bytes.
+    /// Charges the job for work of this many bytes.
     pub(crate) fn spend(&mut self, bytes: usize) {
         self.overdrawn = self.overdrawn.saturating_add(bytes.saturating_sub(self.left));
         self.left = self.left.saturating_sub(bytes);
     }
 
-    /// There is nothing more to do: who waits for work saves up nothing.
+    /// Ends the turn of a job without work: an idle job saves up nothing.
     pub(crate) const fn end(&mut self) {
         self.left = 0;
     }
 
-    /// Whether the job is flooded by its own ranks.
+    /// Returns whether the job's own ranks flood it.
     pub(crate) const fn is_flooded(&self) -> bool {
         self.overdrawn > self.most_overdrawn
     }
@@ -89,8 +89,8 @@ impl Turn {
 mod tests {
     use super::*;
 
-    /// Windows that each job has folded after so many rounds, each of which has its own size of
-    /// them, and always more.
+    /// Returns the number of windows that each job has folded after `rounds` rounds. Each job has
+    /// its own window size and always has more to fold.
     fn windows(jobs: &[(f64, usize)], rounds: usize) -> Vec<usize> {
         let mut turns: Vec<_> = jobs.iter().map(|(share, _)| Turn::new(*share, 0)).collect();
         let mut windows = vec![0; jobs.len()];
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_window_that_is_greater_than_a_turn_takes_several() {
-        // Every tenth round pays for one.
+        // Every tenth round pays for one window.
         assert_eq!(windows(&[(1.0, QUANTUM / 10)], 100), [10]);
     }
 
@@ -172,7 +172,7 @@ mod tests {
         turn.begin(true);
         turn.spend(100 * QUANTUM);
         assert!(!turn.is_over() && !turn.is_flooded());
-        // Another job comes.
+        // Another job arrives.
         turn.begin(false);
         assert!(!turn.is_over());
     }

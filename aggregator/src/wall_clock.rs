@@ -1,13 +1,13 @@
-//! Saying so when the host's wall clock is set.
+//! Warnings when the host's wall clock is set.
 //!
-//! Nothing here waits by that clock, so jobs do not notice. Operators do: their log jumps, and
-//! certificates expire or are not valid yet.
+//! No timeout here depends on that clock, so jobs are unaffected. Operators notice: log timestamps
+//! jump, and certificates expire or are not valid yet.
 
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 
-/// Looks for steps of the wall clock for as long as it is polled, and warns of each, once.
+/// Watches for steps of the wall clock for as long as the future is polled, and warns once of each.
 pub(crate) async fn watch(clock: Clock) {
     let mut before = clock.wall_at_boot();
     loop {
@@ -19,22 +19,22 @@ pub(crate) async fn watch(clock: Clock) {
                  but certificates are valid by this one"
             );
         }
-        // What a clock is slewed by adds up, and is no step.
+        // Small changes by slewing add up, and are not a step.
         before = now;
     }
 }
 
-/// By how much the wall clock was set between two readings, in words.
+/// Describes the step of the wall clock between two readings, or returns `None` if there is none.
 fn step(before: i64, now: i64) -> Option<String> {
     let seconds = now.abs_diff(before).saturating_add(SECOND / 2) / SECOND;
     let way = if now > before { "forward" } else { "back" };
     (seconds > 0).then(|| format!("{way} by {seconds} s"))
 }
 
-/// In nanoseconds.
+/// One second in nanoseconds.
 const SECOND: u64 = 1_000_000_000;
 
-/// How often it is looked.
+/// The interval between checks of the clock.
 const PERIOD: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! The kernels, in bytes a second, beside the machine's own memory copy.
+//! Measures the kernels in bytes a second, beside the machine's own memory copy.
 //!
-//! A fold counts the bytes of its inputs, a scan those of the tensor, a conversion those of the
-//! f32 tensor, a copy the bytes copied, and a header its own. A part is run by
-//! `cargo bench -p racksum-benches --bench kernels -- fold/f32`.
+//! A fold counts the bytes of its inputs, a scan those of the tensor, a conversion those of the f32
+//! tensor, a copy the copied bytes, and a header its own. To run a part, use `cargo bench -p
+//! racksum-benches --bench kernels -- fold/f32`.
 
 mod setting;
 
@@ -28,7 +28,7 @@ fn main() {
     criterion.final_summary();
 }
 
-/// What the other figures are to be read against.
+/// Measures a memory copy, the reference for the other figures.
 fn copies(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("memcpy");
     for (name, len) in SIZES {
@@ -88,7 +88,7 @@ fn folds(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Runs as fragments cut them: a few elements, a small block, a datagram.
+/// Measures folds of a fragment's short runs: a few elements, a small block, a datagram.
 fn short_folds(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("short fold");
     for wire in [WireType::F32, WireType::Bf16] {
@@ -100,7 +100,7 @@ fn short_folds(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// A fold of `ranks` contributions of about `len` bytes; of scaled ones, block by block.
+/// Measures a fold of `ranks` contributions of about `len` bytes; scaled types fold block by block.
 fn bench_fold(
     group: &mut criterion::BenchmarkGroup<'_, criterion::measurement::WallTime>,
     name: &str,
@@ -187,7 +187,7 @@ fn scaled_conversions(criterion: &mut Criterion) {
     }
 }
 
-/// Headers are read and written once a fragment, and counted in their own bytes.
+/// Measures headers, which are read and written once a fragment, in their own bytes.
 fn headers(criterion: &mut Criterion) {
     let header = Header {
         kind: Kind::Data,
@@ -212,14 +212,14 @@ fn headers(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Elements of a block: the default.
+/// Default number of elements of a block.
 const BLOCK_ELEMENTS: usize = 256;
 
-/// Bytes of a window of f32.
+/// Number of bytes in a window of f32.
 const WINDOW_LEN: usize = 64 * BLOCK_ELEMENTS * 4;
 
-/// Bytes that stay in the caches of a core.
+/// Number of bytes that fit in a core's cache.
 const CACHED_LEN: usize = 32 * 1024;
 
-/// Buffers in cache and out of it.
+/// Buffer sizes that fit in the cache and that do not.
 const SIZES: [(&str, usize); 2] = [("32 KiB", CACHED_LEN), ("64 MiB", 64 * 1024 * 1024)];

@@ -1,6 +1,6 @@
-//! What it costs to authenticate a datagram, and to encrypt it, in bytes a second: at the sender
-//! and at the receiver, beside the machine's own memory copy:
-//! `cargo bench -p racksum-benches --bench sealing`.
+//! Measures the authentication and encryption of a datagram in bytes a second, at the sender and at
+//! the receiver, beside the machine's own memory copy. Run `cargo bench -p racksum-benches --bench
+//! sealing`.
 
 mod setting;
 
@@ -24,7 +24,7 @@ fn main() {
     criterion.final_summary();
 }
 
-/// What the other figures are to be read against.
+/// Measures a memory copy, the reference for the other figures.
 fn copies(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("memcpy");
     for len in SIZES {
@@ -40,7 +40,8 @@ fn copies(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// In their place, as a shard seals results: `aead` copies them, since they may be sent again.
+/// Seals datagrams in place, as a shard seals results. `aead` copies them, because they may be sent
+/// again.
 fn seals(criterion: &mut Criterion, auth: DataAuth) {
     let mut group = criterion.benchmark_group(format!("seal {}", auth.name()));
     for len in SIZES {
@@ -80,7 +81,7 @@ fn opens(criterion: &mut Criterion, auth: DataAuth) {
     group.finish();
 }
 
-/// What one rank seals with, and what opens it.
+/// Returns the sealer of one rank and the matching opener.
 fn both(auth: DataAuth) -> (Sealer, Opener) {
     let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
     let sealer = Sealer::of_rank(auth, &keys, Rank(0), 0);
@@ -96,5 +97,5 @@ fn datagram(len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A datagram of an Ethernet, and one of a host to itself that holds a window.
+/// Size of an Ethernet datagram, and of a loopback datagram that holds a window.
 const SIZES: [usize; 2] = [1440, 61_500];

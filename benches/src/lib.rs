@@ -1,12 +1,12 @@
 //! Inputs for the benches: tensors and blocks that look like gradients, the same in every run.
 //!
-//! The benches themselves are in `benches/`: `kernels` measures the folds, scans and conversions
-//! beside the machine's own memory copy.
+//! The benches are in `benches/`. `kernels` measures folds, scans and conversions beside the
+//! machine's own memory copy.
 
 use racksum_proto::arith;
 use racksum_proto::dtype::{DType, WireType};
 
-/// `len` bytes of f32 with the spread of a gradient, none of them zero.
+/// Returns `len` bytes of f32 with the spread of a gradient, none of them zero.
 #[must_use]
 pub fn gradient(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random(seed);
@@ -18,11 +18,11 @@ pub fn gradient(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// `len` bytes of f32 of which one block of `block_len` bytes in `every` is not zero; none is,
-/// if that is zero.
+/// Returns `len` bytes of f32 where one block of `block_len` bytes in `every` is not zero. If
+/// `every` is zero, all bytes are zero.
 #[must_use]
 pub fn sparse(len: usize, block_len: usize, every: usize) -> Vec<u8> {
-    // Written to, so that it has pages of its own.
+    // The write gives the buffer pages of its own.
     let mut bytes = vec![1; len];
     bytes.fill(0);
     if every > 0 {
@@ -34,8 +34,8 @@ pub fn sparse(len: usize, block_len: usize, every: usize) -> Vec<u8> {
     bytes
 }
 
-/// A gradient in wire form: `len` bytes of an elementwise wire type, or the blocks of
-/// `block_elements` elements that fit in them of a scaled one. Integers have any bits.
+/// Returns a gradient in wire form. An elementwise wire type gets `len` bytes; a scaled one gets
+/// the blocks of `block_elements` elements that fit in `len`. Integers have arbitrary bits.
 ///
 /// # Panics
 ///
@@ -64,11 +64,11 @@ pub fn contribution(wire: WireType, block_elements: usize, len: usize, seed: u64
     out
 }
 
-/// SplitMix64: enough to make values from a seed.
+/// SplitMix64, a generator of values from a seed.
 struct Random(u64);
 
 impl Random {
-    /// A value within about ±1, small ones more often.
+    /// Returns a value within about ±1; small values are more frequent.
     fn value(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -77,5 +77,5 @@ impl Random {
     }
 }
 
-/// The ranks the benches assume.
+/// Number of ranks that the benches assume.
 pub const WORLD: u32 = 8;

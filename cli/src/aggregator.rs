@@ -1,4 +1,4 @@
-//! `racksum aggregator`: serve jobs until told to stop.
+//! `racksum aggregator`: serves jobs until a signal stops it.
 
 use std::io;
 use std::net::IpAddr;
@@ -91,7 +91,8 @@ impl Args {
                 })?;
                 let config = Config::from_toml(&text)
                     .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?;
-                // What a file names lies beside it, wherever this process was started.
+                // Paths in a configuration file are relative to its folder, not to the working
+                // directory.
                 let folder = path.parent().unwrap_or_else(|| Path::new(""));
                 let beside = |named: Option<PathBuf>| named.map(|named| folder.join(named));
                 Config {
@@ -116,7 +117,8 @@ impl Args {
         config.status_socket = self.status_socket.clone().or(config.status_socket);
         config.parent = self.parent.clone().or(config.parent);
         config.data_auth = self.data_auth.or(config.data_auth);
-        // A size that somebody asks for is had or refused, be it the default's.
+        // A size that the user gives explicitly is refused if it does not fit, even if it is the
+        // default.
         if let (Some(_), Some(mib)) = (self.pool_mib, host_mib()) {
             config.check_memory(mib).map_err(|error| Failure::usage(error.to_string()))?;
         }
@@ -124,13 +126,13 @@ impl Args {
     }
 }
 
-/// Bytes of the largest configuration file.
+/// Largest size of a configuration file in bytes.
 const MAX_CONFIG: u64 = 1 << 20;
 
-/// Serves until a signal ends the process, or a bug of ours.
+/// Serves until a signal or an internal failure stops the aggregator.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
-    // Each rank has a connection by which its death is noticed.
+    // Each rank keeps a connection open, which shows when the rank dies.
     if let Err(error) = raise_open_files() {
         stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
     }
@@ -184,7 +186,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// Starts the aggregator, with a status socket if there can be one where nobody named a place.
+/// Starts the aggregator. If the configuration names no status socket, tries the default path and
+/// starts without a status socket if that fails.
 fn start(config: &Config) -> Result<Aggregator, Failure> {
     if config.status_socket.is_some() {
         return Ok(Aggregator::start(config.clone())?);
@@ -203,33 +206,34 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
     Ok(Aggregator::start(config.clone())?)
 }
 
-/// Why an aggregator serves no more.
+/// Reason why an aggregator stopped.
 #[derive(Debug, PartialEq, Eq)]
 enum Stop {
-    /// It was told to stop.
+    /// A signal told the aggregator to stop.
     Told,
-    /// It failed, and how.
+    /// The aggregator failed with this error.
     Failed(String),
 }
 
-/// Reads the configuration and the identity again, one time after the other.
+/// Reloads the configuration and the identity, one reload at a time.
 struct Reloader<'a> {
     aside: Aside,
     args: &'a Args,
     aggregator: &'a Aggregator,
-    /// Whether nobody named a status socket at the start, so that it is in its usual place.
+    /// Whether the status socket has its default path because the configuration named none at
+    /// start.
     is_usual: bool,
 }
 
-/// What reloading is called in errors.
+/// Name of a reload in errors.
 const RELOADING: &str = "reading the configuration and the identity again";
 
-/// How long reading both may take.
+/// Timeout for reading the configuration and the identity.
 const RELOAD_PATIENCE: Duration = Duration::from_secs(10);
 
 impl Reloader<'_> {
-    /// Reads both aside: signals are heeded although a file hangs. What is wrong with them changes
-    /// nothing.
+    /// Reads both files on another thread, so that signals are handled even if a file hangs. An
+    /// error in either file leaves everything unchanged.
     async fn reload(&self) {
         let (args, running) = (self.args.clone(), self.aggregator.config());
         let is_usual = self.is_usual;
@@ -256,7 +260,7 @@ impl Reloader<'_> {
     }
 }
 
-/// Takes no more jobs, and returns once those that run have ended or moved, or at the next signal.
+/// Stops accepting jobs. Returns once all running jobs have ended or moved, or at the next signal.
 async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     let jobs = aggregator.jobs();
     aggregator.drain();
@@ -269,7 +273,7 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
         while aggregator.jobs() > 0 {
             tokio::time::sleep(DRAIN_POLL).await;
         }
-        // Ranks of jobs that had not begun are told so, and hang up then.
+        // Ranks of jobs that had not started get a message and then disconnect.
         drop(tokio::time::timeout(LAST_WORDS, aggregator.idle()).await);
     };
     let reload = async || stderr::warn("nothing is reloaded: the aggregator drains");
@@ -279,13 +283,14 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     }
 }
 
-/// How often a draining aggregator looks whether its jobs are gone.
+/// How often a draining aggregator checks whether its jobs have ended or moved.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
 
-/// How long ranks may take to hear that nothing comes of their job here.
+/// How long to wait for ranks to learn that their job will not start here.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// The signals that an aggregator heeds, none of which is missed once it listens.
+/// A listener for the signals that an aggregator handles. It misses no signal after
+/// [`Signals::listen`].
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
@@ -303,9 +308,9 @@ impl Signals {
         })
     }
 
-    /// Returns at SIGINT, SIGTERM or SIGQUIT, or when the aggregator has failed. At SIGHUP it
-    /// reloads, and heeds the other signals meanwhile; a further SIGHUP has it reload once more
-    /// after that.
+    /// Returns at SIGINT, SIGTERM or SIGQUIT, or when the aggregator has failed. At SIGHUP, reloads
+    /// and still handles the other signals. Another SIGHUP during a reload starts one more reload
+    /// afterwards.
     async fn stopped(
         &mut self,
         failed: impl Future<Output = String>,
@@ -341,14 +346,14 @@ mod tests {
         assert_eq!(stop, Stop::Failed("a shard failed".into()));
     }
 
-    /// The keys of a table of the configuration, as it says them of one that it does not have.
+    /// Returns the keys of a configuration table, taken from the error about an unknown key.
     fn keys_of(table: &str) -> Vec<String> {
         let why = Config::from_toml(&format!("{table}no_such_key = 1")).unwrap_err().to_string();
         let (_, keys) = why.split_once("expected one of ").unwrap();
         keys.split(", ").map(|key| key.trim_matches('`').to_owned()).collect()
     }
 
-    /// Returns the values that a key takes.
+    /// Returns the values that a key accepts.
     fn values(argument: &clap::Arg) -> String {
         let key = argument.get_id().as_str();
         if let Some(bounds) = racksum_aggregator::bounds(key) {
@@ -362,7 +367,7 @@ mod tests {
         }
     }
 
-    /// The rows of docs/configuration.md on what a file may say outside of rules.
+    /// Returns the expected rows of docs/configuration.md, for all keys except the admission rules.
     fn rows() -> String {
         use clap::Args as _;
         let command = Args::augment_args(clap::Command::new("aggregator"));

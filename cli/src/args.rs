@@ -1,4 +1,4 @@
-//! Arguments that more than one subcommand takes, and how they are read.
+//! Arguments that several subcommands share, and their parsers.
 
 use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
@@ -8,7 +8,7 @@ use racksum_aggregator::{MAX_SHARDS, MAX_WORLD, bounds};
 use racksum_net::interface::{MAX_MTU, MIN_MTU};
 use racksum_proto::control::POOL_SLOTS;
 
-/// What the help of each subcommand ends with.
+/// The last part of every subcommand's help.
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes:
   0  success
@@ -18,7 +18,7 @@ Exit codes:
   128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0
   141  nobody reads standard output any more, as where `head` has enough: nothing is said";
 
-/// Reads a size: plain bytes, or with K, M, G or T for powers of 1024.
+/// Parses a size: a number of bytes, or a number with K, M, G or T for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let bad = || format!("{text:?} is no size: give bytes, or a number with K, M, G or T");
     let (digits, unit) = match text.trim().to_ascii_uppercase() {
@@ -32,7 +32,7 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     number.checked_mul(unit).ok_or_else(bad)
 }
 
-/// Reads whole numbers of a range. Says what the range is of any other value, as clap does not.
+/// Returns a parser of whole numbers in a range. Unlike clap's parser, its error names the range.
 pub(crate) fn number<T: TryFrom<u64>>(
     range: RangeInclusive<u64>,
 ) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
@@ -60,31 +60,32 @@ pub(crate) fn number<T: TryFrom<u64>>(
     }
 }
 
-/// Numbers of ranks.
+/// Range of a job's number of ranks.
 pub(crate) const WORLDS: RangeInclusive<u64> = 1..=MAX_WORLD as u64;
-/// Ranks.
+/// Range of a rank's number.
 pub(crate) const RANKS: RangeInclusive<u64> = 0..=MAX_WORLD as u64 - 1;
-/// Numbers of shards of an aggregator.
+/// Range of an aggregator's number of shards.
 pub(crate) const SHARDS: RangeInclusive<u64> = 1..=MAX_SHARDS as u64;
-/// Numbers of threads: more of them would need more mappings than a process may have.
+/// Range of a number of threads. More threads would exceed the mappings that a process may have.
 pub(crate) const THREADS: RangeInclusive<u64> = 1..=1024;
-/// Numbers of jobs or ranks that a sidecar may have.
+/// Range of a sidecar's limits on jobs and ranks.
 pub(crate) const PLACES: RangeInclusive<u64> = 1..=1 << 18;
-/// Seconds that something may take: a year at most.
+/// Range of a timeout in seconds, up to a year.
 pub(crate) const SECONDS: RangeInclusive<u64> = 1..=365 * 24 * 3600;
-/// MTUs of a path.
+/// Range of a path's MTU.
 pub(crate) const MTUS: RangeInclusive<u64> = MIN_MTU as u64..=MAX_MTU as u64;
-/// Elements of a block. Of these only powers of two, which the descriptor says.
+/// Range of a block's number of elements. The descriptor rejects numbers that are not powers of
+/// two.
 pub(crate) const BLOCKS: RangeInclusive<u64> = 32..=1024;
-/// Numbers of 32 bits.
+/// Range of an unsigned 32-bit number.
 pub(crate) const WORDS: RangeInclusive<u64> = 0..=u32::MAX as u64;
 
-/// The range of a number of the configuration of an aggregator.
+/// Returns the range of a number in an aggregator's configuration.
 pub(crate) fn of_configuration(key: &str) -> RangeInclusive<u64> {
     bounds(key).unwrap_or(0..=u64::MAX)
 }
 
-/// Reads how many slots a rank asks for: 0 leaves it to the aggregator.
+/// Parses the number of slots that a rank asks for. With 0 the aggregator decides.
 pub(crate) fn slots(text: &str) -> Result<u32, String> {
     if text == "0" {
         return Ok(0);
@@ -94,7 +95,7 @@ pub(crate) fn slots(text: &str) -> Result<u32, String> {
     slots(text).map_err(|why| format!("{why}; 0 leaves it to the aggregator"))
 }
 
-/// Reads a share from 0 to 1.
+/// Parses a share from 0 to 1.
 pub(crate) fn share(text: &str) -> Result<f64, String> {
     let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
     share.ok_or_else(|| "must be a number from 0 to 1".to_owned())

@@ -1,5 +1,5 @@
-//! The aggregator of a run on this host, for the run's own ranks alone. Any user of the host could
-//! otherwise join its job, or pass for it.
+//! The aggregator of a run on this host. It accepts only the ranks of this run, because any user of
+//! the host could otherwise join the job or pose as the aggregator.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
@@ -17,19 +17,19 @@ use crate::exit::Failure;
 use crate::stderr;
 use crate::unnamed::open_at;
 
-/// An aggregator in this process, and an identity for the ranks that it serves. The authority of
-/// both issues no others.
+/// An aggregator in this process, and an identity for its ranks. The authority that issued both
+/// issues no other identities.
 #[derive(Debug)]
 pub(crate) struct Embedded {
     aggregator: Aggregator,
-    /// In memory, and inherited by the ranks.
+    /// The identity file of the ranks. It is in memory, and the ranks inherit it.
     ranks: File,
 }
 
 impl Embedded {
-    /// Starts the aggregator, with an identity of its own.
+    /// Starts the aggregator with an identity of its own.
     pub(crate) fn start(config: Config) -> Result<Self, Failure> {
-        // Ranks would call over it until their patience ends.
+        // Otherwise ranks would try to connect over loopback until they time out.
         if interfaces().is_ok_and(|all| is_loopback_down(&all)) {
             return Err(Failure::unavailable(
                 "a run of all ranks on this host needs the loopback interface, which is down; set \
@@ -55,7 +55,7 @@ impl Embedded {
         Ok(Self { aggregator, ranks: of_ranks })
     }
 
-    /// Adds to the command of a rank who it is, and how it joins.
+    /// Adds the flags for a rank's number, world and connection to its command.
     pub(crate) fn call(&self, command: &mut Command, rank: u16, world: u16) {
         command
             .args(["--aggregator", &self.aggregator.addr().to_string()])
@@ -65,24 +65,24 @@ impl Embedded {
     }
 }
 
-/// Whether this host has a loopback interface, and none that is up.
+/// Returns whether this host has loopback interfaces but all are down.
 fn is_loopback_down(interfaces: &[Interface]) -> bool {
     let mut loopback = interfaces.iter().filter(|interface| interface.is_loopback).peekable();
     loopback.peek().is_some() && !loopback.any(|interface| interface.is_up)
 }
 
-/// Issues an identity, in PEM.
+/// Issues an identity in PEM format.
 fn issue(authority: &Authority, role: Role) -> Result<String, Failure> {
     let (pem, _) = authority.issue(&Subject { name: role.name(), role, days: None })?;
     Ok(pem)
 }
 
-/// Writes a secret to a file in memory that only this user may read. It goes with the last process
-/// that has it open, however that ends.
+/// Writes a secret to a file in memory that only this user may read. The file disappears when the
+/// last process that has it open ends, even by a crash.
 fn in_memory(secret: &str) -> Result<File, Failure> {
     let write = || -> io::Result<File> {
         let mut file = File::from(memfd_create("racksum-identity", MemfdFlags::CLOEXEC)?);
-        // Those of a new one let every user read it.
+        // A new file in memory is readable by every user.
         file.set_permissions(Permissions::from_mode(0o600))?;
         file.write_all(secret.as_bytes())?;
         Ok(file)
@@ -90,20 +90,21 @@ fn in_memory(secret: &str) -> Result<File, Failure> {
     write().map_err(|error| cannot(&error))
 }
 
-/// Why there is no identity.
+/// Returns the failure to report when the ranks' identity cannot be stored.
 fn cannot(error: &io::Error) -> Failure {
     let why = with_limit(error);
     Failure::of_host(format!("cannot keep an identity for the ranks in memory: {why}"), error)
 }
 
-/// Why it did not start, with the flags of the commands that start one.
+/// Returns the failure for this aggregator's start error. It names the flags of the commands that
+/// embed an aggregator.
 fn of_own(error: &StartError, shards: u8) -> Failure {
-    // Their pools have the usual size, and there is no less than one shard.
+    // These commands have no flag for the pool size, and one shard is the minimum.
     let memory: &[_] = if shards == 1 { &[] } else { &["--shards"] };
     Failure::of_start(error, &Options { memory, ..Options::USUAL })
 }
 
-/// Days that the identities are valid: more than a run takes.
+/// Validity of the identities in days, longer than any run.
 const DAYS: u32 = 365;
 
 #[cfg(test)]

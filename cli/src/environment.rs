@@ -1,5 +1,5 @@
-//! What variables of the environment say where the command line says nothing. A variable only
-//! completes a command: none makes a rank of a distributed run of one that runs on this host.
+//! Environment variables that stand in for flags that are not given. A variable only completes a
+//! command: none turns a run on this host into one rank of a distributed run.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,19 +7,19 @@ use std::path::PathBuf;
 use crate::exit::Failure;
 use crate::option_source::{take, with_variable};
 
-/// The aggregators of a distributed run.
+/// The variable for the aggregators of a distributed run.
 pub(crate) const AGGREGATOR: &str = "RACKSUM_AGGREGATOR";
-/// The identity file.
+/// The variable for the identity file.
 pub(crate) const IDENTITY: &str = "RACKSUM_IDENTITY";
-/// The interface to call from.
+/// The variable for the network interface to connect from.
 pub(crate) const INTERFACE: &str = "RACKSUM_INTERFACE";
-/// What is logged.
+/// The variable for the log filter.
 pub(crate) const LOG: &str = "RACKSUM_LOG";
 
-/// What a variable says; one that is empty says nothing.
+/// Returns the value of a variable, or `None` if it is unset or empty.
 ///
 /// # Errors
-/// A sentence that names the variable, if it is not UTF-8.
+/// A message that names the variable, if its value is not UTF-8.
 pub(crate) fn variable(name: &str) -> Result<Option<String>, Failure> {
     let text = bytes(name).map(OsString::into_string).transpose();
     text.map_err(|value| {
@@ -27,15 +27,15 @@ pub(crate) fn variable(name: &str) -> Result<Option<String>, Failure> {
     })
 }
 
-/// What a variable holds, be it UTF-8 or not; one that is empty holds nothing.
+/// Returns the raw value of a variable, or `None` if it is unset or empty.
 fn bytes(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// The aggregators that the variable names, read as the flag is.
+/// Returns the aggregators that the variable names, parsed with the flag's parser.
 ///
 /// # Errors
-/// A sentence that names the variable.
+/// A message that names the variable, if its value is invalid.
 pub(crate) fn aggregator<T>(
     read: impl Fn(&str) -> Result<T, String>,
 ) -> Result<Option<T>, Failure> {
@@ -45,10 +45,10 @@ pub(crate) fn aggregator<T>(
     read(&value).map_err(of_variable).map(Some)
 }
 
-/// The interfaces to call from that a flag names, or else the variable.
+/// Returns the interfaces to connect from: those of the flag, or else those of the variable.
 ///
 /// # Errors
-/// A sentence that names the variable, if it is not UTF-8.
+/// A message that names the variable, if its value is not UTF-8.
 pub(crate) fn interface(named: Option<String>) -> Result<Option<String>, Failure> {
     if named.is_some() {
         return Ok(named);
@@ -60,10 +60,10 @@ pub(crate) fn interface(named: Option<String>) -> Result<Option<String>, Failure
     Ok(value)
 }
 
-/// The identity file that a flag or a configuration names, or else the variable.
+/// Returns the identity file of the flag or the configuration, or else that of the variable.
 ///
 /// # Errors
-/// A sentence, if the variable names one and `--insecure` is given.
+/// A message that names the variable, if it is set and `--insecure` is given.
 pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<PathBuf>, Failure> {
     match (named, bytes(IDENTITY)) {
         (Some(named), _) => Ok(Some(named)),
@@ -86,7 +86,7 @@ mod tests {
 
     use super::*;
 
-    /// The variables that the help of a command and its subcommands names.
+    /// Returns the variables that the help of a command and its subcommands names.
     fn told_of(command: &mut clap::Command) -> BTreeSet<String> {
         let help = command.render_long_help().to_string();
         let words = help.split(|c: char| !c.is_ascii_uppercase() && c != '_');
@@ -97,11 +97,11 @@ mod tests {
     }
 
     #[test]
-    fn readme_and_help_name_the_variables_that_there_are() {
+    fn document_and_help_name_the_variables_that_there_are() {
         let there_are = BTreeSet::from([AGGREGATOR, IDENTITY, INTERFACE, LOG].map(str::to_owned));
         assert_eq!(told_of(&mut crate::Cli::command()), there_are);
-        let readme = include_str!("../../README.md");
-        let rows = readme.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        let document = include_str!("../../docs/operating.md");
+        let rows = document.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
         let rows = rows.filter(|name| name.starts_with("RACKSUM_")).map(str::to_owned);
         assert_eq!(rows.collect::<BTreeSet<_>>(), there_are);
     }

@@ -1,4 +1,4 @@
-//! Exit codes, which programs may rely on.
+//! Exit codes, which scripts may rely on.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Write};
@@ -16,43 +16,44 @@ use serde::{Deserialize, Serialize};
 
 use crate::{option_source, stderr};
 
-/// How the process ends.
+/// The exit code of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Exit(u8);
 
 impl Exit {
-    /// All went well.
+    /// The command succeeded.
     pub(crate) const OK: Self = Self(0);
     /// The work failed: a wrong sum, a lost rank, ranks that disagree, a timeout.
     pub(crate) const FAILED: Self = Self(1);
     /// The command line, the configuration or an input is wrong.
     pub(crate) const USAGE: Self = Self(2);
-    /// The network or the aggregator could not be had.
+    /// The network or the aggregator is unavailable.
     pub(crate) const UNAVAILABLE: Self = Self(3);
-    /// Nobody reads the output any more: what a shell says of a process that SIGPIPE ended. It is
-    /// told to nobody, as `head` has all it asked for.
+    /// The reader of standard output has closed it. This is the code that a shell reports for
+    /// SIGPIPE. No message is printed, because a reader such as `head` has all it needs.
     pub(crate) const UNREAD: Self = Self(128 + 13);
 
-    /// How a process ended that does part of this one's work.
+    /// Returns the exit code of this process for the exit status of a process that does part of its
+    /// work.
     pub(crate) fn of(status: ExitStatus) -> Self {
         let own = [Self::USAGE, Self::UNAVAILABLE];
         own.into_iter().find(|exit| status.code() == Some(exit.0.into())).unwrap_or(Self::FAILED)
     }
 }
 
-/// Prints a line on standard output, at once.
+/// Prints a line on standard output and flushes it.
 ///
 /// # Errors
-/// When nobody reads it any more, say. `println!` would panic.
+/// If the write fails, for example because the reader has closed the pipe. `println!` would panic.
 pub(crate) fn say(line: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unheard)
 }
 
-/// Says something that nobody has to hear: whoever serves goes on when its log is closed or full.
+/// Prints a line that is not essential. A server keeps running if its log is closed or full.
 pub(crate) fn tell(line: &str) {
     let said = if stderr::has_room(io::stdout()) {
-        // It may name paths, which hold any characters.
+        // The line may contain paths, which may contain any character.
         say(&PeerText::of(line))
     } else {
         Err(unheard(io::Error::other("nobody reads it")))
@@ -62,7 +63,7 @@ pub(crate) fn tell(line: &str) {
     }
 }
 
-/// Why nothing can be said on standard output.
+/// Returns the failure for an error of standard output.
 pub(crate) fn unheard(error: io::Error) -> Failure {
     let exit = if error.kind() == ErrorKind::BrokenPipe { Exit::UNREAD } else { Exit::FAILED };
     Failure { exit, ..Failure::failed(format!("cannot write to standard output: {error}")) }
@@ -74,12 +75,12 @@ impl Termination for Exit {
     }
 }
 
-/// Why a command failed: one sentence for the user, and the exit code.
+/// The failure of a command: one sentence for the user, and the exit code.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Failure {
     pub(crate) why: String,
     pub(crate) exit: Exit,
-    /// The ranks without which the work could not go on: they know more of it.
+    /// The lost ranks that stopped the work. Their own messages may name the cause.
     pub(crate) lost: Vec<u16>,
 }
 
@@ -88,7 +89,7 @@ impl Failure {
         Self { why: why.into(), exit, lost: Vec::new() }
     }
 
-    /// Notes which ranks were lost.
+    /// Records which ranks were lost.
     fn losing(self, ranks: &[Rank]) -> Self {
         Self { lost: ranks.iter().map(|rank| rank.0).collect(), ..self }
     }
@@ -107,10 +108,10 @@ impl Failure {
 }
 
 impl Failure {
-    /// Why a path could not be used. Whether the path is wrong or the work failed, as on a full
-    /// disk, is the same for all subcommands.
+    /// Returns the failure for a path that could not be used. All subcommands use it to tell a
+    /// wrong path from failed work, such as a full disk.
     pub(crate) fn of_path(why: impl Into<String>, error: &io::Error) -> Self {
-        // A loop of links has no kind yet.
+        // `ErrorKind` has no stable kind for a loop of links.
         let is_wrong = matches!(
             error.kind(),
             ErrorKind::NotFound
@@ -125,12 +126,13 @@ impl Failure {
         if is_wrong { Self::usage(why) } else { Self::of_host(why, error) }
     }
 
-    /// Why the host did not do its part: it may have open files to spare later.
+    /// Returns the failure for an error of the host. It is `UNAVAILABLE` if the host lacks file
+    /// descriptors, which may be free later.
     pub(crate) fn of_host(why: impl Into<String>, error: &io::Error) -> Self {
         if lacks_descriptor(error) { Self::unavailable(why) } else { Self::failed(why) }
     }
 
-    /// Why a file that the user names was not read.
+    /// Returns the failure for a file that the user names and that could not be read.
     pub(crate) fn of_file(why: impl Into<String>, error: &FileError) -> Self {
         match error {
             FileError::Io(error) if lacks_descriptor(error) => Self::unavailable(why),
@@ -138,7 +140,8 @@ impl Failure {
         }
     }
 
-    /// Why nobody serves at a socket's path: somebody else does already, or the path is wrong.
+    /// Returns the failure for a socket path that could not be bound: it is in use, or the path is
+    /// wrong.
     pub(crate) fn of_serving(why: impl Into<String>, error: &io::Error) -> Self {
         match error.kind() {
             ErrorKind::AddrInUse => Self::unavailable(why),
@@ -146,8 +149,9 @@ impl Failure {
         }
     }
 
-    /// Why nobody was heard at a socket's path. Somebody may serve there later, but not at a path
-    /// that no socket can have, nor where there is another file.
+    /// Returns the failure for a call to a socket path. It is `UNAVAILABLE`, because a server may
+    /// start there later. It is `USAGE` if no socket can have this path or if the path names
+    /// another file.
     pub(crate) fn of_call(why: impl Into<String>, error: &CallError) -> Self {
         use ErrorKind::{InvalidFilename, InvalidInput};
         match error {
@@ -160,7 +164,7 @@ impl Failure {
     }
 }
 
-/// What the kernel says of too many links.
+/// The Linux error number for too many symbolic links.
 const ELOOP: i32 = 40;
 
 impl fmt::Display for Failure {
@@ -169,17 +173,18 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A message of a library with the flags of this command line.
+/// Rewrites the option names in a library's message as flags of this command line.
 ///
-/// Python has the same options as keywords, and the same messages, which name them as `name`. What
-/// is said of a file is left alone: there a name in such marks is a key, or anything.
+/// The libraries write an option as `name` in backticks, because Python has the same options as
+/// keywords. Do not pass messages about the contents of a file: there a name in backticks may be a
+/// key.
 pub(crate) fn with_flags(why: impl fmt::Display) -> String {
     let flag = |name: &str| format!("--{}", name.replace('_', "-"));
     let why = why.to_string();
     OPTIONS.iter().fold(why, |why, name| why.replace(&format!("`{name}`"), &flag(name)))
 }
 
-/// Options that messages of the libraries name.
+/// Option names that appear in messages of the libraries.
 const OPTIONS: [&str; 8] =
     ["data_auth", "generation", "identity", "insecure", "job", "on_rank_loss", "rank", "wait"];
 
@@ -200,7 +205,7 @@ impl From<StartError> for Failure {
 }
 
 impl Failure {
-    /// Why an aggregator that is started by these options did not start.
+    /// Returns the failure for an aggregator that did not start with these options.
     pub(crate) fn of_start(error: &StartError, options: &Options) -> Self {
         let why = with_flags(error.told_with(options));
         let why = match error {
@@ -254,11 +259,14 @@ mod tests {
     use crate::args::EXIT_CODES;
 
     #[test]
-    fn readme_and_help_say_the_same_of_exit_codes() {
-        let readme = include_str!("../../README.md");
+    fn document_and_help_say_the_same_of_exit_codes() {
+        let document = include_str!("../../docs/operating.md");
         for line in EXIT_CODES.lines().skip(1) {
             let (code, means) = line.trim().split_once("  ").unwrap();
-            assert!(readme.contains(&format!("| {code} | {means} |\n")), "README lacks {line:?}");
+            assert!(
+                document.contains(&format!("| {code} | {means} |\n")),
+                "docs/operating.md lacks {line:?}"
+            );
         }
     }
 
@@ -276,7 +284,7 @@ mod tests {
             (ConnectError::Unresolved { host, why: why.clone() }, Exit::UNAVAILABLE),
             (ConnectError::Refused(why), Exit::UNAVAILABLE),
             (ConnectError::Draining, Exit::UNAVAILABLE),
-            // It is a refusal, be it after a wait.
+            // This is a refusal, even after a wait.
             (no_room, Exit::UNAVAILABLE),
             (lost, Exit::FAILED),
             (ConnectError::Incomplete { missing, waited: late, elsewhere }, Exit::FAILED),

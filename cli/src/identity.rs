@@ -1,4 +1,5 @@
-//! `racksum identity`: a small authority for a cluster, and the identities that it vouches for.
+//! `racksum identity`: a small certificate authority for a cluster, and the identities that it
+//! issues.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -23,7 +24,7 @@ pub(crate) struct Args {
     command: Command,
 }
 
-/// The part of `--help` after the flags.
+/// Text of `--help` after the flags.
 const HELP: &str = "\
 An authority vouches for the nodes of a cluster. Each node has an identity file: its certificate,
 its key, and the authority's certificate, by which it knows the others. The authority's own file
@@ -56,7 +57,7 @@ enum Command {
     Issue {
         /// The node's name, which admission goes by: letters, digits, dots, underscores, dashes.
         name: String,
-        /// What the node is.
+        /// Role of the node.
         #[arg(long, value_enum, ignore_case = true, default_value_t = NodeRole::Worker)]
         role: NodeRole,
         /// Days until it expires, not more than its authority has left [default: 365, or as many
@@ -81,12 +82,12 @@ enum Command {
     },
 }
 
-/// What a node may be.
+/// Role of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum NodeRole {
-    /// It joins jobs.
+    /// Joins jobs.
     Worker,
-    /// It serves jobs, and may join those of another aggregator.
+    /// Serves jobs, and may join those of another aggregator.
     Aggregator,
 }
 
@@ -99,7 +100,7 @@ impl From<NodeRole> for Role {
     }
 }
 
-/// Days that a certificate may be valid: a century at most.
+/// Range of a certificate's validity in days, up to about a century.
 const DAYS: RangeInclusive<u64> = 1..=36_500;
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
@@ -127,8 +128,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// Prints what the certificates of files say, and says of each file that has none why. The last of
-/// these is returned.
+/// Prints the certificates of each file. A file without certificates does not stop the others: its
+/// error is printed, or returned if it is the last one.
 fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
     let mut failed: Option<Failure> = None;
     for path in files {
@@ -175,12 +176,13 @@ fn show_all(path: &Path, certificates: Vec<Certificate>, format: Format) -> Resu
     Ok(())
 }
 
-/// Writes a file that only its owner may read: whole, or not at all, and never over another.
+/// Writes a file that only its owner may read. The file appears complete or not at all, and
+/// replaces no other file.
 fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
     write_secret_by(path, contents, unnamed)
 }
 
-/// Writes it without a name first if `unnamed` can.
+/// Writes the secret to an unnamed file first if `unnamed` can create one.
 fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), Failure> {
     let path_shown = path.display();
     let failed = |error: io::Error| {
@@ -198,14 +200,14 @@ fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), 
     options.write(true).mode(0o600);
     let write =
         |mut file: &File| file.write_all(contents.as_bytes()).and_then(|()| file.sync_all());
-    // Unlike a renaming, a link does not replace what is there.
+    // Unlike rename(2), a link does not replace an existing file.
     if let Some(file) = unnamed(folder_of(path), options.clone()) {
         return write(&file).and_then(|()| link(&file, path)).map_err(cannot);
     }
     options.create_new(true);
     let (hidden, file) = beside(path, random, |hidden| options.open(hidden)).map_err(failed)?;
     let written = write(&file).and_then(|()| fs::hard_link(&hidden, path));
-    // The other name is enough.
+    // The file keeps its final name if `hard_link` succeeded.
     drop(fs::remove_file(&hidden));
     written.map_err(cannot)
 }
@@ -219,7 +221,7 @@ mod tests {
     #[test]
     fn a_secret_is_its_owner_s_alone_and_never_written_over_another() {
         let folder = std::env::temp_dir().join(format!("racksum-secret-{}", std::process::id()));
-        // With files that have no name, where this file system has them, and with others.
+        // With unnamed files, where this file system supports them, and with temporary names.
         let ways: [Unnamed; 2] = [unnamed, |_, _| None];
         for unnamed in ways {
             fs::create_dir_all(&folder).unwrap();

@@ -1,4 +1,4 @@
-//! What is logged on standard error.
+//! The log on standard error.
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -6,10 +6,11 @@ use tracing_subscriber::filter::LevelFilter;
 use crate::exit::Failure;
 use crate::{environment, stderr};
 
-/// Logs from now on what the flag says, or else the variable, or else warnings.
+/// Starts logging. The filter comes from the flag, or else from the variable; the default is
+/// warnings only.
 ///
 /// # Errors
-/// A sentence that names the flag or the variable, if it cannot be understood.
+/// A message that names the flag or the variable, if its filter is invalid.
 pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
     let (name, log) = match flag {
         Some(log) if log.trim().is_empty() => {
@@ -27,15 +28,15 @@ pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A library that warns of datagrams that the kernel did not take, and does not say to whom they
-/// were. Whoever calls says so.
+/// Turns off a library's warnings about datagrams that the kernel rejected. The warnings lack the
+/// destination; the caller's own error names it.
 const QUIET: &str = "quinn_udp=off";
 
 const VALID: &str = "give off, error, warn, info, debug or trace, or module=level";
 
-/// Reads what to log. Warnings are logged of all modules that it does not name.
+/// Parses a log filter. Modules that it does not name log warnings.
 fn filter(log: &str) -> Result<EnvFilter, String> {
-    // A word alone would be a module of which all is logged, and nothing of others.
+    // `EnvFilter` would take an unknown level as the name of a module.
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     let mut words = log.split(',').map(str::trim).filter(|word| !word.is_empty());
     if let Some(word) = words.find(|word| !word.contains(['=', '[', ']']) && !is_level(word)) {

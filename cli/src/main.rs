@@ -1,6 +1,7 @@
-//! The one binary of racksum: each module is a subcommand.
+//! The `racksum` binary. Each subcommand has a module.
 
-// A full or closed standard error must not end whoever serves: `stderr` writes there.
+// A full or closed standard error must not stop a server, so all code writes through module
+// `stderr`.
 #![warn(clippy::print_stderr)]
 
 mod aggregator;
@@ -42,8 +43,8 @@ use racksum_net::runtime::single_threaded;
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// What to log: off, error, warn, info, debug or trace, or module=level, beside which warnings
-    /// of other modules are logged [default: warn] [env: RACKSUM_LOG].
+    /// Log level: off, error, warn, info, debug or trace; or module=level, with warnings of all
+    /// other modules [default: warn] [env: RACKSUM_LOG].
     #[arg(long, global = true)]
     log: Option<String>,
 }
@@ -85,7 +86,7 @@ fn main() -> Exit {
     end(done.map(|()| Exit::OK))
 }
 
-/// Says why a command failed, if it did.
+/// Prints why a command failed, if it did, and returns the exit code.
 fn end(done: Result<Exit, Failure>) -> Exit {
     match done {
         Ok(exit) => exit,
@@ -97,12 +98,12 @@ fn end(done: Result<Exit, Failure>) -> Exit {
     }
 }
 
-/// Prints what is wrong with the command line, or the help or the version that it asks for, which
-/// are no failures.
+/// Prints an error of the command line, or the help or version that the user asked for. Help and
+/// version succeed.
 fn told(mut error: clap::Error) -> Result<Exit, Failure> {
     let hidden = hidden_flags(&Cli::command());
     let is_hidden = |told: &str| hidden.iter().any(|flag| told.contains(flag));
-    // Others mean nothing to who mistypes a flag.
+    // Hidden flags would mean nothing to a user who mistyped a flag.
     match error.get(ContextKind::SuggestedArg) {
         Some(ContextValue::String(flag)) if is_hidden(flag) => {
             error.remove(ContextKind::SuggestedArg);
@@ -125,7 +126,7 @@ fn told(mut error: clap::Error) -> Result<Exit, Failure> {
     printed.map(|()| Exit::OK).map_err(unheard)
 }
 
-/// Whether a flag is given that only one rank of a run of many has, without saying which rank.
+/// Returns whether a flag for one rank of a distributed run is given without the rank.
 fn lacks_rank(error: &clap::Error) -> bool {
     let lacking = error.get(ContextKind::InvalidArg);
     let of_rank = |flag: &String| flag.starts_with("--rank ") || flag.starts_with("--world ");
@@ -133,12 +134,12 @@ fn lacks_rank(error: &clap::Error) -> bool {
         && matches!(lacking, Some(ContextValue::Strings(flags)) if flags.iter().any(of_rank))
 }
 
-/// The tip for who gives such a flag.
+/// Tip for a user who gives a flag of one rank without `--rank`.
 const OF_ONE_RANK: &str = "flags that say how a rank connects are for one rank of many: add --rank \
     and --world, or leave these flags out to run all ranks on this host";
 
-/// The command line. Its flags take negative numbers, to refuse them with the numbers that they may
-/// have: clap would take one for a flag that there is not.
+/// Builds the command line. Its flags accept negative numbers so that their own parsers reject them
+/// with the valid range. clap would report a negative number as an unknown flag.
 fn command() -> clap::Command {
     fn taking_numbers(command: clap::Command) -> clap::Command {
         let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
@@ -149,28 +150,28 @@ fn command() -> clap::Command {
     taking_numbers(Cli::command())
 }
 
-/// Reads the command line.
+/// Parses the command line.
 fn parse() -> Result<Cli, clap::Error> {
     let mut command = command();
     let mut matches = command.try_get_matches_from_mut(std::env::args_os())?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
-/// The flags of a command and its subcommands that its help leaves out.
+/// Returns the flags that the help of a command and its subcommands hides.
 fn hidden_flags(command: &clap::Command) -> Vec<String> {
     let own = command.get_arguments().filter(|flag| flag.is_hide_set());
     let own = own.filter_map(|flag| Some(format!("--{}", flag.get_long()?)));
     own.chain(command.get_subcommands().flat_map(hidden_flags)).collect()
 }
 
-/// Descriptors that any subcommand needs; what needs more says so itself.
+/// File descriptors that every subcommand needs. Code that needs more reports its own errors.
 const DESCRIPTORS: usize = 8;
 
-/// Whether this process may open as many files as all of it takes for granted.
+/// Checks that this process may open the files that all subcommands rely on.
 fn check_descriptors() -> Result<(), Failure> {
     let opened: io::Result<Vec<File>> =
         std::iter::repeat_with(|| File::open("/dev/null")).take(DESCRIPTORS).collect();
-    // The first runtime makes what all later ones share.
+    // The first runtime opens descriptors that all later runtimes share.
     opened.map(drop).and_then(|()| single_threaded().map(drop)).map_err(|error| {
         let few = "this process may open too few files; raise the limit (ulimit -n)";
         Failure::unavailable(format!("{few}: {error}"))

@@ -1,4 +1,4 @@
-//! A rank of a distributed run: the flags that say which of which job, and how it connects.
+//! One rank of a distributed run: the flags for its job, rank and connection.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -75,7 +75,7 @@ pub(crate) struct MemberArgs {
     pub(crate) data_auth: Option<DataAuth>,
 }
 
-/// The sets of aggregators of a job, in the order in which they are tried.
+/// The sets of aggregators of a job, in the order in which a rank tries them.
 #[derive(Debug, Clone)]
 pub(crate) struct Aggregators(Vec<Vec<String>>);
 
@@ -87,12 +87,12 @@ fn job(name: &str) -> Result<String, String> {
     JobName::from(name).check().map(|()| name.to_owned())
 }
 
-/// Which rank of which job a process is, and how it connects.
+/// The identity of a rank in its job, and its connection options.
 #[derive(Debug, Clone)]
 pub(crate) struct Member {
     pub(crate) rank: u16,
     pub(crate) world: u16,
-    /// The sets of aggregators, in the order in which they are tried.
+    /// The sets of aggregators, in the order in which the rank tries them.
     aggregators: Vec<Vec<String>>,
     job: String,
     generation: Generation,
@@ -105,16 +105,16 @@ pub(crate) struct Member {
 }
 
 impl MemberArgs {
-    /// Whether this process is one rank of a distributed run: the command line says so.
+    /// Returns whether the command line makes this process one rank of a distributed run.
     pub(crate) const fn is_rank(&self) -> bool {
         self.rank.is_some()
     }
 
-    /// Who this process is in a distributed run, of a job that is called `job` if nobody says
-    /// otherwise; `None` for all ranks of a run on this host.
+    /// Returns this process's place in a distributed run, or `None` if all ranks run on this host.
+    /// The job is called `job` unless a flag names it.
     ///
     /// # Errors
-    /// A sentence, if it is not known where the run is, or a variable says what cannot be.
+    /// A message for the user, if no aggregator is given or a variable is invalid.
     pub(crate) fn member(&self, job: &str) -> Result<Option<Member>, Failure> {
         let Some((rank, world)) = self.rank.zip(self.world) else { return Ok(None) };
         let named = match &self.aggregator {
@@ -145,17 +145,17 @@ impl MemberArgs {
 }
 
 impl Member {
-    /// Whether an aggregator at this address may be one of those that are named.
+    /// Returns whether the aggregators of this job may include one at this address.
     pub(crate) fn names(&self, at: SocketAddr) -> bool {
         let end = format!(":{}", at.port());
         self.aggregators.iter().flatten().any(|host| match host.parse::<SocketAddr>() {
             Ok(addr) => addr == at || at.ip().is_unspecified() && addr.port() == at.port(),
-            // A name may have any address.
+            // A host name may resolve to any address.
             Err(_) => host.ends_with(&end),
         })
     }
 
-    /// How it connects. Each op may take `timeout_s` seconds.
+    /// Returns the connection options. Each op may take `timeout_s` seconds.
     pub(crate) fn options(&self, timeout_s: u64, faults: Faults) -> ConnectOptions {
         let mut sets = self.aggregators.iter().cloned();
         ConnectOptions {

@@ -1,15 +1,15 @@
-//! Memory for tensors: where there is none, a sentence and not the end of the process.
+//! Memory for tensors. If memory is short, the user gets a message instead of a killed process.
 
 use racksum_aggregator::host_mib;
 use racksum_proto::counted::counted;
 
 use crate::exit::Failure;
 
-/// Refuses tensors that this host has no memory for, `each` bytes at each of `ranks`: the system
-/// ends a rank that cannot have it, without a word. `what` names the tensors, and `advice` says
-/// what to do.
+/// Refuses tensors that do not fit this host's memory, at `each` bytes for each of `ranks`.
+/// Otherwise the kernel would kill a rank without a message. `what` names the tensors, and `advice`
+/// says what to do.
 pub(crate) fn check_host(what: &str, each: u64, ranks: u16, advice: &str) -> Result<(), Failure> {
-    // A system that does not say how much it has refuses nothing.
+    // If the system does not report its memory, nothing is refused.
     host_mib().map_or(Ok(()), |host_mib| check(host_mib, what, each, ranks, advice))
 }
 
@@ -24,14 +24,14 @@ fn check(host_mib: u64, what: &str, each: u64, ranks: u16, advice: &str) -> Resu
     )))
 }
 
-/// As many bytes of zeros.
+/// Allocates `len` zero bytes.
 pub(crate) fn zeros(len: usize) -> Result<Vec<u8>, Failure> {
     let mut bytes = reserved(len)?;
     bytes.resize(len, 0);
     Ok(bytes)
 }
 
-/// A copy of bytes.
+/// Copies bytes into a new allocation.
 pub(crate) fn copy(bytes: &[u8]) -> Result<Vec<u8>, Failure> {
     let mut copied = reserved(bytes.len())?;
     copied.extend_from_slice(bytes);

@@ -1,20 +1,20 @@
-//! Which environment variable set an option, so that an error about the option can name it.
+//! Records which environment variable set an option, so that an error about the option can name it.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::sync::{Mutex, PoisonError};
 
-/// The variables that say what no flag does: the option that each is for, and `NAME="value"`.
+/// The options that variables have set. Each maps to the variable as `NAME="value"`.
 static TAKEN: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
 
-/// Takes an option from a variable.
+/// Records that a variable sets an option.
 pub(crate) fn take(option: &'static str, name: &str, value: &OsStr) {
     let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
     taken.insert(option, format!("{name}={value:?}"));
 }
 
-/// A sentence about some options, with the variable that said one of them if no flag did: nobody
-/// looks for the fault there otherwise.
+/// Prefixes an error about options with the variable that set one of them, because the user might
+/// not look for the fault there.
 pub(crate) fn with_variable(options: &[&str], why: String) -> String {
     let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
     match options.iter().find_map(|option| taken.get(option)) {

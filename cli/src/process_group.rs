@@ -1,4 +1,4 @@
-//! The processes of the ranks of a job on this host.
+//! The processes that run a job's ranks on this host.
 
 mod cause;
 
@@ -15,11 +15,11 @@ use crate::environment;
 use crate::exit::{Exit, Failure, say};
 use crate::thread::spawn;
 
-/// A process for each rank. Those that still run are killed when it is dropped.
+/// One process for each rank. Dropping the group kills the ranks that still run.
 #[derive(Debug)]
 pub(crate) struct ProcessGroup {
     ranks: Vec<Child>,
-    /// Held open for as long as the ranks are to run: see [`end_with_parent`].
+    /// Standard input of each rank, open while the rank should run. See [`end_with_parent`].
     _leashes: Vec<ChildStdin>,
     said: Receiver<(usize, Option<String>)>,
 }
@@ -27,7 +27,7 @@ pub(crate) struct ProcessGroup {
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
         for rank in &mut self.ranks {
-            // One that has ended cannot be killed, and need not be.
+            // Killing a rank that has ended fails, which is harmless.
             drop(rank.kill());
             drop(rank.wait());
         }
@@ -35,7 +35,7 @@ impl Drop for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// Starts this program for each rank, with the arguments that `command` adds.
+    /// Starts this program once for each rank, with the arguments that `command` adds.
     pub(crate) fn start(world: u16, command: impl Fn(u16, &mut Command)) -> Result<Self, Failure> {
         let program = std::env::current_exe()
             .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
@@ -44,21 +44,21 @@ impl ProcessGroup {
         for rank in 0..world {
             let cannot = |error: io::Error| cannot_start(rank, &program, &error);
             let mut start = Command::new(&program);
-            // Neither is of use towards the aggregator of this process, which has an identity for
-            // its ranks.
+            // The ranks connect over loopback, with an identity that their flags name, so neither
+            // variable applies.
             start.env_remove(environment::IDENTITY).env_remove(environment::INTERFACE);
             command(rank, &mut start);
             let mut child =
                 start.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
-            // Taken, since waiting for a child closes what it still has.
+            // Waiting for a child closes the pipes that it still owns.
             let pipes = child.stdin.take().zip(child.stdout.take());
             process_group.ranks.push(child);
             let (leash, out) = pipes.ok_or_else(|| cannot(io::Error::other("it has no pipes")))?;
             process_group._leashes.push(leash);
             let tell = tell.clone();
             spawn(move || {
-                // What cannot be read is as good as the end; and nobody listens any more once
-                // another rank has failed.
+                // A read error counts as the end of the output. Sending fails once another rank has
+                // failed and the receiver is dropped.
                 let lines = BufReader::new(out).lines().map_while(Result::ok).map(Some);
                 lines.chain([None]).try_for_each(|line| tell.send((rank.into(), line))).ok();
             })?;
@@ -66,10 +66,11 @@ impl ProcessGroup {
         Ok(process_group)
     }
 
-    /// Returns the next message of any rank, or none from a rank that has ended.
+    /// Receives the next message of any rank. Returns `None` as the message if the rank's output
+    /// has ended.
     ///
     /// # Errors
-    /// Why the job failed, if the rank tells that it did.
+    /// The reason why the job failed, if a rank reports a failure.
     pub(crate) fn hear<T: DeserializeOwned>(&mut self) -> Result<(usize, Option<T>), Failure> {
         let heard = self.said.recv();
         let (rank, line) = heard.map_err(|_| Failure::failed("the ranks said nothing"))?;
@@ -81,12 +82,13 @@ impl ProcessGroup {
         }
     }
 
-    /// How a rank ended that says no more.
+    /// Waits until a rank's process exits and returns its exit status.
     pub(crate) fn end(&mut self, rank: usize) -> Result<ExitStatus, Failure> {
         self.ranks[rank].wait().map_err(|error| Failure::failed(error.to_string()))
     }
 
-    /// Why a rank that said no more did not do its part: what was wrong for it is wrong for all.
+    /// Returns the failure for a rank that exited before it finished its work. Exit codes for usage
+    /// and unavailability carry over, because their causes apply to all ranks.
     pub(crate) fn ended_early(&mut self, rank: usize) -> Failure {
         match self.end(rank) {
             Err(failure) => failure,
@@ -99,10 +101,10 @@ impl ProcessGroup {
     }
 }
 
-/// Why a rank has no process.
+/// Returns the failure for a rank's process that could not be started.
 fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
     match error.kind() {
-        // What fork(2) says at a limit of the user, of a control group or of the host.
+        // fork(2) returns this at a process limit of the user, the control group or the host.
         ErrorKind::WouldBlock => Failure::unavailable(format!(
             "cannot start a process for rank {rank}: {error}; use fewer ranks, or raise the limit \
              on processes (ulimit -u)"
@@ -119,18 +121,17 @@ fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
     }
 }
 
-/// Tells the process that started this rank of a [`ProcessGroup`] what the rank did, or why it
-/// failed.
+/// Reports a rank's result or failure to the process that started its [`ProcessGroup`].
 pub(crate) fn tell_parent<T: Serialize>(told: &Result<T, Failure>) -> Result<(), Failure> {
     say(&serde_json::to_string(told).unwrap_or_default())
 }
 
-/// Ends this rank of a [`ProcessGroup`] when the process that started it is gone: the rank would
-/// wait for an aggregator that went with it.
+/// Ends this rank of a [`ProcessGroup`] when its parent process exits. Otherwise the rank would
+/// wait for an aggregator that exited with the parent.
 pub(crate) fn end_with_parent() -> Result<(), Failure> {
     spawn(|| {
         let ended = io::copy(&mut io::stdin().lock(), &mut io::sink());
-        // Nothing is ever said to a rank: the pipe is closed, or broken.
+        // The parent never writes to this pipe, so the copy ends when the pipe closes or breaks.
         drop(ended);
         std::process::exit(1);
     })?;

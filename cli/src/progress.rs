@@ -1,5 +1,4 @@
-//! A line on a terminal that says what a command waits for, or how far it is. Where standard error
-//! is no terminal nothing is said.
+//! A progress line on the terminal. It is drawn only if standard error is a terminal.
 
 use std::borrow::Cow;
 use std::io::IsTerminal;
@@ -18,32 +17,32 @@ use rustix::termios::tcgetwinsize;
 use crate::stderr;
 use crate::thread::spawn;
 
-/// What takes less needs no line.
+/// Delay before the line is first drawn, so that short work draws none.
 const SOON: Duration = Duration::from_secs(2);
-/// How often the line is drawn anew.
+/// Interval at which the line is redrawn.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// A line that is drawn again and again until it is dropped.
+/// A progress line that is redrawn until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Line {
-    /// Held while it is drawn, and while something else is printed.
+    /// Locked while the line is drawn and while other output is printed.
     turn: Arc<Mutex<()>>,
     end: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Line {
-    /// Draws what `text` says of the time that has passed, once that is more than a moment.
+    /// Starts to redraw the line with `text(elapsed)`, after a delay of [`SOON`].
     pub(crate) fn start(text: impl Fn(Duration) -> String + Send + 'static) -> Self {
         let turn = Arc::<Mutex<()>>::default();
-        // One that is dumb cannot draw over a row.
+        // A dumb terminal cannot overwrite a line.
         let is_dumb = std::env::var_os("TERM").is_some_and(|kind| kind == "dumb");
         if !std::io::stderr().is_terminal() || is_dumb {
             return Self { turn, end: None, thread: None };
         }
         let (end, ended) = channel::<()>();
         let drawn = Arc::clone(&turn);
-        // Without a thread for it the line is not drawn.
+        // If the thread cannot start, the line is not drawn.
         let thread = spawn(move || {
             let clock = Clock::start();
             let began = clock.now();
@@ -59,7 +58,7 @@ impl Line {
         Self { turn, end: Some(end), thread: thread.ok() }
     }
 
-    /// Prints something else in its place.
+    /// Prints other output in place of the line.
     pub(crate) fn print<T>(&self, print: impl FnOnce() -> T) -> T {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.thread.is_some() {
@@ -73,22 +72,21 @@ impl Drop for Line {
     fn drop(&mut self) {
         drop(self.end.take());
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
+            // The thread has already printed its own panic.
             drop(thread.join());
             stderr::draw(CLEAR);
         }
     }
 }
 
-/// How wide the terminal is now.
+/// Returns the width of the terminal in columns.
 fn columns() -> usize {
     let size = tcgetwinsize(std::io::stderr()).map_or(0, |size| size.ws_col);
-    // Some do not say.
+    // Some terminals report a width of 0.
     if size == 0 { 80 } else { size.into() }
 }
 
-/// As much of a text as a row of so many columns has room for: what goes on in the next row would
-/// not be drawn over.
+/// Cuts a text to one row of the terminal, because redrawing would not overwrite a second row.
 fn within(columns: usize, text: &str) -> Cow<'_, str> {
     let room = columns.saturating_sub(1);
     if text.chars().count() <= room {
@@ -98,10 +96,10 @@ fn within(columns: usize, text: &str) -> Cow<'_, str> {
     (kept + "…").into()
 }
 
-/// Empties the present line.
+/// Control sequence that moves to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Joins a job; says whom or what it waits for meanwhile.
+/// Joins a job. While it waits, the progress line names the process or rank that it waits for.
 pub(crate) fn connect(options: &ConnectOptions) -> Result<Client, ConnectError> {
     let connecting = Connecting::new();
     let awaited = connecting.awaited();
@@ -113,7 +111,7 @@ pub(crate) fn connect(options: &ConnectOptions) -> Result<Client, ConnectError> 
     connecting.run(options)
 }
 
-/// How much of some work is done, in any unit.
+/// Progress counter of some work, in any unit.
 #[derive(Debug)]
 pub(crate) struct Work {
     all: u64,
@@ -133,12 +131,13 @@ impl Work {
         self.done.load(Relaxed)
     }
 
-    /// Notes that so much of it is done, if not more.
+    /// Raises the counter to `done`; never lowers it.
     pub(crate) fn reach(&self, done: u64) {
         self.done.fetch_max(done, Relaxed);
     }
 
-    /// How far it is after so long, and how long the rest takes if it goes on like that.
+    /// Describes the progress after an elapsed time, with an estimate of the time left at the same
+    /// pace.
     pub(crate) fn text(&self, passed: Duration) -> String {
         let (all, done) = (self.all.max(1) as f64, self.done.load(Relaxed) as f64);
         let share = (done / all).min(1.0);
@@ -151,7 +150,7 @@ impl Work {
     }
 }
 
-/// When it is time to say again how far some work is.
+/// Rate limiter for progress reports.
 #[derive(Debug)]
 pub(crate) struct Pace {
     clock: Clock,
@@ -164,7 +163,7 @@ impl Pace {
         Self { clock, last: clock.now() }
     }
 
-    /// Whether a line would be drawn anew by now; then not again for a while.
+    /// Returns whether a report is due. At most one report is due in each [`PERIOD`].
     pub(crate) fn is_due(&mut self) -> bool {
         let now = self.clock.now();
         let is_due = u128::from(now.since(self.last).0) >= PERIOD.as_nanos();

@@ -1,33 +1,33 @@
-//! The signals that end a process which has something to put in order first. An aggregator has its
-//! own: SIGHUP has it reload.
+//! The signals that end a process that has to clean up first. An aggregator has its own signal
+//! handling, because SIGHUP makes it reload.
 
 use std::io;
 
 use racksum_net::with_limit;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Why signals cannot be waited for.
+/// Formats the error of waiting for signals.
 pub(crate) fn cannot_wait(error: &io::Error) -> String {
     format!("cannot wait for signals: {}", with_limit(error))
 }
 
-/// The signals that end this process, none of which is missed once it listens.
+/// A listener for the signals that end this process. It misses no signal after [`Ending::listen`].
 pub(crate) struct Ending {
     interrupt: Signal,
     terminate: Signal,
     quit: Signal,
-    /// Not listened to under nohup(1), which has it ignored.
+    /// `None` if SIGHUP was ignored at the start of this process, as under nohup(1).
     hangup: Option<Signal>,
 }
 
 impl Ending {
-    /// Listens.
+    /// Starts to listen for the signals.
     ///
     /// # Errors
-    /// Why signals cannot be waited for.
+    /// The error of registering a signal handler.
     ///
     /// # Panics
-    /// Outside of a tokio runtime.
+    /// If called outside of a tokio runtime.
     pub(crate) fn listen() -> io::Result<Self> {
         let hangup = SignalKind::hangup();
         Ok(Self {
@@ -38,8 +38,8 @@ impl Ending {
         })
     }
 
-    /// Waits for the next one. Returns the exit code of a process that it ends, as a shell counts:
-    /// 128 and the signal's number.
+    /// Waits for the next signal. Returns the exit code that a shell reports for it: 128 plus the
+    /// signal's number.
     pub(crate) async fn next(&mut self) -> i32 {
         let Self { interrupt, terminate, quit, hangup } = self;
         let hung_up = async {
@@ -58,7 +58,7 @@ impl Ending {
     }
 }
 
-/// Whether this process was started with a signal ignored.
+/// Returns whether a signal was ignored when this process started.
 fn is_ignored(kind: SignalKind) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

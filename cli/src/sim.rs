@@ -1,4 +1,4 @@
-//! `racksum sim`: run the protocol in the simulator.
+//! `racksum sim`: runs the protocol in the simulator.
 
 use std::io::IsTerminal;
 use std::ops::Range;
@@ -40,7 +40,7 @@ enum Command {
     },
 }
 
-/// Reads `A..B`.
+/// Parses a range of seeds, `A..B`.
 fn seeds(text: &str) -> Result<Range<u64>, String> {
     let bad = || format!("{text:?} is no range of seeds: give A..B, with A below B");
     let (from, to) = text.split_once("..").ok_or_else(bad)?;

@@ -1,4 +1,5 @@
-//! A standby: an aggregator in a rank's own process, where the job goes on when its own is gone.
+//! A standby: an aggregator in a rank's own process, to which the job moves when its aggregator
+//! fails.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ fn address(text: &str) -> Result<SocketAddr, String> {
 }
 
 impl StandbyArgs {
-    /// Starts the standby, if there is to be one.
+    /// Starts the standby, if the flags ask for one.
     pub(crate) fn start(&self, member: &Member) -> Result<Option<Standby>, Failure> {
         let Some(at) = self.standby else { return Ok(None) };
         if !member.names(at) {
@@ -57,21 +58,22 @@ impl StandbyArgs {
     }
 }
 
-/// Why a standby did not start, with its flags instead of an aggregator's.
+/// Returns the failure for a standby that did not start. It names the flags of a standby instead of
+/// an aggregator's.
 fn of_standby(error: &StartError) -> Failure {
     let options = Options { port: "--standby", identity: "--standby-identity", memory: &[] };
     let failure = Failure::of_start(error, &options);
     Failure { why: format!("no standby: {failure}"), ..failure }
 }
 
-/// A running standby.
+/// A standby that is running.
 pub(crate) struct Standby {
     aggregator: Aggregator,
 }
 
 impl Standby {
-    /// Stops, once the job that has moved here has ended at all other ranks too, which may take so
-    /// many seconds.
+    /// Stops the standby once the job that moved here has ended at all other ranks, or after
+    /// `patience_s` seconds.
     pub(crate) fn finish(self, patience_s: u64) {
         let clock = Clock::start();
         let end = clock.now() + Span::from_secs(patience_s);
@@ -87,7 +89,7 @@ impl Standby {
     }
 }
 
-/// How often a standby looks whether its job has ended.
+/// How often a standby checks whether its job has ended.
 const POLL: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
@@ -110,7 +112,7 @@ mod tests {
             let why = of_standby(&Aggregator::start(config).unwrap_err()).to_string();
             assert!(why.starts_with("no standby: ") && why.contains(told), "{why}");
         }
-        // What else there is in a sentence stays as it is.
+        // Other text that looks like a flag stays unchanged.
         let path: PathBuf = "/none/--identity/--port".into();
         let unread = Config { identity: Some(path), ..Config::default() };
         let why = of_standby(&Aggregator::start(unread).unwrap_err()).to_string();

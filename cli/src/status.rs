@@ -1,5 +1,5 @@
-//! `racksum status`: what the aggregators of this host are doing, or its sidecar, and whom their
-//! jobs wait for.
+//! `racksum status`: prints the state of this host's aggregators or of a sidecar, and the ranks
+//! that their jobs wait for.
 
 mod remote;
 mod sidecar;
@@ -81,8 +81,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// Asks each aggregator of a list that is written as that of a job, and prints what those say that
-/// answer. The first that does not decides how the command fails.
+/// Asks each aggregator of a list in the format of a job's `--aggregator`, and prints each answer.
+/// Returns the first failure and prints the others.
 fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
     let addrs = aggregator_sets(addrs).map_err(Failure::usage)?;
     let mut failed: Option<Failure> = None;
@@ -96,12 +96,12 @@ fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
     failed.map_or(Ok(()), Err)
 }
 
-/// What to do about a socket that could not be asked, of an aggregator or a sidecar. A question
-/// where it may be another's.
+/// Returns advice about a socket that could not be asked. The advice is `question` if the socket
+/// may belong to another program.
 fn advice(error: &CallError, whose: &str, question: &str) -> String {
     match error {
         CallError::Io(error) if error.kind() == ErrorKind::PermissionDenied => {
-            format!("ask as the {whose}'s user, or as root")
+            format!("ask as the {whose}'s user")
         }
         CallError::Io(error) if error.kind() == ErrorKind::ConnectionRefused => {
             format!("the {whose} has ended; start it again")
@@ -113,7 +113,7 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
     }
 }
 
-/// Asks all aggregators of this host, and prints what those say that answer.
+/// Asks all aggregators of this host and prints their answers.
 fn ask_all(format: Format) -> Result<(), Failure> {
     let (mut told, mut silent, mut dead) = (false, Vec::new(), Vec::new());
     let unasked = ask_each(in_turns(sockets()?), PATIENCE, 2 * PATIENCE, |socket, answer| {
@@ -123,7 +123,7 @@ fn ask_all(format: Format) -> Result<(), Failure> {
                 print(&status, format)?;
             }
             Err(error) if error.is_absence() => dead.push(socket.to_owned()),
-            // Nor is another file any of this.
+            // A file that is not a socket belongs to no aggregator.
             Err(CallError::NoSocket) => {}
             Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
         }
@@ -136,8 +136,8 @@ fn ask_all(format: Format) -> Result<(), Failure> {
             2 * PATIENCE.as_secs()
         ));
     }
-    // What killed aggregators left behind is of no use to anybody. What another user has in a
-    // folder, root does not remove.
+    // Remove the sockets that killed aggregators left in this user's folder. Root leaves the
+    // folders of other users alone.
     let folder = folder();
     dead.retain(|socket| socket.starts_with(&folder));
     remove_dead(&folder, dead);
@@ -152,7 +152,7 @@ fn ask_all(format: Format) -> Result<(), Failure> {
     }
 }
 
-/// Sockets in an order in which no user's come late because another has many.
+/// Sorts sockets so that a user with many sockets does not delay those of other users.
 fn in_turns(sockets: Vec<(PathBuf, u32)>) -> Vec<(PathBuf, u32)> {
     let mut of_owners = BTreeMap::<u32, usize>::new();
     let turn = |socket: (PathBuf, u32)| {
@@ -165,8 +165,9 @@ fn in_turns(sockets: Vec<(PathBuf, u32)>) -> Vec<(PathBuf, u32)> {
     sockets.into_iter().map(|(_, socket)| socket).collect()
 }
 
-/// Asks at each socket, and hands on what each answers: no single one for longer than `patience`,
-/// and all for no longer than `total`. Returns how many are not asked for that.
+/// Asks the server at each socket and passes each answer to `hear`. One socket takes at most
+/// `patience`, and all together take at most `total`. Returns how many sockets were left out for
+/// lack of time.
 fn ask_each(
     sockets: Vec<(PathBuf, u32)>,
     patience: Duration,
@@ -187,7 +188,7 @@ fn ask_each(
                 let (socket, owner) = (socket.clone(), *owner);
                 Builder::new().spawn_scoped(scope, move || ask(&socket, owner, patience))
             };
-            // All at once: each that is silent takes its time.
+            // Ask all at once, because each silent socket takes the whole timeout.
             let asked: Vec<_> = sockets.iter().map(ask).collect();
             let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
                 Ok(answer) => answer,
@@ -202,14 +203,14 @@ fn ask_each(
     Ok(unasked)
 }
 
-/// Aggregators that are asked at the same time.
+/// Number of aggregators to ask at the same time.
 const AT_A_TIME: usize = 64;
 
-/// Where an aggregator's status socket is if nobody says otherwise: in a folder that only this user
-/// may enter.
+/// Returns the default path of an aggregator's status socket, in a folder that only this user may
+/// enter.
 ///
 /// # Errors
-/// A sentence that names the folder.
+/// A message that names the folder.
 pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     let folder = folder();
     own(&folder).map_err(|error| format!("cannot use the folder {}: {error}", folder.display()))?;
@@ -217,13 +218,13 @@ pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     Ok(folder.join(format!("{}.sock", std::process::id())))
 }
 
-/// Makes a folder, which must be this user's if it is there already.
+/// Creates a folder, or checks that an existing one belongs to this user.
 fn own(folder: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    // One in /tmp may be anybody's.
+    // In /tmp, any user may have created the folder.
     if fs::symlink_metadata(folder)?.uid() != own_uid() {
         return Err(ErrorKind::PermissionDenied.into());
     }
@@ -238,8 +239,8 @@ fn folder() -> PathBuf {
     folder_in(std::env::var_os("XDG_RUNTIME_DIR"), own_uid())
 }
 
-/// The folder of a user of whom XDG_RUNTIME_DIR says this. One that is empty or relative counts as
-/// unset: it would name another folder for each process.
+/// Returns the socket folder of a user with this value of XDG_RUNTIME_DIR. An empty or relative
+/// value counts as unset, because it would name a different folder for each process.
 fn folder_in(runtime: Option<OsString>, uid: u32) -> PathBuf {
     let runtime = runtime.map(PathBuf::from).filter(|runtime| runtime.is_absolute());
     if let Some(runtime) = runtime {
@@ -251,9 +252,9 @@ fn folder_in(runtime: Option<OsString>, uid: u32) -> PathBuf {
     }
 }
 
-/// The sockets in the usual place, and for root also those of other users, each with the user who
-/// must be behind it. The place must be this user's or root's: in /tmp anybody may make a folder of
-/// this name.
+/// Returns the sockets in the default folder, each with the user that its server must run as. For
+/// root, adds the sockets of other users. The default folder must belong to this user or root,
+/// because any user may create a folder of this name in /tmp.
 fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
     let mut folders = Vec::new();
     let folder = folder();
@@ -281,19 +282,20 @@ fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
     Ok(sockets)
 }
 
-/// The sockets in a folder, by their names.
+/// Returns the paths in a folder that end in `.sock`.
 fn sockets_in(folder: &Path) -> impl Iterator<Item = PathBuf> {
     let paths = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     paths.filter(|path| path.extension().is_some_and(|end| end == "sock"))
 }
 
-/// Whether what belongs to a user is believed where `owner`'s is asked for.
+/// Returns whether to trust a process or file of user `uid` where one of `owner` is expected. Root
+/// is always trusted.
 fn is_trusted(uid: u32, owner: u32) -> bool {
     uid == 0 || uid == owner
 }
 
-/// Where users other than root have their sockets: below the folders that hold each user's own, and
-/// those in a shared one. A folder counts only if it belongs to the user that it is named after.
+/// Returns the socket folders of users other than root: one in each user's folder in `each`, and
+/// those in `shared`. A folder counts only if it belongs to the user that its path names.
 fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
     let list = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
     let own = list(each).filter_map(|entry| {
@@ -311,12 +313,12 @@ fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
     own.chain(in_shared).filter(is_theirs).map(swapped).collect()
 }
 
-/// Whether a text names a socket, and not an aggregator's address.
+/// Returns whether a text names a socket rather than an aggregator's address.
 fn is_path(text: &str) -> bool {
     text.contains('/') || check_address(text).is_err() && Path::new(text).exists()
 }
 
-/// Reads what an aggregator has answered.
+/// Parses an aggregator's answer.
 fn parse(told: &[u8]) -> Result<AggregatorStatus, String> {
     serde_json::from_slice(told).map_err(|error| {
         let error = PeerText::of(error);
@@ -324,8 +326,7 @@ fn parse(told: &[u8]) -> Result<AggregatorStatus, String> {
     })
 }
 
-/// Asks who listens at a socket, which must be a process of this user or of root; root may ask
-/// everybody.
+/// Asks the server at a socket. The server must be a process of `owner` or of root.
 fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus, CallError> {
     let clock = Clock::start();
     let started = clock.now();
@@ -341,7 +342,8 @@ fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus
     Ok(parse(&told).map_err(io::Error::other)?)
 }
 
-/// Reads an answer to its end, which may not come later, nor be longer, than an aggregator's.
+/// Reads an answer to its end. Fails if that takes longer than `patience` or exceeds [`MAX_ANSWER`]
+/// bytes.
 fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
     let late = || {
         let waited = patience.as_secs_f64().ceil();
@@ -369,10 +371,10 @@ fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
     }
 }
 
-/// How long an aggregator may take to answer.
+/// Timeout for an aggregator's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most bytes that are read of an answer: many times those of the most jobs and ranks.
+/// Largest answer that is read, in bytes: many times the status of the most jobs and ranks.
 const MAX_ANSWER: usize = 16 << 20;
 
 fn print(status: &AggregatorStatus, format: Format) -> Result<(), Failure> {
@@ -385,7 +387,7 @@ fn print(status: &AggregatorStatus, format: Format) -> Result<(), Failure> {
     }
 }
 
-/// What people read.
+/// Formats an aggregator's status for people.
 fn text(status: &AggregatorStatus) -> String {
     let AggregatorStatus {
         version,
@@ -417,12 +419,13 @@ fn text(status: &AggregatorStatus) -> String {
     text
 }
 
-/// What a job is called, with its group.
+/// Returns the full name of a job, with its group.
 fn job_name(job: &str, group: &str) -> JobName {
     JobName::new(job, group)
 }
 
-/// Whom the next window waits for. Of ranks whose sum an aggregator sends it is not known which.
+/// Names the ranks that the next window waits for. For a child aggregator, lists all of its ranks,
+/// because it sends only their sum.
 fn behind(ranks: &[RankStatus]) -> Option<String> {
     let (alone, racks): (Vec<_>, Vec<_>) =
         ranks.iter().filter(|rank| rank.behind).partition(|rank| rank.rack.is_empty());

@@ -1,4 +1,4 @@
-//! Standard error, which may be full or closed: whoever serves must not end of that.
+//! Standard error, which may be full or closed. Neither may stop a running server.
 
 use std::fmt::Display;
 use std::io::{self, StderrLock, Write};
@@ -11,25 +11,25 @@ use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 
-/// Lines that could not be written.
+/// Number of lines that could not be written.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// A place for lines that never fails. What cannot be written is counted, and said before the next
-/// line that can.
+/// A writer of lines that never fails. It counts the lines that it cannot write and reports the
+/// count before the next line that it can.
 #[derive(Debug)]
 pub(crate) struct Lines<'a, W> {
     to: W,
     lost: &'a AtomicU64,
 }
 
-/// Standard error as such a place.
+/// Returns a [`Lines`] writer for standard error.
 pub(crate) fn lines() -> Lines<'static, StderrLock<'static>> {
     Lines { to: io::stderr().lock(), lost: &LOST }
 }
 
-/// A place that may be full for a while, where to write would be to wait.
+/// An output that may be full for a while. A write to it would then block.
 pub(crate) trait Room {
-    /// Whether [`ROOM`] bytes can be written at once.
+    /// Returns whether [`ROOM`] bytes can be written without blocking.
     fn has_room(&self) -> bool;
 }
 
@@ -39,13 +39,14 @@ impl Room for StderrLock<'_> {
     }
 }
 
-/// Whether [`ROOM`] bytes can be written at once. A pipe that nobody reads has none some day.
+/// Returns whether [`ROOM`] bytes can be written without blocking. A pipe without a reader fills up
+/// eventually.
 pub(crate) fn has_room(at: impl AsFd) -> bool {
-    // A pipe is writable when it has room for `PIPE_BUF` bytes, see pipe(7).
+    // A pipe is writable when it has room for `PIPE_BUF` bytes; see pipe(7).
     wait_writable(at.as_fd(), Some(Span::ZERO)).unwrap_or(true)
 }
 
-/// Bytes that are written at a time.
+/// Size of one write in bytes.
 const ROOM: usize = 4096;
 
 impl<W: Write + Room> Write for Lines<'_, W> {
@@ -58,7 +59,7 @@ impl<W: Write + Room> Write for Lines<'_, W> {
                 format!("racksum: {lines} of the log could not be written here\n")
             }
         };
-        // In one piece: the ranks of a benchmark share standard error.
+        // The ranks of a benchmark share standard error, so a line goes out in one piece.
         let whole = [note.as_bytes(), line].concat();
         let piece = |piece: &[u8]| self.to.has_room() && self.to.write_all(piece).is_ok();
         if !whole.chunks(ROOM).all(piece) {
@@ -72,23 +73,23 @@ impl<W: Write + Room> Write for Lines<'_, W> {
     }
 }
 
-/// Says something in a line of its own.
+/// Prints a message on its own line.
 pub(crate) fn say(what: impl Display) {
-    // It never fails.
+    // `Lines::write` never fails.
     drop(lines().write_all(line_of(what).as_bytes()));
 }
 
-/// A line that a terminal shows and does not obey: paths and files may hold any characters.
+/// Formats a line and escapes control characters: paths and files may contain any.
 fn line_of(what: impl Display) -> String {
     format!("racksum: {}\n", PeerText::of(what))
 }
 
-/// Draws over the present line of a terminal.
+/// Draws over the current line of a terminal.
 pub(crate) fn draw(what: impl Display) {
     drop(lines().write_all(what.to_string().as_bytes()));
 }
 
-/// Warns of something.
+/// Prints a warning.
 pub(crate) fn warn(what: impl Display) {
     say(format_args!("warning: {what}"));
 }
@@ -104,7 +105,7 @@ mod tests {
         assert!(line_of("x".repeat(1 << 20)).len() < 2 * PeerText::MAX);
     }
 
-    /// Takes so many bytes.
+    /// An output with room for `room` bytes.
     struct Disk<'a> {
         room: usize,
         has: &'a mut Vec<u8>,

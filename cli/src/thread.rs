@@ -1,4 +1,4 @@
-//! Threads: where a limit leaves none, a sentence and not a panic.
+//! Threads. If a limit prevents a new thread, the user gets a message instead of a panic.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
@@ -8,12 +8,12 @@ use crate::exit::Failure;
 /// Starts a thread.
 ///
 /// # Errors
-/// A sentence, if the system gives none.
+/// A message for the user, if the system refuses the thread.
 pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Failure> {
     Builder::new().spawn(work).map_err(|error| not_started(&error))
 }
 
-/// Why there is no thread.
+/// Returns the failure to report when a thread cannot start.
 pub(crate) fn not_started(error: &io::Error) -> Failure {
     Failure::unavailable(format!(
         "cannot start a thread: {error}; use fewer threads, or raise the limit on them (ulimit -u)"

@@ -1,5 +1,5 @@
-//! Files that have no name until they are whole. A process that is killed before leaves nothing
-//! behind.
+//! Files that get a name only once they are complete, so that a killed process leaves no partial
+//! file behind.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
@@ -12,31 +12,31 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, OFlags, linkat};
 
-/// Opens a new file in a folder that has no name and can be given one, if the file system has such
-/// files.
+/// Opens an unnamed file in a folder, which `link` can name later. Returns `None` if the file
+/// system does not support unnamed files.
 pub(crate) type Unnamed = fn(&Path, OpenOptions) -> Option<File>;
 
-/// The usual [`Unnamed`].
+/// The [`Unnamed`] for production use: opens with `O_TMPFILE`.
 pub(crate) fn unnamed(folder: &Path, mut options: OpenOptions) -> Option<File> {
     let file = options.custom_flags(OFlags::TMPFILE.bits().cast_signed()).open(folder).ok()?;
-    // It is by this path that it gets one.
+    // `link` names the file through this path.
     open_at("self", &file).exists().then_some(file)
 }
 
-/// Gives such a file a name, which no other may have.
+/// Gives an unnamed file a name that no other file has.
 ///
 /// # Errors
-/// The kernel's.
+/// The error of linkat(2).
 pub(crate) fn link(file: &File, to: &Path) -> io::Result<()> {
     Ok(linkat(CWD, open_at("self", file), CWD, to, AtFlags::SYMLINK_FOLLOW)?)
 }
 
-/// The path at which a process has a file of this one open.
+/// Returns the path of an open file under `/proc/{process}/fd`.
 pub(crate) fn open_at(process: &str, file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/{process}/fd/{}", file.as_raw_fd()))
 }
 
-/// The folder that a file is in.
+/// Returns the folder of a file.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -44,13 +44,14 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Names tried for the temporary file.
+/// How many names [`beside`] tries for a temporary file.
 pub(crate) const ATTEMPTS: u32 = 16;
 
-/// Bytes of its name that the temporary file's has: less than the 255 that a name may have.
+/// Most bytes of the file's name that a temporary name repeats. File systems allow names of 255
+/// bytes.
 const LONGEST_NAME: usize = 200;
 
-/// Makes a file beside a path, of a name that no other has: it ends with what `draw` returns.
+/// Makes a temporary file beside a path, under an unused name that contains a number from `draw`.
 pub(crate) fn beside<T>(
     path: &Path,
     mut draw: impl FnMut() -> u64,
@@ -59,7 +60,7 @@ pub(crate) fn beside<T>(
     let name = path.file_name().unwrap_or_default();
     for _ in 0..ATTEMPTS {
         let mut hidden = OsString::from(".");
-        // A name may be as long as the file system lets it.
+        // The path's own name may be as long as the file system allows.
         let len = name.len().min(LONGEST_NAME);
         hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
         hidden.push(format!(".{:016x}.tmp", draw()));
@@ -76,7 +77,8 @@ pub(crate) fn beside<T>(
     ))
 }
 
-/// Returns a number that another user cannot foresee, so that no file waits under the name.
+/// Returns a random number that other users cannot predict, so that they cannot occupy the name in
+/// advance.
 pub(crate) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

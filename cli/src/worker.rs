@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// Where ranks call it: connect("unix:PATH"). Not to be given if systemd has opened the socket.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Who may call it, as the socket's permissions: of whom it lets write [default: 600].
+    /// Permissions of the socket; users that may write to it may call [default: 600].
     #[arg(long, value_name = "OCTAL", value_parser = mode)]
     mode: Option<u32>,
     /// Threads that sum [default: one for each core].
@@ -73,7 +73,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// How jobs are joined that have ranks on other hosts.
+    /// Returns how to join jobs that have ranks on other hosts.
     fn upstream(&self) -> Result<Option<ConnectOptions>, Failure> {
         let Some(aggregators) = &self.aggregator else { return Ok(None) };
         let sets = aggregator_sets(aggregators).map_err(Failure::usage)?;
@@ -96,7 +96,7 @@ impl Args {
             wait: self.wait,
             ..ConnectOptions::new("", "")
         };
-        // Otherwise ranks would hear of it, when the first job is called.
+        // Check now: otherwise the ranks would get these errors when the first job joins.
         for later in check_sidecar(&options)? {
             let later = with_flags(later);
             stderr::warn(format_args!("{later}; jobs with ranks on other hosts have to wait"));
@@ -105,7 +105,8 @@ impl Args {
     }
 
     fn limits(&self) -> Result<Limits, Failure> {
-        // Where the system does not say what there is, nothing is limited.
+        // If the system does not report its memory, any size is accepted and the default is
+        // unlimited.
         let host_mib = host_mib();
         let memory = match (self.memory, host_mib) {
             (Some(asked), Some(mib)) if asked.div_ceil(1 << 20) > mib => {
@@ -135,7 +136,7 @@ fn memory(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Bytes that hold a tensor or two of a small model.
+/// Least limit on memory in bytes: enough for one or two tensors of a small model.
 const LEAST_MEMORY: u64 = 1 << 20;
 
 fn mode(text: &str) -> Result<u32, String> {
@@ -145,11 +146,11 @@ fn mode(text: &str) -> Result<u32, String> {
     }
 }
 
-/// Serves until a signal ends the process.
+/// Runs the sidecar until a signal ends the process.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let passed = listener_of_systemd().map_err(Failure::usage)?;
     let (limits, upstream) = (args.limits()?, args.upstream()?);
-    // Each caller is an open file, and so are results until their ranks have read them.
+    // Each connection uses a file descriptor, and so does each result until its ranks have read it.
     if let Err(error) = raise_open_files() {
         stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
     }
@@ -189,7 +190,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Why a sidecar cannot serve at a path.
+/// Returns the failure for a socket path that a sidecar cannot bind.
 fn not_served(path: &Path, error: &io::Error) -> Failure {
     let at = path.display();
     let why = match error.kind() {
@@ -199,8 +200,8 @@ fn not_served(path: &Path, error: &io::Error) -> Failure {
     Failure::of_serving(why, error)
 }
 
-/// Says that the sidecar is ready, and returns once it was told to stop and no job is left, or at
-/// the next signal.
+/// Reports that the sidecar is ready. After a signal to stop, returns once no job is left or at the
+/// next signal.
 fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
     let runtime = racksum_net::runtime::single_threaded()?;
     runtime.block_on(async {
@@ -237,5 +238,5 @@ fn notify(state: &str) {
     }
 }
 
-/// How often a draining sidecar looks whether its jobs are gone.
+/// How often a draining sidecar checks whether its jobs have ended.
 const DRAIN_POLL: Duration = Duration::from_millis(20);

@@ -1,4 +1,4 @@
-//! Coverage-guided: [`racksum_fuzz::datagram`].
+//! Coverage-guided fuzz target of [`racksum_fuzz::datagram`].
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,4 @@
-//! Coverage-guided: [`racksum_fuzz::machines`].
+//! Coverage-guided fuzz target of [`racksum_fuzz::machines`].
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! A small job: both machines of the protocol, without the bytes that their drivers hold, and the
-//! datagrams between them. Everything that a machine hands out is checked.
+//! A small job: both state machines of the protocol, without the tensor data that their drivers
+//! hold, and the datagrams between them. The cluster checks every output of a machine.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -14,24 +14,24 @@ use racksum_proto::worker::{self, Delivery, Scan, Worker};
 
 use super::script::{GENERATION, JOB};
 
-/// How large a job is.
+/// Size of a job.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// Ranks.
+    /// Number of ranks.
     pub world: u16,
-    /// Lanes.
+    /// Number of lanes.
     pub lanes: u8,
-    /// Shards.
+    /// Number of shards.
     pub shards: u8,
-    /// Slots of each stream.
+    /// Number of slots of each stream.
     pub pool_slots: u32,
-    /// Ops in flight.
+    /// Limit on the ops in flight.
     pub max_ops: u16,
-    /// How windows are cut.
+    /// How windows are cut into fragments.
     pub cut: Fragmentation,
 }
 
-/// An end of the wire.
+/// A destination of datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// A rank.
@@ -40,21 +40,21 @@ pub enum End {
     Shard(usize),
 }
 
-/// A message of a datagram, or why it is none.
+/// A message of a datagram, or the reason why it is invalid.
 type Message<'a> = Result<(Header, &'a [u8]), Reject>;
 
-/// The machines, and what is on its way between them.
+/// The machines and the datagrams in flight between them.
 #[derive(Debug)]
 pub struct Cluster {
-    /// How large the job is.
+    /// Size of the job.
     pub shape: Shape,
-    /// Its ranks.
+    /// The ranks of the job.
     pub workers: Vec<Worker>,
     shards: Vec<Aggregation>,
     now: Time,
-    /// What is on its way, oldest first. What it has no room for is lost.
+    /// Datagrams in flight, oldest first. A datagram beyond `MAX_WIRE` is lost.
     pub wire: VecDeque<(End, Vec<u8>)>,
-    /// Datagrams of the past, to be changed and sent again.
+    /// Datagrams of the past, for scripts that change and resend them.
     pub seen: Vec<Vec<u8>>,
     next_seen: usize,
     /// The last window that each stream folded.
@@ -63,7 +63,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// A job that has just joined.
+    /// Creates a job that has just started.
     pub fn new(shape: Shape) -> Self {
         let Shape { world, lanes, shards, pool_slots, max_ops, cut } = shape;
         let worker = |rank| worker::Config {
@@ -109,14 +109,14 @@ impl Cluster {
         }
     }
 
-    /// Starts an op at a rank, unless it has too many.
+    /// Starts an op at a rank, unless the rank has too many.
     pub fn submit(&mut self, rank: usize, descriptor: Descriptor) {
         let timeout = Span::from_secs(20);
-        // A refusal is a sentence for the caller, and changes nothing.
+        // A refusal is a sentence for the caller and changes nothing.
         let _refused = self.workers[rank].submit(self.now, descriptor, timeout).is_err();
     }
 
-    /// Lets time pass; deadlines that it passes are acted on.
+    /// Advances the time and handles expired timeouts.
     pub fn wait(&mut self, span: Span) {
         self.now = self.now + span;
         for worker in &mut self.workers {
@@ -126,13 +126,13 @@ impl Cluster {
         }
     }
 
-    /// Lets time pass until the next deadline, but not for ever.
+    /// Advances the time to the next deadline, by one second at most.
     pub fn wait_for_deadline(&mut self) {
         let due = self.workers.iter().map(Worker::poll_timeout).min().unwrap_or(Time::NEVER);
         self.wait(due.since(self.now).min(Span::from_secs(1)));
     }
 
-    /// Hands the messages of a datagram to a machine, and checks what that makes of them.
+    /// Delivers the messages of a datagram to a machine, and checks the outcome.
     pub fn deliver(&mut self, to: End, bytes: &[u8], congested: bool) {
         for message in wire::messages(bytes) {
             match to {
@@ -179,7 +179,7 @@ impl Cluster {
         assert!(usize::from(place.fragments) <= MAX_FRAGMENTS);
     }
 
-    /// Lets every machine do and say all that is due.
+    /// Runs every machine until it has no more work or output.
     pub fn drive(&mut self) {
         for rank in 0..self.workers.len() {
             self.drive_worker(rank);
@@ -231,7 +231,7 @@ impl Cluster {
             } else if let Some(fold) = machine.poll_fold() {
                 self.fold(shard, &fold);
             } else {
-                // Finding that out may have freed credits.
+                // The empty poll may have freed credits.
                 folded_all = true;
             }
         }
@@ -265,7 +265,7 @@ impl Cluster {
         }
     }
 
-    /// Checks a fold: in window order, of contributions that make up the union.
+    /// Checks that folds come in window order and that the contributions make up the union.
     fn fold(&mut self, shard: usize, fold: &Fold) {
         let machine = &mut self.shards[shard];
         assert!(fold.slot < self.shape.pool_slots);
@@ -302,7 +302,7 @@ impl Cluster {
         }
     }
 
-    /// Puts a datagram onto the wire, after checking that it is one.
+    /// Puts a datagram onto the wire, after checking that it decodes.
     fn post(&mut self, to: End, bytes: Vec<u8>) {
         let decoded = Header::decode(&bytes);
         assert!(decoded.is_ok(), "{to:?} is sent what is no datagram: {decoded:?}");
@@ -317,14 +317,13 @@ impl Cluster {
         }
     }
 
-    /// How much the machines hold, in characters of their debug output: a proxy for memory that
-    /// needs no allocator of its own.
+    /// Returns the size of the machines' debug output, a proxy for memory that needs no allocator.
     pub fn footprint(&self) -> usize {
         format!("{:?}{:?}", self.workers, self.shards).len()
     }
 }
 
-/// The blocks of a window that a rank is made to contribute: none, some or all.
+/// Returns the blocks of a window that a rank contributes: none, some or all.
 fn mask_of(machine: &Worker, rank: usize, scan: Scan) -> u64 {
     let OpId(op) = scan.op;
     let Some(descriptor) = machine.descriptor(scan.op) else { return 0 };
@@ -339,7 +338,7 @@ fn mask_of(machine: &Worker, rank: usize, scan: Scan) -> u64 {
     mask & Geometry::new(&descriptor).full_mask(scan.index)
 }
 
-/// Checks that a driver can write a delivery without looking.
+/// Checks that a driver can write a delivery without bounds checks of its own.
 fn check_delivery(delivery: &Delivery, body_len: usize) {
     let Delivery { geometry, window, mask, len, cut, fragment, descriptor, .. } = delivery;
     assert!(window.index < geometry.windows());
@@ -355,11 +354,11 @@ fn check_delivery(delivery: &Delivery, body_len: usize) {
     }
 }
 
-/// The least room for a datagram without tensor data: an MTU of 1280 less IPv6 and UDP headers.
+/// Smallest datagram size without tensor data: an MTU of 1280 less IPv6 and UDP headers.
 const SMALLEST_DATAGRAM: usize = 1280 - 48;
-/// More than any machine has to say at a time.
+/// Limit on the polls of one machine in a row; more means an endless loop.
 const MAX_POLLS: usize = 100_000;
-/// Datagrams on their way.
+/// Limit on the datagrams in flight.
 const MAX_WIRE: usize = 512;
-/// Datagrams remembered.
+/// Limit on the datagrams remembered.
 const MAX_SEEN: usize = 64;

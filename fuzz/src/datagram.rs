@@ -1,5 +1,5 @@
-//! Any bytes through every decoder: none panics, and what one accepts is valid, and comes out of
-//! the encoder as it went in.
+//! Runs any bytes through every decoder. No decoder panics, and accepted input is valid and
+//! survives its encoder.
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{
@@ -7,7 +7,7 @@ use racksum_proto::wire::{
     OpenEncoder, Opening,
 };
 
-/// Takes `bytes` for a datagram, and for each of the bodies.
+/// Decodes `bytes` as a datagram, and as each kind of body.
 pub fn run(bytes: &[u8]) {
     let mut at = 0;
     for message in wire::messages(bytes) {

@@ -1,9 +1,9 @@
-//! What is fuzzed: the decoders of the wire layout, and both machines of the protocol in the
-//! middle of a job.
+//! Fuzz targets' bodies: the decoders of the wire layout, and both state machines of the protocol
+//! in the middle of a job.
 //!
-//! The bodies are here and not in the targets, so that `proto/tests/fuzz_corpus.rs` runs them
-//! too, on stable Rust and without a sanitizer. A body takes any bytes and panics if a promise is
-//! broken. `fuzz/README.md` says how to run the targets.
+//! The bodies are here and not in the targets, so that `proto/tests/fuzz_corpus.rs` can run them on
+//! stable Rust and without a sanitizer. A body takes any bytes and panics if a guarantee is broken.
+//! `fuzz/README.md` explains how to run the targets.
 
 mod cluster;
 pub mod datagram;

@@ -1,5 +1,5 @@
-//! A job driven by a script: ops are started, datagrams arrive, are lost, doubled, changed and
-//! made up, time passes. No machine panics, says what it may not, or goes on for ever.
+//! Runs a job from a script. Ops start, time passes, and datagrams arrive, get lost, repeat, change
+//! or are made up. No machine panics, sends something invalid or loops for ever.
 
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::Rank;
@@ -14,8 +14,8 @@ pub fn run(script: &[u8]) {
     play(script);
 }
 
-/// How much the machines hold before the first step of a script, and after the last: in
-/// characters of their debug output, a proxy for memory that needs no allocator of its own.
+/// Returns the sizes of the machines' debug output before the first step of a script and after the
+/// last. The size is a proxy for memory that needs no allocator.
 pub fn footprints(script: &[u8]) -> (usize, usize) {
     let fresh = Cluster::new(shape(&mut Script(script)));
     (fresh.footprint(), play(script).footprint())
@@ -31,7 +31,7 @@ fn play(script: &[u8]) -> Cluster {
     cluster
 }
 
-/// The first two bytes say how large the job is.
+/// Reads the job's size from the first two bytes.
 fn shape(script: &mut Script<'_>) -> Shape {
     let payload = [1408, 960, 8936, 61_440][script.below(4)];
     let size = script.byte();
@@ -45,7 +45,7 @@ fn shape(script: &mut Script<'_>) -> Shape {
     }
 }
 
-/// One thing that happens to the job.
+/// Applies one event to the job.
 fn step(cluster: &mut Cluster, script: &mut Script<'_>) {
     match script.byte() % 12 {
         0 | 1 => {
@@ -55,7 +55,7 @@ fn step(cluster: &mut Cluster, script: &mut Script<'_>) {
         }
         2 => drop(cluster.wire.pop_front()),
         3 => {
-            // Twice, or marked by a queue, or joined with the next.
+            // Deliver it twice, or marked as congested, or joined with the next one.
             let how = script.below(3);
             let Some((to, mut bytes)) = cluster.wire.front().cloned() else { return };
             if let Some((_, next)) = cluster.wire.get(1).filter(|next| how == 2 && next.0 == to) {
@@ -101,7 +101,7 @@ fn end(cluster: &Cluster, script: &mut Script<'_>) -> End {
     }
 }
 
-/// A datagram of the past, with one byte or its length changed.
+/// Delivers a datagram of the past with one byte or its length changed.
 fn change_one(cluster: &mut Cluster, script: &mut Script<'_>) {
     let to = end(cluster, script);
     let Some(nth) = script.below(256).checked_rem(cluster.seen.len()) else { return };
@@ -121,7 +121,7 @@ fn make_one_up(cluster: &mut Cluster, script: &mut Script<'_>) {
     cluster.deliver(to, &bytes, false);
 }
 
-/// A session ends, seldom.
+/// Ends a session, for a few values of the next byte.
 fn end_session(cluster: &mut Cluster, script: &mut Script<'_>) {
     let rank = script.below(cluster.workers.len());
     match script.byte() {

@@ -1,5 +1,5 @@
-//! Bytes read as a script: numbers, descriptors and datagrams. A script that is at its end reads
-//! as zeros.
+//! Reads bytes as a script of numbers, descriptors and datagrams. A script reads as zeros after its
+//! end.
 
 use racksum_proto::call::Call;
 use racksum_proto::descriptor::Descriptor;
@@ -12,29 +12,29 @@ use racksum_proto::wire::{
     Opening,
 };
 
-/// The job of every script.
+/// Job of every script.
 pub const JOB: JobId = JobId(7);
-/// Its life.
+/// Generation of the job.
 pub const GENERATION: Generation = Generation(3);
 
-/// A script, from where it has been read to.
+/// The unread rest of a script.
 #[derive(Debug)]
 pub struct Script<'a>(pub &'a [u8]);
 
 impl Script<'_> {
-    /// Whether all of it has been read.
+    /// Returns whether everything has been read.
     pub const fn is_over(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The next byte.
+    /// Returns the next byte.
     pub fn byte(&mut self) -> u8 {
         let Some((first, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;
         *first
     }
 
-    /// A number below `end`, which is not 0.
+    /// Returns a number below `end`; `end` must not be 0.
     pub fn below(&mut self, end: usize) -> usize {
         usize::from(self.byte()) % end
     }
@@ -43,7 +43,7 @@ impl Script<'_> {
         (0..8).fold(0, |word, _| (word << 8) | u64::from(self.byte()))
     }
 
-    /// As many bytes as the next one says, and are there.
+    /// Returns at most as many bytes as the next byte says.
     pub fn bytes(&mut self) -> Vec<u8> {
         let len = usize::from(self.byte()).min(self.0.len());
         let (bytes, rest) = self.0.split_at(len);
@@ -51,7 +51,7 @@ impl Script<'_> {
         bytes.to_vec()
     }
 
-    /// A valid descriptor of a tensor of less than `1 << most_log2` elements.
+    /// Returns a valid descriptor of a tensor with fewer than `1 << most_log2` elements.
     pub fn descriptor(&mut self, most_log2: usize) -> Descriptor {
         let (dtype, wire) = TYPES[self.below(TYPES.len())];
         let reduction = Reduction::ALL[self.below(4)];
@@ -59,7 +59,7 @@ impl Script<'_> {
         let block = 32 << self.below(6);
         let lane = u8::try_from(self.below(2)).unwrap_or(0);
         let descriptor = Descriptor { wire, reduction, lane, ..Descriptor::sum(elements, dtype) };
-        // A few ranks refuse their call, or mean another.
+        // A few values make the rank refuse its call or make a different one.
         let call = Call { number: u32::from(lane), ..Call::NONE };
         let descriptor = match self.byte() {
             255 => return Descriptor::refused(call),
@@ -80,7 +80,7 @@ impl Script<'_> {
         }
     }
 
-    /// Which blocks or fragments: all, none, some.
+    /// Returns a mask of blocks or fragments: all, none or some.
     fn mask(&mut self) -> u64 {
         match self.byte() {
             0 => u64::MAX,
@@ -90,8 +90,8 @@ impl Script<'_> {
         }
     }
 
-    /// A datagram that says it is one of the job's, with a body that its kind takes, mostly.
-    /// `known` tells what an op is, as far as somebody knows it.
+    /// Returns a datagram of the job, usually with a body that fits its kind. `known` returns an
+    /// op's descriptor, if any machine knows it.
     pub fn datagram(
         &mut self,
         cut: Fragmentation,
@@ -166,7 +166,7 @@ impl Script<'_> {
         out.to_vec()
     }
 
-    /// A fragment whose mask, number and length fit its window, mostly.
+    /// Returns a fragment whose mask, number and length usually fit its window.
     fn fragment(
         &mut self,
         header: &mut Header,
@@ -188,7 +188,7 @@ impl Script<'_> {
     }
 }
 
-/// Which dtype travels as what.
+/// Dtypes with the wire types that they use.
 const TYPES: [(DType, WireType); 8] = [
     (DType::F32, WireType::F32),
     (DType::F32, WireType::Int8),
@@ -200,7 +200,7 @@ const TYPES: [(DType, WireType); 8] = [
     (DType::I64, WireType::I64),
 ];
 
-/// What is made up: data, opens and asks more often than the rest.
+/// Kinds of made-up datagrams; data, opens and asks are more frequent than the rest.
 const KINDS: [Kind; 14] = [
     Kind::Open,
     Kind::Open,

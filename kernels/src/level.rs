@@ -1,8 +1,8 @@
-//! Which vector instructions this machine has, and how a kernel gets compiled for them.
+//! Vector instruction sets of this machine, and the compilation of kernels for each set.
 //!
-//! A kernel is a [`Task`], generic over the instruction set and always inlined. [`Level::run`]
-//! inlines it into a function that may use the instructions of a level; plain loops in it become
-//! vectors of that width, too.
+//! A kernel is a [`Task`], which is generic over the instruction set and always inlined.
+//! [`Level::run`] inlines it into a function that may use the instructions of a level. Plain loops
+//! in the kernel also become vectors of that width.
 #![cfg_attr(
     target_arch = "x86_64",
     expect(unsafe_code, reason = "calls functions compiled for instructions found at run time")
@@ -14,41 +14,42 @@ use crate::simd::{Portable, Simd};
 #[cfg(target_arch = "x86_64")]
 use crate::x86::{Avx2, Avx512};
 
-/// A set of vector instructions that this machine is known to have.
+/// Set of vector instructions that this machine is known to have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Level(Isa);
 
-/// The sets a kernel is compiled for. Private: only detection makes a [`Level`].
+/// Instruction sets that kernels are compiled for. The type is private, so that only detection
+/// creates a [`Level`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Isa {
-    /// What every machine of the target has.
+    /// The instructions that every machine of the target has.
     Baseline,
     /// 256-bit vectors.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// 512-bit vectors, with the extensions of a server.
+    /// 512-bit vectors, with the AVX-512 extensions of server processors.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
 
-/// A kernel with its arguments. `run` must be `#[inline(always)]`, and so must all it calls.
+/// Kernel with its arguments. `run` and every function that it calls must be `#[inline(always)]`.
 pub(crate) trait Task {
-    /// What it returns.
+    /// The result of the kernel.
     type Output;
 
-    /// Does the work.
+    /// Runs the kernel with the instructions of `simd`.
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 impl Level {
-    /// The widest level of this machine.
+    /// Returns the widest level of this machine.
     #[must_use]
     pub fn best() -> Self {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| Self::available().last().unwrap_or(Self(Isa::Baseline)))
     }
 
-    /// The levels of this machine, narrowest first.
+    /// Returns the levels of this machine, narrowest first.
     pub fn available() -> impl Iterator<Item = Self> {
         let found = [
             Some(Isa::Baseline),
@@ -67,7 +68,7 @@ impl Level {
         found.into_iter().flatten().map(Self)
     }
 
-    /// The name of the instruction set.
+    /// Returns the name of the instruction set.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
@@ -79,8 +80,8 @@ impl Level {
         }
     }
 
-    /// This level, or the widest below it of which a vector fits in `len` bytes, no less than
-    /// [`MIN_LEN`].
+    /// Returns the widest level, up to this one, whose vectors fit into `len` bytes. `len` is at
+    /// least [`MIN_LEN`].
     pub(crate) fn within(self, len: usize) -> Self {
         if len >= self.vector_len() {
             return self;
@@ -108,10 +109,10 @@ impl Level {
     pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
         match self.0 {
             Isa::Baseline => task.run(Portable),
-            // SAFETY: a level is only made of an instruction set that was detected.
+            // SAFETY: a level exists only if its instruction set was detected.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { run_avx2(task) },
-            // SAFETY: as above.
+            // SAFETY: a level exists only if its instruction set was detected.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => unsafe { run_avx512(task) },
         }
@@ -121,16 +122,16 @@ impl Level {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 fn run_avx2<T: Task>(task: T) -> T::Output {
-    // SAFETY: this function is only called where its instructions exist.
+    // SAFETY: `Level::run` calls this function only if the machine has its instructions.
     task.run(unsafe { Avx2::assume() })
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 fn run_avx512<T: Task>(task: T) -> T::Output {
-    // SAFETY: this function is only called where its instructions exist.
+    // SAFETY: `Level::run` calls this function only if the machine has its instructions.
     task.run(unsafe { Avx512::assume() })
 }
 
-/// The length of the shortest vectors.
+/// Length in bytes of the shortest vectors.
 pub(crate) const MIN_LEN: usize = Portable::BYTES;

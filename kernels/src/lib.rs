@@ -1,7 +1,7 @@
-//! The arithmetic of [`racksum_proto::arith`] at the speed of memory, in wide registers.
+//! The arithmetic of [`racksum_proto::arith`] in vector registers, at memory speed.
 //!
-//! [`fold`] reduces what has arrived, and [`codec`] scans and converts what is sent. Nothing
-//! allocates, and the bits are those that the protocol defines, at every [`Level`].
+//! [`fold`] reduces received contributions, and [`codec`] scans and converts tensors. No function
+//! allocates. At every [`Level`], the results have exactly the bits that the protocol defines.
 
 pub mod codec;
 pub mod fold;

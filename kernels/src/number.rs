@@ -1,27 +1,27 @@
-//! Single numbers without branches, so that the compiler makes vectors of a few of them.
+//! Branch-free operations on single numbers, so that the compiler can vectorise them.
 
-/// A number that contributions are folded in.
+/// Number type in which contributions are folded.
 pub(crate) trait Number: Copy {
-    /// What an absent rank holds.
+    /// The value of an absent rank.
     const ZERO: Self;
 
-    /// The sum; of integers, wrapped.
+    /// Adds two numbers. Integers wrap around.
     fn add(self, other: Self) -> Self;
 
-    /// This divided by `divisor`. Integers stay what they are: no vector divides them, so their
-    /// averages are made of the sums of a run.
+    /// Divides by `divisor`. Integers stay unchanged: no vector instruction divides them, so the
+    /// fold divides the integer sums of a run afterwards.
     fn divide(self, divisor: Self) -> Self;
 
-    /// The lesser value; a NaN if either is one.
+    /// Returns the smaller value, or a NaN if either is NaN.
     fn least(self, other: Self) -> Self;
 
-    /// The greater value; a NaN if either is one.
+    /// Returns the greater value, or a NaN if either is NaN.
     fn greatest(self, other: Self) -> Self;
 
-    /// This, with *the* quiet NaN for any NaN.
+    /// Returns this number, or the canonical quiet NaN for any NaN.
     fn canonical(self) -> Self;
 
-    /// The number of ranks, as a divisor.
+    /// Converts the number of ranks to a divisor.
     fn of_world(world: u32) -> Self;
 }
 
@@ -42,7 +42,8 @@ macro_rules! float_number {
 
             #[inline(always)]
             fn least(self, other: Self) -> Self {
-                // Of two zeros, the bits of either sign. A NaN in `other` fails both tests.
+                // Two zeros differ only in sign, and the OR keeps a minus. A NaN in `other` fails
+                // both tests.
                 let either = Self::from_bits(self.to_bits() | other.to_bits());
                 let lesser = if self < other { self } else { other };
                 let lesser = if self == other { either } else { lesser };
@@ -105,7 +106,7 @@ macro_rules! integer_number {
 
             #[inline(always)]
             fn of_world(world: u32) -> Self {
-                // check_fold refuses a world so large.
+                // check_fold rejects a world this large.
                 Self::try_from(world).unwrap_or(Self::MAX)
             }
         }
@@ -115,29 +116,29 @@ macro_rules! integer_number {
 integer_number!(i32);
 integer_number!(i64);
 
-/// The value of the bf16 with the bits `x`.
+/// Returns the value of the bf16 with the bits `x`.
 #[inline(always)]
 pub(crate) fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
-/// The bits of the bf16 nearest to `x`.
+/// Returns the bits of the bf16 nearest to `x`.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the upper half of 32 bits")]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
-    // Half a step, less the bit that makes an even one of a tie; past the largest, the carry
-    // makes an infinity.
+    // Add half a step, less one bit if the upper half is even, so that ties round to even. Above
+    // the largest value, the carry gives infinity.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     (if x.is_nan() { 0x7fc0 } else { rounded }) as u16
 }
 
-/// The value of the f16 with the bits `x`.
+/// Returns the value of the f16 with the bits `x`.
 #[inline(always)]
 pub(crate) fn f16_to_f32(x: u16) -> f32 {
     let x = u32::from(x);
-    // The exponent and fraction in their f32 places, where the exponent is 112 too small. The
-    // product with 2^112 is exact, and makes normal numbers of denormals.
+    // The exponent and fraction move to their f32 places, where the exponent is 112 too small.
+    // Multiplying by 2^112 is exact and turns denormals into normal numbers.
     let shifted = (x & 0x7fff) << 13;
     let scaled = f32::from_bits(shifted) * f32::from_bits((112 + 127) << 23);
     let special = shifted | 0x7f80_0000;
@@ -145,19 +146,19 @@ pub(crate) fn f16_to_f32(x: u16) -> f32 {
     f32::from_bits(magnitude | ((x & 0x8000) << 16))
 }
 
-/// The bits of the f16 nearest to `x`.
+/// Returns the bits of the f16 nearest to `x`.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "a 16-bit pattern in 32 bits")]
 pub(crate) fn f32_to_f16(x: f32) -> u16 {
     let sign = (x.to_bits() >> 16) & 0x8000;
     let bits = x.to_bits() & 0x7fff_ffff;
-    // Denormals: at 0.5 the distance between f32 neighbours is the least f16, so that the sum
-    // rounds to it and has the result in its low bits.
+    // Denormals: f32 values near 0.5 are one smallest f16 apart, so the sum rounds to a multiple of
+    // it and holds the result in its low bits.
     let denormal = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
-    // The rest: exponent less 112, and half a step less the bit that makes an even one of a tie.
+    // Normal numbers: reduce the exponent by 112, and round as `f32_to_bf16` does.
     let rounded = bits.wrapping_add(0x0fff + ((bits >> 13) & 1)).wrapping_sub(112 << 23) >> 13;
     let finite = if bits < (113 << 23) { denormal } else { rounded };
-    // From 65520 on the nearest is infinity.
+    // From 65520 on, the nearest f16 is infinity.
     let ordered = if bits >= 0x477f_f000 { 0x7c00 } else { finite };
     (if bits > 0x7f80_0000 { 0x7e00 } else { ordered | sign }) as u16
 }

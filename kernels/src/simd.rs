@@ -1,72 +1,72 @@
-//! Vectors of numbers: what a fold needs of an instruction set, and the set every machine has.
+//! Vectors of numbers: the operations that kernels need, and their portable implementation.
 
 use std::array::from_fn;
 
 use crate::number::{Number, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
-/// An instruction set. To have a value of it proves that the machine has it.
+/// Instruction set. A value of this type proves that the machine supports the set.
 pub(crate) trait Simd:
     Lanes<f32> + Lanes<f64> + Lanes<i32> + Lanes<i64> + Halves + Copy
 {
-    /// How long a vector is.
+    /// Length of a vector in bytes.
     const BYTES: usize;
 }
 
-/// Vectors of `N`.
+/// Vectors whose lanes are of type `N`.
 pub(crate) trait Lanes<N>: Copy {
-    /// A vector.
+    /// The vector type.
     type Vector: Copy;
 
-    /// The vector whose lanes are all `x`.
+    /// Returns a vector whose lanes all equal `x`.
     fn splat(self, x: N) -> Self::Vector;
 
-    /// The vector at the start of `bytes`.
+    /// Loads a vector from the start of `bytes`.
     fn load(self, bytes: &[u8]) -> Self::Vector;
 
     /// Writes a vector to the start of `bytes`.
     fn store(self, x: Self::Vector, bytes: &mut [u8]);
 
-    /// The sums; of integers, wrapped.
+    /// Adds lane by lane. Integers wrap around.
     fn add(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
 
-    /// The lesser values; a NaN if either is one.
+    /// Returns the smaller value of each lane, or a NaN if either is NaN.
     fn least(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
 
-    /// The greater values; a NaN if either is one.
+    /// Returns the greater value of each lane, or a NaN if either is NaN.
     fn greatest(self, x: Self::Vector, y: Self::Vector) -> Self::Vector;
 
-    /// The quotients. Integers stay what they are, as [`Number::divide`] says.
+    /// Divides lane by lane. Integers stay unchanged, as [`Number::divide`] explains.
     #[inline(always)]
     fn divide(self, x: Self::Vector, _y: Self::Vector) -> Self::Vector {
         x
     }
 
-    /// The vector with *the* quiet NaN for any NaN.
+    /// Replaces every NaN with the canonical quiet NaN.
     #[inline(always)]
     fn canonical(self, x: Self::Vector) -> Self::Vector {
         x
     }
 }
 
-/// Vectors of 16-bit floats, each taken apart into two of f32.
+/// Vectors of 16-bit floats, each split into two vectors of f32.
 ///
-/// Of bf16 these are the lanes at even and those at odd places: a shift or a mask tells them
-/// apart, and no lane has to move.
+/// For bf16, the two vectors hold the even and the odd lanes: a shift or a mask separates them, and
+/// no lane has to move.
 pub(crate) trait Halves: Lanes<f32> {
-    /// The values of the f16 at the start of `bytes`.
+    /// Loads the f16 values at the start of `bytes`.
     fn load_f16(self, bytes: &[u8]) -> [Self::Vector; 2];
 
-    /// Rounds to f16, with *the* quiet NaN for any NaN.
+    /// Rounds to f16 and writes to `bytes`, with the canonical quiet NaN for any NaN.
     fn store_f16(self, x: [Self::Vector; 2], bytes: &mut [u8]);
 
-    /// The values of the bf16 at the start of `bytes`.
+    /// Loads the bf16 values at the start of `bytes`.
     fn load_bf16(self, bytes: &[u8]) -> [Self::Vector; 2];
 
-    /// Rounds to bf16, with *the* quiet NaN for any NaN.
+    /// Rounds to bf16 and writes to `bytes`, with the canonical quiet NaN for any NaN.
     fn store_bf16(self, x: [Self::Vector; 2], bytes: &mut [u8]);
 }
 
-/// The instructions every machine has: short arrays, for the compiler to make vectors of.
+/// Instruction set of every machine: short arrays that the compiler turns into vectors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Portable;
 

@@ -1,38 +1,38 @@
-//! Vectors of x86-64: 256 bits with AVX2, 512 with AVX-512.
+//! Vectors of x86-64: 256 bits with AVX2, 512 bits with AVX-512.
 //!
-//! The methods are safe because their receiver is the proof that the machine has the
-//! instructions; only [`Avx2::assume`] and [`Avx512::assume`] have to be told.
+//! The methods are safe because their receiver proves that the machine has the instructions. Only
+//! [`Avx2::assume`] and [`Avx512::assume`] are unsafe, because they create the proof.
 #![expect(unsafe_code, reason = "vendor intrinsics")]
 
 use std::arch::x86_64::*;
 
 use crate::simd::{Halves, Lanes, Simd};
 
-/// A machine with AVX2 and F16C.
+/// Proof that the machine has AVX2 and F16C.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx2(());
 
-/// A machine with the F, BW, DQ and VL parts of AVX-512.
+/// Proof that the machine has the F, BW, DQ and VL parts of AVX-512.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx512(());
 
 impl Avx2 {
-    /// The proof.
+    /// Creates the proof.
     ///
     /// # Safety
     ///
-    /// The machine has AVX2 and F16C.
+    /// The machine must have AVX2 and F16C.
     pub(crate) unsafe fn assume() -> Self {
         Self(())
     }
 }
 
 impl Avx512 {
-    /// The proof.
+    /// Creates the proof.
     ///
     /// # Safety
     ///
-    /// The machine has AVX-512 F, BW, DQ and VL.
+    /// The machine must have AVX-512 F, BW, DQ and VL.
     pub(crate) unsafe fn assume() -> Self {
         Self(())
     }
@@ -46,8 +46,8 @@ impl Simd for Avx512 {
     const BYTES: usize = 64;
 }
 
-/// Implements [`Lanes`]. What looks like closures is none: they would be compiled without the
-/// instructions, and may then not be inlined.
+/// Implements [`Lanes`]. The arguments that look like closures are not closures: a closure would be
+/// compiled without the instructions, and might then not be inlined.
 macro_rules! lanes {
     (
         $simd:ident, $number:ident, $vector:ident,
@@ -74,46 +74,47 @@ macro_rules! lanes {
             #[inline(always)]
             fn load(self, bytes: &[u8]) -> $vector {
                 let bytes = &bytes[..Self::BYTES];
-                // SAFETY: as for `splat`; the slice is as long as the vector, and the load does
-                // not need alignment.
+                // SAFETY: `self` proves that the machine has the instructions; the slice is as long
+                // as the vector, and the load needs no alignment.
                 unsafe { $load(bytes.as_ptr().cast()) }
             }
 
             #[inline(always)]
             fn store(self, x: $vector, bytes: &mut [u8]) {
                 let bytes = &mut bytes[..Self::BYTES];
-                // SAFETY: as for `load`.
+                // SAFETY: `self` proves that the machine has the instructions; the slice is as long
+                // as the vector, and the store needs no alignment.
                 unsafe { $store(bytes.as_mut_ptr().cast(), x) }
             }
 
             #[inline(always)]
             fn add(self, x: $vector, y: $vector) -> $vector {
-                // SAFETY: as for `splat`.
+                // SAFETY: `self` proves that the machine has the instructions.
                 unsafe { $add(x, y) }
             }
 
             #[inline(always)]
             fn least(self, $lx: $vector, $ly: $vector) -> $vector {
-                // SAFETY: as for `splat`.
+                // SAFETY: `self` proves that the machine has the instructions.
                 unsafe { $least }
             }
 
             #[inline(always)]
             fn greatest(self, $gx: $vector, $gy: $vector) -> $vector {
-                // SAFETY: as for `splat`.
+                // SAFETY: `self` proves that the machine has the instructions.
                 unsafe { $greatest }
             }
 
             $(
                 #[inline(always)]
                 fn divide(self, x: $vector, y: $vector) -> $vector {
-                    // SAFETY: as for `splat`.
+                    // SAFETY: `self` proves that the machine has the instructions.
                     unsafe { $divide(x, y) }
                 }
 
                 #[inline(always)]
                 fn canonical(self, $cx: $vector) -> $vector {
-                    // SAFETY: as for `splat`.
+                    // SAFETY: `self` proves that the machine has the instructions.
                     unsafe { $canonical }
                 }
             )?
@@ -121,9 +122,10 @@ macro_rules! lanes {
     };
 }
 
-// The minimum and maximum instructions return their second operand if either is a NaN or both
-// are zeros. So both orders are tried. For the minimum, either's bits do: those of a NaN, or the
-// sign of a zero. For the maximum, those both have, and a NaN from elsewhere.
+// If either operand is a NaN or both are zeros, the minimum and maximum instructions return their
+// second operand. So the code computes both orders. For the minimum, the OR of both results keeps a
+// NaN, or the sign of a negative zero. For the maximum, the AND keeps a positive zero, and a NaN is
+// inserted separately.
 
 lanes!(
     Avx512, f32, __m512,
@@ -188,7 +190,7 @@ lanes!(
     least: |x, y| _mm256_or_ps(_mm256_min_ps(x, y), _mm256_min_ps(y, x)),
     greatest: |x, y| {
         let greater = _mm256_and_ps(_mm256_max_ps(x, y), _mm256_max_ps(y, x));
-        // All bits set is a NaN, too.
+        // A value with all bits set is also a NaN.
         _mm256_or_ps(greater, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, y))
     },
     divide: _mm256_div_ps,
@@ -206,7 +208,7 @@ lanes!(
     least: |x, y| _mm256_or_pd(_mm256_min_pd(x, y), _mm256_min_pd(y, x)),
     greatest: |x, y| {
         let greater = _mm256_and_pd(_mm256_max_pd(x, y), _mm256_max_pd(y, x));
-        // All bits set is a NaN, too.
+        // A value with all bits set is also a NaN.
         _mm256_or_pd(greater, _mm256_cmp_pd::<_CMP_UNORD_Q>(x, y))
     },
     divide: _mm256_div_pd,
@@ -249,11 +251,12 @@ impl Halves for Avx512 {
 
     #[inline(always)]
     fn store_f16(self, [low, high]: [__m512; 2], bytes: &mut [u8]) {
-        // The quiet NaN of f32 becomes that of f16.
+        // The conversion turns the quiet NaN of f32 into the quiet NaN of f16.
         let low = Lanes::<f32>::canonical(self, low);
         let high = Lanes::<f32>::canonical(self, high);
         let (low_bytes, high_bytes) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions; each half is as long as the
+        // store, which needs no alignment.
         unsafe {
             let low = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
             let high = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
@@ -265,7 +268,7 @@ impl Halves for Avx512 {
     #[inline(always)]
     fn load_bf16(self, bytes: &[u8]) -> [__m512; 2] {
         let words = Lanes::<i32>::load(self, bytes);
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions.
         unsafe {
             let even = _mm512_slli_epi32::<16>(words);
             let odd = _mm512_and_si512(words, _mm512_set1_epi32(HIGH));
@@ -277,7 +280,7 @@ impl Halves for Avx512 {
     fn store_bf16(self, [even, odd]: [__m512; 2], bytes: &mut [u8]) {
         let even = self.round_bf16(even);
         let odd = self.round_bf16(odd);
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions.
         let words = unsafe {
             let odd = _mm512_and_si512(odd, _mm512_set1_epi32(HIGH));
             _mm512_or_si512(_mm512_srli_epi32::<16>(even), odd)
@@ -287,10 +290,10 @@ impl Halves for Avx512 {
 }
 
 impl Avx512 {
-    /// The nearest bf16 in the upper half of each lane; see `f32_to_bf16`.
+    /// Rounds each lane to bf16, in its upper half; see `f32_to_bf16`.
     #[inline(always)]
     fn round_bf16(self, x: __m512) -> __m512i {
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions.
         unsafe {
             let bits = _mm512_castps_si512(x);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -317,11 +320,12 @@ impl Halves for Avx2 {
 
     #[inline(always)]
     fn store_f16(self, [low, high]: [__m256; 2], bytes: &mut [u8]) {
-        // The quiet NaN of f32 becomes that of f16.
+        // The conversion turns the quiet NaN of f32 into the quiet NaN of f16.
         let low = Lanes::<f32>::canonical(self, low);
         let high = Lanes::<f32>::canonical(self, high);
         let (low_bytes, high_bytes) = bytes[..Self::BYTES].split_at_mut(Self::BYTES / 2);
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions; each half is as long as the
+        // store, which needs no alignment.
         unsafe {
             let low = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
             let high = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
@@ -333,7 +337,7 @@ impl Halves for Avx2 {
     #[inline(always)]
     fn load_bf16(self, bytes: &[u8]) -> [__m256; 2] {
         let words = Lanes::<i32>::load(self, bytes);
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions.
         unsafe {
             let even = _mm256_slli_epi32::<16>(words);
             let odd = _mm256_and_si256(words, _mm256_set1_epi32(HIGH));
@@ -345,7 +349,7 @@ impl Halves for Avx2 {
     fn store_bf16(self, [even, odd]: [__m256; 2], bytes: &mut [u8]) {
         let even = self.round_bf16(even);
         let odd = self.round_bf16(odd);
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions.
         let words = unsafe {
             let odd = _mm256_and_si256(odd, _mm256_set1_epi32(HIGH));
             _mm256_or_si256(_mm256_srli_epi32::<16>(even), odd)
@@ -355,10 +359,10 @@ impl Halves for Avx2 {
 }
 
 impl Avx2 {
-    /// The nearest bf16 in the upper half of each lane; see `f32_to_bf16`.
+    /// Rounds each lane to bf16, in its upper half; see `f32_to_bf16`.
     #[inline(always)]
     fn round_bf16(self, x: __m256) -> __m256i {
-        // SAFETY: as for `load_f16`.
+        // SAFETY: `self` proves that the machine has the instructions.
         unsafe {
             let bits = _mm256_castps_si256(x);
             let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
@@ -370,5 +374,5 @@ impl Avx2 {
     }
 }
 
-/// The upper half of a 32-bit lane.
+/// Mask of the upper half of a 32-bit lane.
 const HIGH: i32 = -0x1_0000;

@@ -1,7 +1,7 @@
-//! Sockets by which others see that this process lives: its host closes them when it dies.
+//! Sockets that show peers that this process is alive: the kernel closes them when it dies.
 //!
-//! A child that was forked has them too, and would keep them open for as long as it lives itself,
-//! as the workers of a data loader may. So it lets go of them at once.
+//! A forked child inherits these sockets and would keep them open for as long as it lives itself,
+//! as the workers of a data loader may. So a fork handler replaces them in every child at once.
 
 #![expect(unsafe_code, reason = "what a child does after a fork is said to libc")]
 
@@ -13,29 +13,31 @@ use std::sync::Once;
 use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Most such sockets. Those beyond are kept by children, so that a death is missed late.
+/// Limit on tracked sockets. Children keep any further ones open, so that peers notice a death
+/// late.
 const MOST: usize = 1024;
 
-/// No descriptor.
+/// Value of a free entry in `ALL`.
 const NONE: RawFd = -1;
 
-/// The descriptors. No lock: a thread that held it would not be there in the child.
+/// Descriptors to replace in children. A lock cannot guard them: the thread that holds it would not
+/// exist in the child.
 static ALL: [AtomicI32; MOST] = [const { AtomicI32::new(NONE) }; MOST];
 
-/// `/dev/null`, which takes their place in a child. Opened early: a child may have no free
-/// descriptor.
+/// Descriptor of `/dev/null`, which replaces the sockets in a child. The parent opens it early,
+/// because a child may have no free descriptor.
 static NOTHING: AtomicI32 = AtomicI32::new(NONE);
 
-/// A socket that no child keeps.
+/// Socket that forked children do not keep open.
 #[derive(Debug)]
 pub(crate) struct Alive<T> {
-    /// Where its descriptor is noted, if there was room.
+    /// Entry of `ALL` that holds the descriptor; `None` if `ALL` was full.
     note: Option<&'static AtomicI32>,
     socket: T,
 }
 
 impl<T: AsRawFd> Alive<T> {
-    /// Has children that are forked from now on let go of a socket.
+    /// Tracks a socket, so that children forked from now on replace it with `/dev/null`.
     pub(crate) fn new(socket: T) -> Self {
         static FORKS: Once = Once::new();
         FORKS.call_once(|| {
@@ -53,7 +55,7 @@ impl<T: AsRawFd> Alive<T> {
 /// Registers the fork handler that closes the sockets in children.
 fn prepare() -> io::Result<()> {
     let nothing = File::options().read(true).write(true).open("/dev/null")?;
-    // SAFETY: the function calls nothing but what a signal handler may.
+    // SAFETY: the handler calls only async-signal-safe functions.
     let failed = unsafe { libc::pthread_atfork(None, None, Some(let_go)) };
     if failed != 0 {
         return Err(io::Error::from_raw_os_error(failed));
@@ -62,14 +64,14 @@ fn prepare() -> io::Result<()> {
     Ok(())
 }
 
-/// Puts something of no meaning in the place of the sockets, in a child. Their numbers stay taken:
-/// what the child has copied may still close them.
+/// Replaces the sockets with `/dev/null` in a child. The descriptor numbers stay in use, because
+/// the child's copies of the socket objects may still close them.
 extern "C" fn let_go() {
     let nothing = NOTHING.load(Relaxed);
     for note in &ALL {
         let fd = note.swap(NONE, Relaxed);
         if fd != NONE {
-            // SAFETY: the child has the descriptor, and nothing in it relies on what it was.
+            // SAFETY: the child owns the descriptor, and nothing in the child relies on the socket.
             let _put = unsafe { libc::dup3(nothing, fd, libc::O_CLOEXEC) };
         }
     }
@@ -77,7 +79,7 @@ extern "C" fn let_go() {
 
 impl<T> Drop for Alive<T> {
     fn drop(&mut self) {
-        // Before the number is another's.
+        // Free the entry before the kernel can reuse the descriptor number.
         if let Some(note) = self.note {
             note.store(NONE, Relaxed);
         }
@@ -116,10 +118,10 @@ mod tests {
     fn a_child_keeps_no_socket_open() {
         let (own, mut other) = UnixStream::pair().unwrap();
         let own = Alive::new(own);
-        // SAFETY: the child calls nothing but what a signal handler may.
+        // SAFETY: the child calls only async-signal-safe functions.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: as above.
+            // SAFETY: `pause` and `_exit` are async-signal-safe.
             unsafe {
                 libc::pause();
                 libc::_exit(0);
@@ -129,7 +131,7 @@ mod tests {
         other.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         drop(own);
         let ended = other.read(&mut [0]);
-        // SAFETY: the child is this test's.
+        // SAFETY: this test started the child.
         unsafe {
             libc::kill(child, libc::SIGKILL);
             libc::waitpid(child, std::ptr::null_mut(), 0);

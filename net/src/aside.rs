@@ -1,8 +1,8 @@
-//! Work that may block for good, done beside the thread that asks for it.
+//! Blocking work that may hang, run on threads of its own.
 //!
-//! A file on a network file system that hangs, or a name server that does not answer, blocks the
-//! thread that reads or asks, and nothing can interrupt that thread. So a thread that others wait
-//! for gives such work to a thread of its own, and goes on without it after a while.
+//! A hung network file system or a silent name server blocks the thread that uses it, and nothing
+//! can interrupt that thread. A thread that others depend on therefore hands such work to [`Aside`]
+//! and waits for it only up to a limit.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -13,38 +13,39 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-/// Why work that was given aside came to nothing.
+/// Failure of work that was given to [`Aside`].
 #[derive(Debug, thiserror::Error)]
 pub enum AsideError {
-    /// It is not done in time. Its thread goes on, and what it comes to is dropped.
+    /// The work exceeded its time limit. Its thread goes on, and its result is dropped.
     #[error(
         "{what} takes longer than {} s; a file system or a name server may hang", limit.as_secs()
     )]
     Late {
-        /// What the work is.
+        /// The kind of work, such as `reading the identity`.
         what: &'static str,
-        /// How long it was waited for.
+        /// The time limit.
         limit: Duration,
     },
-    /// As much work as may be is under way and does not end.
+    /// Too many pieces of work are still running.
     #[error(
         "{what} has to wait, since earlier tries hang; a file system or a name server may hang"
     )]
     Busy {
-        /// What the work is.
+        /// The kind of work, such as `reading the identity`.
         what: &'static str,
     },
-    /// No thread could be had, or the work panicked.
+    /// No thread could be started, or the work panicked.
     #[error("{what} cannot be done: {why}")]
     Failed {
-        /// What the work is.
+        /// The kind of work, such as `reading the identity`.
         what: &'static str,
-        /// What the system said.
+        /// The reason: the system's error or a panic.
         why: String,
     },
 }
 
-/// Where work of one kind is given aside, at most [`Aside::MOST`] pieces of it at a time.
+/// Runner for one kind of blocking work. By default it runs at most [`Aside::MOST`] pieces at a
+/// time.
 #[derive(Debug)]
 pub struct Aside {
     what: &'static str,
@@ -53,30 +54,31 @@ pub struct Aside {
 }
 
 impl Aside {
-    /// How much work may be under way: what hangs must not take threads without end.
+    /// Default limit on work that runs at once. Work that hangs must not take threads without
+    /// bound.
     pub const MOST: usize = 16;
 
-    /// A place for work that errors call so: `reading the identity`, say.
+    /// Creates a runner. Its errors name the work by `what`, such as `reading the identity`.
     #[must_use]
     pub fn new(what: &'static str) -> Self {
         Self::one_of(what, Self::MOST)
     }
 
-    /// Likewise, for at most so many pieces of work at a time.
+    /// Creates a runner like [`Aside::new`], but with a limit of `most` pieces of work at a time.
     #[must_use]
     pub fn one_of(what: &'static str, most: usize) -> Self {
         Self { what, under_way: Arc::default(), most }
     }
 
-    /// Does some work, and waits so long for it without blocking the runtime.
+    /// Runs work on its own thread and waits for it up to `limit`, without blocking the runtime.
     ///
     /// # Errors
     ///
-    /// [`AsideError`].
+    /// [`AsideError`] if the work is late, cannot start or panics.
     ///
     /// # Panics
     ///
-    /// Outside of a tokio runtime.
+    /// If called outside of a tokio runtime.
     pub async fn run<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -91,11 +93,11 @@ impl Aside {
         }
     }
 
-    /// Does some work, and blocks this thread no longer than so long.
+    /// Runs work on its own thread and blocks this thread for at most `limit`.
     ///
     /// # Errors
     ///
-    /// [`AsideError`].
+    /// [`AsideError`] if the work is late, cannot start or panics.
     pub fn wait<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -130,7 +132,7 @@ impl Aside {
     }
 }
 
-/// A piece of work among those that are under way, until it is dropped.
+/// Share of the limit that one piece of work holds until it ends.
 struct Place(Arc<AtomicUsize>);
 
 impl Drop for Place {
@@ -165,7 +167,7 @@ mod tests {
             let busy = aside.run(LONG, || ()).await.unwrap_err();
             assert!(matches!(busy, AsideError::Busy { .. }), "{busy}");
         }
-        // Once it hangs no more, others have their turn.
+        // Once earlier work no longer hangs, new work runs again.
         drop(release);
         loop {
             match aside.wait(LONG, || 7) {

@@ -1,9 +1,10 @@
-//! Datagrams that only a holder of a key can make, and that count only once.
+//! Authentication of datagrams: only a holder of the key can make them, and each is accepted once.
 //!
-//! A [`Sealer`] numbers the datagrams of one sender on their way to one receiver and puts a tag
-//! behind each; an [`Opener`] takes those whose tag is right and whose number is new. The tag is
-//! that of AEGIS-128X2 (RFC 10032), over the datagram as associated data, or with the first header
-//! as associated data and what follows it encrypted. The layout is `docs/wire.md`'s.
+//! A [`Sealer`] numbers the datagrams of one sender and appends a tag to each. An [`Opener`]
+//! accepts datagrams with a correct tag and a new number. The tag is that of AEGIS-128X2 (RFC
+//! 10032). With [`DataAuth::Mac`] the whole datagram is associated data. With [`DataAuth::Aead`]
+//! the first header is associated data, and the rest is encrypted. `docs/wire.md` defines the
+//! layout.
 
 mod replay;
 
@@ -18,11 +19,11 @@ use replay::ReplayWindow;
 use crate::NetError;
 use crate::udp::Transmit;
 
-/// A new key.
+/// Generates a random key.
 ///
 /// # Errors
 ///
-/// [`NetError::Tls`] if the system gives no randomness.
+/// [`NetError::Tls`] if the system provides no randomness.
 pub fn new_key() -> Result<Key, NetError> {
     let mut key = Key([0; Key::LEN]);
     aws_lc_rs::rand::fill(&mut key.0)
@@ -30,11 +31,11 @@ pub fn new_key() -> Result<Key, NetError> {
     Ok(key)
 }
 
-/// The cipher of one datagram, whose tag is as long as the longest that a datagram bears.
+/// Cipher of one datagram, with the longest tag that a datagram carries.
 type Cipher = Aegis128X2<TAG>;
 const TAG: usize = DataAuth::MAX_TRAILER;
 
-/// A key, and whose datagrams it is for.
+/// Key, with the sender and the shard whose datagrams it authenticates.
 #[derive(Debug)]
 struct Lock {
     auth: DataAuth,
@@ -44,7 +45,7 @@ struct Lock {
 }
 
 impl Lock {
-    /// None where nothing is authenticated.
+    /// Creates a lock; `None` if datagrams are not authenticated.
     fn new(auth: DataAuth, key: &Key, sender: Rank, shard: u8) -> Option<Self> {
         if auth == DataAuth::None {
             return None;
@@ -52,8 +53,8 @@ impl Lock {
         Some(Self { auth, key: *key, sender, shard })
     }
 
-    /// For one datagram. A nonce is never used twice with one key: its sender and shard are in it,
-    /// and the number, which no sender uses twice towards a shard.
+    /// Returns the cipher for one datagram. No nonce repeats under one key: it contains the sender,
+    /// the shard and the number, and no sender reuses a number towards a shard.
     fn cipher(&self, number: u64) -> Cipher {
         let mut nonce = Nonce::default();
         nonce[0..2].copy_from_slice(&self.sender.0.to_be_bytes());
@@ -62,7 +63,8 @@ impl Lock {
         Cipher::new(&self.key.0, &nonce)
     }
 
-    /// What is authenticated of a datagram's messages as it is, and what is encrypted as well.
+    /// Splits a datagram's messages into the part that is only authenticated and the part that is
+    /// also encrypted.
     fn parts<'a>(&self, messages: &'a mut [u8]) -> (&'a [u8], &'a mut [u8]) {
         let plain = match self.auth {
             DataAuth::Aead => Header::LEN.min(messages.len()),
@@ -72,13 +74,14 @@ impl Lock {
         (plain, hidden)
     }
 
-    /// The tag of a datagram, which is encrypted if that is wanted.
+    /// Returns the tag of a datagram. With [`DataAuth::Aead`], it also encrypts the datagram.
     fn seal(&self, number: u64, messages: &mut [u8]) -> Tag<TAG> {
         let (plain, hidden) = self.parts(messages);
         self.cipher(number).encrypt_in_place(hidden, plain)
     }
 
-    /// Whether a datagram ends with its tag; one that is encrypted is decrypted.
+    /// Checks whether a datagram ends with its tag. With [`DataAuth::Aead`], it also decrypts the
+    /// datagram.
     fn open(&self, number: u64, datagram: &mut [u8]) -> bool {
         let Some(at) = datagram.len().checked_sub(self.auth.trailer()) else { return false };
         let (messages, trailer) = datagram.split_at_mut(at);
@@ -91,7 +94,7 @@ impl Lock {
     }
 }
 
-/// Numbers and seals the datagrams of one sender towards one shard.
+/// State for sealing datagrams from a rank to a shard, or from a shard to its ranks.
 #[derive(Debug)]
 pub struct Sealer {
     lock: Lock,
@@ -99,32 +102,33 @@ pub struct Sealer {
 }
 
 impl Sealer {
-    /// For what a rank sends to a shard; none where nothing is authenticated.
+    /// Creates a sealer for datagrams from a rank to a shard; `None` if they are not authenticated.
     #[must_use]
     pub fn of_rank(auth: DataAuth, keys: &Keys, rank: Rank, shard: u8) -> Option<Self> {
         Some(Self { lock: Lock::new(auth, &keys.up, rank, shard)?, next: 0 })
     }
 
-    /// For what a shard sends to its ranks; none where nothing is authenticated.
+    /// Creates a sealer for datagrams from a shard to its ranks; `None` if they are not
+    /// authenticated.
     #[must_use]
     pub fn of_shard(auth: DataAuth, down: &Key, shard: u8) -> Option<Self> {
         Some(Self { lock: Lock::new(auth, down, Rank::AGGREGATOR, shard)?, next: 0 })
     }
 
-    /// How many datagrams were sealed: the number of the next.
+    /// Returns how many datagrams were sealed, which is the next datagram's number.
     #[must_use]
     pub const fn sealed(&self) -> u64 {
         self.next
     }
 
-    /// How it seals them.
+    /// Returns the authentication mode.
     #[must_use]
     pub const fn auth(&self) -> DataAuth {
         self.lock.auth
     }
 
-    /// Appends the datagrams of a transmit to `out`, each with its number and its tag. Returns how
-    /// far they are apart there.
+    /// Appends the datagrams of a transmit to `out`, each with its number and tag. Returns their
+    /// stride there.
     pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
         let Transmit { contents, tail, stride, .. } = *transmit;
         debug_assert!(transmit.trailer.is_empty(), "what is sealed has none yet");
@@ -140,9 +144,9 @@ impl Sealer {
         stride + trailer
     }
 
-    /// Seals datagrams `stride` apart, behind each of which there is room for its tag: in their
-    /// place, or where they would be encrypted in `out`, since they may have to be sent again.
-    /// Returns them.
+    /// Seals datagrams that lie `stride` apart, each with room for its tag at its end, and returns
+    /// them. [`DataAuth::Aead`] encrypts a copy in `out`, because the originals may have to be sent
+    /// again. [`DataAuth::Mac`] seals them in place.
     pub fn seal_with_room<'a>(
         &mut self,
         contents: &'a mut [u8],
@@ -166,7 +170,7 @@ impl Sealer {
         contents
     }
 
-    /// Seals one datagram where it lies, and appends what is to follow it to `trailer`.
+    /// Seals one datagram in place and appends its tag to `trailer`.
     pub fn seal_in_place(&mut self, datagram: &mut [u8], trailer: &mut Vec<u8>) {
         let tag = self.seal_one(datagram);
         trailer.extend_from_slice(&tag[..self.lock.auth.trailer()]);
@@ -181,7 +185,7 @@ impl Sealer {
     }
 }
 
-/// Takes the datagrams that one sender sealed towards one shard.
+/// State for opening datagrams from a rank at a shard, or from a shard at a rank.
 #[derive(Debug)]
 pub struct Opener {
     lock: Lock,
@@ -190,7 +194,8 @@ pub struct Opener {
 }
 
 impl Opener {
-    /// For what a shard hears from a rank; none where nothing is authenticated.
+    /// Creates an opener for datagrams from a rank to a shard; `None` if they are not
+    /// authenticated.
     #[must_use]
     pub fn of_rank(
         auth: DataAuth,
@@ -203,7 +208,8 @@ impl Opener {
         Some(Self { lock, generation, window: ReplayWindow::new() })
     }
 
-    /// For what a rank hears from a shard; none where nothing is authenticated.
+    /// Creates an opener for datagrams from a shard to a rank; `None` if they are not
+    /// authenticated.
     #[must_use]
     pub fn of_shard(
         auth: DataAuth,
@@ -215,23 +221,24 @@ impl Opener {
         Some(Self { lock, generation, window: ReplayWindow::new() })
     }
 
-    /// Takes nothing of the first `sealed` datagrams.
+    /// Makes the opener reject the first `sealed` datagrams.
     #[must_use]
     pub fn after(mut self, sealed: u64) -> Self {
         self.window = ReplayWindow::after(sealed);
         self
     }
 
-    /// Takes a datagram. Returns its messages, as they were before they were sealed.
+    /// Verifies a datagram and returns its messages as they were before sealing.
     ///
     /// # Errors
-    /// [`Reject::Forged`] if nobody with the key has made it, [`Reject::Replayed`] if it was taken
-    /// before, or is too old to tell.
+    ///
+    /// [`Reject::Forged`] if the tag is wrong, [`Reject::Replayed`] if the datagram was accepted
+    /// before or is too old to check.
     pub fn open<'a>(&mut self, datagram: &'a mut [u8]) -> Result<&'a mut [u8], Reject> {
         // wire: W-58
         let low = Header::number(datagram).ok_or(Reject::Forged)?;
         // wire: W-59
-        // Looked up first, since that costs less than the tag; but only the tag makes it true.
+        // The replay check comes first because it costs less, but only the tag proves the number.
         let number = self.window.number(low).ok_or(Reject::Replayed)?;
         if !self.lock.open(number, datagram) {
             return Err(Reject::Forged);
@@ -239,22 +246,23 @@ impl Opener {
         self.window.take(number);
         let len = datagram.len() - self.lock.auth.trailer();
         let messages = &mut datagram[..len];
-        // The key is of one generation, so its place carries the number on the way.
+        // The key belongs to one generation, so the number takes the place of the generation on
+        // the wire.
         Header::put_number(messages, self.generation.0);
         Ok(messages)
     }
 }
 
-/// Appends a copy, in pieces too short for glibc to use `rep movsb` (2,112 bytes with AVX-512): on
-/// AMD's Zen 4 that takes up to eight times as long where a copy begins less than 32 bytes behind
-/// its source, modulo a page.
+/// Appends a copy of `bytes`, in pieces too short for glibc to use `rep movsb` (2,112 bytes with
+/// AVX-512). On AMD's Zen 4, `rep movsb` takes up to eight times as long if the copy begins less
+/// than 32 bytes behind its source, modulo a page.
 fn append(out: &mut Vec<u8>, bytes: &[u8]) {
     const PIECE: usize = 2048;
     out.reserve(bytes.len());
     bytes.chunks(PIECE).for_each(|piece| out.extend_from_slice(piece));
 }
 
-/// What a datagram carries of its number.
+/// Returns the lower half of a number, which is the part that a datagram carries.
 #[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
 const fn low_half(number: u64) -> u32 {
     number as u32

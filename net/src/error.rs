@@ -1,4 +1,4 @@
-//! What can go wrong at the edge of the host, each as one sentence for the person who must act.
+//! Errors of this crate. Each is one sentence that tells the user what to do.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,17 +12,17 @@ use racksum_proto::time::Span;
 use crate::aside::AsideError;
 use crate::interface::MIN_MTU;
 
-/// A failure of this crate. Each `Display` says what was wrong, where, and what to do.
+/// Failure of this crate. Each `Display` says what failed, where, and what to do.
 ///
-/// The sentence already contains its cause, so the cause is a plain field and not the
-/// `Error::source`: a printed chain would say it twice.
+/// The sentence already contains its cause. The cause is a plain field and not the `Error::source`,
+/// because a printed chain would repeat it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetError {
     /// Another socket holds the port.
     #[error("{}", port_taken(*addr, PORT))]
     PortTaken {
-        /// What was to be bound.
+        /// The address to bind.
         addr: SocketAddr,
     },
     /// The address belongs to no interface of this host.
@@ -31,27 +31,27 @@ pub enum NetError {
          `ip address` lists"
     )]
     AddressNotHere {
-        /// What was to be bound.
+        /// The address to bind.
         addr: SocketAddr,
     },
-    /// The kernel does not let this user have the port.
+    /// The kernel does not permit this user to bind the port.
     #[error("{}", port_not_permitted(*addr, PORT))]
     PortNotPermitted {
-        /// What was to be bound.
+        /// The address to bind.
         addr: SocketAddr,
     },
     /// Binding failed in another way.
     #[error("cannot bind {addr}: {}", with_limit(cause))]
     Bind {
-        /// What was to be bound.
+        /// The address to bind.
         addr: SocketAddr,
         /// The error of the kernel.
         cause: io::Error,
     },
-    /// The kernel gave no socket.
+    /// The kernel did not create the socket.
     #[error("cannot open a UDP socket for {addr}: {}", with_limit(cause))]
     Socket {
-        /// What the socket was for.
+        /// The address that the socket was for.
         addr: SocketAddr,
         /// The error of the kernel.
         cause: io::Error,
@@ -61,18 +61,18 @@ pub enum NetError {
     Option {
         /// The option by its C name.
         option: &'static str,
-        /// What the socket was for.
+        /// The address that the socket was for.
         addr: SocketAddr,
         /// The error of the kernel.
         cause: io::Error,
     },
-    /// The interface carries datagrams that are too small.
+    /// The interface's MTU is too small.
     #[error("an MTU of {mtu} is too small; racksum needs at least {MIN_MTU}, so raise the MTU")]
     MtuTooSmall {
         /// The MTU in bytes.
         mtu: usize,
     },
-    /// A unicast address where a multicast group belongs.
+    /// The address given as a multicast group is not a multicast address.
     #[error(
         "{group} is no multicast group; choose one of 239.0.0.0/8 or ff15::/16, or turn \
          multicast off"
@@ -81,15 +81,15 @@ pub enum NetError {
         /// The address that was given as a group.
         group: SocketAddr,
     },
-    /// A member socket was to be bound elsewhere than to its group.
+    /// The bind address of a member socket differs from its group.
     #[error("a member of {group} must be bound to the group itself, not to {bind}")]
     MemberBind {
         /// The group.
         group: SocketAddr,
-        /// What was to be bound.
+        /// The address to bind.
         bind: SocketAddr,
     },
-    /// The interface would not take part in multicast.
+    /// The interface cannot be used for multicast.
     #[error(
         "cannot use {interface} for multicast: {cause}; choose another interface, or turn \
          multicast off"
@@ -100,15 +100,15 @@ pub enum NetError {
         /// The error of the kernel.
         cause: io::Error,
     },
-    /// No interface fits the pattern.
+    /// No usable interface matches the pattern.
     #[error("no usable interface matches {pattern:?}; up and with an address are: {usable}")]
     NoInterface {
         /// The pattern as it was given.
         pattern: String,
-        /// The names that could have matched, comma separated, or "none".
+        /// The names of the usable interfaces, comma separated, or "none".
         usable: String,
     },
-    /// A pattern that names no interface at all.
+    /// The pattern names no interface at all.
     #[error(
         "the interface pattern {pattern:?} names nothing; write prefixes as in eth,ens, exact \
          names as in =eth0, or exclusions as in ^docker,lo"
@@ -117,129 +117,129 @@ pub enum NetError {
         /// The pattern as it was given.
         pattern: String,
     },
-    /// An address beyond loopback without an identity.
+    /// An address beyond loopback was used without an identity.
     #[error("{}", unprotected(*addr, "`identity`"))]
     Unprotected {
-        /// Where it was to listen or to connect.
+        /// The address to listen on or to connect to.
         addr: SocketAddr,
     },
     /// Nothing answered in time.
     #[error("{}{}", unanswered(*addr, *waited, *narrow), advice(*narrow))]
     NobodyThere {
-        /// Who was called.
+        /// The address of the peer.
         addr: SocketAddr,
-        /// How long an answer was waited for.
+        /// How long this side waited for an answer.
         waited: Span,
         /// The path's MTU, if that is known to be too small.
         narrow: Option<usize>,
     },
-    /// Something else, or another version of racksum, answered.
+    /// The peer runs another program or another version of racksum.
     #[error(
         "what answers at {addr} does not speak {}; check the port and that both sides run the \
          same version of racksum",
         crate::quic::PROTOCOL
     )]
     WrongProtocol {
-        /// Who was called.
+        /// The address of the peer.
         addr: SocketAddr,
     },
-    /// The connection failed in another way before it stood.
+    /// The connection failed in another way before it was established.
     #[error("cannot connect to {addr}: {}", PeerText::of(cause))]
     Connect {
-        /// Who was called.
+        /// The address of the peer.
         addr: SocketAddr,
-        /// What QUIC said, or the other side.
+        /// The error of QUIC or of the peer.
         cause: ConnectionError,
     },
-    /// The other side does not accept our certificate.
+    /// The peer rejects our certificate.
     #[error(
         "{addr} does not accept this identity: its certificate {why}; look at it with `racksum \
          identity show`, and have one issued by the authority of both sides"
     )]
     NotBelieved {
-        /// Who was called.
+        /// The address of the peer.
         addr: SocketAddr,
-        /// What is wrong with our certificate.
+        /// The reason for the rejection.
         why: &'static str,
     },
-    /// The other side wants an identity, and we have none.
+    /// The peer requires an identity, and we have none.
     #[error(
         "{addr} serves only who shows an identity, and this process has none; give `identity` a \
          file that the authority of that aggregator has issued, without `insecure`"
     )]
     NoIdentity {
-        /// Who was called.
+        /// The address of the peer.
         addr: SocketAddr,
     },
-    /// The other side has no identity, and shows a certificate that it has made itself.
+    /// The peer has no identity and shows a self-signed certificate.
     #[error(
         "{addr} shows no identity, only a certificate that it has made itself; start it with an \
          `identity` of this side's authority, without `insecure`, or both sides without identities"
     )]
     NoneShown {
-        /// Who called, or was called.
+        /// The address of the peer, which called or was called.
         addr: SocketAddr,
     },
-    /// We do not accept the certificate of the other side.
+    /// We reject the peer's certificate.
     #[error(
         "the certificate of {addr} is not accepted: it {why}; both sides need identities of one \
          authority, and the one that is called that of an aggregator"
     )]
     Unbelievable {
-        /// Who was called.
+        /// The address of the peer.
         addr: SocketAddr,
-        /// What is wrong with its certificate.
+        /// The reason for the rejection.
         why: &'static str,
     },
-    /// An identity together with the wish to believe everyone.
+    /// An identity was given together with `insecure`, which trusts everyone.
     #[error("an identity is of no use with `insecure`, which believes everyone; leave one out")]
     InsecureIdentity,
-    /// A file that should hold an identity or an authority does not.
+    /// A file does not hold the identity or the authority that it should.
     #[error("{what} {}: {why}", path.display())]
     IdentityFile {
-        /// The kind of file that it should be.
+        /// The expected content of the file.
         what: FileKind,
-        /// The file.
+        /// The file's path.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault of the file.
         why: String,
     },
-    /// A file that this process or the host has no descriptor left for.
+    /// A file could not be opened because this process or the host has no free descriptor.
     #[error("cannot open {what} {}: {}", path.display(), with_limit(cause))]
     NoDescriptor {
-        /// The kind of file that it should be.
+        /// The expected content of the file.
         what: FileKind,
-        /// The file.
+        /// The file's path.
         path: PathBuf,
         /// The error of the kernel.
         cause: io::Error,
     },
-    /// A file that hangs, as on a network file system that is gone.
+    /// Access to a file hung or failed, for example on an unreachable network file system.
     #[error("{0}")]
     Aside(#[from] AsideError),
-    /// The address is one that QUIC cannot call (port 0, for one).
+    /// QUIC cannot connect to the address, for example because its port is 0.
     #[error("{addr} cannot be called: {reason}")]
     NotCallable {
         /// The address.
         addr: SocketAddr,
-        /// What QUIC said.
+        /// The error of QUIC.
         reason: String,
     },
-    /// A certificate could not be made.
+    /// A certificate could not be created.
     #[error("cannot make a certificate: {reason}")]
     Certificate {
-        /// What the certificate library said.
+        /// The error of the certificate library.
         reason: String,
     },
     /// A certificate and its key cannot be used for TLS.
     #[error("cannot use the certificate for TLS: {reason}")]
     Tls {
-        /// What the TLS library said.
+        /// The error of the TLS library.
         reason: String,
     },
 }
 
-/// What a file of certificates should hold.
+/// Expected content of a certificate file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FileKind {
     /// The identity of a node.
@@ -248,20 +248,21 @@ pub enum FileKind {
     /// An authority.
     #[error("authority")]
     Authority,
-    /// Certificates of either.
+    /// Certificates of an identity or of an authority.
     #[error("certificates")]
     Certificates,
 }
 
 impl FileKind {
-    /// A file that does not hold it, and why.
+    /// Creates the error for a file that does not hold the expected content.
     pub(crate) fn wrong(self, path: &Path, why: impl Into<String>) -> NetError {
         NetError::IdentityFile { what: self, path: path.into(), why: why.into() }
     }
 }
 
 impl NetError {
-    /// Whether it is about what the caller has said, so that the same will never do.
+    /// Checks whether the caller's input caused the error, so that a retry with the same input
+    /// fails again.
     #[must_use]
     pub const fn is_usage(&self) -> bool {
         matches!(
@@ -275,7 +276,7 @@ impl NetError {
         )
     }
 
-    /// The options of the caller that it is about, by name, as far as they are known.
+    /// Returns the names of the caller's options that caused the error, if they are known.
     #[must_use]
     pub const fn options(&self) -> &'static [&'static str] {
         match self {
@@ -289,7 +290,8 @@ impl NetError {
         }
     }
 
-    /// The sentence, without the advice of [`NetError::NobodyThere`]. Other errors keep theirs.
+    /// Returns the message without the advice of [`NetError::NobodyThere`]. Other errors keep
+    /// theirs.
     #[must_use]
     pub fn without_advice(&self) -> String {
         match self {
@@ -298,7 +300,7 @@ impl NetError {
         }
     }
 
-    /// Who was called, if the error is about who answered, or that nobody has.
+    /// Returns the address of the peer, if the error is about the peer or its silence.
     #[must_use]
     pub const fn called(&self) -> Option<SocketAddr> {
         match *self {
@@ -315,7 +317,7 @@ impl NetError {
         }
     }
 
-    /// The sentence for whoever names the port and the file of the identity by these options.
+    /// Returns the message with the given names for the port option and the identity option.
     #[must_use]
     pub fn told_with(&self, port: &str, identity: &str) -> String {
         match self {
@@ -326,7 +328,7 @@ impl NetError {
         }
     }
 
-    /// Why `addr` could not be bound, from what `bind` said.
+    /// Converts an error of `bind` for `addr`.
     pub(crate) fn bind(addr: SocketAddr, cause: io::Error) -> Self {
         match cause.kind() {
             io::ErrorKind::AddrInUse => Self::PortTaken { addr },
@@ -337,7 +339,7 @@ impl NetError {
     }
 }
 
-/// An error of the system, and which limit of the process to raise if that was in the way.
+/// Formats a system error, and names the limit of the process to raise if that is the cause.
 ///
 /// ```
 /// # use racksum_net::with_limit;
@@ -352,7 +354,7 @@ pub fn with_limit(error: &io::Error) -> String {
     }
 }
 
-/// The option that names a port, unless it is said otherwise.
+/// Default name of the option that sets the port.
 const PORT: &str = "--port";
 
 fn port_taken(addr: SocketAddr, option: &str) -> String {
@@ -377,12 +379,12 @@ fn unprotected(addr: SocketAddr, option: &str) -> String {
     )
 }
 
-/// Seconds, to the tenth.
+/// Converts a span to seconds, rounded to a tenth.
 fn seconds(span: Span) -> f64 {
     (span.as_millis() as f64 / 100.0).round() / 10.0
 }
 
-/// That nobody answers, over a path that may be known to be too narrow.
+/// Formats the message for a peer that does not answer, with the path's MTU if that is too small.
 fn unanswered(addr: SocketAddr, waited: Span, narrow: Option<usize>) -> String {
     let told = format!("nobody answered at {addr} within {} s", seconds(waited));
     match narrow {
@@ -394,7 +396,7 @@ fn unanswered(addr: SocketAddr, waited: Span, narrow: Option<usize>) -> String {
     }
 }
 
-/// The advice where nobody answers.
+/// Returns the advice for a peer that does not answer.
 const fn advice(narrow: Option<usize>) -> &'static str {
     match narrow {
         None => "; check the address, that the aggregator runs, and that no firewall drops UDP",

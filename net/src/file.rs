@@ -1,4 +1,4 @@
-//! Files that a user names: opened so that none of them hangs.
+//! Access to files that a user names, without hanging on a pipe.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -7,24 +7,24 @@ use std::path::Path;
 
 use crate::with_limit;
 
-/// Why a file was not read.
+/// Reason why a file was not read.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// It is a folder, a pipe or a device.
+    /// The path names a folder, a pipe or a device.
     #[error("it is not a regular file")]
     NotRegular,
-    /// It is longer than it may be.
+    /// The file is larger than allowed.
     #[error("it is larger than {} KiB", most >> 10)]
     TooLarge {
-        /// How many bytes it may have.
+        /// The limit in bytes.
         most: u64,
     },
-    /// What the system says.
+    /// The system's error.
     #[error("{}", with_limit(.0))]
     Io(#[from] io::Error),
 }
 
-/// Whether this process or the host has too many files open: a limit is in the way, not the file.
+/// Checks whether the error means that this process or the host has too many open files.
 #[must_use]
 pub fn lacks_descriptor(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
@@ -34,9 +34,9 @@ pub fn lacks_descriptor(error: &io::Error) -> bool {
 ///
 /// # Errors
 ///
-/// [`FileError::NotRegular`], or what the system says.
+/// [`FileError::NotRegular`], or the system's error.
 pub fn open(path: &Path) -> Result<File, FileError> {
-    // Opening a pipe would otherwise wait for somebody who writes to it.
+    // Without this flag, opening a pipe waits for a writer.
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
         return Err(FileError::NotRegular);
@@ -44,11 +44,11 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     Ok(file)
 }
 
-/// Reads the text of a regular file of at most so many bytes.
+/// Reads the text of a regular file of at most `most` bytes.
 ///
 /// # Errors
 ///
-/// [`FileError`]; of the system's that it is no text.
+/// [`FileError`]. A file that is not UTF-8 gives [`FileError::Io`].
 pub fn read_text(path: &Path, most: u64) -> Result<String, FileError> {
     let mut text = String::new();
     open(path)?.take(most.saturating_add(1)).read_to_string(&mut text)?;

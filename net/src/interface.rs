@@ -1,4 +1,4 @@
-//! The network interfaces of this host: what they are, and which to use.
+//! Network interfaces of this host: their properties, and the choice of which to use.
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind::PermissionDenied};
@@ -8,63 +8,65 @@ use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 
 use crate::NetError;
 
-/// The largest UDP payload over IPv4: 65,535 less an IP and a UDP header.
+/// The largest UDP payload over IPv4: 65,535 bytes less the IP header and the UDP header.
 pub const MAX_DATAGRAM: usize = 65_507;
 
 mod list;
 
 pub use list::interfaces;
 
-/// One network interface of this host, as it was when it was listed.
+/// Network interface of this host, with its properties when it was listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface {
-    /// Its name, as `ip link` shows it.
+    /// The name, as `ip link` shows it.
     pub name: String,
-    /// Its index in the kernel; what sockets are told, because names can be changed.
+    /// The index in the kernel. Sockets use the index because names can change.
     pub index: u32,
-    /// The largest IP packet it carries, in bytes.
+    /// The largest IP packet that the interface carries, in bytes.
     pub mtu: usize,
-    /// Its addresses, in the kernel's order.
+    /// The addresses, in the kernel's order.
     pub addrs: Vec<IpAddr>,
-    /// It is switched on.
+    /// Whether the interface is up.
     pub is_up: bool,
-    /// It leads back to this host.
+    /// Whether this is a loopback interface.
     pub is_loopback: bool,
-    /// It says that it can multicast. Loopback says no, and can.
+    /// Whether the interface reports multicast support. Loopback does not, yet it carries IPv4
+    /// multicast.
     pub is_multicast: bool,
 }
 
 impl Interface {
-    /// Whether anything can be sent through it at all.
+    /// Checks whether the interface is up and has an address.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.is_up && !self.addrs.is_empty()
     }
 
-    /// Whether multicast goes through it. Over loopback Linux does so for IPv4, though the
-    /// interface does not say so, and not for IPv6.
+    /// Checks whether the interface carries multicast. On Linux, loopback carries IPv4 multicast
+    /// without reporting it, and does not carry IPv6 multicast.
     #[must_use]
     pub const fn carries_multicast(&self, ipv6: bool) -> bool {
         self.is_multicast || (self.is_loopback && !ipv6)
     }
 }
 
-/// The interface that owns the local address `ip`; none if the host has no such address.
+/// Returns the interface that owns the local address `ip`; `None` if the host has no such address.
 #[must_use]
 pub fn interface_of(ip: IpAddr) -> Option<Interface> {
-    // A host that cannot list its interfaces owns nothing that could be named.
+    // If the host cannot list its interfaces, this function cannot name one.
     let all = interfaces().ok()?;
     let owns = |interface: &Interface| interface.addrs.contains(&ip);
-    // The whole of 127.0.0.0/8 is loopback's, though only 127.0.0.1 is listed.
+    // Loopback owns all of 127.0.0.0/8, although only 127.0.0.1 is listed.
     let holds = |interface: &Interface| interface.is_loopback && ip.is_loopback();
     all.iter().find(|i| owns(i)).or_else(|| all.iter().find(|i| holds(i))).cloned()
 }
 
-/// The local address from which packets to `peer` leave. Asks the routing table, sends nothing.
+/// Returns the local address that packets to `peer` leave from. Asks the routing table and sends
+/// nothing.
 ///
 /// # Errors
 ///
-/// The kernel's, when there is no route to `peer`.
+/// The kernel's error if there is no route to `peer`.
 pub fn local_addr_towards(peer: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr = match peer {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -73,32 +75,33 @@ pub fn local_addr_towards(peer: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket_towards(any, peer)?.local_addr()?.ip())
 }
 
-/// The size of the largest IP packet that the kernel expects to pass from this address to `peer`:
-/// its routes say it, and routers that have dropped larger ones. Sends nothing.
+/// Returns the size of the largest IP packet that the kernel expects to reach `peer` from this
+/// address. The kernel knows the size from its routes and from routers that dropped larger packets.
+/// Sends nothing.
 ///
 /// # Errors
 ///
-/// The kernel's, when there is no route to `peer`.
+/// The kernel's error if there is no route to `peer`.
 pub fn path_mtu(from: IpAddr, peer: SocketAddr) -> io::Result<usize> {
     let socket = socket_towards(from, peer)?;
     let mtu = if peer.is_ipv6() { ipv6_mtu(&socket)? } else { ip_mtu(&socket)? };
     Ok(mtu as usize)
 }
 
-/// Whether packets from this address can go to `peer` at all. Those of loopback's stay on this
-/// host. Sends nothing.
+/// Checks whether packets from this address can reach `peer` at all. Packets from a loopback
+/// address cannot leave this host. Sends nothing.
 #[must_use]
 pub fn leads_to(from: IpAddr, peer: SocketAddr) -> bool {
     let invalid = |error: io::Error| error.kind() == io::ErrorKind::InvalidInput;
-    // What cannot be bound is another fault, which is told when it is.
+    // An address that cannot be bound is another fault, which the later bind reports.
     !UdpSocket::bind((from, 0)).is_ok_and(|socket| socket.connect(peer).is_err_and(invalid))
 }
 
-/// Why an address is that of no host, so that nobody can be called or serve there; `None` where it
-/// can be one. Sends nothing.
+/// Returns why an address cannot belong to a host, so that nobody can connect to it or serve there;
+/// `None` if it can. Sends nothing.
 #[must_use]
 pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
-    // Sockets of IPv6 speak IPv6 only.
+    // IPv6 sockets of this crate are IPv6-only.
     if let IpAddr::V6(ip) = ip
         && let Some(mapped) = ip.to_ipv4_mapped()
     {
@@ -115,13 +118,13 @@ pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
     why.map(Cow::Borrowed)
 }
 
-/// Whether an address is one to broadcast to, as only the kernel knows of its networks: it permits
-/// no socket to send there that has not asked for it.
+/// Checks whether an address is a broadcast address. Only the kernel knows those of its networks:
+/// without `SO_BROADCAST`, it forbids a socket to connect to one.
 fn is_broadcast(ip: Ipv4Addr) -> io::Result<bool> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
     let forbidden = socket.connect((ip, 9)).is_err_and(|error| error.kind() == PermissionDenied);
     socket.set_broadcast(true)?;
-    // A route may forbid an address too.
+    // A route may also forbid an address, with or without `SO_BROADCAST`.
     Ok(forbidden && socket.connect((ip, 9)).is_ok())
 }
 
@@ -131,11 +134,12 @@ fn socket_towards(from: IpAddr, peer: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket)
 }
 
-/// The largest UDP payload that one packet of `mtu` bytes carries; never above [`MAX_DATAGRAM`].
+/// Returns the largest UDP payload that one IP packet of `mtu` bytes carries, at most
+/// [`MAX_DATAGRAM`].
 ///
 /// # Errors
 ///
-/// [`NetError::MtuTooSmall`] below 1280, IPv6's own minimum: a window must fit 64 fragments.
+/// [`NetError::MtuTooSmall`] below 1280, the minimum of IPv6: a window must fit into 64 fragments.
 pub fn max_datagram(mtu: usize, ipv6: bool) -> Result<usize, NetError> {
     if mtu < MIN_MTU {
         return Err(NetError::MtuTooSmall { mtu });
@@ -144,16 +148,18 @@ pub fn max_datagram(mtu: usize, ipv6: bool) -> Result<usize, NetError> {
     Ok((mtu - headers).min(MAX_DATAGRAM))
 }
 
-/// The usable interfaces that fit `pattern`, in the order they were given.
+/// Returns the usable interfaces that match `pattern`, in the order of `all`.
 ///
-/// The grammar is that of `NCCL_SOCKET_IFNAME`, so that one setting serves both: comma separated
-/// prefixes (`eth,ens`), exact names (`=eth0,eth1`), and the exclusion of either (`^docker,lo`,
-/// `^=docker0`). A blank pattern takes what NCCL takes unasked: all but Docker's bridges and
-/// loopback, and those too where there is nothing else.
+/// The grammar is that of `NCCL_SOCKET_IFNAME`, so that one setting serves both. A pattern holds
+/// comma-separated prefixes (`eth,ens`) or exact names (`=eth0,eth1`), or excludes either
+/// (`^docker,lo`, `^=docker0`). A blank pattern selects what NCCL selects by default: all
+/// interfaces but Docker's bridges and loopback. If that leaves none, it selects all usable
+/// interfaces.
 ///
 /// # Errors
 ///
-/// [`NetError::NoInterface`] if none fits, [`NetError::EmptyPattern`] if it names nothing.
+/// [`NetError::NoInterface`] if no usable interface matches, [`NetError::EmptyPattern`] if the
+/// pattern names nothing.
 pub fn select<'a>(all: &'a [Interface], pattern: &str) -> Result<Vec<&'a Interface>, NetError> {
     let usable: Vec<&Interface> = all.iter().filter(|interface| interface.is_usable()).collect();
     let fitting = |pattern: &Pattern<'_>| -> Vec<&'a Interface> {
@@ -202,16 +208,16 @@ impl<'a> Pattern<'a> {
     }
 }
 
-/// Whether `text` starts with `mark`, and what follows it.
+/// Checks whether `text` starts with `mark`, and returns the text without it.
 fn strip(text: &str, mark: char) -> (bool, &str) {
     text.strip_prefix(mark).map_or((false, text), |rest| (true, rest))
 }
 
-/// Prefixes of interfaces that nobody means unless they say so.
+/// Prefixes of interfaces that a blank pattern excludes.
 const UNASKED: [&str; 2] = ["docker", "lo"];
-/// The smallest MTU that a link with IPv6 may have, and the smallest this protocol is made for.
+/// The smallest MTU that IPv6 permits for a link, and the smallest that this protocol supports.
 pub const MIN_MTU: usize = 1280;
-/// The largest MTU of an interface that carries IP packets in one piece: that of loopback.
+/// The largest MTU of an interface that carries IP packets unfragmented: the MTU of loopback.
 pub const MAX_MTU: usize = 65_536;
 const IPV4_HEADER: usize = 20;
 const IPV6_HEADER: usize = 40;

@@ -1,13 +1,15 @@
-//! The packet syscalls and the clock: everything by which racksum touches the kernel's network.
+//! Packet syscalls and the clock: all of racksum's access to the kernel's network.
 //!
-//! Here are UDP batches with GSO and GRO, multicast, socket sizing, the interfaces of the host,
-//! QUIC endpoints with their TLS identities, and the one clock of the project. Not here: any rule
-//! of the protocol (that is `racksum-proto`) and any thread; callers own the loops.
+//! This crate contains UDP batches with GSO and GRO, multicast, socket sizing, the interfaces of
+//! the host, QUIC endpoints with their TLS identities, and the one clock of the project. It
+//! contains no rules of the protocol, which are in `racksum-proto`, and no event loops, which the
+//! callers own.
 //!
-//! [`local`] is how processes of one host talk, and share memory.
+//! [`local`] connects processes of one host and shares memory between them.
 //!
-//! Read [`udp::UdpSocket`] for the data path and [`quic::connect`] for the control path. Linux
-//! only: the data path lives on `sendmmsg`, `UDP_SEGMENT`, `UDP_GRO` and `SO_RXQ_OVFL`.
+//! Start with [`udp::UdpSocket`] for the data path and [`quic::connect`] for the control path. The
+//! crate is for Linux only: the data path needs `sendmmsg`, `UDP_SEGMENT`, `UDP_GRO` and
+//! `SO_RXQ_OVFL`.
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod alive;

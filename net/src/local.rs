@@ -1,4 +1,4 @@
-//! Processes of one host: messages that carry descriptors, and memory that is shared.
+//! Communication between processes of one host: messages with descriptors, and shared memory.
 
 mod call_error;
 mod limits;

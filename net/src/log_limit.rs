@@ -1,4 +1,4 @@
-//! Lines of a log of which anybody who reaches this host could cause any number.
+//! Rate limits for log lines that anyone who reaches this host can trigger.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,12 +6,12 @@ use racksum_proto::time::{Span, Time};
 
 use crate::clock::Clock;
 
-/// A limit on the lines of one kind: so many at once, and as many in each minute after.
+/// Rate limit for one kind of log line: up to `most` lines at once, and `most` more a minute.
 ///
 /// ```
 /// # use racksum_net::log_limit::LogLimit;
 /// static REFUSED: LogLimit = LogLimit::new(1);
-/// // `left_out` counts the lines that were not written since the last, if there are any.
+/// // `left_out` counts the lines suppressed since the last one; it is `None` if there were none.
 /// REFUSED.note(|left_out| println!("refused, and {} times before", left_out.unwrap_or(0)));
 /// ```
 #[derive(Debug)]
@@ -24,20 +24,21 @@ pub struct LogLimit {
 struct State {
     /// Lines that may be written now.
     left: u32,
-    /// When there was last one more.
+    /// Time of the last refill.
     filled: Option<Time>,
     left_out: u64,
 }
 
 impl LogLimit {
-    /// A limit of so many lines at once, one or more.
+    /// Creates a limit with a burst of `most` lines, which must be at least 1.
     #[must_use]
     pub const fn new(most: u32) -> Self {
         Self { most, state: Mutex::new(State { left: most, filled: None, left_out: 0 }) }
     }
 
-    /// Writes a line, if there may be one, which is told how many were left out since the last. A
-    /// field of a line that is `None` is not written.
+    /// Calls `line` to write a line, if the limit allows one. The argument counts the lines
+    /// suppressed since the last one. It is `None` instead of 0, because a log omits fields that
+    /// are `None`.
     pub fn note(&self, line: impl FnOnce(Option<u64>)) {
         if let Some(left_out) = self.admit(Clock::start().now()) {
             line(Some(left_out).filter(|lines| *lines > 0));
@@ -75,11 +76,11 @@ mod tests {
         let at = |s| limit.admit(Time(7) + Span::from_secs(s));
         assert_eq!((at(0), at(0), at(0), at(29)), (Some(0), Some(0), None, None));
         assert_eq!((at(30), at(30)), (Some(2), None));
-        // Two a minute, however many there would be.
+        // The limit allows two lines a minute, however many are offered.
         let written: Vec<_> = (60..360).filter_map(at).collect();
         assert_eq!(written.len(), 10);
         assert_eq!(written.iter().sum::<u64>() + 10, 1 + 300 - 29);
-        // After a quiet time there may be as many at once as at first.
+        // A quiet time restores the full burst.
         assert_eq!((at(900), at(900), at(900)), (Some(29), Some(0), None));
     }
 

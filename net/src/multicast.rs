@@ -1,7 +1,7 @@
-//! Multicast: one datagram out, a copy to each member of the group.
+//! Multicast: the sender sends one datagram, and each member of the group receives a copy.
 //!
-//! Everything goes by the interface's index. A member joins on one interface only and the sender
-//! leaves by one only; which of them the routing table would have picked does not matter.
+//! All calls select the interface by its index. A member joins on one interface only, and the
+//! sender sends through one only, whichever interface the routing table would pick.
 
 use std::io;
 use std::net::SocketAddr;
@@ -22,8 +22,8 @@ pub struct Multicast {
 }
 
 impl Multicast {
-    /// Where to send to reach the group. An IPv6 group gets the interface as its scope, without
-    /// which groups of link-local scope mean nothing.
+    /// Returns the address to send to. An IPv6 group gets the interface as its scope, because
+    /// groups of link-local scope mean nothing without one.
     #[must_use]
     pub fn destination(&self) -> SocketAddr {
         let mut to = self.group;
@@ -33,7 +33,7 @@ impl Multicast {
         to
     }
 
-    /// Whether a socket bound to `bind` can be a member.
+    /// Checks whether a socket bound to `bind` can be a member.
     pub(crate) fn check(&self, bind: SocketAddr) -> Result<(), NetError> {
         if !self.group.ip().is_multicast() {
             return Err(NetError::NotMulticast { group: self.group });
@@ -45,13 +45,13 @@ impl Multicast {
     }
 }
 
-/// Makes a bound socket a member.
+/// Makes a bound socket a member of a group.
 pub(crate) fn join(socket: &Socket, group: &Multicast) -> Result<(), NetError> {
     let index = group.interface.index;
     let joined = match group.group {
         SocketAddr::V4(v4) => {
             let interface = InterfaceIndexOrAddress::Index(index);
-            // Linux hands a socket every group that anyone on the host joined, unless told not to.
+            // By default, Linux gives a socket the datagrams of every group joined on the host.
             socket
                 .set_multicast_all_v4(false)
                 .and_then(|()| socket.join_multicast_v4_n(v4.ip(), &interface))
@@ -64,14 +64,14 @@ pub(crate) fn join(socket: &Socket, group: &Multicast) -> Result<(), NetError> {
     joined.map_err(|cause| NetError::Multicast { interface: name.clone(), cause })
 }
 
-/// Makes a socket send multicast through `interface`, also to members on this host.
+/// Makes a socket send multicast through `interface`, with copies to members on this host.
 pub(crate) fn prepare_sender(
     socket: &Socket,
     is_ipv6: bool,
     interface: &Interface,
     ttl: u8,
 ) -> io::Result<()> {
-    // The kernel takes the options of such an interface, and then nothing arrives.
+    // The kernel accepts these options for such an interface, but then nothing arrives.
     if !interface.carries_multicast(is_ipv6) {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "it does not multicast"));
     }

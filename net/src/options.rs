@@ -1,4 +1,4 @@
-//! Socket options that socket2 does not know, as safe functions.
+//! Safe functions for socket options that socket2 lacks.
 #![expect(unsafe_code, reason = "getsockopt and setsockopt take raw pointers")]
 
 use std::io;
@@ -28,9 +28,10 @@ pub(crate) fn get_int(fd: BorrowedFd<'_>, level: c_int, name: c_int) -> io::Resu
     if rc == 0 { Ok(value) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Sends IPv4 multicast of this socket through the interface `index`.
+/// Sets the interface `index` for the IPv4 multicast that this socket sends.
 ///
-/// By index, because several interfaces may carry one address and an interface may carry none.
+/// The index identifies the interface, because several interfaces may share an address and an
+/// interface may have none.
 pub(crate) fn set_multicast_interface_v4(fd: BorrowedFd<'_>, index: u32) -> io::Result<()> {
     let index = c_int::try_from(index).map_err(|_| io::ErrorKind::InvalidInput)?;
     let any = libc::in_addr { s_addr: 0 };

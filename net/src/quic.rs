@@ -1,8 +1,9 @@
-//! The control path: QUIC connections over which jobs are joined, keys given and liveness kept.
+//! Control path: QUIC connections on which ranks join jobs, receive keys and show that they are
+//! alive.
 //!
-//! [`server`] and [`connect`] make endpoints from [`Credentials`]: who we are and whom we believe.
-//! Both sides always show a certificate; an [`Authority`] vouches for those that are believed.
-//! [`frames`] puts messages onto their streams. Endpoints need a tokio runtime around them.
+//! [`server`] and [`connect`] create endpoints from [`Credentials`]: this side's identity and the
+//! certificates it trusts. Both sides always show a certificate; an [`Authority`] issues those that
+//! are trusted. [`frames`] sends messages on the streams. Endpoints need a tokio runtime.
 
 use std::time::Duration;
 
@@ -26,23 +27,22 @@ pub use control_session::{
 };
 pub use endpoint::{Connection, change_credentials, connect, connect_from, not_connected, server};
 pub use identity::Identity;
-/// The QUIC implementation, whose connections and streams appear in this interface.
+/// The QUIC implementation. Its connections and streams appear in this interface.
 pub use quinn;
 pub use trust::Credentials;
 
-/// The protocol both sides must name in the handshake (ALPN): racksum's control messages, first
-/// version.
+/// ALPN name that both sides must offer in the handshake: racksum's control messages, version 1.
 pub const PROTOCOL: &str = "racksum/1";
 
-/// The name in every aggregator's certificate and the one that clients ask for. Addresses say where
-/// an aggregator is; the certificate says that it is one.
+/// DNS name in every aggregator's certificate, which clients require. The certificate proves that a
+/// server is an aggregator; the address only says where to find it.
 const NAME: &str = "racksum";
 
-/// How often a silent connection shows that it is alive.
+/// Interval at which an idle connection sends a keep-alive.
 pub const KEEP_ALIVE: Span = Span::from_millis(500);
 
-/// How long a connection may hear nothing before it is given up. A process that is only stopped for
-/// a while, or a network that is down for a moment, is waited for; see [`lifeline`] for the others.
+/// Silence after which a connection is closed. The limit tolerates a process that is stopped for a
+/// while and a network that is down for a moment; [`lifeline`] detects dead processes sooner.
 pub const IDLE_TIMEOUT: Span = Span::from_secs(20);
 
 const fn duration(span: Span) -> Duration {

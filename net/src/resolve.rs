@@ -1,4 +1,4 @@
-//! The addresses of names, which name servers may take long to tell.
+//! Name resolution with a time limit, because name servers may take long to answer.
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -7,21 +7,21 @@ use std::time::Duration;
 
 use crate::aside::{Aside, AsideError};
 
-/// How long a name may take: a first name server that is silent costs 5 s twice (resolv.conf(5)).
+/// Time limit for a name. A first name server that is silent costs 5 s twice (resolv.conf(5)).
 pub const PATIENCE: Duration = Duration::from_secs(12);
 
 static NAMES: LazyLock<Aside> = LazyLock::new(|| Aside::new("looking up the name"));
 
-/// Returns the addresses of `HOST:PORT`, without blocking the runtime. None of them is link-local.
+/// Returns the addresses of `HOST:PORT`, except link-local ones, without blocking the runtime.
 ///
 /// # Errors
 ///
-/// What the resolver said, or that it says nothing in time. [`io::ErrorKind::Unsupported`] if there
-/// are [link-local](LINK_LOCAL) addresses and no others.
+/// The resolver's error, or an error if the resolver does not answer in time.
+/// [`io::ErrorKind::Unsupported`] if all addresses are [link-local](LINK_LOCAL).
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// If called with a name outside of a tokio runtime.
 pub async fn resolve(host: &str) -> io::Result<Vec<SocketAddr>> {
     match parsed(host) {
         Some(addr) => callable(vec![addr]),
@@ -29,11 +29,12 @@ pub async fn resolve(host: &str) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
-/// Returns what [`resolve`] does, and blocks this thread no longer than [`PATIENCE`].
+/// Returns the addresses of `HOST:PORT` like [`resolve`], but blocks this thread for up to
+/// [`PATIENCE`].
 ///
 /// # Errors
 ///
-/// As [`resolve`].
+/// The errors of [`resolve`].
 pub fn resolve_blocking(host: &str) -> io::Result<Vec<SocketAddr>> {
     match parsed(host) {
         Some(addr) => callable(vec![addr]),
@@ -41,23 +42,23 @@ pub fn resolve_blocking(host: &str) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
-/// Whether an address means something on one link only. What QUIC proves of such an address lacks
-/// the link, so that no handshake from there ends well.
+/// Checks whether an address is valid on one link only. QUIC's address validation lacks the link,
+/// so no handshake from such an address succeeds.
 #[must_use]
 pub const fn is_link_local(addr: &SocketAddr) -> bool {
     matches!(addr, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local())
 }
 
-/// Why an address that [is link-local](is_link_local) is not called.
+/// Reason why a [link-local](is_link_local) address is not called.
 pub const LINK_LOCAL: &str =
     "link-local addresses (fe80::/10) are not called; give another address of that host";
 
-/// The address that a text is; none if it is a name.
+/// Parses a text as an address; `None` if it is a name.
 fn parsed(host: &str) -> Option<SocketAddr> {
     host.parse().ok().or_else(|| without_zone(host).parse().ok())
 }
 
-/// A text without the zone of an address, of which the standard library takes only a number.
+/// Removes the zone of an address, because the standard library accepts only numeric zones.
 fn without_zone(host: &str) -> String {
     let zoned = host.split_once('%').and_then(|(addr, rest)| Some((addr, rest.split_once(']')?.1)));
     zoned.map_or_else(|| host.to_owned(), |(addr, port)| format!("{addr}]{port}"))
@@ -72,7 +73,7 @@ fn found(done: Result<io::Result<Vec<SocketAddr>>, AsideError>) -> io::Result<Ve
     callable(done.unwrap_or_else(|error| Err(io::Error::other(error)))?)
 }
 
-/// Those of some addresses that can be called.
+/// Removes the link-local addresses. Fails if there were addresses and none is left.
 fn callable(mut addrs: Vec<SocketAddr>) -> io::Result<Vec<SocketAddr>> {
     let any = !addrs.is_empty();
     addrs.retain(|addr| !is_link_local(addr));

@@ -1,4 +1,4 @@
-//! Runtimes of tokio: where a limit leaves too few open files, an error and not a panic.
+//! Tokio runtimes that return an error, and do not panic, when too few open files are left.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -6,13 +6,13 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::runtime::{Builder, Runtime};
 
-/// Builds a runtime that lives on the thread that blocks on it.
+/// Builds a runtime that runs on the thread that blocks on it.
 ///
 /// # Errors
 ///
-/// What the kernel says when it gives no more open files.
+/// The kernel's error if the limit on open files is reached.
 pub fn single_threaded() -> io::Result<Runtime> {
-    // Held, so that no other runtime takes the files that were reserved.
+    // The guard is held so that no other runtime takes the reserved files.
     let mut has_built = HAS_BUILT.lock().unwrap_or_else(PoisonError::into_inner);
     if !*has_built {
         reserve()?;
@@ -25,10 +25,11 @@ pub fn single_threaded() -> io::Result<Runtime> {
 /// Whether this process has built a runtime.
 static HAS_BUILT: Mutex<bool> = Mutex::new(false);
 
-/// Opens as many files as the first runtime of a process, and closes them again. Tokio then makes a
-/// pair of sockets for signals, and panics if it cannot; it keeps the pair for all later runtimes.
+/// Opens as many files as the first runtime of a process needs, and closes them again. That runtime
+/// creates a socket pair for signals, and tokio panics if it cannot. All later runtimes use the
+/// same pair.
 fn reserve() -> io::Result<()> {
-    // Epoll, an eventfd, the pair, and a copy of one end.
+    // A runtime opens an epoll descriptor, an eventfd, the pair, and a copy of one end.
     let pairs: io::Result<Vec<_>> = std::iter::repeat_with(UnixStream::pair).take(3).collect();
     pairs.map(drop)
 }

@@ -1,10 +1,10 @@
-//! The data path's sockets: batches of datagrams in and out, a system call for many.
+//! UDP sockets of the data path, which send and receive batches of datagrams with few system calls.
 //!
-//! [`UdpSocket`] is opened from a [`UdpConfig`]. Out go [`Transmit`]s through a [`SendRing`], each
-//! up to 64 equal datagrams that the kernel cuts from one buffer (GSO). In come messages through a
-//! [`RecvRing`] into the caller's buffers, each of them again many datagrams that the kernel joined
-//! (GRO). The rings own what the system calls point at, so no call allocates. Nothing here blocks
-//! but [`wait()`] and its kin, and a [`Waker`] ends those from another thread.
+//! [`UdpSocket`] is opened from a [`UdpConfig`]. A [`SendRing`] sends [`Transmit`]s, each of up to
+//! 64 equal datagrams that the kernel cuts from one buffer (GSO). A [`RecvRing`] receives messages
+//! into the caller's buffers, each of several datagrams that the kernel joined (GRO). The rings own
+//! the storage of the system calls, so no call allocates. Only [`wait()`] and similar functions
+//! block, and a [`Waker`] ends them from another thread.
 
 mod buffers;
 mod cmsg;
@@ -27,26 +27,27 @@ pub use wait::{MAX_FDS, Waker, wait, wait_writable};
 
 pub use crate::interface::MAX_DATAGRAM;
 
-/// How many datagrams the kernel cuts from one message; newer kernels would do more.
+/// How many datagrams the kernel cuts from one message; newer kernels allow more.
 pub const MAX_SEGMENTS: usize = 64;
 
-/// How many messages go out with one system call.
+/// How many messages one system call sends at most.
 pub const SEND_BATCH: usize = 32;
 
-/// How many messages come in with one system call at most.
+/// How many messages one system call receives at most.
 pub const RECV_BATCH: usize = 8;
 
-/// The spare room a receive buffer should have: more than the kernel ever joins to one message.
+/// Recommended spare capacity of a receive buffer: more than the kernel ever joins into one
+/// message.
 pub const RECV_CAPACITY: usize = 65_536;
 
-/// The ECN bits of a sender that understands marking instead of dropping (RFC 3168: ECT(0)).
+/// ECN bits of a sender that supports marking instead of dropping (RFC 3168: ECT(0)).
 pub const ECT0: u8 = 0b10;
 
-/// The ECN bits of a datagram that met a queue (RFC 3168: CE).
+/// ECN bits of a datagram that met congestion in a queue (RFC 3168: CE).
 pub const CE: u8 = 0b11;
 
-/// The TOS byte that a job of several lanes marks a lane with; none in a job of one, which asks
-/// for no priority and gets none.
+/// Returns the TOS byte for a lane of a job with several lanes. Returns `None` for a job with one
+/// lane, which needs no priority.
 ///
 /// Lanes 0 to 3 are AF41, AF31, AF21 and AF11 (RFC 2597), by falling priority; the others are best
 /// effort.
@@ -59,10 +60,10 @@ pub const fn tos_of_lane(lane: u8, lanes: u8) -> Option<u8> {
     }
 }
 
-/// The DSCP of assured forwarding's lowest class; the others follow 8 apart.
+/// DSCP of AF11, the lowest class of assured forwarding; the next classes follow at distances of 8.
 const AF11: u8 = 10;
 
-/// The TOS byte for a DSCP (0..=63), marked ECT(0).
+/// Returns the TOS byte for a DSCP (0..=63), marked ECT(0).
 #[must_use]
 pub const fn tos_of_dscp(dscp: u8) -> u8 {
     (dscp << 2) | ECT0

@@ -1,6 +1,6 @@
-//! How datagrams are authenticated: which way, with which keys, and what it costs in bytes.
+//! Authentication of datagrams: modes, keys and size overhead.
 //!
-//! Here is only what both sides agree on; the cryptography is `racksum-net`'s.
+//! This module has only the types that both sides share; `racksum-net` has the cryptography.
 
 use alloc::string::String;
 use core::fmt;
@@ -8,38 +8,38 @@ use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Whether and how a job's datagrams are authenticated.
+/// The authentication mode of a job's datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DataAuth {
-    /// Not at all: whoever can forge an address can forge sums.
+    /// Datagrams are not authenticated: anyone who can forge an address can forge sums.
     None,
-    /// Each carries a code that only a holder of the key can make: a tag of AEGIS-128X2.
+    /// Each datagram carries an AEGIS-128X2 tag, which only a holder of the key can compute.
     Mac,
-    /// Each is encrypted as well: AEGIS-128X2.
+    /// Each datagram is encrypted and authenticated with AEGIS-128X2.
     Aead,
 }
 
 impl DataAuth {
-    /// All ways.
+    /// All modes.
     pub const ALL: [Self; 3] = [Self::None, Self::Mac, Self::Aead];
 
-    /// The most bytes that a datagram bears behind its messages.
+    /// The most bytes that a datagram has after its messages.
     pub const MAX_TRAILER: usize = 16;
 
-    /// Bytes of a datagram behind its messages.
+    /// Returns the number of bytes after the messages of a datagram.
     #[must_use]
     pub const fn trailer(self) -> usize {
         match self {
             Self::None => 0,
-            // With the header's 48 it is within 6 % of a block of 1 KiB (invariant I3): a forger
-            // has one try in 2^96.
+            // With the 48 bytes of the header, 12 bytes stay within 6 % of a 1 KiB block (invariant
+            // I3). A forged tag passes with probability 2^-96.
             Self::Mac => 12,
             Self::Aead => Self::MAX_TRAILER,
         }
     }
 
-    /// Its name on the command line, in configurations and on the wire.
+    /// Returns the mode's name on the command line, in configurations and on the wire.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -56,13 +56,13 @@ impl fmt::Display for DataAuth {
     }
 }
 
-/// A key of AEGIS-128X2. It is never shown.
+/// An AEGIS-128X2 key. Its `Debug` output hides the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Key(pub [u8; Self::LEN]);
 
 impl Key {
-    /// Bytes of a key.
+    /// The size of a key, in bytes.
     pub const LEN: usize = 16;
 }
 
@@ -72,7 +72,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// A key that is not 32 hexadecimal digits.
+/// The error for a key that is not 32 hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a key has 32 hexadecimal digits")]
 pub struct KeyError;
@@ -109,12 +109,12 @@ impl From<Key> for String {
     }
 }
 
-/// What a rank is given to authenticate its datagrams with.
+/// The keys with which a rank and its aggregator authenticate datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Keys {
-    /// For what the rank sends: no other rank has it.
+    /// The key for datagrams that the rank sends; no other rank has it.
     pub up: Key,
-    /// For what the aggregator sends: all ranks have it.
+    /// The key for datagrams that the aggregator sends; all ranks have it.
     pub down: Key,
 }
 

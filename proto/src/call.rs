@@ -1,30 +1,30 @@
-//! Which of the caller's calls an op is part of.
+//! The collective call that an op belongs to.
 //!
-//! Ops of two collectives may look alike on the wire: a broadcast is a sum of zeros and one rank's
-//! elements. Ranks that pair them would end with a wrong sum, so every op says what it is for, and
-//! the aggregator compares that like the rest of the descriptor.
+//! Ops of different collectives may look alike on the wire: a broadcast is a sum of one rank's
+//! elements and zeros. Ranks that pair such ops would compute a wrong sum. So every op names its
+//! call, and the aggregator compares it like the rest of the descriptor.
 
 use core::fmt;
 
 /// A call of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Call {
-    /// The call's number among those of its group; 0 where calls are not numbered.
+    /// The call's number within its group; 0 if calls are not numbered.
     pub number: u32,
-    /// What was called.
+    /// The collective that was called.
     pub collective: Collective,
-    /// The rank that the call is to or from; 0 if there is none.
+    /// The root of the call, to or from which data flows; 0 if the collective has no root.
     pub root: u16,
 }
 
-/// What a call does with the ranks' tensors.
+/// The kind of collective: how it uses the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
 pub enum Collective {
-    /// The op itself is the call.
+    /// A plain op, outside any other collective.
     #[default]
     Op = 0,
-    /// The rank refused its own call: the op has no elements, and only keeps the numbers in step.
+    /// The rank refused its own call. The op has no elements and only keeps the op numbers in step.
     Refused = 1,
     /// Every rank gets the reduction of a tensor.
     AllReduce = 2,
@@ -32,13 +32,13 @@ pub enum Collective {
     AllReduceCoalesced = 3,
     /// One rank gets the reduction of a tensor.
     Reduce = 4,
-    /// Every rank gets its part of a reduction.
+    /// Every rank gets its own part of a reduction.
     ReduceScatter = 5,
-    /// Every rank gets the tensor of one.
+    /// Every rank gets the tensor of one rank.
     Broadcast = 6,
-    /// Every rank gets the tensors of all.
+    /// Every rank gets the tensors of all ranks.
     AllGather = 7,
-    /// No rank ends before all have begun.
+    /// No rank returns before all ranks have started the call.
     Barrier = 8,
 }
 
@@ -56,7 +56,7 @@ impl Collective {
         Self::Barrier,
     ];
 
-    /// The name users know it by.
+    /// Returns the name that users write.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -72,19 +72,19 @@ impl Collective {
         }
     }
 
-    /// The collective of a code on the wire, if there is one.
+    /// Returns the collective with this code on the wire, if the code is known.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|collective| *collective as u8 == code)
     }
 
-    /// The collective of a name, if there is one.
+    /// Returns the collective with this name, if the name is known.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|collective| collective.name() == name)
     }
 
-    /// Whether one rank differs from the others in it.
+    /// Returns whether one rank, the root, has a different role from the others.
     #[must_use]
     pub const fn has_root(self) -> bool {
         matches!(self, Self::Reduce | Self::Broadcast)
@@ -92,10 +92,10 @@ impl Collective {
 }
 
 impl Call {
-    /// The call of an op that is one by itself.
+    /// The call of a plain op.
     pub const NONE: Self = Self { number: 0, collective: Collective::Op, root: 0 };
 
-    /// What the call is for the other ranks when this one refuses it.
+    /// Returns the call that the other ranks see when this rank refuses it.
     #[must_use]
     pub const fn refused(self) -> Self {
         Self { collective: Collective::Refused, root: 0, ..self }

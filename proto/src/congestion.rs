@@ -1,10 +1,10 @@
-//! How many bytes may be in flight towards one receiver.
+//! Congestion control: how many bytes may be in flight to one receiver.
 //!
-//! Slow start, additive increase, multiplicative decrease (RFC 5681), with two changes for this
-//! traffic. The most is what the receiver says it can buffer, since incast at one socket is the
-//! normal case. And a cut needs more than a few lost fragments in a round: stray loss says nothing
-//! about a queue, and a window that is cut for it collapses (the argument of BBRv2's loss
-//! threshold).
+//! The algorithm is slow start, additive increase and multiplicative decrease (RFC 5681), with two
+//! changes for this traffic. First, the receiver's stated buffer limits the window, since incast at
+//! one socket is the normal case. Second, a cut needs more than a few lost fragments in a round.
+//! Stray loss does not indicate a queue, and a window that is cut for it collapses (the argument
+//! for BBRv2's loss threshold).
 
 /// A congestion window, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -14,18 +14,18 @@ pub struct Congestion {
     max: usize,
     slow_start_below: usize,
     in_flight: usize,
-    /// The most that was in flight since the round began.
+    /// The most bytes in flight since the round began.
     peak: usize,
     /// Bytes delivered since the round began; a round is one window's worth.
     delivered: usize,
     lost: usize,
-    /// Rounds that are over.
+    /// The number of finished rounds.
     round: u64,
     cut_this_round: bool,
 }
 
 impl Congestion {
-    /// A window that is never less than `least` bytes, nor more than `max`.
+    /// Creates a window that stays between `least` and `max` bytes.
     #[must_use]
     pub fn new(least: usize, max: usize) -> Self {
         let max = max.max(Self::LEAST);
@@ -44,19 +44,20 @@ impl Congestion {
         }
     }
 
-    /// Whether `len` more bytes may be sent now. With nothing in flight something always may.
+    /// Returns whether `len` more bytes may be sent now. With nothing in flight, any length may be
+    /// sent.
     #[must_use]
     pub const fn admits(&self, len: usize) -> bool {
         self.in_flight == 0 || self.in_flight + len <= self.window
     }
 
-    /// The window, in bytes.
+    /// Returns the window, in bytes.
     #[must_use]
     pub const fn window(&self) -> usize {
         self.window
     }
 
-    /// `len` bytes were sent for the first time.
+    /// Records that `len` bytes were sent for the first time.
     pub const fn on_sent(&mut self, len: usize) {
         self.in_flight += len;
         if self.peak < self.in_flight {
@@ -64,9 +65,9 @@ impl Congestion {
         }
     }
 
-    /// `len` bytes were delivered.
+    /// Records that `len` bytes were delivered.
     pub fn on_delivered(&mut self, len: usize) {
-        // One that is not used proves nothing about the path, and would burst later (RFC 7661).
+        // A window that is not used says nothing about the path, and would burst later (RFC 7661).
         let used = 2 * self.peak >= self.window;
         self.in_flight = self.in_flight.saturating_sub(len);
         self.delivered += len;
@@ -84,31 +85,31 @@ impl Congestion {
         }
     }
 
-    /// `len` bytes were never sent after all, or need not arrive any more.
+    /// Records that `len` bytes were never sent, or need not arrive any more.
     pub const fn on_forgotten(&mut self, len: usize) {
         self.in_flight = self.in_flight.saturating_sub(len);
     }
 
-    /// The receiver lacks `len` bytes.
+    /// Records that the receiver lacks `len` bytes.
     pub fn on_lost(&mut self, len: usize) {
         self.lost += len;
         self.on_lost_in_round(self.lost);
     }
 
-    /// One of several receivers has lacked `len` bytes since [`Self::round`] began.
+    /// Records that one of several receivers has lacked `len` bytes since [`Self::round`] began.
     pub fn on_lost_in_round(&mut self, len: usize) {
         if len > (self.window / Self::LOSS_DIVISOR).max(Self::STRAY_LOSS) {
             self.cut(7, 10);
         }
     }
 
-    /// The number of the round.
+    /// Returns the number of the round.
     #[must_use]
     pub const fn round(&self) -> u64 {
         self.round
     }
 
-    /// The path marked datagrams: a queue is building.
+    /// Records that the path marked datagrams, because a queue is building up.
     pub fn on_congested(&mut self) {
         self.cut(8, 10);
     }
@@ -123,17 +124,19 @@ impl Congestion {
         self.slow_start_below = self.window;
     }
 
-    /// Two full windows, so that a stream never stops and waits.
+    /// The least window: two full windows of data, so that a stream never stops and waits.
     pub const LEAST: usize = 2 * crate::geometry::WINDOW_BYTES;
-    /// A switch's queue may hold much less than the receiver's buffer.
+    /// The initial window as a multiple of the least window. A switch's queue may hold much less
+    /// than the receiver's buffer.
     const START_TIMES: usize = 2;
-    /// Growth a round once past slow start. A switch's queue may hold no more than a few windows of
-    /// all ranks, and overflows by whole batches: growth by a window a round overflows it every
-    /// other round.
+    /// Growth per round after slow start, in bytes. A switch's queue may hold only a few windows of
+    /// all ranks, and it overflows by whole batches. Growth by a whole window per round would
+    /// overflow it every other round.
     const STEP: usize = 2 << 10;
-    /// A cut needs more than one part in this many of the window lost in a round.
+    /// The divisor that gives the tolerated loss in a round, as a share of the window.
     const LOSS_DIVISOR: usize = 16;
-    /// And more than this: of a small window a few stray datagrams are a large part.
+    /// The least tolerated loss in a round, in bytes. In a small window, a few stray datagrams are
+    /// a large share.
     const STRAY_LOSS: usize = crate::geometry::WINDOW_BYTES / 2;
 }
 
@@ -143,7 +146,7 @@ mod tests {
 
     const KB: usize = 1024;
 
-    /// Sends so much and has it arrive.
+    /// Sends and delivers `len` bytes.
     fn pass(congestion: &mut Congestion, len: usize) {
         congestion.on_sent(len);
         congestion.on_delivered(len);

@@ -1,11 +1,11 @@
 //! The messages of the control plane: how a rank joins and leaves a job.
 //!
-//! They travel as JSON frames on one QUIC stream that lives as long as the rank does. A worker
-//! says [`FromWorker::Prove`] and proves its data path with what [`FromAggregator::Prove`] says
-//! (see [`path`](crate::path)). Then it says [`FromWorker::Join`] and hears
-//! [`FromAggregator::Waiting`] until all ranks are there, then [`FromAggregator::Welcome`]. With a
-//! multicast group it says [`FromWorker::Heard`] once a probe arrives. [`FromAggregator::Ready`]
-//! starts the ops.
+//! The messages are JSON frames on one QUIC stream that lives as long as the rank. A worker sends
+//! [`FromWorker::Prove`] and proves its data path with the contents of [`FromAggregator::Prove`]
+//! (see [`path`](crate::path)). Then the worker sends [`FromWorker::Join`]. It receives
+//! [`FromAggregator::Waiting`] until all ranks have joined, and then [`FromAggregator::Welcome`].
+//! With a multicast group, the worker sends [`FromWorker::Heard`] once a probe arrives.
+//! [`FromAggregator::Ready`] starts the ops.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -23,132 +23,135 @@ use crate::job_name::JobName;
 use crate::loss::Loss;
 use crate::peer_text::{PeerText, Unshown};
 
-/// The control protocol's version: a join of another is refused.
+/// The version of the control protocol. An aggregator refuses joins with another version.
 pub const CONTROL_VERSION: u16 = 1;
 /// The least and the most slots of a stream.
 pub const POOL_SLOTS: RangeInclusive<u32> = 2..=4096;
-/// Ops in flight that a rank may have.
+/// The most ops that a rank may have in flight.
 pub const MAX_OPS: u16 = 64;
 
-/// What a worker says.
+/// A message from a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromWorker {
-    /// It wants to prove its data path before it joins. The first message.
+    /// The worker asks to prove its data path before it joins. This is the first message.
     Prove {
         /// [`CONTROL_VERSION`] of the worker.
         version: u16,
     },
-    /// It asks how large the probes are that arrived, since not all were answered.
+    /// The worker asks for the size of the largest probe that arrived, since not all were answered.
     Arrived,
-    /// It wants to be a rank of a job.
+    /// The worker asks to join a job as a rank.
     Join(Join),
-    /// Another rank has joined the aggregator that speaks, whose job this is the parent of.
+    /// Another rank has joined the sender. The sender sums for its ranks and joins for them at its
+    /// parent, which receives this message.
     Also(Join),
-    /// A rank that had joined the aggregator that speaks is gone from the job.
+    /// A rank that had joined the sender is lost.
     Parted(Absent),
     /// A multicast probe arrived.
     Heard,
-    /// It is done with the job.
+    /// The worker leaves the job.
     Leave {
-        /// The number of the op that it would start next: the rank may come back there. None if it
-        /// leaves in the middle of one.
+        /// The op that the rank would start next, and at which it may come back. `None` if the rank
+        /// leaves in the middle of an op.
         next_op: Option<OpId>,
     },
-    /// It has tried to come back, and has done nothing yet: as if it had not tried.
+    /// The worker gives up its attempt to rejoin before it has done anything, and may try again
+    /// later.
     Retreat,
-    /// It asks which ranks of its job wait for others that it could join with this, as the first
-    /// and only message: it waits at another aggregator.
+    /// The worker waits at another aggregator, and asks which ranks wait here in the job that it
+    /// would join. This is the worker's first and only message.
     Look(Join),
-    /// It asks what the aggregator does, as the first and only message.
+    /// The caller asks for the aggregator's status. This is the caller's first and only message.
     AskStatus {
-        /// [`CONTROL_VERSION`] of who asks.
+        /// [`CONTROL_VERSION`] of the caller.
         version: u16,
     },
-    /// It would rather be elsewhere, and waits to hear [`FromAggregator::Free`]; in vain if the job
-    /// has begun.
+    /// The worker would prefer another aggregator, and waits for [`FromAggregator::Free`]. The
+    /// aggregator does not answer once the job has begun.
     Withdraw,
-    /// It would not, after all.
+    /// The worker stays after a [`FromWorker::Withdraw`].
     Stay,
-    /// It goes on with the job at another aggregator.
+    /// The worker continues the job at another aggregator.
     Move,
-    /// It is an aggregator, and stops: its ranks are lost.
+    /// The sender is an aggregator that stops, so its ranks are lost.
     Stop,
 }
 
 impl FromWorker {
-    /// Whether nothing is said after it.
+    /// Returns whether the sender sends nothing after this message.
     #[must_use]
     pub const fn is_last(&self) -> bool {
         matches!(self, Self::Leave { .. } | Self::Retreat | Self::Move | Self::Stop)
     }
 }
 
-/// A worker's wish to be a rank of a job.
+/// A request to join a job as a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Join {
     /// [`CONTROL_VERSION`] of the worker.
     pub version: u16,
-    /// The job's name, and its group's.
+    /// The names of the job and its group.
     pub job: JobName,
-    /// The job's life.
+    /// The job's generation.
     pub generation: Generation,
-    /// What all lives of the job have in common and nobody else knows, if there is such a thing.
+    /// The job's secret, if it has one. All lives of the job share it, and nobody else knows it.
     pub secret: Option<Key>,
-    /// Who has joined an aggregator that speaks for it; `None` of a rank that speaks for itself.
+    /// The identity or address of the rank, if an aggregator joins for it; `None` if the rank joins
+    /// by itself.
     pub begun_by: Option<Beginner>,
-    /// The worker's number.
+    /// The rank's number.
     pub rank: u16,
-    /// How many ranks the job has.
+    /// The number of ranks in the job.
     pub world: u16,
-    /// How many lanes the job wants.
+    /// The number of lanes that the job wants.
     pub lanes: u8,
-    /// The UDP ports on which the worker sends and receives data: one for all shards, or one for
-    /// each.
+    /// The UDP ports on which the worker sends and receives data: one for all shards, or one per
+    /// shard.
     pub data_ports: Vec<u16>,
-    /// Bytes that its receive buffer holds.
+    /// The size of the rank's receive buffer, in bytes.
     pub receive_buffer: u32,
-    /// Bytes of the largest datagram that passes to every shard and back.
+    /// The size of the largest datagram that passes to every shard and back, in bytes.
     pub max_datagram: u16,
-    /// Whether it would listen to a multicast group.
+    /// Whether the rank can listen to a multicast group.
     pub multicast: bool,
-    /// How datagrams must be authenticated; `None` leaves it to the aggregator.
+    /// The required authentication of datagrams; `None` leaves it to the aggregator.
     pub data_auth: Option<DataAuth>,
-    /// Which of how many aggregators this one is for the job, whose windows are spread over the
-    /// shards of all of them.
+    /// The index of this aggregator among the job's aggregators, and their number. The job's
+    /// windows are spread over the shards of all of them.
     pub stripe: (u8, u8),
-    /// How many slots a stream it asks for at most; 0 leaves it to the aggregator.
+    /// The most slots per stream that the rank asks for; 0 leaves the number to the aggregator.
     pub pool_slots: u32,
-    /// Whether to wait while there is no room for the job, rather than to be refused.
+    /// Whether the rank waits for room for the job, instead of being refused.
     pub wait: bool,
-    /// What becomes of the job when it loses a rank.
+    /// The policy for a lost rank.
     pub on_rank_loss: OnRankLoss,
-    /// Whether the rank knows other aggregators to go on at.
+    /// Whether the rank knows other aggregators that it can move to.
     pub may_move: bool,
-    /// Whether it is an aggregator that speaks: for this rank, which has joined it, and for those
-    /// that join it as well. It contributes the sum of all of them.
+    /// Whether the sender is an aggregator that joins for this rank, and for others that join it.
+    /// The sender contributes the sum of all of them.
     pub relays: bool,
-    /// Whether the rank has left the job, and comes back to it.
+    /// Whether the rank has left the job and now rejoins it.
     pub rejoin: bool,
-    /// Where the job goes on, if it has run at another aggregator before.
+    /// The place where the job resumes, if it has run at another aggregator before.
     pub resume: Option<Resume>,
 }
 
-/// Who has joined a job: by its certificate, where there are any.
+/// The identity of a caller that joins a job: its certificate's name, if certificates are in use.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Beginner {
-    /// The name in its certificate.
+    /// The name in the caller's certificate.
     Identity(IdentityName),
-    /// The address that it has called from.
+    /// The address from which the caller called.
     Address(IpAddr),
 }
 
 impl Beginner {
-    /// Checks that what a peer says is the name of an identity may be one.
+    /// Checks that an identity name from a peer is valid.
     ///
     /// # Errors
-    /// A sentence that says why it cannot.
+    /// Returns a sentence that says why the name is invalid.
     pub fn check(&self) -> Result<(), String> {
         match self {
             Self::Identity(name) => name.check(),
@@ -166,33 +169,33 @@ impl fmt::Display for Beginner {
     }
 }
 
-/// Where a job goes on that moves from one aggregator to another.
+/// The place where a job resumes after a move to another aggregator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
-    /// The oldest op that some rank may not have all results of, as far as this rank knows. The job
-    /// goes on with the greatest that a rank names.
+    /// The oldest op of which some rank may lack results, as far as this rank knows. The job
+    /// resumes with the greatest op that a rank names.
     pub first_op: OpId,
-    /// The ranks that the job has lost and goes on without, as far as this rank knows.
+    /// The lost ranks that the job goes on without, as far as this rank knows.
     pub absent: Vec<Absent>,
 }
 
-/// A rank that a job goes on without.
+/// A lost rank that a job goes on without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Absent {
-    /// Which.
+    /// The lost rank.
     pub rank: u16,
-    /// What became of it.
+    /// The reason for the loss.
     pub why: Loss,
 }
 
-/// What becomes of a job that loses a rank. All its ranks say the same.
+/// The policy for a job that loses a rank. All ranks of the job must ask for the same policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnRankLoss {
-    /// Its ops fail, and it is over.
+    /// The job's ops fail, and the job ends.
     #[default]
     Abort,
-    /// It goes on without the rank, in whose place nobody contributes.
+    /// The job goes on, and nobody contributes in place of the lost rank.
     Continue,
 }
 
@@ -200,7 +203,7 @@ impl OnRankLoss {
     /// All policies.
     pub const ALL: [Self; 2] = [Self::Abort, Self::Continue];
 
-    /// Its name, as users write it.
+    /// Returns the name that users write.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -210,156 +213,159 @@ impl OnRankLoss {
     }
 }
 
-/// What an aggregator says.
+/// A message from an aggregator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromAggregator {
-    /// The worker cannot be that rank, and why.
+    /// The aggregator refuses the worker's join.
     Refused {
-        /// A sentence for the user.
+        /// The reason, as a sentence for the user.
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
-    /// The aggregator speaks this version of the protocol, and not the worker's.
+    /// The aggregator does not support the worker's version of the protocol.
     WrongVersion {
-        /// Its [`CONTROL_VERSION`].
+        /// [`CONTROL_VERSION`] of the aggregator.
         speaks: u16,
     },
-    /// A rank that has joined the aggregator which hears this cannot be, and why: the conversation
-    /// is over, and the aggregator may call again for its others.
+    /// The aggregator refuses a rank that had joined the receiving aggregator. The conversation
+    /// ends, and the receiver may call again for its other ranks.
     RefusedRank {
-        /// Which.
+        /// The refused rank.
         rank: u16,
-        /// A sentence for the user.
+        /// The reason, as a sentence for the user.
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
-    /// What the worker proves its data path with.
+    /// The data with which the worker proves its data path.
     Prove {
         /// The UDP port of each shard, at the aggregator's address.
         data_ports: Vec<u16>,
-        /// What its probes show.
+        /// The token that the worker's probes carry.
         token: Key,
-        /// The address that the worker calls from, as the aggregator sees it.
+        /// The address of the worker's call, as the aggregator sees it.
         ip: IpAddr,
     },
-    /// Bytes of the largest probe of the worker that arrived at each shard; 0 for none.
+    /// The sizes of the largest probes of the worker that arrived, as the answer to
+    /// [`FromWorker::Arrived`].
     Arrived {
-        /// By shard.
+        /// The size at each shard, in bytes; 0 if no probe arrived.
         sizes: Vec<u16>,
     },
-    /// Where the rank may lay a lifeline, by which its death, and the aggregator's, is known soon.
+    /// The place for a lifeline: a connection that soon reveals the death of the rank or the
+    /// aggregator.
     Lifeline {
         /// A TCP port at the aggregator's address.
         port: u16,
-        /// What to say there first.
+        /// The token that the rank sends first on the lifeline.
         token: Key,
     },
-    /// There is no room for the job yet.
+    /// The aggregator has no room for the job yet.
     Queued {
-        /// Jobs that wait and were there before.
+        /// The number of jobs that wait ahead of this one.
         before: u16,
-        /// What is in the way: a sentence for the user.
+        /// The reason, as a sentence for the user.
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
-    /// The world is incomplete.
+    /// Some ranks of the job have not joined.
     Waiting {
         /// The ranks that have not joined.
         missing: Vec<u16>,
         /// Milliseconds since this rank joined.
         waited_ms: u64,
     },
-    /// These ranks of the job wait for others. The answer to a look.
+    /// The ranks of the job that wait for others. This answers [`FromWorker::Look`].
     Present {
-        /// Which; none if there is no such job, if it has begun, or would not have who asks.
+        /// The waiting ranks. The list is empty if the job does not exist, has begun, or would
+        /// refuse the caller.
         ranks: Vec<u16>,
     },
-    /// What the aggregator does: a part of some JSON. The answer to the question.
+    /// A part of the aggregator's status, as JSON. This answers [`FromWorker::AskStatus`].
     Status {
-        /// The next part.
+        /// The next part of the JSON text.
         part: Unshown,
-        /// Whether there are more.
+        /// Whether more parts follow.
         more: bool,
     },
-    /// The rank may leave: the job has not begun, and does not begin with it before it says that it
-    /// stays.
+    /// The rank may leave. The job has not begun, and does not begin with this rank until the rank
+    /// sends [`FromWorker::Stay`].
     Free,
-    /// All ranks are there; this is what they are granted.
+    /// All ranks have joined; the message has the rank's grant.
     Welcome(Welcome),
     /// Ops may start.
     Ready {
-        /// Whether results come by multicast to this rank.
+        /// Whether this rank receives results by multicast.
         multicast: bool,
     },
-    /// A rank is gone, and the job goes on without it. A result that lacks *n* ranks lacks those
-    /// that the first *n* of these named.
+    /// A rank is lost, and the job goes on without it. A result that lacks *n* ranks lacks those
+    /// named by the first *n* of these messages.
     Without(Absent),
-    /// The aggregator is about to stop: the rank had better go on at another, if it knows one.
+    /// The aggregator is about to stop; the rank should move to another aggregator if it knows one.
     Drain,
-    /// Ranks are gone, and the job is over with them.
+    /// Ranks are lost, which ends the job.
     PeerLost {
-        /// Which.
+        /// The lost ranks.
         ranks: Vec<u16>,
-        /// What became of them.
+        /// The reason for the loss.
         why: Loss,
     },
-    /// The aggregator has a parent, which is gone, and the job is over with it.
+    /// The aggregator's parent is lost, which ends the job.
     ParentLost {
-        /// What became of it: a sentence for the user.
+        /// The reason, as a sentence for the user.
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
-    /// A new life of the job has begun, and this one is over.
+    /// A new life of the job has begun, which ends this one.
     Superseded {
-        /// The new one.
+        /// The generation of the new life.
         by: Generation,
-        /// Which life has ended which, and who began them: a sentence for the user.
+        /// A sentence for the user that names both lives and the callers that began them.
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
 }
 
-/// What a job is granted.
+/// The grant of a job to a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     /// The job's number in datagrams.
     pub job: JobId,
-    /// The rank's number in datagrams, among those that send theirs here.
+    /// The rank's number in datagrams to this aggregator.
     pub rank: Rank,
-    /// The ranks that an aggregator has joined for, and that are of the job; empty for a rank.
+    /// The ranks of the job that the receiving aggregator has joined for; empty for a worker.
     pub rack: Vec<u16>,
     /// The UDP port of each shard, at the aggregator's address.
     pub data_ports: Vec<u16>,
-    /// Slots of each of the job's streams.
+    /// The number of slots of each of the job's streams.
     pub pool_slots: u32,
-    /// Ops that each rank may have in flight.
+    /// The most ops that each rank may have in flight.
     pub max_ops: u16,
-    /// Bytes of payload of a fragment.
+    /// The payload of a fragment, in bytes.
     pub fragment_payload: u16,
-    /// Most bytes in flight towards each shard.
+    /// The most bytes in flight to each shard.
     pub in_flight: u32,
-    /// The rank's first op here: another than 0 if the job has moved here, or the rank was here
+    /// The rank's first op here. It is not 0 if the job has moved here, or if the rank was here
     /// before.
     pub first_op: OpId,
-    /// The group that results are multicast to, if the rank should listen.
+    /// The multicast group for results, if the rank should listen.
     pub group: Option<SocketAddr>,
-    /// How datagrams are authenticated.
+    /// The authentication mode of datagrams.
     pub data_auth: DataAuth,
-    /// With which keys; none where nothing is authenticated.
+    /// The keys for authentication; `None` without authentication.
     pub keys: Option<Keys>,
-    /// How many datagrams each shard has sealed before: none of these is for a rank that has come
-    /// back. Empty for all others.
+    /// The number of datagrams that each shard had sealed before a rank rejoined. The rank accepts
+    /// none of them. Empty for a rank that has not left before.
     pub sealed: Vec<u64>,
-    /// Whether some rank knows other aggregators to go on at.
+    /// Whether some rank knows other aggregators that the job can move to.
     pub may_move: bool,
-    /// Whether sums go through several aggregators, one after the other.
+    /// Whether sums pass through several aggregators in sequence.
     pub in_tree: bool,
 }
 
 impl Welcome {
-    /// Whether it keeps to what an aggregator may grant. What does not might have its receiver use
-    /// any amount of memory, or believe what nobody has authenticated.
+    /// Returns whether the grant is within the protocol's limits. An unsound grant could make the
+    /// receiver use any amount of memory, or trust data that is not authenticated.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         let ports = !self.data_ports.is_empty() && !self.data_ports.contains(&0);

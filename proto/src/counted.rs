@@ -1,10 +1,10 @@
-//! Numbers of things, in messages.
+//! Counts and plurals for messages.
 
 use alloc::format;
 use alloc::string::String;
 use core::fmt::Display;
 
-/// Says how many things there are: `1 rank`, `2 ranks`.
+/// Formats a count with its noun: `1 rank`, `2 ranks`.
 ///
 /// ```
 /// # use racksum_proto::counted::counted;
@@ -16,7 +16,7 @@ pub fn counted<N: Display + PartialEq + From<u8>>(number: N, noun: &str) -> Stri
     format!("{number} {noun}{plural}")
 }
 
-/// The verb after so many things: `is` for one, and otherwise `are`.
+/// Returns the verb that agrees with the count: `is` for one, otherwise `are`.
 pub fn are<N: PartialEq + From<u8>>(number: N) -> &'static str {
     if number == N::from(1) { "is" } else { "are" }
 }

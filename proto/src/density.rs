@@ -1,6 +1,6 @@
-//! How many bytes windows have come to lately: from that follows how much is still to come.
+//! The mean size of recent windows, to estimate the bytes still to come.
 
-/// A running mean over the windows of a stream, those of zeros as well.
+/// A running mean over the windows of a stream, including windows of zeros.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Density {
     windows: u64,
@@ -8,7 +8,7 @@ pub(crate) struct Density {
 }
 
 impl Density {
-    /// Notes that so many windows had results of so many bytes together.
+    /// Records `windows` results that have `bytes` bytes in total.
     pub(crate) fn note(&mut self, windows: u64, bytes: usize) {
         if self.windows > Self::MEMORY {
             self.windows /= 2;
@@ -18,7 +18,7 @@ impl Density {
         self.bytes += bytes as u64;
     }
 
-    /// What so many windows come to, if they are like the last; nothing before there were any.
+    /// Returns the expected bytes of `windows` more windows, or 0 if none is recorded yet.
     pub(crate) const fn of(&self, windows: u64) -> u64 {
         match self.windows {
             0 => 0,
@@ -26,7 +26,7 @@ impl Density {
         }
     }
 
-    /// After as many windows, those before count for half.
+    /// The number of windows after which earlier windows count half.
     const MEMORY: u64 = 64;
 }
 

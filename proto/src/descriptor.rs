@@ -1,4 +1,4 @@
-//! What an op is: the descriptor that every rank must agree on.
+//! The descriptor of an op, on which all ranks must agree.
 
 use core::fmt;
 
@@ -6,20 +6,20 @@ use crate::call::{Call, Collective};
 use crate::dtype::{DType, Reduction, WireType};
 use crate::reject::Reject;
 
-/// What all ranks must call an op with. Compared as a whole when the ranks agree.
+/// The parameters of an op, which must be equal at all ranks. Descriptors are compared as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Descriptor {
-    /// Elements of the tensor.
+    /// The number of elements of the tensor.
     pub elements: u64,
-    /// A caller's own check value (a hash of the tensor's name, say); 0 when unused.
+    /// The caller's own check value, such as a hash of the tensor's name; 0 if unused.
     pub tag: u64,
-    /// Element type of the tensor.
+    /// The element type of the tensor.
     pub dtype: DType,
-    /// How elements travel.
+    /// The encoding of elements on the wire.
     pub wire: WireType,
-    /// What is computed.
+    /// The reduction over the ranks.
     pub reduction: Reduction,
-    /// log2 of the elements in a block: 5 to 10.
+    /// The binary logarithm of the elements in a block: 5 to 10.
     pub block_log2: u8,
     /// The lane the op runs in.
     pub lane: u8,
@@ -28,7 +28,8 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// What a sum of some of the ranks is of: an average is divided once, in the end.
+    /// Returns the descriptor for a sum over some of the ranks. An average becomes a sum, since
+    /// only the final result is divided.
     #[must_use]
     pub fn of_partial_sum(self) -> Self {
         let reduction = match self.reduction {
@@ -38,14 +39,16 @@ impl Descriptor {
         Self { reduction, ..self }
     }
 
-    /// Bytes of an encoded descriptor.
+    /// The size of an encoded descriptor, in bytes.
     pub const LEN: usize = 28;
-    /// Elements of a block unless a caller says otherwise.
+    /// The default number of elements in a block.
     pub const DEFAULT_BLOCK: usize = 256;
-    /// The most elements of an op: windows are numbered with 32 bits and hold 32 elements or more.
+    /// The most elements of an op: window numbers have 32 bits, and a window holds at least 32
+    /// elements.
     pub const MAX_ELEMENTS: u64 = 1 << 36;
 
-    /// A sum of `elements` elements of `dtype`, unchanged on the wire, in lane 0.
+    /// Returns the descriptor of a sum of `elements` elements of `dtype`, unchanged on the wire, in
+    /// lane 0.
     #[must_use]
     pub const fn sum(elements: u64, dtype: DType) -> Self {
         Self {
@@ -60,23 +63,23 @@ impl Descriptor {
         }
     }
 
-    /// What a rank opens in the place of a call that it refused: all ranks then number their later
-    /// ops alike, and those that did not refuse the call hear that this one did.
+    /// Returns the descriptor that a rank opens instead of a call that it refused. All ranks then
+    /// number later ops alike, and the other ranks learn of the refusal.
     #[must_use]
     pub const fn refused(call: Call) -> Self {
         Self { call: call.refused(), ..Self::sum(0, DType::F32) }
     }
 
-    /// Whether a rank refused the call that the op is part of.
+    /// Returns whether a rank refused the call that the op belongs to.
     #[must_use]
     pub fn is_refused(&self) -> bool {
         self.call.collective == Collective::Refused
     }
 
-    /// The same with blocks of `elements` elements.
+    /// Returns the descriptor with blocks of `elements` elements.
     ///
     /// # Errors
-    /// When that is not a power of two from 32 to 1024.
+    /// Returns an error if `elements` is not a power of two from 32 to 1024.
     pub fn with_block(self, elements: usize) -> Result<Self, DescriptorError> {
         if !elements.is_power_of_two() || !(32..=1024).contains(&elements) {
             return Err(DescriptorError::Block(elements));
@@ -85,16 +88,16 @@ impl Descriptor {
         Ok(Self { block_log2, ..self })
     }
 
-    /// Elements of a block.
+    /// Returns the number of elements in a block.
     #[must_use]
     pub const fn block_elements(&self) -> usize {
         1 << self.block_log2
     }
 
-    /// Checks that the descriptor makes sense in itself.
+    /// Checks that the descriptor is valid in itself.
     ///
     /// # Errors
-    /// A sentence that says what cannot be.
+    /// Returns the reason why the descriptor is invalid.
     pub fn validate(&self) -> Result<(), DescriptorError> {
         if !(5..=10).contains(&self.block_log2) {
             return Err(DescriptorError::Block(1 << u32::from(self.block_log2).min(31)));
@@ -132,7 +135,7 @@ impl Descriptor {
     /// Reads a descriptor.
     ///
     /// # Errors
-    /// [`Reject::Descriptor`].
+    /// Returns [`Reject::Descriptor`] for an invalid descriptor.
     pub fn decode(bytes: &[u8; Self::LEN]) -> Result<Self, Reject> {
         let [e0, e1, e2, e3, e4, e5, e6, e7, t0, t1, t2, t3, t4, t5, t6, t7, ..] = *bytes;
         let [.., r0, r1, n0, n1, n2, n3] = *bytes;
@@ -158,15 +161,15 @@ impl Descriptor {
 }
 
 impl Descriptor {
-    /// The descriptor for people who compare it with another: a lane or a tag that both have says
-    /// nothing to them.
+    /// Formats the descriptor for comparison with `other`: leaves out the lane or the tag if they
+    /// are equal.
     pub fn beside(&self, other: &Self) -> impl fmt::Display {
         let (lane, tag) = (self.lane != other.lane, self.tag != other.tag);
         Shown { descriptor: *self, lane, tag }
     }
 }
 
-/// A descriptor for people, with its lane and its tag or without.
+/// A descriptor formatted for people, with or without its lane and its tag.
 struct Shown {
     descriptor: Descriptor,
     lane: bool,
@@ -204,7 +207,7 @@ impl fmt::Display for Descriptor {
     }
 }
 
-/// Why a descriptor cannot be.
+/// The reason why a descriptor is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptorError {
     /// The block size is not a power of two from 32 to 1024.
@@ -218,13 +221,13 @@ pub enum DescriptorError {
         /// The wire type, by name.
         wire: &'static str,
     },
-    /// More elements than windows can be numbered for.
+    /// The op has more elements than its windows can be numbered for.
     #[error("a tensor of {0} elements is too large for one op; split it")]
     TooLarge(u64),
-    /// A root where the collective has none.
+    /// The call has a root, but the collective has none.
     #[error("{0} has no root")]
     Root(&'static str),
-    /// A refused call with elements.
+    /// The refused call has elements.
     #[error("a refused call has no elements, and not {0}")]
     Refused(u64),
 }

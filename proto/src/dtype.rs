@@ -1,4 +1,4 @@
-//! Element types of tensors and of the wire, and the reductions over them.
+//! Element types of tensors and of the wire, and reductions over elements.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,8 +21,8 @@ pub enum DType {
     I64 = 6,
 }
 
-/// How elements travel. The first six are the dtypes themselves; the last two are block
-/// encodings that carry a scale with each block.
+/// The encoding of elements on the wire. The first six variants are the dtypes themselves; the last
+/// two are block encodings that carry a scale with each block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(u8)]
@@ -39,20 +39,20 @@ pub enum WireType {
     I32 = 5,
     /// Elements as [`DType::I64`].
     I64 = 6,
-    /// A block is an f32 scale and one signed byte an element.
+    /// Blocks of an f32 scale and one signed byte per element.
     Int8 = 7,
-    /// A block is a power-of-two exponent and one i32 an element (SwitchML's arithmetic).
+    /// Blocks of a power-of-two exponent and one i32 per element (SwitchML's arithmetic).
     Fixed32 = 8,
 }
 
-/// What the fold computes over the ranks.
+/// The reduction that the fold computes over the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(u8)]
 pub enum Reduction {
     /// The sum, in rank order.
     Sum = 1,
-    /// The sum divided once by the world; of integers, rounded toward zero.
+    /// The sum divided once by the world; integers are rounded toward zero.
     Avg = 2,
     /// The least value; a NaN anywhere gives NaN.
     Min = 3,
@@ -64,7 +64,7 @@ impl DType {
     /// All dtypes, in the order of their codes.
     pub const ALL: [Self; 6] = [Self::F32, Self::F64, Self::F16, Self::Bf16, Self::I32, Self::I64];
 
-    /// Bytes an element takes in a tensor.
+    /// Returns the size of an element in a tensor, in bytes.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -74,13 +74,13 @@ impl DType {
         }
     }
 
-    /// Whether elements are floating-point numbers.
+    /// Returns whether elements are floating-point numbers.
     #[must_use]
     pub const fn is_float(self) -> bool {
         !matches!(self, Self::I32 | Self::I64)
     }
 
-    /// The wire type that carries this dtype unchanged.
+    /// Returns the wire type that carries this dtype unchanged.
     #[must_use]
     pub const fn native_wire(self) -> WireType {
         match self {
@@ -93,7 +93,7 @@ impl DType {
         }
     }
 
-    /// The name users write.
+    /// Returns the name that users write.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -106,7 +106,7 @@ impl DType {
         }
     }
 
-    /// The dtype of a code on the wire, if there is one.
+    /// Returns the dtype with this code on the wire, if the code is known.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| *dtype as u8 == code)
@@ -126,7 +126,7 @@ impl WireType {
         Self::Fixed32,
     ];
 
-    /// Bytes one element takes on the wire, without a block's scale.
+    /// Returns the size of an element on the wire, in bytes, without a block's scale.
     #[must_use]
     pub const fn element_size(self) -> usize {
         match self {
@@ -137,20 +137,22 @@ impl WireType {
         }
     }
 
-    /// Whether each block starts with a four-byte scale, so that it can only be folded whole.
+    /// Returns whether each block starts with a four-byte scale, so that it can only be folded
+    /// whole.
     #[must_use]
     pub const fn is_scaled(self) -> bool {
         matches!(self, Self::Int8 | Self::Fixed32)
     }
 
-    /// Bytes a block of `elements` elements takes on the wire.
+    /// Returns the size on the wire of a block of `elements` elements, in bytes.
     #[must_use]
     pub const fn block_len(self, elements: usize) -> usize {
         let scale = if self.is_scaled() { SCALE_LEN } else { 0 };
         scale + elements * self.element_size()
     }
 
-    /// Whether a tensor of `dtype` may travel as this: unchanged, or as a narrower float.
+    /// Returns whether a tensor of `dtype` may travel as this type: unchanged, or as a narrower
+    /// float.
     #[must_use]
     pub const fn carries(self, dtype: DType) -> bool {
         if self as u8 == dtype as u8 {
@@ -165,7 +167,7 @@ impl WireType {
             }
     }
 
-    /// The name users write.
+    /// Returns the name that users write.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -180,7 +182,7 @@ impl WireType {
         }
     }
 
-    /// The wire type of a code on the wire, if there is one.
+    /// Returns the wire type with this code on the wire, if the code is known.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|wire| *wire as u8 == code)
@@ -191,7 +193,7 @@ impl Reduction {
     /// All reductions, in the order of their codes.
     pub const ALL: [Self; 4] = [Self::Sum, Self::Avg, Self::Min, Self::Max];
 
-    /// The name users write.
+    /// Returns the name that users write.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -202,12 +204,12 @@ impl Reduction {
         }
     }
 
-    /// The reduction of a code on the wire, if there is one.
+    /// Returns the reduction with this code on the wire, if the code is known.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|reduction| *reduction as u8 == code)
     }
 }
 
-/// Bytes of the scale before each block of a scaled wire type.
+/// The size of the scale before each block of a scaled wire type, in bytes.
 pub const SCALE_LEN: usize = 4;

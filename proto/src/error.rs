@@ -1,4 +1,4 @@
-//! Errors and rejects: one enum per boundary.
+//! Errors of submitted ops: one enum per boundary.
 
 use alloc::borrow::Cow;
 use alloc::string::String;
@@ -10,41 +10,41 @@ use crate::ids::{OpId, Rank, listed};
 use crate::loss::Loss;
 use crate::time::Span;
 
-/// Why an op was not taken.
+/// The reason why an op was not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// The descriptor cannot be.
+    /// The descriptor is invalid.
     #[error("{0}")]
     Descriptor(#[from] DescriptorError),
-    /// As many ops are in flight as the job was granted.
+    /// The job already has as many ops in flight as it was granted.
     #[error(
         "{max} ops have been started since the oldest that has not ended, as many as the job was \
          granted; wait for that one first"
     )]
     TooManyOps {
-        /// Ops the job may have in flight.
+        /// The most ops that the job may have in flight.
         max: usize,
     },
-    /// No such lane.
+    /// The lane does not exist.
     #[error("lane {lane} does not exist: the job joined with {lanes} lanes, 0 to {}", lanes - 1)]
     NoSuchLane {
-        /// The lane asked for.
+        /// The requested lane.
         lane: u8,
-        /// Lanes of the job.
+        /// The number of lanes of the job.
         lanes: u8,
     },
-    /// The session ended: a new one has a new generation.
+    /// The session ended; a new session needs a new generation.
     #[error("the session ended: {why}")]
     Ended {
-        /// What ended it.
+        /// The reason why the session ended.
         why: Cow<'static, str>,
     },
-    /// The session ended because ranks are gone: a new one has a new generation.
+    /// The session ended because ranks are lost; a new session needs a new generation.
     #[error("the session ended: {}", OpError::PeerLost { ranks: ranks.clone(), why: *why })]
     PeerLost {
-        /// The ranks that are gone.
+        /// The lost ranks.
         ranks: Vec<Rank>,
-        /// What became of them.
+        /// The reason for the loss.
         why: Loss,
     },
     /// The op numbers of this generation are used up.
@@ -53,17 +53,17 @@ pub enum SubmitError {
 }
 
 impl SubmitError {
-    /// Whether the call itself cannot be, whatever the state of the session.
+    /// Returns whether the call itself is invalid, whatever the state of the session.
     #[must_use]
     pub const fn is_refusal(&self) -> bool {
         matches!(self, Self::Descriptor(_) | Self::NoSuchLane { .. })
     }
 }
 
-/// How an op ended without a result. Every variant names the cause.
+/// The reason why an op ended without a result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpError {
-    /// The ranks called the op with different descriptors. The job can go on.
+    /// The ranks called the op with different descriptors. The job may continue.
     Mismatch {
         /// The op.
         op: OpId,
@@ -72,45 +72,47 @@ pub enum OpError {
         /// Another rank and its descriptor.
         other: (Rank, Descriptor),
     },
-    /// The op did not end in time. The session has ended.
+    /// The op did not end in time, so the session has ended.
     Timeout {
         /// The op.
         op: OpId,
-        /// How long it ran.
+        /// The time since the op began.
         after: Span,
-        /// The ranks it waits for as the aggregator last said, and how long each was silent.
+        /// The ranks that the op waits for, as the aggregator last reported, and how long each was
+        /// silent.
         missing: Vec<(Rank, Span)>,
-        /// How long no result had come, of any op.
+        /// The time since the last result of any op.
         idle: Span,
     },
-    /// A value that the fixed-point wire type cannot carry, or whose sum it cannot hold.
+    /// The fixed-point wire type cannot represent a value or a sum.
     Overflow {
         /// The op.
         op: OpId,
         /// The first element of the block that overflowed.
         element: u64,
     },
-    /// A rank is gone. The session has ended.
+    /// Ranks are lost, so the session has ended.
     PeerLost {
-        /// The ranks that are gone.
+        /// The lost ranks.
         ranks: Vec<Rank>,
-        /// What became of them.
+        /// The reason for the loss.
         why: Loss,
     },
-    /// Every aggregator is gone that the job could go on at. The session has ended.
+    /// Every aggregator that the job could use is gone, so the session has ended.
     NoAggregator {
-        /// What each of them said last, or why it could not be reached.
+        /// The last error of each aggregator.
         tried: String,
     },
     /// The session ended while the op was in flight, because of another op or of the link.
     Ended {
-        /// What ended it.
+        /// The reason why the session ended.
         why: Cow<'static, str>,
     },
 }
 
 impl OpError {
-    /// While results came this lately, and since the op began, the aggregator is there.
+    /// The age of the last result below which results count as still coming. The result must also
+    /// be later than the op's start.
     const STILL_COMING: Span = Span::from_secs(1);
 }
 

@@ -1,4 +1,4 @@
-//! Which bytes of a window's contributions belong together: the plan of a fold.
+//! The plan of a fold: which bytes of a window's contributions are folded together.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -6,38 +6,38 @@ use core::ops::Range;
 use crate::geometry::Geometry;
 use crate::ids::Rank;
 
-/// Where a run lies in one rank's packed payload.
+/// The place of a run in one rank's packed payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Input {
-    /// The rank.
+    /// The contributing rank.
     pub rank: Rank,
-    /// Bytes of its payload before the run.
+    /// Bytes of the rank's payload before the run.
     pub offset: usize,
 }
 
-/// Elements that the same ranks contribute: one run of bytes in each packed payload.
+/// A run of elements with the same contributors: one range of bytes in each packed payload.
 #[derive(Debug)]
 pub struct Run<'a> {
-    /// Its bytes in the result's packed payload; as many in each input.
+    /// The run's bytes in the result's packed payload; each input has the same length.
     pub out: Range<usize>,
     /// The contributors in rank order.
     pub inputs: &'a [Input],
-    /// Whether some rank that takes part does not contribute: it holds zeros there.
+    /// Whether some participating rank contributes nothing here, which counts as zeros.
     pub absent: bool,
 }
 
-/// Plans folds. Its buffers are allocated once.
+/// A planner of folds that allocates its buffers once.
 #[derive(Debug)]
 pub struct FoldPlan {
     /// The blocks that each rank contributes.
     masks: Vec<u64>,
-    /// Bytes of each rank's payload that are planned.
+    /// Bytes of each rank's payload that are planned so far.
     offsets: Vec<usize>,
     inputs: Vec<Input>,
 }
 
 impl FoldPlan {
-    /// A planner for up to `world` ranks.
+    /// Creates a planner for up to `world` ranks.
     #[must_use]
     pub fn new(world: usize) -> Self {
         Self {
@@ -47,9 +47,9 @@ impl FoldPlan {
         }
     }
 
-    /// Calls `visit` for each run of window `index`, in order, given the blocks that each rank
-    /// contributes, and how many ranks take part. Neighbouring blocks of the same contributors are
-    /// one run, unless the wire type scales each block.
+    /// Calls `visit` for each run of window `index`, in order. `masks` has the blocks that each
+    /// rank contributes, and `present` is the number of ranks that take part. Neighbouring blocks
+    /// with the same contributors form one run, unless the wire type scales each block.
     pub fn runs(
         &mut self,
         geometry: &Geometry,
@@ -73,7 +73,7 @@ impl FoldPlan {
             } else {
                 let alike = |mask: &u64| if holds(*mask) { *mask } else { !*mask };
                 let other = ranks.iter().map(alike).fold(rest, |run, alike| run & alike) ^ rest;
-                // The blocks below the first that others contribute to, or all.
+                // The blocks before the first one with other contributors, or all remaining blocks.
                 rest & (other & other.wrapping_neg()).wrapping_sub(1)
             };
             rest ^= run;
@@ -100,7 +100,7 @@ mod tests {
     use crate::descriptor::Descriptor;
     use crate::dtype::{DType, WireType};
 
-    /// A run: its bytes in the result, and where it lies at each rank.
+    /// The bytes of a run in the result, and its offset at each rank.
     type Seen = (Range<usize>, Vec<(u16, usize)>);
 
     fn runs(descriptor: &Descriptor, masks: &[u64]) -> Vec<Seen> {
@@ -135,13 +135,13 @@ mod tests {
 
     #[test]
     fn runs_are_those_that_a_look_at_each_block_gives() {
-        // The last window of a tensor, whose last block is short.
+        // This window is the tensor's last, and its last block is short.
         let descriptor = Descriptor::sum(59 * 256 + 7, DType::F32);
         let bytes = |block: u32| if block == 59 { 28 } else { 1024 };
         let contributors = |masks: [u64; 3], block: u32| masks.map(|mask| mask >> block & 1 == 1);
         let mut random = 1_u64;
         for _ in 0..2_000 {
-            // Products of two random words have long runs of the same contributors.
+            // Products of two random words have long runs with the same contributors.
             let masks = [(); 3].map(|()| {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let (one, other) = (random >> 32, random >> (random >> 58));

@@ -1,4 +1,4 @@
-//! How an op is cut: elements into blocks, blocks into windows, windows over shards, and a
+//! The division of an op: elements into blocks, blocks into windows, windows over shards, and a
 //! window's packed non-zero blocks into fragments.
 
 use core::ops::Range;
@@ -9,16 +9,16 @@ use crate::dtype::WireType;
 use crate::ids::OpId;
 use crate::wire::Header;
 
-/// Most bytes of a full window's payload. With the headers of its fragments it still fits one
-/// segmented send of 65,507 bytes at every MTU from 1280 on; 64 KiB would not.
+/// The most bytes of a full window's payload. With the headers of its fragments, a window fits one
+/// segmented send of 65,507 bytes at every MTU from 1280 on; 64 KiB would not fit.
 pub const WINDOW_BYTES: usize = 60 * 1024;
-/// Most blocks of a window: one bit each in the mask.
+/// The most blocks of a window: the mask has one bit for each.
 pub const MAX_WINDOW_BLOCKS: usize = 64;
-/// Most fragments of a window: what has arrived is one `u64`.
+/// The most fragments of a window: one `u64` records which have arrived.
 pub const MAX_FRAGMENTS: usize = 64;
-/// Least bytes of payload a fragment may have, so that a window has at most 64.
+/// The least payload of a fragment in bytes, so that a window has at most 64 fragments.
 pub const MIN_FRAGMENT_PAYLOAD: usize = WINDOW_BYTES / MAX_FRAGMENTS;
-/// What goes with the payload of a datagram may be this share of it (invariant I3).
+/// The most overhead of a datagram, in percent of its payload (invariant I3).
 const MAX_OVERHEAD_PERCENT: usize = 6;
 
 /// The blocks and windows of one op.
@@ -32,7 +32,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// The geometry of a valid descriptor. A tensor without elements has one empty window.
+    /// Returns the geometry of a valid descriptor. A tensor without elements has one empty window.
     #[must_use]
     pub fn new(descriptor: &Descriptor) -> Self {
         let block_elements = descriptor.block_elements();
@@ -51,31 +51,31 @@ impl Geometry {
         }
     }
 
-    /// Windows of the op, at least one.
+    /// Returns the number of windows of the op, at least one.
     #[must_use]
     pub const fn windows(&self) -> u32 {
         self.windows
     }
 
-    /// Blocks of a full window.
+    /// Returns the number of blocks of a full window.
     #[must_use]
     pub const fn window_blocks(&self) -> usize {
         self.window_blocks
     }
 
-    /// Elements of a full block.
+    /// Returns the number of elements of a full block.
     #[must_use]
     pub const fn block_elements(&self) -> usize {
         self.block_elements
     }
 
-    /// Elements of a full window.
+    /// Returns the number of elements of a full window.
     #[must_use]
     pub const fn window_elements(&self) -> usize {
         self.block_elements * self.window_blocks
     }
 
-    /// The elements of window `index`, as a range of the tensor.
+    /// Returns the elements of window `index`, as a range of the tensor.
     #[must_use]
     pub fn elements_of(&self, index: u32) -> Range<u64> {
         let size = self.window_elements() as u64;
@@ -83,21 +83,22 @@ impl Geometry {
         start..(start + size).min(self.elements)
     }
 
-    /// Blocks of window `index`; only the last window can have fewer than the others.
+    /// Returns the number of blocks of window `index`; only the last window can have fewer.
     #[must_use]
     pub fn blocks_of(&self, index: u32) -> usize {
         let range = self.elements_of(index);
         to_usize(range.end - range.start).div_ceil(self.block_elements)
     }
 
-    /// The mask in which every block of window `index` is set.
+    /// Returns the mask in which every block of window `index` is set.
     #[must_use]
     pub fn full_mask(&self, index: u32) -> u64 {
         let blocks = self.blocks_of(index);
         if blocks == 64 { u64::MAX } else { (1 << blocks) - 1 }
     }
 
-    /// Elements of block `block` of window `index`; only the tensor's last block can be short.
+    /// Returns the elements of block `block` of window `index`; only the tensor's last block can be
+    /// short.
     #[must_use]
     pub fn block_elements_of(&self, index: u32, block: usize) -> usize {
         let range = self.elements_of(index);
@@ -106,7 +107,7 @@ impl Geometry {
             .min(self.block_elements)
     }
 
-    /// Bytes on the wire of the blocks in `mask` of window `index`.
+    /// Returns the bytes on the wire of the blocks in `mask` of window `index`.
     #[must_use]
     pub fn payload_len(&self, index: u32, mask: u64) -> usize {
         let full = self.wire.block_len(self.block_elements);
@@ -118,9 +119,10 @@ impl Geometry {
         (count - 1) * full + self.wire.block_len(self.block_elements_of(index, last))
     }
 
-    /// How a payload of `len` bytes is cut in a job whose datagrams hold what `job` says. One of at
-    /// most half a window is cut between blocks: the datagrams of sparse windows are then of one
-    /// size, and a kernel takes many of one size at a time.
+    /// Returns how to cut a payload of `len` bytes in a job with the fragmentation `job`. A payload
+    /// of at most half a window is cut between blocks, if that keeps the overhead within the limit.
+    /// The datagrams of sparse windows then have one size, and the kernel takes many of one size at
+    /// a time.
     #[must_use]
     pub const fn cut(&self, job: Fragmentation, len: usize) -> Fragmentation {
         // wire: W-55
@@ -133,14 +135,14 @@ impl Geometry {
         Fragmentation { payload, ..job }
     }
 
-    /// The wire type.
+    /// Returns the wire type.
     #[must_use]
     pub const fn wire(&self) -> WireType {
         self.wire
     }
 
-    /// The blocks in `mask` of window `index`, in order: where each lies in the tensor and in
-    /// the packed payload (wire: W-46).
+    /// Returns the blocks in `mask` of window `index`, in order, with their places in the tensor
+    /// and in the packed payload (wire: W-46).
     pub fn packed(&self, index: u32, mask: u64) -> impl Iterator<Item = Packed> + use<> {
         let geometry = *self;
         let first = self.elements_of(index).start;
@@ -160,9 +162,9 @@ impl Geometry {
         })
     }
 
-    /// The stretches of the tensor that the bytes `range` of window `index`'s packed payload
-    /// hold, in order; neighbouring blocks are one stretch. For wire types without a scale, and
-    /// ranges that split no element; `mask` has only blocks that the window has.
+    /// Returns the stretches of the tensor in the bytes `range` of window `index`'s packed payload,
+    /// in order. Neighbouring blocks form one stretch. The wire type must have no scale, `range`
+    /// must not split an element, and `mask` must have only blocks of the window.
     pub fn stretches(
         &self,
         index: u32,
@@ -171,14 +173,15 @@ impl Geometry {
     ) -> impl Iterator<Item = Packed> + Clone + use<> {
         debug_assert_eq!(mask & !self.full_mask(index), 0, "blocks that the window has not");
         let size = self.wire.element_size();
-        // All blocks before a payload's last are of full length, so most need not be looked at.
+        // All blocks of a payload except the last have full length, so the blocks before the range
+        // are skipped without a search.
         let full = self.wire.block_len(self.block_elements);
         let skipped = range.start / full;
         let mut rest = lowest(without_lowest(mask, skipped), range.end.div_ceil(full) - skipped);
         let (from, to) = (range.start - skipped * full, range.end - skipped * full);
         let (block_elements, elements) = (self.block_elements, self.elements_of(index));
         let mut offset = 0;
-        // A run that the range does not meet is the only one, so that it also ends the iterator.
+        // A run outside the range is the only run, so `None` may end the iterator here.
         core::iter::from_fn(move || {
             let run = take_lowest_run(&mut rest)?;
             let element = elements.start + (run.start * block_elements) as u64;
@@ -198,16 +201,16 @@ impl Geometry {
 /// A stretch of elements and where it lies among packed bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packed {
-    /// The first element, as a place in the tensor.
+    /// The place of the first element in the tensor.
     pub element: u64,
-    /// How many elements.
+    /// The number of elements.
     pub elements: usize,
-    /// Bytes before it.
+    /// Bytes before the stretch in the packed payload.
     pub offset: usize,
 }
 
-/// Which windows of an op a shard has: window `i` of op `o` lives on shard `(i + o) mod shards`,
-/// so that neighbouring windows, and one-window ops, spread evenly (wire: W-44).
+/// The windows of an op on one shard. Window `i` of op `o` lives on shard `(i + o) mod shards`, so
+/// that neighbouring windows and one-window ops spread evenly (wire: W-44).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stripe {
     first: u32,
@@ -216,7 +219,7 @@ pub struct Stripe {
 }
 
 impl Stripe {
-    /// The windows that `shard` of `shards` has of op `op`, which has `windows` in all.
+    /// Returns the windows of op `op`, which has `windows` in total, on `shard` of `shards`.
     #[must_use]
     pub fn new(op: OpId, windows: u32, shard: u8, shards: u8) -> Self {
         let step = u32::from(shards.max(1));
@@ -225,25 +228,26 @@ impl Stripe {
         Self { first, step, windows }
     }
 
-    /// How many windows the shard has.
+    /// Returns the number of windows on the shard.
     #[must_use]
     pub const fn len(&self) -> u32 {
         self.windows
     }
 
-    /// Whether the shard has none.
+    /// Returns whether the shard has no windows.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.windows == 0
     }
 
-    /// The place in the tensor of the shard's `nth` window.
+    /// Returns the place in the tensor of the shard's `nth` window.
     #[must_use]
     pub const fn index(&self, nth: u32) -> u32 {
         self.first + nth * self.step
     }
 
-    /// Which of the shard's windows the window at `index` is, if it is one of them.
+    /// Returns the number within the shard of the window at `index`, if that window is on the
+    /// shard.
     #[must_use]
     pub fn nth(&self, index: u32) -> Option<u32> {
         let from_first = index.checked_sub(self.first)?;
@@ -251,24 +255,25 @@ impl Stripe {
         (from_first % self.step == 0 && nth < self.windows).then_some(nth)
     }
 
-    /// How many of the shard's windows lie before `index`.
+    /// Returns how many of the shard's windows are before `index`.
     #[must_use]
     pub fn before(&self, index: u32) -> u32 {
         index.saturating_sub(self.first).div_ceil(self.step).min(self.windows)
     }
 }
 
-/// How a window's packed payload is cut into datagrams: `payload` bytes each, the last shorter.
+/// The division of a packed payload into fragments: `payload` bytes each, the last one shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fragmentation {
     payload: usize,
-    /// Bytes of each datagram behind its payload.
+    /// Bytes of each datagram after its payload.
     trailer: usize,
 }
 
 impl Fragmentation {
-    /// Fragments of at most `payload` bytes, rounded down to a multiple of 8 so that no element
-    /// is split; `None` when a window would need more than 64.
+    /// Creates a fragmentation with at most `payload` bytes per fragment, rounded down to a
+    /// multiple of 8 so that no element is split. Returns `None` if a window would need more than
+    /// 64 fragments.
     #[must_use]
     pub const fn new(payload: usize) -> Option<Self> {
         // wire: W-52
@@ -276,51 +281,52 @@ impl Fragmentation {
         if payload < MIN_FRAGMENT_PAYLOAD { None } else { Some(Self { payload, trailer: 0 }) }
     }
 
-    /// The same where datagrams are authenticated.
+    /// Returns this fragmentation for datagrams that are authenticated with `auth`.
     #[must_use]
     pub const fn with_trailer(self, auth: DataAuth) -> Self {
         Self { trailer: auth.trailer(), ..self }
     }
 
-    /// Bytes of every datagram but the last: with its header, and what authenticates it.
+    /// Returns the size of every datagram but the last: header, payload and authentication trailer.
     #[must_use]
     pub const fn stride(&self) -> usize {
         Header::LEN + self.payload + self.trailer
     }
 
-    /// Bytes of a datagram behind its messages.
+    /// Returns the number of bytes after the messages of a datagram.
     #[must_use]
     pub const fn trailer(&self) -> usize {
         self.trailer
     }
 
-    /// Bytes of every datagram but the last before it is sealed.
+    /// Returns the size of every datagram but the last, before the datagram is sealed.
     #[must_use]
     pub const fn unsealed(&self) -> usize {
         Header::LEN + self.payload
     }
 
-    /// Bytes of payload of every fragment but the last.
+    /// Returns the payload bytes of every fragment but the last.
     #[must_use]
     pub const fn payload(&self) -> usize {
         self.payload
     }
 
-    /// Fragments of a payload of `len` bytes; an empty one still takes one datagram.
+    /// Returns the number of fragments of a payload of `len` bytes; an empty payload takes one
+    /// datagram.
     #[must_use]
     pub const fn count(&self, len: usize) -> usize {
         let count = len.div_ceil(self.payload);
         if count == 0 { 1 } else { count }
     }
 
-    /// The mask in which every fragment of a payload of `len` bytes is set.
+    /// Returns the mask in which every fragment of a payload of `len` bytes is set.
     #[must_use]
     pub const fn all(&self, len: usize) -> u64 {
         let count = self.count(len);
         if count >= 64 { u64::MAX } else { (1 << count) - 1 }
     }
 
-    /// The bytes of a payload of `len` bytes that fragment `fragment` carries.
+    /// Returns the range that fragment `fragment` carries of a payload of `len` bytes.
     #[must_use]
     pub fn range(&self, len: usize, fragment: usize) -> Range<usize> {
         let start = (fragment * self.payload).min(len);
@@ -328,7 +334,7 @@ impl Fragmentation {
     }
 }
 
-/// A mask without its `count` lowest bits that are set.
+/// Returns the mask without its `count` lowest set bits.
 fn without_lowest(mask: u64, count: usize) -> u64 {
     if count >= mask.count_ones() as usize {
         return 0;
@@ -336,24 +342,25 @@ fn without_lowest(mask: u64, count: usize) -> u64 {
     (0..count).fold(mask, |rest, _| rest & (rest - 1))
 }
 
-/// The `count` lowest bits of a mask that are set.
+/// Returns only the `count` lowest set bits of the mask.
 fn lowest(mask: u64, count: usize) -> u64 {
     mask & !without_lowest(mask, count)
 }
 
-/// Takes the lowest bits of a mask that are set one after the other, if any are: where they lie.
+/// Removes the lowest run of consecutive set bits from the mask and returns its range. Returns
+/// `None` if no bit is set.
 const fn take_lowest_run(mask: &mut u64) -> Option<Range<usize>> {
     if *mask == 0 {
         return None;
     }
     let start = mask.trailing_zeros();
     let end = start + (*mask >> start).trailing_ones();
-    // The sum carries through the run, and past bit 63 out of the word.
+    // The carry of the addition clears the run; a carry out of bit 63 is dropped.
     *mask &= mask.wrapping_add(1 << start);
     Some(start as usize..end as usize)
 }
 
-/// Narrows a count that a window or the memory of the machine bounds.
+/// Narrows a count that is bounded by a window or by the machine's memory.
 fn to_usize(n: u64) -> usize {
     usize::try_from(n).unwrap_or(usize::MAX)
 }
@@ -414,12 +421,11 @@ mod tests {
         assert_eq!(stretches, [at(250, 6, 0), at(512, 257, 24)]);
     }
 
-    /// What the bytes of a payload are, one by one, whichever blocks are there and wherever it is
-    /// cut.
+    /// Checks each byte of a payload, for many masks and cuts.
     #[test]
     fn stretches_are_the_packed_blocks_cut_anywhere() {
         let short = f32s(60 * 256 + 256 * 3 + 10);
-        // Windows of 64 blocks, of which the last of the second is short.
+        // Two windows of 64 blocks; the last block of the second is short.
         let blocks_of_32 = Descriptor::sum(2 * 64 * 32 - 5, DType::F32).with_block(32).unwrap();
         let full = Geometry::new(&blocks_of_32);
         let mut cases = vec![];

@@ -1,4 +1,4 @@
-//! What an identity is called.
+//! The name of an identity.
 
 use alloc::string::String;
 use core::fmt;
@@ -7,24 +7,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::peer_text::{PeerText, Unshown};
 
-/// Most characters of a name: those of a common name in X.509 (RFC 5280, `ub-common-name`).
+/// The most characters of a name: the limit of an X.509 common name (RFC 5280, `ub-common-name`).
 pub const MAX_NAME: usize = 64;
-/// Most bytes of a name, whose characters may have four each.
+/// The most bytes of a name: a character may have four bytes.
 pub const MAX_NAME_BYTES: usize = 4 * MAX_NAME;
 
-/// The name of an identity, as its certificate has it or another process says it.
+/// The name of an identity, from its certificate or from a message of another process.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(from = "Unshown", into = "Unshown")]
 pub struct IdentityName {
     name: String,
-    /// Why what a peer said is no name. The name is not quite its own then.
+    /// The reason why the name from a peer is invalid, if it is. `name` is then escaped, and may
+    /// differ from the peer's name.
     unfit: Option<String>,
 }
 
-/// Checks a name that an identity is to be issued for.
+/// Checks a name for a new identity.
 ///
 /// # Errors
-/// A sentence that says what names there are.
+/// Returns a sentence that says which names are valid.
 pub fn check_new(name: &str) -> Result<(), String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     let first = name.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
@@ -37,11 +38,11 @@ pub fn check_new(name: &str) -> Result<(), String> {
     ))
 }
 
-/// Checks a name that a certificate holds, or that a peer says one does: other authorities than
-/// `racksum identity` issue names of other characters, or none.
+/// Checks a name from a certificate or from a peer's message. Certificates that `racksum identity`
+/// did not issue may have names with other characters, or no name.
 ///
 /// # Errors
-/// A sentence that says that it is too long, or not to be printed.
+/// Returns a sentence for the user if the name is too long or not printable.
 pub fn check(name: &str) -> Result<(), String> {
     let len = name.len();
     if len > MAX_NAME_BYTES {
@@ -62,7 +63,7 @@ impl IdentityName {
     /// Checks the name as [`check`] does.
     ///
     /// # Errors
-    /// The same sentence.
+    /// Returns the error of [`check`].
     pub fn check(&self) -> Result<(), String> {
         self.unfit.clone().map_or_else(|| check(&self.name), Err)
     }
@@ -75,8 +76,8 @@ impl From<&str> for IdentityName {
 }
 
 impl From<Unshown> for IdentityName {
-    /// Checks the name before it is made safe to show: an escaped one would pass, and be the name
-    /// of another identity.
+    /// Checks the name before it is escaped. An escaped name would pass the check and could be the
+    /// name of another identity.
     fn from(said: Unshown) -> Self {
         Self { name: PeerText::of(&said.0).into(), unfit: check(&said.0).err() }
     }
@@ -89,7 +90,7 @@ impl From<IdentityName> for Unshown {
 }
 
 impl fmt::Debug for IdentityName {
-    /// As a string, in quotes.
+    /// Writes the name as a quoted string.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.name, f)
     }

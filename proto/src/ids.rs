@@ -1,14 +1,14 @@
-//! Identities, one newtype each, so that a rank is never taken for a job.
+//! Identifiers, each its own newtype, so that a rank cannot be mistaken for a job.
 
 use alloc::string::{String, ToString};
 
 use serde::{Deserialize, Serialize};
 
-/// The number an aggregator gives a job when its first rank joins.
+/// The number that an aggregator assigns to a job when its first rank joins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct JobId(pub u32);
 
-/// One life of a job; a restart takes a greater one.
+/// The number of a job's life; each restart uses a greater one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Generation(pub u32);
 
@@ -16,11 +16,13 @@ pub struct Generation(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Rank(pub u16);
 
-/// One collective call of a job; ops are numbered in call order, from 0, the same at each rank.
+/// The number of a collective call of a job. Ops are numbered from 0 in call order, identically at
+/// each rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct OpId(pub u32);
 
-/// A window of an op. Ordered by op, then by place in the tensor; never reused in a generation.
+/// The identifier of a window. Windows are ordered by op, then by place in the tensor; none is
+/// reused in a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WindowId {
     /// The op.
@@ -33,7 +35,7 @@ impl Rank {
     /// The sender number that stands for the aggregator.
     pub const AGGREGATOR: Self = Self(u16::MAX);
 
-    /// The rank as an index into a table of the world.
+    /// Returns the rank as an index into a table with one entry per rank of the world.
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
@@ -41,15 +43,15 @@ impl Rank {
 }
 
 impl WindowId {
-    /// The window `index` of op `op`.
+    /// Returns the identifier of window `index` of op `op`.
     #[must_use]
     pub const fn new(op: OpId, index: u32) -> Self {
         Self { op, index }
     }
 }
 
-/// Lists ranks for a sentence: `3, 5, 9`. A peer may name thousands, so past [`MAX_LISTED`] the
-/// list only says how many more there are.
+/// Formats ranks as a list: `3, 5, 9`. A peer may name thousands, so the list counts the ranks past
+/// [`MAX_LISTED`] instead of naming them.
 #[must_use]
 pub fn listed(ranks: impl IntoIterator<Item = u16>) -> String {
     let (mut text, mut ranks) = (String::new(), ranks.into_iter());
@@ -63,7 +65,7 @@ pub fn listed(ranks: impl IntoIterator<Item = u16>) -> String {
     }
 }
 
-/// Most ranks that a sentence names.
+/// The most ranks that [`listed`] names.
 pub const MAX_LISTED: usize = 64;
 
 #[cfg(test)]

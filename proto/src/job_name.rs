@@ -1,4 +1,4 @@
-//! What a job is called.
+//! The name of a job.
 
 use alloc::borrow::ToOwned;
 use alloc::string::{String, ToString};
@@ -8,24 +8,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::peer_text::{PeerText, Unshown};
 
-/// Most bytes of a job's name, and of a group's.
+/// The most bytes of a job's name, and of a group's name.
 pub const MAX_NAME: usize = 128;
 
-/// The name of a job, and of one of its groups of ranks: each group sums by itself. Rules and
-/// limits are about jobs, with all their groups.
+/// The name of a job and of one of its groups of ranks. Each group sums separately. Rules and
+/// limits apply to a job with all its groups.
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(from = "Said")]
 pub struct JobName {
-    /// The job, as its user calls it.
+    /// The job's name, as its user writes it.
     pub name: String,
-    /// The group; empty for a job that has none.
+    /// The group's name; empty for a job without groups.
     pub group: String,
-    /// Why what a peer said is no name. The names are not quite its own then.
+    /// The reason why the names from a peer are invalid, if they are. `name` and `group` are then
+    /// escaped, and may differ from the peer's names.
     #[serde(skip)]
     unfit: Option<String>,
 }
 
-/// The names as a peer says them.
+/// The names as a peer sent them.
 #[derive(Deserialize)]
 struct Said {
     name: Unshown,
@@ -33,8 +34,8 @@ struct Said {
 }
 
 impl From<Said> for JobName {
-    /// Checks the names before they are made safe to show: an escaped one would pass, and be the
-    /// name of another job.
+    /// Checks the names before they are escaped. An escaped name would pass the check and could be
+    /// the name of another job.
     fn from(said: Said) -> Self {
         let said = Self::new(said.name.0, said.group.0);
         let plain = |name| PeerText::of(name).as_str().to_owned();
@@ -43,15 +44,15 @@ impl From<Said> for JobName {
 }
 
 impl JobName {
-    /// A job's name and its group's.
+    /// Creates a name from the job's name and the group's name.
     pub fn new(name: impl Into<String>, group: impl Into<String>) -> Self {
         Self { name: name.into(), group: group.into(), unfit: None }
     }
 
-    /// Checks the lengths of both names, and that others show them as they are.
+    /// Checks that both names have valid lengths and can be shown unchanged.
     ///
     /// # Errors
-    /// A sentence that says which is too long, missing, or not to be printed.
+    /// Returns a sentence that says which name is too long, missing or not printable.
     pub fn check(&self) -> Result<(), String> {
         if let Some(why) = &self.unfit {
             return Err(why.clone());
@@ -84,14 +85,14 @@ impl fmt::Display for JobName {
 }
 
 impl fmt::Debug for JobName {
-    /// As a string, in quotes.
+    /// Writes the name as a quoted string.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.to_string(), f)
     }
 }
 
 impl From<&str> for JobName {
-    /// A job without groups.
+    /// Creates the name of a job without groups.
     fn from(name: &str) -> Self {
         Self::new(name, "")
     }

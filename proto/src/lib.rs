@@ -1,13 +1,13 @@
-//! The protocol of racksum, sans-IO: wire layout, windows and masks, and both halves of the
-//! sliding-window sum as state machines.
+//! The sans-IO protocol of racksum: the wire layout, windows and masks, and the state machines of
+//! both sides of the sliding-window sum.
 //!
-//! Nothing here owns a socket, a clock, a thread or randomness: time and packets come in as
-//! arguments, and what is to be sent is polled out. Production, tests and the simulator
+//! This crate owns no sockets, clocks, threads or random numbers. Time and packets come in as
+//! arguments, and the driver polls for packets to send. Production, tests and the simulator
 //! therefore run the same code (invariant I8).
 //!
-//! Read [`descriptor::Descriptor`] for what an op is, [`geometry::Geometry`] for how it is cut
-//! into blocks, windows and fragments, then [`worker::Worker`] and [`aggregator::Aggregation`]
-//! for the two halves.
+//! Start with [`descriptor::Descriptor`], which defines an op, and [`geometry::Geometry`], which
+//! cuts an op into blocks, windows and fragments. Then read the two sides: [`worker::Worker`] and
+//! [`aggregator::Aggregation`].
 #![no_std]
 #![forbid(unsafe_code)]
 

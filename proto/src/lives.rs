@@ -1,29 +1,30 @@
-//! Lives of a job: which ranks may join one, and which may end it by beginning the next.
+//! The rules for the lives of a job: which ranks may join a life, and which may end it by starting
+//! the next.
 //!
-//! Aggregators and sidecars keep these rules alike. How a caller is known besides a secret is
-//! theirs to find out.
+//! Aggregators and sidecars share these rules. Each gathers the other evidence about a caller
+//! ([`Known`]) itself.
 
 use crate::auth::Key;
 
-/// How a caller is known to a life of a job, besides the job's secret.
+/// The evidence that connects a caller to a life of a job, apart from the job's secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Known {
-    /// Not at all.
+    /// The caller is unknown.
     Not,
-    /// It calls from where a rank of the life has called from, as other jobs may.
+    /// A rank of the life has called from the same place. Other jobs may call from there too.
     ByPlace,
-    /// It has the identity of a rank of the life.
+    /// The caller has the identity of a rank of the life.
     ByIdentity,
 }
 
-/// Returns whether a rank that shows this secret may join the life that began with `own`.
+/// Returns whether a rank that shows the secret `shown` may join the life that began with `own`.
 #[must_use]
 pub fn may_join(own: Option<Key>, shown: Option<Key>) -> bool {
     own.is_none() || own == shown
 }
 
-/// Returns whether a rank that shows this secret may end the life that began with `own`. A place is
-/// enough only where neither life has a secret.
+/// Returns whether a rank that shows the secret `shown` may end the life that began with `own`.
+/// [`Known::ByPlace`] is enough only if neither life has a secret.
 #[must_use]
 pub fn may_end(own: Option<Key>, shown: Option<Key>, known: Known) -> bool {
     match (own, shown) {

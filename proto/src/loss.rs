@@ -1,32 +1,32 @@
-//! How a rank was lost.
+//! Reasons for the loss of a rank.
 
 use serde::{Deserialize, Serialize};
 
-/// What became of a rank that is lost.
+/// The reason why a rank is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Loss {
-    /// Its process ended without a word: its host says so.
+    /// The rank's process exited unexpectedly, as its host reported.
     Died,
-    /// Nothing was heard of it for too long.
+    /// The rank sent nothing for too long.
     Silent,
-    /// It broke the connection, or does not keep to the protocol.
+    /// The rank dropped the connection or violated the protocol.
     Broke,
-    /// It left the job, and an op of others needs it.
+    /// The rank left the job, and an op of other ranks needs it.
     Left,
-    /// The aggregator that it had joined is gone, and contributes its share no more.
+    /// The aggregator that the rank had joined is lost and no longer contributes the rank's share.
     Relay,
 }
 
 impl Loss {
-    /// Whether a rank that was lost so is not in the job any more, wherever it may be: one that
-    /// others do not hear may go on elsewhere.
+    /// Returns whether a rank lost for this reason is certainly out of the job. Otherwise it may go
+    /// on at another aggregator: silence here does not mean that it has stopped.
     #[must_use]
     pub const fn is_certain(self) -> bool {
         matches!(self, Self::Died | Self::Left)
     }
 
-    /// What is said of one rank that was lost so.
+    /// Returns the sentence that describes the loss of one rank.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -1,4 +1,4 @@
-//! Reading what users call things: the other way round than each type's `name`.
+//! Parsing of the names that users write: the inverse of each type's `name` method.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -8,7 +8,7 @@ use crate::auth::DataAuth;
 use crate::control::OnRankLoss;
 use crate::dtype::{DType, Reduction, WireType};
 
-/// A name that nothing has.
+/// The error for an unknown name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there is no {what} {given:?}; there are {}", known.join(", "))]
 pub struct UnknownName {

@@ -1,21 +1,21 @@
-//! What the machines tell whoever watches: counters, traces, checkers.
+//! Events of the state machines, for observers: counters, traces and checkers.
 
 use crate::error::OpError;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::reject::Reject;
 
-/// Something that happened in a machine.
+/// An event in a state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event<'a> {
     /// A datagram changed nothing but a counter.
     Rejected(Reject),
-    /// A fragment that had arrived before came again.
+    /// A fragment arrived that had arrived before.
     Duplicate {
-        /// Who sent it.
+        /// The sender.
         from: Rank,
-        /// Its window.
+        /// The fragment's window.
         window: WindowId,
-        /// Its number.
+        /// The fragment's number.
         fragment: u8,
     },
     /// A rank opened a stretch of windows.
@@ -25,30 +25,30 @@ pub enum Event<'a> {
         /// The op.
         op: OpId,
     },
-    /// All that is owed of a window has arrived; it is folded now.
+    /// All owed contributions of a window have arrived, so it is folded now.
     Folded {
         /// The window.
         window: WindowId,
-        /// Blocks of the union.
+        /// The mask of blocks that at least one rank contributed.
         union: u64,
-        /// How many ranks contributed.
+        /// The number of ranks that contributed.
         contributors: u32,
     },
     /// Missing fragments were asked for.
     Asked {
-        /// Who was asked.
+        /// The rank that was asked.
         of: Rank,
         /// The first window asked for.
         from: WindowId,
     },
     /// Fragments were sent again.
     Again {
-        /// Their window.
+        /// The fragments' window.
         window: WindowId,
-        /// The fragments.
+        /// The mask of fragments.
         fragments: u64,
     },
-    /// A slot was given back: every rank has acknowledged its window.
+    /// A slot was freed: every rank has acknowledged its window.
     Retired {
         /// The window.
         window: WindowId,
@@ -62,14 +62,14 @@ pub enum Event<'a> {
     Failed {
         /// The op.
         op: OpId,
-        /// Why; `None` at the aggregator, where it is a disagreement.
+        /// The cause; `None` at the aggregator, where the cause is a mismatch of descriptors.
         error: Option<&'a OpError>,
     },
 }
 
-/// Watches a machine. The default does nothing and costs nothing.
+/// An observer of a state machine. The default does nothing and costs nothing.
 pub trait Observer {
-    /// Called as things happen.
+    /// Handles an event when it happens.
     fn on_event(&mut self, event: &Event<'_>) {
         let _ = event;
     }

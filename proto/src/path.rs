@@ -1,8 +1,8 @@
-//! Proof of a data path: before a rank joins, datagrams of full size go to every shard and back.
+//! Proof of a data path: before a rank joins, full-size datagrams travel to every shard and back.
 //!
-//! [`Datagram`] is the layout of a probe and its answer, [`Prover`] decides what is sent when and
-//! what came of it. The caller of an aggregator drives a prover: a worker, or an aggregator that
-//! calls its parent. Addresses and sockets are the driver's.
+//! [`Datagram`] is the layout of a probe and its answer. [`Prover`] decides when to send which
+//! probe, and evaluates the answers. The caller of an aggregator drives a prover: a worker, or an
+//! aggregator that calls its parent. The driver owns addresses and sockets.
 
 use alloc::collections::VecDeque;
 use alloc::string::String;
@@ -13,32 +13,32 @@ use core::net::{IpAddr, Ipv6Addr, SocketAddr};
 use crate::auth::Key;
 use crate::time::{Span, Time};
 
-/// "RP", which opens a probe and its answer: neither is a message of a job.
+/// "RP", the magic number of probes and answers, which are not messages of a job.
 const MAGIC: [u8; 2] = *b"RP";
 const VERSION: u8 = 1;
 
 /// A probe of a data path, or its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram {
-    /// What the aggregator gave the caller to show.
+    /// The token that the aggregator gave the caller.
     pub token: Key,
-    /// In an answer the address that the probe came from, as the shard sees it.
+    /// In an answer, the address that the probe came from, as the shard sees it.
     pub seen: Option<SocketAddr>,
-    /// Bytes of the whole datagram.
+    /// The size of the whole datagram, in bytes.
     pub size: u16,
 }
 
 impl Datagram {
-    /// The fewest bytes of a probe: all that an answer says has room in it.
+    /// The least size of a probe, in bytes: an answer of this size has room for all its fields.
     pub const LEN: usize = 40;
 
-    /// Whether a datagram is a probe or an answer, by how it opens.
+    /// Returns whether a datagram starts like a probe or an answer.
     #[must_use]
     pub fn is_one(datagram: &[u8]) -> bool {
         datagram.starts_with(&MAGIC)
     }
 
-    /// Writes the datagram, filled up with zeros; `out` is as long as it afterwards.
+    /// Writes the datagram, padded with zeros, and resizes `out` to its length.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.clear();
         out.resize(usize::from(self.size).max(Self::LEN), 0);
@@ -57,7 +57,7 @@ impl Datagram {
         out[38..40].copy_from_slice(&self.size.to_be_bytes());
     }
 
-    /// Reads a datagram; none if it is not whole, or of another version.
+    /// Reads a datagram; returns `None` unless the datagram is complete and of this version.
     #[must_use]
     pub fn decode(datagram: &[u8]) -> Option<Self> {
         let head: &[u8; Self::LEN] = datagram.first_chunk()?;
@@ -76,26 +76,26 @@ impl Datagram {
     }
 }
 
-/// What came of the probes of one shard.
+/// The result of the probes of one shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Passed {
-    /// Bytes of the largest probe that was answered; 0 for none.
+    /// The size of the largest probe that was answered, in bytes; 0 if none was.
     pub size: u16,
-    /// Where the shard saw the caller.
+    /// The caller's address, as the shard sees it.
     pub seen: Option<SocketAddr>,
 }
 
 /// Finds the largest datagrams that pass to each shard and back.
 ///
-/// It first tries the wanted size alone, which one round trip proves on most paths, and then a
-/// ladder of sizes, in rounds whose pauses double. Drive it with [`Prover::poll_transmit`] until
-/// there is nothing, wait until [`Prover::poll_timeout`] for answers, and stop once
-/// [`Prover::is_over`].
+/// The prover first tries the wanted size alone, which proves most paths in one round trip. Then it
+/// tries a ladder of sizes in rounds with doubling pauses. The driver sends what
+/// [`Prover::poll_transmit`] returns until that is `None`, waits for answers until
+/// [`Prover::poll_timeout`], and stops once [`Prover::is_over`].
 #[derive(Debug)]
 pub struct Prover {
-    /// Descending; the first is wanted.
+    /// The sizes to try, descending; the first is the wanted size.
     sizes: Vec<u16>,
-    /// The least size that is of use.
+    /// The least useful size.
     least: u16,
     shards: Vec<Passed>,
     due: VecDeque<(usize, u16)>,
@@ -105,8 +105,9 @@ pub struct Prover {
 }
 
 impl Prover {
-    /// A prover of the paths to so many shards. It tries datagrams of `wanted` bytes, and smaller
-    /// ones of `ladder`, of which those of less than `least` only show that anything passes.
+    /// Creates a prover for the paths to `shards` shards. The prover tries datagrams of `wanted`
+    /// bytes and the smaller sizes of `ladder`. Sizes less than `least` only show that some
+    /// datagrams pass.
     #[must_use]
     pub fn new(now: Time, shards: usize, wanted: u16, least: u16, ladder: &[u16]) -> Self {
         let mut sizes: Vec<u16> = ladder.iter().copied().filter(|size| *size < wanted).collect();
@@ -117,12 +118,12 @@ impl Prover {
         Self { sizes, least, shards, due: VecDeque::new(), began: now, round: 0, next: now }
     }
 
-    /// The next probe to send: to which shard, and of how many bytes.
+    /// Returns the next probe to send: its shard and its size in bytes.
     pub fn poll_transmit(&mut self, now: Time) -> Option<(usize, u16)> {
         if self.due.is_empty() && now >= self.next && !self.is_over(now) {
             let tried = if self.round == 0 { 1 } else { self.sizes.len() };
             for (shard, passed) in self.shards.iter().enumerate() {
-                // A smaller one than has passed shows nothing.
+                // A probe that is not larger than an answered one gives no information.
                 let larger = self.sizes[..tried].iter().filter(|size| **size > passed.size);
                 self.due.extend(larger.map(|size| (shard, *size)));
             }
@@ -132,7 +133,7 @@ impl Prover {
         self.due.pop_front()
     }
 
-    /// Takes an answer of a shard.
+    /// Records an answer from a shard.
     pub fn handle_answer(&mut self, shard: usize, size: u16, seen: SocketAddr) {
         if let Some(passed) = self.shards.get_mut(shard).filter(|passed| passed.size < size)
             && self.sizes.contains(&size)
@@ -141,75 +142,77 @@ impl Prover {
         }
     }
 
-    /// When there is something to do if nothing arrives.
+    /// Returns the time at which the prover must act if no answer arrives.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
         self.next.min(self.began + self.patience())
     }
 
-    /// Whether there is no more to find out: the wanted size passes everywhere, or larger ones than
-    /// do have had their time.
+    /// Returns whether the proof is over: the wanted size passes to all shards, or the time for
+    /// larger sizes has run out.
     #[must_use]
     pub fn is_over(&self, now: Time) -> bool {
         let all = |size: u16| self.shards.iter().all(|passed| passed.size >= size);
         all(self.sizes[0]) || now.since(self.began) >= self.patience()
     }
 
-    /// How long it goes on: while nothing of use has passed there is more to hope for.
+    /// Returns how long the prover tries. It tries longer until every shard has a useful size.
     fn patience(&self) -> Span {
         let is_useful = self.shards.iter().all(|passed| passed.size >= self.least);
         if is_useful { NARROW_PATIENCE } else { BLOCKED_PATIENCE }
     }
 
-    /// What came of it, by shard.
+    /// Returns the results, by shard.
     #[must_use]
     pub fn passed(&self) -> &[Passed] {
         &self.shards
     }
 }
 
-/// Why a data path is of no use. The sentences are for whoever runs the caller.
+/// A blocked data path. Its `Display` text is for the operator of the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocked {
     /// The shard's address.
     pub shard: SocketAddr,
-    /// The caller's, as it knows it.
+    /// The caller's expected address: the IP address of its calls, and its data port.
     pub caller: SocketAddr,
-    /// What does not pass.
+    /// The cause of the block.
     pub what: Obstacle,
 }
 
-/// What is in the way of a data path.
+/// The cause of a blocked data path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
-    /// Nothing arrives at the shard.
+    /// No probe arrives at the shard.
     Up,
-    /// Probes of so many bytes arrive at the shard, and no answer comes back.
+    /// Probes of up to `arrived` bytes arrive at the shard, but no answer comes back.
     Down {
-        /// Of the largest.
+        /// The size of the largest probe that arrived, in bytes.
         arrived: u16,
     },
-    /// Datagrams of `size` bytes, which are needed, do not arrive at the shard, or their answers do
-    /// not come back; the largest for which both is so have `passed` bytes.
+    /// Datagrams of the needed `size` do not pass to the shard and back. The largest datagrams that
+    /// do have `passed` bytes.
     Size {
-        /// Bytes that are needed.
+        /// The needed size, in bytes.
         size: u16,
-        /// Bytes of the largest that pass.
+        /// The largest size that passes both ways, in bytes.
         passed: u16,
-        /// They arrive at the shard: it is the answers that do not pass.
+        /// Whether datagrams of the needed size arrive at the shard, so that only the answers do
+        /// not pass.
         arrives: bool,
     },
-    /// The shard sees the caller elsewhere than where it is, or than it is called from.
+    /// The shard sees the caller at an address or port other than the expected one.
     Translated {
-        /// Where.
+        /// The address that the shard sees.
         seen: SocketAddr,
     },
 }
 
 impl Blocked {
-    /// What is in the way to a shard, if anything is: of what `passed` to it and back, at least
-    /// `least` bytes are needed; probes of `arrived` bytes arrived there at most. The aggregator
-    /// sees calls of this caller come from `caller`'s IP address; data is to come from its port.
+    /// Returns the obstacle on the path to a shard, or `None` if datagrams of `least` bytes pass.
+    /// `passed` is the result of the probes. `arrived` is the size of the largest probe that
+    /// arrived at the shard. `caller` has the IP address of the caller's calls, as the aggregator
+    /// sees it, and the port that data must come from.
     #[must_use]
     pub fn find(
         shard: SocketAddr,
@@ -233,7 +236,7 @@ impl Blocked {
     }
 }
 
-/// Whether two addresses are the same; IPv4 may be written as IPv6 (`::ffff:a.b.c.d`).
+/// Returns whether two addresses are the same. IPv4 may be written as IPv6 (`::ffff:a.b.c.d`).
 fn is_same(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() == other.port() && one.ip().to_canonical() == other.ip().to_canonical()
 }
@@ -277,20 +280,20 @@ impl fmt::Display for Blocked {
     }
 }
 
-/// MTUs of common links and tunnels, at which a ladder of sizes is tried.
+/// The MTUs of common links and tunnels, from which a ladder of sizes is built.
 pub const COMMON_MTUS: [usize; 13] =
     [9000, 8900, 4000, 1500, 1492, 1476, 1450, 1440, 1420, 1400, 1380, 1340, 1280];
-/// A probe that any network passes: a sign that size alone is in the way.
+/// The size of a probe that passes any network. If only small probes pass, size is the obstacle.
 pub const SMALL: u16 = 200;
 
-/// Until the second round; the pause doubles from then on.
+/// The pause before the second round; later pauses double.
 const FIRST_PAUSE: Span = Span::from_millis(100);
-/// How often it doubles.
+/// The number of times that the pause doubles.
 const MOST_DOUBLED: u32 = 3;
-/// When a path is taken for narrow of which the wanted size was not answered.
+/// The time after which a path counts as narrow if the wanted size was not answered.
 const NARROW_PATIENCE: Span = Span::from_millis(2_300);
-/// When a path is taken for blocked. With what it takes to call and to ask why, less than five
-/// seconds.
+/// The time after which a path counts as blocked. A failed proof, including the call and the
+/// request for the reason, takes less than five seconds.
 const BLOCKED_PATIENCE: Span = Span::from_millis(3_000);
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Text that another process wrote, made safe to show: on a terminal, in a log, in an error.
+//! Text from another process, made safe to show on a terminal, in a log or in an error.
 //!
-//! Every text field of a message is read through [`PeerText::string`] or its siblings, which `cargo
-//! xtask tidy` checks, and every error that may quote a peer is shown through [`PeerText::of`]. So
-//! nothing that comes in from outside can be shown as it came.
+//! Every text field of a message is read with [`PeerText::string`] or a similar function, which
+//! `cargo xtask tidy` checks. Every error that may quote a peer is shown with [`PeerText::of`]. So
+//! no text from outside is shown unescaped.
 
 use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
@@ -13,18 +13,18 @@ use core::ops::Deref;
 use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
-/// Text of a peer: one line of printable characters, at most [`PeerText::MAX`] bytes of them.
+/// Text from a peer: one line of printable characters, at most [`PeerText::MAX`] bytes.
 ///
-/// Control characters, line ends, and the characters that reorder or hide text are written as Rust
-/// escapes them (`\n`, `\u{1b}`). What is cut off is counted at the end.
+/// Control characters, line ends, and characters that reorder or hide text are written as Rust
+/// escapes (`\n`, `\u{1b}`). If text is cut off, its end says how many bytes are missing.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PeerText(String);
 
 impl PeerText {
-    /// Most bytes of a text.
+    /// The most bytes of a text.
     pub const MAX: usize = 4096;
 
-    /// Makes a text of what a peer said, or of an error that may quote it.
+    /// Makes safe text from a peer's message, or from an error that may quote one.
     #[must_use]
     pub fn of(what: impl fmt::Display) -> Self {
         let mut plain = Plain::default();
@@ -33,67 +33,68 @@ impl PeerText {
         Self(plain.finish())
     }
 
-    /// Whether a text is shown as it is.
+    /// Returns whether `text` is shown unchanged.
     #[must_use]
     pub fn is_plain(text: &str) -> bool {
         *Self::of(text) == *text
     }
 
-    /// The text.
+    /// Returns the text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Reads the text of a message's field, for `#[serde(deserialize_with)]`.
+    /// Reads a text field of a message, for `#[serde(deserialize_with)]`.
     ///
     /// # Errors
     ///
-    /// The deserializer's, when there is no text.
+    /// Returns the deserializer's error if the field is not a text.
     pub fn string<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
         Self::deserialize(from).map(String::from)
     }
 
-    /// Writes the text of a message's field as it will be read, for `#[serde(serialize_with)]`: one
-    /// that is long, since it quotes others, makes no message that is too long to be sent.
+    /// Writes a text field of a message as its reader will show it, for `#[serde(serialize_with)]`.
+    /// The limit on its length keeps the message short enough to send, even if the text quotes
+    /// others.
     ///
     /// # Errors
     ///
-    /// The serializer's.
+    /// Returns the serializer's error.
     pub fn write<S: Serializer>(text: &str, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(&Self::of(text))
     }
 
-    /// Reads a text that may be missing, likewise.
+    /// Reads an optional text field of a message, for `#[serde(deserialize_with)]`.
     ///
     /// # Errors
     ///
-    /// The deserializer's, when there is something else.
+    /// Returns the deserializer's error if the field is neither a text nor empty.
     pub fn option<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
         Ok(Option::<Self>::deserialize(from)?.map(String::from))
     }
 
-    /// Reads several texts, likewise.
+    /// Reads a list of texts of a message, for `#[serde(deserialize_with)]`.
     ///
     /// # Errors
     ///
-    /// The deserializer's, when there is something else.
+    /// Returns the deserializer's error if the field is not a list of texts.
     pub fn list<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
         Ok(Vec::<Self>::deserialize(from)?.into_iter().map(String::from).collect())
     }
 
-    /// Reads counts by what they count, likewise.
+    /// Reads named counts of a message, for `#[serde(deserialize_with)]`.
     ///
     /// # Errors
     ///
-    /// The deserializer's, when there is something else.
+    /// Returns the deserializer's error if the field is not a map from texts to counts.
     pub fn counts<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, u64>, D::Error> {
         let counts = BTreeMap::<Self, u64>::deserialize(from)?;
         Ok(counts.into_iter().map(|(what, count)| (what.into(), count)).collect())
     }
 }
 
-/// Text of a peer that is parsed and never shown. Its `Debug` tells only its length.
+/// Text from a peer that is parsed and never shown. Its `Debug` output shows only the length.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Unshown(pub String);
@@ -162,13 +163,13 @@ impl<'de> Deserialize<'de> for PeerText {
     }
 }
 
-/// A writer that keeps what may be shown, and counts what it cuts off.
+/// A writer that keeps printable text and counts the bytes that it cuts off.
 #[derive(Default)]
 struct Plain {
     text: String,
-    /// Bytes of `text` that stay if something is cut off.
+    /// Bytes of `text` that stay if the text is cut.
     kept: usize,
-    /// Bytes as they came, of what is behind `kept`.
+    /// Bytes of the original text after `kept`.
     behind: usize,
     cut: bool,
 }
@@ -216,8 +217,8 @@ impl fmt::Write for Plain {
     }
 }
 
-/// Bytes that stay of a text that is cut: the count behind it fits what is left of the most, so
-/// that a text which was cut is not cut again.
+/// The bytes that a cut text keeps. The count after it fits in the rest of [`PeerText::MAX`], so
+/// that a cut text is not cut again.
 const ROOM: usize = PeerText::MAX - 48;
 
 #[cfg(test)]

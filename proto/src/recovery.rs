@@ -1,25 +1,26 @@
-//! What was asked for again, and whether the answer is lost too.
+//! Recovery of lost datagrams: which fragments were asked for, and whether the answers are lost
+//! too.
 //!
-//! Both halves send a window's fragments in order, and answer questions in the order in which
-//! they come. So a fragment that others have overtaken is lost, and so is an answer that the
-//! answer to a later question has overtaken. No timer has to run out to know it.
+//! Both sides send a window's fragments in order, and answer asks in order of arrival. So a
+//! fragment is lost if later fragments have overtaken it, and an answer is lost if the answer to a
+//! later ask has overtaken it. Neither needs a timer.
 
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 
-/// Fragments of one window that were asked for.
+/// The fragments of one window that were asked for.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Asked {
-    /// Those that have not arrived since.
+    /// Asked fragments that have not arrived yet.
     fragments: u64,
-    /// When they were last asked for.
+    /// The time of the last ask.
     at: Time,
-    /// How often any of them was asked for again. Then its answer measures nothing (Karn), and
-    /// is waited for longer.
+    /// The number of repeated asks. The answer to a repeated ask is not measured (Karn), and its
+    /// timeout is longer.
     repeated: u32,
 }
 
-/// The latest question that was answered: when it was asked, and about which position.
+/// The latest ask that was answered: its time and position.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Answered {
     at: Time,
@@ -27,12 +28,12 @@ pub(crate) struct Answered {
 }
 
 impl Answered {
-    /// No question was answered yet.
+    /// The value before any ask is answered.
     pub(crate) const NONE: Self = Self { at: Time(0), position: 0 };
 }
 
 impl Asked {
-    /// Notes that `fragments` are asked for.
+    /// Records that `fragments` are asked for.
     pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
         if fragments == 0 {
             return;
@@ -42,12 +43,13 @@ impl Asked {
         self.at = now;
     }
 
-    /// Forgets what there is not, now that the window's fragments are known to be `all`.
+    /// Forgets all fragments outside `all`, now that the window's fragments are known.
     pub(crate) const fn limit(&mut self, all: u64) {
         self.fragments &= all;
     }
 
-    /// What of `lost` to ask for now: all but what is asked for and may still come.
+    /// Returns which of the `lost` fragments to ask for now: all except those whose answer may
+    /// still arrive.
     pub(crate) fn due(
         &self,
         lost: u64,
@@ -65,10 +67,10 @@ impl Asked {
         if overtaken || late { lost } else { fresh }
     }
 
-    /// Takes a fragment that arrived at `now`, if it was asked for. Returns how long its answer
-    /// took once all is here, since the fragments of one answer are no more than one measurement;
-    /// `None` in it where it cannot be told. One that was not sent `again` was asked for too early:
-    /// that measures nothing, but the question is settled, and no answer to it is to be awaited.
+    /// Takes a fragment that arrived at `now`, if it was asked for. Once all asked fragments have
+    /// arrived, returns how long the answer took: all fragments of one answer are one measurement.
+    /// The inner value is `None` if an ask was repeated. A fragment without `again` was asked for
+    /// too early. It settles the ask, so no answer is awaited, but it gives no measurement.
     pub(crate) fn answer(
         &mut self,
         fragment: u64,
@@ -90,7 +92,7 @@ impl Asked {
     }
 }
 
-/// Fragments of a window that were sent again to one receiver, and when the last of them were.
+/// The fragments of a window that were sent again to one receiver, and the time of the last.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Again {
     fragments: u64,
@@ -98,13 +100,13 @@ pub(crate) struct Again {
 }
 
 impl Again {
-    /// What of `wanted` may be lost again: all but what is still under way.
+    /// Returns which of the `wanted` fragments may be lost again: all except those still in flight.
     pub(crate) fn may_be_lost(&self, wanted: u64, now: Time, round_trip: Span) -> u64 {
         let under_way = now.since(self.at) < round_trip;
         if under_way { wanted & !self.fragments } else { wanted }
     }
 
-    /// Notes that `fragments` are sent again now.
+    /// Records that `fragments` are sent again now.
     pub(crate) fn note(&mut self, fragments: u64, now: Time, round_trip: Span) {
         if now.since(self.at) >= round_trip {
             self.fragments = 0;
@@ -114,9 +116,9 @@ impl Again {
     }
 }
 
-/// The fragments of a window that must have been sent, now that `fragment` has arrived for the
-/// first time or `again`: all but as many behind it as networks reorder were overtaken (the
-/// packet threshold of RFC 9002). What is sent again is sent after all of its window.
+/// Returns the fragments of a window that must have been overtaken when `fragment` arrives for the
+/// first time or `again`. The nearest earlier fragments are left out, since networks reorder (the
+/// packet threshold of RFC 9002). Fragments are sent again only after the whole window was sent.
 pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
     match fragment.checked_sub(REORDERING - 1) {
         _ if again => u64::MAX,
@@ -125,17 +127,17 @@ pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
     }
 }
 
-/// Whether all earlier windows must have been sent, now that this fragment of a window has
-/// arrived, for the first time or `again`, and has made the window `complete` or not.
+/// Returns whether all earlier windows must have been overtaken when this fragment arrives.
+/// `complete` is set if the fragment completes its window, and `again` if it was sent again.
 pub(crate) const fn proves_earlier(fragment: u8, complete: bool, again: bool) -> bool {
     complete || again || fragment + 1 >= REORDERING
 }
 
-/// Datagrams that may overtake another before it counts as lost.
+/// The number of later datagrams that must arrive before a datagram counts as lost.
 const REORDERING: u8 = 3;
 
-/// Windows whose losses are gathered into one ask, unless the oldest of them holds all others up:
-/// an ask and its answer cost a host as much as a whole window does.
+/// The number of windows whose losses are gathered into one ask. An ask and its answer cost a host
+/// as much as a whole window. A window that holds up all others is asked for at once.
 pub(crate) const GATHERED_WINDOWS: u64 = 2;
 
 #[cfg(test)]

@@ -1,53 +1,53 @@
-//! Why a datagram changed nothing, and how often each reason came.
+//! Reasons for rejected datagrams, and a counter for each.
 
-/// Why a datagram changed nothing but a counter. The discriminant indexes the drop counters.
+/// The reason why a datagram changed nothing but a counter. The discriminant indexes the counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Reject {
-    /// Shorter than a header, or than its header says.
+    /// The datagram is shorter than a header, or than its header says.
     Truncated,
-    /// The magic number is another protocol's.
+    /// The magic number belongs to another protocol.
     Magic,
-    /// A version of the protocol that this build does not speak.
+    /// This build does not support the protocol version.
     Version,
-    /// An unknown kind, or one that this side does not take.
+    /// The kind is unknown, or this side does not accept it.
     Kind,
-    /// A bit that must be zero is not.
+    /// A bit that must be zero is set.
     Reserved,
-    /// Another job's.
+    /// The datagram belongs to another job.
     Job,
-    /// Not authentic: no holder of the key has made it.
+    /// The authentication failed: no holder of the key made the datagram.
     Forged,
-    /// Authentic, and taken before, or too old to tell.
+    /// The datagram is authentic, but was accepted before, or is too old to tell.
     Replayed,
-    /// Another generation's: an earlier life of the job.
+    /// The datagram belongs to another generation, such as an earlier life of the job.
     Generation,
-    /// No such rank, or not from the address the rank joined with.
+    /// The rank does not exist, or the address differs from the one the rank joined with.
     Sender,
-    /// No such lane or shard.
+    /// The lane or shard does not exist.
     Stream,
-    /// The body is not what its kind asks for.
+    /// The body is malformed for its kind.
     Body,
-    /// The descriptor is impossible in itself.
+    /// The descriptor is invalid in itself.
     Descriptor,
-    /// An op or window that was settled before.
+    /// The op or window is already settled.
     Stale,
-    /// Data of a window whose op the sender has not opened (or whose open was lost).
+    /// The data is of a window that the sender has not opened, or whose open was lost.
     Unopened,
-    /// Data of a window that the sender's open said is zero.
+    /// The data is of a window that the sender opened as zero.
     Unowed,
-    /// Further ahead than the pool reaches.
+    /// The window is beyond the reach of the pool.
     BeyondPool,
-    /// More ops ahead than the job was granted.
+    /// The op is further ahead than the job was granted.
     BeyondOps,
     /// The block mask, the length or the fragment number does not fit the window.
     Shape,
-    /// The job's messages cost the shard more than the job's share of it.
+    /// The job's messages cost the shard more than the job's share of its time.
     Overdrawn,
 }
 
 impl Reject {
-    /// How many reasons there are.
+    /// The number of reasons.
     pub const COUNT: usize = 20;
 
     /// All reasons, in the order of their discriminants.
@@ -74,7 +74,7 @@ impl Reject {
         Self::Overdrawn,
     ];
 
-    /// The reason's name in counters.
+    /// Returns the reason's name in counters.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -102,34 +102,34 @@ impl Reject {
     }
 }
 
-/// How many datagrams were rejected, by reason.
+/// The number of rejected datagrams for each reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Rejects([u64; Reject::COUNT]);
 
 impl Rejects {
-    /// Counts one.
+    /// Counts one datagram rejected for `reject`.
     pub fn count(&mut self, reject: Reject) {
         self.0[reject as usize] += 1;
     }
 
-    /// How many were rejected for `reject`.
+    /// Returns the number of datagrams rejected for `reject`.
     #[must_use]
     pub const fn of(&self, reject: Reject) -> u64 {
         self.0[reject as usize]
     }
 
-    /// The reasons, and how many were rejected for each.
+    /// Returns each reason with its number of rejected datagrams.
     pub fn iter(&self) -> impl Iterator<Item = (Reject, u64)> {
         Reject::ALL.into_iter().zip(self.0)
     }
 
-    /// How many were rejected in all.
+    /// Returns the total number of rejected datagrams.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
     }
 
-    /// Adds another's counts to these.
+    /// Adds the counts of `other`.
     pub fn add(&mut self, other: &Self) {
         for (mine, theirs) in self.0.iter_mut().zip(other.0) {
             *mine += theirs;

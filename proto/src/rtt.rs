@@ -1,8 +1,8 @@
-//! Round-trip estimate and retransmission timeout, after Jacobson's estimator (RFC 6298).
+//! Round-trip estimate and retransmission timeout with Jacobson's estimator (RFC 6298).
 //!
-//! A window's result also waits for the other ranks, and for what they lost. So patience with it is
-//! bounded by a multiple of what waits for nobody, the answer to a question. To ask too early costs
-//! one small datagram; to ask too late stops everyone.
+//! The round trip of a window's result includes the wait for other ranks and for their lost
+//! datagrams. So the wait for a result is bounded by a multiple of the round trip of an ask, which
+//! waits for no rank. An early ask costs one small datagram; a late ask stalls every rank.
 
 use crate::time::Span;
 
@@ -12,19 +12,19 @@ pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
     measured: bool,
-    /// A question since the last measurement was asked again.
+    /// An ask was repeated since the last measurement.
     repeated: bool,
 }
 
 impl Rtt {
-    /// An estimate to start from, until the first measurement replaces it.
+    /// Creates an estimate that starts at `initial`, until the first measurement replaces it.
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
         Self { smoothed_ns: ns, variation_ns: ns / 2, measured: false, repeated: false }
     }
 
-    /// Takes one measured round trip.
+    /// Records one measured round trip.
     pub fn sample(&mut self, rtt: Span) {
         if !self.measured {
             *self = Self { measured: true, ..Self::new(rtt) };
@@ -36,10 +36,10 @@ impl Rtt {
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
     }
 
-    /// Takes the time that an answer took. One that was asked for again measures nothing; but the
-    /// next question is given twice as long until one does, or else an estimate that is too short
-    /// would have each of them asked again (Karn and Partridge, SIGCOMM 1987). Not longer: under
-    /// heavy loss few are asked only once.
+    /// Records how long an answer took, or `None` if its ask was repeated. A repeated ask gives no
+    /// sample; instead the timeout doubles until the next sample (Karn and Partridge, SIGCOMM
+    /// 1987). Otherwise an estimate that is too short would repeat every ask. The timeout doubles
+    /// only once: under heavy loss, few asks are sent only once.
     pub(crate) fn answered(&mut self, took: Option<Span>) {
         match took {
             Some(took) => self.sample(took),
@@ -47,7 +47,7 @@ impl Rtt {
         }
     }
 
-    /// How long to wait for an answer before asking again the first time.
+    /// Returns how long to wait for an answer before the first repeated ask.
     #[must_use]
     pub fn timeout(&self) -> Span {
         let timeout = self.smoothed_ns + (4 * self.variation_ns).max(Self::GRANULARITY.0);
@@ -55,14 +55,15 @@ impl Rtt {
         Span(timeout.clamp(Self::MIN_TIMEOUT.0, Self::MAX_TIMEOUT.0))
     }
 
-    /// How long to wait after `attempts` questions without an answer.
+    /// Returns how long to wait after `attempts` asks without an answer.
     #[must_use]
     pub fn backed_off(&self, attempts: u32) -> Span {
         Self::back_off(self.timeout(), attempts, Self::MAX_BACKOFF)
     }
 
-    /// The same where what was measured has waited for others too, and `alone` has not: no longer
-    /// than a few times that.
+    /// Returns how long to wait after `attempts` asks, if answers also wait for other ranks.
+    /// `alone` is the estimate for answers that wait for no rank: a few times its round trip bounds
+    /// the timeout.
     #[must_use]
     pub fn patience(&self, alone: &Self, attempts: u32) -> Span {
         let most = Span(Self::MOST_TIMES * alone.smoothed_ns).max(Self::PATIENCE);
@@ -74,17 +75,17 @@ impl Rtt {
         Span(timeout.saturating_mul(1 << attempts.min(10)).min(most.0))
     }
 
-    /// A scheduler's hiccup is not a loss.
+    /// The least margin over the smoothed round trip: a scheduling delay is not a loss.
     const GRANULARITY: Span = Span::from_micros(500);
     const MIN_TIMEOUT: Span = Span::from_millis(2);
-    /// Patience is bounded by this many times the other round trip, or by this much if that is
-    /// less.
+    /// The bound of the timeout in `patience`, as a multiple of the other round trip.
+    /// [`Self::PATIENCE`] applies if it is longer.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
     const MAX_TIMEOUT: Span = Span::from_millis(100);
     const MAX_BACKOFF: Span = Span::from_millis(100);
-    /// A probe and its answer are small, and what is lost while others are waited for is not known
-    /// before the next.
+    /// The longest backoff of `patience`, unless the timeout itself is longer. A probe and its
+    /// answer are small, and only the next probe reveals a loss during the wait for other ranks.
     const MAX_PATIENCE: Span = Span::from_millis(25);
 }
 
@@ -96,7 +97,7 @@ mod tests {
     fn the_first_sample_replaces_the_guess() {
         let mut rtt = Rtt::new(Span::from_millis(100));
         rtt.sample(Span::from_millis(4));
-        // The sample, and four times half of it.
+        // The first sample plus four times half of it.
         assert_eq!(rtt.timeout(), Span::from_millis(12));
     }
 

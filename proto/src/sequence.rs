@@ -1,10 +1,10 @@
-//! The ops of one stream in order, and the stream's window numbers.
+//! The ops of one stream in order, and the stream's window positions.
 //!
-//! On the wire a window is named by its op and its place in the tensor, which means the same to
-//! everyone whatever else went wrong. Within a stream its windows are also numbered one after
-//! the other over all ops: slots and credits count these *positions*. Each side numbers for
-//! itself; an op that failed because the descriptors differ may have left the sides with
-//! different counts, which costs a retransmission at worst.
+//! On the wire, a window is identified by its op and its place in the tensor, which stays
+//! unambiguous after any error. Within a stream, windows also have consecutive numbers over all
+//! ops: slots and credits count these *positions*. Each side numbers for itself. After an op fails
+//! because the descriptors differ, the counts of both sides may differ, which costs at most a
+//! retransmission.
 
 use alloc::collections::VecDeque;
 
@@ -12,27 +12,27 @@ use crate::descriptor::Descriptor;
 use crate::geometry::{Geometry, Stripe};
 use crate::ids::{OpId, WindowId};
 
-/// An op as one stream sees it.
+/// An op within one stream.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StreamOp {
     pub(crate) op: OpId,
-    /// Position of the op's first window in this stream.
+    /// The position of the op's first window in this stream.
     pub(crate) base: u64,
     pub(crate) stripe: Stripe,
     pub(crate) geometry: Geometry,
-    /// The op failed: its positions are skipped.
+    /// Whether the op failed, so that its positions are skipped.
     pub(crate) failed: bool,
-    /// At a worker: some of it was opened.
+    /// Whether this side, a worker, has opened some of the op.
     pub(crate) opened: bool,
 }
 
 impl StreamOp {
-    /// The position after the op's last window in this stream.
+    /// Returns the position after the op's last window in this stream.
     pub(crate) fn end(&self) -> u64 {
         self.base + u64::from(self.stripe.len())
     }
 
-    /// The window at `position`, which lies within the op.
+    /// Returns the window at `position`, which must lie within the op.
     pub(crate) fn window(&self, position: u64) -> WindowId {
         debug_assert!((self.base..self.end()).contains(&position));
         // A stripe's length is a u32, so the difference fits one.
@@ -41,40 +41,40 @@ impl StreamOp {
     }
 }
 
-/// The ops of a stream that are not settled, oldest first.
+/// The unsettled ops of a stream, oldest first.
 #[derive(Debug)]
 pub(crate) struct Sequence {
     ops: VecDeque<StreamOp>,
     /// The position after the last op.
     end: u64,
-    /// The last op that was dropped from the front.
+    /// The last op that was removed from the front.
     settled: Option<OpId>,
-    /// The last of those that was opened and did not fail.
+    /// The last removed op that was opened and did not fail.
     opened: Option<OpId>,
-    /// How many ops there is room for.
+    /// The most ops that the sequence may hold.
     capacity: usize,
 }
 
 impl Sequence {
-    /// An empty sequence for at most `capacity` ops, none of which comes before `first`.
+    /// Creates an empty sequence for at most `capacity` ops, the earliest of which is `first`.
     pub(crate) fn new(capacity: usize, first: OpId) -> Self {
         let ops = VecDeque::with_capacity(capacity);
         Self { ops, end: 0, settled: first.0.checked_sub(1).map(OpId), opened: None, capacity }
     }
 
-    /// Makes room for at least so many ops in all.
+    /// Makes room for at least `ops` ops in total.
     pub(crate) fn expect(&mut self, ops: usize) {
         self.capacity = self.capacity.max(ops);
     }
 
-    /// Whether there is room for one more op, as [`Self::make_room_for`] makes it.
+    /// Makes room for one more op, like [`Self::make_room_for`].
     pub(crate) fn make_room(&mut self, passed: impl Fn(&StreamOp) -> bool) -> bool {
         self.make_room_for(1, passed)
     }
 
-    /// Whether there is room for so many more ops. If there is not, those that failed and are
-    /// `passed` make room: no position of theirs is ever looked up again. The last op stays, since
-    /// the next comes after it.
+    /// Makes room for `ops` more ops, and returns whether there is enough. If necessary, removes
+    /// the failed ops for which `passed` returns true, since nothing looks up their positions
+    /// again. The last op stays, since the next op follows it.
     pub(crate) fn make_room_for(&mut self, ops: usize, passed: impl Fn(&StreamOp) -> bool) -> bool {
         if self.ops.len().saturating_add(ops) > self.capacity {
             let last = self.last();
@@ -83,7 +83,7 @@ impl Sequence {
         self.ops.len().saturating_add(ops) <= self.capacity
     }
 
-    /// Appends an op and returns its first position. There is room for it.
+    /// Appends an op and returns its first position. The caller makes room first.
     pub(crate) fn push(&mut self, op: OpId, descriptor: &Descriptor, stripe: Stripe) -> u64 {
         debug_assert!(self.ops.len() < self.capacity, "make_room said so");
         let base = self.end;
@@ -93,7 +93,7 @@ impl Sequence {
         base
     }
 
-    /// Puts a failed op without windows among the others. There is room for it.
+    /// Inserts a failed op without windows in op order. The caller makes room first.
     pub(crate) fn insert_failed(&mut self, op: OpId, descriptor: &Descriptor) {
         debug_assert!(self.ops.len() < self.capacity, "make_room said so");
         let i = self.ops.partition_point(|entry| entry.op < op);
@@ -104,17 +104,17 @@ impl Sequence {
         self.ops.insert(i, entry);
     }
 
-    /// The position after the last op.
+    /// Returns the position after the last op.
     pub(crate) const fn end(&self) -> u64 {
         self.end
     }
 
-    /// The last op appended, settled or not.
+    /// Returns the last appended op, settled or not.
     pub(crate) fn last(&self) -> Option<OpId> {
         self.ops.back().map(|entry| entry.op).or(self.settled)
     }
 
-    /// Whether `op` was settled here, or came before one that was.
+    /// Returns whether `op`, or a later op, was settled here.
     pub(crate) fn is_settled(&self, op: OpId) -> bool {
         self.settled.is_some_and(|settled| op <= settled)
     }
@@ -123,22 +123,22 @@ impl Sequence {
         self.ops.binary_search_by_key(&op, |entry| entry.op).ok().map(|i| &self.ops[i])
     }
 
-    /// The op right before `op` in this stream, of those that were opened and did not fail: the
-    /// opens of one that failed may have been lost, and are not sent again.
+    /// Returns the last op before `op` in this stream that was opened and did not fail. The opens
+    /// of a failed op may be lost, and are not sent again.
     pub(crate) fn before(&self, op: OpId) -> Option<OpId> {
         let earlier = self.ops.iter().rev().skip_while(|entry| entry.op >= op);
         let mut opened = earlier.filter(|entry| entry.opened && !entry.failed);
         opened.next().map(|entry| entry.op).or(self.opened)
     }
 
-    /// Notes that some of `op` was opened.
+    /// Records that some of `op` was opened.
     pub(crate) fn note_opened(&mut self, op: OpId) {
         if let Ok(i) = self.ops.binary_search_by_key(&op, |entry| entry.op) {
             self.ops[i].opened = true;
         }
     }
 
-    /// The unsettled ops after `after`, oldest first.
+    /// Returns the unsettled ops after `after`, oldest first, for changes.
     pub(crate) fn iter_after_mut(
         &mut self,
         after: Option<OpId>,
@@ -146,24 +146,24 @@ impl Sequence {
         self.ops.iter_mut().filter(move |entry| after.is_none_or(|after| entry.op > after))
     }
 
-    /// The same, to be looked at.
+    /// Returns the unsettled ops after `after`, oldest first.
     pub(crate) fn iter_after(&self, after: Option<OpId>) -> impl Iterator<Item = &StreamOp> {
         self.ops.iter().filter(move |entry| after.is_none_or(|after| entry.op > after))
     }
 
-    /// The op that holds `position`.
+    /// Returns the op that holds `position`.
     pub(crate) fn at(&self, position: u64) -> Option<&StreamOp> {
         let i = self.ops.partition_point(|entry| entry.end() <= position);
         self.ops.get(i).filter(|entry| entry.base <= position)
     }
 
-    /// The position of `window`, if it is one of this stream's unsettled windows.
+    /// Returns the position of `window`, if the window is an unsettled window of this stream.
     pub(crate) fn position(&self, window: WindowId) -> Option<u64> {
         let entry = self.get(window.op)?;
         Some(entry.base + u64::from(entry.stripe.nth(window.index)?))
     }
 
-    /// The first position that is not before `window`.
+    /// Returns the first position that is not before `window`.
     pub(crate) fn position_from(&self, window: WindowId) -> u64 {
         let i = self.ops.partition_point(|entry| entry.op < window.op);
         match self.ops.get(i) {
@@ -175,7 +175,7 @@ impl Sequence {
         }
     }
 
-    /// The window at `position`; past the end, the first of the op that has yet to come.
+    /// Returns the window at `position`; past the end, returns the first window of the next op.
     pub(crate) fn window(&self, position: u64) -> WindowId {
         self.at(position).map_or_else(
             || WindowId::new(OpId(self.last().map_or(0, |op| op.0.saturating_add(1))), 0),
@@ -183,14 +183,14 @@ impl Sequence {
         )
     }
 
-    /// The first window that could come after the op before `op`.
+    /// Returns the earliest window that can follow the op before `op`.
     pub(crate) fn after_previous(&self, op: OpId) -> WindowId {
         let i = self.ops.partition_point(|entry| entry.op < op);
         let previous = i.checked_sub(1).map(|i| self.ops[i].op).or(self.settled);
         WindowId::new(OpId(previous.map_or(0, |op| op.0.saturating_add(1))), 0)
     }
 
-    /// Marks an op as failed. Returns whether it is one of this stream's.
+    /// Marks an op as failed. Returns whether the op is in this stream.
     pub(crate) fn fail(&mut self, op: OpId) -> bool {
         let found = self.ops.binary_search_by_key(&op, |entry| entry.op);
         found.is_ok_and(|i| {
@@ -199,19 +199,19 @@ impl Sequence {
         })
     }
 
-    /// Whether there are positions to be skipped.
+    /// Returns whether there are positions to skip.
     pub(crate) fn has_failed(&self) -> bool {
         self.ops.iter().any(|entry| entry.failed)
     }
 
-    /// Marks the ops before `op` as failed that have positions from `from` on.
+    /// Marks the ops before `op` as failed if they have positions at or after `from`.
     pub(crate) fn fail_before(&mut self, op: OpId, from: u64) {
         for entry in self.ops.iter_mut().take_while(|entry| entry.op < op) {
             entry.failed |= entry.end() > from;
         }
     }
 
-    /// Drops the oldest op if all its positions lie before `position`.
+    /// Removes the oldest op if all its positions are before `position`.
     pub(crate) fn settle_before(&mut self, position: u64) -> Option<StreamOp> {
         self.ops.front().filter(|entry| entry.end() <= position)?;
         let entry = self.ops.pop_front()?;

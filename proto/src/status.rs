@@ -1,6 +1,7 @@
-//! What an aggregator and a sidecar say of themselves, as `racksum status` shows it.
+//! The status of an aggregator or a sidecar, as `racksum status` shows it.
 //!
-//! Both write these types as JSON. Every text in them is read as a peer's, so it is safe to show.
+//! Both programs write these types as JSON. Readers treat every text as a peer's, so it is safe to
+//! show.
 
 use alloc::collections::BTreeMap;
 use alloc::string::String;
@@ -11,144 +12,145 @@ use serde::{Deserialize, Serialize};
 use crate::job_name::JobName;
 use crate::peer_text::PeerText;
 
-/// What an aggregator is doing.
+/// The status of an aggregator.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AggregatorStatus {
-    /// The release that runs.
+    /// The release of the aggregator.
     #[serde(deserialize_with = "PeerText::string")]
     pub version: String,
-    /// Where its control plane is.
+    /// The address of the aggregator's control plane.
     #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
-    /// Milliseconds since it started.
+    /// Milliseconds since the aggregator started.
     pub up_ms: u64,
-    /// The aggregator that it sends its sums to, if it has a parent.
+    /// The parent to which the aggregator sends its sums, if it has one.
     #[serde(default, deserialize_with = "PeerText::option")]
     pub parent: Option<String>,
-    /// Whether it believes everyone.
+    /// Whether the aggregator accepts callers without verified certificates.
     pub insecure: bool,
-    /// How datagrams are authenticated.
+    /// The authentication mode of datagrams.
     #[serde(deserialize_with = "PeerText::string")]
     pub data_auth: String,
-    /// Most jobs at a time.
+    /// The most jobs at a time.
     pub max_jobs: u16,
-    /// Whether it takes no more jobs, since it is about to stop.
+    /// Whether the aggregator rejects new jobs because it is about to stop.
     pub draining: bool,
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
-    /// Jobs that wait for room, the first first.
+    /// The jobs that wait for room, in queue order.
     pub queued: Vec<JobName>,
     /// The shards.
     pub shards: Vec<ShardStatus>,
 }
 
-/// A job.
+/// The status of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JobStatus {
-    /// Its name.
+    /// The job's name.
     #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
-    /// Which of its groups; empty if it has none.
+    /// The name of the job's group; empty if the job has no groups.
     #[serde(deserialize_with = "PeerText::string")]
     pub group: String,
-    /// Its number here.
+    /// The job's number at this aggregator.
     pub id: u32,
-    /// Its life.
+    /// The job's generation.
     pub generation: u32,
-    /// How many ranks it has.
+    /// The number of ranks in the job.
     pub world: u16,
-    /// How many lanes.
+    /// The number of lanes.
     pub lanes: u8,
-    /// The name of its [`JobState`].
+    /// The name of the job's [`JobState`].
     #[serde(deserialize_with = "PeerText::string")]
     pub state: String,
-    /// Milliseconds since its first rank joined.
+    /// Milliseconds since the job's first rank joined.
     pub age_ms: u64,
-    /// Ranks that have not joined, or are there no more.
+    /// The ranks that have not joined, or are no longer connected.
     pub missing: Vec<u16>,
-    /// The ranks that it has lost and goes on without.
+    /// The lost ranks that the job goes on without.
     pub absent: Vec<u16>,
-    /// Milliseconds since a window was last folded, while windows are to be: how long the ranks
-    /// that are behind have been waited for.
+    /// Milliseconds since the last fold, while windows are due: how long the job has waited for the
+    /// ranks that are behind.
     pub stalled_ms: Option<u64>,
-    /// Its ranks.
+    /// The job's ranks.
     pub ranks: Vec<RankStatus>,
 }
 
-/// A rank of a job.
+/// The status of a rank of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankStatus {
-    /// Its number.
+    /// The rank.
     pub rank: u16,
-    /// Its number in datagrams.
+    /// The rank's number in datagrams.
     pub number: u16,
-    /// The ranks whose sum it sends, if it is an aggregator that has joined for them.
+    /// The ranks for which this rank sends a sum, if this rank is an aggregator that joined for
+    /// them.
     pub rack: Vec<u16>,
-    /// Where its data comes from.
+    /// The address that the rank's data comes from.
     #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
-    /// The name in its certificate.
+    /// The name in the rank's certificate.
     #[serde(default, deserialize_with = "PeerText::option")]
     pub identity: Option<String>,
-    /// The first op that it has not opened at some shard.
+    /// The first op that the rank has not opened at some shard.
     pub next_op: u32,
-    /// Windows that it has opened, over all shards.
+    /// The number of windows that the rank has opened, over all shards.
     pub opened: u64,
-    /// Windows whose results it has, or that had none.
+    /// The number of windows whose result the rank has, or that had no result.
     pub delivered: u64,
-    /// Milliseconds since any shard heard it.
+    /// Milliseconds since any shard received from the rank.
     pub silent_ms: u64,
-    /// The next window waits for this rank.
+    /// Whether the next window waits for this rank.
     pub behind: bool,
 }
 
-/// A shard.
+/// The status of a shard.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ShardStatus {
-    /// Where its data socket is.
+    /// The address of the shard's data socket.
     #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
-    /// Datagrams received and sent.
+    /// The numbers of datagrams received and sent.
     pub datagrams: [u64; 2],
-    /// Bytes of them.
+    /// The numbers of bytes received and sent.
     pub bytes: [u64; 2],
-    /// Windows folded.
+    /// The number of windows folded.
     pub folds: u64,
-    /// Messages that the kernel dropped because the receive buffer was full.
+    /// The number of messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
-    /// Messages that could not be sent.
+    /// The number of messages that could not be sent.
     pub send_failures: u64,
-    /// Datagrams that changed nothing, by reason, where there were any.
+    /// The number of rejected datagrams for each reason that has occurred.
     #[serde(deserialize_with = "PeerText::counts")]
     pub rejects: BTreeMap<String, u64>,
-    /// Packet buffers in all, and free.
+    /// The number of packet buffers, and how many of them are free.
     pub buffers: [usize; 2],
 }
 
 impl AggregatorStatus {
-    /// Leaves out the jobs of which somebody is not to know.
+    /// Removes all jobs whose names `may_know` rejects.
     pub fn keep_only(&mut self, may_know: impl Fn(&str) -> bool) {
         self.jobs.retain(|job| may_know(&job.job));
         self.queued.retain(|job| may_know(&job.name));
     }
 }
 
-/// How far a job is.
+/// The progress of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobState {
-    /// Ranks are missing.
+    /// Some ranks have not joined.
     Gathering,
-    /// Finding out who hears the multicast group.
+    /// The aggregator probes which ranks receive from the multicast group.
     Probing,
     /// Ops may run.
     Running,
 }
 
 impl JobState {
-    /// All, in the order in which a job has them.
+    /// All states, in the order in which a job enters them.
     pub const ALL: [Self; 3] = [Self::Gathering, Self::Probing, Self::Running];
 
-    /// Returns its name, as `racksum status` prints it.
+    /// Returns the state's name, as `racksum status` prints it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -159,89 +161,91 @@ impl JobState {
     }
 }
 
-/// What a sidecar is doing.
+/// The status of a sidecar.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SidecarStatus {
-    /// The release that runs.
+    /// The release of the sidecar.
     #[serde(deserialize_with = "PeerText::string")]
     pub version: String,
-    /// Milliseconds since it started.
+    /// Milliseconds since the sidecar started.
     pub up_ms: u64,
-    /// Where jobs meet that have ranks on other hosts: the aggregator, and then its standbys.
+    /// The aggregators for jobs with ranks on other hosts: the first choice, then its standbys.
     #[serde(deserialize_with = "PeerText::list")]
     pub aggregators: Vec<String>,
-    /// Whether it calls them without an identity.
+    /// Whether the sidecar calls the aggregators without an identity.
     #[serde(default)]
     pub insecure: bool,
-    /// Whether it takes no more jobs, since it is about to stop.
+    /// Whether the sidecar rejects new jobs because it is about to stop.
     pub draining: bool,
-    /// Most jobs at a time.
+    /// The most jobs at a time.
     pub max_jobs: usize,
-    /// Most ranks at a time.
+    /// The most ranks at a time.
     pub max_ranks: usize,
-    /// How many ranks there are, of all jobs.
+    /// The number of ranks, over all jobs.
     pub ranks: usize,
-    /// Bytes of memory that ranks have lent and that sums of lists take, and the most that may be.
+    /// The memory in use and its limit, in bytes. Memory that ranks lend and memory for sums of
+    /// lists both count.
     pub memory: [u64; 2],
-    /// The jobs that the caller may know of, by name.
+    /// The jobs that the caller may see, by name.
     pub jobs: Vec<SidecarJobStatus>,
 }
 
-/// A job.
+/// The status of a sidecar's job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SidecarJobStatus {
-    /// Its name.
+    /// The job's name.
     #[serde(deserialize_with = "PeerText::string")]
     pub job: String,
-    /// Which of its groups; empty if it has none.
+    /// The name of the job's group; empty if the job has no groups.
     #[serde(deserialize_with = "PeerText::string")]
     pub group: String,
-    /// Its life.
+    /// The job's generation.
     pub generation: u32,
-    /// Whose it is.
+    /// The user that owns the job.
     pub uid: u32,
-    /// How many ranks it has.
+    /// The number of ranks in the job.
     pub world: u16,
-    /// How many of them are to be on this host.
+    /// The number of the job's ranks that are expected on this host.
     pub local_world: u16,
-    /// How many lanes.
+    /// The number of lanes.
     pub lanes: u8,
-    /// The name of its [`SidecarJobState`].
+    /// The name of the job's [`SidecarJobState`].
     #[serde(deserialize_with = "PeerText::string")]
     pub state: String,
-    /// Milliseconds since its first rank joined.
+    /// Milliseconds since the job's first rank joined.
     pub age_ms: u64,
-    /// How many ranks of this host have not joined, or are there no more.
+    /// The number of ranks of this host that have not joined, or are no longer connected.
     pub awaited: usize,
-    /// Ops that not all ranks of this host have called.
+    /// The number of ops that some rank of this host has not called yet.
     pub awaited_ops: usize,
-    /// Ops that all have called, and that are being summed here or with other hosts.
+    /// The number of ops that all ranks of this host have called, and that are being summed here or
+    /// with other hosts.
     pub summed_ops: usize,
-    /// Milliseconds since the oldest op was called that not all have called: how long the ranks
-    /// that are behind have been waited for.
+    /// Milliseconds since a rank called the oldest op that other ranks still have to call: how long
+    /// the op has waited for the ranks that are behind.
     pub stalled_ms: Option<u64>,
-    /// Its ranks here.
+    /// The job's ranks on this host.
     pub ranks: Vec<SidecarRankStatus>,
 }
 
-/// How far a job of a sidecar is.
+/// The progress of a sidecar's job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SidecarJobState {
-    /// Ranks of this host are missing.
+    /// Some ranks of this host have not joined.
     Gathering,
-    /// Ranks of other hosts are missing.
+    /// Some ranks of other hosts have not joined.
     Calling,
     /// Ops may run.
     Running,
-    /// It has ended.
+    /// The job has ended.
     Over,
 }
 
 impl SidecarJobState {
-    /// All, in the order in which a job has them.
+    /// All states, in the order in which a job enters them.
     pub const ALL: [Self; 4] = [Self::Gathering, Self::Calling, Self::Running, Self::Over];
 
-    /// Returns its name, as `racksum status` prints it.
+    /// Returns the state's name, as `racksum status` prints it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -253,17 +257,17 @@ impl SidecarJobState {
     }
 }
 
-/// A rank.
+/// The status of a rank of a sidecar.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SidecarRankStatus {
-    /// Its number.
+    /// The rank.
     pub rank: u16,
-    /// Its process, by the sidecar's numbers.
+    /// The rank's process id, as the sidecar sees it.
     pub pid: i32,
-    /// The op that it calls next.
+    /// The next op that the rank calls.
     pub next_op: u32,
-    /// Bytes of memory that it has lent.
+    /// Bytes of memory that the rank has lent.
     pub lent_bytes: u64,
-    /// The oldest op waits for it.
+    /// Whether the oldest op waits for this rank.
     pub behind: bool,
 }

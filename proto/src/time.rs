@@ -11,10 +11,10 @@ pub struct Time(pub u64);
 pub struct Span(pub u64);
 
 impl Time {
-    /// Later than every instant a driver can reach.
+    /// An instant later than any that a driver can reach.
     pub const NEVER: Self = Self(u64::MAX);
 
-    /// How long after `earlier` this is; zero when it is not after it.
+    /// Returns the time from `earlier` to this instant; zero if this instant is not later.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Span {
         Span(self.0.saturating_sub(earlier.0))
@@ -22,28 +22,28 @@ impl Time {
 }
 
 impl Span {
-    /// No time at all.
+    /// The empty span.
     pub const ZERO: Self = Self(0);
 
-    /// A span of whole microseconds.
+    /// Returns a span of whole microseconds.
     #[must_use]
     pub const fn from_micros(micros: u64) -> Self {
         Self(micros * 1_000)
     }
 
-    /// A span of whole milliseconds.
+    /// Returns a span of whole milliseconds.
     #[must_use]
     pub const fn from_millis(millis: u64) -> Self {
         Self(millis.saturating_mul(1_000_000))
     }
 
-    /// A span of whole seconds.
+    /// Returns a span of whole seconds.
     #[must_use]
     pub const fn from_secs(secs: u64) -> Self {
         Self(secs * 1_000_000_000)
     }
 
-    /// Whole milliseconds, rounded down.
+    /// Returns the span in whole milliseconds, rounded down.
     #[must_use]
     pub const fn as_millis(self) -> u64 {
         self.0 / 1_000_000

@@ -1,4 +1,4 @@
-//! Whom the other side last said a stream waits for, to name them when an op times out.
+//! The ranks that a stream waits for, as the other side last reported. A timeout error names them.
 
 use alloc::vec::Vec;
 
@@ -6,7 +6,7 @@ use crate::ids::{OpId, Rank};
 use crate::time::{Span, Time};
 use crate::wire::MissingRanks;
 
-/// What the last wait said. Allocated at start, never grown.
+/// The ranks of the last wait message. Its buffer is allocated at start and never grows.
 #[derive(Debug)]
 pub(crate) struct Waited {
     heard: Time,
@@ -19,7 +19,7 @@ impl Waited {
         Self { heard: Time(0), op: OpId(0), ranks: Vec::with_capacity(MissingRanks::MAX) }
     }
 
-    /// A window of `op` waits for these ranks.
+    /// Records that a window of `op` waits for these ranks.
     pub(crate) fn set(&mut self, now: Time, op: OpId, ranks: MissingRanks<'_>) {
         self.heard = now;
         self.op = op;
@@ -27,25 +27,25 @@ impl Waited {
         self.ranks.extend(ranks.iter());
     }
 
-    /// A result of `op` has come: what was said of it holds no longer.
+    /// Forgets the ranks of `op`: a result of it has arrived, so the wait is over.
     pub(crate) fn forget(&mut self, op: OpId) {
         if self.op == op {
             self.ranks.clear();
         }
     }
 
-    /// It is the network that this rank waits for.
+    /// Forgets all ranks: the stream waits for the network, not for ranks.
     pub(crate) fn forget_all(&mut self) {
         self.ranks.clear();
     }
 
-    /// The ranks, and how long each was silent; none when that was said too long ago to be
-    /// the reason still.
+    /// Returns the ranks and how long each had been silent. Returns an empty list if the report is
+    /// too old to explain the wait.
     pub(crate) fn ranks(&self, now: Time) -> &[(Rank, Span)] {
         if now.since(self.heard) <= Self::FRESH { &self.ranks } else { &[] }
     }
 
-    /// The same as they are now.
+    /// Returns the ranks and how long each has been silent by `now`.
     pub(crate) fn ranks_now(&self, now: Time) -> impl Iterator<Item = (Rank, Span)> + '_ {
         let since = now.since(self.heard);
         self.ranks(now).iter().map(move |(rank, silent)| {
@@ -54,6 +54,7 @@ impl Waited {
         })
     }
 
-    /// Many times the longest wait between two probes, each of which is answered.
+    /// The age up to which a report is valid: many times the longest wait between two probes, each
+    /// of which gets an answer.
     const FRESH: Span = Span::from_secs(1);
 }

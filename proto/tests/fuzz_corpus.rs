@@ -1,5 +1,5 @@
-//! The bodies of the fuzz targets, on stable Rust: the committed corpus is replayed, and then
-//! changed at random. `SEED=` repeats a run, and a failure prints its seed.
+//! Runs the fuzz targets on stable Rust, with the committed corpus and random mutations of it. Each
+//! run prints its seed; `SEED=` repeats it.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[expect(unreachable_pub, reason = "a crate of its own elsewhere")]
 mod fuzz;
 
-/// SplitMix64 (Steele, Lea, Flood 2014).
+/// A SplitMix64 random number generator (Steele, Lea, Flood 2014).
 struct Dice(u64);
 
 impl Dice {
@@ -29,14 +29,14 @@ impl Dice {
     }
 }
 
-/// The seed of a run: that of `SEED=`, or always the same.
+/// Returns the seed in `SEED`, or 1, and prints it.
 fn seed() -> u64 {
     let seed = std::env::var("SEED").map_or(1, |seed| seed.parse().expect("SEED is a number"));
     println!("SEED={seed}");
     seed
 }
 
-/// The committed inputs of a target, by name.
+/// Returns the committed inputs of a target, sorted by file name.
 fn corpus(target: &str) -> Vec<Vec<u8>> {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
     let entries = fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
@@ -46,7 +46,7 @@ fn corpus(target: &str) -> Vec<Vec<u8>> {
     paths.iter().map(|path| fs::read(path).expect("a file of the corpus")).collect()
 }
 
-/// Changes some bytes, and now and then cuts, doubles or extends.
+/// Changes some bytes of an input, and sometimes truncates or extends it.
 fn mutate(dice: &mut Dice, input: &[u8], longest: usize) -> Vec<u8> {
     let mut bytes = input.to_vec();
     for _ in 0..1 + dice.below(4) {
@@ -98,6 +98,6 @@ fn random_scripts_break_no_machine_and_fill_no_memory() {
     }
 }
 
-/// What the machines may fill of what they allocated, and the masks of ops in flight, in
-/// characters of debug output.
+/// Limit on the growth of the machines' debug output, in characters. Machines may fill the buffers
+/// they allocated, and hold the masks of ops in flight.
 const MOST_GROWTH: usize = 1 << 20;

@@ -1,5 +1,5 @@
-//! The golden datagrams of `docs/wire.md`: the text of the document is what the code writes and
-//! reads, so that neither can drift from the other.
+//! The golden datagrams of `docs/wire.md`. The code must write and read the datagrams in the
+//! document, so that the two cannot drift apart.
 
 mod support;
 
@@ -17,7 +17,7 @@ use support::{TIMEOUT, aggregation, datagram, header, open, window, worker};
 
 const DOCUMENT: &str = include_str!("../../docs/wire.md");
 
-/// The datagrams of the document by name: the code blocks whose info string is `hex NAME`.
+/// Returns the document's datagrams by name, from the code blocks with the info string `hex NAME`.
 fn documented() -> Vec<(&'static str, Vec<u8>)> {
     let mut found = Vec::new();
     let mut lines = DOCUMENT.lines();
@@ -35,7 +35,7 @@ fn golden(name: &str) -> Vec<u8> {
     all.find(|(found, _)| *found == name).unwrap_or_else(|| panic!("no {name} in wire.md")).1
 }
 
-/// The sum of four elements that most of the datagrams are about.
+/// Returns the op of most of the datagrams: a sum of four elements.
 fn four() -> Descriptor {
     Descriptor { tag: 0x6772_6164, ..Descriptor::sum(4, DType::F32) }
 }
@@ -44,7 +44,7 @@ fn floats(values: [f32; 4]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// What rank 1 contributes.
+/// Returns the contribution of rank 1.
 fn contribution() -> Vec<u8> {
     floats([1.0, 2.0, -3.5, 0.25])
 }
@@ -80,7 +80,7 @@ fn result() -> Vec<u8> {
     datagram(header, &floats([1.5, 2.0, -3.5, 0.5]))
 }
 
-/// The same datagrams as the document's, made by the encoders.
+/// Returns the document's datagrams as the encoders write them.
 fn encoded() -> Vec<(&'static str, Vec<u8>)> {
     let three_windows = Descriptor::sum(2 * 60 * 256 + 1, DType::F32);
     let after = |kind, sender| Header { ack: window(1, 0), ..header(kind, sender) };
@@ -111,7 +111,7 @@ fn the_document_shows_what_the_encoders_write() {
     for (name, bytes) in encoded() {
         assert!(golden(name) == bytes, "{name} is\n{}", hex(&bytes));
     }
-    // What zstd writes depends on its release, so that one is only read.
+    // The output of zstd depends on its version, so the tests only read `open-zstd`.
     assert_eq!(documented().len(), encoded().len() + 1);
 }
 
@@ -141,7 +141,7 @@ fn an_occupancy_that_zstd_compressed_is_read() {
     assert_eq!(occupied, [0, 100, 511]);
 }
 
-/// The first `len` bytes of what a machine writes.
+/// Returns the datagram that a machine wrote to `out`.
 fn polled(transmit: Option<worker::Transmit>, out: &[u8]) -> Vec<u8> {
     match transmit {
         Some(worker::Transmit::Datagram { len, .. }) => out[..len].to_vec(),
@@ -200,7 +200,7 @@ fn messages_share_a_datagram() {
         assert_eq!(datagram(header, body), *bytes);
     }
     assert_eq!(Header::decode(&joined), Err(Reject::Truncated), "it is not one message");
-    // Nobody knows where the message after a broken one starts.
+    // After a broken message, the start of the next one is unknown.
     let broken = [&all[0][..], &[0; Header::LEN], &all[0]].concat();
     let read: Vec<_> = wire::messages(&broken).map(|message| message.err()).collect();
     assert_eq!(read, [None, Some(Reject::Magic)]);
@@ -236,7 +236,7 @@ fn no_changed_byte_of_a_golden_datagram_panics_a_machine() {
     }
 }
 
-/// Rank 1 and the shard with two ops in flight: of the first, the other rank's part is missing.
+/// Returns rank 1 and the shard with two ops in flight. The first op lacks the other rank's data.
 fn mid_job() -> (Worker, Aggregation) {
     let (mut rank, mut shard) = (worker(1), aggregation());
     let three_windows = Descriptor::sum(2 * 60 * 256 + 1, DType::F32);
@@ -260,7 +260,7 @@ fn take(rank: &mut Worker, shard: &mut Aggregation, bytes: &[u8]) {
     drain(rank, shard);
 }
 
-/// Lets both machines say all they have to say, which ends.
+/// Polls both machines until neither has anything to send, and panics if they never stop.
 fn drain(rank: &mut Worker, shard: &mut Aggregation) {
     let mut out = [0xa5; 2048];
     for polls in 0.. {

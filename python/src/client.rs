@@ -1,4 +1,4 @@
-//! A rank of a job, whichever way its tensors go.
+//! A client of either kind: connected to an aggregator directly, or to a sidecar.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use racksum_worker::{
     sidecar::{self, Traffic},
 };
 
-/// A rank of a job.
+/// A client that represents one rank of a job.
 #[derive(Debug)]
 pub(crate) enum Client {
-    /// It sends its tensors to an aggregator.
+    /// A client that sends its tensors to an aggregator.
     Direct(Box<worker::Client>),
-    /// It hands them to the sidecar of this host.
+    /// A client that hands its tensors to the sidecar of this host.
     Beside(sidecar::Client),
 }
 
@@ -53,7 +53,7 @@ impl Client {
         })
     }
 
-    /// Has an op of nothing in the place of a call that is refused.
+    /// Starts an empty op in place of a refused call, to keep the ops of all ranks in step.
     pub(crate) fn refuse(&self, call: Call) -> Result<(), Error> {
         match self {
             Self::Direct(client) => client.refuse(call),
@@ -61,11 +61,11 @@ impl Client {
         }
     }
 
-    /// Waits until an op at these addresses would not wait for others, but not longer than this.
-    /// Returns whether it would not.
+    /// Waits up to `limit` until no earlier op uses the memory at these addresses. Returns whether
+    /// the memory is free.
     pub(crate) fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool {
         match self {
-            // There the op itself waits.
+            // An op of a direct client waits for the memory itself.
             Self::Direct(_) => true,
             Self::Beside(client) => client.is_free_within(memory, limit),
         }
@@ -78,7 +78,7 @@ impl Client {
         }
     }
 
-    /// Whether so many more ops would begin at once, or be refused at once.
+    /// Returns whether `ops` more ops would begin, or be refused, without a wait.
     pub(crate) fn has_room_for(&self, lane: u8, ops: usize) -> bool {
         match self {
             Self::Direct(client) => client.has_room_for(lane, ops),
@@ -86,8 +86,8 @@ impl Client {
         }
     }
 
-    /// Whether an op of this wire type begins once all ranks have called it. A sidecar waits for
-    /// them, and not its ranks.
+    /// Returns whether an op of this wire type begins only once all ranks have called it. With a
+    /// sidecar, the sidecar waits for the ranks, so the client does not.
     pub(crate) const fn must_agree(&self, wire: WireType) -> bool {
         match self {
             Self::Direct(client) => client.must_agree(wire),
@@ -95,7 +95,7 @@ impl Client {
         }
     }
 
-    /// Waits for an op to end, but not longer than this. Returns whether it has.
+    /// Waits up to `limit` for an op to end. Returns whether the op has ended.
     pub(crate) fn ends_within(&self, running: &Running, limit: Duration) -> Result<bool, Error> {
         match (self, running) {
             (Self::Direct(client), Running::InPlace(handle)) => client.ends_within(handle, limit),
@@ -110,7 +110,8 @@ impl Client {
         }
     }
 
-    /// Waits for an op to end: the ranks that its result lacks, and the sums of one on blocks.
+    /// Waits for an op to end. Returns the ranks that the result lacks, and the sums of an op on
+    /// blocks.
     pub(crate) fn finish(&self, running: Running) -> Result<(Vec<u16>, Option<Blocks>), Error> {
         Ok(match (self, running) {
             (Self::Direct(client), Running::InPlace(handle)) => {
@@ -132,7 +133,7 @@ impl Client {
         })
     }
 
-    /// Hands back sums that are of no more use.
+    /// Gives the client the memory of sums that are no longer needed.
     pub(crate) fn recycle(&self, blocks: Blocks) {
         match self {
             Self::Direct(client) => client.recycle(blocks),
@@ -140,7 +141,7 @@ impl Client {
         }
     }
 
-    /// The sidecar, if there is one.
+    /// Returns the client of a sidecar, if it is one.
     pub(crate) const fn beside(&self) -> Option<&sidecar::Client> {
         match self {
             Self::Direct(_) => None,
@@ -148,7 +149,7 @@ impl Client {
         }
     }
 
-    /// Whether there are no more ops.
+    /// Returns whether the client takes no more ops.
     pub(crate) fn is_over(&self) -> bool {
         match self {
             Self::Direct(client) => client.is_over(),
@@ -156,7 +157,7 @@ impl Client {
         }
     }
 
-    /// How long a rank that leaves waits until it may.
+    /// Returns the longest time that a leaving rank waits before it leaves.
     pub(crate) const fn linger(&self) -> Duration {
         match self {
             Self::Direct(_) => worker::Client::LINGER,
@@ -164,7 +165,7 @@ impl Client {
         }
     }
 
-    /// Waits until it may leave the job, but not longer than this. Returns whether it may.
+    /// Waits up to `limit` until the rank may leave the job. Returns whether it may.
     pub(crate) fn may_leave_within(&self, limit: Duration) -> bool {
         match self {
             Self::Direct(client) => client.may_leave_within(limit),
@@ -179,8 +180,8 @@ impl Client {
         }
     }
 
-    /// What it has handed a sidecar, and what was sent and received: of a sidecar's rank by that,
-    /// for all ranks of the host.
+    /// Returns what the rank handed to a sidecar, and what was sent to and received from the
+    /// network. With a sidecar, the latter covers all ranks of the host.
     pub(crate) fn stats(&self) -> (Traffic, Stats) {
         match self {
             Self::Direct(client) => (Traffic::default(), client.stats()),

@@ -1,4 +1,4 @@
-//! A client, and the process that it is of.
+//! A client and the process that connected it.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use racksum_worker::Blocks;
 use crate::client::Client;
 use crate::errors::raise;
 
-/// A client, of the process that it was connected in. A child that was forked from that has none of
-/// its threads, and its locks may be held by them for ever.
+/// A client, bound to the process that connected it. A forked child has none of the client's
+/// threads, and these may hold the client's locks forever.
 #[derive(Debug, Clone)]
 pub(crate) struct Connected {
     client: Option<Arc<Client>>,
@@ -21,12 +21,12 @@ impl Connected {
         Self { client: Some(Arc::new(client)), pid: std::process::id() }
     }
 
-    /// Whether this is another process than the one that connected.
+    /// Returns whether this process is not the one that connected the client.
     pub(crate) fn is_forked(&self) -> bool {
         std::process::id() != self.pid
     }
 
-    /// The client, in the process that it is of.
+    /// Returns the client, or an error in a process that was forked since.
     pub(crate) fn get(&self, py: Python<'_>) -> PyResult<&Client> {
         match &self.client {
             Some(client) if !self.is_forked() => Ok(client),
@@ -43,7 +43,7 @@ impl Connected {
         }
     }
 
-    /// Hands back sums that are of no more use.
+    /// Gives the client the memory of sums that are no longer needed.
     pub(crate) fn recycle(&self, blocks: Blocks) {
         if let Some(client) = self.client.as_ref().filter(|_| !self.is_forked()) {
             client.recycle(blocks);
@@ -58,7 +58,7 @@ impl Drop for Connected {
         if self.is_forked() {
             std::mem::forget(client);
         } else {
-            // A client that closes waits for its threads, which may take seconds.
+            // Closing a client joins its threads, which may take seconds, so release the GIL.
             Python::attach(|py| py.detach(|| drop(client)));
         }
     }

@@ -1,4 +1,4 @@
-//! Errors of the worker as exceptions of the package.
+//! Conversion of worker errors to exceptions of the package.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 use racksum_worker::{ConnectError, Error};
 
-/// Why a job could not be joined.
+/// Converts a failure to join a job to an exception.
 pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
     let text = error.to_string();
     match error {
@@ -42,7 +42,7 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
     }
 }
 
-/// Why an op gave no result.
+/// Converts the failure of an op to an exception.
 pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
@@ -63,7 +63,7 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
         Error::Op(OpError::NoAggregator { .. }) => raise(py, "NoAggregator", text),
         Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)
         | Error::Op(OpError::Ended { .. }) => raise(py, "SessionClosed", text),
-        // Room is waited for.
+        // Callers wait for room, so `TooManyOps` should not get here.
         Error::Submit(SubmitError::TooManyOps { .. }) | Error::Memory(_) => {
             raise(py, "Error", text)
         }
@@ -74,7 +74,7 @@ fn numbers(ranks: &[Rank]) -> Vec<u16> {
     ranks.iter().map(|rank| rank.0).collect()
 }
 
-/// Reads an option of the user's.
+/// Parses the text of a user's option.
 pub(crate) fn read<T: FromStr<Err: Display>>(
     py: Python<'_>,
     option: &str,
@@ -83,12 +83,12 @@ pub(crate) fn read<T: FromStr<Err: Display>>(
     text.parse().map_err(|error: T::Err| bad(py, option, error.to_string()))
 }
 
-/// What is wrong with an option of the user's.
+/// Creates the exception for an invalid option.
 pub(crate) fn bad(py: Python<'_>, option: &str, why: String) -> PyErr {
     raise(py, "BadArgument", (why, [option]))
 }
 
-/// The exception of this name, with these arguments.
+/// Creates the package's exception of this name, with these arguments.
 pub(crate) fn raise<'py>(py: Python<'py>, name: &str, args: impl IntoArgs<'py>) -> PyErr {
     let exception = py
         .import("racksum.errors")
@@ -99,7 +99,7 @@ pub(crate) fn raise<'py>(py: Python<'py>, name: &str, args: impl IntoArgs<'py>) 
     }
 }
 
-/// What an exception is made with.
+/// The arguments of an exception.
 pub(crate) trait IntoArgs<'py> {
     fn into_args(self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>>;
 }
@@ -116,5 +116,5 @@ impl<'py, T: IntoPyObject<'py>> IntoArgs<'py> for (String, T) {
     }
 }
 
-/// What users cannot see of a tag that they have not given.
+/// An explanation of default tags, which users have not seen.
 const OF_TAGS: &str = " (a tag that was not given stands for the tensor's shape, dtype and layout)";

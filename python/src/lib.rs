@@ -1,5 +1,5 @@
-//! The Python extension `racksum._racksum`: what the worker does, in Python's terms, and nothing
-//! else. What users see is the package `racksum` beside this; read `session` first.
+//! The Python extension `racksum._racksum`, a thin binding of the worker. Users import the package
+//! `racksum`, which wraps this extension. Read `session` first.
 
 mod client;
 mod connected;

@@ -1,5 +1,5 @@
-//! What the worker logs, kept until the package hands it to `logging`: the worker's threads, which
-//! others wait for while they hold the GIL, must not wait for the GIL themselves.
+//! A buffer of the worker's log records, until the package passes them to `logging`. The worker's
+//! threads must not wait for the GIL, because other threads wait for them while holding it.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write as _};
@@ -12,31 +12,31 @@ use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-/// Most records that are kept; those that come then are dropped.
+/// The most records to keep; later ones are dropped.
 const MOST: usize = 1000;
 
-/// A record: `logging`'s number of its level, where it is from, and what it says.
+/// A record: the number of its level in `logging`, its source, and its text.
 type Record = (u8, String, String);
 
 static KEPT: Mutex<VecDeque<Record>> = Mutex::new(VecDeque::new());
 static ANY: AtomicBool = AtomicBool::new(false);
-/// `logging`'s number of the least level that is kept.
+/// The number in `logging` of the lowest level to keep.
 static LEAST: AtomicU8 = AtomicU8::new(WARNING);
 static INSTALLED: Once = Once::new();
 
 const WARNING: u8 = 30;
 
-/// Keeps records of this level of `logging` and above from now on.
+/// Keeps records from level `least` of `logging` upwards from now on.
 #[pyfunction]
 pub(crate) fn keep_logs(least: u8) {
     LEAST.store(least, Relaxed);
     INSTALLED.call_once(|| {
-        // Another subscriber of the process, if there is one, is left in its place.
+        // If the process has another subscriber already, leave that one in place.
         drop(tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Keeper)));
     });
 }
 
-/// Takes the records that were kept, oldest first.
+/// Returns and removes the kept records, oldest first.
 #[pyfunction]
 pub(crate) fn take_logs() -> Vec<Record> {
     if !ANY.swap(false, Relaxed) {
@@ -49,7 +49,7 @@ struct Keeper;
 
 impl<S: Subscriber> Layer<S> for Keeper {
     fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
-        // Which levels are kept may change.
+        // The levels to keep may change.
         Interest::sometimes()
     }
 
@@ -71,12 +71,12 @@ impl<S: Subscriber> Layer<S> for Keeper {
     }
 }
 
-/// Where a record is from. The extension's own name begins with an underscore.
+/// Returns the source of a record, without the underscore that starts the extension's name.
 fn name_of<'a>(metadata: &Metadata<'a>) -> &'a str {
     metadata.target().trim_start_matches('_')
 }
 
-/// The number that `logging` has for a level; tracing's finest has none.
+/// Returns the number of a level in `logging`, which has no name for tracing's finest.
 fn level_of(level: Level) -> u8 {
     match level {
         Level::ERROR => 40,
@@ -87,13 +87,13 @@ fn level_of(level: Level) -> u8 {
     }
 }
 
-/// A message, and its fields behind it.
+/// The text of a record: its message, then its fields.
 struct Text(String);
 
 impl Visit for Text {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         let space = if self.0.is_empty() { "" } else { " " };
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _written = match field.name() {
             "message" => write!(self.0, "{space}{value:?}"),
             name => write!(self.0, "{space}{name}={value:?}"),

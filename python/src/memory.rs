@@ -1,5 +1,5 @@
-//! Memory that Python names by its address: the package passes those of contiguous tensors, which
-//! it holds meanwhile.
+//! Access to memory that Python passes by address. The package passes the addresses of contiguous
+//! tensors and keeps the tensors alive meanwhile.
 
 #![expect(unsafe_code, reason = "tensors come as addresses: Python has no borrow to lend")]
 
@@ -12,8 +12,8 @@ use racksum_worker::Region;
 
 use crate::errors::{raise, read};
 
-/// Which blocks of the tensor at an address are not zero: a bit for each, the lowest of a byte
-/// first, in as many words of 64 bits as there must be. Blocks of -0.0 become such of +0.0.
+/// Returns which blocks of the tensor at an address are not zero: one bit for each block, lowest
+/// bit first, padded to whole words of 64 bits. Turns -0.0 into +0.0 in zero blocks.
 #[pyfunction]
 pub(crate) fn scan<'py>(
     py: Python<'py>,
@@ -31,22 +31,22 @@ pub(crate) fn scan<'py>(
     Ok(PyBytes::new(py, &bytes))
 }
 
-/// A tensor that an op reduces in place. What others do with it meanwhile is the caller's to order,
-/// as with every collective.
+/// Creates the region of a tensor that an op reduces in place. As with every collective, the caller
+/// must order other accesses to the tensor.
 pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region {
     assert_is_somewhere(address, len);
     let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
-    // SAFETY: a contiguous tensor of the package's, which `owner` keeps in place.
+    // SAFETY: the bytes are a contiguous tensor of the package, which `owner` keeps in place.
     unsafe { Region::new(start, len, owner) }
 }
 
-/// A copy of the bytes at an address.
+/// Returns a copy of the bytes at an address.
 pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
     assert_is_somewhere(address, len);
     let mut bytes = Vec::with_capacity(len);
     if len > 0 {
-        // SAFETY: a contiguous tensor of the package's, which it holds during the call; there is
-        // room for as many bytes, which are initialised then.
+        // SAFETY: the source is a contiguous tensor, which the package holds during the call. The
+        // vector has room for `len` bytes, and the copy initialises them.
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), len);
             bytes.set_len(len);
@@ -59,14 +59,15 @@ pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
 pub(crate) fn write_to(address: usize, bytes: &[u8]) {
     assert_is_somewhere(address, bytes.len());
     if !bytes.is_empty() {
-        // SAFETY: as above, of a tensor that the package has made with room for as many.
+        // SAFETY: the target is a contiguous tensor, which the package holds during the call and
+        // which it made with room for these bytes.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
         }
     }
 }
 
-/// The package refuses tensors without memory.
+/// Asserts that bytes have an address: the package refuses tensors without memory.
 fn assert_is_somewhere(address: usize, len: usize) {
     assert!(address != 0 || len == 0, "{len} bytes that are nowhere");
 }

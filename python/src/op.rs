@@ -13,17 +13,17 @@ use crate::errors::of_op;
 use crate::memory::write_to;
 use crate::patience::wait_in_slices;
 
-/// An op in flight. If it goes, the op goes on, since the other ranks need it.
+/// An op in flight. The op continues after this is dropped, since the other ranks need it.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Op {
     session: Connected,
-    /// Nothing once it has an outcome.
+    /// The handle of the op; `None` once the op has an outcome.
     running: RwLock<Option<Running>>,
     outcome: OnceLock<Result<Ended, Error>>,
 }
 
-/// The ranks that a result lacks, and the sums of an op on a list of blocks.
+/// The outcome of an op: the ranks that the result lacks, and the sums of an op on blocks.
 type Ended = (Vec<u16>, Option<Arc<Kept>>);
 
 impl Op {
@@ -31,7 +31,7 @@ impl Op {
         Self { session, running: RwLock::new(Some(running)), outcome: OnceLock::new() }
     }
 
-    /// What came of an op that has ended.
+    /// Returns the outcome of an op that has ended.
     fn finish(&self, client: &Client) -> &Result<Ended, Error> {
         self.outcome.get_or_init(|| {
             let running = self.running.write().unwrap_or_else(PoisonError::into_inner).take();
@@ -44,11 +44,11 @@ impl Op {
 
 #[pymethods]
 impl Op {
-    /// Waits until the op has ended, but not longer than `seconds`. Returns whether it has.
+    /// Waits up to `seconds` for the op to end. Returns whether it has ended.
     #[pyo3(signature = (seconds = None))]
     fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
         let client = self.session.get(py)?;
-        // Whoever waits for longer than this waits for ever.
+        // A longer wait than `Duration` can hold never times out.
         let limit = seconds
             .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
         let ended = wait_in_slices(py, limit, |slice| {
@@ -61,13 +61,13 @@ impl Op {
         });
         let Some(ended) = ended? else { return Ok(false) };
         ended.map_err(|error| of_op(py, &error))?;
-        // What it has reduced is in its place then.
+        // Finish the op here, so that its sums are in the tensor when this method returns.
         py.detach(|| _ = self.finish(client));
         Ok(true)
     }
 
-    /// The outcome of an op that has ended: the ranks that the result lacks, and the sums of an op
-    /// on a list of blocks. It can be asked for again, since a signal may lose an answer.
+    /// Returns the outcome of an op that has ended: the ranks that the result lacks, and the sums
+    /// of an op on blocks. Callers may ask again, because a signal may lose an answer.
     fn outcome<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Option<Sums>)> {
         let client = self.session.get(py)?;
         let outcome = py.detach(|| self.finish(client));
@@ -76,35 +76,35 @@ impl Op {
     }
 }
 
-/// The sums of an op on a list of blocks: those of the union of all ranks' blocks, sorted.
+/// The sums of an op on blocks: the union of all ranks' blocks, sorted.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Sums(Arc<Kept>);
 
-/// Sums, for as long as somebody needs them.
+/// Sums whose memory returns to the client when they are dropped.
 #[derive(Debug)]
 struct Kept {
     session: Connected,
-    /// Nothing once they go.
+    /// The sums; `None` only while they are dropped.
     blocks: Option<Blocks>,
 }
 
 #[pymethods]
 impl Sums {
-    /// How many blocks there are.
+    /// Returns the number of blocks.
     #[getter]
     fn count(&self) -> usize {
         self.0.blocks.as_ref().map_or(0, |blocks| blocks.indices.len())
     }
 
-    /// How many bytes their values have.
+    /// Returns the size of the blocks' values in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.0.blocks.as_ref().map_or(0, |blocks| blocks.values.len())
     }
 
-    /// Writes the blocks' places, `count` numbers of 64 bits, and their values, `nbytes` bytes, to
-    /// memory that has room for them.
+    /// Writes the blocks' indices, `count` integers of 64 bits, and their values, `nbytes` bytes,
+    /// to memory with room for them.
     fn copy_to(&self, py: Python<'_>, indices: usize, values: usize) {
         let Some(blocks) = &self.0.blocks else { return };
         py.detach(|| {
@@ -118,7 +118,7 @@ impl Sums {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // Fresh memory for the sums of later ops would cost more than the sums.
+        // Recycle the memory: fresh memory for the sums of later ops would cost more than summing.
         if let Some(blocks) = self.blocks.take() {
             Python::attach(|py| py.detach(|| self.session.recycle(blocks)));
         }
@@ -132,7 +132,7 @@ impl Drop for Op {
         if self.session.is_forked() {
             std::mem::forget(running);
         } else {
-            // The engine hears of it, and may be at work.
+            // Dropping notifies the engine, which may be busy, so release the GIL.
             Python::attach(|py| py.detach(|| drop(running)));
         }
     }

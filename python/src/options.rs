@@ -1,4 +1,4 @@
-//! How a session connects, as the package's `ConnectOptions` says it.
+//! The connect options of a session, from the package's `ConnectOptions`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use racksum_worker::{ConnectOptions, aggregator_sets};
 
 use crate::errors::{bad, read};
 
-/// The attributes of the package's `ConnectOptions`, of the same names and meanings.
+/// The attributes of the package's `ConnectOptions`, with the same names and meanings.
 #[derive(Debug, FromPyObject)]
 pub(crate) struct Options {
     aggregator: String,
@@ -36,12 +36,12 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Where the sidecar is, if these name one.
+    /// Returns the path of the sidecar, if the options name one.
     pub(crate) fn sidecar(&self) -> Option<PathBuf> {
         self.aggregator.strip_prefix("unix:").map(PathBuf::from)
     }
 
-    /// How many of the job's ranks are on this host.
+    /// Returns how many of the job's ranks are on this host.
     pub(crate) fn local_world(&self) -> u16 {
         self.local_world.unwrap_or(self.world)
     }
@@ -79,8 +79,8 @@ impl Options {
     }
 }
 
-/// A duration, of which the package has checked that it is one.
+/// Converts seconds to a duration. The package has rejected NaN and negative values.
 fn seconds(seconds: f64) -> Duration {
-    // What is longer than this is for ever.
+    // Values beyond the range of `Duration` mean no limit.
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }

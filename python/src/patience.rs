@@ -1,17 +1,17 @@
-//! Waiting without the GIL, so that a signal, Ctrl-C above all, is acted on.
+//! Waits that release the GIL and react to signals such as Ctrl-C.
 
 use std::time::{Duration, Instant};
 
 use pyo3::{PyResult, Python};
 
-/// How long a signal may go unseen.
+/// The longest time for which a signal may go unnoticed.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Waits in slices, none of them with the GIL, until `wait`, which waits so long at most, has come
-/// to something. Returns nothing if it has not in `limit`.
+/// Waits without the GIL, in slices, until `wait` returns a result. `wait` must return within the
+/// duration that it is given. Returns `None` if `limit` passes first.
 ///
 /// # Errors
-/// What a handler of a signal has raised.
+/// Returns the exception that a signal handler raised.
 pub(crate) fn wait_in_slices<T: Send>(
     py: Python<'_>,
     limit: Option<Duration>,
@@ -20,17 +20,17 @@ pub(crate) fn wait_in_slices<T: Send>(
     wait_in_checked_slices(py, limit, |_| Ok(()), wait)
 }
 
-/// Waits as [`wait_in_slices`] does, and calls `check` after each slice.
+/// Waits like [`wait_in_slices`], and calls `check` after each slice.
 ///
 /// # Errors
-/// What `check` or a handler of a signal has raised.
+/// Returns the exception that `check` or a signal handler raised.
 pub(crate) fn wait_in_checked_slices<T: Send>(
     py: Python<'_>,
     limit: Option<Duration>,
     mut check: impl FnMut(Python<'_>) -> PyResult<()>,
     mut wait: impl FnMut(Duration) -> Option<T> + Send,
 ) -> PyResult<Option<T>> {
-    // What is too late for the clock never comes.
+    // A deadline beyond the clock's range never comes.
     let deadline = limit.and_then(|limit| now().checked_add(limit));
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(now()));

@@ -1,4 +1,4 @@
-//! A session: a rank's part in a job.
+//! A session: one rank's membership in a job.
 
 use std::io;
 use std::path::Path;
@@ -22,30 +22,30 @@ use crate::options::Options;
 use crate::patience::{wait_in_checked_slices, wait_in_slices};
 use crate::turn::{PartOf, Turn, Unsaid};
 
-/// How long a sidecar may take to let a rank go that has not joined.
+/// How long a sidecar may take to release a rank that has not joined.
 const PARTING: Duration = Duration::from_secs(1);
 
-/// A rank of a job.
+/// A session of one rank in a job.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Session {
     client: Connected,
-    /// Calls that ended before their ops began. Ranks pair ops by their order, so the other ranks
-    /// are told of these before the next op.
+    /// The calls that were refused before their ops began. Ranks pair ops by their order, so this
+    /// rank tells the others of these calls before the next op.
     unsaid: Arc<Unsaid>,
 }
 
-/// A rank that calls its sidecar, which may be about to start, and joins there.
+/// An attempt to join at a sidecar, which may not have started yet.
 #[derive(Debug, Default)]
 struct Calling {
     client: Option<sidecar::Client>,
-    /// Why the sidecar was not there.
+    /// The last error of a call, if the sidecar could not be reached.
     absent: Option<ConnectError>,
 }
 
 impl Calling {
-    /// Calls if that has led to nothing yet, and waits for all ranks; returns what it comes to if
-    /// it does so in `slice`.
+    /// Calls the sidecar, unless an earlier call succeeded, and waits for all ranks. Returns the
+    /// outcome if it is known within `slice`.
     fn wait(
         &mut self,
         path: &Path,
@@ -75,7 +75,7 @@ impl Calling {
     }
 }
 
-/// What an op does, as Python says it.
+/// The parameters of an op, as Python passes them.
 #[derive(Debug, FromPyObject)]
 pub(crate) struct Call {
     elements: u64,
@@ -132,7 +132,7 @@ impl Session {
             (Err(raised), client) => (raised, client),
         };
         let (error, Some(client)) = error else { return Err(error.0) };
-        // One that runs has given up the rank's place then; one that is stuck is not waited for.
+        // A working sidecar frees the rank's place within this time. Do not wait for a stuck one.
         py.detach(move || {
             client.may_leave_within(PARTING);
             client.leave();
@@ -145,7 +145,7 @@ impl Session {
         Self { client: Connected::new(client), unsaid: Arc::default() }
     }
 
-    /// Starts an op, once fewer are in flight than the job was granted.
+    /// Starts an op, once fewer ops are in flight than the job allows.
     fn start<T: Into<Operand> + Send>(
         &self,
         py: Python<'_>,
@@ -161,7 +161,7 @@ impl Session {
         self.begin(py, call.lane, part_of, || {
             let operand = operand(py).into();
             let memory = operand.extent();
-            // The wait for memory that earlier ops have can be interrupted here.
+            // Wait here for memory that earlier ops use, because signals can interrupt this wait.
             let is_free = |slice| client.is_free_within(&memory, slice).then_some(());
             wait_in_slices(py, None, is_free)?;
             Ok(py.detach(|| client.submit(operand, descriptor)))
@@ -169,7 +169,7 @@ impl Session {
         .map(|running| Op::new(self.client.clone(), running))
     }
 
-    /// Begins an op of a call once there is room for it.
+    /// Begins an op of a call once there is room for it, after the refused calls that are due.
     fn begin<T>(
         &self,
         py: Python<'_>,
@@ -188,17 +188,17 @@ impl Session {
         }
     }
 
-    /// Tells the other ranks of a call that is refused, and returns why, or what has interrupted
-    /// the telling.
+    /// Tells the other ranks that a call is refused. Returns `why`, or the exception that
+    /// interrupted this method.
     fn refuse(&self, py: Python<'_>, call: call::Call, why: PyErr) -> PyErr {
         self.unsaid.add_next(call);
         self.tell(py).err().unwrap_or(why)
     }
 
-    /// Tells the other ranks of the calls that they have yet to hear of.
+    /// Tells the other ranks of the refused calls that are due before the next op.
     fn say_unsaid(&self, py: Python<'_>, client: &Client) -> PyResult<()> {
         while let Some(call) = self.unsaid.take_next() {
-            // A session that is over has no ops to keep in step.
+            // A session that is over has no ops to keep in step, so ignore its errors.
             let said = once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))));
             if let Err(raised) = said.map(drop) {
                 self.unsaid.put_back(call);
@@ -209,10 +209,11 @@ impl Session {
     }
 }
 
-/// Does what starts an op, again and again while as many are in flight as the job was granted.
+/// Calls `start` until it returns anything but `TooManyOps`, and waits for room in between.
 ///
 /// # Errors
-/// What a handler of a signal has raised: no op has begun then, nor was one refused.
+/// Returns the exception that `start` or a signal handler raised. In this case, no op has begun,
+/// and no call was refused.
 fn once_there_is_room<T>(
     py: Python<'_>,
     client: &Client,
@@ -232,8 +233,8 @@ fn once_there_is_room<T>(
 
 #[pymethods]
 impl Session {
-    /// Joins a job, and returns once all its ranks have. Meanwhile it calls `check`, if there is
-    /// one, again and again, and gives up when that raises something.
+    /// Joins a job, and returns once all its ranks have joined. Meanwhile calls `check` repeatedly,
+    /// if given, and gives up when `check` raises an exception.
     #[staticmethod]
     #[pyo3(signature = (options, check=None))]
     fn connect(py: Python<'_>, options: Options, check: Option<Py<PyAny>>) -> PyResult<Self> {
@@ -248,7 +249,7 @@ impl Session {
         let attempt = std::thread::Builder::new()
             .name("racksum-connect".into())
             .spawn(move || drop(tell.send(connecting.run(&options))))?;
-        // A panic of the attempt was printed where it happened, and is as if it was given up.
+        // A panic of the attempt has printed its message already; treat it as a cancelled attempt.
         let heard = move |slice| match hear.recv_timeout(slice) {
             Ok(connected) => Some(connected),
             Err(RecvTimeoutError::Timeout) => None,
@@ -266,8 +267,8 @@ impl Session {
         }
     }
 
-    /// The turn of a call. `begins_next` says that no other thread has ops of earlier calls to
-    /// begin.
+    /// Creates the turn of a call. `begins_next` says that no other thread still has to begin ops
+    /// of earlier calls.
     fn turn(
         &self,
         py: Python<'_>,
@@ -278,24 +279,23 @@ impl Session {
         Ok(Turn::new(Arc::clone(&self.unsaid), call, begins_next))
     }
 
-    /// Notes that all ops have begun that were called before the calls that are still owed.
+    /// Notes that all ops have begun that were called before the refused calls.
     fn settle(&self) {
         self.unsaid.settle();
     }
 
-    /// Whether calls are owed that other ops may have to begin before.
+    /// Returns whether refused calls wait for another thread to begin earlier ops.
     #[getter]
     fn owes(&self) -> bool {
         self.unsaid.owes()
     }
 
-    /// Tells the other ranks of the calls that have ended without an op, by an op of nothing each.
+    /// Tells the other ranks of the refused calls that are due, with one empty op each.
     fn tell(&self, py: Python<'_>) -> PyResult<()> {
         self.say_unsaid(py, self.client.get(py)?)
     }
 
-    /// Starts reducing the bytes at an address in place. Their owner is kept until the op has
-    /// ended.
+    /// Starts reducing the bytes at an address in place. Keeps `owner` until the op has ended.
     fn submit(
         &self,
         py: Python<'_>,
@@ -309,8 +309,8 @@ impl Session {
         self.start(py, turn.get().begin(), &call, region)
     }
 
-    /// Starts reducing some blocks of a tensor: their places, `count` numbers of 64 bits, and their
-    /// values are copied.
+    /// Starts reducing some blocks of a tensor. Copies their indices, `count` integers of 64 bits,
+    /// and their values, `nbytes` bytes.
     #[expect(clippy::too_many_arguments, reason = "Python says each by itself")]
     fn submit_blocks(
         &self,
@@ -345,8 +345,8 @@ impl Session {
         self.start(py, part_of, &call, blocks)
     }
 
-    /// Whether so many ops of lane 0 would begin without a wait, for earlier ones to end or for all
-    /// ranks to agree on exponents. It is true of a session that takes no more ops: it refuses them
+    /// Returns whether `ops` ops of lane 0 would begin without a wait for earlier ops to end or for
+    /// all ranks to agree on exponents. Returns true for a session that is over, which refuses ops
     /// at once.
     #[pyo3(signature = (ops, wire=None))]
     fn would_begin(&self, py: Python<'_>, ops: usize, wire: Option<&str>) -> PyResult<bool> {
@@ -355,12 +355,13 @@ impl Session {
         if wire.is_some_and(|wire| client.must_agree(wire)) {
             return Ok(false);
         }
-        // Ops that the others have yet to be told of go first.
+        // The empty ops of refused calls go first.
         let ops = ops.saturating_add(self.unsaid.len());
         Ok(py.detach(|| client.has_room_for(0, ops)))
     }
 
-    /// Memory of so many bytes that the sidecar has too; none without a sidecar.
+    /// Returns `nbytes` bytes of memory that is shared with the sidecar, or `None` without a
+    /// sidecar.
     fn lend(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Lent>> {
         let Some(sidecar) = self.client.get(py)?.beside() else { return Ok(None) };
         let refused = |error: io::Error| of_op(py, &Error::Memory(error.to_string()));
@@ -372,7 +373,8 @@ impl Session {
         Ok(Some(lent))
     }
 
-    /// Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
+    /// Leaves the job. Ops in flight fail, except those that a sidecar has received from all its
+    /// ranks.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(client) = self.client.get(py) else { return Ok(()) };
         let may_leave = |slice| client.may_leave_within(slice).then_some(());
@@ -381,7 +383,7 @@ impl Session {
         waited.map(drop)
     }
 
-    /// What has been sent and received so far.
+    /// Returns counters of the traffic so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let client = self.client.get(py)?;
         if let Some(sidecar) = client.beside() {
@@ -409,25 +411,25 @@ impl Session {
         Ok(dict)
     }
 
-    /// How many ops may be in flight.
+    /// Returns how many ops may be in flight.
     #[getter]
     fn max_ops(&self, py: Python<'_>) -> PyResult<u16> {
         Ok(self.client.get(py)?.max_ops())
     }
 
-    /// Whether results come by multicast.
+    /// Returns whether results arrive by multicast.
     #[getter]
     fn multicast(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.client.get(py)?.multicast())
     }
 
-    /// Whether this process was forked from the one that connected.
+    /// Returns whether this process was forked from the one that connected.
     #[getter]
     fn is_forked(&self) -> bool {
         self.client.is_forked()
     }
 
-    /// Whether there are no more ops: it was closed, or the job is over.
+    /// Returns whether the session takes no more ops: it was closed, or the job is over.
     #[getter]
     fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
         let client = self.client.get(py)?;
@@ -435,8 +437,8 @@ impl Session {
     }
 }
 
-/// Asks a sidecar what has left the host. One that is stuck is not waited for for ever: what it has
-/// said last does then.
+/// Asks a sidecar for its traffic counters. If the sidecar does not answer in time, the counters of
+/// its last answer remain in use.
 fn ask_stats(py: Python<'_>, sidecar: &sidecar::Client) -> PyResult<()> {
     let mut asked = None;
     let has_told = |slice| {
@@ -455,19 +457,19 @@ fn ask_stats(py: Python<'_>, sidecar: &sidecar::Client) -> PyResult<()> {
     Ok(())
 }
 
-/// Memory that the sidecar has too, as long as this is kept.
+/// Memory that is shared with the sidecar as long as this object lives.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Lent {
-    /// Nothing once it goes.
+    /// The memory; `None` only while it is dropped.
     memory: Option<Arc<sidecar::Lent>>,
-    /// The process that it was lent.
+    /// The process that the memory was lent to.
     pid: u32,
 }
 
 #[pymethods]
 impl Lent {
-    /// Where it begins.
+    /// Returns the address of the first byte.
     #[getter]
     fn address(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.start().as_ptr() as usize)
@@ -479,7 +481,7 @@ impl Drop for Lent {
     fn drop(&mut self) {
         let memory = self.memory.take();
         if std::process::id() == self.pid {
-            // The sidecar is told, which may wait for it.
+            // Dropping notifies the sidecar, which may block, so release the GIL.
             Python::attach(|py| py.detach(|| drop(memory)));
         } else {
             std::mem::forget(memory);

@@ -1,8 +1,9 @@
-//! The turn of a call: its op begins, or the other ranks hear that it does not.
+//! The turn of a call: either its op begins, or the other ranks learn that the call is refused.
 //!
-//! Ranks pair ops by their order. So a call that ends before its op has begun, with an error or by
-//! Ctrl-C, is owed: the other ranks are told of it before a later op begins. Python runs a signal's
-//! handler between any two of its own instructions, so what keeps count of this is here.
+//! Ranks pair ops by their order. So if a call ends before its op begins, with an error or by
+//! Ctrl-C, this rank owes the others a notice, which it sends before a later op begins. Python may
+//! run a signal handler between any two of its instructions, so this module keeps the state in
+//! Rust.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,7 @@ use racksum_proto::call::{self, Collective};
 
 use crate::errors::raise;
 
-/// Which call of a collective an op is part of.
+/// A reference to the call of a collective that an op is part of.
 #[derive(Debug, FromPyObject)]
 pub(crate) struct PartOf {
     collective: String,
@@ -30,7 +31,7 @@ impl PartOf {
     }
 }
 
-/// Calls that the other ranks have yet to hear of.
+/// The refused calls that the other ranks do not know of yet.
 #[derive(Debug, Default)]
 pub(crate) struct Unsaid {
     calls: Mutex<Calls>,
@@ -38,14 +39,14 @@ pub(crate) struct Unsaid {
 
 #[derive(Debug, Default)]
 struct Calls {
-    /// The ones they hear of before the next op, whatever it is.
+    /// The calls to report before the next op of any kind.
     next: VecDeque<call::Call>,
-    /// The ones that come after ops which another thread has yet to begin.
+    /// The calls to report only after another thread has begun ops of earlier calls.
     later: VecDeque<call::Call>,
 }
 
 impl Unsaid {
-    /// Adds a call that all ops have begun before that were called before it.
+    /// Adds a refused call. The ops of all earlier calls have begun.
     pub(crate) fn add_next(&self, call: call::Call) {
         self.lock().next.push_back(call);
     }
@@ -54,7 +55,7 @@ impl Unsaid {
         self.lock().later.push_back(call);
     }
 
-    /// Notes that the ops have begun that were called before those of `later`.
+    /// Makes all refused calls due: the ops that were called before them have begun.
     pub(crate) fn settle(&self) {
         let mut calls = self.lock();
         let Calls { next, later } = &mut *calls;
@@ -74,7 +75,7 @@ impl Unsaid {
         self.lock().next.pop_front()
     }
 
-    /// Puts a call back that was taken and not told.
+    /// Puts back a call that was taken but not reported.
     pub(crate) fn put_back(&self, call: call::Call) {
         self.lock().next.push_front(call);
     }
@@ -84,7 +85,8 @@ impl Unsaid {
     }
 }
 
-/// The turn of a call. As a context manager it owes the call if an exception leaves it.
+/// The turn of a call. As a context manager, it reports the call as refused later if an exception
+/// leaves the block.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Turn {
@@ -99,7 +101,7 @@ impl Turn {
         Self { unsaid, call, begins_next, is_open: AtomicBool::new(true) }
     }
 
-    /// Takes the turn for an op of the call: whoever begins it tells what becomes of it.
+    /// Takes the turn for an op of the call. The caller then begins the op or refuses the call.
     pub(crate) fn begin(&self) -> call::Call {
         self.take();
         self.call
@@ -108,12 +110,13 @@ impl Turn {
 
 #[pymethods]
 impl Turn {
-    /// Takes the turn; false if it was taken before. Only one of those begins the op, or owes it.
+    /// Takes the turn; returns false if it was taken before. Only the first taker begins the op or
+    /// refuses the call.
     fn take(&self) -> bool {
         self.is_open.swap(false, Ordering::Relaxed)
     }
 
-    /// Owes the call, if nobody has taken the turn.
+    /// Adds the call to the refused calls, unless the turn was taken.
     fn owe(&self) {
         if !self.take() {
             return;

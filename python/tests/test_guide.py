@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,10 @@ def test_a_loop_of_the_guide_trains_as_with_gloo(ranks, cluster, heading):
     gloo = ranks.run(trained, block, "gloo", "", "")
     ours = ranks.run(trained, block, "hook", cluster.address, cluster.new_job())
     torch.testing.assert_close(ours, gloo)
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    drawn = subprocess.run(
+        [sys.executable, ROOT / "docs/overview.py"], capture_output=True, text=True, check=True
+    )
+    assert drawn.stdout == (ROOT / "docs/overview.svg").read_text()

@@ -1,9 +1,9 @@
-//! How long ops take in simulation, against the limit that the links set:
+//! Compares the time that ops take in simulation with the limit that the links set:
 //! `cargo run --release -p racksum-sim --example rates`.
 //!
-//! Ranks are joined at 1 Gbit/s, the shard at 10 Gbit/s, through a switch with a megabyte a port.
-//! The limit is the time that the busier direction of a rank's link takes for the bytes that must
-//! pass it, headers and all, and a round trip.
+//! Ranks have links of 1 Gbit/s and the shard one of 10 Gbit/s. The switch queues 1 MB per port.
+//! The limit is the time that the busiest link needs for its bytes, including headers, plus a round
+//! trip and the transfer of the first window.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -39,7 +39,7 @@ fn main() {
         "probes",
         "idle ms"
     );
-    // The number of a scenario: its first seed, as a trace.
+    // An argument names one scenario by its index, to print a trace of its first seed.
     let traced = std::env::args().nth(1).and_then(|arg| arg.parse::<usize>().ok());
     if let Some(scenario) = traced.and_then(|number| scenarios().into_iter().nth(number)) {
         let plan = plan(&scenario, 0);
@@ -174,7 +174,7 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
         ..Inputs::dense(seed)
     };
     let descriptor = Descriptor::sum(scenario.elements, DType::F32);
-    // As an aggregator grants them.
+    // These are the limits that a real aggregator grants.
     let job = JobPlan {
         in_flight: RECEIVE_BUFFER / usize::from(WORLD),
         results_in_flight: RECEIVE_BUFFER / usize::from(scenario.shards) / 2,
@@ -190,7 +190,7 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
     plan
 }
 
-/// The limit in milliseconds.
+/// Returns the limit in milliseconds.
 fn limit(plan: &Plan) -> f64 {
     let oracle = Oracle::new(plan);
     let truth = oracle.truth(0, racksum_proto::ids::OpId(0)).expect("the plan has one op");
@@ -221,7 +221,7 @@ fn limit(plan: &Plan) -> f64 {
         seconds(results / shards, network.shard.up.rate_bps),
     ];
     let hops = 2.0 * (network.worker.up.delay.0 + network.shard.down.delay.0) as f64 / 1e9;
-    // A fold needs its whole window, which is cut through nowhere.
+    // A fold needs its whole window, so the upload of the first window adds to the limit.
     let geometry = Geometry::new(&plan.jobs[0].ops[0].descriptor);
     let first = truth.payload_len(0, truth.union(0)).min(geometry.window_elements() * 4) as u64;
     busiest.into_iter().fold(0.0, f64::max) * 1e3
@@ -229,7 +229,7 @@ fn limit(plan: &Plan) -> f64 {
         + seconds(first, network.worker.up.rate_bps) * 1e3
 }
 
-/// How long rank 0 waited for results with nothing coming in, beyond half a millisecond each time.
+/// The time in which rank 0 received no result, summed over the gaps longer than 0.5 ms.
 #[derive(Default)]
 struct Idle {
     last: Picos,
@@ -258,5 +258,5 @@ impl Checker for Shared {
 const WORLD: u16 = 8;
 const RECEIVE_BUFFER: usize = 8 << 20;
 const SEND_BUFFER: usize = 256 << 10;
-/// Runs of which the median is shown.
+/// The number of runs per scenario. The example prints the median.
 const SEEDS: u64 = 5;

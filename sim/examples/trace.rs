@@ -1,4 +1,4 @@
-//! Prints what happens in the run of a seed:
+//! Prints a trace of the run of a seed:
 //! `cargo run --release -p racksum-sim --example trace -- SEED [LINES]`.
 
 use racksum_proto::geometry::Geometry;

@@ -1,5 +1,5 @@
-//! The engine: events in the order of their time, and of their sequence number when they share
-//! one, so that a run depends on its seed alone.
+//! The event queue. It orders events by time and then by sequence number, so that a run depends
+//! only on its seed.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
@@ -7,42 +7,42 @@ use std::ops::Add;
 
 use racksum_proto::time::{Span, Time};
 
-/// An instant of simulated time, or a length of it, in picoseconds: whole numbers in which even
-/// a byte at 400 Gbit/s takes twenty.
+/// An instant or a duration of simulated time, in picoseconds. One byte at 400 Gbit/s takes 20 ps,
+/// so integers are precise enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Hash)]
 pub struct Picos(pub u64);
 
 impl Picos {
     /// The start of every run.
     pub const ZERO: Self = Self(0);
-    /// Later than everything that happens.
+    /// An instant later than every event.
     pub const NEVER: Self = Self(u64::MAX);
 
-    /// A length of whole microseconds.
+    /// Creates a duration of whole microseconds.
     #[must_use]
     pub const fn from_micros(micros: u64) -> Self {
         Self(micros * 1_000_000)
     }
 
-    /// A length of whole milliseconds.
+    /// Creates a duration of whole milliseconds.
     #[must_use]
     pub const fn from_millis(millis: u64) -> Self {
         Self::from_micros(millis * 1_000)
     }
 
-    /// The instant as the protocol counts it, rounded down.
+    /// Converts to the protocol's nanoseconds, rounded down.
     #[must_use]
     pub const fn time(self) -> Time {
         Time(self.0 / 1_000)
     }
 
-    /// How long after `earlier` this is; zero when it is not after it.
+    /// Returns the time since `earlier`, or zero when `earlier` is later.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Self {
         Self(self.0.saturating_sub(earlier.0))
     }
 
-    /// Whole microseconds, rounded down.
+    /// Returns whole microseconds, rounded down.
     #[must_use]
     pub const fn as_micros(self) -> u64 {
         self.0 / 1_000_000
@@ -69,7 +69,7 @@ impl Add for Picos {
     }
 }
 
-/// A queue of events and the instant at which the last one happened.
+/// A queue of events and the instant of the last event taken from it.
 #[derive(Debug)]
 pub struct Engine<E> {
     now: Picos,
@@ -84,26 +84,26 @@ impl<E> Default for Engine<E> {
 }
 
 impl<E> Engine<E> {
-    /// The present.
+    /// Returns the current simulated time.
     #[must_use]
     pub const fn now(&self) -> Picos {
         self.now
     }
 
-    /// How many events were ever scheduled.
+    /// Returns how many events were ever scheduled.
     #[must_use]
     pub const fn scheduled(&self) -> u64 {
         self.scheduled
     }
 
-    /// Lets `event` happen at `at`; at once if that is past.
+    /// Schedules `event` for `at`, or for now if `at` is in the past.
     pub fn schedule(&mut self, at: Picos, event: E) {
         let at = at.max(self.now);
         self.queue.push(Reverse(Entry { at, seq: self.scheduled, event }));
         self.scheduled += 1;
     }
 
-    /// Moves on to the next event.
+    /// Takes the next event and advances the time to it.
     pub fn next_event(&mut self) -> Option<E> {
         let Reverse(entry) = self.queue.pop()?;
         self.now = entry.at;

@@ -1,7 +1,7 @@
-//! Faults as rules: which datagrams are lost, doubled or held up, and how likely.
+//! Rules that inject faults: which datagrams are lost, duplicated or delayed, and how likely.
 //!
-//! A rule says where it applies, when, to what, and what it does. Every rule that applies to a
-//! datagram takes its turn. Loss by a full queue is not here: links do that by themselves.
+//! A rule has a match, a time range, a probability and an effect. All rules that apply to a
+//! datagram take effect in turn, until one drops it. Links themselves model loss by full queues.
 
 use std::ops::Range;
 
@@ -12,29 +12,29 @@ use crate::engine::Picos;
 use crate::host::Host;
 use crate::random::Random;
 
-/// Which way a datagram goes through the switch.
+/// A direction through the switch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leg {
-    /// From a host to the switch; a multicast is still one datagram.
+    /// From a host to the switch, where a multicast is still one datagram.
     Up,
     /// From the switch to a host.
     Down,
 }
 
-/// What a rule applies to. What is `None` does not matter.
+/// The datagrams that a rule applies to. A field of `None` matches everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Match {
-    /// The way.
+    /// The direction of the datagram.
     pub leg: Option<Leg>,
-    /// The host at the end of it.
+    /// The host that sends to the switch or receives from it.
     pub host: Option<Host>,
-    /// What one of its messages is.
+    /// The kind of one of the datagram's messages.
     pub kind: Option<Kind>,
-    /// Who sent that, as its header says.
+    /// The sender in that message's header.
     pub sender: Option<Rank>,
-    /// The window it is about.
+    /// The window in that message's header.
     pub window: Option<WindowId>,
-    /// The number of its fragment.
+    /// The fragment number in that message's header.
     pub fragment: Option<u8>,
 }
 
@@ -58,41 +58,41 @@ impl Match {
     }
 }
 
-/// What a rule does.
+/// The effect of a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// The datagram is lost.
     Drop,
-    /// A copy of it arrives as well, that much later.
+    /// A copy of the datagram arrives as well, later by a time in this range.
     Copy(Range<Picos>),
-    /// It arrives that much later, behind others.
+    /// The datagram arrives later by a time in this range, so that others may overtake it.
     Delay(Range<Picos>),
 }
 
-/// A rule.
+/// A fault and the datagrams it applies to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
-    /// To what it applies.
+    /// The datagrams that the rule applies to.
     pub to: Match,
-    /// When.
+    /// The time range in which the rule applies.
     pub during: Range<Picos>,
-    /// How likely, in a million.
+    /// The probability of the effect, in parts per million.
     pub chance_ppm: u32,
-    /// How often at most.
+    /// The largest number of times that the rule takes effect.
     pub times: u32,
-    /// What it does.
+    /// The effect of the rule.
     pub effect: Effect,
 }
 
 impl Rule {
-    /// A rule that always does `effect` to what `to` says.
+    /// Creates a rule that always applies `effect` to the datagrams that `to` matches.
     #[must_use]
     pub const fn always(to: Match, effect: Effect) -> Self {
         let during = Picos::ZERO..Picos::NEVER;
         Self { to, during, chance_ppm: 1_000_000, times: u32::MAX, effect }
     }
 
-    /// A rule that does `effect` with `chance_ppm` chances in a million on a way.
+    /// Creates a rule that applies `effect` in one direction with probability `chance_ppm`.
     #[must_use]
     pub const fn chance(leg: Leg, chance_ppm: u32, effect: Effect) -> Self {
         let to = Match {
@@ -106,23 +106,23 @@ impl Rule {
         Self { chance_ppm, ..Self::always(to, effect) }
     }
 
-    /// The same, but at most `times` times.
+    /// Limits the rule to take effect at most `times` times.
     #[must_use]
     pub fn at_most(self, times: u32) -> Self {
         Self { times, ..self }
     }
 }
 
-/// What becomes of a datagram: by how much it is late, and a copy of it that arrives besides.
+/// The fate of a datagram that is not lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fate {
-    /// How late it is.
+    /// The delay of the datagram.
     pub late: Picos,
-    /// How late its copy is, if there is one.
+    /// The delay of its copy, if it has one.
     pub copy: Option<Picos>,
 }
 
-/// The rules at work.
+/// The rules of a run and the random numbers that they draw.
 #[derive(Debug)]
 pub struct Faults {
     rules: Vec<Rule>,
@@ -130,13 +130,13 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Rules that draw from `random`.
+    /// Creates faults from `rules`, which draw from `random`.
     #[must_use]
     pub const fn new(rules: Vec<Rule>, random: Random) -> Self {
         Self { rules, random }
     }
 
-    /// What becomes of a datagram; `None` when it is lost.
+    /// Applies the rules to a datagram. Returns `None` if it is lost.
     pub fn judge(&mut self, now: Picos, leg: Leg, host: Host, datagram: &[u8]) -> Option<Fate> {
         let mut fate = Fate { late: Picos::ZERO, copy: None };
         for rule in &mut self.rules {

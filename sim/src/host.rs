@@ -2,16 +2,16 @@
 
 use racksum_proto::ids::Rank;
 
-/// A host.
+/// A host of the simulated network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Host {
-    /// Of one rank of one job.
+    /// The host of one rank of one job.
     Worker {
-        /// The job's place in the plan.
+        /// The job's index in the plan.
         job: usize,
         /// The rank.
         rank: Rank,
     },
-    /// Of one shard, for all jobs.
+    /// The host of one shard, which serves all jobs.
     Shard(u8),
 }

@@ -1,4 +1,4 @@
-//! What ranks contribute: tensors from a seed, sparse by blocks.
+//! The tensors that ranks contribute: drawn from a seed, with some blocks zero.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -6,36 +6,36 @@ use racksum_proto::ids::Rank;
 
 use crate::random::Random;
 
-/// The tensors of one op, one a rank.
+/// A recipe for the tensors of one op, one tensor per rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Inputs {
-    /// Where they come from.
+    /// The seed of all tensors of the op.
     pub seed: u64,
-    /// Chances in a million that a block is non-zero.
+    /// The chance that a block is non-zero, in parts per million.
     pub density_ppm: u32,
     /// Whether the same blocks are non-zero at every rank.
     pub aligned: bool,
-    /// What their elements are like.
+    /// The distribution of the elements.
     pub values: Values,
 }
 
-/// What elements are like.
+/// A distribution of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
-    /// Of many magnitudes, so that the order of a sum shows in its bits.
+    /// Numbers of many magnitudes, so that the order of a sum shows in its bits.
     Wide,
-    /// The same, among NaNs, infinities, denormals and zeros of either sign.
+    /// [`Self::Wide`] mixed with NaNs, infinities, denormals and zeros of either sign.
     Wild,
 }
 
 impl Inputs {
-    /// Tensors in which every block is non-zero.
+    /// Creates inputs in which every block is non-zero.
     #[must_use]
     pub const fn dense(seed: u64) -> Self {
         Self { seed, density_ppm: 1_000_000, aligned: false, values: Values::Wide }
     }
 
-    /// The tensor of `rank`, little-endian.
+    /// Returns the tensor of `rank`, in little-endian bytes.
     #[must_use]
     pub fn tensor(&self, descriptor: &Descriptor, rank: Rank) -> Vec<u8> {
         let size = descriptor.dtype.size();
@@ -66,15 +66,15 @@ impl Inputs {
     }
 }
 
-/// Makes a zero of a block of zeros negative.
+/// Makes one element of a zero block negative zero.
 fn negate(dtype: DType, block: &mut [u8], draw: u64) {
     let elements = block.len() / dtype.size();
     let at = usize::try_from(draw % elements as u64).expect("below a length");
     block[(at + 1) * dtype.size() - 1] = 0x80;
 }
 
-/// A float's sign and fraction from `bits`, and an exponent within [`SPREAD`] of that of one; of
-/// an integer, all bits.
+/// Returns a float with the sign and fraction of `bits` and an exponent within [`SPREAD`] of 1.0's.
+/// For an integer type it returns `bits`.
 fn ordinary(dtype: DType, bits: u64) -> u64 {
     let Some((exponent_bits, fraction_bits)) = layout(dtype) else { return bits };
     let one = (1 << (exponent_bits - 1)) - 1;
@@ -85,7 +85,8 @@ fn ordinary(dtype: DType, bits: u64) -> u64 {
     (sign << (exponent_bits + fraction_bits)) | (exponent << fraction_bits) | fraction
 }
 
-/// A NaN, an infinity, a denormal or a zero; of an integer, an extreme.
+/// Returns a NaN, an infinity, a denormal or a zero. For an integer type it returns zero or an
+/// extreme.
 fn special(dtype: DType, bits: u64) -> u64 {
     let choice = bits >> 60;
     let Some((exponent_bits, fraction_bits)) = layout(dtype) else {
@@ -107,7 +108,7 @@ fn special(dtype: DType, bits: u64) -> u64 {
     }
 }
 
-/// Bits of exponent and fraction; `None` for integers.
+/// Returns the number of exponent and fraction bits, or `None` for integers.
 const fn layout(dtype: DType) -> Option<(u32, u32)> {
     match dtype {
         DType::F32 => Some((8, 23)),
@@ -118,9 +119,9 @@ const fn layout(dtype: DType) -> Option<(u32, u32)> {
     }
 }
 
-/// Powers of two that ordinary floats lie within, about one.
+/// Largest distance of an ordinary float's exponent from that of 1.0, in powers of two.
 const SPREAD: u64 = 20;
-/// How seldom a wild value is not an ordinary one.
+/// One element in this many is special when values are wild.
 const WILD_ONCE_IN: u64 = 5_000;
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
 //! A discrete-event simulator that runs the protocol's own code, packet by packet.
 //!
-//! A [`plan::Plan`] says what a run is made of; [`cluster::Cluster`] runs it on links with rates
-//! and queues, among [`fault`]s; the [`check`]ers judge what they see of it; and [`swarm`] draws
-//! a plan from every seed. [`node`] wraps the two state machines of `racksum-proto` with tensors
-//! and slots, as the real drivers do, but with the scalar reference arithmetic. There is no second
-//! implementation of the protocol here, no clock and no randomness but a seed.
+//! A [`plan::Plan`] describes a run. A [`cluster::Cluster`] runs it on links with rates and queues
+//! and injects faults by the rules in [`fault`]. The checkers in [`check`] verify the run.
+//! [`swarm`] draws a plan from each seed.
+//!
+//! [`node`] wraps the two state machines of `racksum-proto` with tensors and slots, as the real
+//! drivers do, but with the scalar reference arithmetic. The simulator has no protocol
+//! implementation of its own, reads no clock, and takes all randomness from a seed.
 
 pub mod check;
 pub mod cluster;

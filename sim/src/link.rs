@@ -1,46 +1,47 @@
-//! Links: a rate, a delay, a finite queue that drops at its tail, and a mark where it grows long.
+//! Links. A link has a rate, a delay and a finite queue. It drops datagrams when the queue is full
+//! and marks them when the queue is long.
 //!
-//! A link holds no datagrams. When one enters, all that matters is when the link is next free:
-//! what it still has to send then is its queue.
+//! A link stores no datagrams. It only knows when it is next free; the queue is the data it still
+//! has to send until then.
 
 use crate::engine::Picos;
 
-/// One direction of a cable and the queue before it.
+/// One direction of a cable and the queue in front of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinkConfig {
-    /// Bits a second.
+    /// Rate in bits per second.
     pub rate_bps: u64,
-    /// From the last bit sent to the last bit received.
+    /// Time from the last bit sent to the last bit received.
     pub delay: Picos,
-    /// Bytes that may wait.
+    /// Capacity of the queue in bytes.
     pub queue_bytes: u64,
-    /// Datagrams that find more bytes than this waiting are marked.
+    /// Queue length in bytes above which a new datagram is marked.
     pub mark_bytes: u64,
 }
 
 impl LinkConfig {
-    /// A link that neither drops nor marks.
+    /// Creates a link that neither drops nor marks.
     #[must_use]
     pub const fn lossless(rate_bps: u64, delay: Picos) -> Self {
         Self { rate_bps, delay, queue_bytes: u64::MAX, mark_bytes: u64::MAX }
     }
 }
 
-/// What a link makes of a datagram.
+/// The outcome of sending a datagram on a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Passage {
-    /// It arrives.
+    /// The datagram arrives.
     Arrives {
-        /// When.
+        /// When it arrives.
         at: Picos,
         /// Whether it carries a congestion mark.
         marked: bool,
     },
-    /// The queue was full.
+    /// The link dropped the datagram because the queue was full.
     Dropped,
 }
 
-/// A link at work.
+/// The state of a link.
 #[derive(Debug)]
 pub struct Link {
     config: LinkConfig,
@@ -49,19 +50,19 @@ pub struct Link {
 }
 
 impl Link {
-    /// An idle link.
+    /// Creates an idle link.
     #[must_use]
     pub const fn new(config: LinkConfig) -> Self {
         Self { config, free_at: Picos::ZERO, busy: Picos::ZERO }
     }
 
-    /// How long the link was sending, in all.
+    /// Returns how long the link has been sending in total.
     #[must_use]
     pub const fn busy(&self) -> Picos {
         self.busy
     }
 
-    /// Bytes that wait at `now`, with what is left of the datagram on its way.
+    /// Returns the bytes in the queue at `now`, including the unsent rest of the current datagram.
     #[must_use]
     pub fn queued(&self, now: Picos) -> u64 {
         let left = u128::from(self.free_at.since(now).0);
@@ -69,7 +70,7 @@ impl Link {
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
 
-    /// When no more than `len_bytes` wait, if nothing is added.
+    /// Returns when the queue falls to `len_bytes`, if nothing is added.
     #[must_use]
     pub fn falls_to(&self, len_bytes: u64) -> Picos {
         let takes =
@@ -91,7 +92,7 @@ impl Link {
     }
 }
 
-/// Picoseconds a second, by bits a byte.
+/// Picoseconds per second times bits per byte.
 const PICOS_PER_SECOND_BITS: u128 = 8 * 1_000_000_000_000;
 
 #[cfg(test)]
@@ -110,7 +111,7 @@ mod tests {
     #[test]
     fn datagrams_leave_one_after_the_other_at_the_links_rate() {
         let mut link = link(u64::MAX, u64::MAX);
-        // 1250 bytes at 1 Gbit/s are ten microseconds.
+        // 1250 bytes at 1 Gbit/s take 10 µs.
         assert_eq!(link.send(Picos::ZERO, 1250), micros(20, false));
         assert_eq!(link.send(Picos::ZERO, 1250), micros(30, false));
         assert_eq!(link.send(Picos::from_micros(50), 1250), micros(70, false));

@@ -1,4 +1,4 @@
-//! Nodes: the protocol's state machines with the bytes that their drivers would hold.
+//! Nodes: the protocol's state machines together with the bytes that their drivers would hold.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -15,47 +15,47 @@ use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Worker};
 
-/// A datagram on its way.
+/// A datagram in flight.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Datagram {
-    /// Who gets it.
+    /// The recipient.
     pub to: Endpoint,
-    /// Its bytes.
+    /// The datagram's bytes.
     pub bytes: Rc<[u8]>,
 }
 
-/// An end of a path.
+/// A recipient of datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Endpoint {
     /// A rank.
     Worker(u16),
-    /// Every rank of the job: a multicast.
+    /// Every rank of the job, by multicast.
     Workers,
     /// A shard.
     Shard(u8),
 }
 
-/// A rank: its machine and its tensors, which are reduced in place.
+/// A rank: its state machine and its tensors, which are reduced in place.
 #[derive(Debug)]
 pub struct WorkerNode {
-    /// The protocol.
+    /// The protocol's state machine.
     pub machine: Worker,
     world: u32,
     tensors: BTreeMap<OpId, Vec<u8>>,
-    /// Packed results of windows that have arrived in part, where they are not written at once:
-    /// of scaled ones, and of all if the job may move.
+    /// Packed results of windows that have arrived in part. Results wait here if the wire type is
+    /// scaled or the job may move; other results are written to the tensor at once.
     partial: BTreeMap<WindowId, Vec<u8>>,
     /// Packed results that other ranks may lack when the job moves.
     kept: BTreeMap<WindowId, Vec<u8>>,
     buffer: Box<[u8]>,
-    /// The ranks that the results of ops that ended lack.
+    /// The ranks whose contributions a result lacks, by ended op.
     pub absent: BTreeMap<OpId, Vec<Rank>>,
-    /// Ops that ended, with their tensors.
+    /// Ended ops, each with its tensor or error.
     pub done: Vec<(OpId, Result<Vec<u8>, OpError>)>,
 }
 
 impl WorkerNode {
-    /// A rank of a job of `world` ranks.
+    /// Creates a rank of a job of `world` ranks.
     #[must_use]
     pub fn new(config: worker::Config, world: u16, now: Time) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl WorkerNode {
     /// Starts an op on `tensor`.
     ///
     /// # Errors
-    /// As [`Worker::submit`].
+    /// Returns the errors of [`Worker::submit`].
     pub fn submit(
         &mut self,
         now: Time,
@@ -86,7 +86,7 @@ impl WorkerNode {
         Ok(op)
     }
 
-    /// Goes on at another aggregator.
+    /// Continues at another aggregator.
     pub fn resume(&mut self, config: worker::Config, now: Time, observer: &mut impl Observer) {
         self.partial.clear();
         self.buffer = buffer(config.cut);
@@ -94,7 +94,7 @@ impl WorkerNode {
         self.collect();
     }
 
-    /// Takes a datagram.
+    /// Handles a datagram.
     pub fn handle(
         &mut self,
         now: Time,
@@ -121,14 +121,14 @@ impl WorkerNode {
         self.collect();
     }
 
-    /// Acts on what did not happen in time.
+    /// Handles timeouts.
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         self.machine.handle_timeout(now, observer);
         self.collect();
     }
 
-    /// Scans and sends all that is due, until the datagrams have at least `room` bytes; they go
-    /// to `out`. Returns whether that was all.
+    /// Scans and sends everything due to `out`, until the datagrams hold at least `room` bytes.
+    /// Returns false if it stopped for lack of room.
     pub fn drive(
         &mut self,
         now: Time,
@@ -187,7 +187,7 @@ impl WorkerNode {
         }
     }
 
-    /// A window's non-zero blocks as they travel.
+    /// Encodes the non-zero blocks of a window for the wire.
     fn pack(&self, window: WindowId, mask: u64) -> Vec<u8> {
         let tensor = &self.tensors[&window.op];
         let descriptor = self.machine.descriptor(window.op).expect("the op is in flight");
@@ -252,7 +252,7 @@ impl WorkerNode {
         }
     }
 
-    /// Sets aside the ops that have ended.
+    /// Collects the ops that have ended into `done`.
     pub fn collect(&mut self) {
         while let Some(worker::Outcome { op, result, absent }) = self.machine.poll_outcome() {
             let tensor = self.tensors.remove(&op).unwrap_or_default();
@@ -264,10 +264,10 @@ impl WorkerNode {
     }
 }
 
-/// A shard's part in a job: its machine and the payloads in its slots.
+/// A shard's part in one job: its state machine and the payloads in its slots.
 #[derive(Debug)]
 pub struct ShardNode {
-    /// The protocol.
+    /// The protocol's state machine.
     pub machine: Aggregation,
     plan: FoldPlan,
     /// Fragments by lane, slot, rank and fragment.
@@ -278,7 +278,7 @@ pub struct ShardNode {
 }
 
 impl ShardNode {
-    /// A shard of a job. Without multicast, what is for every rank goes to each of them.
+    /// Creates a shard of a job. Without multicast, it sends a separate copy to each rank.
     #[must_use]
     pub fn new(config: aggregator::Config, multicast: bool, now: Time) -> Self {
         Self {
@@ -291,13 +291,13 @@ impl ShardNode {
         }
     }
 
-    /// How many fragments are held.
+    /// Returns how many fragments the slots hold.
     #[must_use]
     pub fn held(&self) -> usize {
         self.slots.len()
     }
 
-    /// Takes a datagram.
+    /// Handles a datagram.
     pub fn handle(
         &mut self,
         now: Time,
@@ -320,18 +320,18 @@ impl ShardNode {
         }
     }
 
-    /// Keeps a fragment of a contribution.
+    /// Stores a fragment of a contribution.
     pub(crate) fn store(&mut self, place: Place, body: &[u8]) {
         let Place { lane, slot, rank, fragment, .. } = place;
         self.slots.insert((lane, slot, rank.0, fragment), body.to_vec());
     }
 
-    /// The sum that a slot holds.
+    /// Returns the sum that a slot holds.
     pub(crate) fn result(&self, lane: u8, slot: u32) -> &[u8] {
         &self.results[&(lane, slot)]
     }
 
-    /// Folds and sends all that is due; datagrams go to `out`.
+    /// Folds and sends everything due to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
         let mut joined = Joined::new(self.machine.config().cut);
         loop {
@@ -340,7 +340,7 @@ impl ShardNode {
                 self.fold(fold);
                 self.machine.handle_folded(fold, observer);
             }
-            // Also when there is nothing to fold: finding that out may have freed credits.
+            // Polled even without a fold, because the search for one may have freed credits.
             while let Some(transmit) = self.machine.poll_transmit(now, &mut self.buffer, observer) {
                 self.send(&transmit, &mut joined);
             }
@@ -355,7 +355,7 @@ impl ShardNode {
 
     fn fold(&mut self, fold: &aggregator::Fold) {
         let config = self.machine.config();
-        // With what has come from a parent, if there is one.
+        // The parent counts as one more contributor.
         let world = config.world + u16::from(config.has_parent);
         let index = fold.window.index;
         let masks: Vec<u64> =
@@ -389,8 +389,8 @@ impl ShardNode {
         self.results.insert((fold.lane, fold.slot), out);
     }
 
-    /// A rank's packed payload of `len` bytes, out of its fragments; the slot is free for the
-    /// next window. An op that failed may have left more fragments in the slot than are due.
+    /// Removes a rank's fragments from a slot, which frees it for the next window. Returns the
+    /// first `len` bytes of them, because a failed op may have left more fragments there.
     fn take(&mut self, lane: u8, slot: u32, rank: u16, len: usize) -> Vec<u8> {
         let range = (lane, slot, rank, 0)..=(lane, slot, rank, u8::MAX);
         let fragments: Vec<_> = self.slots.range(range).map(|(key, _)| *key).collect();
@@ -416,7 +416,7 @@ impl ShardNode {
         }
     }
 
-    /// The datagrams that bring `bytes` to a recipient.
+    /// Returns the datagrams that carry `bytes` to a recipient.
     fn addressed(&self, to: Recipient, bytes: &Rc<[u8]>) -> impl Iterator<Item = Datagram> {
         let world = self.machine.config().world;
         let (group, ranks) = match to {
@@ -432,7 +432,7 @@ impl ShardNode {
     }
 }
 
-/// Datagrams to be sent: messages one after the other to the same recipient share one if they fit.
+/// Outgoing datagrams. Consecutive messages to one recipient share a datagram if they fit.
 #[derive(Debug)]
 pub(crate) struct Joined<T> {
     max: usize,
@@ -456,12 +456,12 @@ impl<T: PartialEq> Joined<T> {
     }
 }
 
-/// Room for the longest datagram of a job.
+/// Returns a buffer for the longest datagram of a job.
 pub(crate) fn buffer(cut: Fragmentation) -> Box<[u8]> {
     vec![0xa5; Header::LEN + cut.payload()].into()
 }
 
-/// The messages of a window's fragments.
+/// Passes the message of each wanted fragment of a window to `send`.
 pub(crate) fn fragments(
     cut: Fragmentation,
     header: &Header,
@@ -483,7 +483,7 @@ fn elements(first: u64, count: usize) -> std::ops::Range<u64> {
     first..first + count as u64
 }
 
-/// The bytes of a tensor that hold `elements`.
+/// Returns the range of a tensor's bytes that holds `elements`.
 fn bytes_of(descriptor: &Descriptor, elements: std::ops::Range<u64>) -> std::ops::Range<usize> {
     let at = |element: u64| {
         usize::try_from(element).expect("a tensor fits memory") * descriptor.dtype.size()

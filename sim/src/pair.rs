@@ -1,4 +1,4 @@
-//! In-memory clusters without links: every datagram may be lost, doubled or delayed by chance.
+//! In-memory clusters without links. Each datagram may be lost, duplicated or delayed at random.
 
 use racksum_proto::aggregator;
 use racksum_proto::descriptor::Descriptor;
@@ -22,15 +22,15 @@ struct Cluster {
     workers: Vec<WorkerNode>,
     shards: Vec<ShardNode>,
     dice: Random,
-    /// Datagrams by when they arrive and in which order they were sent.
+    /// Datagrams in flight, by arrival time and send order.
     wire: std::collections::BTreeMap<(u64, u64), Datagram>,
     sent: u64,
     steps: u64,
     now: Time,
     faults: Faults,
-    /// Bytes of the largest datagrams that pass to a shard, and to a worker.
+    /// The largest datagrams that pass, in bytes: to a shard, and to a worker.
     largest: [usize; 2],
-    /// Those that were larger.
+    /// The number of datagrams lost because they were larger.
     too_large: u64,
 }
 
@@ -41,14 +41,14 @@ struct Faults {
     delay: u64,
 }
 
-/// What a job is granted.
+/// The parameters of a job.
 #[derive(Debug, Clone, Copy)]
 struct Grant {
     world: u16,
     shards: u8,
     lanes: u8,
     pool_slots: u32,
-    /// Its first op, if it has moved.
+    /// The job's first op after a move, or `None` if it has not moved.
     moved_at: Option<OpId>,
 }
 
@@ -139,13 +139,13 @@ impl Cluster {
         }
     }
 
-    /// The last rank stops without a word; what it has sent is still on its way.
+    /// Stops the last rank without notice. Its datagrams in flight still arrive.
     fn lose(&mut self, rank: Rank) {
         assert_eq!(rank.index() + 1, self.workers.len());
         self.workers.pop();
     }
 
-    /// The aggregator is gone with all that was on its way, and the job goes on at another.
+    /// Moves the job to a new aggregator. All datagrams in flight are lost with the old one.
     fn move_to(&mut self, grant: Grant) {
         self.wire.clear();
         self.shards = grant.shards(self.now);
@@ -165,12 +165,12 @@ impl Cluster {
         self.post(out);
     }
 
-    /// Runs until so many ops have ended everywhere.
+    /// Runs until this many ops have ended at every rank.
     fn run(&mut self, ops: usize) {
         self.run_until(|cluster| cluster.workers.iter().all(|worker| worker.done.len() >= ops));
     }
 
-    /// Runs until `done`, which is asked before each step.
+    /// Runs until `done` returns true. It calls `done` before each step.
     fn run_until(&mut self, mut done: impl FnMut(&mut Self) -> bool) {
         self.drive();
         while !done(self) {
@@ -183,7 +183,7 @@ impl Cluster {
             if arrival <= timer.0 {
                 let ((_, _), datagram) = self.wire.pop_first().unwrap();
                 match datagram.to {
-                    // One that is lost hears nothing.
+                    // A lost rank receives nothing.
                     Endpoint::Worker(rank) => {
                         if let Some(worker) = self.workers.get_mut(usize::from(rank)) {
                             worker.handle(self.now, &datagram.bytes, false, &mut ());
@@ -207,7 +207,7 @@ impl Cluster {
     }
 }
 
-/// A tensor of small integers in which about `density` percent of the blocks are non-zero.
+/// Returns a tensor of small integers in which about `density` percent of the blocks are non-zero.
 fn tensor(dice: &mut Random, elements: usize, density: u64) -> Vec<i32> {
     let mut tensor = vec![0; elements];
     for block in tensor.chunks_mut(256) {
@@ -371,8 +371,8 @@ fn what_never_arrives_is_sent_again_more_and_more_rarely() {
         }
         cluster.run(1);
         assert!(cluster.workers.iter().all(|worker| worker.done[0].1.is_err()));
-        // A rank, and the shard, has the 44 fragments of 8 windows in flight, and sends them 25
-        // times.
+        // Each rank, and the shard for each rank, has 8 windows of 44 fragments in flight and sends
+        // them at most 25 times.
         let sent = cluster.too_large;
         assert!((44..2 * 25 * 8 * 44).contains(&sent), "{largest:?}: {sent} datagrams for nothing");
     }

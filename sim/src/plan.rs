@@ -1,4 +1,4 @@
-//! Plans: all that a run is made of, in numbers. The same plan gives the same run.
+//! Plans: complete descriptions of runs. The same plan gives the same run.
 
 use racksum_proto::aggregator;
 use racksum_proto::descriptor::Descriptor;
@@ -14,148 +14,151 @@ use crate::inputs::Inputs;
 use crate::link::LinkConfig;
 use crate::random::Random;
 
-/// A run.
+/// The description of a run.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Where faults and noise come from; inputs have seeds of their own.
+    /// The seed of faults and strangers; inputs have their own seeds.
     pub seed: u64,
     /// The jobs, which share the shards' hosts.
     pub jobs: Vec<JobPlan>,
     /// The hosts and their links.
     pub network: Network,
-    /// What goes wrong on the way.
+    /// The faults on the links.
     pub faults: Vec<Rule>,
-    /// When hosts stand still.
+    /// The times at which hosts pause.
     pub pauses: Vec<Pause>,
-    /// When all shards die, in ascending order. The jobs go on at others, on the same hosts.
+    /// The times at which all shards die, in ascending order. The jobs move to new shards on the
+    /// same hosts.
     pub moves: Vec<Move>,
     /// How many datagrams strangers send.
     pub noise: u32,
 }
 
-/// A star: every host is joined to one switch.
+/// A star network: every host is connected to one switch.
 #[derive(Debug, Clone, Copy)]
 pub struct Network {
-    /// How many shards, each on a host of its own.
+    /// The number of shards, each on its own host.
     pub shards: u8,
-    /// Whether each shard is an aggregator of its own, with its own numbers for jobs.
+    /// Whether each shard is a separate aggregator with its own job ids.
     pub own_numbers: bool,
-    /// How a worker is joined.
+    /// The connection of a worker to the switch.
     pub worker: PortPlan,
-    /// How a shard is.
+    /// The connection of a shard to the switch.
     pub shard: PortPlan,
-    /// Whether the switch copies what is for every rank, or the shard sends it to each.
+    /// Whether the switch copies datagrams for all ranks. If not, the shard sends one to each rank.
     pub multicast: bool,
 }
 
 /// A host's network card and socket.
 #[derive(Debug, Clone, Copy)]
 pub struct PortPlan {
-    /// To the switch.
+    /// The link to the switch.
     pub up: LinkConfig,
-    /// From the switch.
+    /// The link from the switch.
     pub down: LinkConfig,
-    /// Bytes that may wait in the socket until the host takes them.
+    /// Capacity of the socket in bytes, for datagrams that the host has not taken yet.
     pub receive_buffer: usize,
-    /// Bytes that may wait for the uplink. A rank that has filled it sends on once half of it is
-    /// free, as a socket would let it; a shard only sends what ranks can take.
+    /// Bytes that may wait for the uplink. A rank that has filled the buffer sends again once half
+    /// of it is free, as with a real socket. Shards ignore this limit, because they only send what
+    /// ranks can buffer.
     pub send_buffer: usize,
-    /// How long the host is busy with each datagram it takes.
+    /// Time for which each received datagram occupies the host.
     pub service: Picos,
 }
 
-/// A job and what it does.
+/// A job and its ops.
 #[derive(Debug, Clone)]
 pub struct JobPlan {
-    /// How many ranks.
+    /// The number of ranks.
     pub world: u16,
-    /// How many lanes.
+    /// The number of lanes.
     pub lanes: u8,
-    /// Slots of each stream.
+    /// The number of slots of each stream.
     pub pool_slots: u32,
-    /// Ops that may be in flight.
+    /// The largest number of ops in flight.
     pub max_ops: u16,
-    /// How windows are cut into datagrams.
+    /// The rule that cuts windows into datagrams.
     pub cut: Fragmentation,
-    /// Bytes that a rank starts with in flight, a shard.
+    /// The most bytes that a rank may have in flight to each shard.
     pub in_flight: usize,
-    /// Bytes of results that a shard starts with in flight.
+    /// The most bytes of results that a shard may have in flight.
     pub results_in_flight: usize,
-    /// Its ops, in the order of the calls.
+    /// The ops, in call order.
     pub ops: Vec<OpPlan>,
-    /// A rank that does not take part to the end.
+    /// A rank that does not take part until the end.
     pub missing: Option<Missing>,
 }
 
 /// An op of a job.
 #[derive(Debug, Clone)]
 pub struct OpPlan {
-    /// What it is.
+    /// The descriptor of the op.
     pub descriptor: Descriptor,
-    /// What the ranks contribute.
+    /// The tensors that the ranks contribute.
     pub inputs: Inputs,
-    /// How long each rank waits for it.
+    /// The timeout of the op at each rank.
     pub timeout: Span,
-    /// When each rank calls it, if the job's limit on ops lets it.
+    /// The earliest time at which each rank calls the op. The job's limit on ops may delay the
+    /// call.
     pub starts: Vec<Picos>,
-    /// A rank that calls it with another descriptor.
+    /// A rank that calls the op with a different descriptor.
     pub odd: Option<(Rank, Descriptor)>,
 }
 
-/// A rank that is missing.
+/// A rank that is missing from some ops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Missing {
-    /// Which.
+    /// The missing rank.
     pub rank: Rank,
-    /// How.
+    /// The kind of absence.
     pub absence: Absence,
 }
 
-/// How a rank is missing.
+/// A kind of absence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Absence {
-    /// It calls only this many ops, but goes on answering.
+    /// The rank calls only this many ops, but still answers.
     Calls(usize),
-    /// It is dead from then on.
+    /// The rank dies at this time.
     Dies(Picos),
 }
 
-/// The death of the shards.
+/// A death of all shards, after which the jobs move to new ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Move {
-    /// When they stop.
+    /// When the shards die.
     pub at: Picos,
-    /// How much later the jobs go on elsewhere.
+    /// Time from the death until the jobs continue at new shards.
     pub lasts: Picos,
 }
 
-/// A host that handles nothing for a while; what its socket cannot hold is lost.
+/// A pause, during which a host handles nothing. Datagrams that do not fit its socket are lost.
 #[derive(Debug, Clone, Copy)]
 pub struct Pause {
-    /// The host.
+    /// The host that pauses.
     pub host: Host,
-    /// When it stops.
+    /// When the pause begins.
     pub at: Picos,
-    /// For how long.
+    /// How long the pause lasts.
     pub lasts: Picos,
 }
 
-/// One life of the shards.
+/// One life of the shards, between two deaths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Life {
-    /// How often they have died before.
+    /// The number of earlier lives.
     pub number: u8,
-    /// The first op of the job in it.
+    /// The first op of the job in this life.
     pub first_op: OpId,
 }
 
 impl Life {
-    /// The first.
+    /// The life in which a run starts.
     pub const FIRST: Self = Self { number: 0, first_op: OpId(0) };
 }
 
 impl Plan {
-    /// A plan without faults: one job on a network.
+    /// Creates a plan that runs `jobs` on a network without faults.
     #[must_use]
     pub const fn new(seed: u64, network: Network, jobs: Vec<JobPlan>) -> Self {
         Self {
@@ -169,7 +172,7 @@ impl Plan {
         }
     }
 
-    /// All hosts, workers before shards.
+    /// Returns all hosts, workers before shards.
     pub fn hosts(&self) -> impl Iterator<Item = Host> + '_ {
         let workers = self.jobs.iter().enumerate().flat_map(|(job, plan)| {
             (0..plan.world).map(move |rank| Host::Worker { job, rank: Rank(rank) })
@@ -177,7 +180,7 @@ impl Plan {
         workers.chain((0..self.network.shards).map(Host::Shard))
     }
 
-    /// The place of a host among [`Self::hosts`].
+    /// Returns the index of a host in [`Self::hosts`].
     #[must_use]
     pub fn place(&self, host: Host) -> usize {
         let before = |job: usize| self.jobs[..job].iter().map(|job| usize::from(job.world)).sum();
@@ -193,7 +196,7 @@ impl Plan {
         }
     }
 
-    /// The number that job `job` goes by on the wire, to and from a shard, in a life of the shards.
+    /// Returns the wire id of job `job` at a shard, in a given life of the shards.
     #[must_use]
     pub fn job_id(&self, job: usize, shard: u8, life: Life) -> JobId {
         let own = if self.network.own_numbers { u32::from(shard) * 1_000 } else { 0 };
@@ -201,7 +204,7 @@ impl Plan {
         JobId(u32::try_from(job).unwrap_or(u32::MAX).saturating_add(1 + own))
     }
 
-    /// What a rank is granted.
+    /// Returns the worker configuration of a rank.
     #[must_use]
     pub fn worker(&self, job: usize, rank: Rank, life: Life) -> worker::Config {
         let plan = &self.jobs[job];
@@ -222,7 +225,7 @@ impl Plan {
         }
     }
 
-    /// What a job is granted at a shard.
+    /// Returns the aggregator configuration of a job at a shard.
     #[must_use]
     pub fn aggregator(&self, job: usize, shard: u8, life: Life) -> aggregator::Config {
         let plan = &self.jobs[job];
@@ -243,19 +246,19 @@ impl Plan {
         }
     }
 
-    /// The longest that hosts stand still, in all.
+    /// Returns the sum of all pauses and moves, an upper bound on how long a host stands still.
     #[must_use]
     pub fn paused(&self) -> Picos {
         let lasts = self.pauses.iter().map(|pause| pause.lasts);
         lasts.chain(self.moves.iter().map(|it| it.lasts)).fold(Picos::ZERO, |all, it| all + it)
     }
 
-    /// The life of every job.
+    /// The generation of every job.
     pub const GENERATION: Generation = Generation(3);
 }
 
 impl JobPlan {
-    /// A job without ops, in one lane.
+    /// Creates a job with one lane and no ops.
     #[must_use]
     pub fn new(world: u16, cut: Fragmentation) -> Self {
         Self {
@@ -271,7 +274,7 @@ impl JobPlan {
         }
     }
 
-    /// The job with one op more, which all ranks call at `start`.
+    /// Adds an op that all ranks call at `start`.
     #[must_use]
     pub fn with(mut self, descriptor: Descriptor, inputs: Inputs, start: Picos) -> Self {
         let starts = vec![start; usize::from(self.world)];
@@ -280,7 +283,7 @@ impl JobPlan {
         self
     }
 
-    /// The ops that `rank` calls.
+    /// Returns how many ops `rank` calls.
     #[must_use]
     pub fn calls(&self, rank: Rank) -> usize {
         match self.missing {
@@ -291,7 +294,7 @@ impl JobPlan {
         }
     }
 
-    /// When `rank` dies, if it does.
+    /// Returns when `rank` dies, if it does.
     #[must_use]
     pub fn dies(&self, rank: Rank) -> Option<Picos> {
         match self.missing {
@@ -304,7 +307,7 @@ impl JobPlan {
 }
 
 impl OpPlan {
-    /// What `rank` calls the op with.
+    /// Returns the descriptor with which `rank` calls the op.
     #[must_use]
     pub fn descriptor(&self, rank: Rank) -> Descriptor {
         match self.odd {
@@ -313,7 +316,7 @@ impl OpPlan {
         }
     }
 
-    /// What `rank` contributes.
+    /// Returns the tensor that `rank` contributes.
     #[must_use]
     pub fn tensor(&self, rank: Rank) -> Vec<u8> {
         self.inputs.tensor(&self.descriptor(rank), rank)
@@ -321,8 +324,8 @@ impl OpPlan {
 }
 
 impl Network {
-    /// One shard; workers and the shard at `rate_bps`, `delay` from the switch, with multicast
-    /// and queues that never fill.
+    /// Creates a network with one shard, multicast and queues that never fill. Every host has links
+    /// of `rate_bps` and `delay` to the switch.
     #[must_use]
     pub const fn ideal(rate_bps: u64, delay: Picos) -> Self {
         let link = LinkConfig::lossless(rate_bps, delay);
@@ -338,7 +341,8 @@ impl Network {
 }
 
 impl Pause {
-    /// A pause that is drawn: of any host of `plan`, before `until`.
+    /// Draws a pause of any host of `plan` that begins before `until` and is shorter than
+    /// `longest`.
     #[must_use]
     pub fn draw(plan: &Plan, random: &mut Random, until: Picos, longest: Picos) -> Self {
         let hosts: Vec<Host> = plan.hosts().collect();

@@ -1,11 +1,11 @@
-//! Randomness from a seed and nothing else: one generator, with named children.
+//! Deterministic random numbers: one seeded generator with named children.
 
 use std::ops::RangeInclusive;
 
 /// A SplitMix64 generator.
 ///
-/// Whoever draws takes a child of its own by name: then a draw more or less in one place changes
-/// nothing in the others.
+/// Each user takes its own child by name, so that extra draws in one place do not change the draws
+/// of others.
 #[derive(Debug, Clone)]
 pub struct Random {
     seed: u64,
@@ -13,13 +13,13 @@ pub struct Random {
 }
 
 impl Random {
-    /// The generator of `seed`.
+    /// Creates a generator from `seed`.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self { seed, state: seed }
     }
 
-    /// The child `name`, which depends on the seed and not on what was drawn.
+    /// Returns the child called `name`. The child depends on the seed, but not on earlier draws.
     #[must_use]
     pub fn child(&self, name: &str) -> Self {
         let name = name
@@ -28,30 +28,30 @@ impl Random {
         Self::new(mix(self.seed ^ mix(name)))
     }
 
-    /// The child `number` of those that are alike.
+    /// Returns the child of index `number`, for users that need several of the same kind.
     #[must_use]
     pub const fn nth(&self, number: u64) -> Self {
         Self::new(mix(self.seed ^ mix(number.wrapping_add(GOLDEN))))
     }
 
-    /// The next 64 bits.
+    /// Draws the next 64 bits.
     pub const fn bits(&mut self) -> u64 {
         self.state = self.state.wrapping_add(GOLDEN);
         mix(self.state)
     }
 
-    /// A number below `end`, which is not zero.
+    /// Draws a number below `end`, which must not be zero.
     pub const fn below(&mut self, end: u64) -> u64 {
         // The bias of the remainder is below 2^-30 for the ranges drawn here.
         self.bits() % end
     }
 
-    /// A number in `range`.
+    /// Draws a number in `range`.
     pub fn within(&mut self, range: RangeInclusive<u64>) -> u64 {
         range.start() + self.below((range.end() - range.start()).saturating_add(1))
     }
 
-    /// A number in `range`, each power of two as likely as the others.
+    /// Draws a number in `range`, with each power of two equally likely.
     pub fn across(&mut self, range: RangeInclusive<u64>) -> u64 {
         let (first, last) = ((*range.start()).max(1), (*range.end()).max(1));
         let log2 = self.within(u64::from(first.ilog2())..=u64::from(last.ilog2()));
@@ -60,23 +60,23 @@ impl Random {
         self.within(low..=high)
     }
 
-    /// Whether something happens that has `ppm` chances in a million.
+    /// Draws true with a probability of `ppm` in a million.
     pub const fn chance(&mut self, ppm: u32) -> bool {
         self.below(1_000_000) < ppm as u64
     }
 
-    /// Whether something happens once in `n` times.
+    /// Draws true with a probability of one in `n`.
     pub const fn once_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// One of `options`, which are not empty.
+    /// Draws one of `options`, which must not be empty.
     pub fn pick<T: Copy>(&mut self, options: &[T]) -> T {
         options[usize::try_from(self.below(options.len() as u64)).expect("below a length")]
     }
 }
 
-/// Scrambles 64 bits, one to one.
+/// Scrambles 64 bits with a bijection.
 #[must_use]
 pub const fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,5 +1,5 @@
-//! A shard that has a parent: the worker half beside the aggregator half, which takes the sums of
-//! the one to the parent and its results to the other.
+//! A shard that has a parent. Its aggregator half serves the ranks; its worker half sends their
+//! sums to the parent and takes the parent's results.
 
 use racksum_proto::aggregator::Failed;
 use racksum_proto::error::OpError;
@@ -12,23 +12,23 @@ use racksum_proto::worker::{self, Worker};
 
 use crate::node::{Datagram, Endpoint, Joined, ShardNode, buffer, fragments};
 
-/// A shard with its way to the parent's shard of the same number.
+/// A shard connected to the parent's shard of the same number.
 #[derive(Debug)]
 pub struct RelayNode {
-    /// What the ranks see.
+    /// The aggregator half, which the ranks see.
     pub below: ShardNode,
-    /// What the parent sees.
+    /// The worker half, which the parent sees.
     pub above: Worker,
-    /// What has failed, and the other shards of the aggregator are to be told of.
+    /// Failed ops that the aggregator's other shards must be told about.
     pub failed: Vec<Failed>,
     buffer: Box<[u8]>,
 }
 
 impl RelayNode {
-    /// A shard of a job whose aggregator has a parent.
+    /// Creates a shard of a job whose aggregator has a parent.
     ///
     /// # Panics
-    /// When either half is not configured for that.
+    /// If `below` is not configured with a parent or `above` is not configured as a relay.
     #[must_use]
     pub fn new(below: ShardNode, above: worker::Config, now: Time) -> Self {
         assert!(below.machine.config().has_parent && above.relay.is_some(), "no relay");
@@ -40,7 +40,7 @@ impl RelayNode {
         }
     }
 
-    /// Takes a datagram of the parent's.
+    /// Handles a datagram from the parent.
     pub fn handle_from_above(&mut self, now: Time, bytes: &[u8], observer: &mut impl Observer) {
         for message in wire::messages(bytes) {
             let (header, body) = match message {
@@ -62,12 +62,12 @@ impl RelayNode {
         }
     }
 
-    /// Acts on what did not happen in time.
+    /// Handles timeouts of the worker half.
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         self.above.handle_timeout(now, observer);
     }
 
-    /// Folds, hands on and sends all that is due: `down` to the ranks, `up` to the parent.
+    /// Folds, relays and sends everything due: `down` to the ranks, `up` to the parent.
     pub fn drive(
         &mut self,
         now: Time,
@@ -107,18 +107,19 @@ impl RelayNode {
         );
     }
 
-    /// Starts the ops that the ranks have begun.
+    /// Submits the ops that the ranks have begun to the parent.
     fn begin(&mut self, now: Time) -> bool {
         let mut any = false;
         let Self { below, above, .. } = self;
         while let Some((op, descriptor)) = below.machine.poll_begun(|lane| above.has_room(lane)) {
-            // How long an op may take is the ranks' affair. One that cannot start ends at its time.
+            // The ranks decide when an op times out, so this timeout is just very long. An op that
+            // cannot start times out at the ranks too.
             any |= above.submit_sum(now, op, descriptor, Span::from_secs(1 << 20)).is_ok();
         }
         any
     }
 
-    /// Tells each side what has failed at the other.
+    /// Passes failures from each half to the other.
     fn fail(&mut self, observer: &mut impl Observer) -> bool {
         let mut any = false;
         while let Some(failed) = self.below.machine.poll_failed() {
@@ -145,7 +146,7 @@ impl RelayNode {
         any
     }
 
-    /// Says which windows the ranks have contributed to.
+    /// Reports to the worker half which windows the ranks have contributed to.
     fn scan(&mut self) -> bool {
         let mut any = false;
         let config = *self.below.machine.config();

@@ -1,4 +1,4 @@
-//! What a run came to: its machines, how their ops ended, and what was counted.
+//! The outcome of a run: how the ops of its machines ended, and the counters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,16 +8,16 @@ use racksum_proto::ids::{OpId, Rank};
 
 use crate::engine::Picos;
 
-/// What a run came to.
+/// The outcome of a run.
 #[derive(Debug, Clone)]
 pub struct Run {
-    /// A hash of all that was sent, when and by whom: runs with the same trace are the same.
+    /// A hash of every datagram sent, its time and its sender. Equal traces mean equal runs.
     pub trace: u64,
     /// How each op ended at each rank.
     pub ended: BTreeMap<(Machine, OpId), Ended>,
     /// When the last op ended.
     pub took: Picos,
-    /// What the network and the machines counted.
+    /// Counters of the network and the machines.
     pub totals: Totals,
 }
 
@@ -26,42 +26,42 @@ pub struct Run {
 pub struct Ended {
     /// When the rank called it.
     pub called: Picos,
-    /// When it ended.
+    /// When the op ended.
     pub at: Picos,
-    /// A hash of its result, or why there is none.
+    /// A hash of the op's result, or its error.
     pub result: Result<u64, OpError>,
 }
 
-/// What was counted in a run, over all hosts.
+/// Counters of a run, summed over all hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Totals {
-    /// Events of the engine.
+    /// Events that the engine scheduled.
     pub events: u64,
     /// Datagrams that hosts sent.
     pub sent: u64,
-    /// Datagrams that hosts took.
+    /// Datagrams that the hosts' sockets accepted.
     pub received: u64,
     /// Datagrams lost to faults.
     pub lost: u64,
-    /// Datagrams that came twice.
+    /// Datagrams that a fault duplicated.
     pub doubled: u64,
-    /// Datagrams that were held up.
+    /// Datagrams that a fault delayed.
     pub delayed: u64,
-    /// Datagrams that found a queue or a socket full.
+    /// Datagrams dropped because a queue or a socket was full.
     pub dropped: u64,
     /// Datagrams with a congestion mark.
     pub marked: u64,
-    /// Datagrams of strangers.
+    /// Datagrams from strangers.
     pub foreign: u64,
     /// Windows folded.
     pub folds: u64,
-    /// Fragments sent again, by ranks and shards.
+    /// Fragments retransmitted by ranks and shards.
     pub again: u64,
     /// Fragments that had arrived before.
     pub duplicates: u64,
-    /// Times ranks asked for results, and shards for fragments.
+    /// Asks: those of ranks for results and those of shards for fragments.
     pub asks: u64,
-    /// Of the ranks' asks, those because nothing was heard.
+    /// Probes: the asks of ranks that had received nothing for a while.
     pub probes: u64,
 }
 
@@ -87,19 +87,19 @@ impl Totals {
     }
 }
 
-/// One of the machines of a run.
+/// A state machine of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Machine {
     /// A rank.
     Worker {
-        /// The job's place in the plan.
+        /// The job's index in the plan.
         job: usize,
         /// The rank.
         rank: Rank,
     },
     /// A shard's part in a job.
     Shard {
-        /// The job's place in the plan.
+        /// The job's index in the plan.
         job: usize,
         /// The shard.
         shard: u8,
@@ -107,7 +107,7 @@ pub enum Machine {
 }
 
 impl Machine {
-    /// The machine's job.
+    /// Returns the index of the machine's job in the plan.
     #[must_use]
     pub const fn job(self) -> usize {
         match self {

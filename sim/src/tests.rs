@@ -1,4 +1,4 @@
-//! Scenarios: one for every invariant, by name, and the traces that other systems break at.
+//! Scenarios that test each invariant by name, and traces that break other systems.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -31,13 +31,13 @@ fn job(world: u16) -> JobPlan {
     JobPlan { pool_slots: 8, ..JobPlan::new(world, cut) }
 }
 
-/// `elements` floats in blocks of 32, half of them zero at each rank.
+/// Returns a sum of `elements` floats in blocks of 32, half of them zero at each rank.
 fn floats(elements: u64, seed: u64) -> (Descriptor, Inputs) {
     let descriptor = Descriptor::sum(elements, DType::F32).with_block(32).unwrap();
     (descriptor, Inputs { density_ppm: 500_000, ..Inputs::dense(seed) })
 }
 
-/// A job of three ops: many small windows, one element, and a dense one in between.
+/// Returns a job of three ops: sparse with many windows, dense, and a single element.
 fn busy_job(world: u16) -> JobPlan {
     let (sparse, halves) = floats(60_000, 1);
     let dense = Descriptor::sum(40_000, DType::F32);
@@ -47,7 +47,8 @@ fn busy_job(world: u16) -> JobPlan {
         .with(Descriptor::sum(1, DType::F32), Inputs::dense(3), Picos::from_micros(200))
 }
 
-/// Loss, copies and delays on both ways; copies arrive up to 20 ms later, among other ops.
+/// Returns loss, copies and delays in both directions. Copies arrive up to 20 ms later, among later
+/// ops.
 fn faults(loss_ppm: u32) -> Vec<Rule> {
     let late = Picos::ZERO..Picos::from_millis(20);
     [Leg::Up, Leg::Down]
@@ -140,7 +141,7 @@ fn i5_every_op_ends_although_a_rank_is_missing() {
 #[test]
 fn i5_a_rank_that_dies_holding_all_slots_is_the_one_that_is_named() {
     // The slots hold results that the dead rank will never acknowledge. The other ranks owe the
-    // next window, but have no credit to send it: they are not who is waited for.
+    // next window, but have no credit to send it, so the timeout must not name them.
     let (descriptor, halves) = floats(200_000, 1);
     let inputs = Inputs { density_ppm: 10_000, ..halves };
     for micros in (100..900).step_by(20) {
@@ -174,7 +175,7 @@ fn i6_strangers_change_nothing_but_a_counter() {
     }
 }
 
-/// Counts the datagrams of a window that reach the shard after it was folded.
+/// Counts the datagrams of a window that reach the shard after the window was folded.
 struct Late {
     window: WindowId,
     folded: bool,
@@ -200,11 +201,11 @@ impl Checker for Late {
     }
 }
 
-/// SwitchML tells two uses of a slot apart by one bit. An old duplicate that arrives after its
-/// sender has moved on to the slot's next use but one is then counted as a contribution to that.
+/// SwitchML distinguishes the uses of a slot by one bit. It therefore counts an old duplicate as a
+/// new contribution if the duplicate arrives two uses of the slot later.
 #[test]
 fn an_old_duplicate_is_not_taken_for_a_later_window_of_its_slot() {
-    // One slot: every window has it in its turn.
+    // With one slot, every window uses the same slot.
     let descriptor = Descriptor::sum(30 * 64 * 32, DType::F32).with_block(32).unwrap();
     let job = JobPlan { pool_slots: 1, ..job(2) };
     let job = job.with(descriptor, Inputs::dense(7), Picos::ZERO);
@@ -216,8 +217,8 @@ fn an_old_duplicate_is_not_taken_for_a_later_window_of_its_slot() {
         window,
         ..Match::default()
     };
-    // Rank 1 is late with everything, so that rank 0's part of a window lies alone in the slot
-    // for a while. In each run a copy of what rank 0 sent first arrives at another moment.
+    // Rank 1 is always late, so rank 0's part of a window waits alone in the slot for a while. Each
+    // run delivers a copy of rank 0's first window at a different time.
     let window = WindowId::new(OpId(0), 0);
     let late = Picos::from_micros(300)..Picos::from_micros(300);
     plan.faults = vec![Rule::always(data(1, None), Effect::Delay(late))];
@@ -265,7 +266,7 @@ fn every_dtype_wire_type_and_reduction_comes_to_the_right_bits() {
 
 #[test]
 fn queues_that_are_longer_than_anyones_patience_make_nothing_be_sent_twice() {
-    // Copies for 16 ranks fill a link of 100 Mbit/s for 0.4 s; a window is one datagram.
+    // Copies for 16 ranks occupy a link of 100 Mbit/s for 0.4 s. A window is one datagram.
     let mut network = Network { multicast: false, ..network() };
     network.shard.up.rate_bps = 100_000_000;
     let cut = Fragmentation::new(65_456).unwrap();

@@ -1,10 +1,9 @@
-//! A model of the protocol's core, checked in every state that it can reach: credits, slots, folds,
-//! and an aggregator that dies at any time and another that takes over.
+//! A model of the protocol's core, checked in every reachable state. It covers credits, slots,
+//! folds, and a failover from an aggregator that dies at any time.
 //!
-//! It is small and apart from the code: two ranks, and one stream of a few windows with a pool of
-//! two slots. What could have been sent at some time may arrive at any time after, in any order, as
-//! often as one likes, or not until all else has. Contributions are counted: a sum says how often
-//! each rank is in it.
+//! The model is small and shares no code with the protocol: two ranks, and one stream of three
+//! windows with a pool of two slots. Each message may arrive at any time after it is sent, in any
+//! order, any number of times. A sum counts how often it contains each rank.
 
 use std::collections::BTreeSet;
 
@@ -14,64 +13,66 @@ const RANKS: usize = 2;
 const WINDOWS: usize = 3;
 const POOL: u8 = 2;
 
-/// How often each rank is in a sum.
+/// How often a sum contains each rank.
 type Sum = [u8; RANKS];
 /// A set of windows.
 type Windows = [bool; WINDOWS];
 /// A set of ranks.
 type Ranks = [bool; RANKS];
 
-/// What everyone is to have of every window.
+/// The correct sum of every window.
 const WHOLE: Sum = [1; RANKS];
 
-/// A message to the aggregator of a rank, or of the aggregator to a rank.
+/// A message from a rank to the aggregator, or from the aggregator to a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Message {
-    /// A rank's share of a window, or the window's sum where it has that from before.
+    /// A rank's own contribution to a window, or the window's sum if the rank had it before the
+    /// move.
     Data { rank: usize, window: u8, sum: Sum },
-    /// Which sums a rank has when the job moves, and of which others may lack.
+    /// The sums that a rank holds when the job moves, and those it can still send to others.
     Open { rank: usize, held: Windows, lent: Windows },
-    /// A rank has all sums before this window.
+    /// A rank's acknowledgement that it has all sums before this window.
     Ack { rank: usize, ack: u8 },
-    /// To a rank: a window's sum.
+    /// A window's sum, sent to a rank.
     Result { rank: usize, window: u8, sum: Sum },
-    /// To a rank: all have acknowledged the windows before this.
+    /// A credit, sent to a rank: all ranks have acknowledged the windows before this one.
     Credit { rank: usize, low: u8 },
 }
 
-/// What an aggregator has.
+/// The state of an aggregator.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 struct Aggregator {
-    /// The first window that is not folded.
+    /// The first window that is not folded yet.
     next: u8,
     acked: [u8; RANKS],
-    /// The window in each slot, and what has come of it.
+    /// The window in each slot, and the data received from each rank.
     slots: [Option<(u8, [Option<Sum>; RANKS])>; POOL as usize],
-    /// What the ranks opened: which sums they have, and which of them they would send.
+    /// The contents of each rank's open: the sums that it holds, and those it would send.
     opened: [Option<(Windows, Windows)>; RANKS],
-    /// Results that not all have acknowledged.
+    /// Results that some rank has not acknowledged.
     results: [Option<Sum>; WINDOWS],
 }
 
-/// What a rank has.
+/// The state of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 struct Rank {
-    /// The credit.
+    /// The credit: the highest `low` that the rank has received.
     low: u8,
     sums: [Option<Sum>; WINDOWS],
-    /// What it had when the job moved.
+    /// The windows whose sums this rank held when the job moved.
     held: Windows,
-    /// What all had acknowledged when the job moved: it may be the caller's again.
+    /// The windows that all ranks had acknowledged when the job moved. Their memory may belong to
+    /// the caller again.
     given_back: Windows,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 struct State {
-    /// The aggregator has died, and this is the next.
+    /// Whether the first aggregator has died and the job is at the second.
     moved: bool,
     aggregator: Aggregator,
     ranks: [Rank; RANKS],
-    /// All that was sent in this life of the aggregator.
+    /// All messages sent in the life of the current aggregator.
     network: BTreeSet<Message>,
 }
 
@@ -82,18 +83,18 @@ enum Action {
     Die,
 }
 
-/// The protocol, sound or not.
+/// The protocol, or an unsound variant of it.
 struct Protocol {
-    /// A slot is taken although not all ranks have acknowledged its window.
+    /// Whether the aggregator reuses a slot before all ranks have acknowledged its window.
     forgets_slots: bool,
-    /// Everybody's share is folded also where some rank has the sum.
+    /// Whether the aggregator folds all contributions even if some rank has the sum.
     ignores_sums: bool,
-    /// An op that has ended is not kept for others.
+    /// Whether a rank drops an ended op that other ranks may need.
     forgets_ops: bool,
 }
 
 impl Rank {
-    /// The first window that it has no sum of.
+    /// Returns the first window whose sum the rank lacks.
     fn cursor(&self) -> u8 {
         (0..)
             .zip(&self.sums)
@@ -103,7 +104,7 @@ impl Rank {
             .unwrap_or(0)
     }
 
-    /// What it sends of a window, if it may.
+    /// Returns the data that the rank sends for a window, if it may send any.
     fn contribution(&self, rank: usize, window: u8) -> Option<Sum> {
         let at = usize::from(window);
         let own = std::array::from_fn(|other| u8::from(other == rank));
@@ -116,13 +117,13 @@ impl Rank {
 }
 
 impl Aggregator {
-    /// The lowest window whose slot some rank still needs.
+    /// Returns the lowest window whose slot some rank still needs.
     fn low(&self) -> u8 {
         let held = (0..).zip(&self.results).find(|(_, result)| result.is_some());
         held.map_or(self.next, |(at, _)| at)
     }
 
-    /// Which ranks owe a window; `None` while that is not known.
+    /// Returns the ranks that owe a window, or `None` while an open is missing.
     fn owing(&self, window: u8, moved: bool, protocol: &Protocol) -> Option<Ranks> {
         if !moved {
             return Some([true; RANKS]);
@@ -171,7 +172,8 @@ impl Aggregator {
         }
     }
 
-    /// The next window's sum, if all of it is there; `None` inside if nobody owes it.
+    /// Returns the sum of the next window once it can be folded, or an inner `None` if no rank owes
+    /// it.
     fn ready(&self, moved: bool, protocol: &Protocol) -> Option<Option<Sum>> {
         if usize::from(self.next) == WINDOWS || self.next >= self.low() + POOL {
             return None;
@@ -194,7 +196,7 @@ impl Aggregator {
 }
 
 impl State {
-    /// Notes all that may be sent now as sent.
+    /// Adds every message that may be sent now to the network.
     fn send(mut self, protocol: &Protocol) -> Self {
         let (low, results) = (self.aggregator.low(), self.aggregator.results);
         for (rank, own) in self.ranks.iter().enumerate() {
@@ -237,7 +239,7 @@ impl State {
         }
     }
 
-    /// The aggregator dies with all that is on its way, and the ranks go to another.
+    /// Kills the aggregator, drops all messages in flight and moves the ranks to another.
     fn die(&mut self) {
         self.moved = true;
         self.aggregator = Aggregator::default();
@@ -279,7 +281,8 @@ impl Model for Protocol {
             }
             Action::Die => state.die(),
         }
-        // What changes nothing leads nowhere: a way ends only where nothing can happen any more.
+        // An action without effect is no transition, so a path ends only when nothing more can
+        // happen.
         (state != *before).then(|| state.send(self))
     }
 
@@ -314,7 +317,7 @@ impl Model for Protocol {
 
 const SOUND: Protocol = Protocol { forgets_slots: false, ignores_sums: false, forgets_ops: false };
 
-/// The properties that do not hold.
+/// Returns the names of the properties that do not hold.
 fn broken(protocol: Protocol) -> Vec<&'static str> {
     let checker = protocol.checker().threads(2).spawn_bfs().join();
     println!("{} states", checker.unique_state_count());

@@ -1,6 +1,6 @@
-//! Floods the control port of an aggregator with calls that fall silent, and says what it sent:
-//! `cargo run -p racksum-tests --example initials -- TO ADDRESSES RATE SECONDS`, where calls come
-//! from 127.0.1.1 on, at RATE a second over all ADDRESSES.
+//! Floods an aggregator's control port with calls that fall silent, and prints what it sent: `cargo
+//! run -p racksum-tests --example initials -- TO ADDRESSES RATE SECONDS`. The calls come from
+//! ADDRESSES addresses, starting with 127.0.1.1, at RATE a second in total.
 
 use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The flood that is asked for, towards this host only.
+/// Parses the arguments of a flood, which may only target this host.
 fn flood(words: &[String]) -> Option<initials::Flood> {
     let [to, addresses, rate, seconds] = words else { return None };
     let to: SocketAddr = to.parse().ok().filter(|to: &SocketAddr| to.ip().is_loopback())?;

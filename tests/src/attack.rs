@@ -1,6 +1,6 @@
-//! Attacks by a tenant that has been let in. Each runs beside another tenant's job and prints a
-//! line of figures: bytes that the attacker has sent and was sent, and how the other tenant's ops
-//! went before and during the attack. `RACKSUM_ATTACK_S` says for how many seconds each lasts.
+//! Attacks by an admitted tenant. Each attack runs beside another tenant's job and prints a line of
+//! figures: the bytes that the attacker sent and received, and the other tenant's ops before and
+//! during the attack. `RACKSUM_ATTACK_S` sets the seconds that each attack lasts.
 
 use std::net::UdpSocket;
 use std::sync::Barrier;
@@ -27,23 +27,23 @@ use crate::impostor::Impostor;
 use crate::rig::{Rig, in_a_process_of_its_own};
 use crate::strangers::{datagram, header};
 
-/// How long an attack lasts, in seconds, unless the environment says so.
+/// Default duration of an attack, in seconds.
 const LASTS: u64 = 1;
-/// Ranks of the job that is attacked, and elements of its ops: 64 KiB.
+/// Ranks of the attacked job, and elements of its ops, which are 64 KiB.
 const WORLD: u16 = 2;
 const ELEMENTS: u64 = 16 << 10;
 /// Windows of the attacker's op.
 const WINDOWS: u32 = 64;
 
-/// The only rank of a job, which does its own work and acknowledges nothing.
+/// The only rank of a job. It sends its own data but acknowledges nothing.
 struct Attacker {
     impostor: Impostor,
     welcome: Welcome,
     sealer: Option<Sealer>,
-    /// Where all that it says goes instead of the shard, if anywhere. Nobody listens there: the
-    /// host has the same work, and the aggregator none.
+    /// Socket that replaces the shard as the destination, if set. Nobody reads what it sends, so
+    /// the host has the same work as in an attack, and the aggregator has none.
     aside: Option<UdpSocket>,
-    /// Bytes that it has sent to the shard.
+    /// Bytes sent to the shard.
     sent: u64,
 }
 
@@ -66,7 +66,7 @@ impl Attacker {
         }
         let bytes = if self.sealer.is_some() { &sealed } else { &plain };
         match &self.aside {
-            // Its receive buffer is full soon, which is an error of nobody's.
+            // The receive buffer is soon full, so errors are expected.
             Some(nobody) => drop(nobody.send(bytes)),
             None => {
                 self.impostor.send(0, bytes);
@@ -80,7 +80,7 @@ impl Attacker {
         Header { kind, window, ..header(self.welcome.job, Generation(0), Rank(0)) }
     }
 
-    /// Opens an op and sends all of it, so that there are results to ask for.
+    /// Opens an op and sends all of it, so that results exist to ask for.
     fn work(&mut self) {
         let sum = Descriptor::sum(u64::from(WINDOWS) * WINDOW_BYTES as u64 / 4, DType::F32);
         let mut body = [0; 1200];
@@ -95,12 +95,12 @@ impl Attacker {
             for (fragment, body) in (0..).zip(window.chunks(cut.payload())) {
                 self.say(&Header { mask, fragment, ..self.header(Kind::Data, index) }, body);
             }
-            // A receive buffer holds less than all of it.
+            // A receive buffer holds only a part of the op.
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Asks for every result there is.
+    /// Asks for every result of the op.
     fn ask(&mut self) {
         let all = [0, WINDOWS]
             .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
@@ -110,18 +110,19 @@ impl Attacker {
     }
 }
 
-/// A socket towards one that takes nothing from its buffer.
+/// Returns a socket that is connected to a socket that nobody reads.
 fn nobody() -> UdpSocket {
     let bound = || UdpSocket::bind("127.0.0.1:0").unwrap();
     let (from, to) = (bound(), bound());
     from.connect(to.local_addr().unwrap()).unwrap();
-    // Open for as long as the process lives: to a closed port, sends would fail.
+    // The leak keeps the receiver open, because sends to a closed port would fail.
     Box::leak(Box::new(to));
     from
 }
 
-/// Runs `start` on the first core and what comes after it on the others, where there are several:
-/// the aggregator on a host of its own. Otherwise figures tell who was given a core.
+/// Runs `start` on the first core and later threads on the others, if there are several. The
+/// aggregator then has a host of its own. With shared cores, the figures would depend on the
+/// scheduler.
 fn apart<T>(start: impl FnOnce() -> T) -> T {
     let all = sched_getaffinity(None).unwrap();
     let on = |is_ours: &dyn Fn(usize) -> bool| {
@@ -139,9 +140,9 @@ fn apart<T>(start: impl FnOnce() -> T) -> T {
     started
 }
 
-/// How the ops of the other tenant went.
+/// The ops of the other tenant.
 struct Ops {
-    /// How long each took, in ascending order.
+    /// Duration of each op, in ascending order.
     took: Vec<Span>,
     lasted: Span,
 }
@@ -156,7 +157,7 @@ impl Ops {
             let mut tensor = vec![0; usize::try_from(4 * ELEMENTS).unwrap()];
             client.allreduce(&mut tensor, Descriptor::sum(ELEMENTS, DType::I32)).unwrap();
             took.push(clock.now().since(began));
-            // All end after the same op: rank 0 says when.
+            // Rank 0 decides when to stop, so that all ranks end after the same op.
             let over = rank == 0 && clock.now().since(start) > lasts;
             let mut over = i32::from(over).to_le_bytes();
             client.allreduce(&mut over, Descriptor::sum(1, DType::I32)).unwrap();
@@ -167,7 +168,7 @@ impl Ops {
         }
     }
 
-    /// In microseconds.
+    /// Returns the quantile in microseconds.
     fn quantile(&self, percent: usize) -> u64 {
         self.took[(self.took.len() - 1) * percent / 100].0 / 1000
     }
@@ -177,17 +178,17 @@ impl Ops {
     }
 }
 
-/// The other tenant, as an attacker sees it.
+/// The state of the other tenant, as the attacker sees it.
 #[derive(Default)]
 struct Other {
-    /// Its quiet ops are over.
+    /// Whether its quiet ops have ended.
     rested: AtomicBool,
-    /// So are those under attack.
+    /// Whether its ops under attack have ended.
     done: AtomicBool,
 }
 
-/// Ends this process, which a test has for itself, if its thread panics: other threads would wait
-/// for it.
+/// Aborts this process if the thread panics, because other threads would wait for it. The test has
+/// the process to itself.
 struct EndsAll;
 
 impl Drop for EndsAll {
@@ -199,7 +200,7 @@ impl Drop for EndsAll {
 }
 
 impl Other {
-    /// Runs ops while it is quiet, then what `between` waits for, and ops under attack.
+    /// Runs quiet ops, then `between`, and then ops under attack.
     fn run(&self, rig: &Rig, between: impl Fn() + Sync) -> [Ops; 2] {
         let ops = |client: &Client, rank| {
             let _ends_all = EndsAll;
@@ -214,16 +215,16 @@ impl Other {
     }
 }
 
-/// How long the ops run, and an attack.
+/// Returns the duration of the ops and of an attack.
 fn lasts() -> Span {
     let seconds = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
     Span::from_secs(seconds)
 }
 
-/// What an attack came to.
+/// The results of an attack.
 struct Figures {
-    /// Bytes that the attacker has sent and was sent, its own work included; none of an attack that
-    /// has no answers.
+    /// Bytes that the attacker sent and received, including its own op; `None` if the attack gets
+    /// no answers.
     bytes: Option<[u64; 2]>,
     ops: [Ops; 2],
 }
@@ -249,10 +250,10 @@ impl Figures {
     }
 }
 
-/// Runs an attack: with the other tenant at rest, whose bytes would be counted, and then with its
-/// ops. `attack` is called again and again, `rate` times a second or as often as can be. While the
-/// other tenant is quiet the attacker does the same work and sends it to nobody, so that the two
-/// differ by what the aggregator does, and not by who has the cores.
+/// Runs an attack, first while the other tenant is idle, to count the bytes, and then beside its
+/// ops. It calls `attack` `rate` times a second, or as often as possible. Before the attack, during
+/// the tenant's quiet ops, the attacker sends the same messages to nobody. The two measurements
+/// then differ by the aggregator's work, and not by the use of the cores.
 fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> Figures {
     let rig = apart(|| Rig::start(|config| config.data_auth = Some(DataAuth::Mac)));
     let mut attacker = Attacker::join(&rig);
@@ -287,7 +288,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
         attacker.aside = None;
         phases.wait();
         let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes[1]).sum::<u64>();
-        // What was sent before is shown a moment later.
+        // The counters show earlier sends a moment later.
         std::thread::sleep(Duration::from_millis(300));
         let before = sent();
         attacker.work();
@@ -306,18 +307,18 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
 /// Asks for all results `rate` times a second, and acknowledges none.
 fn ask_again_and_again(name: &str, rate: Option<u64>) {
     let [heard, sent] = run(name, rate, Attacker::ask).bytes.unwrap();
-    // What a budget begins with, and what it gains with time.
+    // The budget's initial value, and its growth over time.
     let more = 8 * WINDOW_BYTES as u64 + (1 << 20);
     assert!(sent <= 2 * heard + more, "{sent} bytes for {heard}");
 }
 
-/// Lets all others have the cores before this thread, and those that it begins: they are on a host
-/// of their own, but for what they make the aggregator do.
+/// Lowers the priority of this thread and the threads that it starts. The attackers stand for
+/// another host, so they should take no cores from the aggregator and the other tenant.
 fn give_way() {
     setpriority_process(None, 19).unwrap();
 }
 
-/// Ranks of a job that say words without end.
+/// Runs an attack by ranks that send control messages without end.
 fn talk(name: &str, ranks: u16, word: &FromWorker) {
     let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
     let connect = || {
@@ -346,7 +347,8 @@ fn talk(name: &str, ranks: u16, word: &FromWorker) {
                 let _ends_all = EndsAll;
                 give_way();
                 rested.wait();
-                // It waits while it is not read, until its connection ends with the ops.
+                // The send blocks while the aggregator does not read, until the connection ends
+                // with the ops.
                 talker.say_until(word, || other.done.load(SeqCst));
             });
         }

@@ -1,4 +1,4 @@
-//! Lists of blocks as input: the same sums as of the whole tensor, and the union's blocks back.
+//! Lists of blocks as input give the same sums as whole tensors, and return the union's blocks.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -8,14 +8,14 @@ use crate::inputs::{Random, Values, floats, seed, tensor};
 use crate::oracle::{Expected, reduce};
 use crate::rig::{Rig, bounded};
 
-/// The blocks of a tensor at `indices`, in that order.
+/// Returns the tensor's blocks at `indices`, in that order.
 fn list(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     let len = descriptor.block_elements() * descriptor.dtype.size();
     let block = |index: &u32| tensor.chunks(len).nth(*index as usize).unwrap();
     Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).copied().collect() }
 }
 
-/// The blocks that are not zero.
+/// Returns the indices of the blocks that are not zero.
 fn held(descriptor: &Descriptor, tensor: &[u8]) -> Vec<u32> {
     reduce(descriptor, &[tensor.to_vec()]).union
 }
@@ -24,7 +24,7 @@ fn run(client: &Client, descriptor: Descriptor, blocks: Blocks) -> Result<Blocks
     Ok(client.wait(client.submit(blocks, descriptor)?)?.tensor)
 }
 
-/// What must come back for what the whole tensors come to.
+/// Returns the expected blocks for the expected tensor.
 fn expected(descriptor: &Descriptor, of: &Expected) -> Blocks {
     list(descriptor, &of.tensor, &of.union)
 }
@@ -44,7 +44,7 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
         ];
         let mut cases = Vec::new();
         for (number, (dtype, wire, reduction, block)) in kinds.into_iter().enumerate() {
-            // The last block is whole, one element long, and one element short.
+            // The last block is whole, one element long, or one element short.
             for tail in [0, 1, block as u64 - 1] {
                 let elements = 150 * block as u64 + tail;
                 let descriptor = Descriptor { wire, reduction, ..Descriptor::sum(elements, dtype) };
@@ -68,15 +68,15 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
                         let tensor = &inputs[usize::from(rank)];
                         let mut indices = held(descriptor, tensor);
                         if random.below(2) == 0 {
-                            // In any order.
+                            // Any order of blocks is valid.
                             indices.sort_by_cached_key(|_| random.next());
                         }
                         let blocks = list(descriptor, tensor, &indices);
                         let got = run(client, *descriptor, blocks).unwrap();
                         assert_eq!(got, expected(descriptor, sums), "{descriptor}");
-                        // What is left of these sums must not show in those of the next op.
+                        // Remains of these sums must not show in the next op.
                         client.recycle(got);
-                        // Lists and whole tensors are two ways to say the same.
+                        // A whole tensor must give the same result as the list.
                         let mut dense = tensor.clone();
                         client.allreduce(&mut dense, *descriptor).unwrap();
                         assert_eq!(dense, sums.tensor, "{descriptor}");
@@ -125,7 +125,7 @@ fn an_empty_list_at_some_or_all_ranks_is_reduced() {
             3,
             |_| {},
             |client, rank| {
-                // Only rank 1 has something, the short last block among it.
+                // Only rank 1 has blocks, including the short last one.
                 let indices: &[u32] = if rank == 1 { &[100, 7, 61] } else { &[] };
                 let got = run(client, descriptor, list(&descriptor, &whole, indices)).unwrap();
                 assert_eq!(got, list(&descriptor, &whole, &[7, 61, 100]));
@@ -166,7 +166,7 @@ fn duplicates_are_combined_in_the_order_they_are_listed() {
             let (two, zero) = match reduction {
                 Reduction::Sum => (((1e8 + 1.0) - 1e8) + 0.5, 4.0),
                 Reduction::Avg => ((((1e8 + 1.0) - 1e8) + 0.5) / 2.0, 2.0),
-                // The rank without them holds zeroes.
+                // The rank without these blocks contributes zeroes.
                 Reduction::Min => (-1e8, 0.0),
                 Reduction::Max => (1e8, 1.0),
             };
@@ -221,7 +221,7 @@ fn a_listed_block_of_zeros_is_like_one_that_is_not_listed() {
                 let sums = run(client, descriptor, Blocks { indices: vec![0, 1, 2], values });
                 assert_eq!(sums, Ok(Blocks { indices: vec![1], values: block(1.0) }));
                 let stats = client.stats();
-                // A starved machine makes ranks ask, and send again.
+                // On a starved machine, ranks ask and retransmit.
                 let again = stats.retransmits + stats.asks;
                 let most = 1024 * u64::from(rank) + 500 + 1100 * again;
                 assert!(stats.tx_bytes < most, "rank {rank}: {stats:?}");

@@ -1,4 +1,4 @@
-//! Same inputs, same bits: whatever the shards, the fan-out and the faults (I2).
+//! Equal inputs give equal bits for all shards, fan-outs and faults (I2).
 
 use racksum_aggregator::Fanout;
 use racksum_proto::auth::DataAuth;

@@ -1,4 +1,5 @@
-//! Ranks that call an op with different descriptors: all of them learn of it, and the job goes on.
+//! Ranks that call an op with different descriptors: every rank gets the mismatch, and the job goes
+//! on.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -9,7 +10,7 @@ use racksum_worker::{Blocks, Client, Error, Faults};
 use crate::inputs::{floats, seed};
 use crate::rig::{Rig, bounded};
 
-/// A descriptor, and another for each way in which it may differ.
+/// Returns pairs of a descriptor and a variant, one pair for each possible difference.
 fn differences() -> Vec<(Descriptor, Descriptor)> {
     let one = Descriptor::sum(1000, DType::F32);
     let windows = |count: u64| Descriptor::sum(60 * 256 * count, DType::F32);
@@ -30,13 +31,13 @@ fn differences() -> Vec<(Descriptor, Descriptor)> {
     ]
 }
 
-/// Zeroes or ones, as many as the descriptor says.
+/// Returns a tensor of the descriptor's length, filled with zero bytes or with one bytes.
 fn tensor(descriptor: &Descriptor, zero: bool) -> Vec<u8> {
     let len = usize::try_from(descriptor.elements).unwrap() * descriptor.dtype.size();
     vec![u8::from(!zero); len]
 }
 
-/// An op on which all agree.
+/// Runs an op on which all ranks agree.
 fn agree(client: &Client, world: f32) {
     let elements = 60 * 256 * 3 + 5;
     let mut tensor = floats((0..elements).map(|_| 1.0));

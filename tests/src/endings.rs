@@ -1,4 +1,4 @@
-//! How a life of a job ends while a rank lacks a result: not before the rank has it.
+//! The end of a job's generation while a rank lacks a result: the job waits until the rank has it.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
@@ -15,7 +15,7 @@ use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, header};
 use crate::waits::await_that;
 
-/// Both ranks of a job, of which neither has acknowledged the result of its only op.
+/// Joins both ranks of a job and runs its only op, whose result neither has acknowledged.
 fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
     let mut ranks = [Impostor::connect(rig), Impostor::connect(rig)];
     for (rank, impostor) in (0..).zip(&mut ranks) {
@@ -37,7 +37,7 @@ fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
     (ranks, first.job)
 }
 
-/// What a rank hears when all have joined.
+/// Returns the welcome that a rank receives when all have joined.
 fn welcomed(impostor: &mut Impostor) -> Welcome {
     let mut welcome = None;
     loop {
@@ -50,9 +50,9 @@ fn welcomed(impostor: &mut Impostor) -> Welcome {
     }
 }
 
-/// Rank 1 of the job asks for the result of its op again and again, as one that has lost it, and
-/// acknowledges it once it has had it so often. Meanwhile `end` is called, which ends the job.
-/// Returns the last word that the rank hears, and whether it had acknowledged the result by then.
+/// Rank 1 repeats its ask for the result of its op, as if the result were lost, while `end` ends
+/// the job. After 100 more asks it acknowledges the result. Returns the last message that rank 1
+/// receives, and whether it had acknowledged the result by then.
 fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggregator, bool) {
     let rig = Rig::start(|_| {});
     let ([zero, mut one], job) = ranks(&rig);
@@ -77,7 +77,7 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
             while !ending.load(SeqCst) {
                 ask();
             }
-            // Long enough for the end to have come, if it does not wait.
+            // A job that did not wait would end during these asks.
             (0..100).for_each(|_| ask());
             acknowledged.store(true, SeqCst);
             while !over.load(SeqCst) {
@@ -85,7 +85,7 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
                 std::thread::sleep(Duration::from_millis(5));
             }
         });
-        // A rank that is silent is not waited for.
+        // The job does not wait for a silent rank.
         await_that("the rank is heard", || heard() > before);
         ending.store(true, SeqCst);
         let next = end(&rig, zero);

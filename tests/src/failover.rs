@@ -1,4 +1,5 @@
-//! Jobs that go on at another aggregator: the same bits, or an error that names every aggregator.
+//! Jobs that go on at another aggregator: they keep the same bits, or fail with an error that names
+//! every aggregator.
 
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::waits::{await_that, timed};
 
 const WORLD: u16 = 3;
 
-/// Ops of every kind that has a way of its own through a move.
+/// Returns ops of every kind that a migration treats differently.
 fn descriptors() -> Vec<Descriptor> {
     let sum = |elements, dtype| Descriptor::sum(elements, dtype);
     let narrow = |elements, wire| Descriptor { wire, ..sum(elements, DType::F32) };
@@ -51,7 +52,7 @@ fn cases(seed: u64) -> Vec<Case> {
     (0..).zip(descriptors()).map(case).collect()
 }
 
-/// Reduces all tensors again and again, several in flight, of which one is a list of blocks.
+/// Reduces all tensors again and again, several in flight, one of which is a list of blocks.
 fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
     for round in 0..rounds {
         let started: Vec<_> = cases
@@ -89,12 +90,12 @@ fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).collect() }
 }
 
-/// A rig for one job, at a port that it may be started at again.
+/// Starts a rig for one job, at a port where it can start again.
 fn lone(port: u16) -> Rig {
     Rig::start(|config| (config.port, config.max_jobs) = (port, 1))
 }
 
-/// How ranks connect that may move from the first of some rigs to the next.
+/// Returns the options of ranks that may move from the first rig to the next ones.
 fn options(rigs: &[&Rig], job: &str, rank: u16) -> ConnectOptions {
     let addr = |rig: &&Rig| vec![rig.aggregator.addr().to_string()];
     ConnectOptions {
@@ -109,7 +110,7 @@ fn an_aggregator_that_stops_at_any_time_costs_no_bits() {
         let seed = seed(81);
         let cases = cases(seed);
         for (attempt, faults) in [0.0, 0.02, 0.05].into_iter().enumerate() {
-            // With faults datagrams are looked at one by one, as of a small MTU.
+            // With faults, the ranks handle datagrams one by one, as they do with a small MTU.
             let faults = Faults { drop: faults, duplicate: faults, reorder: faults, seed };
             let rigs = [1, 2, 1, 3].map(|shards| Rig::start(|config| config.shards = shards));
             let rigs = Mutex::new(rigs.map(Some));
@@ -168,7 +169,7 @@ fn an_aggregator_that_drains_hands_its_jobs_over_and_takes_no_others() {
             let why = "the aggregator refused: it is about to stop and takes no more \
                        jobs; name another";
             assert_eq!(error, why);
-            // One that knows another place goes there.
+            // A rank that knows another aggregator goes there.
             drop(Client::connect(&ConnectOptions {
                 world: 1,
                 ..options(&[&one, &other], "new", 0)
@@ -208,7 +209,8 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
                     await_that("the first have come to the second aggregator", || {
                         other.aggregator.jobs() == 1
                     });
-                    // The last finds the first one there, and waits for them.
+                    // The last rank finds the first aggregator running again, and waits there for
+                    // the others.
                     let one = lone(port);
                     let client = Client::connect(&options).unwrap();
                     run(&client, rank, &cases, 3);
@@ -240,12 +242,12 @@ fn a_rank_that_waits_leaves_its_place_for_no_aggregator_where_it_would_wait_alon
         std::thread::scope(|scope| {
             let joined = scope.spawn(|| Client::connect(&first).unwrap());
             await_that("the first waits", || other.aggregator.jobs() == 1);
-            // Another job takes the only place of one that comes before.
+            // Another job takes the only place of the preferred aggregator.
             let one = lone(port);
             let another = one.options("another", 0, 2);
             let another = scope.spawn(move || Client::connect(&another));
             await_that("another is there", || one.aggregator.jobs() == 1);
-            // One more waits for the place of the first, which looks for others meanwhile.
+            // Another rank waits for the first job's place, while that job looks for its last rank.
             let next = ConnectOptions { wait: true, ..other.options("next", 0, 1) };
             let next = scope.spawn(move || drop(Client::connect(&next).unwrap()));
             std::thread::sleep(Duration::from_secs(2));
@@ -268,7 +270,7 @@ fn a_rank_that_waits_for_room_goes_to_where_others_wait_and_leaves_the_queue() {
             let joined = scope.spawn(|| Client::connect(&first).unwrap());
             let both = (Client::connect(&last).unwrap(), joined.join().unwrap());
             drop(holds);
-            // Nobody is before it.
+            // The queue is empty.
             drop(Client::connect(&full.options("next", 0, 1)).unwrap());
             drop(both);
             [full, other].iter().for_each(Rig::await_peace);
@@ -281,7 +283,7 @@ fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
     bounded(60, || {
         let port = own_port();
         let [one, next, last] = [own_port(), port, own_port()].map(lone);
-        // One rank can only come to the next aggregator, and the others could wait at the last.
+        // One rank knows only the first two aggregators, while the others could wait at the third.
         let known = [&[&one, &next, &last][..], &[&one, &next, &last], &[&one, &next]];
         let all: Vec<_> =
             (0..).zip(known).map(|(rank, known)| options(known, "meet", rank)).collect();
@@ -323,7 +325,7 @@ fn one_that_knows_another_place_closes_at_once_although_others_know_none() {
                     let client = Client::connect(&options(known, "mixed", rank)).unwrap();
                     run(&client, rank, cases, 3);
                     if rank > 0 {
-                        // It lives on, and starts no op.
+                        // This rank stays and starts no op.
                         closed.wait();
                         return;
                     }
@@ -373,7 +375,7 @@ fn a_rank_that_others_did_not_come_to_in_time_says_where_it_waited() {
                     let one = Descriptor::sum(1, DType::I32);
                     client.allreduce(&mut [0; 4], one).unwrap();
                     started.wait();
-                    // Now the aggregator is dropped.
+                    // The test drops the aggregator here.
                     started.wait();
                     let error = client.allreduce(&mut [0; 4], one).unwrap_err().to_string();
                     if options.rank == 0 {
@@ -406,7 +408,7 @@ fn when_no_aggregator_is_left_the_error_says_what_became_of_each() {
                     let one = Descriptor::sum(1, DType::I32);
                     client.allreduce(&mut [0; 4], one).unwrap();
                     started.wait();
-                    // Now they are dropped.
+                    // The test drops the aggregators here.
                     started.wait();
                     let (error, ms) = timed(|| client.allreduce(&mut [0; 4], one).unwrap_err());
                     assert!(ms >= 3_000, "{ms} ms");

@@ -1,4 +1,4 @@
-//! Several ops in flight: over lanes, from several threads, waited for or not.
+//! Several ops in flight, over lanes and from several threads, with and without waits.
 
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::inputs::{floats, seed};
 use crate::rig::{Rig, bounded};
 use crate::waits::await_that;
 
-/// Elements of op `i`: some small, some of many windows.
+/// Returns the length of op `i`: some ops are small, some have many windows.
 fn elements(i: u16) -> u64 {
     [1, 300, 60 * 256 * 4 + 1, 17, 60 * 256][usize::from(i) % 5]
 }
@@ -46,7 +46,7 @@ fn ops_of_two_lanes_are_waited_for_in_any_order() {
             };
             rig.ranks("lanes", 3, lanes, |client, rank| {
                 let mut handles: Vec<_> = (0..40).map(|i| (i, submit(client, i, rank))).collect();
-                // Each rank waits in an order of its own.
+                // Each rank waits in a different order.
                 handles.rotate_left(usize::from(rank) * 13);
                 if rank == 1 {
                     handles.reverse();
@@ -106,7 +106,7 @@ fn an_op_that_nobody_waits_for_goes_on() {
             |client, rank| {
                 let handles: Vec<_> = (0..10).map(|i| (i, submit(client, i, rank))).collect();
                 if rank == 0 {
-                    // Ranks 1 and 2 end although this one does nothing.
+                    // The ops of ranks 1 and 2 end although this rank waits for nothing.
                     let others = others.lock().unwrap();
                     for _ in 0..2 {
                         others.recv_timeout(Duration::from_secs(200)).unwrap();
@@ -146,7 +146,7 @@ fn no_more_ops_are_taken_than_were_granted() {
                     full.clone().send(()).unwrap();
                     assert!(client.has_room_within(0, Duration::from_secs(200)));
                 }
-                // What there was no room for took no number: both ranks number the next alike.
+                // A refused submit takes no op number, so both ranks give the next op the same one.
                 let last = handles.split_off(1);
                 for (i, handle) in handles {
                     check(client, i, handle, 2);
@@ -189,7 +189,7 @@ fn a_client_that_is_dropped_with_ops_in_flight_ends() {
             2,
             |options| options.lanes = 2,
             |client, rank| {
-                // Rank 1 has none of these.
+                // Rank 1 submits none of these ops.
                 if rank == 0 {
                     for i in 0..5 {
                         drop(submit(client, i, rank));
@@ -198,7 +198,7 @@ fn a_client_that_is_dropped_with_ops_in_flight_ends() {
             },
         );
         rig.await_peace();
-        // The threads of the client are gone, and its socket with them.
+        // The client's threads and its socket have ended.
         await_that("the job's name is free", || rig.aggregator.jobs() == 0);
     });
 }

@@ -1,5 +1,5 @@
-//! Floods from addresses that are forged: raw sockets send in the name of the ranks, as anyone in
-//! the same network could.
+//! Floods from forged addresses. Raw sockets send with the ranks' addresses, as anyone in the same
+//! network could.
 
 use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -21,21 +21,21 @@ use crate::rig::{Rig, in_a_process_of_its_own};
 /// Datagrams a second.
 const RATE: u64 = 50_000;
 const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
-/// What IPv4 and UDP put before a datagram.
+/// Length of the IPv4 and UDP headers of a datagram.
 const HEADERS: usize = 28;
 
-/// Sends datagrams with any source, and hears all that come to this host.
+/// Raw sockets that send datagrams with any source, and receive all datagrams of this host.
 struct Wire {
     out: Socket,
     heard: Socket,
 }
 
 impl Wire {
-    /// Takes root.
+    /// Opens the sockets, which needs root.
     fn open() -> std::io::Result<Self> {
         let raw =
             |protocol: i32| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(protocol)));
-        // IPPROTO_RAW: with headers of one's own.
+        // IPPROTO_RAW takes packets with their IP header.
         let out = raw(255)?;
         let heard = raw(17)?;
         heard.bind(&SockAddr::from(SocketAddrV4::new(LOOPBACK, 0)))?;
@@ -44,7 +44,7 @@ impl Wire {
         Ok(Self { out, heard })
     }
 
-    /// A datagram to a port, as it came: the port it came from, and its contents.
+    /// Receives a datagram to a port; returns its source port and its contents.
     fn hear(&mut self, to: u16) -> Option<(u16, Vec<u8>)> {
         let mut packet = vec![0; 65_536];
         let len = self.heard.read(&mut packet).ok().filter(|len| *len >= HEADERS)?;
@@ -52,7 +52,7 @@ impl Wire {
         (port(22) == to).then(|| (port(20), packet[HEADERS..len].to_vec()))
     }
 
-    /// Sends a datagram in the name of another.
+    /// Sends a datagram with another's source port.
     fn send(&mut self, from: u16, to: u16, contents: &[u8]) {
         let len = |bytes: usize| u16::try_from(bytes).unwrap().to_be_bytes();
         let [total, udp] = [HEADERS, 8].map(|head| len(head + contents.len()));
@@ -61,12 +61,13 @@ impl Wire {
         let ports = [from.to_be_bytes(), to.to_be_bytes(), udp, [0, 0]].concat();
         let packet = [&ip[..], &own, &own, &ports, contents].concat();
         let to = SockAddr::from(SocketAddrV4::new(LOOPBACK, to));
-        // A buffer that is full is a flood as well.
+        // A full buffer drops datagrams, which is part of a flood.
         drop(self.out.send_to(&packet, &to));
     }
 }
 
-/// Records some of what ranks send to a shard, and then floods it with that, and worse.
+/// Records some datagrams from ranks to a shard, then floods the shard with these and with
+/// forgeries.
 fn flood(mut wire: Wire, shard: u16, sent: &AtomicU64, stop: &AtomicBool) {
     let mut genuine = Vec::new();
     while genuine.len() < 200 {
@@ -81,9 +82,9 @@ fn flood(mut wire: Wire, shard: u16, sent: &AtomicU64, stop: &AtomicBool) {
             let (from, datagram) = &genuine[nth % genuine.len()];
             let mut bytes = datagram.clone();
             match nth / genuine.len() % 5 {
-                // Replayed.
+                // Replayed unchanged.
                 0 => {}
-                // Forged: another number, and another byte.
+                // Forged: another sequence number, or another byte.
                 1 => bytes[8..12].copy_from_slice(&u32::MAX.to_be_bytes()),
                 2 => bytes[nth % datagram.len()] ^= 1 << (nth % 8),
                 3 => bytes.truncate(nth % datagram.len()),
@@ -96,14 +97,14 @@ fn flood(mut wire: Wire, shard: u16, sent: &AtomicU64, stop: &AtomicBool) {
     }
 }
 
-/// Bytes that this process has in memory.
+/// Returns the resident memory of this process in bytes.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// Runs ops until it is enough for rank 0; returns how many, and how long they took.
+/// Runs ops until `enough` returns true at rank 0; returns their number and their duration.
 fn ops(client: &Client, rank: u16, enough: impl Fn(Span) -> bool) -> (u64, Span) {
     let descriptor = Descriptor::sum(40_000, DType::F32);
     let input = floats((0..40_000u16).map(|i| f32::from(i % 97) * f32::from(rank + 1)));
@@ -114,7 +115,7 @@ fn ops(client: &Client, rank: u16, enough: impl Fn(Span) -> bool) -> (u64, Span)
         let mut tensor = input.clone();
         client.allreduce(&mut tensor, descriptor).unwrap();
         assert!(tensor == expected, "rank {rank}, op {op}");
-        // All end after the same op: rank 0 says when.
+        // Rank 0 decides when to stop, so that all ranks end after the same op.
         let took = clock.now().since(start);
         let mut over = i32::from(rank == 0 && enough(took)).to_le_bytes();
         client.allreduce(&mut over, Descriptor::sum(1, DType::I32)).unwrap();
@@ -127,7 +128,7 @@ fn ops(client: &Client, rank: u16, enough: impl Fn(Span) -> bool) -> (u64, Span)
 
 #[test]
 fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
-    // The memory of a process is what all of its tests have.
+    // Memory is measured per process, so this test must not share one with other tests.
     let test = "flood::fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum";
     in_a_process_of_its_own(test, || {
         let Ok(wire) = Wire::open() else {
@@ -151,9 +152,9 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
                 let before = told(&rig);
                 let quiet = ops(client, rank, |took| took > lasts);
                 let (between, memory) = (told(&rig), resident());
-                // A moment's datagrams are recorded before they are sent again.
+                // The flood first records datagrams for a moment.
                 begin.store(true, SeqCst);
-                // On a busy machine the flood takes its time.
+                // A busy machine takes longer to send the flood.
                 let flooded = |took| took > lasts && sent.load(SeqCst) > RATE;
                 let noisy = ops(client, rank, flooded);
                 let grown = resident().saturating_sub(memory);
@@ -163,7 +164,7 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
             stop.store(true, SeqCst);
             flooder.join().unwrap();
             let [(quiet, noisy, _, memory), ..] = counts[..] else { panic!("nobody ran") };
-            // What goes out is what ops take: nothing is said to a stranger.
+            // Ops account for all datagrams sent: the aggregator never answers a stranger.
             let [before, flooded] = counts[0].2;
             assert!(flooded <= before + before / 2, "{before} datagrams an op, then {flooded}");
             (quiet, noisy, memory)
@@ -182,7 +183,7 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
     });
 }
 
-/// Datagrams that the aggregator has sent.
+/// Returns the number of datagrams that the aggregator has sent.
 fn told(rig: &Rig) -> u64 {
     rig.aggregator.stats().iter().map(|shard| shard.datagrams[1]).sum()
 }

@@ -1,4 +1,4 @@
-//! A rank that is driven by hand: it joins as it is told and sends what it is told.
+//! A rank that a test controls: it joins and sends exactly as told.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::thread::JoinHandle;
@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use crate::rig::Rig;
 
-/// A control connection and a data socket, both of which do only what the test says.
+/// A control connection and a data socket that do only what the test says.
 pub(crate) struct Impostor {
     runtime: Handle,
     connection: Option<Connection>,
@@ -23,13 +23,13 @@ pub(crate) struct Impostor {
     recv: quinn::RecvStream,
     pub(crate) socket: UdpSocket,
     shards: Vec<SocketAddr>,
-    /// Ends the thread that keeps the connection alive.
+    /// Ends the thread that drives the connection.
     end: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Impostor {
-    /// Connects, and says nothing yet.
+    /// Connects, and sends nothing yet.
     pub(crate) fn connect(rig: &Rig) -> Self {
         let driver = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let runtime = driver.handle().clone();
@@ -49,7 +49,7 @@ impl Impostor {
         Self { runtime, connection, send, recv, socket, shards, end, thread }
     }
 
-    /// What a rank of its data socket would join with.
+    /// Returns the join message of a rank with this data socket.
     pub(crate) fn wish(&self, job: &str, rank: u16, world: u16) -> Join {
         Join {
             version: CONTROL_VERSION,
@@ -80,13 +80,13 @@ impl Impostor {
         self.runtime.block_on(frames::send(&mut self.send, word)).unwrap();
     }
 
-    /// Says a word as often as it is heard, until it is enough.
+    /// Sends a control message whenever the aggregator takes it, until `enough` returns true.
     pub(crate) fn say_until(&mut self, word: &FromWorker, enough: impl Fn() -> bool) {
         let Self { runtime, send, .. } = self;
         let pause = Duration::from_millis(100);
         runtime.block_on(async {
             while !enough() {
-                // A word that waits to be read goes on where it was: none is cut.
+                // A message that waits continues where it stopped, so that none is cut.
                 let mut said = std::pin::pin!(frames::send(send, word));
                 loop {
                     match tokio::time::timeout(pause, &mut said).await {
@@ -99,12 +99,12 @@ impl Impostor {
         });
     }
 
-    /// Writes bytes to the control stream, whatever they are.
+    /// Writes arbitrary bytes to the control stream.
     pub(crate) fn babble(&mut self, bytes: &[u8]) {
         self.runtime.block_on(self.send.write_all(bytes)).unwrap();
     }
 
-    /// The aggregator's next word, but for the offer of a lifeline; `None` once it says no more.
+    /// Returns the aggregator's next message other than `Lifeline`, or `None` after the last.
     pub(crate) fn hear(&mut self) -> Option<FromAggregator> {
         let Self { runtime, recv, .. } = self;
         loop {
@@ -118,13 +118,13 @@ impl Impostor {
         }
     }
 
-    /// Joins; returns what it was granted once ops may start.
+    /// Joins; returns the welcome once ops may start.
     pub(crate) fn join(&mut self, join: Join) -> Welcome {
         self.say(&FromWorker::Join(join));
         self.granted()
     }
 
-    /// What it is granted that has said its join, once ops may start.
+    /// Returns the welcome of a join that was already sent, once ops may start.
     pub(crate) fn granted(&mut self) -> Welcome {
         let mut welcome = None;
         loop {
@@ -137,7 +137,7 @@ impl Impostor {
         }
     }
 
-    /// Asks what the aggregator does, as the first word; returns the JSON that it tells.
+    /// Asks for the status as the first message; returns the JSON.
     pub(crate) fn status(&mut self) -> String {
         self.say(&FromWorker::AskStatus { version: CONTROL_VERSION });
         let mut told = String::new();
@@ -154,7 +154,7 @@ impl Impostor {
         }
     }
 
-    /// Joins, and is refused; returns why.
+    /// Sends a join that the aggregator refuses; returns the reason.
     pub(crate) fn refused(&mut self, join: Join) -> String {
         self.say(&FromWorker::Join(join));
         match self.hear() {
@@ -168,7 +168,7 @@ impl Impostor {
         self.socket.send_to(datagram, self.shards[shard]).unwrap();
     }
 
-    /// Is gone without a word of leave.
+    /// Closes the connection without a leave message.
     pub(crate) fn vanish(self) {
         drop(self);
     }

@@ -1,8 +1,8 @@
-//! Calls that fall silent: whoever makes them shows that it hears (QUIC Retry), so that the server
-//! begins a handshake, and says nothing more.
+//! Callers that fall silent. Each proves that it receives packets (QUIC Retry), so that the server
+//! begins a handshake, and then sends nothing more.
 //!
-//! The tests of the control port use this, and `examples/initials.rs` floods an aggregator that
-//! runs elsewhere on this host.
+//! The tests of the control port use this module, and `examples/initials.rs` floods an aggregator
+//! on this host.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,30 +20,30 @@ use racksum_net::quic::PROTOCOL;
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::version::TLS13;
 
-/// What a flood is.
+/// The settings of a flood.
 #[derive(Debug, Clone)]
 pub(crate) struct Flood {
-    /// Who is called.
+    /// Address of the server.
     pub(crate) to: SocketAddr,
-    /// The addresses of this host that calls come from, in turn.
+    /// Addresses of this host that the calls come from, in turn.
     pub(crate) from: Vec<IpAddr>,
-    /// First packets a second, of all addresses together.
+    /// First packets a second, over all addresses.
     pub(crate) rate: u32,
-    /// How long it lasts.
+    /// Duration of the flood.
     pub(crate) lasts: Duration,
 }
 
-/// What came of a flood.
+/// The counts of a flood.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Flooded {
-    /// First packets sent.
+    /// Number of first packets sent.
     pub(crate) calls: u64,
-    /// Of those, how many were answered with a Retry, and said once more.
+    /// Calls that the server answered with a Retry and that were then sent again.
     pub(crate) shown: u64,
 }
 
 impl Flood {
-    /// Floods, in this thread, until the time is over or `stop` says so.
+    /// Floods in this thread, until the time is over or `stop` returns true.
     pub(crate) fn run(&self, stop: impl Fn() -> bool) -> io::Result<Flooded> {
         let config = config();
         let callers = self.from.iter().map(|from| Caller::new(*from, self.to));
@@ -65,13 +65,13 @@ impl Flood {
     }
 }
 
-/// Most calls between two looks at what has come.
+/// Largest number of calls between two reads of the sockets.
 const BURST: u128 = 64;
 const PAUSE: Duration = Duration::from_micros(500);
-/// Calls of one address that are remembered until they are answered.
+/// Largest number of calls of one address that wait for their answers.
 const MOST_PENDING: usize = 1024;
 
-/// An address that calls.
+/// A source address and its calls in progress.
 struct Caller {
     to: SocketAddr,
     socket: UdpSocket,
@@ -102,7 +102,8 @@ impl Caller {
         Ok(())
     }
 
-    /// Says once more what is asked for again, and forgets it. Returns how often.
+    /// Repeats the first packets that got a Retry, and forgets their connections. Returns their
+    /// number.
     fn hear(&mut self) -> io::Result<u64> {
         let (mut shown, mut datagram, mut answer) = (0, [0; 2048], Vec::new());
         while let Ok(len) = self.socket.recv(&mut datagram) {
@@ -124,7 +125,7 @@ impl Caller {
         let mut packet = Vec::new();
         if let Some(transmit) = connection.poll_transmit(now, 1, &mut packet) {
             match self.socket.send_to(&packet[..transmit.size], self.to) {
-                // What has no room is as good as lost on its way.
+                // A full send buffer has the same effect as loss.
                 Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
                 Ok(_) | Err(_) => {}
             }
@@ -133,13 +134,13 @@ impl Caller {
     }
 }
 
-/// The present, as quinn wants it.
+/// Returns the current time as quinn's type.
 #[expect(clippy::disallowed_methods, reason = "quinn's state machine takes std's time")]
 fn now() -> Instant {
     Instant::now()
 }
 
-/// A caller's TLS that never comes to look at a certificate.
+/// Returns a TLS configuration for handshakes that end before the caller sees a certificate.
 fn config() -> ClientConfig {
     let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(default_provider()))
         .with_protocol_versions(&[&TLS13])
@@ -162,7 +163,7 @@ mod tests {
     use crate::rig::{Rig, bounded};
     use crate::waits::await_that;
 
-    /// Joins twenty jobs, one after the other, while a flood comes from these addresses.
+    /// Joins twenty jobs one after the other, while a flood comes from these addresses.
     fn join_beside(from: Vec<IpAddr>, rate: u32) {
         bounded(120, move || {
             let rig = Rig::start(|_| {});
@@ -173,7 +174,7 @@ mod tests {
                 let flooding = scope.spawn(|| {
                     let started = now();
                     flood.run(|| {
-                        // By then a server without limits has no place left.
+                        // By then, a server without limits would be full.
                         let full = started.elapsed() > Duration::from_secs(2);
                         begun.fetch_or(full, SeqCst);
                         stop.load(SeqCst)

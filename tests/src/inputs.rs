@@ -1,9 +1,9 @@
-//! Tensors to reduce: of every kind of value that is awkward for someone.
+//! Random input tensors, including special and extreme values.
 
 use half::{bf16, f16};
 use racksum_proto::dtype::DType;
 
-/// Numbers from a seed: SplitMix64 (Steele, Lea, Flood 2014).
+/// Random numbers from a seed: SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
 
@@ -19,37 +19,37 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `end`.
+    /// Returns a number below `end`.
     pub(crate) const fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
 
-    /// A number from -1 to 1.
+    /// Returns a number from -1 to 1.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 }
 
-/// The seed of a test: its own, or that of the environment.
+/// Returns the seed of a test: the variable `SEED`, or `own`. It prints the seed.
 pub(crate) fn seed(own: u64) -> u64 {
     let seed = std::env::var("SEED").map_or(own, |seed| seed.parse().unwrap());
     println!("SEED={seed}");
     seed
 }
 
-/// Which values a tensor has.
+/// Kinds of values in a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Values {
     /// Numbers of ordinary size.
     Ordinary,
     /// Numbers of many magnitudes, whose sum depends on the order.
     Wide,
-    /// Among those, NaN, infinities, zeroes of both signs, denormals and the greatest numbers.
+    /// Wide numbers, with NaN, infinities, zeroes of both signs, denormals and the largest numbers.
     Special,
 }
 
-/// A rank's tensor: some of its blocks are zero, some are -0.0 throughout, and a rank may have
-/// nothing at all.
+/// Returns a rank's tensor. Some of its blocks are zero, some are -0.0 throughout, and a rank may
+/// have only zeroes.
 pub(crate) fn tensor(
     dtype: DType,
     elements: u64,
@@ -61,7 +61,7 @@ pub(crate) fn tensor(
     let mut tensor = Vec::new();
     let own = seed ^ (u64::from(rank) + 1).wrapping_mul(0x5851_f42d_4c95_7f2d);
     let mut random = Random::new(own);
-    // Which blocks nobody holds is drawn by all ranks alike.
+    // All ranks draw the blocks that nobody holds from the same seed.
     let mut common = Random::new(seed);
     // A few tensors are zero at one rank.
     let silent = common.below(4) == 0 && common.below(3) == u64::from(rank);
@@ -85,7 +85,7 @@ pub(crate) fn tensor(
     tensor
 }
 
-/// A value, before it is rounded to a dtype.
+/// Returns a value, before it is rounded to a dtype.
 fn value(values: Values, random: &mut Random) -> f64 {
     let unit = random.unit();
     match values {
@@ -113,7 +113,7 @@ fn wide(unit: f64, random: &mut Random) -> f64 {
     unit * 2f64.powi(exponent)
 }
 
-/// Appends an element. Integers take any value there is.
+/// Appends an element. Integers take any value of their type.
 fn push(dtype: DType, value: f64, random: &mut Random, tensor: &mut Vec<u8>) {
     let integer = |random: &mut Random| if value == 0.0 { 0 } else { random.next() };
     match dtype {
@@ -131,12 +131,12 @@ pub(crate) const fn to_f32(value: f64) -> f32 {
     value as f32
 }
 
-/// The bytes of f32s.
+/// Returns the bytes of f32 values.
 pub(crate) fn floats(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
     values.into_iter().flat_map(f32::to_le_bytes).collect()
 }
 
-/// An element of a floating-point tensor.
+/// Returns an element of a floating-point tensor as f64.
 pub(crate) fn number(dtype: DType, element: &[u8]) -> f64 {
     match dtype {
         DType::F32 => f32::from_le_bytes(element.try_into().unwrap()).into(),

@@ -1,4 +1,4 @@
-//! Jobs beside and after one another: each has its own sums, and gives back what it was granted.
+//! Jobs beside and after one another. Each job has its own sums, and returns its resources.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::impostor::Impostor;
 use crate::inputs::floats;
 use crate::rig::{Rig, bounded};
 
-/// Sums of a job, whose inputs are its own.
+/// Runs ops of a job with inputs of its own, and checks the sums.
 fn work(client: &Client, job: u16, ops: u16, world: u16) {
     for op in 0..ops {
         let elements = 60 * 256 * u64::from(op % 4 + 1) + 9;
@@ -64,7 +64,7 @@ fn a_job_gives_back_its_buffers() {
         rig.ranks("buffers", 3, |_| {}, |client, _| work(client, 1, 5, 3));
         rig.await_peace();
         assert_eq!(free(&rig), before);
-        // A job that ends in the middle of an op gives them back as well.
+        // A job that ends in the middle of an op returns its buffers as well.
         rig.ranks(
             "broken",
             2,
@@ -93,7 +93,7 @@ fn twenty_jobs_in_sequence_leave_nothing_behind() {
         let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
         let mut open = 0;
         for job in 0..20 {
-            // The same name again and again: a new job each time.
+            // Each job is new although all have the same name.
             rig.ranks("same", 3, |_| {}, |client, _| work(client, job, 3, 3));
             if job == 0 {
                 open = files();
@@ -102,7 +102,7 @@ fn twenty_jobs_in_sequence_leave_nothing_behind() {
         rig.await_peace();
         let after: Vec<_> = rig.aggregator.stats().iter().map(|shard| shard.buffers).collect();
         assert_eq!(after, before);
-        // Other tests of this process open some meanwhile, but not ten a job.
+        // Other tests of this process open some files meanwhile, but not ten a job.
         assert!(files() < open + 200, "{open} files became {}", files());
     });
 }
@@ -110,7 +110,7 @@ fn twenty_jobs_in_sequence_leave_nothing_behind() {
 #[test]
 fn two_aggregators_share_a_job() {
     bounded(30, || {
-        // Their jobs' numbers differ: the second aggregator has had others before.
+        // The two aggregators number the job differently, because the second has had others before.
         let rigs = [2, 1].map(|shards| {
             Rig::start(|config| {
                 config.shards = shards;
@@ -118,7 +118,7 @@ fn two_aggregators_share_a_job() {
             })
         });
         rigs[1].ranks("earlier", 1, |_| {}, |client, _| work(client, 1, 2, 1));
-        // The ranks bind the two to as many shards as the lesser has, or not at all.
+        // The connect fails, because the aggregators have different shard counts.
         let both = |options: &mut racksum_worker::ConnectOptions| {
             options.aggregators =
                 rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
@@ -162,7 +162,7 @@ fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
         return;
     };
     bounded(30, move || {
-        // A rank's data to each must come from the address that its control connection has.
+        // A rank's data to each aggregator must come from the address of its control connection.
         let rigs = [std::net::Ipv4Addr::LOCALHOST.into(), own].map(|bind| {
             Rig::start(|config| {
                 config.bind = bind;
@@ -188,7 +188,7 @@ fn jobs_run_over_ipv6() {
     bounded(30, || {
         let rig = Rig::start(|config| {
             config.bind = std::net::Ipv6Addr::LOCALHOST.into();
-            // Linux does not multicast IPv6 over loopback: this falls back.
+            // Linux does not multicast IPv6 over loopback, so the aggregator falls back to unicast.
             config.fanout = Fanout::Auto;
             config.shards = 2;
         });
@@ -229,7 +229,7 @@ fn a_rank_that_hears_the_group_late_is_waited_for_only_where_multicast_is_demand
                 let wish = impostor.wish("late", rank, world);
                 impostor.say(&FromWorker::Join(Join { multicast: true, ..wish }));
             }
-            // A link that has just come up takes about a second to pass multicast on.
+            // A new link takes about a second until it forwards multicast.
             std::thread::sleep(Duration::from_millis(1200));
             for impostor in &mut ranks {
                 impostor.say(&FromWorker::Heard);
@@ -260,7 +260,7 @@ fn an_aggregator_that_is_ready_late_costs_no_other_its_multicast() {
         let mut options = late.options("job", 0, 2);
         options.aggregators.push(other.aggregator.addr().to_string());
         let client = std::thread::spawn(move || Client::connect(&options));
-        // The second aggregator has long stopped to probe its group when the first one begins.
+        // The first aggregator begins to probe its group long after the second has stopped.
         std::thread::sleep(Duration::from_millis(1_000));
         let mut peer = Impostor::connect(&late);
         peer.join(Join { stripe: (0, 2), ..peer.wish("job", 1, 2) });

@@ -1,4 +1,4 @@
-//! Joining a job: who may, who may not, and what they are told.
+//! Joining a job: admission, refusals and their messages.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -70,12 +70,13 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             ..rig.options("job", rank, world)
         };
         std::thread::scope(|scope| {
-            // The first life runs, and one of its ranks waits for an op.
+            // The first generation runs, and one of its ranks waits for an op.
             let old = scope.spawn(|| Client::connect(&of(1, 2, 0)).unwrap());
             let waiting = Client::connect(&of(0, 2, 0)).unwrap();
             let old = old.join().unwrap();
             let handle = waiting.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap();
-            // The second gathers, with another world; its first rank waits for the other.
+            // The second generation gathers with another world, and its first rank waits for the
+            // others.
             let second = scope.spawn(|| Client::connect(&of(0, 2, 3)));
             let lives = |new, old| {
                 format!(
@@ -89,12 +90,12 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let told = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 is \
                         over; start the rank with the job's present generation";
             assert_eq!(late, told);
-            // The third begins before the second is complete.
+            // The third generation begins before the second is complete.
             let third = Client::connect(&of(0, 1, 4)).unwrap();
             let told = second.join().unwrap().unwrap_err().to_string();
             assert_eq!(told, format!("the aggregator refused: {}", lives(4, 3)));
             drop((old, waiting));
-            // What the ranks of earlier lives do when they go changes nothing any more.
+            // Ranks of earlier generations that leave change nothing.
             check(&third, 1.0);
         });
         rig.await_peace();
@@ -117,7 +118,7 @@ fn a_job_that_has_another_ones_name_neither_ends_it_nor_joins_it() {
         assert_eq!(refusal(&of(0, 2, 9, 2)), why);
         assert!(refusal(&of(0, 1, 7, 2)).contains("does not show that it is of the same job"));
         check(&running, 1.0);
-        // Its own next life may.
+        // The job's own next generation may end it.
         let next = Client::connect(&of(0, 1, 8, 1)).unwrap();
         check(&next, 1.0);
         assert!(running.is_over() || running.allreduce(&mut [0; 4], one()).is_err());
@@ -189,7 +190,7 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
     });
 }
 
-/// How many jobs wait for room, as one more is told.
+/// Returns the number of jobs that wait for room, as one more waiting job gets it.
 fn jobs_that_wait(rig: &Rig) -> u16 {
     let mut asks = Impostor::connect(rig);
     let wish = asks.wish("asks", 0, 1);
@@ -213,7 +214,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
         let (served, order) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             for (waiting, name) in [(1, "first"), (2, "second")] {
-                // Both ranks of a job wait, and come in together.
+                // Both ranks of a job wait, and are admitted together.
                 for rank in 0..2 {
                     let (options, served) = (waits(name, rank, 2), served.clone());
                     scope.spawn(move || {
@@ -224,13 +225,13 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
                 }
                 await_that("its job waits", || jobs_that_wait(&rig) == waiting);
             }
-            // Who does not wait does not get in before them.
+            // A job that does not wait is not admitted before them.
             let told = refusal(&rig.options("hasty", 0, 1));
             assert!(
                 told.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1"),
                 "{told}"
             );
-            // Who waits for too short is told why.
+            // A rank whose join times out gets the reason.
             let nobody = format!("127.0.0.1:{}", own_port());
             let short = waits("impatient", 0, 1);
             let short = ConnectOptions {
@@ -332,12 +333,12 @@ fn a_control_connection_that_babbles_harms_nobody() {
             assert_eq!(impostor.hear(), None, "{words:?}");
             check(&client, 1.0);
         }
-        // One that joins and then babbles is gone, as if it had vanished.
+        // A rank that joins and then sends garbage is lost, as if it had vanished.
         let mut impostor = Impostor::connect(&rig);
         impostor.join(impostor.wish("other", 0, 1));
         impostor.babble(&json("nonsense"));
         await_that("its job is gone", || rig.aggregator.jobs() == 1);
-        // One that joins twice, likewise.
+        // A rank that joins twice is lost in the same manner.
         let mut impostor = Impostor::connect(&rig);
         let wish = impostor.wish("other", 0, 1);
         impostor.join(wish.clone());
@@ -401,7 +402,7 @@ fn an_aggregator_on_all_addresses_refuses_who_calls_one_that_it_does_not_answer_
 #[test]
 fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
     bounded(120, || {
-        // It is told who is missing twice a second, on a machine that has time for it.
+        // The aggregator reports the missing ranks twice a second, unless the machine is busy.
         let mut stays = Duration::from_millis(900);
         loop {
             let rig = Rig::start(|_| {});
@@ -415,7 +416,7 @@ fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
             {
                 break;
             }
-            // It had not been called yet, or had yet to say who is missing.
+            // The call had not arrived yet, or the missing ranks had not been reported yet.
             let is_early =
                 error.starts_with("nobody answered") || error.contains("aggregator stops");
             assert!(is_early, "{error}");

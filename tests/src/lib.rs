@@ -1,9 +1,8 @@
 //! End-to-end tests of racksum over real sockets, one module a subject.
 //!
-//! An aggregator and its ranks run in threads of the test: `rig` starts them, `oracle` says
-//! which bits must come out, and `impostor` is a rank that says what it is told to. What takes
-//! processes or network namespaces is tested in `cli/tests`. Nothing here is compiled outside of
-//! tests.
+//! An aggregator and its ranks run in threads of the test. `rig` starts them, `oracle` computes the
+//! expected bits, and `impostor` is a rank that a test controls. Tests that need processes or
+//! network namespaces are in `cli/tests`. All code here is for tests only.
 
 #[cfg(test)]
 mod impostor;

@@ -1,4 +1,4 @@
-//! Ranks that are not there: who is missing is said, in time (I5).
+//! Missing ranks: errors name them in time (I5).
 
 use std::sync::Barrier;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
     client.allreduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32)).map(|_| ())
 }
 
-/// How long after a limit something gave up, in milliseconds: never before.
+/// Returns how many milliseconds after its limit an op gave up; panics if it was before.
 fn past(limit: Duration, ms: u64) -> u64 {
     let limit = u64::try_from(limit.as_millis()).unwrap();
     ms.checked_sub(limit).unwrap_or_else(|| panic!("after {ms} ms of {limit}"))
@@ -44,7 +44,7 @@ fn ranks_that_do_not_join_are_named() {
                 let sentence = error.to_string();
                 let ConnectError::Incomplete { missing, .. } = error else { return Err(sentence) };
                 time("a join gives up after its time", past(limit, ms), 2_500);
-                // The other may have given up a moment earlier.
+                // The other rank may have given up a moment earlier.
                 assert!(missing.starts_with(&[1]) || missing.starts_with(&[0, 1]), "{sentence}");
                 assert!(missing.ends_with(&[3]), "{sentence}");
                 let after = format!("after {} s ranks ", limit.as_secs());
@@ -52,7 +52,7 @@ fn ranks_that_do_not_join_are_named() {
             }
             Ok(())
         });
-        // Those that gave up may come again, with all others.
+        // The ranks that gave up may join again, with all others.
         let sums = rig.ranks("job", 4, |_| {}, |client, _| sum_of(client, 10));
         assert!(sums.iter().all(Result::is_ok));
     });
@@ -71,7 +71,8 @@ fn ranks_that_do_not_call_an_op_are_named_at_its_timeout() {
     });
 }
 
-/// Has two ranks of three call an op that ends at its limit; or says why that was too short.
+/// Runs an op that only two of three ranks call, until its limit. Returns an error if the limit was
+/// too short for this machine.
 fn an_op_that_rank_1_does_not_call(
     shards: u8,
     elements: usize,
@@ -137,7 +138,7 @@ fn ranks_may_leave_as_soon_as_they_have_what_they_need() {
     bounded(60, || {
         let seed = seed(71);
         let rig = Rig::start(|config| config.shards = 2);
-        // What the last to leave lacks is still asked for, and sent.
+        // The last rank to leave still asks for missing results and gets them.
         for round in 0..20 {
             let faults = Faults { drop: 0.1, duplicate: 0.0, reorder: 0.0, seed: seed + round };
             rig.ranks(
@@ -181,7 +182,7 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
             impostor.vanish();
         });
         rig.await_peace();
-        // The name is free for the next life.
+        // The job's name is free for its next generation.
         let sums = rig.ranks("lost", 2, |_| {}, |client, _| sum_of(client, 10));
         assert!(sums.iter().all(Result::is_ok));
     });
@@ -200,7 +201,7 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                     let client = Client::connect(&options).unwrap();
                     sum_of(&client, 5).unwrap();
                     let rank = options.rank;
-                    // Rank 1 waits for nothing when it happens.
+                    // Rank 1 waits for no op when the aggregator stops.
                     let handle = (rank == 0).then(|| {
                         client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap()
                     });

@@ -1,5 +1,5 @@
-//! Ops of every kind, at random: whole tensors and lists, small and large, several in flight over
-//! lanes and shards, some that the ranks disagree on, on a path that loses datagrams.
+//! Random ops of every kind on a lossy path: tensors and lists, small and large, several in flight
+//! over lanes and shards, and some on which the ranks disagree.
 
 use racksum_aggregator::Fanout;
 use racksum_proto::auth::DataAuth;
@@ -16,11 +16,11 @@ const WORLD: u16 = 3;
 /// An op of the mixture.
 struct Op {
     descriptor: Descriptor,
-    /// The rank that means something else, and what.
+    /// A rank with a different descriptor, and the descriptor.
     odd: Option<(u16, Descriptor)>,
     inputs: Vec<Vec<u8>>,
     expected: Expected,
-    /// Which ranks give lists of blocks.
+    /// Whether each rank passes a list of blocks.
     lists: [bool; WORLD as usize],
 }
 
@@ -93,7 +93,7 @@ impl Op {
 enum Running {
     Whole(Handle<Vec<u8>>),
     List(Handle<Blocks>),
-    /// The ranks could not agree on exponents first.
+    /// The submit failed, because the ranks could not agree on exponents.
     Failed(Error),
 }
 
@@ -114,14 +114,14 @@ fn run(seed: u64, shape: &Shape) {
     let share = [0.0, 0.01, 0.05][usize::try_from(random.below(3)).unwrap()];
     let pool_slots = [0, 2, 7][usize::try_from(random.below(3)).unwrap()];
     let auth = DataAuth::ALL[usize::try_from(random.below(3)).unwrap()];
-    // Whole windows a datagram, or few blocks.
+    // Datagrams carry whole windows, or few blocks.
     let mtu = [None, Some(1500)][usize::try_from(random.below(2)).unwrap()];
     let faults = Faults { drop: share, duplicate: share, reorder: share, seed };
     let ops: Vec<_> = (0..40).map(|_| Op::draw(&mut random, lanes, &shape.place())).collect();
     let batches: Vec<_> = (0..40).map(|_| random.below(8) + 1).collect();
     let tree = Tree::start(shape, |config| {
         config.shards = shards;
-        // An aggregator that has this one as its parent is sent copies.
+        // Children of an aggregator need unicast copies, which `Auto` allows.
         let fanout = if shape.parents.is_empty() { Fanout::Multicast } else { Fanout::Auto };
         config.fanout = if multicast { fanout } else { Fanout::Unicast };
         config.max_jobs = 1;
@@ -161,8 +161,8 @@ fn a_mixture_of_ops_ends_as_the_definition_says() {
 fn a_mixture_of_ops_ends_as_the_definition_says_in_trees_of_aggregators() {
     bounded(100, || {
         let shapes = [
-            // Two racks; one and a rank at the root; a rack in a rack, with ranks at each; and a
-            // rack that is all there is.
+            // In this order: two racks; a rack, and a rank at the root; a rack below a rack, with
+            // ranks at every aggregator; two racks below the root's only rack.
             Shape::new(&[0, 0], &[1, 2, 1]),
             Shape::new(&[0], &[1, 0, 1]),
             Shape::new(&[0, 1], &[2, 0, 1]),

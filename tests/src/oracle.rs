@@ -1,5 +1,5 @@
-//! What a reduction must come to: the definition of the arithmetic, block by block and rank by
-//! rank, without windows, fragments, kernels or packets.
+//! Expected results of reductions. They follow the definition of the arithmetic, block by block and
+//! rank by rank, without windows, fragments, kernels or packets.
 
 use racksum_proto::arith::{self, Fold};
 use racksum_proto::descriptor::Descriptor;
@@ -7,32 +7,32 @@ use racksum_proto::dtype::{DType, Reduction, WireType};
 
 use crate::inputs::number;
 
-/// What every rank must end with.
+/// The expected result at every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Expected {
     pub(crate) tensor: Vec<u8>,
-    /// A block holds what the wire type cannot carry, so the op fails.
+    /// Whether a block holds a value that the wire type cannot carry, so that the op fails.
     pub(crate) overflows: bool,
     /// The blocks that some rank holds.
     pub(crate) union: Vec<u32>,
 }
 
-/// Where contributions are summed.
+/// A node in the tree of sums.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// They are of this rank.
+    /// A rank's own contribution.
     Rank(u16),
-    /// At an aggregator, in this order.
+    /// An aggregator that sums these places in this order.
     Rack(Vec<Self>),
 }
 
 impl Place {
-    /// One aggregator for all ranks.
+    /// Returns a tree with one aggregator for all ranks.
     pub(crate) fn flat(world: usize) -> Self {
         Self::Rack((0..u16::try_from(world).unwrap()).map(Self::Rank).collect())
     }
 
-    /// The ranks whose contributions come together here.
+    /// Returns the lowest rank of the place.
     pub(crate) fn first(&self) -> u16 {
         match self {
             Self::Rank(rank) => *rank,
@@ -49,7 +49,7 @@ pub(crate) fn reduce(descriptor: &Descriptor, inputs: &[Vec<u8>]) -> Expected {
 /// Reduces the tensors of all ranks in a tree of aggregators.
 pub(crate) fn reduce_at(descriptor: &Descriptor, inputs: &[Vec<u8>], root: &Place) -> Expected {
     let flat = Place::flat(inputs.len());
-    // It is exact, so that it does not matter where sums are made.
+    // Fixed32 sums are exact, so the shape of the tree does not matter.
     let root = if descriptor.wire == WireType::Fixed32 { &flat } else { root };
     let Descriptor { dtype, wire, .. } = *descriptor;
     let len = descriptor.block_elements() * dtype.size();
@@ -72,7 +72,7 @@ pub(crate) fn reduce_at(descriptor: &Descriptor, inputs: &[Vec<u8>], root: &Plac
     Expected { tensor, overflows, union }
 }
 
-/// A block as it travels; `None` if it is zero.
+/// Encodes a block for the wire; returns `None` if it is zero.
 fn encode(descriptor: &Descriptor, block: &[u8], world: usize) -> Option<Vec<u8>> {
     let Descriptor { dtype, wire, .. } = *descriptor;
     let mut block = block.to_vec();
@@ -89,8 +89,8 @@ fn encode(descriptor: &Descriptor, block: &[u8], world: usize) -> Option<Vec<u8>
     Some(encoded)
 }
 
-/// What a block of so many elements comes to at a place, of what each rank holds; `None` when none
-/// there holds it.
+/// Folds the ranks' blocks of `elements` elements at a place; returns `None` if no rank of the
+/// place holds the block.
 fn fold(
     descriptor: &Descriptor,
     elements: usize,
@@ -117,7 +117,7 @@ fn fold(
     Some(folded)
 }
 
-/// Every way in which a tensor can be reduced: dtype, wire type and reduction.
+/// Returns every valid combination of dtype, wire type and reduction.
 pub(crate) fn kinds() -> Vec<Descriptor> {
     let mut kinds = Vec::new();
     for dtype in DType::ALL {
@@ -133,8 +133,8 @@ pub(crate) fn kinds() -> Vec<Descriptor> {
     kinds
 }
 
-/// The greatest error of a floating-point result, as a share of what its type and the wire type
-/// allow, against a reduction in f64. The inputs are finite.
+/// Returns the largest error of a floating-point result against a reduction in f64, as a share of
+/// the error that its type and the wire type allow. The inputs must be finite.
 pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) -> f64 {
     let Descriptor { dtype, wire, reduction, .. } = *descriptor;
     let world = inputs.len() as f64;
@@ -146,7 +146,7 @@ pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) 
     for (at, result) in result.chunks(block).enumerate() {
         let of_rank = |input: &Vec<u8>| numbers(&input[at * block..][..result.len()]);
         let ranks: Vec<Vec<f64>> = inputs.iter().map(of_rank).collect();
-        // A scaled block is as coarse as its greatest number.
+        // The largest number of a scaled block sets its precision.
         let greatest = |of: &Vec<f64>| of.iter().fold(0f64, |most, x| most.max(x.abs()));
         let greatest: f64 = ranks.iter().map(greatest).sum();
         for (i, got) in numbers(result).into_iter().enumerate() {
@@ -160,13 +160,13 @@ pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) 
             };
             let rounding = epsilon(dtype.native_wire()).max(epsilon(wire));
             let coarse = match wire {
-                // A quantum of the scale at each rank, and one of the sum's.
+                // The error is one quantum of the scale at each rank, and one for the sum.
                 WireType::Int8 => 2.0 * greatest / 127.0,
-                // 31 bits are shared by the world.
+                // The ranks share 31 bits.
                 WireType::Fixed32 => 2.0 * world * greatest / f64::from(1 << 30),
                 _ => 0.0,
             };
-            // Every addition and conversion rounds; the least f16 is 2^-24.
+            // Every addition and conversion rounds; the smallest f16 is 2^-24.
             let allowed = (world + 2.0) * rounding * magnitude + coarse + 1.0 / f64::from(1 << 24);
             worst = worst.max((got - exact).abs() / allowed);
         }
@@ -174,13 +174,13 @@ pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) 
     worst
 }
 
-/// The relative error of rounding to a wire type.
+/// Returns the relative error of rounding to a wire type.
 fn epsilon(wire: WireType) -> f64 {
     match wire {
         WireType::F64 => f64::EPSILON,
         WireType::F16 => f64::from(half::f16::EPSILON),
         WireType::Bf16 => f64::from(half::bf16::EPSILON),
-        // Scaled types come back through f32.
+        // Scaled types are decoded through f32.
         _ => f64::from(f32::EPSILON),
     }
 }

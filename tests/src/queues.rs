@@ -1,4 +1,4 @@
-//! Jobs that wait for room, and those that they must not keep out.
+//! Jobs that wait for room must not keep other jobs out.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::channel;
@@ -16,7 +16,8 @@ use crate::rig::{Rig, in_a_process_of_its_own};
 use crate::waiters::{Waiters, gather};
 use crate::waits::{await_that, timed};
 
-/// More than the connections that may be of no rank, and about as many as the addresses may have.
+/// Size of the crowd: more than the limit on connections without a rank, and about the limit of the
+/// addresses.
 const CROWD: usize = 2000;
 
 fn reduce(client: &Client) {
@@ -40,7 +41,7 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
         };
         let moving = Client::connect(&moves).unwrap();
         reduce(&moving);
-        // Room for one rank is none for jobs of two.
+        // Room for one rank is not enough for jobs of two.
         let crowd = Crowd::gather(crowded.aggregator.addr());
         let (small, ms) = timed(|| Client::connect(&crowded.options("small", 0, 1)).unwrap());
         time("a rank joins beside a crowd that waits", ms, 2_000);
@@ -50,15 +51,15 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
         drop(first);
         let ((), ms) = timed(|| reduce(&moving));
         time("a job fails over beside a crowd that waits", ms, 3_000);
-        // Then there is room for two.
+        // After this, there is room for two ranks.
         drop((moving, there));
         await_that("one of the crowd has its turn", || crowded.aggregator.jobs() == 1);
         crowd.leave();
     });
 }
 
-/// Calls until the whole crowd waits, or some are refused: a handshake that takes long, as on a
-/// busy host, is given up, and ranks call again then.
+/// Connects until the whole crowd waits or some are refused. On a busy host a slow handshake times
+/// out, and the ranks connect again.
 async fn gather_all(at: SocketAddr, from: &[IpAddr]) -> Waiters {
     let mut crowd = Waiters::default();
     for round in 0..10 {
@@ -72,7 +73,7 @@ async fn gather_all(at: SocketAddr, from: &[IpAddr]) -> Waiters {
     crowd
 }
 
-/// Jobs of two ranks that wait for room, in a thread of their own.
+/// A thread with jobs of two ranks that wait for room.
 struct Crowd {
     over: oneshot::Sender<()>,
     thread: JoinHandle<()>,

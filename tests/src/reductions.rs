@@ -10,7 +10,7 @@ use crate::inputs::{Values, floats, seed, tensor};
 use crate::oracle::{self, Expected, kinds, reduce};
 use crate::rig::{Rig, bounded};
 
-/// An op, its inputs' seed, and what must come of it.
+/// An op, its inputs' seed, and its expected result.
 struct Case {
     descriptor: Descriptor,
     values: Values,
@@ -40,7 +40,7 @@ impl Case {
         tensor(dtype, elements, self.descriptor.block_elements(), self.values, rank, self.seed)
     }
 
-    /// Runs the op at one rank and checks its result.
+    /// Runs the op at one rank and checks the result.
     fn check(&self, client: &Client, rank: u16) {
         let Self { descriptor, values, seed, expected } = self;
         let mut tensor = self.input(rank);
@@ -67,13 +67,13 @@ impl Case {
     }
 }
 
-/// Lengths whose last block or window is short, or as short as can be, or not at all.
+/// Returns lengths whose last block or window has one element, or lacks one.
 fn lengths(block: u64) -> [u64; 5] {
     [1, block - 1, block + 1, 64 * block + 1, 60 * 256 + 1]
 }
 
-/// All cases for a world. Which lengths are tried with which block and values goes around, so
-/// that each is with each somewhere.
+/// Returns all cases for a world. Lengths rotate through blocks and values, so that every
+/// combination occurs.
 fn cases(world: u16, lengths_each: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     let seed = seed(u64::from(world));
@@ -81,7 +81,7 @@ fn cases(world: u16, lengths_each: usize) -> Vec<Case> {
         for j in 0..lengths_each {
             let block = [256, 32, 1024, 256][(i + j) % 4];
             let descriptor = kind.with_block(block).unwrap();
-            // A window of 1024-element blocks has up to 30 of them.
+            // A window of 1024-element blocks has at most 30 of them.
             let length = lengths(block as u64)[(i + 2 * j) % 5].min(20_000);
             let descriptor = Descriptor { elements: length, ..descriptor };
             let number = cases.len() as u64;
@@ -166,7 +166,7 @@ fn blocks_of_minus_zero_end_as_plus_zero_at_every_rank() {
                 3,
                 |_| {},
                 |client, rank| {
-                    // The ranks differ, so that a rank that keeps its own is found out.
+                    // The ranks have different zeroes, which exposes a rank that keeps its own.
                     let own = [-0.0, 0.0, -0.0][usize::from(rank)];
                     let mut tensor = floats((0..1000).map(|i| if i == 300 { 1.0 } else { own }));
                     let sum = Descriptor::sum(1000, DType::F32);
@@ -181,7 +181,7 @@ fn blocks_of_minus_zero_end_as_plus_zero_at_every_rank() {
                 };
                 let expected = (0..1000).map(|i| match i {
                     300 => of_union,
-                    // Rank 1's zeroes are positive; so is their sum, and the greatest of all.
+                    // Rank 1's zeroes are positive, and so are the sum and the maximum.
                     256..512 if reduction == Reduction::Min => -0.0,
                     _ => 0.0,
                 });
@@ -207,7 +207,7 @@ fn what_nobody_holds_is_zero_and_costs_next_to_nothing() {
             },
         );
         for stats in stats {
-            // 652 windows of nothing.
+            // The op has 652 windows without non-zero blocks.
             assert!(stats.tx_bytes < 4000 && stats.rx_bytes < 4000, "{stats:?}");
         }
     });
@@ -217,7 +217,7 @@ fn what_nobody_holds_is_zero_and_costs_next_to_nothing() {
 fn a_large_tensor_may_be_zero_for_long_stretches() {
     bounded(60, || {
         let rig = Rig::start(|config| config.shards = 2);
-        // Windows of 2,048 elements, so nearly 10,000 of them.
+        // Each window has 2,048 elements, so there are nearly 10,000 windows.
         let descriptor = Descriptor { block_log2: 5, ..Descriptor::sum(20_000_000, DType::F32) };
         for filled in [vec![], vec![19_999_999], vec![0, 7_000_000, 7_000_001, 18_000_000]] {
             rig.ranks(
@@ -261,7 +261,7 @@ fn a_tensor_without_elements_is_reduced() {
 
 #[test]
 fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
-    // I3: 6 % and a datagram.
+    // I3 allows 6 % and a datagram.
     bounded(30, || {
         let rig = Rig::start(|_| {});
         let (world, elements) = (3, 60 * 256 * 20 + 5);
@@ -284,7 +284,7 @@ fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
                     let after = client.stats();
                     let tx = (after.tx_bytes - before.tx_bytes) as f64;
                     let rx = (after.rx_bytes - before.rx_bytes) as f64;
-                    // Recovery costs bytes, and a starved machine makes ranks ask.
+                    // Recovery costs bytes, and on a starved machine ranks ask again.
                     let recovery = |stats: &Stats| stats.retransmits + stats.asks;
                     if recovery(&after) == recovery(&before) {
                         assert!(tx <= len_of(own), "{tx} bytes for {own} blocks");

@@ -1,4 +1,4 @@
-//! Ranks that leave a job between two ops, and come back to it.
+//! Ranks that leave a job between two ops and rejoin it.
 
 use std::net::UdpSocket;
 use std::sync::Barrier;
@@ -25,7 +25,8 @@ fn sum(client: &Client, elements: u64) {
 #[test]
 fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
     bounded(60, || {
-        // Plainly; sealed and to ranks that hear a group; and where the job may move.
+        // Cases: without authentication, with authentication and a multicast group, and with a
+        // standby.
         for (auth, fanout, moves) in [
             (DataAuth::None, Fanout::Unicast, false),
             (DataAuth::Mac, Fanout::Auto, false),
@@ -57,7 +58,7 @@ fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
                             sum(&client, 1);
                             sum(&client, 200_000);
                             between.wait();
-                            // Each of two ranks in its turn, and in the end both.
+                            // Each of the two ranks leaves in turn, and in the end both.
                             if [life % 2, 2 - life / 4].contains(&u32::from(rank)) {
                                 drop(client);
                                 let options = ConnectOptions { rejoin: true, ..options.clone() };
@@ -134,7 +135,7 @@ fn who_cannot_come_back_is_told_why() {
             let goes_on = ConnectOptions { on_rank_loss: OnRankLoss::Continue, ..back(1) };
             assert!(refused(&goes_on).contains("cannot have them back"));
             other = Client::connect(&back(1)).unwrap();
-            // In the middle of an op.
+            // This rank leaves in the middle of an op.
             let started = other.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
             drop((started, other));
             assert!(refused(&back(1)).contains("in the middle of an op"));

@@ -17,7 +17,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// Starts an aggregator that is small and unicasts, but for what `change` changes.
+    /// Starts a small aggregator that unicasts, with the settings that `change` changes.
     pub(crate) fn start(change: impl FnOnce(&mut Config)) -> Self {
         let mut config =
             Config { port: 0, pool_mib: 64, fanout: Fanout::Unicast, ..Config::default() };
@@ -25,7 +25,7 @@ impl Rig {
         Self { aggregator: Aggregator::start(config).unwrap() }
     }
 
-    /// How a rank connects here. Joining and each op may take a while, but not for ever.
+    /// Returns a rank's options for this aggregator. Joins and ops have long but finite timeouts.
     pub(crate) fn options(&self, job: &str, rank: u16, world: u16) -> ConnectOptions {
         ConnectOptions {
             rank,
@@ -36,7 +36,7 @@ impl Rig {
         }
     }
 
-    /// Runs all ranks of a job, each in a thread; returns what each returned, by rank.
+    /// Runs all ranks of a job, each in a thread; returns their results by rank.
     pub(crate) fn ranks<T: Send>(
         &self,
         job: &str,
@@ -52,7 +52,7 @@ impl Rig {
         })
     }
 
-    /// What all shards have rejected, by reason, up to a moment ago.
+    /// Returns the rejects of all shards by reason, as last published.
     pub(crate) fn rejects(&self) -> Rejects {
         let mut all = Rejects::default();
         for shard in self.aggregator.stats() {
@@ -61,7 +61,7 @@ impl Rig {
         all
     }
 
-    /// Waits until the shards have published what `done` waits for.
+    /// Waits until the statistics of the shards satisfy `done`.
     pub(crate) fn await_stats(&self, what: &str, done: impl Fn(&[ShardStats]) -> bool) {
         await_that(what, || done(&self.aggregator.stats()));
     }
@@ -77,7 +77,7 @@ impl Rig {
 
 /// A tree of aggregators.
 pub(crate) struct Tree {
-    /// The root first.
+    /// The aggregators, the root first.
     pub(crate) rigs: Vec<Rig>,
     shape: Shape,
 }
@@ -85,9 +85,9 @@ pub(crate) struct Tree {
 /// The shape of a tree.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
-    /// Whose child each aggregator is, but for the first, which is the root.
+    /// Parent of each aggregator but the root, by index. The root is aggregator 0.
     pub(crate) parents: Vec<usize>,
-    /// Which of them each rank joins.
+    /// Aggregator of each rank, by index.
     pub(crate) at: Vec<usize>,
 }
 
@@ -96,17 +96,18 @@ impl Shape {
         Self { parents: parents.to_vec(), at: at.to_vec() }
     }
 
-    /// One aggregator for all.
+    /// Returns a shape with one aggregator for all ranks.
     pub(crate) fn flat(world: u16) -> Self {
         Self::new(&[], &vec![0; world.into()])
     }
 
-    /// Where contributions are summed.
+    /// Returns the tree of sums.
     pub(crate) fn place(&self) -> Place {
         self.place_of(0).unwrap()
     }
 
-    /// The same of one aggregator; `None` if no rank joins it or one below.
+    /// Returns the tree of sums at one aggregator, or `None` if no rank joins it or its
+    /// descendants.
     fn place_of(&self, aggregator: usize) -> Option<Place> {
         let ranks = (0..).zip(&self.at).filter(|(_, at)| **at == aggregator);
         let below = (1..).zip(&self.parents).filter(|(_, parent)| **parent == aggregator);
@@ -131,13 +132,13 @@ impl Tree {
         Self { rigs, shape: shape.clone() }
     }
 
-    /// How a rank connects.
+    /// Returns the options of a rank.
     pub(crate) fn options(&self, job: &str, rank: u16) -> ConnectOptions {
         let world = u16::try_from(self.shape.at.len()).unwrap();
         self.rigs[self.shape.at[usize::from(rank)]].options(job, rank, world)
     }
 
-    /// Runs all ranks of a job, each in a thread; returns what each returned, by rank.
+    /// Runs all ranks of a job, each in a thread; returns their results by rank.
     pub(crate) fn ranks<T: Send>(
         &self,
         job: &str,
@@ -157,7 +158,7 @@ impl Tree {
     }
 }
 
-/// Runs all ranks of a job, each in a thread; returns what each returned.
+/// Runs all ranks of a job, each in a thread; returns their results by rank.
 fn run_all<T: Send>(world: u16, run: impl Fn(u16) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let run = &run;
@@ -166,8 +167,8 @@ fn run_all<T: Send>(world: u16, run: impl Fn(u16) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Runs a test by itself: in another process, that is told so by the environment, and may open as
-/// many files as the system lets it.
+/// Runs a test alone in another process, which may open as many files as the system permits. An
+/// environment variable marks the process.
 pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + 'static) {
     const ALONE: &str = "RACKSUM_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -187,9 +188,8 @@ pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + '
     assert!(ended.status.success() && out.contains("1 passed"), "{}", ended.status);
 }
 
-/// Tries something with time limits that double from the first, for as long as it says that its
-/// limit was too short, and why: on a busy machine a short one may be over before those have run
-/// who are asked within it.
+/// Tries something with time limits that double from the first, as long as the attempt reports that
+/// its limit was too short. On a busy machine, a short limit may pass before the threads have run.
 pub(crate) fn with_limits<T>(
     first: Duration,
     mut attempt: impl FnMut(Duration) -> Result<T, String>,
@@ -204,13 +204,13 @@ pub(crate) fn with_limits<T>(
     }
 }
 
-/// Runs a test that may take so many seconds on a quiet machine: fails if it hangs.
+/// Runs a test, and panics if it takes much longer than `seconds`, the limit on a quiet machine.
 pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
     let (done, wait) = channel();
     let named = std::thread::Builder::new().name(racksum_test_report::test_name());
     let run = move || {
         test();
-        // A test that took too long is waited for no more.
+        // The receiver may have given up after a timeout.
         done.send(()).unwrap_or(());
     };
     let body = named.spawn(run).unwrap();

@@ -1,5 +1,4 @@
-//! Datagrams that are authenticated: what was not made with a rank's key, or was taken before,
-//! changes nothing but a counter (I6).
+//! Authenticated datagrams: forged and replayed datagrams change nothing but a counter (I6).
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -21,7 +20,7 @@ use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, disturbed, header};
 use crate::waits::await_that;
 
-/// The ways to authenticate.
+/// The authentication methods.
 const WAYS: [DataAuth; 2] = [DataAuth::Mac, DataAuth::Aead];
 
 fn sealed(sealer: &mut Sealer, contents: &[u8]) -> Vec<u8> {
@@ -31,12 +30,12 @@ fn sealed(sealer: &mut Sealer, contents: &[u8]) -> Vec<u8> {
     out
 }
 
-/// What rank 0 of a job seals with.
+/// Returns the sealer of rank 0.
 fn sealer(welcome: &Welcome) -> Sealer {
     Sealer::of_rank(welcome.data_auth, &welcome.keys.unwrap(), Rank(0), 0).unwrap()
 }
 
-/// An acknowledgement of rank 0, as it would be sent where nothing is sealed.
+/// Returns the header of an acknowledgement of rank 0, unsealed.
 fn ack(welcome: &Welcome) -> Header {
     header(welcome.job, Generation(0), Rank(0))
 }
@@ -57,15 +56,15 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
             let keys = welcome.keys.unwrap();
             let guessed = Keys { up: Key([7; Key::LEN]), ..keys };
             let mut wrong_key = Sealer::of_rank(auth, &guessed, Rank(0), 0).unwrap();
-            // What the aggregator says, sent back to it.
+            // A datagram of the aggregator that comes back to it.
             let mut reflected = Sealer::of_shard(auth, &keys.down, 0).unwrap();
             let mut other_shard = Sealer::of_rank(auth, &keys, Rank(0), 1).unwrap();
-            // With numbers that are new, so that the tag is looked at.
+            // New sequence numbers make the aggregator check the tag.
             for sealer in [&mut wrong_key, &mut reflected, &mut other_shard] {
                 (0..99).for_each(|_| drop(sealed(sealer, &plain)));
             }
             let spoofed = Header { sender: Rank(1), ..ack(&welcome) };
-            // Its generation would be taken for a number that is new.
+            // An unsealed datagram's generation would pass as a new sequence number.
             let bare = datagram(&Header { generation: Generation(999), ..ack(&welcome) }, &[]);
             let told = [
                 (Reject::Forged, bare),
@@ -89,7 +88,7 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
                 for (reason, more) in
                     [(Reject::Forged, 0), (Reject::Replayed, 0), (Reject::Sender, 10)]
                 {
-                    // One that is shorter than a header is of no job.
+                    // A datagram that is shorter than a header belongs to no job.
                     let of = |it: &&(Reject, Vec<u8>)| it.0 == reason && it.1.len() >= Header::LEN;
                     let due = more + 10 * told.iter().filter(of).count() as u64;
                     let what = format!("{due} rejected for {reason:?}, {auth}");
@@ -101,7 +100,7 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
     }
 }
 
-/// How many datagrams come within a moment.
+/// Returns how many datagrams arrive before 300 ms of silence.
 fn heard(impostor: &Impostor) -> usize {
     impostor.socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     let mut datagram = [0; 2048];

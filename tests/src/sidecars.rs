@@ -1,4 +1,4 @@
-//! Hosts whose ranks have sidecars, and a job of several of them that goes on at a standby.
+//! Hosts whose ranks use sidecars, and a job of several hosts that goes on at a standby.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -23,10 +23,10 @@ use crate::waits::await_that;
 const WORLD: u16 = 6;
 const HOSTS: [&[u16]; 2] = [&[0, 1, 2], &[4, 5]];
 
-/// Blocks of a tensor that cancels.
+/// Number of blocks in a tensor whose values cancel.
 const BLOCKS: u64 = 200;
 
-/// A sidecar of a test, and where it is called.
+/// A sidecar of a test and its socket path.
 struct Host {
     path: PathBuf,
     _sidecar: Sidecar,
@@ -66,7 +66,7 @@ impl Member {
         }
     }
 
-    /// Reduces several at once.
+    /// Reduces several operands at once.
     fn reduce(&self, all: Vec<(Operand, Descriptor)>) -> Result<Vec<Operand>, Error> {
         match self {
             Self::Direct(client) => {
@@ -96,8 +96,8 @@ fn descriptors() -> [Descriptor; 6] {
     ]
 }
 
-/// What a rank contributes: of each kind a tensor, and the same as a list of its blocks; and one
-/// that some have as a tensor and some as a list.
+/// Returns the operands of a rank: of each kind a tensor and a list of its blocks, and one operand
+/// that is a tensor at some ranks and a list at others.
 fn operands(rank: u16, seed: u64) -> Vec<(Operand, Descriptor)> {
     let each = (0..).zip(descriptors()).flat_map(|(i, descriptor)| {
         let block = descriptor.block_elements();
@@ -110,10 +110,10 @@ fn operands(rank: u16, seed: u64) -> Vec<(Operand, Descriptor)> {
     each.collect()
 }
 
-/// A tensor as one list of all its blocks.
+/// Returns a tensor as a list of all its blocks.
 fn list_of(tensor: &[u8]) -> Operand {
     let blocks = tensor.len().div_ceil(1024);
-    // Where elements have other sizes than four bytes, as a tensor.
+    // A tensor of 24 bytes stays a tensor, because its elements are not four bytes long.
     match tensor.len() {
         24 => tensor.to_vec().into(),
         _ => {
@@ -123,7 +123,7 @@ fn list_of(tensor: &[u8]) -> Operand {
     }
 }
 
-/// Every fifth block of a tensor, from another one on at each rank.
+/// Returns every fifth block of a tensor, with a start that depends on the rank.
 fn list(descriptor: &Descriptor, tensor: &[u8], rank: u16) -> Blocks {
     let len = descriptor.block_elements() * descriptor.dtype.size();
     let blocks = (0..).zip(tensor.chunks(len)).skip(usize::from(rank) % 3).step_by(5);
@@ -131,7 +131,7 @@ fn list(descriptor: &Descriptor, tensor: &[u8], rank: u16) -> Blocks {
     Blocks { indices, values: values.concat() }
 }
 
-/// What an operand has come to.
+/// Returns the bytes of a result, with the indices of a list first.
 fn bytes(operand: Operand) -> Vec<u8> {
     match operand {
         Operand::Tensor(tensor) => tensor,
@@ -142,8 +142,8 @@ fn bytes(operand: Operand) -> Vec<u8> {
     }
 }
 
-/// Runs all ranks of a job for some rounds, which all end with the bits of the first: of each rank
-/// what its operands came to.
+/// Runs all ranks of a job for some rounds, and checks that all rounds have the bits of the first.
+/// Returns the results of each rank.
 fn run(
     options: &ConnectOptions,
     rounds: usize,
@@ -204,7 +204,8 @@ fn a_job_of_hosts_goes_on_at_standbys_with_the_same_bits() {
     });
 }
 
-/// Blocks of which many are zero, of either sign, and many cancel, on a host or between hosts.
+/// Returns blocks of which many are zero, of either sign, and many cancel on one host or between
+/// hosts.
 fn cancelling(rank: u16, round: u64) -> Vec<u8> {
     let value = |block: u64, element: u64| {
         let mut state = seed(94) ^ round << 32 ^ block << 8 ^ u64::from(rank);
@@ -224,7 +225,8 @@ fn cancelling(rank: u16, round: u64) -> Vec<u8> {
     values.flat_map(f32::to_le_bytes).collect()
 }
 
-/// Reduces what cancels in every way, as tensors and as lists; returns what each rank has then.
+/// Reduces cancelling blocks with every reduction, as tensors and as lists; returns the results of
+/// each rank.
 fn reduce_cancelling(hosts: &[Host], options: &ConnectOptions) -> Vec<Vec<Vec<u8>>> {
     let rank = |rank: u16| {
         let member = Member::connect(rank, hosts, options);
@@ -277,7 +279,7 @@ fn a_call_that_a_rank_refuses_is_a_mismatch_on_every_host_and_the_job_goes_on() 
         let options = rig.options("refused", 0, WORLD);
         let hosts = ["refuses-one", "refuses-two"].map(|name| Host::start(name, options.clone()));
         let sum = Descriptor::sum(9, DType::F32);
-        // One beside others, the one that has no sidecar, and all of a host.
+        // Cases: one rank of a host, the rank without a sidecar, and all ranks of a host.
         let refusing: [&[u16]; 3] = [&[1], &[3], &[4, 5]];
         let rank = |rank: u16| {
             let member = Member::connect(rank, &hosts, &options);
@@ -375,7 +377,7 @@ fn a_rank_that_calls_late_hears_of_the_first_loss_and_not_only_of_those_that_lef
                 });
             }
         });
-        // They are gone, because of the first.
+        // The ranks of the first host have left because of the lost rank.
         await_that("the first host has left", || {
             !Impostor::connect(&rig).status().contains(r#""rank":0,"#)
         });
@@ -421,7 +423,7 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
         let rig = Rig::start(|_| {});
         let options = ConnectOptions { op_timeout: TIMEOUT, ..rig.options("late", 0, 3) };
         let host = Host::start("late", options.clone());
-        // It calls no op.
+        // This host calls no op.
         let (ranks, _third) = two_and_one(&host, &options);
         let first = one_of(&ranks[0]);
         std::thread::sleep(3 * TIMEOUT / 4);
@@ -434,7 +436,7 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
     });
 }
 
-/// Two ranks beside a sidecar, and one without.
+/// Connects two ranks beside a sidecar, and one without.
 fn two_and_one(host: &Host, options: &ConnectOptions) -> ([sidecar::Client; 2], Client) {
     let third = ConnectOptions { rank: 2, ..options.clone() };
     let third = std::thread::spawn(move || Client::connect(&third).unwrap());
@@ -448,7 +450,7 @@ fn two_and_one(host: &Host, options: &ConnectOptions) -> ([sidecar::Client; 2], 
     (ranks, third.join().unwrap())
 }
 
-/// An op of a one.
+/// Submits an op of one element with the value 1.
 fn one_of(rank: &sidecar::Client) -> sidecar::Handle<Vec<u8>> {
     rank.submit(1_i32.to_le_bytes().to_vec(), Descriptor::sum(1, DType::I32)).unwrap()
 }
@@ -458,7 +460,7 @@ fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
     bounded(60, || {
         let rig = Rig::start(|_| {});
         let options = rig.options("spoilt", 0, 3);
-        // Room for the lists of two ranks, and not for their sums.
+        // The memory holds the lists of two ranks, but not their sum.
         let host = Host::with_memory("spoilt", options.clone(), 3 << 20);
         let (ranks, third) = two_and_one(&host, &options);
         let descriptor = Descriptor::sum(256 * 3000, DType::F32);
@@ -466,7 +468,7 @@ fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
             indices: (from..from + 1000).collect(),
             values: 1_f32.to_le_bytes().repeat(256_000),
         };
-        // The second may come to a job that is over.
+        // The job may be over before the second submit.
         let start = |(list, rank): (Blocks, &sidecar::Client)| {
             let list = rank.submit(list, descriptor).unwrap();
             (list, rank.submit(vec![1; 4], Descriptor::sum(1, DType::I32)))
@@ -492,7 +494,7 @@ fn what_a_rank_that_has_closed_makes_of_its_memory_is_no_sum_of_others() {
         let options = rig.options("closed", 0, 3);
         let host = Host::start("closed", options.clone());
         let ([first, second], third) = two_and_one(&host, &options);
-        // Much more than is sent before the third has called it.
+        // The tensor is much larger than what is sent before the third rank calls the op.
         let descriptor = Descriptor::sum(8 << 20, DType::I32);
         let ones = 1_i32.to_le_bytes().repeat(8 << 20);
         let handles = [&first, &second].map(|rank| rank.submit(ones.clone(), descriptor).unwrap());
@@ -500,7 +502,7 @@ fn what_a_rank_that_has_closed_makes_of_its_memory_is_no_sum_of_others() {
             std::thread::yield_now();
         }
         first.close();
-        // Later than it waits for those who have not called the op.
+        // The call comes later than the sidecar waits for ranks that have not called the op.
         let error = third.allreduce(&mut ones.clone(), descriptor).unwrap_err();
         assert!(error.to_string().contains("lost rank 0"), "{error}");
         for (rank, handle) in [first, second].iter().zip(handles) {
@@ -527,7 +529,7 @@ fn a_rank_that_closes_has_its_memory_to_itself() {
                 let mut one = 1_i32.to_le_bytes();
                 third.allreduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
             });
-            // The op, which the third has not called, is not over before it is.
+            // `close` returns only after the op has ended, which waits for the third rank.
             first.close();
         });
         for (rank, handle) in [first, second].iter().zip(handles) {

@@ -1,5 +1,5 @@
-//! Datagrams that are none of the job's: noise, other jobs', other lives', other senders'. They
-//! change nothing but a counter (I6, I7).
+//! Datagrams that do not belong to the job: noise, and datagrams of other jobs, generations and
+//! senders. They change nothing but a counter (I6, I7).
 
 use std::net::UdpSocket;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -17,13 +17,13 @@ use crate::inputs::{Random, floats, seed};
 use crate::rig::{Rig, bounded};
 use crate::waits::await_that;
 
-/// Reduces until told to stop, and checks each sum.
+/// Reduces until `stop` is set, and checks each sum.
 fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {
     let elements = 60 * 256 * 6 + 100;
     let one = || floats((0..elements).map(|i| (i % 11) as f32));
     let sum = floats((0..elements).map(|i| (i % 11) as f32 * world));
     loop {
-        // All ranks stop after the same op: the last sums up who wants to.
+        // The last op sums the stop flags, so that all ranks stop after the same op.
         let mut tensor = one();
         client.allreduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
         assert!(tensor == sum, "a stranger changed a sum");
@@ -36,14 +36,14 @@ fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {
     }
 }
 
-/// Runs a job of three ranks for as long as `disturb` takes.
+/// Runs a job of three ranks while `disturb` runs.
 pub(crate) fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
     let (done, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let job = scope.spawn(|| {
             rig.ranks("victim", 3, |_| {}, |client, _| work(client, 3.0, &done, &stop));
         });
-        // The panic of a disturbance must not leave the job running for ever.
+        // A panic in `disturb` must not leave the job running for ever.
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             await_that("the job runs", || done.load(Ordering::Relaxed) > 0);
             disturb();
@@ -55,7 +55,7 @@ pub(crate) fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
     rig.await_peace();
 }
 
-/// A datagram that is as a rank would send it, but for what the caller changes.
+/// Returns the header of a valid acknowledgement, which the caller may change.
 pub(crate) fn header(job: JobId, generation: Generation, sender: Rank) -> Header {
     let none = WindowId::new(OpId(0), 0);
     Header {
@@ -97,7 +97,7 @@ fn noise_at_every_port_of_an_aggregator_is_counted_and_changes_nothing() {
                 let len = usize::try_from(random.below(1473)).unwrap();
                 let mut noise: Vec<u8> = (0..len).map(|_| random.next().to_le_bytes()[0]).collect();
                 if i % 3 == 0 && len > 4 {
-                    // Some begin as ours do.
+                    // Some noise begins with our magic bytes.
                     noise[..3].copy_from_slice(b"RS\x01");
                     noise[3] %= 12;
                 }
@@ -110,7 +110,7 @@ fn noise_at_every_port_of_an_aggregator_is_counted_and_changes_nothing() {
             }
         });
         let rejects = rig.rejects();
-        // Not every datagram of a flood arrives.
+        // Some datagrams of a flood are lost.
         assert!(rejects.total() > 2 * count / 2, "{rejects:?}; seed {seed}");
         for reason in [Reject::Magic, Reject::Truncated, Reject::Kind] {
             assert!(rejects.of(reason) > 0, "{reason:?}: {rejects:?}; seed {seed}");
@@ -123,14 +123,14 @@ fn a_stranger_who_knows_the_protocol_changes_nothing() {
     bounded(60, || {
         let rig = Rig::start(|_| {});
         let port = rig.aggregator.data_addrs()[0];
-        // Jobs are numbered one after the other: the victim's is the next.
+        // Job ids are consecutive, so the victim has the next one.
         let mut impostor = Impostor::connect(&rig);
         let JobId(last) = impostor.join(impostor.wish("last", 0, 1)).job;
         impostor.vanish();
         let victim = last.wrapping_add(1);
         disturbed(&rig, || {
             let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
-            // The victim's ranks are known by their addresses.
+            // The aggregator knows the victim's ranks by their addresses.
             for round in 0..300u32 {
                 for sender in [0, 1, 2, 3, u16::MAX] {
                     for job in [0, last, victim, victim.wrapping_add(1)] {
@@ -159,7 +159,7 @@ fn a_stranger_who_knows_the_protocol_changes_nothing() {
 fn a_rank_of_another_job_changes_nothing_and_each_reason_is_counted() {
     bounded(60, || {
         let rig = Rig::start(|_| {});
-        // The impostor is an honest rank of job 1, as far as its address goes.
+        // The impostor is a genuine rank of job 1, with the right address.
         let mut impostor = Impostor::connect(&rig);
         let welcome = impostor.join(impostor.wish("own", 0, 1));
         let (mine, theirs) = (welcome.job, JobId(welcome.job.0 + 1));

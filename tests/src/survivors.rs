@@ -1,4 +1,4 @@
-//! Jobs that go on when they lose a rank: the others' sums, and who contributed to them.
+//! Jobs that go on after they lose a rank: the others' sums, and the contributors of each sum.
 
 use std::sync::Barrier;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Aggregators with a parent: who is named when something is lost or missing, wherever it was.
-//! That the sums are right is seen in `mixture`.
+//! Aggregators with a parent: errors name the lost or missing ranks of every rack. The `mixture`
+//! tests check the sums.
 
 use std::sync::Barrier;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 use crate::rig::{Rig, Shape, Tree, bounded, in_a_process_of_its_own, with_limits};
 use crate::waits::{await_that, timed};
 
-/// Two racks of two ranks.
+/// Returns the shape of two racks of two ranks.
 fn racks() -> Shape {
     Shape::new(&[0, 0], &[1, 2, 1, 2])
 }
@@ -28,7 +28,7 @@ fn ones(client: &Client, elements: usize) -> Result<Vec<u8>, Error> {
     Ok(tensor)
 }
 
-/// Ops until one fails; why it did.
+/// Runs ops until one fails; returns the error.
 fn until_the_end(client: &Client) -> Error {
     loop {
         if let Err(error) = ones(client, 4 * 60 * 256 * 3) {
@@ -38,7 +38,7 @@ fn until_the_end(client: &Client) -> Error {
 }
 
 fn lost(error: &Error) -> (Vec<u16>, Loss) {
-    // Also between two ops.
+    // The loss may also appear between two ops, at `submit`.
     let (Error::Op(OpError::PeerLost { ranks, why })
     | Error::Submit(SubmitError::PeerLost { ranks, why })) = error
     else {
@@ -74,9 +74,10 @@ fn a_rank_that_leaves_is_named_in_every_rack() {
 fn the_largest_job_is_summed_through_racks_and_names_whom_it_loses() {
     const WORLD: u16 = 256;
     const NAME: &str = "tree::the_largest_job_is_summed_through_racks_and_names_whom_it_loses";
-    // For its thousands of files.
+    // The test opens thousands of files.
     in_a_process_of_its_own(NAME, || {
-        // Seven racks below one, eight below the root, and some ranks at the root itself.
+        // Nine racks are below the root, seven more below the first of these, and some ranks are at
+        // the root itself.
         let parents = [[0; 9].as_slice(), &[1; 7]].concat();
         let racks = parents.len() + 1;
         let at: Vec<_> = (0..usize::from(WORLD)).map(|rank| rank * 7 % racks).collect();
@@ -102,7 +103,7 @@ fn the_largest_job_is_summed_through_racks_and_names_whom_it_loses() {
 fn a_rank_that_does_not_call_an_op_is_named_at_its_timeout_in_every_rack() {
     bounded(60, || {
         let tree = Tree::start(&racks(), |_| {});
-        // Rank 3 is not the one by which the other rack is known.
+        // Rank 3 is not the rank that represents its rack at the root.
         with_limits(Duration::from_secs(2), |limit| {
             let short = |options: &mut ConnectOptions| options.op_timeout = limit;
             let done = Barrier::new(4);
@@ -144,19 +145,19 @@ fn ranks_that_have_not_joined_are_named_wherever_they_would() {
             for error in refusals {
                 let sentence = error.to_string();
                 let ConnectError::Incomplete { missing, .. } = error else { return Err(sentence) };
-                // Others may have given up a moment earlier.
+                // Other ranks may have given up a moment earlier.
                 assert!(missing.contains(&3), "{sentence}");
             }
             Ok(())
         });
-        // Those that gave up may come again, with all others.
+        // The ranks that gave up may join again, with all others.
         let sums = tree.ranks("absent", |_| {}, |client, _| ones(client, 40).unwrap());
         assert!(sums.iter().all(|sum| *sum == [4; 40]));
         tree.await_peace();
     });
 }
 
-/// Has ranks of a job in a tree connect; how each was refused, and after how many milliseconds.
+/// Connects ranks of a job in a tree; returns each refusal and its delay in milliseconds.
 fn refusals(tree: &Tree, ranks: u16, late: impl Fn(u16) -> Duration) -> Vec<(String, u64)> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..ranks)
@@ -176,7 +177,8 @@ fn refusals(tree: &Tree, ranks: u16, late: impl Fn(u16) -> Duration) -> Vec<(Str
 fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
     bounded(60, || {
         let at_once = |_| Duration::ZERO;
-        // The root sends to groups only, which racks are not in: it sees so once all are there.
+        // The root sends to multicast groups only, but racks join no group. The root detects this
+        // once all ranks have joined.
         let two = Shape::new(&[0, 0], &[1, 1, 1, 2, 2, 2]);
         let tree = Tree::start(&two, |config| config.fanout = Fanout::Multicast);
         for (sentence, _) in refusals(&tree, 6, at_once) {
@@ -186,7 +188,8 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
             );
         }
         tree.await_peace();
-        // One rack comes later than the other, and rank 4 never does: the root waits for all alike.
+        // One rack joins later than the other, and rank 4 never joins. The root has one timeout for
+        // all.
         let tree = Tree::start(&Shape::new(&[0, 0], &[1, 1, 2, 2, 2]), |config| {
             config.join_timeout_s = 3;
         });
@@ -196,7 +199,7 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
             time("a root tells its racks who is missing after 3 s", after, 5_000);
         }
         tree.await_peace();
-        // The root has no room, and says so of the whole job.
+        // The root has no room, and refuses the whole job.
         let one = Shape::new(&[0], &[1, 1, 1, 1]);
         let tree = Tree::start(&one, |config| config.max_jobs = 1);
         let other = Client::connect(&tree.rigs[0].options("other", 0, 1)).unwrap();
@@ -205,7 +208,7 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
         }
         drop(other);
         tree.await_peace();
-        // Nobody is where the middle of three looks for the root.
+        // The middle aggregator finds nothing at the root's address.
         let mut tree = Tree::start(&Shape::new(&[0, 1], &[2, 2, 2, 2]), |_| {});
         drop(tree.rigs.remove(0));
         tree.rigs.insert(0, Rig::start(|_| {}));
@@ -268,7 +271,7 @@ fn an_aggregator_that_stops_is_lost_with_its_rack_and_the_root_with_all() {
 #[test]
 fn a_parent_that_is_not_there_is_named() {
     bounded(60, || {
-        // Its port is taken, and nobody answers.
+        // A socket holds the parent's port, and never answers.
         let silent = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let gone = silent.local_addr().unwrap();
         let rack = Rig::start(|config| config.parent = Some(gone.to_string()));
@@ -360,7 +363,8 @@ fn a_rank_that_is_started_twice_in_two_racks_costs_the_job_nothing() {
                 std::thread::sleep(Duration::from_millis(nth));
                 scope.spawn(|| {
                     let error = Client::connect(&again).unwrap_err().to_string();
-                    // Where the job is over already it begins another, which nobody joins.
+                    // If the job is over already, this rank begins another one, which no other rank
+                    // joins.
                     let why = ["already joined", "have joined", "had not joined"];
                     assert!(why.iter().any(|why| error.contains(why)), "{error}");
                 });

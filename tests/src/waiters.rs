@@ -1,4 +1,4 @@
-//! Ranks that wait for room, many of them: what somebody can do who wants to keep others out.
+//! Crowds of ranks that wait for room, as an attacker could use them to keep others out.
 //!
 //! `benches/examples/waiters.rs` makes a program of this.
 
@@ -10,28 +10,28 @@ use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 use tokio::task::JoinSet;
 
-/// How long the aggregator may take to answer a caller.
+/// Timeout of the aggregator's answer to a caller.
 const PATIENCE: Span = Span::from_secs(20);
-/// How many callers join at a time.
+/// Number of joins in progress at a time.
 const AT_ONCE: usize = 16;
 
-/// A rank that waits for room, or for others, until this is dropped.
+/// A rank that waits for room, or for others, until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Waiter {
     _connection: Connection,
     _streams: (quinn::SendStream, quinn::RecvStream),
 }
 
-/// What came of many calls.
+/// The results of many calls.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
     pub(crate) waiting: Vec<Waiter>,
-    /// Why others do not wait.
+    /// Reasons why the other callers do not wait.
     pub(crate) refused: Vec<String>,
 }
 
-/// Has so many jobs of one rank each wait for room at an aggregator, under names that begin so, in
-/// turn from these addresses of this host.
+/// Makes `count` jobs of one rank each wait for room at an aggregator. Their names begin with
+/// `name`, and they call from these addresses of this host in turn.
 pub(crate) async fn gather(to: SocketAddr, from: &[IpAddr], name: &str, count: usize) -> Waiters {
     let (mut waiters, mut calls) = (Waiters::default(), JoinSet::new());
     for (number, from) in (0..count).zip(from.iter().copied().cycle()) {
@@ -57,7 +57,7 @@ impl Waiters {
     }
 }
 
-/// Joins a job of one rank, and returns once it waits for room.
+/// Joins a job of one rank, and returns once the rank waits for room.
 async fn wait_as(to: SocketAddr, from: IpAddr, job: &str) -> Result<Waiter, String> {
     let said = |error: &dyn std::fmt::Display| error.to_string();
     let credentials = Credentials::new(None, true).map_err(|error| said(&error))?;

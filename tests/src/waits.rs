@@ -1,14 +1,13 @@
-//! Waiting for something to happen, and telling how long it took. The tests of the program share
-//! this file.
+//! Waits for conditions and measures times. The tests of the program share this file.
 
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 
-/// How many times longer than on a quiet machine a test may take before it counts as hung.
+/// Factor over a quiet machine's time after which a test counts as hung.
 pub(crate) const BUSY: u64 = 20;
 
-/// Waits for a condition, and fails if it does not come about.
+/// Waits for a condition, and panics if it does not come true in time.
 pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
     let clock = Clock::start();
     let start = clock.now();
@@ -18,7 +17,7 @@ pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// How long something took, in milliseconds.
+/// Runs `work`; returns its result and its duration in milliseconds.
 pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
     let clock = Clock::start();
     let start = clock.now();

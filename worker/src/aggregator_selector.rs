@@ -1,5 +1,5 @@
-//! The search for aggregators that a rank's job can be at: set by set in their order, round after
-//! round, and to another set where others of the job wait.
+//! The search for aggregators where a rank's job can run. It tries the sets of aggregators in
+//! order, round after round, and switches to another set if other ranks of the job wait there.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -18,37 +18,39 @@ use crate::peer_poll::{Candidate, PeerPoll};
 use crate::route::check_address;
 use crate::span::span;
 
-/// How long a set is not looked at that would not have the rank, and twice as long each next time.
+/// The initial pause before the rank polls a set again where other ranks wait, but which rejected
+/// this rank. Each later pause is twice as long.
 const FIRST_SHUN: Duration = Duration::from_secs(4);
-/// The longest: more than ranks that move are waited for, so that those that are lost are missed.
+/// The maximum of that pause. It exceeds the time for which aggregators wait for moving ranks, so
+/// that they detect lost ranks meanwhile.
 const LONGEST_SHUN: Duration = Duration::from_secs(30);
-/// How long an aggregator that is back may still take a rank for there, and refuse it as its own
-/// double: a little longer than it may take to miss one that is gone.
+/// How long an aggregator that is reachable again may still count a rank as present, and so refuse
+/// it as a duplicate. This is slightly longer than the aggregator may take to detect a lost rank.
 const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
 
-/// The shortest try that is worth its while: one with less time would say nothing.
+/// The minimum time for a try. A shorter try would give no useful result.
 const LEAST_TRY: Duration = Duration::from_millis(500);
 
-/// What is said of an aggregator that was there, and at which no later call found anybody.
+/// The note about an aggregator that was reachable once and has not answered since.
 const SILENT_SINCE: &str = "; nobody has answered there since: start it again, or name another";
 
-/// Jobs that were not joined: a user of a sidecar may start as many as it likes.
+/// Rate limit for failed joins: a user of a sidecar may start any number of jobs.
 static NOT_JOINED: LogLimit = LogLimit::new(64);
 
-/// A search under way.
+/// A search in progress.
 #[derive(Debug)]
 pub(crate) struct AggregatorSelector<'a> {
     options: &'a ConnectOptions,
     clock: Clock,
     began: Time,
-    /// How long it may take, where that is known.
+    /// The time limit of the search, if there is one.
     limit: Option<Duration>,
     sets: Vec<Set<'a>>,
-    /// The set that is tried first in each round.
+    /// The index of the set that is tried first in each round.
     first: usize,
-    /// The set whose turn it is.
+    /// The index of the current set.
     at: usize,
-    /// Whether it has its turn because others were seen there.
+    /// Whether the current set was chosen because other ranks were seen there.
     goes_to_others: bool,
 }
 
@@ -57,20 +59,20 @@ pub(crate) struct AggregatorSelector<'a> {
 struct Set<'a> {
     name: String,
     hosts: &'a [String],
-    /// What became of it, if it was tried.
+    /// The outcome of the tries, as text; `None` before the first try.
     said: Option<String>,
-    /// Why it could not be joined last; of several tries the one that says most.
+    /// The most informative error of the recent tries.
     error: Option<ConnectError>,
-    /// Until when it is not looked at, and how long that was.
+    /// The end and the length of the pause during which the rank does not poll this set.
     shunned: Option<(Time, Duration)>,
-    /// When it was found to be gone that had been there.
+    /// When the last try found that a previously reachable aggregator is gone.
     gone_at: Option<Time>,
-    /// Whether nobody has answered there since.
+    /// Whether no aggregator of the set has answered since one was found to be gone.
     is_silent: bool,
 }
 
 impl<'a> AggregatorSelector<'a> {
-    /// A search that begins at the `first` set.
+    /// Creates a search that begins at the `first` set.
     pub(crate) fn new(options: &'a ConnectOptions, first: usize) -> Self {
         let all = std::iter::once(&options.aggregators).chain(&options.standbys);
         let set = |hosts: &'a Vec<String>| Set {
@@ -88,13 +90,14 @@ impl<'a> AggregatorSelector<'a> {
         Self { options, clock, began, limit, sets, first, at: first, goes_to_others }
     }
 
-    /// The same search, which may take so long.
+    /// Sets the time limit of the search.
     pub(crate) fn within(self, limit: Duration) -> Self {
         Self { limit: Some(limit), ..self }
     }
 
-    /// Checks that every address can be one, since no later try would mend it, and that no two sets
-    /// share an aggregator: ranks at it could be of either, and wait there for each other.
+    /// Checks that every address is valid, since retries cannot fix it, and that no aggregator is
+    /// named twice. Ranks at an aggregator of two sets could belong to either set, and would wait
+    /// there for each other.
     pub(crate) fn check(&self) -> Result<(), ConnectError> {
         self.sets.iter().flat_map(|set| set.hosts).try_for_each(|host| check_address(host))?;
         let mut seen = BTreeSet::new();
@@ -106,42 +109,43 @@ impl<'a> AggregatorSelector<'a> {
         }
     }
 
-    /// How long it has taken so far.
+    /// Returns how long the search has taken so far.
     pub(crate) fn waited(&self) -> Duration {
         Duration::from_nanos(self.clock.now().since(self.began).0)
     }
 
-    /// Whether some set was tried.
+    /// Returns whether any set was tried.
     pub(crate) fn has_tried(&self) -> bool {
         self.sets.iter().any(|set| set.said.is_some())
     }
 
-    /// The set whose turn it is.
+    /// Returns the index of the current set.
     pub(crate) const fn at(&self) -> usize {
         self.at
     }
 
-    /// Its name.
+    /// Returns the name of the current set.
     pub(crate) fn name(&self) -> &str {
         &self.sets[self.at].name
     }
 
-    /// Notes what became of the set whose turn it is.
+    /// Records the outcome at the current set.
     fn note(&mut self, what: String) {
         self.sets[self.at].said = Some(what);
     }
 
-    /// What became of each set.
+    /// Describes the outcome at each set.
     pub(crate) fn text(&self) -> String {
         self.text_with(|_| None)
     }
 
-    /// The same, should the time be over while the one whose turn it is is tried.
+    /// Like [`text`](Self::text), but describes the current set as not joined in time.
     pub(crate) fn text_of_try(&self) -> String {
         self.text_with(|at| (at == self.at).then_some("not joined in time"))
     }
 
-    /// What became of each set, but for those of which something else is to be said.
+    /// Describes the outcome at each set. `instead` may supply another text for a set, by its
+    /// index.
     fn text_with(&self, instead: impl Fn(usize) -> Option<&'static str>) -> String {
         let each = self.sets.iter().enumerate().map(|(at, set)| {
             let since = if set.is_silent { SILENT_SINCE } else { "" };
@@ -154,22 +158,22 @@ impl<'a> AggregatorSelector<'a> {
         each.collect::<Vec<_>>().join("; ")
     }
 
-    /// What became of those that were tried but for the one whose turn it is.
+    /// Describes the outcome at each tried set except the current one.
     pub(crate) fn text_of_others(&self) -> String {
         let others = self.sets.iter().enumerate().filter(|(at, _)| *at != self.at);
         let tried = others.filter_map(|(_, set)| Some((&set.name, set.said.as_ref()?)));
         tried.map(|(name, said)| format!("; {name}: {said}")).collect()
     }
 
-    /// Leaves the set whose turn it is, which the job was at: rounds begin after it.
+    /// Leaves the current set, where the job was. Rounds then begin at the next set.
     pub(crate) fn leave(&mut self, why: String) {
         self.note(why);
         self.at = (self.at + 1) % self.sets.len();
         self.first = self.at;
     }
 
-    /// Joins the job at the set whose turn it is, where all must have come within `patience`.
-    /// Returns nothing if others wait at another set, whose turn it is then.
+    /// Joins the job at the current set. All ranks must join within `patience`. Returns `None` if
+    /// others wait at another set, which is then the current one.
     pub(crate) fn join(
         &mut self,
         patience: Duration,
@@ -177,7 +181,7 @@ impl<'a> AggregatorSelector<'a> {
         mailbox: &mut Mailbox,
     ) -> Result<Option<Session>, ConnectError> {
         let options = ConnectOptions { join_timeout: patience, ..self.options.clone() };
-        // One that comes back goes to where its job runs.
+        // A rejoining rank must join where its job runs, so it looks for no other ranks.
         let candidates =
             if options.rejoin && resume.is_none() { Vec::new() } else { self.candidates() };
         let mut peer_poll = PeerPoll::new(&options, resume, self.at, candidates);
@@ -188,7 +192,8 @@ impl<'a> AggregatorSelector<'a> {
                 let to = self.sets[place].name.clone();
                 tracing::info!(from = self.name(), to, "others of the job wait there");
                 self.note(format!("left, since others waited at {to}"));
-                // The set that was left has its turn before a round is over.
+                // Rounds now begin at the new set, so the set that was left is tried again within
+                // the round.
                 (self.at, self.first) = (place, place);
                 self.goes_to_others = true;
                 Ok(None)
@@ -196,7 +201,7 @@ impl<'a> AggregatorSelector<'a> {
         }
     }
 
-    /// Where others are looked for.
+    /// Returns the sets where the rank looks for others.
     fn candidates(&self) -> Vec<Candidate> {
         let candidate = |(place, set): (usize, &Set<'_>)| {
             let from = set.shunned.map_or(self.began, |(until, _)| until);
@@ -205,13 +210,14 @@ impl<'a> AggregatorSelector<'a> {
         self.sets.iter().enumerate().map(candidate).collect()
     }
 
-    /// Passes over the set whose turn it is. Returns whether a round is over.
+    /// Skips the current set after an error. Returns whether a round is over.
     pub(crate) fn pass_over(&mut self, error: ConnectError) -> bool {
         let (now, set) = (self.clock.now(), &mut self.sets[self.at]);
         if error.is_gone() || error.is_unanswered() && set.gone_at.is_some() {
             set.gone_at = Some(now);
         }
-        // One that only cannot be had now says by its next answer that it can.
+        // A set that is only unavailable for now needs no pause: its next answer shows that it is
+        // back.
         if std::mem::take(&mut self.goes_to_others) && !error.may_pass() {
             let last = set.shunned.map_or(Duration::ZERO, |(_, last)| last);
             let long = (last * 2).clamp(FIRST_SHUN, LONGEST_SHUN);
@@ -220,7 +226,7 @@ impl<'a> AggregatorSelector<'a> {
         let next = (self.at + 1) % self.sets.len();
         let is_round_over = next == self.first;
         if let Some(why) = self.keep(error)
-            // What ends the search is returned, and said by whoever called.
+            // The caller reports the error that ends the search.
             && !(is_round_over && self.next_try().is_none())
         {
             NOT_JOINED.note(|left_out| {
@@ -231,8 +237,8 @@ impl<'a> AggregatorSelector<'a> {
         is_round_over
     }
 
-    /// Keeps why the set whose turn it is could not be joined. Returns what there is to say of it,
-    /// unless that is said.
+    /// Keeps the reason why the current set could not be joined. Returns a text for the log, or
+    /// `None` if an equal or more informative reason was logged before.
     fn keep(&mut self, error: ConnectError) -> Option<String> {
         let left = self.limit.map(|limit| limit.saturating_sub(self.waited()));
         let set = &mut self.sets[self.at];
@@ -242,7 +248,7 @@ impl<'a> AggregatorSelector<'a> {
             return None;
         }
         let why = match left.filter(|left| error.may_pass() && !left.is_zero()) {
-            // What to do about it is said in the end.
+            // The advice follows only if all tries fail.
             Some(left) => {
                 let (what, left) = (error.without_advice(), left.as_secs_f64().ceil());
                 format!("{what}; trying again for up to {left} s")
@@ -260,15 +266,16 @@ impl<'a> AggregatorSelector<'a> {
         is_news.then_some(why)
     }
 
-    /// How long another round may take; none if there is no time for it, or no use in it.
+    /// Returns the maximum pause before another round. Returns `None` if there is too little time
+    /// for another round, or if none can succeed.
     pub(crate) fn next_try(&self) -> Option<Duration> {
         let left = self.limit.map_or(Duration::MAX, |limit| limit.saturating_sub(self.waited()));
         let left = left.checked_sub(LEAST_TRY).filter(|left| !left.is_zero());
         left.filter(|_| self.may_succeed())
     }
 
-    /// Whether another round may come to something: some aggregator may yet answer, or is back and
-    /// may still take this rank for its own double.
+    /// Returns whether another round may succeed: an aggregator may answer later, or a returned one
+    /// may only have refused this rank as a duplicate.
     fn may_succeed(&self) -> bool {
         let is_double = |set: &Set<'_>| {
             let gone_at =
@@ -281,7 +288,7 @@ impl<'a> AggregatorSelector<'a> {
         self.sets.iter().any(may)
     }
 
-    /// Why no aggregator could be joined.
+    /// Returns the reason why no aggregator could be joined.
     pub(crate) fn failure(mut self) -> ConnectError {
         match &mut self.sets[..] {
             [Set { error, is_silent: false, .. }] => error.take(),
@@ -291,8 +298,9 @@ impl<'a> AggregatorSelector<'a> {
     }
 }
 
-/// Whether an error of an earlier try says more than that nothing answered this one: that it had
-/// longer for that, or that an aggregator was there and is gone.
+/// Returns whether an earlier error is more informative than a new one, which only reports silence.
+/// The earlier error either had a longer timeout, or shows that an aggregator was reachable and is
+/// gone.
 fn says_more(before: &ConnectError, now: &ConnectError) -> bool {
     now.is_silence() && (before.is_gone() || before.is_silence())
 }

@@ -1,7 +1,8 @@
-//! The second form of input: a list of blocks and their values, never made dense.
+//! Sparse input: a list of blocks and their values, which is never expanded to a dense tensor.
 //!
-//! This is OmniReduce's key-value case (Fei et al., SIGCOMM 2021), with a block for a key: the
-//! rows that an embedding's batch touched, say. What comes back is the same form for the union.
+//! This is OmniReduce's key-value case (Fei et al., SIGCOMM 2021), with blocks as keys. The blocks
+//! may be the rows that an embedding's batch touched, for example. The result has the same form,
+//! and covers the union of all ranks' blocks.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -16,13 +17,13 @@ use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
 
-/// Blocks of a tensor: their places, and their values one after the other.
+/// Blocks of a tensor: their indices and their concatenated values.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Blocks {
-    /// Which block of the tensor each is.
+    /// The index of each block in the tensor.
     pub indices: Vec<u32>,
-    /// `block` elements a block, in the order of the indices; only the tensor's last block may
-    /// be shorter.
+    /// The values of each block, in the order of the indices. Every block has the descriptor's
+    /// number of elements; only the tensor's last block may be shorter.
     pub values: Vec<u8>,
 }
 
@@ -30,16 +31,16 @@ pub struct Blocks {
 #[derive(Debug)]
 pub(crate) struct BlockSet {
     input: Blocks,
-    /// Where each window's results are in `values`, in the order they came.
+    /// Where each window's results are in `values`, in order of arrival.
     arrived: Vec<Arrived>,
-    /// By window, its place in `arrived`.
+    /// For each window, one more than its index in `arrived`; `None` before it arrives.
     places: Box<[Option<NonZeroU32>]>,
-    /// Sums, up to `used`; what is beyond is left from an earlier op.
+    /// The sums, up to `used`. The rest is left over from an earlier op.
     values: Vec<u8>,
     used: usize,
 }
 
-/// Where the sums of one window are.
+/// The location of one window's sums in `values`.
 #[derive(Debug, Clone, Copy)]
 struct Arrived {
     window: u32,
@@ -56,14 +57,14 @@ impl BlockSet {
         Ok(Self { input, arrived: Vec::new(), places, values: Vec::new(), used: 0 })
     }
 
-    /// Puts the sums into memory that is of no more use, which need be neither had nor cleared.
+    /// Stores the sums in the memory of an earlier op, which need not be allocated or cleared.
     pub(crate) fn reuse(&mut self, memory: Vec<u8>) {
         self.values = memory;
-        // The union holds at least this rank's own blocks, and often not much more.
+        // The union holds at least this rank's own blocks, and often few more.
         self.values.reserve((2 * self.input.values.len()).saturating_sub(self.values.len()));
     }
 
-    /// The non-zero blocks of each window: one may be listed and be zero all the same.
+    /// Returns a mask of the non-zero blocks of each window. Listed blocks may be zero too.
     pub(crate) fn masks(&mut self, descriptor: &Descriptor, geometry: &Geometry) -> Vec<u64> {
         let mut masks = vec![0; geometry.windows() as usize];
         for (index, _) in self.input.nonzero(descriptor) {
@@ -73,7 +74,7 @@ impl BlockSet {
         masks
     }
 
-    /// Visits the memory of a stretch block by block.
+    /// Visits the values of a stretch block by block, each with its byte offset on the wire.
     pub(crate) fn each_source(
         &self,
         descriptor: &Descriptor,
@@ -112,14 +113,15 @@ impl BlockSet {
         }
     }
 
-    /// The memory of these bytes of a window's sums, for which [`Self::expect_window`] made room.
+    /// Returns the given bytes of a window's sums. [`Self::expect_window`] must have made room for
+    /// them.
     pub(crate) fn sums(&mut self, window: u32, bytes: Range<usize>) -> &mut [u8] {
         let nth = self.places[window as usize].expect("a window is expected before it is written");
         let start = self.arrived[nth.get() as usize - 1].start;
         &mut self.values[start + bytes.start..start + bytes.end]
     }
 
-    /// The sums, sorted by block.
+    /// Returns the sums, sorted by block.
     pub(crate) fn into_result(mut self, geometry: &Geometry, descriptor: &Descriptor) -> Blocks {
         let in_order = self.arrived.is_sorted_by_key(|arrived| arrived.window);
         if !in_order {
@@ -150,8 +152,8 @@ impl BlockSet {
 }
 
 impl Blocks {
-    /// Checks a list against its descriptor; sorts it, and combines duplicates in the order in
-    /// which they are listed.
+    /// Checks a block list against its descriptor, sorts it, and combines duplicates in the order
+    /// in which they are listed.
     pub(crate) fn sorted(self, descriptor: &Descriptor) -> Result<Self, Error> {
         let block = descriptor.block_elements();
         let count = count_of(descriptor);
@@ -171,7 +173,7 @@ impl Blocks {
         if is_sorted { Ok(self) } else { combine(descriptor, &self) }
     }
 
-    /// The blocks of a sorted list that are not zero, with their values.
+    /// Returns the non-zero blocks of a sorted list, with their values.
     pub(crate) fn nonzero<'a>(
         &'a mut self,
         descriptor: &Descriptor,
@@ -185,7 +187,8 @@ impl Blocks {
     }
 }
 
-/// A block that is listed somewhere: in which of several lists, and where in its values it begins.
+/// An entry of one of several block lists: the block's index, the list, and the offset of its
+/// values in that list.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Listed {
     pub(crate) index: u32,
@@ -193,20 +196,20 @@ pub(crate) struct Listed {
     pub(crate) at: usize,
 }
 
-/// The blocks that lists have between them.
+/// The union of the blocks of several lists.
 #[derive(Debug)]
 pub(crate) struct Union {
-    /// Sorted by index, and those of one index by list.
+    /// The entries, sorted by index, then by list.
     listed: Vec<Listed>,
-    /// Where each index begins in them, and their end.
+    /// Where the entries of each index begin in `listed`, and where the last ones end.
     begins: Vec<usize>,
 }
 
 impl Union {
-    /// Of blocks that come list by list.
+    /// Creates the union of entries that come list by list.
     pub(crate) fn new(mut listed: Vec<Listed>) -> Self {
-        // Stable, so that duplicates keep the order in which they are listed; and what is sorted
-        // already in parts costs little.
+        // A stable sort keeps duplicates in the order in which they are listed, and is cheap for
+        // lists that are already sorted.
         listed.sort_by_key(|block| block.index);
         let begins = (0..listed.len())
             .filter(|at| *at == 0 || listed[at - 1].index != listed[*at].index)
@@ -215,51 +218,52 @@ impl Union {
         Self { listed, begins }
     }
 
-    /// How many different blocks there are.
+    /// Returns the number of distinct blocks.
     pub(crate) const fn len(&self) -> usize {
         self.begins.len() - 1
     }
 
-    /// All that is listed as the block of this place in the union, of which there is some.
+    /// Returns the entries of the `nth` block of the union, of which there is at least one.
     pub(crate) fn of(&self, nth: usize) -> &[Listed] {
         &self.listed[self.begins[nth]..self.begins[nth + 1]]
     }
 
-    /// The blocks, sorted.
+    /// Returns the indices of the blocks, in ascending order.
     pub(crate) fn indices(&self) -> impl Iterator<Item = u32> {
         (0..self.len()).map(|nth| self.of(nth)[0].index)
     }
 }
 
-/// The window of a block, and which of its blocks it is.
+/// Returns the window of a block, and the block's index within that window.
 pub(crate) fn place(geometry: &Geometry, index: u32) -> (u32, u32) {
     let per_window = u32::try_from(geometry.window_blocks()).unwrap_or(u32::MAX);
     (index / per_window, index % per_window)
 }
 
-/// How many blocks a tensor has.
+/// Returns the number of blocks of a tensor.
 pub(crate) const fn count_of(descriptor: &Descriptor) -> u64 {
     descriptor.elements.div_ceil(descriptor.block_elements() as u64)
 }
 
-/// Bytes of a block but a tensor's last.
+/// Returns the bytes of a full block. Only a tensor's last block may be shorter.
 pub(crate) const fn full_len(descriptor: &Descriptor) -> usize {
     descriptor.block_elements() * descriptor.dtype.size()
 }
 
-/// Bytes of the values of some blocks.
+/// Returns the bytes of the values of several blocks.
 pub(crate) fn values_len(descriptor: &Descriptor, indices: &[u32]) -> usize {
     indices.iter().map(|index| len_of(descriptor, *index)).sum()
 }
 
-/// Bytes of a block's values.
+/// Returns the bytes of a block's values.
 pub(crate) fn len_of(descriptor: &Descriptor, index: u32) -> usize {
     let block = descriptor.block_elements() as u64;
     let left = descriptor.elements - (u64::from(index) * block).min(descriptor.elements);
     usize::try_from(left.min(block)).unwrap_or(usize::MAX) * descriptor.dtype.size()
 }
 
-/// Visits a stretch block by block: the block, the bytes of it, and the bytes on the wire before.
+/// Visits a stretch block by block, with the index of each block, the byte range within it, and the
+/// byte offset on the wire.
 fn each_block(
     descriptor: &Descriptor,
     stretch: Packed,
@@ -307,8 +311,8 @@ fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Result<Blocks, Error> {
     Ok(combined)
 }
 
-/// Combines the values of one block. An average takes their sum, as of one rank. Fails only when
-/// there are more parts than a fold may have.
+/// Combines the values of one block. An average adds them, because one rank listed them all. Fails
+/// only if there are more parts than a fold may have.
 fn sum(
     dtype: DType,
     reduction: Reduction,

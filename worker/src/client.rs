@@ -1,4 +1,4 @@
-//! The client: what a training process holds.
+//! The client that a training process uses to take part in a job.
 
 use std::borrow::Cow;
 use std::marker::PhantomData;
@@ -32,11 +32,12 @@ use crate::span::span;
 use crate::supervisor::{Supervisor, join_first};
 use crate::tensor::lend;
 
-/// A rank of a job. Ops end in any order; each rank must start the same ops in the same order.
+/// A rank of a job. Ops end in any order, but each rank must start the same ops in the same order.
 ///
-/// The thread that waits for an op drives the sockets, so that a blocking call costs no hand-over
-/// between threads; a thread of the client drives ops that nobody waits for. Where others may move
-/// and this rank may not, it also acknowledges between ops, and each call costs two hand-overs.
+/// The thread that waits for an op drives the sockets, so that a blocking call needs no switch
+/// between threads. A background thread of the client drives ops that no thread waits for. If other
+/// ranks may move but this rank may not, the background thread also acknowledges between ops, and
+/// each call costs two thread switches.
 #[derive(Debug)]
 pub struct Client {
     shared: Arc<Driver>,
@@ -44,33 +45,34 @@ pub struct Client {
     shards: usize,
     multicast: bool,
     op_timeout: Span,
-    /// Whose turn it is to start an op, where starting one takes several.
+    /// Lock for the start of an op, which in a tree may take several ops.
     turn: Mutex<()>,
-    /// What its aggregators hear.
+    /// Sends messages to the job's aggregators.
     senders: ControlSenders,
-    /// Ends the session.
+    /// Sends the message that ends the session.
     stop: Sender<Message>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What came of an op.
+/// The outcome of an op.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reduced<T> {
-    /// The reduced tensor, or nothing where it is the caller's.
+    /// The reduced tensor, or `()` if the tensor is the caller's.
     pub tensor: T,
-    /// The ranks that were lost before they had contributed to all of it, in ascending order:
-    /// empty but in a job with [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss). All
-    /// others have contributed.
+    /// The ranks that were lost before they had contributed to the whole tensor, in ascending
+    /// order. All other ranks have contributed. The list is empty unless the job has
+    /// [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss).
     pub absent: Vec<Rank>,
 }
 
-/// An op in flight. If it is dropped, the op goes on, since the other ranks need it, but what it
-/// worked on is freed once it ends.
+/// An op in flight. If the handle is dropped, the op goes on, since the other ranks need it. Its
+/// operand is then freed once the op ends.
 #[derive(Debug)]
 #[must_use = "an op's result is had by waiting for it"]
 pub struct Handle<T> {
     op: OpId,
-    /// Whose op it is. Not kept alive by it: a client that is closed has no ops.
+    /// The driver of the client that started the op. The reference is weak: a closed client has no
+    /// ops.
     client: Weak<Driver>,
     result: PhantomData<fn() -> T>,
 }
@@ -84,10 +86,10 @@ impl<T> Drop for Handle<T> {
 }
 
 impl Client {
-    /// Joins a job; returns once all its ranks have.
+    /// Joins a job and returns once all its ranks have joined.
     ///
     /// # Errors
-    /// Why the job could not be joined, or did not become complete in time.
+    /// Returns an error if the job cannot be joined, or is not complete in time.
     pub fn connect(options: &ConnectOptions) -> Result<Self, ConnectError> {
         Connecting::new().run(options)
     }
@@ -120,10 +122,10 @@ impl Client {
         Ok(client)
     }
 
-    /// Reduces `tensor` in place with the same tensors of all other ranks, and waits for it.
+    /// Reduces `tensor` in place with the tensors of all other ranks, and waits for the result.
     ///
     /// # Errors
-    /// Why there is no result; the tensor then holds sums in some places and not in others.
+    /// Returns an error if there is no result. The tensor then holds sums in some places only.
     pub fn allreduce(
         &self,
         tensor: &mut [u8],
@@ -138,22 +140,23 @@ impl Client {
         Ok(result.map(|()| Reduced { tensor: (), absent })?)
     }
 
-    /// Starts reducing a tensor, or some blocks of one as if all others, and those of them that are
-    /// zero, were zero in it. The op owns what is given until `wait` returns it. Ops on the same
-    /// memory take turns in the order of the calls: each begins when those before it have ended.
+    /// Starts the reduction of a tensor or of a list of its blocks. Blocks that are not listed
+    /// count as zero, and so do listed blocks that are zero. The op owns the operand until `wait`
+    /// returns it. Ops on the same memory run in call order: each begins when the earlier ones have
+    /// ended.
     ///
-    /// A call that this rank refuses has its number all the same, and the ranks that did not refuse
-    /// it hear of a mismatch.
+    /// A call that this rank refuses gets an op number too. Ranks that made the same call get a
+    /// mismatch error.
     ///
-    /// Where aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
-    /// called it, since they must agree on its exponents first: until then this waits, and what
-    /// becomes of that is an error of this call.
+    /// If aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
+    /// called it, because they must first agree on its exponents. This method waits for that, and
+    /// returns an error if it fails.
     ///
     /// [`WireType::Fixed32`]: racksum_proto::dtype::WireType::Fixed32
     ///
     /// # Errors
-    /// Why the op was not taken: [`SubmitError::TooManyOps`] until
-    /// [`has_room_within`](Self::has_room_within) says otherwise.
+    /// Returns an error if the op does not start: for example [`SubmitError::TooManyOps`], until
+    /// [`has_room_within`](Self::has_room_within) returns true.
     pub fn submit<T: Into<Operand>>(
         &self,
         operand: T,
@@ -164,9 +167,9 @@ impl Client {
         Ok(self.handle(op))
     }
 
-    /// The same of what several ranks have come to, which sends these blocks and no others: a block
-    /// that is zero now may have been other than zero at some of them. So much of the op's time is
-    /// spent already.
+    /// Like [`submit`](Self::submit), for an operand that several ranks have already folded. Sends
+    /// exactly these blocks: a block that is zero now may be non-zero at one of those ranks.
+    /// `spent` is the part of the op's timeout that has already passed.
     pub(crate) fn submit_folded<T: Into<Operand>>(
         &self,
         operand: T,
@@ -181,13 +184,13 @@ impl Client {
         Ok(self.handle(op))
     }
 
-    /// Opens an op of nothing in the place of a call that the caller refuses, so that the ops of
-    /// all ranks stay in step: ranks that made the call hear [`OpError::Mismatch`] of it.
+    /// Opens an empty op in place of a call that the caller refuses, so that the ops of all ranks
+    /// stay in step. Ranks that made the call get [`OpError::Mismatch`].
     ///
     /// [`OpError::Mismatch`]: racksum_proto::error::OpError::Mismatch
     ///
     /// # Errors
-    /// Why the op was not taken, as [`submit`](Self::submit).
+    /// Returns an error if the op does not start, like [`submit`](Self::submit).
     pub fn refuse(&self, call: Call) -> Result<(), Error> {
         let _turn = self.take_turn();
         self.refuse_in_turn(call)
@@ -203,14 +206,14 @@ impl Client {
         Ok(())
     }
 
-    /// All ranks number their ops alike: in a tree none comes between an op and the one before it
-    /// that finds its exponents.
+    /// Locks the start of ops if aggregators sum in a tree. All ranks number their ops alike, so no
+    /// op may come between an op and the one that finds its exponents.
     fn take_turn(&self) -> Option<MutexGuard<'_, ()>> {
         let turn = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.welcome.in_tree.then(turn)
     }
 
-    /// Starts an op that may take so long. One that this rank refuses is numbered all the same.
+    /// Starts an op with this timeout. A call that this rank refuses gets an op number too.
     fn start(
         &self,
         descriptor: Descriptor,
@@ -243,13 +246,14 @@ impl Client {
         if self.must_agree(descriptor.wire) {
             let (clock, lane) = (Clock::start(), descriptor.lane);
             let began = clock.now();
-            // The exponents are those of what earlier ops leave in the tensor.
+            // The exponents depend on the results of earlier ops on the same memory.
             let is_free = |state: &mut State| state.engine.users_of(&payload.data).is_empty();
             drop(self.shared.await_that(state, is_free));
             let agreed = self.agree(&descriptor, payload.exponents(), timeout)?;
             payload.agree(agreed);
             timeout = Span(timeout.0.saturating_sub(clock.now().since(began).0));
-            // The exponents have a number already, so the op is not refused for want of room.
+            // The op for the exponents already has a number, so this op waits for room instead of
+            // failing.
             let has_room = |state: &mut State| state.run(|engine| engine.has_room(lane));
             let room = |state: &mut State| has_room(state).unwrap_or(true);
             state = self.shared.await_that(self.shared.lock(), room);
@@ -258,7 +262,7 @@ impl Client {
         Ok((state, op))
     }
 
-    /// Finds the greatest exponents of all ranks.
+    /// Agrees with all ranks on the greatest exponent of each block.
     fn agree(&self, of: &Descriptor, own: Exponents, timeout: Span) -> Result<Exponents, Error> {
         let mut state = self.shared.lock();
         let agreement = state.engine.payload(agreement(of), Data::Owned(own.into_bytes()));
@@ -273,12 +277,12 @@ impl Client {
         Handle { op, client: Arc::downgrade(&self.shared), result: PhantomData }
     }
 
-    /// Waits for an op to end: its tensor is reduced then, and of blocks those of the union are
-    /// there, sorted.
+    /// Waits for an op to end and returns the reduced operand. A block list then holds the blocks
+    /// of the union, sorted.
     ///
     /// # Errors
-    /// Why there is no result; [`Error::OtherClient`] at once when another client started the op,
-    /// which goes on there without its handle, and whose result is dropped.
+    /// Returns an error if there is no result. Returns [`Error::OtherClient`] at once if another
+    /// client started the op. That op goes on without its handle, and its result is dropped.
     pub fn wait<T: TryFrom<Operand>>(&self, handle: Handle<T>) -> Result<Reduced<T>, Error> {
         self.check_own(&handle)?;
         let op = handle.op;
@@ -290,34 +294,35 @@ impl Client {
         Ok(Reduced { tensor: taken_back(payload)?, absent })
     }
 
-    /// Waits for an op to end, but not longer than this. Returns whether it has:
-    /// [`wait`](Self::wait) then returns at once.
+    /// Waits for an op to end, for at most `limit`. Returns whether it has ended; if so,
+    /// [`wait`](Self::wait) returns at once.
     ///
     /// # Errors
-    /// [`Error::OtherClient`] when another client started the op.
+    /// Returns [`Error::OtherClient`] if another client started the op.
     pub fn ends_within<T>(&self, handle: &Handle<T>, limit: Duration) -> Result<bool, Error> {
         self.check_own(handle)?;
         let ended = |state: &mut State| !state.engine.is_in_flight(handle.op);
         Ok(self.comes_within(limit, ended))
     }
 
-    /// Waits until one more op of a lane may be in flight, but not longer than this. Returns
-    /// whether it may, unless another thread starts one first.
+    /// Waits until one more op of a lane may be in flight, for at most `limit`. Returns whether it
+    /// may. Another thread may still use that room first.
     #[must_use]
     pub fn has_room_within(&self, lane: u8, limit: Duration) -> bool {
         let has_room = |engine: &mut Engine| engine.has_room(lane);
         self.comes_within(limit, |state| state.run(has_room).unwrap_or(true))
     }
 
-    /// Returns at once whether so many more ops of a lane may be in flight, unless another thread
-    /// starts some first. It is true of a client that takes no more ops: it refuses them at once.
+    /// Returns at once whether `ops` more ops of a lane may be in flight. Another thread may still
+    /// use that room first. Returns true for a client that takes no more ops, since it refuses them
+    /// at once.
     #[must_use]
     pub fn has_room_for(&self, lane: u8, ops: usize) -> bool {
         self.shared.lock().run(|engine| engine.has_room_for(lane, ops)).unwrap_or(true)
     }
 
-    /// Whether an op of this wire type starts once all ranks have called it, as
-    /// [`submit`](Self::submit) says.
+    /// Returns whether an op of this wire type starts only once all ranks have called it, as
+    /// described at [`submit`](Self::submit).
     #[must_use]
     pub const fn must_agree(&self, wire: WireType) -> bool {
         self.welcome.in_tree && exponents::are_due(wire)
@@ -336,37 +341,37 @@ impl Client {
         }
     }
 
-    /// Hands back sums that are of no more use, so that those of later ops take their memory:
-    /// fresh memory costs more than the sums.
+    /// Takes back the memory of sums that the caller no longer needs, for the sums of later ops.
+    /// Fresh memory costs more than the sums themselves.
     pub fn recycle(&self, blocks: Blocks) {
         self.shared.lock().run(|engine| engine.recycle(blocks.values));
     }
 
-    /// Says that a rank is gone which this client speaks for besides its own: the job loses it.
+    /// Reports the loss of another rank that this client represents. The job then loses that rank.
     pub(crate) fn part(&self, rank: u16, why: Loss) {
         self.senders.part(Absent { rank, why });
     }
 
-    /// How long a client that closes is there for ranks that may lack its sums: longer than it
-    /// takes to miss an aggregator, and to move. Not longer: another rank may be stopped, or have
-    /// left as the job moves, since it knew already that nobody lacks anything.
+    /// How long a closing client stays for ranks that may lack its sums. This is longer than it
+    /// takes to detect that an aggregator is gone, and to move. The time is limited because another
+    /// rank may be stopped, or may have left during the move, when no rank lacked a sum.
     pub const LINGER: Duration = Duration::from_secs(5);
 
-    /// Leaves the job, as the client does when it is dropped: ops in flight end with an error, and
-    /// so does what is started from now on. A rank whose sums others may lack stays for that,
-    /// [`Self::LINGER`] at most.
+    /// Leaves the job, as dropping the client does. Ops in flight end with an error, and so do
+    /// later ops. If other ranks may lack this rank's sums, the client first stays for at most
+    /// [`Self::LINGER`].
     pub fn close(&self) {
         self.may_leave_within(Self::LINGER);
         self.leave();
     }
 
-    /// Waits until no other rank can lack a sum that this one has, but not longer than this.
-    /// Returns whether none can.
+    /// Waits until no other rank can lack a sum that this one has, for at most `limit`. Returns
+    /// whether none can.
     pub fn may_leave_within(&self, limit: Duration) -> bool {
         self.shared.is_unneeded_within(limit)
     }
 
-    /// Leaves the job at once, though others may lack its sums.
+    /// Leaves the job at once, even if other ranks may lack its sums.
     pub fn leave(&self) {
         let mut state = self.shared.lock();
         if std::mem::replace(&mut state.closed, true) {
@@ -379,50 +384,50 @@ impl Client {
         drop(state);
         self.shared.work.notify_all();
         self.shared.waker.wake();
-        // A session that has ended needs no word.
+        // The send fails only if the session has already ended.
         drop(self.stop.send(Message::Stop(Closed { next_op })));
     }
 
-    /// Whether there are no more ops: the client was closed, or the session has ended.
+    /// Returns whether no more ops can start: the client was closed, or the session has ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
         let mut state = self.shared.lock();
         state.closed || state.run(|engine| engine.has_ended()).unwrap_or(true)
     }
 
-    /// What has been sent and received so far.
+    /// Returns counters of the traffic so far.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.shared.lock().engine.stats()
     }
 
-    /// What the first aggregator granted when the job began; one that the job moves to may grant
-    /// something else.
+    /// Returns the grant of the first aggregator when the job began. An aggregator that the job
+    /// moves to may grant something else.
     #[must_use]
     pub const fn welcome(&self) -> &Welcome {
         &self.welcome
     }
 
-    /// How many shards the job's windows were spread over when it began.
+    /// Returns the number of shards that served the job's windows when it began.
     #[must_use]
     pub const fn shards(&self) -> usize {
         self.shards
     }
 
-    /// Whether results came by multicast when the job began.
+    /// Returns whether results came by multicast when the job began.
     #[must_use]
     pub const fn multicast(&self) -> bool {
         self.multicast
     }
 }
 
-/// An attempt to connect that can be given up.
+/// An attempt to connect that another thread can cancel.
 #[derive(Debug)]
 pub struct Connecting {
     mailbox: Mailbox,
 }
 
-/// Gives up an attempt to connect.
+/// A handle that cancels an attempt to connect.
 #[derive(Debug, Clone)]
 pub struct CancelHandle {
     tell: Sender<Message>,
@@ -435,37 +440,38 @@ impl Default for Connecting {
 }
 
 impl Connecting {
-    /// An attempt that is about to be made.
+    /// Creates an attempt to connect, which [`run`](Self::run) makes.
     #[must_use]
     pub fn new() -> Self {
         Self { mailbox: Mailbox::new() }
     }
 
-    /// How another thread gives it up.
+    /// Returns a handle with which another thread can cancel the attempt.
     #[must_use]
     pub fn cancel_handle(&self) -> CancelHandle {
         CancelHandle { tell: self.mailbox.sender() }
     }
 
-    /// What it waits for while it is made.
+    /// Returns a shared text that names what the attempt currently waits for.
     #[must_use]
     pub fn awaited(&self) -> Awaited {
         self.mailbox.awaited.clone()
     }
 
-    /// Makes it: joins a job, and returns once all its ranks have.
+    /// Joins a job and returns once all its ranks have joined.
     ///
     /// # Errors
-    /// As [`Client::connect`], and [`ConnectError::GivenUp`].
+    /// Returns the errors of [`Client::connect`], and [`ConnectError::GivenUp`] if the attempt is
+    /// cancelled.
     pub fn run(self, options: &ConnectOptions) -> Result<Client, ConnectError> {
         Client::join(options, self.mailbox)
     }
 }
 
 impl CancelHandle {
-    /// Gives it up: it ends with [`ConnectError::GivenUp`], unless it has ended.
+    /// Cancels the attempt. It ends with [`ConnectError::GivenUp`], unless it has already ended.
     pub fn cancel(&self) {
-        // An attempt that has ended needs no word.
+        // The send fails only if the attempt has already ended.
         drop(self.tell.send(Message::Stop(Closed { next_op: None })));
     }
 }
@@ -474,13 +480,13 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.close();
         for thread in self.threads.drain(..) {
-            // A panic was printed where it happened.
+            // The thread has already printed its panic.
             drop(thread.join());
         }
     }
 }
 
-/// What an op was started on.
+/// Returns the operand that an op was started with.
 fn taken_back<T: TryFrom<Operand>>(payload: Payload) -> Result<T, Error> {
     Operand::of(payload).and_then(|operand| operand.try_into().ok()).ok_or_else(|| GONE.into())
 }
@@ -489,10 +495,10 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<Joi
     std::thread::Builder::new().name(name.into()).spawn(run)
 }
 
-/// That nobody is asked who it is: a sidecar says so for every job.
+/// Rate limit for the warning about unverified aggregators: a sidecar logs it for every job.
 static INSECURE: LogLimit = LogLimit::new(4);
 
-/// An op that was waited for, and is not there.
+/// The error for an op that was waited for and no longer exists.
 const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };
 
 #[cfg(test)]

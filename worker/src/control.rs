@@ -17,54 +17,55 @@ use crate::options::ConnectOptions;
 use crate::route::Route;
 use crate::span::span;
 
-/// How long an aggregator may take to answer a connection.
+/// The time limit for an aggregator to answer a connection.
 const CONNECT_PATIENCE: Span = Span::from_secs(5);
-/// The same of one that a job would move to: there may be a better one.
+/// The time limit for an aggregator that a job may move to. It is short because another one may
+/// suit better.
 const MOVE_PATIENCE: Span = Span::from_secs(1);
 
-/// What a control connection tells the worker.
+/// An event on a control connection.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// A message.
+    /// A message from the aggregator.
     Said(FromAggregator),
     /// The connection is over.
     Closed(ConnectError),
 }
 
-/// What a worker is told.
+/// A message to the worker.
 #[derive(Debug)]
 pub(crate) enum Message {
-    /// By a control connection: which session it is of, and which of its aggregators it is to.
+    /// An event on a control connection, with its session and the place of its aggregator in it.
     Told { session: u32, place: u8, event: Event },
-    /// By the client, which is closed.
+    /// The client was closed.
     Stop(Closed),
 }
 
-/// How a client was closed.
+/// The state of a client when it was closed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Closed {
-    /// Its next op, if none was in flight.
+    /// The client's next op, if none was in flight.
     pub(crate) next_op: Option<OpId>,
 }
 
-/// Where all that a worker is told comes together.
+/// The queue of all messages to a worker.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
     tell: Sender<Message>,
     hear: Receiver<Message>,
     session: u32,
-    /// The client is closed.
+    /// Set once the client is closed.
     pub(crate) closed: Option<Closed>,
-    /// What whoever watches an attempt to connect is told.
+    /// The event that the attempt to connect waits for, for threads that watch it.
     pub(crate) awaited: Awaited,
 }
 
-/// What an attempt to connect waits for, in words, for another thread to show.
+/// A text that names what an attempt to connect waits for, shared with other threads.
 #[derive(Debug, Clone, Default)]
 pub struct Awaited(Arc<Mutex<String>>);
 
 impl Awaited {
-    /// What is awaited now.
+    /// Returns what is awaited now.
     #[must_use]
     pub fn now(&self) -> String {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -81,24 +82,24 @@ impl Mailbox {
         Self { tell, hear, session: 0, closed: None, awaited: Awaited::default() }
     }
 
-    /// How it is told.
+    /// Returns a sender to this mailbox.
     pub(crate) fn sender(&self) -> Sender<Message> {
         self.tell.clone()
     }
 
-    /// Begins the next session: nothing that connections of an earlier one say is heard any more.
+    /// Begins the next session. The worker then ignores events of earlier sessions.
     pub(crate) fn next_session(&mut self) {
         self.session += 1;
     }
 
-    /// Waits so long, or until the client is closed; the session is over.
+    /// Ends the session, then waits for `pause` or until the client is closed.
     pub(crate) fn pause(&mut self, pause: Duration) {
         self.next_session();
         drop(self.hear(Some(pause)));
     }
 
-    /// What is told next, and by which of the session's connections; `None` when nothing is within
-    /// so long, or the client is closed.
+    /// Receives the session's next event, and the place of the connection that sent it. Returns
+    /// `None` after `within`, or if the client is closed.
     pub(crate) fn hear(&mut self, within: Option<Duration>) -> Option<(u8, Event)> {
         while self.closed.is_none() {
             let word = match within {
@@ -118,7 +119,7 @@ impl Mailbox {
     }
 }
 
-/// How a control connection tells the worker.
+/// The sender of a control connection's events to the worker.
 #[derive(Debug, Clone)]
 struct Events {
     tell: Sender<Message>,
@@ -127,8 +128,8 @@ struct Events {
 }
 
 impl Events {
-    /// Passes on what an aggregator says to a rank of a world. Returns false when nothing more is
-    /// to be heard.
+    /// Forwards an aggregator's message to a rank of a job with `world` ranks. Returns false if the
+    /// connection should stop receiving.
     fn hear(&self, message: FromAggregator, world: u16) -> bool {
         match check_ranks(&message, world) {
             Ok(()) => self.send(Event::Said(message)),
@@ -139,15 +140,15 @@ impl Events {
         }
     }
 
-    /// Returns false when nobody listens any more.
+    /// Sends an event. Returns false if the worker no longer receives.
     fn send(&self, event: Event) -> bool {
         let Self { ref tell, session, place } = *self;
         tell.send(Message::Told { session, place, event }).is_ok()
     }
 }
 
-/// Checks that a message names ranks of the world alone, and no more than it has: whoever hears it
-/// keeps them and shows them.
+/// Checks that a message names only ranks of the world, and at most as many as the world has. The
+/// receiver stores and shows these ranks.
 fn check_ranks(message: &FromAggregator, world: u16) -> Result<(), String> {
     let ranks = match message {
         FromAggregator::Waiting { missing: ranks, .. }
@@ -167,11 +168,11 @@ fn check_ranks(message: &FromAggregator, world: u16) -> Result<(), String> {
     Ok(())
 }
 
-/// How long an aggregator may take to answer a rank that joins a job, or moves with it, at one of
-/// so many addresses.
+/// Returns the time limit for an aggregator to answer a rank that joins a job, or that moves with
+/// it. The aggregator may have several `addresses`.
 pub(crate) fn patience(options: &ConnectOptions, moves: bool, addresses: usize) -> Span {
-    // Less than the time to join: that nobody answers is the better reason. And others may be there
-    // in its place, or the same at another address.
+    // The limit is shorter than the join timeout, because the lack of an answer is the more useful
+    // error. The time is also shared with standbys and with the other addresses of the aggregator.
     let others = (1 + options.standbys.len() as u64) * addresses.max(1) as u64;
     let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / others);
     patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE })
@@ -182,13 +183,13 @@ pub(crate) fn patience(options: &ConnectOptions, moves: bool, addresses: usize) 
 pub(crate) struct Control {
     say: UnboundedSender<FromWorker>,
     thread: Option<JoinHandle<()>>,
-    /// What is said last.
+    /// The last message, sent on drop.
     parting: FromWorker,
 }
 
 impl Control {
-    /// Connects, and asks to prove the data path, to the aggregator that comes `place`th in the
-    /// mailbox's session, which must answer within `patience`. The rank joins like `wish`.
+    /// Connects to one aggregator of the mailbox's session and asks to prove the data path. The
+    /// aggregator must answer within `patience`. `wish` holds its place and how the rank joins.
     pub(crate) fn start(
         route: &Route,
         wish: &Join,
@@ -197,7 +198,7 @@ impl Control {
     ) -> Result<Self, ConnectError> {
         let credentials = Credentials::read_blocking(options.identity.clone(), options.insecure)?;
         let moves = wish.resume.is_some();
-        // Until all that takes part in a session is there, it is as if nothing had begun.
+        // Until the session is complete, dropping the connection must leave the job as it was.
         let parting = match (moves, wish.rejoin) {
             (true, _) => FromWorker::Move,
             (_, true) => FromWorker::Retreat,
@@ -216,7 +217,7 @@ impl Control {
                 let hear = move |message| hear.hear(message, world);
                 let caller = Caller { from, credentials, patience };
                 let ended = converse(to, first, &caller, words, hear).await;
-                // Nobody listens any more once the worker is gone.
+                // The send fails only if the worker is gone.
                 events.send(Event::Closed(match ended {
                     Ended::Unconnected(error) => error.into(),
                     Ended::Silent => ConnectError::Silent,
@@ -229,23 +230,23 @@ impl Control {
         Ok(Self { say, thread: Some(thread), parting })
     }
 
-    /// Takes part from now on.
+    /// Makes the rank a member: from now on, dropping the connection leaves the job.
     pub(crate) fn stay(&mut self) {
         self.parting = LEAVE;
     }
 
-    /// Parts with the aggregator, since the job goes on at another.
+    /// Leaves the aggregator because the job goes on at another.
     pub(crate) fn depart(mut self) {
         self.parting = FromWorker::Move;
     }
 
-    /// Leaves the job, and may come back to it at its next op.
+    /// Leaves the job. The rank may rejoin at its next op.
     pub(crate) fn leave(mut self, next_op: Option<OpId>) {
         self.parting = FromWorker::Leave { next_op };
     }
 
     pub(crate) fn say(&self, word: FromWorker) {
-        // A connection that is closed has said so.
+        // A closed connection has already sent `Event::Closed`.
         drop(self.say.send(word));
     }
 }
@@ -259,8 +260,8 @@ impl Drop for Control {
     }
 }
 
-/// How a client says which of the ranks that it speaks for are gone, to the aggregators that its
-/// job is at: wherever these are by now, and again where the job moves to.
+/// Senders that report lost ranks of this client to the job's current aggregators. After a move
+/// they report these ranks again.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlSenders {
     spoken: Arc<Mutex<Spoken>>,
@@ -273,15 +274,15 @@ struct Spoken {
 }
 
 impl ControlSenders {
-    /// Speaks to these from now on.
+    /// Sends to these connections from now on.
     pub(crate) fn set(&self, controls: &[Control]) {
         let mut spoken = self.lock();
         spoken.to = controls.iter().map(|control| control.say.clone()).collect();
-        // While the job moved nobody heard it.
+        // Reports that were sent while the job moved have reached no aggregator.
         spoken.parted.iter().for_each(|parted| spoken.say(*parted));
     }
 
-    /// Says that a rank is gone.
+    /// Reports that a rank is lost.
     pub(crate) fn part(&self, parted: Absent) {
         let mut spoken = self.lock();
         if spoken.parted.iter().all(|known| known.rank != parted.rank) {
@@ -298,7 +299,7 @@ impl ControlSenders {
 impl Spoken {
     fn say(&self, parted: Absent) {
         for voice in &self.to {
-            // A connection that is closed has said so.
+            // A closed connection has already sent `Event::Closed`.
             drop(voice.send(FromWorker::Parted(parted)));
         }
     }

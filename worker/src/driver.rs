@@ -1,4 +1,4 @@
-//! What the client's threads share: the engine, and whose turn it is to drive it.
+//! The state that the client's threads share: the engine, and which thread drives it.
 
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,45 +15,48 @@ use racksum_proto::time::{Span, Time};
 
 use crate::engine::{Engine, Next};
 
-/// What the client's threads share.
+/// The state that the client's threads share.
 #[derive(Debug)]
 pub(crate) struct Driver {
     state: Mutex<State>,
-    /// Threads that want the state while another one drives.
+    /// The number of threads that want the state.
     wanted: AtomicUsize,
-    /// An op ended, or nobody drives any more.
+    /// Signals that an op ended, or that no thread drives any more.
     changed: Condvar,
-    /// There is something to drive in the background.
+    /// Signals that the background thread has work.
     pub(crate) work: Condvar,
     pub(crate) waker: Waker,
     gather: Gather,
 }
 
-/// The engine, and who drives it.
+/// The engine, and the threads that drive it or wait for it.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) engine: Engine,
-    /// Some thread drives the sockets.
+    /// Whether a thread drives the sockets.
     pub(crate) driving: bool,
-    /// Threads that wait for an op: one of them drives, and not the client's own thread.
+    /// The number of threads that wait for an op. One of them drives, instead of the client's own
+    /// thread.
     waiting: usize,
-    /// Those of them that sleep, since another drives.
+    /// The number of waiting threads that sleep because another one drives.
     pub(crate) asleep: usize,
-    /// Those of the sleeping that were woken and have yet to look: the driver lets them.
+    /// The number of woken threads that have not looked at the state yet. The driver yields to
+    /// them.
     woken: usize,
     pub(crate) closed: bool,
-    /// The engine panicked: every op has ended, and it is not to be used again.
+    /// Set once the engine has panicked: every op has ended, and the engine is never used again.
     broken: bool,
 }
 
 impl State {
-    /// Lets the engine work. If it panics it is never used again, and every op ends with an error:
-    /// a thread that unwound while it drove would leave the others waiting for ever.
+    /// Runs `work` on the engine. If the engine panics, every op ends with an error and the engine
+    /// is never used again. If a driving thread unwound instead, the others would wait forever.
     pub(crate) fn run<T>(&mut self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
         if self.broken {
             return None;
         }
-        // The engine may be in any state after a panic, and `broken` keeps everyone away from it.
+        // The engine may be in any state after a panic, and `broken` prevents any further use of
+        // it.
         let worked = catch_unwind(AssertUnwindSafe(|| work(&mut self.engine)));
         if worked.is_err() {
             self.broken = true;
@@ -100,7 +103,8 @@ impl Driver {
         })
     }
 
-    /// The state. The lock is never poisoned: panics of the engine end in [`State::run`].
+    /// Locks the state. The lock is never poisoned, because [`State::run`] catches panics of the
+    /// engine.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.wanted.fetch_add(1, Relaxed);
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -108,7 +112,7 @@ impl Driver {
         state
     }
 
-    /// Drives the sockets until `done`, or waits while another thread does that waits itself.
+    /// Drives the sockets until `done`, or sleeps while another waiting thread drives them.
     pub(crate) fn await_that<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
@@ -117,7 +121,7 @@ impl Driver {
         self.await_until(Time::NEVER, state, done)
     }
 
-    /// The same, but not beyond `deadline`: then it may not be done.
+    /// Like [`await_that`](Self::await_that), but returns at `deadline` even if it is not `done`.
     pub(crate) fn await_until<'a>(
         &'a self,
         deadline: Time,
@@ -131,7 +135,7 @@ impl Driver {
                 break;
             }
             if state.driving {
-                // The client's own thread may have to be told that it is no longer needed.
+                // The client's own thread may be driving, and stops once it is woken.
                 self.waker.wake();
                 state.asleep += 1;
                 state = self.sleep(state, left);
@@ -148,7 +152,7 @@ impl Driver {
         state
     }
 
-    /// Sleeps until something has changed, but not longer than this.
+    /// Sleeps until the state has changed, for at most `limit`.
     fn sleep<'a>(
         &self,
         state: MutexGuard<'a, State>,
@@ -163,7 +167,7 @@ impl Driver {
         }
     }
 
-    /// Drives the sockets until `done`, or until `deadline`; nobody else does.
+    /// Drives the sockets until `done`, or until `deadline`. No other thread may drive meanwhile.
     fn drive<'a>(
         &'a self,
         deadline: Time,
@@ -184,8 +188,8 @@ impl Driver {
         state
     }
 
-    /// Has the engine take something in from outside, and all who wait look what came of it.
-    /// Returns nothing if the engine is broken.
+    /// Runs `work` on the engine, and wakes all waiting threads so that they check its effect.
+    /// Returns `None` if the engine is broken.
     pub(crate) fn tell<T>(&self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
         let mut state = self.lock();
         let told = state.run(work);
@@ -196,23 +200,23 @@ impl Driver {
         told
     }
 
-    /// Waits until no other rank can lack a sum that this one has, in a job that may move, where it
-    /// goes on they would wait for this rank in vain; but not longer than this. Returns whether
-    /// none can.
+    /// Waits until no other rank can lack a sum that this one has, for at most `limit`. Returns
+    /// whether none can. In a job that may move, a rank without that sum would need this rank after
+    /// the move.
     pub(crate) fn is_unneeded_within(&self, limit: Duration) -> bool {
         let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
         let waited = self.changed.wait_timeout_while(self.lock(), limit, is_needed);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    /// Has all who sleep look whether what they wait for has come.
+    /// Wakes all sleeping threads to check what they wait for.
     pub(crate) fn wake_waiting(&self, state: &mut State) {
         state.woken = state.asleep;
         self.changed.notify_all();
     }
 
-    /// Has the engine do what is due, and wakes who waits if ops have ended. Returns what is left
-    /// to do; nothing if the engine is broken.
+    /// Lets the engine do its due work, and wakes waiting threads if ops have ended. Returns the
+    /// engine's next action, or `None` if the engine is broken.
     fn advance(&self, state: &mut State) -> Option<Next> {
         let progress = state.run(Engine::step);
         if progress.is_none_or(|progress| progress.ended) {
@@ -221,8 +225,8 @@ impl Driver {
         Some(progress?.next)
     }
 
-    /// Does what is due, or waits for something to happen, but not longer than `limit`. The lock is
-    /// free while it waits.
+    /// Does the due work, or waits for an event for at most `limit`. The lock is free during the
+    /// wait.
     pub(crate) fn step<'a>(
         &'a self,
         limit: Option<Span>,
@@ -230,15 +234,15 @@ impl Driver {
     ) -> MutexGuard<'a, State> {
         let limited = |patience: Option<Span>| limit.into_iter().chain(patience).min();
         let Some(next) = self.advance(&mut state) else { return state };
-        // An error of the two waits is as good as readiness: the next step finds out.
+        // An error of a wait counts as readiness: the next step detects it.
         match next {
             Next::Gather(backlog) if self.gather.is_due(backlog) => {
                 drop(state);
                 drop(self.gather.pause(&self.waker));
             }
             Next::Step | Next::Gather(_) => {
-                // Whoever submits, or waits for what has ended, must not wait until there is
-                // nothing more to do.
+                // A thread that submits an op, or waits for one that has ended, must not wait until
+                // the engine runs out of work.
                 if self.wanted.load(Relaxed) == 0 && state.woken == 0 {
                     return state;
                 }
@@ -266,7 +270,7 @@ impl Driver {
         self.lock()
     }
 
-    /// Sends the first of an op that was just submitted, and sees to it that somebody drives.
+    /// Sends the first datagrams of a submitted op, and ensures that a thread drives it.
     pub(crate) fn set_off(&self, mut state: MutexGuard<'_, State>) {
         self.advance(&mut state);
         let driven = state.driving || state.waiting > 0;
@@ -278,7 +282,7 @@ impl Driver {
         }
     }
 
-    /// Drives ops that nobody waits for.
+    /// Drives ops that no thread waits for, until the client is closed.
     pub(crate) fn drive_in_background(&self) {
         let mut state = self.lock();
         let needless = |state: &mut State| state.waiting > 0 || state.is_at_rest();
@@ -293,12 +297,12 @@ impl Driver {
     }
 }
 
-/// How long it is until then; nothing if it never is.
+/// Returns the time left until `deadline`, or `None` if that is [`Time::NEVER`].
 fn left_until(deadline: Time) -> Option<Span> {
     (deadline < Time::NEVER).then(|| deadline.since(Clock::start().now()))
 }
 
-/// Why nothing can be started once the engine has panicked.
+/// The error text of ops once the engine has panicked.
 const PANICKED: &str = "a thread of the client panicked";
-/// Results come at most this much later, and in batches.
+/// The maximum delay of results, which are gathered to receive them in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(200);

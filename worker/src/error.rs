@@ -1,4 +1,4 @@
-//! What can go wrong for a caller, one enum per call.
+//! The errors that callers get, one enum for each kind of call.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,48 +19,48 @@ pub enum ConnectError {
     /// The arguments contradict each other.
     #[error("{why}")]
     Arguments {
-        /// The options that they are, by name.
+        /// The contradicting options, by name.
         options: &'static [&'static str],
-        /// The contradiction.
+        /// The contradiction in words.
         why: String,
     },
-    /// The text that was given as an aggregator's address can never be one.
+    /// The text given as an aggregator's address can never be one.
     #[error("{host:?} is no address of an aggregator (HOST:PORT): {why}")]
     NoAddress {
-        /// What was given.
+        /// The address as it was given.
         host: String,
-        /// Why not.
+        /// The reason why it is invalid.
         why: String,
     },
-    /// The name of an aggregator does not resolve, now at least.
+    /// The name of an aggregator does not resolve, at least for now.
     #[error("{}; check its spelling and DNS", unresolved(host, why))]
     Unresolved {
-        /// What was given.
+        /// The address as it was given.
         host: String,
-        /// What the resolver said.
+        /// The error of the resolver.
         why: String,
     },
-    /// The host has no way to an aggregator.
+    /// The host has no route to an aggregator.
     #[error("{}; check the address and the routes", no_way(*to, why))]
     NoWay {
         /// The aggregator's address.
         to: SocketAddr,
-        /// What the kernel said.
+        /// The error of the kernel.
         why: String,
     },
-    /// The control port answers, and datagrams to or from a data port do not pass: a sentence that
-    /// names the port, the direction and the size.
+    /// The control port answers, but datagrams to or from a data port do not pass. The text names
+    /// the port, the direction and the size.
     #[error("{0}")]
     Blocked(String),
-    /// A socket could not be had, or nobody is there.
+    /// A network error: for example a socket cannot be opened, or no peer answers.
     #[error("{0}")]
     Net(#[from] NetError),
-    /// The addresses that a name has were called, and none came to anything.
+    /// The addresses of a name were tried, and no attempt succeeded.
     #[error("{}", each(name, tried, ToString::to_string))]
     Named {
         /// The aggregators as they were given.
         name: String,
-        /// What became of each address.
+        /// The error of each address.
         tried: Vec<Self>,
     },
     /// The aggregator refused the rank.
@@ -72,71 +72,71 @@ pub enum ConnectError {
          install the same release on both"
     )]
     Version {
-        /// The aggregator's.
+        /// The aggregator's version.
         speaks: u16,
-        /// The worker's.
+        /// The worker's version.
         own: u16,
     },
-    /// Nobody is there as a sidecar.
+    /// No sidecar can be reached.
     #[error("{}; start `racksum worker --socket` with that path", no_sidecar(path, why))]
     NoSidecar {
-        /// Where it was called.
+        /// The path of the sidecar's socket.
         path: PathBuf,
-        /// Why it could not be.
+        /// The reason why the call failed.
         why: String,
-        /// Nobody listens there, now at least.
+        /// Whether no process listens there, at least for now.
         absent: bool,
     },
     /// The process that listens at the sidecar's path may be an impostor.
     #[error("the sidecar at {} is not believed: {why}", path.display())]
     ImpostorBeside {
-        /// Where it was called.
+        /// The path of the sidecar's socket.
         path: PathBuf,
-        /// Why it is not believed.
+        /// The reason why it is not trusted.
         why: String,
     },
-    /// The sidecar refused the rank, or has let it go before the job was complete.
+    /// The sidecar refused the rank, or dropped it before the job was complete.
     #[error("the sidecar refused: {0}")]
     SidecarRefused(String),
-    /// The sidecar is of another release.
+    /// The sidecar is from another release.
     #[error(
         "the sidecar speaks version {speaks} of its protocol, and this rank version {own}; install \
          the same release on both"
     )]
     SidecarVersion {
-        /// The sidecar's.
+        /// The sidecar's version.
         speaks: u16,
-        /// The rank's.
+        /// The rank's version.
         own: u16,
     },
-    /// The aggregator is about to stop, and takes no more jobs.
+    /// The aggregator is about to stop and takes no more jobs.
     #[error("{DRAINING}; name another")]
     Draining,
-    /// The world stayed incomplete.
+    /// Some ranks of the world did not join in time.
     #[error("{}{elsewhere}", incomplete(missing, *waited))]
     Incomplete {
-        /// The ranks that are missing.
+        /// The missing ranks.
         missing: Vec<u16>,
-        /// How long the others were waited for.
+        /// How long this rank waited for the others.
         waited: Duration,
-        /// What became of other aggregators that were tried: `; HOST:PORT: ` and a sentence of
+        /// The outcome at other aggregators that were tried: `; HOST:PORT: ` and a sentence for
         /// each.
         elsewhere: String,
     },
-    /// There was no room for the job for too long.
+    /// The job waited too long for room.
     #[error("after {} s there was still no room for the job: {why}{elsewhere}", waited.as_secs())]
     NoRoom {
-        /// What was in the way: a sentence of the aggregator's.
+        /// The aggregator's reason, as a sentence.
         why: String,
-        /// How long room was waited for, here and at other aggregators.
+        /// How long this rank waited for room, here and at other aggregators.
         waited: Duration,
-        /// What became of other aggregators that were tried, as above.
+        /// The outcome at other aggregators that were tried, in the format of `Incomplete`.
         elsewhere: String,
     },
-    /// Nothing was heard of the aggregator for too long.
+    /// The aggregator was silent for too long.
     #[error("{SILENT}")]
     Silent,
-    /// The client was closed, or the attempt given up, before the job was complete.
+    /// The client was closed, or the attempt was cancelled, before the job was complete.
     #[error("the attempt to connect was given up")]
     GivenUp,
     /// The connection broke before the job was complete.
@@ -145,18 +145,18 @@ pub enum ConnectError {
     /// A rank was lost before the job was complete.
     #[error("the aggregator closed the connection: {}", lost(ranks, *why))]
     PeerLost {
-        /// Which.
+        /// The lost ranks.
         ranks: Vec<Rank>,
-        /// What became of them.
+        /// The cause of the loss.
         why: Loss,
     },
     /// None of several aggregators could be joined.
     #[error("{0}")]
     NoAggregator(String),
-    /// The aggregator said something out of turn.
+    /// The aggregator violated the protocol.
     #[error("the aggregator does not keep to the protocol: {0}")]
     Protocol(String),
-    /// This host gave no socket or thread.
+    /// This host cannot provide a socket or a thread.
     #[error(
         "cannot open a socket or start a thread: {0}; this process may need higher limits on open \
          files (ulimit -n) and on threads (ulimit -u)"
@@ -165,12 +165,13 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
-    /// What is wrong with the aggregators that the caller has named.
+    /// Returns an error about the aggregators that the caller named.
     pub(crate) fn of_aggregators(why: impl Into<String>) -> Self {
         Self::Arguments { options: &["aggregator"], why: why.into() }
     }
 
-    /// Whether it is about what the caller has said, so that the same will never do.
+    /// Returns whether the caller's input is wrong, so that a retry with the same input always
+    /// fails.
     #[must_use]
     pub fn is_usage(&self) -> bool {
         match self {
@@ -181,7 +182,7 @@ impl ConnectError {
         }
     }
 
-    /// The options of the caller that it is about, by name, as far as they are known.
+    /// Returns the names of the caller's options that the error is about, if they are known.
     #[must_use]
     pub fn options(&self) -> &'static [&'static str] {
         match self {
@@ -193,8 +194,8 @@ impl ConnectError {
         }
     }
 
-    /// Whether the same attempt may succeed later: nothing answers yet, or the aggregator was there
-    /// and is gone.
+    /// Returns whether the same attempt may succeed later: the peer does not answer yet, or the
+    /// aggregator was reachable and is gone.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         self.is_unanswered()
@@ -202,7 +203,7 @@ impl ConnectError {
             || matches!(self, Self::NoSidecar { absent: true, .. })
     }
 
-    /// What happened, without what is to be done about it: while there are more tries nothing is.
+    /// Describes what happened, without advice. The user need not act while retries continue.
     pub(crate) fn without_advice(&self) -> String {
         match self {
             Self::Net(error) => error.without_advice(),
@@ -215,7 +216,7 @@ impl ConnectError {
         }
     }
 
-    /// Whether no aggregator answered.
+    /// Returns whether no aggregator answered.
     pub(crate) fn is_unanswered(&self) -> bool {
         match self {
             Self::Net(NetError::NobodyThere { .. } | NetError::Connect { .. })
@@ -226,7 +227,7 @@ impl ConnectError {
         }
     }
 
-    /// Whether a call has come to nothing because nobody answered in time.
+    /// Returns whether a call failed because nothing answered in time.
     pub(crate) fn is_silence(&self) -> bool {
         match self {
             Self::Net(NetError::NobodyThere { .. }) => true,
@@ -235,8 +236,8 @@ impl ConnectError {
         }
     }
 
-    /// Says of calls that came to nothing that they had so long, which the user knows, and not
-    /// what each of them had.
+    /// Replaces the timeouts of unanswered calls with `limit`. The user knows that limit, but not
+    /// the timeout of each call.
     pub(crate) fn within(self, limit: Duration) -> Self {
         match self {
             Self::Net(NetError::NobodyThere { addr, narrow, .. }) => {
@@ -250,7 +251,7 @@ impl ConnectError {
         }
     }
 
-    /// Whether it is about the call of an address, which it names.
+    /// Returns whether the error is about a call to an address, and names that address.
     pub(crate) const fn is_of_address(&self) -> bool {
         match self {
             Self::Net(error) => error.called().is_some(),
@@ -259,7 +260,8 @@ impl ConnectError {
         }
     }
 
-    /// Whether an aggregator has answered the call, so that another address of it is no better.
+    /// Returns whether an aggregator answered the call. Its other addresses would then give the
+    /// same error.
     pub(crate) const fn is_answered(&self) -> bool {
         use NetError::{NoIdentity, NoneShown, NotBelieved, Unbelievable};
         matches!(
@@ -270,12 +272,12 @@ impl ConnectError {
         )
     }
 
-    /// Whether an aggregator was there and is gone, or is about to go.
+    /// Returns whether an aggregator was reachable and is gone, or is about to stop.
     pub(crate) const fn is_gone(&self) -> bool {
         matches!(self, Self::Closed(_) | Self::Silent | Self::Draining)
     }
 
-    /// Whether who answers is of another version, or nothing of racksum at all.
+    /// Returns whether the peer has another version of racksum, or is another program.
     #[must_use]
     pub fn is_other_version(&self) -> bool {
         match self {
@@ -291,28 +293,28 @@ impl ConnectError {
 /// Why an op gave no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The op was not taken.
+    /// The op was not started.
     #[error("{0}")]
     Submit(#[from] SubmitError),
-    /// The tensor does not have the bytes that the descriptor says.
+    /// The length of the tensor does not match the descriptor.
     #[error("the tensor has {have} bytes, but {elements} elements of {dtype} have {need}")]
     Length {
-        /// Bytes of the tensor.
+        /// The length of the tensor in bytes.
         have: usize,
-        /// Elements of the descriptor.
+        /// The number of elements in the descriptor.
         elements: u64,
         /// The dtype's name.
         dtype: &'static str,
-        /// Bytes that they take.
+        /// The bytes that these elements take.
         need: u64,
     },
-    /// There is no memory that could be shared.
+    /// No memory can be shared.
     #[error("no memory to share with the sidecar: {0}")]
     Memory(String),
-    /// A block list that cannot be.
+    /// The block list is invalid.
     #[error("{0}")]
     Blocks(String),
-    /// The handle is of an op that another client started, or the same before it joined anew.
+    /// Another client started the op of the handle, or this client did before it joined anew.
     #[error(
         "the op was started by another client, where it goes on, but its result is lost: wait \
          for an op at the client that started it"
@@ -324,7 +326,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether this rank refused the call, which the other ranks may have made.
+    /// Returns whether this rank refused the call. The other ranks may have made the same call.
     #[must_use]
     pub const fn is_refusal(&self) -> bool {
         match self {
@@ -335,7 +337,7 @@ impl Error {
     }
 }
 
-/// Says of each address of a name what became of it.
+/// Describes the outcome at each address of a name.
 fn each(name: &str, tried: &[ConnectError], say: impl Fn(&ConnectError) -> String) -> String {
     format!("{name}: {}", tried.iter().map(say).collect::<Vec<_>>().join("; "))
 }
@@ -369,16 +371,16 @@ fn incomplete(missing: &[u16], waited: Duration) -> String {
     }
 }
 
-/// Says that ranks are missing, of which there are some.
+/// Returns a text that names the missing ranks, of which there must be at least one.
 pub(crate) fn not_joined(missing: &[u16]) -> String {
     let s = if missing.len() == 1 { "" } else { "s" };
     format!("rank{s} {} had not joined", listed(missing.iter().copied()))
 }
 
-/// Why a session ends whose job has a next life.
+/// The reason why a session ends when a greater generation of its job begins.
 pub(crate) const SUPERSEDED: &str = "a greater generation of the job has begun";
 
-/// The same, with which life has ended which.
+/// Returns [`SUPERSEDED`] with a text that names both generations.
 pub(crate) fn superseded(lives: &str) -> String {
     format!("{SUPERSEDED}: {lives}")
 }

@@ -1,18 +1,18 @@
-//! How ranks agree on the exponents of fixed32 blocks, where aggregators sum in a tree.
+//! Agreement of the ranks on the exponents of fixed32 blocks, if aggregators sum in a tree.
 //!
-//! A fold rounds the integers of every rank to the greatest exponent, and an aggregator that folds
-//! a rack does not know the greatest of all. So that the bits are those of one aggregator, the
-//! ranks find the greatest exponents first, by an op of their own, and round as the fold would;
-//! then a sum is exact wherever it is made. SwitchML agrees in the same way, packet by packet
-//! (Sapio et al., NSDI 2021).
+//! A fold rounds the integers of all ranks to the greatest exponent, but an aggregator that folds a
+//! rack does not know the greatest exponent of all ranks. The result must have the same bits as
+//! with one aggregator. The ranks therefore first find the greatest exponents in a separate op, and
+//! round as the fold would. A sum is then exact at every level of the tree. SwitchML agrees in the
+//! same way, packet by packet (Sapio et al., NSDI 2021).
 
 use racksum_proto::arith::fixed32_counting_exponent;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::error::OpError;
 
-/// The op that finds the greatest exponents of the blocks of another. Its tag says which: whoever
-/// disagrees can be told what each has meant.
+/// Returns the op that finds the greatest exponents of the blocks of another op. Its tag encodes
+/// the other op, so that a mismatch error can name the op that each rank called.
 pub(crate) fn agreement(of: &Descriptor) -> Descriptor {
     let blocks = of.elements.div_ceil(of.block_elements() as u64);
     let Descriptor { lane, dtype, reduction, block_log2, elements, call, .. } = *of;
@@ -25,7 +25,8 @@ pub(crate) fn agreement(of: &Descriptor) -> Descriptor {
     Descriptor { reduction: Reduction::Max, lane, tag, call, ..of_blocks }
 }
 
-/// The op whose exponents an op finds, but for its tag; the op itself if it finds none.
+/// Returns the op whose exponents `agreement` finds, except for the tag. Returns `agreement` itself
+/// if it finds none.
 fn meant_by(agreement: Descriptor) -> Descriptor {
     let Descriptor { lane, tag, call, .. } = agreement;
     let nibble = |at: u32| usize::try_from(tag >> at & 0xf).unwrap_or(0);
@@ -39,12 +40,12 @@ fn meant_by(agreement: Descriptor) -> Descriptor {
     if is_one { of } else { agreement }
 }
 
-/// Whether the exponents of an op are to be agreed on, in a tree.
+/// Returns whether ranks must agree on the exponents of an op in a tree.
 pub(crate) const fn are_due(wire: WireType) -> bool {
     matches!(wire, WireType::Fixed32)
 }
 
-/// Says a disagreement about exponents as one about the ops that they are of.
+/// Converts a mismatch of agreements into a mismatch of the ops that they belong to.
 pub(crate) fn as_meant(error: OpError) -> OpError {
     let meant = |(rank, descriptor)| (rank, meant_by(descriptor));
     match error {
@@ -55,18 +56,18 @@ pub(crate) fn as_meant(error: OpError) -> OpError {
     }
 }
 
-/// The exponents of an op's blocks, and then the greatest of all ranks': an i32 each, 0 for a block
-/// that has none.
+/// The exponents of an op's blocks, and later the greatest of all ranks: one i32 for each block, or
+/// 0 if the block has no exponent.
 #[derive(Debug)]
 pub(crate) struct Exponents(Vec<u8>);
 
 impl Exponents {
-    /// Of as many blocks as the agreement has elements, none of which has one.
+    /// Creates exponents for as many blocks as the agreement has elements. All of them are absent.
     pub(crate) fn none(agreement: &Descriptor) -> Self {
         Self(vec![0; usize::try_from(agreement.elements).unwrap_or(usize::MAX).saturating_mul(4)])
     }
 
-    /// Takes what the agreement has come to.
+    /// Wraps the result of an agreement.
     pub(crate) const fn from_bytes(tensor: Vec<u8>) -> Self {
         Self(tensor)
     }
@@ -75,7 +76,7 @@ impl Exponents {
         self.0
     }
 
-    /// Notes the exponent of an encoded block, if it counts.
+    /// Records the exponent of an encoded block, if it counts.
     pub(crate) fn note(&mut self, index: usize, block: &[u8]) {
         let place = self.0.as_chunks_mut().0.get_mut(index);
         if let (Some(place), Some(exponent)) = (place, fixed32_counting_exponent(block)) {
@@ -83,19 +84,19 @@ impl Exponents {
         }
     }
 
-    /// The greatest exponent of a block, if it has one.
+    /// Returns the greatest exponent of a block, if it has one.
     pub(crate) fn get(&self, index: usize) -> Option<i32> {
         let exponent = i32::from_le_bytes(*self.0.as_chunks().0.get(index)?);
-        // What comes from the network may be any number.
+        // Values from the network are arbitrary, so the subtraction must not overflow.
         (exponent != 0).then(|| exponent.saturating_sub(ABOVE_ZERO))
     }
 }
 
-/// What makes every exponent positive: they are those of f64, or thereabouts.
+/// The offset that makes every exponent positive. The exponents are about those of f64.
 const ABOVE_ZERO: i32 = 1 << 12;
-/// What the tag of an agreement begins with.
+/// The first byte of an agreement's tag.
 const MARK: u64 = 0xe5;
-/// The part of the tag that holds how many elements the op has.
+/// The bits of the tag that hold the number of elements of the op.
 const ELEMENTS: u64 = (1 << 40) - 1;
 
 #[cfg(test)]

@@ -1,28 +1,28 @@
-//! Faults on purpose: datagrams lost, doubled or held back at this worker, by chance from a
-//! seed, so that recovery can be tried on real sockets.
+//! Fault injection: datagrams of this worker are lost, duplicated or held back at random, so that
+//! recovery can be tested on real sockets. A seed makes the faults repeatable.
 
-/// How often each fault strikes, from 0 to 1.
+/// The probability of each fault, from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Faults {
-    /// A datagram is lost.
+    /// The probability that a datagram is lost.
     pub drop: f64,
-    /// A datagram comes twice.
+    /// The probability that a datagram is duplicated.
     pub duplicate: f64,
-    /// A datagram is held back until a later one has gone.
+    /// The probability that a datagram is held back until a later one has passed.
     pub reorder: f64,
-    /// Where the dice start.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
 impl Faults {
-    /// Whether any fault can strike.
+    /// Returns whether any fault can occur.
     #[must_use]
     pub fn any(&self) -> bool {
         self.drop > 0.0 || self.duplicate > 0.0 || self.reorder > 0.0
     }
 }
 
-/// What happens to a datagram.
+/// The fate of a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
     Pass,
@@ -32,7 +32,7 @@ pub(crate) enum Fate {
 }
 
 impl Fate {
-    /// How many copies of the datagram go on at once.
+    /// Returns how many copies of the datagram are passed on.
     pub(crate) const fn copies(self) -> usize {
         match self {
             Self::Drop => 0,
@@ -42,7 +42,7 @@ impl Fate {
     }
 }
 
-/// The dice of one direction.
+/// The random generator of one direction.
 #[derive(Debug)]
 pub(crate) struct Dice {
     faults: Faults,
@@ -50,12 +50,12 @@ pub(crate) struct Dice {
 }
 
 impl Dice {
-    /// Dice for one direction of one rank, apart from all others.
+    /// Creates the generator for one direction of one rank, independent of all others.
     pub(crate) const fn new(faults: Faults, stream: u64) -> Self {
         Self { faults, state: faults.seed ^ stream.wrapping_mul(0xd134_2543_de82_ef95) }
     }
 
-    /// Rolls for one datagram.
+    /// Draws the fate of one datagram.
     pub(crate) fn roll(&mut self) -> Fate {
         let Faults { drop, duplicate, reorder, .. } = self.faults;
         let roll = self.uniform();
@@ -70,7 +70,7 @@ impl Dice {
         }
     }
 
-    /// A number from 0 to 1: SplitMix64 (Steele, Lea, Flood 2014), its upper 53 bits.
+    /// Returns a number from 0 to 1: the upper 53 bits of SplitMix64 (Steele, Lea, Flood 2014).
     fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;

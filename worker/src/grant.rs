@@ -1,4 +1,4 @@
-//! What the aggregators of a job grant a rank, put together.
+//! The combined grants of all aggregators of a job to a rank.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -16,26 +16,26 @@ use crate::error::ConnectError;
 use crate::join::{Session, shard_addrs};
 use crate::options::ConnectOptions;
 
-/// What a session comes to.
+/// The combined grants of a session.
 #[derive(Debug)]
 pub(crate) struct Granted {
     pub(crate) config: Config,
     pub(crate) links: Links,
-    /// What the first aggregator granted.
+    /// The grant of the first aggregator.
     pub(crate) welcome: Welcome,
     pub(crate) membership: Membership,
 }
 
-/// A rank's place at the aggregators of a session.
+/// The connections of a rank to the aggregators of a session.
 #[derive(Debug)]
 pub(crate) struct Membership {
-    /// Once they are dropped, the aggregators take the rank for gone.
+    /// The control connections. When they are dropped, the aggregators consider the rank lost.
     pub(crate) controls: Vec<Control>,
-    /// What they have said already.
+    /// Events that arrived while the rank was joining.
     pub(crate) early: VecDeque<(u8, Event)>,
 }
 
-/// Puts together what the aggregators granted.
+/// Combines the grants of all aggregators.
 pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Granted, ConnectError> {
     let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
     let first = welcomes()
@@ -91,10 +91,10 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
     Ok(Granted { config, links, welcome, membership: Membership { controls, early } })
 }
 
-/// The ways to the shards of all aggregators.
+/// Returns the links to the shards of all aggregators.
 fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
     let each = session.welcomes.iter().flat_map(|(addr, welcome)| {
-        // What was sealed before this rank came back was for another process.
+        // Datagrams sealed before this rank rejoined were meant for its earlier process.
         let sealed = welcome.sealed.iter().copied().chain(std::iter::repeat(0));
         shard_addrs(*addr, welcome).zip(sealed).map(move |(addr, sealed)| (addr, welcome, sealed))
     });

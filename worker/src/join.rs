@@ -1,4 +1,4 @@
-//! Joining a job: one control connection to each aggregator, for as long as the worker lives.
+//! Joining a job, with one control connection to each aggregator for as long as the worker lives.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::SocketAddr;
@@ -27,38 +27,41 @@ use crate::peer_poll::{JoinState, PeerPoll};
 use crate::proof::Proof;
 use crate::route::{Route, data_addr, find_ways};
 
-/// How often a worker looks for multicast probes while it joins.
+/// How often a joining worker checks for multicast probes.
 const PROBE_POLL: Duration = Duration::from_millis(2);
-/// How long an aggregator may take to let a rank go; then it stays. Less than one that lets ranks
-/// wait for room keeps the place of one that it has let go.
+/// The time limit for an aggregator to release a rank that wants to withdraw. After it, the rank
+/// stays. The limit is shorter than the time for which an aggregator with a queue keeps the place
+/// of a released rank.
 const FREE_TIMEOUT: Span = Span::from_secs(3);
-/// Limits on what an aggregator can make a worker log, which says something else again and again.
+/// Rate limits for log lines that an aggregator can trigger by changing its messages again and
+/// again.
 static QUEUED: LogLimit = LogLimit::new(16);
 static WAITING: LogLimit = LogLimit::new(64);
 static NO_GROUP: LogLimit = LogLimit::new(4);
-/// Most aggregators of a job: their groups, the data socket and a waker are waited for at once.
+/// The maximum number of aggregators of a job. The worker polls their groups, the data socket and a
+/// waker at once.
 const MAX_AGGREGATORS: usize = 62;
 
-/// All that a worker has once its job is complete.
+/// The connections and grants of a worker whose job is complete.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) controls: Vec<Control>,
-    /// What aggregators have said that was not about joining any more.
+    /// Events that arrived before the session was complete, and that concern the running job.
     pub(crate) early: VecDeque<(u8, Event)>,
     pub(crate) socket: UdpSocket,
-    /// Members of the groups that results come by.
+    /// Sockets that are members of the multicast groups for results.
     pub(crate) groups: Vec<UdpSocket>,
-    /// What each aggregator granted, and its address.
+    /// The address and the grant of each aggregator.
     pub(crate) welcomes: Vec<(SocketAddr, Welcome)>,
 }
 
-/// What joining led to.
+/// The outcome of joining.
 #[expect(clippy::large_enum_variant, reason = "there is one at a time")]
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// Every rank is there.
+    /// Every rank has joined.
     Complete(Session),
-    /// The rank has left, since others of its job wait at the set of aggregators of this place.
+    /// The rank has left, because others of its job wait at the set of aggregators with this index.
     Elsewhere(usize),
 }
 
@@ -68,8 +71,9 @@ impl Session {
     }
 }
 
-/// Joins a job at all of `aggregators`; returns once every rank is there, or if the lookout sees
-/// others elsewhere before that. A job that has run at others before goes on where `resume` says.
+/// Joins a job at all of `aggregators`. Returns once every rank has joined, or earlier if
+/// `peer_poll` finds other ranks at another set. A job that has run at other aggregators before
+/// resumes at the op in `resume`.
 pub(crate) fn join(
     options: &ConnectOptions,
     aggregators: &[String],
@@ -82,7 +86,8 @@ pub(crate) fn join(
     join_by(options, aggregators, ways, resume, peer_poll, mailbox)
 }
 
-/// Joins by the first of several ways at which an aggregator answers.
+/// Joins over the first of `ways` at which an aggregator answers. Each of the `ways` has one route
+/// to each aggregator.
 pub(crate) fn join_by(
     options: &ConnectOptions,
     aggregators: &[String],
@@ -114,7 +119,7 @@ pub(crate) fn join_by(
     Err(ConnectError::Named { name: aggregators.join("+"), tried })
 }
 
-/// Joins by these ways, one to each aggregator, all of which answer within `patience`.
+/// Joins over these routes, one to each aggregator. All aggregators must answer within `patience`.
 fn join_at(
     (options, patience): (&ConnectOptions, Span),
     routes: &[Route],
@@ -124,7 +129,7 @@ fn join_at(
 ) -> Result<Outcome, ConnectError> {
     mailbox.next_session();
     let bind = data_addr(routes)?;
-    // A window is cut the same for all shards, so the narrowest way decides.
+    // Windows are cut into the same fragments for all shards, so the narrowest route decides.
     let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
     if let (Some(mtu), Some(narrowest)) = (options.mtu, narrowest)
         && mtu > narrowest
@@ -174,9 +179,9 @@ fn join_at(
     })
 }
 
-/// Waits until every aggregator says that ops may start: for all at once, since each gives its
-/// group only so long to be heard. Returns where else the rank is to go, if the lookout has seen
-/// others there and all aggregators let it go.
+/// Waits until every aggregator reports that ops may start. It waits for all at once, because each
+/// aggregator tests its multicast group for a limited time only. Returns the index of another set
+/// if `peer_poll` finds other ranks there and all aggregators release this rank.
 fn complete(
     session: &mut Session,
     mut parts: Vec<Joining<'_>>,
@@ -227,7 +232,7 @@ fn complete(
     Ok(None)
 }
 
-/// What a rank waits for at its aggregators.
+/// Describes what a rank waits for at its aggregators.
 fn awaited(parts: &[Joining<'_>]) -> String {
     let gathering = parts.iter().filter(|part| part.welcome.is_none());
     let ranks: BTreeSet<u16> = gathering.flat_map(|part| &part.missing).copied().collect();
@@ -264,14 +269,15 @@ pub(crate) fn check_name(options: &ConnectOptions) -> Result<(), ConnectError> {
     options.job_name().check().map_err(refused)
 }
 
-/// Checks that datagrams are authenticated as they should be, and can be.
+/// Checks that the grant has keys exactly if data is authenticated, and that it has the mode that
+/// the rank asked for.
 fn check_auth(granted: &Welcome, wanted: Option<DataAuth>) -> Result<(), ConnectError> {
     let Welcome { data_auth, ref keys, .. } = *granted;
     if (data_auth == DataAuth::None) != keys.is_none() {
         return Err(ConnectError::Protocol(format!("keys do not go with data auth {data_auth}")));
     }
     match wanted {
-        // It was asked for in the join, so an honest aggregator has refused the rank before this.
+        // The join asked for it, so an honest aggregator has already refused the rank.
         Some(wanted) if wanted != data_auth => Err(ConnectError::Protocol(format!(
             "it grants data auth {data_auth}, and {wanted} was asked for"
         ))),
@@ -279,7 +285,7 @@ fn check_auth(granted: &Welcome, wanted: Option<DataAuth>) -> Result<(), Connect
     }
 }
 
-/// The addresses of an aggregator's shards.
+/// Returns the addresses of an aggregator's shards.
 pub(crate) fn shard_addrs(
     aggregator: SocketAddr,
     welcome: &Welcome,
@@ -287,15 +293,16 @@ pub(crate) fn shard_addrs(
     welcome.data_ports.iter().map(move |port| SocketAddr::new(aggregator.ip(), *port))
 }
 
-/// Where a rank would rather be, and how it stood when it saw others there.
+/// The set that a rank wants to move to, and the state of the rank when it found others there.
 struct Goal {
     place: usize,
     state: JoinState,
-    /// When it asked to be let go.
+    /// When the rank asked to withdraw.
     asked: Time,
 }
 
-/// Asks to be let go once others are seen elsewhere, and says so if the rank stays after all.
+/// Asks to withdraw once other ranks are found at another set, and reports to the aggregators if
+/// the rank stays after all.
 fn pursue(
     goal: Option<Goal>,
     parts: &mut [Joining<'_>],
@@ -311,8 +318,9 @@ fn pursue(
         parts.iter_mut().for_each(|part| part.unanswered += 1);
         return Some(Goal { place, state, asked: now });
     };
-    // At one of them the job has begun, so that all ranks are here; or the rank has a place by now
-    // that others may come to; or one does not answer, and others hold a place back for it.
+    // The rank stays in three cases. An aggregator has begun the job, so all ranks are here. Or the
+    // rank has received a place here, and others may join it. Or an aggregator does not answer,
+    // while others reserve a place for the rank.
     let is_held = parts.iter().any(|part| part.unanswered > 0);
     if goal.state != state || is_held && now.since(goal.asked) >= FREE_TIMEOUT {
         session.say_to_all(&FromWorker::Stay);
@@ -322,7 +330,7 @@ fn pursue(
     Some(goal)
 }
 
-/// How a rank stands at all of its aggregators.
+/// Returns the state of a rank across all of its aggregators.
 fn state(parts: &[Joining<'_>]) -> JoinState {
     if parts.iter().any(|part| part.welcome.is_some() || !(part.waits || part.queued.is_some())) {
         return JoinState::Busy;
@@ -331,23 +339,23 @@ fn state(parts: &[Joining<'_>]) -> JoinState {
     if queued { JoinState::Queued } else { JoinState::Waits }
 }
 
-/// One aggregator's part of joining.
+/// The progress of joining at one aggregator.
 struct Joining<'a> {
     options: &'a ConnectOptions,
-    /// Which of the job's aggregators it is.
+    /// The aggregator's index among those of the job.
     place: usize,
     route: &'a Route,
     welcome: Option<Welcome>,
     group: Option<UdpSocket>,
     heard: bool,
     missing: Vec<u16>,
-    /// The aggregator has a place for the rank, and waits for others.
+    /// Whether the aggregator has a place for the rank and waits for other ranks.
     waits: bool,
-    /// How often the aggregator was asked to let the rank go, and has not said that it may.
+    /// The number of withdraw requests that the aggregator has not answered.
     unanswered: u32,
-    /// What the job waits for room for.
+    /// The aggregator's reason why the job waits for room.
     queued: Option<String>,
-    /// The aggregator has said that ops may start.
+    /// Whether the aggregator has reported that ops may start.
     ready: bool,
 }
 
@@ -368,7 +376,7 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Says so once a multicast probe has arrived.
+    /// Reports to the aggregator once a multicast probe has arrived.
     fn look_for_probe(&mut self, session: &Session) {
         if !self.heard && self.probed() {
             self.heard = true;
@@ -376,11 +384,11 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Takes what the aggregator says.
+    /// Handles an event of the aggregator.
     fn take(&mut self, event: Event, session: &mut Session) -> Result<(), ConnectError> {
         let message = match event {
             Event::Said(message) => message,
-            // Whom the job waited for may be why nothing came of it.
+            // The missing ranks may be the reason why the job has failed.
             Event::Closed(ConnectError::Closed(why)) if !self.missing.is_empty() => {
                 let missing = not_joined(&self.missing);
                 return Err(ConnectError::Closed(format!("{why}; until then {missing}")));
@@ -394,7 +402,7 @@ impl<'a> Joining<'a> {
             FromAggregator::WrongVersion { speaks } => {
                 return Err(ConnectError::Version { speaks, own: CONTROL_VERSION });
             }
-            // The conversation takes the first, and of a proof nothing more is of use.
+            // `converse` handles lifelines, and the proof of the data path is over.
             FromAggregator::Lifeline { .. }
             | FromAggregator::Prove { .. }
             | FromAggregator::Arrived { .. } => {}
@@ -416,7 +424,7 @@ impl<'a> Joining<'a> {
                 self.ready = true;
             }
             FromAggregator::ParentLost { reason } => return Err(ConnectError::Closed(reason)),
-            // Of interest once ops run.
+            // The engine needs this message once ops run.
             FromAggregator::Without(_) => {
                 let place = u8::try_from(self.place).unwrap_or(u8::MAX);
                 session.early.push_back((place, Event::Said(message)));
@@ -446,7 +454,7 @@ impl<'a> Joining<'a> {
 
     fn wait_for_ranks(&mut self, mut missing: Vec<u16>) {
         (self.waits, self.queued) = (true, None);
-        // One that would rather be elsewhere counts among them.
+        // A rank that asked to withdraw is itself among the missing ranks.
         missing.retain(|rank| *rank != self.options.rank);
         if missing != self.missing {
             WAITING.note(|left_out| {
@@ -457,7 +465,7 @@ impl<'a> Joining<'a> {
         self.missing = missing;
     }
 
-    /// Starts with what the job is granted.
+    /// Stores the grant, and joins its multicast group.
     fn start(&mut self, granted: Welcome, session: &Session) -> Result<(), ConnectError> {
         check_auth(&granted, self.options.data_auth)?;
         self.queued = None;
@@ -467,14 +475,14 @@ impl<'a> Joining<'a> {
             let log = |error: &_| {
                 NO_GROUP.note(|left_out| tracing::warn!(%error, left_out, "no multicast"));
             };
-            // Without the group this rank is sent copies.
+            // Without the group, the aggregator sends copies to this rank.
             self.group = UdpSocket::open_member(&group, buffer).inspect_err(log).ok();
         }
         self.welcome = Some(granted);
         Ok(())
     }
 
-    /// Whether a multicast probe has arrived.
+    /// Returns whether a multicast probe has arrived.
     fn probed(&self) -> bool {
         let (Some(group), Some(welcome)) = (&self.group, &self.welcome) else { return false };
         if udp::wait(&[group.as_fd()], Some(Span::ZERO)).unwrap_or(0) == 0 {
@@ -489,8 +497,9 @@ impl<'a> Joining<'a> {
         })
     }
 
-    /// Whether a datagram is a probe for this rank, and not another's that shares the group.
-    /// Results are taken from these addresses only, so a probe from elsewhere shows nothing.
+    /// Returns whether a datagram is a probe for this rank, and not for another rank that shares
+    /// the group. Results are accepted from these addresses only, so a probe from elsewhere proves
+    /// nothing.
     fn is_probe(&self, welcome: &Welcome, datagram: &mut [u8], from: SocketAddr) -> bool {
         let first = self.place * welcome.data_ports.len();
         let mut shards = (first..).zip(shard_addrs(self.route.to, welcome));

@@ -1,11 +1,11 @@
-//! What a rank asks of a job when it joins.
+//! The message with which a rank joins a job.
 
 use racksum_proto::control::{CONTROL_VERSION, Join, Resume};
 
 use crate::options::ConnectOptions;
 
-/// What a rank wants of a job at an aggregator that is this one of so many, but for how its data
-/// comes.
+/// Returns a rank's join message for one aggregator. `stripe` is the aggregator's index and the
+/// number of aggregators. The caller adds the ports and limits of the data path.
 pub(crate) fn join_message(
     options: &ConnectOptions,
     stripe: (u8, u8),

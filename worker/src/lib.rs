@@ -1,9 +1,9 @@
-//! The worker: what a training process holds to sum its gradients with those of other ranks.
+//! The worker: the part of a training process that sums its gradients with those of other ranks.
 //!
-//! [`Client`] joins a job at an aggregator and reduces tensors: [`Client::allreduce`] in place,
-//! [`Client::submit`] for several at a time, and for tensors of which only some blocks exist.
-//! Tensors are scanned, encoded and sent window by window as credit allows, never copied whole. The
-//! decisions are `racksum-proto`'s, the packets `racksum-net`'s.
+//! [`Client`] joins a job at an aggregator and reduces tensors. [`Client::allreduce`] reduces one
+//! tensor in place. [`Client::submit`] starts several ops at a time and also takes lists of blocks.
+//! The worker scans, encodes and sends a tensor window by window as credit allows, and never copies
+//! it whole. `racksum-proto` makes the decisions; `racksum-net` sends and receives the packets.
 
 mod aggregator_selector;
 mod blocks;

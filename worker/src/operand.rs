@@ -1,4 +1,4 @@
-//! What an op is started on, and gives back once it has ended.
+//! The input of an op, which becomes its result.
 
 use std::ops::Range;
 
@@ -9,12 +9,12 @@ use crate::error::Error;
 use crate::payload::{Data, Payload, bytes_of};
 use crate::tensor::Region;
 
-/// What an op works on. Each is made of, and back into, what it holds.
+/// The input of an op. Each variant converts to and from its payload.
 #[derive(Debug)]
 pub enum Operand {
-    /// A tensor that is handed over.
+    /// A tensor that the op owns.
     Tensor(Vec<u8>),
-    /// A tensor that stays where it is.
+    /// A tensor that stays in the caller's memory.
     Region(Region),
     /// Some blocks of a tensor.
     Blocks(Blocks),
@@ -46,7 +46,7 @@ operand!(Region, Region);
 operand!(Blocks, Blocks);
 
 impl Operand {
-    /// Hands it to an op; the descriptor is valid in itself.
+    /// Converts the operand to an op's data. The caller has validated the descriptor.
     pub(crate) fn into_data(self, descriptor: &Descriptor) -> Result<Data, Error> {
         match self {
             Self::Tensor(tensor) => {
@@ -61,7 +61,7 @@ impl Operand {
         }
     }
 
-    /// The tensor, if it stays where it is.
+    /// Returns the region, if the operand is one.
     pub(crate) const fn region(&self) -> Option<&Region> {
         match self {
             Self::Region(region) => Some(region),
@@ -69,13 +69,13 @@ impl Operand {
         }
     }
 
-    /// The addresses of a tensor that stays where it is; of anything else none.
+    /// Returns the addresses of a region; an empty range for other operands.
     #[must_use]
     pub fn extent(&self) -> Range<usize> {
         self.region().map(Region::extent).unwrap_or_default()
     }
 
-    /// The bytes of a tensor; of a list there are none.
+    /// Returns the bytes of a tensor or a region; an empty slice for a list of blocks.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Self::Tensor(tensor) => tensor,
@@ -84,7 +84,7 @@ impl Operand {
         }
     }
 
-    /// The same, to be written.
+    /// Returns the bytes of a tensor or a region, mutable; an empty slice for a list of blocks.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Tensor(tensor) => tensor,
@@ -93,7 +93,8 @@ impl Operand {
         }
     }
 
-    /// Takes it back, reduced, if the op still has it; of blocks those of the union, sorted.
+    /// Converts an op's payload back to its operand, unless the payload has returned it already. A
+    /// list of blocks becomes the union of all ranks' blocks, sorted.
     pub(crate) fn of(payload: Payload) -> Option<Self> {
         let Payload { data, geometry, descriptor, .. } = payload;
         match data {

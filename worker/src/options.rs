@@ -1,4 +1,4 @@
-//! What a worker connects with.
+//! The options that a worker connects with.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,11 +10,12 @@ use racksum_proto::job_name::JobName;
 
 use crate::fault::Faults;
 
-/// The sets of aggregators of a job, in the order in which they are tried, as users write them:
-/// `A+B,C` spreads a job over A and B, and goes on at C.
+/// Parses the sets of aggregators that a job tries in order, as users write them: `A+B,C` spreads a
+/// job over A and B, and fails over to C.
 ///
 /// # Errors
-/// A sentence, if an aggregator has no name, or one with a space.
+/// Returns a message for the user if an aggregator has no name, or its name contains a space or
+/// `;`.
 pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
     let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
     let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
@@ -31,71 +32,73 @@ pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
     Ok(sets)
 }
 
-/// Who a worker is, and where its aggregators are.
+/// The identity of a worker, its job, and the addresses of its aggregators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConnectOptions {
-    /// The aggregators, `HOST:PORT`; the job's windows are spread over the shards of all.
+    /// The aggregators, `HOST:PORT`. The job's windows spread over the shards of all of them.
     pub aggregators: Vec<String>,
-    /// Where the job goes on when one of these is gone, or is about to stop: at all of the first
-    /// set that it can, in this order, and then from the start. All ranks name the same, and no
-    /// aggregator twice.
+    /// The standby sets. When an aggregator fails or is about to stop, the job moves to the first
+    /// set that accepts it on all its aggregators, tried in this order and then from the start. All
+    /// ranks list the same sets, and no aggregator twice.
     pub standbys: Vec<Vec<String>>,
     /// The job's name.
     pub job: String,
-    /// The name of one of the job's groups, which sums by itself; empty if it has none.
+    /// The name of one of the job's groups, which sums on its own; empty if the job has none.
     pub group: String,
-    /// The job's life.
+    /// The life of the job that this worker belongs to.
     pub generation: Generation,
-    /// What all lives of the job have in common and nobody else knows: a greater generation with
-    /// the same secret ends the one before.
+    /// The secret that all lives of the job share. With the same secret, a greater generation ends
+    /// the one before.
     pub secret: Option<Key>,
     /// This worker's number, from 0.
     pub rank: u16,
-    /// Ranks that this worker speaks for besides its own: it contributes the sum of all of them.
+    /// Other ranks that this worker represents: it contributes the sum of all of them and its own.
     pub also: Vec<u16>,
-    /// How many ranks the job has.
+    /// The number of ranks in the job.
     pub world: u16,
-    /// Priority classes; an op of a lower lane goes first.
+    /// The number of priority classes; ops of a lower lane go first.
     pub lanes: u8,
-    /// Most slots a stream; 0 leaves it to the aggregator.
+    /// The most slots that a stream may have; 0 leaves the limit to the aggregator.
     pub pool_slots: u32,
-    /// Whether to listen to a multicast group, if the aggregator has one.
+    /// Whether to receive results by multicast, if the aggregator has a group.
     pub multicast: bool,
-    /// The identity file to connect with; only aggregators of its authorities are joined then.
+    /// The identity file to connect with. With it, the worker joins only aggregators that the
+    /// file's authorities certify.
     pub identity: Option<PathBuf>,
-    /// Connect beyond loopback without identities.
+    /// Whether to connect beyond loopback without an identity.
     pub insecure: bool,
     /// How datagrams must be authenticated; `None` leaves it to the aggregator.
     pub data_auth: Option<DataAuth>,
-    /// Whether to wait while an aggregator has no room for the job, rather than to be refused.
+    /// Whether to wait while an aggregator has no room for the job, instead of being refused.
     pub wait: bool,
-    /// Whether this rank has left the job between two ops, by closing its client, and comes back to
-    /// it: it goes on with the op that it would have started next, `Client::welcome().first_op`.
-    /// What the others start in the meantime fails, as of any rank that has left.
+    /// Whether this rank left the job between two ops, by closing its client, and now returns. It
+    /// resumes with the op that it would have started next, `Client::welcome().first_op`. Ops that
+    /// the other ranks start in the meantime fail, as after any rank leaves.
     pub rejoin: bool,
-    /// What becomes of the job when it loses a rank; all ranks say the same.
+    /// The reaction of the job to the loss of a rank; all ranks choose the same.
     pub on_rank_loss: OnRankLoss,
-    /// How long to wait for an aggregator that answers, for room and for the other ranks.
+    /// How long to wait for an answer of an aggregator, for room and for the other ranks.
     pub join_timeout: Duration,
-    /// How long an op may take. Beside a sidecar the least counts that a rank of the host says.
+    /// How long an op may take. With a sidecar, the smallest value of all ranks of the host
+    /// applies.
     pub op_timeout: Duration,
-    /// The path's MTU; `None` takes the interface's.
+    /// The path's MTU, in bytes; `None` uses the interface's.
     pub mtu: Option<usize>,
-    /// Which of this host's interfaces to call aggregators on other hosts from, in the grammar of
-    /// [`select`](racksum_net::interface::select); `None` leaves it to the routes.
+    /// The interfaces of this host from which to call aggregators on other hosts, in the grammar of
+    /// [`select`](racksum_net::interface::select). `None` leaves the choice to the kernel's routes.
     pub interface: Option<String>,
-    /// Faults on purpose.
+    /// Injected faults, for tests.
     pub faults: Faults,
 }
 
 impl ConnectOptions {
-    /// What the job is called.
+    /// Returns the full name of the job, including its group.
     #[must_use]
     pub fn job_name(&self) -> JobName {
         JobName::new(&*self.job, &*self.group)
     }
 
-    /// A rank of a job at one aggregator; the rest are defaults.
+    /// Creates the options of a rank with one aggregator and defaults for the rest.
     #[must_use]
     pub fn new(aggregator: impl Into<String>, job: impl Into<String>) -> Self {
         Self {

@@ -1,5 +1,5 @@
-//! The bytes of an op in flight: gathered from its tensor as they are sent, scattered into it as
-//! results arrive.
+//! The bytes of an op in flight. The worker gathers them from the tensor as it sends, and scatters
+//! results into it as they arrive.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,21 +17,21 @@ use crate::blocks::{BlockSet, place};
 use crate::exponents::{Exponents, agreement};
 use crate::tensor::Region;
 
-/// What an op reads and writes.
+/// The data that an op reads and writes.
 #[derive(Debug)]
 pub(crate) enum Data {
-    /// A tensor that its caller has lent, reduced in place.
+    /// A tensor that the caller lent, reduced in place.
     InPlace(Region),
-    /// A tensor that was handed over, reduced in place.
+    /// A tensor that the caller handed over, reduced in place.
     Owned(Vec<u8>),
-    /// Some blocks of one.
+    /// Some blocks of a tensor.
     Blocks(BlockSet),
-    /// Its caller has it again; some of its sums are kept.
+    /// The caller has the data back; the payload keeps some sums for other ranks.
     Returned,
 }
 
 impl Data {
-    /// The tensor, if its caller has lent it.
+    /// Returns the tensor, if the caller lent it.
     pub(crate) const fn region(&self) -> Option<&Region> {
         match self {
             Self::InPlace(region) => Some(region),
@@ -39,7 +39,7 @@ impl Data {
         }
     }
 
-    /// A range of the tensor; nothing of a list of blocks.
+    /// Returns a range of the tensor; an empty slice if the data is not a tensor.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         match self {
             Self::InPlace(region) => region.bytes(range),
@@ -48,7 +48,7 @@ impl Data {
         }
     }
 
-    /// The same, to be written.
+    /// Returns a mutable range of the tensor; an empty slice if the data is not a tensor.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
             Self::InPlace(region) => region.bytes_mut(range),
@@ -57,8 +57,9 @@ impl Data {
         }
     }
 
-    /// Shows `head` and a stretch of the tensor as one, `head` where what lies before the stretch
-    /// will be again. Returns whether it did: before the stretch there may be too little.
+    /// Calls `to` with `head` and a range of the tensor as one slice. During the call, `head` takes
+    /// the place of the bytes before the range. Returns false, without the call, if these bytes are
+    /// too few or the data is not a tensor.
     pub(crate) fn show_behind(
         &mut self,
         head: &mut [u8],
@@ -75,23 +76,23 @@ impl Data {
     }
 }
 
-/// An op's data, and packed results beside it.
+/// The data of an op, and packed results beside it.
 #[derive(Debug)]
 pub(crate) struct Payload {
     pub(crate) descriptor: Descriptor,
     pub(crate) geometry: Geometry,
     pub(crate) data: Data,
     world: u32,
-    /// Whether the job may move to another aggregator: until a window's sum is whole, this rank's
-    /// share of it must not be overwritten, and then the sum may be asked for.
+    /// Whether the job may move to another aggregator. If so, this rank's share of a window stays
+    /// intact until the window's sum is whole; after that, an aggregator may request the sum.
     may_move: bool,
-    /// The blocks of each window that are sent, where they are not those that are not zero.
+    /// The blocks to send of each window, if chosen. Otherwise the op sends non-zero blocks.
     sent: Option<Vec<u64>>,
-    /// The exponents that the ranks have agreed on, where they have.
+    /// The exponents that the ranks agreed on, if any.
     agreed: Option<Exponents>,
-    /// Of windows that have arrived in part, where they are not written piece by piece.
+    /// The packed sums of incomplete windows, unless fragments go straight to the tensor.
     partial: BTreeMap<u32, Vec<u8>>,
-    /// Of windows that other ranks may lack, and whose sums cannot be told from the tensor.
+    /// The packed sums that other ranks may lack and that the tensor cannot reproduce.
     kept: BTreeMap<u32, Vec<u8>>,
 }
 
@@ -102,8 +103,8 @@ impl Payload {
         Self { descriptor, geometry, data, world, may_move, sent, agreed, partial, kept }
     }
 
-    /// The sums of windows, each with its blocks, that other ranks may lack once the op has ended
-    /// and its tensor is the caller's again.
+    /// Returns a payload that keeps the sums of `windows`, given by index and block mask. Other
+    /// ranks may lack these sums after the op has ended and the caller has the tensor back.
     pub(crate) fn keep(&mut self, windows: Vec<(u32, u64)>) -> Self {
         let mut kept = BTreeMap::new();
         for (index, mask) in windows {
@@ -121,20 +122,20 @@ impl Payload {
         Self { descriptor, geometry, data, world, may_move, sent, agreed, partial, kept }
     }
 
-    /// Drops sums that no rank lacks any more, if there are many.
+    /// Drops sums that no rank lacks any more, if the payload keeps more than `most`.
     pub(crate) fn drop_kept(&mut self, most: usize, may_lack: impl Fn(u32) -> bool) {
         if self.kept.len() > most {
             self.kept.retain(|index, _| may_lack(*index));
         }
     }
 
-    /// Forgets what has arrived in part: it will come again, from another aggregator.
+    /// Drops incomplete windows: another aggregator will send them again.
     pub(crate) fn forget_partial(&mut self) {
         self.partial.clear();
     }
 
-    /// Finds the non-zero blocks of a window. A block of zeros becomes +0.0 throughout: no rank
-    /// will write it, and all must end with the same bits.
+    /// Finds the non-zero blocks of a window. Turns -0.0 into +0.0 in zero blocks: no result
+    /// overwrites them, and all ranks must end with the same bits.
     pub(crate) fn scan(&mut self, index: u32) -> u64 {
         if let Some(sent) = &self.sent {
             return sent[index as usize];
@@ -142,11 +143,11 @@ impl Payload {
         let Descriptor { dtype, .. } = self.descriptor;
         let range = self.bytes_of(self.geometry.elements_of(index));
         let block_elements = self.geometry.block_elements();
-        // A list of blocks is scanned as a whole, before its op starts.
+        // A list of blocks is scanned as a whole before its op starts.
         codec::scan_window(dtype, block_elements, self.data.bytes_mut(range))
     }
 
-    /// Has these blocks sent and no others, whether they are zero or not.
+    /// Makes the op send exactly these blocks, whether they are zero or not.
     pub(crate) fn send_these(&mut self, blocks: impl Iterator<Item = u32>) {
         let mut masks = vec![0; self.geometry.windows() as usize];
         for index in blocks {
@@ -156,8 +157,8 @@ impl Payload {
         self.sent = Some(masks);
     }
 
-    /// The blocks of each window that are sent, where they are known: of a list those that are not
-    /// zero. Of a tensor these are found as it is sent.
+    /// Returns the blocks to send of each window, if they are known in advance. Those of a list are
+    /// its non-zero blocks. A tensor is scanned as it is sent.
     pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
         if let Some(sent) = &self.sent {
             return Some(sent.clone());
@@ -168,7 +169,7 @@ impl Payload {
         }
     }
 
-    /// The exponents of its blocks, for the ranks to agree on.
+    /// Returns the exponents of this rank's blocks, for the ranks to agree on.
     pub(crate) fn exponents(&mut self) -> Exponents {
         let mut exponents = Exponents::none(&agreement(&self.descriptor));
         let masks = self.masks();
@@ -186,12 +187,12 @@ impl Payload {
         exponents
     }
 
-    /// Takes the exponents that the ranks have agreed on.
+    /// Sets the exponents that the ranks agreed on.
     pub(crate) fn agree(&mut self, exponents: Exponents) {
         self.agreed = Some(exponents);
     }
 
-    /// Which block of the tensor a stretch of one is.
+    /// Returns the index of the tensor's block that a packed block comes from.
     fn block_of(&self, packed: Packed) -> usize {
         let block = packed.element / self.geometry.block_elements() as u64;
         usize::try_from(block).unwrap_or(usize::MAX)
@@ -208,8 +209,8 @@ impl Payload {
         block
     }
 
-    /// Writes the datagrams of fragments of a window's packed non-zero blocks one after the other,
-    /// and returns their length. There is room for the whole window's.
+    /// Writes the chosen fragments of a window's packed blocks as consecutive datagrams, and
+    /// returns their total length. `out` must have room for the whole window.
     pub(crate) fn gather(&self, data: &DataFragments, out: &mut [u8]) -> usize {
         let DataFragments { len, cut, fragments, ref header, .. } = *data;
         let stride = cut.unsealed();
@@ -242,9 +243,10 @@ impl Payload {
         used
     }
 
-    /// Where in the tensor the payload of a window lies, if it is a large piece of it, as it is: a
-    /// whole window of wire type and tensor type alike, in one datagram. The header names the
-    /// window and its blocks, the payload has `len` bytes.
+    /// Returns the bytes of the tensor that equal a window's payload, so that no copy is needed.
+    /// The payload must be one contiguous piece of the tensor in one datagram, at least
+    /// [`MIN_IN_PLACE`] bytes long, with the tensor's own type as wire type. The header names the
+    /// window and its blocks; `len` is the payload's length in bytes.
     pub(crate) fn in_place(
         &self,
         header: &Header,
@@ -261,7 +263,8 @@ impl Payload {
         (range.len() == len).then_some(range)
     }
 
-    /// The same of a result, whose header may say anything; `cut` is the job's.
+    /// Returns the bytes of the tensor that a result's payload can be received into, like
+    /// [`Self::in_place`]. Checks the header first, which may hold anything; `cut` is the job's.
     pub(crate) fn result_in_place(
         &self,
         header: &Header,
@@ -275,7 +278,7 @@ impl Payload {
         self.in_place(header, len, self.geometry.cut(cut, len))
     }
 
-    /// Encodes the elements that bytes `range` of the packed payload hold.
+    /// Encodes the elements in bytes `range` of the packed payload.
     fn gather_run(&self, index: u32, mask: u64, range: Range<usize>, body: &mut [u8]) {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         for stretch in self.geometry.stretches(index, mask, range) {
@@ -287,7 +290,7 @@ impl Payload {
         }
     }
 
-    /// Encodes scaled blocks one by one; a fragment's end may cut one.
+    /// Encodes scaled blocks one by one, because a block may cross the end of a fragment.
     fn gather_blocks(&self, index: u32, mask: u64, cut: Fragmentation, out: &mut [u8]) {
         let mut whole = [0; MAX_SCALED];
         for packed in self.geometry.packed(index, mask) {
@@ -316,8 +319,8 @@ impl Payload {
         }
     }
 
-    /// Writes a fragment of a window's sums. Returns the first element of a block that
-    /// overflowed, if one did.
+    /// Writes a fragment of a window's sums to the data. Returns the first element of a block that
+    /// overflowed, if any.
     pub(crate) fn scatter(&mut self, delivery: &Delivery, body: &[u8]) -> Option<u64> {
         let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
         let index = delivery.window.index;
@@ -338,8 +341,8 @@ impl Payload {
         self.scatter_whole(delivery, &payload)
     }
 
-    /// Makes room for a window's sums in a list of blocks: where the job may move, once they are
-    /// whole, since they may be of other blocks when they come again.
+    /// Makes room for a window's sums in a list of blocks. If the job may move, the caller waits
+    /// until the sums are whole: after a move, they may cover other blocks.
     fn expect(&mut self, delivery: &Delivery) {
         if let Data::Blocks(blocks) = &mut self.data {
             blocks.expect_window(&self.descriptor, &self.geometry, delivery);
@@ -351,8 +354,8 @@ impl Payload {
         self.expect(delivery);
         let scaled = self.descriptor.wire.is_scaled();
         if self.may_move && (scaled || matches!(self.data, Data::Blocks(_))) {
-            // What is decoded may not be encoded to the same bits, and of a list the sums are
-            // elsewhere than this rank's share.
+            // Encoding the decoded sums again may give other bits, and `gather` reads a list's
+            // input, not its sums.
             self.kept.insert(delivery.window.index, payload.to_vec());
         }
         if scaled {
@@ -369,12 +372,12 @@ impl Payload {
             codec::decode_run(wire, dtype, src, dst).expect("a valid descriptor decodes");
         };
         if let Data::Blocks(blocks) = &mut self.data {
-            // What a list holds of a window lies as it does in the payload.
+            // A list stores a window's sums in the order of the payload.
             let [from, to] = [range.start, range.end].map(|at| at / size * dtype.size());
             return decode(body, blocks.sums(delivery.window.index, from..to));
         }
         let stretches = self.geometry.stretches(delivery.window.index, delivery.mask, range);
-        // Of a sparse window they lie apart: some are on their way while one is written.
+        // The stretches of a sparse window lie apart, so prefetch some while one is written.
         let mut ahead = stretches.clone().skip(1);
         for next in ahead.by_ref().take(STRETCHES_AHEAD) {
             codec::prefetch_to_write(self.target(delivery.window, next, 0));
@@ -403,8 +406,8 @@ impl Payload {
         overflow
     }
 
-    /// The memory that a stretch of a window's sums goes to, in a list behind `before` bytes of
-    /// the window's.
+    /// Returns the memory for a stretch of a window's sums. In a list of blocks, it starts `before`
+    /// bytes into the window's sums.
     fn target(&mut self, window: WindowId, stretch: Packed, before: usize) -> &mut [u8] {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &mut self.data {
@@ -418,29 +421,29 @@ impl Payload {
     }
 }
 
-/// The bytes of a tensor that hold `elements`.
+/// Returns the range of bytes that holds `elements` in a tensor.
 pub(crate) fn bytes_of(descriptor: &Descriptor, elements: Range<u64>) -> Range<usize> {
-    // A tensor lies in memory, so its bytes are counted by a usize.
+    // A tensor lies in memory, so a usize can count its bytes.
     let at = |element: u64| {
         usize::try_from(element).unwrap_or(usize::MAX).saturating_mul(descriptor.dtype.size())
     };
     at(elements.start)..at(elements.end)
 }
 
-/// Where byte `offset` of a packed payload lies among datagrams laid out one after the other,
-/// and how many bytes from there on are in the same one.
+/// Returns the position of byte `offset` of a packed payload among consecutive datagrams, and the
+/// number of bytes from there to the end of its datagram's body.
 fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
     let (fragment, within) = (offset / cut.payload(), offset % cut.payload());
     let at = fragment * cut.unsealed() + Header::LEN + within;
     (at, cut.payload() - within)
 }
 
-/// Bytes of the smallest payload that is sent from where it lies, and received where it belongs:
-/// smaller ones are copied, so that several cross the kernel as one.
+/// The size of the smallest payload that is sent from and received into the tensor, in bytes.
+/// Smaller payloads are copied, so that several cross the kernel as one.
 const MIN_IN_PLACE: usize = 16 << 10;
-/// Stretches of a window's sums that are asked for before the first is written.
+/// The number of stretches to prefetch before the first is written.
 const STRETCHES_AHEAD: usize = 4;
-/// Bytes of the largest scaled block.
+/// The size of the largest scaled block, in bytes.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
 
 #[cfg(test)]

@@ -1,12 +1,13 @@
-//! A look at other aggregators from those where a rank waits for others.
+//! Polls of other aggregators, by a rank that waits at one.
 //!
-//! Ranks try their aggregators in one order, but not at one time: those that come while one is gone
-//! wait at the next, and those that come once it is back wait there. So who waits asks at those
-//! that come before whether others of the job wait there, and goes to them.
+//! Ranks try their aggregators in the same order, but at different times. If the first aggregator
+//! is down, early ranks wait at the next one. Ranks that start after it has returned wait at the
+//! first. So a waiting rank polls the aggregators that come earlier in the order. If others of its
+//! job wait there, it moves to them.
 //!
-//! All go towards the first, so they meet. Nobody leaves for an aggregator where nobody of the job
-//! is, which may be full. Who waits only for room has no place to lose, and nobody comes to it: it
-//! goes to others wherever they are.
+//! All ranks move towards the first aggregator, so they meet. A rank never moves to an aggregator
+//! without ranks of its job, which may be full. A rank that waits only for room has no place to
+//! lose, and no rank moves to it. So it polls all other sets.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -25,46 +26,46 @@ use crate::join_message::join_message;
 use crate::options::ConnectOptions;
 use crate::route::{Route, find_ways};
 
-/// How long a rank waits before it looks for the first time, and twice as long before each next.
+/// The base pause before the first poll; the pause doubles before each further poll.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
-/// The longest that it waits: several looks before the others may be taken for lost.
+/// The longest pause. It leaves time for several polls before the others may count as lost.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
-/// A set of aggregators that is looked at.
+/// A set of aggregators to poll.
 #[derive(Debug, Clone)]
 pub(crate) struct Candidate {
-    /// Its place in the order of the sets.
+    /// The set's index in the order of the sets.
     pub(crate) place: usize,
     pub(crate) hosts: Vec<String>,
-    /// From when on it is looked at.
+    /// The time at which polling may start.
     pub(crate) from: Time,
 }
 
-/// How a rank stands where it is.
+/// The state of a rank at its current set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum JoinState {
-    /// It has no answer yet, or its job begins.
+    /// The rank has no answer yet, or its job begins.
     Busy,
-    /// It waits for room.
+    /// The rank waits for room.
     Queued,
-    /// It waits for others.
+    /// The rank waits for other ranks.
     Waits,
 }
 
-/// A lookout from one set of aggregators.
+/// The polls of one rank from its current set.
 #[derive(Debug)]
 pub(crate) struct PeerPoll<'a> {
     options: &'a ConnectOptions,
-    /// Where the job goes on, of a rank that moves with it.
+    /// The point at which the job resumes, if the rank moves with its job.
     resume: Option<&'a Resume>,
-    /// The place of the set where the rank is.
+    /// The index of the rank's current set.
     at: usize,
     candidates: Vec<Candidate>,
-    /// The last look that was begun, for this standing, if it could be.
+    /// The latest poll and the state that it was started for; `None` inside if it failed to start.
     looking: Option<(JoinState, Option<Polling>)>,
 }
 
-/// A thread that looks. It ends soon after this is dropped, or has told what it has seen.
+/// A thread that polls candidates. It ends soon after this handle is dropped.
 #[derive(Debug)]
 struct Polling {
     seen: Receiver<usize>,
@@ -72,7 +73,7 @@ struct Polling {
 }
 
 impl<'a> PeerPoll<'a> {
-    /// A lookout from the set `at` this place to others.
+    /// Creates the polls of a rank at the set with index `at`; starts none.
     pub(crate) const fn new(
         options: &'a ConnectOptions,
         resume: Option<&'a Resume>,
@@ -82,12 +83,13 @@ impl<'a> PeerPoll<'a> {
         Self { options, resume, at, candidates, looking: None }
     }
 
-    /// Looks as if it had not looked yet.
+    /// Forgets the latest poll, so that the next call of [`Self::seen`] starts a new one.
     pub(crate) fn look_again(&mut self) {
         self.looking = None;
     }
 
-    /// The place of a set where others wait, to whom a rank that stands so may go.
+    /// Returns the index of a set where others wait and a rank in `state` may go, if a poll found
+    /// one. Starts a poll when the state has changed.
     pub(crate) fn seen(&mut self, state: JoinState) -> Option<usize> {
         if self.looking.as_ref().is_none_or(|(before, _)| *before != state) {
             self.looking = None;
@@ -110,7 +112,7 @@ impl<'a> PeerPoll<'a> {
     }
 }
 
-/// What looks need.
+/// The inputs that all polls of a thread share.
 struct PollTask {
     options: ConnectOptions,
     resume: Option<Resume>,
@@ -136,7 +138,7 @@ impl Polling {
                 let (task, tell) = (Arc::clone(&task), tell.clone());
                 runtime.spawn(async move {
                     task.keep_looking(&candidate).await;
-                    // Nobody listens any more if the lookout is over.
+                    // Sending fails if the rank has stopped polling.
                     tell.send(candidate.place).unwrap_or_default();
                 });
             }
@@ -148,12 +150,12 @@ impl Polling {
 }
 
 impl PollTask {
-    /// Looks until others of the job wait at every aggregator of a set.
+    /// Polls a set until others of the job wait at each of its aggregators.
     async fn keep_looking(&self, candidate: &Candidate) {
         let ConnectOptions { rank, world, .. } = self.options;
         let early = candidate.from.since(Clock::start().now());
         tokio::time::sleep(Duration::from_nanos(early.0)).await;
-        // Ranks that came at one time do not look at one time.
+        // Ranks that arrive together should poll at different times.
         let mut pause = FIRST_PAUSE + FIRST_PAUSE * u32::from(rank) / u32::from(world.max(1));
         loop {
             tokio::time::sleep(pause).await;
@@ -173,7 +175,7 @@ impl PollTask {
             let Ok(Ok(ways)) = tokio::task::spawn_blocking(find).await else { return false };
             let join = join_message(options, (place, count), self.resume.as_ref());
             match self.look_at(host, &ways.concat(), &join).await {
-                // Where this rank is itself, what is said is of earlier.
+                // A list with this rank in it is from an earlier attempt.
                 Some(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
                 Some(_) => {}
                 None => return false,
@@ -182,7 +184,7 @@ impl PollTask {
         !hosts.is_empty()
     }
 
-    /// The ranks that wait at the first of a host's addresses that answers.
+    /// Returns the ranks that wait at a host, from the first of its addresses that answers.
     async fn look_at(&self, host: &str, ways: &[Route], join: &Join) -> Option<Vec<u16>> {
         for route in ways {
             let (from, credentials) = (route.caller(), self.credentials.clone());

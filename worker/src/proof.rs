@@ -1,5 +1,5 @@
-//! The proof of the data path, before a rank joins: datagrams of full size go to every shard and
-//! back. What is sent when is decided in `racksum_proto::path`.
+//! The proof of the data path before a rank joins: full-size datagrams travel to every shard and
+//! back. `racksum_proto::path` decides which probes to send when.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -19,9 +19,9 @@ use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 use crate::route::Route;
 
-/// How often it is looked whether an attempt is given up.
+/// How often to check `join_timeout` while waiting for the aggregators.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long an aggregator may take to say which probes arrived.
+/// How long an aggregator may take to report which probes arrived.
 const ARRIVED_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A proof of the paths to all aggregators of a job.
@@ -34,22 +34,23 @@ pub(crate) struct Proof<'a> {
 
 /// The path to a shard.
 struct Path {
-    /// Which of the aggregators has it.
+    /// The index of the shard's aggregator.
     place: usize,
     shard: SocketAddr,
     token: Key,
-    /// Where the aggregator sees calls of this host come from.
+    /// The IP address of this host, as the aggregator sees it.
     ip: IpAddr,
-    /// Why the last probe could not be sent, if so.
+    /// The reason why the last probe could not be sent, if any.
     refused: Option<String>,
 }
 
 impl Proof<'_> {
-    /// Returns bytes of the largest datagrams, of `wanted` at most, that pass to every shard and
-    /// back.
+    /// Returns the size of the largest datagrams that pass to every shard and back, in bytes; at
+    /// most `wanted`.
     ///
     /// # Errors
-    /// [`ConnectError::Blocked`], and why the aggregators do not let it be proven.
+    /// Returns [`ConnectError::Blocked`] if datagrams do not pass, or the reason why an aggregator
+    /// ended the proof.
     pub(crate) fn run(&self, wanted: usize, mailbox: &mut Mailbox) -> Result<u16, ConnectError> {
         let mut paths = self.paths(mailbox)?;
         let wanted = u16::try_from(wanted).unwrap_or(u16::MAX);
@@ -61,10 +62,10 @@ impl Proof<'_> {
             ladder.push(size(mtu)?);
         }
         let lowest = size(COMMON_MTUS[COMMON_MTUS.len() - 1])?;
-        // What the user asks for is never changed silently.
+        // Never lower an MTU that the user chose without an error.
         let least = if self.options.mtu.is_some() { wanted } else { lowest };
         let is_here = |route: &Route| route.to.ip().is_loopback();
-        // Of this host nothing is narrower than its interface.
+        // On this host, no path is narrower than its interface.
         let here = self.routes.iter().all(is_here);
         let (probed, least) = if here { (lowest, lowest) } else { (wanted, least) };
         let clock = Clock::start();
@@ -90,7 +91,8 @@ impl Proof<'_> {
         Ok(narrowest)
     }
 
-    /// What the aggregators say that probes go to, and show.
+    /// Waits for the data ports, token and address from each aggregator, and returns the paths to
+    /// all shards.
     fn paths(&self, mailbox: &mut Mailbox) -> Result<Vec<Path>, ConnectError> {
         let (clock, mut of_places) = (Clock::start(), vec![None; self.routes.len()]);
         let started = clock.now();
@@ -121,7 +123,8 @@ impl Proof<'_> {
         Ok(paths)
     }
 
-    /// Checks that enough passes everywhere; asks the aggregators what has arrived if it does not.
+    /// Checks that datagrams of `least` bytes pass on all paths. If not, asks an aggregator which
+    /// probes arrived, to find the cause.
     fn check(
         &self,
         passed: &[Passed],
@@ -161,7 +164,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Waits so long for a message of an aggregator.
+    /// Waits up to `within` for a message from an aggregator.
     fn hear(
         &self,
         within: Duration,
@@ -185,7 +188,8 @@ impl Proof<'_> {
         }
     }
 
-    /// Looks whether the attempt is given up, or an aggregator is gone.
+    /// Returns an error if the user gave up, or an aggregator hung up or sent an unexpected
+    /// message. Does not wait.
     fn look(&self, mailbox: &mut Mailbox) -> Result<(), ConnectError> {
         match self.hear(Duration::ZERO, mailbox)? {
             Some((_, other)) => Err(out_of_turn(&other)),
@@ -206,7 +210,7 @@ impl Path {
     }
 }
 
-/// What a proof hears by the data socket.
+/// The buffers for datagrams that the proof receives on the data socket.
 struct Heard {
     ring: RecvRing,
     buffers: [BytesMut; RECV_BATCH],
@@ -218,10 +222,10 @@ impl Heard {
         Self { ring: RecvRing::new(), buffers }
     }
 
-    /// Waits so long for answers, and takes what has arrived.
+    /// Waits up to `limit`, at most 100 ms, for answers and passes them to the prover.
     fn wait(&mut self, socket: &UdpSocket, limit: Span, paths: &[Path], prover: &mut Prover) {
         let limit = limit.min(Span::from_millis(100));
-        // An error is as good as readiness: the next receive finds out.
+        // An error counts as readiness: the next receive returns it.
         if udp::wait(&[socket.as_fd()], Some(limit)).unwrap_or(1) == 0 {
             return;
         }
@@ -234,8 +238,8 @@ impl Heard {
                 else {
                     continue;
                 };
-                // Sums are taken from these addresses only, so an answer from elsewhere shows
-                // nothing.
+                // The worker takes sums from these addresses only, so an answer from another
+                // address proves nothing.
                 let is_of = |path: &Path| path.shard == meta.from && path.token == token;
                 if let Some(shard) = paths.iter().position(is_of) {
                     prover.handle_answer(shard, size, seen);

@@ -1,4 +1,4 @@
-//! The ways to aggregators: from which of this host's addresses, through which interface.
+//! Routes to aggregators: the local address and interface to call each one from.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -10,19 +10,19 @@ use racksum_net::resolve::{LINK_LOCAL, is_link_local, resolve_blocking};
 
 use crate::error::ConnectError;
 
-/// The way to an aggregator.
+/// The route to an aggregator.
 #[derive(Debug, Clone)]
 pub(crate) struct Route {
     pub(crate) to: SocketAddr,
-    /// The address of this host that the way begins at.
+    /// The local address at which the route begins.
     pub(crate) from: SocketAddr,
     pub(crate) interface: Option<Interface>,
-    /// It begins there because the user said so: calls come from there too.
+    /// Whether the user chose the local address. Control connections then use it too.
     pub(crate) is_chosen: bool,
 }
 
 impl Route {
-    /// The way that the kernel's routes say, or the one that begins at `chosen`.
+    /// Returns the kernel's route to an aggregator, or the one that begins at `chosen`.
     fn find(to: SocketAddr, chosen: Option<IpAddr>) -> Result<Self, ConnectError> {
         let local = match chosen {
             Some(chosen) => chosen,
@@ -33,24 +33,24 @@ impl Route {
         Ok(Self { to, from, interface: interface_of(local), is_chosen: chosen.is_some() })
     }
 
-    /// Which address of this host to call from, unless any will do.
+    /// Returns the local address to call from, or `None` if any will do.
     pub(crate) fn caller(&self) -> Option<IpAddr> {
         self.is_chosen.then(|| self.from.ip())
     }
 }
 
-/// Returns the addresses of the aggregator at `HOST:PORT` that this host has a way to, in the order
-/// in which to try them.
+/// Returns the addresses of the aggregator at `HOST:PORT` that this host has a route to, in the
+/// order in which to try them.
 ///
 /// # Errors
-/// What is wrong with the text, that the name does not resolve, or that no way leads there.
+/// Returns an error if the text is malformed, the name does not resolve, or no route leads there.
 pub fn addresses(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
     let ways = find_ways(&[host.to_owned()], None)?;
     Ok(ways.iter().flatten().map(|route| route.to).collect())
 }
 
-/// Returns the ways to aggregators, through an interface that fits the pattern if there is one: for
-/// each choice of their addresses that this host can call, the ways to all of them.
+/// Returns the routes to a set of aggregators, one list for each combination of their addresses
+/// that this host can call. With a pattern, routes begin at an interface that fits it.
 pub(crate) fn find_ways(
     hosts: &[String],
     pattern: Option<&str>,
@@ -71,7 +71,7 @@ pub(crate) fn find_ways(
     }
 }
 
-/// The ways to one address of each aggregator, from an interface that fits the pattern.
+/// Returns the routes to one address of each aggregator, from an interface that fits the pattern.
 fn routes_to(
     addrs: &[SocketAddr],
     pattern: Option<(&str, &[Interface])>,
@@ -85,8 +85,9 @@ fn routes_to(
     Ok(routes)
 }
 
-/// Returns which addresses of aggregators to call together, in the order in which to try them: a
-/// worker has one data socket, so they are of one IP version if all have an address of it.
+/// Returns the combinations of aggregator addresses to call, in the order in which to try them. A
+/// worker has one data socket, so a combination has one IP version wherever all aggregators have an
+/// address of it.
 fn choices(addrs: &[Vec<SocketAddr>]) -> Vec<Vec<SocketAddr>> {
     let of_version = |is_ipv6: bool| {
         let fitting = |all: &Vec<SocketAddr>| {
@@ -105,7 +106,7 @@ fn choices(addrs: &[Vec<SocketAddr>]) -> Vec<Vec<SocketAddr>> {
     for addrs in common {
         let longest = addrs.iter().map(Vec::len).max().unwrap_or(0);
         for at in 0..longest {
-            // Whoever has fewer addresses is called at the last again.
+            // An aggregator with fewer addresses repeats its last one.
             let choice = addrs.iter().filter_map(|all| all.get(at).or_else(|| all.last())).copied();
             choices.push(choice.collect());
         }
@@ -113,7 +114,7 @@ fn choices(addrs: &[Vec<SocketAddr>]) -> Vec<Vec<SocketAddr>> {
     choices
 }
 
-/// The addresses of `HOST:PORT`, each once, in the order of the resolver.
+/// Returns the addresses of `HOST:PORT`, each once, in the resolver's order.
 pub(crate) fn resolve(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
     check_address(host)?;
     let unresolved = |why| ConnectError::Unresolved { host: host.into(), why };
@@ -126,10 +127,10 @@ pub(crate) fn resolve(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
     Ok(addrs)
 }
 
-/// Checks that a text can be `HOST:PORT`, without resolving the name.
+/// Checks that a text has the form `HOST:PORT`, without resolving the name.
 ///
 /// # Errors
-/// What is wrong with it.
+/// Returns the defect of the text.
 pub fn check_address(text: &str) -> Result<(), ConnectError> {
     let wrong = |why: &str| Err(ConnectError::NoAddress { host: text.into(), why: why.into() });
     if text.contains("://") {
@@ -157,16 +158,16 @@ pub fn check_address(text: &str) -> Result<(), ConnectError> {
     }
 }
 
-/// The IP address that a host is given as, with any port, and any zone if it has one: which
-/// interfaces there are shows when it is resolved.
+/// Parses a host as an IP address, with a placeholder for the port and for the zone, if any. Only
+/// resolution shows whether the zone's interface exists.
 fn literal(host: &str) -> Option<SocketAddr> {
     let zoned = host.split_once('%').filter(|(_, zone)| zone.len() > 1 && zone.ends_with(']'));
     let host = zoned.map_or_else(|| host.to_owned(), |(addr, _)| format!("{addr}%1]"));
     format!("{host}:1").parse().ok()
 }
 
-/// Whether a text can be the name of a host (RFC 1123; underscores are common in practice). A last
-/// label of digits would be an IPv4 address that is none.
+/// Returns whether a text can be a host name (RFC 1123, plus underscores, which are common in
+/// practice). Rejects a last label of digits, which would be a malformed IPv4 address.
 fn is_name(text: &str) -> bool {
     let text = text.strip_suffix('.').unwrap_or(text);
     let is_label = |label: &str| {
@@ -178,9 +179,9 @@ fn is_name(text: &str) -> bool {
     text.len() <= 253 && text.split('.').all(is_label) && !ends_in_number
 }
 
-/// The address to call `to` from, of an interface that fits the pattern: the one that the kernel
-/// would take if it is one of them, and otherwise the first. None where there is no choice, since
-/// `to` is on this host.
+/// Returns the local address to call `to` from, on an interface that fits the pattern. Prefers the
+/// address that the kernel would use, and otherwise takes the first. Returns `None` if `to` is a
+/// loopback address, which leaves no choice.
 fn choose(
     all: &[Interface],
     pattern: &str,
@@ -194,7 +195,7 @@ fn choose(
     let mut addrs: Vec<IpAddr> =
         fitting.iter().flat_map(|interface| &interface.addrs).copied().collect();
     addrs.retain(|ip| ip.is_ipv6() == to.is_ipv6() && reaches(ip));
-    // What the kernel would take is only a preference here.
+    // The kernel's choice is only a preference here, so ignore its error.
     let routed = local_addr_towards(to).ok();
     let best = addrs.iter().find(|ip| Some(**ip) == routed).or_else(|| addrs.first());
     best.copied().map(Some).ok_or_else(|| {
@@ -208,7 +209,7 @@ fn choose(
     })
 }
 
-/// Whether an address means something on one link only.
+/// Returns whether an address is link-local.
 const fn is_of_link(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => v4.is_link_local(),
@@ -216,7 +217,7 @@ const fn is_of_link(ip: IpAddr) -> bool {
     }
 }
 
-/// Checks that no two names mean one aggregator.
+/// Checks that no two routes lead to the same aggregator.
 fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
     let mut seen = BTreeSet::new();
     match routes.iter().find(|route| !seen.insert(route.to)) {
@@ -227,9 +228,9 @@ fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
     }
 }
 
-/// Where the data socket is bound. An aggregator takes a rank's data only from the address that
-/// the rank's control connection has, so on a host with several ways the kernel chooses the
-/// address for each.
+/// Returns the address to bind the data socket to. An aggregator takes a rank's data only from the
+/// address of the rank's control connection. If the routes begin at different addresses, the socket
+/// is bound to none, and the kernel chooses one for each route.
 pub(crate) fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
     let Route { to, from, .. } = routes[0];
     if let Some(other) = routes.iter().find(|route| route.to.is_ipv6() != to.is_ipv6()) {

@@ -1,4 +1,4 @@
-//! What an op finds out about a tensor before it sends any of it.
+//! The scan of a whole tensor for non-zero blocks.
 
 use racksum_kernels::codec;
 use racksum_proto::descriptor::Descriptor;
@@ -6,8 +6,8 @@ use racksum_proto::geometry::MAX_WINDOW_BLOCKS;
 
 use crate::tensor::Region;
 
-/// Which blocks of a tensor are not zero: a bit for each, the lowest of a word first. As an op
-/// does, it makes +0.0 of the -0.0 in blocks that are zero.
+/// Returns which blocks of a tensor are not zero: one bit for each block, lowest bit first, in
+/// words of 64 bits. Like an op, the scan turns -0.0 into +0.0 in zero blocks.
 #[must_use]
 pub fn scan(tensor: &mut Region, descriptor: &Descriptor) -> Vec<u64> {
     let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());

@@ -1,4 +1,4 @@
-//! Durations as the protocol counts them.
+//! Conversion of durations to the protocol's spans.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The session of a client: what its aggregators say while ops run, and where the job goes on when
-//! one of them is gone.
+//! The supervision of a client's session: it handles the aggregators' messages while ops run, and
+//! moves the job to a standby when an aggregator fails.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -19,24 +19,23 @@ use crate::grant::{Granted, Membership, grant};
 use crate::join::Session;
 use crate::options::ConnectOptions;
 
-/// How long the other ranks may take to come along: what an aggregator waits for them, and a little
-/// more.
+/// How long to wait for the other ranks after a move: as long as an aggregator does, plus a margin.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// How long to wait before aggregators are tried again, none of which could be had.
+/// The first pause after all aggregators were tried without success.
 const PAUSE: Duration = Duration::from_millis(250);
-/// The longest such pause of a rank that joins, each of which is twice as long as the one before.
+/// The longest pause between such rounds while a rank joins; the pause doubles after each round.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
-/// Limits on what aggregators can make a worker log.
+/// Limits on the log records that aggregators can cause.
 static LOST: LogLimit = LogLimit::new(64);
 static NO_PARENT: LogLimit = LogLimit::new(4);
 static MOVING: LogLimit = LogLimit::new(16);
 static MOVED: LogLimit = LogLimit::new(16);
 
-/// Joins a job at the first of its sets of aggregators that can be had, and says which that is. An
-/// aggregator that does not answer, or goes away while ranks are waited for, is tried again for as
-/// long as joining may take: it may be about to start.
+/// Joins a job at the first available set of aggregators. Returns the set's index and the session.
+/// Retries until `join_timeout`, because an aggregator that does not answer, or fails during the
+/// wait for ranks, may be about to start.
 pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
@@ -56,7 +55,7 @@ pub(crate) fn join_first(
         };
         let (waited, elsewhere) = (selector.waited(), selector.text_of_others());
         match error {
-            // Another aggregator would make no difference.
+            // Another aggregator would reject these options too.
             error if error.is_usage() => return Err(error),
             ConnectError::PeerLost { .. } | ConnectError::GivenUp => return Err(error),
             ConnectError::NoRoom { why, .. } => {
@@ -84,22 +83,22 @@ pub(crate) fn join_first(
     }
 }
 
-/// What the client's supervising thread has.
+/// The state of a client's supervising thread.
 pub(crate) struct Supervisor {
     pub(crate) options: ConnectOptions,
-    /// Which of the sets of aggregators the job is at.
+    /// The index of the job's current set of aggregators.
     pub(crate) at: usize,
     pub(crate) membership: Membership,
-    /// How the client speaks to the aggregators of it.
+    /// The senders of the client's messages to the aggregators of the current set.
     pub(crate) senders: ControlSenders,
-    /// The ranks that the job is known to go on without.
+    /// The lost ranks that the job continues without.
     pub(crate) absent: Vec<Absent>,
     pub(crate) mailbox: Mailbox,
     pub(crate) shared: Arc<Driver>,
 }
 
 impl Supervisor {
-    /// Takes what the aggregators say until the client is closed, or the session has ended.
+    /// Handles the aggregators' messages until the client is closed, and then leaves the job.
     pub(crate) fn run(mut self) {
         while let Some((place, event)) = self.next() {
             match event {
@@ -138,7 +137,7 @@ impl Supervisor {
         early.or_else(|| self.mailbox.hear(None))
     }
 
-    /// The aggregator of a place in the set that the job is at, as the user has named it.
+    /// Returns the name, as given by the user, of the aggregator at `place` in the current set.
     fn host(&self, place: u8) -> &str {
         let mut sets = std::iter::once(&self.options.aggregators).chain(&self.options.standbys);
         let host = sets.nth(self.at).and_then(|set| set.get(usize::from(place)));
@@ -171,8 +170,8 @@ impl Supervisor {
         self.shared.tell(|engine| engine.end(why));
     }
 
-    /// Goes on at other aggregators, from the next set on, until one can be had or the session
-    /// ends because an op's time is over.
+    /// Moves the job to other aggregators. Tries set after set, starting with the next one, until a
+    /// set accepts the job, a rank is lost, an op times out, or the client is closed.
     fn move_on(&mut self, why: String) {
         let options = self.options.clone();
         let mut selector = AggregatorSelector::new(&options, self.at);
@@ -183,7 +182,7 @@ impl Supervisor {
         let text = selector.text();
         let first_op = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
         let controls = std::mem::take(&mut self.membership.controls);
-        // To all before any is waited for.
+        // Send to all before waiting for any.
         controls.iter().for_each(|control| control.say(FromWorker::Move));
         controls.into_iter().for_each(Control::depart);
         let Some(Some(first_op)) = first_op else { return };
@@ -196,14 +195,14 @@ impl Supervisor {
                 Ok(Some(granted)) => return self.resume(selector.at(), selector.name(), granted),
                 Ok(None) => {}
                 Err(ConnectError::PeerLost { ranks, why }) => {
-                    // There is no more to hear there.
+                    // The job has failed, so ignore further messages of these aggregators.
                     self.mailbox.next_session();
                     self.shared.tell(|engine| engine.lose(&ranks, why));
                     return;
                 }
                 Err(error) => {
                     if selector.pass_over(error) {
-                        // What is said now is of attempts that have failed.
+                        // The pause also discards messages from the failed attempts.
                         self.mailbox.pause(PAUSE);
                     }
                 }
@@ -211,7 +210,8 @@ impl Supervisor {
         }
     }
 
-    /// Notes what there is to say of aggregators if the time is over. Returns whether it is not.
+    /// Records the fate of each aggregator for the error of an op that times out. Returns whether
+    /// the session still runs.
     fn note_tried(&self, text: String) -> bool {
         let ended = self.shared.tell(|engine| {
             engine.note_tried(text);
@@ -220,12 +220,12 @@ impl Supervisor {
         ended == Some(false)
     }
 
-    /// Goes on as granted.
+    /// Resumes the job with the grant of the new aggregators.
     fn resume(&mut self, at: usize, name: &str, granted: Granted) {
         MOVED.note(|left_out| tracing::info!(aggregator = name, left_out, "moved"));
         self.at = at;
         let resumed = self.shared.tell(|engine| engine.resume(granted.config, granted.links));
-        // Otherwise it leaves at once, since the others would wait for it.
+        // Otherwise drop the grant to leave at once: the other ranks would wait for this one.
         if resumed == Some(true) {
             self.membership = granted.membership;
             self.senders.set(&self.membership.controls);

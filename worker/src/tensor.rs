@@ -1,4 +1,4 @@
-//! Memory that is reduced in place: borrowed for a blocking call, or owned while an op runs.
+//! Memory that ops reduce in place: borrowed for a blocking call, or owned while an op runs.
 
 #![expect(unsafe_code, reason = "an op in flight refers to memory that its caller lent it")]
 
@@ -10,14 +10,14 @@ use std::sync::Arc;
 
 use racksum_proto::dtype::DType;
 
-/// An element type of Rust's that a tensor may have.
+/// A Rust type that a tensor's elements may have.
 pub trait Element: Copy + sealed::Sealed {
-    /// What it is on the wire.
+    /// The type of the elements on the wire.
     const DTYPE: DType;
 }
 
 mod sealed {
-    /// Keeps [`super::Element`] to types whose every bit pattern is valid.
+    /// Restricts [`super::Element`] to types for which every bit pattern is valid.
     #[expect(unnameable_types, reason = "that is what seals the trait")]
     pub trait Sealed {}
 }
@@ -33,20 +33,21 @@ macro_rules! elements {
 
 elements!(f32 => F32, f64 => F64, half::f16 => F16, half::bf16 => Bf16, i32 => I32, i64 => I64);
 
-/// The bytes of a slice of elements.
+/// Returns the bytes of a slice of elements.
 #[must_use]
 pub fn as_bytes_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     let len = size_of_val(elements);
-    // SAFETY: `Element` is sealed to types without padding for which every bit pattern is valid,
-    // so any bytes may be read and written; the length is the slice's own.
+    // SAFETY: `Element` is sealed to types without padding for which every bit pattern is valid, so
+    // any bytes may be read and written. The length is the slice's own.
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), len) }
 }
 
-/// Memory of a caller's that an op in flight reads and writes where it is.
+/// Memory of the caller that an op in flight reads and writes in place.
 pub struct Region {
     start: NonNull<u8>,
     len: usize,
-    /// What must not go before the region: the memory's owner, or what a loan looks for.
+    /// The memory's owner, which must outlive the region. For a loan, the reference that the loan
+    /// counts when it ends.
     _owner: Box<dyn Send>,
 }
 
@@ -57,7 +58,7 @@ impl fmt::Debug for Region {
     }
 }
 
-/// A borrow that a [`Region`] was made of. It must not end before the region does.
+/// The borrow behind a [`Region`]. It must not end before the region does.
 #[derive(Debug)]
 pub(crate) struct Loan<'a> {
     held: Arc<()>,
@@ -75,58 +76,57 @@ pub(crate) fn lend(bytes: &mut [u8]) -> (Loan<'_>, Region) {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if Arc::strong_count(&self.held) > 1 {
-            // The memory is about to be used by its owner while an op still writes to it.
+            // The owner is about to use the memory, and an op still writes to it.
             eprintln!("racksum: a lent tensor was to be given back while its op runs");
             std::process::abort();
         }
     }
 }
 
-/// Whether some bytes are of both.
+/// Returns whether two ranges have an address in common.
 pub(crate) fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
     !one.is_empty() && !other.is_empty() && one.start < other.end && other.start < one.end
 }
 
-// SAFETY: a region is a borrow of its bytes that is unique but for ops that have yet to begin;
-// whoever holds it may use it on any thread.
+// SAFETY: a region borrows its bytes exclusively, except from ops that have not begun. Its holder
+// may use the bytes on any thread.
 unsafe impl Send for Region {}
 
 impl Region {
-    /// The `len` bytes from `start`. Their owner is kept until the op that works on them has ended
-    /// and was waited for, or was abandoned; it may be dropped on any thread.
+    /// Creates a region of the `len` bytes from `start`. The region keeps `owner` until its op has
+    /// ended and its caller has waited for the op or abandoned it. Any thread may drop `owner`.
     ///
     /// # Safety
-    /// As long as `owner` is kept, the bytes are in one allocation that stays where it is, may be
-    /// read and written from any thread, and are read and written by nobody else but ops of the
-    /// same client, which take turns.
+    /// While `owner` is kept, the bytes must stay in place in one allocation, and any thread may
+    /// read and write them. Only ops of the same client may access them; these ops take turns.
     #[must_use]
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: impl Send + 'static) -> Self {
         Self { start, len, _owner: Box::new(owner) }
     }
 
-    /// How many bytes there are.
+    /// Returns the length in bytes.
     pub(crate) const fn len(&self) -> usize {
         self.len
     }
 
-    /// The addresses of the bytes.
+    /// Returns the addresses of the bytes.
     pub(crate) fn extent(&self) -> Range<usize> {
         let start = self.start.addr().get();
         start..start + self.len
     }
 
-    /// Bytes `range` of the memory, to be read.
+    /// Returns bytes `range` of the memory.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
-        // SAFETY: within the region, whose memory is there as long as its owner is kept, and as
-        // its loan, which does not end before the region.
+        // SAFETY: the range is within the region. The memory lives as long as its owner, which the
+        // region keeps, or as its loan, which does not end before the region.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) }
     }
 
-    /// Bytes `range` of the memory, to be written.
+    /// Returns bytes `range` of the memory, mutable.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the tensor");
-        // SAFETY: as in `bytes`, and `&mut self` makes the borrow unique.
+        // SAFETY: as in `bytes`; `&mut self` makes the borrow unique.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len()) }
     }
 }
@@ -135,14 +135,14 @@ impl Region {
 pub(crate) mod tests {
     use super::*;
 
-    /// A region of memory of its own, with an owner besides.
+    /// Creates a region that owns its memory and another owner.
     pub(crate) fn region_of(mut bytes: Vec<u8>, owner: impl Send + 'static) -> Region {
         let (start, len) = (NonNull::from(&mut *bytes).cast(), bytes.len());
-        // SAFETY: the vector, which is kept, stays where it is, and nobody else looks at it.
+        // SAFETY: the region keeps the vector, which stays in place, and no other code uses it.
         unsafe { Region::new(start, len, (bytes, owner)) }
     }
 
-    /// Regions of the same memory. Those that overlap may be used one after the other.
+    /// Creates regions of the same memory. Tests use overlapping regions one after the other.
     pub(crate) fn regions_of<const N: usize>(
         mut bytes: Vec<u8>,
         ranges: [Range<usize>; N],
@@ -151,8 +151,8 @@ pub(crate) mod tests {
         let bytes = Arc::new(bytes);
         ranges.map(|range| {
             assert!(range.end <= bytes.len(), "beyond the memory");
-            // SAFETY: within the vector, which is kept, stays where it is, and nobody looks at;
-            // those that overlap are used one after the other.
+            // SAFETY: the range is within the vector, which the regions keep, which stays in place,
+            // and which no other code uses. Tests use overlapping regions one after the other.
             unsafe { Region::new(start.add(range.start), range.len(), Arc::clone(&bytes)) }
         })
     }

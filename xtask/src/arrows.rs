@@ -1,6 +1,6 @@
-//! Which crate may import which: the arrows between the rooms, over `cargo metadata`.
+//! Checks which crate may import which, over `cargo metadata`.
 //!
-//! Dependencies of every kind count, those of tests and build scripts too. The sans-IO crates
+//! Dependencies of every kind count, including those of tests and build scripts. The sans-IO crates
 //! are also kept from the packages that would give them a socket, a clock or the system's
 //! randomness.
 
@@ -9,14 +9,14 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
-/// What a crate may import of ours.
+/// The workspace crates that a crate may import.
 #[derive(Debug, Clone, Copy)]
 enum MayImport {
     Any,
     Only(&'static [&'static str]),
 }
 
-/// The table of ARCHITECTURE.md. A crate without a row is a mistake.
+/// The table of ARCHITECTURE.md. A crate without a row is an error.
 const ARROWS: [(&str, MayImport); 13] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
@@ -64,7 +64,7 @@ const ARROWS: [(&str, MayImport); 13] = [
 /// The crates that own no socket, clock, thread or randomness (invariant I8).
 const SANS_IO: [&str; 2] = ["racksum-proto", "racksum-sim"];
 
-/// The packages a sans-IO crate does without, outside its tests.
+/// The packages that a sans-IO crate may use only in its tests.
 const IO_PACKAGES: [&str; 8] =
     ["getrandom", "libc", "mio", "quinn", "quinn-udp", "rustix", "socket2", "tokio"];
 
@@ -76,7 +76,7 @@ pub(crate) struct Edge {
     only_in_tests: bool,
 }
 
-/// Our crates and everything they name as a dependency.
+/// The workspace crates and everything that they name as a dependency.
 #[derive(Debug, Default)]
 pub(crate) struct Graph {
     crates: Vec<String>,
@@ -84,7 +84,7 @@ pub(crate) struct Graph {
 }
 
 impl Graph {
-    /// Reads the workspace at `root`; needs no network.
+    /// Reads the workspace at `root` without the network.
     pub(crate) fn load(root: &Path) -> Result<Self> {
         let metadata = MetadataCommand::new()
             .current_dir(root)
@@ -103,7 +103,7 @@ impl Graph {
         Ok(graph)
     }
 
-    /// One sentence for each arrow that is not in the table.
+    /// Returns one sentence for each import that the table does not allow.
     pub(crate) fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         for name in &self.crates {

@@ -1,9 +1,9 @@
-//! `cargo xtask attack`: what other tenants notice while somebody attacks an aggregator.
+//! `cargo xtask attack` measures how an attack on an aggregator affects other tenants.
 //!
-//! A tenant asks for results again and again, or has its ranks say words without end
-//! (`tests/src/attack.rs`), jobs that have no room wait
-//! in a crowd (`tests/src/queues.rs`), and callers fall silent in the middle of their handshakes
-//! (`tests/examples/initials.rs`). All of it stays on this host, and ends by itself.
+//! A tenant requests results again and again, or its ranks send control messages without end
+//! (`tests/src/attack.rs`). A crowd of jobs waits for room (`tests/src/queues.rs`). Callers fall
+//! silent in the middle of their handshakes (`tests/examples/initials.rs`). All attacks stay on
+//! this host and end by themselves.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -20,18 +20,18 @@ use crate::deadline::Deadline;
 use crate::interrupt;
 use crate::shell::{Cmd, path, target};
 
-/// For how long, and how often.
+/// Duration and number of the rounds.
 #[derive(Debug, Args)]
 pub(crate) struct AttackArgs {
     /// Seconds that each attack lasts.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=60))]
     seconds: u64,
-    /// Rounds; the median of each figure counts.
+    /// Rounds. The median of each figure counts.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
 }
 
-/// A figure and the most that it may be.
+/// A figure and the largest value that it may have.
 #[derive(Debug, Clone, PartialEq)]
 struct Figure {
     what: String,
@@ -51,7 +51,7 @@ impl Figure {
     }
 }
 
-/// Runs all attacks; `true` if every figure keeps its bound.
+/// Runs all attacks; returns `true` if every figure keeps its bound.
 pub(crate) fn run(root: &Path, args: &AttackArgs) -> Result<bool> {
     interrupt::listen()?;
     let mut figures = tenant(root, args)?;
@@ -62,7 +62,7 @@ pub(crate) fn run(root: &Path, args: &AttackArgs) -> Result<bool> {
     Ok(crowd && figures.iter().all(Figure::is_kept))
 }
 
-/// A tenant that asks for results again and again, beside another one's job.
+/// Measures a tenant that requests results again and again, beside another tenant's job.
 fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     let words = ["test", "--release", "--locked", "-p", "racksum-tests", "--lib", "attack"];
     let command = Cmd::cargo(&[&words[..], &["--", "--nocapture", "--test-threads=1"]].concat())
@@ -86,9 +86,9 @@ fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// The figures of a line that an attack prints, `attack=NAME key=value ...`, and the most that each
-/// may be; none of another line. Only bytes may be missing, both of them: there are attacks that
-/// have no answers.
+/// Returns the figures of a line that an attack prints, `attack=NAME key=value ...`, and the bound
+/// of each. Any other line has no figures. Only the byte counts may be missing, and only both of
+/// them, because some attacks have no answers.
 fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
     let Some((_, said)) = line.split_once("attack=") else { return Ok(Vec::new()) };
     let (name, fields) = said.split_once(' ').unwrap_or((said, ""));
@@ -105,7 +105,7 @@ fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
     if ["bytes_out", "bytes_in"].iter().any(|key| fields.contains_key(key)) {
         figures.push(("bytes out / in", ratio("bytes_out", "bytes_in")?, 2.0));
     }
-    // Two tenants share, so a half of what one alone has is fair: 80 % of that.
+    // Two tenants share, so half of the throughput of one alone is fair. The bound is 80 % of that.
     let fair = 0.5 / of("throughput_share")?.max(1e-9);
     figures.push(("other tenant's p99 / quiet", ratio("attacked_p99_us", "quiet_p99_us")?, 3.0));
     figures.push(("fair half / other tenant's ops", fair, 1.0 / 0.8));
@@ -116,7 +116,7 @@ fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
     Ok(named.collect())
 }
 
-/// Callers that fall silent, beside ranks that join.
+/// Measures callers that fall silent, beside ranks that join.
 fn strangers(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     let example = ["-p", "racksum-tests", "--example", "initials"];
@@ -138,17 +138,17 @@ fn strangers(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// What ranks noticed of a flood.
+/// The effect of a flood on ranks.
 struct Flooded {
     failed: f64,
     longest: f64,
     log_lines: f64,
 }
 
-/// Joins of ranks during a flood.
+/// Number of joins during a flood.
 const JOINS: u32 = 20;
 
-/// Floods an aggregator, and has ranks join meanwhile, until both are over.
+/// Floods an aggregator while ranks join, until both the joins and the attack time are over.
 fn flood(root: &Path, addresses: u32, rate: u32, seconds: u64) -> Result<Flooded> {
     let log = target(root).join("attack.log");
     let program = target(root).join("release/racksum");
@@ -161,7 +161,7 @@ fn flood(root: &Path, addresses: u32, rate: u32, seconds: u64) -> Result<Flooded
     )?;
     let addr = aggregator.address()?;
     let flooder = target(root).join("release/examples/initials");
-    // It goes on until the joins are over, or at most for so long.
+    // The flood lasts until the joins are over, or at most this many seconds.
     let most = (seconds + 3 * u64::from(JOINS)).to_string();
     let flooder_args = [&addr, &addresses.to_string(), &rate.to_string(), &most];
     let _flooding = Running::start(Command::new(flooder).args(flooder_args).stdout(Stdio::null()))?;
@@ -188,7 +188,7 @@ fn flood(root: &Path, addresses: u32, rate: u32, seconds: u64) -> Result<Flooded
     Ok(Flooded { failed: failed.into(), longest: longest.as_secs_f64(), log_lines })
 }
 
-/// A process that ends with this.
+/// A process that is killed when this value is dropped.
 struct Running(Child);
 
 impl Running {
@@ -197,7 +197,7 @@ impl Running {
         Ok(Self(started.with_context(|| format!("cannot start {command:?}"))?))
     }
 
-    /// Where an aggregator says that it serves.
+    /// Returns the address that an aggregator prints.
     fn address(&mut self) -> Result<String> {
         let out = self.0.stdout.take().context("its output is not read")?;
         let mut line = String::new();
@@ -209,13 +209,13 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended, which is as good.
+        // `kill` fails if the process has ended already, which is fine.
         self.0.kill().unwrap_or_default();
         drop(self.0.wait());
     }
 }
 
-/// A line for each figure.
+/// Formats a line for each figure.
 fn table(figures: &[Figure]) -> String {
     let width = figures.iter().map(|figure| figure.what.chars().count()).max().unwrap_or(0);
     let mut text = format!("{:<width$} {:>9} {:>9}\n", "figure", "median", "must be <=");

@@ -1,7 +1,7 @@
-//! Modules that import each other in a circle, in the Rust crates and in the Python package.
+//! Finds modules that import each other in a circle, in the Rust crates and in the Python package.
 //!
-//! The rule holds level by level: the modules that lie side by side in one parent, each with all
-//! that lies in it, may not import each other in a circle. A parent and its own children may.
+//! The rule holds at each level of the module tree: sibling modules, each with all its descendants,
+//! may not import each other in a circle. A parent and its own children may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use crate::problem::Problem;
 use crate::source::Source;
 
-/// A module's path in its crate or package, whose own path is empty.
+/// A module's path in its crate or package; the root's path is empty.
 type Module = Vec<String>;
 
 /// One import of a module by another.
@@ -34,7 +34,7 @@ pub(crate) fn in_crates(sources: &[Source]) -> Vec<Problem> {
     crates.values().flat_map(|files| circles(&rust_imports(files))).collect()
 }
 
-/// Finds the circles in the Python package at `package`, whose files are given with their texts.
+/// Finds the circles in the Python package at `package`; `files` holds its files and their texts.
 pub(crate) fn in_package(package: &Path, files: &[(PathBuf, String)]) -> Vec<Problem> {
     let modules: BTreeMap<Module, &(PathBuf, String)> = files
         .iter()
@@ -44,7 +44,7 @@ pub(crate) fn in_package(package: &Path, files: &[(PathBuf, String)]) -> Vec<Pro
     circles(&python_imports(&name, &modules))
 }
 
-/// The crate that a file is of, by its `src`, and the module that the file holds.
+/// Returns the `src` folder of the file's crate and the module that the file holds.
 fn module_of(path: &Path) -> Option<(&Path, Module)> {
     let root = path.ancestors().find(|dir| dir.ends_with("src"))?;
     let mut module = parts(&path.strip_prefix(root).ok()?.with_extension(""));
@@ -56,7 +56,7 @@ fn module_of(path: &Path) -> Option<(&Path, Module)> {
     Some((root, module))
 }
 
-/// The module that a file of a Python package holds.
+/// Returns the module that a file of a Python package holds, or `None` for another file type.
 fn python_module(path: &Path) -> Option<Module> {
     let is_python = path.extension().is_some_and(|extension| extension == "py");
     let mut module = parts(&path.with_extension(""));
@@ -70,7 +70,7 @@ fn parts(path: &Path) -> Module {
     path.iter().map(|part| part.to_string_lossy().into_owned()).collect()
 }
 
-/// The longest part of a path that is a module with a file.
+/// Returns the longest prefix of a path that is a module with a file.
 fn file_of<T>(modules: &BTreeMap<Module, T>, path: &[String]) -> Module {
     let lengths = (0..=path.len()).rev();
     let found = lengths.map(|length| &path[..length]).find(|part| modules.contains_key(*part));
@@ -81,7 +81,7 @@ fn rust_imports(files: &BTreeMap<Module, &Source>) -> Vec<Import> {
     let mut imports = Vec::new();
     for (module, source) in files {
         let tested = source.text.lines().take(source.tests_start()).collect::<Vec<_>>().join("\n");
-        // A file that does not scan is the compiler's to report.
+        // The compiler reports a file that does not scan.
         let tokens: TokenStream = tested.parse().unwrap_or_default();
         let mut paths = Vec::new();
         walk(tokens, module, &mut paths);
@@ -95,7 +95,7 @@ fn rust_imports(files: &BTreeMap<Module, &Source>) -> Vec<Import> {
     imports
 }
 
-/// Collects the paths that begin with `crate`, `super` or `self`, in full, and their lines.
+/// Collects the full paths that begin with `crate`, `super` or `self`, and their lines.
 fn walk(tokens: TokenStream, module: &Module, paths: &mut Vec<(Module, usize)>) {
     let mut tokens = tokens.into_iter().peekable();
     let mut before: Option<String> = None;
@@ -129,7 +129,7 @@ fn walk(tokens: TokenStream, module: &Module, paths: &mut Vec<(Module, usize)>) 
     }
 }
 
-/// Follows a path, and each branch of one that ends in braces.
+/// Follows a path, and each branch of a path that ends in braces.
 fn follow(
     tokens: &mut std::iter::Peekable<impl Iterator<Item = TokenTree>>,
     mut path: Module,
@@ -156,7 +156,7 @@ fn follow(
                         branch.push(first.to_string());
                     }
                     follow(&mut branches, branch, first.span().start().line, paths);
-                    // What is left of the branch, such as `as NAME`, names no module.
+                    // The rest of the branch, such as `as NAME`, names no module.
                     for token in branches.by_ref() {
                         if matches!(&token, TokenTree::Punct(punct) if punct.as_char() == ',') {
                             break;
@@ -173,7 +173,7 @@ fn follow(
     paths.push((path, line));
 }
 
-/// The imports of Python files, by `from … import` and `import`.
+/// Returns the imports of Python files, by `from … import` and `import`.
 fn python_imports(package: &str, modules: &BTreeMap<Module, &(PathBuf, String)>) -> Vec<Import> {
     let mut imports = Vec::new();
     for (module, (path, text)) in modules {
@@ -218,7 +218,7 @@ fn python_imports(package: &str, modules: &BTreeMap<Module, &(PathBuf, String)>)
     imports
 }
 
-/// What a line imports: the module, and the names that it takes from it.
+/// Returns the module that a line imports, and the names that it imports from the module.
 fn python_import(line: &str) -> Option<(&str, Vec<String>)> {
     let line = line.trim_start();
     if let Some(rest) = line.strip_prefix("from ") {
@@ -231,7 +231,7 @@ fn python_import(line: &str) -> Option<(&str, Vec<String>)> {
     Some((whole.trim_end_matches(','), vec![String::new()]))
 }
 
-/// One problem for each circle.
+/// Returns one problem for each circle.
 fn circles(imports: &[Import]) -> Vec<Problem> {
     let mut levels: BTreeMap<&[String], BTreeMap<(&str, &str), &Import>> = BTreeMap::new();
     for import in imports {

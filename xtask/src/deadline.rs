@@ -1,8 +1,8 @@
-//! How long a chore waits for its processes.
+//! Timeouts of a chore that waits for its processes.
 
 use std::time::{Duration, Instant};
 
-/// A while that began when it was made.
+/// A timeout that starts when it is created.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Deadline {
     began: Instant,
@@ -15,12 +15,12 @@ impl Deadline {
         Self { began: Instant::now(), patience }
     }
 
-    /// Whether it is over.
+    /// Returns whether the time is over.
     pub(crate) fn is_over(&self) -> bool {
         self.elapsed() >= self.patience
     }
 
-    /// How much of it has passed.
+    /// Returns how much time has passed.
     pub(crate) fn elapsed(&self) -> Duration {
         self.began.elapsed()
     }

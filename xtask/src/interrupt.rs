@@ -1,4 +1,4 @@
-//! Ctrl-C: noted, so that a wait ends with an error and everything that was set up is taken down.
+//! Ctrl-C handling. A signal is only noted, so that a wait ends with an error and cleanup runs.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -9,7 +9,7 @@ use signal_hook::flag;
 
 static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 
-/// Notes the signals that ask this process to end, from now on.
+/// Registers handlers that note SIGINT, SIGTERM and SIGHUP.
 pub(crate) fn listen() -> Result<()> {
     let interrupted = INTERRUPTED.get_or_init(Arc::default);
     for signal in [SIGINT, SIGTERM, SIGHUP] {
@@ -18,7 +18,7 @@ pub(crate) fn listen() -> Result<()> {
     Ok(())
 }
 
-/// Fails once a signal has come.
+/// Returns an error once a signal has arrived.
 pub(crate) fn check() -> Result<()> {
     if is_noted() {
         bail!("interrupted");
@@ -26,7 +26,7 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// Whether a signal has come.
+/// Returns whether a signal has arrived.
 pub(crate) fn is_noted() -> bool {
     INTERRUPTED.get().is_some_and(|interrupted| interrupted.load(Ordering::Relaxed))
 }

@@ -1,7 +1,7 @@
-//! What the tests need of the machine: `ip` and `tc`, and the right to make network namespaces.
+//! Machine requirements of the tests: `ip`, `tc`, and the right to make network namespaces.
 //!
-//! Only the tests of slow and lossy links need these, and they skip themselves without; so what
-//! is missing here is said in one line and is no failure.
+//! Only the tests of slow and lossy links need these, and they skip themselves otherwise. A missing
+//! requirement is therefore one line of output and no failure.
 
 use std::env;
 use std::path::Path;
@@ -10,11 +10,11 @@ use anyhow::Result;
 
 use crate::shell::Cmd;
 
-/// What tests do without when the machine lacks something.
+/// The consequence for the tests if the machine lacks something.
 const SKIPPED: &str = "tests of slow and lossy links will be skipped";
 
-/// Checks the machine and installs what is missing where it may; returns why tests of links will
-/// be skipped, if they will.
+/// Checks the machine and installs missing tools if it may. Returns the reason if tests of links
+/// will be skipped.
 pub(crate) fn set_up(root: &Path) -> Result<Option<String>> {
     let lacks = link_tools(root)?;
     match &lacks {
@@ -24,7 +24,7 @@ pub(crate) fn set_up(root: &Path) -> Result<Option<String>> {
     Ok(lacks)
 }
 
-/// Provides what slow and lossy links need, or says why they cannot be had.
+/// Provides the tools for slow and lossy links, or returns the reason why they are unavailable.
 pub(crate) fn link_tools(root: &Path) -> Result<Option<String>> {
     if let Some(why) = provide(root, &["ip", "tc"], &["iproute2"])? {
         return Ok(Some(why));
@@ -40,7 +40,7 @@ pub(crate) fn link_tools(root: &Path) -> Result<Option<String>> {
     Ok(Some(why.to_owned()))
 }
 
-/// Installs `packages` where it may, if one of `tools` is missing; or says why it does not.
+/// Installs `packages` if one of `tools` is missing, or returns the reason why it does not.
 pub(crate) fn provide(root: &Path, tools: &[&str], packages: &[&str]) -> Result<Option<String>> {
     let missing = tools.iter().copied().filter(|tool| !on_path(tool)).collect();
     match plan(missing, is_root(root), on_path("apt-get")) {
@@ -61,7 +61,7 @@ fn is_root(root: &Path) -> bool {
     Cmd::new("sh", &["-c", "test \"$(id -u)\" = 0"]).succeeds(root)
 }
 
-/// What to do about missing programs.
+/// The action for missing programs.
 #[derive(Debug, PartialEq, Eq)]
 enum Plan {
     Nothing,
@@ -81,7 +81,7 @@ fn plan(missing: Vec<&str>, is_root: bool, has_apt: bool) -> Plan {
     }
 }
 
-/// Whether a program can be started by its name.
+/// Returns whether a program is on `PATH`.
 pub(crate) fn on_path(program: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path).any(|dir| dir.join(program).is_file())

@@ -1,16 +1,16 @@
-//! The project's chores behind one command: `cargo xtask test` is what a developer runs and what
-//! CI runs.
+//! The project's chores behind one command. Developers and CI run `cargo xtask test`.
 //!
-//! Read [`steps`] for the steps of a test run, [`tidy`] for the rules that neither rustfmt nor
-//! clippy holds, [`mod@bench`] for the races against other programs, and [`soak`] for the long run.
-//! A new chore is a module here and a variant of [`Chore`]; a new step of the test run is a variant
-//! of [`steps::Step`].
+//! [`steps`] holds the steps of a test run and [`tidy`] the rules that rustfmt and clippy do not
+//! check. [`mod@bench`] races racksum against other programs, and [`soak`] is the long run. A new
+//! chore is a module here and a variant of [`Chore`]. A new step of the test run is a variant of
+//! [`steps::Step`].
 
 mod arrows;
 mod attack;
 mod bench;
 mod circles;
 mod deadline;
+mod english;
 mod interrupt;
 mod machine;
 mod problem;
@@ -47,19 +47,20 @@ struct Cli {
 enum Chore {
     /// Set the machine up, then lint, document, test, simulate and try the benches.
     Test(TestArgs),
-    /// What CI runs: the same as `test`.
+    /// Run the CI checks: the same as `test`.
     Ci(TestArgs),
-    /// Check the rules that neither rustfmt nor clippy holds.
+    /// Check the rules that rustfmt and clippy do not check.
     Tidy,
-    /// Measure racksum beside other programs and beside its bounds.
+    /// Compare racksum with other programs and with its bounds.
     Bench(BenchArgs),
-    /// Attack aggregators on this host as a tenant or a stranger could: what do others notice?
+    /// Attack aggregators on this host as a tenant or a stranger could, and measure the effect on
+    /// others.
     Attack(AttackArgs),
-    /// Let jobs come and go for a while, and kill ranks and aggregators.
+    /// Start and end jobs for a while, and kill ranks and aggregators.
     Soak(SoakArgs),
 }
 
-/// Which part of the test run to do.
+/// The steps of the test run to do.
 #[derive(Debug, Args)]
 struct TestArgs {
     /// Run this step alone; may be given more than once.
@@ -67,7 +68,7 @@ struct TestArgs {
     only: Vec<Step>,
 }
 
-/// The workspace root: the folder that holds this crate.
+/// Returns the workspace root, the folder that holds this crate.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is a folder of the workspace")
 }

@@ -1,9 +1,9 @@
-//! What is wrong with a file, as `cargo xtask tidy` reports it.
+//! Problems of a file, as `cargo xtask tidy` reports them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// One broken rule at one place.
+/// A broken rule at one place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Problem {
     path: PathBuf,
@@ -13,7 +13,7 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    /// A problem with `path`, at `line` (from 1) if it has one.
+    /// Creates a problem of `path`, at `line` (from 1) if it has one.
     pub(crate) fn new(
         path: impl AsRef<Path>,
         line: Option<usize>,

@@ -1,4 +1,4 @@
-//! The Python package: a Python of its own to test it with, and its tests.
+//! The tests of the Python package, and the virtual environment that runs them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,12 +8,11 @@ use anyhow::{Result, bail};
 use crate::machine;
 use crate::shell::{Cmd, path, target};
 
-/// Builds and installs the package as a user does, checks it and runs its tests, which append to
-/// `report`.
+/// Installs the package as a user does, checks it and runs its tests, which append to `report`.
 pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     let python = installed(root)?;
     let package = root.join("python");
-    // The aggregator that the tests call.
+    // The tests start this aggregator.
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     for check in ["ruff check", "ruff format --check", "mypy", "pytest"] {
         let module: Vec<&str> = ["-m"].into_iter().chain(check.split(' ')).collect();
@@ -24,14 +23,14 @@ pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests of process groups that torch's wheel ships, and compares with docs/c10d.md.
+/// Runs the tests of process groups in torch's wheel, and compares the results with docs/c10d.md.
 pub(crate) fn upstream(root: &Path) -> Result<()> {
     let python = installed(root)?;
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     Cmd::new(path(&python)?, &["tests/upstream/run.py"]).run(&root.join("python"))
 }
 
-/// A Python with the package, as it is now, and the pinned packages.
+/// Returns a Python with the pinned packages and the package as it is now.
 pub(crate) fn installed(root: &Path) -> Result<PathBuf> {
     let python = venv(root)?;
     let package = root.join("python");
@@ -40,13 +39,13 @@ pub(crate) fn installed(root: &Path) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// A Python with the pinned packages, made at the first use and whenever the pins change.
+/// Returns a Python with the pinned packages, installed at the first use and when the pins change.
 pub(crate) fn venv(root: &Path) -> Result<PathBuf> {
     let venv = target(root).join("venv");
     let python = venv.join("bin/python");
     let pins = root.join("python/requirements.txt");
     let wanted = fs::read_to_string(&pins)?;
-    // Written last: what is there is whole.
+    // The stamp is written last, so that its presence means a complete installation.
     let stamp = venv.join("installed.txt");
     if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
         return Ok(python);

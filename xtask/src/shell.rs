@@ -1,4 +1,4 @@
-//! Commands that can be run and shown: a failure prints the line that repeats it.
+//! Commands that a chore runs and prints. A failure prints the line that repeats it.
 
 use std::env;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// A program, its arguments and the environment it needs on top of ours.
+/// A program, its arguments and its environment variables beyond those of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Cmd {
     program: String,
@@ -16,32 +16,32 @@ pub(crate) struct Cmd {
 }
 
 impl Cmd {
-    /// A program and its arguments.
+    /// Creates a command from a program and its arguments.
     pub(crate) fn new(program: &str, args: &[&str]) -> Self {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
         Self { program: program.to_owned(), args, env: Vec::new() }
     }
 
-    /// A program and its arguments, from one line of words without quotes.
+    /// Creates a command from one line of words without quotes.
     pub(crate) fn line(line: &str) -> Self {
         let mut words = line.split_whitespace();
         let program = words.next().unwrap_or_default();
         Self::new(program, &words.collect::<Vec<_>>())
     }
 
-    /// A cargo command.
+    /// Creates a cargo command.
     pub(crate) fn cargo(args: &[&str]) -> Self {
         Self::new("cargo", args)
     }
 
-    /// The same command with `key` set to `value`.
+    /// Returns the command with `key` set to `value`.
     pub(crate) fn env(mut self, key: &'static str, value: impl Into<String>) -> Self {
         self.env.push((key, value.into()));
         self
     }
 
-    /// Runs the command in `dir` with its output passed on; an exit status other than 0 is an
-    /// error that carries the line to copy.
+    /// Runs the command in `dir` and passes its output on. An exit status other than 0 is an error
+    /// that carries the line to copy.
     pub(crate) fn run(&self, dir: &Path) -> Result<()> {
         println!("$ {self}");
         let status = self
@@ -55,8 +55,8 @@ impl Cmd {
         Ok(())
     }
 
-    /// Runs the command in `dir` and returns what it printed; what it printed as errors is in
-    /// the error.
+    /// Runs the command in `dir` and returns its standard output. An error carries its standard
+    /// error.
     pub(crate) fn output(&self, dir: &Path) -> Result<String> {
         let output = self
             .command(dir)
@@ -70,7 +70,7 @@ impl Cmd {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Whether the command starts and ends well; its output is dropped.
+    /// Returns whether the command starts and exits with status 0; its output is dropped.
     pub(crate) fn succeeds(&self, dir: &Path) -> bool {
         self.command(dir)
             .stdin(Stdio::null())
@@ -103,18 +103,18 @@ impl fmt::Display for Cmd {
     }
 }
 
-/// A path as an argument.
+/// Returns a path as an argument.
 pub(crate) fn path(path: &Path) -> Result<&str> {
     path.to_str().with_context(|| format!("{} is no text", path.display()))
 }
 
-/// Where cargo puts what it builds.
+/// Returns the folder of cargo's build output.
 pub(crate) fn target(root: &Path) -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| "target".into(), PathBuf::from);
     root.join(target)
 }
 
-/// `word` as a shell reads it back.
+/// Quotes `word` for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

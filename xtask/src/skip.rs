@@ -1,9 +1,9 @@
-//! What a test run leaves out.
+//! The parts of a test run that were skipped.
 
-/// Something that was left out, and why.
+/// A skipped part, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Skip {
-    /// A test, or what a step would have done.
+    /// A test, or another part of a step.
     pub(crate) what: String,
     pub(crate) why: String,
 }

@@ -1,11 +1,14 @@
-//! `cargo xtask soak`: jobs that come and go for as long as one likes, some of whose ranks are
-//! killed, at aggregators of which some are killed or told to stop, or through racks to a root.
+//! `cargo xtask soak` starts and ends jobs for a chosen time and kills ranks of some. The jobs run
+//! on two aggregators that are killed or drained in turn, on one steady aggregator, or through
+//! racks to a root.
 //!
-//! Every op's sums are checked by the ranks (`racksum bench -n 1`). What must hold besides: a job
-//! that loses no rank ends well, whatever becomes of its aggregators; one that is to lose a rank
-//! runs until it does, and ends in time, with an error that names it; and the aggregators that are
-//! left in peace, the root and the racks', have in the end as much memory, as many open files and
-//! as many free buffers as near the beginning.
+//! The ranks check the sums of every op (`racksum bench -n 1`). The soak checks three more rules:
+//!
+//! - A job that loses no rank succeeds, even when its aggregators restart.
+//! - A job with a victim runs until the victim is killed. It then ends in time with an error that
+//!   names the victim.
+//! - The steady aggregators, which are the root and the racks', end with the memory, open files and
+//!   free buffers that they had near the beginning.
 
 mod job;
 mod served;
@@ -25,44 +28,44 @@ use crate::deadline::Deadline;
 use crate::interrupt;
 use crate::shell::Cmd;
 
-/// How long, and with how much.
+/// Duration and load of a soak.
 #[derive(Debug, Args)]
 pub(crate) struct SoakArgs {
-    /// Minutes to go on for.
+    /// Minutes that the soak lasts.
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..))]
     minutes: u64,
     /// Jobs at a time.
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..=32))]
     jobs: u64,
-    /// Seed of what happens when.
+    /// Seed of the random choices.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// What came of it.
+/// Counts and faults of a soak.
 #[derive(Debug, Default)]
 struct Tally {
     jobs: u64,
     /// Ops whose sums were checked, over all ranks.
     ops: u64,
     ranks_killed: u64,
-    /// Jobs that ended with an error that names the rank that was killed.
+    /// Jobs that ended with an error that names the killed rank.
     told: u64,
     aggregators_killed: u64,
     aggregators_drained: u64,
-    /// What was not as it must be.
+    /// Expectations that did not hold.
     faults: Vec<String>,
 }
 
 impl Tally {
-    /// Notes a fault, and says it at once: what is left of it to look at may soon be gone.
+    /// Notes a fault and prints it at once, because its traces may soon disappear.
     fn fault(&mut self, what: String) {
         println!("fault: {what}");
         self.faults.push(what);
     }
 }
 
-/// Runs it; `true` when nothing was amiss.
+/// Runs the soak; returns `true` if every check passed.
 pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
     interrupt::listen()?;
     let build = ["build", "--release", "--locked", "-p", "racksum-cli"];
@@ -119,7 +122,7 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
     report(&tally, &steady, &started?)
 }
 
-/// Shows how far it is, until it is over. Returns what the steady aggregators had near the
+/// Prints the progress until the run ends. Returns the steady aggregators' resources near the
 /// beginning.
 fn watch(
     steady: &[Served],
@@ -154,13 +157,13 @@ fn watch(
     started.unwrap_or_else(resources)
 }
 
-/// The memory of each.
+/// Formats the memory of each aggregator.
 fn in_mb(all: Vec<Resources>) -> String {
     let each: Vec<_> = all.iter().map(|one| one.resident_mb.to_string()).collect();
     format!("{} MB", each.join(", "))
 }
 
-/// Kills one of two aggregators, or tells it to stop, and starts it again, over and over.
+/// Kills or drains one of two aggregators and starts it again, over and over.
 fn trouble(
     pair: &mut [Served; 2],
     program: &Path,
@@ -170,7 +173,7 @@ fn trouble(
     over: &AtomicBool,
 ) {
     for turn in 0.. {
-        // The other one must have been back for a while: with both gone there is nowhere to go.
+        // Jobs need one aggregator of the two, so the other one must have been back for a while.
         let pause = Deadline::after(Duration::from_millis(draw.between(5_000, 9_000)));
         while !pause.is_over() && !over.load(Relaxed) {
             sleep(Duration::from_millis(50));
@@ -225,11 +228,11 @@ fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
     tally.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// The first aggregator's port. Below those that the kernel gives to who asks for any: one of a
-/// rank must not be where an aggregator is about to start again.
+/// The first aggregator's port. It lies below the kernel's ephemeral ports, so that no rank's
+/// socket takes a port that an aggregator is about to bind again.
 const FIRST_PORT: u16 = 17_170;
 const PORTS_EACH: u16 = 10;
-/// How long until memory that is touched for the first time has been.
+/// Time until the aggregators have touched the memory that they use.
 const WARM_UP: Duration = Duration::from_secs(45);
-/// What a steady aggregator's memory may grow by from then on.
+/// Growth in memory that a steady aggregator is allowed after the warm-up.
 const SPARE_MB: u64 = 32;

@@ -1,13 +1,13 @@
-//! A Rust source file as the tidy rules see it: each line's code apart from its comments, with
-//! what stands in literals in neither.
+//! A Rust source file as the tidy rules see it. Each line's code is apart from its comments;
+//! neither holds the text of literals.
 //!
-//! This is a scanner, not a parser: it knows comments, strings, raw strings, characters and
-//! lifetimes, and nothing else of the language.
+//! This is a scanner, not a parser. Of the language it knows only comments, strings, raw strings,
+//! characters and lifetimes.
 
 use std::path::{Path, PathBuf};
 
-/// One line, twice: the code without comments and literals, and the comments alone. Everything
-/// else is blanked out, so columns stay.
+/// The code and the comments of one line, without literals. Blanks stand for everything else, so
+/// columns stay the same.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
     /// The line's code.
@@ -34,12 +34,12 @@ impl Source {
         Self { path: path.into(), lines: split(&text), text }
     }
 
-    /// Whether a program wrote the file, which it must say on the first line.
+    /// Returns whether a program wrote the file, which the first line must state.
     pub(crate) fn is_generated(&self) -> bool {
         self.text.lines().next().is_some_and(|line| line.contains("@generated"))
     }
 
-    /// Whether the whole file is tests, by its name or the folder it is in.
+    /// Returns whether the whole file is tests, by its name or its folder.
     pub(crate) fn is_test_file(&self) -> bool {
         let stem = self.path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         stem == "tests"
@@ -47,7 +47,8 @@ impl Source {
             || self.path.parent().is_some_and(|dir| dir.iter().any(|part| part == "tests"))
     }
 
-    /// The index of the first line of the test module at the file's end, or the number of lines.
+    /// Returns the index of the first line of the test module at the file's end, or the number of
+    /// lines.
     pub(crate) fn tests_start(&self) -> usize {
         let mut attribute = None;
         for (index, line) in self.lines.iter().enumerate() {
@@ -67,7 +68,7 @@ impl Source {
     }
 }
 
-/// Whether `word` stands in `text` as a word of its own.
+/// Returns whether `text` contains `word` as a whole word.
 pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let inside = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(word).any(|(at, _)| {
@@ -75,7 +76,7 @@ pub(crate) fn has_word(text: &str, word: &str) -> bool {
     })
 }
 
-/// Whether `path` is `room`, the module file `room.rs` or something below `room`.
+/// Returns whether `path` is `room`, the module file `room.rs` or something inside `room`.
 pub(crate) fn is_in(path: &Path, room: &str) -> bool {
     path.starts_with(room) || path == Path::new(room).with_extension("rs")
 }
@@ -116,7 +117,7 @@ fn kinds(chars: &[char]) -> Vec<Kind> {
     kinds
 }
 
-/// What starts at `at`, and where it ends.
+/// Returns the kind of the token that starts at `at`, and where the token ends.
 fn token(chars: &[char], at: usize) -> (Kind, usize) {
     let rest = &chars[at..];
     match rest {
@@ -135,7 +136,8 @@ fn token(chars: &[char], at: usize) -> (Kind, usize) {
     }
 }
 
-/// Whether a word starts at `at`; the `b` or `c` of a raw byte or C string counts as before it.
+/// Returns whether a word starts at `at`. The `b` or `c` of a raw byte or C string counts as text
+/// before the word.
 fn starts_word(chars: &[char], at: usize) -> bool {
     let inside = |c: char| c.is_alphanumeric() || c == '_';
     match &chars[..at] {
@@ -180,7 +182,7 @@ fn quoted_len(rest: &[char], quote: char) -> usize {
     at
 }
 
-/// The length of the raw string at the start of `rest`; none when it is a raw identifier.
+/// Returns the length of the raw string at the start of `rest`, or `None` for a raw identifier.
 fn raw_len(rest: &[char]) -> Option<usize> {
     let hashes = rest[1..].iter().take_while(|&&c| c == '#').count();
     let body = 1 + hashes + 1;

@@ -1,4 +1,4 @@
-//! The test run, step by step: what each step runs, how long it took and how it ended.
+//! The steps of a test run: the commands of each step, its time and its result.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,35 +15,36 @@ use crate::shell::{Cmd, path, target};
 use crate::skip::Skip;
 use crate::{bench, machine, python, tidy};
 
-/// One step of the test run. The order here is the order they run in: cheap verdicts first.
+/// A step of the test run. Steps run in this order, so that cheap checks fail first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
-    /// Check what the tests need of the machine, and install it where we may.
+    /// Check what the tests need of the machine, and install it if permitted.
     Setup,
-    /// Source is formatted.
+    /// Check that source is formatted.
     Fmt,
-    /// Clippy is silent.
+    /// Check that clippy has no warnings.
     Clippy,
-    /// Documentation builds without a warning.
+    /// Build the documentation without warnings.
     Doc,
-    /// The rules of `cargo xtask tidy`.
+    /// Check the rules of `cargo xtask tidy`.
     Tidy,
-    /// Every test of the workspace.
+    /// Run every test of the workspace.
     Test,
-    /// The Python package: its style, its types and its tests, with the PyTorch of its users.
+    /// Check the Python package's style and types and run its tests, with the pinned PyTorch.
     Python,
-    /// The tests of process groups that torch ships, with Gloo and with racksum.
+    /// Run the tests of process groups that torch ships, with Gloo and with racksum.
     Upstream,
-    /// Two thousand fixed seeds through the simulator, optimised.
+    /// Run 2000 fixed seeds through the simulator, optimised.
     Swarm,
-    /// Every bench, once.
+    /// Run every bench once.
     Bench,
-    /// Small races of racksum with itself: real processes and, as root, real links.
+    /// Run small races of racksum with itself: real processes and, as root, real links.
     Smoke,
 }
 
 impl Step {
-    /// Runs the step. Its tests append to `report`; returns what else it left out, and why.
+    /// Runs the step. Its tests append to `report`; the result lists everything else that it
+    /// skipped.
     fn run(self, root: &Path, report: &Path) -> Result<Vec<Skip>> {
         let done = match self {
             Self::Setup => return machine::set_up(root).map(|why| skips("slow links", why)),
@@ -74,7 +75,7 @@ impl Step {
             ])
             .env("RUSTDOCFLAGS", "-D warnings")
             .run(root),
-            // One failing test binary does not keep the others from running.
+            // The other test binaries still run after one fails.
             Self::Test => Cmd::cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])
                 .env(report::FILE, path(report)?)
                 .run(root),
@@ -101,7 +102,7 @@ impl Step {
     }
 }
 
-/// The list for one thing that may have been left out.
+/// Returns the list of skips for one thing that may have been skipped.
 fn skips(what: &str, why: Option<String>) -> Vec<Skip> {
     why.map(|why| Skip { what: what.to_owned(), why }).into_iter().collect()
 }
@@ -112,8 +113,8 @@ impl fmt::Display for Step {
     }
 }
 
-/// Runs the steps named in `only`, or all, each whatever became of the others; `true` when all
-/// passed.
+/// Runs the steps in `only`, or all if it is empty; a failure does not stop the later steps.
+/// Returns `true` if all passed.
 pub(crate) fn run(root: &Path, only: &[Step]) -> Result<bool> {
     let steps = chosen(only);
     let report = target(root).join("test-report.jsonl");
@@ -139,7 +140,7 @@ pub(crate) fn run(root: &Path, only: &[Step]) -> Result<bool> {
     Ok(records.iter().all(|record| record.passed))
 }
 
-/// Removes what an earlier step has reported.
+/// Removes the report of an earlier step.
 fn clear(report: &Path) -> Result<()> {
     if report.exists() {
         fs::remove_file(report).with_context(|| format!("cannot remove {}", report.display()))?;
@@ -147,7 +148,7 @@ fn clear(report: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The tests that a step has skipped.
+/// Reads the tests that a step has skipped.
 fn from_report(file: &Path) -> Result<Vec<Skip>> {
     let entries = report::read(file).map_err(|why| anyhow!(why))?;
     let skip = |entry| match entry {
@@ -157,7 +158,7 @@ fn from_report(file: &Path) -> Result<Vec<Skip>> {
     Ok(entries.into_iter().filter_map(skip).collect())
 }
 
-/// How long each step took when it last ran here.
+/// The time that each step took when it last ran here.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 struct History(BTreeMap<String, f64>);
@@ -167,7 +168,7 @@ impl History {
         target(root).join("test-times.json")
     }
 
-    /// Reads the file; a missing or foreign one only costs the estimate.
+    /// Reads the file. A missing or unreadable file costs only the estimate.
     fn load(root: &Path) -> Self {
         let text = fs::read_to_string(Self::file(root)).unwrap_or_default();
         serde_json::from_str(&text).unwrap_or_default()
@@ -183,7 +184,7 @@ impl History {
         self.0.insert(step.to_string(), took.as_secs_f64());
     }
 
-    /// What is left to wait for, if every step has run here before.
+    /// Formats the time left, if every remaining step has run here before.
     fn left(&self, steps: &[Step]) -> String {
         let each: Option<Vec<_>> = steps.iter().map(|step| self.0.get(&step.to_string())).collect();
         let Some(each) = each else { return String::new() };
@@ -191,7 +192,7 @@ impl History {
     }
 }
 
-/// The last lines of a run: how each step ended, and what was left out and why.
+/// Formats the last lines of a run: the result of each step, and the skips with their reasons.
 fn summary(records: &[Record]) -> String {
     let mut text: String = records.iter().map(|record| format!("{record}\n")).collect();
     let skips: Vec<_> = records.iter().flat_map(skip_lines).collect();
@@ -204,7 +205,7 @@ fn summary(records: &[Record]) -> String {
     text + &format!("{} in {}\n", if passed { "passed" } else { "FAILED" }, Wall(total))
 }
 
-/// A line for each reason that a step left something out for.
+/// Formats a line for each reason for which a step skipped something.
 fn skip_lines(record: &Record) -> Vec<String> {
     let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
     for Skip { what, why } in &record.skips {
@@ -220,7 +221,7 @@ fn skip_lines(record: &Record) -> Vec<String> {
     reasons.into_iter().map(line).collect()
 }
 
-/// A step, how it ended and the time it took.
+/// The result and the time of a step.
 #[derive(Debug)]
 struct Record {
     step: Step,
@@ -239,7 +240,7 @@ impl fmt::Display for Record {
     }
 }
 
-/// Wall time as a reader wants it.
+/// Wall time, formatted for a reader.
 struct Wall(Duration);
 
 impl fmt::Display for Wall {
@@ -253,7 +254,7 @@ impl fmt::Display for Wall {
     }
 }
 
-/// The steps to run, each once and in their own order.
+/// Returns the steps to run, each once and in order.
 fn chosen(only: &[Step]) -> Vec<Step> {
     let all = Step::value_variants().iter().copied();
     all.filter(|step| only.is_empty() || only.contains(step)).collect()

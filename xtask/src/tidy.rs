@@ -1,7 +1,7 @@
-//! The rules that neither rustfmt nor clippy holds, over every Rust file of ours.
+//! Checks the rules that rustfmt and clippy do not check, over every Rust file of ours.
 //!
-//! Each rule is a function from a file (or the whole tree) to problems; a new rule is one more
-//! function and a row in [`FILE_RULES`].
+//! Each rule is a function from a file (or the whole tree) to problems. A new rule is one more
+//! function and, if it looks at one file, an entry in [`FILE_RULES`].
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,22 +12,22 @@ use anyhow::{Context, Result};
 use crate::arrows::Graph;
 use crate::problem::Problem;
 use crate::source::{Source, has_word, is_in};
-use crate::{circles, wire};
+use crate::{circles, english, wire};
 
-/// What a look over the tree found.
+/// The findings of a check of the tree.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     /// Broken rules.
     pub(crate) problems: Vec<Problem>,
-    /// What is about to break one.
+    /// Files that are about to break a rule.
     pub(crate) warnings: Vec<Problem>,
-    /// Rules that were not applied, and why.
+    /// Rules that were not applied, each with the reason.
     pub(crate) skipped: Vec<String>,
-    /// How many files were looked at.
+    /// Number of files checked.
     pub(crate) files: usize,
 }
 
-/// Checks the tree at `root` and prints what it found; `true` when no rule is broken.
+/// Checks the tree at `root` and prints the findings; returns `true` if no rule is broken.
 pub(crate) fn report(root: &Path) -> Result<bool> {
     let findings = check(root)?;
     for warning in &findings.warnings {
@@ -83,23 +83,23 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
     Ok(findings)
 }
 
-/// The rules that look at one file.
-const FILE_RULES: [fn(&Source) -> Vec<Problem>; 6] =
-    [line_length, module_doc, leftovers, unsafe_place, timed_assert, peer_text];
+/// The rules that check one file each.
+const FILE_RULES: [fn(&Source) -> Vec<Problem>; 7] =
+    [line_length, module_doc, leftovers, unsafe_place, timed_assert, peer_text, english::check];
 
-/// The width rustfmt.toml sets, held for comments and strings too.
+/// The width that rustfmt.toml sets. This rule holds it for comments and strings too.
 const MAX_WIDTH: usize = 100;
 
-/// Lines a file may have before it should be split.
+/// Lines that a file may have before it should be split.
 const MAX_LINES: usize = 600;
 
-/// Lines a file may have at all: room to finish a change before splitting.
+/// Lines that a file may have at all, which leaves room to finish a change before a split.
 const HARD_MAX_LINES: usize = 700;
 
 /// The Python package.
 const PACKAGE: &str = "python/lib/racksum";
 
-/// The rooms that may hold unsafe code: behind safe types, or for tests only.
+/// The places that may hold unsafe code, behind safe types or for tests only.
 const UNSAFE_ROOMS: [&str; 8] = [
     "net",
     "kernels/src",
@@ -111,7 +111,7 @@ const UNSAFE_ROOMS: [&str; 8] = [
     "python/src/memory",
 ];
 
-/// Where messages of other processes are defined.
+/// The files that define messages of other processes.
 const MESSAGES: [&str; 3] =
     ["proto/src/control.rs", "proto/src/status.rs", "worker/src/sidecar/message.rs"];
 
@@ -126,7 +126,7 @@ fn line_length(source: &Source) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (index, line) in source.text.lines().enumerate() {
         let width = line.chars().count();
-        // An address cannot be broken.
+        // A URL cannot be broken.
         if width > MAX_WIDTH && !line.contains("://") && !source.is_generated() {
             let message = format!("the line is {width} wide, over {MAX_WIDTH}");
             problems.push(Problem::new(&source.path, Some(index + 1), "line-length", message));
@@ -175,7 +175,7 @@ fn unsafe_place(source: &Source) -> Vec<Problem> {
         .collect()
 }
 
-/// Assertions that something was quick, which a busy machine breaks.
+/// Patterns of assertions that something was quick; a busy machine breaks these.
 const QUICK: [&str; 4] = ["assert!(ms <", "contains(&ms)", "elapsed() <", "assert!(took <"];
 
 fn timed_assert(source: &Source) -> Vec<Problem> {
@@ -191,18 +191,18 @@ fn timed_assert(source: &Source) -> Vec<Problem> {
         .collect()
 }
 
-/// Text of a message that could be shown as another process wrote it.
+/// Finds text fields of messages that could be shown exactly as another process wrote them.
 fn peer_text(source: &Source) -> Vec<Problem> {
     if MESSAGES.iter().all(|path| source.path != Path::new(path)) {
         return Vec::new();
     }
-    // A field of a struct or of a variant. What is read with `PeerText` has that one line above.
+    // A field of a struct or a variant must have its `PeerText` attribute on the line before.
     let mut above = "";
     let mut problems = Vec::new();
     for (index, line) in source.text.lines().enumerate() {
         let field = line.trim_start();
         let is_field = field.ends_with(',') && !field.starts_with("//") && !field.contains('(');
-        // A variant that is a text has nowhere to say how it is read. One of an error is not read.
+        // A variant with a text has no place for the attribute. An error's variant is never read.
         let is_variant = field.ends_with("(String),") && !above.contains("#[error(");
         let is_text = is_variant || is_field && has_word(field, "String") && field.contains(": ");
         if is_text && !above.contains("deserialize_with = \"PeerText::") {
@@ -216,7 +216,7 @@ fn peer_text(source: &Source) -> Vec<Problem> {
     problems
 }
 
-/// A file near the limit on its length, or over it.
+/// A file near its length limit, or over it.
 #[derive(Debug, PartialEq, Eq)]
 enum Length {
     NearLimit(Problem),
@@ -237,7 +237,8 @@ fn file_length(source: &Source) -> Option<Length> {
     })
 }
 
-/// A crate's own clippy.toml replaces the root one, so what both need must be the same in both.
+/// Checks the keys that every clippy.toml must share, because a crate's own file replaces the
+/// root's.
 fn shared_clippy_keys(root: &Path) -> Result<Vec<Problem>> {
     let shared = |text: &str| -> Vec<String> {
         text.lines().filter(|line| line.starts_with("allow-")).map(str::to_owned).collect()
@@ -255,7 +256,7 @@ fn shared_clippy_keys(root: &Path) -> Result<Vec<Problem>> {
     Ok(problems)
 }
 
-/// Every Rust file below the rooms of `root`, in order of path.
+/// Reads every Rust file in the source folders of `root`, sorted by path.
 fn sources(root: &Path) -> Result<Vec<Source>> {
     let mut paths = Vec::new();
     for room in rooms(root)? {
@@ -265,7 +266,7 @@ fn sources(root: &Path) -> Result<Vec<Source>> {
     paths.into_iter().map(|path| Ok(Source::new(path.strip_prefix(root)?, read(&path)?))).collect()
 }
 
-/// Every file of the Python package, with its text.
+/// Reads every file of the Python package.
 fn package(root: &Path) -> Result<Vec<(PathBuf, String)>> {
     let mut paths = Vec::new();
     files_of(&root.join(PACKAGE), "py", &mut paths)?;
@@ -273,7 +274,7 @@ fn package(root: &Path) -> Result<Vec<(PathBuf, String)>> {
     paths.into_iter().map(|path| Ok((path.strip_prefix(root)?.to_owned(), read(&path)?))).collect()
 }
 
-/// The folders of `root` that hold source: neither hidden nor build output.
+/// Returns the folders of `root` that hold source, without hidden folders and build output.
 fn rooms(root: &Path) -> Result<Vec<PathBuf>> {
     let mut rooms: Vec<_> = entries(root)?.into_iter().filter(|path| path.is_dir()).collect();
     rooms.sort();
@@ -291,7 +292,7 @@ fn files_of(dir: &Path, extension: &str, found: &mut Vec<PathBuf>) -> Result<()>
     Ok(())
 }
 
-/// What is in `dir` and ours: no links, nothing hidden, no build output.
+/// Returns the entries of `dir`, without links, hidden entries and build output.
 fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
     let context = || format!("cannot list {}", dir.display());
@@ -408,7 +409,7 @@ mod tests {
         assert_eq!(file_length(&Source::new("a/src/a.rs", generated)), None);
     }
 
-    /// A workspace of one crate that breaks `rule` nowhere but in `text`.
+    /// Creates a workspace with one crate whose file holds `text`; everything else keeps the rules.
     fn workspace(text: &str) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let put = |path: &str, text: &str| {

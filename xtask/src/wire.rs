@@ -1,14 +1,14 @@
-//! The wire spec and its citations: every id that source cites is in `docs/wire.md`, and every
-//! MUST there is cited in code and in a test.
+//! Checks the citations of the wire spec. `docs/wire.md` must define every id that source cites,
+//! and code and a test must cite every MUST there.
 //!
-//! An item of the spec starts with its id: a list item, a table row, a paragraph or a heading
-//! (`W-<n>`, in bold or not). A heading's item runs to the next heading or id, any other to the
-//! next blank line or id. Source cites in a comment: `wire:`, then one id or several.
+//! An item of the spec starts with its id (`W-<n>`, in bold or not): a list item, a table row, a
+//! paragraph or a heading. A heading's item runs to the next heading or id, and any other item to
+//! the next blank line or id. Source cites in a comment: `wire:`, then one id or several.
 
 use crate::problem::Problem;
 use crate::source::{Line, Source, has_word};
 
-/// Where the spec is, from the workspace root.
+/// The spec's path from the workspace root.
 pub(crate) const SPEC: &str = "docs/wire.md";
 
 const RULE: &str = "wire";
@@ -17,12 +17,12 @@ const RULE: &str = "wire";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Item {
     id: u32,
-    /// The line it starts on, from 1.
+    /// The first line of the item, from 1.
     line: usize,
     must: bool,
 }
 
-/// Problems of `spec` and of the citations in `sources`.
+/// Returns the problems of `spec` and of the citations in `sources`.
 pub(crate) fn check(spec: &str, sources: &[Source]) -> Vec<Problem> {
     let items = items(spec);
     let mut problems = Vec::new();
@@ -88,12 +88,12 @@ fn items(spec: &str) -> Vec<Item> {
     items
 }
 
-/// The id a line of the spec starts with, whatever Markdown stands before it.
+/// Returns the id that a line of the spec starts with, after any Markdown.
 fn leading_id(text: &str) -> Option<u32> {
     id_at_start(text.trim_start_matches([' ', '#', '-', '*', '|', '[', '`', '>']))
 }
 
-/// The ids a line's comment cites.
+/// Returns the ids that a line's comment cites.
 fn citations(line: &Line) -> Vec<u32> {
     let Some((_, after)) = line.comment.split_once("wire:") else { return Vec::new() };
     after.match_indices("W-").filter_map(|(at, _)| id_at_start(&after[at..])).collect()

@@ -39,7 +39,7 @@ fn rules_of_admission_are_read_and_need_an_identity() {
     let expected = Admit { identity: "team-*".to_owned(), jobs, ..Admit::default() };
     assert_eq!(config.admit, [expected]);
     assert_eq!(config.validate(), Ok(()));
-    // The identity may come by the command line.
+    // The identity may come from the command line.
     let bare = Config::from_toml(rules).unwrap();
     assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
     let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
@@ -196,7 +196,7 @@ fn every_key_that_stays_at_a_reload_is_named() {
         change(&mut wanted);
         wanted
     };
-    // A new key does not compile until it is here too.
+    // A new key does not compile until it is listed here too.
     let Config {
         bind: _,
         port: _,
@@ -253,7 +253,7 @@ fn pools_that_no_memory_holds_are_refused() {
 
 #[test]
 fn pools_of_the_default_size_are_made_to_fit() {
-    // Embedded aggregators have those, whatever the host and their shards.
+    // Embedded aggregators use the default pool size, whatever their host and shard count.
     for (shards, host_mib, pool_mib) in [(1, 2048, 1024), (64, 1024, 8), (64, 1, 1), (1, 1024, 512)]
     {
         let mut config = Config { shards, ..Config::default() };

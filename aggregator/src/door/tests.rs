@@ -4,17 +4,17 @@ fn v4(last: u8) -> IpAddr {
     [10, 0, 0, last].into()
 }
 
-/// Somebody without an identity.
+/// Returns a caller without an identity.
 fn stranger(addr: IpAddr) -> Party {
     Party::new(None, addr)
 }
 
-/// Takes as many places as it is given, of that many tries.
+/// Tries to take `tries` places and returns those it gets.
 fn take(door: &Door, party: &Party, tries: usize) -> Vec<(Place, Needed)> {
     (0..tries).filter_map(|_| door.enter(party.clone())).collect()
 }
 
-/// How many places somebody has, from all addresses.
+/// Returns the number of places of a caller, from all addresses.
 fn taken_by(door: &Door, party: &Party) -> usize {
     door.lock().callers.get(&party.who).map_or(0, |places| places.taken)
 }
@@ -45,7 +45,7 @@ fn a_network_of_ipv6_counts_as_one_address() {
 async fn when_all_places_are_taken_whoever_has_most_gives_up_its_oldest() {
     let door = Door::new(100, 40);
     let mut floods: Vec<_> = (1..=50).map(|addr| take(&door, &stranger(v4(addr)), 40)).collect();
-    // A newcomer has as many as the others have each before it is refused.
+    // A new caller gets as many places as each other caller has before it is refused.
     for addr in 1..=50 {
         floods.push(take(&door, &stranger(v4(addr)), 40));
     }
@@ -54,7 +54,7 @@ async fn when_all_places_are_taken_whoever_has_most_gives_up_its_oldest() {
     assert_eq!(door.lock().taken, 100);
     let most = (1..=50).map(|addr| taken_by(&door, &stranger(v4(addr)))).max().unwrap();
     assert!(joins.len() + 1 >= most, "{} of {most}", joins.len());
-    // The first that came was the first to go, and giving its place back frees no other's.
+    // The oldest place was freed first, and giving it back frees no other place.
     let oldest = &mut floods[0];
     oldest[0].1.wait().await;
     drop(oldest.remove(0));
@@ -67,11 +67,11 @@ fn an_identity_has_no_more_places_for_calling_from_many_addresses() {
     let flood = |addr| Party::new(Some("flood"), v4(addr));
     let of_flood: Vec<_> = (1..=200).flat_map(|addr| take(&door, &flood(addr), 1)).collect();
     assert_eq!(of_flood.len(), 100, "each of its addresses has one");
-    // Those are all from one host.
+    // The team calls from one host.
     let team = Party::new(Some("team"), v4(1));
     let of_team = take(&door, &team, 10);
     assert_eq!((of_team.len(), taken_by(&door, &team)), (10, 10));
-    // They are from a host that has most of all, and stay although the flood goes on.
+    // The team's host has more places than any other, but keeps them during the flood.
     let more: Vec<_> = (201..=255).flat_map(|addr| take(&door, &flood(addr), 1)).collect();
     assert_eq!((more.len(), taken_by(&door, &team)), (0, 10));
 }

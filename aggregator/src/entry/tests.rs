@@ -13,14 +13,14 @@ use crate::config::Fanout;
 use crate::registry::MEMBER_QUEUE;
 use crate::registry::tests::{join, registry, wish};
 
-/// A job of two that may move, of which rank 1 has left while rank 0 lacks a result, or says so.
+/// A job of two ranks that may move. Rank 1 has left while rank 0 lacks a result, or claims to.
 struct Unsettled {
     registry: Shared,
-    /// The join with which rank 1 comes back.
+    /// The request with which rank 1 rejoins.
     back: Join,
-    /// Rank 0.
+    /// The seat of rank 0.
     stays: Seat,
-    /// Rank 0's data socket, and where that sends to.
+    /// Rank 0's data socket, and the shard address that it sends to.
     socket: UdpSocket,
     shard: SocketAddr,
     id: JobId,
@@ -61,7 +61,7 @@ impl Unsettled {
         back.map(drop).map_err(Refusal::why)
     }
 
-    /// Rank 0 says that it has the result.
+    /// Acknowledges the result as rank 0.
     fn settle(&self) {
         self.socket.send_to(&ack(self.id, Rank(0)), self.shard).unwrap();
     }
@@ -92,7 +92,7 @@ fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
     [&bytes[..], body].concat()
 }
 
-/// An op of one element, and a rank's contribution to it.
+/// Builds an op of one element with one rank's contribution.
 fn contribution(job: JobId, rank: Rank) -> Vec<u8> {
     let mut descriptor = [0; Descriptor::LEN];
     Descriptor::sum(1, DType::F32).encode(&mut descriptor);
@@ -102,13 +102,13 @@ fn contribution(job: JobId, rank: Rank) -> Vec<u8> {
     [open, datagram(data, &1f32.to_le_bytes())].concat()
 }
 
-/// A rank has all results of the first op.
+/// Builds a rank's acknowledgement of all results of the first op.
 fn ack(job: JobId, rank: Rank) -> Vec<u8> {
     let ack = WindowId::new(OpId(1), 0);
     datagram(Header { ack, ..header(job, rank, Kind::Ack) }, &[])
 }
 
-/// A caller from an address.
+/// Returns a caller at an address.
 fn caller(ip: [u8; 4]) -> Caller {
     let (tell, _) = channel(MEMBER_QUEUE);
     Caller { identity: None, addr: (ip, 9).into(), tell }
@@ -124,7 +124,7 @@ async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
     let (first, second) = tokio::join!(biased; job.come_back(&own, LONG), async {
         let second = job.come_back(&again, LONG);
         let settled = async {
-            // Both have begun.
+            // Both callers have begun to rejoin.
             tokio::task::yield_now().await;
             job.settle();
         };
@@ -152,7 +152,7 @@ async fn nobody_else_goes_before_a_rank_that_comes_back() {
     let back = |caller| job.come_back(caller, LONG);
     let (first, second, own, third, ()) =
         tokio::join!(back(&others[0]), back(&others[1]), back(&own), back(&others[1]), async {
-            // All have begun.
+            // All callers have begun to rejoin.
             tokio::task::yield_now().await;
             job.settle();
         },);
@@ -180,7 +180,7 @@ async fn a_job_is_asked_after_once_however_many_wait_for_it() {
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
     let watched: Vec<_> = (0..64).filter_map(|_| watch(&job.registry, job.id)).collect();
     assert_eq!((watched.len(), tasks()), (64, 1));
-    // The last is told of what was asked after it came.
+    // The last watcher gets only answers to questions asked after it came.
     job.settle();
     let mut last = watched.into_iter().last().unwrap();
     while !last.next().await.unwrap().settled {}

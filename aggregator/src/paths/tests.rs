@@ -22,7 +22,7 @@ fn a_life_that_ends_while_its_path_is_proven_hangs_up_and_has_not_joined() {
         let (_send, mut recv) = connection.accept_bi().await.unwrap();
         let word = frames::recv::<FromWorker>(&mut recv).await.unwrap();
         assert!(matches!(word, Some(FromWorker::Prove { .. })), "{word:?}");
-        // It waits for what the parent says of its shards.
+        // The task waits for the parent's answer about its shards.
         lock(&registry).stop();
         for _ in 0..100 {
             tokio::task::yield_now().await;

@@ -14,7 +14,7 @@ fn rule(identity: &str, jobs: &str) -> Admit {
     Admit { identity: identity.into(), jobs: vec![jobs.into()], ..Admit::default() }
 }
 
-/// A job of one rank that waits, of an identity if there is one.
+/// Adds a job of one rank to the queue, for an identity if one is given.
 fn enter(queue: &mut Queue, config: &Config, job: &str, identity: Option<&str>) -> Place {
     queue.enter(config, &wish(job, 0, 1), identity, HERE).unwrap()
 }
@@ -46,7 +46,7 @@ fn jobs_that_wait_have_their_turn_one_after_the_other_as_there_is_room() {
     assert_eq!(turns(&mut queue, &full), [(false, 0), (false, 1), (false, 2)]);
     assert_eq!(turns(&mut queue, &full[..1]), [(true, 0), (false, 1), (false, 2)]);
     assert_eq!(turns(&mut queue, &[]), [(true, 0), (true, 1), (false, 2)]);
-    // Its other rank waits still.
+    // Another rank of the same job still waits.
     queue.leave(&again);
     assert_eq!((&queue.names()[..], queue.ranks()), (&names(["a", "b", "c"])[..], 3));
     queue.leave(&a);
@@ -75,7 +75,7 @@ fn who_waits_for_room_of_a_rule_of_its_own_holds_up_nobody_else() {
     let new =
         |identity| queue.called_before(&config, &wish("s-2", 0, 1), Some(identity), HERE).count();
     assert_eq!(new("speech"), 1, "who comes now takes no room from it");
-    // Rules that have changed count from then on.
+    // Changed rules apply from then on.
     let config = Config { admit: vec![rule("vision", "v-*")], ..Config::default() };
     queue.reconfigure(&config);
     queue.call(&config, &held(&config, &names(["v-1"]), "vision"));
@@ -96,7 +96,7 @@ fn a_job_that_fits_is_not_kept_out_by_one_that_does_not() {
 
 #[test]
 fn a_name_that_two_rules_admit_waits_under_each() {
-    // Somebody else waits under the name of a job that may run.
+    // Another identity waits under the name of a job that has room.
     let full = Admit { max_jobs: Some(1), ..rule("crowd", "*") };
     let config = Config { admit: vec![full, rule("team", "train")], ..Config::default() };
     let mut queue = Queue::default();
@@ -120,10 +120,11 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
     assert_eq!(queue.turn(&place), (false, 0));
     queue.call(&config, &[]);
     assert_eq!(queue.turn(&place), (true, 0));
-    // Who begins comes after all that have their turn; who moves only after others that do.
+    // A new job comes after all jobs that have their turn; a moving job comes after other moving
+    // jobs only.
     let before = |join: &Join| queue.called_before(&config, join, Some("y"), HERE).count();
     assert_eq!((before(&wish("new", 0, 1)), before(&moving_join("other"))), (1, 1));
-    // A tenant that comes later does not go before those that have waited for many rounds.
+    // A later tenant does not go before jobs that have waited for many rounds.
     queue.leave(&place);
     queue.round = 50;
     enter(&mut queue, &config, "later", Some("newcomer"));
@@ -132,7 +133,7 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
     assert!(at("crowd-49") < at("later") && at("later") < at("crowd-51"), "{order:?}");
 }
 
-/// A job that waits, if it is to, and is opened.
+/// Opens a job, after it has waited if `waits` is true.
 fn serve(queue: &mut Queue, config: &Config, join: &Join, identity: &str, waits: bool) {
     let place = waits.then(|| queue.enter(config, join, Some(identity), HERE).unwrap());
     queue.note_served(config, join, Some(identity), HERE);
@@ -165,7 +166,7 @@ fn a_tenant_whose_jobs_all_move_does_not_keep_out_others_for_ever() {
             }
         }
         assert_eq!(served, [0], "waits: {waits}");
-        // Movers of a tenant that was not served as often go first still, and are counted.
+        // Moving jobs of a tenant that was served less often still go first, and are counted.
         let late = queue.enter(&config, &moving_join("late"), Some("modest"), HERE).unwrap();
         queue.call(&config, &[]);
         assert_eq!([&late, &others[0]].map(|it| queue.turn(it)), [(true, 0), (false, 1)]);
@@ -187,7 +188,7 @@ fn tenants_whose_jobs_move_take_turns_among_themselves() {
     }
     let order = queue.names();
     assert_eq!(order[..5], names(["many-0", "few-0", "many-1", "few-1", "many-2"]));
-    // Those of a failover go first, and one that has more is served by rounds after them.
+    // The moving jobs of a failover go first, and further ones are served in later rounds.
     assert_eq!(order[17..20], names(["many-15", "begins", "many-16"]));
 }
 
@@ -216,11 +217,11 @@ fn a_job_that_fits_at_once_moves_nobody_behind_those_of_its_tenant_that_wait() {
     serve(&mut queue, &config, &wish("small", 0, 1), "crowd", false);
     enter(&mut queue, &config, "first", Some("newcomer"));
     assert_eq!(queue.names()[..3], names(["large-0", "first", "large-1"]));
-    // Nor does one that waits in a late round, and is served before its turn.
+    // A job that waits in a late round and is served early does not change the order either.
     serve(&mut queue, &config, &wish("small", 0, 1), "crowd", true);
     enter(&mut queue, &config, "second", Some("other"));
     assert_eq!(queue.names()[..4], names(["large-0", "first", "second", "large-1"]));
-    // Each that has had its turn ends a round.
+    // A round ends only once all of its jobs have been served.
     serve(&mut queue, &config, &wish("large-0", 0, 2), "crowd", false);
     assert_eq!(queue.round, 0, "others wait for it still");
 }

@@ -1,4 +1,4 @@
-//! What is checked of a rank before it has a place.
+//! Checks of a rank's join before the rank gets a place.
 
 use std::net::IpAddr;
 
@@ -14,7 +14,7 @@ use crate::slots::MAX_WORLD;
 use crate::tenancy::Refusal;
 
 impl Registry {
-    /// Checks all of a rank's join that does not depend on what other jobs hold.
+    /// Checks all parts of a rank's join that do not depend on what other jobs hold.
     pub(super) fn check_caller(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
         self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
         self.check_data(join)?;
@@ -22,7 +22,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Checks all that can be known before anything is said that depends on a job.
+    /// Checks that a join may be admitted, before any reply reveals whether the job exists.
     pub(super) fn admit(
         &self,
         join: &Join,
@@ -40,7 +40,7 @@ impl Registry {
         Ok(admit(&self.config.admit, identity, &join.job.name)?)
     }
 
-    /// Checks what does not depend on the job.
+    /// Checks the parts of a join that do not depend on the job.
     pub(super) fn check(&self, join: &Join, addr: IpAddr) -> Result<(), String> {
         let (rank, world) = (join.rank, join.world);
         if world == 0 || world > MAX_WORLD {
@@ -73,7 +73,7 @@ impl Registry {
         other_ip_version(addr).map_or(Ok(()), Err)
     }
 
-    /// Checks that data is authenticated as a rank wants it.
+    /// Checks that the rank wants the data authentication that this aggregator uses.
     fn check_auth(&self, join: &Join) -> Result<(), String> {
         let own = self.config.data_auth();
         match join.data_auth {
@@ -95,7 +95,8 @@ impl Registry {
         }
     }
 
-    /// Checks how a rank's data comes. A rank that only looks does not say that.
+    /// Checks the data ports and datagram size of a rank. A rank that only asks who is present
+    /// gives none.
     pub(super) fn check_data(&self, join: &Join) -> Result<(), String> {
         let (ports, datagram) = (&join.data_ports, join.max_datagram);
         if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
@@ -111,7 +112,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Checks that a rank at `ip` listens to a group where results come by multicast only.
+    /// Checks that a rank at `ip` listens to multicast, if results are sent only by multicast.
     pub(super) fn check_hears(&self, join: &Join, ip: IpAddr) -> Result<(), String> {
         match self.config.fanout {
             Fanout::Multicast if !join.multicast => Err(unreached(join, ip)),
@@ -120,8 +121,8 @@ impl Registry {
     }
 }
 
-/// Why data would not come from an address that a call has come from, if so: the control socket
-/// takes both IP versions, the data sockets take one, so that a peer has one address.
+/// Returns why data could not arrive from the address of a call, or `None` if it can. The control
+/// socket accepts both IP versions. The data sockets accept one, so that a peer has one address.
 pub(crate) fn other_ip_version(addr: IpAddr) -> Option<String> {
     let is_mapped = matches!(addr, IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some());
     is_mapped.then(|| {

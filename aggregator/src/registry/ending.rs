@@ -1,5 +1,6 @@
-//! Lives of jobs that are about to end. An op whose result has been sent ends with it: so before
-//! the ranks hear of the end, those that lack a result get it again.
+//! Jobs that are about to end. An op whose result was sent must still end with that result. Before
+//! the ranks learn of the end, the aggregator therefore resends results to the ranks that lack
+//! them.
 
 use std::time::Duration;
 
@@ -16,33 +17,33 @@ use super::{Caller, Registry, Seat, Shared, lock};
 use crate::shard::Command;
 use crate::tenancy::{Tenant, check_room};
 
-/// How long ranks are waited for at most that lack results.
+/// The maximum time to wait for ranks that lack results.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A life of a job that is about to end.
+/// A job that is about to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ending {
     id: JobId,
-    /// The rank whose loss ends it, by its number in datagrams.
+    /// The rank whose loss ends the job, by its number in datagrams.
     lost: Option<Rank>,
 }
 
 impl Registry {
-    /// The life of a job that is about to end since a rank joins the next.
+    /// Returns the running job that ends because a rank joins its next generation.
     pub(crate) fn ending_by_join(&self, join: &Join, caller: &Caller) -> Option<Ending> {
         let ends = |job: &&Job| job.state == JobState::Running && job.generation < join.generation;
         let id = self.jobs.get(&join.job).filter(ends)?.id;
         let join = Join { begun_by: Some(beginner_of(join, caller)), ..join.clone() };
         let identity = caller.identity.as_deref();
         let wanted = Tenant::new(&self.config, &join.job, identity, (join.world, join.lanes));
-        // Whoever will be refused ends nothing.
+        // A join that will be refused ends no job.
         self.check_caller(&join, caller).ok()?;
         self.check_succession(&join).ok()?;
         check_room(&self.config, &self.held_beside(&join.job), &wanted).ok()?;
         Some(Ending { id, lost: None })
     }
 
-    /// The job that is about to end since it has lost a rank.
+    /// Returns the running job that ends because it loses this rank.
     pub(crate) fn ending_by_loss(&self, seat: &Seat, why: Loss, now: Instant) -> Option<Ending> {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id)?;
         let there = job.members.get(usize::from(seat.rank)).is_some_and(Option::is_some);
@@ -54,7 +55,7 @@ impl Registry {
         ends.then(|| Ending { id: job.id, lost: job.number_of(seat.rank) })
     }
 
-    /// The job that is about to end since a word of its parent's says so.
+    /// Returns the running job that ends because of a message from the parent.
     pub(crate) fn ending_by_message(
         &self,
         seat: &Seat,
@@ -70,7 +71,7 @@ impl Registry {
         (ends && job.state == JobState::Running).then_some(Ending { id: job.id, lost: None })
     }
 
-    /// The job that is about to end since a rank below one of its members is gone.
+    /// Returns the running job that ends because a member has lost one of its ranks.
     pub(crate) fn ending_below(&self, seat: &Seat, why: Loss) -> Option<Ending> {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id)?;
         let ends = job.state == JobState::Running && why != Loss::Left;
@@ -78,7 +79,7 @@ impl Registry {
     }
 }
 
-/// While it lasts, the shards sum nothing more of a job.
+/// A fence around a job: while it exists, the shards fold no more windows of the job.
 pub(crate) struct Fence {
     registry: Shared,
     id: JobId,
@@ -93,13 +94,13 @@ impl Fence {
 
 impl Drop for Fence {
     fn drop(&mut self) {
-        // Nobody is told of a job that has ended. One that has not goes on.
+        // A job that has ended ignores the command; a job that goes on resumes.
         lock(&self.registry).tell_shards(|| Command::Fence(self.id, false));
     }
 }
 
-/// Waits until no rank lacks a result that was sent, or long enough. No more are sent until what is
-/// returned is dropped.
+/// Waits until no rank lacks a result that was sent, or until the timeout. No further results are
+/// folded until the returned fence is dropped.
 pub(crate) async fn settle(registry: &Shared, ending: Option<Ending>) -> Option<Fence> {
     let Ending { id, lost } = ending?;
     let fence = Fence::new(registry, id);
@@ -112,7 +113,7 @@ pub(crate) async fn settle(registry: &Shared, ending: Option<Ending>) -> Option<
             }
         }
     };
-    // It may be gone already, or not be settled in time.
+    // The job may have ended already, or may not settle in time.
     drop(timeout(PATIENCE, settled).await);
     Some(fence)
 }

@@ -1,4 +1,4 @@
-//! A job: its ranks, how far it is, and what it is granted.
+//! A job: its ranks, its state, and its grant.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -25,57 +25,57 @@ use crate::job_keys::JobKeys;
 use crate::shard::ShardHandle;
 use crate::tenancy::Tenant;
 
-/// A job, gathering its ranks or running.
+/// A job that is gathering its ranks or running.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) id: JobId,
-    /// Who opened it: the name in its first rank's certificate.
+    /// The identity that opened the job: the name in its first rank's certificate.
     pub(super) identity: Option<String>,
-    /// The callers that have joined this life, the opener first. Of those that are gone the last
-    /// are kept.
+    /// The callers that have joined this generation, the opener first. Only the most recent of
+    /// those that have disconnected are kept.
     pub(super) callers: Vec<Beginner>,
-    /// What all its lives have in common.
+    /// The secret that all generations of the job share, if any.
     pub(super) secret: Option<Key>,
-    /// The share of each shard's packet buffers that it was granted, in per cent.
+    /// The job's granted share of each shard's packet buffers, in per cent.
     pub(super) share: f64,
     pub(super) generation: Generation,
     pub(super) world: u16,
     pub(super) lanes: u8,
     pub(super) on_rank_loss: OnRankLoss,
-    /// Whether some rank knows other aggregators to go on at.
+    /// Whether some rank knows a standby to move to.
     pub(super) may_move: bool,
-    /// The ranks that it has lost and goes on without, in the order in which it lost them.
+    /// The lost ranks that the job continues without, in the order of their loss.
     pub(super) absent: Vec<Absent>,
-    /// The ranks that have left, and may come back.
+    /// The ranks that have left and may rejoin.
     pub(super) left: BTreeMap<u16, Left>,
-    /// Those of them that are on their way back, and how many callers have been.
+    /// The ranks that are rejoining, with the caller that rejoins as each.
     pub(super) returns: BTreeMap<u16, Return>,
     pub(super) last_return: u64,
-    /// Tells how far it is, while it is watched.
+    /// The channel for the job's progress, while it is watched.
     pub(super) progress: Option<watch::Sender<Progress>>,
-    /// Bytes of the smallest receive buffer of its ranks when it started.
+    /// The size in bytes of the smallest receive buffer of its ranks at the start.
     pub(super) least_buffer: u32,
-    /// What it was granted once it was complete.
+    /// The grant and the keys, once the job was complete.
     pub(super) granted: Option<(Welcome, JobKeys)>,
-    /// The ranks that have gone on to another aggregator, and since when the first has.
+    /// The ranks that have moved to another aggregator. `departed_at` is when the first one did.
     pub(super) departed: Vec<u16>,
     pub(super) departed_at: Option<Instant>,
-    /// Its first op here, if it has moved here.
+    /// The first op here, if the job has moved here.
     pub(super) moved_at: Option<OpId>,
-    /// Which of how many aggregators this one is for the job.
+    /// The index of this aggregator among the job's aggregators, and their number.
     pub(super) stripe: (u8, u8),
-    /// By rank; an aggregator by the rank that it joined for first.
+    /// The members by rank. An aggregator has the place of the first rank that it joined for.
     pub(super) members: Vec<Option<Member>>,
-    /// The places of those of them that have a number in datagrams, in the order of these.
+    /// The places of the members with a number in datagrams, in the order of those numbers.
     pub(super) order: Vec<u16>,
-    /// The way to the parent, if this aggregator has one.
+    /// The link to the parent, if this aggregator has one.
     pub(super) parent: Option<ParentLink>,
     pub(super) state: JobState,
     pub(super) opened: Instant,
 }
 
 impl Job {
-    /// Checks that a join fits what the job was opened with.
+    /// Checks that a join fits the parameters that the job was opened with.
     pub(super) fn check(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
         self.check_secret(join)?;
@@ -100,8 +100,8 @@ impl Job {
                 self.world
             ));
         }
-        // Where nothing has come of any op, an earlier aggregator may have died before all ranks
-        // heard that ops may start.
+        // A job without results may have lost its earlier aggregator before all ranks learned that
+        // it had started. Joins with and without a resume at op 0 therefore fit together.
         let (here, there) = (self.moved_at, join.resume.as_ref().map(|resume| resume.first_op));
         if here.is_some() != there.is_some() && here.max(there) != Some(OpId(0)) {
             let (new, old) = ("begins anew", "has run at another aggregator before");
@@ -148,8 +148,8 @@ impl Job {
         Ok(())
     }
 
-    /// The ranks that have not joined, here or elsewhere, or would rather leave, and are not known
-    /// to be lost.
+    /// Returns the ranks that have not joined, here or elsewhere, or that have withdrawn. Ranks
+    /// that are known to be lost are not included.
     pub(super) fn missing(&self) -> Vec<u16> {
         if let Some(missing) = self.parent.as_ref().and_then(|parent| parent.missing.as_ref()) {
             return missing.clone();
@@ -160,13 +160,13 @@ impl Job {
         ranks.filter(|rank| !here.contains(rank) && !self.is_absent(*rank)).collect()
     }
 
-    /// Who has this rank with it.
+    /// Returns the member that includes this rank.
     pub(super) fn member_with(&self, rank: u16) -> Option<&Member> {
         self.members.iter().flatten().find(|member| member.ranks().any(|other| other == rank))
     }
 
-    /// Gives those that have joined their numbers in datagrams: the ranks that they have, and
-    /// aggregators the order of their first ranks.
+    /// Assigns the members their numbers in datagrams. Ranks keep their own numbers. In a tree,
+    /// members are numbered in the order of their first ranks.
     pub(super) fn number(&mut self) {
         self.order = (0..self.world).collect();
         if self.is_of_tree() {
@@ -178,24 +178,24 @@ impl Job {
         }
     }
 
-    /// The number in datagrams of who has this place.
+    /// Returns the number in datagrams of the member at this place.
     pub(super) fn number_of(&self, at: u16) -> Option<Rank> {
         let number = self.order.iter().position(|other| *other == at)?;
         u16::try_from(number).ok().map(Rank)
     }
 
-    /// Those that have numbers, in the order of these.
+    /// Returns the members that have numbers, in the order of those numbers.
     pub(super) fn numbered(&self) -> impl Iterator<Item = Option<&Member>> + '_ {
         self.order.iter().map(|at| self.members[usize::from(*at)].as_ref())
     }
 
-    /// Whom its share is counted for.
+    /// Returns the tenant that the job's share is counted for.
     pub(super) fn tenant<'a>(&'a self, config: &AggregatorConfig, name: &'a JobName) -> Tenant<'a> {
         let tenant = Tenant::new(config, name, self.identity.as_deref(), (self.world, self.lanes));
         Tenant { granted: Some(self.share), ..tenant }
     }
 
-    /// What there is to tell of it but for its progress.
+    /// Returns the job's status without its progress.
     pub(super) fn status(&self, name: &JobName) -> JobStatus {
         let rank = |member: &Member| RankStatus {
             rank: member.join.rank,
@@ -225,24 +225,24 @@ impl Job {
         }
     }
 
-    /// Tells all ranks that are there something.
+    /// Sends a message to all members.
     pub(super) fn tell(&self, message: &FromAggregator) {
         self.members.iter().flatten().for_each(|member| member.tell(message.clone()));
     }
 
-    /// Who hears the group, by number; one that is gone hears nothing.
+    /// Returns whether each member receives multicast, by number; false for lost members.
     pub(super) fn hears(&self) -> Vec<bool> {
         self.numbered().map(|member| member.is_some_and(|member| member.hears)).collect()
     }
 
-    /// Where the data of a shard goes, by number; of a rank that is lost, nowhere.
+    /// Returns where the data of a shard goes, by number; the unspecified address for lost members.
     pub(super) fn data_addrs(&self, shard: usize) -> Vec<SocketAddr> {
         let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
         let addr = |member: Option<&Member>| member.map_or(nowhere, |it| it.data_addr(shard));
         self.numbered().map(addr).collect()
     }
 
-    /// What the job is granted: for its ranks, and for each shard.
+    /// Returns the job's grant: the welcome for its ranks, and the configuration of each shard.
     pub(super) fn grant(
         &self,
         pool_slots: u32,
@@ -262,7 +262,7 @@ impl Job {
         let joins = members().flat_map(Member::joins);
         let datagram = joins.map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
         let parent = self.parent.as_ref().and_then(|parent| parent.granted.as_ref());
-        // What goes on to the parent is cut as it came, and what comes from there goes on so.
+        // Contributions are forwarded to the parent, and its results to the ranks, with this cut.
         let cut = match parent {
             Some((_, parent)) => Fragmentation::new(parent.fragment_payload.into()),
             None => fragmentation_of(datagram),
@@ -308,7 +308,7 @@ impl Job {
             pool_slots,
             max_ops: MAX_OPS,
             cut,
-            // The results of all streams meet in each rank's receive buffer.
+            // The results of all streams share each rank's receive buffer.
             results_in_flight: lowest / usize::from(shards) / usize::from(self.lanes.max(1)) / 2,
             moved_at: self.moved_at,
             weight: self.has_racks().then_some(self.world),
@@ -318,14 +318,14 @@ impl Job {
     }
 }
 
-/// How a window is cut that travels in datagrams of at most this size; none if they are too small.
+/// Returns how a window is cut into datagrams of at most this size, or `None` if that is too small.
 pub(super) fn fragmentation_of(datagram: usize) -> Option<Fragmentation> {
     let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
     Fragmentation::new(payload.min(WINDOW_BYTES))
 }
 
-/// The group that a job's results are multicast to: by job within an aggregator, by port between
-/// aggregators of one network.
+/// Returns the group that a job's results are multicast to. The address identifies the job within
+/// an aggregator, and the port identifies the aggregator on its network.
 pub(super) fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
     let [a, b, c, d] = id.0.to_be_bytes();
     let ip = match shard.ip() {
@@ -340,18 +340,18 @@ pub(super) fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, shard.port())
 }
 
-/// Bytes that a rank may have in flight towards a shard where datagrams hold whole windows, as
-/// between processes of one host: there copies are the limit, and what two ranks have on its way
-/// should stay in the processor's cache. On slower links, whose datagrams are small, more in
-/// flight mends losses sooner.
+/// Bytes that a rank may have in flight towards a shard if datagrams hold whole windows, as between
+/// processes of one host. Copies limit the speed there, and the data in flight of two ranks should
+/// stay in the processor's cache. Slower links use small datagrams, and recover from losses sooner
+/// with more in flight.
 const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
 
-/// Why a job cannot go on without so many ranks.
+/// Returns why a job cannot continue without so many ranks.
 pub(super) fn too_many_absent() -> String {
     format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT)
 }
 
-/// Why a rank that others have lost is none of the job's any more.
+/// Returns why a rank that the others have lost can no longer join the job.
 pub(super) fn given_up(job: &JobName, rank: u16) -> String {
     format!(
         "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
@@ -359,7 +359,7 @@ pub(super) fn given_up(job: &JobName, rank: u16) -> String {
     )
 }
 
-/// Milliseconds since a moment.
+/// Returns the milliseconds since an instant.
 pub(super) fn millis(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

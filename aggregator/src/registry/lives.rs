@@ -1,7 +1,7 @@
-//! Lives of a job: which of them may end which.
+//! Generations of a job: which joins may end the present one.
 //!
-//! Whoever begins a greater generation of a job ends the one before, so it has to show that it is
-//! the same job, and not another that happens to have its name.
+//! A join with a greater generation ends the present one. It must therefore prove that it is of the
+//! same job, and not of another job with the same name.
 
 use std::collections::BTreeSet;
 
@@ -13,15 +13,15 @@ use super::member::{Member, who};
 use super::parent_link::ParentLink;
 use super::{Caller, Registry};
 
-/// Who joins: the identity or the address that calls, or of an aggregator and a sidecar what these
-/// say of the rank. An aggregator's own identity says nothing of the jobs of its ranks.
+/// Returns the identity or address of the joining rank. An aggregator or a sidecar reports it for
+/// its ranks. The identity of an aggregator proves nothing about the jobs of its ranks.
 pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
     let own = who(caller.identity.as_deref(), caller.addr);
     if join.relays { join.begun_by.clone().unwrap_or(own) } else { own }
 }
 
 impl Registry {
-    /// Checks that a rank that begins the next life of a job may end the present one.
+    /// Checks that a rank that begins the next generation of a job may end the present one.
     pub(super) fn check_succession(&self, join: &Join) -> Result<(), String> {
         match self.jobs.get(&join.job) {
             Some(job) if !job.may_be_ended_by(join) => Err(job.is_another(join)),
@@ -29,7 +29,8 @@ impl Registry {
         }
     }
 
-    /// Ends a life of a job because the next begins. Returns the way that it had to the parent.
+    /// Ends the present generation of a job because the next one begins. Returns its link to the
+    /// parent.
     pub(super) fn supersede(&mut self, join: &Join) -> Option<ParentLink> {
         let mut job = self.remove(&join.job)?;
         let why = format!(
@@ -47,9 +48,9 @@ impl Registry {
 }
 
 impl Job {
-    /// Whether a rank shows that it is of the same job: by the secret of its lives, or by an
-    /// identity that has joined this one or come back to it. Where jobs have no secret, and nobody
-    /// has an identity, the address has to do.
+    /// Returns whether a join is of the same job. The proof is the secret of the job, or an
+    /// identity that has joined or rejoined this generation. The address suffices where jobs have
+    /// no secret and callers have no identities.
     pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
         let known = match join.begun_by.as_ref().filter(|by| self.callers.contains(by)) {
             Some(Beginner::Identity(_)) => Known::ByIdentity,
@@ -59,13 +60,13 @@ impl Job {
         lives::may_end(self.secret, join.secret, known)
     }
 
-    /// Checks that a rank is of no other job that has this one's name, and the same generation.
+    /// Checks that a join of the same generation is of this job, and not of another with its name.
     pub(super) fn check_secret(&self, join: &Join) -> Result<(), String> {
         let is_same = lives::may_join(self.secret, join.secret);
         if is_same { Ok(()) } else { Err(self.is_another(join)) }
     }
 
-    /// Checks that a rank that comes back shows as much as one that ends the present life, or has
+    /// Checks that a rejoining rank proves as much as a rank that may end this generation, or has
     /// the identity that left.
     pub(super) fn check_return(&self, join: &Join, caller: &Caller) -> Result<(), String> {
         let by = who(caller.identity.as_deref(), caller.addr);
@@ -75,7 +76,7 @@ impl Job {
         if is_same || self.may_be_ended_by(&join) { Ok(()) } else { Err(self.is_another(&join)) }
     }
 
-    /// Why a rank of another job of this name is refused.
+    /// Returns why a rank of another job with this name is refused.
     pub(super) fn is_another(&self, join: &Join) -> String {
         format!(
             "job {:?} is in generation {}, begun by {}, and {}, of generation {}, does not show \
@@ -89,9 +90,9 @@ impl Job {
         )
     }
 
-    /// Notes the caller of a rank that joins or comes back. When there are many callers, it forgets
-    /// the first of those that have no rank any more: an aggregator that joins for its ranks may
-    /// name ever new ones.
+    /// Records the caller of a rank that joins or rejoins. When there are too many callers, this
+    /// forgets the oldest caller without a present rank. An aggregator that joins for its ranks
+    /// could otherwise name ever new callers.
     pub(super) fn note_caller(&mut self, join: &Join) {
         let Some(by) = join.begun_by.as_ref().filter(|by| !self.callers.contains(by)) else {
             return;
@@ -100,7 +101,7 @@ impl Job {
         if self.callers.len() > CALLERS_OF_RANK * usize::from(self.world) {
             let joins = self.members.iter().flatten().flat_map(Member::joins);
             let present: BTreeSet<_> = joins.filter_map(|join| join.begun_by.as_ref()).collect();
-            // Messages name the opener.
+            // The opener stays, since messages name it.
             let mut others = self.callers.iter().skip(1);
             if let Some(gone) = others.position(|by| !present.contains(by)) {
                 self.callers.remove(1 + gone);
@@ -108,14 +109,14 @@ impl Job {
         }
     }
 
-    /// Who has begun it.
+    /// Returns the name of the caller that began the job.
     pub(super) fn begun_by(&self) -> String {
         named(self.callers.first())
     }
 }
 
-/// How many callers a life of a job remembers for each of its ranks: more than those that are there
-/// and the opener.
+/// The number of callers that a job remembers per rank. It leaves room for all present ranks and
+/// the opener.
 const CALLERS_OF_RANK: usize = 4;
 
 fn named(by: Option<&Beginner>) -> String {

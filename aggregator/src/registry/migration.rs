@@ -1,4 +1,4 @@
-//! Jobs that come here from another aggregator, or go on to one, and whom they lose on the way.
+//! Jobs that move to or from another aggregator, and the ranks that they lose in the move.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -15,19 +15,18 @@ use super::job::{Job, given_up, too_many_absent};
 use super::member::Member;
 use super::{Joined, LOST, Registry, Seat};
 
-/// How long the ranks of a job that moves are waited for: as long as one may be silent.
+/// How long a job that moves waits for its ranks: as long as a rank may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Within what time something was heard of a rank that is said to be present: several signs of
-/// life.
+/// The maximum silence of a rank that is reported as present: several signs of life.
 const HEARD: Duration = Duration::from_secs(2);
-/// How much later than its parent an aggregator gives up, if both wait equally long: what gives up
-/// first is missed by the others.
+/// The extra time that an aggregator waits beyond its parent, if both have the same timeout. An
+/// aggregator that gave up first would itself count as missing at the parent.
 const PARENT_FIRST: Duration = Duration::from_secs(2);
 
 impl Registry {
-    /// Looks after a job whose ranks come or go: what there is to wait for. One that has gathered
-    /// for too long ends here, and those who came are told who did not; unless it has moved here,
-    /// and can go on without them.
+    /// Checks the timeouts of a job whose ranks join or leave, and returns its next step. A job
+    /// that gathers for too long ends, and its ranks learn which ranks are missing. A job that has
+    /// moved here may continue without them.
     pub(crate) fn look_after(&mut self, seat: &Seat, now: Instant) -> Joined {
         let patience = Duration::from_secs(self.config.join_timeout_s.into());
         let draining = self.draining;
@@ -52,7 +51,7 @@ impl Registry {
                 let late = |since| now.saturating_duration_since(since) >= PATIENCE;
                 if job.departed_at.is_some_and(late) {
                     job.departed_at = None;
-                    // They have gone on alone.
+                    // These ranks have moved alone.
                     for rank in std::mem::take(&mut job.departed) {
                         self.lose(&Seat { rank, ..seat.clone() }, Loss::Broke, now);
                     }
@@ -63,7 +62,7 @@ impl Registry {
         Joined::Ready
     }
 
-    /// Ends a job whose ranks have not come.
+    /// Ends a job whose ranks have not all joined in time.
     fn give_up(&mut self, seat: &Seat, missing: &[u16], patience: Duration) {
         let queued = self.job(seat).and_then(|job| job.parent.as_ref()?.queued.clone());
         if let Some(why) = queued {
@@ -82,12 +81,12 @@ impl Registry {
         self.refuse_all(&seat.job, &reason);
     }
 
-    /// Goes on without the ranks that have not come along when a job moved here, or ends the job.
+    /// Continues without the ranks that did not move here with the job, or ends the job.
     fn lose_on_the_way(&mut self, name: &JobName, missing: &[u16], now: Instant) -> Joined {
         let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
         let why = Loss::Silent;
         let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
-        // Those that would rather be elsewhere may be, but not here.
+        // Withdrawn ranks may join elsewhere, but are no longer members here.
         let may_leave: Vec<_> = missing
             .iter()
             .filter_map(|rank| Some((*rank, job.members[usize::from(*rank)].take()?)))
@@ -110,11 +109,11 @@ impl Registry {
             return Joined::Ready;
         }
         job.absent.extend(lost);
-        // If it cannot be served, all have been told so.
+        // If the start fails, all members have been told.
         self.start(name).unwrap_or(Joined::Ready)
     }
 
-    /// Notes that something was heard of a rank.
+    /// Records that a rank was heard from.
     pub(crate) fn hear_from(&mut self, seat: &Seat, now: Instant) {
         if let Some(job) = self.job(seat)
             && let Some(member) = &mut job.members[usize::from(seat.rank)]
@@ -123,9 +122,10 @@ impl Registry {
         }
     }
 
-    /// Takes no more jobs, and asks the ranks of those that run to go on elsewhere.
+    /// Stops accepting jobs, and asks the ranks of running jobs to move elsewhere.
     pub(crate) fn drain(&mut self) {
-        // It is said once: a member that does not read has no room for more.
+        // The message is sent only once, since the queue of a member that does not read has no room
+        // for more.
         if std::mem::replace(&mut self.draining, true) {
             return;
         }
@@ -142,8 +142,8 @@ impl Registry {
         self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
     }
 
-    /// The ranks that wait here for others that could join like this, if who asks by this name and
-    /// from this address could, but for those that it has lost.
+    /// Returns the ranks that wait in the job that this caller could join. Ranks that the caller
+    /// has lost are left out. The result is empty if the caller could not join.
     pub(crate) fn present(
         &self,
         join: &Join,
@@ -158,7 +158,7 @@ impl Registry {
         let lost = |rank: &u16| {
             join.resume.iter().flat_map(|it| &it.absent).any(|absent| absent.rank == *rank)
         };
-        // Others may be gone, and this process may have been stopped meanwhile.
+        // Other ranks may have died while this process was stopped.
         let waits = |member: &&Member| {
             !member.withdraws && now.saturating_duration_since(member.heard) < HEARD
         };
@@ -171,9 +171,9 @@ impl Registry {
             .collect()
     }
 
-    /// A rank would rather be elsewhere. Returns whether it may: its job has not begun, and counts
-    /// it as missing from now on. Otherwise the others count on it, or the job is gone, and it is
-    /// told so.
+    /// Handles a rank's request to withdraw, and returns whether it may. It may if its job has not
+    /// begun; the job then counts it as missing. Otherwise the other ranks depend on it, or the job
+    /// has ended, and it is told so.
     pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
         // wire: W-67
         let gathers = |job: &&mut Job| job.state == JobState::Gathering && job.parent.is_none();
@@ -186,25 +186,26 @@ impl Registry {
         true
     }
 
-    /// It stays after all.
+    /// Takes back a rank's withdrawal.
     pub(crate) fn stay(&mut self, seat: &Seat) -> Joined {
         let withdrawn = self.job(seat).and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = withdrawn.filter(|member| member.withdraws) else {
             return Joined::Ready;
         };
         member.withdraws = false;
-        // If it cannot be served, all have been told so.
+        // If the start fails, all members have been told.
         self.start_if_complete(&seat.job).unwrap_or(Joined::Ready)
     }
 
-    /// A rank goes on with its job at another aggregator, and so do the others, soon.
+    /// Notes that a rank has moved to another aggregator with its job; the other ranks should
+    /// follow soon.
     pub(crate) fn depart(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
         if !job.may_move {
             return self.leave(seat, Loss::Broke, now);
         }
         let member = job.members[usize::from(seat.rank)].take();
-        // One that has only tried to come here was never part of what runs.
+        // A rank that only tried to join here was never part of the running job.
         if member.is_some() && job.state != JobState::Gathering {
             job.departed.push(seat.rank);
             job.departed_at.get_or_insert(now);
@@ -221,11 +222,12 @@ impl Job {
         self.absent.iter().any(|absent| absent.rank == rank)
     }
 
-    /// Whether the job goes on when it loses these ranks as well, which are no members any more.
+    /// Returns whether the job continues when it loses these ranks as well, which are no longer
+    /// members.
     ///
-    /// Ranks of which nothing is heard here may be together at another aggregator. So that they do
-    /// not go on there as well, those that are heard here must be more than half of all that are
-    /// not gone for certain, in a job that may move.
+    /// Silent ranks may be together at another aggregator, and must not continue there too. In a
+    /// job that may move, the ranks heard here must therefore be the majority of all ranks that are
+    /// not certainly lost.
     pub(super) fn goes_on_without(&self, lost: &[Absent], now: Instant) -> bool {
         let gone = || self.absent.iter().chain(lost);
         let certain = gone().filter(|absent| absent.why.is_certain()).count();
@@ -234,18 +236,18 @@ impl Job {
         let here = self.members.iter().flatten().filter(is_heard).count() + self.departed.len();
         let is_most = 2 * here > usize::from(self.world) - certain;
         let splits = self.may_move && certain < gone().count();
-        // More than this results cannot name.
+        // Results cannot name more lost ranks than this.
         let nameable = gone().count() <= Flags::MAX_ABSENT;
         self.on_rank_loss == OnRankLoss::Continue && nameable && (is_most || !splits)
     }
 
-    /// Whether the ranks that a rank says the job goes on without are not too many with the others.
+    /// Returns whether the absent ranks that a rank reports fit, together with the known ones.
     pub(super) fn has_names_for(&self, resume: &Resume) -> bool {
         let more = resume.absent.iter().filter(|absent| !self.is_absent(absent.rank)).count();
         self.absent.len() + more <= Flags::MAX_ABSENT
     }
 
-    /// Takes what a rank says of where the job goes on, which has been checked.
+    /// Applies a rank's statement of where the job resumes, which has been checked.
     pub(super) fn note_resume(&mut self, name: &JobName, resume: &Resume) {
         self.moved_at = self.moved_at.max(Some(resume.first_op));
         for absent in &resume.absent {
@@ -253,7 +255,7 @@ impl Job {
                 continue;
             }
             self.absent.push(*absent);
-            // It was lost to the others, but is here.
+            // The other ranks have lost this rank, but it has joined here.
             if let Some(member) = self.members[usize::from(absent.rank)].take() {
                 member.tell(FromAggregator::Refused { reason: given_up(name, absent.rank) });
             }
@@ -261,13 +263,13 @@ impl Job {
     }
 }
 
-/// Checks what a rank says of where its job goes on.
+/// Checks a rank's statement of where its job resumes.
 pub(super) fn check_resume(join: &Join) -> Result<(), String> {
     let Some(resume) = &join.resume else { return Ok(()) };
     let mut ranks: Vec<u16> = resume.absent.iter().map(|absent| absent.rank).collect();
     ranks.sort_unstable();
     ranks.dedup();
-    // Before a job is opened for it.
+    // This check precedes the opening of a job for the rank.
     if ranks.len() > Flags::MAX_ABSENT {
         return Err(too_many_absent());
     }

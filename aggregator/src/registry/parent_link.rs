@@ -1,4 +1,4 @@
-//! What a job holds of its call to the parent.
+//! A job's link to the parent aggregator.
 
 use std::net::SocketAddr;
 
@@ -6,36 +6,37 @@ use racksum_proto::control::{FromWorker, Welcome};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
-/// A job's way to the parent.
+/// A job's link to the parent.
 #[derive(Debug, Default)]
 pub(super) struct ParentLink {
-    /// Somebody calls the parent, or is about to.
+    /// Whether a task calls the parent, or is about to.
     pub(super) called: bool,
-    /// What is said to the parent goes here, while it is called.
+    /// The queue for messages to the parent, while it is connected.
     pub(super) messages: Option<UnboundedSender<FromWorker>>,
-    /// The same of the job's lives before, until the parent ends those by itself: a last word would
-    /// say to the other racks that a rank of this one has left.
+    /// The queues of the job's earlier generations, kept open until the parent ends those
+    /// connections. Closing one here would tell the other racks that a rank of this rack has left.
     pub(super) before: Vec<UnboundedSender<FromWorker>>,
-    /// Ends the call when it is dropped, unless the parent has answered: then words end it.
+    /// When dropped, ends a call that the parent has not answered yet. After the answer, messages
+    /// end the call.
     pub(super) _over: Option<oneshot::Sender<()>>,
-    /// The ranks that have joined nowhere, as the parent says.
+    /// The ranks that have joined nowhere, as the parent reports.
     pub(super) missing: Option<Vec<u16>>,
-    /// What there is no room for at the parent, as it says.
+    /// The reason why there is no room at the parent, as the parent reports.
     pub(super) queued: Option<String>,
-    /// The parent's address, and what it granted.
+    /// The parent's address, and its grant.
     pub(super) granted: Option<(SocketAddr, Welcome)>,
 }
 
 impl ParentLink {
-    /// The way of a job whose life before had this one.
+    /// Creates the link of a job whose previous generation had this one.
     pub(super) fn after(before: Option<Self>) -> Self {
         let Self { mut before, messages, .. } = before.unwrap_or_default();
         before.extend(messages);
-        // Those of a parent that ends none are not kept without end.
+        // If the parent ends none of these connections, their number must still stay bounded.
         before.drain(..before.len().saturating_sub(MOST_BEFORE));
         Self { before, ..Self::default() }
     }
 }
 
-/// Lives of a job before the present one whose conversations with the parent go on.
+/// The maximum number of earlier generations of a job whose connections to the parent stay open.
 pub(super) const MOST_BEFORE: usize = 4;

@@ -1,5 +1,5 @@
-//! How far a job is, for all that wait until it is further. However many do, one task for each job
-//! asks the shards, so that a job whose ranks come and go costs the others little.
+//! The progress of jobs, for tasks that wait for it. One task per job asks the shards, whatever the
+//! number of watchers. A job with many joining and leaving ranks therefore costs the others little.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,20 +11,20 @@ use tokio::time::sleep;
 use super::{Registry, Shared, lock};
 use crate::shard::{JobReport, ShardReport};
 
-/// How often the shards are asked.
+/// The interval at which the shards are asked.
 const PERIOD: Duration = Duration::from_millis(20);
-/// A rank that waits for a result asks for it several times in this time. One that is silent for
-/// longer has no use for it, or is gone.
+/// The silence in milliseconds after which a rank no longer counts as waiting for a result. A rank
+/// that waits for one asks several times within this period.
 const SILENT_MS: u64 = 500;
 
-/// How far a job is by what all shards say.
+/// A job's progress, combined from all shards.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Progress {
-    /// Datagrams that each shard has sealed.
+    /// The number of datagrams that each shard has sealed.
     pub(crate) sealed: Vec<u64>,
-    /// Every rank has the results of all ops.
+    /// Whether every rank has the results of all ops.
     pub(crate) settled: bool,
-    /// The ranks that lack a result that was sent, and would have it.
+    /// The ranks that lack a sent result and still ask for it.
     pub(crate) lacking: Vec<Rank>,
 }
 
@@ -40,24 +40,24 @@ impl Progress {
     }
 }
 
-/// The ranks that lack a result that was sent, and would have it.
+/// Returns the ranks that lack a sent result and still ask for it.
 fn lacking(job: &JobReport) -> impl Iterator<Item = Rank> + '_ {
     let ranks = (0..).map(Rank).zip(&job.ranks);
     let lacks = ranks.filter(|(_, it)| it.lacks && it.silent.as_millis() < SILENT_MS);
     lacks.map(|(rank, _)| rank)
 }
 
-/// A job whose progress is watched, until this is dropped.
+/// A subscription to the progress of a job, until dropped.
 #[derive(Debug)]
 pub(crate) struct Watched {
     progress: watch::Receiver<Progress>,
-    /// The shards may have been asked before this was made.
+    /// Whether the first report may come from before this subscription.
     is_late: bool,
 }
 
 impl Watched {
-    /// How far the job is: what the shards were asked after this was made, and after the last call.
-    /// None once the job is gone.
+    /// Returns the job's progress, as asked after this subscription and after the last call.
+    /// Returns `None` once the job has ended.
     pub(crate) async fn next(&mut self) -> Option<Progress> {
         loop {
             self.progress.changed().await.ok()?;
@@ -69,7 +69,7 @@ impl Watched {
     }
 }
 
-/// Watches how far a job is; none if there is no such job.
+/// Subscribes to the progress of a job; returns `None` if no such job exists.
 pub(crate) fn watch(registry: &Shared, id: JobId) -> Option<Watched> {
     let (watched, feed) = lock(registry).watch(id)?;
     if let Some(feed) = feed {
@@ -78,7 +78,7 @@ pub(crate) fn watch(registry: &Shared, id: JobId) -> Option<Watched> {
     Some(watched)
 }
 
-/// Asks the shards how far a job is for as long as it is watched.
+/// Asks the shards for the progress of a job while it has subscribers.
 async fn tell_progress(registry: Shared, id: JobId, feed: watch::Sender<Progress>) {
     loop {
         let asked = {
@@ -98,7 +98,8 @@ async fn tell_progress(registry: Shared, id: JobId, feed: watch::Sender<Progress
 }
 
 impl Registry {
-    /// Watches a job. The sender is for the first that does, which has to have it fed.
+    /// Subscribes to a job. The first subscriber also gets the sender, and must start the task that
+    /// feeds it.
     fn watch(&mut self, id: JobId) -> Option<(Watched, Option<watch::Sender<Progress>>)> {
         let job = self.jobs.values_mut().find(|job| job.id == id)?;
         let (progress, feed) = match &job.progress {
@@ -112,8 +113,8 @@ impl Registry {
         Some((Watched { progress, is_late: feed.is_none() }, feed))
     }
 
-    /// Stops feeding those that watch a job once nobody does. Returns whether it has: a later
-    /// watcher starts another task.
+    /// Stops the feed of a job without subscribers. Returns whether it has stopped; a later
+    /// subscriber starts another task.
     fn stop_if_unwatched(&mut self, id: JobId) -> bool {
         let Some(job) = self.jobs.values_mut().find(|job| job.id == id) else { return true };
         job.progress.take_if(|feed| feed.receiver_count() == 0);

@@ -1,7 +1,7 @@
-//! Ranks that leave a job between two ops, and come back to it.
+//! Ranks that leave a job between two ops and rejoin it later.
 //!
-//! A rank comes back once, however many callers say that they are it: one of them at a time waits
-//! until it may.
+//! Several callers may claim to be one rank, but only one at a time waits to rejoin, and the rank
+//! rejoins once.
 
 use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Welcome};
 use racksum_proto::ids::{JobId, OpId, Rank};
@@ -20,24 +20,24 @@ use crate::config::Fanout;
 use crate::shard::{Command, Rejoin};
 use crate::tenancy::Refusal;
 
-/// The state that a returning caller holds until its rank has rejoined.
+/// The state that a rejoining caller holds until its rank has rejoined.
 #[derive(Debug)]
 pub(crate) struct Returning {
     pub(crate) seat: Seat,
     number: u64,
     /// Whether the job may move.
     pub(crate) may_move: bool,
-    /// Tells when another caller is preferred.
+    /// Signals that another caller is preferred.
     pub(crate) replaced: oneshot::Receiver<()>,
 }
 
 impl Registry {
-    /// A caller is on its way back as a rank, until [`Self::end_return`]. Whoever was that rank
-    /// before is preferred to others, and the latest of its callers to its earlier ones, which may
-    /// be dead. The same goes for the callers of any other.
+    /// Registers a caller that rejoins as a rank, until [`Self::end_return`]. The caller that held
+    /// the rank before is preferred to others. Of several attempts by one caller, the latest is
+    /// preferred, since earlier ones may be dead.
     ///
     /// # Errors
-    /// A sentence for the user that says why not.
+    /// The reason for the refusal, as a sentence for the user.
     pub(crate) fn begin_return(
         &mut self,
         join: &Join,
@@ -62,13 +62,13 @@ impl Registry {
         let (tell, replaced) = oneshot::channel();
         let before = job.returns.insert(join.rank, Return { number, by, replaced: tell });
         if let Some(before) = before {
-            // Whoever waited may have gone.
+            // The replaced caller may have disconnected.
             before.replaced.send(()).ok();
         }
         Ok(Returning { seat, number, may_move, replaced })
     }
 
-    /// A caller is not on its way back any more.
+    /// Removes a caller that no longer rejoins.
     pub(crate) fn end_return(&mut self, returning: &Returning) {
         let Some(job) = self.job(&returning.seat) else { return };
         let rank = returning.seat.rank;
@@ -77,7 +77,8 @@ impl Registry {
         }
     }
 
-    /// A rank leaves, in the middle of an op or before its next, where it may come back.
+    /// Handles a rank that leaves, either in the middle of an op or before its `next_op`, where it
+    /// may rejoin.
     pub(crate) fn part(&mut self, seat: &Seat, next_op: Option<OpId>, now: Instant) {
         let Some(job) = self.job(seat) else { return };
         if job.state == JobState::Running
@@ -88,7 +89,7 @@ impl Registry {
         self.leave(seat, Loss::Left, now);
     }
 
-    /// A rank that has come back is gone again before it has done anything.
+    /// Handles a rank that has rejoined and leaves before it has done anything.
     pub(crate) fn retreat(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
         let member = job.members[usize::from(seat.rank)].as_ref();
@@ -96,10 +97,10 @@ impl Registry {
         self.part(seat, next_op, now);
     }
 
-    /// Whether a rank may come back. Returns the job's number, and whether it may move.
+    /// Checks whether a rank may rejoin. Returns the job's number, and whether the job may move.
     ///
     /// # Errors
-    /// A sentence for the user that says why not.
+    /// The reason for the refusal, as a sentence for the user.
     pub(crate) fn may_rejoin(
         &self,
         join: &Join,
@@ -126,10 +127,11 @@ impl Registry {
         Ok((job.id, job.may_move))
     }
 
-    /// Takes a rank back into its job, whose shards have `sealed` so many datagrams.
+    /// Readmits a rank to its job. `sealed` is the number of datagrams that each shard of the job
+    /// has sealed.
     ///
     /// # Errors
-    /// A sentence for the user that says why not.
+    /// The reason for the refusal, as a sentence for the user.
     pub(crate) fn rejoin(
         &mut self,
         mut join: Join,
@@ -166,7 +168,7 @@ impl Registry {
 }
 
 impl Job {
-    /// Whether a rank may come back; the op that it goes on with.
+    /// Checks whether a rank may rejoin. Returns the op at which it continues.
     fn rejoins_at(&self, join: &Join) -> Result<OpId, String> {
         let (rank, name) = (join.rank, &join.job);
         self.check_shape(join)?;
@@ -202,7 +204,8 @@ impl Job {
                 join.max_datagram
             ));
         }
-        // Results are in flight as the ranks could buffer that were there at the start.
+        // The amount of results in flight was fixed for the receive buffers of the ranks at the
+        // start.
         if join.receive_buffer < self.least_buffer {
             return Err(format!(
                 "rank {rank} has a receive buffer of {} bytes, and results of job {name:?} are \

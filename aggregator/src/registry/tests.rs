@@ -14,7 +14,7 @@ use super::*;
 use crate::admission::Admit;
 use crate::failure::Failure;
 
-/// A registry with one shard, whose next job has the number after `last_id`.
+/// Returns a registry with one shard, which numbers its next job after `last_id`.
 pub(crate) fn registry(fanout: Fanout, last_id: u32) -> Registry {
     let config = Config { pool_mib: 4, fanout, ..Config::default() };
     let bind = "127.0.0.1:0".parse().unwrap();
@@ -66,7 +66,7 @@ pub(super) fn join_at(
     Ok((seat, joined, inbox))
 }
 
-/// Who calls with this identity from this address, and what is said to it.
+/// Returns a caller with this identity and address, and its received messages.
 pub(super) fn caller(identity: Option<&str>, ip: [u8; 4]) -> (Caller, Inbox) {
     let (tell, inbox) = channel(MEMBER_QUEUE);
     let (identity, addr) = (identity.map(str::to_owned), SocketAddr::from((ip, 9)));
@@ -77,7 +77,7 @@ pub(super) fn of_group(name: &str, group: &str) -> JobName {
     JobName::new(name, group)
 }
 
-/// The last thing that a rank was told.
+/// Returns the last message that a rank received.
 pub(super) fn told(inbox: &mut Inbox) -> Option<FromAggregator> {
     std::iter::from_fn(|| inbox.try_recv().ok()).last()
 }
@@ -103,7 +103,7 @@ fn a_job_that_gathers_for_too_long_names_who_did_not_come_and_frees_its_place() 
     assert_eq!(joined, Joined::Waiting(vec![0, 2, 3]));
     let opened = Instant::now();
     assert_eq!(registry.look_after(&seat, opened), Joined::Waiting(vec![0, 2, 3]));
-    // Who comes and goes meanwhile does not make the job any younger.
+    // Ranks that join and leave meanwhile do not restart the timeout.
     let (other, ..) = join(&mut registry, wish("job", 2, 4)).unwrap();
     let later = opened + Duration::from_secs(2);
     assert_eq!(registry.look_after(&seat, later), Joined::Waiting(vec![0, 3]));
@@ -168,7 +168,7 @@ fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
 #[test]
 fn a_rank_that_does_not_listen_is_not_probed_for() {
     let deaf = |rank| Join { multicast: false, ..wish("job", rank, 3) };
-    // It is known to need a copy, and the others are all that is waited for.
+    // The rank is known to need a copy, so only the others are probed.
     let mut auto = registry(Fanout::Auto, 0);
     let (first, ..) = join(&mut auto, wish("job", 0, 3)).unwrap();
     let (second, ..) = join(&mut auto, wish("job", 1, 3)).unwrap();
@@ -176,11 +176,11 @@ fn a_rank_that_does_not_listen_is_not_probed_for() {
     auto.heard(&first);
     auto.heard(&second);
     assert_eq!(auto.jobs[&"job".into()].state, JobState::Running);
-    // If none listens, there is nothing to find out.
+    // If no rank listens, there is nothing to probe.
     let mut none = registry(Fanout::Auto, 0);
     let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);
     assert_eq!(joined[2], Joined::Ready);
-    // Where multicast is demanded it is refused at once, and the others go on waiting for it.
+    // Where multicast is required, the rank is refused at once, and the others keep waiting for it.
     let mut demanded = registry(Fanout::Multicast, 0);
     let (_, _, mut inbox) = join(&mut demanded, wish("job", 0, 2)).unwrap();
     let reason = join(&mut demanded, Join { world: 2, ..deaf(1) }).unwrap_err();
@@ -277,7 +277,7 @@ fn a_rule_is_about_the_job_that_its_user_named_and_all_its_groups() {
         let (seat, _) = join(of_group("vision-7", group)).unwrap();
         assert_eq!(seat.job, of_group("vision-7", group));
     }
-    // What looks like the name of a group in that of a job is none.
+    // A job name that looks like a group name is not treated as one.
     let why = join(of_group("vision-7/0", "")).unwrap_err().why();
     assert!(why.contains("may not join a job of the name \"vision-7/0\""), "{why}");
     let why = join(of_group("vision-7", &"x".repeat(129))).unwrap_err().why();
@@ -314,7 +314,7 @@ fn two_thousand_ranks_that_wait_keep_out_nobody_for_whom_there_is_room() {
         assert_eq!(registry.join(wish, caller, now).unwrap().1, Joined::Ready);
     }
     assert!(places.iter().all(|place| !registry.turn(place).0));
-    // One has its turn once the job of its rule has ended.
+    // A waiting job has its turn once the job of its rule has ended.
     let seat = Seat::of("crowd-0", 1, 0);
     registry.leave(&seat, Loss::Left, now);
     assert_eq!(places.iter().filter(|place| registry.turn(place).0).count(), 1);
@@ -347,7 +347,7 @@ fn room_for_more_jobs_takes_nothing_from_those_that_run() {
     let limit = |max_jobs| Config { pool_mib: 4, max_jobs, ..Config::default() };
     registry.reconfigure(limit(2));
     let [one, _two] = ["one", "two"].map(|name| join(&mut registry, wish(name, 0, 1)).unwrap());
-    // Their buffers are theirs, although shares are smaller by now.
+    // The jobs keep their buffers, although shares are smaller now.
     registry.reconfigure(limit(8));
     let told = join(&mut registry, wish("three", 0, 1)).unwrap_err();
     assert!(told.starts_with("100 % of the packet buffers are taken, and 12 %"), "{told}");
@@ -361,7 +361,7 @@ fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back(
     let now = Instant::now();
     let movable = Join { may_move: true, ..wish("job", 0, 2) };
     let (_, _, _first) = join(&mut registry, movable).unwrap();
-    // The place of a job that gathers is empty again, and no more.
+    // The place of a rank that leaves a gathering job is simply empty again.
     let (_, _, _other) = join(&mut registry, wish("other", 0, 2)).unwrap();
     let (seat, ..) = join(&mut registry, wish("job", 1, 2)).unwrap();
     let back = Join { rejoin: true, ..wish("job", 1, 2) };
@@ -370,17 +370,17 @@ fn only_a_place_that_was_left_while_the_job_ran_is_taken_by_one_that_comes_back(
         let addr = SocketAddr::from(([127, 0, 0, 1], 9));
         (Caller { identity: None, addr, tell }, inbox)
     };
-    // Who has no place to come back to is told so before anything is waited for.
+    // A rank without a place to rejoin is told so before it has to wait.
     assert!(registry.may_rejoin(&back, &caller().0).is_err());
     registry.part(&seat, Some(OpId(0)), now);
-    // Whether the job may move is for all of its ranks to say.
+    // Whether the job may move depends on all of its ranks.
     assert_eq!(registry.may_rejoin(&back, &caller().0), Ok((seat.id, true)));
     let (first, _inbox) = caller();
     let (seat, _) = registry.rejoin(back.clone(), first, vec![0], now).unwrap();
     let (second, _inbox) = caller();
     let why = registry.rejoin(back.clone(), second, vec![0], now).unwrap_err().why();
     assert!(why.contains("rank 1 has not left job"), "{why}");
-    // One that has done nothing yet may try again.
+    // A rank that has done nothing since may rejoin again.
     registry.retreat(&seat, now);
     let (small, _inbox) = caller();
     let less = Join { receive_buffer: back.receive_buffer - 1, ..back.clone() };
@@ -401,6 +401,6 @@ fn a_tenant_that_loses_one_rank_after_another_does_not_fill_the_log() {
         }
     });
     assert!(registry.jobs.is_empty());
-    // Those at once, and as many for each minute that this took.
+    // The log holds the initial burst, and as many lines for each minute that this took.
     assert!(written < LOST / 2, "{written} lines of {LOST} ranks");
 }

@@ -1,8 +1,8 @@
-//! Jobs whose sums go on to a parent, and those of which aggregators have this one as theirs.
+//! Trees of aggregators: jobs whose sums go to a parent, and jobs that other aggregators join here.
 //!
-//! An aggregator that has a parent joins it for the ranks of each of its jobs, one after the other
-//! as they come. Only the parent sees when the world is complete, so there the job starts, and what
-//! it grants is what the ranks are granted below.
+//! An aggregator with a parent joins it for each rank of each of its jobs as the rank arrives. Only
+//! the parent sees when the world is complete. The job therefore starts there, and all ranks get
+//! what the parent grants.
 
 use std::net::SocketAddr;
 
@@ -27,16 +27,16 @@ use super::parent_link::ParentLink;
 use super::{Joined, LOST, NOT_JOINED, Registry, Seat};
 use crate::shard::{Command, NewParent};
 
-/// A call of the parent: what is said first, and whatever is said then.
+/// A call to the parent: the join, and the messages that follow it.
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) join: Join,
     pub(crate) messages: UnboundedReceiver<FromWorker>,
-    /// Tells when the job's life that calls is over.
+    /// Signals that the calling generation of the job is over.
     pub(crate) over: oneshot::Receiver<()>,
 }
 
-/// Whom a job loses with a member.
+/// Returns the ranks that a job loses with a member, and why.
 pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u16>, Loss) {
     match member.filter(|member| member.join.relays && why != Loss::Left) {
         Some(member) => (member.sorted_ranks(), Loss::Relay),
@@ -45,7 +45,7 @@ pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u1
 }
 
 impl Registry {
-    /// Checks that what a rank wants can be had in a tree, if it is to be in one.
+    /// Checks that a rank's wishes can be met in a tree, if its job is in one.
     pub(super) fn check_relay(&self, join: &Join) -> Result<(), String> {
         let (mine, theirs) = (self.shards.len(), join.data_ports.len());
         // A sidecar has one port for all shards.
@@ -59,8 +59,8 @@ impl Registry {
         }
     }
 
-    /// What is said to the parent of a job that gathers ranks; none if there is nothing to call it
-    /// for any more.
+    /// Begins a call to the parent for a job that gathers ranks. Returns `None` if there is no
+    /// longer a reason to call.
     pub(crate) fn call(&mut self, seat: &Seat) -> Option<Call> {
         let data_ports = self.shards.iter().map(|shard| shard.addr.port()).collect();
         let buffers = self.shards.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
@@ -70,7 +70,7 @@ impl Registry {
         let (tell, messages) = unbounded_channel();
         let mut joins = job.members.iter().flatten().flat_map(Member::joins).cloned();
         let first = joins.next()?;
-        // The receiver is here.
+        // The receiver still exists here.
         joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
         let before = std::mem::take(&mut job.parent.get_or_insert_default().before);
         let (ends, over) = oneshot::channel();
@@ -88,7 +88,7 @@ impl Registry {
         Some(Call { join, messages, over })
     }
 
-    /// Takes what the parent at `parent_addr` says.
+    /// Handles a message from the parent at `parent_addr`.
     pub(crate) fn hear_from_parent(
         &mut self,
         seat: &Seat,
@@ -97,7 +97,8 @@ impl Registry {
     ) -> Joined {
         let name = &seat.job;
         let Some(job) = self.job(seat) else { return Joined::Ready };
-        // What is said after this side has hung up is about ranks of which one is gone.
+        // After this side has hung up, messages concern ranks of which one has left, and are
+        // ignored.
         let Some(parent) = job.parent.as_mut().filter(|parent| parent.messages.is_some()) else {
             return Joined::Ready;
         };
@@ -145,8 +146,8 @@ impl Registry {
                 job.tell(&message);
                 self.remove(name);
             }
-            // The shards have their say in the rest; ranks that know no other aggregator are served
-            // to their end.
+            // The shards handle the effects of the other messages. If the parent drains, ranks
+            // without a standby are still served to their end.
             FromAggregator::Drain
             | FromAggregator::Ready { .. }
             | FromAggregator::Lifeline { .. }
@@ -160,7 +161,7 @@ impl Registry {
         Joined::Ready
     }
 
-    /// Starts a job as its parent grants it.
+    /// Starts a job with the grant of its parent.
     fn welcomed(&mut self, seat: &Seat, parent_addr: SocketAddr, granted: Welcome) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
         let (mine, theirs) = (self.shards.len(), granted.data_ports.len());
@@ -193,12 +194,12 @@ impl Registry {
             parent.before.clear();
             (parent.missing, parent.granted) = (Some(Vec::new()), Some((parent_addr, granted)));
         }
-        // If it cannot be served, all have been told so.
+        // If the start fails, all members have been told.
         self.start(name).unwrap_or(Joined::Ready)
     }
 
-    /// The conversation with the parent is over. Returns whether it is to be called again, since a
-    /// rank that it had been called for has gone meanwhile.
+    /// Handles the end of the connection to the parent. Returns whether to call it again, since a
+    /// rank of the call has left meanwhile.
     pub(crate) fn hung_up(&mut self, seat: &Seat, parent_addr: &str, why: &str) -> bool {
         let Some(job) = self.job(seat) else { return false };
         let hung_up_here = job.parent.as_ref().is_some_and(|parent| parent.messages.is_none());
@@ -220,8 +221,8 @@ impl Registry {
         false
     }
 
-    /// Refuses one rank of a job that gathers ranks, wherever below it has joined; the parent is
-    /// called anew for the others.
+    /// Refuses one rank of a job that gathers ranks, whichever aggregator it has joined. The parent
+    /// is then called again for the other ranks.
     fn refuse_rank(&mut self, seat: &Seat, parent_addr: SocketAddr, rank: u16, reason: &str) {
         let Some(job) = self.job(seat).filter(|job| job.state == JobState::Gathering) else {
             return;
@@ -230,7 +231,7 @@ impl Registry {
             member.as_ref().is_some_and(|member| member.ranks().any(|other| other == rank))
         };
         let member = job.members.iter_mut().find(|member| with(member)).and_then(Option::take);
-        // Of ranks that are gone nothing is heard any more.
+        // After a rank has left, messages about it are no longer handled.
         let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent_addr)) };
         job.hang_up();
         let reason = PeerText::of(format!("its parent at {parent_addr} refused: {reason}"));
@@ -248,17 +249,18 @@ impl Registry {
         }
     }
 
-    /// Another rank has joined an aggregator that is a member. One that cannot be is refused, and
-    /// the aggregator calls anew for its others. None if it is no aggregator that says so.
+    /// Adds another rank of an aggregator that is a member. A rank that cannot join is refused, and
+    /// the aggregator calls again for its others. Returns `None` if the member is not an
+    /// aggregator.
     pub(crate) fn also(&mut self, seat: &Seat, join: Join, now: Instant) -> Option<Joined> {
         let place = usize::from(seat.rank);
         let Some(job) = self.job(seat) else { return Some(Joined::Ready) };
-        // One that was refused has said more before it could hear of that.
+        // A refused aggregator may have sent this before it learned of the refusal.
         let Some(member) = job.members[place].as_ref() else { return Some(Joined::Ready) };
         if !member.join.relays {
             return None;
         }
-        // Once the job runs, the aggregator has been told which of its ranks do.
+        // Once the job runs, the aggregator knows from its welcome which of its ranks take part.
         if job.state != JobState::Gathering {
             return Some(Joined::Ready);
         }
@@ -266,7 +268,7 @@ impl Registry {
         match self.admit_also(seat, join) {
             Ok(joined) => Some(joined),
             Err(reason) => {
-                // If it is the job that cannot be served, its members have been told so.
+                // If the whole job cannot be served, its members have been told.
                 let job = self.job(seat);
                 if let Some(member) = job.and_then(|job| job.members[place].as_ref()) {
                     NOT_JOINED.note(|left_out| {
@@ -310,23 +312,23 @@ impl Registry {
         self.start_if_complete(&seat.job)
     }
 
-    /// Whether a rank is the only one that a member has, as of a sidecar with one. Then the member
-    /// goes with it.
+    /// Returns whether a rank is the only one of a member that is no aggregator. The member then
+    /// leaves with its rank.
     pub(crate) fn is_only(&self, seat: &Seat, rank: u16) -> bool {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id);
         let member = job.and_then(|job| job.members.get(usize::from(seat.rank))?.as_ref());
         member.is_some_and(|member| !member.join.relays && member.join.rank == rank)
     }
 
-    /// Whether a member may say that a rank is gone: an aggregator, of a rank that has joined it.
-    /// Anything may be said of a job that is over.
+    /// Returns whether a member may report a rank as lost. An aggregator may for the ranks that
+    /// joined it. Reports about a job that has ended are accepted and have no effect.
     pub(crate) fn may_part(&self, seat: &Seat, rank: u16) -> bool {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id);
         let member = job.and_then(|job| job.members.get(usize::from(seat.rank))?.as_ref());
         member.is_none_or(|member| member.rack().contains(&rank))
     }
 
-    /// A rank is gone that had joined an aggregator which is a member.
+    /// Handles the loss of a rank that had joined through a member aggregator.
     pub(crate) fn parted(&mut self, seat: &Seat, absent: Absent) {
         let Absent { rank, why } = absent;
         let Some(job) = self.job(seat).filter(|job| job.state != JobState::Gathering) else {
@@ -355,18 +357,19 @@ impl Registry {
 }
 
 impl Job {
-    /// Whether aggregators have joined for their ranks.
+    /// Returns whether aggregators have joined for their ranks.
     pub(super) fn has_racks(&self) -> bool {
         self.members.iter().flatten().any(|member| member.join.relays)
     }
 
-    /// Whether its sums go through several aggregators, one after the other.
+    /// Returns whether the job's sums pass through several aggregators in turn.
     pub(super) fn is_of_tree(&self) -> bool {
         self.parent.is_some() || self.has_racks()
     }
 
-    /// Checks that ranks that want what a tree does not have are in none. Members of several ranks
-    /// that move themselves, as sidecars do, are no hindrance to others that move.
+    /// Checks that the rank wants nothing that a tree does not support, if the job is in one.
+    /// Members with several ranks that may move, such as sidecars with standbys, do not keep others
+    /// from moving.
     pub(super) fn check_tree(&self, join: &Join) -> Result<(), String> {
         if self.has_racks() {
             let racks = self.members.iter().flatten().filter(|member| member.join.relays);
@@ -384,7 +387,7 @@ impl Job {
         Ok(())
     }
 
-    /// Checks that a rank has not joined.
+    /// Checks that a rank has not joined yet.
     pub(super) fn check_place(&self, join: &Join) -> Result<(), String> {
         let rank = join.rank;
         let Some(member) = self.member_with(rank) else { return Ok(()) };
@@ -400,26 +403,26 @@ impl Job {
         ))
     }
 
-    /// Tells the parent that a rank has joined, or wants it to be called.
+    /// Tells the parent that a rank has joined, or returns that the parent must be called first.
     pub(super) fn note_joined(&mut self, join: &Join) -> Joined {
         let Some(parent) = &mut self.parent else { return Joined::Ready };
         if !std::mem::replace(&mut parent.called, true) {
             return Joined::Call;
         }
         if let Some(messages) = &parent.messages {
-            // One that is gone has said so.
+            // A closed connection is reported by `hung_up`.
             drop(messages.send(FromWorker::Also(join.clone())));
         }
         Joined::Waiting(self.missing())
     }
 
-    /// Tells the parent that ranks are gone. While ranks are gathered this side hangs up as well,
-    /// and calls again for those that are left; the parent may have started the job by then.
+    /// Tells the parent that ranks have left. While ranks are gathered, this side also hangs up,
+    /// and calls again for the remaining ranks. The parent may have started the job by then.
     pub(super) fn tell_parent_of(&mut self, ranks: &[u16], why: Loss) {
         let Some(parent) = &mut self.parent else { return };
         for rank in ranks {
             if let Some(messages) = &parent.messages {
-                // One that is gone has said so.
+                // A closed connection is reported by `hung_up`.
                 drop(messages.send(FromWorker::Parted(Absent { rank: *rank, why })));
             }
         }
@@ -428,18 +431,18 @@ impl Job {
         }
     }
 
-    /// Ends the conversation with the parent.
+    /// Ends the connection to the parent.
     fn hang_up(&mut self) {
         if let Some(parent) = &mut self.parent {
             parent.messages = None;
         }
     }
 
-    /// Keeps only the ranks that the parent has counted: others have come too late.
+    /// Keeps only the ranks that the parent has counted; the others have joined too late.
     fn keep_only(&mut self, rack: &[u16]) {
         for place in &mut self.members {
             if let Some(member) = place {
-                // An aggregator drops them by itself, once it hears who is left.
+                // A member aggregator drops them itself once its welcome lists the remaining ranks.
                 member.also.retain(|join| rack.contains(&join.rank));
             }
             let late = |member: &mut Member| !rack.contains(&member.join.rank);
@@ -454,18 +457,18 @@ impl Job {
     /// Tells the parent that this aggregator stops.
     pub(super) fn tell_parent_of_stop(&self) {
         if let Some(messages) = self.parent.as_ref().and_then(|parent| parent.messages.as_ref()) {
-            // One that is gone needs no word.
+            // A closed connection needs no message.
             drop(messages.send(FromWorker::Stop));
         }
     }
 
-    /// What people call those that send data, by number.
+    /// Returns the ranks that name the members in messages, by number in datagrams.
     pub(super) fn names(&self) -> Vec<Rank> {
         let name = |(rank, member): (u16, Option<&Member>)| Rank(member.map_or(rank, Member::name));
         (0..).zip(self.numbered()).map(name).collect()
     }
 
-    /// The way to the parent of the shard of a configuration.
+    /// Returns a shard's link to the parent.
     pub(super) fn new_parent(&self, below: &Config) -> Option<NewParent> {
         let (parent_addr, granted) = self.parent.as_ref()?.granted.as_ref()?;
         let mut addr = *parent_addr;
@@ -494,12 +497,12 @@ impl Job {
     }
 }
 
-/// Whether a parent may grant this to an aggregator of so many shards.
+/// Returns whether a grant of a parent is valid for an aggregator of so many shards.
 fn may_grant(granted: &Welcome, shards: usize) -> bool {
     granted.is_sound() && granted.data_ports.len() == shards && !granted.rack.is_empty()
 }
 
-/// Why an aggregator cannot be another's parent.
+/// Returns why an aggregator cannot be another's parent.
 fn other_shards(parent_addr: usize, calling: usize) -> String {
     format!(
         "the parent has {} and the aggregator that calls it {calling}; start both with the same \
@@ -508,8 +511,8 @@ fn other_shards(parent_addr: usize, calling: usize) -> String {
     )
 }
 
-/// Returns the ranks that a parent names, in order, and none that the job does not have: it is said
-/// to all ranks here.
+/// Returns the ranks that a parent names, sorted and limited to the world of the job, since all
+/// ranks here are told of them.
 fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
     ranks.retain(|rank| *rank < world);
     ranks.sort_unstable();
@@ -517,18 +520,18 @@ fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
     ranks
 }
 
-/// Why a job is over that has lost the parent, in the sentence that all its ranks are told.
+/// Returns why a job that has lost its parent is over, as its ranks are told.
 fn parent_gone(how: &str) -> String {
     format!("the parent of the aggregator is gone: {how}")
 }
 
-/// Why a parent is none.
+/// Returns the error for a parent that breaks the protocol.
 fn strange(parent_addr: SocketAddr) -> String {
     format!("its parent at {parent_addr} does not keep to the protocol")
 }
 
-/// Checks that a rank wants nothing that a job does not have whose members have several ranks:
-/// among others to move, unless all of these may.
+/// Checks that a join wants nothing that a job with members of several ranks does not support.
+/// Moving is supported only if all such members may move.
 fn check_wish(join: &Join, all_move: bool) -> Result<(), String> {
     let moves = !all_move && (join.may_move || join.resume.is_some());
     let wants = [

@@ -19,13 +19,13 @@ use crate::door::STRANGERS_OF_ONE;
 use crate::failure::Failure;
 use crate::registry::{Registry, Seat};
 
-/// Runs a test on one thread, with time for everything but hanging.
+/// Runs a test on one thread, and fails it if it hangs.
 fn bounded<T>(test: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { timeout(Duration::from_secs(300), test).await.expect("ends in time") })
 }
 
-/// A served registry without shards; returns where it is called.
+/// Serves a registry without shards; returns its address.
 fn serving(strangers: usize) -> (SocketAddr, Shared, Failure) {
     serving_as(Config::default(), strangers)
 }
@@ -35,7 +35,7 @@ fn serving_as(config: Config, strangers: usize) -> (SocketAddr, Shared, Failure)
     (addr, registry, failure)
 }
 
-/// Returns also what tells that some are not believed any more.
+/// Like `serving_as`, and also returns the sender that signals distrusted certificates.
 fn serving_with(
     config: Config,
     strangers: usize,
@@ -55,7 +55,7 @@ async fn call(addr: SocketAddr) -> Result<Connection, racksum_net::NetError> {
     connect(addr, &credentials, Span::from_secs(100)).await
 }
 
-/// What rank 0 of a job of two wants.
+/// Returns the join of rank 0 of a job of two.
 fn wish(job: &str) -> Join {
     Join {
         version: CONTROL_VERSION,
@@ -82,7 +82,7 @@ fn wish(job: &str) -> Join {
     }
 }
 
-/// Joins; returns the streams, which keep the seat, and the first that is heard.
+/// Joins; returns the streams, which keep the seat, and the first message received.
 async fn join_as(
     connection: &Connection,
     wish: Join,
@@ -95,14 +95,15 @@ async fn join_as(
     (send, recv, heard)
 }
 
-/// Joins as rank 0 of a job of two, which waits for the other.
+/// Joins as rank 0 of a job of two, and waits for the other rank.
 async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::RecvStream) {
     let (send, recv, heard) = join_as(connection, wish(job)).await;
     assert!(matches!(heard, FromAggregator::Waiting { .. }), "{heard:?}");
     (send, recv)
 }
 
-/// What is heard first that is not about the queue, and how often the queue was told of.
+/// Returns the first message that is not about the queue, and the number of queue messages before
+/// it.
 async fn heard_behind_the_queue(recv: &mut quinn::RecvStream) -> (FromAggregator, usize) {
     let mut queued = 0;
     loop {
@@ -117,7 +118,7 @@ async fn heard_behind_the_queue(recv: &mut quinn::RecvStream) -> (FromAggregator
 fn a_rank_that_says_why_it_is_lost_is_lost_for_that() {
     bounded(async {
         let (addr, _registry, _failure) = serving(MAX_STRANGERS);
-        // A rank may say so of itself, and of nobody else.
+        // A rank may report its own loss, but not the loss of another rank.
         for (nth, of, told) in [(0, 1, Loss::Died), (1, 0, Loss::Broke)] {
             let (first, second) = (call(addr).await.unwrap(), call(addr).await.unwrap());
             let job = format!("job-{nth}");
@@ -148,14 +149,14 @@ fn a_rank_in_a_queue_is_let_go_and_may_stay_and_is_not_looked_at_more_often_for_
         let (mut send, mut recv, heard) =
             join_as(&waits, Join { wait: true, ..wish("waits") }).await;
         assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
-        // Nobody asked whether it stays.
+        // The aggregator did not ask whether the rank stays.
         for _ in 0..1_000 {
             frames::send(&mut send, &FromWorker::Stay).await.unwrap();
         }
         frames::send(&mut send, &FromWorker::Withdraw).await.unwrap();
         let (heard, queued) = heard_behind_the_queue(&mut recv).await;
         assert!(heard == FromAggregator::Free && queued < 100, "{heard:?} after {queued}");
-        // Room is no good to it while it may go.
+        // A rank that may withdraw does not use free room.
         drop((held, holder));
         while lock(&registry).jobs() > 0 {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -195,7 +196,7 @@ fn whoever_has_not_joined_shows_anew_who_it_is_once_other_authorities_are_believ
         disbelieve.send_replace(());
         let why = waits.quic().closed().await.to_string();
         assert!(why.contains("the aggregator believes other authorities now; call again"), "{why}");
-        // It waits no longer, and whoever calls from now on is believed by the new ones.
+        // The waiting rank has left the queue, and later callers are served.
         while lock(&registry).connections() > 1 {
             tokio::task::yield_now().await;
         }
@@ -213,13 +214,13 @@ fn connections_that_do_not_join_are_few_and_those_that_joined_do_not_count() {
         let silent = call(addr).await.unwrap();
         let joined = call(addr).await.unwrap();
         let _streams = join(&joined, "first").await;
-        // The place of the one that has joined is free again, that of the silent one is not.
+        // The rank that has joined frees its place; the silent connection does not.
         let other = call(addr).await.unwrap();
         let error = call(addr).await.unwrap_err().to_string();
         assert!(error.contains("refused"), "{error}");
         let _more = join(&other, "second").await;
         assert_eq!(lock(&registry).jobs(), 2);
-        // A silent connection is given up, and then there is room again.
+        // A silent connection is closed after a while, which frees its place.
         silent.quic().closed().await;
         let third = loop {
             if let Ok(third) = call(addr).await {
@@ -230,7 +231,7 @@ fn connections_that_do_not_join_are_few_and_those_that_joined_do_not_count() {
     });
 }
 
-/// Calls from an address, and says something first.
+/// Calls from an address, and sends a first message.
 async fn call_from(from: [u8; 4], to: SocketAddr, first: &FromWorker) -> Result<Line, Ended> {
     let credentials = Credentials::new(None, false).unwrap();
     let patience = Span::from_secs(100);
@@ -253,7 +254,7 @@ fn callers_that_do_not_join_keep_nobody_from_joining_whatever_they_do() {
             let mut crowd = Vec::new();
             for _ in 0..2 {
                 let mut line = call_from([127, 0, 0, 9], addr, &asked).await.unwrap();
-                // It has been heard, and does not hang up.
+                // The server has answered the caller, which stays connected.
                 line.hear().await.unwrap();
                 crowd.push(line);
             }
@@ -261,7 +262,7 @@ fn callers_that_do_not_join_keep_nobody_from_joining_whatever_they_do() {
             let mut joins = call_from([127, 0, 0, 1], addr, &joins).await.expect("is let in");
             while !matches!(joins.hear().await.unwrap(), FromAggregator::Waiting { .. }) {}
             if matches!(asked, FromWorker::Prove { .. }) {
-                // The first that came has made room.
+                // The oldest caller has given up its place.
                 let why = crowd[0].hear().await.unwrap_err().to_string();
                 assert!(why.contains("too many callers have not joined yet; call again"), "{why}");
             }
@@ -275,7 +276,7 @@ fn a_refusal_arrives_although_the_connection_ends_with_it() {
         let (addr, registry, _failure) = serving(2);
         let connection = call(addr).await.unwrap();
         let (_send, mut recv) = join(&connection, "job").await;
-        // Ends the job as its gathering for too long does.
+        // The job ends as if it had gathered ranks for too long.
         let late = Instant::now() + Duration::from_secs(1 << 20);
         lock(&registry).look_after(&Seat::of("job", 1, 0), late);
         let heard = loop {
@@ -293,7 +294,7 @@ fn a_refusal_arrives_although_the_connection_ends_with_it() {
 fn what_is_sent_to_an_address_that_may_be_forged_is_no_longer_than_what_came() {
     bounded(async {
         let (addr, _registry, _failure) = serving(2);
-        // The caller's first packet, caught on its way.
+        // The socket captures the caller's first packet.
         let caught = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let to = caught.local_addr().unwrap();
         let caller = tokio::spawn(async move { call(to).await });
@@ -313,7 +314,7 @@ fn what_is_sent_to_an_address_that_may_be_forged_is_no_longer_than_what_came() {
     });
 }
 
-/// Says that it wants to prove a data path; returns the streams, and the answer if there is one.
+/// Asks to prove a data path; returns the streams, and the answer if there is one.
 async fn prove(
     connection: &Connection,
 ) -> (quinn::SendStream, quinn::RecvStream, Option<FromAggregator>) {
@@ -334,10 +335,10 @@ fn an_address_proves_few_paths_at_a_time_each_for_a_while_and_asks_once_what_arr
             assert!(matches!(heard, Some(FromAggregator::Prove { .. })), "{heard:?}");
             proving.push((connection, send, recv));
         }
-        // One more is not answered, and calls again until there is a place for it.
+        // A further caller is not answered, and retries until a place is free.
         let more = timeout(Duration::from_secs(2), call(addr)).await;
         assert!(more.is_err(), "{more:?}");
-        // One that has joined, or is gone, leaves its place to another.
+        // A caller that joins or disconnects frees its place.
         let (joins, mut send, mut recv) = proving.pop().unwrap();
         frames::send(&mut send, &FromWorker::Arrived).await.unwrap();
         let sizes = frames::recv(&mut recv).await.unwrap();
@@ -355,7 +356,7 @@ fn an_address_proves_few_paths_at_a_time_each_for_a_while_and_asks_once_what_arr
             *answered = matches!(heard, Ok(Some(FromAggregator::Arrived { .. })));
         }
         assert_eq!(answers_to, [true, false]);
-        // One that says nothing more is given up.
+        // A caller that sends nothing more is disconnected after a while.
         proving[0].0.quic().closed().await;
         assert_eq!(joins.quic().close_reason(), None);
     });

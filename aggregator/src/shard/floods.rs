@@ -1,13 +1,13 @@
-//! Senders that flood a shard: the kernel drops what they send, so that the receive buffer has room
-//! for all others.
+//! Detection of senders that flood a shard. The kernel drops what they send, so that the receive
+//! buffer has room for all other senders.
 //!
 //! All jobs share one receive buffer. When it overflows, a sender of many datagrams keeps out
-//! senders of few, however fairly the shard then serves what it has received. So while the buffer
-//! overflows, the shard looks for a sender whose messages it has no use for: repeated asks,
-//! duplicates, messages of jobs that it does not have. If more than half of all messages are such
-//! messages of one sender, the kernel drops what that sender sends, for longer each time. Strangers
-//! count as one, and the one of them that sends most is refused first: a flood from several ports
-//! is refused port by port. Ranks do not, since after losses many of them ask again at once.
+//! senders of few, however fairly the shard serves what it has received. While the buffer
+//! overflows, the shard therefore looks for a sender of useless messages: repeated asks,
+//! duplicates, messages of unknown jobs. If one sender's useless messages are more than half of all
+//! messages, the kernel drops what that sender sends, for longer each time. Unproven senders count
+//! together, and the one that sends most is refused first, so a flood from several ports is refused
+//! port by port. Ranks do not count together, since after losses many of them ask again at once.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,29 +15,29 @@ use std::net::SocketAddr;
 use racksum_net::log_limit::LogLimit;
 use racksum_proto::time::{Span, Time};
 
-/// What the shard has received since it looked last, and whom it refuses.
+/// The messages received since the last check, and the refused senders.
 #[derive(Debug, Default)]
 pub(super) struct Floods {
-    /// When it looked last.
+    /// The time of the last check.
     looked: Time,
-    /// Datagrams that the kernel had dropped by then.
+    /// The number of datagrams that the kernel had dropped by the last check.
     drops: u64,
-    /// Whether there were new ones: only then is it worth counting.
+    /// Whether there were new drops. Messages are counted only then.
     overflows: bool,
     messages: u32,
-    /// Messages of no use, by sender.
+    /// The useless messages, by sender.
     useless: BTreeMap<SocketAddr, Useless>,
-    /// And of senders beyond those that are counted one by one.
+    /// The useless messages of senders beyond those counted one by one.
     of_others: u32,
     refused: BTreeMap<SocketAddr, Refusal>,
 }
 
-/// What a sender has sent of no use.
+/// The useless messages of one sender.
 #[derive(Debug, Clone, Copy, Default)]
 struct Useless {
-    /// Surely its own.
+    /// Messages that are certainly the sender's own.
     proven: u32,
-    /// What anybody may have sent in its name.
+    /// Messages that anyone may have sent with this source address.
     unproven: u32,
 }
 
@@ -46,26 +46,27 @@ struct Refusal {
     until: Time,
     lasts: Span,
     is_on: bool,
-    /// Whether what it was refused for was surely its own.
+    /// Whether the messages it was refused for were certainly its own.
     proven: bool,
 }
 
 impl Floods {
-    /// A message has arrived, or a datagram of none.
+    /// Counts a received message, or a datagram without messages.
     pub(super) const fn note_arrived(&mut self) {
         if self.overflows {
             self.messages = self.messages.saturating_add(1);
         }
     }
 
-    /// One of them was of no use, and is the sender's own, or nobody can prove anything here.
+    /// Counts a received message as useless. It is certainly the sender's own, or its job is not
+    /// authenticated.
     pub(super) fn note_useless(&mut self, from: SocketAddr) {
         if let Some(useless) = self.of(from) {
             useless.proven += 1;
         }
     }
 
-    /// One of them was of no use, and anybody may have sent it.
+    /// Counts a received message as useless. Anyone may have sent it.
     pub(super) fn note_unproven(&mut self, from: SocketAddr) {
         if let Some(useless) = self.of(from) {
             useless.unproven += 1;
@@ -80,16 +81,16 @@ impl Floods {
         counts.then(|| self.useless.entry(from).or_default())
     }
 
-    /// When somebody who is refused is to be let back.
+    /// Returns when the next refusal ends.
     pub(super) fn timeout(&self) -> Time {
         let on = self.refused.values().filter(|refusal| refusal.is_on);
         on.map(|refusal| refusal.until).min().unwrap_or(Time::NEVER)
     }
 
-    /// Looks whether somebody floods the shard, now and then, when the kernel has dropped so many
-    /// datagrams; `is_full` says whether the buffer is. `is_peer` says whether a rank or a parent
-    /// has an address: they are not refused for what others may have sent in their name. Returns
-    /// who is to be refused, if that has changed.
+    /// Checks at intervals whether a sender floods the shard. `drops` counts the datagrams that the
+    /// kernel has dropped, and `is_full` returns whether the buffer is full. `is_peer` returns
+    /// whether an address belongs to a rank or a parent; a peer is not refused for messages that
+    /// others may have forged. Returns the senders to refuse, if they have changed.
     pub(super) fn look(
         &mut self,
         now: Time,
@@ -102,7 +103,7 @@ impl Floods {
         }
         let flooder = self.flooder(&is_peer);
         self.looked = now;
-        // What is refused is dropped too, although there is room.
+        // Refused datagrams count as dropped too, even if the buffer has room.
         let is_refusing = self.refused.values().any(|refusal| refusal.is_on);
         self.overflows = drops > self.drops && (!is_refusing || is_full());
         self.drops = drops;
@@ -115,9 +116,9 @@ impl Floods {
         changed.then(|| on.map(|(from, _)| *from).collect())
     }
 
-    /// Returns the sender to refuse, and whether its messages are surely its own.
+    /// Returns the sender to refuse, and whether its messages are certainly its own.
     fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<(SocketAddr, bool)> {
-        // What comes from who is refused lay in the buffer before.
+        // Messages of a refused sender were in the buffer before the refusal.
         let is_on = |from| self.refused.get(from).is_some_and(|refusal| refusal.is_on);
         let (before, senders): (Vec<_>, Vec<_>) =
             self.useless.iter().partition(|(from, _)| is_on(from));
@@ -134,8 +135,8 @@ impl Floods {
         of_one.map(|(from, _)| (**from, true)).or_else(|| Some((of_strangers()?.1, false)))
     }
 
-    /// Refuses nobody any more whose time is over, or who has become a peer since anybody may have
-    /// sent what it was refused for. Returns whether there was such a sender.
+    /// Ends refusals whose time is over. Also ends those of senders that have become peers, if the
+    /// messages may have been forged. Returns whether any refusal ended.
     fn let_back(&mut self, now: Time, is_peer: impl Fn(SocketAddr) -> bool) -> bool {
         let mut any = false;
         for (from, refusal) in self.refused.iter_mut().filter(|(_, it)| it.is_on) {
@@ -143,12 +144,12 @@ impl Floods {
                 (refusal.is_on, any) = (false, true);
             }
         }
-        // Who has long been good begins anew.
+        // A sender without a refusal for a long time begins anew.
         self.refused.retain(|_, it| it.is_on || now.since(it.until) < FORGOTTEN);
         any
     }
 
-    /// Refuses a sender from now on. Returns false if too many are refused already.
+    /// Refuses a sender from now on. Returns false if too many senders are refused already.
     fn refuse(&mut self, now: Time, from: SocketAddr, proven: bool) -> bool {
         let lasts = self.refused.get(&from).map_or(FIRST, |it| Span(it.lasts.0 * 4).min(LONGEST));
         if self.refused.len() >= MOST_SENDERS && !self.refused.contains_key(&from) {
@@ -172,18 +173,20 @@ impl Floods {
     }
 }
 
-/// How often a shard looks.
+/// The interval between checks.
 const INTERVAL: Span = Span::from_millis(5);
-/// Useless messages in that time that may be a flood: more than small ops ever make.
+/// The number of useless messages per interval that may be a flood. It is more than small ops ever
+/// cause.
 const LEAST: u32 = 250;
-/// Useless messages of the stranger that is refused for many: more than who proves a path sends.
+/// The number of useless messages for which a stranger is refused in a joint flood. It is more than
+/// a path proof sends.
 const LEAST_OF_ONE: u32 = 16;
-/// How long a sender is refused at first, and at most.
+/// How long a sender is refused the first time; `LONGEST` is the maximum.
 const FIRST: Span = Span::from_millis(100);
 const LONGEST: Span = Span::from_secs(60);
-/// How long a sender is known that is refused no more.
+/// How long a sender is remembered after its refusal ends.
 const FORGOTTEN: Span = Span::from_secs(600);
-/// Senders that are counted, and that may be refused.
+/// The maximum number of senders that are counted, and that may be refused.
 const MOST_SENDERS: usize = 64;
 static REFUSED: LogLimit = LogLimit::new(4);
 
@@ -199,7 +202,7 @@ mod tests {
         Time(0) + Span::from_millis(ms)
     }
 
-    /// Shards whose buffers have overflowed, and that have looked at a time.
+    /// Returns the state of a shard whose buffer has overflowed, checked at `ms`.
     fn overflowing(ms: u64) -> Floods {
         let mut floods = Floods::default();
         assert_eq!(floods.look(at(ms), 1, || true, |_| false), None);
@@ -262,7 +265,7 @@ mod tests {
     fn a_flood_from_more_ports_than_are_counted_is_refused_port_by_port_and_no_one_else() {
         for (of_each, is_refused) in [(LEAST_OF_ONE, true), (1, false)] {
             let mut floods = overflowing(10);
-            // The first proves a path.
+            // The first sender proves a path.
             for (port, messages) in (0..300).map(|port| (port, if port == 0 { 3 } else { of_each }))
             {
                 for _ in 0..messages {
@@ -324,7 +327,7 @@ mod tests {
     fn a_flood_from_ever_new_ports_finds_each_refused() {
         let mut floods = overflowing(0);
         for (port, ms) in (1..200).zip((200..).step_by(200)) {
-            // Those before have been let back by now, and are known still.
+            // The refusals of the earlier senders have ended, but are still remembered.
             assert_ne!(floods.look(at(ms), ms, || true, |_| true), Some(vec![addr(port)]));
             flood(&mut floods, port, LEAST);
             let refused = floods.look(at(ms + 10), ms + 1, || true, |_| true);

@@ -1,4 +1,4 @@
-//! A shard as the rest of the aggregator sees it: where it is, and how to tell it something.
+//! A handle to a shard, for the rest of the aggregator.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ use crate::StartError;
 use crate::arena::Arena;
 use crate::failure::Failure;
 
-/// How a shard is told something.
+/// The command channel of a shard.
 #[derive(Debug, Clone)]
 struct Mouth {
     commands: Sender<Command>,
@@ -31,13 +31,13 @@ struct Mouth {
 
 impl Mouth {
     fn tell(&self, command: Command) {
-        // A shard that is gone has nothing left to do it with.
+        // A shard that has ended needs no commands.
         drop(self.commands.send(command));
         self.waker.wake();
     }
 }
 
-/// The shards of an aggregator as each of them knows the others, once all have been started.
+/// The shards of an aggregator, as each of them knows the others once all have started.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Siblings {
     number: usize,
@@ -45,7 +45,7 @@ pub(super) struct Siblings {
 }
 
 impl Siblings {
-    /// Tells all the others something.
+    /// Sends a command to all other shards.
     pub(super) fn tell(&self, command: impl Fn() -> Command) {
         let all = self.all.get().map_or(&[][..], Vec::as_slice);
         let others = all.iter().enumerate().filter(|(i, _)| *i != self.number);
@@ -53,11 +53,11 @@ impl Siblings {
     }
 }
 
-/// Lets shards know of each other.
+/// Introduces the shards to each other.
 pub(crate) fn make_siblings(shards: &[ShardHandle]) {
     let mouths: Vec<_> = shards.iter().map(|shard| shard.mouth.clone()).collect();
     for shard in shards {
-        // Each is started once, and told once.
+        // Each value is set only once.
         drop(shard.siblings.set(mouths.clone()));
     }
 }
@@ -66,9 +66,9 @@ pub(crate) fn make_siblings(shards: &[ShardHandle]) {
 #[derive(Debug)]
 pub(crate) struct ShardHandle {
     pub(crate) addr: SocketAddr,
-    /// Bytes that the receive buffer holds.
+    /// The size of the receive buffer in bytes.
     pub(crate) receive_buffer: usize,
-    /// What the receive buffer lacks of what was asked for, as a sentence.
+    /// A warning if the receive buffer is smaller than requested.
     pub(crate) shortfall: Option<String>,
     socket: Arc<UdpSocket>,
     mouth: Mouth,
@@ -124,25 +124,25 @@ impl ShardHandle {
         Ok(Self { addr, receive_buffer, shortfall, socket, mouth, siblings, stats, thread })
     }
 
-    /// Makes the interface the one that results are multicast from, if it can be.
+    /// Sets the interface that results are multicast from.
     pub(crate) fn set_multicast(&self, interface: &Interface) -> Result<(), NetError> {
         let set = self.socket.set_multicast_sender(interface, MULTICAST_TTL);
         set.inspect_err(|error| tracing::debug!(%error, "no multicast"))
     }
 
-    /// Tells the shard something.
+    /// Sends the shard a command.
     pub(crate) fn tell(&self, command: Command) {
         self.mouth.tell(command);
     }
 
-    /// Asks the shard how far a job is, or all that it has.
+    /// Asks the shard for the progress of one job, or of all its jobs.
     pub(crate) fn ask(&self, job: Option<JobId>) -> oneshot::Receiver<ShardReport> {
         let (tell, report) = oneshot::channel();
         self.tell(Command::Report(job, tell));
         report
     }
 
-    /// What the shard has counted, up to a moment ago.
+    /// Returns the shard's counters, which may lag slightly.
     pub(crate) fn stats(&self) -> ShardStats {
         self.stats.lock().map_or_else(|broken| broken.into_inner().clone(), |stats| stats.clone())
     }

@@ -1,4 +1,4 @@
-//! What a shard sends: control messages, probes, and results in the order of their windows.
+//! The outgoing datagrams of a shard: control messages, probes, and results in window order.
 
 use std::net::SocketAddr;
 
@@ -12,24 +12,25 @@ use super::report::ShardStats;
 use crate::destinations::To;
 use crate::turn::SEND_COST;
 
-/// What goes out: room to write a datagram in, and results that wait for others.
+/// The outgoing datagrams: a buffer for control messages, and results that wait to be sent
+/// together.
 pub(crate) struct Outbox {
     post: Post,
-    /// Where the machine writes a message that is not a result.
+    /// The buffer for messages that are not results.
     pub(crate) datagram: Box<[u8; MAX_CONTROL]>,
-    /// Results of the job that is being served, to go to `joined_to` as one train.
+    /// Results of the job being served, to be sent to `joined_to` together.
     joined: Vec<u8>,
     joined_to: To,
     gso_batch: GsoBatch,
 }
 
-/// The last of the way: datagrams are sealed once, and sent to each address.
+/// The last step of sending: each datagram is sealed once, and sent to each address.
 struct Post {
     ring: SendRing,
     sealed: Vec<u8>,
     datagrams: u64,
     bytes: u64,
-    /// The cost of all sends that no job has been charged for yet.
+    /// The cost of sends that no job has been charged for yet.
     cost: usize,
 }
 
@@ -46,7 +47,7 @@ impl Outbox {
     }
 
     pub(crate) fn send_datagram(&mut self, socket: &UdpSocket, job: &mut Job, to: To, len: usize) {
-        // A wait says that all results before it were sent, so it must not overtake any.
+        // A wait states that all earlier results were sent, so it must not overtake any.
         self.send_joined(socket, job);
         let Self { post, datagram, .. } = self;
         let contents = &datagram[..len];
@@ -55,7 +56,7 @@ impl Outbox {
         post.send(socket, sealer, addresses, contents, len);
     }
 
-    /// Sends the results that wait for others to go with them.
+    /// Sends the results that wait to be sent together.
     pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &mut Job) {
         let Self { post, joined, joined_to, gso_batch, .. } = self;
         if !joined.is_empty() {
@@ -79,7 +80,7 @@ impl Outbox {
         let again = result.header.flags.has(Flags::AGAIN);
         let small = again || result.len <= MAX_JOINED;
         if !small || to != self.joined_to || tos != job.tos(&self.joined) {
-            // Results in order: one that overtakes another looks like a loss.
+            // Results must stay in order: one that overtakes another looks like a loss.
             self.send_joined(socket, job);
         }
         if !small {
@@ -96,7 +97,7 @@ impl Outbox {
         }
     }
 
-    /// Lets datagrams of a result wait for others to go with them: all, or one.
+    /// Queues the datagrams of a result, or one of them, to be sent together with others.
     fn join(
         &mut self,
         socket: &UdpSocket,
@@ -128,7 +129,7 @@ impl Outbox {
         }
     }
 
-    /// Sends the probe that shows who hears the group.
+    /// Sends the probe that shows which ranks receive the group.
     pub(crate) fn probe(&mut self, socket: &UdpSocket, job: &mut Job) {
         let Some(group) = job.destinations.group else { return };
         let config = job.machine.config();
@@ -140,7 +141,7 @@ impl Outbox {
         self.post.send(socket, job.destinations.sealer.as_mut(), to, &bytes, Header::LEN);
     }
 
-    /// Returns the cost of all sends since the last call, and starts again at zero.
+    /// Returns the cost of all sends since the last call, and resets it to zero.
     pub(crate) const fn take_cost(&mut self) -> usize {
         std::mem::replace(&mut self.post.cost, 0)
     }
@@ -152,7 +153,7 @@ impl Outbox {
 }
 
 impl Post {
-    /// Sends datagrams `stride` apart that have room for what authenticates them.
+    /// Sends datagrams `stride` apart that have room for their authentication trailers.
     fn send_with_room(
         &mut self,
         socket: &UdpSocket,
@@ -170,8 +171,8 @@ impl Post {
         self.sealed = sealed;
     }
 
-    /// Sends datagrams `stride` apart to each address; waits a little for room in the send buffer.
-    /// What still does not go is lost, and asked for again.
+    /// Sends datagrams `stride` apart to each address, and waits briefly for room in the send
+    /// buffer. Datagrams that still cannot be sent are lost, and will be asked for again.
     fn send(
         &mut self,
         socket: &UdpSocket,
@@ -206,11 +207,11 @@ impl Post {
     }
 }
 
-/// Bytes of the largest result that is copied to go with others.
+/// The maximum size in bytes of a result that is copied to be sent together with others.
 const MAX_JOINED: usize = 16 << 10;
-/// Bytes of the largest datagram without tensor data: an ask or a wait.
+/// The maximum size in bytes of a datagram without tensor data: an ask or a wait.
 const MAX_CONTROL: usize = 2048;
-/// How often a full send buffer is waited for before a batch is given up.
+/// How many times to wait for room in the send buffer before giving up on a batch.
 const MAX_SEND_WAITS: u32 = 16;
 
 #[cfg(test)]

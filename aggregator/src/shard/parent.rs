@@ -1,5 +1,5 @@
-//! A job whose sums go to a parent: beside the aggregator half there is a worker half, which takes
-//! them there and hands on what comes back. `racksum_proto::aggregator` says what is whose affair.
+//! A job with a parent. Beside the aggregator half, a worker half contributes the sums to the
+//! parent and hands on the results. `racksum_proto::aggregator` documents the duties of each half.
 
 use std::net::SocketAddr;
 
@@ -19,21 +19,21 @@ use super::outbox::Outbox;
 use crate::destinations::To;
 use crate::turn::MESSAGE_COST;
 
-/// The way to the parent as a shard is told of it.
+/// The link to the parent, as announced to a shard.
 #[derive(Debug)]
 pub(crate) struct NewParent {
     pub(crate) config: Config,
-    /// The parent's shard.
+    /// The address of the parent's shard.
     pub(crate) addr: SocketAddr,
     pub(crate) sealer: Option<Sealer>,
     pub(crate) opener: Option<Opener>,
 }
 
-/// The way of a job to its parent.
+/// A job's link to its parent.
 #[derive(Debug)]
 pub(crate) struct ParentStream {
     pub(super) machine: Worker,
-    /// Opens what the parent sends, if datagrams are authenticated.
+    /// The opener of datagrams from the parent, if they are authenticated.
     opener: Option<Opener>,
 }
 
@@ -43,7 +43,7 @@ impl ParentStream {
     }
 }
 
-/// The messages of a datagram of the parent's, if it is authentic.
+/// Returns the messages of a datagram from the parent, if it is authentic.
 pub(super) fn open<'a>(job: &mut Job, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
     let parent = job.parent.as_mut()?;
     let opened = match &mut parent.opener {
@@ -53,7 +53,7 @@ pub(super) fn open<'a>(job: &mut Job, datagram: &'a mut [u8]) -> Option<&'a [u8]
     opened.map(|messages| &*messages).map_err(|reject| parent.machine.reject(reject, &mut ())).ok()
 }
 
-/// Takes a message of the parent's. Returns its body and where it belongs, if it has one that is
+/// Handles a message from the parent. Returns its body and where to store it, if the body is
 /// wanted.
 pub(super) fn take<'a>(
     job: &mut Job,
@@ -74,12 +74,12 @@ pub(super) fn take<'a>(
 }
 
 impl Job {
-    /// When the way to the parent is to be looked after.
+    /// Returns when the link to the parent has its next timeout.
     pub(super) fn timeout(&self) -> Time {
         self.parent.as_ref().map_or(Time::NEVER, |parent| parent.machine.poll_timeout())
     }
 
-    /// Lets the aggregator half know how far the parent is.
+    /// Updates the aggregator half with the progress at the parent.
     pub(super) fn poll_parent(&mut self, now: Time) {
         let Self { machine, parent: Some(parent), .. } = self else { return };
         if parent.machine.poll_timeout() <= now {
@@ -93,8 +93,8 @@ impl Job {
         }
     }
 
-    /// Takes to the parent what has been folded for it; what has failed goes to `failed`, and the
-    /// other shards are to be told. Returns whether there was anything.
+    /// Sends the parent what has been folded for it. Failed ops are added to `failed`, of which the
+    /// caller must tell the other shards. Returns whether there was anything to do.
     pub(super) fn send_to_parent(
         &mut self,
         now: Time,
@@ -139,13 +139,14 @@ impl Job {
         let mut any = false;
         let parent = &mut parent.machine;
         while let Some((op, descriptor)) = machine.poll_begun(|lane| parent.has_room(lane)) {
-            // One that cannot start, since the parent has ended the session, ends at its time.
+            // An op that cannot start, because the parent has ended the session, ends by its
+            // timeout.
             any |= parent.submit_sum(now, op, descriptor, NO_TIMEOUT).is_ok();
         }
         any
     }
 
-    /// Tells each side what has failed at the other.
+    /// Tells each half which ops have failed at the other.
     fn pass_failures(&mut self, failed: &mut Vec<Failed>) -> bool {
         let Self { machine, parent, .. } = self;
         let before = failed.len();
@@ -171,7 +172,7 @@ impl Job {
         any
     }
 
-    /// Says whom the ranks wait for, if it is time to.
+    /// Tells the parent which ranks are waited for, when that is due.
     fn tell_waits(&mut self, now: Time) {
         let Self { machine, parent: Some(parent), .. } = self else { return };
         while let Some(lane) = parent.machine.poll_waits() {
@@ -179,7 +180,7 @@ impl Job {
         }
     }
 
-    /// Says which windows the ranks have contributed to.
+    /// Tells the worker half which windows the ranks have contributed to.
     fn scan(&mut self) -> bool {
         let Self { machine, parent: Some(parent), .. } = self else { return false };
         let config = *machine.config();
@@ -202,5 +203,5 @@ impl Job {
     }
 }
 
-/// How long an op may take is the ranks' affair.
+/// A timeout that never expires, because the ranks enforce the timeout of an op.
 const NO_TIMEOUT: Span = Span::from_secs(1 << 20);

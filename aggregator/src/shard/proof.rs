@@ -1,5 +1,5 @@
-//! Proofs of data paths at a shard: probes of callers are answered, and answers of a parent are
-//! passed on.
+//! Proofs of data paths at a shard: it answers probes of callers, and passes on the answers of a
+//! parent.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,37 +15,37 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::ShardStats;
 
-/// A proof that is under way.
+/// A proof that is in progress.
 #[derive(Debug)]
 pub(crate) enum Proof {
-    /// Of a caller: bytes of its largest probe that arrived.
+    /// A caller proves its path: the size in bytes of its largest probe that arrived.
     OfCaller(Arc<AtomicU16>),
-    /// Of this aggregator at its parent, as this shard of it.
+    /// This aggregator proves the path of one of its shards to the parent.
     AtParent {
         /// The shard's number.
         shard: usize,
-        /// Hears the answers.
+        /// The receiver of the answers.
         tell: UnboundedSender<Answer>,
     },
 }
 
-/// What a parent's shard answers.
+/// An answer of a parent's shard.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
-    /// Which shard asked.
+    /// The number of the shard that sent the probe.
     pub(crate) shard: usize,
-    /// Bytes of the probe.
+    /// The size of the probe in bytes.
     pub(crate) size: u16,
-    /// Where the answer comes from.
+    /// The source address of the answer.
     pub(crate) from: SocketAddr,
-    /// Where the parent sees this shard.
+    /// The address from which the parent sees this shard.
     pub(crate) seen: SocketAddr,
 }
 
-/// All of a shard.
+/// The proofs in progress at a shard.
 #[derive(Debug, Default)]
 pub(super) struct Proofs {
-    /// With the answers that may still be sent.
+    /// The proofs by token, with the number of answers that may still be sent.
     by_token: BTreeMap<[u8; Key::LEN], (Proof, u32)>,
     datagram: Vec<u8>,
 }
@@ -59,7 +59,7 @@ impl Proofs {
         self.by_token.remove(&token.0);
     }
 
-    /// Sends a probe; one that cannot be sent is as good as lost.
+    /// Sends a probe. A probe that cannot be sent counts as lost.
     pub(super) fn send(&mut self, socket: &UdpSocket, to: SocketAddr, token: Key, size: u16) {
         Datagram { token, seen: None, size }.encode(&mut self.datagram);
         if let Err(error) = socket.send_one(to, &self.datagram) {
@@ -67,7 +67,8 @@ impl Proofs {
         }
     }
 
-    /// Takes what looks like a probe or an answer. Returns whether it is one that is waited for.
+    /// Handles a datagram that looks like a probe or an answer. Returns whether it belongs to a
+    /// proof in progress.
     pub(super) fn take(
         &mut self,
         socket: &UdpSocket,
@@ -92,7 +93,7 @@ impl Proofs {
                 }
             }
             (Some((Proof::AtParent { shard, tell }, _)), Some(seen)) => {
-                // Whoever asked may have lost patience.
+                // The proof may have ended already.
                 let answer = Answer { shard: *shard, size: probe.size, from, seen };
                 tell.send(answer).unwrap_or_default();
             }
@@ -105,5 +106,5 @@ impl Proofs {
     }
 }
 
-/// Probes of one caller that a shard answers: more than a prover sends.
+/// The maximum number of a caller's probes that a shard answers. It is more than a prover sends.
 const MOST_ANSWERS: u32 = 128;

@@ -1,4 +1,4 @@
-//! What arrives at a shard: whose it is, whether it is authentic, and where its payload belongs.
+//! Received datagrams: their job, their authenticity, and where their payload is stored.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +16,11 @@ use crate::slots::Slots;
 use crate::turn::{MESSAGE_COST, OPEN_COST};
 
 impl Shard {
-    /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
+    /// Handles a buffer that the kernel joined: datagrams of one sender, `stride` apart.
     pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
         let Self { jobs, parent_jobs, stats, incoming, arena, proofs, floods, socket, .. } = self;
         let buffer = &mut incoming[i];
-        // The kernel joins only what has one sender.
+        // The kernel joins datagrams only if they have the same sender.
         let below = |origin: Option<(JobId, Rank)>| {
             let (job, _) = origin.filter(|(_, sender)| *sender == Rank::AGGREGATOR)?;
             parent_jobs.get(&(job, meta.from)).copied()
@@ -77,8 +77,7 @@ impl Shard {
         }
     }
 
-    /// Keeps a buffer that holds a whole contribution, or copies those of its fragments that are
-    /// wanted.
+    /// Keeps a buffer that holds a whole contribution; otherwise copies the wanted fragments.
     fn keep_or_copy(&mut self, i: usize, stride: usize, stores: &[Option<(JobId, Place)>]) {
         let Self { jobs, incoming, arena, .. } = self;
         if let Some((id, place)) = whole_window(stores)
@@ -103,8 +102,7 @@ impl Shard {
     }
 }
 
-/// Hands a message to its job. Returns its body and where it belongs, if it has one that is
-/// wanted.
+/// Hands a message to its job. Returns its body and where to store it, if the body is wanted.
 fn take_message<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
     floods: &mut Floods,
@@ -134,13 +132,13 @@ fn take_message<'a>(
     }
     let cost = if header.kind == Kind::Open { OPEN_COST } else { MESSAGE_COST };
     match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
-        // Its fold is charged for what it stores.
+        // The fold will be charged for the stored bytes.
         Verdict::Store(place) => {
             job.turn.spend(cost);
             Some((header.job, place, body))
         }
         verdict @ (Verdict::Duplicate | Verdict::Control | Verdict::Reject(_)) => {
-            // Each op begins with one, and small ops are little else.
+            // Every op begins with an open, and small ops consist of little else.
             let begins = header.kind == Kind::Open && verdict == Verdict::Control;
             if !begins {
                 floods.note_useless(meta.from);
@@ -151,18 +149,18 @@ fn take_message<'a>(
     }
 }
 
-/// The messages of a datagram, if it is authentic; where nothing is authenticated, of any.
+/// Returns the messages of a datagram, if it is authentic or its job is not authenticated.
 fn open<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
     floods: &mut Floods,
     datagram: &'a mut [u8],
     meta: &Received,
 ) -> Option<&'a [u8]> {
-    // One that is of no job here says what is wrong with it when it is decoded.
+    // Decoding rejects a datagram of an unknown job with the right reason.
     let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
     let Some(job) = jobs.get_mut(&id) else { return Some(datagram) };
     if job.turn.is_flooded() {
-        // What is flooded is so by what its ranks have proven to be theirs.
+        // Only messages proven to come from the job's ranks make it flooded.
         match job.destinations.ranks.get(rank.index()) {
             Some(addr) if *addr == meta.from => floods.note_useless(meta.from),
             _ => floods.note_unproven(meta.from),
@@ -174,7 +172,7 @@ fn open<'a>(
         return Some(datagram);
     }
     // wire: W-9
-    // Looked at first, since that costs less than the tag.
+    // The address is checked first, since that costs less than the tag.
     let sender = job.destinations.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
     let opened = match (sender, job.openers.get_mut(rank.index())) {
         (Some(_), Some(opener)) => opener.open(datagram),
@@ -190,7 +188,7 @@ fn open<'a>(
     }
 }
 
-/// Whether a buffer looks as if it held the fragments of one window, a message a datagram.
+/// Returns whether a buffer may hold the fragments of one window, one message per datagram.
 fn may_be_whole(buffer: &[u8], stride: usize, trailer: usize) -> bool {
     buffer.chunks(stride.max(1)).all(|datagram| {
         let messages = datagram.len().checked_sub(trailer).and_then(|len| datagram.get(..len));
@@ -198,7 +196,7 @@ fn may_be_whole(buffer: &[u8], stride: usize, trailer: usize) -> bool {
     })
 }
 
-/// The window that a buffer holds whole and in order, if it does.
+/// Returns the window that a buffer holds whole and in order, if it does.
 fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
     let (job, first) = (*stores.first()?)?;
     if first.fragment != 0 || usize::from(first.fragments) != stores.len() {

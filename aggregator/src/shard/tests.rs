@@ -14,7 +14,7 @@ use racksum_proto::wire::{AskEntries, AskEntry, Kind, OpenEncoder, Opening};
 use super::*;
 use crate::turn::QUANTUM;
 
-/// A shard whose thread is the test.
+/// Returns a shard that runs on the thread of the test.
 fn shard() -> (Shard, Sender<Command>) {
     let socket = UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
     let (commands, inbox) = channel();
@@ -68,7 +68,7 @@ fn a_shard_that_is_never_idle_shows_its_counters_all_the_same() {
     let (mut shard, commands) = shard();
     let stranger = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     stranger.send_to(b"noise", shard.socket.local_addr()).unwrap();
-    // Counters are shown ten times a second.
+    // Counters are published ten times a second.
     std::thread::sleep(Duration::from_millis(150));
     assert_eq!(shard.turn(), Some(1));
     assert_eq!(shard.shared.lock().unwrap().datagrams[0], 1);
@@ -112,10 +112,10 @@ fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
     assert!(shard.handle_command(Command::Proven(token)));
 }
 
-/// Windows of the op of each job below.
+/// The number of windows in the op of each job below.
 const WINDOWS: u32 = 64;
 
-/// A job of the shard, all of whose ranks are one socket of the test.
+/// A job of the shard. All of its ranks share one socket of the test.
 struct Tenant {
     id: JobId,
     socket: std::net::UdpSocket,
@@ -152,7 +152,7 @@ impl Tenant {
         Self { id, socket }
     }
 
-    /// The shard takes a message of a rank.
+    /// Passes a rank's message to the shard.
     fn send_message(&self, shard: &mut Shard, header: Header, body: &[u8]) {
         let mut bytes = [0; Header::LEN];
         let length = u16::try_from(body.len()).unwrap();
@@ -173,7 +173,7 @@ impl Tenant {
         Header { kind, sender, window, ..Header::probe(self.id, Generation(0), 0) }
     }
 
-    /// All ranks open an op, of which only the first sends data: a block of each window.
+    /// Opens an op at all ranks; only the first sends data: one block of each window.
     fn work(&self, shard: &mut Shard, world: u16) {
         let sum = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
         for rank in 0..world {
@@ -188,7 +188,7 @@ impl Tenant {
         }
     }
 
-    /// A rank says that it lacks all results.
+    /// Reports that a rank lacks all results.
     fn ask(&self, shard: &mut Shard, rank: u16) {
         let entries = [0, WINDOWS]
             .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
@@ -198,14 +198,14 @@ impl Tenant {
     }
 }
 
-/// What the shard sends in one turn of each job.
+/// Serves each job one turn, and returns the number of bytes sent.
 fn sent(shard: &mut Shard) -> u64 {
     let before = shard.stats.bytes[1];
     shard.serve(Time(0));
     shard.stats.bytes[1] - before
 }
 
-/// Gives every job turns until none has anything to do.
+/// Gives every job turns until no job has work left.
 fn settle(shard: &mut Shard) {
     let turns = (0..10_000).take_while(|_| {
         shard.serve(Time(0));
@@ -222,11 +222,11 @@ fn a_job_that_only_asks_is_answered_within_its_turns_and_another_has_its_own() {
     let other = Tenant::new(&mut shard, 2, 1, 99.0);
     asker.work(&mut shard, world);
     settle(&mut shard);
-    // Its ranks ask for everything at once.
+    // All of its ranks ask for everything at once.
     (0..world).for_each(|rank| asker.ask(&mut shard, rank));
     other.work(&mut shard, 1);
     let folds = |shard: &Shard, id| shard.jobs[&id].machine.counters().folds;
-    // The other's results are 64 datagrams of one block.
+    // The other job's results are 64 datagrams of one block.
     let others = u64::from(WINDOWS) * (1024 + Header::LEN as u64);
     let most = (QUANTUM / 100 + udp::MAX_DATAGRAM) as u64;
     let first = sent(&mut shard);

@@ -1,7 +1,7 @@
 use super::*;
 use crate::admission::Admit;
 
-/// A job whose rule the configuration has.
+/// Returns a tenant with the rule that the configuration has for it.
 fn of(config: &Config, job: &'static str, identity: &'static str, world: u16) -> Tenant<'static> {
     group_of(config, job, "", identity, world)
 }
@@ -57,7 +57,7 @@ fn only_who_is_refused_is_told_what_to_do_about_it() {
     let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
     let why = "there is 1 job, and --max-jobs of the aggregator allows 1, \
                held by \"one\" with 4 ranks";
-    // Who waits hears this.
+    // A waiting rank gets this sentence.
     assert_eq!(refusal, Refusal::NoRoom(why.into()));
     assert_eq!(refusal.why(), format!("{why}; try again later, set `wait`, or ask {OPERATOR}"));
     let full = Refusal::NoWait(format!("{why}; 1024 ranks wait")).why();
@@ -81,7 +81,7 @@ fn each_rule_has_limits_of_its_own_and_others_are_not_named() {
     let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
     assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
     assert_eq!(check_room(&config, &held, &tenant("s-2", "speech-1", 100)), Ok(()));
-    // What others hold is a number.
+    // The jobs of other identities are only counted.
     let full = Config { max_jobs: 2, ..config.clone() };
     let (_, told) = why(check_room(&full, &held, &of(&full, "s-2", "speech-2", 1)));
     assert!(told.contains("held by \"s-1\" with 100 ranks, 1 job of others;"), "{told}");
@@ -104,7 +104,7 @@ fn shares_are_of_a_whole() {
 #[test]
 fn a_share_that_was_granted_is_held_whatever_the_configuration_says_by_now() {
     let config = Config { max_jobs: 8, ..Config::default() };
-    // From when there were four jobs at most.
+    // These jobs were granted when `max_jobs` was four.
     let held =
         ["a", "b", "c", "d"].map(|job| Tenant { granted: Some(25.0), ..of(&config, job, "x", 1) });
     let (later, told) = why(check_room(&config, &held, &of(&config, "e", "x", 1)));
@@ -122,11 +122,11 @@ fn groups_of_one_job_are_one_job_and_have_what_is_left_of_the_buffers() {
         let share = Tally::of(&config, &held).share_of(&config, &wanted);
         held.push(Tenant { granted: Some(share), ..wanted });
     }
-    // Ranks are counted group by group.
+    // The ranks of each group count.
     let few = Config { max_ranks: 100, ..config.clone() };
     let (_, told) = why(check_room(&few, &held, &group_of(&few, "train", "12", "x", 8)));
     assert!(told.starts_with("96 of 100 ranks are taken (--max-ranks of"), "{told}");
-    // Another job has its equal share still, and counts as the second.
+    // Another job still gets its equal share, and counts as the second job.
     assert_eq!(check_room(&config, &held, &of(&config, "other", "y", 8)), Ok(()));
     let one = Config { max_jobs: 1, ..config };
     let (_, told) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
@@ -170,13 +170,13 @@ fn groups_do_not_get_around_the_most_jobs_of_a_rule() {
         assert_eq!(check_room(&config, &held, &wanted), Ok(()), "{job}");
         held.push(Tenant { granted: Some(25.0), ..wanted });
     }
-    // Forty groups are one job, to others at least.
+    // Forty groups count as one job in what others are told.
     let (_, told) = why(check_room(&config, &held[..43], &of(&config, "s-4", "speech-2", 1)));
     assert!(told.contains("\"s-3\" with 1 rank, 1 job of others;"), "{told}");
     let of_vision = Tenant { granted: None, ..held[0] };
     let (_, told) = why(check_room(&config, &held[..40], &of(&config, "v-y", "vision-2", 1)));
     assert!(told.contains(", 24 more jobs or groups of them;"), "{told}");
-    // A job that has all it may have is told so.
+    // A job that holds its full share is told so.
     let all = Tenant { granted: Some(25.0), ..held[1] };
     let (later, told) = why(check_room(&config, &[all], &of_vision));
     let expected = "the job has all of the 25 % of the packet buffers that it may have, in 1 \
@@ -186,7 +186,7 @@ fn groups_do_not_get_around_the_most_jobs_of_a_rule() {
     assert_eq!((later, &*told), (true, expected));
 }
 
-/// Opens groups of a job until there is no room for one, and returns them and the refusal.
+/// Opens groups of a job until there is no room. Returns the groups and the refusal.
 fn open_groups(config: &Config, world: u16) -> (Vec<Tenant<'static>>, String) {
     let mut held: Vec<Tenant<'static>> = Vec::new();
     loop {
@@ -215,7 +215,7 @@ fn a_job_has_as_many_groups_as_there_is_memory_for_and_each_works() {
         assert!(shares.iter().all(|share| *share >= least), "{shares:?}");
         let expected = format!("in {} groups; destroy groups", held.len());
         assert!(told.contains(&expected) && told.contains("raise --pool-mib"), "{told}");
-        // A group that ends gives its place back.
+        // A group that ends frees its place.
         let wanted = group_of(config, "train", "another", "x", world);
         assert_eq!(check_room(config, &held[1..], &wanted), Ok(()));
     }
@@ -231,7 +231,7 @@ fn a_group_has_the_fewest_slots_of_each_lane_or_waits() {
     let least = least_share(&config, 8, 8);
     assert_eq!(tally.share_of(&config, &wanted(8)), least);
     assert!(tally.share_of(&config, &wanted(1)) < least);
-    // Less is left than it needs.
+    // The rest is less than the group needs.
     let held = [Tenant { granted: Some(100.0 - least / 2.0), ..first }];
     assert_eq!(check_room(&config, &held, &wanted(1)), Ok(()));
     let (later, told) = why(check_room(&config, &held, &wanted(8)));

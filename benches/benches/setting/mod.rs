@@ -1,10 +1,10 @@
-//! How the benches measure.
+//! Settings of the benches' measurements.
 
 use std::time::Duration;
 
 use criterion::Criterion;
 
-/// Short rounds, as the arguments of the command say otherwise.
+/// Returns short rounds as the default, which command-line arguments override.
 pub(crate) fn criterion() -> Criterion {
     Criterion::default()
         .sample_size(30)

@@ -1,7 +1,8 @@
-//! What the ranks of a benchmark agree on before they measure.
+//! Checks that the ranks of a benchmark have the same flags, before they measure.
 //!
-//! Ranks that were given other flags call other ops, or other numbers of them, and one goes on when
-//! another has ended. No op says which flag it was, so the ranks compare their flags first.
+//! Ranks with different flags would call different ops or a different number of them, and one would
+//! go on after another has ended. The error of an op names no flag, so the ranks compare their
+//! flags first.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
@@ -9,14 +10,14 @@ use racksum_proto::dtype::{DType, Reduction};
 use super::Args;
 use crate::exit::Failure;
 
-/// The flags by which ranks call the same ops with the same data, each as a number. An op itself
-/// says its type, its reduction and its blocks.
+/// Returns the flags that determine a rank's ops and data, each as a number. An op's descriptor
+/// already covers its type, its reduction and its blocks.
 fn shared(args: &Args) -> [(&'static str, u64); 10] {
     [
         ("-b", args.min_bytes),
         ("-e", args.max_bytes),
         ("-f", args.step_factor),
-        // A step of 0 is refused.
+        // The command line refuses a step of 0, so 0 means no step.
         ("-i", args.step_bytes.unwrap_or(0)),
         ("-n", args.iters.into()),
         ("-w", args.warmup_iters.into()),
@@ -27,23 +28,24 @@ fn shared(args: &Args) -> [(&'static str, u64); 10] {
     ]
 }
 
-/// The op that compares the flags.
+/// Returns the descriptor of the op that compares the flags.
 pub(super) fn descriptor(args: &Args) -> Descriptor {
     let elements = 2 * shared(args).len() as u64;
     Descriptor { reduction: Reduction::Max, ..Descriptor::sum(elements, DType::I64) }
 }
 
-/// What a rank gives to the op: of each flag its number, and one that is less where that is
-/// greater. The maximum of all ranks has the greatest and the least of each.
+/// Returns a rank's contribution to the op: the number of each flag, and its bitwise complement.
+/// The maximum over all ranks contains the greatest number of each flag and the complement of the
+/// least.
 pub(super) fn say(args: &Args) -> Vec<u8> {
     let numbers = shared(args).map(|(_, number)| number.cast_signed());
     numbers.iter().flat_map(|number| [*number, !number]).flat_map(i64::to_le_bytes).collect()
 }
 
-/// Finds the flags that some rank was given otherwise, in what all ranks said.
+/// Finds the flags that differ between ranks, in the op's result.
 ///
 /// # Errors
-/// A sentence that names them.
+/// A message that names the flags.
 pub(super) fn hear(args: &Args, heard: &[u8]) -> Result<(), Failure> {
     let (words, _) = heard.as_chunks();
     let words: Vec<_> = words.iter().map(|word| i64::from_le_bytes(*word)).collect();
@@ -75,7 +77,7 @@ mod tests {
         <Cli as clap::Parser>::parse_from(flags).args
     }
 
-    /// What ranks with such flags hear.
+    /// Returns the op's result for ranks with these flags.
     fn heard(ranks: &[&Args]) -> Vec<u8> {
         let said = ranks.iter().map(|args| {
             let said = say(args);

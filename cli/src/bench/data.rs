@@ -1,5 +1,5 @@
-//! The numbers that a benchmark reduces, the same for every peer that is measured beside it, and
-//! what their reduction must be.
+//! The data that a benchmark reduces, and the expected results. Every peer that racksum is compared
+//! with reduces the same data.
 
 use clap::ValueEnum;
 use half::{bf16, f16};
@@ -26,7 +26,7 @@ impl Overlap {
     }
 }
 
-/// What a rank's tensor holds.
+/// The contents of the ranks' tensors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pattern {
     pub(crate) world: u16,
@@ -37,15 +37,15 @@ pub(crate) struct Pattern {
 }
 
 impl Pattern {
-    /// Tells one pattern from another: ranks that were given different ones disagree about the op,
-    /// where their sums would look wrong.
+    /// Returns a hash of the pattern. With the hash in the descriptor, different patterns are a
+    /// mismatch between ranks instead of wrong sums.
     pub(crate) fn tag(&self) -> u64 {
         let Self { density, overlap, seed, .. } = *self;
         let parts = [seed, density.to_bits(), overlap as u64];
         parts.into_iter().fold(0, |tag, part| mix((tag ^ part).wrapping_add(GOLDEN)))
     }
 
-    /// Whether a block of a rank is non-zero.
+    /// Returns whether a block of a rank is non-zero.
     pub(crate) fn holds(&self, rank: u16, block: u64) -> bool {
         if self.density >= 1.0 {
             return true;
@@ -62,7 +62,7 @@ impl Pattern {
         (draw as f64) < (density * (1u64 << 53) as f64).floor()
     }
 
-    /// Element `i` of a rank: a small integer, so that sums are exact in most types.
+    /// Returns element `i` of a rank. It is a small integer, so that sums are exact in most types.
     pub(crate) fn element(&self, rank: u16, i: u64) -> i16 {
         if !self.holds(rank, i / self.block as u64) {
             return 0;
@@ -85,7 +85,7 @@ impl Pattern {
         }
     }
 
-    /// What the reduction of element `i` is.
+    /// Returns the expected reduction of element `i`.
     fn expected(&self, op: Reduction, i: u64) -> f64 {
         let elements = (0..self.world).map(|rank| f64::from(self.element(rank, i)));
         match op {
@@ -96,7 +96,7 @@ impl Pattern {
         }
     }
 
-    /// How many elements of a result are wrong.
+    /// Counts the wrong elements of a result.
     pub(crate) fn wrong(&self, dtype: DType, wire: WireType, op: Reduction, tensor: &[u8]) -> u64 {
         let size = dtype.size();
         let tolerance = self.tolerance(wire);
@@ -104,7 +104,7 @@ impl Pattern {
         for (block, bytes) in (0..).zip(tensor.chunks(self.block * size)) {
             let first = block * self.block as u64;
             if !(0..self.world).any(|rank| self.holds(rank, block)) {
-                // Nobody holds it, so its bytes must be zero.
+                // No rank holds this block, so its bytes must be zero.
                 wrong += bytes.chunks_exact(size).filter(|e| e.iter().any(|b| *b != 0)).count();
                 continue;
             }
@@ -121,17 +121,17 @@ impl Pattern {
         wrong as u64
     }
 
-    /// The relative error that a wire type may bring; none where small integers are exact.
+    /// Returns the relative error that a wire type may cause. It is zero for integers.
     fn tolerance(&self, wire: WireType) -> f64 {
         let world = f64::from(self.world);
         match wire {
             WireType::I32 | WireType::I64 => 0.0,
             WireType::F64 => 1e-15,
             WireType::F32 => 1e-6,
-            // The rounding of the sum, to 11 and 8 significant bits.
+            // Rounding of the sum to 11 and 8 significant bits.
             WireType::F16 => 1.0 / 1024.0,
             WireType::Bf16 => 1.0 / 128.0,
-            // A quantum of each rank's scale, and one of the sum's.
+            // One quantum of each rank's scale, and one of the sum's.
             WireType::Int8 => (world + 1.0) * 7.0 / 127.0,
             WireType::Fixed32 => 1e-6 * world,
         }
@@ -150,7 +150,7 @@ fn write(dtype: DType, value: i16, out: &mut [u8]) {
     }
 }
 
-/// Reads an element as a number; NaN when it has not the dtype's size.
+/// Reads an element as a number. Returns NaN if its size is not that of the dtype.
 fn read(dtype: DType, element: &[u8]) -> f64 {
     let number = match dtype {
         DType::F32 => element.try_into().ok().map(|b| f64::from(f32::from_le_bytes(b))),

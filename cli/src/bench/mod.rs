@@ -1,4 +1,4 @@
-//! `racksum bench`: how fast tensors of many sizes are reduced, and whether rightly.
+//! `racksum bench`: measures how fast tensors of many sizes are reduced, and checks the results.
 
 mod agree;
 mod data;
@@ -27,7 +27,7 @@ use crate::process_group::{end_with_parent, tell_parent};
 use crate::progress::{Line, Pace, Work};
 use crate::{memory, stderr};
 
-/// What an op is given.
+/// Input of an op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Input {
     /// A whole tensor.
@@ -94,7 +94,7 @@ pub(crate) struct Args {
     /// element on the wire, dense tensors want 512.
     #[arg(long, default_value_t = 256, value_parser = args::number::<usize>(args::BLOCKS))]
     block: usize,
-    /// What an op is given.
+    /// Input of an op.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Input::Dense)]
     input: Input,
     /// How elements travel: as they are, or bf16, f16, int8, fixed32.
@@ -145,7 +145,7 @@ pub(crate) struct Args {
     interactive: bool,
 }
 
-/// The part of `--help` after the flags.
+/// Text of `--help` after the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and the workers run on this host, each worker a process. Without
 any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
@@ -163,11 +163,11 @@ Examples:
   racksum bench --format json | jq .busbw_gb_s       for programs, one object a size
   racksum bench --aggregator HOST:7177 --insecure --rank 0 --world 2     one rank of two";
 
-/// Ranks on this host if nothing else is said.
+/// Default number of ranks on this host.
 const WORKERS: u16 = 4;
 
 impl Args {
-    /// Refuses what cannot be before anything is started, and what would be ignored.
+    /// Refuses invalid flags before anything starts, and flags that would have no effect.
     fn check(&self) -> Result<(), Failure> {
         let usage = |error: String| Err(Failure::usage(error));
         self.check_least()?;
@@ -193,7 +193,7 @@ impl Args {
                  {density}; give --density"
             ));
         }
-        // The parent's flags are handed on to its ranks as they are.
+        // A parent passes all its flags on to its ranks, so a rank with `--raw` may have these.
         if !self.member.is_rank() || self.raw {
             return Ok(());
         }
@@ -208,16 +208,16 @@ impl Args {
         })
     }
 
-    /// Refuses tensors that this host has no memory for.
+    /// Refuses tensors that do not fit this host's memory.
     fn check_memory(&self, most: u64) -> Result<(), Failure> {
         let here = if self.member.is_rank() { 1 } else { self.workers.unwrap_or(WORKERS) };
-        // Each op has a tensor, and all of a rank a copy to begin afresh from.
+        // Each op has a tensor, and each rank has one pristine copy to restore them from.
         let each = most.saturating_mul(1 + u64::from(self.ops_in_flight.max(1)));
         let what = format!("tensors of {most} bytes");
         memory::check_host(&what, each, here, "lower -e, --workers or --ops-in-flight")
     }
 
-    /// The op that reduces a tensor of at most `bytes`.
+    /// Returns the descriptor of an op on a tensor of at most `bytes`.
     fn descriptor(&self, bytes: u64) -> Result<Descriptor, Failure> {
         let elements = bytes / self.datatype.size() as u64;
         let descriptor = Descriptor {
@@ -231,7 +231,7 @@ impl Args {
             .map_err(|error| Failure::usage(error.to_string()))
     }
 
-    /// How elements travel.
+    /// Returns the wire type of the elements.
     fn wire_type(&self) -> WireType {
         self.wire.unwrap_or_else(|| self.datatype.native_wire())
     }
@@ -241,24 +241,24 @@ impl Args {
         Pattern { world, block, density, overlap, seed }
     }
 
-    /// The densities to measure.
+    /// Returns the densities to measure.
     fn densities(&self) -> Vec<f64> {
         self.density.map_or_else(|| vec![1.0, 0.01], |density| vec![density])
     }
 
-    /// All that is to be measured.
+    /// Returns a progress counter for the whole benchmark.
     fn work(&self) -> Arc<Work> {
         let each = self.sizes().map(effort).fold(0, u64::saturating_add);
         let rounds = self.rounds() * self.densities().len() as u64;
         Work::new(each.saturating_mul(rounds))
     }
 
-    /// Iterations of each size.
+    /// Returns the number of iterations for each size.
     fn rounds(&self) -> u64 {
         u64::from(self.warmup_iters) + u64::from(self.iters)
     }
 
-    /// Checks that the least size is an element at least: less is nothing to reduce.
+    /// Checks that the least size has room for at least one element.
     fn check_least(&self) -> Result<(), Failure> {
         let (least, element) = (self.min_bytes, self.datatype.size() as u64);
         if least >= element {
@@ -270,14 +270,14 @@ impl Args {
         )))
     }
 
-    /// The greatest size to measure; none if there is none.
+    /// Returns the greatest size to measure, or `None` if the range is empty.
     fn most(&self) -> Option<u64> {
         let Some(step) = self.step_bytes else { return self.sizes().last() };
         let room = self.max_bytes.checked_sub(self.min_bytes)?;
         Some(self.min_bytes + room / step * step)
     }
 
-    /// The sizes to measure.
+    /// Returns the sizes to measure.
     fn sizes(&self) -> impl Iterator<Item = u64> {
         let next = |size: &u64| match self.step_bytes {
             Some(step) => size.checked_add(step),
@@ -287,7 +287,7 @@ impl Args {
     }
 }
 
-/// Runs the benchmark: as its parent, or as one rank.
+/// Runs the benchmark, as the parent of all ranks or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     if !args.raw && u16::from(args.lanes) > args.ops_in_flight {
@@ -304,7 +304,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         return interact(args, &mut Runner::connect(args, &member)?);
     }
     match measure(args, &member) {
-        // The parent says once for all ranks why the benchmark failed.
+        // The parent prints the reason once for all ranks.
         Err(failure) if args.raw => tell_parent(&Err::<(), _>(failure)),
         measured => measured,
     }
@@ -316,7 +316,7 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
     let mut runner = Runner::connect(args, member)?;
     runner.agree(args)?;
     let work = args.work();
-    // The parent of ranks on this host says how far they are, by what its first rank says.
+    // The parent of ranks on this host draws the line, from the progress that rank 0 reports.
     let line = (!args.raw).then(|| line_of(&work));
     let mut pace = Pace::start();
     let mut is_told = || args.raw && rank == 0 && pace.is_due();
@@ -345,17 +345,18 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
         }
     }
     drop(line);
-    // The parent counts what is wrong at all ranks.
+    // The parent counts the wrong elements of all ranks.
     if args.raw { Ok(()) } else { verdict(wrong) }
 }
 
-/// A line that says how far some work is.
+/// Starts a line that shows the progress of some work.
 fn line_of(work: &Arc<Work>) -> Line {
     let work = Arc::clone(work);
     Line::start(move |passed| format!("measuring: {}", work.text(passed)))
 }
 
-/// About how long an op of so many bytes takes, in bytes: small ones take as long as 64 KiB.
+/// Estimates the duration of an op, expressed as a number of bytes. A small op takes about as long
+/// as one of 64 KiB.
 const fn effort(bytes: u64) -> u64 {
     bytes.saturating_add(64 << 10)
 }
@@ -374,7 +375,7 @@ fn verdict(wrong: u64) -> Result<(), Failure> {
     }
 }
 
-/// What an interactive benchmark may be told to change.
+/// The settings that an interactive benchmark can change.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Change {
@@ -386,7 +387,8 @@ struct Change {
     input: Option<String>,
 }
 
-/// Obeys lines of standard input: `go` for an iteration, `set {…}` for another case, `quit`.
+/// Runs the commands on standard input: `go` for an iteration, `set {…}` for other settings,
+/// `quit`.
 fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
     let mut args = args.clone();
     let mut case = runner.prepare(args.min_bytes, &args)?;

@@ -1,4 +1,4 @@
-//! The benchmark on one host: an aggregator in this process, a process for each rank.
+//! The benchmark on one host: an aggregator in this process, and a process for each rank.
 
 use std::collections::VecDeque;
 
@@ -56,16 +56,16 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     verdict(wrong)
 }
 
-/// A process for each rank, and what they have measured, of which some are ahead of others.
+/// The ranks' processes and their pending measurements. Some ranks may be ahead of others.
 struct Workers {
     process_group: ProcessGroup,
     ahead: Vec<VecDeque<Measured>>,
-    /// Ranks that say no more.
+    /// Whether each rank's output has ended.
     ended: Vec<bool>,
 }
 
 impl Workers {
-    /// Starts the ranks, with the flags of this process.
+    /// Starts the ranks with the flags of this process.
     fn start(world: u16, aggregator: &Embedded) -> Result<Self, Failure> {
         let process_group = ProcessGroup::start(world, |rank, command| {
             command.args(std::env::args_os().skip(1)).arg("--raw");
@@ -75,8 +75,8 @@ impl Workers {
         Ok(Self { process_group, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })
     }
 
-    /// What all ranks measured next; the first that ends without it is the one to blame. Notes how
-    /// far they are meanwhile.
+    /// Returns the next measurement of every rank, and updates the progress meanwhile. If a rank
+    /// ends without its measurement, returns why it ended.
     fn measured(&mut self, work: &Work) -> Result<Vec<Measured>, Failure> {
         while self.ahead.iter().any(VecDeque::is_empty) {
             let lacks = |rank: &usize| self.ended[*rank] && self.ahead[*rank].is_empty();

@@ -1,4 +1,4 @@
-//! One rank of a benchmark: connects, reduces, times and checks.
+//! One rank of a benchmark: connects, reduces, measures and checks.
 
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
@@ -13,7 +13,7 @@ use crate::member::Member;
 use crate::memory;
 use crate::progress;
 
-/// What a rank measured of one size.
+/// The measurements of one size at one rank.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Measured {
     pub(crate) bytes: u64,
@@ -26,16 +26,16 @@ pub(crate) struct Measured {
     pub(crate) pool_slots: u32,
     pub(crate) shards: u32,
     pub(crate) multicast: bool,
-    /// Elements that are wrong; `None` when not checked.
+    /// Number of wrong elements, or `None` if they were not checked.
     pub(crate) wrong: Option<u64>,
 }
 
-/// What a rank says to its parent, in a line.
+/// A message from a rank to its parent, one per line.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Said {
-    /// So much of its work is done.
+    /// The amount of work that the rank has done.
     Reached(u64),
-    /// What it measured of the next size.
+    /// The measurements of the next size.
     Measured(Box<Measured>),
 }
 
@@ -62,14 +62,14 @@ impl Runner {
         Ok(Self { client, clock: Clock::start(), pattern, rank: member.rank })
     }
 
-    /// Finds out whether all ranks were given the same flags.
+    /// Checks that all ranks were given the same flags.
     pub(crate) fn agree(&self, args: &Args) -> Result<(), Failure> {
         let mut flags = agree::say(args);
         self.client.allreduce(&mut flags, agree::descriptor(args)).map_err(explained)?;
         agree::hear(args, &flags)
     }
 
-    /// Sets the share of non-zero blocks and where they lie, for the sizes to come.
+    /// Sets the data pattern for the following sizes.
     pub(crate) const fn set_pattern(&mut self, pattern: Pattern) {
         self.pattern = pattern;
     }
@@ -78,7 +78,7 @@ impl Runner {
         self.pattern
     }
 
-    /// Measures one size, and calls `reached` after each iteration.
+    /// Measures one size and calls `reached` after each iteration.
     pub(crate) fn measure(
         &self,
         bytes: u64,
@@ -90,7 +90,7 @@ impl Runner {
             self.iterate(&mut case)?;
             reached()?;
         }
-        // There may be more than memory has room for, were they all to come.
+        // The iterations may be too many for memory, so the initial capacity is limited.
         let mut times_us = Vec::with_capacity(args.iters.min(1 << 16) as usize);
         let mut spent = Stats::default();
         for _ in 0..args.iters {
@@ -115,7 +115,7 @@ impl Runner {
         })
     }
 
-    /// A tensor and its pristine copy.
+    /// Prepares the tensors of one size, with a pristine copy.
     pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
         let descriptor = Descriptor { tag: self.pattern.tag(), ..args.descriptor(bytes)? };
         let len = usize::try_from(descriptor.elements * args.datatype.size() as u64)
@@ -128,7 +128,7 @@ impl Runner {
         Ok(Case { descriptor, lanes: args.lanes, pristine, tensors, blocks, reduced: None })
     }
 
-    /// The non-zero blocks of a tensor as a list.
+    /// Returns the non-zero blocks of a tensor as a list.
     fn blocks(&self, descriptor: &Descriptor, tensor: &[u8]) -> Blocks {
         let size = descriptor.dtype.size() * descriptor.block_elements();
         let mut blocks = Blocks::default();
@@ -141,8 +141,8 @@ impl Runner {
         blocks
     }
 
-    /// Runs one iteration between two barriers: no rank prepares its next one while another's op
-    /// still needs the processor.
+    /// Runs one iteration between two barriers, so that no rank prepares its next iteration while
+    /// another rank's op still needs the processor.
     pub(crate) fn iterate(&self, case: &mut Case) -> Result<Iteration, Failure> {
         let mut blocks = case.blocks.clone();
         if blocks.is_none() {
@@ -160,7 +160,7 @@ impl Runner {
         Ok(Iteration { start_ns: start.0, end_ns: end.0, spent })
     }
 
-    /// What is timed.
+    /// Runs the timed part of an iteration.
     fn reduce(&self, case: &mut Case, blocks: Option<&mut Blocks>) -> Result<(), Error> {
         match (blocks, &mut case.tensors[..]) {
             (Some(blocks), _) => {
@@ -174,7 +174,7 @@ impl Runner {
         }
     }
 
-    /// Several ops in flight, spread over the lanes.
+    /// Runs several ops at the same time, spread over the lanes.
     fn several(
         &self,
         tensors: &mut [Vec<u8>],
@@ -194,13 +194,13 @@ impl Runner {
         Ok(())
     }
 
-    /// Waits for all ranks: a sum of one element.
+    /// Waits for all ranks by reducing one element.
     fn barrier(&self) -> Result<(), Failure> {
         let one = Descriptor::sum(1, DType::I32);
         self.client.allreduce(&mut [1, 0, 0, 0], one).map(|_| ()).map_err(explained)
     }
 
-    /// How many elements of the last iteration are wrong.
+    /// Counts the wrong elements of the last iteration. Returns `None` if checks are off.
     pub(crate) fn check(&self, args: &Args, case: &Case) -> Option<u64> {
         if args.check == 0 {
             return None;
@@ -225,7 +225,7 @@ impl Runner {
     }
 }
 
-/// Why an op failed, for the user.
+/// Returns the failure of an op. For a mismatch, adds advice for the user.
 fn explained(error: Error) -> Failure {
     match error {
         Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
@@ -236,12 +236,12 @@ fn explained(error: Error) -> Failure {
     }
 }
 
-/// One iteration at this rank.
+/// The times and traffic of one iteration at this rank.
 #[derive(Debug, Clone)]
 pub(crate) struct Iteration {
     pub(crate) start_ns: u64,
     pub(crate) end_ns: u64,
-    /// What the op sent and received, its barrier apart.
+    /// The traffic of the ops, without the barriers.
     pub(crate) spent: Stats,
 }
 
@@ -251,14 +251,14 @@ impl Iteration {
     }
 }
 
-/// One size, ready to be measured.
+/// The prepared data of one size.
 pub(crate) struct Case {
     descriptor: Descriptor,
     lanes: u8,
     pristine: Vec<u8>,
     tensors: Vec<Vec<u8>>,
     blocks: Option<Blocks>,
-    /// What a list of blocks was reduced to.
+    /// The result of the last iteration, if the input is a list of blocks.
     reduced: Option<Blocks>,
 }
 

@@ -1,4 +1,4 @@
-//! The rows of a benchmark: in nccl-tests' layout for people, as JSON for programs.
+//! The rows of a benchmark: in nccl-tests' layout for people, and as JSON for programs.
 
 use hdrhistogram::Histogram;
 use racksum_proto::counted::counted;
@@ -8,11 +8,11 @@ use super::Args;
 use super::data::Pattern;
 use super::rank::Measured;
 
-/// One size, over all ranks that were measured.
+/// The row of one size, over all ranks that were measured.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     workers: u16,
-    /// The only rank whose figures these are, in a distributed run.
+    /// The only rank that the figures cover, in a distributed run.
     rank: Option<u16>,
     bytes: u64,
     count: u64,
@@ -49,7 +49,7 @@ struct Times {
 }
 
 impl Row {
-    /// The row of what the ranks measured. An iteration takes as long as its slowest rank.
+    /// Builds a row from the ranks' measurements. An iteration takes as long as its slowest rank.
     pub(crate) fn new(
         args: &Args,
         pattern: &Pattern,
@@ -95,17 +95,17 @@ impl Row {
         })
     }
 
-    /// How many elements are wrong.
+    /// Returns the number of wrong elements, or 0 if they were not checked.
     pub(crate) fn wrong(&self) -> u64 {
         self.wrong.unwrap_or(0)
     }
 
     pub(crate) fn json(&self) -> String {
-        // A row is numbers and names: it always serialises.
+        // Numbers and names always serialise, so the default is never used.
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// The line of the table.
+    /// Formats the row as a line of the table.
     pub(crate) fn line(&self) -> String {
         let wrong = self.wrong.map_or_else(|| "N/A".to_owned(), |wrong| wrong.to_string());
         format!(
@@ -127,7 +127,7 @@ impl Row {
         )
     }
 
-    /// The lines above a table, of all ranks or of one.
+    /// Formats the header of a table, for all ranks or for one rank.
     pub(crate) fn head(pattern: &Pattern, rank: Option<u16>) -> String {
         let whose = rank.map_or_else(
             || "time is of the slowest rank".to_owned(),
@@ -173,7 +173,7 @@ impl Row {
     }
 }
 
-/// Whole nanoseconds of a time in microseconds.
+/// Converts a time in microseconds to whole nanoseconds.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -185,7 +185,7 @@ fn nanos(micros: f64) -> u64 {
 
 impl Times {
     fn of(micros: impl Iterator<Item = f64>) -> Self {
-        // In ns, to a thousandth; values of any size are taken.
+        // The histogram counts nanoseconds of any size with three significant digits.
         let mut histogram = Histogram::<u64>::new_with_bounds(1, u64::MAX / 2, 3).ok();
         let (mut min, mut max) = (f64::INFINITY, 0f64);
         for time in micros {

@@ -1,4 +1,4 @@
-//! Which rank to blame: the one that failed, and not those that only lost it.
+//! Finds the rank to blame: the rank that failed, not a rank that only lost it.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,15 +11,15 @@ use super::ProcessGroup;
 use crate::exit::Failure;
 
 impl ProcessGroup {
-    /// Why the job failed, now that `rank` has told of `failure`. If it only lost other ranks,
-    /// waits for their own reasons: which rank is heard first is a matter of chance.
+    /// Returns why the job failed, after `rank` has reported `failure`. If that rank only lost
+    /// other ranks, waits for their reasons, because reports arrive in any order.
     pub(super) fn cause(&mut self, rank: usize, failure: Failure) -> Failure {
         let clock = Clock::start();
         let start = clock.now();
         let mut awaited: BTreeSet<usize> = lost(&failure).collect();
         let mut heard = BTreeSet::from([rank]);
         let first = of_rank(rank, failure);
-        // The end of a rank may have been heard before anybody missed it.
+        // The lost rank may have ended before another rank reported the loss.
         if let Some(failure) = awaited.iter().find_map(|rank| self.has_failed(*rank)) {
             return failure;
         }
@@ -28,7 +28,7 @@ impl ProcessGroup {
             let Ok((rank, line)) = self.said.recv_timeout(left) else { break };
             let failure = match line {
                 Some(line) => failed(&line).map(|failure| of_rank(rank, failure)),
-                // One that has told why, or that has done its part, ends without an error.
+                // A rank that has reported its failure or finished its work exits successfully.
                 None if self.end(rank).is_ok_and(|status| status.success()) => {
                     heard.insert(rank);
                     None
@@ -45,19 +45,19 @@ impl ProcessGroup {
         first
     }
 
-    /// Why a rank failed, if its process has ended with an error.
+    /// Returns why a rank failed, if its process has exited with an error.
     fn has_failed(&mut self, rank: usize) -> Option<Failure> {
         let status = self.ranks.get_mut(rank)?.try_wait().ok().flatten()?;
         (!status.success()).then(|| self.ended_early(rank))
     }
 }
 
-/// The failure that a rank tells in a line, if it tells one.
+/// Returns the failure that a line reports, if any.
 fn failed(line: &str) -> Option<Failure> {
     serde_json::from_str::<Result<IgnoredAny, Failure>>(line).ok()?.err()
 }
 
-/// The ranks that a rank lost.
+/// Returns the ranks that were lost according to a failure.
 fn lost(failure: &Failure) -> impl Iterator<Item = usize> {
     failure.lost.iter().map(|rank| usize::from(*rank))
 }
@@ -66,7 +66,8 @@ fn of_rank(rank: usize, failure: Failure) -> Failure {
     Failure { why: format!("rank {rank}: {failure}"), ..failure }
 }
 
-/// How long the reason of a lost rank is waited for. It comes at once, unless the rank hangs.
+/// How long to wait for the reason of a lost rank. The reason arrives at once unless the rank
+/// hangs.
 const PATIENCE: Span = Span::from_secs(3);
 
 #[cfg(test)]
@@ -80,7 +81,8 @@ mod tests {
         Failure { lost: vec![rank], ..Failure::failed(format!("lost rank {rank}")) }
     }
 
-    /// Returns the reason that a crew reports which hears rank 2 first, and then these lines.
+    /// Returns the reason that a process group reports if rank 2 fails first and these lines
+    /// follow.
     fn cause(failure: Failure, lines: &[(usize, Option<Failure>)], ranks: Vec<Child>) -> String {
         let (tell, said) = channel();
         for (rank, failure) in lines {

@@ -1,4 +1,4 @@
-//! Safetensors files as gradients: what they hold, read without loading it.
+//! Gradients in safetensors files, read without loading a whole file.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata as FileMetadata};
@@ -16,11 +16,12 @@ use super::keys::check_unique;
 use super::quoted::Quoted;
 use crate::exit::Failure;
 
-/// A file of one rank's gradients.
+/// A file with the gradients of one rank.
 #[derive(Debug)]
 pub(super) struct GradientFile {
     pub(super) path: PathBuf,
-    /// In the order in which they are reduced and written: that of safetensors' own writer.
+    /// The tensors in the order in which they are reduced and written, which is that of
+    /// safetensors' own writer.
     pub(super) tensors: Vec<Tensor>,
     file: File,
     /// The version of the file when it was opened.
@@ -28,17 +29,17 @@ pub(super) struct GradientFile {
     data_start: u64,
 }
 
-/// The length, times and names of a file, which show whether its contents have changed.
+/// The length, times and link count of a file, which show whether its contents have changed.
 ///
-/// The clock of these times moves in steps of a few milliseconds. A rewrite that keeps the length
-/// is missed if all of it falls into the step of the last change before the file was opened. Writes
-/// to a mapping count when the system first sees a page of it change.
+/// These times advance in steps of a few milliseconds. A rewrite that keeps the length is missed if
+/// all of it happens in the same step as the last change before the file was opened. A write
+/// through a memory mapping counts when the kernel first sees a page change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Version {
     len: u64,
     /// Time of the last write, in seconds and nanoseconds.
     written: (i64, i64),
-    /// Time of the last change of anything, which no program can set back.
+    /// Time of the last change of contents or metadata, which no program can set back.
     changed: (i64, i64),
     names: u64,
 }
@@ -53,8 +54,9 @@ impl Version {
         }
     }
 
-    /// Whether the contents may have changed since `opened`. A file that loses or gains a name, as
-    /// when another one is moved over it, keeps its contents, and only `changed` tells of it.
+    /// Returns whether the contents may have changed since `opened`. A file that gains or loses a
+    /// name keeps its contents, for example when another file is moved over it. In that case
+    /// `changed` differs although nothing was written.
     fn differs(&self, opened: &Self) -> bool {
         let is_renamed = self.names != opened.names;
         self.len != opened.len
@@ -70,13 +72,13 @@ pub(super) struct Tensor {
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
     pub(super) elements: u64,
-    /// Bytes of data before it in its file.
+    /// Offset in bytes from the start of the file's data.
     offset: u64,
-    /// Bytes of its data.
+    /// Length of the data in bytes.
     pub(super) len: usize,
 }
 
-/// A header's entry, as far as it is needed to name a tensor of a dtype that nobody knows.
+/// The part of a header's entry that an error needs to name a tensor of unknown dtype.
 #[derive(Debug, Deserialize)]
 struct Entry {
     dtype: String,
@@ -86,7 +88,7 @@ impl GradientFile {
     /// Opens a file and reads its header.
     ///
     /// # Errors
-    /// A sentence that names the file and what is wrong with it.
+    /// A message that names the file and the problem.
     pub(super) fn open(path: &Path) -> Result<Self, Failure> {
         let unreadable =
             |error: io::Error| Failure::usage(format!("cannot read {}: {error}", path.display()));
@@ -101,7 +103,7 @@ impl GradientFile {
         let bad = |why: String| {
             Failure::usage(format!("{} is no safetensors file: {why}", path.display()))
         };
-        // Of the file that is open: another one may have taken its place since.
+        // Read the version from the open file, because another file may have taken the path since.
         let opened = Version::of(&file.metadata().map_err(unreadable)?);
         let len = opened.len;
         if len < LENGTH {
@@ -139,11 +141,11 @@ impl GradientFile {
         Ok(opened)
     }
 
-    /// Reads bytes of a tensor, from the `from`th on.
+    /// Reads bytes of a tensor, starting at byte `from`.
     ///
     /// # Errors
-    /// A sentence that names the file, also if it has changed since it was opened: its bytes may be
-    /// of two states then.
+    /// A message that names the file. Reading also fails if the file has changed since it was
+    /// opened, because its bytes may then come from two versions.
     pub(super) fn read(&self, tensor: &Tensor, from: usize, out: &mut [u8]) -> Result<(), Failure> {
         let at = self.data_start + tensor.offset + from as u64;
         self.file.read_exact_at(out, at).map_err(|error| {
@@ -155,12 +157,12 @@ impl GradientFile {
                 _ => format!("cannot read {path}: {error}"),
             })
         })?;
-        // After each read, so that the last one is covered, and no byte of a file that has changed
-        // is ever sent.
+        // Check after each read, so that the last read is covered and bytes of a changed file are
+        // never sent.
         self.check_unchanged()
     }
 
-    /// Checks that the file still is what was opened.
+    /// Checks that the file has not changed since it was opened.
     fn check_unchanged(&self) -> Result<(), Failure> {
         let path = self.path.display();
         let about = self
@@ -178,7 +180,7 @@ impl GradientFile {
     /// Checks that another file holds the same tensors.
     ///
     /// # Errors
-    /// A sentence that names the file, the tensor and what differs.
+    /// A message that names the file, the tensor and the difference.
     pub(super) fn check_same(&self, other: &Self) -> Result<(), Failure> {
         let (mine, theirs) = (self.path.display(), other.path.display());
         let by_name = |file: &Self| -> BTreeMap<String, Tensor> {
@@ -228,11 +230,11 @@ impl Tensor {
         Self { name, dtype, shape, elements, offset: start as u64, len: end - start }
     }
 
-    /// What stands for its name and shape in the descriptor.
+    /// Returns a hash of the name and shape, for the descriptor.
     pub(super) fn tag(&self) -> u64 {
         let mut digest = Digest::new();
         digest.add(self.name.as_bytes());
-        // No byte of UTF-8 is 0xff, so the name ends here.
+        // UTF-8 has no byte 0xff, so this byte marks the end of the name.
         digest.add(&[0xff]);
         for size in &self.shape {
             digest.add(&(*size as u64).to_le_bytes());
@@ -261,7 +263,7 @@ impl Digest {
     }
 }
 
-/// The header of a file that holds `tensors` one after the other, with its length before it.
+/// Returns the header of a file that holds `tensors` in order, preceded by its length.
 pub(super) fn header_of(tensors: &[Tensor]) -> Result<Vec<u8>, Failure> {
     let cannot = |error: String| Failure::failed(format!("cannot write a header: {error}"));
     let mut end = 0;
@@ -277,15 +279,15 @@ pub(super) fn header_of(tensors: &[Tensor]) -> Result<Vec<u8>, Failure> {
     let metadata = Metadata::new(None, infos).map_err(|error| cannot(error.to_string()))?;
     let mut header = vec![0; LENGTH_LEN];
     serde_json::to_writer(&mut header, &metadata).map_err(|error| cannot(error.to_string()))?;
-    // So that the data begins at a multiple of eight bytes.
+    // The data must start at a multiple of eight bytes.
     header.resize(header.len().next_multiple_of(8), b' ');
     let len = header.len() as u64 - LENGTH;
     header[..LENGTH_LEN].copy_from_slice(&len.to_le_bytes());
     Ok(header)
 }
 
-/// Refuses a header with a dtype that cannot be reduced, and names its tensor. What is no header
-/// at all is left to the parser to complain of.
+/// Refuses a header with a dtype that racksum cannot reduce, and names the tensor. Accepts a
+/// malformed header, because the parser reports it.
 fn check_dtypes(path: &Path, header: &[u8]) -> Result<(), Failure> {
     let Ok(entries) = serde_json::from_slice::<BTreeMap<String, serde_json::Value>>(header) else {
         return Ok(());
@@ -307,7 +309,7 @@ fn check_dtypes(path: &Path, header: &[u8]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Our name of a dtype, if it can be reduced.
+/// Converts a safetensors dtype to racksum's, if racksum can reduce it.
 const fn reduced_as(dtype: Dtype) -> Option<DType> {
     Some(match dtype {
         Dtype::F32 => DType::F32,
@@ -331,11 +333,11 @@ const fn stored_as(dtype: DType) -> Dtype {
     }
 }
 
-/// Bytes of the header's length, which opens a file.
+/// Length of the header's length field, which starts the file, in bytes.
 const LENGTH: u64 = LENGTH_LEN as u64;
-/// The same, as a length of memory.
+/// [`LENGTH`] as a `usize`.
 const LENGTH_LEN: usize = 8;
-/// The longest header that the format allows.
+/// Longest header that the format allows, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
 
 #[cfg(test)]
@@ -394,7 +396,7 @@ mod tests {
         opened.read(&opened.tensors[0], 0, &mut bytes).unwrap();
         let writer = File::options().write(true).open(&path).unwrap();
         writer.write_all_at(&[8; 4], 8 + GOOD.len() as u64).unwrap();
-        // The clock of the file system may not have moved yet.
+        // The clock of the file system may not have advanced yet.
         writer.set_modified(std::time::UNIX_EPOCH).unwrap();
         let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
         assert!(
@@ -528,7 +530,7 @@ mod tests {
             tensor("a", &[3, 2]).tag(),
         ];
         assert!((1..4).all(|i| !tags[..i].contains(&tags[i])));
-        // It is the same for ever: ranks of different builds must agree.
+        // The tag must never change, because ranks of different builds must agree.
         assert_eq!(tensor("a", &[6]).tag(), 0xba50_5b4b_c624_cb4f);
     }
 }

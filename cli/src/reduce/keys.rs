@@ -1,4 +1,5 @@
-//! Keys of a JSON header: the format allows each once in its object, and parsers keep one of two.
+//! Checks for duplicate keys in a JSON header. The format forbids them, and parsers keep only one
+//! of two.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -8,11 +9,11 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 
 use super::quoted::Quoted;
 
-/// Checks that no object of a header has a key twice. What is no JSON is left to the parser of
-/// headers to complain of.
+/// Checks that no object of a header has a duplicate key. Accepts malformed JSON, because the
+/// header's parser reports it.
 ///
 /// # Errors
-/// A clause that names the key.
+/// A clause for an error message, which names the key.
 pub(super) fn check_unique(header: &[u8]) -> Result<(), String> {
     match serde_json::from_slice::<Unique>(header) {
         Err(error) if error.is_data() => Err(PeerText::of(error).into()),
@@ -20,7 +21,7 @@ pub(super) fn check_unique(header: &[u8]) -> Result<(), String> {
     }
 }
 
-/// Any value whose objects have each key once.
+/// Any JSON value whose objects have no duplicate keys.
 struct Unique;
 
 impl<'de> Deserialize<'de> for Unique {

@@ -1,4 +1,4 @@
-//! `racksum reduce`: sums the gradients in safetensors files, one file a rank.
+//! `racksum reduce`: sums the gradients in safetensors files, one file for each rank.
 
 mod file;
 mod keys;
@@ -93,7 +93,7 @@ pub(crate) struct Args {
     into: Option<PathBuf>,
 }
 
-/// The part of `--help` after the flags.
+/// Text of `--help` after the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and one worker process for each file run on this host. Its other users
 can neither join them nor read what they send, unless --data-auth says otherwise. All files hold the
@@ -107,7 +107,7 @@ Examples:
   racksum reduce --aggregator HOST:7177 --insecure --rank 0 --world 2 rank0.safetensors";
 
 impl Args {
-    /// How a rank connects.
+    /// Returns how a rank connects.
     fn connect_options(&self, member: &Member) -> ConnectOptions {
         let faults =
             Faults { drop: self.drop, duplicate: self.dup, reorder: self.reorder, seed: self.seed };
@@ -115,10 +115,11 @@ impl Args {
         ConnectOptions { on_rank_loss, ..member.options(self.timeout, faults) }
     }
 
-    /// How a tensor is reduced. Its name and shape are part of what all ranks must agree on.
+    /// Returns how a tensor is reduced. The descriptor covers the tensor's name and shape, so that
+    /// all ranks must agree on them.
     ///
     /// # Errors
-    /// A sentence that names the tensor and what cannot be.
+    /// A message that names the tensor and the problem.
     fn descriptor(&self, tensor: &Tensor) -> Result<Descriptor, Failure> {
         let descriptor = Descriptor {
             tag: tensor.tag(),
@@ -132,22 +133,23 @@ impl Args {
         checked.map_err(|error| Failure::usage(format!("tensor {}: {error}", Quoted(&tensor.name))))
     }
 
-    /// How a tensor's elements travel. A file may hold counters and flags besides gradients.
+    /// Returns the wire type of a tensor. A file may hold counters and flags besides gradients,
+    /// which not every wire type can carry.
     fn wire_of(&self, tensor: &Tensor) -> WireType {
         let asked = self.wire.filter(|_| !self.travels_as_is(tensor));
         asked.unwrap_or_else(|| tensor.dtype.native_wire())
     }
 
-    /// Whether a tensor travels as it is although another wire type is asked for, which cannot
-    /// carry it.
+    /// Returns whether a tensor keeps its native wire type because the requested one cannot carry
+    /// it.
     fn travels_as_is(&self, tensor: &Tensor) -> bool {
         self.wire.is_some_and(|wire| !wire.carries(tensor.dtype))
     }
 
-    /// Says which tensors travel as they are, in one line.
+    /// Warns in one line about the tensors that keep their native wire type.
     ///
     /// # Errors
-    /// A sentence, if the wire type that is asked for can carry none of the tensors.
+    /// A message for the user, if the requested wire type can carry none of the tensors.
     fn tell_unnarrowed(&self, file: &GradientFile) -> Result<(), Failure> {
         let Some(wire) = self.wire else { return Ok(()) };
         let as_is: Vec<&Tensor> =
@@ -170,13 +172,13 @@ impl Args {
         Ok(())
     }
 
-    /// How each tensor of a file is reduced.
+    /// Returns how each tensor of a file is reduced.
     fn descriptors(&self, file: &GradientFile) -> Result<Vec<Descriptor>, Failure> {
         file.tensors.iter().map(|tensor| self.descriptor(tensor)).collect()
     }
 }
 
-/// Reduces: as the parent of all ranks, or as one rank.
+/// Runs the reduction, as the parent of all ranks or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let Some(member) = args.member.member("reduce")? else { return parent::run(args) };
     let [path] = &args.files[..] else {

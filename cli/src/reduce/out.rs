@@ -1,4 +1,4 @@
-//! The file of the result: whole, or not there at all.
+//! The output file, which appears complete or not at all.
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
@@ -14,39 +14,39 @@ use crate::signals::{Ending, cannot_wait};
 use crate::thread::spawn;
 use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, random, unnamed};
 
-/// A file that is written without a name, and put in its place once it is whole. A process that is
-/// killed before leaves nothing behind. Where a file system has no files without names, it has
-/// another one beside its place meanwhile.
+/// An output file that is written without a name and moved to its path once it is complete. A
+/// killed process therefore leaves no partial file. On a file system without unnamed files, the
+/// output has a temporary name in the same folder.
 #[derive(Debug)]
 pub(super) struct OutFile {
     path: PathBuf,
     file: File,
-    /// The permissions that it has in the end, if it replaces a file of this user.
+    /// Permissions of the finished file, if it replaces a file of this user.
     permissions: Option<Permissions>,
     name: Name,
 }
 
-/// The name that a file has before it is in its place, if any. Shared with the thread that removes
-/// it at a signal.
+/// The temporary name of a file, if it has one. The thread that removes the name at a signal shares
+/// it.
 type Name = Arc<Mutex<Option<PathBuf>>>;
 
 impl OutFile {
-    /// Makes the file. An input may be replaced, as any other file that is named.
+    /// Creates the output file. It may replace any file, even an input.
     ///
     /// # Errors
-    /// A sentence that names the file or folder and what is wrong with it.
+    /// A message that names the file or folder and the problem.
     pub(super) fn create(path: &Path) -> Result<Self, Failure> {
         Self::create_by(path, unnamed)
     }
 
-    /// Makes the file without a name if `unnamed` can.
+    /// Creates the output file, without a name if `unnamed` supports that.
     fn create_by(path: &Path, unnamed: Unnamed) -> Result<Self, Failure> {
         if path == Path::new("-") {
             return Err(Failure::usage(
                 "--out - is not standard output, where the table goes; name a file, be it ./-",
             ));
         }
-        // What a link leads to is replaced, and the link stays.
+        // The target of a link is replaced, and the link stays.
         let (path, before) = replaceable(path)?;
         let permissions = before.as_ref().and_then(|before| kept(own_user(), before));
         let mut options = File::options();
@@ -63,10 +63,10 @@ impl OutFile {
         Ok(Self { path, file, permissions, name: Arc::new(Mutex::new(name)) })
     }
 
-    /// Has a signal that ends this process remove the file.
+    /// Starts a thread that removes the temporary file if a signal ends this process.
     ///
     /// # Errors
-    /// Why signals cannot be waited for.
+    /// A message for the user, if the process cannot wait for signals.
     pub(super) fn remove_at_signal(&self) -> Result<(), Failure> {
         let cannot = |error: io::Error| Failure::of_host(cannot_wait(&error), &error);
         let runtime = racksum_net::runtime::single_threaded().map_err(cannot)?;
@@ -76,7 +76,8 @@ impl OutFile {
         let name = Arc::clone(&self.name);
         spawn(move || {
             let code = runtime.block_on(signals.next());
-            // Held until the process has ended, so that it gets no name any more.
+            // The lock is held until the process has ended, so that `place` cannot name the file
+            // any more.
             let mut name = locked(&name);
             remove(&mut name);
             std::process::exit(code);
@@ -84,21 +85,22 @@ impl OutFile {
         Ok(())
     }
 
-    /// The file, to be written.
+    /// Returns the file for writing.
     pub(super) const fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
-    /// A path at which other processes of this user can open it before it is in its place. Its
-    /// name, if it has one, would lead elsewhere once another user of the folder has replaced it.
+    /// Returns a path at which other processes of this user can open the file before it is
+    /// committed. The path avoids the temporary name, because another user of the folder could
+    /// replace that.
     pub(super) fn temporary(&self) -> PathBuf {
         open_at(&std::process::id().to_string(), &self.file)
     }
 
-    /// Puts the file in its place, durably.
+    /// Moves the file to its path durably.
     ///
     /// # Errors
-    /// Why it cannot be; nothing is left behind then.
+    /// A message for the user, if the move fails. No file is left behind then.
     pub(super) fn commit(self) -> Result<(), Failure> {
         let Self { path, file, permissions, .. } = &self;
         let permitted = permissions.clone().map_or(Ok(()), |it| file.set_permissions(it));
@@ -106,12 +108,13 @@ impl OutFile {
             .and_then(|()| file.sync_all())
             .and_then(|()| self.place())
             .map_err(|error| cannot_write(path, &error))?;
-        // The name is there; a file system that cannot say so durably is no reason to fail.
+        // The file is in place. A file system that cannot sync a folder is no reason to fail.
         drop(File::open(folder_of(path)).and_then(|folder| folder.sync_all()));
         Ok(())
     }
 
-    /// Gives the file its place. One that is there can be replaced only by one with a name.
+    /// Moves the file to its path. Only a named file can replace an existing one, so an unnamed
+    /// file first gets a temporary name.
     fn place(&self) -> io::Result<()> {
         let mut name = locked(&self.name);
         let temporary = match &*name {
@@ -137,40 +140,41 @@ fn locked(name: &Name) -> MutexGuard<'_, Option<PathBuf>> {
     name.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Removes the name of a file that has not come to its place.
+/// Removes the temporary name of a file that was not moved to its path.
 fn remove(name: &mut Option<PathBuf>) {
     if let Some(name) = name.take() {
-        // It may be gone already; nothing better can be done about it here.
+        // The file may be gone already, and no better error handling is possible here.
         drop(std::fs::remove_file(name));
     }
 }
 
-/// The permissions that a result keeps of the file that it replaces. Another user's file may have
-/// been put there so that all may write to the result; and a result is no program, to run as
-/// somebody else.
+/// Returns the permissions that a result keeps from the file that it replaces. Ignores another
+/// user's file, which may have been planted so that everybody may write to the result. Drops
+/// set-user-ID and set-group-ID, because a result must not run as another user.
 fn kept(user: u32, before: &Metadata) -> Option<Permissions> {
     let mode = before.permissions().mode() & 0o777;
     (before.uid() == user && is_known_user(user)).then(|| Permissions::from_mode(mode))
 }
 
-/// The permissions, but for the umask's, that a result is made with. Its owner may write to it; and
-/// nobody may read it who could not read the file that it replaces, whosever that was.
+/// Returns the mode with which a result is created, before the umask. Its owner may write to it.
+/// Users who could not read the replaced file cannot read the result either, regardless of that
+/// file's owner.
 fn at_first(before: Option<&Metadata>, keeps: bool) -> u32 {
     let others = match before {
         None => 0o066,
-        // Not before it is whole.
+        // Other users get access only once the file is complete.
         Some(_) if keeps => 0,
         Some(before) => before.permissions().mode() & 0o066,
     };
     0o600 | others
 }
 
-/// Where the result goes, and the file that is there, if there is one. A path is resolved before it
-/// is checked, so that what is replaced is what was checked.
+/// Returns the path that the result goes to, and the metadata of a file that exists there. Resolves
+/// links before the checks, so that the checked file is the one that is replaced.
 fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
     let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
     let cannot = |error| cannot_write(path, &error);
-    // A file's name would be read without what follows it.
+    // `Path::file_name` would ignore these endings.
     if [&b"/"[..], b"/."].iter().any(|end| path.as_os_str().as_bytes().ends_with(end)) {
         return Err(refused("names no file"));
     }
@@ -189,8 +193,8 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
             }
             folder => folder.map_err(cannot)?,
         };
-        // Some process has it open, as with /dev/stdout: it may be a file with a name, which must
-        // not be replaced.
+        // The path is an open file of some process, as /dev/stdout is. That file may also have a
+        // name, and it must not be replaced.
         if folder.starts_with("/proc") {
             return Err(refused(NO_FILE));
         }
@@ -219,7 +223,7 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
     Err(refused("is a link to more links than are followed"))
 }
 
-/// Where a link of a folder leads to, if this user may follow it.
+/// Returns the target of a link in a folder, if this user may follow the link.
 fn followed(path: &Path, folder: &Path, link: &Metadata) -> io::Result<PathBuf> {
     let of = folder.metadata()?;
     if !may_follow(own_user(), link.uid(), of.uid(), of.mode()) {
@@ -229,23 +233,24 @@ fn followed(path: &Path, folder: &Path, link: &Metadata) -> io::Result<PathBuf> 
     Ok(folder.join(path.read_link()?))
 }
 
-/// Whether a user may follow a link, by the kernel's rule where `fs.protected_symlinks` is set: in
-/// a folder such as `/tmp`, others make links to files that they may not write to themselves.
+/// Returns whether a user may follow a link, by the kernel's rule for `fs.protected_symlinks`. In a
+/// folder such as `/tmp`, other users may plant links to files that they cannot write to
+/// themselves.
 const fn may_follow(user: u32, owner: u32, folder_owner: u32, folder_mode: u32) -> bool {
     let is_of_all = folder_mode & 0o1002 == 0o1002;
     owner == user || owner == folder_owner || !is_of_all
 }
 
-/// Why a result could not be written.
+/// Returns the failure for a result that could not be written.
 pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 
-/// Why a result goes only to where a file is, or nothing.
+/// Reason to refuse a path to something other than a file.
 const NO_FILE: &str = "is a pipe or a device, and a result replaces only files";
-/// Why a result does not go where a link leads that leads nowhere.
+/// Reason to refuse a dangling link.
 const NOTHING: &str = "is a link to nothing";
-/// Links that the kernel follows from a path to its file.
+/// How many links the kernel follows from a path to its file.
 const MAX_LINKS: u32 = 40;
 
 #[cfg(test)]
@@ -269,7 +274,7 @@ mod tests {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    /// With files that have no name, where this file system has them, and with others.
+    /// With unnamed files, where this file system supports them, and with temporary names.
     const WAYS: [Unnamed; 2] = [unnamed, |_, _| None];
 
     #[test]
@@ -298,7 +303,8 @@ mod tests {
         let before = name(&out());
         let out = out();
         assert_ne!(name(&out), before, "which is free again");
-        // Another user of the folder puts a link in the way of a rank that opens it.
+        // Another user of the folder replaces the temporary file by a link, to mislead a rank that
+        // opens it.
         let target = folder.join("target");
         std::fs::write(&target, "kept").unwrap();
         std::fs::remove_file(name(&out)).unwrap();
@@ -366,7 +372,7 @@ mod tests {
         let folder = folder("link");
         let [path, link] = ["sum", "link"].map(|name| folder.join(name));
         std::fs::write(&path, "before").unwrap();
-        // Not even its owner may write to it.
+        // The replaced file is read-only even for its owner.
         std::fs::set_permissions(&path, Permissions::from_mode(0o440)).unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
         let mut out = OutFile::create(&link).unwrap();
@@ -407,7 +413,7 @@ mod tests {
             let why = OutFile::create(&path).unwrap_err().to_string();
             assert!(why.contains("is a pipe or a device, and a result replaces only"), "{why}");
         }
-        // What is in memory only has a name as well.
+        // A file in shared memory has a name, so it is accepted.
         let shared = PathBuf::from(format!("/dev/shm/racksum-out-{}", std::process::id()));
         drop(OutFile::create(&shared).unwrap());
         std::fs::remove_dir_all(folder).unwrap();

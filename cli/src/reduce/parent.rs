@@ -1,4 +1,4 @@
-//! A reduction on one host: an aggregator in this process, a process for each rank's file.
+//! A reduction on one host: an aggregator in this process, and a process for each rank's file.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::embedded::Embedded;
 use crate::exit::Failure;
 use crate::process_group::ProcessGroup;
 
-/// Reduces the files and prints what it took.
+/// Reduces the files and prints the report.
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let world = u16::try_from(args.files.len()).ok().filter(|world| *world <= MAX_WORLD);
     let world = world.ok_or_else(|| {
@@ -50,20 +50,20 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     Table { args, tensors: &first.tensors, rank: None, reports: &reports }.print()
 }
 
-/// The configuration of the aggregator in this process.
+/// Returns the configuration of the aggregator in this process.
 fn config(args: &Args) -> Config {
     Config {
         port: 0,
         shards: args.shards,
         max_jobs: 1,
-        // Multicast here is heard by users of this host that may not read the files.
+        // Users of this host who may not read the files can still receive multicast.
         data_auth: Some(args.member.data_auth.unwrap_or(DataAuth::Aead)),
         fanout: args.fanout.into(),
         ..Config::default()
     }
 }
 
-/// Starts a process for each rank; the first writes the result.
+/// Starts a process for each rank. Rank 0 writes the result.
 fn start(
     args: &Args,
     world: u16,
@@ -75,14 +75,14 @@ fn start(
         aggregator.call(command, rank, world);
         command.args(args.for_ranks());
         if let Some((into, out)) = into.filter(|_| rank == 0).zip(args.out.as_deref()) {
-            // The latter is what errors call it.
+            // Errors name the file by its `--out` path.
             command.arg("--into").arg(into).arg("--out").arg(out);
         }
         command.arg("--").arg(&args.files[usize::from(rank)]);
     })
 }
 
-/// Returns the messages of all ranks; a rank that fails ends the others.
+/// Returns the reports of all ranks. If a rank fails, the others are ended.
 fn reports(mut process_group: ProcessGroup, world: u16) -> Result<Vec<Report>, Failure> {
     let mut reports = vec![None; usize::from(world)];
     while reports.iter().any(Option::is_none) {
@@ -96,7 +96,7 @@ fn reports(mut process_group: ProcessGroup, world: u16) -> Result<Vec<Report>, F
 }
 
 impl Args {
-    /// The flags that the ranks' processes share with their parent.
+    /// Returns the flags that the parent passes on to the ranks' processes.
     fn for_ranks(&self) -> Vec<String> {
         let Self { op, wire, block, drop, dup, reorder, seed, timeout, .. } = self;
         let mut flags: Vec<String> = [

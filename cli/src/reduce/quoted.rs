@@ -1,9 +1,9 @@
-//! Text of a file, as an error quotes it.
+//! Text from a file, quoted for an error message.
 
 use std::fmt;
 
-/// A text of a file inside a sentence: in quotes and without control characters, and cut so that
-/// the rest of the sentence is seen.
+/// A text from a file inside a sentence. It is quoted, free of control characters, and cut so that
+/// the rest of the sentence stays visible.
 pub(super) struct Quoted<'a>(pub(super) &'a str);
 
 impl fmt::Display for Quoted<'_> {
@@ -15,7 +15,7 @@ impl fmt::Display for Quoted<'_> {
     }
 }
 
-/// Characters of a text in a sentence.
+/// Most characters of a text that are quoted.
 const MAX_QUOTED: usize = 128;
 
 #[cfg(test)]

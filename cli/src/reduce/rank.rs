@@ -1,5 +1,5 @@
-//! One rank of a reduction: reads its file tensor by tensor, several in flight, and writes the
-//! results in the same order.
+//! One rank of a reduction. It reads its file tensor by tensor, keeps several in flight, and writes
+//! the results in the same order.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -25,10 +25,10 @@ use crate::member::Member;
 use crate::memory;
 use crate::progress::{self, Line, Work};
 
-/// Refuses a file whose tensors `ranks` of this host have no memory for.
+/// Refuses a file if this host lacks the memory for its tensors at this many ranks.
 ///
-/// Counts the tensors in flight, which a rank reads whole; their sums take their place. Leaves out
-/// packets, whose buffers have a fixed size, and the survey, which is a byte a block.
+/// Counts the tensors in flight, which a rank reads whole and replaces by their sums. Leaves out
+/// packets, whose buffers have a fixed size, and the survey, which takes one byte for each block.
 pub(super) fn check_memory(file: &GradientFile, ranks: u16) -> Result<(), Failure> {
     let tensors = || file.tensors.iter().map(|tensor| tensor.len as u64);
     let (most, all) = (tensors().max().unwrap_or(0), tensors().sum::<u64>());
@@ -62,7 +62,7 @@ pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failu
     Table { args, tensors: &file.tensors, rank, reports: &[report] }.print()
 }
 
-/// Runs one rank of a reduction on this host, whose parent keeps the result's file.
+/// Runs one rank of a reduction on this host. The parent creates the output file.
 pub(super) fn run_for_parent(args: &Args, member: &Member, path: &Path) -> Result<Report, Failure> {
     let file = GradientFile::open(path)?;
     let mut out = match &args.into {
@@ -100,7 +100,7 @@ fn reduce(
         out,
         work: Work::new(file.tensors.iter().map(|tensor| tensor.len as u64).sum()),
     };
-    // On this host all ranks share a terminal.
+    // All ranks on this host share a terminal, so only rank 0 draws a line.
     let speaks = !args.raw || member.rank == 0;
     let work = Arc::clone(&pipeline.work);
     let line =
@@ -128,7 +128,7 @@ fn reduce(
     })
 }
 
-/// Finds out who holds what, and whether all ranks mean the same tensors.
+/// Finds out which ranks hold which blocks, and whether all ranks have the same tensors.
 fn agree(
     client: &Client,
     member: &Member,
@@ -151,7 +151,7 @@ fn agree(
     }
 }
 
-/// Why a rank that runs something else cannot take part.
+/// Returns the failure for a rank that runs another command in this job.
 fn is_no_reduction((rank, has): (Rank, Descriptor)) -> Failure {
     Failure::failed(format!(
         "rank {} of the job runs no `racksum reduce`: it has {has}; give each command a --job of \
@@ -160,8 +160,8 @@ fn is_no_reduction((rank, has): (Rank, Descriptor)) -> Failure {
     ))
 }
 
-/// Finds the first tensor that is not the same at all ranks: tries each as if it were zero, which
-/// sends next to nothing.
+/// Finds the first tensor that differs between ranks and returns the failure that names it. Tries
+/// each tensor with an empty op, which sends next to nothing.
 fn difference(
     client: &Client,
     file: &GradientFile,
@@ -185,7 +185,7 @@ fn difference(
                     Mismatch(&error)
                 ));
             }
-            // Another rank has fewer tensors, found no difference, and is gone.
+            // Another rank has fewer tensors, found no difference and has left.
             Err(_) => break,
         }
     }
@@ -199,7 +199,7 @@ fn difference(
     ))
 }
 
-/// What ranks were given differently, if they have the same tensor.
+/// Names the flags that two ranks were given differently, if they have the same tensor.
 fn other_flags(
     (one, mine): (Rank, Descriptor),
     (other, theirs): (Rank, Descriptor),
@@ -222,7 +222,7 @@ fn other_flags(
     ))
 }
 
-/// A disagreement about a tensor, for the user.
+/// A disagreement about a tensor, formatted for the user.
 struct Mismatch<'a>(&'a OpError);
 
 impl std::fmt::Display for Mismatch<'_> {
@@ -242,12 +242,12 @@ struct Pipeline<'a> {
     client: &'a Client,
     file: &'a GradientFile,
     in_flight: VecDeque<(usize, Handle<Vec<u8>>)>,
-    /// Bytes of them.
+    /// Bytes of the tensors in flight.
     bytes: usize,
     digest: Digest,
     absent: Vec<Vec<u16>>,
     out: Option<Writer<'a>>,
-    /// Bytes of tensors.
+    /// Progress, in bytes of tensors.
     work: Arc<Work>,
 }
 
@@ -292,10 +292,10 @@ impl Pipeline<'_> {
     }
 }
 
-/// The result's file as it is written: its header, then one tensor after the other.
+/// Writer of the result file: the header, then one tensor after the other.
 struct Writer<'a> {
     to: BufWriter<&'a mut File>,
-    /// What it is called.
+    /// The path that errors name.
     path: &'a Path,
 }
 
@@ -315,7 +315,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Why a tensor was not reduced.
+/// Returns the failure for a tensor that was not reduced.
 fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
     let why = match &error {
         Error::Op(mismatch @ OpError::Mismatch { .. }) => Mismatch(mismatch).to_string(),
@@ -324,5 +324,5 @@ fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
     Failure { why: format!("tensor {}: {why}", Quoted(&tensor.name)), ..Failure::from(error) }
 }
 
-/// Bytes of tensors in flight, unless one alone has more.
+/// Most bytes of tensors in flight, unless a single tensor is larger.
 const MAX_BYTES: usize = 256 << 20;

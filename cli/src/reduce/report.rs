@@ -1,4 +1,4 @@
-//! What a reduction took, tensor by tensor and in all: a table for people, JSON for programs.
+//! The report of a reduction, for each tensor and in total: a table for people, JSON for programs.
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
@@ -14,18 +14,18 @@ use super::survey::Held;
 use crate::args::Format;
 use crate::exit::{Failure, unheard};
 
-/// What a rank has to say once all its tensors are reduced.
+/// The report of one rank after it has reduced all its tensors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Report {
-    /// What the ranks hold of each tensor.
+    /// The blocks that the ranks hold, for each tensor.
     pub(super) held: Vec<Held>,
-    /// The ranks that were lost before they had contributed to all of it, tensor by tensor.
+    /// The ranks that were lost before they had contributed all of a tensor, for each tensor.
     pub(super) absent: Vec<Vec<u16>>,
     /// A hash of all results, which must be the same at every rank.
     pub(super) digest: u64,
     pub(super) shards: usize,
     pub(super) multicast: bool,
-    /// Bytes of UDP payload that the tensors took, headers and acknowledgements included.
+    /// UDP payload of the tensors in bytes, with headers and acknowledgements.
     pub(super) tx_bytes: u64,
     pub(super) rx_bytes: u64,
     pub(super) retransmits: u64,
@@ -33,17 +33,17 @@ pub(super) struct Report {
     pub(super) time_us: f64,
 }
 
-/// What is to be printed.
+/// The data to print.
 pub(super) struct Table<'a> {
     pub(super) args: &'a Args,
     pub(super) tensors: &'a [Tensor],
     /// The rank and world of a distributed run; `None` when all ranks report.
     pub(super) rank: Option<(u16, u16)>,
-    /// Of all ranks, or of this one.
+    /// The reports of all ranks, or of this rank alone.
     pub(super) reports: &'a [Report],
 }
 
-/// A tensor's line in JSON.
+/// The JSON line of a tensor.
 #[derive(Debug, Serialize)]
 struct Row<'a> {
     tensor: &'a str,
@@ -51,17 +51,17 @@ struct Row<'a> {
     wire: &'static str,
     shape: &'a [usize],
     elements: u64,
-    /// The ranks that were lost before they had contributed to all of it.
+    /// The ranks that were lost before they had contributed all of the tensor.
     absent: &'a [u16],
     #[serde(flatten)]
     held: &'a Held,
 }
 
-/// The last line in JSON.
+/// The last JSON line, with the totals.
 #[derive(Debug, Serialize)]
 struct Total<'a> {
     ranks: u16,
-    /// The only rank whose counts these are, in a distributed run.
+    /// The only rank that the counts cover, in a distributed run.
     rank: Option<u16>,
     tensors: usize,
     op: &'static str,
@@ -69,11 +69,11 @@ struct Total<'a> {
     shards: usize,
     fanout: &'static str,
     elements: u64,
-    /// The ranks that some tensor lacks.
+    /// The ranks that are absent from at least one tensor.
     absent: BTreeSet<u16>,
     #[serde(flatten)]
     held: &'a Held,
-    /// UDP payload with all headers, acknowledgements and repetitions, a rank.
+    /// UDP payload of each rank in bytes, with headers, acknowledgements and retransmissions.
     tx_bytes: Vec<u64>,
     rx_bytes: Vec<u64>,
     retransmits: u64,
@@ -83,7 +83,7 @@ struct Total<'a> {
 }
 
 impl Table<'_> {
-    /// Prints it.
+    /// Prints the report in the format that the flags ask for.
     pub(super) fn print(&self) -> Result<(), Failure> {
         self.write(&mut io::stdout().lock()).map_err(unheard)
     }
@@ -101,7 +101,7 @@ impl Table<'_> {
 
     fn write_json(&self, out: &mut impl Write, first: &Report, sum: &Held) -> io::Result<()> {
         let mut say = |line: Result<String, serde_json::Error>| {
-            // Numbers and names always serialise.
+            // Numbers and names always serialise, so the default is never used.
             writeln!(out, "{}", escaped(&line.unwrap_or_default()))
         };
         for ((tensor, held), absent) in self.tensors.iter().zip(&first.held).zip(&first.absent) {
@@ -194,7 +194,7 @@ impl Table<'_> {
         self.write_traffic(out, sum)
     }
 
-    /// What was measured.
+    /// Writes the measured traffic and time, and the path of the result.
     fn write_traffic(&self, out: &mut impl Write, sum: &Held) -> io::Result<()> {
         let mean_of =
             |of: fn(&Report) -> u64| mean(&self.reports.iter().map(of).collect::<Vec<_>>());
@@ -221,7 +221,7 @@ impl Table<'_> {
         self.tensors.iter().map(|tensor| tensor.elements).sum()
     }
 
-    /// The time of the slowest rank.
+    /// Returns the time of the slowest rank in microseconds.
     fn time_us(&self) -> f64 {
         self.reports.iter().map(|report| report.time_us).fold(0.0, f64::max)
     }
@@ -231,7 +231,8 @@ impl Table<'_> {
     }
 }
 
-/// What a tensor's line ends with if ranks were lost before they had contributed to all of it.
+/// Returns the end of a tensor's line, which names ranks that were lost before they had contributed
+/// all of the tensor.
 fn lacks(absent: &[u16]) -> String {
     match absent {
         [] => String::new(),
@@ -240,12 +241,12 @@ fn lacks(absent: &[u16]) -> String {
     }
 }
 
-/// The ranks that were lost before they had contributed to all of every tensor.
+/// Returns the ranks that are absent from at least one tensor.
 fn absent(report: &Report) -> BTreeSet<u16> {
     report.absent.iter().flatten().copied().collect()
 }
 
-/// Which ranks were lost, and how much of the result lacks them.
+/// Writes which ranks were lost, and how many tensors lack their contributions.
 fn write_absent(out: &mut impl Write, report: &Report) -> io::Result<()> {
     for rank in absent(report) {
         let lack = report.absent.iter().filter(|absent| absent.contains(&rank)).count();
@@ -259,7 +260,7 @@ const fn fanout(report: &Report) -> &'static str {
     if report.multicast { "multicast" } else { "unicast" }
 }
 
-/// What the ranks hold of all tensors together.
+/// Adds up what the ranks hold of all tensors.
 fn sum(held: &[Held], world: usize) -> Held {
     let mut sum = Held {
         blocks: 0,
@@ -283,7 +284,8 @@ fn sum(held: &[Held], world: usize) -> Held {
     sum
 }
 
-/// The share of blocks that each rank holds, or the least, mean and greatest.
+/// Formats the share of blocks that each rank holds, or the least, mean and greatest share if there
+/// are many ranks.
 fn densities(held: &Held) -> String {
     let share = |blocks: u64| format!("{:>5}", percent(blocks, held.blocks));
     let ranks = &held.rank_blocks;
@@ -305,13 +307,13 @@ fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.1}", part as f64 / whole as f64 * 1e2) }
 }
 
-/// A tensor's name, safe to print.
+/// Returns a tensor's name, safe to print.
 fn shown(name: &str) -> String {
     PeerText::of(name).into()
 }
 
-/// A line of JSON that means the same and has no character that a terminal obeys: JSON itself
-/// escapes only those below a space.
+/// Escapes the characters of a JSON line that control a terminal, without changing its meaning.
+/// JSON itself escapes only those below a space.
 fn escaped(json: &str) -> String {
     let mut line = String::with_capacity(json.len());
     for c in json.chars() {
@@ -326,9 +328,9 @@ fn escaped(json: &str) -> String {
     line
 }
 
-/// Ranks whose densities are printed one by one.
+/// Most ranks whose densities are printed one by one.
 const MAX_RANKS: usize = 8;
-/// Columns of a name, beyond which the rest of its line moves.
+/// Most columns for a name. A longer name shifts the rest of its line.
 const MAX_NAME: usize = 48;
 
 #[cfg(test)]
@@ -343,7 +345,8 @@ mod tests {
         args: Args,
     }
 
-    /// Returns `absent` of the last JSON object, where each tensor lacks some ranks.
+    /// Returns `absent` from the last JSON object of a report in which each tensor lacks these
+    /// ranks.
     fn absent_of_all(absent: &[&[u16]]) -> serde_json::Value {
         let Command { args } = Command::parse_from(["reduce", "--format", "json", "file"]);
         let report = Report {

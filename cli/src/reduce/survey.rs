@@ -1,8 +1,8 @@
-//! The survey: before the tensors, the ranks sum up who holds which blocks of them.
+//! The survey, in which the ranks find out who holds which blocks before they reduce the tensors.
 //!
-//! One small op brings it to every rank: how many blocks and bytes each rank holds of each
-//! tensor, and for each block how many ranks hold it, as a digit of an i64 with room for the
-//! world. Digits of blocks that nobody holds are zero, and zeroes cost nothing on the wire.
+//! One small op gives every rank the same counts: the blocks and bytes that each rank holds of each
+//! tensor, and the number of ranks that hold each block. The latter is a digit of an i64, with room
+//! for the world. Digits of blocks that nobody holds are zero, and zeroes cost nothing on the wire.
 
 use racksum_kernels::codec;
 use racksum_proto::descriptor::Descriptor;
@@ -11,12 +11,13 @@ use racksum_proto::dtype::DType;
 use super::file::{Digest, GradientFile, Tensor};
 use crate::exit::Failure;
 
-/// How the survey of some tensors is laid out.
+/// The layout of a survey of some tensors.
 #[derive(Debug)]
 pub(super) struct Survey {
     world: u16,
     tensors: Vec<Layout>,
-    /// A hash of all that the ranks must agree on; its upper 16 bits count the tensors.
+    /// A hash of everything that the ranks must agree on. Its upper 16 bits are the number of
+    /// tensors.
     tag: u64,
 }
 
@@ -26,20 +27,20 @@ struct Layout {
     blocks: u64,
 }
 
-/// What the ranks hold of one tensor.
+/// The counts of blocks and bytes that the ranks hold of one tensor.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Held {
-    /// Its blocks in all.
+    /// Number of all blocks of the tensor.
     pub(super) blocks: u64,
-    /// Their bytes on the wire.
+    /// Bytes of all blocks on the wire.
     pub(super) dense_bytes: u64,
-    /// Blocks that each rank holds, by rank.
+    /// Number of blocks that each rank holds, by rank.
     pub(super) rank_blocks: Vec<u64>,
-    /// Their bytes on the wire, by rank.
+    /// Bytes on the wire of the blocks that each rank holds, by rank.
     pub(super) rank_bytes: Vec<u64>,
-    /// Blocks that some rank holds.
+    /// Number of blocks that at least one rank holds.
     pub(super) union_blocks: u64,
-    /// Their bytes on the wire.
+    /// Bytes on the wire of the blocks that at least one rank holds.
     pub(super) union_bytes: u64,
 }
 
@@ -60,24 +61,24 @@ impl Survey {
         Self { world, tensors: descriptors.iter().map(layout).collect(), tag }
     }
 
-    /// The survey's own descriptor.
+    /// Returns the descriptor of the survey's own op.
     pub(super) fn descriptor(&self) -> Descriptor {
         let words: u64 = self.tensors.iter().map(|layout| self.words_of(layout)).sum();
         Descriptor { tag: self.tag, ..Descriptor::sum(words, DType::I64) }
     }
 
-    /// Whether a descriptor may be a survey's; only other commands have one that may not.
+    /// Returns whether a descriptor may belong to a survey. If not, it belongs to another command.
     pub(super) fn may_be(descriptor: &Descriptor) -> bool {
         let Descriptor { elements, tag, .. } = *descriptor;
         tag != 0 && (Descriptor { tag, ..Descriptor::sum(elements, DType::I64) }) == *descriptor
     }
 
-    /// How many tensors the rank has whose survey is tagged so.
+    /// Returns a rank's number of tensors, from the tag of its survey.
     pub(super) const fn tensors_of(tag: u64) -> u64 {
         tag >> COUNT_SHIFT
     }
 
-    /// What `rank` says of its file.
+    /// Returns the contribution of `rank` to the survey.
     pub(super) fn say(&self, rank: u16, file: &GradientFile) -> Result<Vec<u8>, Failure> {
         let mut words = Vec::new();
         for (layout, tensor) in self.tensors.iter().zip(&file.tensors) {
@@ -87,24 +88,24 @@ impl Survey {
         Ok(words.iter().flat_map(|word| word.to_le_bytes()).collect())
     }
 
-    /// What all ranks said together.
+    /// Decodes the sum of all ranks' contributions.
     pub(super) fn hear(&self, said: &[u8]) -> Vec<Held> {
         let mut words =
             said.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word).cast_unsigned());
         self.tensors.iter().map(|layout| self.held(layout, &mut words)).collect()
     }
 
-    /// Words of one tensor: two a rank, and a digit a block.
+    /// Returns the number of words of one tensor: two for each rank, and a digit for each block.
     fn words_of(&self, layout: &Layout) -> u64 {
         2 * u64::from(self.world) + layout.blocks.div_ceil(u64::from(self.digits()))
     }
 
-    /// Digits of a word: the sign is left alone.
+    /// Returns the number of digits in a word, without the sign bit.
     const fn digits(&self) -> u32 {
         63 / self.bits()
     }
 
-    /// Bits of a digit, which counts ranks.
+    /// Returns the number of bits in a digit, which counts ranks.
     const fn bits(&self) -> u32 {
         u16::BITS - self.world.leading_zeros()
     }
@@ -151,7 +152,7 @@ impl Survey {
 }
 
 impl Layout {
-    /// Which blocks of a tensor are not zero.
+    /// Returns which blocks of a tensor are not zero.
     fn scan(&self, file: &GradientFile, tensor: &Tensor) -> Result<Vec<bool>, Failure> {
         let block = self.descriptor.block_elements();
         let step = block * self.descriptor.dtype.size() * WINDOW;
@@ -167,21 +168,21 @@ impl Layout {
         Ok(held)
     }
 
-    /// Bytes on the wire of some blocks.
+    /// Returns the bytes on the wire of the held blocks.
     fn bytes(&self, held: &[bool]) -> u64 {
         let block = self.descriptor.block_elements() as u64;
         let len = |index: u64| {
             let elements = (self.descriptor.elements - index * block).min(block);
-            // A block has 1024 elements at most.
+            // A block has at most 1024 elements.
             self.descriptor.wire.block_len(usize::try_from(elements).unwrap_or(0)) as u64
         };
         (0..).zip(held).filter(|(_, held)| **held).map(|(index, _)| len(index)).sum()
     }
 }
 
-/// Blocks that are scanned at a time.
+/// Number of blocks to scan at a time.
 const WINDOW: usize = 64;
-/// Where the number of tensors stands in a survey's tag.
+/// Lowest bit of the number of tensors in a survey's tag.
 const COUNT_SHIFT: u32 = 48;
 
 #[cfg(test)]
@@ -194,7 +195,7 @@ mod tests {
         Survey::new(&descriptors, world)
     }
 
-    /// What `world` ranks say, summed.
+    /// Returns the sum of all ranks' contributions.
     fn summed(survey: &Survey, holds: impl Fn(u16, u64) -> bool) -> Vec<u8> {
         let mut sum = vec![0i64; usize::try_from(survey.descriptor().elements).unwrap()];
         for rank in 0..survey.world {

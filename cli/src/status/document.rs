@@ -1,4 +1,4 @@
-//! docs/status.md lists every word that `racksum status` prints.
+//! Checks that docs/status.md lists every word that `racksum status` prints.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use super::{sidecar, tests, text};
 
 const DOCUMENT: &str = include_str!("../../../docs/status.md");
 
-/// The rows of the table below a heading, each with its cells.
+/// Returns the rows of the table under a heading, each as a list of cells.
 fn rows(heading: &str) -> Vec<Vec<&'static str>> {
     let (_, below) = DOCUMENT.split_once(&format!("# {heading}\n")).unwrap();
     let table = below.lines().skip_while(|line| !line.starts_with('|'));
@@ -18,20 +18,20 @@ fn rows(heading: &str) -> Vec<Vec<&'static str>> {
     rows.map(|row| row.trim_matches('|').split('|').map(str::trim).collect()).collect()
 }
 
-/// The names in code of a cell of each row.
+/// Returns the code spans in one cell of each row.
 fn names(heading: &str, cell: usize) -> Vec<&'static str> {
     let cells = rows(heading).into_iter().map(|row| row[cell]);
     cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect()
 }
 
-/// Checks that a table lists the keys of an object, and no others.
+/// Checks that a table lists exactly the keys of an object.
 fn check_keys(heading: &str, object: &Value) {
     let listed: BTreeSet<_> = names(heading, 1).into_iter().collect();
     let there: BTreeSet<_> = object.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(listed, there, "{heading}");
 }
 
-/// Checks that the document's tables have every word that is printed.
+/// Checks that the document's tables contain every printed word.
 fn check_words(printed: &str) {
     let first_cell = |row: &'static str| row.strip_prefix('|')?.split('|').next();
     let words = |text: &'static str| text.split(|c: char| !c.is_alphabetic());

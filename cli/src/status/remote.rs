@@ -1,4 +1,4 @@
-//! What an aggregator is doing that is asked by its address, which may be on another host.
+//! The status of an aggregator that is asked at its network address, possibly on another host.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use super::{Args, PATIENCE, parse};
 use crate::environment;
 use crate::exit::{Failure, with_flags};
 
-/// Asks at each address of `HOST:PORT` until one answers.
+/// Asks at each address of `HOST:PORT` until an aggregator answers.
 pub(super) fn ask(addr: &str, args: &Args) -> Result<AggregatorStatus, Failure> {
     let addrs = addresses(addr).map_err(|error| match error {
         no_address @ ConnectError::NoAddress { .. } => Failure::usage(format!(
@@ -28,7 +28,7 @@ pub(super) fn ask(addr: &str, args: &Args) -> Result<AggregatorStatus, Failure> 
     ask_each(addr, &addrs, &Caller { from: None, credentials, patience })
 }
 
-/// Asks at each address until one answers.
+/// Asks at each address until an aggregator answers.
 fn ask_each(
     name: &str,
     addrs: &[SocketAddr],

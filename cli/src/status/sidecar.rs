@@ -1,4 +1,4 @@
-//! What a sidecar is doing.
+//! The status of a sidecar.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::{advice, job_name, list};
 use crate::args::Format;
 use crate::exit::{Failure, say};
 
-/// Asks the sidecar at a path, and prints what it says.
+/// Asks the sidecar at a path and prints its answer.
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
         let question = "is that the --socket of a racksum worker of this release?";
@@ -36,7 +36,7 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     }
 }
 
-/// What people read.
+/// Formats a sidecar's status for people.
 pub(super) fn text(status: &SidecarStatus) -> String {
     let SidecarStatus {
         version,
@@ -109,7 +109,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// What a sidecar says that has something of everything.
+    /// Returns a status of a sidecar in which every optional part is present.
     pub(in crate::status) fn status() -> SidecarStatus {
         let rank = SidecarRankStatus { rank: 0, pid: 1, next_op: 0, lent_bytes: 0, behind: true };
         let job = SidecarJobStatus {

@@ -75,7 +75,7 @@ fn a_job_of_racks_waits_for_no_rank_by_name_that_it_cannot_know() {
     }
 }
 
-/// A folder's socket, and who listens there.
+/// Returns the path of a new socket and its listener.
 fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
     let path = std::env::temp_dir().join(format!("racksum-{name}-{}.sock", std::process::id()));
     drop(fs::remove_file(&path));
@@ -83,12 +83,12 @@ fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
     (path, listener)
 }
 
-/// What comes of asking somebody who answers so.
+/// Asks a server that sends this answer, and returns the result.
 fn asked(name: &str, answer: Vec<u8>) -> Result<AggregatorStatus, CallError> {
     let (path, listener) = listener(name);
     let answering = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        // Whoever asks may hang up before the end.
+        // The client may hang up before the end.
         drop(stream.write_all(&answer));
     });
     let asked = ask(&path, own_uid(), PATIENCE);
@@ -170,7 +170,8 @@ fn a_user_with_many_sockets_does_not_keep_root_from_those_of_others() {
 #[test]
 fn an_address_is_told_from_a_path() {
     let (there, _listener) = listener("path");
-    // What can be neither is taken for an address, which says what is wrong with it.
+    // Text that is neither a path nor an address counts as an address, whose parser explains the
+    // problem.
     for addr in ["10.0.0.1:7177", "agg-1:7177", "[fd00::1]:7177", "agg:0", "agg:x", "agg", ":1"] {
         assert!(!is_path(addr), "{addr}");
     }

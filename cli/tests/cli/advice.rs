@@ -1,4 +1,4 @@
-//! What is typed wrongly is refused with what to type instead.
+//! Typing errors: the refusal says what to type instead.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;

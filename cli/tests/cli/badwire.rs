@@ -1,9 +1,8 @@
-//! A wire that loses, doubles, delays, reorders and corrupts what the hosts send: not one sum may
-//! differ.
+//! A wire that loses, duplicates, delays, reorders and corrupts packets must not change any sum.
 //!
-//! The hosts are network namespaces, each with a TUN device in the place of a network card; what
-//! the kernel sends there comes to this process, which does to it what a bad network does and hands
-//! it to the device of the host that it is for.
+//! The hosts are network namespaces, each with a TUN device as its network card. The kernel passes
+//! the packets to this process, which applies the faults and writes them to the destination's
+//! device.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -27,21 +26,21 @@ use crate::namespaces::ip;
 use crate::process::{Process, RACKSUM, Serving, run};
 use crate::tun;
 
-/// How bad the wire is, of a million packets.
+/// Fault rates of the wire, in packets per million.
 const LOST: u64 = 50_000;
 const DOUBLED: u64 = 10_000;
 const CORRUPTED: u64 = 5_000;
-/// Each packet is late by up to this.
+/// Largest delay of a packet.
 const JITTER: Span = Span::from_millis(20);
-/// Bytes of an IPv4 header without options, and where it has the protocol and the destination.
+/// Length of an IPv4 header without options, and its offsets of the protocol and the destination.
 const IPV4: usize = 20;
 const PROTOCOL: usize = 9;
 const DESTINATION: usize = 19;
-/// UDP, and where its header, behind IPv4's, has the checksum.
+/// Protocol number of UDP, and the checksum's offset in a packet.
 const UDP: u8 = 17;
 const CHECKSUM: usize = IPV4 + 6;
 
-/// What became of the packets.
+/// Counts of the packets by their fate.
 #[derive(Debug, Default)]
 struct Counts {
     sent: AtomicU64,
@@ -51,18 +50,18 @@ struct Counts {
     overtaken: AtomicU64,
 }
 
-/// Hosts and the wire between them. Removed when it is dropped.
+/// Hosts and the wire between them. Dropping this value removes them.
 struct Hosts {
     name: String,
     count: u8,
     counts: Arc<Counts>,
 }
 
-/// A packet on its way: when it arrives, which it is, and to which host.
+/// A packet in flight: its arrival time, number, destination host and bytes.
 type Late = Reverse<(Time, u64, u8, Vec<u8>)>;
 
 impl Hosts {
-    /// Host `i` has the address 10.79.0.`i + 1`. The error says why they cannot be had.
+    /// Creates hosts; host `i` has the address 10.79.0.`i + 1`. The error says why it cannot.
     fn make(name: &str, count: u8, seed: u64) -> Result<Self, String> {
         let name = format!("rb{}{name}", std::process::id());
         let hosts = Self { name, count, counts: Arc::default() };
@@ -72,7 +71,7 @@ impl Hosts {
             let (space, device) = (hosts.space(host), format!("{}-{host}", hosts.name));
             ip(&["netns", "add", &space])?;
             let tun = tun::make(&device).map_err(|error| format!("no TUN device: {error}"))?;
-            // The device stays this process's, wherever its other end is.
+            // This process keeps the device although the interface moves to the namespace.
             ip(&["link", "set", &device, "netns", &space])?;
             ip(&["-n", &space, "link", "set", "lo", "up"])?;
             ip(&["-n", &space, "link", "set", &device, "mtu", "1500", "up"])?;
@@ -101,14 +100,14 @@ impl Hosts {
 
 impl Drop for Hosts {
     fn drop(&mut self) {
-        // The devices go with the namespaces, and the threads with the devices.
+        // The namespaces' end removes the devices, which ends the threads.
         for host in 0..self.count {
             ip(&["netns", "del", &self.space(host)]).unwrap_or(());
         }
     }
 }
 
-/// A number below `limit`, the same from the same state (xorshift64*, Vigna 2016).
+/// Returns a number below `limit`, the same for the same state (xorshift64*, Vigna 2016).
 fn draw(state: &mut u64, limit: u64) -> u64 {
     *state ^= *state >> 12;
     *state ^= *state << 25;
@@ -116,7 +115,7 @@ fn draw(state: &mut u64, limit: u64) -> u64 {
     (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % limit
 }
 
-/// Takes what a host sends, and does to it what the wire does, until its device is gone.
+/// Reads a host's packets and applies the wire's faults, until the host's device is removed.
 fn leave(mut device: &File, send: &Sender<Late>, counts: &Counts, seed: u64) {
     let (clock, mut dice) = (Clock::start(), seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut buffer = vec![0; 1 << 16];
@@ -146,8 +145,8 @@ fn leave(mut device: &File, send: &Sender<Late>, counts: &Counts, seed: u64) {
     }
 }
 
-/// Changes a bit behind the IP header. A datagram's checksum is taken away, or the kernel would see
-/// it and nobody else.
+/// Flips a bit after the IP header. It also clears the UDP checksum, because the kernel would drop
+/// the datagram otherwise.
 fn corrupt(packet: &mut [u8], dice: &mut u64) {
     let bits = 8 * (packet.len() - IPV4) as u64;
     let bit = usize::try_from(draw(dice, bits)).unwrap();
@@ -157,7 +156,7 @@ fn corrupt(packet: &mut [u8], dice: &mut u64) {
     }
 }
 
-/// Hands packets to the hosts that they are for, each in its time.
+/// Delivers packets to their hosts, each at its time.
 fn deliver(devices: &[Arc<File>], arrive: &Receiver<Late>, counts: &Counts) {
     let clock = Clock::start();
     let mut late: BinaryHeap<Late> = BinaryHeap::new();
@@ -180,7 +179,7 @@ fn deliver(devices: &[Arc<File>], arrive: &Receiver<Late>, counts: &Counts) {
             if let Some(mut device) =
                 devices.get(usize::from(host).wrapping_sub(1)).map(|device| &**device)
             {
-                // A host that is gone, or has no room, has lost it.
+                // A host that has been removed, or has no room, loses the packet.
                 device.write_all(&packet).unwrap_or(());
             }
         }

@@ -1,5 +1,5 @@
-//! Faults between hosts: a network namespace each, a bridge between them, processes with identities
-//! and sealed datagrams. What the ranks get is the sum, or an error that names the cause in time.
+//! Faults between hosts, which are network namespaces on a bridge, with identities and sealed
+//! datagrams. The ranks get the sum, or in time an error that names the cause.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use crate::files::{Tensor, read};
 use crate::process::{Process, signal};
 use crate::waits::{await_that, timed};
 
-/// Elements of a window of four bytes each.
+/// Elements of a window, of four bytes each.
 const WINDOW: usize = 60 * 256;
-/// Ops for as long as a test takes.
+/// Flags for ops that outlast a test.
 pub(crate) const FOREVER: [&str; 8] =
     ["-b", "4M", "-e", "4M", "-n", "100000000", "--timeout", "60"];
 
@@ -38,7 +38,7 @@ fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_noth
         let [all, free] = [0, 1].map(|i| cluster.status()["shards"][0]["buffers"][i].clone());
         all == free
     });
-    // The next life of the job runs.
+    // The job's next generation runs.
     let flags = ["-b", "64K", "-e", "64K", "-n", "3", "--generation", "1"];
     for rank in cluster.ranks(&serving, &flags) {
         rank.end(60).ok();
@@ -77,7 +77,7 @@ fn a_job_that_wants_to_goes_on_without_a_rank_that_is_killed_in_the_middle_of_an
         let ended = rank.end(60).ok();
         let rows: Vec<Value> =
             ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        // Of both tensors, and of all together.
+        // The absent ranks of both tensors, and of all together.
         let absent: Vec<_> = rows.iter().map(|row| row["absent"].clone()).collect();
         assert_eq!(absent, [5, 5, 5].map(|rank| serde_json::json!([rank])));
     }
@@ -136,7 +136,7 @@ fn a_rank_that_stays_cut_off_is_named_to_the_others_and_they_to_it() {
         };
         assert!(ended.failed(1).starts_with(&why), "{ended:?}");
     }
-    // The connection's idle timeout, and not the op's.
+    // The connection's idle timeout ends the wait, and not the op's.
     assert!(ms >= 15_000, "{ms} ms");
     time("a host that is cut off is noticed after the 20 s of silence", ms, 40_000);
     assert_eq!(cluster.status()["jobs"], serde_json::json!([]));

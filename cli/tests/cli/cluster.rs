@@ -1,5 +1,5 @@
-//! Hosts: a network namespace each, a bridge between them, processes with identities and sealed
-//! datagrams.
+//! Hosts of a test: each is a network namespace on a bridge, with processes that have identities
+//! and sealed datagrams.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use crate::namespaces::ip;
 use crate::process::{Process, RACKSUM, Serving, run};
 use crate::waits::await_that;
 
-/// An aggregator's host with a bridge, and workers' hosts on it. Removed when it is dropped.
+/// An aggregator's host with a bridge, and workers' hosts on it. Dropping the cluster removes them.
 pub(crate) struct Cluster {
     name: String,
     workers: u16,
@@ -18,7 +18,7 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Makes it; says why it cannot.
+    /// Creates the hosts; the error says why it cannot.
     fn make(name: &str, workers: u16) -> Result<Self, String> {
         let folder = Folder::new(&format!("chaos-{name}"));
         let name = format!("rc{}{name}", std::process::id());
@@ -26,8 +26,8 @@ impl Cluster {
         let hub = cluster.hub();
         ip(&["netns", "add", &hub])?;
         ip(&["-n", &hub, "link", "set", "lo", "up"])?;
-        // An address of its own: with that of a port, what comes by the port when it is cut off
-        // would be for this host all the same.
+        // The bridge has an address of its own. With a port's address, this host would still take
+        // packets of the port after it is cut off.
         let own = ["address", "02:00:00:00:78:01"];
         let bridge = ["-n", &hub, "link", "add", "bridge"];
         ip(&[&bridge[..], &own, &["type", "bridge"]].concat())?;
@@ -76,12 +76,12 @@ impl Cluster {
         self.serve_on("0")
     }
 
-    /// The same on a port.
+    /// Starts the aggregator on its host, at a port.
     pub(crate) fn serve_on(&self, port: &str) -> Serving {
         self.serve_at(&self.hub(), "10.78.0.1", "status.sock", &["--port", port])
     }
 
-    /// Starts an aggregator on a worker's host, which has the first for its parent.
+    /// Starts an aggregator on a worker's host, with `parent` as its parent.
     pub(crate) fn serve_rack(&self, worker: u16, parent: &Serving) -> Serving {
         let (addr, status) = (format!("10.78.0.{}", worker + 2), format!("status{worker}.sock"));
         self.serve_at(
@@ -99,12 +99,12 @@ impl Cluster {
         Serving::of(self.start(host, &[&args[..], &more, flags].concat()))
     }
 
-    /// What the aggregator tells of itself.
+    /// Returns the status of the first host's aggregator.
     pub(crate) fn status(&self) -> Value {
         self.status_of("status.sock")
     }
 
-    /// What the one on a worker's host does.
+    /// Returns the status of the aggregator on a worker's host.
     pub(crate) fn status_of_rack(&self, worker: u16) -> Value {
         self.status_of(&format!("status{worker}.sock"))
     }
@@ -114,12 +114,12 @@ impl Cluster {
         serde_json::from_str(&run(&["status", &status, "--format", "json"]).ok().out).unwrap()
     }
 
-    /// Starts a rank of a benchmark on each host; returns once they run.
+    /// Starts a rank of a benchmark on each host; returns once all run.
     pub(crate) fn ranks(&self, serving: &Serving, flags: &[&str]) -> Vec<Process> {
         self.ranks_at(&vec![serving; self.workers.into()], flags)
     }
 
-    /// The same, each at an aggregator of its own.
+    /// Starts a rank of a benchmark on each host, each at an aggregator of its own.
     pub(crate) fn ranks_at(&self, at: &[&Serving], flags: &[&str]) -> Vec<Process> {
         let (identity, world) = (self.folder.path("node.pem"), at.len().to_string());
         let start = |(rank, serving): (u16, &&Serving)| {
@@ -133,8 +133,8 @@ impl Cluster {
         ranks
     }
 
-    /// Cuts a worker off, or lets it be reached again: the bridge forwards nothing from or to it,
-    /// and no end of the wire sees that.
+    /// Cuts a worker off, or reconnects it. The bridge stops forwarding for the worker, and neither
+    /// end of the link notices.
     pub(crate) fn cut_off(&self, worker: u16, cut: bool) {
         let master: &[&str] = if cut { &["nomaster"] } else { &["master", "bridge"] };
         ip(&[&["-n", &self.hub(), "link", "set", &port(worker)], master].concat()).unwrap();
@@ -144,18 +144,18 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for host in (0..self.workers).map(|worker| self.worker(worker)).chain([self.hub()]) {
-            // One that was never made cannot be removed.
+            // The host may not have been created.
             ip(&["netns", "del", &host]).unwrap_or(());
         }
     }
 }
 
-/// The bridge's port towards a worker.
+/// Returns the name of the bridge's port towards a worker.
 fn port(worker: u16) -> String {
     format!("port{worker}")
 }
 
-/// The cluster, or `None` where it cannot be had, which it says.
+/// Creates the cluster; reports a skip and returns `None` where it cannot.
 pub(crate) fn cluster(name: &str, workers: u16) -> Option<Cluster> {
     match Cluster::make(name, workers) {
         Ok(cluster) => Some(cluster),

@@ -1,4 +1,4 @@
-//! Processes that die, or stop answering, in the middle of a job: the others end, and say why.
+//! Processes that die or hang in the middle of a job: the other processes end and name the reason.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use crate::files::{Folder, Tensor};
 use crate::process::{Process, Serving, bench_rank, run, signal};
 use crate::waits::{await_that, timed};
 
-/// Ranks of a benchmark that would take for ever.
+/// Starts ranks of an endless benchmark.
 fn busy(serving: &Serving, world: u16, timeout: &str) -> Vec<Process> {
     let flags = ["-b", "4K", "-e", "4K", "-n", "100000000", "--timeout", timeout];
     let ranks: Vec<_> =
         (0..world).map(|rank| bench_rank(&serving.addr, rank, world, &flags)).collect();
-    // The table's head is printed once a rank has joined.
+    // The table's head appears once a rank has joined.
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
     std::thread::sleep(Duration::from_millis(300));
     ranks
@@ -65,7 +65,7 @@ fn ranks_end_with_the_parent_that_started_them() {
     signal(bench.id(), "KILL");
     let runs = |id: &u32| {
         let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
-        // A zombie has ended, and waits for whoever adopted it.
+        // A zombie has ended and waits for its new parent.
         !stat.is_empty() && !stat.contains(") Z ")
     };
     await_that("the ranks end", || !ranks.iter().any(runs));
@@ -83,7 +83,7 @@ fn a_rank_that_is_stopped_is_named_at_the_timeout() {
         assert!(why.contains("waiting for rank 2 (silent for "), "{why}");
     }
     let stopped = ranks.next().unwrap();
-    // It may go on, and finds that the others are gone.
+    // The stopped rank may continue, and finds that the others have left.
     signal(stopped.id(), "CONT");
     let ended = stopped.end(30);
     assert_eq!(ended.code, Some(1), "{ended:?}");
@@ -137,7 +137,7 @@ fn an_aggregator_ends_alike_at_each_signal_that_tells_it_to() {
 fn two_signals_right_after_each_other_are_both_heard() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 2, "60");
-    // It finds both when it goes on.
+    // The aggregator gets both signals when it continues.
     for name in ["STOP", "TERM", "INT", "CONT"] {
         signal(serving.process.id(), name);
     }
@@ -153,7 +153,7 @@ fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came(
         let at = rack.as_ref().unwrap_or(&root);
         let first = bench_rank(&at.addr, 0, 2, &["--log", "info"]);
         await_that("it waits", || first.err().contains("waiting for ranks"));
-        // A rack says so before it has called.
+        // A rack's log line appears before it has called the root.
         await_that("the root has its job", || {
             let told = run(&["status", &root.addr, "--format", "json"]).ok();
             let told: Value = serde_json::from_str(&told.out).unwrap();
@@ -175,7 +175,7 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
         let why = format!("the session ended: the aggregator {} is gone", serving.addr);
         assert_eq!(ended.failed(1), why);
     }
-    // Its ranks say goodbye to it for a second, in vain.
+    // Its ranks wait up to a second for an answer to their leave.
     time("a killed aggregator is noticed", ms, 4_000);
 }
 

@@ -1,18 +1,19 @@
-//! What variables of the environment do, and what they leave alone.
+//! Effects of environment variables.
 
 use std::process::Command;
 
 use crate::files::captured;
 use crate::process::{Ended, Process, RACKSUM, Serving};
 
-/// Runs the program with variables set, by a shell: tests do not pass on that of the log.
+/// Runs the program with variables set. A shell sets them, because [`Process`] removes the log's
+/// variable.
 fn run(variables: &[(&str, &str)], args: &[&str]) -> Ended {
     let set = variables.iter().map(|(name, value)| format!("export {name}='{value}'; "));
     let script = format!("{}exec \"$0\" \"$@\"", set.collect::<String>());
     Process::spawn(Command::new("sh").args(["-c", &script, RACKSUM]).args(args)).end(60)
 }
 
-/// An aggregator that is not there.
+/// The address of an aggregator that does not exist.
 const NOBODY: (&str, &str) = ("RACKSUM_AGGREGATOR", "127.0.0.1:9");
 
 #[test]
@@ -35,7 +36,7 @@ fn a_variable_completes_what_the_command_line_says_of_a_rank() {
     let why = "--rank and --world are of one rank of a run of many; give its aggregator as well, \
                with --aggregator HOST:PORT or RACKSUM_AGGREGATOR";
     assert!(nowhere.failed(2).starts_with(why), "{nowhere:?}");
-    // The command line has the last word.
+    // The command line overrides the variable.
     let named = [&rank[..], &["--aggregator", &serving.addr]].concat();
     run(&[NOBODY], &named).ok();
 }
@@ -82,7 +83,7 @@ fn a_variable_that_is_not_utf_8_is_a_path_or_refused() {
         let why = format!("{name}=\"a\\xFF\" is not UTF-8; correct the variable, or unset it");
         assert_eq!(ended.failed(2), why);
     }
-    // Without the identity, an aggregator would believe everyone.
+    // Without the identity, an aggregator would trust everyone.
     let ended = run("RACKSUM_IDENTITY", &["aggregator", "--port", "0"]);
     assert!(ended.failed(2).contains("a\u{fffd}: No such file"), "{ended:?}");
     assert!(ended.failed(2).starts_with("RACKSUM_IDENTITY=\"a\\xFF\": identity "), "{ended:?}");
@@ -104,7 +105,7 @@ fn a_variable_that_is_empty_says_nothing() {
     let rank = ["bench", "--aggregator", &serving.addr, "--rank", "0", "--world", "1", "-e", "4K"];
     let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &rank);
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
-    // Every command that takes one says so of an identity.
+    // Every command that takes an identity names the variable.
     let none = "/no/such.pem";
     let why = "RACKSUM_IDENTITY=\"/no/such.pem\": identity /no/such.pem: No such file";
     let serve = ["aggregator", "--port", "0"];

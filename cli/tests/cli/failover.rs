@@ -1,4 +1,4 @@
-//! Aggregators that are killed or told to stop under load: the sums go on elsewhere.
+//! Aggregators that are killed or drained under load: the sums continue at another aggregator.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::Command;
@@ -20,14 +20,14 @@ use crate::waits::{await_that, timed};
 
 const WORLD: u16 = 4;
 
-/// Ranks in threads that reduce the same tensor again and again, and check it each time.
+/// Ranks in threads that reduce the same tensor again and again, and check each result.
 struct Load {
     elements: usize,
-    /// The aggregators, the first first.
+    /// Addresses of the aggregators, in order of preference.
     addrs: Vec<String>,
-    /// Ops that each rank has ended.
+    /// Number of ops that each rank has completed.
     ended: [AtomicU64; WORLD as usize],
-    /// The longest that an op took, in milliseconds.
+    /// Duration of the longest op, in milliseconds.
     longest: AtomicU64,
     stop: AtomicBool,
 }
@@ -55,16 +55,16 @@ impl Load {
         }
     }
 
-    /// Runs one rank until it is to stop.
+    /// Runs one rank until `stop` is set.
     fn rank(&self, rank: u16) {
         let client = Client::connect(&self.options(rank)).unwrap();
-        // A sum whose bits show an element that was added twice, or in another order, or not.
+        // The sum's bits show elements that were added twice, in another order or not at all.
         let value = |i: usize| (i % 1013) as f32 * 1.7f32.powi(i32::from(rank)) + 0.1;
         let input: Vec<u8> = (0..self.elements).flat_map(|i| value(i).to_le_bytes()).collect();
         let descriptor = Descriptor::sum(self.elements as u64, DType::F32);
         let mut expected = Vec::new();
         let mut tensor = input.clone();
-        // The last op says whether all stop, so that all end after the same.
+        // The last op of a round distributes `stop`, so that all ranks end after the same op.
         let mut going = true;
         for op in 0.. {
             tensor.copy_from_slice(&input);
@@ -85,12 +85,12 @@ impl Load {
         }
     }
 
-    /// Runs all ranks while `body` does something to the aggregators.
+    /// Runs all ranks while `body` acts on the aggregators.
     fn run(&self, body: impl FnOnce(&Self)) {
         std::thread::scope(|scope| {
             let ranks: Vec<_> =
                 (0..WORLD).map(|rank| scope.spawn(move || self.rank(rank))).collect();
-            // Should something be amiss, the ranks must not run on for ever.
+            // A panic must not leave the ranks running for ever.
             let done = catch_unwind(AssertUnwindSafe(|| {
                 self.await_ops(2);
                 body(self);
@@ -101,7 +101,7 @@ impl Load {
         });
     }
 
-    /// Waits until every rank has ended so many more ops.
+    /// Waits until every rank has completed `more` further ops.
     fn await_ops(&self, more: u64) {
         let ended = || self.ended.iter().map(|ops| ops.load(SeqCst)).min().unwrap();
         let before = ended();
@@ -123,7 +123,7 @@ fn fifty_aggregators_killed_in_a_row_cost_no_bit() {
     load.run(|load| {
         for kill in 0..50 {
             let at = kill % 2;
-            // Anywhere in an op.
+            // The kill happens anywhere in an op.
             std::thread::sleep(Duration::from_millis(kill as u64 * 37 % 200));
             signal(serving[at].process.id(), "KILL");
             load.await_ops(1);

@@ -1,4 +1,4 @@
-//! Files of gradients, and what their reduction must come to.
+//! Files of gradients, and the expected results of their reduction.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
-/// A folder of a test's own, removed at its end.
+/// A test's own folder, removed when this value is dropped.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
@@ -17,12 +17,12 @@ impl Folder {
         Self(folder)
     }
 
-    /// The path of a file in it.
+    /// Returns the path of a file in the folder.
     pub(crate) fn path(&self, name: &str) -> String {
         self.0.join(name).to_str().unwrap().to_owned()
     }
 
-    /// The names of what is in it.
+    /// Returns the names of the folder's entries, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.0).unwrap();
         let mut names: Vec<_> =
@@ -31,7 +31,7 @@ impl Folder {
         names
     }
 
-    /// Writes a file of tensors.
+    /// Writes a file of tensors and returns its path.
     pub(crate) fn write(&self, name: &str, tensors: &[(&str, Tensor)]) -> String {
         let views = tensors.iter().map(|(name, tensor)| (*name, tensor.view()));
         let about = HashMap::from([("about".to_owned(), "a test".to_owned())]);
@@ -56,14 +56,14 @@ pub(crate) struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor of numbers.
+    /// Creates a tensor from numbers.
     pub(crate) fn of(dtype: Dtype, shape: &[usize], numbers: &[f64]) -> Self {
         assert_eq!(numbers.len(), shape.iter().product::<usize>());
         let bytes = numbers.iter().flat_map(|number| element(dtype, *number)).collect();
         Self { dtype, shape: shape.to_vec(), bytes }
     }
 
-    /// Its elements as numbers; exact but for great i64s.
+    /// Returns the elements as numbers, exact except for large i64s.
     pub(crate) fn numbers(&self) -> Vec<f64> {
         let size = self.dtype.bitsize() / 8;
         self.bytes.chunks(size).map(|element| number(self.dtype, element)).collect()
@@ -85,7 +85,7 @@ pub(crate) fn read(path: impl AsRef<Path>) -> BTreeMap<String, Tensor> {
     tensors.collect()
 }
 
-/// The gradients that were captured of real training: `digits` or `words`, of four ranks.
+/// Returns the files of gradients captured in real training: `digits` or `words`, of four ranks.
 pub(crate) fn captured(what: &str) -> Vec<String> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(what);
     (0..4)
@@ -93,7 +93,7 @@ pub(crate) fn captured(what: &str) -> Vec<String> {
         .collect()
 }
 
-/// Checks a result against a reduction of the files in f64. An error may be `epsilon` of the sum
+/// Checks a result against a reduction of the files in f64. The error may be `epsilon` of the sum
 /// of magnitudes.
 pub(crate) fn check(files: &[String], result: &str, op: &str, epsilon: f64) {
     let ranks: Vec<_> = files.iter().map(read).collect();
@@ -118,7 +118,7 @@ pub(crate) fn check(files: &[String], result: &str, op: &str, epsilon: f64) {
     }
 }
 
-/// The share of blocks that are not zero in any of some tensors.
+/// Returns the number of blocks that are not zero in at least one of the tensors.
 pub(crate) fn union(tensors: &[&Tensor], block: usize) -> u64 {
     let size = tensors[0].dtype.bitsize() / 8 * block;
     let count = tensors[0].bytes.len().div_ceil(size);

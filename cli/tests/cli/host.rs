@@ -1,5 +1,5 @@
-//! A host that is not as it should be: full disks, closed pipes, too few files, small buffers, and
-//! a wall clock that is set. An aggregator serves on, and says so once.
+//! Faulty hosts: full disks, closed pipes, too few files, small buffers, and a wall clock that is
+//! set. An aggregator keeps serving and reports the fault once.
 
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, Write};
@@ -15,15 +15,15 @@ use crate::process::{Process, RACKSUM, Serving, bench_rank, signal};
 use crate::status::told;
 use crate::waits::await_that;
 
-/// A disk without room.
+/// Opens a full disk for output.
 fn full_disk() -> Stdio {
     File::options().write(true).open("/dev/full").unwrap().into()
 }
 
-/// A pipe without room, and its reader, which lives and does not read.
+/// Creates a full pipe and its reader, which stays open and reads nothing.
 fn full_pipe() -> (Stdio, PipeReader) {
     let (idle, full) = std::io::pipe().unwrap();
-    // Opened once more, it does not block, and the pipe's own end still does.
+    // The second open file is non-blocking; the pipe's own end still blocks.
     let same = format!("/proc/self/fd/{}", full.as_raw_fd());
     let mut options = OpenOptions::new();
     let mut filler = options.write(true).custom_flags(libc::O_NONBLOCK).open(same).unwrap();
@@ -68,7 +68,8 @@ fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
 #[test]
 fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
     let mut idle = 0;
-    // As many as it has open when nobody has come, and too few for the lifelines of four ranks.
+    // The limit is the number of open files before any rank has joined, and one more. It is too low
+    // for the lifelines of four ranks.
     let probe = Serving::start(&[]);
     await_that("it has opened its files", || {
         let files = std::fs::read_dir(format!("/proc/{}/fd", probe.process.id())).unwrap().count();
@@ -94,7 +95,7 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     let folder = Folder::new("files");
     let reduced = format!("reduce {}", captured("digits")[..2].join(" "));
     let written = format!("{reduced} --out {}", folder.path("sums"));
-    // It ends by itself, since it cannot have both.
+    // Both flags together are an error, so the process ends by itself.
     let served =
         "aggregator --port 0 --pool-mib 64 --parent localhost:1 --fanout multicast".to_owned();
     for (command, files) in [&alone, &reduced, &written, &served]
@@ -103,7 +104,7 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     {
         let limited = format!("ulimit -n {files}; exec {RACKSUM} {command}");
         let ended = Process::spawn(Command::new("sh").args(["-c", &limited])).end(60);
-        // Whoever runs the tests may have left files open to it, so that it does not even load.
+        // The test runner may have left so many files open that the program does not even load.
         if files < 16 && ended.err.contains("error while loading shared libraries") {
             continue;
         }
@@ -117,9 +118,9 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     }
 }
 
-/// The program, with `tests/preload` between it and the C library.
+/// Starts the program with `tests/preload` between it and the C library.
 fn preloaded(args: &[&str], setting: (&str, &str)) -> Process {
-    // Cargo puts it beside this test.
+    // Cargo places the library beside this test.
     let library = std::env::current_exe().unwrap().with_file_name("libracksum_preload.so");
     assert!(library.exists(), "{}", library.display());
     let mut command = Command::new(RACKSUM);
@@ -147,7 +148,7 @@ fn small_receive_buffers_are_told_once_and_cost_no_sum() {
     }
 }
 
-/// A wall clock that is off by what a file says.
+/// A wall clock whose offset is in a file.
 struct WallClock(PathBuf);
 
 impl WallClock {
@@ -158,7 +159,7 @@ impl WallClock {
     }
 
     fn set_off_by_days(&self, days: i64) {
-        // At once, so that nobody reads half of it.
+        // Rename is atomic, so that no process reads a half-written file.
         let new = self.0.with_extension("new");
         std::fs::write(&new, (days * 86_400).to_string()).unwrap();
         std::fs::rename(new, &self.0).unwrap();
@@ -180,7 +181,7 @@ fn jobs_go_on_when_the_wall_clock_is_set_and_only_certificates_go_by_it() {
     let serving = Serving::of(clock.start(&[&args[..], &["--status-socket", &socket]].concat()));
     let member = ["bench", "--aggregator", &serving.addr, "--identity", &node, "--timeout", "20"];
     let long = ["--world", "2", "-b", "64K", "-e", "64K", "-n", "100000000"];
-    // The clocks of the aggregator and of one rank are set; that of the other is right.
+    // The clocks of the aggregator and of rank 1 are set; rank 0 has the right time.
     let steady = Process::start(&[&member[..], &long, &["--rank", "0"]].concat());
     let mut ranks = [steady, clock.start(&[&member[..], &long, &["--rank", "1"]].concat())];
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));

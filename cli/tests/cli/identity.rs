@@ -1,4 +1,4 @@
-//! Identities: how they are made and shown, and who is let in by them.
+//! Identities: how they are created and shown, and which callers they admit.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -10,7 +10,7 @@ use crate::ports::own_port;
 use crate::process::{Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
-/// A folder of a test's own, with an authority of a name.
+/// Creates a folder for a test, with the authority `name` in it.
 pub(crate) fn authority(test: &str, name: &str) -> (Folder, String) {
     let folder = Folder::new(&format!("identity-{test}-{name}"));
     let file = folder.path("authority.pem");
@@ -26,7 +26,7 @@ pub(crate) fn issue(folder: &Folder, authority: &str, name: &str, role: &str) ->
     file
 }
 
-/// The flags of a short benchmark.
+/// Flags of a short benchmark.
 const SHORT: [&str; 8] = ["-b", "4K", "-e", "4K", "-n", "2", "--timeout", "20"];
 
 #[test]
@@ -47,7 +47,7 @@ fn keys_are_for_their_owner_and_never_written_over() {
     assert!(ended.failed(2).starts_with("authority ") && ended.err.contains("no: No such file"));
     let ended = run(&["identity", "init", "--out", &folder.path("none/a.pem")]);
     assert!(ended.failed(2).starts_with("cannot write "), "{ended:?}");
-    // No room is no fault of the command line. A limit on the size of files is as a full disk.
+    // A full disk is not a usage error. A limit on the size of files has the same effect.
     let full = folder.path("full.pem");
     let script = format!("trap '' XFSZ; ulimit -f 0; exec {RACKSUM} identity init --out {full}");
     let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
@@ -113,12 +113,12 @@ fn members_get_in_and_strangers_do_not() {
     let ended = bench_rank(&serving.addr, 0, 1, &["--insecure", "--identity", &node]).end(20);
     assert_eq!(ended.code, Some(2), "{ended:?}");
 
-    // A worker's identity serves nobody.
+    // An aggregator does not accept a worker's identity as its own.
     let ended = run(&["aggregator", "--port", "0", "--identity", &node]);
     let why = "it is of a worker, and an aggregator's is needed";
     assert!(ended.failed(2).contains(why), "{ended:?}");
 
-    // The operator reads of it as well.
+    // The operator sees the refusals in the log.
     let serving = serving.end();
     let told = serving.err.lines().filter(|line| line.contains("refused: "));
     assert_eq!(told.count(), 3, "{serving:?}");
@@ -208,7 +208,7 @@ fn rules_say_who_may_join_which_job() {
         );
         assert_eq!(ended.failed(3), why);
     }
-    // Nor may they end it by a generation of their own.
+    // The identities may not end the job with a greater generation either.
     let node = folder.path("vision-1.pem");
     let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node];
     let flags = [&long[..], &["--job", "vision/resnet"]].concat();
@@ -243,16 +243,16 @@ fn limits_rules_and_certificates_are_reloaded_while_jobs_run() {
         std::fs::write(&config, text).unwrap();
         signal(serving.process.id(), "HUP");
     };
-    // What is wrong changes nothing.
+    // An invalid file changes nothing.
     reload("max_jobs = 0\n");
     await_that("it is told", || serving.process.err().contains("max_jobs is 0, but must be"));
     reload(&format!("port = 1\nmax_jobs = 3\n{}", rules("two")));
     await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
-    // The port was named on the command line, which is above the file.
+    // The command line sets the port and overrides the file.
     assert!(!serving.process.err().contains("takes a restart"), "{}", serving.process.err());
     join(&node, "two").ok();
     assert!(join(&node, "one").failed(3).contains("may not join a job of the name \"one\""));
-    // A new authority takes over: a new file under the same name.
+    // A new authority takes over: a new file with the same name.
     let renewed = issue(&other, &theirs, "agg", "aggregator");
     std::fs::copy(&renewed, &served).unwrap();
     reload(&format!("shards = 2\n{}", rules("two")));

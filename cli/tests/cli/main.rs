@@ -1,5 +1,5 @@
-//! The program as users run it: processes, files, exit codes, sentences; and real network
-//! namespaces where they can be had.
+//! Tests of the program as users run it: processes, files, exit codes, messages, and real network
+//! namespaces where available.
 
 #[cfg(test)]
 mod cluster;

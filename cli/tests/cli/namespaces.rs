@@ -1,25 +1,25 @@
-//! Two hosts and a wire between them, as network namespaces: what loopback cannot show of MTUs,
-//! segmentation and multicast.
+//! Two hosts and a wire between them, as network namespaces, for MTUs, segmentation and multicast
+//! that loopback cannot show.
 
 use std::process::Command;
 
 use crate::files::{Folder, captured, check};
 use crate::process::{Ended, Process, RACKSUM, Serving};
 
-/// Two hosts, `a` with the aggregator and `b` with the ranks. Removed when it is dropped.
+/// Two hosts: `a` with the aggregator and `b` with the ranks. Dropping this value removes them.
 struct Hosts {
     name: String,
 }
 
 impl Hosts {
-    /// Makes them; says why it cannot.
+    /// Creates the hosts; the error says why it cannot.
     fn make(name: &str, mtu: u32) -> Result<Self, String> {
         let hosts = Self { name: format!("rs{}{name}", std::process::id()) };
         let [a, b] = [hosts.of('a'), hosts.of('b')];
         let mtu = mtu.to_string();
         ip(&["netns", "add", &a])?;
         ip(&["netns", "add", &b])?;
-        // The two ends have names of their own in namespaces of their own.
+        // Both ends can have the same name, because they lie in different namespaces.
         let pair = ["link", "add", "wire", "mtu", &mtu, "netns", &a, "type", "veth", "peer"];
         ip(&[&pair[..], &["name", "wire", "mtu", &mtu, "netns", &b]].concat())?;
         for (host, last) in [(&a, 1), (&b, 2)] {
@@ -37,19 +37,19 @@ impl Hosts {
         format!("{}{side}", self.name)
     }
 
-    /// Starts the program on one of them.
+    /// Starts the program on a host.
     fn start(&self, side: char, args: &[&str]) -> Process {
         let exec = ["netns", "exec", &self.of(side), RACKSUM];
         Process::spawn(Command::new("ip").args(exec).args(args))
     }
 
-    /// Starts an aggregator on one of them.
+    /// Starts an aggregator on host `a`.
     fn serve(&self, bind: &str, flags: &[&str]) -> Serving {
         let args = ["aggregator", "--insecure", "--port", "0", "--pool-mib", "64", "--bind", bind];
         Serving::of(self.start('a', &[&args, flags].concat()))
     }
 
-    /// Runs all ranks of a command on the other; checks that all end well.
+    /// Runs all ranks of a command on host `b` and checks that all succeed.
     fn ranks(&self, serving: &Serving, command: &str, flags: &[Vec<String>]) -> Vec<String> {
         let world = flags.len().to_string();
         let ranks: Vec<_> = flags
@@ -70,7 +70,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         for side in ['a', 'b'] {
-            // One that was never made cannot be removed.
+            // The namespace may not have been created.
             ip(&["netns", "del", &self.of(side)]).unwrap_or(());
         }
     }
@@ -84,7 +84,7 @@ pub(crate) fn ip(args: &[&str]) -> Result<(), String> {
     Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&said.stderr).trim()))
 }
 
-/// The hosts, or `None` where they cannot be had, which it says.
+/// Creates the hosts; reports a skip and returns `None` where it cannot.
 fn hosts(name: &str, mtu: u32) -> Option<Hosts> {
     match Hosts::make(name, mtu) {
         Ok(hosts) => Some(hosts),
@@ -99,7 +99,7 @@ fn flags(all: &[&str]) -> Vec<String> {
     all.iter().map(|flag| (*flag).to_owned()).collect()
 }
 
-/// The rows of a benchmark, whose sums have been checked.
+/// Parses the rows of a benchmark and checks that no sum is wrong.
 fn rows(out: &str) -> Vec<serde_json::Value> {
     let rows: Vec<serde_json::Value> =
         out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -147,7 +147,7 @@ fn captured_gradients_are_reduced_between_hosts() {
 #[test]
 fn a_wire_that_loses_and_reorders_changes_no_sum() {
     let Some(hosts) = hosts("l", 1500) else { return };
-    // Real loss on the wire both ways, not the program's own.
+    // The wire itself loses packets in both directions, and not the program.
     for side in ['a', 'b'] {
         let netem = ["netem", "delay", "1ms", "500us", "loss", "2%", "duplicate", "1%"];
         let qdisc = ["qdisc", "add", "dev", "wire", "root"];
@@ -182,7 +182,7 @@ fn a_link_that_cannot_do_what_is_asked_is_named() {
     let ended = hosts.start('a', &args).end(10);
     let why = "--fanout multicast cannot be: cannot use wire for multicast: it does not multicast";
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
-    // What is not demanded is done without.
+    // With `auto`, the aggregator falls back to unicast.
     let serving = hosts.serve("10.77.0.1", &["--fanout", "auto"]);
     let bench = flags(&["-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--format", "json"]);
     for out in hosts.ranks(&serving, "bench", &vec![bench; 3]) {
@@ -231,7 +231,7 @@ fn a_host_without_a_way_to_the_aggregator_says_so() {
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
 }
 
-/// Runs the program in namespaces of its own, after a script; none where that takes root.
+/// Runs the program in new namespaces, after a script; returns `None` if that needs root.
 fn unsharing(unshared: &str, script: &str, args: &[&str]) -> Option<Ended> {
     let script = format!("{script}; exec {RACKSUM} \"$@\"");
     let shell = [&[unshared, "sh", "-c", &script, "sh"][..], args].concat();

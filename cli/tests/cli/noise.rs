@@ -1,4 +1,4 @@
-//! Noise at every UDP port of every process of a job: the sums stay right.
+//! Noise at every UDP port of every process of a job does not change the sums.
 
 use std::collections::BTreeSet;
 use std::net::UdpSocket;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::process::Process;
 use crate::waits::await_that;
 
-/// The UDP ports that a process has open.
+/// Returns the UDP ports that a process has open.
 fn ports(id: u32) -> BTreeSet<u16> {
     let Ok(files) = std::fs::read_dir(format!("/proc/{id}/fd")) else { return BTreeSet::new() };
     let sockets: BTreeSet<String> = files
@@ -33,7 +33,7 @@ fn noise_at_every_port_of_a_running_job_changes_no_sum() {
     let flags = ["-b", "1M", "-e", "1M", "-n", "60", "--density", "0.5", "--shards", "2"];
     let mut parent =
         Process::start(&[&["bench", "--workers", "3", "--fanout", "unicast"][..], &flags].concat());
-    // Control and data ports of the aggregator; a control and a data port of each rank.
+    // The aggregator has control and data ports; each rank has a control and a data port.
     await_that("all ports are open", || {
         let all = parent.children().into_iter().chain([parent.id()]);
         all.map(|id| ports(id).len()).sum::<usize>() >= 3 + 3 * 2

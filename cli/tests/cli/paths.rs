@@ -1,5 +1,5 @@
-//! Two hosts that are two routers apart, as network namespaces: paths that are narrower in the
-//! middle than at both ends, and firewalls that block data.
+//! Two hosts behind two routers, as network namespaces. The middle link has a smaller MTU than both
+//! ends, or a firewall blocks data.
 
 use std::process::Command;
 
@@ -18,7 +18,8 @@ struct Chain {
 }
 
 impl Chain {
-    /// Makes it, with so many bytes in an IP packet between the routers; says why it cannot.
+    /// Creates the chain with an MTU of `middle_mtu` between the routers; the error says why it
+    /// cannot.
     fn make(name: &str, middle_mtu: u32) -> Result<Self, String> {
         let chain = Self { name: format!("rp{}{name}", std::process::id()) };
         for name in NAMES {
@@ -64,14 +65,14 @@ impl Chain {
         Serving::of(self.start("a", &[&args[..], &["--port", &port], flags].concat()))
     }
 
-    /// Runs the only rank of a benchmark to its end.
+    /// Runs a benchmark of one rank to its end.
     fn bench(&self, serving: &Serving, flags: &[&str]) -> Ended {
         let rank = ["--aggregator", &serving.addr, "--insecure", "--rank", "0", "--world", "1"];
         let sizes = ["-b", "4K", "-e", "1M", "-n", "2", "-w", "0"];
         self.start("b", &[&["bench"], &rank[..], &sizes, flags].concat()).end(60)
     }
 
-    /// Has a router drop what a rule of its routing table matches.
+    /// Makes a router drop UDP packets that match a rule.
     fn drop_what(&self, matches: &[&str]) {
         let rule = ["-n", &self.of("m"), "rule", "add", "ipproto", "udp"];
         ip(&[&rule[..], matches, &["blackhole"]].concat()).unwrap();
@@ -81,13 +82,13 @@ impl Chain {
 impl Drop for Chain {
     fn drop(&mut self) {
         for name in NAMES {
-            // One that was never made cannot be removed.
+            // The namespace may not have been created.
             ip(&["netns", "del", &self.of(name)]).unwrap_or(());
         }
     }
 }
 
-/// The chain, or `None` where it cannot be had, which it says.
+/// Creates the chain; prints a skip and returns `None` where it cannot.
 fn chain(name: &str, middle_mtu: u32) -> Option<Chain> {
     match Chain::make(name, middle_mtu) {
         Ok(chain) => Some(chain),
@@ -105,10 +106,10 @@ fn a_path_that_is_narrow_in_the_middle_is_used_as_it_is() {
         let serving = chain.serve(own_port(), &["--data-auth", auth, "--shards", "2"]);
         let ended = chain.bench(&serving, &[]).ok();
         // wire: W-76
-        // 1400 bytes less the headers of IP and UDP.
+        // 1400 bytes less the headers of IPv4 and UDP.
         let told = "takes datagrams of 1372 bytes, and the interface 1472";
         assert_eq!(ended.err.matches(told).count(), 1, "{ended:?}");
-        // What is asked for is not changed silently.
+        // An MTU that the user sets is not lowered silently.
         let why = chain.bench(&serving, &["--mtu", "1500"]);
         let why = why.failed(3).to_owned();
         let port = serving.port().parse::<u16>().unwrap() + 1;

@@ -1,4 +1,4 @@
-//! Processes of the program, none of which outlives its test or its patience.
+//! Processes of the program. Tests end them in time and never leave one behind.
 
 use std::io::{BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -13,23 +13,23 @@ use crate::waits::{BUSY, await_that};
 /// The program under test.
 pub(crate) const RACKSUM: &str = env!("CARGO_BIN_EXE_racksum");
 
-/// How a process ended.
+/// The result of a process.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    /// The exit code; `None` when a signal ended it.
+    /// The exit code; `None` if a signal ended the process.
     pub(crate) code: Option<i32>,
     pub(crate) out: String,
     pub(crate) err: String,
 }
 
 impl Ended {
-    /// Checks that all went well.
+    /// Checks that the process succeeded.
     pub(crate) fn ok(self) -> Self {
         assert_eq!(self.code, Some(0), "{self:?}");
         self
     }
 
-    /// Checks the exit code, and that the user is told one sentence; returns it.
+    /// Checks the exit code and that the user sees one sentence; returns the sentence.
     pub(crate) fn failed(&self, code: i32) -> &str {
         assert_eq!(self.code, Some(code), "{self:?}");
         let told: Vec<_> = self
@@ -44,14 +44,14 @@ impl Ended {
     }
 }
 
-/// A running process; killed when it is dropped.
+/// A running process, killed when this value is dropped.
 pub(crate) struct Process {
     child: Child,
     out: Reader,
     err: Reader,
 }
 
-/// A pipe that is read as it fills.
+/// A pipe that a thread reads as it fills.
 struct Reader {
     read: Arc<Mutex<String>>,
     thread: JoinHandle<()>,
@@ -69,7 +69,7 @@ impl Reader {
             };
             for byte in BufReader::new(pipe).bytes() {
                 line.push(byte.unwrap());
-                // On a terminal, what is drawn again and again on one line ends with a return.
+                // On a terminal, a line that is redrawn ends with a carriage return.
                 if line.ends_with(b"\n") || line.ends_with(b"\r") {
                     take(&mut line);
                 }
@@ -99,7 +99,7 @@ impl Process {
         Self::spawn_into(command, Stdio::piped(), Stdio::piped())
     }
 
-    /// Starts a command that prints elsewhere; what it prints is read only from pipes.
+    /// Starts a command with other outputs. The test reads only what goes to pipes.
     pub(crate) fn spawn_into(command: &mut Command, out: Stdio, err: Stdio) -> Self {
         let mut child = command
             .env_remove("RACKSUM_LOG")
@@ -118,29 +118,29 @@ impl Process {
         self.child.id()
     }
 
-    /// The processes that this one has started.
+    /// Returns the processes that this process has started.
     pub(crate) fn children(&self) -> Vec<u32> {
         let id = self.id();
         let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"));
         children.unwrap_or_default().split_whitespace().map(|id| id.parse().unwrap()).collect()
     }
 
-    /// What it has printed so far.
+    /// Returns the standard output so far.
     pub(crate) fn out(&self) -> String {
         self.out.so_far()
     }
 
-    /// What it has said on standard error so far.
+    /// Returns the standard error so far.
     pub(crate) fn err(&self) -> String {
         self.err.so_far()
     }
 
-    /// Whether it still runs.
+    /// Returns whether the process still runs.
     pub(crate) fn runs(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Waits for it to end, which may take so many seconds on a quiet machine.
+    /// Waits for the process to end within `seconds`, the limit on a quiet machine.
     pub(crate) fn end(mut self, seconds: u64) -> Ended {
         let clock = Clock::start();
         let start = clock.now();
@@ -165,7 +165,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended, which is as good.
+        // `kill` fails if the process has ended already.
         self.child.kill().unwrap_or(());
         drop(self.child.wait());
     }
@@ -182,10 +182,10 @@ pub(crate) fn signal(id: u32, name: &str) {
     assert!(kill.unwrap().success());
 }
 
-/// An aggregator as a process.
+/// An aggregator process.
 pub(crate) struct Serving {
     pub(crate) process: Process,
-    /// `HOST:PORT` of its control plane.
+    /// Address of its control plane, `HOST:PORT`.
     pub(crate) addr: String,
 }
 
@@ -207,13 +207,13 @@ impl Serving {
         Self { addr: addr.to_owned(), process }
     }
 
-    /// Stops it.
+    /// Stops the aggregator.
     pub(crate) fn end(self) -> Ended {
         signal(self.process.id(), "TERM");
         self.process.end(20)
     }
 
-    /// The port that it can be reached at.
+    /// Returns the port of its control plane.
     pub(crate) fn port(&self) -> &str {
         self.addr.rsplit_once(':').unwrap().1
     }

@@ -1,4 +1,4 @@
-//! Racks and a root on hosts of their own: what is killed is named in every rack.
+//! Racks and a root on separate hosts: every rack names the ranks and aggregators that are killed.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::files::{Tensor, read};
 use crate::process::{Ended, Process, Serving, signal};
 use crate::waits::{await_that, timed};
 
-/// The hosts of two ranks each, and those of their aggregators.
+/// Number of ranks, two in each rack, and the hosts of the racks' aggregators.
 const RANKS: u16 = 4;
 const RACKS: [u16; 2] = [4, 5];
 
@@ -23,7 +23,7 @@ struct Racks {
 }
 
 impl Racks {
-    /// Starts them, or says why it cannot.
+    /// Starts the aggregators; prints the reason and returns `None` if it cannot.
     fn start(name: &str) -> Option<Self> {
         let cluster = cluster(name, RANKS + 2)?;
         let root = cluster.serve();
@@ -36,7 +36,7 @@ impl Racks {
         self.cluster.ranks_at(&[one, one, other, other], flags)
     }
 
-    /// Waits until nothing is left of any job at the root and some of the racks.
+    /// Waits until no job and no used buffer is left at the root and some of the racks.
     fn await_peace(&self, racks: &[u16]) {
         await_that("all is given back", || {
             let statuses = racks.iter().map(|rack| self.cluster.status_of_rack(*rack));
@@ -48,7 +48,7 @@ impl Racks {
     }
 }
 
-/// What the ranks ended with, and after how many milliseconds.
+/// Returns how the ranks ended, and after how many milliseconds.
 fn end_all(ranks: Vec<Process>) -> (Vec<Ended>, u64) {
     timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect())
 }
@@ -58,7 +58,7 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     let Some(racks) = Racks::start("r") else { return };
     let status = || racks.cluster.status();
     assert_eq!(racks.cluster.status_of_rack(4)["parent"], json!(racks.root.addr));
-    // A rank, then the aggregator of the other rack.
+    // Kill a rank, then the aggregator of the other rack.
     let mut ranks = racks.ranks(&FOREVER);
     await_that("all see who is where", || {
         let members = &status()["jobs"][0]["ranks"];
@@ -103,7 +103,7 @@ fn a_root_that_is_killed_ends_the_job_in_every_rack_and_they_serve_the_next() {
     for rack in RACKS {
         assert_eq!(racks.cluster.status_of_rack(rack)["jobs"], json!([]));
     }
-    // The racks' aggregators stay, and find the next root where the first was.
+    // The racks' aggregators keep running and find the next root at the address of the first.
     let (_, port) = racks.root.addr.rsplit_once(':').unwrap();
     let _root = racks.cluster.serve_on(port);
     let flags = ["-b", "64K", "-e", "64K", "-n", "3", "--generation", "1"];

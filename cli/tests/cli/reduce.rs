@@ -1,5 +1,5 @@
-//! `racksum reduce` end to end: captured gradients of real training, files of every dtype, and
-//! files that cannot be.
+//! Tests of `racksum reduce` end to end: captured gradients of real training, files of every dtype,
+//! and invalid files.
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -36,13 +36,13 @@ fn captured_gradients_are_reduced_as_in_f64() {
             (&["--op", "avg"], "avg", 4e-7),
             (&["--op", "min"], "min", 0.0),
             (&["--op", "max"], "max", 0.0),
-            // Each rank's rounding, and that of the sum.
+            // The error is each rank's rounding and that of the sum.
             (&["--wire", "bf16"], "sum", 1.0 / 128.0),
             (&["--wire", "f16", "--op", "avg"], "avg", 1.0 / 1024.0),
         ] {
             let ended = reduce(&files, &out, flags).ok();
             assert!(ended.err.is_empty(), "{ended:?}");
-            // The least f16 is not nothing where gradients are tiny.
+            // Tiny gradients are not much larger than the smallest f16, so the bound does not hold.
             if flags.contains(&"f16") {
                 continue;
             }
@@ -99,7 +99,7 @@ fn the_report_counts_what_the_files_hold() {
         assert_eq!((&total["ranks"], &total["rank"]), (&4.into(), &Value::Null));
         assert_eq!(total["out"], Value::from(out));
         for rank in 0..4 {
-            // I3: 6 % and a datagram an op.
+            // I3 allows 6 % and a datagram for each op.
             let room = 1500 * rows.len() as u64;
             let bytes = |key: &str| total[key][rank].as_u64().unwrap();
             let own = bytes("rank_bytes");
@@ -145,7 +145,7 @@ fn every_dtype_and_shape_is_reduced() {
     reduce(&files[..1], &out, &[]).ok();
     assert_eq!(read(&out), read(&files[0]), "the sum of one");
     let narrow = reduce(&files, &out, &["--wire", "bf16"]).ok();
-    // f16, i32 and i64.
+    // The dtypes f16, i32 and i64 travel as they are.
     assert_eq!(narrow.err.matches(" and 2 more travel as they are").count(), 1, "{narrow:?}");
     for (tensor, wire) in [("i32", "i32"), ("i64", "i64"), ("f16", "f16"), ("f32", "bf16")] {
         let row = narrow.out.lines().find(|line| line.starts_with(&format!("{tensor} "))).unwrap();
@@ -183,8 +183,8 @@ fn a_result_that_there_is_no_room_for_is_named() {
     let folder = Folder::new("full");
     let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4096], &[1.0; 4096]))]);
     let out = folder.path("sum");
-    // A limit on the size of files, whose signal ends a process that does not ignore it. The
-    // identity of the rank, in memory, is smaller.
+    // The limit is on file size; SIGXFSZ ends a process that does not ignore it. The rank's
+    // identity is in memory and stays smaller.
     let script = format!("ulimit -f 8; exec {RACKSUM} reduce --out {out} {file}");
     let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
     let why = format!("rank 0: cannot write {out}: File too large");
@@ -293,10 +293,10 @@ fn tensors_that_the_host_has_no_memory_for_are_refused_before_they_are_read() {
     }
 }
 
-/// One rank of two, whose aggregator is never called.
+/// Flags of one rank of two, whose aggregator is never called.
 const RANK: [&str; 6] = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
 
-/// A reduction of three ranks that is so lossy that it takes until a signal ends it.
+/// Starts a reduction of three ranks with so much loss that it runs until a signal ends it.
 fn endless(folder: &Folder) -> Process {
     let numbers = vec![1.0; 4_000_000];
     let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4_000_000], &numbers))]);
@@ -324,7 +324,7 @@ fn a_reduction_that_is_interrupted_leaves_nothing() {
     }
 }
 
-/// Whether a process has a file of the folder open that is not the ranks'.
+/// Returns whether a process has a file of the folder open, other than the ranks' file.
 fn has_result_open(folder: &Folder, process: u32) -> bool {
     let (folder, rank) = (folder.path(""), folder.path("rank"));
     let open = std::fs::read_dir(format!("/proc/{process}/fd")).unwrap();
@@ -347,7 +347,7 @@ fn a_reduction_that_is_killed_leaves_nothing() {
     assert_eq!(folder.names(), ["rank"]);
 }
 
-/// Whether what is started here ignores SIGHUP.
+/// Returns whether processes started here ignore SIGHUP.
 fn hangup_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
@@ -416,7 +416,7 @@ fn ranks_of_a_distributed_run_end_as_those_of_one_host() {
     let ranks: Vec<_> = (0..4)
         .map(|at| {
             let out = ["--op", "avg", "--format", "json", "--out", &outs[at]];
-            // Rank 1 wants no file.
+            // Rank 1 writes no file.
             let flags = if at == 1 { &out[..4] } else { &out[..] };
             rank(&serving, at, 4, &files[at], flags)
         })
@@ -426,7 +426,7 @@ fn ranks_of_a_distributed_run_end_as_those_of_one_host() {
         let lines = lines(&ended);
         let total = lines.last().unwrap();
         assert_eq!((&total["ranks"], &total["rank"]), (&4.into(), &at.into()));
-        // Every rank knows what all hold.
+        // Every rank knows the block counts of all.
         assert_eq!(total["rank_blocks"], Value::from(vec![71, 69, 69, 77]));
         assert_eq!(total["union_blocks"], Value::from(79));
         if at != 1 {

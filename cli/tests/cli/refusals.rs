@@ -1,4 +1,4 @@
-//! What cannot be is said in one sentence, with an exit code that tells whose fault it is.
+//! Refusals: one sentence and an exit code that tells usage errors from other failures.
 
 use std::net::UdpSocket;
 use std::process::{Command, Stdio};
@@ -119,7 +119,7 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
     let ended = limited(600_000, "bench --workers 1 -e 4K --shards 2");
     assert!(ended.failed(2).contains("; lower --shards, or raise"), "{ended:?}");
     let ended = limited(2_000_000, "bench -b 1900M -e 1900M --workers 1 -n 1");
-    // The rank says so, and the benchmark that its rank has ended.
+    // The rank reports the error, and the benchmark reports that its rank has ended.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(
         ended.err.contains("racksum: rank 0: no memory for a tensor of 1992294400 bytes; "),
@@ -132,7 +132,7 @@ fn a_configuration_that_is_a_pipe_is_refused_and_may_be_read_again_later() {
     let folder = Folder::new("pipe");
     let config = folder.path("racksum.toml");
     let pipe = || {
-        // Nobody writes to it.
+        // No process writes to the pipe.
         assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
     };
     let why = format!("cannot read {}: it is not a regular file", config);
@@ -205,7 +205,7 @@ fn ranks_that_call_other_ops_are_told_both_at_every_rank() {
             assert!(why.contains("give all ranks of a benchmark the same flags"), "{why}");
         }
     }
-    // The aggregator serves on.
+    // The aggregator continues to serve.
     bench_rank(&serving.addr, 0, 1, &["-e", "4K"]).end(30).ok();
 }
 
@@ -312,7 +312,7 @@ fn ranks_that_name_aggregators_in_other_orders_are_told_so() {
         };
         [rank(0), rank(1)].map(|rank| rank.end(30))
     };
-    // At least one of both hears of it: the other may have left by then.
+    // At least one of the two gets the reason; the other may have left by then.
     let spread = pair([format!("{one}+{two}"), format!("{two}+{one}")]);
     let order = "name the same aggregators in the same order";
     assert!(spread.iter().any(|ended| ended.err.contains(order)), "{spread:?}");
@@ -394,7 +394,7 @@ fn a_world_that_stays_incomplete_names_who_is_missing() {
     let ranks = [0, 3].map(|rank| bench_rank(&serving.addr, rank, 4, &["--join-timeout", "2"]));
     for ended in ranks.map(|rank| rank.end(30)) {
         let why = ended.failed(1);
-        // The other may have left a moment before.
+        // The other rank may have left a moment before.
         let whom = ["1, 2", "0, 1, 2", "1, 2, 3"];
         let told = whom.map(|whom| format!("after 2 s ranks {whom} had not joined"));
         assert!(told.contains(&why.to_owned()), "{why}");
@@ -507,7 +507,7 @@ fn a_benchmark_says_whose_figures_it_shows() {
 
 #[test]
 fn a_row_for_programs_has_every_field() {
-    // 1001 bytes are 125 elements of 8.
+    // 1001 bytes hold 125 elements of 8 bytes.
     let args = ["bench", "--workers", "2", "-b", "1001", "-e", "1001", "-d", "f64", "-n", "2"];
     let more = ["--format", "json", "--density", "0.5", "--lanes", "3", "--fanout", "unicast"];
     let out = run(&[&args[..], &more, &["--ops-in-flight", "4"]].concat()).ok().out;
@@ -554,7 +554,7 @@ fn a_reader_that_is_gone_is_no_panic() {
     drop(child.stdout.take());
     let ended = child.wait_with_output().unwrap();
     let err = String::from_utf8(ended.stderr).unwrap();
-    // As a process that SIGPIPE ends, which says nothing.
+    // The program ends silently, like a process that SIGPIPE ends.
     assert_eq!((ended.status.code(), &err[..]), (Some(141), ""));
 }
 

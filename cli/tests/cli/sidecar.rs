@@ -1,4 +1,4 @@
-//! `racksum worker`, the sidecar of a host, as a process.
+//! Tests of `racksum worker`, the sidecar of a host, as a process.
 
 use std::fs::{Permissions, set_permissions};
 use std::os::fd::AsFd;
@@ -23,7 +23,7 @@ use crate::ports::own_port;
 use crate::process::{Ended, Process, RACKSUM, Serving, run, signal};
 use crate::waits::await_that;
 
-/// A sidecar, and where it is called.
+/// A sidecar and the socket that ranks connect to.
 struct Sidecar {
     process: Process,
     socket: String,
@@ -41,13 +41,13 @@ impl Sidecar {
         Self { process, socket }
     }
 
-    /// A rank of a job, which has this many here.
+    /// Connects a rank of a job that has `local` ranks on this host.
     fn rank(&self, rank: u16, (local, world): (u16, u16)) -> Client {
         let options = ConnectOptions { rank, world, ..ConnectOptions::new("", "job") };
         Client::call(Path::new(&self.socket), &options, local).unwrap()
     }
 
-    /// Asks for its status as a user.
+    /// Asks for the sidecar's status as a user.
     fn status_as(&self, user: u32) -> Ended {
         let mut command = Command::new(RACKSUM);
         let status = command.args(["status", &format!("unix:{}", self.socket)]).uid(user);
@@ -173,7 +173,7 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     let folder = Folder::new("sidecar-users");
     let at = folder.path("pod");
     std::fs::create_dir(&at).unwrap();
-    // As an `emptyDir` of a pod is.
+    // The folder has the mode of a pod's `emptyDir`.
     set_permissions(&at, Permissions::from_mode(0o777)).unwrap();
     let mut command = Command::new(RACKSUM);
     command.uid(sidecar_user);
@@ -190,7 +190,7 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     chown(&at, Some(sidecar_user), None).unwrap();
     set_permissions(&at, Permissions::from_mode(0o755)).unwrap();
     sidecar.status_as(rank_user).ok();
-    // The sidecar sums memory of another user's ranks: these are root's.
+    // The sidecar sums memory of another user's ranks: these ranks run as root.
     let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
     assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
     let handles =
@@ -207,7 +207,7 @@ fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
     let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
     assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
     let handle = ranks[0].submit(vec![0; 4], one()).unwrap();
-    // Ctrl-C, and then an end of a terminal that is of no use any more.
+    // SIGINT stands for Ctrl-C, and SIGQUIT for the end of the terminal.
     signal(sidecar.process.id(), "INT");
     await_that("it drains", || sidecar.process.out().contains("drains"));
     signal(sidecar.process.id(), "QUIT");
@@ -249,7 +249,7 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
 }
 
-/// Starts a sidecar as systemd does, with a socket that stays open here.
+/// Starts a sidecar as systemd does; the test keeps the socket open.
 fn activate(socket: &Listener, flags: &str) -> Child {
     let start = format!(
         "exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec {RACKSUM} worker {flags}"
@@ -315,7 +315,7 @@ fn aggregators_that_are_killed_cost_a_job_of_two_hosts_no_bit() {
     });
 }
 
-/// Sums the same tensor again and again, and checks that it always comes to the same bits.
+/// Sums the same tensor again and again, and checks that the bits of the sum stay the same.
 fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
     const ELEMENTS: u64 = 1 << 20;
     let value = |i: u64| (i % 1013) as f32 * 1.7f32.powi(i32::from(rank)) + 0.1;
@@ -329,7 +329,7 @@ fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
         }
         assert!(sum == expected, "rank {rank}: other bits");
         ended.fetch_add(1, SeqCst);
-        // All stop after the same op.
+        // This op makes all ranks stop after the same op.
         let told = stop.load(SeqCst).to_le_bytes().to_vec();
         let handle = client.submit(told, Descriptor::sum(1, DType::I64)).unwrap();
         if client.wait(handle).unwrap() != [0; 8] {

@@ -1,4 +1,4 @@
-//! What an aggregator tells of itself.
+//! The status of an aggregator.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -12,7 +12,7 @@ use crate::ports::own_port;
 use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
-/// What is told as JSON.
+/// Returns the status as JSON.
 pub(crate) fn told(socket: &str) -> Value {
     serde_json::from_str(&run(&["status", socket, "--format", "json"]).ok().out).unwrap()
 }
@@ -109,7 +109,7 @@ fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
     let ended = start(&socket);
     assert!(ended.failed(2).contains("something else than a socket"), "{ended:?}");
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
-    // Nor is it one to those who ask.
+    // `status` does not accept the file as a socket either.
     for which in [&socket, &folder.path("."), &format!("unix:{socket}")] {
         let why = format!("cannot ask {}: it is no socket;", which.trim_start_matches("unix:"));
         let ended = run(&["status", which]);
@@ -137,7 +137,7 @@ fn all_aggregators_of_a_user_are_found() {
     let start = || Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
     let [one, two] = [start(), start()];
     assert_eq!(status().ok().out.lines().count(), 2);
-    // What a killed one left behind is passed over.
+    // `status` skips the socket of a killed aggregator.
     signal(one.process.id(), "KILL");
     drop(one);
     let left = status().ok().out;
@@ -167,7 +167,7 @@ fn an_aggregator_that_does_not_answer_hides_no_other() {
     };
     let start = || Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
     let mut all = [start(), start(), start()];
-    // In the order in which they are shown.
+    // Sort them in the order of the output.
     all.sort_by_key(|one| format!("{}.sock", one.process.id()));
     let silent = all[0].process.id();
     signal(silent, "STOP");
@@ -213,7 +213,7 @@ fn several_aggregators_are_asked_as_a_job_names_them() {
         let of = |line: &str| serde_json::from_str::<Value>(line).unwrap()["addr"].clone();
         assert_eq!(told.lines().map(of).collect::<Vec<_>>(), [one, two]);
     }
-    // What one says is not lost since another does not answer.
+    // An answer is printed even if another address fails.
     let ended = run(&["status", &format!("bogus,{one}")]);
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(ended.out.contains(one) && ended.err.contains("\"bogus\" is no address"), "{ended:?}");

@@ -1,11 +1,11 @@
-//! What a terminal shows while a command waits or works, and nothing else does.
+//! Progress of a waiting or working command, shown on terminals only.
 
 use std::process::Command;
 
 use crate::process::{Ended, Process, RACKSUM, Serving, signal};
 use crate::waits::await_that;
 
-/// Runs a rank whose other never comes, with a terminal or without.
+/// Runs one of two ranks whose peer never joins, with a terminal or without.
 fn alone(terminal: bool) -> Option<Ended> {
     let serving = Serving::start(&[]);
     let rank = format!(
@@ -19,9 +19,9 @@ fn in_shell(line: &str) -> Ended {
     Process::spawn(Command::new("sh").args(["-c", line])).end(60)
 }
 
-/// Starts a command line on a terminal; `None` where there is none to be had.
+/// Starts a command line on a terminal; returns `None` if no terminal is available.
 fn on_terminal(line: &str) -> Option<Process> {
-    // It gives its child a terminal, and prints what the terminal shows.
+    // `script` gives its child a terminal, and prints the terminal's output.
     let script = ["-q", "-e", "-f", "-c", line, "/dev/null"];
     if Command::new("script").arg("--version").output().is_err() {
         eprintln!("skipped: this takes `script` of util-linux");
@@ -49,14 +49,14 @@ fn how_far_a_benchmark_is_shows_within_a_size() {
     let all = "bench -b 4K -e 4K --density 1 -w 0 -n 100000000";
     let rank = format!("{all} --aggregator {} --rank 0 --world 1", serving.addr);
     for args in [format!("{all} --workers 2"), rank] {
-        // It takes the place of the shell that `script` starts.
+        // `exec` replaces the shell that `script` starts.
         let Some(process) = on_terminal(&format!("exec {RACKSUM} {args}")) else { return };
-        // Only a part of it: all of it would take an hour.
+        // The whole run would take an hour, so the test waits for a part only.
         await_that("it shows how far it is", || {
             let shown = process.out();
             shown.contains("measuring: 0 % in ") && shown.contains(" s left")
         });
-        // SIGINT is ignored by what a script runs in the background.
+        // SIGINT is ignored in processes that a script runs in the background.
         process.children().into_iter().for_each(|child| signal(child, "TERM"));
         process.end(60);
     }

@@ -1,15 +1,16 @@
-//! TUN devices, for wires that a test makes bad.
+//! TUN devices for wires with faults.
 #![expect(unsafe_code, reason = "a TUN device is made by ioctl")]
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// A new TUN device: what is read of it is a packet that this host has sent to it, and what is
-/// written to it comes here by it.
+/// Creates a TUN device. Reads return packets that this host has sent to the device, and writes
+/// arrive at this host from the device.
 pub(crate) fn make(name: &str) -> io::Result<File> {
     let file = File::options().read(true).write(true).open("/dev/net/tun")?;
-    // The largest that the kernel knows, of which it reads the first two fields.
+    // The buffer has the kernel's largest size of the request, of which it reads the first two
+    // fields.
     let mut request = [0u8; 64];
     request[..name.len()].copy_from_slice(name.as_bytes());
     let flags = libc::IFF_TUN | libc::IFF_NO_PI;

@@ -1,4 +1,4 @@
-//! Elementwise wire types: the nearest element of the other type.
+//! Elementwise wire types: conversion to the nearest element of the other type.
 
 use std::marker::PhantomData;
 
@@ -7,7 +7,7 @@ use super::prefetch::{self, AHEAD};
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// A conversion of the run `src` of elements of `From` to as many of `To`.
+/// Task that converts the run `src` of `From` elements to as many `To` elements.
 pub(super) struct Convert<'a, From, To> {
     pub(super) src: &'a [u8],
     pub(super) dst: &'a mut [u8],
@@ -22,7 +22,8 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
         let (src, src_rest) = From::elements(self.src).as_chunks::<STEP>();
         let (dst, dst_rest) = To::elements_mut(self.dst).as_chunks_mut::<STEP>();
         for (x, y) in src.iter().zip(dst) {
-            // The wider side is the tensor; what travels is in the cache.
+            // The wider side is the tensor. The wire side needs no hint, because it is in the
+            // cache.
             if size_of::<From::Bytes>() > size_of::<To::Bytes>() {
                 prefetch::to_read(x, AHEAD);
             } else {
@@ -41,5 +42,5 @@ fn convert<From: Element, To: Element>(src: &[From::Bytes], dst: &mut [To::Bytes
     }
 }
 
-/// Elements between hints: a few vectors, and a line of cache at least.
+/// Elements between prefetch hints: a few vectors, and at least one cache line.
 const STEP: usize = 64;

@@ -1,37 +1,37 @@
-//! Single elements without branches, so that loops over them become vectors.
+//! Branch-free operations on single elements, so that loops over them become vector code.
 
 use crate::number::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
-/// An element of a floating-point tensor, and as such of an elementwise wire type.
+/// Element of a floating-point tensor, and therefore of an elementwise wire type.
 pub(super) trait Element {
-    /// Its bytes.
+    /// The bytes of one element.
     type Bytes: Copy;
 
-    /// The elements of a run.
+    /// Splits a run into its elements.
     fn elements(run: &[u8]) -> &[Self::Bytes];
 
-    /// The elements of a run to be written.
+    /// Splits a run into elements to write.
     fn elements_mut(run: &mut [u8]) -> &mut [Self::Bytes];
 
-    /// The nearest f32; exact, but for f64.
+    /// Converts an element to the nearest f32. The conversion is exact for all types but f64.
     fn load(bytes: Self::Bytes) -> f32;
 
-    /// The nearest element, and *the* quiet NaN for any NaN.
+    /// Converts a number to the nearest element, and any NaN to the canonical quiet NaN.
     fn store(x: f32) -> Self::Bytes;
 }
 
-/// An element that is a number of its own to the machine.
+/// Element of a type in which the machine can compute.
 pub(super) trait Wide: Element {
-    /// The value; exact.
+    /// Converts an element to f64, exactly.
     fn load_wide(bytes: Self::Bytes) -> f64;
 
-    /// The nearest element, and *the* quiet NaN for any NaN.
+    /// Converts a number to the nearest element, and any NaN to the canonical quiet NaN.
     fn store_wide(x: f64) -> Self::Bytes;
 }
 
 macro_rules! element {
     ($name:ident, $size:literal, $load:expr, $store:expr) => {
-        /// Elements of this name.
+        /// Marker for this element type.
         pub(super) struct $name;
 
         impl Element for $name {

@@ -1,5 +1,5 @@
-//! [`WireType::Fixed32`](racksum_proto::dtype::WireType::Fixed32) blocks: an exponent and an i32
-//! an element.
+//! [`WireType::Fixed32`](racksum_proto::dtype::WireType::Fixed32) blocks: one exponent per block
+//! and one i32 per element.
 
 use std::marker::PhantomData;
 
@@ -9,7 +9,7 @@ use super::element::Wide;
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// Encodes elements of `E` as one block.
+/// Task that encodes elements of `E` as one block.
 pub(super) struct Encode<'a, E> {
     pub(super) src: &'a [u8],
     pub(super) block: &'a mut [u8],
@@ -17,7 +17,7 @@ pub(super) struct Encode<'a, E> {
     pub(super) element: PhantomData<E>,
 }
 
-/// Decodes one block to elements of `E`.
+/// Task that decodes one block to elements of `E`.
 pub(super) struct Decode<'a, E> {
     pub(super) block: &'a [u8],
     pub(super) dst: &'a mut [u8],
@@ -30,7 +30,7 @@ impl<E: Wide> Task for Encode<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let elements = E::elements(self.src);
-        // Magnitudes are in the order of their bits, with the infinity and the NaNs at the end.
+        // Magnitudes sort like their bits, with infinity and the NaNs last.
         let mut max_bits = 0;
         for x in elements {
             max_bits = Ord::max(max_bits, E::load_wide(*x).to_bits() & (u64::MAX >> 1));
@@ -63,7 +63,7 @@ impl<E: Wide> Task for Decode<'_, E> {
             dst.fill(E::store_wide(f64::NAN));
             return;
         }
-        // Two steps, as the definition has it, reach where one power of two does not.
+        // Two factors, as in the definition, cover exponents that a single power of two cannot.
         let exponent = exponent.clamp(-2000, 2000);
         let (first, second) = (power_of_two(exponent / 2), power_of_two(exponent - exponent / 2));
         for (word, y) in words.as_chunks().0.iter().zip(dst) {
@@ -72,17 +72,17 @@ impl<E: Wide> Task for Decode<'_, E> {
     }
 }
 
-/// The nearest whole number, ties to even, of an `x` within the range of i32.
+/// Rounds `x` to the nearest integer, ties to even. `x` must be within the range of i32.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the low half of the bits is wanted")]
 fn round(x: f64) -> i32 {
-    // The neighbours of 1.5 * 2^52 are one apart, so that the sum rounds to a whole number and
-    // has it in its low bits.
+    // Neighbours of 1.5 * 2^52 are one apart, so the sum rounds to an integer and holds it in its
+    // low bits.
     const SHIFT: f64 = 6_755_399_441_055_744.0;
     ((x + SHIFT).to_bits() as u32).cast_signed()
 }
 
-/// Two to the `exponent`, which must be one of a normal f64.
+/// Returns two to the power `exponent`, which must be the exponent of a normal f64.
 #[inline(always)]
 fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(u64::from((exponent + 1023).cast_unsigned()) << 52)

@@ -1,5 +1,5 @@
-//! [`WireType::Int8`](racksum_proto::dtype::WireType::Int8) blocks: an f32 scale and a signed
-//! byte an element.
+//! [`WireType::Int8`](racksum_proto::dtype::WireType::Int8) blocks: one f32 scale per block and one
+//! signed byte per element.
 
 use std::marker::PhantomData;
 
@@ -9,14 +9,14 @@ use super::element::{Element, F32};
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// Encodes elements of `E` as one block.
+/// Task that encodes elements of `E` as one block.
 pub(super) struct Encode<'a, E> {
     pub(super) src: &'a [u8],
     pub(super) block: &'a mut [u8],
     pub(super) element: PhantomData<E>,
 }
 
-/// Decodes one block to elements of `E`.
+/// Task that decodes one block to elements of `E`.
 pub(super) struct Decode<'a, E> {
     pub(super) block: &'a [u8],
     pub(super) dst: &'a mut [u8],
@@ -29,7 +29,7 @@ impl<E: Element> Task for Encode<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let elements = E::elements(self.src);
-        // Magnitudes are in the order of their bits, with the infinity and the NaNs at the end.
+        // Magnitudes sort like their bits, with infinity and the NaNs last.
         let mut max_bits = 0;
         for x in elements {
             max_bits = Ord::max(max_bits, E::load(*x).to_bits() & 0x7fff_ffff);
@@ -64,8 +64,8 @@ impl<E: Element> Task for Decode<'_, E> {
 
 #[inline(always)]
 fn quantise(x: f32, scale: f32) -> u8 {
-    // The neighbours of 1.5 * 2^23 are one apart, so that the sum rounds to a whole number, ties
-    // to even, and has it in its low bits.
+    // Neighbours of 1.5 * 2^23 are one apart, so the sum rounds to an integer, ties to even, and
+    // holds it in its low bits.
     const SHIFT: f32 = 12_582_912.0;
     let [byte, ..] = ((x / scale).clamp(-INT8_MAX, INT8_MAX) + SHIFT).to_bits().to_le_bytes();
     byte

@@ -1,10 +1,9 @@
-//! Scans and conversions at the speed of memory: what [`racksum_proto::arith`] defines, in wide
-//! registers.
+//! Scans and conversions of [`racksum_proto::arith`] in vector registers, at memory speed.
 //!
 //! [`scan_window`] finds the blocks to send. [`encode_run`] and [`decode_run`] convert elementwise
-//! wire types, [`encode_block`] and [`decode_block`] the scaled ones, a block at a time. Nothing
-//! allocates, and the bits are those of the functions of the same names in
-//! [`racksum_proto::arith`] at every [`Level`].
+//! wire types. [`encode_block`] and [`decode_block`] convert scaled wire types, one block at a
+//! time. No function allocates. At every [`Level`], the results have exactly the bits of the
+//! functions of the same names in [`racksum_proto::arith`].
 
 mod convert;
 mod element;
@@ -28,15 +27,16 @@ use self::element::{Bf16, Element, F16, F32, F64, Wide};
 use self::scan::Scan;
 use crate::level::Level;
 
-/// The occupancy of `window`: bit `b` is set if block `b`, of `block_elements` elements, has an
-/// element other than zero. The last block may be short. A zero block is rewritten to +0.0.
+/// Returns the occupancy of `window`: bit `b` is set if block `b` has an element other than zero. A
+/// block has `block_elements` elements; the last block may be shorter. A zero block is rewritten to
+/// +0.0.
 ///
-/// As [`racksum_proto::arith::scan_window`], which defines the result. A block is read up to
-/// where it is found not to be zero: of a dense tensor, a cache line a block.
+/// [`racksum_proto::arith::scan_window`] defines the result. The scan of a block stops where it
+/// finds a nonzero element. In a dense tensor, it reads one cache line per block.
 ///
 /// # Panics
 ///
-/// If `block_elements` is zero, or `window` has more than [`WINDOW_BLOCKS`] blocks or ends
+/// If `block_elements` is zero, `window` has more than [`WINDOW_BLOCKS`] blocks, or `window` ends
 /// within an element.
 pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u64 {
     Level::best().scan_window(dtype, block_elements, window)
@@ -46,7 +46,7 @@ pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u6
 ///
 /// # Errors
 ///
-/// As [`check_encode_run`].
+/// The errors of [`check_encode_run`].
 pub fn encode_run(
     dtype: DType,
     wire: WireType,
@@ -61,7 +61,7 @@ pub fn encode_run(
 ///
 /// # Errors
 ///
-/// As [`check_decode_run`].
+/// The errors of [`check_decode_run`].
 pub fn decode_run(
     wire: WireType,
     dtype: DType,
@@ -76,7 +76,7 @@ pub fn decode_run(
 ///
 /// # Errors
 ///
-/// As [`check_encode_block`].
+/// The errors of [`check_encode_block`].
 pub fn encode_block(
     dtype: DType,
     wire: WireType,
@@ -92,7 +92,7 @@ pub fn encode_block(
 ///
 /// # Errors
 ///
-/// As [`check_decode_block`].
+/// The errors of [`check_decode_block`].
 pub fn decode_block(
     wire: WireType,
     dtype: DType,
@@ -102,19 +102,19 @@ pub fn decode_block(
     Level::best().decode_block(wire, dtype, src, dst)
 }
 
-/// Asks for the memory of `run`, which is written soon, and is not next to what is written now.
-/// Of a long one the beginning is asked for, and the processor goes on by itself.
+/// Prefetches the memory of `run`, which will be written soon and is not adjacent to the current
+/// writes. Prefetches only the beginning of a long run, because the processor continues by itself.
 pub fn prefetch_to_write(run: &[u8]) {
     prefetch::to_write(&run[..run.len().min(prefetch::AHEAD)], 0);
 }
 
-/// The functions of this module with the instructions of one level: to compare levels.
+/// Functions of this module with the instructions of one level, to compare levels.
 impl Level {
-    /// See [`scan_window`].
+    /// Runs [`scan_window`] at this level.
     ///
     /// # Panics
     ///
-    /// As [`scan_window`].
+    /// The panics of [`scan_window`].
     pub fn scan_window(self, dtype: DType, block_elements: usize, window: &mut [u8]) -> u64 {
         assert!(window.len().is_multiple_of(dtype.size()), "a window has whole elements");
         assert!(block_elements > 0, "a block has elements");
@@ -123,11 +123,11 @@ impl Level {
         self.run(Scan { window, block_len, mask: magnitude_mask(dtype) })
     }
 
-    /// See [`encode_run`].
+    /// Runs [`encode_run`] at this level.
     ///
     /// # Errors
     ///
-    /// As [`check_encode_run`].
+    /// The errors of [`check_encode_run`].
     pub fn encode_run(
         self,
         dtype: DType,
@@ -142,17 +142,17 @@ impl Level {
             (DType::F64, WireType::F32) => self.convert::<F64, F32>(src, out),
             (DType::F64, WireType::F16) => self.convert::<F64, F16>(src, out),
             (DType::F64, WireType::Bf16) => self.convert::<F64, Bf16>(src, out),
-            // The rest are the dtypes themselves.
+            // In all other pairs, the wire type is the dtype itself.
             _ => out.copy_from_slice(src),
         }
         Ok(())
     }
 
-    /// See [`decode_run`].
+    /// Runs [`decode_run`] at this level.
     ///
     /// # Errors
     ///
-    /// As [`check_decode_run`].
+    /// The errors of [`check_decode_run`].
     pub fn decode_run(
         self,
         wire: WireType,
@@ -167,17 +167,17 @@ impl Level {
             (WireType::F32, DType::F64) => self.convert::<F32, F64>(src, dst),
             (WireType::F16, DType::F64) => self.convert::<F16, F64>(src, dst),
             (WireType::Bf16, DType::F64) => self.convert::<Bf16, F64>(src, dst),
-            // The rest are the dtypes themselves.
+            // In all other pairs, the wire type is the dtype itself.
             _ => dst.copy_from_slice(src),
         }
         Ok(())
     }
 
-    /// See [`encode_block`].
+    /// Runs [`encode_block`] at this level.
     ///
     /// # Errors
     ///
-    /// As [`check_encode_block`].
+    /// The errors of [`check_encode_block`].
     pub fn encode_block(
         self,
         dtype: DType,
@@ -199,11 +199,11 @@ impl Level {
         Ok(())
     }
 
-    /// See [`decode_block`].
+    /// Runs [`decode_block`] at this level.
     ///
     /// # Errors
     ///
-    /// As [`check_decode_block`].
+    /// The errors of [`check_decode_block`].
     pub fn decode_block(
         self,
         wire: WireType,

@@ -1,14 +1,14 @@
-//! Which blocks of a window are zero.
+//! Scan that finds the zero blocks of a window.
 
 use super::prefetch::{self, AHEAD, LINE};
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// A scan of `window`, cut into blocks of `block_len` bytes.
+/// Task that scans `window`, cut into blocks of `block_len` bytes.
 pub(super) struct Scan<'a> {
     pub(super) window: &'a mut [u8],
     pub(super) block_len: usize,
-    /// The bits of a word that make an element other than zero.
+    /// The bits of a `u64` that make an element differ from zero.
     pub(super) mask: u64,
 }
 
@@ -21,7 +21,7 @@ impl Task for Scan<'_> {
         for (b, block) in self.window.chunks_mut(self.block_len).enumerate() {
             prefetch::line(block, BLOCKS_AHEAD * self.block_len);
             match union(block, self.mask) {
-                // Not a bit set, also of the signs.
+                // No bit is set, not even a sign bit, so the block is already +0.0.
                 0 => {}
                 bits if bits & self.mask == 0 => block.fill(0),
                 _ => occupancy |= 1 << b,
@@ -31,10 +31,10 @@ impl Task for Scan<'_> {
     }
 }
 
-/// The union of the words of `block`, up to a place where it has bits of `mask`.
+/// Returns the OR of the words of `block`, up to the first step that has bits of `mask`.
 ///
-/// The first line of cache decides on a dense tensor; from there on, steps are longer than a
-/// test of each line would allow.
+/// In a dense tensor, the first cache line decides. The later steps are longer, because a test of
+/// each line would take more time.
 #[inline(always)]
 fn union(block: &[u8], mask: u64) -> u64 {
     let mut bits = 0;
@@ -70,9 +70,8 @@ fn union_of_words(words: &[[u8; 8]]) -> u64 {
     words.iter().fold(0, |bits, word| bits | u64::from_le_bytes(*word))
 }
 
-/// Of a dense tensor, whose blocks are known by their first lines: how many of these are on their
-/// way at a time.
+/// Blocks ahead whose first lines are prefetched. A scan of a dense tensor reads only these lines.
 const BLOCKS_AHEAD: usize = 8;
 
-/// Bytes between tests in a block whose first line is zero.
+/// Bytes per test in a block whose first line is zero.
 const STEP: usize = 256;

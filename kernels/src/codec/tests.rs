@@ -1,4 +1,4 @@
-//! Every level computes the bits that the definition does.
+//! Tests that every level computes exactly the bits of the definition.
 
 use proptest::prelude::*;
 use racksum_proto::arith::{self, FIXED32_OVERFLOW, MAX_WORLD};
@@ -64,7 +64,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let mut random = Random(seed);
-        // Special values turn most blocks into NaN; mostly leave them out.
+        // Special values turn most blocks into NaN, so most cases leave them out.
         let src = match seed % 4 {
             0 => random.elements(dtype, elements),
             _ => random.ordinary_elements(dtype, elements),
@@ -101,7 +101,7 @@ fn every_16_bit_float_converts_as_defined() {
 
 #[test]
 fn rounding_to_16_bits_is_as_defined_around_every_tie() {
-    // Each upper half, with lower halves at and beside the ties of bf16 and of f16.
+    // Combine each upper half with lower halves at and beside the ties of bf16 and f16.
     let lower = [0, 1, 0x0fff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff];
     for low in lower {
         let src: Vec<u8> =
@@ -173,7 +173,7 @@ fn levels_start_at_the_baseline_and_end_at_the_best() {
     assert_eq!(Level::available().last(), Some(Level::best()));
 }
 
-/// The dtypes and wire types that go together.
+/// Returns a strategy for pairs of a dtype and a wire type that carries it.
 fn pairs(scaled: bool) -> impl Strategy<Value = (DType, WireType)> {
     let pairs: Vec<_> = WireType::ALL
         .into_iter()
@@ -184,12 +184,13 @@ fn pairs(scaled: bool) -> impl Strategy<Value = (DType, WireType)> {
     prop::sample::select(pairs)
 }
 
-/// The dtype whose elements an elementwise wire type has.
+/// Returns the dtype whose elements have the same bits as an elementwise wire type.
 fn bits_of(wire: WireType) -> DType {
     DType::ALL.into_iter().find(|dtype| dtype.native_wire() == wire).unwrap()
 }
 
-/// Converts `src` by the definition (level `None`) and at every level, and returns the result.
+/// Converts `src` by the definition (level `None`), checks every level against it, and returns the
+/// result.
 fn check(
     src: &[u8],
     out_len: usize,
@@ -208,7 +209,7 @@ fn check(
     Ok(expected)
 }
 
-/// SplitMix64: enough to make bytes from a seed.
+/// SplitMix64 generator, which makes bytes from a seed.
 struct Random(u64);
 
 impl Random {
@@ -223,7 +224,7 @@ impl Random {
         (0..len).map(|_| self.next().to_le_bytes()[0]).collect()
     }
 
-    /// A float of a gradient's size.
+    /// Returns a float of about the size of a gradient.
     fn ordinary(&mut self) -> f32 {
         let [a, b, c, ..] = self.next().to_le_bytes();
         f32::from(i16::from_le_bytes([a, b])) / 256.0 * f32::powi(2.0, i32::from(c % 16) - 8)
@@ -235,7 +236,7 @@ impl Random {
             DType::F64 => (f64::from(x) * 1.000_000_000_1).to_bits(),
             DType::F32 => u64::from(x.to_bits()),
             DType::Bf16 => u64::from(x.to_bits() >> 16),
-            // The exponent of infinity left out.
+            // The mask excludes the exponent of infinity.
             DType::F16 => self.next() & 0xbbff,
             DType::I32 | DType::I64 => self.next(),
         };
@@ -246,7 +247,7 @@ impl Random {
         (0..elements).flat_map(|_| self.ordinary_element(dtype)).collect()
     }
 
-    /// Elements of any bits, ordinary ones, and zeros, infinities, NaNs and denormals.
+    /// Returns random bits, ordinary elements, zeros, infinities, NaNs and denormals.
     fn elements(&mut self, dtype: DType, elements: usize) -> Vec<u8> {
         (0..elements).flat_map(|_| self.element(dtype)).collect()
     }
@@ -266,7 +267,8 @@ impl Random {
         bits.to_le_bytes()[..size].to_vec()
     }
 
-    /// Elements most blocks of which are zero, of either sign, or have a single element.
+    /// Returns elements in blocks. Most blocks have only zeros, of either sign, or a single nonzero
+    /// element.
     fn sparse(&mut self, dtype: DType, block_elements: usize, elements: usize) -> Vec<u8> {
         let size = dtype.size();
         let mut bytes = vec![0; elements * size];
@@ -275,7 +277,7 @@ impl Random {
             let at = usize::try_from(self.next()).unwrap() % (last + 1) * size;
             match self.next() % 6 {
                 0 => {}
-                // The sign alone.
+                // Only the sign bit is set.
                 1 => block[at + size - 1] = 0x80,
                 2 => block[at] = 1,
                 3 => block[last * size..].copy_from_slice(&self.element(dtype)),

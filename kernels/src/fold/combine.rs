@@ -1,11 +1,11 @@
-//! The three ways in which two numbers become one.
+//! Operations that combine two numbers: sum, minimum and maximum.
 
 use crate::number::Number;
 use crate::simd::Lanes;
 
-/// How two numbers become one.
+/// Operation that combines two numbers.
 pub(super) trait Combine {
-    /// Whether an absent rank's zero takes part.
+    /// Whether the zero of an absent rank takes part.
     const COUNTS_ABSENT: bool;
 
     /// Combines two vectors.
@@ -15,11 +15,11 @@ pub(super) trait Combine {
     fn numbers<N: Number>(x: N, y: N) -> N;
 }
 
-/// Sums, also those to be averaged.
+/// Sum, also for averages.
 pub(super) struct Add;
-/// Least values.
+/// Minimum.
 pub(super) struct Least;
-/// Greatest values.
+/// Maximum.
 pub(super) struct Greatest;
 
 macro_rules! combine {

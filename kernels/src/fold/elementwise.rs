@@ -1,5 +1,5 @@
-//! The fold of elementwise wire types: one pass that reads every input once and keeps the sums
-//! in registers.
+//! Fold of elementwise wire types: one pass that reads every input once and keeps the sums in
+//! registers.
 
 use std::marker::PhantomData;
 
@@ -8,43 +8,43 @@ use crate::level::Task;
 use crate::number::Number;
 use crate::simd::{Lanes, Simd};
 
-/// A fold of `inputs` to `out`, all of one length: whole elements of `W`, and no less than a
-/// vector of the level it is run at.
+/// Task that folds `inputs` to `out`, all of one length: whole elements of `W`, and at least one
+/// vector of the level that runs it.
 pub(super) struct Run<'a, W: Wire, C> {
     pub(super) inputs: &'a [&'a [u8]],
     pub(super) out: &'a mut [u8],
-    /// What to divide by at the end, for an average.
+    /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<W::Number>,
-    /// Whether a zero takes part, where it can matter.
+    /// Whether some rank is absent, so that a zero takes part in a minimum or maximum.
     pub(super) absent: bool,
     pub(super) combine: PhantomData<C>,
 }
 
-/// A wire type that is folded element by element.
+/// Wire type that is folded element by element.
 pub(super) trait Wire {
-    /// The number an element is folded in.
+    /// The number type in which elements are folded.
     type Number: Number;
 
     /// The numbers of one vector of elements.
     type Numbers<S: Simd>: Copy;
 
-    /// All lanes `x`.
+    /// Returns numbers that all equal `x`.
     fn splat<S: Simd>(simd: S, x: Self::Number) -> Self::Numbers<S>;
 
-    /// The numbers at the start of `bytes`; exact.
+    /// Loads the numbers at the start of `bytes`, exactly.
     fn load<S: Simd>(simd: S, bytes: &[u8]) -> Self::Numbers<S>;
 
-    /// Writes the nearest elements, and *the* quiet NaN for any NaN.
+    /// Writes the nearest elements, and the canonical quiet NaN for any NaN.
     fn store<S: Simd>(simd: S, x: Self::Numbers<S>, bytes: &mut [u8]);
 
-    /// Combines numbers with numbers.
+    /// Combines two sets of numbers lane by lane.
     fn combine<S: Simd, C: Combine>(
         simd: S,
         x: Self::Numbers<S>,
         y: Self::Numbers<S>,
     ) -> Self::Numbers<S>;
 
-    /// Divides numbers by numbers.
+    /// Divides numbers lane by lane.
     fn divide<S: Simd>(simd: S, x: Self::Numbers<S>, y: Self::Numbers<S>) -> Self::Numbers<S>;
 }
 
@@ -62,8 +62,8 @@ impl<W: Wire, C: Combine> Task for Run<'_, W, C> {
 }
 
 impl<W: Wire, C: Combine> Run<'_, W, C> {
-    /// Folds `VECTORS` vectors at a time. The last span reaches back over what is done: a result
-    /// does not depend on its neighbours.
+    /// Folds `VECTORS` vectors at a time. The last span may overlap the one before it, because a
+    /// result does not depend on its neighbours.
     #[inline(always)]
     fn spans<S: Simd, const VECTORS: usize>(mut self, simd: S) {
         let last = self.out.len() - VECTORS * S::BYTES;
@@ -78,7 +78,7 @@ impl<W: Wire, C: Combine> Run<'_, W, C> {
     /// Folds `VECTORS` vectors from the byte `at` on.
     #[inline(always)]
     fn span<S: Simd, const VECTORS: usize>(&mut self, simd: S, at: usize) {
-        // No closures here: they would be compiled without the instructions of `simd`.
+        // A closure would be compiled without the instructions of `simd`.
         let (first, rest) = self.inputs.split_first().expect("check_fold refuses no input");
         let first = &first[at..][..VECTORS * S::BYTES];
         let mut sums = [W::splat(simd, W::Number::ZERO); VECTORS];
@@ -111,10 +111,10 @@ impl<W: Wire, C: Combine> Run<'_, W, C> {
     }
 }
 
-/// Elements that are the numbers they are folded in.
+/// Implements [`Wire`] for elements that are folded in their own type.
 macro_rules! whole {
     ($name:ident, $number:ident) => {
-        /// The wire type of this name.
+        /// Marker for this wire type.
         pub(super) struct $name;
 
         impl Wire for $name {
@@ -163,10 +163,11 @@ whole!(F64, f64);
 whole!(I32, i32);
 whole!(I64, i64);
 
-/// 16-bit floats, folded in f32; one vector of them is two of these.
+/// Implements [`Wire`] for 16-bit floats, which are folded in f32. One vector of them becomes two
+/// vectors of f32.
 macro_rules! half {
     ($name:ident, $load:ident, $store:ident) => {
-        /// The wire type of this name.
+        /// Marker for this wire type.
         pub(super) struct $name;
 
         impl Wire for $name {
@@ -212,6 +213,6 @@ macro_rules! half {
 half!(F16, load_f16, store_f16);
 half!(Bf16, load_bf16, store_bf16);
 
-/// Vectors folded at a time where there are as many: enough sums for the additions to overlap,
-/// few enough for 16 registers to hold those of 16-bit floats and what is added.
+/// Vectors folded at a time in a long run. They are enough for additions to overlap, and few enough
+/// for 16 registers to hold the sums of 16-bit floats and the next operands.
 const LONG: usize = 4;

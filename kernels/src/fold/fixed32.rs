@@ -1,5 +1,5 @@
-//! The fold of [`WireType::Fixed32`](racksum_proto::dtype::WireType::Fixed32) blocks: rescale to
-//! one exponent, fold the integers in 64 bits.
+//! Fold of [`WireType::Fixed32`](racksum_proto::dtype::WireType::Fixed32) blocks: rescale to one
+//! exponent, then fold the integers in 64 bits.
 
 use std::marker::PhantomData;
 
@@ -9,13 +9,13 @@ use super::combine::Combine;
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// A fold of the blocks `inputs` to the block `out`, all of one length.
+/// Task that folds the blocks `inputs` to the block `out`, all of one length.
 pub(super) struct Run<'a, C> {
     pub(super) inputs: &'a [&'a [u8]],
     pub(super) out: &'a mut [u8],
-    /// What to divide by at the end, for an average.
+    /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<f64>,
-    /// Whether a zero takes part, where it can matter.
+    /// Whether some rank is absent, so that a zero takes part in a minimum or maximum.
     pub(super) absent: bool,
     pub(super) combine: PhantomData<C>,
 }
@@ -56,7 +56,7 @@ impl<C: Combine> Task for Run<'_, C> {
     }
 }
 
-/// Folds the elements from `start` on, as many as `sums` has, at the exponent `common`.
+/// Folds as many elements as `sums` has, from `start` on, at the exponent `common`.
 #[inline(always)]
 fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64]) {
     let (first, rest) = inputs.split_first().expect("check_fold refuses no input");
@@ -68,7 +68,7 @@ fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64
     for block in rest {
         let (exponent, words) = split(block);
         if exponent >= common {
-            // The usual case. A greater exponent is that of a block of zeros.
+            // This is the usual case. Only a block of zeros has a greater exponent.
             for (sum, word) in sums.iter_mut().zip(&words[start..]) {
                 *sum = C::numbers(*sum, i64::from(i32::from_le_bytes(*word)));
             }
@@ -81,7 +81,7 @@ fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64
     }
 }
 
-/// Writes `sums` to `words`; returns whether one of them does not fit.
+/// Writes `sums` to `words`, and returns whether some sum does not fit into i32.
 #[inline(always)]
 fn store(sums: &[i64], words: &mut [[u8; 4]]) -> bool {
     let mut excess = 0;
@@ -99,24 +99,25 @@ struct Rescale {
     shift: u32,
     /// The bits that are shifted out.
     mask: u32,
-    /// What these are at a tie.
+    /// The value of these bits at a tie.
     tie: u32,
-    /// All bits, or none if every quotient is zero.
+    /// All ones, or zero if every quotient is zero.
     keep: i32,
 }
 
 impl Rescale {
-    /// From one exponent to another. If that is less, the block is one of zeros.
+    /// Creates the division that takes exponent `from` to exponent `to`. If `to` is less, the block
+    /// has only zeros.
     #[inline(always)]
     fn new(to: i32, from: i32) -> Self {
         let shift = u32::try_from(i64::from(to) - i64::from(from)).unwrap_or(0);
         if shift == 0 {
-            // No remainder ever exceeds the tie.
+            // No remainder exceeds this tie, so nothing rounds up.
             Self { shift: 0, mask: 0, tie: u32::MAX, keep: -1 }
         } else if shift < 32 {
             Self { shift, mask: (1 << shift) - 1, tie: 1 << (shift - 1), keep: -1 }
         } else {
-            // At most a half in magnitude, and a tie goes to zero.
+            // Every quotient is at most a half in magnitude, and a tie rounds to zero.
             Self { shift: 0, mask: 0, tie: u32::MAX, keep: 0 }
         }
     }
@@ -125,26 +126,26 @@ impl Rescale {
     fn apply(self, q: i32) -> i64 {
         let floor = q >> self.shift;
         let remainder = q.cast_unsigned() & self.mask;
-        // Up from above the tie, and from an odd number at it.
+        // Round up above the tie, and also at the tie if the floor is odd.
         let up = remainder + (floor & 1).cast_unsigned() > self.tie;
         i64::from((floor + i32::from(up)) & self.keep)
     }
 }
 
-/// The quotient, ties to even.
+/// Returns the quotient, rounded to the nearest integer with ties to even.
 ///
-/// It is exact: a sum of 2^16 i32 fits f64, and the division errs by less than the distance
-/// between a tie and the nearest quotient that is none.
+/// The result is exact: a sum of 2^16 i32 fits into f64, and the division errs by less than the
+/// distance between a tie and the nearest quotient that is not a tie.
 #[inline(always)]
 fn divide(sum: i64, divisor: f64) -> i64 {
-    // The neighbours of 1.5 * 2^52 are one apart, and their bits are, too.
+    // Neighbours of 1.5 * 2^52 are one apart, and so are their bits.
     const SHIFT: f64 = 6_755_399_441_055_744.0;
     const SHIFT_BITS: i64 = SHIFT.to_bits().cast_signed();
     let sum = f64::from_bits((sum + SHIFT_BITS).cast_unsigned()) - SHIFT;
     (sum / divisor + SHIFT).to_bits().cast_signed() - SHIFT_BITS
 }
 
-/// The greatest exponent of the blocks that are not all zero; of all, if all are.
+/// Returns the greatest exponent of the blocks that are not all zero, or of all blocks if all are.
 #[inline(always)]
 fn common_exponent(inputs: &[&[u8]]) -> i32 {
     let (first, _) = split(inputs[0]);
@@ -163,7 +164,7 @@ fn common_exponent(inputs: &[&[u8]]) -> i32 {
     common.unwrap_or_else(greatest)
 }
 
-/// The exponent and the words of a block.
+/// Splits a block into its exponent and its words.
 #[inline(always)]
 fn split(block: &[u8]) -> (i32, &[[u8; 4]]) {
     let (exponent, words) = block.split_first_chunk().expect("check_fold refuses a short block");

@@ -1,5 +1,5 @@
-//! The fold of [`WireType::Int8`](racksum_proto::dtype::WireType::Int8) blocks: decode, fold as
-//! f32, encode anew.
+//! Fold of [`WireType::Int8`](racksum_proto::dtype::WireType::Int8) blocks: decode, fold as f32,
+//! encode again.
 
 use std::marker::PhantomData;
 
@@ -11,13 +11,13 @@ use crate::level::Task;
 use crate::number::Number;
 use crate::simd::Simd;
 
-/// A fold of the blocks `inputs` to the block `out`, all of one length.
+/// Task that folds the blocks `inputs` to the block `out`, all of one length.
 pub(super) struct Run<'a, C> {
     pub(super) inputs: &'a [&'a [u8]],
     pub(super) out: &'a mut [u8],
-    /// What to divide by at the end, for an average.
+    /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<f32>,
-    /// Whether a zero takes part, where it can matter.
+    /// Whether some rank is absent, so that a zero takes part in a minimum or maximum.
     pub(super) absent: bool,
     pub(super) combine: PhantomData<C>,
 }
@@ -28,7 +28,7 @@ impl<C: Combine> Task for Run<'_, C> {
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {
         let elements = self.out.len() - SCALE_LEN;
-        // Clearing the values of the longest block would take as long as a short one's fold.
+        // Clearing a buffer for the longest block takes as long as the fold of a short block.
         if elements <= COMMON_ELEMENTS {
             self.fold(&mut [0.0; COMMON_ELEMENTS][..elements]);
         } else {
@@ -65,7 +65,7 @@ impl<C: Combine> Run<'_, C> {
     }
 }
 
-/// The scale and the bytes of a block.
+/// Splits a block into its scale and its bytes.
 #[inline(always)]
 fn split(block: &[u8]) -> (f32, &[u8]) {
     let (scale, bytes) = block.split_first_chunk().expect("check_fold refuses a short block");
@@ -77,10 +77,10 @@ fn decode(byte: u8, scale: f32) -> f32 {
     f32::from(byte.cast_signed()) * scale
 }
 
-/// Writes `values` as the block `out`.
+/// Encodes `values` as the block `out`.
 #[inline(always)]
 fn encode(values: &[f32], out: &mut [u8]) {
-    // Magnitudes are in the order of their bits, with the infinity and the NaNs at the end.
+    // Magnitudes sort like their bits, with infinity and the NaNs last.
     let mut max_bits = 0;
     for value in values {
         max_bits = Ord::max(max_bits, value.to_bits() & 0x7fff_ffff);
@@ -99,12 +99,12 @@ fn encode(values: &[f32], out: &mut [u8]) {
 
 #[inline(always)]
 fn quantise(value: f32, scale: f32) -> u8 {
-    // The neighbours of 1.5 * 2^23 are one apart, so that the sum rounds to a whole number, ties
-    // to even, and has it in its low bits.
+    // Neighbours of 1.5 * 2^23 are one apart, so the sum rounds to an integer, ties to even, and
+    // holds it in its low bits.
     const SHIFT: f32 = 12_582_912.0;
     let [byte, ..] = ((value / scale).clamp(-INT8_MAX, INT8_MAX) + SHIFT).to_bits().to_le_bytes();
     byte
 }
 
-/// Blocks up to this are folded in a small buffer: the default size of a block.
+/// Limit on the elements of a block that is folded in a small buffer: the default block size.
 const COMMON_ELEMENTS: usize = 256;

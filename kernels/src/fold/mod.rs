@@ -1,9 +1,9 @@
-//! Folds at the speed of memory: what [`racksum_proto::arith`] defines, in wide registers.
+//! Folds of [`racksum_proto::arith`] in vector registers, at memory speed.
 //!
-//! [`fold_run`] is the one thing here. It takes the contributions of a run of elements as they
-//! were received and writes their reduction, reading every byte once and allocating nothing. The
-//! bits are those of [`racksum_proto::arith::fold_run`] at every [`Level`] and however a window
-//! was cut into runs.
+//! [`fold_run`] takes the received contributions of a run of elements and writes their reduction.
+//! It reads every byte once and allocates nothing. The result has exactly the bits of
+//! [`racksum_proto::arith::fold_run`], at every [`Level`] and for every division of a window into
+//! runs.
 
 mod combine;
 mod elementwise;
@@ -24,12 +24,12 @@ use crate::number::Number;
 
 /// Reduces the contributions `inputs`, in rank order, to `out`.
 ///
-/// As [`racksum_proto::arith::fold_run`], which defines the result: each input and `out` hold the
-/// same run of elements in wire form; of a scaled wire type, exactly one block.
+/// [`racksum_proto::arith::fold_run`] defines the result. Each input and `out` hold the same run of
+/// elements in wire form. For a scaled wire type, the run is exactly one block.
 ///
 /// # Errors
 ///
-/// As [`check_fold`]; `out` is then untouched.
+/// The errors of [`check_fold`]. `out` is then unchanged.
 pub fn fold_run(
     wire: WireType,
     reduction: Reduction,
@@ -41,11 +41,11 @@ pub fn fold_run(
 }
 
 impl Level {
-    /// [`fold_run`] with the instructions of this level: to compare levels.
+    /// Runs [`fold_run`] with the instructions of this level, to compare levels.
     ///
     /// # Errors
     ///
-    /// As [`check_fold`]; `out` is then untouched.
+    /// The errors of [`check_fold`]. `out` is then unchanged.
     pub fn fold_run(
         self,
         wire: WireType,
@@ -56,7 +56,7 @@ impl Level {
     ) -> Result<(), ArithError> {
         check_fold(wire, fold, inputs, out.len())?;
         if !wire.is_scaled() && out.len() < level::MIN_LEN {
-            // Less than any vector: a few elements at the end of a fragment.
+            // The run is shorter than any vector: a few elements at the end of a fragment.
             return arith::fold_run(wire, reduction, fold, inputs, out);
         }
         let job = Job { level: self, wire, fold, inputs, out: &mut *out };
@@ -73,8 +73,8 @@ impl Level {
     }
 }
 
-/// Makes averages of sums of integers, which no vectors divide. Other sums are divided as they are
-/// made.
+/// Turns sums of integers into averages, because vectors cannot divide integers. Other sums are
+/// divided during the fold.
 fn divide_integers(wire: WireType, sums: &mut [u8], world: u32) {
     match wire {
         WireType::I32 => {
@@ -87,7 +87,7 @@ fn divide_integers(wire: WireType, sums: &mut [u8], world: u32) {
     }
 }
 
-/// Changes each element of so many bytes.
+/// Changes each element of `SIZE` bytes.
 fn each<const SIZE: usize>(bytes: &mut [u8], change: impl Fn([u8; SIZE]) -> [u8; SIZE]) {
     for element in bytes.as_chunks_mut().0 {
         *element = change(*element);

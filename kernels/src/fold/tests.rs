@@ -1,4 +1,4 @@
-//! Every level computes the bits that the definition does.
+//! Tests that every level computes exactly the bits of the definition.
 
 use proptest::prelude::*;
 use racksum_proto::arith::{
@@ -8,7 +8,7 @@ use racksum_proto::dtype::DType;
 
 use super::*;
 
-/// A fold as drawn by proptest; the bytes come from `seed`.
+/// Fold drawn by proptest. `seed` determines the bytes.
 #[derive(Debug, Clone)]
 struct Case {
     wire: WireType,
@@ -16,7 +16,7 @@ struct Case {
     fold: Fold,
     inputs: usize,
     elements: usize,
-    /// How far from an even address the buffers start.
+    /// Offset in bytes at which the data starts in its buffers.
     offset: usize,
     seed: u64,
 }
@@ -151,7 +151,7 @@ fn check(case: &Case) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Folds at every level and returns what the definition says.
+/// Checks every level against the definition, and returns the definition's result.
 fn compare(wire: WireType, reduction: Reduction, fold: Fold, inputs: &[&[u8]]) -> Vec<u8> {
     let mut expected = vec![0xa5; inputs[0].len()];
     arith::fold_run(wire, reduction, fold, inputs, &mut expected).unwrap();
@@ -163,7 +163,7 @@ fn compare(wire: WireType, reduction: Reduction, fold: Fold, inputs: &[&[u8]]) -
     expected
 }
 
-/// The bytes of one rank.
+/// Returns the contribution of one rank.
 fn contribution(random: &mut Random, style: u64, case: &Case) -> Vec<u8> {
     match case.wire {
         WireType::Int8 | WireType::Fixed32 => block(random, style, case),
@@ -171,12 +171,12 @@ fn contribution(random: &mut Random, style: u64, case: &Case) -> Vec<u8> {
     }
 }
 
-/// A block of a scaled wire type: mostly an encoded one, at times any bytes.
+/// Returns a block of a scaled wire type: mostly an encoded block, sometimes arbitrary bytes.
 fn block(random: &mut Random, style: u64, case: &Case) -> Vec<u8> {
     let mut out = vec![0; case.wire.block_len(case.elements)];
     match (style + random.below(4)) % 16 {
         0 => out.iter_mut().for_each(|byte| *byte = random.next().to_le_bytes()[0]),
-        // Full-range integers near one exponent: sums overflow, ties are met.
+        // Full-range integers near one exponent make sums overflow and quotients tie.
         1 | 2 => {
             out.iter_mut().for_each(|byte| *byte = random.next().to_le_bytes()[0]);
             let exponent = i32::try_from(random.below(40)).unwrap();
@@ -194,7 +194,7 @@ fn block(random: &mut Random, style: u64, case: &Case) -> Vec<u8> {
     out
 }
 
-/// SplitMix64: enough to make bytes from a seed.
+/// SplitMix64 generator, which makes bytes from a seed.
 struct Random(u64);
 
 impl Random {
@@ -209,20 +209,20 @@ impl Random {
         self.next() % bound
     }
 
-    /// A float of a gradient's size.
+    /// Returns a float of about the size of a gradient.
     fn ordinary(&mut self) -> f32 {
         let [a, b, c, ..] = self.next().to_le_bytes();
         f32::from(i16::from_le_bytes([a, b])) / 256.0 * f32::powi(2.0, i32::from(c % 16) - 8)
     }
 
-    /// An element: any bits, an ordinary number, or one of those that need care.
+    /// Returns an element: random bits, an ordinary number, or a special value.
     fn element(&mut self, wire: WireType, style: u64) -> Vec<u8> {
         let size = wire.element_size();
         let bits = match (style + self.below(6)) % 8 {
             0 => self.next(),
             1 => {
                 let special = SPECIAL[usize::try_from(self.below(8)).unwrap()];
-                // Of the type's size, with a payload or a last bit now and then.
+                // Cut the value to the size of the type, and sometimes flip its last bit.
                 (special >> (64 - 8 * size)) ^ self.below(2)
             }
             _ => match wire {
@@ -236,8 +236,8 @@ impl Random {
     }
 }
 
-/// Zeros, infinities, NaNs and the largest numbers of each sign, in the upper bits: of f64, and
-/// near enough those of the narrower types.
+/// Zeros, infinities, NaNs and the largest numbers of each sign, in the upper bits. They are exact
+/// for f64 and approximate for the narrower types.
 const SPECIAL: [u64; 8] = [
     0,
     0x8000_0000_0000_0000,

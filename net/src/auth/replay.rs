@@ -1,21 +1,21 @@
-//! Which datagrams have been taken already.
+//! Replay protection: records which datagrams were accepted.
 
-/// The numbers of a sender's datagrams that were taken: each once, and none that lies too far
-/// behind the highest.
+/// Numbers of a sender's datagrams that were accepted. Each number is accepted once, and only if it
+/// is not too far behind the highest.
 ///
-/// A datagram carries the lower half of its number. The upper is that which brings it nearest to
-/// the highest that was taken (RFC 4303, appendix A2).
+/// A datagram carries the lower half of its number. The receiver infers the upper half that brings
+/// the number nearest to the highest accepted one (RFC 4303, appendix A2).
 #[derive(Debug, Clone)]
 pub(super) struct ReplayWindow {
-    /// The number after the highest that was taken.
+    /// The number after the highest accepted one.
     end: u64,
-    /// One bit a number, by the number modulo how many there are.
+    /// One bit per number, at the number modulo `LEN`.
     taken: Box<[u64; Self::WORDS]>,
 }
 
 impl ReplayWindow {
-    /// How far behind the highest a number may be. Results come by two sockets, of which one may be
-    /// read thousands of datagrams later than the other.
+    /// Distance by which a number may trail the highest. Results arrive on two sockets, and one of
+    /// them may be read thousands of datagrams later than the other.
     const LEN: u64 = 64 * Self::WORDS as u64;
     const WORDS: usize = 128;
 
@@ -23,12 +23,13 @@ impl ReplayWindow {
         Self { end: 0, taken: Box::new([0; Self::WORDS]) }
     }
 
-    /// As if all numbers before `end` were taken.
+    /// Creates a window in which all numbers before `end` count as accepted.
     pub(super) fn after(end: u64) -> Self {
         Self { end, taken: Box::new([u64::MAX; Self::WORDS]) }
     }
 
-    /// The number whose lower half is `low`, if it may be taken.
+    /// Returns the number whose lower half is `low`, or `None` if it was accepted before or is too
+    /// old.
     pub(super) fn number(&self, low: u32) -> Option<u64> {
         const HALF: u64 = 1 << 31;
         const SPAN: u64 = 1 << 32;
@@ -43,16 +44,16 @@ impl ReplayWindow {
         (!self.has(number)).then_some(number)
     }
 
-    /// Whether a number was taken, or is too old to tell.
+    /// Checks whether a number was accepted or is too old to check.
     fn has(&self, number: u64) -> bool {
         let (word, bit) = Self::place(number);
         number < self.end && (number + Self::LEN < self.end || self.taken[word] & bit != 0)
     }
 
-    /// Notes that a number is taken.
+    /// Marks a number as accepted.
     pub(super) fn take(&mut self, number: u64) {
         if number >= self.end {
-            // What lies between has not come; beyond a whole round nothing of the old is left.
+            // The skipped numbers have not arrived. A jump of `LEN` or more clears all bits.
             for skipped in self.end.max((number + 1).saturating_sub(Self::LEN))..=number {
                 let (word, bit) = Self::place(skipped);
                 self.taken[word] &= !bit;
@@ -81,7 +82,7 @@ mod tests {
         u32::try_from(number & u64::from(u32::MAX)).unwrap()
     }
 
-    /// Offers a number; returns whether it was taken.
+    /// Offers a number and returns whether it was accepted.
     fn offer(window: &mut ReplayWindow, number: u64) -> bool {
         let Some(found) = window.number(low(number)) else { return false };
         assert_eq!(found, number, "the upper half is found again");
@@ -108,7 +109,7 @@ mod tests {
     fn numbers_go_on_beyond_what_a_datagram_carries() {
         let mut window = ReplayWindow::new();
         let start = (1 << 32) - 5;
-        // No sender is half a round ahead of what it was last heard with.
+        // A sender stays less than 2^31 numbers ahead of the last one that was accepted.
         for step in 0..4 {
             assert!(offer(&mut window, step * start / 4));
         }

@@ -14,7 +14,7 @@ fn keys() -> Keys {
     Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) }
 }
 
-/// Both ends of the way from rank 1 to shard 2.
+/// Returns a sealer and an opener for datagrams from rank 1 to shard 2.
 fn ends(auth: DataAuth) -> (Sealer, Opener) {
     let sealer = Sealer::of_rank(auth, &keys(), Rank(1), 2).unwrap();
     (sealer, Opener::of_rank(auth, &keys().up, LIFE, Rank(1), 2).unwrap())
@@ -60,9 +60,9 @@ fn what_is_sealed_is_opened_as_it_was() {
 
 #[test]
 fn a_tag_is_what_the_wire_says_that_it_is() {
-    // docs/wire.md, Authentication: sender 1, shard 2, and a number of eight bytes.
+    // The nonce of docs/wire.md, Authentication: sender 1, shard 2, and an eight-byte number.
     let nonce = [0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0];
-    // Of another implementation, which computes the vectors of RFC 10032 as well.
+    // Tags from another implementation, which also reproduces the test vectors of RFC 10032.
     let tags =
         [0xe0e2_07b2_9472_e256_18cd_7f9d_fc2f_8698, 0xb119_5a3a_33c1_f642_924b_0b81_855a_047c];
     for (auth, known) in WAYS.into_iter().zip(tags) {
@@ -225,7 +225,7 @@ proptest! {
             let rejected = opener.open(&mut noise);
             prop_assert!(matches!(rejected, Err(Reject::Forged | Reject::Replayed)));
         }
-        // Whatever a key's holder seals, its messages are decoded with care.
+        // A holder of the key may seal anything, so decoding its messages must not panic.
         let (mut sealer, mut opener) = ends(DataAuth::Mac);
         let mut sealed = sealed(&mut sealer, &noise);
         if let Ok(opened) = opener.open(&mut sealed) {

@@ -1,4 +1,4 @@
-//! Asking the kernel for its interfaces.
+//! List of the host's interfaces, as the kernel reports them.
 #![expect(unsafe_code, reason = "getifaddrs hands out a C list, and the MTU comes by ioctl")]
 
 use std::ffi::{CStr, CString};
@@ -11,26 +11,26 @@ use libc::{c_int, c_uint};
 
 use super::Interface;
 
-/// The interfaces of this host, or of its network namespace, in the order of their indices.
+/// Returns the interfaces of this host, or of its network namespace, in the order of their indices.
 ///
 /// # Errors
 ///
-/// The kernel's, when it gives no list.
+/// The kernel's error if it returns no list.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
     let list = AddressList::read()?;
-    // The MTU is asked of any socket at all; it is never bound to anything that matters.
+    // Any socket can ask for an MTU; the address that it is bound to does not matter.
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))
         .or_else(|_| UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)))?;
     let mut found: Vec<Interface> = Vec::new();
     for entry in list.entries() {
-        // Extra IPv4 addresses may bear a label such as "eth0:1": still the interface eth0.
+        // Extra IPv4 addresses may have a label such as "eth0:1", which still belongs to eth0.
         let name = entry.name.split(':').next().unwrap_or_default();
         let known = found.iter_mut().find(|interface| interface.name == name);
         let interface = match known {
             Some(interface) => interface,
             None => match describe(socket.as_fd(), name, entry.flags) {
                 Ok(interface) => found.push_mut(interface),
-                // It went away while it was being looked at.
+                // The interface disappeared while it was being examined.
                 Err(_) => continue,
             },
         };
@@ -40,7 +40,7 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     Ok(found)
 }
 
-/// All about an interface but its addresses.
+/// Returns the properties of an interface, without its addresses.
 fn describe(socket: BorrowedFd<'_>, name: &str, flags: c_uint) -> io::Result<Interface> {
     let is = |flag: c_int| flags & flag.cast_unsigned() != 0;
     Ok(Interface {
@@ -61,11 +61,11 @@ fn index_of(name: &str) -> io::Result<u32> {
     if index == 0 { Err(io::Error::last_os_error()) } else { Ok(index) }
 }
 
-/// By ioctl and not from `/sys`: that shows the namespace of whoever mounted it.
+/// Reads an MTU by ioctl, because `/sys` shows the namespace of the process that mounted it.
 fn mtu_of(socket: BorrowedFd<'_>, name: &str) -> io::Result<usize> {
-    // SAFETY: an ifreq is plain C data, for which all zeros is a value.
+    // SAFETY: an ifreq is plain C data, for which all zeros is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // One less than there is room for, so that the name stays terminated.
+    // One byte is left for the terminator of the name.
     let room = request.ifr_name.len() - 1;
     if name.len() > room {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -88,7 +88,7 @@ struct AddressList {
     head: *mut libc::ifaddrs,
 }
 
-/// One address of one interface; interfaces without addresses have an entry as well.
+/// One address of an interface. An interface without addresses has an entry too.
 struct Entry<'a> {
     name: &'a str,
     flags: c_uint,
@@ -103,7 +103,8 @@ impl AddressList {
         if rc == 0 { Ok(Self { head }) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// The entries whose names are text. The kernel allows other bytes; we cannot print them.
+    /// Returns the entries whose names are UTF-8. The kernel allows other bytes, which cannot be
+    /// printed.
     fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
         let mut next = self.head;
         std::iter::from_fn(move || {
@@ -129,25 +130,25 @@ impl Drop for AddressList {
     }
 }
 
-/// The IP address in a C socket address; none for null and for other families.
+/// Returns the IP address in a C socket address; `None` for null and for other families.
 ///
 /// # Safety
 ///
-/// `addr` is null, or points at a socket address as large as its family says.
+/// `addr` is null, or points to a socket address as large as its family says.
 unsafe fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
     if addr.is_null() {
         return None;
     }
-    // SAFETY: not null, so it starts with a family (as the caller promises).
+    // SAFETY: `addr` is not null, so the caller guarantees that it starts with a family.
     let family = unsafe { (*addr).sa_family };
     match c_int::from(family) {
         libc::AF_INET => {
-            // SAFETY: of this family, so it is a sockaddr_in (as the caller promises).
+            // SAFETY: the family is AF_INET, so the caller guarantees a sockaddr_in.
             let v4 = unsafe { ptr::read_unaligned(addr.cast::<libc::sockaddr_in>()) };
             Some(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: of this family, so it is a sockaddr_in6 (as the caller promises).
+            // SAFETY: the family is AF_INET6, so the caller guarantees a sockaddr_in6.
             let v6 = unsafe { ptr::read_unaligned(addr.cast::<libc::sockaddr_in6>()) };
             Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
         }

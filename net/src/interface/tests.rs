@@ -98,7 +98,7 @@ fn the_way_to_loopback_is_loopback() {
     let peer: SocketAddr = "127.0.0.1:9".parse().unwrap();
     assert_eq!(local_addr_towards(peer).unwrap(), IpAddr::V4(Ipv4Addr::LOCALHOST));
     let loopback = interface_of(peer.ip()).unwrap();
-    // The kernel sends no packet of more bytes, whatever the interface says.
+    // The kernel sends no packet of more than 65,535 bytes, even if the MTU is larger.
     assert_eq!(path_mtu(peer.ip(), peer).unwrap(), loopback.mtu.min(65_535));
 }
 
@@ -122,7 +122,7 @@ fn an_address_of_no_host_is_told_from_one_of_some_host() {
         ("224.0.0.1", "a multicast group"),
         ("ff15::1", "a multicast group"),
         ("255.255.255.255", "a broadcast address"),
-        // That of a network of this host.
+        // The broadcast address of the loopback network.
         ("127.255.255.255", "a broadcast address"),
     ] {
         assert!(told(ip).contains(why), "{ip}: {}", told(ip));

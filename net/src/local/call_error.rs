@@ -1,26 +1,26 @@
-//! Why a process of this host was not called.
+//! Errors of calls to another process of this host.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-/// Why a process of this host was not called.
+/// Reason why a call to another process of this host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    /// There is another file than a socket, so nobody will ever listen there.
+    /// The path leads to a file that is not a socket, so nobody will ever listen there.
     #[error("it is no socket")]
     NoSocket,
-    /// A process listens there that is not believed: a sentence that says why.
+    /// The process that listens there is not trusted; the text is a sentence that says why.
     #[error("{0}")]
     NotBelieved(String),
-    /// The kernel's: nobody listens there, or this user may not call.
+    /// The kernel's error: nobody listens there, or this user may not connect.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
 impl CallError {
-    /// Why a path could not be called, of which the kernel says the same whether nobody listens
-    /// there or it is no socket.
+    /// Returns why a connection to a path failed. The kernel reports the same error for a dead
+    /// socket and for a file that is not a socket.
     pub(super) fn of(path: &Path, error: io::Error) -> Self {
         match path.metadata() {
             Ok(found) if !found.file_type().is_socket() => Self::NoSocket,
@@ -28,7 +28,7 @@ impl CallError {
         }
     }
 
-    /// Whether nobody listens there, now at least.
+    /// Returns whether nobody listens at the path now.
     #[must_use]
     pub fn is_absence(&self) -> bool {
         use io::ErrorKind::{ConnectionRefused, NotFound};

@@ -1,13 +1,13 @@
-//! What the kernel lets this process have, and whom it can tell apart.
+//! Limits that the kernel sets for this process, and the users it can identify.
 
 #![expect(unsafe_code, reason = "limits are read and written by pointers")]
 
 use std::io;
 
-/// Lets this process open as many files as its user may have it open.
+/// Raises the limit on open files to the maximum that this process may have.
 ///
 /// # Errors
-/// The kernel's.
+/// Returns the kernel's error.
 pub fn raise_open_files() -> io::Result<()> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the kernel writes one limit to `limit`.
@@ -28,15 +28,15 @@ pub fn fail_at_file_limit() {
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Returns the user of this process, as other processes see it.
+/// Returns the effective user id of this process, which other processes see.
 #[must_use]
 pub fn own_user() -> u32 {
-    // SAFETY: it takes nothing and cannot fail.
+    // SAFETY: `geteuid` takes no arguments and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// Whether a user is one, as far as can be told: in a user namespace all users that have no number
-/// there look like the one of the overflow.
+/// Returns whether an id identifies one user. In a user namespace, all users without an id of their
+/// own share the overflow id.
 #[must_use]
 pub fn is_known_user(uid: u32) -> bool {
     let read = |name| std::fs::read_to_string(name).unwrap_or_default();
@@ -44,8 +44,8 @@ pub fn is_known_user(uid: u32) -> bool {
     uid != overflow || maps(&read("/proc/self/uid_map"), uid)
 }
 
-/// Whether a namespace has a number, by what the kernel says of it: ranges of a first number, one
-/// outside and how many.
+/// Returns whether a user namespace has an id. Each line of `ranges` holds a first id, the id that
+/// it maps to outside, and a count.
 fn maps(ranges: &str, uid: u32) -> bool {
     ranges.lines().any(|range| {
         let mut numbers = range.split_whitespace().map_while(|number| number.parse::<u32>().ok());
@@ -54,7 +54,7 @@ fn maps(ranges: &str, uid: u32) -> bool {
     })
 }
 
-/// The number of users that have none, unless the kernel says otherwise.
+/// Overflow id if the kernel does not report another.
 const OVERFLOW: u32 = 65534;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! Lines between processes: each message arrives whole, with a descriptor if it was sent with one.
+//! Lines between processes, which deliver each message whole, with its descriptor if it has one.
 //!
-//! Messages are JSON on a `SOCK_SEQPACKET` socket, which keeps their bounds: they are few, and
-//! people read them when something is wrong.
+//! Messages are JSON on a `SOCK_SEQPACKET` socket, which keeps message boundaries. Messages are
+//! few, and JSON lets people read them when debugging.
 
 #![expect(unsafe_code, reason = "who is at the other end the kernel writes to where it is told")]
 
@@ -28,22 +28,22 @@ use super::limits::own_user;
 use super::trust;
 use crate::alive::Alive;
 
-/// The largest message, in bytes of JSON.
+/// Size of the largest message, in bytes of JSON.
 const MAX_MESSAGE: usize = 64 << 10;
 
-/// How long the other side may read nothing before a line fails.
+/// How long a send waits for a peer that does not read.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Calls the process that listens at a path for streams, whoever it is. Waits no longer than
-/// `patience` while the calls before this one fill its queue.
+/// Connects to the stream socket at a path, without checking which user listens there. Waits at
+/// most `patience` while the listener's queue of callers is full.
 ///
 /// # Errors
-/// [`CallError::NoSocket`], or the kernel's.
+/// Returns [`CallError::NoSocket`] or the kernel's error.
 pub fn call_for_stream(path: &Path, patience: Duration) -> Result<UnixStream, CallError> {
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let socket = socket.map_err(io::Error::from)?;
-    // The kernel limits a connect by the timeout of sends.
+    // On a unix socket, `connect` obeys the send timeout.
     set_socket_timeout(&socket, Timeout::Send, Some(patience)).map_err(io::Error::from)?;
     call(&socket, path)?;
     Ok(socket.into())
@@ -61,24 +61,23 @@ fn call(socket: &OwnedFd, path: &Path) -> Result<(), CallError> {
     }
 }
 
-/// Why a message was not sent or not received. After most of them the line is of no
-/// more use.
+/// Reason why a message was not sent or not received. The line is unusable after most of them.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
-    /// The message is above the limit.
+    /// The message is longer than the limit.
     #[error("a message of {len} bytes is above the limit of {MAX_MESSAGE}")]
     TooLong {
-        /// Its length in bytes.
+        /// Length of the message in bytes.
         len: usize,
     },
-    /// The bytes are no message of the kind that was expected.
+    /// The bytes are not a message of the expected type.
     #[error("a message cannot be read: {}", PeerText::of(.0))]
     Json(#[from] serde_json::Error),
-    /// As many descriptors as this user may send are on their way, to processes that do not read.
-    /// The line is as it was.
+    /// This user has as many descriptors in flight as the kernel allows, to processes that do not
+    /// read. The line stays usable.
     #[error("too many descriptors are on their way to processes that do not read")]
     TooManyOnTheWay,
-    /// The other side is gone, or does not read.
+    /// The peer is dead or does not read.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
@@ -92,13 +91,13 @@ impl From<Errno> for LineError {
     }
 }
 
-/// The process at the other end, as the kernel knows it.
+/// Process at the other end of a line, as the kernel reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Its process, by this process's numbers; 0 if it has none here, being in a container whose
-    /// processes this one does not see.
+    /// Process id as this process sees it. The id is 0 for a process of a container whose processes
+    /// are invisible here.
     pub pid: i32,
-    /// Its user, by this process's numbers. All that have none here look like one.
+    /// User id as this process sees it. All users without an id in this namespace share one id.
     pub uid: u32,
 }
 
@@ -106,13 +105,14 @@ impl Peer {
     /// Returns the process at the other end of a unix socket.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn of(socket: impl AsFd) -> io::Result<Self> {
-        // As the kernel has it: a process of another container is 0, which rustix has no type for.
+        // rustix has no type for process id 0, which the kernel reports for another container's
+        // process.
         let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("it is small");
         let (into, socket) = ((&raw mut peer).cast(), socket.as_fd().as_raw_fd());
-        // SAFETY: the kernel writes at most `len` bytes to `peer`, which has them.
+        // SAFETY: the kernel writes at most `len` bytes to `peer`, which is that long.
         let got = unsafe {
             libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len)
         };
@@ -123,23 +123,23 @@ impl Peer {
     }
 }
 
-/// A connection to another process of this host.
+/// Connection to another process of this host.
 #[derive(Debug)]
 pub struct Line {
     socket: Alive<OwnedFd>,
 }
 
 impl Line {
-    /// Calls the process that listens at a path, which must be one of this user or of root, or of
-    /// the user who alone can put a socket there.
+    /// Connects to the process that listens at a path. The process must run as this user, as root,
+    /// or as the only user who can put a socket there.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns a [`CallError`] if nobody listens there or the process is not trusted.
     pub fn connect(path: &Path) -> Result<Self, CallError> {
-        // The timeout of sends, which it has by now, limits the call as well.
+        // `of` sets the send timeout, which also limits the connect.
         let line = Self::of(new_socket()?)?;
         call(&line.socket, path)?;
-        // The kernel keeps who began to listen: systemd, if it has opened the socket.
+        // The kernel reports the process that called `listen`: systemd, if it opened the socket.
         trust::check(line.peer()?.uid, path, own_user())?;
         Ok(line)
     }
@@ -149,11 +149,11 @@ impl Line {
         Ok(Self { socket: Alive::new(socket) })
     }
 
-    /// Sends a message, with a descriptor if it is to have one; waits ten seconds at most while the
-    /// other side has many to read. A line that fails is hung up.
+    /// Sends a message, with a descriptor if one is given. Waits up to ten seconds while the peer's
+    /// queue is full. A failed send hangs up the line, except for [`LineError::TooManyOnTheWay`].
     ///
     /// # Errors
-    /// [`LineError`].
+    /// Returns a [`LineError`] if the message was not sent.
     pub fn send<T: Serialize>(
         &self,
         message: &T,
@@ -162,10 +162,10 @@ impl Line {
         self.send_with(message, descriptor, SendFlags::NOSIGNAL)
     }
 
-    /// The same at once: when the other side has too many to read, the line fails.
+    /// Sends a message like [`send`](Self::send), but fails at once if the peer's queue is full.
     ///
     /// # Errors
-    /// [`LineError`].
+    /// Returns a [`LineError`] if the message was not sent.
     pub fn send_now<T: Serialize>(
         &self,
         message: &T,
@@ -174,10 +174,10 @@ impl Line {
         self.send_with(message, descriptor, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
     }
 
-    /// Sends a message if the other side has not too many to read. Returns whether it has sent it.
+    /// Sends a message unless the peer's queue is full. Returns whether the message was sent.
     ///
     /// # Errors
-    /// [`LineError`].
+    /// Returns a [`LineError`] if the send fails for another reason than a full queue.
     pub fn offer<T: Serialize>(&self, message: &T) -> Result<bool, LineError> {
         match self.try_send(message, None, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -185,11 +185,11 @@ impl Line {
         }
     }
 
-    /// How long to wait for a message from now on; `None` is for ever. One that does not come in
-    /// time is an error, of kind `WouldBlock`.
+    /// Sets how long to wait for each message; `None` waits forever. A timeout is an error of kind
+    /// `WouldBlock`.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
         Ok(set_socket_timeout(&self.socket, Timeout::Recv, patience)?)
     }
@@ -203,7 +203,7 @@ impl Line {
         self.or_hang_up(self.try_send(message, descriptor, flags))
     }
 
-    /// Hangs up a line that fails.
+    /// Hangs up the line if a send failed for good.
     fn or_hang_up(&self, sent: Result<(), LineError>) -> Result<(), LineError> {
         sent.inspect_err(|error| {
             if !matches!(error, LineError::TooManyOnTheWay) {
@@ -235,10 +235,10 @@ impl Line {
         }
     }
 
-    /// Waits for the next message; none once the other side has hung up.
+    /// Waits for the next message; returns `None` once the peer has hung up.
     ///
     /// # Errors
-    /// [`LineError`].
+    /// Returns a [`LineError`] if no message arrives in time or it cannot be read.
     pub fn recv<T: DeserializeOwned>(&self) -> Result<Option<(T, Option<OwnedFd>)>, LineError> {
         let mut bytes = vec![0; MAX_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -262,23 +262,24 @@ impl Line {
         }
     }
 
-    /// The process at the other end.
+    /// Returns the process at the other end.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn peer(&self) -> io::Result<Peer> {
         Peer::of(&*self.socket)
     }
 
-    /// Hangs up: whoever waits for a message, on either side, hears that there will be none.
+    /// Hangs up: threads that wait for a message, on either side, get none.
     pub fn hang_up(&self) {
-        // A line that has been hung up needs no more.
+        // The peer may already have closed the line.
         let hung_up = shutdown(&self.socket, Shutdown::Both);
         debug_assert!(matches!(hung_up, Ok(()) | Err(Errno::NOTCONN)), "sockets can be shut");
     }
 }
 
-/// Why a line fails whose other side takes too long: the kernel's own words are of resources.
+/// Returns the error for a peer that takes too long. The kernel's own text names unavailable
+/// resources.
 fn late(what: &'static str) -> LineError {
     LineError::Io(io::Error::new(io::ErrorKind::WouldBlock, what))
 }

@@ -1,4 +1,4 @@
-//! Where other processes call this one.
+//! Listening sockets for calls from other processes.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,44 +11,45 @@ use rustix::net::{SocketFlags, accept_with};
 use super::line::{Line, new_socket};
 use super::name::Name;
 
-/// A socket that other processes call.
+/// Socket that other processes connect to.
 #[derive(Debug)]
 pub struct Listener {
-    /// The name that goes with the listener. Fields are dropped in this order: while the name is
-    /// there, the socket must listen, or a successor takes the name for one that was left behind.
+    /// Name of the listener's socket. Fields are dropped in this order: the socket must listen
+    /// while the name exists, or a successor takes the name for that of a dead process.
     _name: Option<Name>,
     socket: OwnedFd,
-    /// Wakes who waits for a caller. A socket of systemd's is not to be shut down: it goes on in
-    /// the next life of this process.
+    /// Wakes a thread that waits for a caller. The socket itself must not be shut down: one from
+    /// systemd also serves the next process of this service.
     stopped: OwnedFd,
 }
 
 impl Listener {
-    /// Listens at a path, which only those may call that its permissions let write.
+    /// Binds and listens at a path; `mode` decides which users may connect.
     ///
     /// # Errors
-    /// The kernel's; `AddrInUse` when somebody listens there already, and `AlreadyExists` when
-    /// there is something else than a socket.
+    /// Returns the kernel's error: `AddrInUse` if another process listens there, and
+    /// `AlreadyExists` if a file that is not a socket is there.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         let listener = Self::of_socket(new_socket()?)?;
         let name = Name::listen(&listener.socket, path, mode)?;
         Ok(Self { _name: Some(name), ..listener })
     }
 
-    /// One whose socket this process was given, bound and listening. It stays as it is.
+    /// Wraps a socket that this process was given, bound and listening. Dropping the listener keeps
+    /// the socket's name.
     ///
     /// # Errors
-    /// The kernel's, when there are too many open files.
+    /// Returns the kernel's error if too many files are open.
     pub fn of_socket(socket: OwnedFd) -> io::Result<Self> {
-        // A caller that was seen may be another's by now.
+        // Another process that shares the socket may accept a caller between `poll` and `accept`.
         ioctl_fionbio(&socket, true)?;
         Ok(Self { _name: None, socket, stopped: eventfd(0, EventfdFlags::CLOEXEC)? })
     }
 
-    /// Waits for a caller; none once it was told to [stop](Self::stop).
+    /// Waits for a caller; returns `None` after [`stop`](Self::stop).
     ///
     /// # Errors
-    /// The kernel's; there may be callers after that.
+    /// Returns the kernel's error; later calls may succeed.
     pub fn accept(&self) -> io::Result<Option<Line>> {
         loop {
             let mut awaited = [&self.socket, &self.stopped]
@@ -64,7 +65,7 @@ impl Listener {
         }
     }
 
-    /// Answers nobody any more: whoever waits for a caller gets none.
+    /// Stops the listener: threads that wait for a caller get `None`.
     pub fn stop(&self) {
         let told = write(&self.stopped, &1_u64.to_ne_bytes());
         debug_assert!(told.is_ok(), "it is told once or twice");

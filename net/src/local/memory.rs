@@ -1,4 +1,4 @@
-//! Memory that processes share: whoever has its descriptor maps it.
+//! Shared memory, which every process that has its descriptor can map.
 
 #![expect(unsafe_code, reason = "memory is mapped, and others may write to it")]
 
@@ -15,24 +15,24 @@ use rustix::fs::{
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// Memory that other processes may have mapped too. Its size never changes.
+/// Memory of fixed size that other processes may have mapped too.
 #[derive(Debug)]
 pub struct SharedMemory {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: it is memory like any other; what it is used for is its users' to agree on.
+// SAFETY: the mapping belongs to no thread; its users agree on how to use the memory.
 unsafe impl Send for SharedMemory {}
-// SAFETY: as above: `bytes` and `bytes_mut` are unsafe.
+// SAFETY: the methods that give access to the bytes are unsafe, except `word`, which is atomic.
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// New memory, of zeros, and the descriptor by which others have it too. It stays when that is
-    /// closed.
+    /// Creates zeroed memory. Returns it with the descriptor through which other processes map it.
+    /// The mapping outlives the descriptor.
     ///
     /// # Errors
-    /// The kernel's, when there is not so much.
+    /// Returns the kernel's error if there is not enough memory.
     pub fn new(len: usize) -> io::Result<(Self, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let descriptor = memfd_create("racksum", flags)?;
@@ -41,14 +41,14 @@ impl SharedMemory {
         Ok((Self::map(&descriptor, len)?, descriptor))
     }
 
-    /// The memory that a descriptor from another process is of.
+    /// Maps the memory of a descriptor from another process.
     ///
     /// # Errors
-    /// The kernel's; `InvalidInput` when some of it could go, which
-    /// would end this process as it reads what is no more.
+    /// Returns the kernel's error, and `InvalidInput` if another process could take part of the
+    /// memory away: reading that part would then kill this process.
     pub fn of(descriptor: &OwnedFd) -> io::Result<Self> {
         let sealed = fcntl_get_seals(descriptor).unwrap_or(SealFlags::empty());
-        // Of huge pages there may be none when one is written to.
+        // Huge pages are rejected because the kernel may have none left when one is written to.
         let is_plain = fstatfs(descriptor)?.f_type == TMPFS;
         if !sealed.contains(SealFlags::SHRINK) || !is_plain {
             return Err(io::Error::new(
@@ -65,69 +65,71 @@ impl SharedMemory {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "memory has some bytes"));
         }
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the kernel picks the place, where nothing is; the file is sealed, so that all of
-        // it stays there.
+        // SAFETY: the kernel picks a free address. The file is sealed, so the whole mapping stays
+        // backed.
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, descriptor, 0) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { start, len })
     }
 
-    /// How many bytes there are.
+    /// Returns the size in bytes.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "there are some")]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Where it lies in this process.
+    /// Returns the address in this process.
     #[must_use]
     pub const fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// Four of the bytes as a number, from a multiple of four on. Others may write to them: what is
-    /// read is one of what they were, and may be another the next time.
+    /// Reads four bytes at `at`, a multiple of four, as a number. Other processes may write to them
+    /// meanwhile, so a later call may return another value.
     #[must_use]
     pub fn word(&self, at: usize) -> u32 {
         assert!(at.is_multiple_of(4) && at < self.len && self.len - at >= 4, "beyond the memory");
-        // SAFETY: within the mapping, which is there as long as `self` and begins with a page;
-        // atomics may be written to by anybody.
+        // SAFETY: the four bytes lie within the mapping, which lives as long as `self` and starts
+        // at a page. Atomics tolerate concurrent writes.
         unsafe { AtomicU32::from_ptr(self.start.as_ptr().add(at).cast()) }.load(Relaxed)
     }
 
-    /// Some of the bytes, to be read.
+    /// Returns a range of the bytes for reading.
     ///
     /// # Safety
-    /// Nobody writes to them meanwhile, in this process or, as far as anything but their values
-    /// depends on it, in another.
+    /// Nobody in this process may write to the range while the slice lives. Another process may do
+    /// so only if nothing but the values of the bytes depends on it.
     #[must_use]
     pub unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the memory");
-        // SAFETY: within the mapping, which is there as long as `self`; the rest is the caller's.
+        // SAFETY: the range lies within the mapping, which lives as long as `self`. The caller
+        // guarantees the rest.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) }
     }
 
-    /// Some of the bytes, to be written.
+    /// Returns a range of the bytes for writing.
     ///
     /// # Safety
-    /// As [`bytes`](Self::bytes), and nobody reads them meanwhile.
+    /// The rules of [`bytes`](Self::bytes) apply, and nobody may read the range while the slice
+    /// lives.
     #[must_use]
     #[expect(clippy::mut_from_ref, reason = "the caller sees to it that nobody else has them")]
     pub unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the memory");
-        // SAFETY: as above.
+        // SAFETY: the range lies within the mapping, and the caller guarantees exclusive access.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len()) }
     }
 }
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: this is the mapping made in `map`, and nobody has any of it without `self`.
+        // SAFETY: `map` made this mapping, and no borrow of it outlives `self`.
         let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "a mapping can be undone");
     }
 }
 
-/// The file system that memfds of plain pages are of: `TMPFS_MAGIC`.
+/// Magic number of the file system behind memfds with plain pages: `TMPFS_MAGIC`.
 const TMPFS: rustix::fs::FsWord = 0x0102_1994;

@@ -1,4 +1,4 @@
-//! Names of sockets in folders: who may call there, and when a name goes.
+//! Names of sockets in folders: their permissions and their removal.
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
@@ -16,25 +16,25 @@ use rustix::net::{
 
 use super::limits::own_user;
 
-/// How many callers may wait to be answered.
+/// How many callers may wait in a socket's queue.
 const BACKLOG: i32 = 128;
 
-/// How often, and how many times, it is tried to lock a folder that others have locked.
+/// Interval between attempts to lock a folder, and the number of attempts.
 const LOCK_POLL: Duration = Duration::from_millis(10);
 const LOCK_TRIES: usize = 200;
 
-/// The name of a socket, which is removed when it is dropped unless others have put theirs there.
+/// Name of a socket, removed on drop unless another process has replaced it.
 #[derive(Debug)]
 pub struct Name {
     path: PathBuf,
     file: (u64, u64),
 }
 
-/// Listens at a path for streams; only those may call whom the mode lets write.
+/// Listens for streams at a path; `mode` decides which users may connect.
 ///
 /// # Errors
-/// The kernel's; `AddrInUse` when somebody listens there already, and `AlreadyExists` when there is
-/// something else than a socket.
+/// Returns the kernel's error: `AddrInUse` if another process listens there, and `AlreadyExists` if
+/// a file that is not a socket is there.
 pub fn listen_for_streams(path: &Path, mode: u32) -> io::Result<(UnixListener, Name)> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let name = Name::listen(&socket, path, mode)?;
@@ -44,29 +44,29 @@ pub fn listen_for_streams(path: &Path, mode: u32) -> io::Result<(UnixListener, N
 /// Removes those of a folder's sockets that killed processes have left behind. Removes nothing
 /// while other processes keep the folder locked.
 pub fn remove_dead(folder: &Path, sockets: impl IntoIterator<Item = PathBuf>) {
-    // Without the lock, a socket at which nobody listens may be one that is just being started.
+    // Without the lock, a socket that nobody listens at may belong to a process that is starting.
     let Some(_alone) = lock(folder) else { return };
     for socket in sockets {
-        // The folder may be closed to this process, and then its sockets stay.
+        // This process may lack permission to write to the folder; the sockets then stay.
         drop(remove_left(&socket));
     }
 }
 
 impl Name {
-    /// Binds and listens at a path; `mode` decides who may connect.
+    /// Binds and listens at a path; `mode` decides which users may connect.
     pub(super) fn listen(socket: &OwnedFd, path: &Path, mode: u32) -> io::Result<Self> {
-        // Of two that start at once, the second would take the first for one that was killed.
+        // Without the lock, one starting process would take another's socket for a dead one.
         let alone = lock_folder(path);
         remove_left(path)?;
         let name = Self::bind(socket, path, mode)?;
         let listening = widen(path, mode).and_then(|()| Ok(listen(socket, BACKLOG)?));
-        // A name that is dropped locks the folder as well.
+        // Dropping a name locks the folder too, so this lock must be released first.
         drop(alone);
         listening.map(|()| name)
     }
 
-    /// Binds a socket to a path. Linux makes the file with what the umask leaves of the socket's
-    /// own mode, so there is no moment in which the mode would let others call.
+    /// Binds a socket to a path. Linux creates the file with the socket's mode minus the umask, so
+    /// users that `mode` excludes can never connect.
     fn bind(socket: &OwnedFd, path: &Path, mode: u32) -> io::Result<Self> {
         fchmod(socket, Mode::from_raw_mode(mode))?;
         bind(socket, &SocketAddrUnix::new(path)?)?;
@@ -79,14 +79,14 @@ impl Drop for Name {
     fn drop(&mut self) {
         let _alone = lock_folder(&self.path);
         if self.path.symlink_metadata().is_ok_and(|found| identity(&found) == self.file) {
-            // Its folder may be closed to this process by now.
+            // This process may have lost permission to write to the folder.
             drop(std::fs::remove_file(&self.path));
         }
     }
 }
 
-/// Gives the socket at a path what the umask has taken from its mode. Whoever may write to the
-/// folder may have put something else there, whose mode stays as it is.
+/// Restores the mode bits that the umask removed from the socket at a path. Another user of the
+/// folder may have replaced the socket; the mode of such a file stays unchanged.
 fn widen(path: &Path, mode: u32) -> io::Result<()> {
     let flags = libc::O_PATH | libc::O_NOFOLLOW;
     let file = File::options().read(true).custom_flags(flags).open(path)?;
@@ -98,12 +98,12 @@ fn widen(path: &Path, mode: u32) -> io::Result<()> {
         let why = "somebody has put another file in the place of the socket";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
-    // What was opened, under whatever name. A descriptor of this kind has no `fchmod`.
+    // This path names the opened file even if it was renamed. `O_PATH` descriptors lack `fchmod`.
     let opened = format!("/proc/self/fd/{}", file.as_raw_fd());
     std::fs::set_permissions(opened, Permissions::from_mode(mode))
 }
 
-/// Removes the socket of a process that was killed, and nothing else.
+/// Removes the socket of a killed process, and leaves every other file alone.
 fn remove_left(path: &Path) -> io::Result<()> {
     match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => {
@@ -115,27 +115,27 @@ fn remove_left(path: &Path) -> io::Result<()> {
         Err(error) => return Err(error),
     }
     if is_live(path)? {
-        // To bind says so.
+        // The following `bind` then fails with `AddrInUse`.
         return Ok(());
     }
     match std::fs::remove_file(path) {
-        // Its process has removed it meanwhile.
+        // Another process has removed the socket meanwhile.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
     }
 }
 
-/// Whether a process listens at the socket that was found at a path, or whether that cannot be
-/// told. Does not wait: a process that is stopped, with a full queue of callers, listens.
+/// Returns whether a process listens at the socket at a path, or may do so. Does not wait: a
+/// stopped process with a full queue of callers counts as listening.
 fn is_live(path: &Path) -> io::Result<bool> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    // A listener for streams refuses a socket of this type in other words than a dead one.
+    // A stream listener rejects this socket type with another error than that of a dead socket.
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     Ok(connect(&socket, &SocketAddrUnix::new(path)?) != Err(Errno::CONNREFUSED))
 }
 
-/// Locks the folder of a path, so that others that lock it too do not listen in it meanwhile. If
-/// others have it locked for long, no lock is held.
+/// Locks the folder of a path, so that no other process starts to listen in it. Returns `None` if
+/// the folder stays locked for long or cannot be locked.
 fn lock_folder(path: &Path) -> Option<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     lock(folder.unwrap_or_else(|| Path::new(".")))
@@ -150,7 +150,7 @@ fn lock(folder: &Path) -> Option<File> {
             Err(_) => return None,
         }
     }
-    // Whoever may read a folder may lock it, and is to keep nobody from serving in it.
+    // Any user who can read a folder can lock it, but must not be able to block servers in it.
     None
 }
 

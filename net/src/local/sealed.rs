@@ -1,5 +1,5 @@
-//! What one process tells others, of any length: a file in memory that nobody can change once it is
-//! sealed. It is written and read by system calls and never mapped.
+//! Sealed files: bytes of any length that one process passes to others. A sealed file lies in
+//! memory and cannot change. Processes write and read it with system calls and never map it.
 
 use std::fs::File;
 use std::io;
@@ -8,66 +8,66 @@ use std::os::unix::fs::FileExt;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
-/// Bytes for others, to whom it goes with its descriptor.
+/// In-memory file that another process receives by its descriptor.
 #[derive(Debug)]
 pub struct Sealed {
     file: File,
 }
 
 impl Sealed {
-    /// One without any bytes yet.
+    /// Creates an empty file.
     ///
     /// # Errors
-    /// The kernel's, when there are too many open files.
+    /// Returns the kernel's error if too many files are open.
     pub fn new() -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         Ok(Self { file: memfd_create("racksum-sealed", flags)?.into() })
     }
 
-    /// The one that a descriptor from another process is of. Whoever has sent it may not have
-    /// sealed it: it may change while it is read.
+    /// Wraps a descriptor from another process. The sender may not have sealed the file, so it may
+    /// change while it is read.
     #[must_use]
     pub fn of(descriptor: OwnedFd) -> Self {
         Self { file: descriptor.into() }
     }
 
-    /// Writes some of the bytes. Threads may write to different places at once.
+    /// Writes bytes at an offset. Threads may write to different places at once.
     ///
     /// # Errors
-    /// The kernel's: there is no memory, or it is sealed.
+    /// Returns the kernel's error: memory is exhausted, or the file is sealed.
     pub fn write_at(&self, bytes: &[u8], at: u64) -> io::Result<()> {
         self.file.write_all_at(bytes, at)
     }
 
-    /// Seals it: nobody can write to it any more.
+    /// Seals the file, so that nobody can write to it any more.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn seal(&self) -> io::Result<()> {
         let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         Ok(fcntl_add_seals(&self.file, seals)?)
     }
 
-    /// How many bytes there are.
+    /// Returns the length in bytes.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn len(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Whether there are none.
+    /// Returns whether the file is empty.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn is_empty(&self) -> io::Result<bool> {
         Ok(self.len()? == 0)
     }
 
-    /// Reads as many bytes as there is room for.
+    /// Fills `into` with the bytes at an offset.
     ///
     /// # Errors
-    /// The kernel's; `UnexpectedEof` when there are less.
+    /// Returns the kernel's error; `UnexpectedEof` if the file ends before `into` is full.
     pub fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<()> {
         self.file.read_exact_at(into, at)
     }

@@ -1,5 +1,5 @@
-//! What systemd gives a service that it starts, and hears from it: `sd_listen_fds(3)` and
-//! `sd_notify(3)`, of which a few lines are all that a service needs.
+//! Parts of `sd_listen_fds(3)` and `sd_notify(3)` that a service needs: taking the socket that
+//! systemd passes, and reporting the service's state.
 
 #![expect(unsafe_code, reason = "systemd passes a descriptor by its number")]
 
@@ -14,14 +14,14 @@ use rustix::net::sockopt::socket_type;
 
 use super::Listener;
 
-/// The first descriptor that systemd passes.
+/// Number of the first descriptor that systemd passes.
 const FIRST: i32 = 3;
 
-/// The socket that systemd has opened for this process, if it has. To be called once, before
-/// anything else opens files.
+/// Returns the socket that systemd opened for this process, if any. Call this once, before the
+/// process opens other files.
 ///
 /// # Errors
-/// A sentence, when what was passed is not one such socket.
+/// Returns a sentence if systemd passed several sockets, or one of the wrong type.
 pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     if number("LISTEN_PID") != Some(std::process::id()) {
@@ -32,8 +32,8 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
         Some(1) => {}
         Some(several) => return Err(format!("systemd has passed {several} sockets, and not one")),
     }
-    // SAFETY: systemd says that it has opened the descriptor for this process, which does not know
-    // of it yet.
+    // SAFETY: systemd opened the descriptor for this process, and no other code of the process uses
+    // it.
     let socket = unsafe { OwnedFd::from_raw_fd(FIRST) };
     match socket_type(&socket) {
         Ok(SocketType::SEQPACKET) => {
@@ -45,11 +45,10 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     }
 }
 
-/// Tells systemd, if it has started this process and wants to know, how this process is:
-/// `READY=1`, say.
+/// Sends systemd this process's state, such as `READY=1`, if systemd asks for it.
 ///
 /// # Errors
-/// The kernel's.
+/// Returns the kernel's error.
 pub fn tell_systemd(state: &str) -> io::Result<()> {
     let Some(at) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
     let at = match at.as_bytes().strip_prefix(b"@") {

@@ -1,4 +1,4 @@
-//! Lines and shared memory, between two ends in this process.
+//! Tests of lines and shared memory between two ends in this process.
 
 #![expect(unsafe_code, reason = "shared memory is read and written")]
 
@@ -33,15 +33,15 @@ fn messages_arrive_whole_and_with_their_descriptors() {
     assert_eq!(text, "second");
     let descriptor = descriptor.unwrap();
     let same = SharedMemory::of(&descriptor).unwrap();
-    // Each side has it without its descriptor.
+    // Each side keeps its mapping after its descriptor is closed.
     drop((descriptor, own));
     assert_eq!(same.len(), 5000);
-    // SAFETY: nobody else looks.
+    // SAFETY: nobody else reads the memory now.
     unsafe { memory.bytes_mut(10..12).copy_from_slice(b"hi") };
-    // SAFETY: nobody writes any more.
+    // SAFETY: nobody writes to the memory any more.
     assert_eq!(unsafe { same.bytes(9..13) }, b"\0hi\0");
     assert_eq!(same.word(8).to_ne_bytes(), *b"\0\0hi");
-    // SAFETY: it takes nothing and cannot fail.
+    // SAFETY: `getuid` takes no arguments and cannot fail.
     assert_eq!(answerer.peer().unwrap().uid, unsafe { libc::getuid() });
     caller.hang_up();
     assert!(answerer.recv::<String>().unwrap().is_none());
@@ -54,7 +54,7 @@ fn nobody_listens_where_somebody_does_but_where_somebody_was_killed() {
     let path = path("taken");
     let first = Listener::bind(&path, 0o600).unwrap();
     assert_eq!(Listener::bind(&path, 0o600).unwrap_err().kind(), ErrorKind::AddrInUse);
-    // A process that is killed leaves the name behind.
+    // A killed process leaves its name behind.
     let left = path.with_extension("left");
     std::fs::rename(&path, &left).unwrap();
     drop(first);
@@ -87,7 +87,7 @@ fn who_calls_what_is_no_socket_hears_so_and_not_that_nobody_is_there_yet() {
         }
     }
     std::fs::remove_file(&path).unwrap();
-    // A process that was killed leaves a socket behind.
+    // A killed process leaves its socket behind.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     for error in [
         Line::connect(&path).unwrap_err(),
@@ -114,7 +114,7 @@ fn a_listener_takes_no_name_with_it_but_its_own() {
 fn of_many_that_start_at_once_one_serves() {
     let path = path("at-once");
     for _ in 0..20 {
-        // A process that is killed leaves the name behind.
+        // A killed process leaves its name behind.
         let left = path.with_extension("left");
         let killed = Listener::bind(&path, 0o600).unwrap();
         std::fs::rename(&path, &left).unwrap();
@@ -136,7 +136,7 @@ fn a_listener_listens_until_its_name_is_gone() {
     std::fs::create_dir(&folder).unwrap();
     let path = folder.join("socket");
     let listener = Listener::bind(&path, 0o600).unwrap();
-    // Its name stays for as long as the folder is locked.
+    // The name stays while the folder is locked.
     let locked = File::open(&folder).unwrap();
     locked.lock().unwrap();
     std::thread::scope(|scope| {
@@ -152,7 +152,7 @@ fn a_listener_listens_until_its_name_is_gone() {
             if calls == 20 {
                 locked.unlock().unwrap();
             }
-            // Calls that nobody takes fill the queue, of 128.
+            // Unanswered calls fill the queue of 128.
             let pause = if calls < 20 { 1 } else { 50 };
             std::thread::sleep(Duration::from_millis(pause));
         }
@@ -166,7 +166,7 @@ fn who_is_stopped_with_a_full_queue_is_there_and_is_not_waited_for() {
     std::fs::create_dir(&folder).unwrap();
     let path = folder.join("socket");
     let (stopped, name) = listen_for_streams(&path, 0o600).unwrap();
-    // A second call to listen sets how many callers may wait: one.
+    // A second `listen` resizes the queue: one caller may wait.
     rustix::net::listen(&stopped, 0).unwrap();
     let _waits = call_for_stream(&path, Duration::from_secs(1)).unwrap();
     let error = call_for_stream(&path, Duration::from_millis(10)).unwrap_err();
@@ -184,7 +184,7 @@ fn a_socket_is_not_taken_for_dead_while_others_start() {
     let folder = path("starting");
     std::fs::create_dir(&folder).unwrap();
     let path = folder.join("socket");
-    // As one that starts has it: bound, and not listened at yet.
+    // A starting process has bound its socket but does not listen yet.
     let starting = File::open(&folder).unwrap();
     starting.lock().unwrap();
     let socket = line::new_socket().unwrap();
@@ -227,7 +227,7 @@ fn memory_of_which_some_could_go_is_refused() {
     std::fs::remove_file(&file).unwrap();
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     refused(memfd_create("open", flags).unwrap());
-    // Where the kernel has huge pages at all.
+    // The kernel may lack huge pages.
     if let Ok(huge) = memfd_create("huge", flags | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB) {
         fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
         refused(huge);
@@ -291,8 +291,8 @@ fn a_process_of_another_user_is_not_called_where_all_may_put_sockets() {
     std::fs::set_permissions(&folder, Permissions::from_mode(0o1777)).unwrap();
     let at = folder.join("socket");
     let listen = || {
-        // SAFETY: it takes numbers. The C library's changes the user of all threads, and this that
-        // of the one that is about to end.
+        // SAFETY: the arguments are numbers. The C library's function would change the user of all
+        // threads; this call only affects the current thread, which is about to end.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 1234, -1) }, 0);
         Listener::bind(&at, 0o777).unwrap()
     };
@@ -300,7 +300,7 @@ fn a_process_of_another_user_is_not_called_where_all_may_put_sockets() {
     let refused = Line::connect(&at).unwrap_err();
     assert!(matches!(refused, CallError::NotBelieved(_)), "{refused:?}");
     assert!(refused.to_string().starts_with("a process of user 1234 listens there"), "{refused}");
-    // In a folder that root has given to that user nobody else can listen.
+    // In a folder that root gave to that user, no other user can listen.
     std::fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
     Line::connect(&at).unwrap();
     drop(squatter);

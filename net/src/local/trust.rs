@@ -1,8 +1,8 @@
-//! Which processes a caller believes that listen at a path.
+//! Trust in the process that listens at a path.
 //!
-//! A path in a shared folder belongs to the first process that binds it. So a caller believes
-//! processes of its own user and of root, and those of the user whose folder the path lies in, if
-//! nobody else can put a socket there. Users are told apart by the kernel's numbers alone.
+//! A path in a shared folder belongs to the first process that binds it. So a caller trusts
+//! processes of its own user and of root. It also trusts processes of the user who owns the path's
+//! folder, if no other user can put a socket there. Only the kernel's user ids tell users apart.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
@@ -14,18 +14,18 @@ use std::path::{Component, Path, PathBuf};
 use super::call_error::CallError;
 use super::is_known_user;
 
-/// How many symbolic links a path may lead through, as the kernel has it.
+/// How many symbolic links a path may pass through; the kernel has the same limit.
 const MAX_LINKS: usize = 40;
 
-/// What others than the owner may do to a folder: put files in it. An access control list that lets
-/// others do so shows up in the bits of the group.
+/// Mode bits that let users other than the owner create files in a folder. An access control list
+/// that lets others do so shows in the group bits.
 const OTHERS_WRITE: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// Checks that a process of this user may be believed at a path, by a caller of user `own`.
+/// Checks that a caller of user `own` may trust a process of user `listener` at a path.
 ///
 /// # Errors
-/// That it may not; the kernel's when the path cannot be read.
+/// Returns [`CallError::NotBelieved`], or the kernel's error if the path cannot be read.
 pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallError> {
     let trusted: BTreeSet<u32> = [0, own].into_iter().filter(|uid| is_known_user(*uid)).collect();
     if trusted.contains(&listener) {
@@ -44,9 +44,9 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallErro
     Err(CallError::NotBelieved(why))
 }
 
-/// Finds the users who alone decide what is at a path: those that are trusted, and those whom one
-/// of them gave a folder, or the socket itself, on the way there. Returns the folder in which
-/// others have put something, if one has. The path begins at `root`.
+/// Finds the users who alone decide which socket is at a path: the trusted users, and those to whom
+/// they gave a folder on the path or the socket itself. Returns the folder instead if another user
+/// may have placed the next entry in it. The path starts at `root`.
 fn holders(
     root: &Path,
     path: &Path,
@@ -55,7 +55,7 @@ fn holders(
     let mut folder = root.to_owned();
     let mut left: VecDeque<OsString> = names(path).collect();
     let mut links = 0;
-    // Whoever holds the top of all files holds what is below.
+    // The owner of the root folder controls everything below it.
     holders.insert(folder.symlink_metadata()?.uid());
     while let Some(name) = left.pop_front() {
         if name == ".." {
@@ -87,17 +87,18 @@ fn holders(
     Ok(Ok(holders))
 }
 
-/// Whether one of these users, who hold a folder, has put there what was found in it.
+/// Returns whether a holder of a folder must have placed the entry `found` in it.
 fn is_placed_by(holders: &BTreeSet<u32>, folder: &Metadata, found: &Metadata) -> bool {
     match folder.mode() {
         mode if mode & OTHERS_WRITE == 0 => true,
-        // Others cannot replace what is not theirs. Users without a number here look like one.
+        // The sticky bit stops users from replacing entries of others. Users unknown here share one
+        // id.
         mode if mode & STICKY != 0 => holders.contains(&found.uid()) && is_known_user(found.uid()),
         _ => false,
     }
 }
 
-/// The names that a path leads through.
+/// Returns the names that a path passes through.
 fn names(path: &Path) -> impl DoubleEndedIterator<Item = OsString> {
     path.components().filter_map(|component| match component {
         Component::Normal(_) | Component::ParentDir => Some(component.as_os_str().to_owned()),
@@ -113,8 +114,8 @@ mod tests {
     use super::*;
     use crate::local::limits::own_user;
 
-    /// A user that is neither root nor the caller, who can have files here: root gives them away,
-    /// and for others it is this user, while the caller is made up.
+    /// User other than root and the caller, who can own files here. Root can give files to any
+    /// user; for others this is the current user, and the caller is invented.
     struct Users {
         other: u32,
         caller: u32,
@@ -140,7 +141,7 @@ mod tests {
         }
     }
 
-    /// A folder that goes with the test, of which root or this user has the top.
+    /// Temporary folder, removed with the test; root or this user owns it.
     struct Top(PathBuf);
 
     impl Top {
@@ -178,7 +179,7 @@ mod tests {
         users.make_file(&top.0.join("given/socket"));
         let found = holders(&top.0, Path::new("/given/socket"), [0, users.caller].into());
         assert!(found.unwrap().unwrap().contains(&users.other));
-        // A group that may write there may put its own socket there.
+        // A group with write permission may put its own socket there.
         users.make_folder(&top.0.join("group"), 0o775);
         users.make_file(&top.0.join("group/socket"));
         let found = holders(&top.0, Path::new("group/socket"), [0, users.caller].into());
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn what_another_user_put_in_a_shared_folder_is_not_believed() {
         let (top, users) = (Top::new("shared", 0o755), Users::new());
-        // As /tmp is, of a user who is trusted.
+        // This folder is like /tmp and belongs to a trusted user.
         create_dir(top.0.join("tmp")).unwrap();
         set_permissions(top.0.join("tmp"), Permissions::from_mode(0o1777)).unwrap();
         users.make_file(&top.0.join("tmp/socket"));
@@ -205,7 +206,7 @@ mod tests {
             rustix::fs::AtFlags::SYMLINK_NOFOLLOW,
         )
         .unwrap();
-        // Only root has files of two users here.
+        // Only root can own files of two users here.
         if own_user() == 0 {
             for path in ["tmp/socket", "tmp/folder/socket", "tmp/link"] {
                 assert!(!top.finds(path, [0, users.caller]), "{path}");
@@ -214,7 +215,7 @@ mod tests {
         }
         assert!(top.finds("own/socket", [0, users.caller]));
         assert!(top.finds("tmp/../own/socket", [0, users.caller]));
-        // Without the sticky bit others may replace what is there, whosever it is.
+        // Without the sticky bit, other users may replace every entry, whoever owns it.
         set_permissions(top.0.join("tmp"), Permissions::from_mode(0o777)).unwrap();
         assert!(!top.finds("tmp/socket", [0, users.other]));
     }

@@ -8,7 +8,7 @@ use super::*;
 use crate::interface::{interface_of, interfaces};
 use crate::udp::{RECV_CAPACITY, RecvRing, SendRing, Transmit, UdpConfig, UdpSocket, wait};
 
-/// Group number `n` of this process, so that test runs side by side do not hear each other.
+/// Returns group number `n` of this process, so that concurrent test runs use different groups.
 fn group_v4(n: u8) -> SocketAddr {
     let [.., high, low] = std::process::id().to_be_bytes();
     SocketAddr::from((Ipv4Addr::new(239, n, high, low), 40_771))
@@ -16,12 +16,12 @@ fn group_v4(n: u8) -> SocketAddr {
 
 fn sender_on(ip: IpAddr, interface: &Interface) -> UdpSocket {
     let socket = UdpSocket::open(&UdpConfig::new(SocketAddr::new(ip, 0))).unwrap();
-    // A distance of 0: to the members on this host, and not to the network.
+    // A TTL of 0 reaches the members on this host, but not the network.
     socket.set_multicast_sender(interface, 0).unwrap();
     socket
 }
 
-/// Every byte that arrives until `want` did.
+/// Receives until `want` bytes have arrived, and returns all bytes received.
 fn receive(socket: &UdpSocket, want: usize) -> Vec<u8> {
     let mut ring = RecvRing::new();
     let mut buffers = [BytesMut::with_capacity(RECV_CAPACITY)];
@@ -36,7 +36,7 @@ fn receive(socket: &UdpSocket, want: usize) -> Vec<u8> {
     got
 }
 
-/// One window's worth to two members of one host.
+/// Checks that two members on one host each receive a window's worth of data.
 fn check_two_members(sender_ip: IpAddr, group: SocketAddr) {
     let interface = interface_of(sender_ip).expect("the sender's address is here");
     let group = Multicast { group, interface };
@@ -60,7 +60,7 @@ fn each_member_on_this_host_gets_a_copy() {
 
 #[test]
 fn each_member_on_this_host_gets_a_copy_over_ipv6() {
-    // Not on loopback: Linux neither routes IPv6 multicast there nor delivers it when made to.
+    // Loopback does not work: Linux does not route IPv6 multicast there, nor deliver it if forced.
     let found = interfaces().unwrap().into_iter().find_map(|interface| {
         let fits = interface.is_up && interface.is_multicast && !interface.is_loopback;
         let global = |ip: &&IpAddr| matches!(ip, IpAddr::V6(v6) if !v6.is_unicast_link_local());

@@ -1,4 +1,4 @@
-//! A small certificate authority: enough for the nodes of one cluster.
+//! Certificate authority for the nodes of one cluster.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ use super::pem_file::{check_key, key_of, not_pem, read_secret};
 use super::{Certificate, Role};
 use crate::{FileKind, NetError};
 
-/// A certificate authority: it issues the [`Identity`](super::Identity) files of nodes.
+/// Certificate authority that issues the [`Identity`](super::Identity) files of nodes.
 #[derive(Debug)]
 pub struct Authority {
     certificate: CertificateDer<'static>,
@@ -26,37 +26,38 @@ pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// Who is to be issued an identity.
+/// Node to issue an identity for.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
-    /// Its name, which admission goes by: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`, beginning
-    /// with a letter or digit.
+    /// Name of the node, which admission checks: 1 to 64 characters of a-z, A-Z, 0-9, `.`, `_` and
+    /// `-`, beginning with a letter or digit.
     pub name: &'a str,
-    /// What it may be.
+    /// Role that the certificate allows.
     pub role: Role,
-    /// Days until it expires, not more than its authority has left. By default it expires after a
-    /// year, or with its authority.
+    /// Days until the identity expires; the authority must be valid for as long. By default the
+    /// identity expires after a year, or with its authority if that is sooner.
     pub days: Option<u32>,
 }
 
 impl Authority {
-    /// Makes an authority of a name that is valid for `days`. Returns its file in PEM: the
-    /// certificate, which all may see, and the key, which nobody else may.
+    /// Creates an authority called `name` that is valid for `days`. Returns its PEM file: the
+    /// certificate, which is public, and the key, which must stay secret.
     ///
     /// # Errors
     ///
-    /// [`NetError::Certificate`] if the name cannot be one, or the system gives no randomness.
+    /// Returns [`NetError::Certificate`] if the name is invalid or the system provides no
+    /// randomness.
     pub fn create(name: &str, days: u32) -> Result<String, NetError> {
         let (certificate, key) = Self::make(name, days)?;
         Ok(certificate.pem() + &key.serialize_pem())
     }
 
-    /// Makes an authority of a name that is valid for `days`, and has no file: nobody issues with
-    /// it once it is dropped.
+    /// Creates an authority called `name` that is valid for `days` and has no file. Its key is lost
+    /// when it is dropped, so nobody can issue with it afterwards.
     ///
     /// # Errors
     ///
-    /// Those of [`Authority::create`].
+    /// Returns the errors of [`Authority::create`].
     pub fn throwaway(name: &str, days: u32) -> Result<Self, NetError> {
         let (certificate, key) = Self::make(name, days)?;
         let cannot = |reason| NetError::Certificate { reason };
@@ -79,11 +80,11 @@ impl Authority {
         Ok(Self { certificate, not_after, issuer })
     }
 
-    /// Reads an authority's file.
+    /// Reads the file of an authority.
     ///
     /// # Errors
     ///
-    /// [`NetError::IdentityFile`] that names the file and what is wrong with it, or
+    /// Returns [`NetError::IdentityFile`], which names the file and the fault, or
     /// [`NetError::NoDescriptor`].
     pub fn load(path: &Path) -> Result<Self, NetError> {
         let wrong = |why: String| FileKind::Authority.wrong(path, why);
@@ -105,13 +106,13 @@ impl Authority {
     }
 
     /// Issues an identity file in PEM: the node's certificate, its key, and this authority's
-    /// certificate, by which the node knows others of the cluster. Returns the file, and when it
-    /// expires, as RFC 3339 in UTC.
+    /// certificate, with which the node verifies others of the cluster. Returns the file and its
+    /// expiry time, as RFC 3339 in UTC.
     ///
     /// # Errors
     ///
-    /// [`NetError::Certificate`] if the name cannot be one, if it would outlive this authority, or
-    /// if the system gives no randomness.
+    /// Returns [`NetError::Certificate`] if the name is invalid, if the identity would outlive this
+    /// authority, or if the system provides no randomness.
     pub fn issue(&self, subject: &Subject<'_>) -> Result<(String, String), NetError> {
         let left = self.not_after - OffsetDateTime::now_utc();
         let until = rfc3339(self.not_after.unix_timestamp());
@@ -119,7 +120,8 @@ impl Authority {
             let reason = format!("the authority has expired at {until}; make another one");
             return Err(NetError::Certificate { reason });
         }
-        // A day that has begun counts whole: one may give as many as the authority was made for.
+        // A started day counts whole, so that `days` may equal the days the authority was created
+        // with.
         if let Some(days) = subject.days.filter(|days| Duration::days((*days).into()) > left + DAY)
         {
             let reason = format!(
@@ -161,7 +163,7 @@ impl Authority {
     }
 }
 
-/// What all certificates have in common.
+/// Returns the parameters that all certificates share.
 fn params(name: &str, not_after: OffsetDateTime) -> Result<CertificateParams, NetError> {
     check_name(name)?;
     let mut params = CertificateParams::default();
@@ -185,10 +187,10 @@ fn cannot(error: &rcgen::Error) -> NetError {
     NetError::Certificate { reason: error.to_string() }
 }
 
-/// Days that an identity is valid for unless something else is said.
+/// Days until an identity expires by default.
 const USUAL_DAYS: u32 = 365;
 const DAY: Duration = Duration::days(1);
-/// How far the clock of another host may be behind the authority's.
+/// How far another host's clock may lag behind the authority's.
 const CLOCK_SKEW: Duration = Duration::minutes(10);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a certificate says, for people and for admission.
+//! Contents of a certificate, for display and for admission.
 
 use std::fmt;
 use std::path::Path;
@@ -16,19 +16,19 @@ use super::NAME;
 use super::pem_file::{not_pem, read_secret};
 use crate::{FileKind, NetError};
 
-/// What the holder of a certificate may be.
+/// Role that a certificate allows its holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// It vouches for others.
+    /// The holder issues certificates.
     Authority,
-    /// It serves jobs, and may join those of another aggregator as a rank.
+    /// The holder serves jobs, and may join those of another aggregator as a rank.
     Aggregator,
-    /// It joins jobs.
+    /// The holder joins jobs.
     Worker,
 }
 
 impl Role {
-    /// The role's name on the command line and in what is shown.
+    /// Returns the role's name on the command line and in output.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -45,33 +45,33 @@ impl fmt::Display for Role {
     }
 }
 
-/// What a certificate says.
+/// Contents of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
-    /// Whose it is: the subject's common name.
+    /// Name of the holder: the subject's common name.
     pub name: String,
-    /// What it may be used for.
+    /// Role that the certificate allows.
     pub role: Role,
-    /// Who vouches for it.
+    /// Common name of the issuer.
     pub issuer: String,
-    /// When it becomes valid, as RFC 3339 in UTC.
+    /// Start of the validity, as RFC 3339 in UTC.
     pub not_before: String,
-    /// When it expires, likewise.
+    /// End of the validity, as RFC 3339 in UTC.
     pub not_after: String,
-    /// Whether it is valid now.
+    /// Whether the certificate is valid now.
     pub valid: bool,
-    /// Whether it expires within a week, and has been valid for most of its time.
+    /// Whether the certificate expires within a week and is in the last tenth of its validity.
     pub ends_soon: bool,
-    /// SHA-256 over the certificate, in hexadecimal.
+    /// SHA-256 of the certificate, in hexadecimal.
     pub fingerprint: String,
 }
 
 impl Certificate {
-    /// The certificates of a PEM file, in its order.
+    /// Reads all certificates of a PEM file, in order.
     ///
     /// # Errors
     ///
-    /// [`NetError::IdentityFile`] that names the file and what is wrong with it, or
+    /// Returns [`NetError::IdentityFile`], which names the file and the fault, or
     /// [`NetError::NoDescriptor`].
     pub fn all_of(path: &Path) -> Result<Vec<Self>, NetError> {
         let wrong = |why: String| FileKind::Certificates.wrong(path, why);
@@ -87,19 +87,20 @@ impl Certificate {
         Ok(all)
     }
 
-    /// Whose connection it is, by the certificate that the other side showed.
+    /// Returns the certificate that the peer of a connection showed.
     #[must_use]
     pub fn of_peer(connection: &quinn::Connection) -> Option<Self> {
         let shown = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
         Self::parse(shown.first()?).ok()
     }
 
-    /// Reads a certificate; the error says why it cannot be one.
+    /// Parses a certificate; the error says what is wrong with it.
     pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
         Self::of(&x509(der)?, der)
     }
 
-    /// Reads the certificate of a file that has its key: TLS takes no other version.
+    /// Parses this side's own certificate, which must be of X.509 version 3, the only one TLS
+    /// accepts.
     pub(super) fn parse_own(der: &CertificateDer<'_>) -> Result<Self, String> {
         let x509 = x509(der)?;
         if x509.version() != X509Version::V3 {
@@ -114,8 +115,8 @@ impl Certificate {
     }
 
     fn of(x509: &X509Certificate<'_>, der: &CertificateDer<'_>) -> Result<Self, String> {
-        // Names are compared, logged and shown, so a certificate whose name would not show as it
-        // is counts as none.
+        // Names are compared, logged and displayed, so a certificate with an unprintable name is
+        // rejected.
         let (name, issuer) = (name_of(x509.subject()), name_of(x509.issuer()));
         identity_name::check(&name)?;
         if !PeerText::is_plain(&issuer) {
@@ -153,37 +154,37 @@ fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> 
     Ok(x509)
 }
 
-/// Whether a certificate that is valid between two moments expires soon, all in seconds: those that
-/// are made for a few days do so in the last tenth of them.
+/// Returns whether a certificate valid between `from` and `to`, in seconds, expires soon. A
+/// certificate that lives for a few days does so in the last tenth of its life.
 const fn ends_soon(from: i64, to: i64, now: i64) -> bool {
     const WEEK: i64 = 7 * 24 * 3600;
     let (left, tenth) = (to.saturating_sub(now), to.saturating_sub(from) / 10);
     left < WEEK && left < tenth
 }
 
-/// When a certificate expires.
+/// Returns when a certificate expires.
 pub(super) fn end_of(der: &CertificateDer<'_>) -> Result<OffsetDateTime, String> {
     Ok(x509(der)?.validity().not_after.to_datetime())
 }
 
-/// Whether whoever has made a certificate has signed it too, as where there is no authority.
+/// Returns whether a certificate names its own subject as the issuer, as a self-signed one does.
 pub(super) fn is_self_issued(der: &CertificateDer<'_>) -> bool {
     x509(der).is_ok_and(|x509| x509.subject().as_raw() == x509.issuer().as_raw())
 }
 
-/// Whether a certificate names another's subject as its issuer.
+/// Returns whether a certificate names another's subject as its issuer.
 pub(super) fn is_issued_by(der: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
     let (Ok(own), Ok(issuer)) = (x509(der), x509(issuer)) else { return false };
     own.issuer().as_raw() == issuer.subject().as_raw()
 }
 
-/// The common name.
+/// Returns the common name, or an empty string.
 fn name_of(name: &X509Name<'_>) -> String {
     let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());
     common.unwrap_or_default().to_owned()
 }
 
-/// A moment in seconds since 1970 as RFC 3339.
+/// Formats a time in seconds since 1970 as RFC 3339.
 pub(super) fn rfc3339(timestamp: i64) -> String {
     let at = OffsetDateTime::from_unix_timestamp(timestamp).ok();
     at.and_then(|at| at.format(&Rfc3339).ok()).unwrap_or_else(|| timestamp.to_string())

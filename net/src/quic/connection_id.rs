@@ -1,10 +1,11 @@
-//! Identifiers of connections (RFC 9000, section 5.1): 64 random bits, and a tag by which an
-//! endpoint tells its own from noise.
+//! Connection identifiers (RFC 9000, section 5.1): 64 random bits, and a tag that lets an endpoint
+//! recognize its own.
 //!
-//! quinn's own are random in 24 bits only. It gives a Retry one without a look at those in use, and
-//! looks a datagram up among connections first: a caller whose Retry has the identifier of a
-//! connection that stands is taken for that, and never answered. Identifiers without a tag would do
-//! against that, but then noise would be answered, as if it were of a connection that is forgotten.
+//! quinn's own identifiers have only 24 random bits. quinn chooses the identifier of a Retry
+//! without checking those in use, and looks up each datagram among the connections first. If the
+//! identifiers collide, the caller's datagrams go to the existing connection, and the caller never
+//! gets an answer. 64 random bits without a tag would prevent collisions, but the endpoint would
+//! then answer noise as if it belonged to a forgotten connection.
 
 use std::time::Duration;
 
@@ -17,10 +18,10 @@ use crate::auth::new_key;
 
 const RANDOM: usize = 8;
 const TAG: usize = 8;
-/// Bytes of an identifier; QUIC has 20 at most (RFC 9000, section 17.2).
+/// Length of an identifier in bytes; QUIC allows at most 20 (RFC 9000, section 17.2).
 pub(super) const LEN: usize = RANDOM + TAG;
 
-/// Makes the identifiers of an endpoint's connections.
+/// Generator of the identifiers of one endpoint's connections.
 #[derive(Debug, Clone)]
 pub(super) struct ConnectionIds {
     random: RandomConnectionIdGenerator,
@@ -28,11 +29,11 @@ pub(super) struct ConnectionIds {
 }
 
 impl ConnectionIds {
-    /// With a key of its own.
+    /// Creates a generator with a random key of its own.
     ///
     /// # Errors
     ///
-    /// [`NetError`] if the host has no random numbers.
+    /// Returns [`NetError`] if the host provides no randomness.
     pub(super) fn new() -> Result<Self, NetError> {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &new_key()?.0);
         Ok(Self { random: RandomConnectionIdGenerator::new(RANDOM), key })

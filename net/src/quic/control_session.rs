@@ -1,5 +1,5 @@
-//! What a rank says to an aggregator and hears of it, on a connection for as long as it is one: a
-//! worker's conversation, or that of an aggregator with its parent.
+//! Control sessions: the messages between a rank and an aggregator over one QUIC connection. The
+//! rank is a worker, or an aggregator that contributes to its parent.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -16,48 +16,48 @@ use super::endpoint::{Connection, connect_from};
 use super::{Credentials, duration, frames, lifeline};
 use crate::NetError;
 
-/// Who calls an aggregator.
+/// Settings with which a rank calls an aggregator.
 #[derive(Debug)]
 pub struct Caller {
-    /// The address of this host to call from, unless any will do.
+    /// Local address to call from; `None` lets the kernel choose.
     pub from: Option<IpAddr>,
-    /// Who it is, and whom it believes.
+    /// Identity of the caller, and the certificates it trusts.
     pub credentials: Credentials,
     /// How long the aggregator may take to answer.
     pub patience: Span,
 }
 
-/// How a conversation ended.
+/// Reason why a control session ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Ended {
-    /// It never began: nobody is there, or one side does not believe the other.
+    /// The session never began: nobody answered, or one side rejected the other's certificate.
     #[error("{0}")]
     Unconnected(#[from] NetError),
-    /// Nothing was heard of the aggregator for too long.
+    /// The aggregator was silent for too long.
     #[error("{SILENT}")]
     Silent,
-    /// The aggregator ended it, or is gone: a sentence.
+    /// The aggregator closed the session or died; the text is a sentence.
     #[error("{0}")]
     Closed(PeerText),
-    /// This side has said its last word.
+    /// This side has sent its last message.
     #[error("left")]
     Parted,
 }
 
 impl Ended {
-    /// An end for a reason that may quote the aggregator.
+    /// Returns an end whose reason may quote the aggregator.
     fn of(why: impl fmt::Display) -> Self {
         Self::Closed(PeerText::of(why))
     }
 }
 
-/// What is said of an aggregator of which nothing was heard for [`IDLE_TIMEOUT`].
+/// Error text for an aggregator that was silent for [`IDLE_TIMEOUT`].
 ///
 /// [`IDLE_TIMEOUT`]: super::IDLE_TIMEOUT
 pub const SILENT: &str = "nothing is heard of the aggregator; it is stopped, down or cut off, or \
                           this process was stopped itself";
 
-/// A connection to an aggregator, and the stream by which both talk.
+/// Connection to an aggregator, with the stream of its control messages.
 #[derive(Debug)]
 pub struct Line {
     connection: Connection,
@@ -67,21 +67,22 @@ pub struct Line {
 }
 
 impl Line {
-    /// Says something.
+    /// Sends a message.
     ///
     /// # Errors
     ///
-    /// How the conversation has ended.
+    /// Returns how the session ended.
     pub async fn say(&mut self, word: &FromWorker) -> Result<(), Ended> {
         let said = frames::send(&mut self.send, word).await;
         said.map_err(|error| self.ended(&error))
     }
 
-    /// Returns what the aggregator says next. Whoever stops waiting for that must hang up.
+    /// Receives the aggregator's next message. If the caller cancels this future, it must close the
+    /// connection.
     ///
     /// # Errors
     ///
-    /// How the conversation has ended.
+    /// Returns how the session ended.
     pub async fn hear(&mut self) -> Result<FromAggregator, Ended> {
         match frames::recv(&mut self.recv).await {
             Ok(Some(message)) => Ok(message),
@@ -95,9 +96,9 @@ impl Line {
     }
 }
 
-/// How a conversation has ended, of which `why` is the sign.
+/// Returns how a session ended; `why` applies if the connection gives no better reason.
 fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> Ended {
-    // An aggregator looks at this side's certificate last, when the connection seems made.
+    // The aggregator verifies this side's certificate last, when the handshake seems complete here.
     match connection.why_ended(to) {
         Some(NetError::Connect { cause: ConnectionError::TimedOut, .. }) => Ended::Silent,
         Some(NetError::Connect { cause: ConnectionError::ApplicationClosed(close), .. })
@@ -110,14 +111,14 @@ fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> End
     }
 }
 
-/// Calls the aggregator at `to`, and says the `first` word; hands on what it says by
-/// `hear`, which returns false once nobody listens any more, and says to it what comes of `words`:
-/// up to a last word, which is [`LEAVE`] if they end without one. Returns once the conversation is
-/// over.
+/// Connects to the aggregator at `to`, sends the message `first`, and runs the session until it
+/// ends. Passes the aggregator's messages to `hear`, which returns false to end the session. Sends
+/// the messages from `words` up to a last one, which is [`LEAVE`] if the channel closes without
+/// one.
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn converse(
     to: SocketAddr,
     first: FromWorker,
@@ -131,15 +132,16 @@ pub async fn converse(
     }
 }
 
-/// Calls the aggregator at `to`, which is told nothing yet: who gives up the call leaves no trace.
+/// Connects to the aggregator at `to` without sending a message yet. A caller that gives up now
+/// leaves no trace at the aggregator.
 ///
 /// # Errors
 ///
-/// Why the call came to nothing.
+/// Returns why the call failed.
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn call(to: SocketAddr, caller: &Caller) -> Result<Line, Ended> {
     let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
     match connection.quic().open_bi().await {
@@ -148,11 +150,11 @@ pub async fn call(to: SocketAddr, caller: &Caller) -> Result<Line, Ended> {
     }
 }
 
-/// Says the `first` word by a line, and goes on as [`converse`] does.
+/// Sends the message `first` on an open line, and then runs the session like [`converse`].
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn talk(
     mut line: Line,
     first: FromWorker,
@@ -167,7 +169,7 @@ pub async fn talk(
     let quic = connection.quic().clone();
     let lifeline = lifeline::lay_offered(&quic, to, async { lifeline.await.ok() });
     let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
-    // A task of its own, since reading a frame must not be cancelled half-way.
+    // Frames are read in a separate task, because cancelling a read would lose part of a frame.
     let mut reader = tokio::spawn(listen(recv, offered, hear));
     loop {
         tokio::select! {
@@ -177,7 +179,8 @@ pub async fn talk(
             }
             () = &mut dead => {
                 reader.abort();
-                // Should it live, this lies behind what it has yet to read, and undoes it.
+                // An aggregator that is alive after all handles this close after the messages it
+                // has not read yet, and so drops the rank.
                 connection.close("gone").await;
                 return Ended::of(DEAD);
             }
@@ -187,7 +190,7 @@ pub async fn talk(
                 let sent = frames::send(&mut send, &word).await;
                 if last || sent.is_err() {
                     drop(send.finish());
-                    // The aggregator's end of the stream says that it has read the last word.
+                    // The aggregator ends its stream once it has read the last message.
                     drop(tokio::time::timeout(LAST_PATIENCE, &mut reader).await);
                     reader.abort();
                     connection.close("left").await;
@@ -198,16 +201,16 @@ pub async fn talk(
     }
 }
 
-/// Asks the aggregator at `to` which ranks wait there for others that could join like this.
+/// Asks the aggregator at `to` which ranks of the job in `join` wait there for others to join.
 ///
 /// # Errors
 ///
-/// What ended the conversation before there was an answer; the caller's patience is for each of
-/// the connection and the answer.
+/// Returns how the session ended if there was no answer. Connecting and answering may each take the
+/// caller's `patience`.
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16>, Ended> {
     let mut line = call(to, caller).await?;
     let answer = async {
@@ -223,15 +226,15 @@ pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16
     answer
 }
 
-/// Asks the aggregator at `to` what it does; returns the JSON that it says.
+/// Requests the status of the aggregator at `to`; returns it as JSON.
 ///
 /// # Errors
 ///
-/// Why there is no answer.
+/// Returns why there was no answer.
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended> {
     let mut line = call(to, caller).await?;
     let answer = async {
@@ -265,10 +268,10 @@ pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended
     answer
 }
 
-/// Bytes of the longest status that is taken: that of 1024 jobs with 256 ranks each.
+/// Size limit of a status in bytes: that of 1024 jobs with 256 ranks each.
 const MAX_STATUS: usize = 128 << 20;
 
-/// Hands on what is said until nothing more is; returns why.
+/// Passes received messages on until the session ends; returns the reason.
 async fn listen(
     mut recv: quinn::RecvStream,
     offered: oneshot::Sender<(u16, racksum_proto::auth::Key)>,
@@ -278,13 +281,14 @@ async fn listen(
     loop {
         match frames::recv::<FromAggregator>(&mut recv).await {
             Ok(Some(FromAggregator::Lifeline { port, token })) => {
-                // There is one, and nobody waits for another.
+                // Only the first offer counts; a later one has no receiver.
                 if let Some(offered) = offered.take() {
                     offered.send((port, token)).unwrap_or_default();
                 }
             }
             Ok(Some(message)) => {
-                // It would have come first after the proof of the data path.
+                // An offer comes right after the proof of the data path, so any other message rules
+                // it out.
                 let of_proof = matches!(
                     message,
                     FromAggregator::Prove { .. } | FromAggregator::Arrived { .. }
@@ -302,13 +306,13 @@ async fn listen(
     }
 }
 
-/// A rank's last word, unless it may come back or goes on elsewhere.
+/// Last message of a rank that neither comes back nor moves to another aggregator.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
-/// Why a conversation ends that the aggregator has ended without a word.
+/// Reason for a session that the aggregator ended without a message.
 const HUNG_UP: &str = "it ended the conversation";
-/// Why a conversation ends when the aggregator's host says that it serves no more.
+/// Reason for a session whose aggregator has died: its host refuses or closes the lifeline.
 const DEAD: &str = "its process has ended, as its host says";
-/// How long the aggregator may take to read the last word.
+/// How long the aggregator may take to read the last message.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -328,7 +332,7 @@ mod tests {
         let runtime =
             || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let (own, theirs) = (runtime().unwrap(), runtime().unwrap());
-        // Nobody takes lifelines there, and its only thread hears nothing for a while.
+        // This server accepts no lifelines, and its only thread blocks for a while.
         let endpoint =
             theirs.block_on(async { server("127.0.0.1:0".parse().unwrap(), &credentials()) });
         let endpoint = endpoint.unwrap();

@@ -1,4 +1,4 @@
-//! Endpoints: one that is called, and one that calls.
+//! QUIC endpoints of servers and clients.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -26,7 +26,7 @@ use super::{Credentials, IDLE_TIMEOUT, KEEP_ALIVE, PROTOCOL, duration};
 use crate::NetError;
 use crate::interface::{MIN_MTU, path_mtu};
 
-/// An established connection of a client, with the endpoint that carries it.
+/// Established connection of a client, with the endpoint that carries it.
 #[derive(Debug)]
 pub struct Connection {
     endpoint: Endpoint,
@@ -35,62 +35,63 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// The connection itself: open streams on it, watch it for its end.
+    /// Returns the QUIC connection, on which to open streams and wait for the end.
     #[must_use]
     pub const fn quic(&self) -> &quinn::Connection {
         &self.quic
     }
 
-    /// Why the connection to `addr` has ended, if it has.
+    /// Returns why the connection to `addr` has ended, or `None` while it is open.
     pub(super) fn why_ended(&self, addr: SocketAddr) -> Option<NetError> {
         let cause = self.quic.close_reason()?;
         Some(self.credentials.explain(not_connected(addr, cause)))
     }
 
-    /// Ends the connection, and waits until the other side has been told, or a moment.
+    /// Closes the connection, and waits a moment at most until the endpoint is idle.
     pub async fn close(self, reason: &str) {
         self.quic.close(VarInt::from_u32(0), reason.as_bytes());
-        // It has gone out long before the endpoint is idle: QUIC stays for three times as long as
-        // it takes losses to show (RFC 9000, section 10.2), which is seconds where this process,
-        // or the way, was held up.
+        // The close leaves long before the endpoint is idle: QUIC keeps a closed connection for
+        // three probe timeouts (RFC 9000, section 10.2). Those take seconds if this process or the
+        // network was held up.
         drop(tokio::time::timeout(duration(CLOSING), self.endpoint.wait_idle()).await);
     }
 }
 
-/// An endpoint at `bind` that takes connections. Port 0 lets the kernel choose.
+/// Opens an endpoint at `bind` that accepts connections. Port 0 lets the kernel choose.
 ///
 /// # Errors
 ///
-/// A [`NetError`] that names the address: the port is taken, the address is not of this host, or
-/// the credentials do not reach that far.
+/// Returns a [`NetError`] that names the address: the port is taken, the address does not belong to
+/// this host, or the credentials only allow loopback.
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub fn server(bind: SocketAddr, credentials: &Credentials) -> Result<Endpoint, NetError> {
     serve(bind, credentials, PROTOCOL)
 }
 
-/// Has a server that is called from now on show other credentials, and believe by them. Connections
-/// that stand are left alone.
+/// Replaces the credentials that a server uses for new connections. Established connections keep
+/// theirs.
 ///
 /// # Errors
 ///
-/// A [`NetError`] if the credentials cannot be used.
+/// Returns a [`NetError`] if the credentials cannot be used.
 pub fn change_credentials(server: &Endpoint, credentials: &Credentials) -> Result<(), NetError> {
     server.set_server_config(Some(server_config(credentials, PROTOCOL)?));
     Ok(())
 }
 
-/// Calls the server at `to`, and gives up after `patience`.
+/// Connects to the server at `to`, and gives up after `patience`.
 ///
 /// # Errors
 ///
-/// A [`NetError`] that names the address: nobody is there, or somebody that speaks something else.
+/// Returns a [`NetError`] that names the address: nobody answers there, the server speaks another
+/// protocol, or one side rejects the other's certificate.
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn connect(
     to: SocketAddr,
     credentials: &Credentials,
@@ -99,15 +100,15 @@ pub async fn connect(
     connect_from(None, to, credentials, patience).await
 }
 
-/// Connects as [`connect`] does, from an address of this host if one is given.
+/// Connects like [`connect`], from the address `from` of this host if one is given.
 ///
 /// # Errors
 ///
-/// As [`connect`].
+/// Returns the errors of [`connect`].
 ///
 /// # Panics
 ///
-/// Outside of a tokio runtime.
+/// Panics outside a tokio runtime.
 pub async fn connect_from(
     from: Option<IpAddr>,
     to: SocketAddr,
@@ -117,7 +118,7 @@ pub async fn connect_from(
     credentials.check(to)?;
     let from = from.unwrap_or_else(|| local_for(to));
     let spawner = Spawner::default();
-    // Of a call that comes to nothing, nothing is left.
+    // Aborts the tasks of a call that fails or is cancelled.
     let mut tasks = Tasks(Some(spawner.clone()));
     let endpoint = endpoint(SocketAddr::new(from, 0), None, Arc::new(spawner))?;
     let config = client_config(credentials)?;
@@ -133,7 +134,7 @@ pub async fn connect_from(
         }
         Err(NotAnswered::NotCalled(error)) => Err(error),
         Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
-            // What QUIC begins with has 1,200 bytes, and is not sent in fragments.
+            // QUIC's first datagrams have 1,200 bytes and are never fragmented.
             let narrow = path_mtu(from, to).ok().filter(|mtu| *mtu < MIN_MTU);
             Err(NetError::NobodyThere { addr: to, waited: patience, narrow })
         }
@@ -144,9 +145,9 @@ pub async fn connect_from(
     }
 }
 
-/// Calls, and once more if that has not come to anything after half of the time, and takes what is
-/// answered first. A call may be lost for good where packets are: quinn takes no Retry after one
-/// that was corrupted on its way.
+/// Calls the server, calls again if half of `patience` passes without an answer, and returns the
+/// first connection. A lossy path can make a call fail for good: once a Retry was corrupted in
+/// transit, quinn accepts no later one.
 async fn twice(
     call: impl Fn() -> Result<Connecting, NetError>,
     patience: Duration,
@@ -167,26 +168,26 @@ async fn twice(
         },
         () = &mut late => return Err(ConnectionError::TimedOut.into()),
     };
-    // One that is refused, for want of room as it may be, does not end the other.
+    // A refused call does not end the other: the server may only have lacked room for it.
     tokio::select! {
         answered = other => Ok(answered?),
         () = late => Err(cause.into()),
     }
 }
 
-/// Why a call has not come to a connection.
+/// Reason why a call did not lead to a connection.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 enum NotAnswered {
-    /// It was none.
+    /// The call could not start.
     NotCalled(#[from] NetError),
-    /// It has ended.
+    /// The call ended before it was connected.
     Ended(#[from] ConnectionError),
 }
 
-/// Why a connection to `addr` failed, or ended: for certificates that one side does not accept,
-/// what to do about it. A client may hear what a server thinks of its certificate only after it has
-/// taken the connection for made.
+/// Returns the error for a connection to `addr` that failed or ended. If one side rejected a
+/// certificate, the error says what to do. A client may learn that the server rejected its
+/// certificate only after its own handshake is complete.
 #[must_use]
 pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
     let alert = |code: TransportErrorCode| {
@@ -229,7 +230,7 @@ pub(super) fn serve(
     endpoint(bind, Some(server_config(credentials, protocol)?), Arc::new(TokioRuntime))
 }
 
-/// Starts the tasks of a client, and knows them.
+/// Tokio runtime of one client, which records the client's tasks.
 #[derive(Debug, Clone, Default)]
 struct Spawner(Arc<Mutex<Vec<AbortHandle>>>);
 
@@ -252,13 +253,13 @@ impl Runtime for Spawner {
     }
 }
 
-/// The tasks of a call, which end when this is dropped. Left alone, quinn keeps the socket and the
-/// state of a call that was given up for seconds, until nothing of it can come back any more.
+/// Tasks of a call, aborted on drop. Otherwise quinn keeps the socket and the state of an abandoned
+/// call for seconds, until no datagram of that call can arrive any more.
 #[derive(Debug)]
 struct Tasks(Option<Spawner>);
 
 impl Tasks {
-    /// Leaves the tasks alone, which have the end of a connection to tell.
+    /// Keeps the tasks running: an established connection needs them until its close is sent.
     fn leave(&mut self) {
         self.0 = None;
     }
@@ -272,7 +273,7 @@ impl Drop for Tasks {
     }
 }
 
-/// Both kinds of endpoint, so that a failed bind reads the same.
+/// Creates either kind of endpoint, so that both report a failed bind alike.
 fn endpoint(
     bind: SocketAddr,
     config: Option<ServerConfig>,
@@ -282,7 +283,8 @@ fn endpoint(
     let make = move || -> io::Result<Endpoint> {
         let socket = UdpSocket::bind(bind)?;
         if config.is_some() {
-            // Calls that come while this process waits for a core. The kernel gives what it may.
+            // This buffer holds calls while the process waits for a core. The kernel may grant
+            // less.
             SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
         }
         let mut own = EndpointConfig::default();
@@ -292,7 +294,8 @@ fn endpoint(
     make().map_err(|cause| NetError::bind(bind, cause))
 }
 
-/// Loopback is called from loopback, so that a firewall or a monitor sees what it is.
+/// Returns the local address for calls to `to`: loopback for loopback, so that firewalls and
+/// monitors recognize the traffic as local.
 const fn local_for(to: SocketAddr) -> IpAddr {
     match (to, to.ip().is_loopback()) {
         (SocketAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -302,8 +305,8 @@ const fn local_for(to: SocketAddr) -> IpAddr {
     }
 }
 
-/// The cryptography is named here and not installed for the process, which may be someone else's
-/// Python interpreter with TLS of its own.
+/// Returns the cryptography provider. This library does not install it for the whole process, which
+/// may be a Python interpreter with TLS of its own.
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(aws_lc_rs::default_provider())
 }
@@ -320,7 +323,7 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     let crypto = QuicServerConfig::try_from(tls).map_err(tls_error)?;
     let mut config = ServerConfig::with_crypto(Arc::new(crypto));
     // A rank's data goes to the address of its connection. Only the handshake proves that the rank
-    // hears there, so no later datagram may move the connection to another address.
+    // receives there, so later datagrams must not move the connection to another address.
     config
         .transport_config(transport(CALLER_STREAMS))
         .migration(false)
@@ -342,13 +345,13 @@ pub(super) fn client_config(credentials: &Credentials) -> Result<ClientConfig, N
     tls.alpn_protocols = vec![PROTOCOL.as_bytes().to_vec()];
     let crypto = QuicClientConfig::try_from(tls).map_err(tls_error)?;
     let mut config = ClientConfig::new(Arc::new(crypto));
-    // An aggregator opens no stream.
+    // Aggregators open no streams.
     config.transport_config(transport(0));
     Ok(config)
 }
 
-/// Sends signs of life, and bounds what the other side can make us hold. The other side may open so
-/// many streams.
+/// Returns a transport configuration that sends keep-alives and bounds the memory the peer can
+/// occupy. The peer may have `streams` streams open.
 fn transport(streams: u32) -> Arc<TransportConfig> {
     let idle_ms = u32::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
     let mut config = TransportConfig::default();
@@ -365,7 +368,7 @@ fn transport(streams: u32) -> Arc<TransportConfig> {
     Arc::new(config)
 }
 
-/// Another application, another version of ours, or another QUIC.
+/// Returns whether the peer is another application, or speaks another version of racksum or QUIC.
 fn is_other_protocol(error: &ConnectionError) -> bool {
     let no_alpn = TransportErrorCode::crypto(u8::from(AlertDescription::NoApplicationProtocol));
     match error {
@@ -380,20 +383,22 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
-/// The round trip time assumed before one is measured: long for a cluster. A handshake that is
-/// given up is kept for nine of these (RFC 9000, section 10.2); a lost first packet costs three.
+/// Round trip time assumed before the first measurement; long for a cluster. QUIC keeps an
+/// abandoned handshake for nine of these (RFC 9000, section 10.2), and a lost first packet costs
+/// three.
 const INITIAL_RTT: Duration = Duration::from_millis(100);
-/// How long a connection that was closed is seen to its end.
+/// How long [`Connection::close`] waits for the endpoint to be idle.
 const CLOSING: Span = Span::from_millis(10);
-/// Bytes of calls that the kernel may hold.
+/// Receive buffer of a server's socket, in bytes.
 const RECEIVE_BUFFER: usize = 4 << 20;
-/// Calls that may wait until this side looks at them, which is at once, and what each may send
-/// meanwhile.
+/// How many calls may wait until this side handles them, and how many bytes each may send
+/// meanwhile. This side handles calls at once.
 const MAX_INCOMING: usize = 1024;
 const MAX_INCOMING_BYTES: u64 = 16 << 10;
-/// Streams that a caller may have open: the conversation is one, and nobody reads another.
+/// How many streams a caller may have open: the control session needs one, and the server reads no
+/// other.
 const CALLER_STREAMS: u32 = 1;
-/// Unread bytes of a connection, and unacknowledged bytes that we hold for it: the longest message,
-/// whole. Thousands of ranks may wait at an aggregator, each with as much unread.
+/// Bytes of a connection that may be unread, or sent but not acknowledged: one message of the
+/// maximum length. Thousands of ranks may wait at an aggregator, each with this much unread.
 #[expect(clippy::cast_possible_truncation, reason = "it is 64 KiB and a little")]
 const WINDOW: u32 = LONGEST as u32;

@@ -1,47 +1,48 @@
-//! Messages on a QUIC stream: four bytes of length, big-endian, then as much JSON.
+//! Messages on a QUIC stream: a big-endian length of four bytes, then that many bytes of JSON.
 //!
-//! JSON because these are few and people read them when something is wrong; the data path has its
-//! own layout. Nothing that arrives can panic or allocate more than [`MAX_FRAME`].
+//! Control messages are few, and JSON lets people read them when debugging; the data path has its
+//! own layout. No received message can cause a panic or allocate more than [`MAX_FRAME`].
 
 use quinn::{ReadError, ReadExactError, RecvStream, SendStream, WriteError};
 use racksum_proto::peer_text::PeerText;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The largest message, in bytes of JSON.
+/// Size of the largest message, in bytes of JSON.
 pub const MAX_FRAME: usize = 64 << 10;
 
 const LENGTH: usize = 4;
 
-/// Bytes of the largest message on a stream.
+/// Size of the largest message on a stream, in bytes, with its length field.
 pub(super) const LONGEST: usize = LENGTH + MAX_FRAME;
 
-/// Why a message was not sent or not received. After any of them the stream is of no more use.
+/// Reason why a message was not sent or not received. The stream is unusable after any of them.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// The message is above [`MAX_FRAME`].
+    /// The message is longer than [`MAX_FRAME`].
     #[error("a control message of {len} bytes is above the limit of {MAX_FRAME}")]
     TooLong {
-        /// Its length in bytes.
+        /// Length of the message in bytes.
         len: usize,
     },
     /// The stream ended inside a message.
     #[error("the stream ended in the middle of a control message")]
     Truncated,
-    /// The bytes are no message of the kind that was expected.
+    /// The bytes are not a message of the expected type.
     #[error("a control message cannot be read: {}", PeerText::of(.0))]
     Decode(serde_json::Error),
     /// The message cannot be written as JSON.
     #[error("a control message cannot be written: {0}")]
     Encode(serde_json::Error),
-    /// The stream or its connection ended while sending. quinn leaves out what the connection was
-    /// lost for.
+    /// The stream or its connection ended while sending. quinn's own text omits why the connection
+    /// was lost.
     #[error("cannot send a control message: {}", match .0 {
         WriteError::ConnectionLost(cause) => PeerText::of(cause),
         error => PeerText::of(error),
     })]
     Write(WriteError),
-    /// The stream or its connection ended while receiving; see above.
+    /// The stream or its connection ended while receiving. quinn's own text omits why the
+    /// connection was lost.
     #[error("cannot receive a control message: {}", match .0 {
         ReadError::ConnectionLost(cause) => PeerText::of(cause),
         error => PeerText::of(error),
@@ -49,21 +50,21 @@ pub enum FrameError {
     Read(ReadError),
 }
 
-/// Sends one message. Not to be cancelled: half a message would spoil the stream.
+/// Sends one message. Do not cancel the future: half a message would corrupt the stream.
 ///
 /// # Errors
 ///
-/// [`FrameError`].
+/// Returns a [`FrameError`] if the message cannot be sent.
 pub async fn send<T: Serialize>(stream: &mut SendStream, message: &T) -> Result<(), FrameError> {
     stream.write_all(&encode(message)?).await.map_err(FrameError::Write)
 }
 
-/// Receives one message; none if the stream ended where it may. Not to be cancelled (in a `select!`
-/// for one): what was read of a message would be lost. Give it a task of its own.
+/// Receives one message; returns `None` if the stream ended between messages. Run this in a task of
+/// its own: cancelling the future, as `select!` does, loses the bytes it has read.
 ///
 /// # Errors
 ///
-/// [`FrameError`].
+/// Returns a [`FrameError`] if the message cannot be received.
 pub async fn recv<T: DeserializeOwned>(stream: &mut RecvStream) -> Result<Option<T>, FrameError> {
     let mut length = [0; LENGTH];
     match stream.read_exact(&mut length).await {

@@ -1,4 +1,4 @@
-//! Who we are: a certificate, its key, and the authority that vouches for it.
+//! Identities: a certificate, its key, and the authorities to trust.
 
 use std::fmt;
 use std::path::Path;
@@ -15,7 +15,7 @@ use super::pem_file::{check_key, key_of, not_pem, read_secret};
 use super::{Certificate, NAME, Role};
 use crate::{FileKind, NetError};
 
-/// A certificate, its key, and the authorities whose certificates are believed.
+/// A certificate, its key, and the certificates of the authorities to trust.
 pub struct Identity {
     certificate: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
@@ -23,11 +23,11 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// A new identity that nobody vouches for: enough where everyone is trusted.
+    /// Creates an identity with a self-signed certificate, for networks where everyone is trusted.
     ///
     /// # Errors
     ///
-    /// [`NetError::Certificate`] if the system gives no randomness.
+    /// Returns [`NetError::Certificate`] if the system provides no randomness.
     pub fn ephemeral() -> Result<Self, NetError> {
         let make = || -> Result<Self, rcgen::Error> {
             let key = KeyPair::generate()?;
@@ -41,13 +41,13 @@ impl Identity {
         make().map_err(|error| NetError::Certificate { reason: error.to_string() })
     }
 
-    /// Reads an identity file: in PEM, a certificate, its key, and the certificates of the
-    /// authorities to believe, as [`Authority::issue`](super::Authority::issue) writes them. One
-    /// that others may read is taken with a warning.
+    /// Reads an identity file in PEM: a certificate, its key, and the certificates of the
+    /// authorities to trust, as [`Authority::issue`](super::Authority::issue) writes them. Logs a
+    /// warning if other users may read the file.
     ///
     /// # Errors
     ///
-    /// [`NetError::IdentityFile`] that names the file and what is wrong with it, or
+    /// Returns [`NetError::IdentityFile`], which names the file and the fault, or
     /// [`NetError::NoDescriptor`].
     pub fn load(path: &Path) -> Result<Self, NetError> {
         let pem = read_secret(FileKind::Identity, path)?;
@@ -80,22 +80,22 @@ impl Identity {
         Ok(Self { certificate, key, authorities })
     }
 
-    /// The certificate, for the handshake: authorities are known to both sides.
+    /// Returns the certificate chain for the handshake. Both sides already have the authorities.
     pub(super) fn chain(&self) -> Vec<CertificateDer<'static>> {
         vec![self.certificate.clone()]
     }
 
-    /// What its certificate says.
+    /// Parses the identity's certificate.
     pub(super) fn certificate(&self) -> Result<Certificate, String> {
         Certificate::parse(&self.certificate)
     }
 
-    /// Whether one of the authorities that it believes has issued its certificate.
+    /// Returns whether one of the identity's own authorities issued its certificate.
     pub(super) fn is_of_its_authorities(&self) -> bool {
         self.authorities.iter().any(|authority| is_issued_by(&self.certificate, authority))
     }
 
-    /// Whether its certificate is one that callers take for an aggregator's.
+    /// Returns whether the certificate bears the name that callers require of an aggregator.
     pub(super) fn bears_name(&self) -> bool {
         let parsed = ParsedCertificate::try_from(&self.certificate);
         let name = ServerName::try_from(NAME);
@@ -112,7 +112,7 @@ impl Identity {
 }
 
 impl fmt::Debug for Identity {
-    /// Without the key.
+    /// Omits the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let authorities = self.authorities.len();
         f.debug_struct("Identity").field("authorities", &authorities).finish_non_exhaustive()

@@ -1,8 +1,9 @@
-//! Whether the other side of a connection is dead, or only silent.
+//! Lifelines: TCP connections that tell a dead peer from a silent one.
 //!
-//! A process that is killed says nothing, and neither does one that is stopped or cut off. But its
-//! host closes what it held: so beside the QUIC connection, which shows that the process answers,
-//! there is one of TCP that carries nothing, and is closed by the host when the process dies.
+//! A process that is killed sends nothing, but neither does one that is stopped or cut off. The
+//! host of a killed process, however, closes its sockets. So a TCP connection that carries no data
+//! runs beside the QUIC connection: QUIC shows that the process answers, and TCP closes when it
+//! dies.
 
 use std::future::pending;
 use std::io;
@@ -19,22 +20,22 @@ use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 use super::duration;
 use crate::alive::Alive;
 
-/// A lifeline, or why there is none.
+/// Result of opening a lifeline.
 #[derive(Debug)]
 pub enum Lifeline {
-    /// It is laid.
+    /// The lifeline is open.
     Laid(TcpStream),
-    /// Whoever offered it, or was to, is not there any more, as it seems.
+    /// The host refused the connection, so the peer's process has probably died.
     Cut,
-    /// It cannot be had, which says nothing of the other side: a firewall may be between.
+    /// The lifeline cannot be opened. The peer may still be alive, for example behind a firewall.
     Impossible,
 }
 
-/// Waits until the other side of a connection is dead: its host has closed the lifeline, and
-/// nothing was heard on the connection for a moment. Never without a lifeline, nor once the other
-/// side has spoken on although it was closed.
+/// Waits until the peer is dead: its host has closed or refused the lifeline, and the connection
+/// then receives nothing for a moment. Never returns if there is no lifeline, or if the peer keeps
+/// sending after the lifeline has closed.
 ///
-/// A closed lifeline alone would not do, since whoever can forge its end would end a connection.
+/// A closed lifeline alone proves nothing, because an attacker who forges a TCP reset can close it.
 pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output = Lifeline>) {
     match lifeline.await {
         Lifeline::Laid(lifeline) => closed(Alive::new(lifeline)).await,
@@ -47,10 +48,10 @@ pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output =
     }
 }
 
-/// Lays the lifeline that the aggregator at `to` offers first of all, with the port, and the token
-/// by which it knows whose it is. One that dies before it has said so, and could not be told from
-/// one that offers none, is silent, and nobody listens where it was called. For one that is only
-/// stopped, its host still takes connections.
+/// Opens the lifeline that the aggregator at `to` offers, with a port, and the token by which the
+/// aggregator finds the rank. While the aggregator is silent, this function tries TCP connections
+/// to `to`: a refused one means that the process died before its offer. The host of a process that
+/// is only stopped still accepts connections.
 pub async fn lay_offered(
     connection: &quinn::Connection,
     to: SocketAddr,
@@ -73,11 +74,11 @@ pub async fn lay_offered(
     }
 }
 
-/// Where lifelines end: at `addr`, or at another port if that is not to be had.
+/// Listens for lifelines at `addr`, or at another port if that one is taken.
 ///
 /// # Errors
 ///
-/// What the kernel said.
+/// Returns the kernel's error.
 pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
     match TcpListener::bind(addr).await {
         Ok(listener) => Ok(listener),
@@ -88,8 +89,8 @@ pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Lays a lifeline to a port of the aggregator at `to`, which knows whose it is by `token`. If it
-/// cannot be had within a moment, death is missed late.
+/// Opens a lifeline to a port of the aggregator at `to`, which finds the rank by `token`. If the
+/// attempt fails, the death of the aggregator's process is detected late.
 pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     to.set_port(port);
     let connect = async {
@@ -105,12 +106,12 @@ pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     }
 }
 
-/// Whether the host says that nobody listens there.
+/// Returns whether the error says that nobody listens at the port.
 fn is_cut(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ConnectionRefused
 }
 
-/// Reads whose lifeline it is; none if that is not said within a moment.
+/// Reads the token that identifies a lifeline; returns `None` if it does not arrive in time.
 pub async fn token_of(mut stream: TcpStream) -> Option<(Key, TcpStream)> {
     keep_alive(&stream).ok()?;
     let mut token = [0; Key::LEN];
@@ -118,20 +119,20 @@ pub async fn token_of(mut stream: TcpStream) -> Option<(Key, TcpStream)> {
     Some((Key(token), stream))
 }
 
-/// What is between the two must not forget a connection that carries nothing.
+/// Turns on TCP keep-alive, so that firewalls on the path do not drop an idle connection.
 fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     let every = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);
     SockRef::from(stream).set_tcp_keepalive(&every)
 }
 
-/// Waits until a lifeline is closed, or the other side says something on it: it is cut then, since
-/// reading what means nothing would cost this side as much time as the other likes.
+/// Waits until a lifeline is closed or receives data. Data closes it as well: reading data that
+/// means nothing would let the peer waste this side's time.
 async fn closed(mut lifeline: Alive<TcpStream>) {
-    // Either way it is of no more use.
+    // End of stream, an error and unexpected data all end the lifeline.
     let _read = lifeline.read(&mut [0]).await;
 }
 
-/// Waits for so long, not counting the time for which this process was kept from running.
+/// Waits for `long`, without counting the time in which this process did not run.
 async fn running(long: Span) {
     let mut looks = looks();
     for _ in 0..=long.0 / TICK.0 {
@@ -139,8 +140,8 @@ async fn running(long: Span) {
     }
 }
 
-/// Waits until nothing was heard for so long, of which this process must have run all the time:
-/// while it was kept from that, it heard nothing of those who spoke.
+/// Waits until no datagram has arrived for `long`. Time in which this process did not run does not
+/// count, because it could not receive then.
 pub async fn silence(connection: &quinn::Connection, long: Span) {
     let mut looks = looks();
     let (mut heard, mut silent) = (connection.stats().udp_rx.datagrams, 0);
@@ -152,24 +153,24 @@ pub async fn silence(connection: &quinn::Connection, long: Span) {
     }
 }
 
-/// Looks whether something was heard, none of which is made up for.
+/// Returns a timer with the period [`TICK`] that does not make up for missed ticks.
 fn looks() -> Interval {
     let mut looks = interval(duration(TICK));
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     looks
 }
 
-/// How often it is looked whether something was heard.
+/// Interval between checks for received datagrams.
 const TICK: Span = Span::from_millis(100);
-/// How long a silence is before it is believed: more than two signs of life missed.
+/// Silence that confirms a death: longer than two QUIC keep-alive intervals.
 const SILENCE: Span = Span::from_millis(1200);
-/// How long an aggregator may be silent before its first word until it is looked whether it lives.
+/// How long an aggregator may be silent before its first message until its host is checked.
 const FIRST_WORD: Span = Span::from_secs(2);
-/// How long a silence is waited for once the lifeline is closed.
+/// How long to wait for silence once the lifeline is closed.
 const DOUBT: Span = Span::from_secs(4);
-/// How long laying a lifeline may take.
+/// Timeout for opening a lifeline.
 const PATIENCE: Span = Span::from_secs(2);
-/// How often a lifeline shows whatever is between that it is used.
+/// Interval of TCP keep-alives on an idle lifeline.
 const KEEP_ALIVE: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
@@ -177,7 +178,8 @@ mod tests {
     use super::*;
     use crate::quic::{Connection, Credentials, connect, server};
 
-    /// A served connection and the lifeline of its caller, whose runtime is the caller's life.
+    /// Connects a caller to a server. Returns the server's runtime, connection and lifeline, and
+    /// the caller, which dies with its runtime.
     fn called() -> (tokio::runtime::Runtime, quinn::Connection, TcpStream, Caller) {
         let runtime =
             || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -213,7 +215,7 @@ mod tests {
     #[test]
     fn who_dies_is_missed_soon() {
         let (own, served, stream, caller) = called();
-        // Its host closes what it held, and it says nothing any more.
+        // The caller's host closes its sockets, and the caller sends nothing more.
         let Caller { runtime, held: (connection, lifeline) } = caller;
         runtime.shutdown_background();
         drop(lifeline);
@@ -224,7 +226,8 @@ mod tests {
 
     #[test]
     fn who_dies_before_it_has_said_anything_is_missed_soon() {
-        // Seen from the other side, the caller offers nothing and is gone.
+        // Roles are swapped here: the caller that dies stands for the aggregator, which offers
+        // nothing.
         let (own, served, stream, caller) = called();
         let Caller { runtime, held } = caller;
         runtime.shutdown_background();
@@ -239,7 +242,7 @@ mod tests {
         let (own, served, stream, caller) = called();
         let Caller { runtime, held } = caller;
         runtime.shutdown_background();
-        // As for a process that is stopped, its host takes connections for it.
+        // The host of a stopped process still accepts connections for it.
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap();
         let word = async {
@@ -255,7 +258,7 @@ mod tests {
     fn what_this_process_misses_while_it_is_stopped_itself_is_no_silence() {
         let (own, served, stream, caller) = called();
         let quiet = own.spawn(async move { silence(&served, FIRST_WORD).await });
-        // The only thread of the runtime, which the other side speaks to all the time.
+        // Blocks the runtime's only thread while the peer keeps sending.
         for _ in 0..2 {
             own.spawn(async { std::thread::sleep(Duration::from_millis(2200)) });
             std::thread::sleep(Duration::from_millis(2450));
@@ -325,7 +328,7 @@ mod tests {
     fn who_is_only_silent_is_not_dead() {
         let (own, served, stream, caller) = called();
         let Caller { runtime, held } = caller;
-        // As if it were stopped: what it holds stays open.
+        // Simulates a stopped process: its sockets stay open.
         runtime.shutdown_background();
         let dies = dead(&served, async { Lifeline::Laid(stream) });
         let died = own.block_on(async { timeout(Duration::from_secs(3), dies).await });

@@ -1,4 +1,4 @@
-//! Files in PEM: what is read of them, and what is wrong with those that hold something else.
+//! PEM files: reading them, and describing what is wrong with one.
 
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,7 @@ use crate::file::{self, FileError, lacks_descriptor};
 use crate::log_limit::LogLimit;
 use crate::{FileKind, NetError};
 
-/// What is wrong with a file that should be PEM. The library's own words would show bytes of it.
+/// Describes why a file is not valid PEM. The library's own text would quote bytes of the file.
 pub(super) const fn not_pem(error: &pem::Error) -> &'static str {
     match error {
         pem::Error::MissingSectionEnd { .. } => {
@@ -25,10 +25,10 @@ pub(super) const fn not_pem(error: &pem::Error) -> &'static str {
     }
 }
 
-/// Checks that a key is its certificate's.
+/// Checks that a key belongs to a certificate.
 ///
 /// # Errors
-/// That it is not.
+/// Returns a message if the key is damaged or belongs to another certificate.
 pub(super) fn check_key(
     certificate: &CertificateDer<'static>,
     key: &PrivateKeyDer<'static>,
@@ -39,13 +39,13 @@ pub(super) fn check_key(
         .map_err(|_| "its private key is damaged, or of another certificate")
 }
 
-/// The key in a file that has a certificate.
+/// Returns the private key of a file that also holds a certificate.
 ///
 /// # Errors
-/// Why there is none.
+/// Returns a message if the file has no usable key, or several.
 pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str> {
     let has = |mark: &[u8]| pem.windows(mark.len()).any(|bytes| bytes == mark);
-    // As PKCS #8 has it, and older tools.
+    // PKCS #8 and older tools mark encrypted keys differently.
     if has(b"BEGIN ENCRYPTED PRIVATE KEY") || has(b"Proc-Type: 4,ENCRYPTED") {
         return Err(
             "its private key is encrypted, and nobody is asked for the passphrase; write the key \
@@ -63,7 +63,7 @@ pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str>
     key.map_err(|error| not_pem(&error))
 }
 
-/// Reads a file that may hold a key.
+/// Reads a file that may hold a key, and logs a warning if other users can read that key.
 pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetError> {
     let read = || -> Result<(Vec<u8>, u32), FileError> {
         let file = file::open(path)?;
@@ -98,18 +98,18 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
     Ok(bytes)
 }
 
-/// Whether a file in PEM holds a private key, be it damaged.
+/// Returns whether a PEM file holds a private key, even a damaged one.
 fn holds_key(pem: &[u8]) -> bool {
     pem.windows(KEY.len()).any(|bytes| bytes == KEY)
 }
 
-/// Ends the first line of a private key in PEM, whatever its kind, and the last.
+/// End of the first and last line of a private key in PEM, of any kind.
 const KEY: &[u8] = b"PRIVATE KEY-----";
 
-/// Keys that others may read: a sidecar reads its own for every job.
+/// Log limit for keys that other users can read: a sidecar reads its own for every job.
 static READABLE: LogLimit = LogLimit::new(4);
 
-/// Bytes that are read of a file that should hold an identity.
+/// How many bytes of an identity file are read at most.
 const MAX_FILE: u64 = 1 << 20;
 
 #[cfg(test)]
@@ -136,7 +136,7 @@ mod tests {
             assert!(why.starts_with("its private key is encrypted"), "{why}");
         }
         assert!(key_of(whole.as_bytes()).is_ok());
-        // As older tools write it, and cut off.
+        // The key may be in the format of older tools, or truncated.
         let old = key.replace("PRIVATE KEY", "EC PRIVATE KEY");
         assert!(holds_key(old.as_bytes()) && holds_key(&old.as_bytes()[..40]));
     }

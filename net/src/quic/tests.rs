@@ -10,7 +10,7 @@ use crate::NetError;
 mod texts;
 
 const PATIENCE: Span = Span::from_secs(100);
-/// Long enough to show that nobody is there where the answer would come at once.
+/// Timeout of tests that expect no answer, where a real answer would arrive at once.
 const IMPATIENCE: Span = Span::from_millis(300);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ fn any_port() -> SocketAddr {
     "127.0.0.1:0".parse().unwrap()
 }
 
-/// Who believes everyone on loopback.
+/// Returns credentials that accept everyone on loopback.
 fn strangers() -> Credentials {
     Credentials::new(None, false).unwrap()
 }
@@ -36,7 +36,7 @@ async fn call(to: SocketAddr, patience: Span) -> Result<Connection, NetError> {
     connect(to, &strangers(), patience).await
 }
 
-/// The two ends of a connection.
+/// Returns the two ends of a connection.
 async fn pair() -> (Connection, quinn::Connection) {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
@@ -45,7 +45,7 @@ async fn pair() -> (Connection, quinn::Connection) {
     (client, accept.await.unwrap())
 }
 
-/// The two ends of a stream on which the calling side wrote `bytes`, and then finished it.
+/// Returns the two ends of a stream on which the client wrote `bytes` and which it then finished.
 async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvStream) {
     let (client, served) = pair().await;
     let (mut out, _) = client.quic().open_bi().await.unwrap();
@@ -117,7 +117,7 @@ async fn garbage_on_a_stream_is_a_typed_error() {
 async fn messages_up_to_the_limit_pass_and_none_above() {
     let (client, served) = pair().await;
     let (mut out, _) = client.quic().open_bi().await.unwrap();
-    // Two quotes of JSON around it.
+    // JSON adds two quotes.
     let longest = "x".repeat(MAX_FRAME - 2);
     send(&mut out, &longest).await.unwrap();
     let error = send(&mut out, &format!("{longest}x")).await.unwrap_err();
@@ -138,7 +138,7 @@ async fn a_connection_that_is_gone_ends_a_receive() {
     assert!(matches!(error, FrameError::Read(_)), "{error}");
 }
 
-/// What a future comes to at once; none if it has to wait.
+/// Returns the output of a future that is ready at once, or `None` if it has to wait.
 async fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
     tokio::select! {
         biased;
@@ -150,13 +150,13 @@ async fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
 #[tokio::test]
 async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
     let (client, served) = pair().await;
-    // The called side opens nothing.
+    // The server may open no streams, and the client only one in both directions.
     assert!(at_once(served.open_bi()).await.is_none());
     assert!(at_once(served.open_uni()).await.is_none());
     assert!(at_once(client.quic().open_uni()).await.is_none());
     client.close("done").await;
 
-    // A caller that sends as much as it is let, whatever our own calls would send.
+    // This caller sends as much as the server allows, regardless of our own client settings.
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
     let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
@@ -172,8 +172,8 @@ async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
     assert!(at_once(out.write(&unread)).await.is_none());
 }
 
-/// Calls a server that wants to know first that its caller hears, through somebody who sees each
-/// datagram, and whether it is the server's, and may change it.
+/// Calls a server that validates the caller's address first, through a relay. The relay passes each
+/// datagram to `see`, with whether the server sent it; `see` may change the datagram.
 async fn call_through(mut see: impl FnMut(&mut [u8], bool) + Send + 'static) {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
@@ -206,7 +206,7 @@ async fn call_through(mut see: impl FnMut(&mut [u8], bool) + Send + 'static) {
 async fn both_ends_give_themselves_identifiers_of_ours_also_in_a_retry() {
     let (tell, lengths) = std::sync::mpsc::channel();
     call_through(move |datagram, is_servers| {
-        // Of long headers (RFC 8999, section 5.1).
+        // Only long headers (RFC 8999, section 5.1) carry the length of the identifier.
         if datagram[0] & 0x80 != 0 {
             let theirs = usize::from(datagram[5]);
             tell.send((is_servers, usize::from(datagram[6 + theirs]))).unwrap();
@@ -246,7 +246,7 @@ async fn a_connection_stays_at_the_address_of_its_handshake() {
         }
         (at_first, heard)
     });
-    // Between the two, somebody sends what the caller says from another address for a while.
+    // A relay between the two sends some of the caller's datagrams from another address.
     let between = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
     let elsewhere = tokio::net::UdpSocket::bind("127.0.0.9:0").await.unwrap();
     let (at, moves) = (between.local_addr().unwrap(), tokio::sync::Notify::new());
@@ -296,7 +296,7 @@ async fn a_connection_stays_at_the_address_of_its_handshake() {
 async fn what_no_connection_has_sent_is_not_answered() {
     let server = server(any_port(), &strangers()).unwrap();
     let stranger = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
-    // As if it were of a connection, whose header is short.
+    // These look like datagrams of a connection, which have short headers.
     for len in [21, 64, 1200] {
         stranger.send_to(&vec![0x52; len], server.local_addr().unwrap()).await.unwrap();
     }
@@ -306,7 +306,7 @@ async fn what_no_connection_has_sent_is_not_answered() {
 
 #[tokio::test]
 async fn calling_nobody_gives_up_in_time_and_says_so() {
-    // Bound but silent, so that nobody else can take the port meanwhile.
+    // The socket is bound but silent, so that no other process takes the port.
     let silent = std::net::UdpSocket::bind(any_port()).unwrap();
     let to = silent.local_addr().unwrap();
     let error = call(to, IMPATIENCE).await.unwrap_err();
@@ -329,7 +329,7 @@ async fn calls_that_are_given_up_leave_no_task_and_no_socket() {
             tokio::time::timeout(Duration::from_millis(2), connect(to, &credentials, PATIENCE));
         assert!(called.await.is_err(), "nobody answers");
     }
-    // The runtime, which has one thread, drops what was ended at its next turns.
+    // The runtime has one thread and drops aborted tasks at its next turns.
     for _ in 0..100 {
         tokio::task::yield_now().await;
     }

@@ -1,4 +1,4 @@
-//! Who we are, and whom we believe.
+//! Credentials: this side's identity and the certificates it accepts.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -23,35 +23,35 @@ use crate::aside::Aside;
 use crate::log_limit::LogLimit;
 use crate::{FileKind, NetError};
 
-/// Who we are, and whom we believe.
+/// This side's identity, and the certificates it accepts.
 ///
-/// Connections are encrypted whichever it is, and both sides always show a certificate and prove
-/// that they hold its key; what differs is who may have issued it.
+/// All connections are encrypted, and both sides always show a certificate and prove that they hold
+/// its key. Credentials differ in the issuers that they accept.
 #[derive(Debug, Clone)]
 pub struct Credentials {
     pub(super) identity: Arc<Identity>,
     trust: Trust,
 }
 
-/// Which certificates of the other side are accepted.
+/// Peer certificates that are accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Trust {
-    /// Any certificate, and therefore loopback addresses only.
+    /// Any certificate, but only on loopback addresses.
     Loopback,
-    /// Any certificate, from anywhere: for networks where everyone is trusted.
+    /// Any certificate from any address, for networks where everyone is trusted.
     Insecure,
-    /// Those that the authorities of our identity have issued.
+    /// Certificates that an authority of this side's identity has issued.
     Authorities,
 }
 
-/// Identities that expire soon: a sidecar reads its own for every job.
+/// Log limit for identities that expire soon: a sidecar reads its own for every job.
 static ENDS_SOON: LogLimit = LogLimit::new(4);
-/// Likewise identities of an authority that they do not hold.
+/// Log limit for identities whose file lacks the certificate of their issuer.
 static FOREIGN: LogLimit = LogLimit::new(4);
 
 impl Credentials {
-    /// Why a connection could not be had, for who calls with these: one without an identity is not
-    /// told what is wrong with the certificate that it has made up.
+    /// Adapts a connection error to these credentials. A caller without an identity gets
+    /// [`NetError::NoIdentity`] instead of the fault in its self-signed certificate.
     pub(super) fn explain(&self, error: NetError) -> NetError {
         match error {
             NetError::NotBelieved { addr, .. } if self.trust != Trust::Authorities => {
@@ -61,12 +61,12 @@ impl Credentials {
         }
     }
 
-    /// Those of an identity file; without one, those of somebody whom nobody vouches for and who
-    /// believes everyone on loopback, or with `insecure` everyone.
+    /// Loads the credentials of an identity file. Without a file, creates a self-signed
+    /// certificate, and accepts every peer on loopback, or with `insecure` every peer anywhere.
     ///
     /// # Errors
     ///
-    /// [`NetError`] if the file holds no identity.
+    /// Returns a [`NetError`] if the file holds no identity, or if `insecure` is set as well.
     pub fn new(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         match (identity, insecure) {
             (Some(_), true) => Err(NetError::InsecureIdentity),
@@ -80,11 +80,11 @@ impl Credentials {
         }
     }
 
-    /// Like [`Credentials::new`], without blocking the runtime by a file that hangs.
+    /// Loads credentials like [`Credentials::new`], without blocking the runtime if the file hangs.
     ///
     /// # Errors
     ///
-    /// Those of [`Credentials::new`], or that the file cannot be read in time.
+    /// Returns the errors of [`Credentials::new`], or a timeout if the file cannot be read in time.
     pub async fn read(identity: Option<PathBuf>, insecure: bool) -> Result<Self, NetError> {
         match identity {
             None => Self::new(None, insecure),
@@ -94,11 +94,12 @@ impl Credentials {
         }
     }
 
-    /// Like [`Credentials::new`]; a file that hangs blocks this thread for a while only.
+    /// Loads credentials like [`Credentials::new`], and checks that the certificate is valid now. A
+    /// file that hangs blocks this thread until a timeout.
     ///
     /// # Errors
     ///
-    /// Those of [`Credentials::new`], or that the file cannot be read in time.
+    /// Returns the errors of [`Credentials::new`], or a timeout if the file cannot be read in time.
     pub fn read_blocking(identity: Option<PathBuf>, insecure: bool) -> Result<Self, NetError> {
         match identity {
             None => Self::new(None, insecure),
@@ -110,8 +111,9 @@ impl Credentials {
         }
     }
 
-    /// Checks that the certificate of an identity file is valid now, which the other side would
-    /// refuse otherwise. Warns if it is not for long, or of an authority that is not in the file.
+    /// Checks that the certificate of an identity file is valid now; peers would reject it
+    /// otherwise. Warns if it expires soon, or if the file lacks the certificate of the authority
+    /// that issued it.
     fn check_certificate(&self, path: Option<&Path>) -> Result<(), NetError> {
         let Some(path) = path else { return Ok(()) };
         let wrong = |why: String| FileKind::Identity.wrong(path, why);
@@ -144,12 +146,12 @@ impl Credentials {
         Ok(())
     }
 
-    /// Credentials to serve with, or to join for several ranks: an identity must be an
-    /// aggregator's.
+    /// Loads credentials to serve with, or to join for several ranks. An identity must have the
+    /// aggregator role.
     ///
     /// # Errors
     ///
-    /// [`NetError`] if the file holds no identity, or one that nobody would believe.
+    /// Returns a [`NetError`] if the file holds no identity, or one that callers would reject.
     pub fn of_aggregator(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         let credentials = Self::new(identity, insecure)?;
         let Some(path) = identity else { return Ok(credentials) };
@@ -173,22 +175,22 @@ impl Credentials {
         Ok(credentials)
     }
 
-    /// Returns the certificate of our own identity.
+    /// Returns the certificate of this side's identity.
     ///
     /// # Errors
     ///
-    /// A sentence, if it is no certificate that racksum can read.
+    /// Returns a sentence if racksum cannot parse the certificate.
     pub fn certificate(&self) -> Result<Certificate, String> {
         self.identity.certificate()
     }
 
-    /// Whether the certificates of the other side say who it is.
+    /// Returns whether peer certificates are verified, and so prove who the peer is.
     #[must_use]
     pub fn are_vouched_for(&self) -> bool {
         self.trust == Trust::Authorities
     }
 
-    /// Whether those who are believed by the `other` credentials are believed by these.
+    /// Returns whether these credentials accept every peer that the `other` credentials accept.
     #[must_use]
     pub fn believe_like(&self, other: &Self) -> bool {
         let authorities = self.identity.authorities();
@@ -196,11 +198,11 @@ impl Credentials {
         self.trust == other.trust && (known || !self.are_vouched_for())
     }
 
-    /// Checks that `addr` may be served or called at all.
+    /// Checks that these credentials allow serving at `addr` or calling it.
     ///
     /// # Errors
     ///
-    /// [`NetError::Unprotected`] beyond loopback without an identity.
+    /// Returns [`NetError::Unprotected`] for an address beyond loopback if there is no identity.
     pub fn check(&self, addr: SocketAddr) -> Result<(), NetError> {
         match self.trust {
             Trust::Loopback if !addr.ip().is_loopback() => Err(NetError::Unprotected { addr }),
@@ -208,7 +210,7 @@ impl Credentials {
         }
     }
 
-    /// Judges servers for a client.
+    /// Returns the verifier that a client uses for server certificates.
     pub(super) fn judge_of_servers(
         &self,
         provider: Arc<CryptoProvider>,
@@ -224,7 +226,7 @@ impl Credentials {
         Ok(Arc::new(Judge { authorities, provider }))
     }
 
-    /// Judges clients for a server.
+    /// Returns the verifier that a server uses for client certificates.
     pub(super) fn judge_of_clients(
         &self,
         provider: Arc<CryptoProvider>,
@@ -251,16 +253,16 @@ impl Credentials {
     }
 }
 
-/// Accepts the certificates of authorities, or without any every certificate; in no case a
-/// handshake that its key did not sign.
+/// Verifier that accepts certificates of the given authorities, or every certificate if there are
+/// none. It always requires that the certificate's key signed the handshake.
 #[derive(Debug)]
 struct Judge<V: ?Sized> {
     authorities: Option<Arc<V>>,
     provider: Arc<CryptoProvider>,
 }
 
-/// Tells a certificate that its own side has made from one of another authority: whoever shows it
-/// has no identity. The alert for it is
+/// Returns a distinct error for a self-signed certificate of a peer without an identity, so that it
+/// differs from a certificate of another authority. TLS sends it as the alert
 /// [`AlertDescription::AccessDenied`](rustls::AlertDescription).
 fn refusal(error: Error, shown: &CertificateDer<'_>) -> Error {
     match error {
@@ -367,10 +369,10 @@ impl ClientCertVerifier for Judge<dyn ClientCertVerifier> {
     }
 }
 
-/// How long reading an identity may take.
+/// Timeout for reading an identity.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 static FILES: LazyLock<Aside> = LazyLock::new(|| Aside::new("reading the identity"));
 
-/// QUIC is TLS 1.3 or nothing; the traits ask all the same.
+/// Error for TLS 1.2 signatures, which QUIC never uses but the rustls traits require.
 const NO_TLS12: Error = Error::PeerIncompatible(PeerIncompatible::Tls12NotOfferedOrEnabled);

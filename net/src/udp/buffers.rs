@@ -1,7 +1,7 @@
-//! The socket buffers: asking for them, and saying what was got.
+//! Socket buffers: setting their sizes, and reporting the sizes that the kernel granted.
 //!
 //! Incast at one socket is the normal case here, so a receive buffer that the kernel silently cut
-//! to its limit is the commonest cause of slow runs. It must have a sentence.
+//! to its limit is the most common cause of slow runs. The report states that cause in a sentence.
 
 use std::fs;
 use std::io;
@@ -12,16 +12,16 @@ use socket2::Socket;
 
 use crate::options;
 
-/// What socket buffers were asked for and which the kernel gave, in bytes.
+/// Sizes of the socket buffers that were requested and granted, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BufferReport {
-    /// The receive buffer that was asked for; 0 if the kernel's default was to stay.
+    /// Requested receive buffer; 0 keeps the kernel's default.
     pub asked_receive: usize,
-    /// The receive buffer that the kernel gave.
+    /// Receive buffer that the kernel granted.
     pub got_receive: usize,
-    /// The send buffer that was asked for; 0 if the kernel's default was to stay.
+    /// Requested send buffer; 0 keeps the kernel's default.
     pub asked_send: usize,
-    /// The send buffer that the kernel gave.
+    /// Send buffer that the kernel granted.
     pub got_send: usize,
     /// The kernel's limit on receive buffers, if it can be read here.
     pub rmem_max: Option<usize>,
@@ -30,7 +30,8 @@ pub struct BufferReport {
 }
 
 impl BufferReport {
-    /// One sentence that says what is missing and how to get it; none if nothing is.
+    /// Returns a sentence that says which buffers are too small and how to enlarge them, or `None`
+    /// if both are large enough.
     #[must_use]
     pub fn shortfall(&self) -> Option<String> {
         let receive = clause(
@@ -47,7 +48,7 @@ impl BufferReport {
     }
 }
 
-/// Sizes both buffers of `socket`, as far as this user may, and reports.
+/// Sets the sizes of both buffers of `socket` within this user's limits, and reports the result.
 pub(super) fn size(socket: &Socket, receive: usize, send: usize) -> io::Result<BufferReport> {
     ask(socket, receive, [libc::SO_RCVBUFFORCE, libc::SO_RCVBUF])?;
     ask(socket, send, [libc::SO_SNDBUFFORCE, libc::SO_SNDBUF])?;
@@ -61,7 +62,8 @@ pub(super) fn size(socket: &Socket, receive: usize, send: usize) -> io::Result<B
     })
 }
 
-/// The forced option ignores the limit and needs CAP_NET_ADMIN; the other is cut to the limit.
+/// Requests a buffer size. The forced option ignores the limit but needs CAP_NET_ADMIN; the plain
+/// one is cut to the limit.
 fn ask(socket: &Socket, bytes: usize, [force, plain]: [c_int; 2]) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -71,13 +73,13 @@ fn ask(socket: &Socket, bytes: usize, [force, plain]: [c_int; 2]) -> io::Result<
         .or_else(|_| options::set_int(socket.as_fd(), libc::SOL_SOCKET, plain, bytes))
 }
 
-/// The kernel doubles what it is asked for, to account for its own overhead, and reports that.
+/// Returns the granted size. The kernel reports double the size, to include its own overhead.
 fn got(socket: &Socket, option: c_int) -> io::Result<usize> {
     let doubled = options::get_int(socket.as_fd(), libc::SOL_SOCKET, option)?;
     Ok(usize::try_from(doubled).unwrap_or(0) / 2)
 }
 
-/// A network namespace other than the first has no such file.
+/// Reads one of the kernel's limits. Network namespaces other than the first lack the file.
 fn limit(name: &str) -> Option<usize> {
     fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?.trim().parse().ok()
 }
@@ -97,7 +99,7 @@ fn clause(
     ))
 }
 
-/// In the largest unit of which there is at least one, without decimals where it is even.
+/// Formats a size in MiB if that is a whole number, else in KiB, or in bytes below one KiB.
 fn bytes(count: usize) -> String {
     const KIB: usize = 1 << 10;
     const MIB: usize = 1 << 20;

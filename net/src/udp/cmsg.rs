@@ -1,12 +1,12 @@
-//! Control messages, as bytes: what goes along with a message without being part of it.
+//! Control messages (ancillary data) of socket calls, written and parsed as bytes.
 //!
-//! The layout is that of `cmsg(3)` on Linux: a length of the machine's word that counts the header
-//! too, two `int`s for level and type, the data, then padding to a word. Written by hand it needs
-//! no pointers, and whatever the kernel hands over is parsed with every bound checked.
+//! The layout is that of `cmsg(3)` on Linux: a length of one machine word that includes the header,
+//! two `int`s for level and type, the data, then padding to a word. Code on bytes needs no
+//! pointers, and the parser checks every bound of what the kernel returns.
 
 use libc::c_int;
 
-/// Room for the control messages of one message: the most used is three of 24 bytes.
+/// Bytes for the control messages of one message; at most three of 24 bytes are used.
 pub(super) const SPACE: usize = 128;
 
 const WORD: usize = size_of::<usize>();
@@ -14,7 +14,7 @@ const HEADER: usize = WORD + 2 * size_of::<c_int>();
 const _: () = assert!(HEADER == size_of::<libc::cmsghdr>(), "as on 64-bit Linux");
 const _: () = assert!(HEADER.is_multiple_of(WORD), "data follows the header unpadded");
 
-/// Control messages under construction.
+/// Buffer of control messages.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(8))]
 pub(super) struct Control([u8; SPACE]);
@@ -28,7 +28,7 @@ impl Control {
         self.0.as_mut_ptr()
     }
 
-    /// Writes one more message behind the `used` bytes; the answer is how many are used then.
+    /// Appends one message after the `used` bytes; returns how many bytes are used then.
     pub(super) fn push(&mut self, used: usize, level: c_int, kind: c_int, data: &[u8]) -> usize {
         let len = HEADER + data.len();
         let end = used + len.next_multiple_of(WORD);
@@ -40,13 +40,13 @@ impl Control {
         end
     }
 
-    /// The messages in the first `used` bytes, which the kernel wrote.
+    /// Returns the messages in the first `used` bytes, which the kernel wrote.
     pub(super) fn messages(&self, used: usize) -> Messages<'_> {
         Messages { rest: &self.0[..used.min(SPACE)] }
     }
 }
 
-/// One control message that was received.
+/// Received control message.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Message<'a> {
     pub(super) level: c_int,
@@ -55,18 +55,18 @@ pub(super) struct Message<'a> {
 }
 
 impl Message<'_> {
-    /// The data as an `int`, if it is one.
+    /// Returns the data as an `int` if it has the size of one.
     pub(super) fn int(&self) -> Option<c_int> {
         Some(c_int::from_ne_bytes(self.data.try_into().ok()?))
     }
 
-    /// The first byte: where IPv4 puts its TOS, as one byte, whatever the option's type.
+    /// Returns the first byte. IPv4 passes its TOS as one byte, whatever the type of the option.
     pub(super) fn byte(&self) -> Option<u8> {
         self.data.first().copied()
     }
 }
 
-/// Walks the control messages; stops at the first that is not whole.
+/// Iterator over control messages, which ends at the first incomplete one.
 pub(super) struct Messages<'a> {
     rest: &'a [u8],
 }
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn the_layout_is_what_libc_computes() {
-        // SAFETY: CMSG_SPACE and CMSG_LEN only compute.
+        // SAFETY: CMSG_SPACE and CMSG_LEN only compute numbers.
         #[expect(unsafe_code, reason = "libc marks these computations unsafe")]
         let (space, len) = unsafe { (libc::CMSG_SPACE(2), libc::CMSG_LEN(2)) };
         let (control, used) = two();

@@ -1,6 +1,7 @@
-//! Senders whose datagrams the kernel drops before they take room in a receive buffer.
+//! Socket filters with which the kernel drops datagrams of refused senders before they take room in
+//! a receive buffer.
 //!
-//! The programs are those of classic BPF (McCanne and Jacobson, USENIX 1993), which need no
+//! The filters are programs of classic BPF (McCanne and Jacobson, USENIX 1993), which need no
 //! privilege.
 
 use std::io;
@@ -11,8 +12,8 @@ use socket2::SockFilter;
 use super::UdpSocket;
 
 impl UdpSocket {
-    /// Has the kernel drop all that comes from these addresses from now on, and nothing else. What
-    /// has arrived already stays.
+    /// Makes the kernel drop future datagrams from these addresses. The list replaces the previous
+    /// one, and an empty list refuses nobody. Datagrams that have already arrived stay.
     ///
     /// ```
     /// # use racksum_net::udp::{UdpConfig, UdpSocket};
@@ -22,11 +23,12 @@ impl UdpSocket {
     ///
     /// # Errors
     ///
-    /// The kernel's: there are too many senders, say. What was refused before still is.
+    /// Returns the kernel's error, for example for too many senders. The previous list then stays
+    /// in force.
     pub fn refuse(&self, senders: &[SocketAddr]) -> io::Result<()> {
         if senders.is_empty() {
             return match self.socket().detach_filter() {
-                // There was none.
+                // The socket had no filter.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
                 done => done,
             };
@@ -40,7 +42,7 @@ impl UdpSocket {
     }
 }
 
-/// Drops what is from one sender, and goes on behind with what is not.
+/// Returns instructions that drop the datagrams of one sender, and continue after them for others.
 fn refusal(sender: &SocketAddr) -> Vec<SockFilter> {
     let words: Vec<(u32, u32)> =
         match sender.ip() {
@@ -71,13 +73,13 @@ fn load_half(at: u32) -> SockFilter {
     SockFilter::new(code(libc::BPF_LD | libc::BPF_H | libc::BPF_ABS), 0, 0, at)
 }
 
-/// Skips so many instructions unless what was loaded is this.
+/// Returns an instruction that skips the next `instructions` unless the loaded value is `value`.
 fn skip_unless(value: u32, instructions: usize) -> SockFilter {
     let behind = u8::try_from(instructions).expect("an address has four words at most");
     SockFilter::new(code(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K), 0, behind, value)
 }
 
-/// Takes so many bytes of the datagram.
+/// Returns an instruction that accepts `bytes` bytes of the datagram; 0 drops it.
 fn ret(bytes: u32) -> SockFilter {
     SockFilter::new(code(libc::BPF_RET | libc::BPF_K), 0, 0, bytes)
 }
@@ -88,11 +90,10 @@ fn code(code: u32) -> u16 {
 
 const WHOLE: u32 = u32::MAX;
 
-/// Of a program that Linux takes.
+/// How many instructions Linux accepts in one program.
 const MOST_INSTRUCTIONS: usize = 4096;
 
-/// Where Linux has the network header in a program's eyes; the program's own bytes begin with the
-/// UDP header.
+/// Offset of the network header in a program; offset 0 is the UDP header.
 const NETWORK_HEADER: u32 = 0xfff0_0000;
 const IPV4_SOURCE: u32 = NETWORK_HEADER + 12;
 const IPV6_SOURCE: u32 = NETWORK_HEADER + 8;

@@ -1,4 +1,4 @@
-//! Whether a receive buffer is full now.
+//! Check for a receive buffer that is nearly full.
 #![expect(unsafe_code, reason = "the memory of a socket is asked for by getsockopt")]
 
 use std::os::fd::AsRawFd;
@@ -6,8 +6,8 @@ use std::os::fd::AsRawFd;
 use super::UdpSocket;
 
 impl UdpSocket {
-    /// Returns whether what waits to be received takes most of the room that there is for it; false
-    /// where the kernel does not say.
+    /// Returns whether unread datagrams take more than three quarters of the receive buffer; false
+    /// if the kernel does not report it.
     ///
     /// ```
     /// # use racksum_net::udp::{UdpConfig, UdpSocket};
@@ -19,7 +19,8 @@ impl UdpSocket {
         let mut memory = [0_u32; FIELDS];
         #[expect(clippy::cast_possible_truncation, reason = "36 bytes")]
         let mut len = size_of_val(&memory) as libc::socklen_t;
-        // SAFETY: the kernel writes `len` bytes at most, which `memory` has, and all are integers.
+        // SAFETY: the kernel writes at most `len` bytes, the size of `memory`, and every bit
+        // pattern is valid.
         let rc = unsafe {
             libc::getsockopt(
                 self.socket().as_raw_fd(),
@@ -34,8 +35,9 @@ impl UdpSocket {
     }
 }
 
-/// Of Linux's `asm-generic/socket.h`; libc has only the places of its fields.
+/// Socket option from Linux's `asm-generic/socket.h`; libc defines only the indexes of its fields.
 const SO_MEMINFO: libc::c_int = 55;
-/// The fields of `linux/sock_diag.h`, the first of which are what waits and what may wait.
+/// Number of fields in `linux/sock_diag.h`; the first two are the unread bytes and the buffer's
+/// size.
 const FIELDS: usize = 9;
 const _: () = assert!(libc::SK_MEMINFO_RMEM_ALLOC == 0 && libc::SK_MEMINFO_RCVBUF == 1);

@@ -1,5 +1,5 @@
-//! Letting datagrams gather before they are received, as a network card's interrupt moderation
-//! does: each time a thread is woken costs as much as several datagrams.
+//! Pauses before a receive, so that datagrams accumulate, like the interrupt moderation of a
+//! network card: waking a thread costs as much as handling several datagrams.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -8,22 +8,22 @@ use racksum_proto::time::Span;
 
 use super::wait::{Waker, wait};
 
-/// How long a receiver of bulk traffic leaves its socket alone.
+/// Pause that a receiver of bulk traffic makes between receives.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather {
     pause: Option<Span>,
 }
 
 impl Gather {
-    /// Pauses of at most `longest`, and such that a receive buffer of this many bytes, which
-    /// bounds what is in flight, still allows 8 GB/s.
+    /// Creates a pause of at most `longest`. The pause is short enough to allow 8 GB/s with a
+    /// receive buffer of this many bytes, which bounds the data in flight.
     #[must_use]
     pub fn new(receive_buffer: usize, longest: Span) -> Self {
         let pause = Span(receive_buffer as u64 / 16).min(longest);
         Self { pause: (pause >= Self::SHORTEST).then_some(pause) }
     }
 
-    /// Whether to pause, when so many bytes are still to come: a small op never waits.
+    /// Returns whether to pause while `backlog` bytes are still expected; small ops never pause.
     #[must_use]
     pub const fn is_due(&self, backlog: u64) -> bool {
         self.pause.is_some() && backlog >= Self::BULK
@@ -33,7 +33,7 @@ impl Gather {
     ///
     /// # Errors
     ///
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn pause(&self, waker: &Waker) -> io::Result<()> {
         if wait(&[waker.as_fd()], Some(self.pause.unwrap_or(Span::ZERO)))? != 0 {
             waker.drain();
@@ -41,9 +41,9 @@ impl Gather {
         Ok(())
     }
 
-    /// What is shorter is lost in the kernel's timer slack, 50 us.
+    /// Shortest useful pause; the kernel's timer slack is 50 us.
     const SHORTEST: Span = Span::from_micros(20);
-    /// Bytes from which on a pause is short beside the rest of the op.
+    /// Backlog in bytes from which a pause is short compared with the rest of the op.
     const BULK: u64 = 4 << 20;
 }
 

@@ -1,44 +1,45 @@
-//! Which messages go out with one segmented send.
+//! Batches of messages that go out with one segmented send.
 
 use racksum_proto::auth::DataAuth;
 
 use super::{MAX_DATAGRAM, MAX_SEGMENTS};
 
-/// Messages one after the other in a buffer, which go out as one: small ones share a datagram, and
-/// datagrams of one size share a send.
+/// Messages that lie one after the other in a buffer and go out in one send. Small messages share a
+/// datagram, and datagrams of one size share the send.
 ///
-/// A datagram costs the same whatever it holds, and so does a send on most of its way.
+/// The cost of a datagram hardly depends on its size, and most costs of a send occur once.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GsoBatch {
     len: usize,
     datagrams: usize,
     /// Bytes of every datagram but the last.
     stride: usize,
-    /// Bytes of the last.
+    /// Bytes of the last datagram.
     last: usize,
 }
 
 impl GsoBatch {
-    /// Bytes of all messages.
+    /// Returns the bytes of all messages together.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no message.
+    /// Returns whether the batch has no message.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes from one datagram to the next.
+    /// Returns the distance from one datagram to the next, in bytes.
     #[must_use]
     pub const fn stride(&self) -> usize {
         self.stride
     }
 
-    /// Adds a message of `len` bytes, itself cut into datagrams `stride` apart, none of which may
-    /// have more than `max_datagram`. False if it needs a train of its own.
+    /// Adds a message of `len` bytes, which is cut into datagrams at distances of `stride`. No
+    /// datagram may exceed `max_datagram` bytes. Returns false if the message needs a batch of its
+    /// own.
     #[must_use]
     pub fn try_append(&mut self, len: usize, stride: usize, max_datagram: usize) -> bool {
         let datagrams = len.div_ceil(stride);
@@ -65,14 +66,14 @@ impl GsoBatch {
     }
 }
 
-/// Most bytes of a train: each of its datagrams may yet be lengthened by what authenticates it.
+/// Size limit of a batch in bytes: authentication may still lengthen each of its datagrams.
 const MAX_LEN: usize = MAX_DATAGRAM - MAX_SEGMENTS * DataAuth::MAX_TRAILER;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Couples single datagrams; returns how many the train took, and its distances.
+    /// Adds single datagrams; returns how many the batch took, its length and its stride.
     fn singles(lens: &[usize]) -> (usize, usize, usize) {
         let mut gso_batch = GsoBatch::default();
         let taken = lens.iter().take_while(|len| gso_batch.try_append(**len, 1472, 1472)).count();
@@ -104,7 +105,7 @@ mod tests {
         assert!(gso_batch.try_append(1072 + 100, 1072, 1472));
         assert!(!gso_batch.try_append(1073, 1072, 1472));
         assert_eq!((gso_batch.len(), gso_batch.stride()), (7 * 1072 + 100, 1072));
-        // What fits into a short last datagram still does.
+        // A short last datagram still takes a message that fits.
         assert!(gso_batch.try_append(972, 1072, 1472));
     }
 
@@ -118,7 +119,8 @@ mod tests {
         assert_eq!(taken, MAX_LEN / 9000);
     }
 
-    /// Every message lies within one datagram or begins one, and only the last may be short.
+    /// Checks that every message lies within one datagram or begins one, and that only the last
+    /// datagram may be short.
     #[test]
     fn receivers_find_whole_messages() {
         for seed in 0..2000_u64 {

@@ -1,4 +1,5 @@
-//! Receiving: many datagrams a message, many messages a system call, into the caller's buffers.
+//! Receiving into the caller's buffers: several datagrams a message, several messages a system
+//! call.
 #![expect(unsafe_code, reason = "recvmmsg writes through pointers into spare capacity")]
 
 use std::io;
@@ -14,30 +15,30 @@ use socket2::{SockAddr, SockAddrStorage};
 use super::cmsg::{Control, SPACE};
 use super::{CE, RECV_BATCH, RECV_CAPACITY, UdpSocket};
 
-/// What is known of one received message besides its bytes.
+/// Metadata of one received message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
-    /// The sender.
+    /// Sender of the message.
     pub from: SocketAddr,
-    /// The message's length; 0 for one to be skipped (empty, or larger than its buffer).
+    /// Length of the message; 0 for one to skip (empty, or larger than its buffer).
     pub len: usize,
-    /// The length of each datagram in it but the last, which may be shorter. At least 1, so that
-    /// `chunks(stride)` holds.
+    /// Length of each datagram in the message but the last, which may be shorter. At least 1, so
+    /// that `chunks(stride)` never panics.
     pub stride: usize,
-    /// The TOS byte it arrived with: the sender's DSCP, and ECN bits that queues may have changed.
+    /// TOS byte of the message: the sender's DSCP, and ECN bits that queues may have changed.
     pub tos: u8,
-    /// A queue on the way marked it: congestion experienced.
+    /// Whether a queue on the path marked the message: congestion experienced.
     pub ce: bool,
 }
 
-/// The storage of one `recvmmsg`, for one thread, and what the last one brought.
+/// Storage for `recvmmsg` calls of one thread, with the result of the last call.
 pub struct RecvRing {
     storage: Box<Storage>,
     received: [Received; RECV_BATCH],
     count: usize,
-    /// Messages that the last call asked for.
+    /// How many messages the last call requested.
     asked: usize,
-    /// Messages that the next asks for, at most.
+    /// How many messages the next call requests at most.
     batch: usize,
 }
 
@@ -48,23 +49,23 @@ struct Storage {
     controls: [Control; RECV_BATCH],
 }
 
-// SAFETY: the pointers in the headers and iovecs are written anew before each system call, point
-// at this very storage or at what the call borrows, and are never followed outside of the call.
+// SAFETY: each system call follows freshly written pointers in the headers and iovecs. They point
+// at this storage or at what the call borrows, and nothing follows them outside of the call.
 unsafe impl Send for Storage {}
 
 impl UdpSocket {
-    /// Receives what is there, without waiting, into the spare capacity of `buffers`: at most
-    /// [`RECV_BATCH`] messages, and few after large ones, one a buffer. The answer is how many; 0
-    /// if nothing is there.
+    /// Receives pending messages into the spare capacity of `buffers`, without waiting. Returns how
+    /// many arrived, one in each buffer; 0 if nothing is pending. A call receives at most
+    /// [`RECV_BATCH`] messages, and fewer after large ones.
     ///
-    /// The buffers that it asks for messages in are cleared first, and those that got one then hold
-    /// exactly it; [`RecvRing::received`] says how many. The others stay as they were. Buffers
-    /// should have a capacity of [`super::RECV_CAPACITY`]: a message that does not fit is counted
-    /// in [`UdpSocket::truncated`] and has length 0.
+    /// The call clears the buffers that it offers to the kernel; each of the first ones then holds
+    /// exactly one message. [`RecvRing::received`] has their metadata. The other buffers stay as
+    /// they were. Buffers should have a capacity of [`super::RECV_CAPACITY`]:
+    /// [`UdpSocket::truncated`] counts a message that does not fit, and its length is 0.
     ///
     /// # Errors
     ///
-    /// The kernel's, when the socket itself is of no use any more.
+    /// Returns the kernel's error if the socket has become unusable.
     pub fn recv(&self, ring: &mut RecvRing, buffers: &mut [BytesMut]) -> io::Result<usize> {
         ring.count = 0;
         let asked = buffers.len().min(ring.batch);
@@ -77,9 +78,8 @@ impl UdpSocket {
         ring.count = none_if_passing(ring.submit(self, asked, 0))?.unwrap_or(0).min(asked);
         for (index, buffer) in buffers.iter_mut().enumerate().take(ring.count) {
             let received = ring.read(self, index, buffer.capacity());
-            // SAFETY: the kernel has just written `received.len` bytes at the start of the spare
-            // capacity, which is the start of the buffer as it was cleared; `read` keeps the
-            // length within the capacity.
+            // SAFETY: the kernel has just written `received.len` bytes at the start of the buffer,
+            // which was cleared before. `read` keeps the length within the capacity.
             unsafe { buffer.set_len(received.len) };
             ring.received[index] = received;
         }
@@ -87,17 +87,17 @@ impl UdpSocket {
         Ok(ring.count)
     }
 
-    /// Looks at the first message that is there, without waiting and without taking it: copies its
-    /// first bytes to `head`. The answer's length is the whole message's, which may be shorter.
-    /// `None` if nothing is there.
+    /// Copies the first bytes of the next message to `head`, without waiting and without taking the
+    /// message. Returns its metadata, with the length of the whole message, or `None` if nothing is
+    /// pending.
     ///
     /// # Errors
     ///
-    /// As [`UdpSocket::recv`].
+    /// Returns the errors of [`UdpSocket::recv`].
     pub fn peek(&self, ring: &mut RecvRing, head: &mut [u8]) -> io::Result<Option<Received>> {
         ring.count = 0;
         ring.lay_out_one(0, head.as_mut_ptr(), head.len());
-        // With MSG_TRUNC the kernel says how long the message is, however little room it had.
+        // MSG_TRUNC makes the kernel return the message's full length, even if `head` is shorter.
         let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
         if none_if_passing(ring.submit(self, 1, flags))?.unwrap_or(0) == 0 {
             return Ok(None);
@@ -105,22 +105,22 @@ impl UdpSocket {
         Ok(Some(ring.read_whole(self, 0)))
     }
 
-    /// Takes the message that [`UdpSocket::peek`] has shown: its first bytes to `head`, those
-    /// behind to `tail`. The answer is how many were written; more than both hold are lost.
+    /// Takes the message that [`UdpSocket::peek`] has shown: its first bytes go to `head`, the next
+    /// to `tail`. Returns how many bytes were written; bytes that exceed both are lost.
     ///
     /// # Errors
     ///
-    /// The kernel's; `WouldBlock` if nothing is there, which is not so after a peek, as long as
-    /// nobody else receives.
+    /// Returns the kernel's error; `WouldBlock` if nothing is pending. That cannot happen after a
+    /// peek unless another thread receives.
     pub fn take_peeked(&self, head: &mut [u8], tail: &mut [u8]) -> io::Result<usize> {
         let mut places = [io::IoSliceMut::new(head), io::IoSliceMut::new(tail)];
-        // SAFETY: msghdr is plain C data, for which all zeros is a value.
+        // SAFETY: msghdr is plain C data, for which all zeros is a valid value.
         let mut message: libc::msghdr = unsafe { mem::zeroed() };
         message.msg_iov = places.as_mut_ptr().cast();
         message.msg_iovlen = places.len() as _;
         loop {
-            // SAFETY: the header points at two slices (IoSliceMut has the layout of iovec) that
-            // are lent for longer than the call.
+            // SAFETY: the header points at two slices (IoSliceMut has the layout of iovec), which
+            // are borrowed for longer than the call.
             let rc =
                 unsafe { libc::recvmsg(self.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
             match usize::try_from(rc).map_err(|_| io::Error::last_os_error()) {
@@ -131,8 +131,8 @@ impl UdpSocket {
     }
 }
 
-/// Whether a receive that failed so may be tried again: nothing is there, a signal came, or the
-/// fate of an earlier datagram of ours (ICMP) did, and is read now.
+/// Returns whether a receive with this error may be tried again: nothing is pending, a signal
+/// arrived, or the kernel reported an ICMP error of an earlier datagram, which is now cleared.
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR | libc::ECONNREFUSED))
 }
@@ -145,13 +145,13 @@ fn none_if_passing(outcome: io::Result<usize>) -> io::Result<Option<usize>> {
 }
 
 impl RecvRing {
-    /// An empty ring.
+    /// Creates an empty ring.
     #[must_use]
     pub fn new() -> Self {
         let storage = Box::new(Storage {
-            // SAFETY: mmsghdr and iovec are plain C data, for which all zeros is a value.
+            // SAFETY: mmsghdr and iovec are plain C data, for which all zeros is a valid value.
             headers: unsafe { mem::zeroed() },
-            // SAFETY: as above.
+            // SAFETY: all zeros is a valid iovec, as for the headers.
             iovecs: unsafe { mem::zeroed() },
             names: std::array::from_fn(|_| SockAddrStorage::zeroed()),
             controls: [Control::new(); RECV_BATCH],
@@ -160,31 +160,31 @@ impl RecvRing {
         Self { storage, received, count: 0, asked: 0, batch: RECV_BATCH }
     }
 
-    /// Whether the last [`UdpSocket::recv`] brought as many messages as it asked for, so that
-    /// there may be more.
+    /// Returns whether the last [`UdpSocket::recv`] got as many messages as it requested, so that
+    /// more may be pending.
     #[must_use]
     pub const fn is_full(&self) -> bool {
         self.count > 0 && self.count == self.asked
     }
 
-    /// Bounds the next batch by the messages of the last.
+    /// Sets the size of the next batch by the longest message of the last.
     fn choose_batch(&mut self) {
         if let Some(longest) = self.received().iter().map(|message| message.len).max() {
             self.batch = (BATCH_BYTES / longest.max(1)).clamp(1, RECV_BATCH);
         }
     }
 
-    /// What came with message `index` of the last [`UdpSocket::recv`].
+    /// Returns the metadata of message `index` of the last [`UdpSocket::recv`].
     ///
     /// # Panics
     ///
-    /// If that call brought fewer messages.
+    /// Panics if that call received too few messages.
     #[must_use]
     pub fn meta(&self, index: usize) -> Received {
         self.received()[index]
     }
 
-    /// What came with each message of the last [`UdpSocket::recv`], in the buffers' order.
+    /// Returns the metadata of all messages of the last [`UdpSocket::recv`], in the buffers' order.
     #[must_use]
     pub fn received(&self) -> &[Received] {
         &self.received[..self.count]
@@ -199,7 +199,7 @@ impl RecvRing {
         }
     }
 
-    /// Points the header of a slot at `len` bytes from `start` on.
+    /// Points the header of a slot at the `len` bytes from `start` on.
     fn lay_out_one(&mut self, slot: usize, start: *mut u8, len: usize) {
         let Storage { headers, iovecs, names, controls } = &mut *self.storage;
         iovecs[slot] = libc::iovec { iov_base: start.cast(), iov_len: len };
@@ -220,12 +220,12 @@ impl RecvRing {
         let headers = self.storage.headers.as_mut_ptr();
         let (fd, flags) = (socket.as_raw_fd(), flags | libc::MSG_DONTWAIT);
         // SAFETY: `lay_out_one` has just pointed `count` headers at names and control messages of
-        // this ring and at bytes that the caller of `recv` or `peek` still lends.
+        // this ring, and at bytes that the caller of `recv` or `peek` still lends.
         let rc = unsafe { libc::recvmmsg(fd, headers, vlen, flags, ptr::null_mut()) };
         usize::try_from(rc).map_err(|_| io::Error::last_os_error())
     }
 
-    /// What the kernel said of message `index`, which has `capacity` bytes of room.
+    /// Returns the metadata of message `index`, whose buffer has `capacity` bytes.
     fn read(&mut self, socket: &UdpSocket, index: usize, capacity: usize) -> Received {
         let whole = self.read_whole(socket, index);
         if self.storage.headers[index].msg_hdr.msg_flags & libc::MSG_TRUNC != 0 {
@@ -235,7 +235,8 @@ impl RecvRing {
         Received { len: whole.len.min(capacity), ..whole }
     }
 
-    /// The same, however much of it there was room for.
+    /// Returns the metadata of message `index` with its full length, even if its buffer was
+    /// shorter.
     fn read_whole(&mut self, socket: &UdpSocket, index: usize) -> Received {
         let Storage { headers, controls, .. } = &*self.storage;
         let header = &headers[index];
@@ -260,10 +261,10 @@ impl RecvRing {
     }
 
     fn sender(&mut self, index: usize) -> Option<SocketAddr> {
-        // Taken, not copied: the next call zeroes and fills it anew.
+        // The name is moved out, because the next call needs a zeroed one.
         let name = mem::replace(&mut self.storage.names[index], SockAddrStorage::zeroed());
         let len = self.storage.headers[index].msg_hdr.msg_namelen.min(name.size_of());
-        // SAFETY: the storage was zeroed and the kernel wrote an address of `len` bytes into it.
+        // SAFETY: the storage was zeroed, and the kernel wrote an address of `len` bytes into it.
         let addr = unsafe { SockAddr::new(name, len) };
         addr.as_socket()
     }
@@ -291,11 +292,12 @@ impl Received {
     };
 }
 
-/// The kernel names a stride only where it joined; a lone datagram is its own.
+/// Returns a message's stride. The kernel reports one only if it joined datagrams; a single
+/// datagram's stride is its length.
 fn stride_of(gro: Option<c_int>, len: usize) -> usize {
     gro.and_then(|stride| usize::try_from(stride).ok()).filter(|s| *s > 0).unwrap_or(len).max(1)
 }
 
-/// Bytes of a batch of large messages: few, so that they are still in the processor's cache when
-/// they are worked on, and what is worked on is not driven out of it.
+/// Bytes in a batch of large messages. The batch is small so that it stays in the processor's cache
+/// until it is processed, without evicting the data it is processed with.
 const BATCH_BYTES: usize = 2 * RECV_CAPACITY;

@@ -1,4 +1,4 @@
-//! Sending: many datagrams a message, many messages a system call.
+//! Sending: several datagrams a message, several messages a system call.
 #![expect(unsafe_code, reason = "sendmmsg takes pointers to pointers")]
 
 use std::io;
@@ -13,30 +13,31 @@ use socket2::SockAddr;
 use super::cmsg::Control;
 use super::{MAX_DATAGRAM, MAX_SEGMENTS, SEND_BATCH, UdpSocket, wait_writable};
 
-/// Bytes for one receiver, to be cut into datagrams.
+/// Bytes for one receiver, which are cut into datagrams.
 #[derive(Debug, Clone, Copy)]
 pub struct Transmit<'a> {
-    /// The receiver, or the multicast group.
+    /// Receiver or multicast group.
     pub to: SocketAddr,
-    /// The datagrams, one behind the other: 1 to 65,507 bytes.
+    /// Datagrams, one after the other: 1 to 65,507 bytes.
     pub contents: &'a [u8],
-    /// What follows `contents` in their last datagram, from where it lies: a transmit that has a
-    /// tail or a trailer is a single datagram.
+    /// Bytes that follow `contents` in the same datagram, sent from where they lie. A transmit with
+    /// a tail or a trailer is a single datagram.
     pub tail: &'a [u8],
-    /// What follows the tail, likewise.
+    /// Bytes that follow the tail in the same datagram.
     pub trailer: &'a [u8],
-    /// The length of each datagram but the last, which may be shorter. At most 64 datagrams.
+    /// Length of each datagram but the last, which may be shorter. A transmit has at most 64
+    /// datagrams.
     pub stride: usize,
 }
 
 impl<'a> Transmit<'a> {
-    /// A transmit whose bytes lie in one place.
+    /// Creates a transmit whose bytes lie in one place.
     #[must_use]
     pub const fn new(to: SocketAddr, contents: &'a [u8], stride: usize) -> Self {
         Self { to, contents, tail: &[], trailer: &[], stride }
     }
 
-    /// One datagram whose bytes lie in up to three places.
+    /// Creates a single datagram whose bytes lie in up to three places.
     #[must_use]
     pub const fn in_parts(to: SocketAddr, parts: [&'a [u8]; 3]) -> Self {
         let [contents, tail, trailer] = parts;
@@ -44,24 +45,25 @@ impl<'a> Transmit<'a> {
         Self { to, contents, tail, trailer, stride }
     }
 
-    /// Whether all of its bytes are its contents.
+    /// Returns whether tail and trailer are empty.
     const fn is_in_one(&self) -> bool {
         self.tail.is_empty() && self.trailer.is_empty()
     }
 
-    /// Bytes in all.
+    /// Returns the total length in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.contents.len() + self.tail.len() + self.trailer.len()
     }
 
-    /// Whether there are none, so that it cannot be sent.
+    /// Returns whether the transmit has no bytes, and so cannot be sent.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many datagrams it is. None if it breaks a bound, and so cannot be sent.
+    /// Returns the number of datagrams, or `None` if the transmit exceeds a limit and cannot be
+    /// sent.
     #[must_use]
     pub const fn datagrams(&self) -> Option<usize> {
         if self.stride == 0 || self.is_empty() || self.len() > MAX_DATAGRAM {
@@ -73,34 +75,34 @@ impl<'a> Transmit<'a> {
     }
 }
 
-/// What became of a batch.
+/// Result of sending a batch.
 ///
-/// The first `sent + failed` transmits are done with. Those after them were not tried, because
-/// the socket's buffer is full: offer them again once it is writable.
+/// The first `sent + failed` transmits are finished. The others were not tried, because the
+/// socket's send buffer is full: send them again once the socket is writable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SendOutcome {
-    /// Transmits handed to the kernel.
+    /// Number of transmits that the kernel accepted.
     pub sent: usize,
-    /// The socket's buffer is full. This never happens over loopback, which takes everything and
-    /// lets the receiver drop it.
+    /// Whether the send buffer is full. This never happens on loopback, which accepts everything
+    /// and lets the receiver drop it.
     pub blocked: bool,
-    /// Transmits that were given up, for the reason of the last in [`SendOutcome::last_error`].
+    /// Number of transmits that failed; [`SendOutcome::last_error`] has the reason of the last one.
     pub failed: usize,
-    /// Why the last of the failed ones failed.
+    /// Reason why the last failed transmit failed.
     pub last_error: Option<SendError>,
 }
 
-/// Why a transmit was not sent.
+/// Reason why a transmit was not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// It is empty, above 65,507 bytes, above 64 datagrams or, with a tail, above one: the caller's
-    /// mistake.
+    /// The caller passed an invalid transmit: empty, above 65,507 bytes, above 64 datagrams or,
+    /// with a tail or trailer, above one.
     #[error("a transmit must be 1 to 65507 bytes and at most 64 datagrams")]
     Unsendable,
-    /// Its datagrams are larger than the interface's MTU.
+    /// The datagrams are larger than the interface's MTU.
     #[error("the datagram is larger than the MTU of the interface it would leave by")]
     TooLarge,
-    /// The kernel refused for another reason, by this errno.
+    /// The kernel refused for another reason, with this errno.
     #[error("the kernel refused the datagram: {}", io::Error::from_raw_os_error(*.0))]
     Os(c_int),
     /// The send buffer stayed full.
@@ -108,7 +110,7 @@ pub enum SendError {
     NoRoom,
 }
 
-/// The storage of one `sendmmsg`, for one thread.
+/// Storage for `sendmmsg` calls of one thread.
 pub struct SendRing {
     storage: Box<Storage>,
     tos: Option<u8>,
@@ -121,14 +123,14 @@ struct Storage {
     controls: [Control; SEND_BATCH],
 }
 
-// SAFETY: the pointers in the headers and iovecs are written anew before each system call, point
-// at this very storage or at what the call borrows, and are never followed outside of the call.
+// SAFETY: each system call follows freshly written pointers in the headers and iovecs. They point
+// at this storage or at what the call borrows, and nothing follows them outside of the call.
 unsafe impl Send for Storage {}
 
 impl UdpSocket {
-    /// Sends a batch, and waits for room in the send buffer, 2 ms at most and `waits` times at
-    /// most. What still does not go is lost, and so whoever lacks it asks for it. It is counted,
-    /// as is what the kernel refuses: see [`UdpSocket::send_failures`].
+    /// Sends a batch, and waits up to `waits` times for room in the send buffer, at most 2 ms each.
+    /// Data that is still unsent is lost, and its receiver asks for it again.
+    /// [`UdpSocket::send_failures`] counts it, and also what the kernel refuses.
     pub fn send_patiently(&self, ring: &mut SendRing, mut batch: &[Transmit<'_>], waits: u32) {
         for left in (0..=waits).rev() {
             if batch.is_empty() {
@@ -138,26 +140,27 @@ impl UdpSocket {
             self.note_send_failures(outcome.failed, outcome.last_error);
             batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
             if outcome.blocked && left > 0 {
-                // A timeout and readiness are the same here: try again.
+                // Both a timeout and readiness lead to another try.
                 drop(wait_writable(self.as_fd(), Some(Span::from_millis(2))));
             }
         }
         self.note_send_failures(batch.len(), Some(SendError::NoRoom));
     }
 
-    /// Sends a batch, in order, with as few system calls as its size allows.
+    /// Sends a batch in order, with as few system calls as its size allows.
     ///
-    /// Without GSO each datagram is a message. When the buffer fills in the middle of a transmit,
-    /// that one counts as not sent although its first datagrams are out: offering it again repeats
-    /// them, and the receiver is to tell duplicates anyway.
+    /// Without GSO, each datagram is a message of its own. If the buffer fills in the middle of a
+    /// transmit, the transmit counts as unsent although its first datagrams are out. Sending it
+    /// again repeats them, and receivers detect duplicates anyway.
     pub fn send(&self, ring: &mut SendRing, batch: &[Transmit<'_>]) -> SendOutcome {
         let mut job = Job { batch, at: Cursor::default(), outcome: SendOutcome::default() };
-        // The errno with which a segmented message failed, while it is being tried singly.
+        // Errno of a segmented message that failed, while its datagrams are tried one by one.
         let mut trial: Option<c_int> = None;
-        // The fate of earlier datagrams (ICMP) comes out of a later call, which then sent nothing.
+        // ICMP errors of earlier datagrams surface in a later call, which then sends nothing.
         let mut stale_left = MAX_STALE_ERRORS;
         while !job.is_done() && !job.outcome.blocked {
-            // Read once: another thread on this socket may switch it off meanwhile.
+            // The flag is read once, because another thread on this socket may switch it off
+            // meanwhile.
             let gso = self.gso_enabled();
             let count = ring.fill(&job, gso);
             if count == 0 {
@@ -180,7 +183,7 @@ impl UdpSocket {
                     trial = Some(errno);
                 }
                 Err(errno) => {
-                    // Its datagrams fail singly too, so segmentation was not to blame.
+                    // The datagrams fail one by one too, so segmentation was not the cause.
                     if trial.take().is_some() {
                         self.set_gso(true);
                     }
@@ -188,7 +191,7 @@ impl UdpSocket {
                 }
             }
         }
-        // A full buffer cut the trial short: undecided.
+        // The trial is undecided, because the buffer filled up.
         if trial.is_some() {
             self.set_gso(true);
         }
@@ -197,14 +200,14 @@ impl UdpSocket {
 }
 
 impl SendRing {
-    /// A ring whose batches bear the socket's own TOS.
+    /// Creates a ring whose batches use the socket's own TOS.
     #[must_use]
     pub fn new() -> Self {
         let unspecified = SockAddr::from(SocketAddr::from(([0, 0, 0, 0], 0)));
         let storage = Box::new(Storage {
-            // SAFETY: mmsghdr and iovec are plain C data, for which all zeros is a value.
+            // SAFETY: mmsghdr and iovec are plain C data, for which all zeros is a valid value.
             headers: unsafe { std::mem::zeroed() },
-            // SAFETY: as above.
+            // SAFETY: all zeros is a valid iovec, as for the headers.
             iovecs: unsafe { std::mem::zeroed() },
             names: std::array::from_fn(|_| unspecified.clone()),
             controls: [Control::new(); SEND_BATCH],
@@ -212,14 +215,14 @@ impl SendRing {
         Self { storage, tos: None }
     }
 
-    /// Marks what this ring sends from now on with `tos`, DSCP and ECN bits; none goes back to the
-    /// socket's own. This is how lanes of one socket differ without a system call each.
+    /// Sets the TOS byte (DSCP and ECN bits) of later batches of this ring; `None` restores the
+    /// socket's own. Lanes of one socket can thus differ without a system call each.
     pub const fn set_tos(&mut self, tos: Option<u8>) {
         self.tos = tos;
     }
 
-    /// Lays out the next messages of a job; the answer is how many. None are laid out if the
-    /// job's next transmit breaks a bound.
+    /// Lays out the next messages of a job; returns how many. Returns 0 if the job's next transmit
+    /// exceeds a limit.
     fn fill(&mut self, job: &Job<'_>, gso: bool) -> usize {
         let (mut at, mut count) = (job.at, 0);
         while count < SEND_BATCH
@@ -260,13 +263,13 @@ impl SendRing {
         header.msg_controllen = used;
     }
 
-    /// Hands over the first `count` messages; the answer is how many the kernel took, or an errno.
+    /// Sends the first `count` messages; returns how many the kernel accepted, or an errno.
     fn submit(&mut self, socket: &UdpSocket, count: usize) -> Result<usize, c_int> {
         #[expect(clippy::cast_possible_truncation, reason = "at most SEND_BATCH")]
         let vlen = count.min(SEND_BATCH) as c_uint;
         let headers = self.storage.headers.as_mut_ptr();
         // SAFETY: `fill` has just laid out `count` messages. Their names and control messages lie
-        // in this ring and their contents in the batch that the caller of `send` still lends.
+        // in this ring, and their contents in the batch that the caller of `send` still lends.
         let rc = unsafe { libc::sendmmsg(socket.as_raw_fd(), headers, vlen, libc::MSG_DONTWAIT) };
         usize::try_from(rc).map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(0))
     }
@@ -293,7 +296,7 @@ impl SendError {
     }
 }
 
-/// A batch on its way, and what became of it so far.
+/// Batch that is being sent, with its outcome so far.
 struct Job<'a> {
     batch: &'a [Transmit<'a>],
     at: Cursor,
@@ -305,13 +308,13 @@ impl Job<'_> {
         self.at.index >= self.batch.len()
     }
 
-    /// Whether the next message would be cut by the kernel.
+    /// Returns whether the kernel would cut the next message into several datagrams.
     fn is_segmented(&self) -> bool {
         let mut ahead = self.at;
         ahead.step(self.batch, true).is_some_and(|piece| piece.segment.is_some())
     }
 
-    /// The kernel took `messages` of them.
+    /// Moves past `messages` messages that the kernel accepted.
     fn advance(&mut self, messages: usize, gso: bool) {
         let before = self.at.index;
         for _ in 0..messages {
@@ -320,7 +323,7 @@ impl Job<'_> {
         self.outcome.sent += self.at.index - before;
     }
 
-    /// The next transmit is given up.
+    /// Gives up the next transmit.
     const fn fail(&mut self, error: SendError) {
         self.outcome.failed += 1;
         self.outcome.last_error = Some(error);
@@ -328,24 +331,25 @@ impl Job<'_> {
     }
 }
 
-/// How far a batch is: whole transmits, and bytes of the next.
+/// Progress in a batch: whole transmits, and bytes of the next.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
     index: usize,
     offset: usize,
 }
 
-/// What one message holds.
+/// Contents of one message.
 struct Piece<'a> {
     of: &'a Transmit<'a>,
-    /// What it takes of the transmit's contents.
+    /// Part of the transmit's contents that this message carries.
     contents: &'a [u8],
-    /// The datagrams' length, if the kernel is to cut.
+    /// Length of the datagrams if the kernel cuts the message.
     segment: Option<u16>,
 }
 
 impl Cursor {
-    /// The next message and a step past it; none at the end and at a transmit that breaks a bound.
+    /// Returns the next message and moves past it; returns `None` at the end of the batch and at a
+    /// transmit that exceeds a limit.
     fn step<'a>(&mut self, batch: &'a [Transmit<'a>], gso: bool) -> Option<Piece<'a>> {
         let transmit = batch.get(self.index)?;
         transmit.datagrams()?;
@@ -363,20 +367,20 @@ impl Cursor {
     }
 }
 
-/// How many reports of earlier datagrams' fates one call reads over.
+/// How many ICMP errors of earlier datagrams one call ignores.
 const MAX_STALE_ERRORS: u32 = 16;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The loopback interface never fills a send buffer, so the bookkeeping is tested by itself.
+    /// Tests the bookkeeping alone, because loopback never fills a send buffer.
     #[test]
     fn a_transmit_cut_short_is_not_counted_until_its_last_datagram_is_out() {
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
         let batch = [10, 25, 30].map(|len| Transmit::new(to, &[7; 30][..len], 10));
         let mut job = Job { batch: &batch, at: Cursor::default(), outcome: SendOutcome::default() };
-        // One datagram, then three, then three.
+        // The three transmits have one, three and three datagrams.
         for (taken, sent) in [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)] {
             job.advance(taken, false);
             assert_eq!(job.outcome.sent, sent);

@@ -1,4 +1,4 @@
-//! A UDP socket, set up for batches before its first datagram can arrive.
+//! UDP sockets, configured for batches before their first datagram can arrive.
 
 use std::io;
 use std::net::SocketAddr;
@@ -13,24 +13,25 @@ use crate::interface::Interface;
 use crate::multicast::{self, Multicast};
 use crate::{NetError, options};
 
-/// How a socket is to be opened.
+/// Settings with which a socket is opened.
 #[derive(Debug, Clone)]
 pub struct UdpConfig {
-    /// The local address. IPv6 sockets speak IPv6 only, so that a peer has one address.
+    /// Local address. IPv6 sockets speak IPv6 only, so that each peer has one address.
     pub bind: SocketAddr,
-    /// The receive buffer in bytes; 0 leaves the kernel's default.
+    /// Receive buffer in bytes; 0 keeps the kernel's default.
     pub receive_buffer: usize,
-    /// The send buffer in bytes; 0 leaves the kernel's default.
+    /// Send buffer in bytes; 0 keeps the kernel's default.
     pub send_buffer: usize,
-    /// The TOS byte of what is sent: DSCP in the upper six bits, ECN in the lower two. A
-    /// [`super::SendRing`] can mark its own batches otherwise.
+    /// TOS byte of sent datagrams: DSCP in the upper six bits, ECN in the lower two. A
+    /// [`super::SendRing`] can override it for its own batches.
     pub tos: u8,
-    /// The group to become a member of. [`UdpConfig::bind`] must then be the group itself.
+    /// Multicast group to join. [`UdpConfig::bind`] must then be the group's address.
     pub multicast: Option<Multicast>,
 }
 
 impl UdpConfig {
-    /// A unicast socket at `bind` with buffers of 4 MiB, best effort and ECN-capable.
+    /// Returns settings for a unicast socket at `bind` with buffers of 4 MiB, best effort and
+    /// ECN-capable.
     #[must_use]
     pub const fn new(bind: SocketAddr) -> Self {
         Self {
@@ -42,16 +43,16 @@ impl UdpConfig {
         }
     }
 
-    /// A member of `group`, otherwise as [`UdpConfig::new`].
+    /// Returns settings for a member of `group`, otherwise like [`UdpConfig::new`].
     #[must_use]
     pub fn member(group: Multicast) -> Self {
         Self { multicast: Some(group.clone()), ..Self::new(group.destination()) }
     }
 }
 
-/// A non-blocking UDP socket that sends and receives in batches.
+/// Non-blocking UDP socket that sends and receives in batches.
 ///
-/// [`UdpSocket::send`] and [`UdpSocket::recv`] take `&self` and a ring of the calling thread's, so
+/// [`UdpSocket::send`] and [`UdpSocket::recv`] take `&self` and a ring of the calling thread, so
 /// one thread may send while another receives.
 #[derive(Debug)]
 pub struct UdpSocket {
@@ -60,21 +61,21 @@ pub struct UdpSocket {
     report: BufferReport,
     gso: AtomicBool,
     gro: bool,
-    /// Datagrams the kernel dropped, extended from the kernel's 32-bit counter.
+    /// Datagrams that the kernel dropped; extends the kernel's 32-bit counter.
     drops: AtomicU64,
     /// Messages that were larger than their buffer.
     truncated: AtomicU64,
-    /// Messages that the kernel refused to send, or had no room for too long.
+    /// Messages that the kernel refused to send, or for which the send buffer stayed full.
     send_failures: AtomicU64,
 }
 
 impl UdpSocket {
-    /// Opens, sizes, marks and binds a socket; joins the group if there is one.
+    /// Opens, configures and binds a socket, and joins the group if one is set.
     ///
     /// # Errors
     ///
-    /// A [`NetError`] that names the address and, for a port that is taken, what to do. Buffers
-    /// that came out smaller than asked for are no error: see [`UdpSocket::report`].
+    /// Returns a [`NetError`] that names the address and, if the port is taken, what to do. Smaller
+    /// buffers than requested are not an error: see [`UdpSocket::report`].
     pub fn open(config: &UdpConfig) -> Result<Self, NetError> {
         let addr = config.bind;
         if let Some(group) = &config.multicast {
@@ -83,9 +84,10 @@ impl UdpSocket {
         let inner = Socket::new(Domain::for_address(addr), Type::DGRAM, Some(Protocol::UDP))
             .map_err(|cause| NetError::Socket { addr, cause })?;
         prepare(&inner, config)?;
-        // Before binding: what arrives without it arrives in pieces. Kernels below 5.0 lack it.
+        // Set before binding, so that the kernel joins even the first datagrams. Kernels below 5.0
+        // lack it.
         let gro = options::set_int(inner.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1).is_ok();
-        // Kernels below 4.18 do not know this option even to read it.
+        // Kernels below 4.18 reject even reading this option.
         let gso = options::get_int(inner.as_fd(), libc::SOL_UDP, libc::UDP_SEGMENT).is_ok();
         let report = buffers::size(&inner, config.receive_buffer, config.send_buffer)
             .map_err(|cause| NetError::Option { option: "SO_RCVBUF or SO_SNDBUF", addr, cause })?;
@@ -111,82 +113,83 @@ impl UdpSocket {
         })
     }
 
-    /// The address it is bound to, with the port the kernel chose if none was asked for.
+    /// Returns the address that the socket is bound to, with the port the kernel chose for port 0.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// What became of the buffers that were asked for.
+    /// Returns the requested and granted buffer sizes.
     #[must_use]
     pub const fn report(&self) -> &BufferReport {
         &self.report
     }
 
-    /// Whether one message may still be many datagrams. Once a message fails whose datagrams go out
-    /// singly, this is false for good: some drivers cannot do it.
+    /// Returns whether one message may hold several datagrams. This turns false for good once a
+    /// message fails but its datagrams go out one by one: some drivers cannot segment.
     #[must_use]
     pub fn gso_enabled(&self) -> bool {
         self.gso.load(Ordering::Relaxed)
     }
 
-    /// How many datagrams one message may be: 64, or 1 without GSO.
+    /// Returns how many datagrams one message may hold: 64, or 1 without GSO.
     #[must_use]
     pub fn max_gso_segments(&self) -> usize {
         if self.gso_enabled() { MAX_SEGMENTS } else { 1 }
     }
 
-    /// Whether the kernel joins datagrams of one sender on their way in.
+    /// Returns whether the kernel joins received datagrams of one sender.
     #[must_use]
     pub const fn gro_enabled(&self) -> bool {
         self.gro
     }
 
-    /// How many messages the kernel dropped since the socket was opened because the receive buffer
-    /// was full, or because they were to be refused ([`UdpSocket::refuse`]). The kernel tells with
-    /// each message received, so this is as of the last one.
+    /// Returns how many messages the kernel has dropped since the socket was opened, because the
+    /// receive buffer was full or [`UdpSocket::refuse`] named the sender. The kernel reports the
+    /// count with each received message, so the count dates from the last one.
     #[must_use]
     pub fn drops(&self) -> u64 {
         self.drops.load(Ordering::Relaxed)
     }
 
-    /// How many messages were larger than the buffer given for them, and skipped.
+    /// Returns how many messages were larger than their buffer, and skipped.
     #[must_use]
     pub fn truncated(&self) -> u64 {
         self.truncated.load(Ordering::Relaxed)
     }
 
-    /// Opens a socket that receives what is sent to the group, and nothing else.
+    /// Opens a socket that receives only what is sent to the group.
     ///
-    /// Bound to the group's own address, so that no unicast finds it; and any number of processes
-    /// on a host may be members, each with a copy of its own.
+    /// The socket is bound to the group's own address, so unicast datagrams cannot reach it. Any
+    /// number of processes on a host may be members; each gets a copy.
     ///
     /// # Errors
     ///
-    /// As [`open`](Self::open), and [`NetError::Multicast`] if the interface cannot join.
+    /// Returns the errors of [`open`](Self::open), and [`NetError::Multicast`] if the interface
+    /// cannot join.
     pub fn open_member(group: &Multicast, receive_buffer: usize) -> Result<Self, NetError> {
         let config = UdpConfig::member(group.clone());
-        // A member only receives: its send buffer stays as the kernel has it.
+        // A member only receives, so its send buffer keeps the kernel's default.
         Self::open(&UdpConfig { receive_buffer, send_buffer: 0, ..config })
     }
 
-    /// Sends multicast from this socket through `interface`, to at most `ttl` routers' distance
-    /// (1 stays in the local network), and to the members on this host as well.
+    /// Makes this socket send multicast through `interface`, with a hop limit of `ttl` (1 stays in
+    /// the local network). Members on this host receive it as well.
     ///
     /// # Errors
     ///
-    /// [`NetError::Multicast`] if the interface would not take it.
+    /// Returns [`NetError::Multicast`] if the interface cannot be used.
     pub fn set_multicast_sender(&self, interface: &Interface, ttl: u8) -> Result<(), NetError> {
         multicast::prepare_sender(&self.inner, self.local.is_ipv6(), interface, ttl)
             .map_err(|cause| NetError::Multicast { interface: interface.name.clone(), cause })
     }
 
-    /// Sends one datagram outside of any batch; it is lost if there is no room for it now.
+    /// Sends one datagram outside of any batch; it is lost if the send buffer is full.
     ///
     /// # Errors
     ///
-    /// The kernel's: the datagram is larger than the interface takes, or a firewall of this host
-    /// forbids it.
+    /// Returns the kernel's error: the datagram exceeds the interface's MTU, or a firewall of this
+    /// host blocks it.
     pub fn send_one(&self, to: SocketAddr, datagram: &[u8]) -> io::Result<()> {
         self.inner.send_to(datagram, &SockAddr::from(to)).map(drop)
     }
@@ -195,7 +198,7 @@ impl UdpSocket {
         &self.inner
     }
 
-    /// Switches segmentation on or off, by what sending found out.
+    /// Switches segmentation on or off, by the result of a send.
     pub(super) fn set_gso(&self, on: bool) {
         self.gso.store(on, Ordering::Relaxed);
     }
@@ -204,13 +207,14 @@ impl UdpSocket {
         self.truncated.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many messages were not sent: the kernel refused them, or had no room for too long.
+    /// Returns how many messages were not sent: the kernel refused them, or the send buffer stayed
+    /// full.
     #[must_use]
     pub fn send_failures(&self) -> u64 {
         self.send_failures.load(Ordering::Relaxed)
     }
 
-    /// Counts messages that were not sent, and says so of the first.
+    /// Counts messages that were not sent, and logs the first failure.
     pub(super) fn note_send_failures(&self, count: usize, last: Option<SendError>) {
         let known = self.send_failures.fetch_add(count as u64, Ordering::Relaxed);
         if let (0, 1.., Some(error)) = (known, count, last) {
@@ -218,12 +222,12 @@ impl UdpSocket {
         }
     }
 
-    /// Takes note of the kernel's own counter, which has 32 bits and wraps.
+    /// Updates the drop count from the kernel's counter, which has 32 bits and wraps.
     pub(super) fn note_drops(&self, counter: u32) {
         let known = self.drops();
         #[expect(clippy::cast_possible_truncation, reason = "the counter's own width")]
         let ahead = counter.wrapping_sub(known as u32);
-        // More than half the circle ahead is behind: another thread was first with a newer value.
+        // A larger difference means that another thread has already noted a newer value.
         if ahead <= u32::MAX / 2 {
             self.drops.fetch_max(known + u64::from(ahead), Ordering::Relaxed);
         }
@@ -242,7 +246,7 @@ impl AsRawFd for UdpSocket {
     }
 }
 
-/// Everything that is set before binding, but for the buffers.
+/// Sets all options that come before binding, except the buffer sizes.
 fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
     let addr = config.bind;
     let failed = |option| move |cause| NetError::Option { option, addr, cause };
@@ -251,13 +255,13 @@ fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
     };
     socket.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
     if config.multicast.is_some() {
-        // Several members of one group on one host, each with a copy of its own.
+        // Several processes of one host may join the group; each gets a copy.
         socket.set_reuse_address(true).map_err(failed("SO_REUSEADDR"))?;
     }
     int(libc::SOL_SOCKET, libc::SO_RXQ_OVFL, 1, "SO_RXQ_OVFL")?;
     let tos = c_int::from(config.tos);
-    // PROBE: no fragments, ever, and no belief in what ICMP says about the path; a datagram that
-    // is too large for the interface is an error at once.
+    // PROBE never fragments, and ignores path MTUs that ICMP reports. A datagram that is too large
+    // for the interface fails at once.
     if addr.is_ipv6() {
         socket.set_only_v6(true).map_err(failed("IPV6_V6ONLY"))?;
         let level = libc::IPPROTO_IPV6;
@@ -272,5 +276,5 @@ fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
     }
 }
 
-/// A bandwidth-delay product that covers 25 Gbit/s over more than a millisecond.
+/// Bandwidth-delay product of 25 Gbit/s over more than a millisecond.
 const DEFAULT_BUFFER: usize = 4 << 20;

@@ -22,12 +22,12 @@ fn buffers(count: usize) -> Vec<BytesMut> {
     (0..count).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect()
 }
 
-/// Bytes that differ from place to place, so that a datagram out of place shows.
+/// Returns bytes that vary by position, so that a misplaced datagram is detected.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| u8::try_from(i * 7 % 251).unwrap()).collect()
 }
 
-/// Every message that arrives until `want` bytes did, with what is known of each.
+/// Receives messages until `want` bytes have arrived; returns each with its metadata.
 fn receive(socket: &UdpSocket, want: usize) -> Vec<(Received, Vec<u8>)> {
     let (mut ring, mut buffers) = (RecvRing::new(), buffers(4));
     let mut got = Vec::new();
@@ -81,7 +81,7 @@ fn without_gso_the_same_datagrams_go_singly() {
     sender.set_gso(false);
     assert_eq!(sender.max_gso_segments(), 1);
     check_segments_come_back(&sender, &receiver, 1472);
-    // More datagrams than one system call takes.
+    // These datagrams exceed one system call.
     let contents = pattern(64 * 100);
     send_all(&sender, &[Transmit::new(receiver.local_addr(), &contents, 100)]);
     let got = receive(&receiver, contents.len());
@@ -202,7 +202,7 @@ fn a_transmit_that_breaks_a_bound_is_reported_and_passed_over() {
 
 #[test]
 fn a_datagram_above_the_mtu_is_reported_as_such() {
-    // Loopback over IPv6 carries 65,536 bytes a packet, 48 of them headers.
+    // Loopback over IPv6 carries packets of 65,536 bytes, 48 of them headers.
     if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none_or(|i| i.mtu != 65_536) {
         skip("this host has no ::1 with an MTU of 65536");
         return;
@@ -363,7 +363,8 @@ fn a_datagram_arrives_with_the_mark_of_its_lane() {
 fn check_lanes(sender: &UdpSocket, receiver: &UdpSocket) {
     let mut ring = SendRing::new();
     let one = Transmit::new(receiver.local_addr(), &[7; 3000], 1000);
-    // AF41, AF31, AF21, AF11, best effort; each marked ECT(0), so that queues mark and not drop.
+    // AF41, AF31, AF21, AF11 and best effort, each marked ECT(0) so that queues mark instead of
+    // dropping.
     let dscps = [34, 26, 18, 10, 0, 0, 0, 0];
     for (lane, dscp) in (0..).zip(dscps) {
         ring.set_tos(tos_of_lane(lane, 8));
@@ -404,7 +405,7 @@ fn the_kernels_drops_are_counted() {
         }
     }
     assert!(kept < 100, "the buffer was tiny");
-    // The next message brings the counter with it.
+    // The next message reports the kernel's counter.
     send_all(&sender, &[one]);
     receive(&receiver, 1000);
     assert_eq!(receiver.drops(), 100 - kept as u64);
@@ -490,7 +491,8 @@ fn sockets_and_rings_go_to_other_threads() {
 fn what_is_refused_is_dropped_and_all_else_arrives() {
     for ip in [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()] {
         let (receiver, refused, other) = (open(ip), open(ip), open(ip));
-        // Of which the last differs in its port, and the others in parts of their addresses.
+        // The last sender differs from `other` only in its port, and the rest in parts of their
+        // addresses.
         let mut senders: Vec<SocketAddr> =
             ["127.0.1.1:7", "[::1:0:1]:7", "[1::1]:7"].map(|it| it.parse().unwrap()).into();
         senders.push(refused.local_addr());

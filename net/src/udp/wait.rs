@@ -1,7 +1,7 @@
-//! Waiting for sockets, and being woken from it.
+//! Waiting for sockets, and waking a waiting thread.
 //!
-//! With a time limit in nanoseconds, which is why it is `ppoll` and not `poll`: retransmission
-//! timers here are well below a millisecond.
+//! The time limit is in nanoseconds, hence `ppoll` and not `poll`: retransmission timers here are
+//! well below a millisecond.
 #![expect(unsafe_code, reason = "ppoll and eventfd are not in std")]
 
 use std::fs::File;
@@ -13,48 +13,47 @@ use std::sync::Arc;
 use libc::{c_short, nfds_t, pollfd, time_t, timespec};
 use racksum_proto::time::Span;
 
-/// Waits until something can be received from one of `fds`, at most 64 of them, or `timeout`
-/// passes; without one it waits as long as it takes. The answer has bit i set for `fds[i]`; it is 0
-/// after the timeout and after a signal.
+/// Waits until one of up to 64 `fds` is readable or `timeout` passes; `None` waits forever. Returns
+/// a mask with bit i set for `fds[i]`, or 0 after the timeout and after a signal.
 ///
 /// # Errors
 ///
-/// The kernel's, and `InvalidInput` for more than 64 descriptors.
+/// Returns the kernel's error, and `InvalidInput` for more than 64 descriptors.
 pub fn wait(fds: &[BorrowedFd<'_>], timeout: Option<Span>) -> io::Result<u64> {
     poll(fds.iter().map(|fd| entry(*fd, libc::POLLIN)), timeout)
 }
 
-/// Waits until `fd` has room to send; false after the timeout and after a signal.
+/// Waits until `fd` has room to send; returns false after the timeout and after a signal.
 ///
 /// # Errors
 ///
-/// The kernel's.
+/// Returns the kernel's error.
 pub fn wait_writable(fd: BorrowedFd<'_>, timeout: Option<Span>) -> io::Result<bool> {
     Ok(poll(std::iter::once(entry(fd, libc::POLLOUT)), timeout)? != 0)
 }
 
-/// Ends another thread's [`wait`]: that thread waits for this too, and drains it when it is ready.
+/// Handle that ends another thread's [`wait`]. That thread includes the waker in its descriptors,
+/// and drains it when it is ready.
 ///
-/// Clones wake the same waiter. Waking before the wait begins is not lost, and waking twice is
-/// the same as once.
+/// Clones wake the same thread. A wake-up before the wait is kept, and several count as one.
 #[derive(Debug, Clone)]
 pub struct Waker {
     event: Arc<File>,
 }
 
 impl Waker {
-    /// A waker that nobody has used yet.
+    /// Creates a waker that is not ready.
     ///
     /// # Errors
     ///
-    /// The kernel's, when there are too many open files.
+    /// Returns the kernel's error if too many files are open.
     pub fn new() -> io::Result<Self> {
         // SAFETY: eventfd takes no pointers.
         let fd = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: `fd` is open, and nobody else has it.
+        // SAFETY: `fd` is open, and no other code owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(Self { event: Arc::new(File::from(fd)) })
     }
@@ -62,13 +61,13 @@ impl Waker {
     /// Makes the waker ready.
     pub fn wake(&self) {
         let written = (&*self.event).write(&1u64.to_ne_bytes());
-        // It fails only when the counter is full, and then the waker is ready anyway.
+        // The write fails only if the counter is full, and then the waker is ready anyway.
         debug_assert!(written.map_or_else(|e| e.kind() == io::ErrorKind::WouldBlock, |n| n == 8));
     }
 
-    /// Makes the waker unready; true if it was ready.
+    /// Makes the waker unready; returns whether it was ready.
     pub fn drain(&self) -> bool {
-        // One read takes the whole counter.
+        // One read resets the whole counter.
         (&*self.event).read(&mut [0; 8]).is_ok()
     }
 }
@@ -94,7 +93,7 @@ fn poll(entries: impl Iterator<Item = pollfd>, timeout: Option<Span>) -> io::Res
     let limit = timeout.map(to_timespec);
     let limit = limit.as_ref().map_or(ptr::null(), ptr::from_ref);
     // SAFETY: `count` entries of `fds` are initialised, `limit` is null or a timespec of this
-    // frame, and a null mask leaves the signals alone.
+    // frame, and a null mask keeps the signal mask unchanged.
     let rc = unsafe { libc::ppoll(fds.as_mut_ptr(), count, limit, ptr::null()) };
     if rc < 0 {
         let error = io::Error::last_os_error();
@@ -104,7 +103,8 @@ fn poll(entries: impl Iterator<Item = pollfd>, timeout: Option<Span>) -> io::Res
     Ok(ready.fold(0, |mask, (index, _)| mask | 1 << index))
 }
 
-/// Errors are ready too: the call that follows reports them, and so clears them.
+/// Returns whether a descriptor is ready. Errors count as ready: the next call reports and clears
+/// them.
 const fn is_ready(revents: c_short) -> bool {
     revents & (libc::POLLIN | libc::POLLOUT | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
 }
@@ -117,5 +117,5 @@ fn to_timespec(span: Span) -> timespec {
     }
 }
 
-/// The most descriptors that are waited for at once: one bit each in the answer.
+/// How many descriptors one wait takes: the result has one bit for each.
 pub const MAX_FDS: usize = 64;

@@ -1,4 +1,4 @@
-//! Whether the ranks mean the same op: the descriptors they opened it with.
+//! Agreement of the ranks on ops: compares the descriptors that they open each op with.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -8,12 +8,12 @@ use crate::ids::{OpId, Rank};
 use crate::reject::Reject;
 use crate::wire::Disagreement;
 
-/// What a rank's descriptor means for the op.
+/// The outcome of comparing a rank's descriptor with the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// The rank is the first, or says what the others said.
+    /// The rank is the first to open the op, or its descriptor equals the first one.
     Agrees,
-    /// The rank says something else: the op has just failed.
+    /// The rank's descriptor differs from the first one: the op has just failed.
     Disagrees(Disagreement),
     /// The op had failed before.
     Failed,
@@ -23,31 +23,33 @@ pub(super) enum Verdict {
 #[derive(Debug, Clone, Copy)]
 struct Opened {
     op: OpId,
-    /// The first rank that did, and its descriptor.
+    /// The first rank that opened the op, and its descriptor.
     one: (Rank, Descriptor),
-    /// The first rank that said something else: the op failed.
+    /// The first rank with a different descriptor; if there is one, the op failed.
     other: Option<(Rank, Descriptor)>,
-    /// Why it failed elsewhere in a tree of aggregators.
+    /// The disagreement, if the op failed elsewhere in a tree of aggregators.
     elsewhere: Option<Disagreement>,
 }
 
 /// The descriptors of the ops that some rank may have in flight, over all lanes of a shard.
 ///
-/// Every rank opens an op at the shard of its first window, whatever it believes of the op's
-/// size, so that at least this shard sees every disagreement.
+/// Every rank opens an op at the shard of the op's first window, even if the ranks disagree about
+/// the op's size. So this shard sees every disagreement.
 ///
-/// A rank has at most `max_ops` ops in flight, with numbers in a row. So by opening op `o` it says
-/// that it has ended all up to `o - max_ops`, and nobody asks any more for an op that every rank
-/// has ended. That is where the table begins. It need not reach further than twice `max_ops` and
-/// the number of shards: the oldest op that a rank has in flight comes after ops that ended with
-/// a result, which every rank has opened, and of any `shards` ops in a row one has its first
-/// window here. Only ranks whose ops keep failing could get further ahead of one that has not
-/// heard of it; their opens are not taken until it has.
+/// A rank has at most `max_ops` ops in flight, and their numbers are consecutive. By opening op
+/// `o`, a rank shows that it has ended all ops up to `o - max_ops`. No rank asks for an op that
+/// every rank has ended, so the table starts after those ops.
+///
+/// The table spans twice `max_ops` plus the number of shards. That is enough: the ops before the
+/// oldest op in flight of a rank ended with a result, so every rank has opened them. Of any
+/// `shards` consecutive ops, one has its first window at this shard. Only ranks whose ops keep
+/// failing could get further ahead of a rank that has not received the failures. The table rejects
+/// their opens until that rank catches up.
 #[derive(Debug)]
 pub(super) struct Agreement {
-    /// By the op's number modulo how many there is room for.
+    /// The opened ops, indexed by op number modulo the table's length.
     ops: Box<[Option<Opened>]>,
-    /// The op after the last that each rank has opened here.
+    /// For each rank, the op after the last that it has opened here.
     reached: Box<[u32]>,
     /// The first op that some rank may have in flight.
     first: OpId,
@@ -55,7 +57,7 @@ pub(super) struct Agreement {
 }
 
 impl Agreement {
-    /// The table of a job whose ops begin with `first`.
+    /// Creates the table of a job whose ops begin with `first`.
     pub(super) fn new(world: usize, max_ops: u16, shards: u8, first: OpId) -> Self {
         Self {
             ops: vec![None; Self::span(max_ops, shards)].into(),
@@ -65,13 +67,13 @@ impl Agreement {
         }
     }
 
-    /// How many ops in a row opens are taken of.
+    /// Returns how many consecutive ops the table accepts opens of.
     pub(super) const fn span(max_ops: u16, shards: u8) -> usize {
         2 * max_ops as usize + shards as usize
     }
 
-    /// Notes that `rank` is as far as `op`. Returns the first op that some rank may have in
-    /// flight, if that is another than before.
+    /// Notes that `rank` has reached `op`. Returns the first op that some rank may have in flight,
+    /// if this changes it.
     pub(super) fn note_reached(&mut self, rank: Rank, op: OpId) -> Option<OpId> {
         let reached = &mut self.reached[rank.index()];
         *reached = (*reached).max(op.0.saturating_add(1));
@@ -80,12 +82,12 @@ impl Agreement {
         (core::mem::replace(&mut self.first, first) != first).then_some(first)
     }
 
-    /// The op after the last that `rank` has opened.
+    /// Returns the op after the last that `rank` has opened.
     pub(super) fn reached(&self, rank: Rank) -> OpId {
         OpId(self.reached.get(rank.index()).copied().unwrap_or(0))
     }
 
-    /// Whether an open of `op` may be taken.
+    /// Checks whether the table accepts an open of `op`.
     pub(super) fn admits(&self, op: OpId) -> Result<(), Reject> {
         match op.0.checked_sub(self.first.0) {
             // wire: W-43
@@ -95,12 +97,12 @@ impl Agreement {
         }
     }
 
-    /// Whether every rank has ended `op`.
+    /// Returns whether every rank has ended `op`.
     pub(super) fn is_past(&self, op: OpId) -> bool {
         op < self.first
     }
 
-    /// Takes the descriptor with which `rank` opens `op`, which is admitted.
+    /// Compares the descriptor with which `rank` opens `op`; [`Self::admits`] has accepted `op`.
     pub(super) fn check(&mut self, op: OpId, rank: Rank, descriptor: Descriptor) -> Verdict {
         let mine = (rank, descriptor);
         let place = &mut self.ops[op.0 as usize % self.ops.len()];
@@ -125,13 +127,14 @@ impl Agreement {
         place.filter(|opened| opened.op == op && !self.is_past(op))
     }
 
-    /// Why `op` failed, if it did and some rank may have it in flight.
+    /// Returns why `op` failed, if it did and some rank may have it in flight.
     pub(super) fn disagreement(&self, op: OpId) -> Option<Disagreement> {
         let Opened { one, other, elsewhere, .. } = *self.get(op)?;
         elsewhere.or_else(|| Some(Disagreement { one, other: other? }))
     }
 
-    /// Notes that `op`, which is admitted, has failed elsewhere. Returns whether that is new.
+    /// Notes that `op` has failed elsewhere; [`Self::admits`] has accepted `op`. Returns false if
+    /// `op` had failed before, or if every rank has ended it.
     pub(super) fn fail_elsewhere(&mut self, op: OpId, why: Disagreement) -> bool {
         if self.is_past(op) {
             return false;
@@ -151,12 +154,12 @@ impl Agreement {
         }
     }
 
-    /// Whether `op` failed elsewhere.
+    /// Returns whether `op` failed elsewhere in the tree.
     pub(super) fn failed_elsewhere(&self, op: OpId) -> bool {
         self.get(op).is_some_and(|opened| opened.elsewhere.is_some())
     }
 
-    /// What the ranks agree on for `op`.
+    /// Returns the first descriptor recorded for `op`, unless every rank has ended `op`.
     pub(super) fn descriptor(&self, op: OpId) -> Option<Descriptor> {
         self.get(op).map(|opened| opened.one.1)
     }

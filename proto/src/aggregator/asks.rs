@@ -1,4 +1,4 @@
-//! What ranks ask for: results again, or a word of what there is.
+//! The asks of ranks: requests for lost results, and probes.
 
 use super::Aggregation;
 use crate::ids::Rank;
@@ -7,8 +7,8 @@ use crate::time::Time;
 use crate::wire::{AskEntries, Header};
 
 impl Aggregation {
-    /// A rank lacks results, or hears nothing: resends what it lacks, and says what it takes to
-    /// fold the rest.
+    /// Handles an ask: queues the results that the rank lacks, and an answer that says what the
+    /// next window waits for.
     pub(super) fn handle_ask(
         &mut self,
         now: Time,
@@ -36,8 +36,9 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Queues the results that a rank lacks for certain, as far as its budget goes. Returns from
-    /// where on it does not know whether it lacks any, if it says so.
+    /// Queues the results that the rank certainly lacks, as far as its budget allows. Returns the
+    /// position from which on the rank does not know what it lacks, if the ask ends with such an
+    /// entry.
     fn resend_asked(
         &mut self,
         now: Time,
@@ -47,7 +48,7 @@ impl Aggregation {
     ) -> Option<u64> {
         let stream = &mut self.streams[usize::from(lane)];
         let mut entries = entries.iter().peekable();
-        // However its entries overlap, an ask costs no more than this many windows.
+        // Limits how many windows an ask may cost, even if its entries overlap.
         let mut left = AskEntries::MAX;
         while let Some(entry) = entries.next() {
             let (from, to) = match entries.peek() {

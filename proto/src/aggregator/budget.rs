@@ -1,10 +1,9 @@
-//! How many bytes a rank may be answered with: never much more than it was sent unasked or has
-//! said itself, so that small questions cannot be made into floods.
+//! Limits on the bytes sent in answer to a rank, so that small asks cannot cause floods.
 //!
-//! A rank earns the length of each result that goes to it for the first time, since that one may
-//! be lost; the length of each message of its own that carries no data; and a little with time, so
-//! that one whose path loses more than half of everything still ends its ops. Results that are
-//! sent again, waits, asks and fails cost their length.
+//! A rank earns the length of each result that it is sent for the first time, since that result may
+//! be lost. It earns the length of each message that it sends without data. It also earns a little
+//! with time, so that a rank still ends its ops when its path loses more than half of all
+//! datagrams. Results that are sent again, waits, asks and fails cost their length.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -13,13 +12,13 @@ use crate::geometry::WINDOW_BYTES;
 use crate::ids::Rank;
 use crate::time::{Span, Time};
 
-/// What one rank has earned and not spent.
+/// The bytes that one rank has earned and not spent.
 #[derive(Debug, Clone, Copy)]
 struct Budget {
     left: u64,
-    /// [`Budgets::sent`] when it was last brought up to date.
+    /// The value of [`Budgets::sent`] at the last update of this budget.
     sent: u64,
-    /// When that was.
+    /// The time up to which this budget has earned bytes.
     at: Time,
 }
 
@@ -29,32 +28,32 @@ pub(super) struct Budgets {
     ranks: Box<[Budget]>,
     /// Bytes of results that went to every rank for the first time.
     sent: u64,
-    /// No rank saves up more.
+    /// The largest budget that a rank can save up.
     most: u64,
 }
 
 impl Budgets {
-    /// The budgets of a job that joins at `now` and has at most so many bytes of results in
-    /// flight. What is in flight may be lost whole, and the answer with it.
+    /// Creates the budgets of a job that joins at `now` and has at most `in_flight` bytes of
+    /// results in flight. All of these bytes may be lost, and so may the answer that repeats them.
     pub(super) fn new(world: usize, in_flight: usize, now: Time) -> Self {
         let most = Self::START + 2 * in_flight as u64;
         let budget = Budget { left: Self::START, sent: 0, at: now };
         Self { ranks: vec![budget; world].into(), sent: 0, most }
     }
 
-    /// Notes that every rank was sent a result of so many bytes for the first time.
+    /// Notes that every rank was sent a result of `len` bytes for the first time.
     pub(super) const fn note_result(&mut self, len: usize) {
         self.sent += len as u64;
     }
 
-    /// Notes a message of `len` bytes that the rank has sent, and that carries no data.
+    /// Notes a message of `len` bytes without data from the rank.
     pub(super) fn note_message(&mut self, rank: Rank, len: usize) {
         let Self { ranks, most, .. } = self;
         let budget = &mut ranks[rank.index()];
         budget.left = (budget.left + len as u64).min(*most);
     }
 
-    /// Bytes that the rank may be answered with now.
+    /// Returns how many bytes may be sent to the rank in answer now.
     pub(super) fn left(&mut self, now: Time, rank: Rank) -> usize {
         let Self { ranks, sent, most } = self;
         let budget = &mut ranks[rank.index()];
@@ -65,16 +64,16 @@ impl Budgets {
         usize::try_from(budget.left).unwrap_or(usize::MAX)
     }
 
-    /// Takes off what the rank is answered with.
+    /// Deducts an answer of `len` bytes from the rank's budget.
     pub(super) fn spend(&mut self, rank: Rank, len: usize) {
         let left = &mut self.ranks[rank.index()].left;
         *left = left.saturating_sub(len as u64);
     }
 
-    /// What a rank begins with: a window may be lost several times in a row before others have
-    /// earned anything.
+    /// The initial budget: a window may be lost several times in a row before the rank has earned
+    /// bytes.
     const START: u64 = 8 * WINDOW_BYTES as u64;
-    /// 16 KiB a second.
+    /// Nanoseconds in which a rank earns one byte: 16 KiB a second.
     const NS_A_BYTE: u64 = Span::from_secs(1).0 / (16 << 10);
 }
 
@@ -84,7 +83,7 @@ mod tests {
 
     const RANK: Rank = Rank(1);
 
-    /// A rank that has spent what it began with.
+    /// Returns budgets in which `RANK` has spent its initial budget.
     fn spent() -> Budgets {
         let mut budgets = Budgets::new(2, 1 << 20, Time(0));
         assert_eq!(budgets.left(Time(0), RANK) as u64, Budgets::START);

@@ -1,20 +1,20 @@
-//! What a job is granted at a shard.
+//! The configuration of a job at a shard.
 
 use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{Generation, JobId, OpId};
 use crate::reject::Reject;
 use crate::wire::Header;
 
-/// What a job was granted at a shard.
+/// The configuration and the resources granted to a job at a shard.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
     /// The job.
     pub job: JobId,
-    /// Its life.
+    /// The job's generation.
     pub generation: Generation,
-    /// How many ranks it has.
+    /// How many ranks the job has.
     pub world: u16,
-    /// How many lanes.
+    /// How many lanes the job has.
     pub lanes: u8,
     /// This shard's number.
     pub shard: u8,
@@ -22,33 +22,33 @@ pub struct Config {
     pub shards: u8,
     /// Slots of each of the job's streams.
     pub pool_slots: u32,
-    /// Ops that each rank may have in flight.
+    /// How many ops each rank may have in flight.
     pub max_ops: u16,
     /// How windows are cut into datagrams.
     pub cut: Fragmentation,
-    /// Most bytes of results in flight: what the ranks can buffer.
+    /// The maximum bytes of results in flight: as many as the ranks can buffer.
     pub results_in_flight: usize,
-    /// The job's first op here, if it has moved here from another aggregator.
+    /// The job's first op here, if the job has moved here from another aggregator.
     pub moved_at: Option<OpId>,
-    /// How many ranks the sum is of, where those of this job are aggregators themselves.
+    /// How many workers the sum covers, if the ranks of this job are aggregators.
     pub weight: Option<u16>,
-    /// Whether sums go to a parent, and results come from there.
+    /// Whether sums go to a parent, which returns the results.
     pub has_parent: bool,
 }
 
 impl Config {
-    /// Whether the aggregator has a parent, or is one.
+    /// Returns whether the aggregator has a parent or is a parent itself.
     pub(super) const fn is_of_tree(&self) -> bool {
         self.has_parent || self.weight.is_some()
     }
 
-    /// How many ranks the sum is of.
+    /// Returns how many workers the sum covers.
     pub(super) fn weight(&self) -> u16 {
         self.weight.unwrap_or(self.world)
     }
 
-    /// Checks mask, fragment number and length against the window, and returns the length of
-    /// its payload and how it is cut.
+    /// Checks mask, fragment number and length against the window. Returns the length of the
+    /// window's payload and how it is cut.
     pub(super) fn check_shape(
         &self,
         header: &Header,

@@ -1,10 +1,11 @@
-//! The aggregator half of the sliding-window sum: one [`Aggregation`] a job and shard.
+//! The aggregator half of the sliding-window sum: one [`Aggregation`] per job and shard.
 //!
-//! The machine decides; the driver owns the bytes. For each datagram call
-//! [`Aggregation::handle_datagram`] and store the payload where the verdict says. Then, until both
-//! return `None`: [`Aggregation::poll_fold`], folding what it names and telling
-//! [`Aggregation::handle_folded`]; and [`Aggregation::poll_transmit`], sending what it names.
-//! There are no timers: a worker that hears nothing asks, and the answer says what it takes.
+//! The machine decides; the driver owns the bytes. For each datagram, the driver calls
+//! [`Aggregation::handle_datagram`] and stores the payload where the verdict says. Then it polls
+//! until both of these return `None`: [`Aggregation::poll_fold`], after which it folds the window
+//! and calls [`Aggregation::handle_folded`]; and [`Aggregation::poll_transmit`], after which it
+//! sends the datagrams. The machine has no timers: a worker that receives nothing sends an ask, and
+//! the answer names what is missing.
 
 mod agreement;
 mod asks;
@@ -48,20 +49,20 @@ use crate::time::Time;
 use crate::waited::Waited;
 use crate::wire::{Flags, Header, Kind, OpenDecoder};
 
-/// What a datagram means for its payload.
+/// The outcome of a datagram, and what happens to its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Keep the body: it is this part of the rank's contribution to the slot.
+    /// The driver stores the body: it is this part of the rank's contribution to the slot.
     Store(Place),
     /// The fragment had arrived before.
     Duplicate,
-    /// The datagram said something and has no payload.
+    /// The datagram was a control message without payload.
     Control,
     /// The datagram changed nothing but a counter.
     Reject(Reject),
 }
 
-/// Where a fragment belongs.
+/// The place of a fragment in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// The lane.
@@ -72,13 +73,13 @@ pub struct Place {
     pub rank: Rank,
     /// The fragment's number.
     pub fragment: u8,
-    /// Fragments of the whole contribution.
+    /// The number of fragments in the whole contribution.
     pub fragments: u8,
-    /// How it is cut.
+    /// How the contribution is cut.
     pub cut: Fragmentation,
 }
 
-/// A window whose contributions are complete: fold them in rank order.
+/// A window whose contributions are complete. The driver folds them in rank order.
 #[derive(Debug, Clone, Copy)]
 pub struct Fold {
     /// The lane.
@@ -89,34 +90,34 @@ pub struct Fold {
     pub window: WindowId,
     /// The op's geometry.
     pub geometry: Geometry,
-    /// What the ranks agreed on.
+    /// The descriptor that the ranks agreed on.
     pub descriptor: Descriptor,
     /// The blocks that some rank contributes.
     pub union: u64,
     /// Bytes of the result's payload.
     pub len: usize,
-    /// How that is cut.
+    /// How the result's payload is cut.
     pub cut: Fragmentation,
-    /// How many ranks take part: the world but for those that are gone.
+    /// How many ranks take part: the world minus the lost ranks.
     pub ranks: u16,
-    /// What an average divides by.
+    /// The divisor of an average.
     pub weight: u16,
-    /// The rank whose contribution is the sum already, byte for byte, and the only one.
+    /// The only contributing rank, if its contribution already is the sum, byte for byte.
     pub whole: Option<Rank>,
-    /// The sum is for the parent, and no result yet.
+    /// Whether the sum goes to the parent and is not a result yet.
     pub for_parent: bool,
     ready: Ready,
 }
 
 impl Fold {
-    /// How many ranks contribute something.
+    /// Returns how many ranks contribute to the window.
     #[must_use]
     pub const fn contributors(&self) -> usize {
         self.ready.contributors as usize
     }
 }
 
-/// What has happened at the aggregator half, in numbers.
+/// Event counts of the aggregator half.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counters {
     /// Windows folded.
@@ -131,8 +132,9 @@ pub struct Counters {
     pub rejects: Rejects,
 }
 
-/// Results come no faster than what they are folded from, and each rank has others to wait for.
-/// When they are few, what the newest lacks is known late.
+/// The minimum of the congestion window for results, in bytes. Results arrive no faster than the
+/// data they are folded from, and each rank waits for other ranks as well. With few results in
+/// flight, a rank detects a loss in the newest result late.
 const LEAST_RESULTS: usize = 8 * WINDOW_BYTES;
 
 /// The aggregator half of one job at one shard.
@@ -142,41 +144,42 @@ pub struct Aggregation {
     agreement: Agreement,
     opens: OpenDecoder,
     streams: Box<[Stream]>,
-    /// When each rank was last heard.
+    /// When each rank last sent a datagram.
     heard: Box<[Time]>,
     /// Which ranks have left.
     left: Box<[bool]>,
-    /// The ranks that the job goes on without, in the order in which they were lost.
+    /// The lost ranks, in the order in which the job lost them.
     gone: Vec<Rank>,
     queue: Queue,
-    /// What each rank may be answered with.
+    /// How many bytes each rank may be sent in answer.
     budgets: Budgets,
-    /// What the ranks are called, where those of this job are not all there are.
+    /// The numbers by which waits and failures name the ranks of this job; see [`Self::set_name`].
     names: Box<[Rank]>,
-    /// Whom the ranks wait for below, where they are aggregators, by lane and rank.
+    /// The ranks that each child aggregator reports waiting for, by lane and child.
     below: Box<[Waited]>,
-    /// Ops that failed, and others are to be told of.
+    /// Failed ops to report to the other shards and to the parent.
     failed: VecDeque<Failed>,
-    /// Windows folded and not yet polled for sending, by lane.
+    /// Windows that are folded and not yet polled for sending, each with its lane.
     unsent: VecDeque<(u8, u64)>,
     counters: Counters,
 }
 
 impl Aggregation {
-    /// The half of a job that joins at `now`. All memory it will ever use is allocated here.
+    /// Creates the half of a job that joins at `now`. Allocates all memory here, except for the
+    /// lists of failures and waits in a tree of aggregators.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         let world = usize::from(config.world);
         let first_op = config.moved_at.unwrap_or(OpId(0));
         let slots = config.pool_slots.max(1) as usize;
-        // Those that opens are taken of; those that are folded, each of which has a result in a
-        // slot; and the last, which stays although it failed.
+        // Room for the ops whose opens are accepted; for the folded ops, each of which has a result
+        // in a slot; and for the last op, which stays even if it failed.
         let max_ops = Agreement::span(config.max_ops, config.shards) + slots + 1;
-        // What is in flight beyond what the ranks can buffer only overflows on the way.
+        // More results in flight than the ranks can buffer would only overflow on the path.
         let max_results = config.results_in_flight.min(slots * WINDOW_BYTES);
         let results = Congestion::new(LEAST_RESULTS, max_results);
         let stream = || {
-            // What comes from the parent is kept like the contribution of one more rank.
+            // The parent's results are stored like the contribution of one more rank.
             let pool = Pool::new(slots, world + usize::from(config.has_parent), config.cut);
             let occupancy = Occupancy::new(world, config.moved_at.is_some());
             Stream::new(pool, occupancy, Sequence::new(max_ops, first_op), results, config)
@@ -202,41 +205,40 @@ impl Aggregation {
         }
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     #[must_use]
     pub const fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What has happened so far.
+    /// Returns the event counts so far.
     #[must_use]
     pub const fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// Says what a rank is called, for people: one of a rack by its number among all, and a rack by
-    /// its first.
+    /// Sets the number by which messages name a rank: its number among the workers of all racks, or
+    /// for a rack the number of its first worker.
     pub fn set_name(&mut self, rank: Rank, name: Rank) {
         if let Some(place) = self.names.get_mut(rank.index()) {
             *place = name;
         }
     }
 
-    /// The most windows of any stream that some rank has opened and that are not folded: how much
-    /// is still to come.
+    /// Returns the largest backlog of any stream: its windows that some rank has opened and that
+    /// are not folded.
     #[must_use]
     pub fn backlog(&self) -> u64 {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
-    /// The most bytes of results that the backlog of any stream comes to, if its windows are like
-    /// the last.
+    /// Estimates the bytes of results that the largest backlog of any stream will have.
     #[must_use]
     pub fn backlog_bytes(&self) -> u64 {
         self.streams.iter().map(Stream::backlog_bytes).max().unwrap_or(0)
     }
 
-    /// Takes a datagram of one message. `congested` says that it carried an ECN congestion mark.
+    /// Handles a datagram of one message. `congested` says that it carried an ECN congestion mark.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -250,7 +252,7 @@ impl Aggregation {
         }
     }
 
-    /// Takes one message of a datagram, whose header the driver has decoded to find the job by.
+    /// Handles one message of a datagram. The driver has decoded its header to find the job.
     pub fn handle_decoded(
         &mut self,
         now: Time,
@@ -269,7 +271,7 @@ impl Aggregation {
         }
     }
 
-    /// Notes that a rank has left: it needs no result any more, and sends nothing.
+    /// Notes that a rank has left: it needs no more results and sends nothing.
     pub fn handle_left(&mut self, rank: Rank, observer: &mut impl Observer) {
         if let Some(left) = self.left.get_mut(rank.index()) {
             *left = true;
@@ -280,7 +282,7 @@ impl Aggregation {
         }
     }
 
-    /// Notes that a rank has come back that had left after the last of its ops had ended.
+    /// Notes the return of a rank that had left after its last op ended.
     pub fn handle_rejoined(&mut self, now: Time, rank: Rank) {
         if let Some(left) = self.left.get_mut(rank.index()) {
             *left = false;
@@ -289,12 +291,13 @@ impl Aggregation {
         }
     }
 
-    /// Goes on without a rank: windows that are not folded yet are folded from what the others
-    /// contribute, and nothing is taken of it any more. At most [`Flags::MAX_ABSENT`] times.
+    /// Continues without a lost rank. Windows that are not folded yet are folded without its
+    /// contribution, and its messages are rejected from now on. A job can lose at most
+    /// [`Flags::MAX_ABSENT`] ranks.
     pub fn handle_gone(&mut self, rank: Rank, observer: &mut impl Observer) {
         let last = self.gone.len() + 1 >= usize::from(self.config.world);
         if rank.0 >= self.config.world || self.gone.contains(&rank) || last {
-            // Of the last rank nobody would have anything.
+            // No rank would be left to use the results.
             return;
         }
         debug_assert!(self.gone.len() < Flags::MAX_ABSENT, "the job is over then");
@@ -352,7 +355,8 @@ impl Aggregation {
         }
     }
 
-    /// Whether the datagram comes from one of this job's ranks, for one of its streams.
+    /// Checks that the datagram comes from one of this job's ranks and belongs to one of its
+    /// streams.
     fn check_identity(&self, header: &Header) -> Result<(), Reject> {
         // wire: W-7
         if header.job != self.config.job {
@@ -373,7 +377,7 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Gives back slots and ops that every rank is done with.
+    /// Frees the slots and ops that every rank is done with.
     fn retire(&mut self, lane: u8, observer: &mut impl Observer) {
         let stream = &mut self.streams[usize::from(lane)];
         while let Some(window) = stream.retire() {
@@ -435,7 +439,7 @@ impl Aggregation {
         }
     }
 
-    /// The next window to fold, lanes in priority order.
+    /// Returns the next window to fold. Lanes are polled in priority order.
     pub fn poll_fold(&mut self) -> Option<Fold> {
         let gone = u16::try_from(self.gone.len()).unwrap_or(0);
         let (ranks, weight) = (self.config.world - gone, self.config.weight());
@@ -464,21 +468,21 @@ impl Aggregation {
         })
     }
 
-    /// The blocks that `rank` contributes to a fold; 0 for none.
+    /// Returns the mask of the blocks that `rank` contributes to a fold; 0 means none.
     #[must_use]
     pub fn contribution(&self, fold: &Fold, rank: Rank) -> u64 {
         let pool = &self.streams[usize::from(fold.lane)].pool;
         pool.contributions(fold.ready.position)[rank.index()].mask
     }
 
-    /// How many results of `lane` some rank has not acknowledged: those folded last. The others
-    /// are not sent again.
+    /// Returns how many results of `lane` some rank has not acknowledged. These are the newest
+    /// results; older ones are never sent again.
     #[must_use]
     pub fn results_held(&self, lane: u8) -> usize {
         self.streams[usize::from(lane)].folded.len()
     }
 
-    /// Notes that the driver has folded what [`Self::poll_fold`] named.
+    /// Notes that the driver has folded the window that [`Self::poll_fold`] returned.
     pub fn handle_folded(&mut self, fold: &Fold, observer: &mut impl Observer) {
         let stream = &mut self.streams[usize::from(fold.lane)];
         self.counters.folds += 1;
@@ -499,7 +503,7 @@ impl Aggregation {
         self.ask_for_lost(fold.lane);
     }
 
-    /// Asks for what the next fold may wait for, and is yet to be asked for.
+    /// Queues asks for lost fragments that the next fold may wait for.
     fn ask_for_lost(&mut self, lane: u8) {
         let stream = &mut self.streams[usize::from(lane)];
         stream.advance();
@@ -509,7 +513,8 @@ impl Aggregation {
     }
 }
 
-/// Whether a worker sends this kind of message.
+/// Checks whether a worker, or a child aggregator if the job has racks, may send this kind of
+/// message.
 fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Reject> {
     match header.kind {
         Kind::Open | Kind::Data | Kind::Ask => Ok(()),
@@ -521,7 +526,7 @@ fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Rejec
     }
 }
 
-/// The verdict about a message without payload.
+/// Returns the verdict on a message without payload.
 const fn said(taken: Result<(), Reject>) -> Verdict {
     match taken {
         Ok(()) => Verdict::Control,

@@ -1,4 +1,4 @@
-//! Who owes what: which windows of a stream each rank said are non-zero.
+//! Occupancy of a stream: the windows that each rank declared non-zero, and so owes.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -12,14 +12,14 @@ use bitvec::vec::BitVec;
 use crate::ids::Rank;
 use crate::wire::OPEN_AHEAD;
 
-/// A bit a position, by position modulo [`OPEN_AHEAD`].
+/// A ring of one bit per position; position modulo [`OPEN_AHEAD`] is the index.
 type Ring = BitBox<u64, Lsb0>;
 
 fn ring() -> Ring {
     BitVec::repeat(false, slot(OPEN_AHEAD - 1) + 1).into_boxed_bitslice()
 }
 
-/// A ring a rank, and one of what any rank has.
+/// One ring for each rank, and the union of these rings.
 #[derive(Debug)]
 struct Rings {
     ranks: Box<[Ring]>,
@@ -43,7 +43,7 @@ impl Rings {
     }
 
     fn clear(&mut self, from: u64, to: u64) {
-        // An op that failed may have more windows than the ring has places.
+        // A failed op may have more windows than the ring has bits.
         let len = usize::try_from(to - from).unwrap_or(usize::MAX).min(self.union.len());
         for ring in self.ranks.iter_mut().chain([&mut self.union]) {
             if len == 1 {
@@ -67,10 +67,11 @@ impl Rings {
     }
 }
 
-/// Who owes what, and in a job that has moved here, who has which sums from before.
+/// The windows that each rank owes and, in a job that has moved here, the sums that each rank holds
+/// from before the move.
 ///
-/// Where some rank has the sum of a window, the first of those owes it and nobody else owes
-/// anything; where all have it, nobody does (wire: W-63).
+/// If some ranks hold the sum of a window, the first of them owes the window and no other rank
+/// does. If all ranks hold the sum, no rank owes the window (wire: W-63).
 #[derive(Debug)]
 pub(super) struct Occupancy {
     owed: Rings,
@@ -79,7 +80,7 @@ pub(super) struct Occupancy {
 }
 
 impl Occupancy {
-    /// Of `world` ranks, whose job has `moved` here or not.
+    /// Creates an empty occupancy for `world` ranks. `moved` says whether the job has moved here.
     pub(super) fn new(world: usize, moved: bool) -> Self {
         Self {
             owed: Rings::new(world),
@@ -88,7 +89,7 @@ impl Occupancy {
         }
     }
 
-    /// Records which windows from `position` on `rank` owes, and of which it has the sums.
+    /// Records which windows from `position` on `rank` owes, and which sums it holds.
     pub(super) fn set(
         &mut self,
         rank: Rank,
@@ -110,7 +111,7 @@ impl Occupancy {
         }
     }
 
-    /// Forgets all that `rank` owes and has, which is gone.
+    /// Forgets all windows that the lost rank `rank` owes and all sums that it holds.
     pub(super) fn forget(&mut self, rank: Rank) {
         self.gone[rank.index()] = true;
         self.owed.forget(rank);
@@ -119,21 +120,21 @@ impl Occupancy {
         }
     }
 
-    /// The first rank that has the sum of the window at `position` from before.
+    /// Returns the first rank that holds the sum of the window at `position` from before the move.
     pub(super) fn holder(&self, position: u64) -> Option<Rank> {
         let held = self.held.as_ref().filter(|held| held.union[slot(position)])?;
         let mut ranks = (0..).map(Rank).zip(&held.ranks);
         ranks.find(|(_, ring)| ring[slot(position)]).map(|(rank, _)| rank)
     }
 
-    /// Whether all ranks that are left have the sum of a window that some have.
+    /// Returns whether all remaining ranks hold the sum of the window at `position`.
     fn is_held_by_all(&self, position: u64) -> bool {
         self.held.as_ref().is_some_and(|held| {
             held.ranks.iter().zip(&self.gone).all(|(ring, gone)| *gone || ring[slot(position)])
         })
     }
 
-    /// Whether `rank` owes the window at `position`.
+    /// Returns whether `rank` owes the window at `position`.
     pub(super) fn owes(&self, rank: Rank, position: u64) -> bool {
         let owes = self.owed.ranks[rank.index()][slot(position)];
         owes && self
@@ -141,7 +142,7 @@ impl Occupancy {
             .is_none_or(|holder| holder == rank && !self.is_held_by_all(position))
     }
 
-    /// How many ranks owe the window at `position`.
+    /// Returns how many ranks owe the window at `position`.
     pub(super) fn owing(&self, position: u64) -> u32 {
         match self.holder(position) {
             Some(holder) => u32::from(self.owes(holder, position)),
@@ -149,7 +150,7 @@ impl Occupancy {
         }
     }
 
-    /// The first position in `from..to` that some rank owes.
+    /// Returns the first position in `from..to` that some rank owes.
     pub(super) fn next(&self, from: u64, to: u64) -> Option<u64> {
         let mut from = from;
         loop {
@@ -161,7 +162,7 @@ impl Occupancy {
         }
     }
 
-    /// The first position in `from..to` that `rank` owes.
+    /// Returns the first position in `from..to` that `rank` owes.
     pub(super) fn next_of(&self, rank: Rank, from: u64, to: u64) -> Option<u64> {
         let mut from = from;
         loop {
@@ -174,18 +175,19 @@ impl Occupancy {
     }
 }
 
-/// A position's place in a ring.
+/// Returns the index of a position in a ring.
 fn slot(position: u64) -> usize {
     usize::try_from(position % OPEN_AHEAD).unwrap_or(usize::MAX)
 }
 
-/// The first set bit of positions `from..to`, at most a ring's length.
+/// Returns the first position in `from..to` whose bit is set. Searches at most one length of the
+/// ring.
 fn first_one(ring: &BitSlice<u64, Lsb0>, from: u64, to: u64) -> Option<u64> {
     if from >= to {
         return None;
     }
     let start = slot(from);
-    // The common case of a dense tensor.
+    // A dense tensor usually ends the search here.
     if ring[start] {
         return Some(from);
     }
@@ -232,7 +234,8 @@ mod tests {
     fn where_a_rank_has_the_sum_the_first_that_has_it_owes_it_alone() {
         // wire: W-63
         let mut occupancy = Occupancy::new(3, true);
-        // Nobody, the last, the last two, all, and all but the first, of a sum of nothing.
+        // Holders of the five windows: no rank, the last, the last two, all, and all but the first.
+        // The last window's sum is zero, so no rank owes it.
         occupancy.set(Rank(0), 0, bits![u64, Lsb0; 1, 1, 1, 1, 0], bits![u64, Lsb0; 0, 0, 0, 1, 0]);
         occupancy.set(Rank(1), 0, bits![u64, Lsb0; 0, 0, 1, 1, 0], bits![u64, Lsb0; 0, 0, 1, 1, 1]);
         occupancy.set(Rank(2), 0, bits![u64, Lsb0; 1, 1, 1, 0, 0], bits![u64, Lsb0; 0, 1, 1, 1, 1]);
@@ -248,7 +251,8 @@ mod tests {
             [Some(0), Some(1), Some(2), None]
         );
         assert_eq!([0, 1].map(|from| occupancy.next_of(Rank(0), from, 5)), [Some(0), None]);
-        // Who else has the sum owes it then, and where nobody has, all owe what they had.
+        // The next holder then owes the sum; if there is none, each rank owes its own windows
+        // again.
         occupancy.forget(Rank(2));
         assert_eq!(all(&occupancy), [vec![0], vec![0], vec![1], vec![], vec![]]);
     }

@@ -1,4 +1,4 @@
-//! Who opens what, and whether they agree.
+//! Opens: records which windows each rank opens, and checks that the ranks agree.
 
 use super::Aggregation;
 use super::agreement;
@@ -37,15 +37,16 @@ impl Aggregation {
             return Err(Reject::Shape);
         }
         self.note_reached(rank, op);
-        // Of a job that has moved, an op that every rank has ended may be opened again for others,
-        // of whom there turn out to be none.
+        // After a move, a rank may open an op again for ranks that lack its results, even if every
+        // rank has ended the op.
         let is_over = self.config.moved_at.is_some() && self.agreement.is_past(op);
         if !is_over {
             self.agreement.admits(op)?;
         }
         let stream = &mut self.streams[usize::from(lane)];
         if stream.sequence.is_settled(op) {
-            // A lane that is past the op may never have had it: then others have it elsewhere.
+            // This lane may have passed the op without holding it, if other ranks opened it in
+            // another lane.
             let elsewhere = self.agreement.descriptor(op).is_some_and(|it| it != open.descriptor);
             if !elsewhere {
                 return Err(Reject::Stale);
@@ -63,9 +64,9 @@ impl Aggregation {
         }
         let stream = &mut self.streams[usize::from(lane)];
         match stream.place(op, &open, rank, stripe) {
-            // Its place matters all the same: the rank's next op comes after it.
+            // A failed op still counts for the order of ops: the rank's next op comes after it.
             Placed::At(_) if failed => {
-                // What is folded has results, and is told of no failure.
+                // An op with all its results must not fail any more.
                 let entry = stream.sequence.get(op);
                 if entry.is_some_and(|entry| entry.end() > stream.resulted) {
                     stream.sequence.fail(op);
@@ -80,7 +81,8 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Notes that a rank is as far as `op`. What every rank has ended, and is not folded, failed.
+    /// Notes that `rank` has opened `op`. Fails the ops that every rank has ended and that are not
+    /// folded.
     pub(super) fn note_reached(&mut self, rank: Rank, op: OpId) {
         if let Some(first) = self.agreement.note_reached(rank, op) {
             for stream in &mut self.streams {
@@ -89,7 +91,7 @@ impl Aggregation {
         }
     }
 
-    /// Takes a rank's descriptor of an op; returns whether the op has failed.
+    /// Checks a rank's descriptor of an op against the others. Returns whether the op has failed.
     fn check_agreement(
         &mut self,
         op: OpId,
@@ -108,7 +110,7 @@ impl Aggregation {
         }
     }
 
-    /// Fails an op at every rank: in all lanes, since the lane may be what they disagree on.
+    /// Fails an op at every rank, in all lanes: the ranks may disagree about the lane.
     fn fail(&mut self, op: OpId, disagreement: Disagreement, observer: &mut impl Observer) {
         for stream in &mut self.streams {
             stream.sequence.fail(op);

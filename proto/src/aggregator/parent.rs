@@ -1,13 +1,17 @@
-//! An aggregator with a parent: it puts each sum into the worker half of the same protocol, as the
-//! contribution of all its ranks, and hands on to them what comes of it.
+//! An aggregator with a parent: contributes the sum of its ranks to the parent, through the worker
+//! half of the same protocol, and forwards the parent's results to its ranks.
 //!
-//! The driver has a [`Worker`](crate::worker::Worker) beside this half. For each op that
-//! [`Aggregation::poll_begun`] names it starts one there; it answers what the worker wants to have
-//! scanned with [`Aggregation::summed`], and sends the sum where the worker wants to send data. It
-//! puts fragments of results where [`Aggregation::handle_from_parent`] says, and says how far they
-//! are by [`Aggregation::handle_parent_at`]. What fails on one side is told to the other:
-//! [`Aggregation::poll_failed`], [`Aggregation::has_dropped`],
-//! [`Aggregation::handle_parent_failed`]. The parent is an aggregator like any other.
+//! The driver runs a [`Worker`](crate::worker::Worker) beside this half. The driver's duties are:
+//!
+//! - It submits each op from [`Aggregation::poll_begun`] to the worker.
+//! - It answers the worker's scans with [`Aggregation::summed`], and sends the sum where the worker
+//!   asks for data.
+//! - It stores fragments of results where [`Aggregation::handle_from_parent`] says, and reports the
+//!   worker's progress with [`Aggregation::handle_parent_at`].
+//! - It reports the failures of each half to the other: [`Aggregation::poll_failed`],
+//!   [`Aggregation::has_dropped`], [`Aggregation::handle_parent_failed`].
+//!
+//! The parent is an aggregator like any other.
 
 use super::stream::Stream;
 use super::{Aggregation, Place};
@@ -19,23 +23,24 @@ use crate::time::{Span, Time};
 use crate::wire::{Disagreement, Header, MissingRanks};
 use crate::worker::Delivery;
 
-/// An op of a tree of aggregators that failed.
+/// A failed op in a tree of aggregators.
 ///
-/// A rank that hears of it at one shard drops the op at all, where others may wait for it. So the
-/// other shards of the aggregator are told, by [`Aggregation::handle_failed_beside`], and unless it
-/// is the parent that said so, the parent.
+/// A rank that receives the failure at one shard drops the op at all shards, where other ranks may
+/// wait for it. So the driver passes the failure to the aggregator's other shards, with
+/// [`Aggregation::handle_failed_beside`], and to the parent, unless the parent reported it.
 #[derive(Debug, Clone, Copy)]
 pub struct Failed {
-    /// Which.
+    /// The op.
     pub op: OpId,
-    /// Who disagrees.
+    /// The two ranks that disagree, with their descriptors.
     pub why: Disagreement,
-    /// The parent has said so.
+    /// Whether the parent reported the failure.
     pub from_parent: bool,
 }
 
 impl Aggregation {
-    /// The next op that some rank has begun, and what it is, of the lanes that have room for one.
+    /// Returns the next op that some rank has begun, and its descriptor. Polls only lanes for which
+    /// `has_room` returns true.
     pub fn poll_begun(
         &mut self,
         mut has_room: impl FnMut(u8) -> bool,
@@ -47,22 +52,22 @@ impl Aggregation {
         })
     }
 
-    /// The blocks of a window that the ranks have contributed to, none being a sum of nothing;
-    /// `None` while its sum is not there.
+    /// Returns the mask of the blocks that the ranks have contributed to a window; 0 means none.
+    /// Returns `None` until the window's sum is known.
     #[must_use]
     pub fn summed(&self, lane: u8, window: WindowId) -> Option<u64> {
         self.streams.get(usize::from(lane))?.summed(window)
     }
 
-    /// The slot that holds the sum of a window.
+    /// Returns the slot that holds the sum of a window.
     #[must_use]
     pub fn slot_of(&self, lane: u8, window: WindowId) -> Option<u32> {
         let stream = self.streams.get(usize::from(lane))?;
         Some(stream.pool.number(stream.sequence.position(window)?))
     }
 
-    /// Where a fragment of a result belongs that has come from the parent; `None` if nobody needs
-    /// it any more.
+    /// Returns the place for a fragment of a result from the parent; `None` if no rank needs it any
+    /// more.
     pub fn handle_from_parent(&mut self, delivery: &Delivery) -> Option<Place> {
         let Delivery { window, mask, len, cut, fragment, complete, .. } = *delivery;
         let lane = delivery.descriptor.lane;
@@ -75,24 +80,24 @@ impl Aggregation {
         Some(Place { lane, slot, rank: stream.parent(), fragment, fragments, cut })
     }
 
-    /// Notes that all results of windows of a lane before `done` have come, and that windows before
-    /// `low` that have none will have none.
+    /// Notes that all results of a lane's windows before `done` have arrived, and that windows
+    /// before `low` without a result will not get one.
     pub fn handle_parent_at(&mut self, lane: u8, done: WindowId, low: WindowId) {
         if let Some(stream) = self.streams.get_mut(usize::from(lane)) {
             stream.handle_parent_at(done, low);
         }
     }
 
-    /// Whom the next window of a lane waits for here or below, and how long nothing was heard of
-    /// each; nobody if it waits for the parent.
+    /// Returns the ranks that the next window of a lane waits for, here or at a child aggregator,
+    /// and how long each has been silent. Returns none if the window waits for the parent.
     pub fn awaited(&self, now: Time, lane: u8) -> impl Iterator<Item = (Rank, Span)> + '_ {
         let stream = self.streams.get(usize::from(lane)).filter(|stream| stream.is_behind());
         let ranks = stream.into_iter().flat_map(Stream::awaited);
         ranks.flat_map(move |rank| self.awaited_of(now, lane, rank, true))
     }
 
-    /// Whom it means that a rank is waited for: the rank, or those whom it waits for below. One
-    /// that has left is `missed` if something needs it.
+    /// Returns the workers behind a rank that the lane waits for. A child aggregator is replaced by
+    /// the ranks that it reports waiting for. `missed` says whether to mark a rank that has left.
     pub(super) fn awaited_of(
         &self,
         now: Time,
@@ -111,7 +116,7 @@ impl Aggregation {
         itself.into_iter().chain(below)
     }
 
-    /// An aggregator says whom it waits for.
+    /// Handles a wait from a child aggregator: records the ranks that it waits for.
     pub(super) fn handle_waits_below(
         &mut self,
         now: Time,
@@ -127,23 +132,24 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Notes that a rank below one of these has left, which is why that one opens no more.
+    /// Notes that the worker `name` of the child aggregator `rank` has left. The child opens no
+    /// more windows for that reason.
     pub fn handle_left_below(&mut self, rank: Rank, name: Rank) {
-        // Whoever was first is the reason why others left.
+        // The first worker that left is the reason why others left.
         if self.left.get(rank.index()) == Some(&false) {
             self.set_name(rank, name);
             self.left[rank.index()] = true;
         }
     }
 
-    /// Notes whom the parent waits for in a lane, and how long nothing was heard of each.
+    /// Records the ranks that the parent waits for in a lane, and how long each has been silent.
     pub fn handle_parent_waits(&mut self, lane: u8, ranks: &[(Rank, Span)]) {
         if let Some(stream) = self.streams.get_mut(usize::from(lane)) {
             stream.handle_parent_waits(ranks);
         }
     }
 
-    /// The next op that failed, of which others are to be told.
+    /// Returns the next failed op to report to the other shards and to the parent.
     pub fn poll_failed(&mut self) -> Option<Failed> {
         self.failed.pop_front()
     }
@@ -158,14 +164,14 @@ impl Aggregation {
         self.fail_elsewhere(op, why, observer);
     }
 
-    /// Whether an op that has begun has no use for a result any more.
+    /// Returns whether an op that has begun needs no more results.
     #[must_use]
     pub fn has_dropped(&self, lane: u8, op: OpId) -> bool {
         let stream = self.streams.get(usize::from(lane));
         stream.and_then(|stream| stream.sequence.get(op)).is_none_or(|entry| entry.failed)
     }
 
-    /// Fails an op that ranks elsewhere disagree on, as the parent says.
+    /// Fails an op because the parent reports that ranks elsewhere disagree about it.
     pub fn handle_parent_failed(
         &mut self,
         op: OpId,
@@ -177,7 +183,7 @@ impl Aggregation {
         }
     }
 
-    /// A rank of a rack disagrees with another of the same: their aggregator says so.
+    /// Handles a failure from a child aggregator: ranks of its rack disagree about an op.
     pub(super) fn handle_failure(
         &mut self,
         header: &Header,
@@ -194,12 +200,13 @@ impl Aggregation {
                 self.failed.push_back(Failed { op, why, from_parent: false });
             }
         }
-        // Also when it is told again: it waits for an answer.
+        // A repeated report gets an answer too: the child waits for one.
         self.queue.note(lane, rank, |due| due.failed = Some(op));
         Ok(())
     }
 
-    /// Returns whether that is new.
+    /// Fails an op because of a disagreement elsewhere. Returns false if the op had failed before
+    /// or is out of range.
     fn fail_elsewhere(
         &mut self,
         op: OpId,
@@ -210,7 +217,7 @@ impl Aggregation {
             return false;
         }
         for stream in &mut self.streams {
-            // What has all its results has not failed.
+            // An op with all its results must not fail any more.
             let entry = stream.sequence.get(op);
             if entry.is_some_and(|entry| entry.end() > stream.resulted) {
                 stream.sequence.fail(op);
@@ -221,7 +228,7 @@ impl Aggregation {
         true
     }
 
-    /// A disagreement with the names that people know the ranks by.
+    /// Replaces the ranks of a disagreement by the numbers that messages name them by.
     pub(super) fn named(&self, disagreement: Disagreement) -> Disagreement {
         let name = |(rank, descriptor): (Rank, Descriptor)| {
             (self.names.get(rank.index()).copied().unwrap_or(rank), descriptor)

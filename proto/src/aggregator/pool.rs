@@ -1,4 +1,4 @@
-//! The slots of a stream: what has arrived of the windows in flight.
+//! The slots of a stream: the received contributions to the windows in flight.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -9,20 +9,20 @@ use crate::recovery::{Again, Asked};
 use crate::time::Time;
 use crate::wire::Header;
 
-/// What one rank has sent of one window.
+/// The contribution of one rank to one window, as far as it has arrived.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Contribution {
-    /// The blocks it holds; 0 while nothing has arrived.
+    /// The mask of the contributed blocks; 0 while nothing has arrived.
     pub(super) mask: u64,
     /// The fragments that have arrived.
     pub(super) have: u64,
-    /// Whether all have.
+    /// Whether all fragments have arrived.
     pub(super) complete: bool,
-    /// The fragments that must have been sent, since later ones have arrived.
+    /// The fragments that the rank must have sent, since later ones have arrived.
     pub(super) sent: u64,
-    /// What of them was asked for.
+    /// The fragments that the rank was asked for.
     pub(super) asked: Asked,
-    /// What of the result went to the rank again.
+    /// The fragments of the window's result that were sent to the rank again.
     pub(super) again: Again,
 }
 
@@ -31,17 +31,17 @@ pub(super) struct Contribution {
 pub(super) struct Slot {
     /// The window's position, or [`Slot::FREE`].
     pub(super) position: u64,
-    /// How many ranks are complete.
+    /// How many ranks have sent their whole contribution.
     pub(super) complete: u32,
-    /// Blocks of the result, once folded.
+    /// The mask of the result's blocks, once folded.
     pub(super) union: u64,
     /// Bytes of the result's payload, once folded.
     pub(super) result_len: usize,
-    /// How it is cut.
+    /// How the result is cut.
     pub(super) cut: Fragmentation,
-    /// The op's previous window with a result.
+    /// The index of the op's previous window with a result.
     pub(super) previous: u32,
-    /// Ranks that took no part in the result, once folded.
+    /// How many lost ranks did not take part in the result, once folded.
     pub(super) absent: usize,
     /// When the result first went to the ranks; [`Time::NEVER`] before that.
     pub(super) sent_at: Time,
@@ -63,18 +63,19 @@ impl Slot {
         }
     }
 
-    /// Bytes of a datagram with one fragment of the result, the last of which may be shorter.
+    /// Returns the length in bytes of a datagram with one fragment of the result; the last may be
+    /// shorter.
     pub(super) fn datagram_len(&self) -> usize {
         Header::LEN + self.result_len.min(self.cut.payload())
     }
 
-    /// Bytes of all datagrams of the result.
+    /// Returns the length in bytes of all datagrams of the result.
     pub(super) fn datagrams_len(&self) -> usize {
         Header::LEN * self.cut.count(self.result_len) + self.result_len
     }
 }
 
-/// The pool of one stream. Allocated at start, never grown.
+/// The pool of one stream, allocated once and never grown.
 #[derive(Debug)]
 pub(super) struct Pool {
     slots: Box<[Slot]>,
@@ -91,23 +92,23 @@ impl Pool {
         }
     }
 
-    /// How many windows may be in flight.
+    /// Returns how many windows may be in flight.
     pub(super) fn len(&self) -> u64 {
         self.slots.len() as u64
     }
 
-    /// The slot's number for `position`: the position modulo the pool.
+    /// Returns the slot number for `position`: the position modulo the pool.
     pub(super) fn number(&self, position: u64) -> u32 {
         u32::try_from(position % self.len()).unwrap_or(u32::MAX)
     }
 
-    /// The slot of `position`, if it holds it.
+    /// Returns the slot of `position`, if the slot holds that window.
     pub(super) fn get(&self, position: u64) -> Option<&Slot> {
         let slot = &self.slots[self.number(position) as usize];
         (slot.position == position).then_some(slot)
     }
 
-    /// The slot of `position`, taken over from whatever it held before.
+    /// Returns the slot of `position`. Clears the slot first if it holds another window.
     pub(super) fn claim(&mut self, position: u64) -> &mut Slot {
         let number = self.number(position) as usize;
         let slot = &mut self.slots[number];
@@ -119,7 +120,7 @@ impl Pool {
         slot
     }
 
-    /// Forgets what `rank` has sent of windows from `position` on.
+    /// Forgets the contributions of `rank` to windows from `position` on.
     pub(super) fn forget(&mut self, rank: Rank, position: u64) {
         let contributions = self.contributions.chunks_exact_mut(self.world);
         for (slot, contributions) in self.slots.iter_mut().zip(contributions) {
@@ -130,7 +131,7 @@ impl Pool {
         }
     }
 
-    /// Forgets what `rank` has sent of the window at `position`.
+    /// Forgets the contribution of `rank` to the window at `position`.
     pub(super) fn forget_window(&mut self, rank: Rank, position: u64) {
         if self.get(position).is_some() {
             let forgotten = core::mem::take(self.contribution_mut(position, rank));
@@ -138,7 +139,7 @@ impl Pool {
         }
     }
 
-    /// What `rank` has sent of the window at `position`.
+    /// Returns the contribution of `rank` to the window at `position`.
     pub(super) fn contribution(&self, position: u64, rank: Rank) -> Contribution {
         if self.get(position).is_none() {
             return Contribution::default();
@@ -146,13 +147,14 @@ impl Pool {
         self.contributions[self.number(position) as usize * self.world + rank.index()]
     }
 
-    /// The same, to be changed; the slot has been claimed.
+    /// Returns the contribution of `rank` to the window at `position` for writing. The caller has
+    /// claimed the slot.
     pub(super) fn contribution_mut(&mut self, position: u64, rank: Rank) -> &mut Contribution {
         let number = self.number(position) as usize;
         &mut self.contributions[number * self.world + rank.index()]
     }
 
-    /// What each rank has sent of the window at `position`, by rank.
+    /// Returns the contributions to the window at `position`, indexed by rank.
     pub(super) fn contributions(&self, position: u64) -> &[Contribution] {
         let first = self.number(position) as usize * self.world;
         &self.contributions[first..first + self.world]

@@ -1,4 +1,4 @@
-//! How far the ranks are, for people who wonder what a job waits for.
+//! The progress of the ranks, to show people which ranks a job waits for.
 
 use alloc::vec::Vec;
 
@@ -6,32 +6,33 @@ use super::Aggregation;
 use crate::ids::{OpId, Rank};
 use crate::time::{Span, Time};
 
-/// How far a rank is at a shard.
+/// The progress of a rank at a shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankProgress {
-    /// The op after the last that it has opened here.
+    /// The op after the last that the rank has opened here.
     pub next_op: OpId,
-    /// Windows that it has opened, over all lanes and ops.
+    /// How many windows the rank has opened, over all lanes and ops.
     pub opened: u64,
-    /// Windows whose results it has, or that had none.
+    /// How many windows the rank is done with: it has their results, or they have none.
     pub delivered: u64,
-    /// It has not acknowledged all results that there are.
+    /// Whether the rank has not acknowledged all results.
     pub lacks: bool,
-    /// How long nothing was heard of it.
+    /// How long the rank has been silent.
     pub silent: Span,
-    /// Others have opened windows, and the next of them waits for this rank.
+    /// Whether the next opened window of some stream waits for this rank.
     pub behind: bool,
 }
 
 impl Aggregation {
-    /// How far each rank is. The time that it takes grows with their number, and not faster.
+    /// Returns the progress of each rank. The cost grows linearly with the number of ranks.
     #[must_use]
     pub fn progress(&self, now: Time) -> Vec<RankProgress> {
         let waiting: Vec<_> = self.streams.iter().map(|stream| stream.backlog() > 0).collect();
         (0..self.config.world).map(|rank| self.progress_of(now, Rank(rank), &waiting)).collect()
     }
 
-    /// How far a rank is; `waiting` says of each stream whether windows of it are yet to be summed.
+    /// Returns the progress of a rank; `waiting` says for each stream whether it has windows to
+    /// fold.
     fn progress_of(&self, now: Time, rank: Rank, waiting: &[bool]) -> RankProgress {
         let mut all = RankProgress {
             next_op: self.agreement.reached(rank),
@@ -43,7 +44,7 @@ impl Aggregation {
         };
         for (stream, waiting) in self.streams.iter().zip(waiting) {
             let Some(own) = stream.ranks.get(rank.index()) else { continue };
-            // One that is gone is beyond all windows, and one that has left has all results.
+            // A lost rank counts as beyond all windows, and a rank that left as having all results.
             all.opened += own.opened.min(stream.sequence.end());
             all.delivered += own.acked.min(stream.resulted);
             all.lacks |= stream.folded.back().is_some_and(|newest| own.acked <= *newest);

@@ -1,4 +1,4 @@
-//! One stream of a job: who opened what, what has arrived, what may be folded next.
+//! One stream of a job: opens, received contributions, and the next window to fold.
 
 mod again;
 mod credit;
@@ -24,35 +24,36 @@ use crate::sequence::{Sequence, StreamOp};
 use crate::time::{Span, Time};
 use crate::wire::{AskEntry, Flags, Header, OPEN_AHEAD, Open};
 
-/// What one rank has done in a stream.
+/// The progress of one rank in a stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
-    /// Which windows before this position the rank owes is known.
+    /// The position up to which the rank has opened windows: its owed windows before this are
+    /// known.
     pub(super) opened: u64,
-    /// The rank has the results of all windows before this position.
+    /// The position before which the rank has all results.
     pub(super) acked: u64,
-    /// The lowest window the rank owes and has not sent whole; a hint, never too high.
+    /// A lower bound of the first window that the rank owes and has not sent completely.
     oldest_missing: u64,
-    /// All that the rank owes of windows before this must have been sent.
+    /// The position before which the rank must have sent all that it owes.
     sent: u64,
-    /// Windows before this have been looked through for what is lost.
+    /// The position before which windows have been searched for losses.
     searched: u64,
-    /// The first window of which something is lost that is to be asked for.
+    /// The first window with lost fragments to ask for.
     lacking: Option<u64>,
     /// The latest ask for fragments that the rank has answered.
     answered: Answered,
-    /// Bytes of results that the rank lacked in a round of the stream's congestion.
+    /// The last congestion round in which the rank lacked results, and how many bytes it lacked.
     lost: (u64, usize),
-    /// What it lacked of windows before this has been counted.
+    /// The position before which lacking results have been counted as lost.
     counted: u64,
-    /// When the rank was last asked for opens, until it moves on.
+    /// When the rank was last asked for opens; cleared when it opens more windows.
     open_asked_at: Option<Time>,
-    /// Round trips from an ask to what it brought.
+    /// Round trips from an ask to its answer.
     rtt: Rtt,
-    /// The shortest of them.
+    /// The shortest round trip from an ask to its answer.
     asked_trip: Option<Span>,
-    /// The shortest time from a result to its acknowledgement, which may have waited for others;
-    /// at most [`Self::GUESS`].
+    /// The shortest time from a result to its acknowledgement, at most [`Self::GUESS`]. The
+    /// acknowledgement may have been delayed.
     acked_trip: Span,
 }
 
@@ -73,16 +74,16 @@ impl Progress {
         acked_trip: Self::GUESS,
     };
 
-    /// A round trip before one was seen.
+    /// The assumed round trip before the first measurement.
     const GUESS: Span = Span::from_millis(1);
 
-    /// The shortest round trip that was seen. One that is too long would keep back what is lost.
+    /// Returns the shortest round trip measured so far. Too long an estimate would delay repairs.
     fn round_trip(&self) -> Span {
         self.asked_trip.unwrap_or(self.acked_trip)
     }
 }
 
-/// Where a rank is that is gone: beyond all windows.
+/// The position of a lost rank: beyond all windows.
 const GONE: u64 = u64::MAX;
 
 /// The next window of a stream whose contributions are complete.
@@ -92,29 +93,30 @@ pub(super) struct Ready {
     pub(super) entry: StreamOp,
     pub(super) union: u64,
     pub(super) contributors: u32,
-    /// The rank whose contribution is the sum already.
+    /// The rank whose contribution already is the sum.
     pub(super) whole: Option<Rank>,
 }
 
-/// Where an op that a rank opens belongs.
+/// The place of an op that a rank opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Placed {
-    /// At this position.
+    /// The op starts at this position.
     At(u64),
-    /// After an op whose open is missing.
+    /// The op follows an op whose open is missing.
     Missing,
-    /// Nowhere: it failed.
+    /// The op failed and has no place.
     Failed,
 }
 
-/// What a stored fragment means for the rank that sent it.
+/// The outcome of storing a fragment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stored {
-    /// It had arrived before.
+    /// The fragment had arrived before.
     Duplicate,
-    /// It is new; the slot's number.
+    /// The fragment is new and belongs to the slot with this number.
     New(u32),
-    /// It is new, and something is missing that was sent earlier and has not been asked for.
+    /// The fragment is new and belongs to the slot with this number. The rank should be asked for
+    /// earlier fragments, which are lost.
     Gap(u32),
 }
 
@@ -126,26 +128,26 @@ pub(super) struct Stream {
     pub(super) pool: Pool,
     pub(super) results: Congestion,
     occupancy: Occupancy,
-    /// Every rank's open covers the windows before this.
+    /// The position before which every rank has opened all windows.
     agreed: u64,
     /// The first window that is not folded.
     pub(super) next: u64,
-    /// The first window without a result: the same, but where results come from a parent.
+    /// The first window without a result. Equals `next`, unless results come from a parent.
     pub(super) resulted: u64,
     /// Windows with results that some rank has not acknowledged, in order.
     pub(super) folded: VecDeque<u64>,
-    /// The first window behind the newest result, or behind ops that failed after it.
+    /// The first window after the newest result and after any failed ops that follow it.
     pub(super) results_end: u64,
-    /// Bytes of the results of windows.
+    /// The mean size of results per window.
     density: Density,
-    /// The last window with a result of the op that `next` lies in.
+    /// The index of the last window with a result in the op that contains `next`.
     previous: u32,
-    /// The lowest unacknowledged window that the ranks have been told of.
+    /// The `low` that the ranks were last told.
     announced: u64,
-    /// The ranks have been told that what they sent before this window has arrived.
+    /// The position that the last credit announced: all data sent before it has arrived.
     told_arrived: u64,
     cut: Fragmentation,
-    /// Where sums go, and results come from, if that is elsewhere.
+    /// The state of the parent, if sums go to one.
     pub(super) above: Option<Above>,
 }
 
@@ -178,22 +180,22 @@ impl Stream {
         }
     }
 
-    /// Windows that some rank has opened and that are not folded.
+    /// Returns how many windows some rank has opened that are not folded.
     pub(super) fn backlog(&self) -> u64 {
         let opened = self.ranks.iter().map(|progress| progress.opened);
         let opened = opened.filter(|opened| *opened != GONE).max().unwrap_or(0);
         opened.saturating_sub(self.next)
     }
 
-    /// About how many bytes the results of the backlog have.
+    /// Estimates how many bytes the results of the backlog have.
     pub(super) fn backlog_bytes(&self) -> u64 {
         self.density.of(self.backlog())
     }
 
-    /// Takes the acknowledgement of a rank.
+    /// Handles the acknowledgement of a rank.
     pub(super) fn handle_ack(&mut self, now: Time, rank: Rank, ack: WindowId) {
         // wire: W-32
-        // What has no result cannot have been received, whatever a rank says.
+        // A rank cannot have received a window without a result, whatever it acknowledges.
         let acked = self.sequence.position_from(ack).min(self.resulted);
         let progress = &mut self.ranks[rank.index()];
         if acked <= progress.acked {
@@ -207,22 +209,23 @@ impl Stream {
         }
     }
 
-    /// Notes that a rank has left: no slot is kept for it.
+    /// Notes that a rank has left: slots are no longer kept for it.
     pub(super) fn handle_left(&mut self, rank: Rank) {
         if let Some(progress) = self.ranks.get_mut(rank.index()) {
             progress.acked = GONE;
         }
     }
 
-    /// Notes that a rank has come back, which has all results of what it had opened.
+    /// Notes the return of a rank that had left. It has all results of the windows that it had
+    /// opened.
     pub(super) fn handle_rejoined(&mut self, rank: Rank) {
         let progress = &mut self.ranks[rank.index()];
         progress.acked = progress.opened.min(self.resulted);
         progress.open_asked_at = None;
     }
 
-    /// Goes on without a rank: what it has sent of windows that are not folded is forgotten, also
-    /// where it is whole, so that a result says by one number whom it lacks.
+    /// Continues without a lost rank. Forgets its contributions to windows that are not folded,
+    /// even complete ones, so that a result identifies its missing ranks by their number alone.
     pub(super) fn handle_gone(&mut self, rank: Rank) {
         self.handle_left(rank);
         if let Some(progress) = self.ranks.get_mut(rank.index()) {
@@ -234,7 +237,7 @@ impl Stream {
         }
     }
 
-    /// Gives back the oldest slot if every rank has acknowledged its window.
+    /// Frees the oldest slot if every rank has acknowledged its window.
     pub(super) fn retire(&mut self) -> Option<WindowId> {
         let oldest = *self.folded.front()?;
         // wire: W-32
@@ -248,12 +251,12 @@ impl Stream {
         Some(self.sequence.window(oldest))
     }
 
-    /// Gives back the oldest op if all its windows are folded and acknowledged.
+    /// Drops the oldest op if all its windows are folded and acknowledged.
     pub(super) fn settle(&mut self) -> bool {
         self.sequence.settle_before(self.low()).is_some()
     }
 
-    /// Whether `op` is one of the stream's, or there is room for it.
+    /// Returns whether the stream already has `op` or has room for it.
     pub(super) fn has_room_for(&mut self, op: OpId) -> bool {
         let Self { sequence, folded, resulted, .. } = self;
         sequence.get(op).is_some()
@@ -264,7 +267,8 @@ impl Stream {
             })
     }
 
-    /// Finds a place for an op that a rank opens, given the op it names before it.
+    /// Finds a place for an op that a rank opens. The open names the rank's previous op in the
+    /// stream.
     pub(super) fn place(&mut self, op: OpId, open: &Open, rank: Rank, stripe: Stripe) -> Placed {
         if let Some(entry) = self.sequence.get(op) {
             let (base, failed) = (entry.base, entry.failed);
@@ -281,8 +285,8 @@ impl Stream {
             }
             return Placed::At(self.sequence.push(op, &open.descriptor, stripe));
         }
-        // Others have gone past an op that they do not have in this stream: a disagreement, which
-        // the shard of the op's first window reports. Here it fails without a word.
+        // Other ranks have passed `op` without having it in this stream. The shard of the op's
+        // first window reports this disagreement; this stream fails the op silently.
         let base = self.sequence.position_from(WindowId::new(op, 0));
         if !self.joined_up(rank, open.after, op, base) {
             return Placed::Missing;
@@ -291,8 +295,8 @@ impl Stream {
         Placed::Failed
     }
 
-    /// Whether the rank has opened all that it has in this stream before `op` at `base`. Ops that
-    /// it skips are not the same at every rank: they fail here without a word.
+    /// Moves the rank on to `op` at `base`. Returns false if it has not opened all its earlier ops
+    /// in this stream. Ops that the rank skips fail silently here: the ranks disagree about them.
     fn joined_up(&mut self, rank: Rank, after: Option<OpId>, op: OpId, base: u64) -> bool {
         let opened = self.ranks[rank.index()].opened;
         if opened > base {
@@ -313,7 +317,7 @@ impl Stream {
         true
     }
 
-    /// Takes the stretch of an open that starts at `position`. Returns false when the stretch
+    /// Handles the stretch of an open that starts at `position`. Returns false if the stretch
     /// before it is missing.
     pub(super) fn handle_stretch(&mut self, rank: Rank, position: u64, open: &Open) -> bool {
         let opened = self.ranks[rank.index()].opened;
@@ -337,7 +341,7 @@ impl Stream {
         self.agreed = self.ranks.iter().map(|progress| progress.opened).min().unwrap_or(0);
     }
 
-    /// Takes a fragment of `entry`'s window at `position`, whose shape has been checked.
+    /// Handles a fragment of the window at `position`. The caller has checked its shape.
     pub(super) fn handle_fragment(
         &mut self,
         now: Time,
@@ -399,8 +403,9 @@ impl Stream {
         Ok(if self.is_to_be_asked(rank) { Stored::Gap(number) } else { Stored::New(number) })
     }
 
-    /// From where on the opens of `rank` are missing. Between two ops it is whatever the rank has
-    /// after the first of them, which may be none that others have.
+    /// Returns the window from which on the opens of `rank` are missing. Between two ops, this is
+    /// the first window that can follow the earlier op: the rank's next op may be one that no other
+    /// rank has.
     pub(super) fn unopened(&self, rank: Rank) -> WindowId {
         let opened = self.ranks[rank.index()].opened;
         match self.sequence.at(opened) {
@@ -410,7 +415,8 @@ impl Stream {
         }
     }
 
-    /// Whether to ask `rank` for its opens: once a round trip, or answers would breed questions.
+    /// Returns whether to ask `rank` for its opens now: at most once per retransmission timeout, so
+    /// that answers do not trigger more asks.
     pub(super) fn may_ask_open(&mut self, rank: Rank, now: Time) -> bool {
         let progress = &mut self.ranks[rank.index()];
         let patience = progress.rtt.timeout();
@@ -421,25 +427,25 @@ impl Stream {
         true
     }
 
-    /// The ranks that the next window waits for.
+    /// Returns the ranks that the next window waits for.
     pub(super) fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.waits_for(*rank))
     }
 
-    /// Notes that `rank` is asked for fragments of a window.
+    /// Notes that `rank` was asked for fragments of a window.
     pub(super) fn note_asked(&mut self, now: Time, rank: Rank, entry: AskEntry) {
         let Some(position) = self.sequence.position(entry.window) else { return };
         self.pool.claim(position);
         self.pool.contribution_mut(position, rank).asked.note(entry.fragments, now);
     }
 
-    /// Whether the next window waits for `rank`: for its open or its data, or, when there is no
-    /// room for one more result, for its acknowledgement of the oldest.
+    /// Returns whether the next window waits for `rank`: for its open, for its data or, when there
+    /// is no room for one more result, for its acknowledgement of the oldest result.
     pub(super) fn waits_for(&self, rank: Rank) -> bool {
         let progress = &self.ranks[rank.index()];
         let low = self.low();
         if self.next >= low + self.pool.len() {
-            // What others owe they may not send before the oldest slot is free.
+            // Other ranks may not send this window until the oldest slot is free.
             low < self.resulted && progress.acked <= low
         } else if self.next >= self.agreed {
             progress.opened <= self.next
@@ -454,14 +460,14 @@ impl Stream {
         self.occupancy.owes(rank, position) && !self.pool.contribution(position, rank).complete
     }
 
-    /// Whether every rank that owes the window at `position` has sent it whole.
+    /// Returns whether every rank that owes the window at `position` has sent it completely.
     fn is_complete(&self, position: u64) -> bool {
         let complete = self.pool.get(position).map_or(0, |slot| slot.complete);
         complete >= self.occupancy.owing(position)
     }
 
-    /// The next window to fold, if it is complete, the pool has room for its result and the path
-    /// for its bytes. Call again after folding it.
+    /// Returns the next window to fold, if its contributions are complete, the pool has room for
+    /// its result, and congestion control admits the result's bytes. Call again after folding it.
     pub(super) fn poll_ready(&mut self) -> Option<Ready> {
         if let Some(ready) = self.poll_from_parent() {
             return Some(ready);
@@ -470,7 +476,7 @@ impl Stream {
         self.ready_at(position, entry)
     }
 
-    /// Moves on over windows that nobody owes to the next that is to be folded.
+    /// Moves `next` past windows that no rank owes, and returns the next window to fold.
     pub(super) fn advance(&mut self) -> Option<(u64, StreamOp)> {
         loop {
             let entry = *self.sequence.at(self.next)?;
@@ -480,7 +486,8 @@ impl Stream {
             }
             let mut end = entry.end().min(self.agreed);
             if self.above.is_some() {
-                // A window that others owe elsewhere has a result, and a slot here.
+                // Even a window that no rank here owes may have a result from the parent, which
+                // needs a slot.
                 end = end.min(self.low() + self.pool.len());
             }
             let owed = self.occupancy.next(self.next, end);
@@ -501,7 +508,8 @@ impl Stream {
             return None;
         }
         // wire: W-63
-        // Some may have sent what they owed before it was known that another has the sum.
+        // Ranks may have sent their share before the aggregator knew that another rank holds the
+        // sum.
         let whole = self.occupancy.holder(position);
         if whole.is_some() {
             for rank in self.ranks().filter(|rank| !self.occupancy.owes(*rank, position)) {
@@ -526,7 +534,7 @@ impl Stream {
         self.move_to(ready.position + 1);
     }
 
-    /// Notes what the slot of a window holds from now on.
+    /// Records the result's size in the slot of its window.
     fn keep(&mut self, ready: &Ready) {
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
@@ -536,7 +544,8 @@ impl Stream {
         slot.cut = ready.entry.geometry.cut(self.cut, len);
     }
 
-    /// Notes that there is a result, without `absent` ranks: it is in flight from now on.
+    /// Notes that the result of `ready` exists and is in flight from now on; `absent` lost ranks
+    /// took no part in it.
     pub(super) fn handle_resulted(&mut self, ready: &Ready, absent: usize) {
         if self.above.is_some() {
             self.pass_from_parent(ready);

@@ -1,4 +1,4 @@
-//! What the aggregator half has to say, and to whom.
+//! The messages of the aggregator half, and their recipients.
 
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
@@ -11,30 +11,30 @@ use crate::observer::{Event, Observer};
 use crate::time::Time;
 use crate::wire::{AskEntries, AskEntry, Disagreement, Flags, Header, Kind, MissingRanks};
 
-/// Whom a transmit is for.
+/// The recipient of a transmit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recipient {
-    /// Every rank: by multicast, or one copy each.
+    /// Every rank, by multicast or by one copy each.
     All,
     /// One rank.
     Rank(Rank),
 }
 
-/// Something to send now.
+/// A datagram or a set of fragments to send now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transmit {
     /// The first `len` bytes of the buffer.
     Datagram {
-        /// Whom it is for.
+        /// The recipient.
         to: Recipient,
-        /// Its length.
+        /// The datagram's length.
         len: usize,
     },
     /// Fragments of a folded window.
     Result {
-        /// Whom they are for.
+        /// The recipient.
         to: Recipient,
-        /// Which.
+        /// The fragments.
         result: ResultFragments,
     },
 }
@@ -48,28 +48,30 @@ pub struct ResultFragments {
     pub slot: u32,
     /// Bytes of the whole payload.
     pub len: usize,
-    /// How it is cut.
+    /// How the payload is cut.
     pub cut: Fragmentation,
     /// The fragments to send.
     pub fragments: u64,
-    /// Their header but for length and fragment number.
+    /// The header of each fragment, except for length and fragment number.
     pub header: Header,
 }
 
-/// What is due to one rank in one lane.
+/// The messages due to one rank in one lane.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Due {
-    /// Ask for its opens from where they end.
+    /// Whether to ask for the rank's opens, from the first missing one on.
     pub(super) open: bool,
-    /// Ask for fragments that must have been lost.
+    /// Whether to ask for fragments that must have been lost.
     pub(super) fragments: bool,
-    /// There are results that it may lack: say where they end, behind all that is on its way.
+    /// Whether to send a wait that names the end of the results. It arrives behind all results on
+    /// the path, so the rank then knows which results it lacks.
     pub(super) sign: bool,
-    /// It hears nothing: ask for all it owes, or say whom the window waits for.
+    /// Whether the rank is stalled, since it receives nothing. The answer asks for all that the
+    /// rank owes, or names the ranks that the window waits for.
     pub(super) stalled: bool,
-    /// Its datagrams arrive with congestion marks.
+    /// Whether the rank's datagrams arrive with congestion marks.
     pub(super) congested: bool,
-    /// Tell it that this op failed.
+    /// The failed op to report to the rank.
     pub(super) failed: Option<OpId>,
     queued: bool,
 }
@@ -82,17 +84,17 @@ struct Resend {
     fragments: u64,
 }
 
-/// What is due, in the order in which it became so. Bounded by the world and the pool.
+/// The messages that are due, oldest first. Bounded by the world and the pool.
 #[derive(Debug)]
 pub(super) struct Queue {
     due: Box<[Due]>,
     world: usize,
     order: VecDeque<(u8, Rank)>,
-    /// By rank, so that none takes the room of another.
+    /// Resends by rank, so that no rank takes another's room.
     resends: Box<[VecDeque<Resend>]>,
-    /// The ranks that lack something, in turns.
+    /// The ranks with resends queued, in the order of their turns.
     turns: VecDeque<Rank>,
-    /// How many more the first of them gets before the next.
+    /// How many more resends the first rank gets before the next.
     turn_left: usize,
     failures: VecDeque<OpId>,
 }
@@ -111,7 +113,7 @@ impl Queue {
         }
     }
 
-    /// Notes that something is due to a rank.
+    /// Notes that a message to a rank is due.
     pub(super) fn note(&mut self, lane: u8, rank: Rank, note: impl FnOnce(&mut Due)) {
         let due = &mut self.due[usize::from(lane) * self.world + rank.index()];
         note(due);
@@ -121,9 +123,9 @@ impl Queue {
         }
     }
 
-    /// Notes that fragments of a result are to be sent to a rank again, and returns those that
-    /// were not noted before, of which it takes at most so many. What there is no room for the
-    /// rank asks for again.
+    /// Queues fragments of a result to send to a rank again. Returns the fragments that were not
+    /// queued before, at most `most` of them. The rank asks again for any that the queue has no
+    /// room for.
     pub(super) fn resend(
         &mut self,
         lane: u8,
@@ -150,8 +152,8 @@ impl Queue {
         fragments
     }
 
-    /// The next fragments to send again: of each rank in its turn, and a few at each, since what
-    /// goes to one place goes as one train.
+    /// Returns the next fragments to send again. Ranks take turns of a few resends each, because
+    /// consecutive datagrams to one rank are sent as one batch.
     fn pop_resend(&mut self) -> Option<(Rank, Resend)> {
         let rank = self.turns.pop_front()?;
         let resends = &mut self.resends[rank.index()];
@@ -167,7 +169,7 @@ impl Queue {
         Some((rank, resend))
     }
 
-    /// Forgets all that is due to a rank.
+    /// Forgets all messages that are due to a rank.
     pub(super) fn forget(&mut self, rank: Rank) {
         for due in self.due.iter_mut().skip(rank.index()).step_by(self.world) {
             *due = Due { queued: due.queued, ..Due::default() };
@@ -179,14 +181,14 @@ impl Queue {
         self.turns.retain(|turn| *turn != rank);
     }
 
-    /// Notes that an op failed; ranks that miss this are told when they ask.
+    /// Queues a failure for all ranks. A rank that misses it receives it when it asks.
     pub(super) fn broadcast_failure(&mut self, op: OpId) {
         if self.failures.len() < Self::MAX_FAILURES {
             self.failures.push_back(op);
         }
     }
 
-    /// The next rank to which something is due. It is due no more.
+    /// Removes and returns the next rank with due messages.
     fn pop(&mut self) -> Option<(u8, Rank, Due)> {
         let (lane, rank) = self.order.pop_front()?;
         let due = &mut self.due[usize::from(lane) * self.world + rank.index()];
@@ -195,20 +197,20 @@ impl Queue {
 
     const RESENDS_A_TURN: usize = 4;
     const MAX_FAILURES: usize = 64;
-    /// Windows that are sent to a rank again before it has to ask once more.
+    /// How many windows are sent to a rank again before it has to ask once more.
     const MAX_RESENDS: usize = AskEntries::MAX;
 }
 
 impl Aggregation {
-    /// The next thing to send. Datagrams are written into `out`, which has room for one of the
-    /// job's; poll until `None`.
+    /// Returns the next thing to send. Writes datagrams into `out`, which has room for one of the
+    /// job's datagrams. The driver polls until `None`.
     pub fn poll_transmit(
         &mut self,
         now: Time,
         out: &mut [u8],
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
-        // What is not to be said any more must not hide what follows it.
+        // Skips failures of ops that every rank has ended.
         while let Some(op) = self.queue.failures.pop_front() {
             if let Some(transmit) = self.write_failure(op, 0, Recipient::All, out) {
                 return Some(transmit);
@@ -233,7 +235,7 @@ impl Aggregation {
         self.write_credit(out)
     }
 
-    /// A result again, unless its slot was given back in the meantime.
+    /// Sends a result again, unless its slot was freed in the meantime.
     fn resend(
         &mut self,
         now: Time,
@@ -279,7 +281,7 @@ impl Aggregation {
         Transmit::Result { to, result }
     }
 
-    /// Says the most pressing of what is due to a rank, and puts the rest off.
+    /// Writes the most urgent message due to a rank, and puts the others off.
     fn write_due(
         &mut self,
         now: Time,
@@ -293,7 +295,7 @@ impl Aggregation {
             self.put_off(lane, rank, due);
             return self.write_failure(op, lane, Recipient::Rank(rank), out);
         }
-        // What is written here says it, and what is put off does not say it again.
+        // An ask carries the congestion mark, so messages that are put off must not repeat it.
         let congested = core::mem::take(&mut due.congested);
         let may_ask = due.open && self.streams[usize::from(lane)].may_ask_open(rank, now);
         due.open = false;
@@ -308,7 +310,7 @@ impl Aggregation {
             return Some(self.write_wait(now, lane, rank, out));
         }
         let stream = &self.streams[usize::from(lane)];
-        // What others owe is what holds a stalled rank up; its own gaps show when it is its turn.
+        // Other ranks hold up this stalled rank. Its own gaps count once the window waits for it.
         if due.stalled && !stream.waits_for(rank) {
             self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
@@ -350,12 +352,14 @@ impl Aggregation {
         self.finish(Recipient::Rank(rank), header, len, out)
     }
 
-    /// Tells a rank whom its window waits for: other ranks, or if there is none the rank itself.
+    /// Writes a wait that names the ranks that the window waits for. It names the receiving rank
+    /// only if the window waits for no other.
     fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
         let most = MissingRanks::room_of(self.budgets.left(now, rank));
         let stream = &self.streams[usize::from(lane)];
         let alone = stream.awaited().all(|awaited| awaited == rank);
-        // Who waits for nothing may hear this late, when a rank that had left is back.
+        // A rank that awaits no window may receive this wait late, after the rank that left has
+        // come back.
         let waits = stream.ranks[rank.index()].opened > stream.next;
         let awaited = stream.awaited().filter(|awaited| alone || *awaited != rank);
         let missing = awaited.flat_map(|awaited| self.awaited_of(now, lane, awaited, waits));
@@ -363,7 +367,7 @@ impl Aggregation {
         let here = if above.is_empty() { usize::MAX } else { 0 };
         let missing = above.iter().copied().chain(missing.take(here));
         let len = MissingRanks::encode(missing.take(most), &mut out[Header::LEN..]);
-        // Not the window that is waited for: those that nobody owes have no result.
+        // The header does not name the awaited window: windows that no rank owes have no result.
         let window = stream.sequence.window(stream.results_end);
         let header = Header { window, ..self.header(Kind::Wait, lane) };
         self.finish(Recipient::Rank(rank), header, len, out)
@@ -384,7 +388,7 @@ impl Aggregation {
         Some(self.finish(to, header, Disagreement::LEN, out))
     }
 
-    /// Credits that no result has carried (wire: W-33, W-56).
+    /// Writes a credit that no result has carried (wire: W-33, W-56).
     fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
         let streams = (0..self.config.lanes).zip(&mut self.streams);
         let mut due = streams.filter_map(|(lane, stream)| Some((lane, stream.poll_credit()?)));
@@ -393,7 +397,7 @@ impl Aggregation {
         Some(self.finish(Recipient::All, header, 0, out))
     }
 
-    /// Writes the header before a body of `len` bytes.
+    /// Writes the header in front of a body of `len` bytes.
     fn finish(&mut self, to: Recipient, header: Header, len: usize, out: &mut [u8]) -> Transmit {
         let ack = self.streams[usize::from(header.lane)].announce();
         let length = u16::try_from(len).unwrap_or(u16::MAX);
@@ -425,7 +429,7 @@ impl Aggregation {
     }
 }
 
-/// The lowest of some fragments, at most so many.
+/// Returns the lowest `most` of the bits that are set in `fragments`.
 fn lowest(fragments: u64, most: usize) -> u64 {
     let beyond = (0..most).try_fold(fragments, |left, _| (left != 0).then(|| left & (left - 1)));
     fragments & !beyond.unwrap_or(0)

@@ -1,32 +1,32 @@
-//! Single elements: how each type is loaded, reduced and rounded.
+//! Operations on single elements: loading, reducing and rounding.
 
 use half::{bf16, f16};
 
 use super::Fold;
 use crate::dtype::Reduction;
 
-/// A number that contributions are folded in.
+/// A number type in which contributions are folded.
 pub(super) trait Accumulator: Copy {
-    /// What an absent rank holds.
+    /// The value of an absent rank.
     const ZERO: Self;
 
-    /// The sum; of integers, wrapped.
+    /// Returns the sum; integers wrap.
     fn add(self, other: Self) -> Self;
 
-    /// This divided by the number of ranks; of integers, rounded toward zero.
+    /// Returns the quotient by the number of ranks; integers round toward zero.
     fn divide(self, world: u32) -> Self;
 
-    /// The lesser value; NaN if either is.
+    /// Returns the lesser value, or NaN if either is NaN.
     fn minimum(self, other: Self) -> Self;
 
-    /// The greater value; NaN if either is.
+    /// Returns the greater value, or NaN if either is NaN.
     fn maximum(self, other: Self) -> Self;
 
-    /// This, with any NaN replaced by the quiet NaN.
+    /// Returns the value, with any NaN replaced by the quiet NaN.
     fn canonical(self) -> Self;
 }
 
-/// Reduces the values of one element over the ranks. There is at least one value.
+/// Reduces the values of one element over the ranks. `values` must not be empty.
 pub(super) fn reduce<A: Accumulator>(
     reduction: Reduction,
     fold: Fold,
@@ -64,7 +64,7 @@ macro_rules! float_accumulator {
                 if self.is_nan() || other.is_nan() {
                     return Self::NAN;
                 }
-                // Equal values differ in the sign of a zero at most.
+                // Equal values differ at most in the sign of a zero.
                 let first = self < other || (self == other && self.is_sign_negative());
                 if first { self } else { other }
             }
@@ -118,7 +118,7 @@ macro_rules! integer_accumulator {
 integer_accumulator!(i32);
 integer_accumulator!(i64);
 
-/// The bytes of one element.
+/// Returns the bytes of one element as an array.
 pub(super) fn element<const SIZE: usize>(bytes: &[u8]) -> [u8; SIZE] {
     bytes.try_into().expect("the callers cut runs at multiples of the element size")
 }
@@ -158,26 +158,27 @@ pub(super) fn bf16_store(x: f32) -> [u8; 2] {
     bits.to_le_bytes()
 }
 
-/// The nearest f32, ties to even; past the largest, an infinity.
+/// Returns the nearest f32, ties to even. Values beyond the largest f32 become infinite.
 #[expect(clippy::cast_possible_truncation, reason = "rounding is what this is for")]
 pub(super) fn f64_to_f32(x: f64) -> f32 {
     x as f32
 }
 
-/// The nearest whole number, ties to even, of an `x` within ±2^22.
+/// Returns the whole number nearest to `x`, ties to even, for `x` within ±2^22.
 pub(super) fn round_ties_even_f32(x: f32) -> f32 {
-    // So far above `x` the distance between neighbours is one, and the sum rounds to it.
+    // At this magnitude, neighbouring floats are one apart, so the sum rounds to a whole number.
     const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23
     (x + SHIFT) - SHIFT
 }
 
-/// The nearest whole number, ties to even, of an `x` within ±2^51.
+/// Returns the whole number nearest to `x`, ties to even, for `x` within ±2^51.
 pub(super) fn round_ties_even_f64(x: f64) -> f64 {
     const SHIFT: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
     (x + SHIFT) - SHIFT
 }
 
-/// `x` with every NaN as the quiet one. `f32::NAN` is not promised to have these bits.
+/// Returns `x`, with every NaN replaced by the quiet NaN. Rust does not promise the bits of
+/// `f32::NAN`.
 fn canonical_f32(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(F32_NAN) } else { x }
 }

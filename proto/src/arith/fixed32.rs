@@ -1,12 +1,12 @@
-//! [`WireType::Fixed32`](crate::dtype::WireType::Fixed32): a block is an exponent and an i32 an
-//! element; an element is worth its integer times two to the exponent.
+//! [`WireType::Fixed32`](crate::dtype::WireType::Fixed32): a block has one exponent and one i32 per
+//! element. The value of an element is its integer times two to the power of the exponent.
 //!
 //! This is the arithmetic of SwitchML (Sapio et al., "Scaling Distributed Machine Learning with
-//! In-Network Aggregation", NSDI 2021), where it made up for switches that cannot add floats.
-//! Two things differ. SwitchML agrees on the exponent of a packet one round ahead, because a
-//! switch cannot rescale; here each rank picks the exponent of each block, finer than any
-//! agreement, and the fold rescales to the greatest. And SwitchML lets an infinity or a NaN
-//! through as garbage; here it marks the block.
+//! In-Network Aggregation", NSDI 2021), where it serves switches that cannot add floats. There are
+//! two differences. SwitchML agrees on the exponent of a packet one round ahead, because a switch
+//! cannot rescale. Here, each rank picks the exponent of each block, which is finer, and the fold
+//! rescales to the greatest exponent. SwitchML passes an infinity or a NaN through as garbage; here
+//! it marks the block.
 
 use alloc::vec::Vec;
 
@@ -14,17 +14,17 @@ use super::Fold;
 use super::element::{element, round_ties_even_f64};
 use crate::dtype::{Reduction, SCALE_LEN};
 
-/// The exponent that marks a block with a value that cannot be represented: a NaN or an infinity
-/// went in, or a sum left the range of i32. Its integers are zero, and it decodes to NaN.
+/// The exponent that marks a block as overflowed: an input was NaN or infinite, or a sum left the
+/// range of i32. The block's integers are zero, and the block decodes to NaN.
 pub const FIXED32_OVERFLOW: i32 = i32::MAX;
 
-/// The least exponent an encoder picks, so that two to its inverse is a normal f64. Only f64
-/// tensors can get there: in a block whose largest magnitude is below about 2^-970 the resolution
-/// is 2^-1000 and no longer relative.
+/// The least exponent that an encoder picks, so that two to the power of its negation is a normal
+/// f64. Only f64 tensors can reach it. If a block's largest magnitude is less than about 2^-970,
+/// its resolution is 2^-1000 and no longer relative.
 pub const FIXED32_MIN_EXPONENT: i32 = -1000;
 
-/// The largest magnitude of an encoded integer in a world of `world` ranks, so that their sum
-/// fits an i32. At least one.
+/// Returns the largest magnitude of an encoded integer in a world of `world` ranks, at least one.
+/// The sum of that many integers then fits an i32.
 ///
 /// # Panics
 ///
@@ -35,12 +35,12 @@ pub fn fixed32_limit(world: u32) -> i32 {
     i32::try_from(i32::MAX.unsigned_abs() / world).expect("at most i32::MAX").max(1)
 }
 
-/// The exponent of a block whose largest magnitude is `max_abs`: the least, but for
-/// [`FIXED32_MIN_EXPONENT`], with which `round(x / 2^exponent)`, ties to even, is within
-/// [`fixed32_limit`].
+/// Returns the exponent of a block with the largest magnitude `max_abs`. The exponent is the least
+/// for which `round(x / 2^exponent)`, with ties to even, is within [`fixed32_limit`], but at least
+/// [`FIXED32_MIN_EXPONENT`].
 ///
-/// If any element is NaN or infinite (say so with a `max_abs` that is), it is
-/// [`FIXED32_OVERFLOW`]; if all are zero, it is 0.
+/// Returns [`FIXED32_OVERFLOW`] if `max_abs` is NaN or infinite, which the caller passes if any
+/// element is. Returns 0 if all elements are zero.
 ///
 /// # Panics
 ///
@@ -55,22 +55,21 @@ pub fn fixed32_exponent(max_abs: f64, world: u32) -> i32 {
         return 0;
     }
     let limit = fixed32_limit(world);
-    // With 2^k <= max_abs < 2^(k+1), and the same for `limit`, the exponent is the difference of
-    // the two k, or one more where the fractions do not fit.
+    // If 2^k <= max_abs < 2^(k+1), and likewise for `limit`, the exponent is the difference of both
+    // k. If the fractions do not fit, it is one more.
     let exponent = (floor_log2(max_abs) - floor_log2(f64::from(limit))).max(FIXED32_MIN_EXPONENT);
     let fits = round_ties_even_f64(max_abs * power_of_two(-exponent)) <= f64::from(limit);
     if fits { exponent } else { exponent + 1 }
 }
 
-/// Whether `block` is marked as holding a value that cannot be represented. A block too short to
-/// have an exponent is not.
+/// Returns whether `block` is marked as overflowed. A block too short for an exponent is not.
 #[must_use]
 pub fn fixed32_overflowed(block: &[u8]) -> bool {
     block.first_chunk().is_some_and(|head| i32::from_le_bytes(*head) == FIXED32_OVERFLOW)
 }
 
-/// The exponent by which a block counts when blocks are rescaled to the greatest; `None` if it is
-/// marked, or all its integers are zero.
+/// Returns the exponent that counts when blocks are rescaled to the greatest exponent. Returns
+/// `None` if the block is marked as overflowed or all its integers are zero.
 ///
 /// # Panics
 ///
@@ -82,30 +81,31 @@ pub fn fixed32_counting_exponent(block: &[u8]) -> Option<i32> {
     counts.then(|| exponent_of(block))
 }
 
-/// Rescales a block to a greater exponent, as a fold of blocks does of which one has it. One that
-/// is marked stays so, and one that has a greater exponent, which none should, stays as it is.
+/// Rescales a block to a greater exponent, with the same result as in a fold with a block of that
+/// exponent. A block that is marked as overflowed stays unchanged. So does a block with a greater
+/// exponent, which should not occur.
 ///
 /// # Panics
 ///
 /// If the block is too short to have an exponent.
 pub fn fixed32_rescale(block: &mut [u8], exponent: i32) {
     let shift = i64::from(exponent) - i64::from(exponent_of(block));
-    // Integers of a smaller exponent would be worth something else.
+    // Rescaling to a smaller exponent would change the value of the integers.
     if fixed32_overflowed(block) || shift <= 0 {
         return;
     }
     let (head, data) = block.split_at_mut(SCALE_LEN);
     head.copy_from_slice(&exponent.to_le_bytes());
     for q in data.as_chunks_mut().0 {
-        // A quotient is no greater.
+        // The magnitude of a quotient is at most that of the integer, so it fits.
         *q = i32::try_from(rescale(i32::from_le_bytes(*q), shift)).unwrap_or(0).to_le_bytes();
     }
 }
 
 /// Encodes `values` as the block `out` (wire: W-51).
 ///
-/// The products with a power of two are exact, but for those below the normal f64 range, which
-/// round to the integer 0 either way.
+/// The products with a power of two are exact. Products below the normal f64 range are the
+/// exception, but they round to the integer 0 in either case.
 pub(super) fn encode(values: impl Iterator<Item = f64> + Clone, world: u32, out: &mut [u8]) {
     let finite = values.clone().all(f64::is_finite);
     let max_abs = values.clone().map(f64::abs).fold(0.0, f64::max);
@@ -117,24 +117,25 @@ pub(super) fn encode(values: impl Iterator<Item = f64> + Clone, world: u32, out:
     store(exponent, values.map(|x| to_i32(round_ties_even_f64(x * scale))), out);
 }
 
-/// The value of element `i` of `block`, rounded once where f64 cannot hold it.
+/// Returns the value of element `i` of `block`, rounded once if f64 cannot hold it.
 pub(super) fn decode(block: &[u8], i: usize) -> f64 {
     let exponent = exponent_of(block);
     if exponent == FIXED32_OVERFLOW {
         return f64::NAN;
     }
-    // In two steps, because two to the exponent alone may be out of range where the product is
-    // not; the first is exact. Past ±2000 the product is infinite, or zero, all the same.
+    // The product takes two steps because two to the power of the exponent may be out of range when
+    // the product is not. The first step is exact. For exponents beyond ±2000, the product is
+    // infinite or zero anyway.
     let exponent = exponent.clamp(-2000, 2000);
     let half = exponent / 2;
     f64::from(integer(block, i)) * power_of_two(half) * power_of_two(exponent - half)
 }
 
-/// Rescales each block to the greatest exponent of those that are not all zero (of all, if all
-/// are), and folds the integers.
+/// Rescales each block to the greatest exponent of the blocks that are not all zero, and folds the
+/// integers. If all blocks are zero, the greatest exponent of all of them counts.
 ///
-/// A marked block marks the result, and so does a result that no i32 holds. An average is
-/// rounded once, ties to even.
+/// A marked input marks the result as overflowed, and so does a result outside the range of i32. An
+/// average is rounded once, ties to even.
 pub(super) fn fold_block(reduction: Reduction, fold: Fold, inputs: &[&[u8]], out: &mut [u8]) {
     if inputs.iter().any(|block| fixed32_overflowed(block)) {
         return mark(out);
@@ -161,7 +162,7 @@ pub(super) fn fold_block(reduction: Reduction, fold: Fold, inputs: &[&[u8]], out
     }
 }
 
-/// Folds the integers of one element over the ranks. There is at least one.
+/// Folds the integers of one element over the ranks. `values` must not be empty.
 fn fold_integers(reduction: Reduction, fold: Fold, values: impl Iterator<Item = i64>) -> i64 {
     let absent = fold.absent.then_some(0);
     let folded = match reduction {
@@ -173,17 +174,18 @@ fn fold_integers(reduction: Reduction, fold: Fold, values: impl Iterator<Item = 
     folded.expect("check_fold refuses a fold of nothing")
 }
 
-/// `q / 2^shift`, ties to even. A negative shift is that of a block whose integers are all zero.
+/// Returns `q / 2^shift`, ties to even. Only a block whose integers are all zero has a negative
+/// shift.
 fn rescale(q: i32, shift: i64) -> i64 {
     let q = i64::from(q);
     if shift <= 0 {
         return q;
     }
-    // Half of 2^32 is no less than any magnitude of an i32, and a tie at one half goes to zero.
+    // Half of 2^32 is at least the magnitude of any i32, and a tie at one half rounds to zero.
     if shift >= 32 { 0 } else { divide_ties_even(q, 1 << shift) }
 }
 
-/// `a / b`, ties to even, for a positive `b`.
+/// Returns `a / b`, ties to even, for a positive `b`.
 fn divide_ties_even(a: i64, b: i64) -> i64 {
     let (quotient, remainder) = (a.div_euclid(b), a.rem_euclid(b));
     let up = match (2 * remainder).cmp(&b) {
@@ -194,13 +196,13 @@ fn divide_ties_even(a: i64, b: i64) -> i64 {
     quotient + i64::from(up)
 }
 
-/// The exponent of two in a positive finite `x`; for a denormal, the one below all normal ones.
+/// Returns the exponent of two in a positive finite `x`. Returns -1023 for a denormal.
 fn floor_log2(x: f64) -> i32 {
     let field = (x.to_bits() >> 52) & 0x7ff;
     i32::try_from(field).expect("eleven bits") - 1023
 }
 
-/// Two to the `exponent`, which must be one of a normal f64.
+/// Returns two to the power of `exponent`; the result must be a normal f64.
 fn power_of_two(exponent: i32) -> f64 {
     let field = u64::try_from(exponent + 1023).expect("exponents are at least -1022");
     f64::from_bits(field << 52)

@@ -1,5 +1,5 @@
-//! [`WireType::Int8`](crate::dtype::WireType::Int8): a block is an f32 scale and a signed byte
-//! an element; an element is worth its byte times the scale.
+//! [`WireType::Int8`](crate::dtype::WireType::Int8): a block has one f32 scale and one signed byte
+//! per element. The value of an element is its byte times the scale.
 
 use alloc::vec::Vec;
 
@@ -7,19 +7,19 @@ use super::Fold;
 use super::element::{element, f32_store, reduce, round_ties_even_f32};
 use crate::dtype::{Reduction, SCALE_LEN};
 
-/// The largest magnitude of an encoded element; -128 is never produced, so that the range is
-/// symmetric.
+/// The largest magnitude of an encoded element. The encoder never produces -128, so that the range
+/// is symmetric.
 pub const INT8_MAX: f32 = 127.0;
 
-/// The scale of a block whose largest magnitude is `max_abs`: an element is encoded as
+/// Returns the scale of a block with the largest magnitude `max_abs`. An element is encoded as
 /// `round(x / scale)`, ties to even, within ±127.
 ///
-/// - If any element is NaN or infinite (say so with a `max_abs` that is), the scale is the quiet
-///   NaN, and the block decodes to NaN.
-/// - If all are zero, the scale is +0.
-/// - A scale that would be denormal is the smallest normal f32 instead. Denormals are too coarse
-///   a grid for scales; the error stays within half a scale, here 2^-127.
-/// - A scale never exceeds the greatest of which 127 decode to a finite value.
+/// - If `max_abs` is NaN or infinite, which the caller passes if any element is, the scale is the
+///   quiet NaN, and the block decodes to NaN.
+/// - If all elements are zero, the scale is +0.
+/// - The smallest normal f32 replaces a denormal scale, since denormals are too coarse for scales.
+///   The error stays within half a scale, here 2^-127.
+/// - The scale is at most the greatest one whose product with 127 is finite.
 #[must_use]
 #[inline]
 pub fn int8_scale(max_abs: f32) -> f32 {
@@ -45,13 +45,13 @@ pub(super) fn encode(values: impl Iterator<Item = f32> + Clone, out: &mut [u8]) 
     }
 }
 
-/// The value of element `i` of `block`.
+/// Returns the value of element `i` of `block`.
 pub(super) fn decode(block: &[u8], i: usize) -> f32 {
     let (head, data) = block.split_at(SCALE_LEN);
     f32::from(i8::from_le_bytes([data[i]])) * f32::from_le_bytes(element(head))
 }
 
-/// Decodes each block, folds the values as f32 and encodes the result anew.
+/// Decodes each block, folds the values as f32, and encodes the result again.
 pub(super) fn fold_block(reduction: Reduction, fold: Fold, inputs: &[&[u8]], out: &mut [u8]) {
     let folded: Vec<f32> = (0..out.len() - SCALE_LEN)
         .map(|i| reduce(reduction, fold, inputs.iter().map(|block| decode(block, i))))
@@ -64,5 +64,6 @@ fn quantise(x: f32, scale: f32) -> i8 {
     if scale > 0.0 { round_ties_even_f32((x / scale).clamp(-INT8_MAX, INT8_MAX)) as i8 } else { 0 }
 }
 
-/// The quotient is rounded up here, and 127 times as much is infinite; the next lower is not.
+/// The greatest scale whose product with 127 is finite. The division rounds up, and 127 times that
+/// quotient would be infinite.
 const MAX_SCALE: f32 = (f32::MAX / INT8_MAX).next_down();

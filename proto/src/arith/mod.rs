@@ -1,35 +1,34 @@
-//! The arithmetic of a fold: how elements travel, how contributions are reduced, and when a
-//! block counts as zero.
+//! The arithmetic of a fold: how elements are encoded, how contributions are reduced, and which
+//! blocks count as zero.
 //!
-//! This is the definition. It is written to be read, one element at a time; the kernels of the
-//! aggregator and of the worker compute the same in wide registers and are tested bit-equal to
-//! it. They share only its checks, its [`ArithError`] and the few decisions taken once a block
+//! This module is the reference definition, written to be read, one element at a time. The kernels
+//! of the aggregator and the worker compute the same in wide registers, and tests compare them bit
+//! by bit. The kernels share only the checks, [`ArithError`] and the few decisions per block
 //! ([`int8_scale`], [`fixed32_exponent`]).
 //!
 //! # Rules
 //!
-//! - Elements on the wire, and in tensors in memory, are little-endian. No alignment is assumed.
+//! - Elements are little-endian on the wire and in memory. No alignment is assumed.
 //! - Contributions are folded from left to right: `((x0 + x1) + x2) + ..`. 16-bit floats are
-//!   widened to f32, folded there and rounded once at the end, to nearest, ties to even.
-//!   Integers wrap.
-//! - [`Reduction::Avg`] divides the sum once by the world, in the precision of the fold and
-//!   before the rounding. It does not multiply by a reciprocal, which would round twice. The
-//!   quotient of integers is rounded toward zero.
+//!   widened to f32, folded, and rounded once at the end, to nearest, ties to even. Integers wrap.
+//! - [`Reduction::Avg`] divides the sum once by the world, in the precision of the fold and before
+//!   the rounding. Multiplication by a reciprocal would round twice. The quotient of integers is
+//!   rounded toward zero.
 //! - [`Reduction::Min`] and [`Reduction::Max`] are `minimum` and `maximum` of IEEE 754-2019: a
 //!   NaN anywhere gives NaN, and -0 is less than +0.
-//! - A rank that sent nothing holds zeros. Sums leave it out; for a least or greatest value one
-//!   +0 takes part ([`Fold::absent`]).
-//! - Every NaN that a fold or a conversion produces is *the* quiet NaN of its type (positive, no
-//!   payload), also when a fold has one contribution only. Payloads depend on operand order and
-//!   vector width, so they would break "same inputs, same bits". A tensor that travels unchanged
-//!   is copied, payloads and all, and loses them in the fold.
-//! - A scaled wire type ([`WireType::Int8`], [`WireType::Fixed32`]) is folded a whole block at a
-//!   time; see [`int8_scale`] and [`fixed32_exponent`] for the encodings. A value that an
-//!   encoding cannot hold turns its whole block into NaN at every rank; it is never clamped
-//!   or wrapped in silence.
+//! - A rank that sent nothing counts as zeros. Sums leave it out; for a minimum or maximum, one +0
+//!   takes part ([`Fold::absent`]).
+//! - Every NaN from a fold or a conversion is *the* quiet NaN of its type (positive, no payload),
+//!   even if a fold has only one contribution. Payloads depend on operand order and vector width,
+//!   so they would break "same inputs, same bits". A tensor that travels unchanged is copied with
+//!   its payloads, and the fold removes them.
+//! - A scaled wire type ([`WireType::Int8`], [`WireType::Fixed32`]) is folded one whole block at a
+//!   time; see [`int8_scale`] and [`fixed32_exponent`] for the encodings. A value that an encoding
+//!   cannot hold turns its whole block into NaN at every rank. Values are never silently clamped or
+//!   wrapped.
 //!
-//! All of it assumes the floating-point environment that Rust assumes: round to nearest, no
-//! flushing of denormals.
+//! These rules assume Rust's floating-point environment: round to nearest, and no flushing of
+//! denormals.
 
 mod element;
 mod fixed32;
@@ -52,61 +51,61 @@ pub use self::int8::{INT8_MAX, int8_scale};
 pub use self::scan::{WINDOW_BLOCKS, magnitude_mask, scan_window};
 use crate::dtype::{DType, Reduction, SCALE_LEN, WireType};
 
-/// What a fold has to know besides its contributions.
+/// The parameters of a fold besides its contributions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fold {
-    /// How many ranks the job has: the divisor of an average.
+    /// The number of ranks in the job, which is the divisor of an average.
     pub world: u32,
-    /// Whether some rank did not contribute, and so holds zeros.
+    /// Whether some rank did not contribute, and so counts as zeros.
     pub absent: bool,
 }
 
-/// Why the arithmetic refused its arguments.
+/// The reason why the arithmetic refused its arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum ArithError {
-    /// A fold of nothing.
+    /// The fold has no contributions.
     #[error("a fold needs at least one contribution")]
     NoInput,
-    /// A buffer is shorter or longer than the others make it.
+    /// A buffer is shorter or longer than the other arguments require.
     #[error("a buffer of {actual} bytes where {expected} are due")]
     Length {
-        /// The length that fits.
+        /// The required length.
         expected: usize,
-        /// The length found.
+        /// The actual length.
         actual: usize,
     },
-    /// The bytes are not a number of whole elements, or not one whole block.
+    /// The length is not that of whole elements, or not that of one whole block.
     #[error("{len} bytes are not whole elements, or not one block, of {}", wire.name())]
     Ragged {
-        /// What the bytes should hold.
+        /// The wire type of the bytes.
         wire: WireType,
-        /// How many there are.
+        /// The number of bytes.
         len: usize,
     },
     /// The dtype cannot travel as the wire type, or not in this form.
     #[error("{} does not travel as {} here", dtype.name(), wire.name())]
     Conversion {
-        /// Elements of the tensor.
+        /// The element type of the tensor.
         dtype: DType,
-        /// Elements on the wire.
+        /// The encoding on the wire.
         wire: WireType,
     },
     /// The world is empty, past [`MAX_WORLD`], or smaller than the number of contributions.
     #[error("a world of {world} ranks")]
     World {
-        /// The world given.
+        /// The world that was passed.
         world: u32,
     },
 }
 
-/// Reduces the contributions `inputs`, in rank order, to `out`.
+/// Reduces the contributions `inputs`, in rank order, and writes the result to `out`.
 ///
-/// Each input and `out` hold the same run of elements in wire form; of a scaled wire type,
-/// exactly one block.
+/// Each input and `out` hold the same run of elements in wire form. With a scaled wire type, the
+/// run is exactly one block.
 ///
 /// # Errors
 ///
-/// As [`check_fold`]; `out` is then untouched.
+/// Returns the errors of [`check_fold`], and leaves `out` untouched.
 pub fn fold_run(
     wire: WireType,
     reduction: Reduction,
@@ -135,13 +134,13 @@ pub fn fold_run(
 
 /// Writes the tensor elements `src` in wire form.
 ///
-/// An f64 that travels as a 16-bit float is rounded to f32 first, so twice in all. That differs
-/// from a single rounding only for a value so near a tie of the 16-bit type that f32 rounds it
-/// onto the tie; in return every machine has a fast way to the same bits.
+/// An f64 that travels as a 16-bit float is rounded to f32 first, so it is rounded twice. The
+/// result differs from a single rounding only for a value so close to a tie of the 16-bit type that
+/// f32 rounds it onto the tie. In return, every machine can compute the same bits fast.
 ///
 /// # Errors
 ///
-/// As [`check_encode_run`].
+/// Returns the errors of [`check_encode_run`].
 pub fn encode_run(
     dtype: DType,
     wire: WireType,
@@ -153,12 +152,12 @@ pub fn encode_run(
     Ok(())
 }
 
-/// Writes the wire elements `src` as elements of a tensor of `dtype`: the inverse of
-/// [`encode_run`], exact but for NaN payloads.
+/// Writes the wire elements `src` as elements of a tensor of `dtype`. This is the inverse of
+/// [`encode_run`], and exact except for NaN payloads.
 ///
 /// # Errors
 ///
-/// As [`check_decode_run`].
+/// Returns the errors of [`check_decode_run`].
 pub fn decode_run(
     wire: WireType,
     dtype: DType,
@@ -183,12 +182,12 @@ pub fn decode_run(
     Ok(())
 }
 
-/// Writes the tensor elements `src` as one block of the scaled wire type `wire`, to be summed
-/// over at most `world` ranks.
+/// Writes the tensor elements `src` as one block of the scaled wire type `wire`, for a sum over at
+/// most `world` ranks.
 ///
 /// # Errors
 ///
-/// As [`check_encode_block`].
+/// Returns the errors of [`check_encode_block`].
 pub fn encode_block(
     dtype: DType,
     wire: WireType,
@@ -209,7 +208,7 @@ pub fn encode_block(
 ///
 /// # Errors
 ///
-/// As [`check_decode_block`].
+/// Returns the errors of [`check_decode_block`].
 pub fn decode_block(
     wire: WireType,
     dtype: DType,
@@ -227,13 +226,13 @@ pub fn decode_block(
     Ok(())
 }
 
-/// Whether [`fold_run`] accepts these arguments.
+/// Checks whether [`fold_run`] accepts these arguments.
 ///
 /// # Errors
 ///
-/// If there is no input, an input is not as long as the output, the length is not that of whole
-/// elements (of one block, for a scaled wire type), or the world is out of range or smaller than
-/// the number of inputs.
+/// Returns an error if there is no input, or an input is not as long as the output. Returns an
+/// error if the length is not that of whole elements, or of one block for a scaled wire type.
+/// Returns an error if the world is out of range or less than the number of inputs.
 pub fn check_fold(
     wire: WireType,
     fold: Fold,
@@ -254,12 +253,12 @@ pub fn check_fold(
     Ok(())
 }
 
-/// Whether [`encode_run`] accepts these types and lengths.
+/// Checks whether [`encode_run`] accepts these types and lengths.
 ///
 /// # Errors
 ///
-/// If the wire type is scaled or does not carry the dtype, or the lengths are not those of the
-/// same number of whole elements.
+/// Returns an error if the wire type is scaled or does not carry the dtype, or if the lengths do
+/// not match the same number of whole elements.
 pub fn check_encode_run(
     dtype: DType,
     wire: WireType,
@@ -273,11 +272,11 @@ pub fn check_encode_run(
     expect_len(wire.block_len(elements), out_len)
 }
 
-/// Whether [`decode_run`] accepts these types and lengths.
+/// Checks whether [`decode_run`] accepts these types and lengths.
 ///
 /// # Errors
 ///
-/// As [`check_encode_run`].
+/// Returns the same errors as [`check_encode_run`].
 pub fn check_decode_run(
     wire: WireType,
     dtype: DType,
@@ -291,12 +290,12 @@ pub fn check_decode_run(
     expect_len(elements * dtype.size(), dst_len)
 }
 
-/// Whether [`encode_block`] accepts these types, world and lengths.
+/// Checks whether [`encode_block`] accepts these types, world and lengths.
 ///
 /// # Errors
 ///
-/// If the wire type is not scaled or does not carry the dtype, the world is out of range, or the
-/// lengths are not those of one block.
+/// Returns an error if the wire type is not scaled or does not carry the dtype, if the world is out
+/// of range, or if the lengths are not those of one block.
 pub fn check_encode_block(
     dtype: DType,
     wire: WireType,
@@ -312,11 +311,11 @@ pub fn check_encode_block(
     expect_len(elements * dtype.size(), src_len)
 }
 
-/// Whether [`decode_block`] accepts these types and lengths.
+/// Checks whether [`decode_block`] accepts these types and lengths.
 ///
 /// # Errors
 ///
-/// As [`check_encode_block`].
+/// Returns the same errors as [`check_encode_block`], except for the world.
 pub fn check_decode_block(
     wire: WireType,
     dtype: DType,
@@ -338,7 +337,7 @@ fn expect_len(expected: usize, actual: usize) -> Result<(), ArithError> {
     if expected == actual { Ok(()) } else { Err(ArithError::Length { expected, actual }) }
 }
 
-/// How many elements `len` bytes in wire form are.
+/// Returns how many elements `len` bytes in wire form hold.
 fn elements_of(wire: WireType, len: usize) -> Result<usize, ArithError> {
     let ragged = ArithError::Ragged { wire, len };
     let scale_len = if wire.is_scaled() { SCALE_LEN } else { 0 };
@@ -363,7 +362,7 @@ fn fold_elements<A: Accumulator, const SIZE: usize>(
     }
 }
 
-/// Converts between elementwise types; a type to itself is a copy.
+/// Converts between elementwise types; equal types are copied.
 fn convert_run(dtype: DType, wire: WireType, src: &[u8], out: &mut [u8]) {
     if dtype.native_wire() == wire {
         out.copy_from_slice(src);
@@ -381,7 +380,7 @@ fn convert_run(dtype: DType, wire: WireType, src: &[u8], out: &mut [u8]) {
     }
 }
 
-/// The value of one element of a floating-point tensor; exact.
+/// Returns the exact value of one element of a floating-point tensor.
 fn load_float(dtype: DType, x: &[u8]) -> f64 {
     match dtype {
         DType::F32 => f64::from(f32_load(element(x))),
@@ -392,7 +391,8 @@ fn load_float(dtype: DType, x: &[u8]) -> f64 {
     }
 }
 
-/// Rounds a value to an element of a floating-point tensor; to a 16-bit one by way of f32.
+/// Rounds a value to an element of a floating-point tensor; a 16-bit element is rounded to f32
+/// first.
 fn store_float(dtype: DType, value: f64, y: &mut [u8]) {
     match dtype {
         DType::F32 => y.copy_from_slice(&f32_store(f64_to_f32(value))),
@@ -403,8 +403,8 @@ fn store_float(dtype: DType, value: f64, y: &mut [u8]) {
     }
 }
 
-/// The most ranks of a job: a rank is 16 bits, and one value stands for the aggregator.
+/// The most ranks of a job: a rank has 16 bits, and one value stands for the aggregator.
 pub const MAX_WORLD: u32 = u16::MAX as u32;
 
-/// The most elements of a block, so that a kernel can hold one in a stack buffer.
+/// The most elements of a block, so that a kernel can hold a block in a stack buffer.
 pub const MAX_BLOCK_ELEMENTS: usize = 1024;

@@ -1,12 +1,12 @@
-//! Which blocks of a window are zero, and so are not sent.
+//! Detection of zero blocks, which are not sent.
 
 use crate::dtype::DType;
 
-/// The most blocks a window has: its occupancy is one `u64`.
+/// The most blocks of a window: its occupancy is one `u64`.
 pub const WINDOW_BLOCKS: usize = 64;
 
-/// Which bits of an element count when it is compared with zero: all but the sign of a float,
-/// in each element of a `u64`.
+/// Returns the bits to compare with zero in a `u64` of elements: all bits except the signs of
+/// floats.
 #[must_use]
 pub const fn magnitude_mask(dtype: DType) -> u64 {
     match dtype {
@@ -17,11 +17,12 @@ pub const fn magnitude_mask(dtype: DType) -> u64 {
     }
 }
 
-/// The occupancy of `window`: bit `b` is set if block `b`, of `block_elements` elements, has an
-/// element other than zero. The last block may be short.
+/// Returns the occupancy of `window`: bit `b` is set if block `b`, of `block_elements` elements,
+/// has a non-zero element. The last block may be short.
 ///
-/// -0.0 counts as zero; NaN, infinities and denormals do not. A zero block is rewritten to +0.0
-/// throughout: if no rank sends it, every rank keeps what it has, and that must be the same bits.
+/// -0.0 counts as zero; NaN, infinities and denormals do not. Every element of a zero block is
+/// rewritten to +0.0. If no rank sends the block, every rank keeps its own, and all copies must
+/// have the same bits.
 ///
 /// # Panics
 ///
@@ -44,7 +45,7 @@ pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u6
     occupancy
 }
 
-/// Whether an element is zero, of either sign.
+/// Returns whether an element is +0 or -0.
 fn is_zero(dtype: DType, x: &[u8]) -> bool {
     let mut bytes = [0; 8];
     bytes[..x.len()].copy_from_slice(x);

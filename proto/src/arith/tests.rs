@@ -1,4 +1,4 @@
-//! Values worked out by hand. What the kernels must equal, they must equal here first.
+//! Values worked out by hand for the reference arithmetic, which the kernels must match.
 
 use std::vec;
 use std::vec::Vec;
@@ -64,7 +64,7 @@ fn f32_sums_run_from_left_to_right() {
 #[test]
 fn averages_divide_and_do_not_multiply_by_a_reciprocal() {
     let average = folded(WireType::F32, Reduction::Avg, full(3), &[f32s(&[2.0]), f32s(&[3.0])]);
-    // 5 * (1 / 3) would end in 6.
+    // Multiplication by 1/3 would give a last digit of 6.
     assert_eq!(average, u32s(&[0x3fd5_5555]));
 }
 
@@ -87,7 +87,7 @@ fn averages_of_integers_are_quotients_of_the_wrapped_sum_rounded_toward_zero() {
 
 #[test]
 fn bf16_sums_are_rounded_once() {
-    // 256, 1, 1: two units make a step of bf16 there, one alone is lost.
+    // 256 + 1 + 1: at 256, a step of bf16 is two units, so a single unit is lost.
     let inputs = [u16s(&[0x4380]), u16s(&[0x3f80]), u16s(&[0x3f80])];
     assert_eq!(folded(WireType::Bf16, SUM, full(3), &inputs), u16s(&[0x4381]));
     assert_eq!(folded(WireType::Bf16, SUM, full(3), &inputs[..2]), u16s(&[0x4380]));
@@ -95,7 +95,8 @@ fn bf16_sums_are_rounded_once() {
 
 #[test]
 fn f16_sums_are_rounded_once_and_overflow_to_infinity() {
-    // 2048, 1, 1 as above; 65504 + 16 is a tie between the largest and infinity.
+    // 2048 + 1 + 1 has the same effect in f16; 65504 + 16 is a tie between the largest value and
+    // infinity.
     let inputs = [u16s(&[0x6800, 0x7bff]), u16s(&[0x3c00, 0x4c00]), u16s(&[0x3c00, 0])];
     assert_eq!(folded(WireType::F16, SUM, full(3), &inputs), u16s(&[0x6801, 0x7c00]));
     let denormal = [u16s(&[0x0001]), u16s(&[0x0002])];
@@ -190,7 +191,7 @@ fn narrowing_rounds_ties_to_even_and_keeps_nan() {
 
 #[test]
 fn f64_travels_as_a_16_bit_float_by_way_of_f32() {
-    // 1 + half a bf16 step + a bit that f32 cannot hold: once rounded it would go up.
+    // 1 + half a bf16 step + a bit that f32 cannot hold: a single rounding would round up.
     let x = 1.0 + f64::powi(2.0, -8) + f64::powi(2.0, -40);
     assert_eq!(encoded(DType::F64, WireType::Bf16, &f64s(&[x, -0.0])), u16s(&[0x3f80, 0x8000]));
     assert_eq!(encoded(DType::F64, WireType::F32, &f64s(&[1e300])), f32s(&[f32::INFINITY]));
@@ -236,7 +237,7 @@ fn int8_scales_cover_every_magnitude() {
     assert!(int8_scale(f32::INFINITY).is_nan());
     assert_eq!(int8_scale(1e-45), f32::MIN_POSITIVE);
     assert_eq!(int8_scale(f32::MIN_POSITIVE * 127.0), f32::MIN_POSITIVE);
-    // The largest decodes to a finite value, hence so do all smaller ones.
+    // The largest scale decodes to a finite value, so all smaller scales do too.
     assert!((int8_scale(f32::MAX) * 127.0).is_finite());
     assert!((int8_scale(f32::MAX).next_up() * 127.0).is_infinite());
     assert_eq!(block(DType::F32, WireType::Int8, 1, &f32s(&[0.0, -0.0])), int8_block(0.0, &[0, 0]));
@@ -251,7 +252,7 @@ fn int8_turns_a_block_with_a_non_finite_element_into_nan() {
         decode_block(WireType::Int8, DType::F32, &out, &mut dst).unwrap();
         assert_eq!(dst[..], u32s(&[0x7fc0_0000; 3]));
     }
-    // Finite as f64 is not enough: the arithmetic is that of f32.
+    // A finite f64 is not enough, since the arithmetic is in f32.
     let out = block(DType::F64, WireType::Int8, 1, &f64s(&[1e300]));
     assert_eq!(out, int8_block(f32::from_bits(0x7fc0_0000), &[0]));
 }
@@ -259,7 +260,7 @@ fn int8_turns_a_block_with_a_non_finite_element_into_nan() {
 #[test]
 fn int8_folds_values_not_bytes() {
     let inputs = [int8_block(1.0, &[127, 2]), int8_block(2.0, &[0, -3])];
-    // 127 and -4 need a scale of one; half of each, of a half.
+    // 127 and -4 need a scale of 1; half of each needs a scale of 0.5.
     assert_eq!(folded(WireType::Int8, SUM, full(2), &inputs), int8_block(1.0, &[127, -4]));
     let average = folded(WireType::Int8, Reduction::Avg, full(2), &inputs);
     assert_eq!(average, int8_block(0.5, &[127, -4]));
@@ -360,7 +361,8 @@ fn fixed32_ignores_the_exponent_of_an_all_zero_block() {
 
 #[test]
 fn fixed32_sums_of_agreed_exponents_do_not_depend_on_where_they_are_made() {
-    // Ties, magnitudes apart, one far below all others, one of zeros, and none that is marked.
+    // Ties, different magnitudes, a block far smaller than the others, a block of zeros, and no
+    // marked block.
     let own = [
         fixed_block(3, &[5, -7, 1 << 29, 1]),
         fixed_block(5, &[1, 3, -5, 2]),
@@ -426,7 +428,7 @@ fn scans_ignore_the_sign_of_zero_and_nothing_else() {
     let clean = u32s(&[0, 0, 1, 0, 0x8000_0001, 0, 0x7fc0_0000, 0, 0]);
     assert_eq!(scan_window(DType::F32, 2, &mut window), 0b0_1110);
     assert_eq!(window, clean);
-    // In a block that is sent, a negative zero stays.
+    // A negative zero in a block that is sent stays.
     let mut window = u32s(&[0x8000_0000, 1]);
     assert_eq!(scan_window(DType::F32, 2, &mut window), 1);
     assert_eq!(window, u32s(&[0x8000_0000, 1]));

@@ -9,7 +9,7 @@ fn addr(text: &str) -> SocketAddr {
     text.parse().unwrap()
 }
 
-/// A path that takes up to so many bytes in each direction, and loses the first datagrams.
+/// A path that passes up to `up` and `down` bytes, and loses the first `lost` datagrams.
 struct Link {
     up: u16,
     down: u16,
@@ -18,7 +18,7 @@ struct Link {
     sent: usize,
 }
 
-/// Drives a prover over links until it is over.
+/// Drives a prover over links until the proof is over.
 fn prove(links: &mut [Link], wanted: u16) -> (Vec<u16>, Span) {
     let mut now = Time(7);
     let mut prover = Prover::new(now, links.len(), wanted, 1252, &[1452, 1372, 1252, SMALL]);

@@ -1,4 +1,4 @@
-//! The header that opens every datagram.
+//! The header at the start of every message.
 
 use core::ops::Range;
 
@@ -8,30 +8,32 @@ use crate::reject::Reject;
 /// The protocol version of this build.
 pub const VERSION: u8 = 1;
 
-/// "RS", which opens every datagram.
+/// "RS", the magic number of every header.
 const MAGIC: [u8; 2] = *b"RS";
 
-/// What a datagram is.
+/// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// Worker: a descriptor, and which windows of a stretch are non-zero.
+    /// From a worker: a descriptor, and the non-zero windows of a stretch.
     Open = 1,
-    /// Worker: a fragment of a window's packed non-zero blocks.
+    /// From a worker: a fragment of a window's packed non-zero blocks.
     Data = 2,
-    /// Worker: nothing but the acknowledgement in the header.
+    /// From a worker: only the acknowledgement in the header.
     Ack = 3,
-    /// Either: what the sender lacks. From a worker also a probe: say what you wait for.
+    /// From either side: the items that the sender lacks. From a worker, also a probe that requests
+    /// the ranks that a window waits for.
     Ask = 4,
-    /// Aggregator: a fragment of a window's packed sums.
+    /// From the aggregator: a fragment of a window's packed sums.
     Result = 5,
-    /// Aggregator: nothing but the credit in the header.
+    /// From the aggregator: only the credit in the header.
     Credit = 6,
-    /// Aggregator: the window waits for these ranks.
+    /// From the aggregator: the ranks that the window waits for.
     Wait = 7,
-    /// Aggregator: the op failed because the descriptors differ.
+    /// From the aggregator: the op failed because the descriptors differ.
     Fail = 8,
-    /// Aggregator: sent to the multicast group at join, to see who hears it.
+    /// From the aggregator: a datagram to the multicast group at join, to find out which ranks
+    /// receive it.
     Probe = 9,
 }
 
@@ -52,7 +54,7 @@ impl Kind {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 
-    /// The flag bits that have a meaning.
+    /// Returns the flag bits that have a meaning for this kind.
     const fn flags(self) -> u8 {
         let any = Flags::AGAIN.0 | Flags::CONGESTED.0;
         match self {
@@ -70,51 +72,53 @@ pub struct Flags(u8);
 impl Flags {
     /// No flag.
     pub const NONE: Self = Self(0);
-    /// The datagram was asked for: it carries something that was sent before.
+    /// The message was asked for: it repeats content that was sent before.
     pub const AGAIN: Self = Self(1);
-    /// The sender has seen an ECN congestion mark from the receiver since it last said so.
+    /// The sender has received an ECN congestion mark from the receiver since the last message with
+    /// this flag.
     pub const CONGESTED: Self = Self(2);
-    /// Open: it says of each window also whether the sender holds its sum.
+    /// The open also says of each window whether the sender already has its sum.
     pub const RESUMED: Self = Self(4);
     /// The most ranks that a result may lack.
     pub const MAX_ABSENT: usize = 63;
-    /// Where the number of absent ranks begins.
+    /// The bit position of the number of absent ranks.
     const ABSENT_SHIFT: u32 = 2;
 
-    /// The flags of a result that the first `ranks` ranks that were lost took no part in.
+    /// Returns the flags of a result without contributions from the first `ranks` lost ranks.
     #[must_use]
     pub fn absent(ranks: usize) -> Self {
         let ranks = ranks.min(Self::MAX_ABSENT);
         Self(u8::try_from(ranks << Self::ABSENT_SHIFT).unwrap_or(u8::MAX))
     }
 
-    /// How many ranks took no part in a result: those that were lost first.
+    /// Returns how many ranks are absent from a result; these are the ranks that were lost first.
     #[must_use]
     pub fn absentees(self) -> usize {
         usize::from(self.0 >> Self::ABSENT_SHIFT)
     }
 
-    /// Both sets of flags.
+    /// Returns the union of both sets of flags.
     #[must_use]
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// Whether all of `other`'s flags are set.
+    /// Returns whether all flags of `other` are set.
     #[must_use]
     pub const fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 }
 
-/// The fixed header. Which fields a kind uses is in `docs/wire.md`; the others are zero.
+/// The fixed header of a message. `docs/wire.md` lists the fields that each kind uses; the others
+/// are zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// What the datagram is.
+    /// The kind of the message.
     pub kind: Kind,
     /// The job.
     pub job: JobId,
-    /// The job's life.
+    /// The job's generation.
     pub generation: Generation,
     /// The sending rank, or [`Rank::AGGREGATOR`].
     pub sender: Rank,
@@ -122,16 +126,17 @@ pub struct Header {
     pub lane: u8,
     /// The shard of the stream.
     pub shard: u8,
-    /// The window that the datagram is about.
+    /// The window that the message is about.
     pub window: WindowId,
-    /// From a worker: the first window it has no result for (all before are acknowledged).
-    /// From the aggregator: the lowest window that some rank has not acknowledged.
+    /// From a worker, the first window without a result; all windows before it are acknowledged.
+    /// From the aggregator, the lowest window that some rank has not acknowledged.
     pub ack: WindowId,
-    /// The blocks that the window's payload holds.
+    /// The mask of blocks in the window's payload.
     pub mask: u64,
-    /// Result: the op's previous window with a result in this stream, or [`Header::NO_PREVIOUS`].
+    /// In a result, the op's previous window with a result in this stream, or
+    /// [`Header::NO_PREVIOUS`].
     pub previous: u32,
-    /// Bytes of the body after the header.
+    /// The size of the body after the header, in bytes.
     pub length: u16,
     /// The fragment's number within the window.
     pub fragment: u8,
@@ -140,11 +145,11 @@ pub struct Header {
 }
 
 impl Header {
-    /// Bytes of an encoded header.
+    /// The size of an encoded header, in bytes.
     pub const LEN: usize = 48;
-    /// Where the generation is, and the number of a sealed datagram.
+    /// The byte range of the generation, or of the number of a sealed datagram.
     const NUMBER: Range<usize> = 8..12;
-    /// `previous` of the first result of an op.
+    /// The value of `previous` in the first result of an op.
     pub const NO_PREVIOUS: u32 = u32::MAX;
 
     /// Writes the header.
@@ -168,21 +173,23 @@ impl Header {
         out[47] = self.flags.0;
     }
 
-    /// The number of a sealed datagram: what its first header has in the place of the generation,
-    /// which the key says.
+    /// Returns the number of a sealed datagram. The number replaces the generation in the first
+    /// header, since the key already determines the generation. Returns `None` if the datagram is
+    /// too short.
     #[must_use]
     pub fn number(datagram: &[u8]) -> Option<u32> {
         datagram.get(Self::NUMBER)?.try_into().ok().map(u32::from_be_bytes)
     }
 
-    /// Writes what [`Header::number`] reads; nothing into what is too short for it.
+    /// Writes the number that [`Header::number`] reads. Leaves a datagram that is too short
+    /// unchanged.
     pub fn put_number(datagram: &mut [u8], number: u32) {
         if let Some(place) = datagram.get_mut(Self::NUMBER) {
             place.copy_from_slice(&number.to_be_bytes());
         }
     }
 
-    /// Which job and sender a datagram says that it is of; nothing of it is checked.
+    /// Returns the job and the sender that a datagram claims, without any check.
     #[must_use]
     pub fn origin(datagram: &[u8]) -> Option<(JobId, Rank)> {
         let head: &[u8; Self::LEN] = datagram.first_chunk()?;
@@ -190,13 +197,13 @@ impl Header {
         Some((JobId(job), Rank(u16::from_be_bytes([head[12], head[13]]))))
     }
 
-    /// Whether the message is of this job and sender.
+    /// Returns whether the message belongs to this job and sender.
     #[must_use]
     pub fn is_of(&self, job: JobId, sender: Rank) -> bool {
         self.job == job && self.sender == sender
     }
 
-    /// The header of a probe, which the aggregator sends to a job's multicast group.
+    /// Returns the header of a probe, which the aggregator sends to a job's multicast group.
     #[must_use]
     pub const fn probe(job: JobId, generation: Generation, shard: u8) -> Self {
         let none = WindowId::new(OpId(0), 0);
@@ -217,7 +224,7 @@ impl Header {
         }
     }
 
-    /// The header of one fragment, whose body has `length` bytes.
+    /// Returns the header of one fragment with a body of `length` bytes.
     #[must_use]
     pub fn of_fragment(&self, fragment: usize, length: usize) -> Self {
         // A window has at most 64 fragments, and a datagram at most 64 KiB.
@@ -225,11 +232,11 @@ impl Header {
         Self { fragment, length: u16::try_from(length).unwrap_or(u16::MAX), ..*self }
     }
 
-    /// Reads the header of a datagram's only message, and the body behind it.
+    /// Reads the header and the body of a datagram's only message.
     ///
     /// # Errors
-    /// The reason why the datagram is none of this protocol's; [`Reject::Truncated`] also when
-    /// bytes follow the message.
+    /// Returns the reason why the datagram is invalid. Returns [`Reject::Truncated`] if bytes
+    /// follow the message.
     pub fn decode(datagram: &[u8]) -> Result<(Self, &[u8]), Reject> {
         match Self::decode_first(datagram)? {
             (header, body, []) => Ok((header, body)),
@@ -237,11 +244,10 @@ impl Header {
         }
     }
 
-    /// Reads a datagram's first message: its header, its body, and the bytes of the messages
-    /// behind it.
+    /// Reads a datagram's first message. Returns its header, its body and the bytes after it.
     ///
     /// # Errors
-    /// The reason why the bytes are none of this protocol's.
+    /// Returns the reason why the bytes are not a valid message.
     pub fn decode_first(datagram: &[u8]) -> Result<(Self, &[u8], &[u8]), Reject> {
         // wire: W-1
         let (head, rest) = datagram.split_first_chunk().ok_or(Reject::Truncated)?;
@@ -252,10 +258,10 @@ impl Header {
         Ok((header, body.0, body.1))
     }
 
-    /// Reads a header whose body is yet to be received.
+    /// Reads a header whose body has not been received yet.
     ///
     /// # Errors
-    /// The reason why the bytes are none of this protocol's.
+    /// Returns the reason why the bytes are not a valid header.
     pub fn decode_alone(head: &[u8; Self::LEN]) -> Result<Self, Reject> {
         let header = Self::read(head)?;
         header.check_reserved()?;
@@ -293,7 +299,7 @@ impl Header {
         })
     }
 
-    /// Rejects bits and fields that the kind does not use unless they are zero.
+    /// Rejects a header in which an unused bit or field is not zero.
     fn check_reserved(&self) -> Result<(), Reject> {
         // wire: W-6
         let windowed = matches!(self.kind, Kind::Data | Kind::Result);
@@ -338,7 +344,7 @@ mod tests {
     fn golden_bytes() {
         // wire: W-1, W-2, W-3, W-4
         let golden = [
-            0x52, 0x53, 1, 5, 1, 2, 3, 4, 5, 6, 7, 8, 0xff, 0xff, 1, 2, // who
+            0x52, 0x53, 1, 5, 1, 2, 3, 4, 5, 6, 7, 8, 0xff, 0xff, 1, 2, // magic to shard
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18, // window
             0x21, 0x22, 0x23, 0x24, 0x25, 0x26, 0x27, 0x28, // ack
             0x31, 0x32, 0x33, 0x34, 0x35, 0x36, 0x37, 0x38, // mask

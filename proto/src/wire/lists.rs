@@ -1,4 +1,4 @@
-//! The bodies that are lists: what is asked for, who is waited for, who disagrees.
+//! The bodies that are lists: asks, waits and disagreements.
 
 use super::{COUNT_LEN, read_u16, read_u32, read_u64};
 use crate::descriptor::Descriptor;
@@ -6,29 +6,29 @@ use crate::ids::{OpId, Rank, WindowId};
 use crate::reject::Reject;
 use crate::time::Span;
 
-/// One thing that the sender of an ask lacks.
+/// An item that the sender of an ask lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AskEntry {
     /// The window.
     pub window: WindowId,
-    /// The fragments of it that are missing. To a worker, 0 asks for its opens from the window
-    /// on; to the aggregator, 0 asks for every result from the window up to the next entry's, and
-    /// in the last entry whether there are any from the window on.
+    /// The mask of missing fragments. To a worker, 0 asks for its opens from the window on. To the
+    /// aggregator, 0 asks for every result from the window up to the next entry's window; in the
+    /// last entry, it asks whether there are results from the window on.
     pub fragments: u64,
 }
 
-/// The body of an ask, checked: a count and its entries.
+/// The checked body of an ask: a count and its entries.
 #[derive(Debug, Clone, Copy)]
 pub struct AskEntries<'a>(&'a [u8]);
 
 impl<'a> AskEntries<'a> {
-    /// Most entries of an ask; they fit a datagram at every MTU.
+    /// The most entries of an ask; they fit a datagram at every MTU.
     pub const MAX: usize = 64;
-    /// Bytes of the body of an ask without entries.
+    /// The size of the body of an ask without entries, in bytes.
     pub(crate) const NONE_LEN: usize = COUNT_LEN;
     const ENTRY_LEN: usize = 16;
 
-    /// How many entries an ask of so many bytes has room for; it is never without any.
+    /// Returns how many entries fit an ask of `len` bytes, but at least one.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(1)
     }
@@ -36,7 +36,7 @@ impl<'a> AskEntries<'a> {
     /// Reads the body of an ask.
     ///
     /// # Errors
-    /// [`Reject::Body`] when the length does not fit the count.
+    /// Returns [`Reject::Body`] if the length does not match the count.
     pub fn decode(body: &'a [u8]) -> Result<Self, Reject> {
         // wire: W-17
         let count = usize::from(read_u16(body, 0).ok_or(Reject::Body)?);
@@ -47,7 +47,7 @@ impl<'a> AskEntries<'a> {
         Ok(Self(entries))
     }
 
-    /// The entries, in the order in which they were written.
+    /// Returns the entries, in the order in which they were written.
     pub fn iter(&self) -> impl Iterator<Item = AskEntry> + use<'a> {
         self.0.chunks_exact(Self::ENTRY_LEN).filter_map(|entry| {
             let window = WindowId::new(OpId(read_u32(entry, 0)?), read_u32(entry, 4)?);
@@ -55,8 +55,8 @@ impl<'a> AskEntries<'a> {
         })
     }
 
-    /// Writes the body of an ask into `out` and returns its length; entries that do not fit are
-    /// left off.
+    /// Writes the body of an ask into `out` and returns its length. Entries that do not fit are
+    /// left out.
     pub fn encode(entries: impl Iterator<Item = AskEntry>, out: &mut [u8]) -> usize {
         let Some((head, rest)) = out.split_at_mut_checked(COUNT_LEN) else { return 0 };
         let mut count = 0u16;
@@ -71,24 +71,24 @@ impl<'a> AskEntries<'a> {
     }
 }
 
-/// The body of a wait, checked: the ranks that the window waits for.
+/// The checked body of a wait: the ranks that the window waits for.
 #[derive(Debug, Clone, Copy)]
 pub struct MissingRanks<'a>(&'a [u8]);
 
 impl<'a> MissingRanks<'a> {
-    /// Whether no rank is named.
+    /// Returns whether the wait names no ranks.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The silence of a rank that has left: it will send nothing any more.
+    /// The silence that stands for a rank that has left and will send nothing more.
     pub const LEFT: Span = Span::from_millis(u32::MAX as u64);
-    /// Most ranks that a wait names; they fit a datagram at every MTU.
+    /// The most ranks that a wait names; they fit a datagram at every MTU.
     pub const MAX: usize = 128;
     const ENTRY_LEN: usize = 6;
 
-    /// How many ranks a wait of so many bytes has room for; it always names one or two.
+    /// Returns how many ranks fit a wait of `len` bytes, but at least two.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(2)
     }
@@ -96,7 +96,7 @@ impl<'a> MissingRanks<'a> {
     /// Reads the body of a wait.
     ///
     /// # Errors
-    /// [`Reject::Body`] when the length does not fit the count.
+    /// Returns [`Reject::Body`] if the length does not match the count.
     pub fn decode(body: &'a [u8]) -> Result<Self, Reject> {
         // wire: W-18
         let count = usize::from(read_u16(body, 0).ok_or(Reject::Body)?);
@@ -107,7 +107,7 @@ impl<'a> MissingRanks<'a> {
         Ok(Self(entries))
     }
 
-    /// The ranks, and how long each had been silent.
+    /// Returns the ranks and how long each had been silent.
     pub fn iter(&self) -> impl Iterator<Item = (Rank, Span)> + use<'a> {
         self.0.chunks_exact(Self::ENTRY_LEN).filter_map(|entry| {
             let silent = Span::from_millis(u64::from(read_u32(entry, 2)?));
@@ -115,8 +115,8 @@ impl<'a> MissingRanks<'a> {
         })
     }
 
-    /// Writes the body of a wait into `out` and returns its length; ranks that do not fit are
-    /// left off.
+    /// Writes the body of a wait into `out` and returns its length. Ranks that do not fit are left
+    /// out.
     pub fn encode(ranks: impl Iterator<Item = (Rank, Span)>, out: &mut [u8]) -> usize {
         let Some((head, rest)) = out.split_at_mut_checked(COUNT_LEN) else { return 0 };
         let mut count = 0u16;
@@ -143,7 +143,7 @@ pub struct Disagreement {
 }
 
 impl Disagreement {
-    /// Bytes of the body.
+    /// The size of the body, in bytes.
     pub const LEN: usize = 2 * (2 + Descriptor::LEN);
 
     /// Writes the body.
@@ -161,7 +161,7 @@ impl Disagreement {
     /// Reads the body of a fail.
     ///
     /// # Errors
-    /// The reason why it is none.
+    /// Returns the reason why the body is not a valid fail.
     pub fn decode(body: &[u8]) -> Result<Self, Reject> {
         // wire: W-19
         let body: &[u8; Self::LEN] = body.try_into().map_err(|_| Reject::Body)?;

@@ -1,8 +1,8 @@
 //! The wire layout. `docs/wire.md` is its specification; `W-n` marks its numbered MUSTs.
 //!
-//! Headers and bodies are big-endian; tensor elements are little-endian, as they lie in memory.
-//! Decoding checks every length before it reads and never panics: what it returns is valid in
-//! itself, and the state machines check only what depends on their state.
+//! Headers and bodies are big-endian; tensor elements are little-endian, as in memory. Decoders
+//! check every length before they read, and never panic. Decoded values are valid in themselves, so
+//! the state machines check only what depends on their state.
 
 mod header;
 mod lists;
@@ -14,8 +14,8 @@ pub use open::{Open, OpenDecoder, OpenEncoder, Opening};
 
 use crate::reject::Reject;
 
-/// The messages of a datagram, one after the other. What follows a malformed one is lost with it
-/// (wire: W-54).
+/// Returns the messages of a datagram, in order. A malformed message also discards all messages
+/// after it (wire: W-54).
 pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]), Reject>> {
     let mut rest = Some(datagram);
     core::iter::from_fn(move || {
@@ -27,10 +27,10 @@ pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]),
     })
 }
 
-/// How far ahead of a stream's lowest window a rank may open.
+/// The most windows that a rank may open ahead of a stream's lowest window.
 pub const OPEN_AHEAD: u64 = 2 * Open::MAX_WINDOWS as u64;
 
-/// Bytes of a list that starts with a `u16` count.
+/// The size of the `u16` count at the start of a list, in bytes.
 const COUNT_LEN: usize = 2;
 
 /// Reads a big-endian `u16` at `at`.

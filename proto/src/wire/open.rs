@@ -1,4 +1,4 @@
-//! The body of an open: a descriptor, and which windows of a stretch are non-zero.
+//! The body of an open: a descriptor, and the occupancy of a stretch of windows.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -13,58 +13,58 @@ use crate::descriptor::Descriptor;
 use crate::ids::OpId;
 use crate::reject::Reject;
 
-/// How the occupancy of a stretch is written.
+/// The encoding of a stretch's occupancy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Encoding {
-    /// No window is non-zero; nothing follows.
+    /// No window is non-zero; no bytes follow.
     Empty = 0,
-    /// Every window is non-zero; nothing follows.
+    /// Every window is non-zero; no bytes follow.
     Full = 1,
-    /// One bit a window, least significant bit first.
+    /// One bit per window, least significant bit first.
     Raw = 2,
     /// The raw bits, compressed with zstd.
     Zstd = 3,
 }
 
-/// An open: the op's descriptor, and the occupancy of `windows` consecutive windows of the stream
+/// An open: the op's descriptor, and the occupancy of `windows` consecutive windows of the stream,
 /// from the header's window on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Open {
-    /// What the op is.
+    /// The op's descriptor.
     pub descriptor: Descriptor,
     /// The op before this one in the sender's stream.
     pub after: Option<OpId>,
-    /// Windows the stretch covers.
+    /// The number of windows in the stretch.
     pub windows: u32,
     occupancy: Occupancy,
     held: Occupancy,
 }
 
-/// What a rank says of one window when it opens it.
+/// The statement of a rank about one window that it opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Opening {
-    /// The rank will send it.
+    /// Whether the rank will send the window.
     pub owed: bool,
-    /// The rank has its sum, from before the job moved.
+    /// Whether the rank already has the window's sum, from before the job moved.
     pub held: bool,
 }
 
 type Occupancy = [u64; Open::MAX_WINDOWS / 64];
 
 impl Open {
-    /// Bytes of the body before the occupancy.
+    /// The size of the body before the occupancy, in bytes.
     pub const LEN: usize = Descriptor::LEN + 16;
-    /// Most windows of a stretch: their raw bits fit a datagram at every MTU.
+    /// The most windows of a stretch: their raw bits fit a datagram at every MTU.
     pub const MAX_WINDOWS: usize = 8192;
 
-    /// Which windows of the stretch are non-zero.
+    /// Returns which windows of the stretch are non-zero.
     #[must_use]
     pub fn occupancy(&self) -> &BitSlice<u64, Lsb0> {
         &self.occupancy.view_bits::<Lsb0>()[..self.windows as usize]
     }
 
-    /// Of which windows of the stretch the rank has the sums.
+    /// Returns the windows of the stretch whose sums the rank already has.
     #[must_use]
     pub fn held(&self) -> &BitSlice<u64, Lsb0> {
         &self.held.view_bits::<Lsb0>()[..self.windows as usize]
@@ -72,19 +72,19 @@ impl Open {
 }
 
 impl Opening {
-    /// Of an op that has begun here.
+    /// Returns the statement about a window of an op that began here.
     #[must_use]
     pub const fn of(owed: bool) -> Self {
         Self { owed, held: false }
     }
 }
 
-/// Bits that an open has for each window.
+/// Returns the number of bits that an open has for each window.
 const fn bits_each(resumed: bool) -> usize {
     1 + resumed as usize
 }
 
-/// Reads opens. Its memory is kept from one to the next.
+/// A decoder of opens that reuses its memory.
 #[derive(Default)]
 pub struct OpenDecoder {
     zstd: Decompressor<'static>,
@@ -97,16 +97,17 @@ impl fmt::Debug for OpenDecoder {
 }
 
 impl OpenDecoder {
-    /// A decoder.
+    /// Creates a decoder.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Reads the body of an open, whose header has [`Flags::RESUMED`](super::Flags) or not.
+    /// Reads the body of an open. `resumed` says whether the header has
+    /// [`Flags::RESUMED`](super::Flags).
     ///
     /// # Errors
-    /// The reason why it is none.
+    /// Returns the reason why the body is not a valid open.
     pub fn decode(&mut self, body: &[u8], resumed: bool) -> Result<Open, Reject> {
         let (descriptor, rest) =
             body.split_first_chunk::<{ Descriptor::LEN }>().ok_or(Reject::Body)?;
@@ -128,7 +129,7 @@ impl OpenDecoder {
         Ok(Open { descriptor, after, windows, occupancy, held })
     }
 
-    /// `count` bits from their packed form.
+    /// Unpacks `count` bits.
     fn unpack(&mut self, count: usize, encoding: u64, packed: &[u8]) -> Result<Occupancy, Reject> {
         let mut occupancy = NOTHING;
         let mut raw = [0u8; Open::MAX_WINDOWS / 8];
@@ -144,7 +145,8 @@ impl OpenDecoder {
                 raw[..raw_len].copy_from_slice(packed);
             }
             e if e == Encoding::Zstd as u64 => {
-                // A frame that would grow beyond the raw bytes is an error, not an allocation.
+                // The buffer limits the output, so a frame that exceeds the raw length gives an
+                // error instead of an allocation.
                 let got = self.zstd.decompress_to_buffer(packed, &mut raw[..raw_len]);
                 if got.ok() != Some(raw_len) {
                     return Err(Reject::Body);
@@ -161,10 +163,10 @@ impl OpenDecoder {
     }
 }
 
-/// The bits of no window.
+/// The occupancy in which no bit is set.
 const NOTHING: Occupancy = [0; Open::MAX_WINDOWS / 64];
 
-/// The two bits of each of `count` windows, which follow one another.
+/// Separates the alternating bits of `count` windows into owed and held windows.
 fn untwine(bits: &Occupancy, count: usize) -> (Occupancy, Occupancy) {
     let (mut owed, mut held) = (NOTHING, NOTHING);
     for (at, pair) in bits.view_bits::<Lsb0>().chunks_exact(2).take(count).enumerate() {
@@ -174,7 +176,7 @@ fn untwine(bits: &Occupancy, count: usize) -> (Occupancy, Occupancy) {
     (owed, held)
 }
 
-/// Writes opens. Its memory is kept from one to the next.
+/// An encoder of opens that reuses its memory.
 pub struct OpenEncoder {
     raw: Vec<u8>,
     compressed: Vec<u8>,
@@ -194,10 +196,10 @@ impl Default for OpenEncoder {
 }
 
 impl OpenEncoder {
-    /// From this many bytes on, compression is tried.
+    /// The least number of raw bytes for which compression is tried.
     const WORTH_COMPRESSING: usize = 32;
 
-    /// An encoder.
+    /// Creates an encoder.
     #[must_use]
     pub fn new() -> Self {
         let raw_len = Open::MAX_WINDOWS / 8;
@@ -208,9 +210,9 @@ impl OpenEncoder {
         }
     }
 
-    /// Writes the body of an open of `windows` into `out`, and returns its length. What is held is
-    /// said if the op was `resumed`. Windows that do not fit are left off; the second value says
-    /// how many are in.
+    /// Writes the body of an open of `windows` into `out`. Returns the body's length and the number
+    /// of windows in it, since windows that do not fit are left out. The body says which windows
+    /// are held only if the op was `resumed`.
     pub fn encode(
         &mut self,
         descriptor: &Descriptor,
@@ -247,7 +249,7 @@ impl OpenEncoder {
         (Open::LEN + packed.len(), windows)
     }
 
-    /// The shortest form of the raw bits.
+    /// Returns the shortest form of the raw bits.
     fn pack(&mut self, bits: u32, ones: u32) -> (Encoding, &[u8]) {
         if ones == 0 {
             return (Encoding::Empty, &[]);
@@ -257,7 +259,7 @@ impl OpenEncoder {
         }
         if self.raw.len() >= Self::WORTH_COMPRESSING {
             let room = &mut self.compressed[..self.raw.len() - 1];
-            // Not shorter than the raw bits: an error here only says that it did not fit.
+            // An error only means that the compressed form is not shorter than the raw bits.
             if let Ok(len) = self.zstd.compress_to_buffer(&self.raw, room) {
                 return (Encoding::Zstd, &self.compressed[..len]);
             }
@@ -370,7 +372,7 @@ mod tests {
         assert_eq!(broken(44, 0xff), Err(Reject::Body), "stray bits");
     }
 
-    /// The body of an open of `windows` windows with `frame` as its occupancy.
+    /// Builds the body of an open of `windows` windows with `frame` as its occupancy.
     fn compressed(windows: u32, frame: &[u8]) -> Vec<u8> {
         let mut head = [0; Open::LEN];
         OpenEncoder::new().encode(

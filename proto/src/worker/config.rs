@@ -1,4 +1,4 @@
-//! What a rank is granted.
+//! The configuration of a worker, as granted at join.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -12,12 +12,12 @@ use crate::ids::{Generation, JobId, OpId, Rank};
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 
-/// What a rank was granted at join.
+/// The configuration and the resources granted to a rank at join.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
     /// The job.
     pub job: JobId,
-    /// Its life.
+    /// The job's generation.
     pub generation: Generation,
     /// This worker's number.
     pub rank: Rank,
@@ -27,34 +27,37 @@ pub struct Config {
     pub shards: u8,
     /// Slots of each of the job's streams.
     pub pool_slots: u32,
-    /// Ops that may be in flight.
+    /// How many ops may be in flight.
     pub max_ops: u16,
     /// How windows are cut into datagrams.
     pub cut: Fragmentation,
-    /// Most bytes in flight to a shard: the rank's share of the shard's receive buffer.
+    /// The maximum bytes in flight to a shard: the rank's share of the shard's receive buffer.
     pub in_flight: usize,
-    /// The first op that the aggregator takes; 0 but in a job that has moved there.
+    /// The first op that the aggregator accepts; 0 unless the job has moved there.
     pub first_op: OpId,
-    /// Whether the job may move to another aggregator, so that sums are kept for others.
+    /// Whether the job may move to another aggregator, so that this rank keeps sums for other
+    /// ranks.
     pub may_move: bool,
-    /// Whether results are acknowledged also when nothing is waited for: some rank keeps sums
-    /// until all have them.
+    /// Whether results are acknowledged even while none is awaited, because some rank keeps sums
+    /// until all ranks have them.
     pub acks_at_rest: bool,
-    /// What sums it contributes, where it is one of an aggregator that has a parent.
+    /// The source of the worker's contributions, if the worker belongs to an aggregator with a
+    /// parent.
     pub relay: Option<Relay>,
 }
 
-/// The sums that a worker contributes which is one of an aggregator: those of one of its shards.
+/// The sums that a worker contributes on behalf of an aggregator: those of one of its shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Relay {
-    /// The shard, and the only one of the parent that the worker speaks to.
+    /// The shard. The worker sends only to the parent's shard of the same number.
     pub shard: u8,
-    /// The slots of each stream of the ranks: sums are there no further ahead of the results.
+    /// Slots of each of the aggregator's own streams: they limit how far sums run ahead of the
+    /// results.
     pub slots: u32,
 }
 
 impl Config {
-    /// The shards that the worker speaks to.
+    /// Returns the shards that the worker sends to.
     pub(super) fn own_shards(&self) -> Range<u8> {
         self.relay.map_or(0..self.shards, |Relay { shard, .. }| shard..shard + 1)
     }
@@ -79,7 +82,7 @@ impl Config {
         (0..self.shards).map(|_| path()).collect()
     }
 
-    /// The place of a stream in the table of streams.
+    /// Returns the index of a stream in the table of streams.
     pub(super) fn stream(&self, lane: u8, shard: u8) -> usize {
         usize::from(lane) * usize::from(self.shards) + usize::from(shard)
     }

@@ -1,12 +1,14 @@
-//! The worker half of the sliding-window sum: one [`Worker`] a rank and job.
+//! The worker half of the sliding-window sum: one [`Worker`] per rank and job.
 //!
-//! The machine decides; the driver owns the tensors and the sockets. The calling order is:
-//! [`Worker::submit`] ops; then, as often as anything happens, [`Worker::handle_datagram`] for
-//! each datagram (and [`Worker::handle_delivered`] once a window is written),
-//! [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed and all that has arrived is
-//! taken (what is still unread is not lost),
-//! [`Worker::poll_scan`] with [`Worker::handle_scanned`] for windows whose non-zero blocks are to
-//! be found, [`Worker::poll_transmit`] until `None`, and [`Worker::poll_outcome`] until `None`.
+//! The machine decides; the driver owns the tensors and the sockets. The driver starts ops with
+//! [`Worker::submit`]. Whenever something happens, it calls these methods in order:
+//!
+//! - [`Worker::handle_datagram`] for each datagram, and [`Worker::handle_delivered`] once a window
+//!   is written;
+//! - [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed, after it has read all
+//!   datagrams that arrived, since an unread datagram is not lost;
+//! - [`Worker::poll_scan`] and [`Worker::handle_scanned`], to find the non-zero blocks of windows;
+//! - [`Worker::poll_transmit`] until `None`, then [`Worker::poll_outcome`] until `None`.
 
 mod config;
 mod op;
@@ -47,35 +49,35 @@ use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::{Flags, OpenEncoder};
 
-/// How an op ended.
+/// The outcome of an op.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     /// The op.
     pub op: OpId,
-    /// Its result is in place, or why there is none.
+    /// Success with the result in place, or the reason for the failure.
     pub result: Result<(), OpError>,
-    /// The ranks that were lost before they had contributed to all of it, in ascending order. An
-    /// average is of those that did contribute, window by window.
+    /// The ranks that were lost before they had contributed to every window, in ascending order. An
+    /// average divides each window by the number of ranks that took part in it.
     pub absent: Vec<Rank>,
 }
 
-/// A window whose non-zero blocks the driver is to find.
+/// A window that the driver scans for non-zero blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scan {
     /// The op.
     pub op: OpId,
-    /// The window's place in the tensor.
+    /// The window's index in the tensor.
     pub index: u32,
 }
 
-/// What has happened at the worker half, in numbers.
+/// Event counts of the worker half.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counters {
     /// Fragments of data that were sent again.
     pub fragments_again: u64,
-    /// Times results were asked for.
+    /// How many times results were asked for.
     pub asks: u64,
-    /// Of those, how many because nothing was heard.
+    /// How many asks were probes, sent because nothing arrived.
     pub probes: u64,
     /// Fragments that had arrived before.
     pub duplicates: u64,
@@ -83,22 +85,22 @@ pub struct Counters {
     pub rejects: Rejects,
 }
 
-/// The way to one shard.
+/// The path to one shard.
 #[derive(Debug)]
 struct Path {
     /// The job's number at the shard's aggregator.
     job: JobId,
     congestion: Congestion,
-    /// From a window's data to its result, which waits for other ranks too.
+    /// The time from a window's data to its result, which also waits for other ranks.
     rtt: Rtt,
-    /// From an ask to what it brings.
+    /// The time from an ask to its answer.
     asks: Rtt,
-    /// The ranks that the shard's aggregator goes on without, in the order in which it lost them.
+    /// The lost ranks of the shard's aggregator, in the order in which it lost them.
     gone: Vec<Rank>,
 }
 
 impl Path {
-    /// How long a silence may last after so many questions that brought nothing.
+    /// Returns how long to wait in silence after `attempts` unanswered asks.
     fn patience(&self, attempts: u32) -> Span {
         self.rtt.patience(&self.asks, attempts)
     }
@@ -108,31 +110,31 @@ impl Path {
 #[derive(Debug)]
 pub struct Worker {
     config: Config,
-    /// Ops in flight by number; ended ones go once they are the oldest.
+    /// The ops in flight, ordered by number. An ended op stays until it is the oldest.
     ops: VecDeque<Op>,
     next_op: u32,
-    /// Lane by lane, shard by shard.
+    /// The streams, ordered by lane and then by shard.
     streams: Box<[Stream]>,
     paths: Box<[Path]>,
-    /// The shard that is sent to next.
+    /// The shard to send to next.
     turn: u8,
-    /// When the last result came, of whatever stream.
+    /// When the last result of any stream arrived.
     heard: Time,
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
     ended: Option<Cow<'static, str>>,
-    /// The ranks whose loss ended the session, and what became of them.
+    /// The ranks whose loss ended the session, and how they were lost.
     lost: Option<(Vec<Rank>, Loss)>,
-    /// Ops that failed below, until the parent has heard of it.
+    /// Failures below this aggregator, until the parent confirms them.
     failures: Vec<Failure>,
-    /// Whom ops wait for below.
+    /// The ranks that ops wait for below this aggregator.
     waits: Waits,
     counters: Counters,
 }
 
 impl Worker {
-    /// The half of a rank that has joined at `now`. But for the block masks of each op, all
-    /// memory it will ever use is allocated here.
+    /// Creates the half of a rank that has joined at `now`. Allocates all memory here, except for
+    /// each op's masks and lists and, in a tree of aggregators, the failures and waits.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         Self {
@@ -153,63 +155,63 @@ impl Worker {
         }
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     #[must_use]
     pub const fn config(&self) -> &Config {
         &self.config
     }
 
-    /// The number of the op that is started next.
+    /// Returns the number of the op that starts next.
     #[must_use]
     pub const fn next_op(&self) -> OpId {
         OpId(self.next_op)
     }
 
-    /// Sets the job's number at one shard, where an aggregator of its own gave it another.
+    /// Sets the job's number at one shard. Another aggregator may use another number.
     pub fn set_shard_job(&mut self, shard: u8, job: JobId) {
         if let Some(path) = self.paths.get_mut(usize::from(shard)) {
             path.job = job;
         }
     }
 
-    /// What has happened so far.
+    /// Returns the event counts so far.
     #[must_use]
     pub const fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// Whether the session has ended, so that no op can be started any more.
+    /// Returns whether the session has ended, so that no more ops can start.
     #[must_use]
     pub const fn has_ended(&self) -> bool {
         self.ended.is_some()
     }
 
-    /// Whether nothing is in flight: every op has ended, and if the job may move, every rank is
-    /// known to have its results.
+    /// Returns whether nothing is in flight: every op has ended, and if the job may move, every
+    /// rank is known to have its results.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.ops.is_empty()
     }
 
-    /// Whether there is nothing to do until an op is started. A rank that keeps no sums itself does
-    /// not know when those that do have heard that it has all.
+    /// Returns whether there is nothing to do until an op starts. While the session lasts, a rank
+    /// that keeps no sums is never at rest if others keep some: it cannot know whether they have
+    /// received its last acknowledgement.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
         let answers = self.config.acks_at_rest && !self.config.may_move && !self.has_ended();
         self.is_idle() && !answers
     }
 
-    /// The most bytes of results that are still to come in any stream, if its windows are like the
-    /// last.
+    /// Estimates the bytes of results that are still to come, in the stream with the most.
     #[must_use]
     pub fn backlog(&self) -> u64 {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
-    /// Starts an op, whose windows are scanned as they are about to be sent.
+    /// Starts an op. Its windows are scanned shortly before they are sent.
     ///
     /// # Errors
-    /// When the descriptor cannot be, or no more ops may be started.
+    /// Returns an error if the descriptor is invalid or no more ops may start.
     pub fn submit(
         &mut self,
         now: Time,
@@ -224,13 +226,13 @@ impl Worker {
         Ok(self.start(now, Op::new(descriptor, masks, 0, now, timeout)))
     }
 
-    /// Starts an op whose non-zero blocks are known: one mask a window.
+    /// Starts an op whose non-zero blocks are known: one mask for each window.
     ///
     /// # Errors
-    /// As [`Self::submit`].
+    /// Returns the same errors as [`Self::submit`].
     ///
     /// # Panics
-    /// When the masks are not as many as the op has windows.
+    /// Panics if the number of masks differs from the op's number of windows.
     pub fn submit_scanned(
         &mut self,
         now: Time,
@@ -246,7 +248,7 @@ impl Worker {
         Ok(self.start(now, Op::new(descriptor, masks, windows, now, timeout)))
     }
 
-    /// Whether an op may start; returns how many windows it has.
+    /// Checks whether an op may start. Returns its number of windows.
     fn check(&mut self, descriptor: &Descriptor) -> Result<u32, SubmitError> {
         descriptor.validate()?;
         let (lane, lanes) = (descriptor.lane, self.config.lanes);
@@ -268,18 +270,17 @@ impl Worker {
         Ok(Geometry::new(descriptor).windows())
     }
 
-    /// Whether one more op of a lane may be in flight. For an unknown lane it is that of lane 0,
-    /// where refused calls go.
+    /// Returns whether one more op of a lane may be in flight. For an unknown lane, it answers for
+    /// lane 0, where refused calls go.
     pub fn has_room(&mut self, lane: u8) -> bool {
         self.has_room_for(lane, 1)
     }
 
-    /// Returns whether so many more ops of a lane may be in flight at once, as [`Self::has_room`]
-    /// does of one.
+    /// Returns whether `ops` more ops of a lane may be in flight at once; see [`Self::has_room`].
     pub fn has_room_for(&mut self, lane: u8, ops: usize) -> bool {
         let lane = if lane < self.config.lanes { lane } else { 0 };
         // wire: W-43
-        // An op whose outcome has not been polled is in flight as well.
+        // An op whose outcome has not been polled still counts as in flight.
         let running = self.ops.iter().filter(|op| !op.ended).count();
         let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
         let own = self.config.own_shards();
@@ -289,7 +290,7 @@ impl Worker {
             && self.streams[own].iter_mut().all(|stream| stream.has_room_for(ops))
     }
 
-    /// Ends an op at once that all others have done with: they had been told that it failed before
+    /// Ends an op at once if the other ranks are done with it: they learned that it failed before
     /// the job moved.
     fn start_late(&mut self) -> Option<OpId> {
         let op = OpId(self.next_op);
@@ -335,23 +336,24 @@ impl Worker {
         }
     }
 
-    /// The next window to scan, lanes in priority order; `None` when enough is scanned ahead.
+    /// Returns the next window to scan, with lanes in priority order; `None` if enough is scanned
+    /// ahead.
     #[must_use]
     pub fn poll_scan(&self) -> Option<Scan> {
         (0..self.config.lanes).find_map(|lane| self.poll_scan_of(lane))
     }
 
-    /// The same of one lane.
+    /// Returns the next window of one lane to scan; see [`Self::poll_scan`].
     #[must_use]
     pub fn poll_scan_of(&self, lane: u8) -> Option<Scan> {
         let due = |op: &&Op| !op.ended && op.scanned < op.geometry.windows();
-        // Within a lane ops are scanned one after the other, as they are sent.
+        // Within a lane, ops are scanned one after another, in the order in which they are sent.
         let op = self.ops.iter().filter(|op| op.descriptor.lane == lane).find(due)?;
         (op.scanned < op.passed.saturating_add(Self::SCAN_AHEAD))
             .then_some(Scan { op: op.id, index: op.scanned })
     }
 
-    /// Takes the non-zero blocks of the window that [`Self::poll_scan`] named.
+    /// Records the non-zero blocks of the window that [`Self::poll_scan`] returned.
     pub fn handle_scanned(&mut self, scan: Scan, mask: u64) {
         let Some(op) = self.op_mut(scan.op) else { return };
         debug_assert_eq!(scan.index, op.scanned, "windows are scanned in order");
@@ -361,7 +363,7 @@ impl Worker {
         self.note_scanned(lane);
     }
 
-    /// Tells the streams of a lane how far its ops are scanned.
+    /// Tells the streams of a lane how many windows of its ops are scanned.
     fn note_scanned(&mut self, lane: u8) {
         for shard in self.config.own_shards() {
             let stream = &mut self.streams[self.config.stream(lane, shard)];
@@ -370,24 +372,24 @@ impl Worker {
         }
     }
 
-    /// What an op in flight is.
+    /// Returns the descriptor of an op in flight.
     #[must_use]
     pub fn descriptor(&self, op: OpId) -> Option<Descriptor> {
         self.op(op).map(|op| op.descriptor)
     }
 
-    /// The blocks of a window that this rank contributes.
+    /// Returns the mask of the blocks that this rank contributes to a window.
     #[must_use]
     pub fn mask(&self, window: WindowId) -> u64 {
         self.op(window.op).and_then(|op| op.masks.get(window.index as usize)).copied().unwrap_or(0)
     }
 
-    /// The next op that ended.
+    /// Returns the next outcome of an op.
     pub fn poll_outcome(&mut self) -> Option<Outcome> {
         self.outcomes.pop_front()
     }
 
-    /// When [`Self::handle_timeout`] is due; [`Time::NEVER`] when nothing is awaited.
+    /// Returns when [`Self::handle_timeout`] is due; [`Time::NEVER`] if nothing is awaited.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
         let ops = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
@@ -400,7 +402,8 @@ impl Worker {
         ops.chain(streams).chain(failures).chain(waits).min().unwrap_or(Time::NEVER)
     }
 
-    /// Acts on what did not happen in time.
+    /// Queues the messages that are due after a timeout, and fails the ops whose deadline has
+    /// passed.
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         for stream in &mut self.streams {
             let path = &self.paths[usize::from(stream.shard)];
@@ -419,7 +422,7 @@ impl Worker {
         }
     }
 
-    /// The ranks that the streams of an op wait for, or that an op before it in its lane does.
+    /// Returns the ranks that the streams of an op's lane wait for, for this op or an earlier one.
     fn waited_for(&self, now: Time, id: OpId) -> Vec<(Rank, Span)> {
         let mut missing = Vec::new();
         let lane = self.op(id).map(|op| op.descriptor.lane);
@@ -433,14 +436,14 @@ impl Worker {
         missing
     }
 
-    /// An op that should have ended by now, and when it started.
+    /// Returns an op whose deadline has passed, and when it started.
     fn late(&self, now: Time) -> Option<(OpId, Time)> {
         let late = self.ops.iter().find(|op| !op.ended && op.deadline <= now)?;
         Some((late.id, late.started))
     }
 
-    /// Notes that the aggregator of `shards` goes on without a rank. Ops whose results lack it may
-    /// have waited for its name.
+    /// Notes that the aggregator of `shards` continues without a lost rank. Ends the ops that only
+    /// waited to learn which rank their results lack.
     pub fn handle_gone(&mut self, shards: Range<u8>, rank: Rank, observer: &mut impl Observer) {
         for path in self.paths.iter_mut().take(shards.end.into()).skip(shards.start.into()) {
             if path.gone.len() < Flags::MAX_ABSENT && !path.gone.contains(&rank) {
@@ -450,14 +453,14 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Ends the ops that have all their results and waited for a name.
+    /// Ends the ops that have all their results and that waited for the name of a lost rank.
     fn conclude_all(&mut self, observer: &mut impl Observer) {
         let done = |op: &&Op| !op.ended && op.streams_left == 0;
         let done: Vec<_> = self.ops.iter().filter(done).map(|op| op.id).collect();
         done.into_iter().for_each(|op| self.conclude(op, observer));
     }
 
-    /// Ends the session because ranks are gone: every op in flight fails.
+    /// Ends the session because ranks are lost: every op in flight fails.
     pub fn handle_peers_lost(&mut self, ranks: &[Rank], why: Loss, observer: &mut impl Observer) {
         self.fail_all(&OpError::PeerLost { ranks: ranks.to_vec(), why }, observer);
         if self.ended.is_none() {
@@ -472,18 +475,18 @@ impl Worker {
         }
     }
 
-    /// Ends the session: every op in flight fails, and none can be started any more.
+    /// Ends the session: every op in flight fails, and no more ops can start.
     pub fn end(&mut self, why: impl Into<Cow<'static, str>>, observer: &mut impl Observer) {
         let why = why.into();
         self.ended.get_or_insert_with(|| why.clone());
         self.fail_all(&OpError::Ended { why }, observer);
-        // The job goes on nowhere with this rank, so nobody lacks what it has.
+        // The job does not continue with this rank, so no rank needs its sums.
         self.streams.iter_mut().for_each(Stream::forget_kept);
         self.drop_ended();
     }
 
-    /// Notes that the result of `op` holds a block that overflowed. The op runs to its end, since
-    /// the other ranks need this one, and then fails.
+    /// Notes that the result of `op` holds a block that overflowed. The op continues, because other
+    /// ranks need this rank's data, and fails at its end.
     pub fn handle_overflow(&mut self, op: OpId, element: u64) {
         if let Some(op) = self.op_mut(op) {
             let error = OpError::Overflow { op: op.id, element };
@@ -491,7 +494,7 @@ impl Worker {
         }
     }
 
-    /// Ends an op with an error; its windows are skipped from now on.
+    /// Ends an op with an error. Its windows are skipped from now on.
     fn fail(&mut self, id: OpId, error: OpError, observer: &mut impl Observer) {
         let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
         op.ended = true;
@@ -503,7 +506,7 @@ impl Worker {
             stream.fail(id, |len| congestion.on_forgotten(len));
         }
         self.drop_ended();
-        // Ops behind it may be scanned already, and only this one's windows held them back.
+        // Later ops may be scanned already; only this op's windows held them back.
         (0..self.config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
@@ -516,7 +519,7 @@ impl Worker {
         }
     }
 
-    /// The ranks that the results of an op lack; `None` while the name of one is yet to come.
+    /// Returns the ranks that the results of an op lack; `None` while the name of one is unknown.
     fn absent(&self, op: &Op) -> Option<Vec<Rank>> {
         let Lacked { mut ranks, unnamed } = self.lacked(op);
         if unnamed > 0 {
@@ -527,7 +530,7 @@ impl Worker {
         Some(ranks)
     }
 
-    /// Ends an op that has all its results, unless it is not known yet whom they lack.
+    /// Ends an op that has all its results, unless the name of a rank that they lack is unknown.
     fn conclude(&mut self, id: OpId, observer: &mut impl Observer) {
         let Some(absent) = self.op(id).and_then(|op| self.absent(op)) else { return };
         let Some(op) = self.op_mut(id) else { return };
@@ -541,7 +544,7 @@ impl Worker {
         self.drop_ended();
     }
 
-    /// Drops the oldest ops that ended, but for those whose sums another rank may yet lack.
+    /// Drops the oldest ops that ended, except those whose sums another rank may lack.
     fn drop_ended(&mut self) {
         while self.ops.front().is_some_and(|op| op.ended && !self.is_kept(op)) {
             self.ops.pop_front();
@@ -557,12 +560,12 @@ impl Worker {
         self.ops.get_mut(at)
     }
 
-    /// How many windows an op is scanned ahead of being sent.
+    /// How many windows of an op are scanned ahead of sending.
     const SCAN_AHEAD: u32 = 1024;
 }
 
-/// The place of an op among those in flight, whose numbers are in a row but for those of other
-/// shards.
+/// Returns the index of an op in `ops`. Their numbers are consecutive, except that a worker of one
+/// shard lacks the ops of other shards.
 fn find(ops: &VecDeque<Op>, id: OpId) -> Option<usize> {
     let at = id.0.checked_sub(ops.front()?.id.0)? as usize;
     if ops.get(at).is_some_and(|op| op.id == id) {

@@ -14,47 +14,48 @@ pub(super) struct Op {
     pub(super) id: OpId,
     pub(super) descriptor: Descriptor,
     pub(super) geometry: Geometry,
-    /// The non-zero blocks of each window that has been scanned.
+    /// The mask of the non-zero blocks of each scanned window.
     pub(super) masks: Vec<u64>,
-    /// Windows scanned, in the order of the tensor.
+    /// How many windows are scanned, in tensor order.
     pub(super) scanned: u32,
-    /// The window after the last that was sent, or passed over because it is empty.
+    /// The window after the last one that was sent, or skipped because it is empty.
     pub(super) passed: u32,
     pub(super) started: Time,
     pub(super) deadline: Time,
-    /// Streams that lack results.
+    /// How many streams lack results.
     pub(super) streams_left: u32,
-    /// What the op will fail with once all its results are in.
+    /// The error that the op fails with once all its results have arrived.
     pub(super) error: Option<OpError>,
-    /// How many ranks results lack, by shard; those that lack none are not here.
+    /// How many ranks the results of each shard lack; shards whose results lack none have no entry.
     pub(super) absent: Vec<(u8, usize)>,
     pub(super) ended: bool,
-    /// It ended without having all its results.
+    /// Whether the op ended without all its results.
     pub(super) failed: bool,
-    /// Of which windows the sum is here, where the job may move: their masks are the sums'.
+    /// Whether the sum of each window is here, if the job may move. The mask of such a window is
+    /// the sum's.
     pub(super) held: Vec<bool>,
-    /// It was in flight when the job moved: what is held was said when it was opened.
+    /// Whether the op was in flight when the job moved; its opens then name the held sums.
     pub(super) resumed: bool,
-    /// The ranks that its results lacked when the job moved.
+    /// The ranks that the op's results lacked when the job moved.
     pub(super) lacked: Lacked,
 }
 
-/// Ranks that results lack.
+/// The ranks that results lack.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Lacked {
-    /// Those that are known by name.
+    /// The ranks whose names are known.
     pub(super) ranks: Vec<Rank>,
-    /// How many more there are.
+    /// How many more ranks there are.
     pub(super) unnamed: usize,
 }
 
 impl Op {
-    /// Whether the sum of a window is here.
+    /// Returns whether the sum of a window is here.
     pub(super) fn holds(&self, index: u32) -> bool {
         self.held.get(index as usize).copied().unwrap_or(false)
     }
 
-    /// Notes that the sum of a window is here, of these blocks.
+    /// Notes that the sum of a window is here, with the blocks `mask`.
     pub(super) fn note_held(&mut self, index: u32, mask: u64) {
         if let Some(held) = self.held.get_mut(index as usize) {
             *held = true;
@@ -62,7 +63,7 @@ impl Op {
         }
     }
 
-    /// Notes that a result of a shard lacks ranks: the first so many that were lost.
+    /// Notes that a result of a shard lacks the first `ranks` ranks that its aggregator lost.
     pub(super) fn note_absent(&mut self, shard: u8, ranks: usize) {
         if ranks == 0 {
             return;

@@ -1,4 +1,4 @@
-//! What a worker makes of the aggregator's datagrams.
+//! The worker's handling of the aggregator's datagrams.
 
 use alloc::vec::Vec;
 
@@ -16,14 +16,14 @@ use crate::reject::Reject;
 use crate::time::Time;
 use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
 
-/// What a datagram means for its payload.
+/// The outcome of a datagram, and what happens to its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Write the body to its place in the tensor.
+    /// The driver writes the body to its place in the tensor.
     Deliver(Delivery),
     /// The fragment had arrived before.
     Duplicate,
-    /// The datagram said something and has no payload.
+    /// The datagram was a control message without payload.
     Control,
     /// The datagram changed nothing but a counter.
     Reject(Reject),
@@ -32,29 +32,29 @@ pub enum Verdict {
 /// A fragment of a window's packed sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Delivery {
-    /// The shard it comes from.
+    /// The shard that sent it.
     pub shard: u8,
     /// The window.
     pub window: WindowId,
-    /// What the op is.
+    /// The op's descriptor.
     pub descriptor: Descriptor,
-    /// Its blocks and windows.
+    /// The op's geometry: its blocks and windows.
     pub geometry: Geometry,
     /// The blocks that the packed payload holds.
     pub mask: u64,
     /// Bytes of the whole packed payload.
     pub len: usize,
-    /// How it is cut.
+    /// How the payload is cut.
     pub cut: Fragmentation,
     /// The fragment's number.
     pub fragment: u8,
-    /// Whether all fragments of the window have arrived with this one: once it is written, call
+    /// Whether this fragment completes the window. Once it is written, the driver calls
     /// [`Worker::handle_delivered`].
     pub complete: bool,
 }
 
 impl Worker {
-    /// Takes a datagram of one message. `congested` says that it carried an ECN congestion mark.
+    /// Handles a datagram of one message. `congested` says that it carried an ECN congestion mark.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -68,8 +68,8 @@ impl Worker {
         }
     }
 
-    /// Takes one message of a datagram, whose header the driver has decoded. The body of a result
-    /// is not looked at: it may be received once the verdict says where it belongs.
+    /// Handles one message of a datagram whose header the driver has decoded. Does not read the
+    /// body of a result: the driver may receive it after the verdict, directly into its place.
     pub fn handle_decoded(
         &mut self,
         now: Time,
@@ -132,7 +132,8 @@ impl Worker {
         }
     }
 
-    /// Whether the datagram comes from this job's aggregator, for one of its streams; which.
+    /// Checks that the datagram comes from this job's aggregator and belongs to one of its streams.
+    /// Returns the stream's index.
     fn check_identity(&self, header: &Header) -> Result<usize, Reject> {
         // wire: W-10
         if header.lane >= self.config.lanes || header.shard >= self.config.shards {
@@ -194,7 +195,8 @@ impl Worker {
         }
         let Arrival { mask, len, .. } = self.streams[at].arrivals[arrival];
         if held {
-            // Others lacked it; it is here, and may be lent no more.
+            // Other ranks lacked this sum. This rank has it, and the caller may have taken the
+            // tensor back.
             if complete {
                 self.settle_results(now, at, observer);
             }
@@ -210,8 +212,8 @@ impl Worker {
         Ok(Verdict::Deliver(delivery))
     }
 
-    /// Notes a fragment, and asks for what it shows to be lost. Returns whether its window is whole
-    /// with it; `None` if it had arrived before.
+    /// Notes a fragment, and queues an ask for losses that it reveals. Returns whether the fragment
+    /// completes its window; `None` if it had arrived before.
     fn note_arrival(
         &mut self,
         now: Time,
@@ -244,7 +246,7 @@ impl Worker {
             stream.results_sent = position;
         }
         // wire: W-38
-        // One that is whole is looked at once it is delivered.
+        // A complete window is checked after its delivery.
         let asks = &path.asks;
         let first = hole && place == 0 && stream.is_to_ask_of_first(now, asks);
         if !complete && (first || later && stream.is_to_ask(now, asks)) {
@@ -253,7 +255,7 @@ impl Worker {
         new.then_some(complete)
     }
 
-    /// Checks a result's shape and finds or makes its entry among the arrivals.
+    /// Checks a result's shape, and finds or creates its entry in `arrivals`.
     fn place_arrival(
         &mut self,
         at: usize,
@@ -292,7 +294,7 @@ impl Worker {
             Err(_) if stream.arrivals.len() as u64 >= stream.pool() => Err(Reject::BeyondPool),
             Err(i) => {
                 let (mask, all) = (header.mask, cut.all(len));
-                // What is asked for of a gap is asked for of every window in it.
+                // An ask for a gap covers every window in the gap.
                 let (mut asked, gap_asked) = match stream.arrivals.get(i) {
                     Some(next) if position < next.start => (next.gap_asked, Asked::default()),
                     Some(_) => Default::default(),
@@ -307,8 +309,8 @@ impl Worker {
         }
     }
 
-    /// Notes that the driver has written a delivery that completes its window: acknowledges it,
-    /// and asks for results that must have been lost.
+    /// Notes that the driver has written a delivery that completes its window. Schedules an
+    /// acknowledgement and asks for results that must have been lost.
     pub fn handle_delivered(
         &mut self,
         now: Time,
@@ -319,8 +321,8 @@ impl Worker {
         self.settle_results(now, at, observer);
     }
 
-    /// Moves on over results that are complete, frees what was in flight for them, and asks for
-    /// those that must have been lost.
+    /// Moves the cursor past complete results, frees what was in flight for them, and queues an ask
+    /// for results that must have been lost.
     fn settle_results(&mut self, now: Time, at: usize, observer: &mut impl Observer) {
         while let Some(op) = self.streams[at].advance(now) {
             self.finish_stream(op, observer);
@@ -334,8 +336,8 @@ impl Worker {
         }
     }
 
-    /// Frees what was in flight for windows before the cursor, and before the credit: what this
-    /// rank opened as its own before it was known that all have the sum has no result.
+    /// Frees what was in flight for windows before the cursor or the credit. A window that this
+    /// rank opened gets no result if it turns out that all ranks have its sum.
     pub(super) fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
         let path = &mut self.paths[usize::from(stream.shard)];
@@ -349,16 +351,16 @@ impl Worker {
         }
     }
 
-    /// The aggregator lacks fragments or opens.
+    /// Handles an ask: the aggregator lacks fragments or opens.
     fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
         let entries = AskEntries::decode(body)?;
         let stream = &mut self.streams[at];
-        // What was sent after a probe has not been missed by the answer to it.
+        // The answer to a probe says nothing about windows sent after the probe.
         let end = stream.probe.as_mut().map_or(u64::MAX, Probe::answered);
         let position =
             |stream: &Stream, window| stream.sequence.position(window).filter(|at| *at < end);
         let asked = entries.iter().filter(|entry| entry.fragments != 0);
-        // What was sent up to the last window that lacks something is on its way no more.
+        // Everything sent up to the last window that lacks something has left the path.
         if let Some(last) = asked.filter_map(|entry| position(stream, entry.window)).max() {
             self.note_off_path(at, last + 1);
         }
@@ -390,7 +392,7 @@ impl Worker {
             stream.probes = 0;
             let lost = cut.payload() * wanted.count_ones() as usize;
             let lost = lost.min(sent.len);
-            // That an answer is lost says no more than that what it answers was.
+            // Losing a repetition proves nothing more about the path than the first loss.
             if !core::mem::replace(&mut sent.repeated, true) {
                 path.congestion.on_lost(lost);
             }
@@ -402,8 +404,8 @@ impl Worker {
         Ok(Verdict::Control)
     }
 
-    /// What was sent before `position` has arrived by now, or is lost. Its results may take a
-    /// while, but the path has room again.
+    /// Notes that all data sent before `position` has arrived or is lost. Its results may take
+    /// longer, but the path has room again.
     fn note_off_path(&mut self, at: usize, position: u64) {
         let stream = &mut self.streams[at];
         let path = &mut self.paths[usize::from(stream.shard)];
@@ -412,7 +414,8 @@ impl Worker {
         }
     }
 
-    /// The aggregator is there, has sent all results of windows before `end`, and waits for ranks.
+    /// Handles a wait: the aggregator has sent all results of windows before `end`, and waits for
+    /// ranks.
     fn handle_wait(
         &mut self,
         now: Time,
@@ -424,7 +427,8 @@ impl Worker {
         let missing = MissingRanks::decode(body)?;
         let stream = &mut self.streams[at];
         let asks = &mut self.paths[usize::from(stream.shard)].asks;
-        // A later probe's answer cannot be told from a late one to the first (Karn).
+        // After several probes, this may be the late answer to the first, so it gives no sample
+        // (Karn).
         let first = stream.probes == 1;
         if let Some(probe) = stream.probe.take().filter(|_| first) {
             asks.sample(now.since(probe.at));
@@ -435,20 +439,20 @@ impl Worker {
             return Ok(Verdict::Control);
         }
         stream.waited.set(now, end.op, missing);
-        // What was said of windows whose results have come since holds no longer.
+        // The wait is obsolete if the results of all opened windows have arrived since.
         let waits = stream.awaits();
         let gone =
             stream.waited.ranks(now).iter().filter(|(_, silent)| *silent == MissingRanks::LEFT);
         let gone: Vec<Rank> = gone.map(|(rank, _)| *rank).collect();
         // wire: W-61
-        // What that means for the ranks below is theirs to say.
+        // The ranks below a relay decide themselves what the departure means.
         if waits && !gone.is_empty() && self.config.relay.is_none() {
             self.handle_peers_lost(&gone, Loss::Left, observer);
         }
         Ok(Verdict::Control)
     }
 
-    /// The ranks disagree about an op.
+    /// Handles a fail: the ranks disagree about an op.
     fn handle_fail(
         &mut self,
         now: Time,
@@ -460,7 +464,7 @@ impl Worker {
         self.note_failure_heard(op);
         // wire: W-41
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
-        // Results of later ops may have waited for this one.
+        // Results of later ops may have waited for this op.
         for at in 0..self.streams.len() {
             self.settle_results(now, at, observer);
         }

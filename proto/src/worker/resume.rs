@@ -1,10 +1,10 @@
-//! A job that moves to another aggregator, in the middle of its ops if need be.
+//! Failover: moves a job to another aggregator, even in the middle of its ops.
 //!
-//! What is in flight has windows whose sums are here and windows whose sums are not. For the second
-//! the tensor still holds this rank's share; of the first no other copy is needed either: where
-//! some rank has the sum, one of those sends it instead of everybody's shares. So every rank ends
-//! with the same bits as if the job had not moved. An op that has ended is kept as long as another
-//! rank may lack some of it: its driver keeps the last few sums (wire: W-63).
+//! Some windows in flight have their sums here and others do not. For windows without a sum, the
+//! tensor still holds this rank's share. For the other windows no second copy of the share is
+//! needed: a rank that has the sum sends it in place of all shares. So every rank ends with the
+//! same bits as if the job had not moved. An ended op is kept as long as another rank may lack some
+//! of its results: the driver keeps the last few sums (wire: W-63).
 
 use alloc::vec::Vec;
 
@@ -17,14 +17,14 @@ use crate::observer::Observer;
 use crate::time::Time;
 
 impl Worker {
-    /// The oldest op that some rank may not have all results of. All before it are of no more use
-    /// to anyone.
+    /// Returns the oldest op that some rank may not have all results of. No rank needs the ops
+    /// before it.
     #[must_use]
     pub fn first_kept(&self) -> OpId {
         self.ops.front().map_or(OpId(self.next_op), |op| op.id)
     }
 
-    /// Whether an op that ended is kept, since another rank may lack some of its results.
+    /// Returns whether an ended op is kept because another rank may lack some of its results.
     pub(super) fn is_kept(&self, op: &Op) -> bool {
         let lane = op.descriptor.lane;
         self.config.may_move
@@ -33,8 +33,8 @@ impl Worker {
             && self.streams.iter().any(|s| s.lane == lane && s.sequence.get(op.id).is_some())
     }
 
-    /// The windows of an op that another rank may lack the sums of, and whose sums are here and not
-    /// zero: their places in the tensor, and their blocks.
+    /// Returns the windows of an op whose non-zero sums are here and that another rank may lack:
+    /// for each, the index in the tensor and the mask of its blocks.
     pub fn windows_to_keep(&self, op: OpId) -> impl Iterator<Item = (u32, u64)> + '_ {
         let op = self.op(op).filter(|op| !op.failed);
         let lane = op.map(|op| op.descriptor.lane);
@@ -50,7 +50,7 @@ impl Worker {
         })
     }
 
-    /// Whether another rank may lack the sum of a window.
+    /// Returns whether another rank may lack the sum of a window.
     #[must_use]
     pub fn may_lack(&self, window: WindowId) -> bool {
         let Some(lane) = self.op(window.op).map(|op| op.descriptor.lane) else { return false };
@@ -60,7 +60,7 @@ impl Worker {
         })
     }
 
-    /// The ranks that the job is known to go on without.
+    /// Returns the known lost ranks.
     fn gone(&self) -> Vec<Rank> {
         let mut gone: Vec<Rank> = Vec::new();
         for rank in self.paths.iter().flat_map(|path| path.gone.iter()) {
@@ -71,29 +71,29 @@ impl Worker {
         gone
     }
 
-    /// When the first op in flight is to have ended; [`Time::NEVER`] when none is.
+    /// Returns the earliest deadline of the ops in flight; [`Time::NEVER`] if there are none.
     #[must_use]
     pub fn deadline(&self) -> Time {
         let deadlines = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
         deadlines.min().unwrap_or(Time::NEVER)
     }
 
-    /// Ends the session because no aggregator is left to go on at.
+    /// Ends the session because no aggregator is left to move to.
     pub fn handle_no_aggregator(&mut self, tried: &str, observer: &mut impl Observer) {
         self.fail_all(&OpError::NoAggregator { tried: tried.into() }, observer);
         self.end("no aggregator is left", observer);
     }
 
-    /// Goes on at other aggregators, which grant what `config` says; its `first_op` is the greatest
-    /// that some rank has of [`Self::first_kept`]. The driver has put back this rank's share of
-    /// windows whose sums have come in part.
+    /// Continues at other aggregators with the grants in `config`. Its `first_op` is the greatest
+    /// [`Self::first_kept`] of all ranks. The driver has restored this rank's share of windows
+    /// whose sums have arrived only in part.
     ///
     /// # Panics
-    /// When the worker may not move.
+    /// Panics if the worker may not move.
     pub fn resume(&mut self, config: Config, now: Time, observer: &mut impl Observer) {
         assert!(self.config.may_move, "sums were not kept");
         self.forget_shards(observer);
-        // What others have ended, and need no more, did not fail at them.
+        // Other ranks are done with these ops, so no aggregator will send their results.
         let late = |op: &&Op| op.id < config.first_op && !op.ended;
         let late: Vec<_> = self.ops.iter().filter(late).map(|op| op.id).collect();
         for op in late {
@@ -117,8 +117,8 @@ impl Worker {
         (0..config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
-    /// Notes all of the ops that only the shards that the job leaves know, and ends those that have
-    /// all results and wait for no more than a name.
+    /// Saves the op state that only the old shards hold. Ends the ops that have all results and
+    /// that waited only for the name of a lost rank.
     fn forget_shards(&mut self, observer: &mut impl Observer) {
         let mut ops = core::mem::take(&mut self.ops);
         for op in ops.iter_mut().filter(|op| !op.failed) {
@@ -130,8 +130,9 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Passes over ops that were in flight when the job moved, once the credit has: what every rank
-    /// has ended has no results any more, and what some have ended gives none to the others.
+    /// Passes over ops that were in flight when the job moved, once the credit has passed them. An
+    /// op that every rank has ended has no more results. An op that only other ranks have ended
+    /// gets none here, and fails.
     pub(super) fn pass_ended(&mut self, at: usize, observer: &mut impl Observer) {
         loop {
             let stream = &self.streams[at];
@@ -146,14 +147,15 @@ impl Worker {
                 op.streams_left -= 1;
                 self.streams[at].pass(entry.end());
             } else {
-                // Others do not have it any more, although it gave no result: they had been told
-                // that it failed.
+                // Other ranks dropped this op although it gave no result: they learned that it
+                // failed before the move.
                 self.fail(entry.op, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
             }
         }
     }
 
-    /// Notes of every window of an op whether its sum is here, and that nobody needs it any more.
+    /// Records for every window of an op whether its sum is here. A window that every rank has gets
+    /// an empty mask, since no rank needs its sum.
     fn settle_windows(&self, op: &mut Op) {
         let (shards, windows) = (self.config.shards, op.geometry.windows());
         for shard in 0..shards {
@@ -166,17 +168,18 @@ impl Worker {
                 if position.is_none_or(|position| position < stream.low) {
                     op.note_held(index, 0);
                 } else if position.is_some_and(|position| position < stream.cursor) {
-                    // One that has no result has nothing in it at any rank.
+                    // A window without a result is zero at every rank.
                     op.note_held(index, op.masks[index as usize]);
                 }
             }
         }
     }
 
-    /// The ranks that the results of an op lack.
+    /// Returns the ranks that the results of an op lack.
     ///
-    /// Those of an aggregator that died before it could say whom it had lost are among those that
-    /// the job goes on without elsewhere: all of these are named then.
+    /// The old aggregator may have died before it named the ranks that it lost. They are among the
+    /// ranks that the job is without elsewhere; once enough of those are known, this method names
+    /// them all.
     pub(super) fn lacked(&self, op: &Op) -> Lacked {
         let Lacked { mut ranks, mut unnamed } = op.lacked.clone();
         if unnamed > 0 {
@@ -196,5 +199,5 @@ impl Worker {
     }
 }
 
-/// Why an op ends of whose failure only others were told.
+/// The reason for ending an op if only other ranks learned that it failed.
 pub(super) const FAILED_BEFORE: &str = "the op failed before the job moved";

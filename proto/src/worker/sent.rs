@@ -1,27 +1,29 @@
-//! What a worker has sent and awaits an answer to: windows, and questions.
+//! Messages that a worker has sent and that await an answer: windows and probes.
 
 use crate::time::Time;
 
-/// A window that was sent and has no result yet.
+/// A window that was sent and that has no result yet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sent {
     pub(super) position: u64,
     pub(super) len: usize,
-    /// How much of it may be on its way; what has arrived may still wait for other ranks.
+    /// How many of its bytes may still be on the path. Data that has arrived may wait for other
+    /// ranks.
     pub(super) on_path: usize,
     pub(super) at: Time,
     /// Fragments that the aggregator asked for again.
     pub(super) again: u64,
-    /// Whether any was ever sent again, so that its round trip says nothing (Karn).
+    /// Whether any fragment was ever sent again, so that the round trip is ambiguous (Karn).
     pub(super) repeated: bool,
-    /// What the aggregator lacked when it asked last.
+    /// The fragments that the aggregator lacked at its last ask.
     pub(super) lacked: u64,
-    /// How often it has lacked just the same since, so that all that was sent again was lost.
+    /// How many repeated asks named the same fragments, so that every repetition was lost.
     pub(super) fruitless: u32,
 }
 
 impl Sent {
-    /// Notes what the aggregator lacks; returns how often that has been so.
+    /// Records the fragments that the aggregator lacks. Returns how many asks in a row repeated the
+    /// same set.
     pub(super) const fn note_lacked(&mut self, fragments: u64) -> u32 {
         let is_same = self.repeated && self.lacked == fragments;
         self.lacked = fragments;
@@ -30,21 +32,21 @@ impl Sent {
     }
 }
 
-/// Whether an ask is sent because nothing is heard, or because of a gap.
+/// Whether an ask is sent because nothing arrives (true), or because of a gap (false).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stalled(pub(super) bool);
 
-/// A probe that was sent, and no wait has come since.
+/// A probe that was sent and has no answering wait yet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Probe {
     pub(super) at: Time,
-    /// The first window that had not been sent then, nor at an earlier one without an answer.
+    /// The first window that had not been sent at this probe, or at an earlier unanswered one.
     pub(super) sent: u64,
 }
 
 impl Probe {
-    /// Notes that an ask has come, which may be the answer. Returns where the windows end that it
-    /// can be about; a later ask is about any.
+    /// Notes that an ask has arrived, which may answer the probe. Returns the position before which
+    /// the windows of such an answer lie. A later ask may be about any window.
     pub(super) const fn answered(&mut self) -> u64 {
         core::mem::replace(&mut self.sent, u64::MAX)
     }

@@ -1,4 +1,4 @@
-//! One stream of a worker: what is scanned, opened, sent, and which results are in.
+//! One stream of a worker: windows scanned, opened and sent, and the results that have arrived.
 
 use alloc::collections::VecDeque;
 use core::ops::Range;
@@ -16,7 +16,7 @@ use crate::time::{Span, Time};
 use crate::waited::Waited;
 use crate::wire::{AskEntries, AskEntry};
 
-/// A window of which some of the result has arrived.
+/// A window whose result has arrived, at least in part.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Arrival {
     pub(super) position: u64,
@@ -28,9 +28,9 @@ pub(super) struct Arrival {
     pub(super) len: usize,
     /// The fragments that must have been sent, since later ones have arrived.
     pub(super) sent: u64,
-    /// What of them was asked for.
+    /// The fragments that were asked for.
     pub(super) asked: Asked,
-    /// What was asked for of the windows between `start` and the arrival before.
+    /// Asks for the windows between the previous arrival and `start`.
     pub(super) gap_asked: Asked,
 }
 
@@ -40,17 +40,17 @@ impl Arrival {
     }
 }
 
-/// What to ask for of a window of which some has arrived.
+/// A request for the missing part of an arrival and the gap before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Lack {
     position: u64,
-    /// The windows before it that have results, none of which has arrived.
+    /// The windows before `position` that have results, none of which has arrived.
     gap: Range<u64>,
     fragments: u64,
 }
 
 impl Lack {
-    /// The entries that it takes in an ask.
+    /// Returns how many entries the lack takes in an ask.
     const fn entries(&self) -> usize {
         let gap = match self.gap.end.saturating_sub(self.gap.start) {
             0 => 0,
@@ -67,75 +67,75 @@ pub(super) struct Stream {
     pub(super) lane: u8,
     pub(super) shard: u8,
     pub(super) sequence: Sequence,
-    /// Blocks are known of all windows before this.
+    /// The position before which the non-zero blocks of all windows are known.
     pub(super) scanned: u64,
-    /// Opens have been sent for all windows before this.
+    /// The position before which opens have been sent for all windows.
     pub(super) opened: u64,
-    /// All windows before this that are non-zero have been sent.
+    /// The position before which all non-zero windows have been sent.
     pub(super) sent: u64,
     /// The lowest window that some rank has not acknowledged: the base of the credit.
     pub(super) low: u64,
     /// The first window without a result.
     pub(super) cursor: u64,
-    /// Windows sent and not resulted, in order.
+    /// The windows that were sent and have no result, in order.
     pub(super) in_flight: VecDeque<Sent>,
-    /// How many of them are asked for again.
+    /// How many windows in flight have fragments to send again.
     pub(super) repeats: usize,
-    /// Results beyond the cursor, in order.
+    /// The results beyond the cursor, in order.
     pub(super) arrivals: VecDeque<Arrival>,
-    /// Opens are to be sent again from here.
+    /// The position from which to send opens again.
     pub(super) reopen: Option<u64>,
-    /// Least windows of the next stretch to open; doubles within an op.
+    /// The minimum size in windows of the next stretch; doubles within an op.
     pub(super) stretch: u64,
-    /// Results are to be asked for, and whether because nothing is heard.
+    /// The ask for results to send, if any, and whether it is a probe.
     pub(super) ask: Option<Stalled>,
-    /// All results of windows before this must have been sent.
+    /// The position before which all results must have been sent.
     pub(super) results_sent: u64,
-    /// What was asked for behind the last arrival.
+    /// The asks for windows after the last arrival.
     tail: Tail,
     /// The latest ask for results that was answered.
     pub(super) answered: Answered,
-    /// When something last moved, or was last asked for.
+    /// When the stream last made progress, sent a probe, or was asked for data.
     pub(super) quiet_since: Time,
-    /// Questions since something last moved, and more for each answer that others are waited for.
+    /// Probes since the last progress; a wait that shows no lost result rounds it up to a step.
     pub(super) probes: u32,
-    /// The last of them, until an answer.
+    /// The last probe, until its answer.
     pub(super) probe: Option<Probe>,
-    /// How often nothing has come of all that was sent or asked for again: the path may take small
-    /// datagrams and no others.
+    /// How many repetitions of data or asks in a row brought nothing. Then the path may drop all
+    /// but small datagrams.
     pub(super) fruitless: u32,
-    /// When results were last asked for, and whether the aggregator has said since that it has sent
-    /// them.
+    /// When results were last asked for.
     asked_at: Time,
+    /// Whether the aggregator has reported since then that it has sent them.
     pub(super) is_told: bool,
-    /// Results since the last acknowledgement.
+    /// The results since the last acknowledgement.
     pub(super) unacked: Unacked,
-    /// Bytes of the results of windows.
+    /// The mean size of results per window.
     density: Density,
     pub(super) ack_due: bool,
-    /// Whom it waits for.
+    /// The ranks that the stream waits for.
     pub(super) waited: Waited,
-    /// Results arrive with congestion marks, and the aggregator has not been told.
+    /// Whether results arrive with congestion marks that have not been reported to the aggregator.
     pub(super) congested: bool,
-    /// Sums are kept until every rank has them.
+    /// Whether sums are kept until every rank has them.
     keeps: bool,
-    /// Results are acknowledged also when nothing is waited for.
+    /// Whether results are acknowledged even while none is awaited.
     acks_at_rest: bool,
     pool: u64,
     max_stretch: u64,
 }
 
-/// The windows behind the last arrival whose results were asked for: up to which.
+/// The end of the windows after the last arrival that were asked for, and the asks.
 #[derive(Debug, Clone, Copy, Default)]
 struct Tail {
     to: u64,
     asked: Asked,
 }
 
-/// Results that have not been acknowledged.
+/// The results that have not been acknowledged.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Unacked {
-    /// The first window that is not, with a result or not.
+    /// The first unacknowledged window, with a result or not.
     from: u64,
     bytes: usize,
     since: Option<Time>,
@@ -144,7 +144,7 @@ pub(super) struct Unacked {
 impl Stream {
     pub(super) fn new(lane: u8, shard: u8, config: &Config, now: Time) -> Self {
         let pool = u64::from(config.pool_slots.max(1));
-        // All shards together scan no further ahead than this allows each of them.
+        // The limit on scanning ahead covers all shards together, so each shard gets a part of it.
         let stretch = (Self::MAX_STRETCH / u64::from(config.shards.max(1))).max(1);
         let reach = config.relay.map_or(u64::MAX, |relay| u64::from(relay.slots));
         let stretch = stretch.min(reach / 4).max(1);
@@ -152,8 +152,8 @@ impl Stream {
         Self {
             lane,
             shard,
-            // Those in flight; those between the credit and the cursor, each of which has a result
-            // in a slot; and the last, which stays although it failed.
+            // Room for the ops in flight; for ops between credit and cursor, each of which has a
+            // result in a slot; and for the last op, which stays even if it failed.
             sequence: Sequence::new(usize::from(config.max_ops) + slots + 1, config.first_op),
             scanned: 0,
             opened: 0,
@@ -195,23 +195,23 @@ impl Stream {
         }
     }
 
-    /// Least windows of the first stretch of an op.
+    /// Returns the minimum size in windows of an op's first stretch.
     pub(super) fn min_stretch(&self) -> u64 {
         Self::MIN_STRETCH.min(self.max_stretch)
     }
 
-    /// Slots of the pool.
+    /// Returns the number of slots in the pool.
     pub(super) const fn pool(&self) -> u64 {
         self.pool
     }
 
-    /// Whether there is room for so many more ops.
+    /// Returns whether there is room for `ops` more ops.
     pub(super) fn has_room_for(&mut self, ops: usize) -> bool {
         let cursor = self.cursor;
         self.sequence.make_room_for(ops, |failed| failed.end() <= cursor)
     }
 
-    /// Appends an op. There is room for it.
+    /// Appends an op. The caller has checked that there is room.
     pub(super) fn push(&mut self, now: Time, op: OpId, descriptor: &Descriptor, stripe: Stripe) {
         if self.cursor == self.sequence.end() {
             self.quiet_since = now;
@@ -220,7 +220,7 @@ impl Stream {
         self.sequence.push(op, descriptor, stripe);
     }
 
-    /// Moves `scanned` as far as the ops are, given how many windows of an op are scanned.
+    /// Advances `scanned`; `scanned_of` returns how many windows of an op are scanned.
     pub(super) fn note_scanned(&mut self, scanned_of: impl Fn(OpId) -> u32) {
         while let Some(entry) = self.sequence.at(self.scanned) {
             let scanned = if entry.failed {
@@ -235,8 +235,8 @@ impl Stream {
         }
     }
 
-    /// Skips an op that failed, and forgets what was in flight for it: `forgotten` is told how
-    /// much.
+    /// Skips a failed op and forgets what was in flight for it. Calls `forgotten` with the bytes of
+    /// each window that may still be on the path.
     pub(super) fn fail(&mut self, op: OpId, mut forgotten: impl FnMut(usize)) {
         let Some(failed) = self.sequence.get(op).map(|entry| entry.base..entry.end()) else {
             return;
@@ -255,7 +255,7 @@ impl Stream {
         self.skip_failed();
     }
 
-    /// Moves every position that lies in a failed op past it.
+    /// Moves every position that lies in a failed op past that op.
     pub(super) fn skip_failed(&mut self) {
         let Self { sequence, scanned, opened, sent, cursor, low, .. } = self;
         if sequence.has_failed() {
@@ -268,9 +268,9 @@ impl Stream {
         self.settle();
     }
 
-    /// Drops results that lie before the cursor, and ops that lie before the credit as well: its
-    /// base may still be named by a window of an op that ended here. What lies before either has
-    /// no use for this rank's share, sent or not.
+    /// Drops results before the cursor, and ops before both the cursor and the credit: the credit
+    /// may still name a window of an op that ended here. Also moves `sent` on, since windows before
+    /// the cursor or the credit do not need this rank's share.
     fn settle(&mut self) {
         self.sent = self.sent.max(self.cursor.max(self.low).min(self.opened));
         while self.arrivals.front().is_some_and(|arrival| arrival.position < self.cursor) {
@@ -280,14 +280,14 @@ impl Stream {
         while self.sequence.settle_before(done).is_some() {}
     }
 
-    /// Whether the sum of a window has arrived.
+    /// Returns whether the sum of a window has arrived.
     pub(super) fn is_summed(&self, position: u64) -> bool {
         let found = self.arrivals.binary_search_by_key(&position, |arrival| arrival.position);
         position < self.cursor || found.is_ok_and(|i| self.arrivals[i].complete())
     }
 
-    /// Repeats nothing of a window whose sum has arrived: no shard lacks it any more, and in its
-    /// place in the tensor lies the sum, which may be of other blocks.
+    /// Cancels the repetitions of a window whose sum has arrived. No shard lacks the window any
+    /// more, and the tensor now holds the sum, which may have other blocks.
     pub(super) fn forget_repeats(&mut self, position: u64) {
         let sent = self.in_flight.binary_search_by_key(&position, |sent| sent.position);
         if let Ok(i) = sent {
@@ -296,8 +296,8 @@ impl Stream {
         }
     }
 
-    /// Takes the lowest window that some rank has not acknowledged (wire: W-33). Returns whether it
-    /// is another than before.
+    /// Updates the lowest window that some rank has not acknowledged (wire: W-33). Returns whether
+    /// it moved.
     pub(super) fn handle_low(&mut self, low: WindowId) -> bool {
         let low = self.sequence.position_from(low);
         let moves = low > self.low;
@@ -308,8 +308,8 @@ impl Stream {
         moves
     }
 
-    /// Moves the cursor over results that are complete. Returns the op whose last window it
-    /// passed, if it did; call again until `None`.
+    /// Moves the cursor over complete results. Returns an op once the cursor passes its last
+    /// window; call again until `None`.
     pub(super) fn advance(&mut self, now: Time) -> Option<OpId> {
         loop {
             let first = *self.arrivals.front()?;
@@ -333,7 +333,7 @@ impl Stream {
         }
     }
 
-    /// Needs no result of windows before `position`, nor need anybody be told of them.
+    /// Skips the windows before `position`: they need no results and no opens.
     pub(super) fn pass(&mut self, position: u64) {
         let Self { cursor, scanned, opened, sent, .. } = self;
         for at in [cursor, scanned, opened, sent] {
@@ -342,56 +342,56 @@ impl Stream {
         self.skip_failed();
     }
 
-    /// The acknowledgement to write into a header; it is owed no more (wire: W-32).
+    /// Returns the acknowledgement to write into a header, and marks it as sent (wire: W-32).
     pub(super) fn acknowledge(&mut self) -> WindowId {
         self.unacked = Unacked { from: self.cursor, bytes: 0, since: None };
         self.ack_due = false;
         self.sequence.window(self.cursor)
     }
 
-    /// Notes that the next window has no slot, which only acknowledgements free: this rank's comes
-    /// at once if nothing else of its own will take it along.
+    /// Notes that the next window has no slot, which only acknowledgements free. Schedules this
+    /// rank's acknowledgement at once if it has no data in flight.
     pub(super) fn note_no_slot(&mut self) {
         self.ack_due |= self.in_flight.is_empty() && self.unacked.from < self.cursor;
     }
 
-    /// About how many bytes of results are still to come.
+    /// Estimates how many bytes of results are still to come.
     pub(super) fn backlog(&self) -> u64 {
         self.density.of(self.sequence.end() - self.cursor)
     }
 
-    /// Whether results are awaited.
+    /// Returns whether results are awaited.
     pub(super) fn awaits(&self) -> bool {
         self.cursor < self.opened
     }
 
-    /// Whether sums are kept of which it is not known that every rank has them.
+    /// Returns whether this rank keeps sums that some rank may lack.
     fn is_unsettled(&self) -> bool {
         self.keeps && self.low < self.cursor
     }
 
-    /// Keeps nothing for others any more.
+    /// Stops keeping sums for other ranks.
     pub(super) fn forget_kept(&mut self) {
         self.keeps = false;
     }
 
-    /// Whether a silence is to be ended by a question.
+    /// Returns whether to probe after a silence.
     fn listens(&self) -> bool {
         self.awaits() || self.is_unsettled()
     }
 
-    /// Whether results are to be acknowledged although there are few of them.
+    /// Returns whether to acknowledge even a few results after a delay.
     fn acknowledges(&self) -> bool {
         self.awaits() || self.acks_at_rest
     }
 
-    /// When the silence has lasted too long. While results of other streams come in, those of this
-    /// one may wait behind them: then `heard`, when the last came, puts the probe off for a while.
+    /// Returns when to probe. Results may queue behind those of other streams, so the last result
+    /// of any stream, at `heard`, puts the probe off by up to twice the patience.
     fn probe_at(&self, path: &Path, heard: Time) -> Time {
         let patience = path.patience(self.probes / Self::PROBES_A_STEP);
         let patience = match self.probes {
             probes if self.awaits() || probes == 0 => patience,
-            // Nobody waits for it.
+            // No result is awaited, so the probe is not urgent.
             probes => {
                 let longer = Self::REST_PATIENCE.0 << probes.min(Self::REST_STEPS);
                 Span(patience.0.max(longer))
@@ -402,7 +402,7 @@ impl Stream {
         self.quiet_since.max(heard.min(most)) + patience
     }
 
-    /// How long the next repetition is put off, after several of which nothing came.
+    /// Returns the delay before the next repetition, after several that brought nothing.
     fn fruitless_pause(&self) -> Span {
         match self.fruitless.checked_sub(Self::FRUITLESS) {
             None => Span::ZERO,
@@ -435,8 +435,8 @@ impl Stream {
         }
     }
 
-    /// Whether results are lost that are to be asked for now: the first of them holds up all
-    /// others, or enough has gathered (wire: W-38).
+    /// Returns whether to ask for lost results now: the first lost one holds up all others, or
+    /// enough windows lack some (wire: W-38).
     pub(super) fn is_to_ask(&self, now: Time, asks: &Rtt) -> bool {
         let first = self.lacking(now, asks).enumerate().find(|(_, lack)| lack.entries() > 0);
         first.is_some_and(|(at, lack)| {
@@ -444,15 +444,15 @@ impl Stream {
         }) || self.lack_of_tail(now, asks).entries() > 0
     }
 
-    /// The same of the first arrival alone.
+    /// Returns whether to ask now for lost fragments of the first arrival.
     pub(super) fn is_to_ask_of_first(&self, now: Time, asks: &Rtt) -> bool {
         let first = self.arrivals.front();
         first.is_some_and(|first| self.lack(first, 0..0, now, asks).entries() > 0)
     }
 
-    /// What results to ask for: those that must have been lost, but for what is asked for and may
-    /// still come. When `stalled`, also for a sign of what else there is: if it is on its way, the
-    /// sign comes behind it, and nothing is sent in vain.
+    /// Returns the entries of an ask: results that must have been lost, except those whose answer
+    /// may still arrive. If `stalled`, adds a request for a wait, which arrives behind all results
+    /// on the path, so that no result is repeated needlessly.
     pub(super) fn missing<'a>(
         &'a self,
         now: Time,
@@ -466,7 +466,7 @@ impl Stream {
         self.lacking(now, asks)
             .chain([self.lack_of_tail(now, asks)])
             .flat_map(move |Lack { position, gap, fragments }| {
-                // All that is known of a gap is its last window, and that it may hold more.
+                // A gap is known only by its last window, and may hold more results.
                 let last = (!gap.is_empty()).then(|| gap.end - 1);
                 let more = last.filter(|last| *last > gap.start).map(|_| entry(gap.start, 0));
                 let last = last.map(|last| entry(last, u64::MAX));
@@ -476,7 +476,7 @@ impl Stream {
             .chain(stalled.then(|| entry(self.cursor, 0)))
     }
 
-    /// Notes that what [`Self::missing`] names is asked for, as far as it fits an ask.
+    /// Notes that the entries of [`Self::missing`] were asked for, as many as fit an ask.
     pub(super) fn note_asked(&mut self, now: Time, asks: &Rtt) {
         let mut room = AskEntries::MAX;
         let mut expected = self.cursor;
@@ -516,12 +516,12 @@ impl Stream {
         })
     }
 
-    /// The first window behind the last arrival.
+    /// Returns the first window after the last arrival.
     fn tail_start(&self) -> u64 {
         self.arrivals.back().map_or(self.cursor, |last| last.position + 1)
     }
 
-    /// What to ask for behind the last arrival, of which nothing is known but that it was sent.
+    /// Returns what to ask for after the last arrival: results that were sent and never arrived.
     fn lack_of_tail(&self, now: Time, asks: &Rtt) -> Lack {
         let start = self.tail_start();
         let Tail { to, asked } = self.tail;
@@ -531,7 +531,7 @@ impl Stream {
         Lack { position: start, gap: start..self.results_sent.max(start), fragments: 0 }
     }
 
-    /// What to ask for of a window and of the gap before it.
+    /// Returns what to ask for of an arrival and of the gap before it.
     fn lack(&self, arrival: &Arrival, gap: Range<u64>, now: Time, asks: &Rtt) -> Lack {
         let Arrival { position, all, have, sent, asked, gap_asked, .. } = *arrival;
         if self.is_held_back(now) {
@@ -545,14 +545,14 @@ impl Stream {
         Lack { position, gap: if due { gap } else { 0..0 }, fragments }
     }
 
-    /// Whether nothing is asked for again yet, since nothing came of it several times.
+    /// Returns whether asks are delayed because several in a row brought nothing.
     fn is_held_back(&self, now: Time) -> bool {
         now.since(self.asked_at) < self.fruitless_pause()
     }
 
-    /// Notes that a probe was answered, behind all results of windows before `end`. Returns whether
-    /// none of them is missing: then it is others that are waited for, and that may take long. A
-    /// probe without an answer may just be lost, which makes less patient.
+    /// Handles the answer to a probe: all results of windows before `end` have been sent. Returns
+    /// true if none of them is missing. The stream then waits for other ranks, so its patience
+    /// grows more than after an unanswered probe, which may just be lost.
     pub(super) fn note_wait(&mut self, now: Time, end: WindowId, asks: &Rtt) -> bool {
         let end = self.sequence.position_from(end).min(self.opened);
         self.results_sent = self.results_sent.max(end);
@@ -561,8 +561,8 @@ impl Stream {
             self.probes = (self.probes / Self::PROBES_A_STEP + 1) * Self::PROBES_A_STEP;
             return true;
         }
-        // What is lost waits for nobody. But the answer to another probe may still come, so the
-        // next is not the first.
+        // Lost results are urgent. `probes` is 1, not 0: an answer to another probe may still
+        // arrive, so the next probe must not count as the first.
         self.probes = 1;
         self.is_told = true;
         if self.is_to_ask(now, asks) {
@@ -571,8 +571,8 @@ impl Stream {
         false
     }
 
-    /// What was asked for of the window at `position`, of which nothing has arrived, and of those
-    /// behind the last arrival before it.
+    /// Returns the asks that cover the window at `position`, which had not arrived, and those that
+    /// cover the gap between the last arrival and the window.
     pub(super) fn asked_behind(&self, position: u64) -> (Asked, Asked) {
         match self.tail {
             Tail { to, asked } if position < to => (asked, Asked::default()),
@@ -581,20 +581,20 @@ impl Stream {
         }
     }
 
-    /// Until a rank that waits for nothing asks again if all have what it has; doubles so often.
+    /// The base probe interval at rest; doubles with each probe, up to `REST_STEPS` times.
     const REST_PATIENCE: Span = Span::from_millis(8);
     const REST_STEPS: u32 = 7;
-    /// From so many fruitless repetitions on the next is put off so long, doubling up to a second.
+    /// Fruitless repetitions after which the next is delayed; the delay doubles up to a second.
     const FRUITLESS: u32 = 3;
     const FRUITLESS_PATIENCE: Span = Span::from_millis(32);
-    /// This many probes without an answer double the patience once.
+    /// How many probes without an answer double the patience once.
     const PROBES_A_STEP: u32 = 4;
-    /// Windows sent at first in an op; stretches double up to [`Self::MAX_STRETCH`].
+    /// Windows in the first stretch of an op; stretches double up to [`Self::MAX_STRETCH`].
     const MIN_STRETCH: u64 = 4;
-    /// Stretches grow no further: opening in larger pieces would save nothing worth the wait.
+    /// The maximum stretch: opening larger ones would save too little to justify the wait.
     const MAX_STRETCH: u64 = 64;
-    /// A result is acknowledged this late at the latest.
+    /// The maximum delay before a result is acknowledged.
     const MAX_ACK_DELAY: Span = Span::from_millis(1);
-    /// This many bytes of results are acknowledged at once.
+    /// How many unacknowledged bytes of results trigger an acknowledgement at once.
     const MAX_UNACKED_BYTES: usize = 4 * WINDOW_BYTES;
 }

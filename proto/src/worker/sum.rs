@@ -1,5 +1,5 @@
-//! A worker whose contributions are the sums of ranks below: it is one of an aggregator that has a
-//! parent.
+//! A worker that belongs to an aggregator with a parent: it contributes the sums of the ranks
+//! below.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -12,18 +12,18 @@ use crate::observer::Observer;
 use crate::time::{Span, Time};
 use crate::wire::{Disagreement, Header, Kind, MissingRanks};
 
-/// An op that failed below.
+/// A failed op of the ranks below.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Failure {
     op: OpId,
     lane: u8,
     why: Disagreement,
-    /// When it was last said.
+    /// When the failure was last sent.
     said_at: Option<Time>,
 }
 
 impl Failure {
-    /// When it is to be said again: until the parent says it as well.
+    /// Returns when to send the failure again. It repeats until the parent sends a fail as well.
     pub(super) fn due(&self) -> Time {
         self.said_at.map_or(Time(0), |at| at + Self::PATIENCE)
     }
@@ -31,28 +31,28 @@ impl Failure {
     const PATIENCE: Span = Span::from_millis(10);
 }
 
-/// Whom ops wait for below, to be said to the parent.
+/// The ranks that ops wait for below, to report to the parent.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
-    /// The lane whose ranks are asked for next.
+    /// The lane that [`Worker::poll_waits`] returns next.
     lane: Option<u8>,
-    /// The lane that is to be said of, and what.
+    /// The lane of the wait in `said`, until it is sent.
     of: Option<u8>,
     said: Vec<(Rank, Span)>,
     said_at: Time,
 }
 
 impl Waits {
-    /// How often it is said.
+    /// The interval between reports.
     const PATIENCE: Span = Span::from_millis(200);
 }
 
 impl Worker {
-    /// Starts an op under the number that it has for the ranks whose sum this is: it is scanned as
-    /// their contributions are folded. Ops of different lanes may start in any order.
+    /// Starts an op under the number that it has at the ranks below. Its windows count as scanned
+    /// when their contributions are folded. Ops of different lanes may start in any order.
     ///
     /// # Errors
-    /// As [`Self::submit`].
+    /// Returns the same errors as [`Self::submit`].
     pub fn submit_sum(
         &mut self,
         now: Time,
@@ -65,20 +65,20 @@ impl Worker {
         Ok(())
     }
 
-    /// The ops in flight, with their lanes.
+    /// Returns the ops in flight, with their lanes.
     pub fn sums(&self) -> impl Iterator<Item = (OpId, u8)> + '_ {
         self.ops.iter().filter(|op| !op.ended).map(|op| (op.id, op.descriptor.lane))
     }
 
-    /// Gives up an op that no rank below has any use for.
+    /// Drops an op that no rank below needs any more.
     pub fn drop_sum(&mut self, op: OpId, observer: &mut impl Observer) {
         self.fail(op, OpError::Ended { why: "the ranks have dropped it".into() }, observer);
     }
 
-    /// Fails an op that the ranks below disagree on, and sees to it that the parent hears of it.
+    /// Fails an op that the ranks below disagree about, and queues a report to the parent.
     pub fn fail_sum(&mut self, op: OpId, why: Disagreement, observer: &mut impl Observer) {
         let Disagreement { one, other } = why;
-        // What aggregators below say may name any.
+        // The lane comes from the aggregators below, so it may not exist here.
         let lane = if one.1.lane < self.config.lanes { one.1.lane } else { 0 };
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
         if self.failures.len() < usize::from(self.config.max_ops) {
@@ -86,12 +86,12 @@ impl Worker {
         }
     }
 
-    /// Notes that the parent has heard that an op failed.
+    /// Stops reporting the failure of an op, since the parent has confirmed it.
     pub(super) fn note_failure_heard(&mut self, op: OpId) {
         self.failures.retain(|failure| failure.op != op);
     }
 
-    /// Says that an op failed below.
+    /// Writes a fail for an op that failed below.
     pub(super) fn write_failure(&mut self, now: Time, out: &mut [u8]) -> Option<Transmit> {
         let Relay { shard, .. } = self.config.relay?;
         let failure = self.failures.iter_mut().find(|failure| failure.due() <= now)?;
@@ -103,20 +103,20 @@ impl Worker {
         Some(self.finish(at, header, Disagreement::LEN, out))
     }
 
-    /// A lane with ops in flight, if it is time to say whom they wait for below: the driver tells
-    /// [`Self::say_waits`]. Poll until `None`.
+    /// Returns the next lane to report waits of, if a report is due. The driver answers with
+    /// [`Self::say_waits`], and polls until `None`.
     pub fn poll_waits(&mut self) -> Option<u8> {
         let (lane, lanes) = (self.waits.lane?, self.config.lanes);
         if self.waits.of.is_some() {
-            // What was said of another is yet to be sent.
+            // The wait of another lane has not been sent yet.
             return None;
         }
         self.waits.lane = (lane + 1 < lanes).then_some(lane + 1);
         Some(lane)
     }
 
-    /// Tells the parent whom the ops of a lane wait for below, and how long nothing was heard of
-    /// each.
+    /// Queues a wait to the parent: the ranks that a lane waits for below, and how long each has
+    /// been silent.
     pub fn say_waits(&mut self, lane: u8, ranks: impl Iterator<Item = (Rank, Span)>) {
         let Waits { said, .. } = &mut self.waits;
         said.clear();
@@ -124,7 +124,7 @@ impl Worker {
         self.waits.of = (!self.waits.said.is_empty()).then_some(lane);
     }
 
-    /// When it is time to say whom ops wait for below.
+    /// Returns when the next report of the awaited ranks below is due.
     pub(super) fn waits_due(&self) -> Time {
         let any = self.config.relay.is_some() && self.sums().next().is_some();
         if any { self.waits.said_at + Waits::PATIENCE } else { Time::NEVER }
@@ -137,7 +137,7 @@ impl Worker {
         }
     }
 
-    /// Says whom ops wait for below.
+    /// Writes a wait that names the awaited ranks below.
     pub(super) fn write_waits(&mut self, out: &mut [u8]) -> Option<Transmit> {
         let (Relay { shard, .. }, lane) = (self.config.relay?, self.waits.of.take()?);
         let at = self.config.stream(lane, shard);
@@ -147,15 +147,15 @@ impl Worker {
         Some(self.finish(at, header, len, out))
     }
 
-    /// In a lane and shard: the first window that may have a result that has not come, and the
-    /// lowest that some rank has not acknowledged.
+    /// Returns the progress in a lane and shard: the first window whose result may be missing, and
+    /// the lowest window that some rank has not acknowledged.
     #[must_use]
     pub fn reached(&self, lane: u8, shard: u8) -> (WindowId, WindowId) {
         let stream = &self.streams[self.config.stream(lane, shard)];
         (stream.sequence.window(stream.cursor), stream.sequence.window(stream.low))
     }
 
-    /// Whom a lane of a shard waits for, and how long nothing was heard of each.
+    /// Returns the ranks that a lane of a shard waits for, and how long each has been silent.
     #[must_use]
     pub fn waits(&self, now: Time, lane: u8, shard: u8) -> &[(Rank, Span)] {
         self.streams[self.config.stream(lane, shard)].waited.ranks(now)

@@ -29,7 +29,7 @@ fn worker() -> Worker {
     Worker::new(config(), Time(0))
 }
 
-/// The ops that are opened by what the machine has to send.
+/// Returns the ops in the opens that the machine sends.
 fn opened(worker: &mut Worker) -> Vec<OpId> {
     let mut out = [0xa5; Header::LEN + 1408];
     let mut ops = Vec::new();
@@ -43,7 +43,7 @@ fn opened(worker: &mut Worker) -> Vec<OpId> {
     ops
 }
 
-/// Which window is acknowledged by a datagram that says nothing else.
+/// Returns the window that a pure ack names, if the machine sends one.
 fn acknowledged(worker: &mut Worker) -> Option<u32> {
     let mut out = [0xa5; Header::LEN + 1408];
     let mut acked = None;
@@ -57,13 +57,13 @@ fn acknowledged(worker: &mut Worker) -> Option<u32> {
     acked
 }
 
-/// Starts an op on windows of which these blocks are not zero.
+/// Starts an op with one window for each mask of non-zero blocks.
 fn submit(worker: &mut Worker, masks: &[u64]) -> OpId {
     let descriptor = Descriptor::sum(masks.len() as u64 * 60 * 256, DType::F32);
     worker.submit_scanned(Time(0), descriptor, masks.to_vec(), Span::from_secs(1)).unwrap()
 }
 
-/// The result of a window comes, one block; nobody has acknowledged anything of its op.
+/// Delivers the one-block result of a window, while no rank has acknowledged any window of the op.
 fn arrive(worker: &mut Worker, window: WindowId, previous: u32) {
     let header = Header {
         kind: Kind::Result,
@@ -87,7 +87,7 @@ fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
     let first = worker.submit(Time(0), large, timeout).unwrap();
     let small = Descriptor::sum(1, DType::F32);
     let second = worker.submit_scanned(Time(0), small, vec![1], timeout).unwrap();
-    // Of the first op only a part is scanned, and nothing of it will be scanned any more.
+    // Only part of the first op is scanned, and the rest never will be.
     for _ in 0..10 {
         let scan = worker.poll_scan().unwrap();
         worker.handle_scanned(scan, 1);
@@ -111,7 +111,7 @@ fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
 #[test]
 fn a_run_of_empty_windows_does_not_hold_up_the_scan() {
     const WINDOWS: u32 = 5000;
-    // Data in no window, in the first and in the last.
+    // Data in no window, in the first, and in the last.
     for filled in [None, Some(0), Some(WINDOWS - 1)] {
         let mut worker = worker();
         let large = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
@@ -165,14 +165,14 @@ fn windows_of_zeros_count_for_acknowledgements_as_they_do_for_the_pool() {
     assert_eq!(opened(&mut worker), [op]);
     arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
     assert_eq!(acknowledged(&mut worker), None);
-    // Of another rank; with it, more than a quarter of the pool is done.
+    // This window belongs to another rank. With it, more than a quarter of the pool is done.
     arrive(&mut worker, WindowId::new(op, 5), 0);
     assert_eq!(acknowledged(&mut worker), Some(6));
 }
 
 #[test]
 fn a_rank_that_the_pool_stops_acknowledges_at_once() {
-    // A quarter of the pool is more than what comes.
+    // The test receives less than a quarter of the pool, so only the missing slot triggers the ack.
     let mut worker = Worker::new(Config { pool_slots: 16, ..config() }, Time(0));
     let mut masks = [0; 20];
     (masks[0], masks[17]) = (1, 1);

@@ -1,4 +1,4 @@
-//! What a worker has to say, and to which shard.
+//! The messages of a worker, and the shards that they go to.
 
 use super::sent::{Probe, Sent, Stalled};
 use super::{Config, Worker, find};
@@ -8,14 +8,14 @@ use crate::observer::{Event, Observer};
 use crate::time::Time;
 use crate::wire::{AskEntries, Flags, Header, Kind, Opening};
 
-/// Something to send now.
+/// A datagram or a set of fragments to send now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transmit {
     /// The first `len` bytes of the buffer.
     Datagram {
-        /// The shard it is for.
+        /// The shard that the datagram goes to.
         shard: u8,
-        /// Its length.
+        /// The datagram's length.
         len: usize,
     },
     /// Fragments of a window.
@@ -25,24 +25,25 @@ pub enum Transmit {
 /// Fragments of a window's packed non-zero blocks, which the driver gathers from the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataFragments {
-    /// The shard they are for.
+    /// The shard that the fragments go to.
     pub shard: u8,
     /// Bytes of the whole packed payload.
     pub len: usize,
-    /// How it is cut.
+    /// How the payload is cut.
     pub cut: Fragmentation,
     /// The fragments to send.
     pub fragments: u64,
-    /// Their header but for length and fragment number; it names the window and its blocks.
+    /// The header of each fragment, except for length and fragment number. It names the window and
+    /// its blocks.
     pub header: Header,
-    /// They are of the window's sum, which other ranks lack, and not of this rank's share of it.
+    /// Whether the payload is the window's sum, which other ranks lack, and not this rank's share.
     pub held: bool,
 }
 
 impl Worker {
-    /// The next thing to send: lanes in priority order, shards in turn, so that a driver that
-    /// cannot send all at once keeps all of them busy. Datagrams are written into `out`, which
-    /// has room for one of the job's; poll until `None`.
+    /// Returns the next thing to send. Lanes go in priority order and shards in turn, so that all
+    /// shards stay busy even if the driver cannot send everything at once. Writes datagrams into
+    /// `out`, which has room for one of the job's datagrams. The driver polls until `None`.
     pub fn poll_transmit(
         &mut self,
         now: Time,
@@ -69,11 +70,11 @@ impl Worker {
         })
     }
 
-    /// An open: one asked for again, or the next stretch once it is long enough, or the op is
-    /// scanned to its end.
+    /// Writes an open: one that was asked for again, or the next stretch once it is long enough or
+    /// ends its op.
     fn write_open(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
         let stream = &mut self.streams[at];
-        // The results of windows before the cursor are here: their opens were heard.
+        // The results of windows before the cursor have arrived, so the opens have arrived too.
         let (from, to) = match stream.reopen.map(|from| from.max(stream.cursor)) {
             Some(from) if from < stream.opened => (from, stream.opened),
             _ => {
@@ -81,7 +82,7 @@ impl Worker {
                 let from = stream.opened;
                 let entry = stream.sequence.at(from)?;
                 if entry.failed {
-                    // Before its turn came.
+                    // The op failed before any of it was opened.
                     stream.skip_failed();
                     return self.write_open(at, out);
                 }
@@ -91,7 +92,8 @@ impl Worker {
                 // wire: W-35
                 let reach = stream.low + crate::wire::OPEN_AHEAD;
                 let to = stream.scanned.min(entry.end()).min(reach);
-                // Sums below may stop to come until there is a result of those before.
+                // A relay that awaits no result must not wait for a full stretch: further sums may
+                // need earlier results first.
                 let waits = self.config.relay.is_none() || stream.awaits();
                 let short = waits && to < entry.end() && to < from + stream.stretch;
                 if short || to <= from {
@@ -126,7 +128,7 @@ impl Worker {
         Some(self.finish(at, header, len, out))
     }
 
-    /// Fragments that the aggregator asked for again.
+    /// Returns the next fragments to send again, as the aggregator asked.
     fn repeat(&mut self, at: usize, observer: &mut impl Observer) -> Option<Transmit> {
         let stream = &mut self.streams[at];
         if stream.repeats == 0 {
@@ -135,14 +137,15 @@ impl Worker {
         let sent = stream.in_flight.iter_mut().find(|sent| sent.again != 0)?;
         let (position, fragments) = (sent.position, core::mem::take(&mut sent.again));
         stream.repeats -= 1;
-        // What failed is in flight no more.
+        // A failed op has no windows in flight.
         let window = stream.sequence.at(position)?.window(position);
         self.counters.fragments_again += u64::from(fragments.count_ones());
         observer.on_event(&Event::Again { window, fragments });
         Some(self.data(at, window, fragments, Flags::AGAIN))
     }
 
-    /// The next non-zero window, if the pool has a slot for it and the path room.
+    /// Returns the next non-zero window, if the pool has a slot for it and congestion control
+    /// admits it.
     fn send_next(&mut self, now: Time, at: usize) -> Option<Transmit> {
         let (window, len) = loop {
             let stream = &mut self.streams[at];
@@ -165,12 +168,12 @@ impl Worker {
             let len = entry.geometry.payload_len(window.index, mask);
             let path = &self.paths[usize::from(self.streams[at].shard)];
             // wire: W-28
-            // Each stream may always have its lowest window in flight. Without that, two ranks
-            // could fill their paths with windows of different lanes, each waiting for the other.
+            // Each stream may always have its lowest window in flight. Otherwise two ranks could
+            // fill their paths with windows of different lanes, and each would wait for the other.
             let in_flight = self.streams[at].in_flight.len() as u64;
             let admitted = in_flight == 0 || path.congestion.admits(len);
-            // The aggregator may have moved on over an op of whose failure this rank is yet to
-            // hear: its windows count all the same.
+            // The aggregator may have skipped a failed op before this rank received the failure.
+            // The op's windows still count here.
             if position >= low + pool {
                 self.streams[at].note_no_slot();
                 return None;
@@ -198,8 +201,7 @@ impl Worker {
         Some(self.data(at, window, u64::MAX, Flags::NONE))
     }
 
-    /// Goes past the next window of a stream, so that those behind it are scanned; returns its
-    /// position.
+    /// Passes the next window of a stream, so that more windows are scanned. Returns its position.
     fn pass(&mut self, at: usize, window: WindowId) -> u64 {
         if let Some(op) = self.op_mut(window.op) {
             op.passed = op.passed.max(window.index + 1);
@@ -222,7 +224,7 @@ impl Worker {
         Transmit::Data(DataFragments { shard: header.shard, len, cut, fragments, header, held })
     }
 
-    /// Asks for results that are missing, or for a word of what is awaited.
+    /// Writes an ask for missing results, or a probe.
     fn write_ask(
         &mut self,
         now: Time,
@@ -240,7 +242,7 @@ impl Worker {
         }
         stream.note_asked(now, asks);
         if stalled {
-            // The answer to an earlier one may be on its way.
+            // An earlier probe may still be answered.
             let unanswered = stream.probe.map_or(u64::MAX, |probe| probe.sent);
             stream.probe = Some(Probe { at: now, sent: stream.sent.min(unanswered) });
         }
@@ -260,7 +262,7 @@ impl Worker {
         Some(self.finish(at, header, 0, out))
     }
 
-    /// Writes the header before a body of `len` bytes.
+    /// Writes the header in front of a body of `len` bytes.
     pub(super) fn finish(
         &mut self,
         at: usize,

@@ -1,4 +1,4 @@
-//! What an aggregator has to do with data, and to give for it.
+//! How an aggregator handles data and sends results.
 
 use racksum_proto::aggregator::{Aggregation, Recipient, Verdict};
 use racksum_proto::descriptor::Descriptor;
@@ -161,7 +161,7 @@ fn a_result_is_kept_until_every_rank_acknowledged_it() {
     for index in 0..4 {
         shard.finish(window(0, index));
     }
-    // A rank cannot have results that are not there.
+    // A rank cannot acknowledge results that do not exist yet.
     shard.take(&ack(0, window(9, 9)));
     shard.take(&ack(1, window(0, 3)));
     for index in 4..7 {
@@ -175,7 +175,7 @@ fn a_result_is_kept_until_every_rank_acknowledged_it() {
     assert_eq!((to, header.window), (Recipient::Rank(Rank(0)), window(0, 5)));
     assert!(header.flags.has(Flags::AGAIN));
     assert_eq!(fragments, 1u64.to_be_bytes());
-    // An older acknowledgement that comes late takes nothing back.
+    // An older acknowledgement that arrives late changes nothing.
     shard.take(&ack(0, window(0, 7)));
     shard.take(&ack(1, window(0, 7)));
     shard.take(&ack(1, window(0, 2)));

@@ -1,4 +1,4 @@
-//! What an aggregator has to answer.
+//! How an aggregator answers asks.
 
 use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
@@ -18,12 +18,12 @@ fn an_ask_is_answered_with_what_it_takes() {
     let start = window(0, 0);
     let probe = ask(0, start, &everything_from(start));
 
-    // The rank's own open is missing.
+    // The aggregator lacks the rank's own open.
     shard.take(&probe);
     let (_, body) = shard.says_to(0, Kind::Ask);
     assert_eq!(entries(&body), everything_from(start));
 
-    // The other rank's is.
+    // The aggregator lacks the other rank's open.
     shard.unheard.clear();
     shard.now = Time(2_000_000_000);
     shard.take(&open(0, 0, 0, &sum(2), None, &[true; 2]));
@@ -32,7 +32,7 @@ fn an_ask_is_answered_with_what_it_takes() {
     assert_eq!(header.window, start);
     assert_eq!(names(&body), [(Rank(1), Span::from_secs(2))]);
 
-    // Its own data is.
+    // The aggregator lacks the rank's own data.
     shard.unheard.clear();
     shard.take(&open(1, 0, 0, &sum(2), None, &[true; 2]));
     shard.take(&probe);
@@ -41,7 +41,7 @@ fn an_ask_is_answered_with_what_it_takes() {
     let lacks = [0, 1].map(|index| AskEntry { window: window(0, index), fragments: all });
     assert_eq!(entries(&body), lacks);
 
-    // The result is there: a sign of it comes behind it, whatever the rank owes.
+    // The result exists, so a wait shows it, although the rank owes the next window.
     shard.finish(start);
     shard.said();
     shard.take(&probe);
@@ -49,7 +49,7 @@ fn an_ask_is_answered_with_what_it_takes() {
     assert_eq!(header.window, window(0, 1));
     assert_eq!(names(&body), [(Rank(1), Span::ZERO)]);
 
-    // The op failed.
+    // The op has failed.
     shard.take(&open(1, 0, 0, &sum(3), None, &[true; 3]));
     shard.said();
     shard.take(&probe);
@@ -73,9 +73,9 @@ fn a_wait_names_others_than_the_rank_that_asks() {
         shard.unheard.clear();
         names(&body).iter().map(|(rank, _)| *rank).collect::<Vec<_>>()
     };
-    // Neither has opened anything.
+    // Neither rank has opened the op.
     assert_eq!(missing(&mut shard), [Rank(1)]);
-    // Nobody else is waited for.
+    // The aggregator waits for no other rank than the one that asks.
     shard.take(&open(1, 0, 0, &sum(1), None, &[true]));
     assert_eq!(missing(&mut shard), [Rank(0)]);
 }
@@ -89,7 +89,7 @@ fn a_wait_promises_no_result_of_windows_that_nobody_owes() {
     shard.said();
     for from in [window(0, 0), window(0, 1)] {
         shard.take(&ask(0, from, &everything_from(from)));
-        // The rank's own data of the last window is asked for, or there is a wait.
+        // The aggregator asks for the rank's own data of the last window, or sends a wait.
         let said = shard.said();
         let waits = said.iter().filter(|(_, header, _)| header.kind == Kind::Wait);
         let windows: Vec<_> = waits.map(|(_, header, _)| header.window).collect();
@@ -113,7 +113,7 @@ fn a_wait_names_the_ranks_that_keep_the_pool_full() {
     assert_eq!(names(&body), [(Rank(1), Span::ZERO)]);
 }
 
-/// A shard with 128 results of which nobody has acknowledged any.
+/// Returns a shard that holds 128 results, none of them acknowledged.
 fn of_many_results() -> Shard {
     let config = aggregator::Config { pool_slots: 128, ..shard(0, 1) };
     let mut shard = Shard::of(Aggregation::new(config, Time(0)));
@@ -160,7 +160,7 @@ fn an_ask_costs_no_more_than_64_windows_and_no_other_rank_its_turn() {
     let said = shard.said();
     let results = said.iter().filter(|(_, header, _)| header.kind == Kind::Result);
     let ranks: Vec<_> = results.map(|(to, ..)| *to).collect();
-    // A few windows each, by turns.
+    // The ranks take turns of a few windows each.
     assert_eq!(ranks[..5], [0, 0, 0, 0, 1].map(|rank| Recipient::Rank(Rank(rank))));
     assert_eq!(ranks.len(), 64 + 1);
 }
@@ -200,7 +200,7 @@ fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
     assert_eq!(shard.machine.results_held(0), 0);
 }
 
-/// Bytes of results that are sent to a rank alone.
+/// Returns the bytes of results that the shard sends to one rank alone.
 fn again(shard: &mut Shard, rank: u16) -> usize {
     let said = shard.said();
     let results = said.iter().filter(|(to, header, _)| {
@@ -230,7 +230,7 @@ fn a_result_goes_again_once_a_round_trip_at_most() {
     assert!(!resent_after(&mut shard, less), "it is still on its way");
     assert!(resent_after(&mut shard, Span::from_micros(1)));
     assert!(!resent_after(&mut shard, less));
-    // The other rank's round trip is nobody else's.
+    // Each rank has its own round-trip time.
     shard.take(&ask(1, window(0, 1), &lost));
     assert!(again(&mut shard, 1) > 0);
 }
@@ -248,12 +248,13 @@ fn a_rank_that_repeats_a_small_ask_is_sent_no_more_than_it_has_earned() {
         heard += question.len();
         sent += again(&mut shard, 0);
     }
-    // What the rank began with, what it was sent for the first time, and what it has earned.
+    // The budget is the initial one, the first transmissions, the bytes of the asks, and 16 KiB/s
+    // for 5 s.
     let first = 128 * (Header::LEN + 1024);
     let most = 8 * WINDOW_BYTES + first + heard + 5 * (16 << 10);
     assert!(sent > first, "losses are made good: {sent}");
     assert!(sent <= most, "{sent} bytes for {heard}");
-    // It is the rank's own budget.
+    // Each rank has its own budget.
     shard.take(&ask(1, window(0, 0), &[start, end]));
     assert_eq!(again(&mut shard, 1), 64 * (Header::LEN + 1024));
 }

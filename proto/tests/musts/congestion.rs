@@ -1,4 +1,4 @@
-//! Marks of queues, what is said of them, and what two lanes have to do with each other.
+//! Congestion marks, their reports to the sender, and the independence of two lanes.
 
 use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
@@ -49,7 +49,7 @@ fn a_rank_that_is_told_of_a_queue_sends_less() {
         let whole = u64::MAX >> 4;
         let op = rank.machine.submit_scanned(rank.now, sum(9), vec![whole; 9], TIMEOUT);
         let op = op.expect("a valid op");
-        // Twice the least limit, which is two windows.
+        // The congestion window starts at twice its minimum of two windows.
         assert_eq!(rank.sends(), [0, 1, 2, 3]);
         rank.take(&altered(&ask(&[]), |header| Header { flags, ..header }));
         let arrived = WindowId::new(op, 1);
@@ -63,13 +63,13 @@ fn a_rank_that_is_told_of_a_queue_sends_less() {
     assert_eq!(sent_after(Flags::CONGESTED), []);
 }
 
-/// A message with another header.
+/// Returns a message with a changed header.
 fn altered(message: &[u8], change: impl FnOnce(Header) -> Header) -> Vec<u8> {
     let (header, body) = Header::decode(message).expect("a message");
     datagram(change(header), body)
 }
 
-/// A message in a lane.
+/// Returns a message with its lane set to `lane`.
 fn in_lane(lane: u8, message: &[u8]) -> Vec<u8> {
     altered(message, |header| Header { lane, ..header })
 }

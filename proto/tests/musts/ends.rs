@@ -1,4 +1,4 @@
-//! How a worker has to end its ops.
+//! How a worker ends its ops.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -46,7 +46,7 @@ fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
     rank.start(&[true; 2]);
     rank.said();
     rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_millis(9))]));
-    // It had come after all.
+    // The result arrives, so rank 1's data is not missing after all.
     rank.deliver(&result(window(0, 0), None));
     rank.expire_ops();
     let missing = |rank: &mut Machine| match rank.machine.poll_outcome().unwrap().result {
@@ -55,7 +55,7 @@ fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
     };
     assert_eq!(missing(&mut rank), []);
 
-    // Its results are lost, and nobody else's fault.
+    // Results are lost on the way to this rank, which is not another rank's fault.
     let mut rank = Machine::new();
     rank.start(&[true; 2]);
     rank.said();
@@ -100,7 +100,7 @@ fn a_timeout_says_whether_results_still_came() {
         (seconds(60), seconds(60), "the aggregator, or one above it in a tree, may be"),
         (seconds(60), millis(1_001), "the aggregator, or one above it in a tree, may be"),
         (seconds(60), millis(999), "results still coming"),
-        // What came was of an op before it.
+        // The last result that arrived belonged to an earlier op.
         (millis(500), millis(500), "the aggregator, or one above it in a tree, may be"),
         (millis(500), millis(499), "results still coming"),
     ] {
@@ -175,7 +175,7 @@ fn an_op_that_failed_is_in_flight_no_more() {
 #[test]
 fn ops_that_fail_leave_nothing_behind_a_credit_that_stands_still() {
     // wire: W-41
-    // With one slot and one op in flight there is no room to spare.
+    // One slot and one op in flight leave no spare capacity.
     let config = Config { pool_slots: 1, max_ops: 1, ..*worker(0).config() };
     let mut rank = Machine { machine: Worker::new(config, Time(0)), now: Time(0) };
     rank.start(&[true]);
@@ -230,7 +230,7 @@ fn an_op_ends_when_what_it_lacks_waits_for_a_rank_that_has_left() {
     let mut rank = Machine::new();
     let op = rank.start(&[true; 2]);
     rank.said();
-    // A wait that comes behind results that are lost here says what to ask for, and no more.
+    // This wait shows only that results are lost here. The rank asks for them but ends no op.
     rank.take(&wait(window(0, 1), &left));
     assert!(rank.machine.poll_outcome().is_none(), "what is lost waits for nobody");
     rank.deliver(&result(window(0, 0), None));
@@ -251,7 +251,7 @@ fn an_op_that_has_all_it_needs_ends_well_although_a_rank_has_left() {
     rank.deliver(&result(window(0, 0), None));
     rank.deliver(&result(window(0, 1), Some(0)));
     assert_eq!(rank.machine.poll_outcome().unwrap().result, Ok(()));
-    // One that was on its way for long says nothing new, and the rank may go on.
+    // A wait that arrives late says nothing new, so the rank may start more ops.
     rank.take(&wait(window(1, 0), &[(Rank(1), MissingRanks::LEFT)]));
     rank.start(&[true]);
 }

@@ -1,4 +1,4 @@
-//! How tensors are cut, and what their elements are.
+//! How tensors are cut into fragments, and how elements are encoded.
 
 use racksum_proto::arith::{
     self, FIXED32_OVERFLOW, Fold, decode_block, encode_block, encode_run, fold_run, scan_window,
@@ -61,9 +61,9 @@ fn sparse_windows_are_cut_between_blocks() {
     assert_eq!(payload(WireType::F32, 256, 31 * 1024), 1408);
     assert_eq!(payload(WireType::F32, 64, 256), 5 * 256);
     assert_eq!(payload(WireType::Int8, 256, 260), 5 * 260);
-    // A block that does not fit a datagram is cut as anything else.
+    // A block that does not fit into one datagram is split.
     assert_eq!(payload(WireType::F32, 1024, 4096), 1408);
-    // So is one of which header and trailer would be more than 6 %.
+    // A block is also split if its header and trailer would add more than 6 %.
     let geometry = Geometry::new(&Descriptor::sum(1 << 20, DType::F32));
     for (auth, payload, stride) in
         [(DataAuth::None, 1024, 1072), (DataAuth::Mac, 1024, 1084), (DataAuth::Aead, 1408, 1472)]
@@ -125,7 +125,7 @@ fn folds_go_from_rank_to_rank_and_have_one_nan() {
     // wire: W-49
     let one = |value: f32| floats(&[value]);
     let [big, small, back] = [one(1e8), one(1.0), one(-1e8)];
-    // From left to right the small one is lost; in another order it is not.
+    // From left to right, the sum loses the small value. In the other order it does not.
     let sum = folded(WireType::F32, Reduction::Sum, &[&big, &small, &back]);
     assert_eq!(sum, one(0.0));
     let sum = folded(WireType::F32, Reduction::Sum, &[&big, &back, &small]);
@@ -186,7 +186,7 @@ fn fixed32_blocks_have_an_exponent_and_integers_and_never_wrap() {
     let marked = [&FIXED32_OVERFLOW.to_le_bytes()[..], &[0; 8]].concat();
     assert_eq!(block(wire, 2, &[1.0, f32::INFINITY]), marked);
     assert_eq!(folded(wire, Reduction::Sum, &[&encoded, &marked]), marked);
-    // Encoded for one rank, and summed over three.
+    // The block is encoded for one rank but summed over three.
     let greedy = block(wire, 1, &[1.0, 0.0]);
     let sum = folded(wire, Reduction::Sum, &[&greedy, &greedy, &greedy]);
     assert_eq!(sum, marked);

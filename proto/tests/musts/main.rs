@@ -1,5 +1,5 @@
-//! The numbered items of `docs/wire.md` that need a machine or the arithmetic to be shown; those
-//! of the codecs are shown beside them.
+//! Tests for the numbered items of `docs/wire.md` that need a state machine or arithmetic. Tests
+//! for the items about codecs are beside the codecs.
 
 #[path = "../support/mod.rs"]
 mod support;

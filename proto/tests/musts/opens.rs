@@ -1,4 +1,4 @@
-//! What an aggregator has to make of opens, and of ranks that disagree.
+//! How an aggregator handles opens, and ranks that disagree.
 
 use racksum_proto::aggregator::{self, Aggregation, Recipient, Verdict};
 use racksum_proto::descriptor::Descriptor;
@@ -18,7 +18,7 @@ fn a_stretch_beyond_its_op_or_of_another_lane_is_rejected() {
         let (header, body) = Header::decode(&bytes).unwrap();
         datagram(Header { shard: 1, ..header }, body)
     };
-    // Windows 1 and 3 of op 0 are the second shard's.
+    // Windows 1 and 3 of op 0 belong to the second shard.
     for (index, occupied) in [(0, &[true][..]), (1, &[true; 3]), (3, &[true; 2]), (5, &[true])] {
         let open = of(open(0, 0, index, &sum(4), None, occupied));
         assert_eq!(machine.reject(&open), Reject::Shape, "{index}");
@@ -33,7 +33,7 @@ fn a_stretch_beyond_its_op_or_of_another_lane_is_rejected() {
 fn stretches_are_taken_in_order_only() {
     // wire: W-34
     let mut shard = Shard::new();
-    // A later part of an op, and an op after one that is missing.
+    // A later stretch of an op, and an op whose predecessor is missing.
     for late in
         [open(0, 0, 2, &sum(4), None, &[true; 2]), open(0, 1, 0, &sum(4), Some(0), &[true; 4])]
     {
@@ -59,7 +59,7 @@ fn what_is_opened_too_far_ahead_is_not_taken() {
             shard.take(&open(rank, 0, start, &large, None, &[false; Open::MAX_WINDOWS]));
         }
     }
-    // Nobody owes any of them, so the fold moves on over what was taken, and no further.
+    // No rank owes any of these windows, so the fold passes all that were taken, and stops there.
     assert!(shard.fold().is_none());
     for rank in [0, 1] {
         let (header, body) = shard.says_to(rank, Kind::Ask);
@@ -89,14 +89,14 @@ fn a_disagreement_is_told_to_every_rank_and_the_next_op_runs() {
 fn ops_further_ahead_than_any_rank_may_be_are_rejected() {
     // wire: W-43
     let mut shard = Shard::new();
-    // Twice four ops in flight, and one for the only shard.
+    // The limit is twice the four ops in flight, plus one for the only shard.
     for op in 0u32..9 {
         let after = op.checked_sub(1);
         assert_eq!(shard.take(&open(0, op, 0, &sum(1), after, &[true])), Verdict::Control);
     }
     let beyond = open(0, 9, 0, &sum(1), Some(8), &[true]);
     assert_eq!(shard.reject(&beyond), Reject::BeyondOps);
-    // That the other rank is at op 4 says that it has ended op 0.
+    // An open of op 4 shows that the other rank has ended op 0.
     shard.take(&open(1, 4, 0, &sum(1), Some(3), &[true]));
     assert_eq!(shard.take(&beyond), Verdict::Control);
     assert_eq!(shard.reject(&open(1, 0, 0, &sum(1), None, &[true])), Reject::Stale);
@@ -112,13 +112,13 @@ fn a_rejected_open_changes_nothing() {
     assert!(shard.said().iter().all(|(_, header, _)| header.kind == Kind::Result));
 }
 
-/// A shard of a job of three ranks.
+/// Returns a shard of a job of three ranks.
 fn of_three(max_ops: u16) -> Shard {
     let config = aggregator::Config { world: 3, max_ops, ..shard(0, 1) };
     Shard::of(Aggregation::new(config, Time(0)))
 }
 
-/// Ranks 0 and 1 open an op differently.
+/// Makes ranks 0 and 1 open an op with different descriptors.
 fn disagree(shard: &mut Shard, op: u32) {
     let after = op.checked_sub(1);
     shard.take(&open(0, op, 0, &sum(1), after, &[true]));
@@ -149,7 +149,7 @@ fn ranks_whose_ops_all_fail_wait_for_one_that_has_not_heard_of_it() {
     let next = [0, 1, 2].map(|rank| open(rank, 9, 0, &sum(1), None, &[true]));
     assert_eq!(shard.reject(&next[0]), Reject::BeyondOps);
     assert_eq!(shard.reject(&next[1]), Reject::BeyondOps);
-    // It was told of all failures before it opened the ops.
+    // Rank 2 has been told of all failures, so it may open an op this far ahead.
     assert_eq!(shard.take(&next[2]), Verdict::Control);
     assert_eq!(shard.take(&next[0]), Verdict::Control);
     assert_eq!(shard.take(&next[1]), Verdict::Control);
@@ -164,7 +164,7 @@ fn an_op_that_every_rank_has_left_holds_up_no_other() {
     let mut shard = Shard::new();
     shard.open(0, None, &[true]);
     for op in 1..30 {
-        // Whatever became of the op before: this one says that it comes after it.
+        // `after` names the previous op, whatever its outcome.
         shard.open(op, Some(op - 1), &[true]);
         shard.fold();
     }
@@ -186,7 +186,7 @@ fn a_disagreement_about_the_lane_is_seen_in_a_lane_that_is_past_the_op() {
         datagram(Header { lane, ..header }, body)
     };
     shard.take(&open_in(0, 0, 0, 0, None));
-    // They disagree about the next op in lane 1, which is done with for that.
+    // The ranks disagree about op 1 in lane 1, so the lane skips that op.
     shard.take(&open_in(0, 1, 1, 1, None));
     shard.take(&open_in(1, 1, 1, 2, None));
     while shard.fold().is_some() {}
@@ -195,7 +195,7 @@ fn a_disagreement_about_the_lane_is_seen_in_a_lane_that_is_past_the_op() {
         shard.take(&datagram(header, &[]));
     }
     shard.said();
-    // Only now comes what the other rank had first.
+    // The open of rank 1's first op arrives only now.
     shard.take(&open_in(1, 0, 1, 0, None));
     let (_, body) = shard.says_to(1, Kind::Fail);
     let Disagreement { one, other } = Disagreement::decode(&body).unwrap();

@@ -1,4 +1,4 @@
-//! A rank of one small job, and what the aggregator says to it.
+//! A rank of one small job, and the messages that the aggregator sends to it.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -14,14 +14,14 @@ pub(crate) fn sum(windows: u64) -> Descriptor {
     Descriptor::sum(windows * 60 * 256, DType::F32)
 }
 
-/// One block of a window's sums.
+/// Returns a result of one block for a window.
 pub(crate) fn result(id: WindowId, previous: Option<u32>) -> Vec<u8> {
     let previous = previous.unwrap_or(Header::NO_PREVIOUS);
     let header = header(Kind::Result, Rank::AGGREGATOR);
     datagram(Header { window: id, mask: 1, previous, ..header }, &[0; 1024])
 }
 
-/// What the aggregator lacks.
+/// Returns the aggregator's ask for what it lacks.
 pub(crate) fn ask(entries: &[AskEntry]) -> Vec<u8> {
     let mut body = [0; 1200];
     let len = AskEntries::encode(entries.iter().copied(), &mut body);
@@ -52,13 +52,13 @@ pub(crate) fn credit(low: WindowId) -> Vec<u8> {
     datagram(Header { ack: low, ..header(Kind::Credit, Rank::AGGREGATOR) }, &[])
 }
 
-/// A rank's machine, at one instant after the other.
+/// A rank's state machine and its clock.
 pub(crate) struct Machine {
     pub(crate) machine: Worker,
     pub(crate) now: Time,
 }
 
-/// What a machine says: of data, the header and which fragments.
+/// A message that the rank sends. For data, it has the header and the mask of fragments.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Said {
     Datagram(Header, Vec<u8>),
@@ -70,7 +70,7 @@ impl Machine {
         Self { machine: worker(0), now: Time(0) }
     }
 
-    /// Starts an op, each window with one block or none.
+    /// Starts an op whose windows have one block each where `occupied` is true, and none elsewhere.
     pub(crate) fn start(&mut self, occupied: &[bool]) -> OpId {
         let masks = occupied.iter().map(|is| u64::from(*is)).collect();
         let descriptor = sum(occupied.len() as u64);
@@ -99,13 +99,13 @@ impl Machine {
         assert!(matches!(verdict, Verdict::Deliver(_)), "{verdict:?}");
     }
 
-    /// Waits longer than for any answer.
+    /// Advances the clock by 200 ms, longer than any answer takes, and handles timeouts.
     pub(crate) fn expire(&mut self) {
         self.now = self.now + Span::from_millis(200);
         self.machine.handle_timeout(self.now, &mut ());
     }
 
-    /// Waits for the ops that were started first to time out.
+    /// Advances the clock to the timeout of ops that started at time zero, and handles timeouts.
     pub(crate) fn expire_ops(&mut self) {
         self.now = Time(0) + TIMEOUT;
         self.machine.handle_timeout(self.now, &mut ());
@@ -127,7 +127,7 @@ impl Machine {
         said
     }
 
-    /// The windows of which data is sent.
+    /// Returns the windows of the data that the rank sends now.
     pub(crate) fn sends(&mut self) -> Vec<u32> {
         let said = self.said();
         let data = said.iter().filter_map(|said| match said {
@@ -137,7 +137,7 @@ impl Machine {
         data.collect()
     }
 
-    /// The entries of the only ask that is sent, and its header.
+    /// Returns the header and the entries of the only ask that the rank sends now.
     pub(crate) fn asks(&mut self) -> (Header, Vec<AskEntry>) {
         let asks: Vec<_> = self
             .said()

@@ -1,4 +1,4 @@
-//! Who asks for what, and when, as things get lost.
+//! Recovery from loss: which side asks for what, and when.
 
 use racksum_proto::aggregator::{self, Aggregation};
 use racksum_proto::descriptor::Descriptor;
@@ -11,14 +11,14 @@ use racksum_proto::worker::{self, Worker};
 
 use crate::support::{TIMEOUT, cut, datagram, header, open, shard, window, worker};
 
-/// Blocks of a whole window of f32, and their bytes.
+/// The mask of all blocks of a full f32 window.
 const ALL: u64 = (1 << 60) - 1;
 
 fn sum(windows: u64) -> Descriptor {
     Descriptor::sum(windows * 60 * 256, DType::F32)
 }
 
-/// A fragment of a whole window: of data by a rank, or of its result.
+/// Returns a fragment of a full window, either of a rank's data or of the result.
 fn fragment(kind: Kind, sender: Rank, id: WindowId, number: u8, flags: Flags) -> Vec<u8> {
     let body = vec![0; cut().range(WINDOW_BYTES, usize::from(number)).len()];
     let previous = match kind {
@@ -53,7 +53,7 @@ fn entries_of(datagram: &[u8]) -> Vec<AskEntry> {
     }
 }
 
-/// A shard to which rank 0 has opened an op, and who asks it for what.
+/// A shard at which both ranks have opened an op, and its clock.
 struct Shard(Aggregation, Time);
 
 impl Shard {
@@ -74,7 +74,7 @@ impl Shard {
         self.0.handle_datagram(self.1, bytes, false, &mut ());
     }
 
-    /// Takes a fragment of rank 0, and returns what is asked for.
+    /// Delivers a fragment of rank 0, and returns the entries of the asks that the shard sends.
     fn asks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<AskEntry> {
         self.take(&fragment(Kind::Data, Rank(0), window(0, index), number, flags));
         let mut out = [0; 2048];
@@ -87,7 +87,8 @@ impl Shard {
         asked
     }
 
-    /// What the credits that are sent say has arrived.
+    /// Returns the windows before which all data has arrived, from the credits that the shard
+    /// sends.
     fn credits(&mut self) -> Vec<WindowId> {
         let mut out = [0; 2048];
         let mut credits = Vec::new();
@@ -100,12 +101,12 @@ impl Shard {
         credits
     }
 
-    /// The results that are sent, and which fragments of them.
+    /// Returns the windows and the fragments of the results that the shard sends.
     fn results(&mut self) -> Vec<(u32, u64)> {
         self.says().0
     }
 
-    /// The same, and the last datagram that comes behind them.
+    /// Returns the results that the shard sends, and the last datagram after them.
     fn says(&mut self) -> (Vec<(u32, u64)>, Option<Vec<u8>>) {
         let mut out = [0; 2048];
         let (mut sent, mut last) = (Vec::new(), None);
@@ -121,7 +122,7 @@ impl Shard {
         (sent, last)
     }
 
-    /// Both ranks send all of a window.
+    /// Delivers all of both ranks' data of a window.
     fn fill(&mut self, index: u32) {
         for rank in [0, 1] {
             for number in 0..fragments() {
@@ -130,7 +131,7 @@ impl Shard {
         }
     }
 
-    /// Folds all that may be folded; returns how many windows that were.
+    /// Folds every window that is ready, and returns how many there were.
     fn folds(&mut self) -> usize {
         let mut folds = 0;
         while let Some(fold) = self.0.poll_fold() {
@@ -149,7 +150,7 @@ fn a_fragment_that_three_have_overtaken_is_asked_for_once() {
     }
     assert_eq!(shard.asks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
     assert_eq!(shard.asks(0, 6, Flags::NONE), []);
-    // Seven is missing; two may still come.
+    // Fragment 7 is lost. Fragments 8 and 9 may still arrive.
     assert_eq!(shard.asks(0, 10, Flags::NONE), [entry(0, 1 << 7)]);
     (11..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
     assert_eq!(shard.asks(0, 2, Flags::AGAIN), []);
@@ -173,7 +174,8 @@ fn an_answer_that_a_later_one_has_overtaken_is_asked_for_again() {
     (0..fragments()).for_each(|number| drop(shard.asks(2, number, Flags::NONE)));
     let asked = (0..3).map(|number| shard.asks(3, number, Flags::NONE));
     assert_eq!(asked.collect::<Vec<_>>().concat(), [entry(1, 1)]);
-    // Both first fragments were asked for; the second answer comes, the first must be lost.
+    // The shard has asked for both first fragments. The second answer arrives, so the first is
+    // lost.
     assert_eq!(shard.asks(1, 0, Flags::AGAIN), [entry(0, 1)]);
 }
 
@@ -189,7 +191,7 @@ fn an_answer_that_is_late_is_asked_for_again() {
 
 #[test]
 fn what_several_ranks_lack_of_results_is_not_added_up() {
-    // The pool holds eight windows, and so many may be in flight once slow start is over.
+    // The pool holds eight windows, and all of them may be in flight once slow start is over.
     let config = aggregator::Config { results_in_flight: 8 * WINDOW_BYTES, ..shard(0, 1) };
     let mut shard = Shard::of(config, 28);
     let acknowledge = |shard: &mut Shard, end| {
@@ -205,7 +207,7 @@ fn what_several_ranks_lack_of_results_is_not_added_up() {
     }
     (12..20).for_each(|index| shard.fill(index));
     assert_eq!(shard.folds(), 8);
-    // A twentieth at each of the two ranks: less than the sixteenth that cuts.
+    // Each of the two ranks lost a twentieth, which is less than the sixteenth that causes a cut.
     for rank in [0, 1] {
         shard.take(&ask(Rank(rank), window(0, 12), &[entry(12, (1 << 17) - 1)]));
     }
@@ -231,7 +233,7 @@ fn results_in_flight_stay_within_what_the_ranks_can_buffer() {
     }
 }
 
-/// A rank that has sent some whole windows.
+/// A rank with an op of full windows, and its clock.
 struct Machine(Worker, Time);
 
 impl Machine {
@@ -251,7 +253,8 @@ impl Machine {
         }
     }
 
-    /// The shards and windows of data that is sent now, and what is asked for.
+    /// Returns the shards and windows of the data that the rank sends now, and the entries of its
+    /// asks.
     fn says(&mut self) -> (Vec<(u8, u32)>, Vec<AskEntry>) {
         let (mut sent, mut asked) = (Vec::new(), Vec::new());
         let mut out = [0; 2048];
@@ -270,14 +273,14 @@ impl Machine {
         self.says().1
     }
 
-    /// The rank keeps quiet until it probes; returns what it asks for then.
+    /// Advances the clock to the next probe, and returns the entries of its ask.
     fn probes(&mut self) -> Vec<AskEntry> {
         self.1 = self.0.poll_timeout();
         self.0.handle_timeout(self.1, &mut ());
         self.says().1
     }
 
-    /// How long the rank keeps quiet until it probes.
+    /// Returns how long the rank waits until it probes.
     fn patience(&mut self) -> Span {
         let before = self.1;
         assert_eq!(self.probes().len(), 1, "a probe");
@@ -297,17 +300,17 @@ fn results_that_others_have_overtaken_are_asked_for_once() {
     for number in 6..fragments() - 1 {
         assert_eq!(rank.asks(0, number, Flags::NONE), []);
     }
-    // The third fragment of the next window says that all of this one was sent.
+    // The third fragment of the next window shows that all of this one was sent.
     assert_eq!(rank.asks(1, 0, Flags::NONE), []);
     assert_eq!(rank.asks(1, 1, Flags::NONE), []);
     assert_eq!(rank.asks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
-    // What is lost of a window that holds up none yet is asked for two windows later.
+    // The rank asks for losses of window 1, which holds up no other yet, only two windows later.
     rank.1 = Time(1_000);
     (4..fragments()).for_each(|number| assert_eq!(rank.asks(1, number, Flags::NONE), []));
     (0..fragments()).for_each(|number| assert_eq!(rank.asks(2, number, Flags::NONE), []));
     assert_eq!([0, 1].map(|number| rank.asks(3, number, Flags::NONE)), [[]; 2]);
     assert_eq!(rank.asks(3, 2, Flags::NONE), [entry(1, 1 << 3)]);
-    // The answer to the first ask is overtaken by that to the second.
+    // The answer to the last ask overtakes the earlier ones, so the rank asks for those again.
     let lost = 1 << 2 | 1 << (fragments() - 1);
     assert_eq!(rank.asks(1, 3, Flags::AGAIN), [entry(0, lost)]);
 }
@@ -321,7 +324,7 @@ fn a_probe_brings_a_sign_and_the_sign_shows_what_is_lost() {
     shard.results();
     let mut rank = Machine::new(*worker(0).config(), 3);
     rank.says();
-    // Of the first window all but two fragments come, of the second none.
+    // All but two fragments of the first window arrive, and none of the second.
     (0..fragments() - 2).for_each(|number| assert_eq!(rank.asks(0, number, Flags::NONE), []));
     let asked = rank.probes();
     assert_eq!(asked, [entry(0, 0)]);
@@ -336,7 +339,7 @@ fn a_probe_brings_a_sign_and_the_sign_shows_what_is_lost() {
     assert_eq!(shard.results(), [(0, lost), (1, (1 << fragments()) - 1)]);
 }
 
-/// A rank that has asked for the results of two windows, of which it knows by a sign.
+/// Returns a rank that has asked for two lost results, and the wait that showed the loss.
 fn of_two_lost_results() -> (Machine, Vec<u8>) {
     let mut rank = Machine::new(*worker(0).config(), 4);
     rank.says();
@@ -354,14 +357,14 @@ fn what_is_lost_behind_all_that_came_is_asked_for_once() {
     let (mut rank, sign) = of_two_lost_results();
     rank.take(&sign);
     assert_eq!(rank.says().1, [], "the answer may be under way");
-    // One more is lost, and nothing is known of those before it.
+    // One more result is lost, and it is unknown what became of the earlier answers.
     let folded = Header { window: window(0, 3), ..header(Kind::Wait, Rank::AGGREGATOR) };
     rank.take(&datagram(folded, &[0, 0]));
     assert_eq!(rank.says().1, [entry(2, u64::MAX)]);
-    // A window that was sent for the first time has overtaken the answers.
+    // A result that is sent for the first time may overtake the answers.
     (0..fragments()).for_each(|number| assert_eq!(rank.asks(3, number, Flags::NONE), []));
     (0..fragments()).for_each(|number| assert_eq!(rank.asks(0, number, Flags::AGAIN), []));
-    // The next answer is lost as well, which the one behind it shows.
+    // The next answer is lost too, as the answer after it shows.
     let last = fragments() - 1;
     (0..last).for_each(|number| assert_eq!(rank.asks(2, number, Flags::AGAIN), []));
     assert_eq!(rank.asks(2, last, Flags::AGAIN), [entry(1, u64::MAX)]);
@@ -411,8 +414,8 @@ fn what_the_aggregator_asks_for_shows_what_has_left_the_path() {
     let config = *worker(0).config();
     let mut rank = Machine::new(worker::Config { in_flight: 2 * WINDOW_BYTES, ..config }, 4);
     assert_eq!(rank.says().0, [(0, 0), (0, 1)]);
-    // The rest of both has arrived, or will be asked for again. There is room for one more beside
-    // the fragment that goes out again.
+    // The rest of both windows has arrived, or will be asked for again. So there is room for one
+    // more window beside the repeated fragment.
     rank.take(&ask(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
     assert_eq!(rank.says().0, [(0, 1), (0, 2)]);
 }
@@ -431,7 +434,7 @@ fn a_credit_shows_what_has_left_the_path() {
     assert_eq!(rank.says().0, []);
     rank.take(&credit(1));
     assert_eq!(rank.says().0, [(0, 2)]);
-    // Names no more than what was sent; what is sent later is in flight all the same.
+    // This credit covers only what was sent before it. Windows sent later are in flight as usual.
     rank.take(&credit(4));
     assert_eq!(rank.says().0, [(0, 3), (0, 4)]);
 }
@@ -440,7 +443,7 @@ fn a_credit_shows_what_has_left_the_path() {
 fn ranks_are_told_what_has_arrived_while_a_fold_waits() {
     // wire: W-56
     let mut shard = Shard::new(5);
-    // Rank 1 lacks a fragment of the first window, so nothing is folded.
+    // One fragment of rank 1's first window is missing, so the shard folds nothing.
     let send = |shard: &mut Shard, rank, index, from| {
         for number in from..fragments() {
             shard.take(&fragment(Kind::Data, Rank(rank), window(0, index), number, Flags::NONE));
@@ -501,7 +504,7 @@ fn a_probe_that_may_be_lost_makes_less_patient_than_one_that_is_answered() {
     assert_eq!(rank.patience(), first);
     let mut body = [0; 1200];
     let len = MissingRanks::encode([(Rank(1), Span::ZERO)].into_iter(), &mut body);
-    // The first answer also says how long a round trip is.
+    // The first answer also gives the round-trip time.
     rank.1 = rank.1 + Span::from_millis(1);
     rank.take(&datagram(header(Kind::Wait, Rank::AGGREGATOR), &body[..len]));
     let second = rank.patience();
@@ -525,6 +528,6 @@ fn what_is_lost_whole_again_and_again_is_waited_for_longer_and_longer() {
     let pauses: Vec<Span> = (0..12).map(|_| lose(all)).collect();
     assert!(pauses[..3].iter().all(|pause| *pause < Span::from_millis(32)), "{pauses:?}");
     assert!(pauses[3..].is_sorted() && pauses[11] >= Span::from_millis(1_000), "{pauses:?}");
-    // Some of it has arrived, so that the path takes what is large.
+    // Some fragments have arrived, so the path carries large datagrams.
     assert!(lose(all >> 1) < Span::from_millis(32));
 }

@@ -1,4 +1,4 @@
-//! A shard of one small job, and what ranks say to it.
+//! A shard of one small job, and the messages that ranks send to it.
 
 use racksum_proto::aggregator::{Aggregation, Fold, Recipient, Transmit, Verdict};
 use racksum_proto::descriptor::Descriptor;
@@ -10,14 +10,14 @@ use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, MissingRanks};
 
 use crate::support::{aggregation, datagram, header, open};
 
-/// Elements of a window of f32.
+/// The number of f32 elements in a window.
 pub(crate) const WINDOW: u64 = 60 * 256;
 
 pub(crate) fn sum(windows: u64) -> Descriptor {
     Descriptor::sum(windows * WINDOW, DType::F32)
 }
 
-/// The fragments of one block of a window.
+/// Returns a rank's data of one block in a window.
 pub(crate) fn block(rank: u16, id: WindowId) -> Vec<u8> {
     let header = Header { window: id, mask: 1, ..header(Kind::Data, Rank(rank)) };
     datagram(header, &[0; 1024])
@@ -27,7 +27,7 @@ pub(crate) fn ack(rank: u16, ack: WindowId) -> Vec<u8> {
     datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[])
 }
 
-/// A rank's ask, that has no result from `from` on.
+/// Returns the ask of a rank that has no result from window `from` on.
 pub(crate) fn ask(rank: u16, from: WindowId, entries: &[AskEntry]) -> Vec<u8> {
     let mut body = [0; 1200];
     let len = AskEntries::encode(entries.iter().copied(), &mut body);
@@ -38,14 +38,14 @@ pub(crate) fn everything_from(from: WindowId) -> [AskEntry; 1] {
     [AskEntry { window: from, fragments: 0 }]
 }
 
-/// A machine, at one instant after the other.
+/// A shard's state machine and its clock.
 pub(crate) struct Shard {
     pub(crate) machine: Aggregation,
     pub(crate) now: Time,
     pub(crate) unheard: Vec<Said>,
 }
 
-/// To whom, the header, and but for results the body.
+/// A message's recipient, header and body. A result has its mask of fragments instead of the body.
 pub(crate) type Said = (Recipient, Header, Vec<u8>);
 
 impl Shard {
@@ -73,7 +73,7 @@ impl Shard {
         assert!(matches!(verdict, Verdict::Store(_)), "{verdict:?}");
     }
 
-    /// Both ranks open an op of `occupied.len()` windows alike.
+    /// Makes both ranks open the same op of `occupied.len()` windows.
     pub(crate) fn open(&mut self, op: u32, after: Option<u32>, occupied: &[bool]) {
         for rank in [0, 1] {
             let open = open(rank, op, 0, &sum(occupied.len() as u64), after, occupied);
@@ -87,7 +87,7 @@ impl Shard {
         Some(fold)
     }
 
-    /// All that is due.
+    /// Returns all messages that are due.
     pub(crate) fn said(&mut self) -> Vec<Said> {
         let mut out = [0xa5; 2048];
         let mut said = Vec::new();
@@ -107,15 +107,15 @@ impl Shard {
         said
     }
 
-    /// The only thing that is due.
+    /// Returns the only message that is due.
     pub(crate) fn says(&mut self) -> Said {
         let mut said = self.said();
         assert_eq!(said.len(), 1, "{said:?}");
         said.remove(0)
     }
 
-    /// The only thing of a kind that is due to a rank alone. What else is due to anyone else is
-    /// kept back for the next call.
+    /// Returns the only message of a kind that is due to one rank. It keeps all other messages for
+    /// the next call.
     pub(crate) fn says_to(&mut self, rank: u16, kind: Kind) -> (Header, Vec<u8>) {
         let mut said = std::mem::take(&mut self.unheard);
         said.extend(self.said());
@@ -128,7 +128,7 @@ impl Shard {
         (*header, body.clone())
     }
 
-    /// The last rank contributes its block of a window, which is folded.
+    /// Delivers the last rank's block of a window, and folds the window.
     pub(crate) fn complete(&mut self, rank: u16, id: WindowId) -> Fold {
         self.store(&block(rank, id));
         let fold = self.fold().expect("all have sent all they owe");
@@ -136,7 +136,7 @@ impl Shard {
         fold
     }
 
-    /// Both ranks contribute their block of a window, which is folded.
+    /// Delivers both ranks' blocks of a window, and folds the window.
     pub(crate) fn finish(&mut self, id: WindowId) -> Fold {
         self.store(&block(0, id));
         self.complete(1, id)

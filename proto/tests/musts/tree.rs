@@ -1,4 +1,4 @@
-//! An aggregator that has a parent, or is one.
+//! An aggregator that has a parent, and one that is a parent.
 
 use racksum_proto::aggregator::{Aggregation, Config, Recipient, Verdict};
 use racksum_proto::descriptor::Descriptor;
@@ -24,7 +24,7 @@ fn a_window_is_known_to_the_parent_once_it_is_folded_and_within_the_pools_reach(
     // wire: W-64
     let mut rack = with_parent();
     assert_eq!(rack.machine.poll_begun(|_| false), None);
-    // Twelve windows, of which the first and the third are owed, and the pool has eight slots.
+    // The ranks owe the first and the third of twelve windows. The pool has eight slots.
     let owed: Vec<_> = (0..12).map(|i| [0, 2].contains(&i)).collect();
     rack.open(0, None, &owed);
     assert_eq!(rack.machine.poll_begun(|_| true), Some((OpId(0), sum(12))));
@@ -43,14 +43,15 @@ fn a_window_is_known_to_the_parent_once_it_is_folded_and_within_the_pools_reach(
     }
     assert!(rack.fold().is_some_and(|fold| fold.for_parent));
     assert!(rack.fold().is_none());
-    // Nobody here owes the others, and there are slots for the results of some of them.
+    // No rank here owes the other windows. Those within the pool's reach have slots for their
+    // results.
     assert_eq!(known(&rack), [Some(1), Some(0), Some(1), Some(0), Some(0), None]);
-    // What all are known to have makes room.
+    // Acknowledgements from all ranks free slots.
     rack.machine.handle_parent_at(0, window(0, 4), window(0, 4));
     for rank in [0, 1] {
         rack.take(&ack(rank, window(0, 4)));
     }
-    // The last is folded in any case, here from nothing.
+    // The last window is always folded, here without any contribution.
     let last = rack.fold().unwrap();
     assert_eq!((last.window, last.union, last.for_parent), (window(0, 11), 0, true));
     assert_eq!(rack.machine.summed(0, window(0, 8)), Some(0));
@@ -83,12 +84,12 @@ fn a_parent_takes_that_an_op_failed_below_and_tells_all() {
     for (_, _, body) in told {
         assert_eq!(Disagreement::decode(body), Ok(disagreement()));
     }
-    // Told again, it answers again, and that is all.
+    // A repeated fail gets the same answer, and has no other effect.
     assert_eq!(root.take(&fail(1, 0)), Verdict::Control);
     let (_, body) = root.says_to(1, Kind::Fail);
     assert_eq!(Disagreement::decode(&body), Ok(disagreement()));
     assert!(root.machine.poll_failed().is_none());
-    // Ranks that are no aggregators say no such thing.
+    // The shard rejects a fail from a rank that is not an aggregator.
     assert_eq!(Shard::new().reject(&fail(1, 0)), Reject::Kind);
 }
 
@@ -120,7 +121,7 @@ fn an_aggregator_says_that_an_op_failed_until_its_parent_does() {
     };
     above.handle_datagram(Time(1), &heard, false, &mut ());
     assert_eq!(says(&mut above), None);
-    // Whatever lane others say that they meant.
+    // The fail goes out even if a descriptor names an unknown lane.
     let (rank, strange) = disagreement().one;
     let one = (rank, Descriptor { lane: 200, ..strange });
     above.fail_sum(OpId(1), Disagreement { one, ..disagreement() }, &mut ());
@@ -157,10 +158,10 @@ fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
     assert_eq!(named(&mut root, None), [(Rank(4), later), (Rank(5), left)]);
     root.now = Time(0) + Span::from_millis(1100);
     assert_eq!(named(&mut root, None), [(Rank(3), Span::from_millis(1100))]);
-    // One of whom one below has left is known by that one.
+    // When a rank of an aggregator leaves, the wait names that rank as left.
     root.machine.handle_left_below(Rank(1), Rank(4));
     assert_eq!(named(&mut root, None), [(Rank(4), left)]);
-    // Ranks that are no aggregators say no such thing.
+    // The shard rejects a wait from a rank that is not an aggregator.
     let wait = datagram(header(Kind::Wait, Rank(1)), &[0, 0]);
     assert_eq!(Shard::new().reject(&wait), Reject::Kind);
 }
@@ -189,7 +190,7 @@ fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
         }
         assert_eq!(above.poll_waits(), None);
     }
-    // That it waits for nobody is no news.
+    // If it waits for no rank, the worker sends no wait.
     above.handle_timeout(above.poll_timeout(), &mut ());
     assert_eq!(above.poll_waits(), Some(0));
     above.say_waits(0, std::iter::empty());

@@ -1,4 +1,4 @@
-//! What a worker has to do.
+//! How a worker sends data, and handles results and asks.
 
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::reject::Reject;
@@ -79,7 +79,7 @@ fn windows_are_sent_as_far_as_the_pool_reaches() {
     assert_eq!(rank.sends(), [0; 0]);
     rank.take(&credit(window(0, 3)));
     assert_eq!(rank.sends(), [8, 9, 10]);
-    // What comes late takes no credit back.
+    // A credit that arrives late takes nothing back.
     rank.take(&credit(window(0, 1)));
     rank.take(&credit(window(0, 4)));
     assert_eq!(rank.sends(), [11]);
@@ -148,7 +148,7 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
         })
         .collect();
     assert_eq!(again, [(window(0, 0), 0b100), (window(0, 1), 0b1)]);
-    // With the result nothing of it is needed any more.
+    // The result has arrived, so the window's data is no longer needed.
     rank.deliver(&result(window(0, 0), None));
     rank.take(&ask(&[AskEntry { window: window(0, 0), fragments: 1 }]));
     assert_eq!(rank.sends(), [0; 0]);
@@ -224,7 +224,7 @@ fn results_before_a_whole_one_are_asked_for_at_once() {
     let lacks = [(1, 0), (4, u64::MAX)];
     let lacks = lacks.map(|(index, fragments)| AskEntry { window: window(0, index), fragments });
     assert_eq!(entries, lacks);
-    // The answer may be under way.
+    // The answer may still be under way.
     rank.deliver(&result(window(0, 6), Some(5)));
     assert!(rank.said().is_empty());
 }

@@ -1,4 +1,4 @@
-//! One small job for the tests of the wire: its numbers, and its datagrams by hand.
+//! The small job that the wire tests share: its parameters, machines and datagrams.
 
 use racksum_proto::aggregator::{self, Aggregation};
 use racksum_proto::auth::DataAuth;
@@ -13,13 +13,13 @@ pub(crate) const JOB: JobId = JobId(7);
 pub(crate) const GENERATION: Generation = Generation(3);
 pub(crate) const TIMEOUT: Span = Span::from_secs(10);
 
-/// The cut at an MTU of 1500 over IPv4, with room for an authentication code.
+/// Returns the cut for an MTU of 1500 over IPv4, with room for an authentication code.
 pub(crate) fn cut() -> Fragmentation {
     Fragmentation::new(1500 - 28 - Header::LEN - DataAuth::MAX_TRAILER)
         .expect("1408 bytes are enough")
 }
 
-/// The aggregator half of the job at its only shard: two ranks, one lane, eight slots.
+/// Returns the aggregator half of the job at its only shard: two ranks, one lane, eight slots.
 pub(crate) fn aggregation() -> Aggregation {
     Aggregation::new(shard(0, 1), Time(0))
 }
@@ -42,7 +42,7 @@ pub(crate) fn shard(shard: u8, shards: u8) -> aggregator::Config {
     }
 }
 
-/// The worker half of rank `rank`.
+/// Returns the worker half of `rank`.
 pub(crate) fn worker(rank: u16) -> Worker {
     let config = worker::Config {
         job: JOB,
@@ -66,12 +66,12 @@ pub(crate) const fn window(op: u32, index: u32) -> WindowId {
     WindowId::new(OpId(op), index)
 }
 
-/// A header of the job, all zero but for what every datagram has.
+/// Returns a header of the job with only the fields set that every message has.
 pub(crate) fn header(kind: Kind, sender: Rank) -> Header {
     Header { kind, sender, flags: Flags::NONE, ..Header::probe(JOB, GENERATION, 0) }
 }
 
-/// The datagram of a header and a body; the header's length is set.
+/// Encodes a header and a body as a datagram, and sets the header's length.
 pub(crate) fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
     let mut bytes = [0xa5; Header::LEN];
     Header { length: u16::try_from(body.len()).expect("a short body"), ..header }
@@ -79,7 +79,7 @@ pub(crate) fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
     [&bytes[..], body].concat()
 }
 
-/// The datagram of an open that starts at window `index`.
+/// Returns a rank's open that starts at window `index`.
 pub(crate) fn open(
     rank: u16,
     op: u32,

@@ -9,10 +9,10 @@ use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 use crate::run::Run;
 
-/// Compares the results of an op at all ranks, and the results of whole runs.
+/// Compares the results of an op across ranks, and the results of whole runs.
 #[derive(Debug, Default)]
 pub struct SameBits {
-    /// By job and op: the first rank that had a result, and what it was.
+    /// The first rank that had a result and the result itself, by job and op.
     first: BTreeMap<(usize, OpId), (Machine, Vec<u8>)>,
 }
 
@@ -20,13 +20,13 @@ impl SameBits {
     /// Compares the results of two runs with the same inputs.
     ///
     /// # Errors
-    /// What differs.
+    /// Returns the first difference.
     pub fn compare(one: &Run, other: &Run) -> Result<(), Violation> {
         for ((machine, op), ended) in &one.ended {
             let theirs = other.ended.get(&(*machine, *op));
             let same = theirs.is_some_and(|theirs| match (&ended.result, &theirs.result) {
                 (Ok(bits), Ok(their_bits)) => bits == their_bits,
-                // Which of several causes an error names may depend on what arrives first.
+                // The arrival order may decide which of several causes an error names.
                 (Err(error), Err(their_error)) => discriminant(error) == discriminant(their_error),
                 _ => false,
             });

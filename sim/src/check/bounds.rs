@@ -11,18 +11,18 @@ use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 use crate::plan::Plan;
 
-/// Counts the windows in flight at both ends of every stream, and the fragments held.
+/// Counts the windows in flight at both ends of every stream, and the fragments held by shards.
 #[derive(Debug)]
 pub struct Bounded {
     plan: Plan,
-    /// By rank and stream: windows sent whose results the rank has not acknowledged.
+    /// Windows that a rank has sent and whose results it has not acknowledged, by stream.
     sent: BTreeMap<(usize, Rank, u8, u8), BTreeSet<WindowId>>,
-    /// By shard and lane: windows folded and not given back.
+    /// Windows that a shard has folded and not retired, by shard and lane.
     folded: BTreeMap<(usize, u8, u8), BTreeSet<WindowId>>,
 }
 
 impl Bounded {
-    /// A checker of `plan`.
+    /// Creates a checker of `plan`.
     #[must_use]
     pub fn new(plan: &Plan) -> Self {
         Self { plan: plan.clone(), sent: BTreeMap::new(), folded: BTreeMap::new() }
@@ -40,7 +40,7 @@ impl Bounded {
         if header.kind == Kind::Data {
             windows.insert(header.window);
         }
-        // After a disagreement the shard may be past windows that the rank still has to send.
+        // After a disagreement, the shard may be ahead of windows that the rank still has to send.
         if windows.len() > slots && self.plan.jobs[job].ops.iter().all(|op| op.odd.is_none()) {
             return BROKEN.broken(format!(
                 "rank {} of job {job} has {} windows in flight to shard {}, more than the pool's \

@@ -1,5 +1,5 @@
-//! I3: a rank sends at most its own non-zero bytes, and receives at most the union's, plus 6 %
-//! and one datagram an op and stream.
+//! I3: a rank sends at most its own non-zero bytes and receives at most the union's. Both limits
+//! allow 6 % more, and one datagram for each op and stream.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -13,31 +13,31 @@ use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 use crate::plan::Plan;
 
-/// Weighs what every rank sends and receives. For runs without loss or disagreement only: what is
-/// sent again is not what the invariant is about.
+/// Counts the bytes that every rank sends and receives. It suits only runs without loss or
+/// disagreement, because I3 does not cover retransmissions.
 #[derive(Debug)]
 pub struct FewBytes {
     plan: Plan,
     oracle: Rc<Oracle>,
-    /// Bytes of datagrams, headers and all, sent and received by each rank.
+    /// Bytes of datagrams, including headers, that each rank has sent and received.
     traffic: BTreeMap<(usize, Rank), (u64, u64)>,
 }
 
 impl FewBytes {
-    /// A checker of `plan`.
+    /// Creates a checker of `plan`.
     #[must_use]
     pub fn new(plan: &Plan, oracle: Rc<Oracle>) -> Self {
         Self { plan: plan.clone(), oracle, traffic: BTreeMap::new() }
     }
 
-    /// Bytes that all ops of a job have to move, by `mask` of each window.
+    /// Returns the payload bytes of all ops of a job, if `mask` gives the blocks of each window.
     fn due(&self, job: usize, mask: impl Fn(&Truth, u32) -> u64) -> u64 {
         let truths = (0..).map_while(|op| self.oracle.truth(job, OpId(op)));
         let windows = truths.flat_map(|truth| (0..truth.windows()).map(move |i| (truth, i)));
         windows.map(|(truth, i)| truth.payload_len(i, mask(truth, i)) as u64).sum()
     }
 
-    /// What else is allowed: a datagram for each op and stream.
+    /// Returns the extra bytes allowed: one datagram for each op and stream.
     fn allowance(&self, job: usize) -> u64 {
         let shards = self.plan.network.shards;
         let datagram = (Header::LEN + self.plan.jobs[job].cut.payload()) as u64;
@@ -82,5 +82,5 @@ impl Checker for FewBytes {
     }
 }
 
-/// What headers and control datagrams may add.
+/// Overhead allowed for headers and control datagrams, in percent.
 const PERCENT: u64 = 6;

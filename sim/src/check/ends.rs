@@ -12,25 +12,25 @@ use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 use crate::plan::{Absence, Plan};
 
-/// Holds every op to its deadline, and its end to what the plan gives reason for.
+/// Checks that every op ends by its deadline, with an outcome that the plan justifies.
 ///
-/// Ranks that all take part get there whatever is lost on the way: then a timeout is a violation
-/// too, as a livelock would end in one.
+/// Loss never excuses a timeout if all ranks take part. A timeout is then a violation too, as the
+/// sign of a livelock.
 #[derive(Debug)]
 pub struct Ends {
     plan: Plan,
     oracle: Rc<Oracle>,
-    /// Ops that are open, by deadline.
+    /// Ops in flight, ordered by deadline.
     open: BTreeSet<(Picos, Machine, OpId)>,
     deadlines: BTreeMap<(Machine, OpId), Picos>,
-    /// How many ops have ended.
+    /// The number of ended ops, by rank.
     ended: BTreeMap<Machine, usize>,
-    /// How late an end may be: a host that stands still does not look at the time.
+    /// How late an op may end, because a paused host handles no timeouts.
     slack: Picos,
 }
 
 impl Ends {
-    /// A checker of `plan`.
+    /// Creates a checker of `plan`.
     #[must_use]
     pub fn new(plan: &Plan, oracle: Rc<Oracle>) -> Self {
         Self {
@@ -43,7 +43,7 @@ impl Ends {
         }
     }
 
-    /// Whether a machine is that of a rank that dies.
+    /// Returns whether the machine belongs to a rank that dies.
     fn dies(&self, machine: Machine) -> bool {
         match machine {
             Machine::Worker { job, rank } => self.plan.jobs[job].dies(rank).is_some(),
@@ -88,7 +88,7 @@ impl Ends {
         fails.then(|| format!("op {} has a result although it must fail", op.0))
     }
 
-    /// What is wrong with an error, if anything is.
+    /// Describes the error if the plan does not justify it.
     fn judge_error(&self, machine: Machine, op: OpId, error: &OpError) -> Option<String> {
         let job = &self.plan.jobs[machine.job()];
         let expected = &self.oracle.truth(machine.job(), op)?.expected;
@@ -111,7 +111,7 @@ impl Ends {
         (!excused).then(|| error.to_string())
     }
 
-    /// Whether an op may lack its result because a rank is missing.
+    /// Returns whether an op may lack its result because a rank is missing.
     fn may_lack(&self, machine: Machine, op: OpId) -> bool {
         self.plan.jobs[machine.job()].missing.is_some_and(|missing| match missing.absence {
             Absence::Calls(calls) => op.0 as usize >= calls,

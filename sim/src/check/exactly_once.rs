@@ -10,19 +10,19 @@ use super::oracle::{Expected, Oracle};
 use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 
-/// Counts the folds of every window against who owes it, and compares every result with the
-/// oracle's, bit by bit.
+/// Compares the blocks and the number of ranks in every fold with the oracle, and every result bit
+/// by bit.
 #[derive(Debug)]
 pub struct ExactlyOnce {
     oracle: Rc<Oracle>,
     folded: BTreeSet<(usize, WindowId)>,
-    /// Whether jobs move: then a window is folded again where not all had its sum, from one
-    /// contribution where some had, and only the results tell.
+    /// Whether jobs move. After a move, shards fold a window again if some rank lacks its sum, and
+    /// take the sum from one rank if some rank has it. Only the results can then be checked.
     moves: bool,
 }
 
 impl ExactlyOnce {
-    /// A checker of the plan that `oracle` worked out.
+    /// Creates a checker of the plan that `oracle` computed.
     #[must_use]
     pub const fn new(oracle: Rc<Oracle>, moves: bool) -> Self {
         Self { oracle, folded: BTreeSet::new(), moves }

@@ -8,19 +8,20 @@ use crate::engine::Picos;
 use crate::plan::Plan;
 use crate::run::Run;
 
-/// Watches that strangers' datagrams do nothing but be rejected, that genuine ones are not taken
-/// for strangers', and compares runs with and without strangers.
+/// Checks that machines reject strangers' datagrams and accept genuine ones. It also compares runs
+/// with and without strangers.
 #[derive(Debug)]
 pub struct Foreign {
-    /// By job: whether the ranks may number windows differently for a while, since an op failed.
+    /// By job: whether one of its ops fails. Its ranks may then number windows differently for a
+    /// while.
     diverges: Vec<bool>,
-    /// Whether jobs move: then what was on its way to or from dead shards comes to those that live,
-    /// and ranks send shares of windows that others turn out to have the sums of.
+    /// Whether jobs move. After a move, datagrams from or to dead shards may reach live machines,
+    /// and ranks may send data of windows whose sums other ranks have.
     moves: bool,
 }
 
 impl Foreign {
-    /// A checker of `plan`.
+    /// Creates a checker of `plan`.
     #[must_use]
     pub fn new(plan: &Plan) -> Self {
         let diverges = |ops: &[_]| ops.iter().any(|op: &crate::plan::OpPlan| op.odd.is_some());
@@ -28,10 +29,10 @@ impl Foreign {
         Self { diverges, moves: !plan.moves.is_empty() }
     }
 
-    /// Compares two runs of the same plan but for strangers.
+    /// Compares two runs of one plan, without and with strangers.
     ///
     /// # Errors
-    /// When anything differs.
+    /// Returns a violation if the traces differ.
     pub fn compare(quiet: &Run, noisy: &Run) -> Result<(), Violation> {
         if quiet.trace != noisy.trace {
             let sentence = "strangers' datagrams changed what the machines sent, or when";

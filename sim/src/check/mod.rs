@@ -1,8 +1,8 @@
-//! Checkers: they judge what a run shows of itself and take no part in it.
+//! Checkers: they observe a run and verify it without taking part.
 //!
-//! Each holds one invariant of `ARCHITECTURE.md` and knows the protocol from outside only: its
-//! datagrams, what its machines tell observers, and how ops end. What a run should come to is
-//! worked out by the [`oracle`], straight from the inputs.
+//! Each checker verifies one invariant of `ARCHITECTURE.md`. It sees the protocol only from
+//! outside: datagrams, observer events and the outcomes of ops. The [`oracle`] computes the
+//! expected results from the inputs alone.
 
 mod bits;
 mod bounds;
@@ -35,14 +35,14 @@ use crate::engine::Picos;
 use crate::plan::Plan;
 use crate::run::Machine;
 
-/// What must hold in every run.
+/// An invariant that must hold in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub enum Invariant {
     /// Every contribution is folded exactly once.
     I1,
     /// Same inputs, same result bits.
     I2,
-    /// No more bytes than the non-zero ones, and a little.
+    /// A rank moves no more bytes than the non-zero ones, plus a small overhead.
     I3,
     /// Memory is bounded by what was configured at start.
     I4,
@@ -52,58 +52,58 @@ pub enum Invariant {
     I6,
 }
 
-/// What did not hold, and how.
+/// A violated invariant and a description.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{invariant}: {sentence}")]
 pub struct Violation {
     /// The invariant.
     pub invariant: Invariant,
-    /// What was seen.
+    /// A sentence that describes the violation.
     pub sentence: String,
 }
 
-/// What a checker gets to see of a machine.
+/// An observation of a machine.
 #[derive(Debug)]
 pub enum Sight<'a> {
-    /// It told its observer.
+    /// The machine reported an event to its observer.
     Event(&'a Event<'a>),
-    /// It told its observer while it handled a stranger's datagram.
+    /// The machine reported an event while it handled a stranger's datagram.
     Foreign(&'a Event<'a>),
-    /// It sent a datagram.
+    /// The machine sent a datagram.
     Sent(&'a [u8]),
-    /// It took a datagram.
+    /// The machine received a datagram.
     Received(&'a [u8]),
-    /// It has been driven until it had nothing more to do, and holds this many fragments.
+    /// A shard has done everything due, and its slots hold this many fragments.
     Driven {
-        /// Fragments held.
+        /// The number of fragments held.
         held: usize,
     },
     /// A rank called an op.
     Called(OpId),
-    /// A rank's op ended: the reduced tensor, or why there is none.
+    /// An op ended at a rank, with the reduced tensor or an error.
     Ended(OpId, &'a Result<Vec<u8>, OpError>),
     /// A rank could not call an op because its session has ended.
     Refused(OpId),
 }
 
-/// Judges a run.
+/// Verifies a run.
 pub trait Checker {
-    /// Takes what there is to see of `machine` at `at`.
+    /// Handles an observation of `machine` at time `at`.
     ///
     /// # Errors
-    /// What does not hold.
+    /// Returns the violation that the observation shows.
     fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation>;
 
-    /// Judges what is missing once the run is over.
+    /// Checks at the end of the run that nothing is missing.
     ///
     /// # Errors
-    /// What does not hold.
+    /// Returns the violation, if anything is missing.
     fn conclude(&mut self) -> Result<(), Violation> {
         Ok(())
     }
 }
 
-/// Several checkers, and the first violation that one of them found.
+/// A set of checkers and the first violation that one of them found.
 #[derive(Default)]
 pub struct Checkers {
     checkers: Vec<Box<dyn Checker>>,
@@ -111,7 +111,7 @@ pub struct Checkers {
 }
 
 impl Checkers {
-    /// All checkers that hold in every run of `plan`.
+    /// Creates the checkers of the invariants that hold in every run of `plan`.
     #[must_use]
     pub fn of(plan: &Plan) -> Self {
         let oracle = Rc::new(Oracle::new(plan));
@@ -121,18 +121,18 @@ impl Checkers {
             .with(SameBits::default())
             .with(Ends::new(plan, oracle))
             .with(Foreign::new(plan));
-        // What is held is counted from the shards' beginning on.
+        // `Bounded` counts from the start of the shards, so new shards would invalidate its counts.
         if moves { checkers } else { checkers.with(Bounded::new(plan)) }
     }
 
-    /// These and `checker`.
+    /// Adds `checker`.
     #[must_use]
     pub fn with(mut self, checker: impl Checker + 'static) -> Self {
         self.checkers.push(Box::new(checker));
         self
     }
 
-    /// Shows all of them what there is to see.
+    /// Passes an observation to all checkers.
     pub fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) {
         for checker in &mut self.checkers {
             if let Err(violation) = checker.see(at, machine, sight) {
@@ -141,18 +141,18 @@ impl Checkers {
         }
     }
 
-    /// The first violation, if there was one.
+    /// Checks whether any checker has found a violation.
     ///
     /// # Errors
-    /// That violation.
+    /// Returns the first violation.
     pub fn verdict(&self) -> Result<(), Violation> {
         self.violation.clone().map_or(Ok(()), Err)
     }
 
-    /// The same once the run is over.
+    /// Concludes all checkers at the end of the run.
     ///
     /// # Errors
-    /// The first violation.
+    /// Returns the first violation.
     pub fn conclude(&mut self) -> Result<(), Violation> {
         self.verdict()?;
         self.checkers.iter_mut().try_for_each(|checker| checker.conclude())
@@ -168,14 +168,14 @@ impl fmt::Debug for Checkers {
     }
 }
 
-/// Shows the checkers what a machine tells its observer.
+/// An observer that passes a machine's events to the checkers.
 #[derive(Debug)]
 pub struct Watch<'a> {
-    /// When.
+    /// The time of the events.
     pub at: Picos,
     /// The machine.
     pub machine: Machine,
-    /// Whether it handles a stranger's datagram.
+    /// Whether the machine is handling a stranger's datagram.
     pub foreign: bool,
     /// The checkers.
     pub checkers: &'a mut Checkers,
@@ -195,7 +195,8 @@ impl fmt::Display for Invariant {
 }
 
 impl Invariant {
-    /// The violation of this that `sentence` tells of.
+    /// Returns an error that reports this invariant as violated, with `sentence` as the
+    /// description.
     pub(crate) fn broken<T>(self, sentence: impl Into<String>) -> Result<T, Violation> {
         Err(Violation { invariant: self, sentence: sentence.into() })
     }

@@ -1,6 +1,6 @@
-//! What a run should come to, worked out from its inputs alone: block by block over whole
-//! tensors, in rank order, one element at a time. No windows, slots or fragments are involved in
-//! the sums.
+//! The oracle: the expected results of a run, computed from its inputs alone. It sums whole tensors
+//! block by block in rank order, one element at a time. The sums involve no windows, slots or
+//! fragments.
 
 use std::collections::BTreeSet;
 
@@ -12,35 +12,35 @@ use racksum_proto::ids::{OpId, Rank};
 
 use crate::plan::{JobPlan, OpPlan, Plan};
 
-/// What every op of a plan should come to.
+/// The expected outcomes of every op of a plan.
 #[derive(Debug)]
 pub struct Oracle {
     jobs: Vec<Vec<Truth>>,
 }
 
-/// What one op should come to.
+/// The expected outcome of one op.
 #[derive(Debug)]
 pub struct Truth {
-    /// How it ends.
+    /// How the op should end.
     pub expected: Expected,
     geometry: Geometry,
-    /// The non-zero blocks, by rank and window.
+    /// The masks of non-zero blocks, by rank and window.
     masks: Vec<Vec<u64>>,
 }
 
-/// How an op should end.
+/// The expected end of an op.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// With this tensor.
+    /// The op ends with this tensor.
     Result(Vec<u8>),
-    /// With an overflow in one of the blocks that start at these elements.
+    /// The op fails with an overflow in one of the blocks that start at these elements.
     Overflow(BTreeSet<u64>),
-    /// The ranks disagree.
+    /// The op fails because the ranks disagree.
     Mismatch,
 }
 
 impl Oracle {
-    /// Works out all ops of `plan`.
+    /// Computes the outcomes of all ops of `plan`.
     #[must_use]
     pub fn new(plan: &Plan) -> Self {
         let of_job = |job: &JobPlan| {
@@ -50,13 +50,13 @@ impl Oracle {
         Self { jobs: plan.jobs.iter().map(of_job).collect() }
     }
 
-    /// The truth about an op.
+    /// Returns the expected outcome of an op.
     #[must_use]
     pub fn truth(&self, job: usize, op: OpId) -> Option<&Truth> {
         self.jobs.get(job)?.get(op.0 as usize)
     }
 
-    /// How many ops a job has.
+    /// Returns how many ops a job has.
     #[must_use]
     pub fn ops(&self, job: usize) -> usize {
         self.jobs[job].len()
@@ -75,39 +75,39 @@ impl Truth {
         Self { expected, geometry, masks }
     }
 
-    /// How many windows the op has.
+    /// Returns how many windows the op has.
     #[must_use]
     pub const fn windows(&self) -> u32 {
         self.geometry.windows()
     }
 
-    /// The blocks of a window that `rank` contributes.
+    /// Returns the mask of the blocks that `rank` contributes to a window.
     #[must_use]
     pub fn mask(&self, rank: Rank, window: u32) -> u64 {
         let windows = self.masks.get(rank.index());
         windows.and_then(|windows| windows.get(window as usize)).copied().unwrap_or(0)
     }
 
-    /// The blocks of a window that some rank contributes.
+    /// Returns the mask of the blocks that at least one rank contributes to a window.
     #[must_use]
     pub fn union(&self, window: u32) -> u64 {
         self.masks.iter().fold(0, |union, windows| union | windows[window as usize])
     }
 
-    /// How many ranks contribute to a window.
+    /// Returns how many ranks contribute to a window.
     #[must_use]
     pub fn contributors(&self, window: u32) -> u32 {
         self.masks.iter().map(|windows| u32::from(windows[window as usize] != 0)).sum()
     }
 
-    /// Bytes that the blocks `mask` of a window take on the wire.
+    /// Returns the bytes that the blocks in `mask` take on the wire.
     #[must_use]
     pub fn payload_len(&self, window: u32, mask: u64) -> usize {
         self.geometry.payload_len(window, mask)
     }
 }
 
-/// The non-zero blocks of each window.
+/// Returns the mask of non-zero blocks of each window.
 fn masks(descriptor: &Descriptor, geometry: &Geometry, tensor: &[u8]) -> Vec<u64> {
     let size = descriptor.dtype.size();
     let blocks = tensor.chunks(descriptor.block_elements() * size);
@@ -119,7 +119,7 @@ fn masks(descriptor: &Descriptor, geometry: &Geometry, tensor: &[u8]) -> Vec<u64
     masks
 }
 
-/// Whether every element of a block is zero, of either sign.
+/// Returns whether every element of a block is zero, of either sign.
 fn is_zero(dtype: DType, block: &[u8]) -> bool {
     block.chunks_exact(dtype.size()).all(|element| {
         let (top, rest) = element.split_last().expect("an element has bytes");
@@ -180,7 +180,7 @@ fn encode(dtype: DType, wire: WireType, world: u32, elements: usize, block: &[u8
     out
 }
 
-/// The commonest sums once more, without the protocol's arithmetic. Returns whether this is one.
+/// Sums the most common types without the protocol's arithmetic. Returns false for any other op.
 fn plain_sum(descriptor: &Descriptor, inputs: &[&[u8]], out: &mut [u8]) -> bool {
     let Descriptor { dtype, wire, reduction, .. } = *descriptor;
     if reduction != Reduction::Sum || wire != dtype.native_wire() {
@@ -200,7 +200,7 @@ fn plain_sum(descriptor: &Descriptor, inputs: &[&[u8]], out: &mut [u8]) -> bool 
         DType::F64 | DType::F16 | DType::Bf16 => return false,
     }
     if dtype == DType::F32 {
-        // Every NaN of a fold is the quiet one.
+        // A fold turns every NaN into this quiet NaN.
         for element in out.as_chunks_mut::<4>().0 {
             if f32::from_le_bytes(*element).is_nan() {
                 *element = 0x7fc0_0000_u32.to_le_bytes();

@@ -1,4 +1,4 @@
-//! Every checker is shown to fire: it is fed a run that breaks its invariant.
+//! Tests that every checker fires on a run that breaks its invariant.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
@@ -20,10 +20,10 @@ const RANK: Machine = Machine::Worker { job: 0, rank: Rank(0) };
 const OTHER: Machine = Machine::Worker { job: 0, rank: Rank(1) };
 const SHARD: Machine = Machine::Shard { job: 0, shard: 0 };
 const OP: OpId = OpId(0);
-/// Of a window, in elements.
+/// The number of elements in a window.
 const WINDOW: u64 = 60 * 256;
 
-/// Two ranks, four slots, one dense op of three windows.
+/// Returns a plan of two ranks, four slots, and one dense op of three windows.
 fn plan() -> Plan {
     let network = Network::ideal(1_000_000_000, Picos::from_micros(10));
     let job = JobPlan { pool_slots: 4, ..JobPlan::new(2, Fragmentation::new(1424).unwrap()) };
@@ -35,7 +35,7 @@ fn oracle() -> Rc<Oracle> {
     Rc::new(Oracle::new(&plan()))
 }
 
-/// The result of the plan's op.
+/// Returns the result of the plan's op.
 fn result() -> Vec<u8> {
     let oracle = oracle();
     let oracle::Expected::Result(tensor) = &oracle.truth(0, OP).unwrap().expected else {
@@ -57,7 +57,7 @@ fn fold(checker: &mut ExactlyOnce, index: u32) -> Result<(), Violation> {
     see(checker, SHARD, &Sight::Event(&folded(index, 2)))
 }
 
-/// Whether a checker found that `invariant` is broken.
+/// Returns whether a checker found `invariant` broken.
 fn breaks(result: Result<(), Violation>, invariant: Invariant) -> bool {
     result.is_err_and(|violation| violation.invariant == invariant)
 }
@@ -116,7 +116,7 @@ fn same_bits_fires_when_two_runs_differ() {
 
 #[test]
 fn few_bytes_fires_when_a_rank_sends_or_receives_too_many() {
-    // Three windows of 60 KiB, 6 % of that and a datagram.
+    // Three windows of 60 KiB, 6 % overhead and one datagram.
     let most = 3 * 61_440 * 106 / 100 + 1_472;
     let bytes = vec![0; most];
     for (all, one_more) in [
@@ -131,7 +131,7 @@ fn few_bytes_fires_when_a_rank_sends_or_receives_too_many() {
     }
 }
 
-/// A datagram that names a window.
+/// Returns a datagram about window `index`, with an empty body.
 fn datagram(kind: Kind, index: u32, ack: u32) -> Vec<u8> {
     let header = Header {
         kind,
@@ -160,7 +160,7 @@ fn bounded_fires_when_a_rank_sends_past_the_pool() {
         let data = datagram(Kind::Data, index, 0);
         assert!(see(&mut checker, RANK, &Sight::Sent(&data)).is_ok());
     }
-    // An acknowledgement makes room for one more.
+    // An acknowledgement makes room for one more window.
     let ack = datagram(Kind::Ack, 0, 1);
     assert!(see(&mut checker, RANK, &Sight::Sent(&ack)).is_ok());
     let data = [4, 5].map(|index| datagram(Kind::Data, index, 1));
@@ -189,7 +189,7 @@ fn bounded_fires_when_a_slot_is_given_back_twice_or_too_much_is_held() {
     assert!(breaks(see(&mut checker, SHARD, &more), Invariant::I4));
 }
 
-/// A checker of ends that has seen rank 0 call the op.
+/// Returns an `Ends` checker that has seen rank 0 call the op.
 fn called(plan: &Plan) -> Ends {
     let mut checker = Ends::new(plan, Rc::new(Oracle::new(plan)));
     checker.see(Picos::ZERO, RANK, &Sight::Called(OP)).unwrap();
@@ -288,7 +288,7 @@ fn foreign_fires_when_strangers_change_the_trace() {
     assert!(breaks(Foreign::compare(&run, &other), Invariant::I6));
 }
 
-/// A run of the plan, in which nothing is broken.
+/// Runs the plan, which breaks no invariant.
 fn run() -> Run {
     Cluster::check(&plan()).unwrap()
 }

@@ -1,4 +1,4 @@
-//! A checker that finds no fault and writes down what it sees: for looking into one seed.
+//! A checker that accepts everything and prints it, to debug a single seed.
 
 use std::io::Write;
 
@@ -7,7 +7,7 @@ use racksum_proto::wire::{self, AskEntries, Flags, Header, Kind, OpenDecoder};
 use super::{Checker, Machine, Sight, Violation};
 use crate::engine::Picos;
 
-/// Writes a line for everything it sees, up to a number of lines.
+/// Writes one line for each observation, up to a maximum number of lines.
 #[derive(Debug)]
 pub struct Trace<W> {
     out: W,
@@ -15,7 +15,7 @@ pub struct Trace<W> {
 }
 
 impl<W: Write> Trace<W> {
-    /// A trace of at most `lines` lines to `out`.
+    /// Creates a trace that writes at most `lines` lines to `out`.
     pub const fn new(out: W, lines: u64) -> Self {
         Self { out, lines }
     }
@@ -36,14 +36,14 @@ impl<W: Write> Checker for Trace<W> {
         if let Some(left) = self.lines.checked_sub(1) {
             let (micros, picos) = (at.0 / 1_000_000, at.0 % 1_000_000);
             let written = writeln!(self.out, "{micros:>9}.{picos:06} us, {machine}: {what}");
-            // Whoever closes the output has seen enough.
+            // The reader has closed the output and wants no more.
             self.lines = if written.is_ok() { left } else { 0 };
         }
         Ok(())
     }
 }
 
-/// A datagram in a line.
+/// Formats a datagram as one line.
 fn summary(datagram: &[u8]) -> String {
     let messages = wire::messages(datagram).map(|message| match message {
         Ok((header, body)) => describe(&header, body),

@@ -1,4 +1,4 @@
-//! A host: its links, its socket and the machines behind it.
+//! A host: its links, its socket and its state machines.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
@@ -18,39 +18,39 @@ use crate::plan::{JobPlan, Life, Plan, PortPlan};
 use crate::random::mix;
 use crate::run::Machine;
 
-/// A host at work.
+/// The state of a host.
 #[derive(Debug)]
 pub(super) struct HostState {
     pub(super) host: Host,
     pub(super) up: Link,
     pub(super) down: Link,
     port: PortPlan,
-    /// Datagrams that wait for the host, and whether they carry a congestion mark.
+    /// Datagrams waiting in the socket, each with its congestion mark.
     socket: VecDeque<(Rc<[u8]>, bool)>,
     socket_bytes: usize,
-    /// When the host can do something again.
+    /// The earliest time at which the host can act again.
     free_at: Picos,
-    /// From when on it never can.
+    /// The time from which the host is dead.
     dies_at: Picos,
-    /// When it is to look around next.
+    /// The time of the next scheduled wake-up.
     pub(super) wakes_at: Option<Picos>,
     pub(super) role: Role,
-    /// The last genuine datagram, which strangers imitate.
+    /// The last genuine datagram. Strangers imitate it.
     pub(super) last: Option<Rc<[u8]>>,
 }
 
-/// What a host is there for.
+/// The role of a host, with its state machines.
 #[derive(Debug)]
 pub(super) enum Role {
     Worker(Box<WorkerHost>),
-    /// One machine a job.
+    /// A shard, with one machine for each job.
     Shard {
         shard: u8,
         jobs: Vec<ShardNode>,
     },
 }
 
-/// A rank and the ops it still has to call.
+/// A rank and the ops it has yet to call.
 #[derive(Debug)]
 pub(super) struct WorkerHost {
     pub(super) job: usize,
@@ -60,12 +60,12 @@ pub(super) struct WorkerHost {
     calls: usize,
     /// Whether the next call must wait for an op to end.
     full: bool,
-    /// Whether the machine has more to send than the send buffer had room for.
+    /// Whether the machine has more to send than fits the send buffer.
     blocked: bool,
-    /// Ops called that have not ended, and when they were.
+    /// Ops in flight, with the time of each call.
     open: BTreeMap<OpId, Picos>,
     pub(super) ended: Vec<(OpId, Ended)>,
-    /// How often in a row the machine asked to be woken at once.
+    /// How many times in a row the machine's timer was due at once.
     spins: u32,
 }
 
@@ -86,7 +86,7 @@ impl HostState {
         }
     }
 
-    /// Puts a datagram into the socket; returns false when it has no room.
+    /// Puts a datagram into the socket. Returns false if it does not fit.
     pub(super) fn receive(&mut self, bytes: Rc<[u8]>, marked: bool) -> bool {
         let room = self.port.receive_buffer - self.socket_bytes;
         if bytes.len() > room {
@@ -97,13 +97,13 @@ impl HostState {
         true
     }
 
-    /// Forgets what waits in the socket.
+    /// Discards the datagrams in the socket.
     pub(super) fn forget(&mut self) {
         self.socket.clear();
         self.socket_bytes = 0;
     }
 
-    /// Begins to serve, or to be served, anew: each job in its life.
+    /// Starts a new life of the shards: a rank resumes, and a shard starts with no state.
     pub(super) fn begin_life(
         &mut self,
         now: Picos,
@@ -122,18 +122,19 @@ impl HostState {
         }
     }
 
-    /// Keeps the host from doing anything before `at`.
+    /// Keeps the host busy until `at`.
     pub(super) fn occupy(&mut self, at: Picos) {
         self.free_at = self.free_at.max(at);
     }
 
-    /// When the host can act on something that happens at `at`.
+    /// Returns when the host can act on an event at `at`, or [`Picos::NEVER`] if it is dead by
+    /// then.
     pub(super) fn acts_at(&self, at: Picos) -> Picos {
         let at = at.max(self.free_at);
         if at < self.dies_at { at } else { Picos::NEVER }
     }
 
-    /// Whether nothing more is to be expected of the host.
+    /// Returns whether all ops of the host have ended. Shards and dying ranks always count as done.
     pub(super) fn is_done(&self) -> bool {
         match &self.role {
             Role::Worker(worker) => worker.is_done() || self.dies_at < Picos::NEVER,
@@ -141,8 +142,8 @@ impl HostState {
         }
     }
 
-    /// Takes what is in the socket, a batch at most, and does all that is due. Datagrams that are
-    /// to be sent go to `out`, with the job they belong to.
+    /// Handles a batch of datagrams from the socket and does everything due. Outgoing datagrams go
+    /// to `out`, each with its job.
     pub(super) fn act(
         &mut self,
         now: Picos,
@@ -177,7 +178,7 @@ impl HostState {
         }
     }
 
-    /// When there is something to do next, as far as the host knows.
+    /// Returns when the host next has something to do, unless a datagram arrives earlier.
     pub(super) fn next_due(&self, plan: &Plan) -> Picos {
         if !self.socket.is_empty() {
             return self.free_at;
@@ -192,7 +193,7 @@ impl HostState {
         }
     }
 
-    /// Takes a stranger's datagram, past the socket, and does what it gives reason for.
+    /// Handles a stranger's datagram, which bypasses the socket, and sends what is due after it.
     pub(super) fn act_foreign(
         &mut self,
         now: Picos,
@@ -206,7 +207,7 @@ impl HostState {
                 watch.foreign = true;
                 worker.node.handle(now.time(), bytes, false, &mut watch);
                 let mut sent = Vec::new();
-                // What waits for the send buffer is no answer to a stranger.
+                // Data that waits for the send buffer is no reaction to the stranger's datagram.
                 if !worker.blocked {
                     let mut watch = worker.watch(now, checkers);
                     worker.node.drive(now.time(), usize::MAX, &mut sent, &mut watch);
@@ -245,7 +246,7 @@ impl WorkerHost {
         }
     }
 
-    /// Goes on at new shards.
+    /// Continues the job at new shards.
     fn resume(&mut self, now: Picos, plan: &Plan, life: Life, checkers: &mut Checkers) {
         let config = plan.worker(self.job, self.rank, life);
         let mut watch = self.watch(now, checkers);
@@ -254,12 +255,12 @@ impl WorkerHost {
         self.blocked = false;
     }
 
-    /// Whether all ops that the rank calls have ended.
+    /// Returns whether all ops that the rank calls have ended.
     pub(super) fn is_done(&self) -> bool {
         self.called == self.calls && self.open.is_empty()
     }
 
-    /// Whether the machine has asked to be woken at once for too long.
+    /// Returns whether the machine's timer was due at once too many times in a row.
     pub(super) fn spins(&self) -> bool {
         self.spins > MAX_SPINS
     }
@@ -278,7 +279,7 @@ impl WorkerHost {
         self.node.handle(now.time(), bytes, marked, &mut watch);
     }
 
-    /// Calls ops, acts on timeouts and sends, until nothing is due.
+    /// Calls ops, handles timeouts and sends what is due.
     fn drive(
         &mut self,
         now: Picos,
@@ -306,8 +307,8 @@ impl WorkerHost {
         }
     }
 
-    /// Reports ops that ended, and calls those whose time has come while the job's limit lets it.
-    /// Returns whether it called any.
+    /// Reports ops that have ended, then calls the ops that are due while the job's limit allows
+    /// it. Returns whether it called any.
     fn call(&mut self, now: Picos, plan: &JobPlan, checkers: &mut Checkers) -> bool {
         let machine = self.machine();
         self.full &= self.node.done.is_empty();
@@ -355,14 +356,14 @@ impl WorkerHost {
     }
 }
 
-/// Tells a rank what numbers its job has at the shards.
+/// Sets the job's wire id at each shard.
 fn set_numbers(node: &mut WorkerNode, plan: &Plan, job: usize, life: Life) {
     for shard in 0..plan.network.shards {
         node.machine.set_shard_job(shard, plan.job_id(job, shard, life));
     }
 }
 
-/// Hands a datagram to the machine of its job.
+/// Passes a datagram to the machine of its job.
 fn handle_at_shard(
     now: Picos,
     shard: u8,
@@ -407,7 +408,7 @@ fn hash(tensor: &[u8]) -> u64 {
     rest.iter().fold(hash, |hash, byte| mix(hash ^ u64::from(*byte)))
 }
 
-/// Datagrams that a host takes at once, as a driver does.
+/// The most datagrams that a host handles at once, as a real driver does.
 const BATCH: usize = 64;
-/// How often a machine may ask to be woken at once before that is a livelock.
+/// How many times in a row a timer may be due at once before it counts as a livelock.
 const MAX_SPINS: u32 = 1_000;

@@ -1,8 +1,8 @@
 //! A cluster: hosts and links in the engine, and the protocol's machines on the hosts.
 //!
-//! Everything is joined to one switch. A datagram leaves its host through the uplink, may meet a
-//! fault, is copied by the switch if it is a multicast, may meet a fault again, and enters the
-//! downlink of each host it is for; then it waits in the socket until the host takes it.
+//! Every host is connected to one switch. A datagram first crosses its host's uplink, where a fault
+//! may hit it. The switch copies it if it is a multicast. Each copy may meet another fault, then
+//! crosses the downlink of its recipient and waits in the socket until the host takes it.
 
 mod host;
 mod strangers;
@@ -25,7 +25,7 @@ use crate::plan::{Life, Plan};
 use crate::random::{Random, mix};
 use crate::run::{Ended, Run, Totals};
 
-/// A run under way.
+/// A run in progress.
 #[derive(Debug)]
 pub struct Cluster<'a> {
     plan: &'a Plan,
@@ -42,26 +42,26 @@ pub struct Cluster<'a> {
 enum Event {
     /// A datagram has reached the switch.
     AtSwitch { from: Host, job: usize, datagram: Datagram, marked: bool },
-    /// A datagram is copied to those it is for.
+    /// The switch forwards a datagram to its recipients.
     Spread { job: usize, datagram: Datagram, marked: bool },
-    /// A datagram enters the downlink of the host at this place.
+    /// A datagram enters the downlink of the host with index `to`.
     Enter { to: usize, bytes: Rc<[u8]>, marked: bool },
-    /// A datagram has reached the socket of the host at this place.
+    /// A datagram has reached the socket of the host with index `to`.
     Arrive { to: usize, bytes: Rc<[u8]>, marked: bool },
-    /// The host at this place looks around.
+    /// The host with this index wakes up.
     Wake(usize),
-    /// A pause begins.
+    /// A host pauses; the index is that of the pause in the plan.
     Pause(usize),
-    /// The shards die.
+    /// The shards die; the index is that of the move in the plan.
     Die(usize),
-    /// The jobs go on at others.
+    /// The jobs move to new shards; the index is that of the move in the plan.
     Move(usize),
-    /// A stranger's datagram arrives somewhere.
+    /// A stranger's datagram arrives at some host.
     Foreign,
 }
 
 impl<'a> Cluster<'a> {
-    /// The cluster of `plan`, judged by `checkers`.
+    /// Creates the cluster of `plan`, which `checkers` verify.
     #[must_use]
     pub fn new(plan: &'a Plan, checkers: Checkers) -> Self {
         let random = Random::new(plan.seed);
@@ -80,7 +80,7 @@ impl<'a> Cluster<'a> {
     /// Runs `plan` under all checkers.
     ///
     /// # Errors
-    /// The first violation of an invariant.
+    /// Returns the first violation of an invariant.
     pub fn check(plan: &'a Plan) -> Result<Run, Violation> {
         Cluster::new(plan, Checkers::of(plan)).run()
     }
@@ -88,7 +88,7 @@ impl<'a> Cluster<'a> {
     /// Runs until every op has ended and every datagram has arrived.
     ///
     /// # Errors
-    /// The first violation of an invariant.
+    /// Returns the first violation of an invariant.
     pub fn run(mut self) -> Result<Run, Violation> {
         self.begin();
         let mut done_at = None;
@@ -154,7 +154,8 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Makes the host at a place look around at `when`, or as soon after it as it can.
+    /// Schedules a wake-up of the host with index `at` for `when`, or for the earliest time it can
+    /// act.
     fn rouse(&mut self, at: usize, when: Picos) {
         let host = &mut self.hosts[at];
         let when = host.acts_at(when);
@@ -172,7 +173,7 @@ impl<'a> Cluster<'a> {
         }
         host.wakes_at = None;
         if host.acts_at(now) != now {
-            // It stands still, and what it was woken for is still to be done then.
+            // The host is busy, so the wake-up moves to the time at which it can act.
             self.rouse(at, now);
             return Ok(());
         }
@@ -189,7 +190,7 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Sends datagrams from the host at a place.
+    /// Sends datagrams from the host with index `at`.
     fn post(&mut self, at: usize, out: Vec<(usize, Datagram)>) {
         let now = self.engine.now();
         let from = self.hosts[at].host;
@@ -268,7 +269,7 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// The shards do nothing any more, and forget all.
+    /// Stops the shards, which lose their state, until the jobs move.
     fn die(&mut self, number: usize) {
         let again = self.engine.now() + self.plan.moves[number].lasts;
         for host in &mut self.hosts {
@@ -280,7 +281,7 @@ impl<'a> Cluster<'a> {
         self.engine.schedule(again, Event::Move(number));
     }
 
-    /// Every job goes on at new shards, from the oldest op that some rank may lack results of.
+    /// Moves every job to new shards, starting at the oldest op whose results some rank may lack.
     fn move_jobs(&mut self, number: usize) {
         let now = self.engine.now();
         let lives: Vec<_> =
@@ -292,7 +293,7 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// The life of the shards that comes after so many, for a job.
+    /// Returns the life of the shards that follows death `number`, for one job.
     fn next_life(&self, job: usize, number: usize) -> Life {
         let of_job = self.hosts.iter().filter_map(|host| match &host.role {
             Role::Worker(worker) if worker.job == job => Some(worker.node.machine.first_kept()),
@@ -302,7 +303,7 @@ impl<'a> Cluster<'a> {
         Life { number: u8::try_from(number + 1).expect("a few"), first_op }
     }
 
-    /// A stranger's datagram arrives, past links and socket so that it takes no one's room.
+    /// Delivers a stranger's datagram. It bypasses links and sockets so that it takes no capacity.
     fn foreign(&mut self) {
         if self.is_done() {
             return;
@@ -322,7 +323,7 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Whether every op has ended at every rank that lives.
+    /// Returns whether every op has ended at every rank that lives.
     fn is_done(&self) -> bool {
         self.hosts.iter().all(HostState::is_done)
     }
@@ -376,7 +377,7 @@ fn state(plan: &Plan, host: Host) -> HostState {
     }
 }
 
-/// Goes on with a trace: `datagram` was sent at `now` by the host at a place.
+/// Extends a trace by one fact: the host with index `at` sent `datagram` at `now`.
 fn trace(hash: u64, now: Picos, at: usize, datagram: &Datagram) -> u64 {
     let bytes = datagram.bytes.len() as u64;
     let words = datagram.bytes.as_chunks().0.iter().take(Header::LEN / 8);
@@ -384,9 +385,9 @@ fn trace(hash: u64, now: Picos, at: usize, datagram: &Datagram) -> u64 {
     [now.0, at as u64, bytes, header].iter().fold(hash, |hash, word| mix(hash ^ word))
 }
 
-/// What Ethernet, IP and UDP add to a datagram, with preamble and gap.
+/// Bytes that Ethernet, IP and UDP add to a datagram, including preamble and gap.
 pub const OVERHEAD_BYTES: u64 = 66;
-/// More events than any sensible run has.
+/// A limit on events that every sensible run stays below.
 const MAX_EVENTS: u64 = 5_000_000;
-/// How long after the last op something may still be on its way.
+/// How long after the last op events may still happen.
 const MAX_AFTERMATH: Picos = Picos::from_millis(30_000);

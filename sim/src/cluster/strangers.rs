@@ -1,4 +1,4 @@
-//! Strangers: datagrams of other jobs, other lives, other senders, other protocols, and garbage.
+//! Strangers: senders of garbage and of datagrams with a wrong job, generation, sender or protocol.
 
 use std::rc::Rc;
 
@@ -7,7 +7,7 @@ use racksum_proto::wire::{Header, Kind};
 use crate::engine::Picos;
 use crate::random::Random;
 
-/// Sends datagrams that are none of a host's business.
+/// A sender of datagrams that no host should accept.
 #[derive(Debug)]
 pub(super) struct Strangers {
     left: u32,
@@ -19,38 +19,38 @@ impl Strangers {
         Self { left: datagrams, random }
     }
 
-    /// How long until the next datagram, if there is one.
+    /// Returns the time until the next datagram, or `None` after the last.
     pub(super) fn next_pause(&mut self) -> Option<Picos> {
         self.left = self.left.checked_sub(1)?;
         Some(Picos(self.random.across(1_000..=MAX_PAUSE.0)))
     }
 
-    /// The place of the host that gets it, of `hosts`.
+    /// Picks the index of the host that receives the datagram.
     pub(super) fn victim(&mut self, hosts: usize) -> usize {
         usize::try_from(self.random.below(hosts as u64)).expect("below a length")
     }
 
-    /// A datagram for a host that last took `genuine`.
+    /// Makes a datagram for a host whose last genuine datagram is `genuine`.
     pub(super) fn imitate(&mut self, genuine: Option<&Rc<[u8]>>) -> Vec<u8> {
         let Some(genuine) = genuine.filter(|_| !self.random.once_in(8)) else {
             return self.garbage();
         };
-        // One message only: behind another there would be genuine ones.
+        // Only the first message is copied, because the ones behind it would stay genuine.
         let len = Header::decode_first(genuine)
             .map_or(genuine.len(), |(_, body, _)| Header::LEN + body.len());
         let mut bytes = genuine[..len].to_vec();
         let bit = 1 << self.random.below(7);
         let mut other = |at: usize| bytes[at] ^= bit;
         match self.random.below(9) {
-            // Another protocol, version or kind.
+            // A wrong magic number, version or kind.
             0 => other(0),
             1 => other(2),
             2 => bytes[3] = 10,
-            // Another job, another life, no such rank.
+            // A wrong job or generation, or an unknown rank.
             3 => other(4),
             4 => other(11),
             5 => bytes[12..14].copy_from_slice(&[0x7f, 0xff]),
-            // No such lane, and a bit that must be zero but in a result.
+            // An unknown lane, or a bit that must be zero except in results.
             6 => bytes[14] = 0x80,
             7 if bytes[3] != Kind::Result as u8 => bytes[47] |= 0x80,
             _ => {
@@ -67,7 +67,7 @@ impl Strangers {
     }
 }
 
-/// The longest that strangers keep quiet.
+/// The longest pause between two datagrams of strangers.
 const MAX_PAUSE: Picos = Picos::from_millis(2);
 
 #[cfg(test)]

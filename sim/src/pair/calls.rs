@@ -1,4 +1,4 @@
-//! Ranks that refuse calls, make others than their peers, or leave some out.
+//! Ranks that refuse calls, make different calls than their peers, or skip some.
 
 use racksum_proto::call::{Call, Collective};
 use racksum_proto::descriptor::Descriptor;
@@ -8,8 +8,8 @@ use racksum_proto::time::Time;
 
 use super::{Cluster, Faults, Random, TIMEOUT, bytes};
 
-/// What a rank means by a call. Most calls are sums of the same size, so that nothing but the call
-/// itself tells them apart.
+/// The call that a rank intends to make. Most calls are sums of the same size, so that only the
+/// call itself tells them apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Intent {
     number: u32,
@@ -41,14 +41,14 @@ fn draw(dice: &mut Random, number: u32) -> Intent {
     Intent { number, collective, root, elements }
 }
 
-/// What a rank does of the calls of a job.
+/// Returns the calls that one rank makes when the job's calls are `calls`.
 fn script(dice: &mut Random, calls: &[Intent], odds: u64) -> Vec<Intent> {
     let mut made = Vec::new();
     for call in calls {
         match dice.below(100 / odds) {
             0 => made.push(call.refused()),
             1 => made.push(draw(dice, call.number)),
-            // The call failed in the rank's own code, of which its backend has heard nothing.
+            // The call fails in the rank's own code, so its backend never sees it.
             2 => {}
             _ => made.push(*call),
         }

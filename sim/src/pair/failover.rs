@@ -1,9 +1,9 @@
-//! An aggregator that dies at any time: the job goes on at another, with the same bits.
+//! An aggregator that dies at any time. The job continues at another and gets the same bits.
 
 use super::*;
 use crate::inputs::{Inputs, Values};
 
-/// Ops of every kind that has a way of its own through a fold.
+/// Returns ops that cover every path through a fold.
 fn descriptors() -> Vec<Descriptor> {
     let sum = |elements, dtype| Descriptor::sum(elements, dtype);
     let narrow = |elements, wire| Descriptor { wire, ..sum(elements, DType::F32) };
@@ -34,8 +34,8 @@ fn submit(cluster: &mut Cluster, seed: u64, op: u64, descriptor: Descriptor) {
     }
 }
 
-/// Runs all ops, `OPEN` of them at a time; the aggregator dies whenever as many steps are done as
-/// `deaths` says. Returns each rank's results, by op.
+/// Runs all ops, `OPEN` of them at a time. The aggregator dies after each number of steps in
+/// `deaths`. Returns each rank's results, by op.
 fn results(seed: u64, faults: Faults, deaths: &[u64]) -> Vec<Vec<Result<Vec<u8>, OpError>>> {
     let descriptors = descriptors();
     let grant = Grant { world: 3, shards: 2, lanes: 2, pool_slots: 8, moved_at: None };
@@ -205,7 +205,7 @@ fn a_rank_at_rest_asks_less_and_less_whether_all_have_what_it_has() {
     let mut cluster = Cluster::new(3, 2, 2, 1, Faults::default());
     submit(&mut cluster, 1, 0, Descriptor::sum(60 * 256 * 9, DType::F32));
     cluster.run(1);
-    // The last rank is stopped before it has said that it has the result.
+    // The last rank stops before it has acknowledged the result.
     cluster.lose(Rank(2));
     let (end, sent) = (cluster.now + Span::from_secs(60), cluster.sent);
     cluster.run_until(|cluster| cluster.now >= end);
@@ -213,5 +213,5 @@ fn a_rank_at_rest_asks_less_and_less_whether_all_have_what_it_has() {
     assert!((60..800).contains(&sent), "{sent} datagrams of two ranks with two streams each");
 }
 
-/// Ops in flight at a time.
+/// The number of ops in flight at a time.
 const OPEN: usize = 3;

@@ -1,14 +1,14 @@
-//! A rank that is lost, in a job that goes on without it.
+//! A rank that is lost, in a job that continues without it.
 
 use super::*;
 
-/// The world, of which the last rank is lost.
+/// The number of ranks, of which the last is lost.
 const WORLD: u16 = 3;
 const LOST: Rank = Rank(WORLD - 1);
 const WINDOW: usize = 60 * 256;
 
-/// The ops: what each rank contributes to the element at every place of a tensor is its power of
-/// ten, so that a sum says who took part.
+/// The sizes of the ops in elements. Each rank contributes ten to the power of its number to every
+/// element, so a sum shows which ranks took part.
 const SIZES: [usize; 3] = [WINDOW * 12, 700, WINDOW * 5];
 
 fn submit(cluster: &mut Cluster, elements: usize, ranks: u16) {
@@ -20,8 +20,8 @@ fn submit(cluster: &mut Cluster, elements: usize, ranks: u16) {
     }
 }
 
-/// The survivors' results must be the same, each window with the lost rank or without it, and
-/// without it only where the op says so.
+/// Checks that the survivors' results are the same, and that a result lists the lost rank as absent
+/// exactly if some window lacks it. Returns the number of windows with and without that rank.
 fn check(cluster: &Cluster, seed: u64, ops: usize) -> [usize; 2] {
     let mut windows = [0, 0];
     for op in 0..ops {
@@ -64,7 +64,7 @@ fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
         let shards = 1 + u8::try_from(seed % 2).unwrap();
         let mut cluster = Cluster::new(WORLD, shards, 1, seed, faults);
         SIZES.iter().for_each(|elements| submit(&mut cluster, *elements, WORLD));
-        // The last rank stops after so many steps, and each of the others hears of it later.
+        // The last rank stops after a random number of steps. Each survivor learns of it later.
         let mut left = 1 + Random::new(seed).below(3500);
         cluster.run_until(|_| {
             left -= 1;
@@ -109,7 +109,7 @@ fn a_rank_that_an_aggregator_lost_and_never_named_is_named_after_the_move() {
         for shard in &mut cluster.shards {
             shard.machine.handle_gone(LOST, &mut ());
         }
-        // All results come, and no word of whom they lack.
+        // All results arrive, but no rank learns whose contributions they lack.
         cluster.run_until(|cluster| {
             let due = cluster.workers.iter().map(|worker| worker.machine.poll_timeout()).min();
             cluster.wire.is_empty() && due > Some(cluster.now + Span::from_secs(1))

@@ -1,4 +1,4 @@
-//! A rank that leaves between two ops, and comes back as another process.
+//! A rank that leaves between two ops and comes back as another process.
 
 use super::*;
 
@@ -33,7 +33,7 @@ fn a_rank_may_leave_between_ops_and_come_back() {
             for shard in &mut cluster.shards {
                 shard.machine.handle_left(Rank(rank), &mut ());
             }
-            // What it said last, and what is said of it while it is away, may come late.
+            // Datagrams from the rank, and those sent to it while it is away, may arrive late.
             let back = cluster.now + Span::from_millis(seed % 4 * 3);
             let away = cluster.workers.remove(usize::from(rank));
             cluster

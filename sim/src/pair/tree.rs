@@ -1,4 +1,4 @@
-//! Racks and a root: each rack's aggregator is one rank of the root's job.
+//! Racks and a root. Each rack's aggregator is one rank of the root's job.
 
 use super::*;
 use racksum_proto::aggregator::{Aggregation, Failed};
@@ -7,19 +7,19 @@ use racksum_proto::geometry::WINDOW_BYTES;
 use crate::inputs::{Inputs, Values};
 use crate::relay::RelayNode;
 
-/// Who a datagram is for.
+/// The recipient of a datagram.
 #[derive(Debug, Clone, Copy)]
 enum End {
     /// A shard of the root.
     Root(u8),
-    /// A shard of a rack's aggregator, from below or from above.
+    /// A rack's shard that receives from its ranks (`Below`) or from the root (`Above`).
     Below(usize, u8),
     Above(usize, u8),
     /// A rank of a rack.
     Worker(usize, u16),
 }
 
-/// The root, two or more racks, and the ranks of each.
+/// The root, the racks and the ranks of each rack.
 struct Tree {
     root: Vec<ShardNode>,
     racks: Vec<Vec<RelayNode>>,
@@ -29,13 +29,13 @@ struct Tree {
     sent: u64,
     steps: u64,
     now: Time,
-    /// Of a hundred datagrams so many come a second time with something else in their heads.
+    /// The percentage of datagrams that also arrive with one bit flipped in their first 96 bytes.
     garbled: u64,
     faults: Faults,
 }
 
 impl Tree {
-    /// Racks of so many ranks each.
+    /// Creates a tree whose racks have these numbers of ranks.
     fn new(racks: &[u16], shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
         let total: u16 = racks.iter().sum();
         let first = |rack: usize| Rank(racks[..rack].iter().sum());
@@ -52,7 +52,7 @@ impl Tree {
             );
             name(&mut shard.machine, (0..racks.len()).map(first));
         }
-        // A rack may have fewer slots than the root, and ranks may send little ahead.
+        // A rack may have fewer slots than the root, and its ranks may have few bytes in flight.
         let rack_slots = [8, 64, 2, 3][usize::try_from(seed % 4).unwrap()];
         let in_flight = [1 << 18, 2 * WINDOW_BYTES][usize::try_from(seed / 4 % 2).unwrap()];
         let grant = |world| Grant { pool_slots: rack_slots, ..grant(world) };
@@ -116,7 +116,7 @@ impl Tree {
         while self.drive_once() {}
     }
 
-    /// Returns whether shards have told others something.
+    /// Returns whether any shard passed a failure to others.
     fn drive_once(&mut self) -> bool {
         let (mut out, mut told) = (Vec::new(), false);
         let (mut down, mut up) = (Vec::new(), Vec::new());
@@ -222,7 +222,7 @@ fn rank(datagram: &Datagram) -> u16 {
     }
 }
 
-/// Ops whose results are the same however they are summed.
+/// Returns ops whose results do not depend on the order of summation.
 fn descriptors() -> Vec<Descriptor> {
     let sum = |elements, dtype| Descriptor::sum(elements, dtype);
     vec![
@@ -246,7 +246,7 @@ fn inputs(seed: u64, op: usize) -> Inputs {
     }
 }
 
-/// What a flat job of as many ranks comes to.
+/// Returns the results of a flat job with the same number of ranks.
 fn flat(seed: u64, world: u16) -> Vec<Vec<u8>> {
     let mut cluster = Cluster::new(world, 1, 2, seed, Faults::default());
     let descriptors = descriptors();
@@ -330,7 +330,7 @@ fn floats_of_racks_have_the_same_bits_whatever_is_lost_on_the_way() {
         assert!(undisturbed.iter().all(|results| *results == undisturbed[0]), "seed {seed}");
         let faults = Faults { drop: 3 + seed, double: seed % 5, delay: seed % 7 * 3 };
         assert!(results(seed, faults, seed) == undisturbed, "seed {seed}: other bits");
-        // An average is one of all ranks, and not of racks.
+        // An average is over all ranks, not over racks.
         let average = |elements: &[u8]| f32::from_le_bytes(*elements.first_chunk().unwrap());
         let descriptor = &descriptors[1];
         let exact: f64 = (0..5)
@@ -356,7 +356,7 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
             1 => Descriptor::sum(60 * 256 * 2, DType::I32),
             _ => Descriptor { lane: 1, ..good },
         };
-        // One of a rack, or both of the first.
+        // One rank of either rack, or both ranks of the first.
         let strays = [&[1][..], &[3], &[0, 1]][usize::try_from(seed % 3).unwrap()];
         let ones = bytes(&vec![1; 60 * 256 * 6]);
         for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
@@ -378,7 +378,8 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
             let Err(OpError::Mismatch { one, other, .. }) = &worker.done[1].1 else {
                 panic!("seed {seed}, rank {rank}: {:?}", worker.done[1].1.as_ref().err())
             };
-            // By the numbers that the ranks have among all, or their rack's first has.
+            // A mismatch names ranks by their number in the whole tree, or by that of their rack's
+            // first rank.
             let strange = |(rank, descriptor): &(Rank, Descriptor)| {
                 (*descriptor == bad) == strays.contains(&rank.index())
             };
@@ -390,7 +391,8 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
 
 #[test]
 fn a_rank_that_is_missing_in_another_rack_is_missed_by_name() {
-    // The first of the second rack, by which the rack is known, and the other.
+    // Rank 2 is the first of the second rack, so its number also names the rack; rank 3 is the
+    // other.
     for absent in [2, 3] {
         let mut tree = Tree::new(&[2, 2], 1, 1, 1, Faults::default());
         let descriptor = Descriptor::sum(10, DType::I32);
@@ -427,7 +429,7 @@ fn what_is_changed_on_the_way_makes_no_half_panic_or_go_on_for_ever() {
                 worker.submit(Time(0), *descriptor, tensor, timeout).unwrap();
             }
         }
-        // Datagrams that nothing authenticates may spoil any sum, and end any op.
+        // Without authentication, a changed datagram may spoil any sum and end any op.
         let done = |worker: &WorkerNode| worker.done.len() >= descriptors.len();
         tree.run_until(|tree| tree.workers.iter().flatten().all(done));
     }
@@ -436,7 +438,7 @@ fn what_is_changed_on_the_way_makes_no_half_panic_or_go_on_for_ever() {
 #[test]
 fn ranks_that_send_little_ahead_wait_for_no_probe() {
     // wire: W-64
-    // Seeds of many slots and of few, and of a path that takes two windows.
+    // The seeds choose many slots or few, and let ranks have two windows in flight.
     for seed in [5, 4, 6, 7] {
         let mut tree = Tree::new(&[8, 1], 1, 1, seed, Faults::default());
         let windows = 100;
@@ -446,7 +448,7 @@ fn ranks_that_send_little_ahead_wait_for_no_probe() {
             worker.submit(Time(0), descriptor, ones.clone(), TIMEOUT).unwrap();
         }
         tree.run_until(|tree| tree.workers.iter().flatten().all(|worker| !worker.done.is_empty()));
-        // A window takes four hops of 50 us each.
+        // A window takes four hops of 50 µs each.
         println!("seed {seed}: {} us", tree.now.0 / 1000);
         let most = Time(windows * 4 * 50_000 + 10_000_000);
         assert!(tree.now < most, "seed {seed}: {:?} of {most:?}", tree.now);

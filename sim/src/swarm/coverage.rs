@@ -1,5 +1,5 @@
-//! What a swarm has tried: how many seeds had which feature. A feature that no seed has is not
-//! tested, however many seeds there are.
+//! The coverage of a swarm: how many seeds had each feature. A feature that no seed has stays
+//! untested, however many seeds run.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use crate::inputs::Values;
 use crate::plan::{Absence, JobPlan, OpPlan, Plan};
 use crate::run::Totals;
 
-/// How many seeds had each feature, by its name.
+/// The number of seeds that had each feature, by the feature's name.
 pub type Coverage = BTreeMap<String, u64>;
 
-/// The features of a plan that was run, each once.
+/// Returns the features of a run and its plan, each once.
 pub(super) fn features(plan: &Plan, totals: &Totals) -> Vec<String> {
     let of_ops = plan.jobs.iter().flat_map(|job| &job.ops).map(|op| op.descriptor);
     let kinds = of_ops.flat_map(|descriptor| {
@@ -33,7 +33,7 @@ pub(super) fn features(plan: &Plan, totals: &Totals) -> Vec<String> {
     features
 }
 
-/// A feature's name, and whether it is there.
+/// A feature's name, and whether the plan or run has it.
 type Feature = (&'static str, bool);
 
 fn of_plan(plan: &Plan) -> Vec<Feature> {
@@ -128,7 +128,7 @@ fn of_op(op: &OpPlan) -> Vec<Feature> {
     ]
 }
 
-/// Whether copies may come so late that ops have ended meanwhile.
+/// Returns whether copies may arrive so late that ops have ended meanwhile.
 fn copies_late(rule: &Rule) -> bool {
     matches!(&rule.effect, Effect::Copy(late) if late.end.as_micros() > 20_000)
 }

@@ -1,4 +1,4 @@
-//! The plan of a seed: every rate, size and count is drawn, and some of them are extreme.
+//! Draws a plan from a seed. Every rate, size and count is random, and some are extreme.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -15,7 +15,7 @@ use crate::link::LinkConfig;
 use crate::plan::{Absence, JobPlan, Missing, Move, Network, OpPlan, Pause, Plan, PortPlan};
 use crate::random::Random;
 
-/// The plan of `seed`.
+/// Draws the plan of `seed`.
 #[must_use]
 pub fn plan(seed: u64) -> Plan {
     let random = Random::new(seed);
@@ -23,7 +23,8 @@ pub fn plan(seed: u64) -> Plan {
     let jobs = jobs(&random, &network);
     let mut plan = Plan::new(seed, network, jobs);
     let mut faults = random.child("rules");
-    // A rank that is missing is to be told from one that is merely hard to hear.
+    // Faults stay mild when a rank is missing, because heavy loss would make live ranks look
+    // missing.
     let harsh = plan.jobs.iter().all(|job| job.missing.is_none());
     plan.faults = rules(&plan, &mut faults, if harsh { 300_000 } else { 20_000 });
     if harsh && faults.once_in(3) {
@@ -41,7 +42,7 @@ pub fn plan(seed: u64) -> Plan {
     plan
 }
 
-/// The same inputs under another seed of faults, on another network, in other windows' order.
+/// Keeps the inputs of a plan but draws new faults, a new network, other slots and another cut.
 pub(super) fn other(plan: &Plan, random: &mut Random) -> Plan {
     let network = network(random);
     let mut other = Plan::new(random.bits(), network, plan.jobs.clone());
@@ -65,7 +66,7 @@ fn network(random: &mut Random) -> Network {
     let send_buffer = if random.once_in(2) { usize::MAX } else { 1 << random.within(12..=22) };
     let mut port = |worker: bool| {
         let rate_bps = rate(random);
-        // A host waits for its own card; only the switch drops.
+        // Hosts wait for their own network card, so only the switch drops.
         let up = LinkConfig { mark_bytes, ..LinkConfig::lossless(rate_bps, delay) };
         let down = LinkConfig { rate_bps, delay, queue_bytes, mark_bytes };
         let service = Picos(if worker { service } else { service / 4 });
@@ -103,7 +104,7 @@ fn job(random: &mut Random, network: &Network) -> JobPlan {
         if job.missing.is_some() {
             op.timeout = Span::from_millis(1_500);
         }
-        // Who is missing cannot disagree.
+        // A missing rank may not call the op, so it could not disagree.
         if job.missing.is_none() && world > 1 && number < 3 && random.once_in(16) {
             let rank = Rank(u16::try_from(random.below(u64::from(world))).expect("a rank"));
             let other = odd(random, &job, op.descriptor);
@@ -155,7 +156,7 @@ fn descriptor(random: &mut Random, job: &JobPlan) -> Descriptor {
     descriptor
 }
 
-/// Sizes around the edges of blocks and windows, and some of many windows.
+/// Draws a number of elements: near the edges of blocks and windows, or many windows.
 fn elements(random: &mut Random, descriptor: &Descriptor, world: u16) -> u64 {
     let block = descriptor.block_elements() as u64;
     let window = Geometry::new(descriptor).window_elements() as u64;
@@ -171,7 +172,7 @@ fn elements(random: &mut Random, descriptor: &Descriptor, world: u16) -> u64 {
     elements.min(most)
 }
 
-/// A descriptor that is not `descriptor`.
+/// Returns a descriptor that differs from `descriptor`.
 fn odd(random: &mut Random, job: &JobPlan, descriptor: Descriptor) -> Descriptor {
     match random.below(4) {
         0 => Descriptor { tag: descriptor.tag + 1, ..descriptor },
@@ -191,7 +192,7 @@ fn slots(random: &mut Random) -> u32 {
     u32::try_from(random.across(1..=64)).expect("at most 64")
 }
 
-/// Datagrams for an MTU from 1280 on, or as large as UDP has them.
+/// Draws a cut for an MTU of 1280 to 9000, or for the largest UDP datagrams.
 fn cut(random: &mut Random) -> Fragmentation {
     let headers = Header::LEN + IP_AND_UDP_BYTES;
     let payload = match random.below(8) {
@@ -227,8 +228,8 @@ fn rules(plan: &Plan, random: &mut Random, worst_loss_ppm: u32) -> Vec<Rule> {
     rules
 }
 
-/// The shards die once or a few times while most ops are in flight. Where ranks disagree about an
-/// op they do not: one that hears of it no more is a matter of its timeout.
+/// Draws one to four deaths of the shards while most ops are in flight. It draws none when ranks
+/// disagree about an op, because a rank that misses the failure would then end in a timeout.
 fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
     if plan.jobs.iter().flat_map(|job| &job.ops).any(|op| op.odd.is_some()) {
         return Vec::new();
@@ -244,7 +245,7 @@ fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
     (0..1 + plan.seed % 4).map(&mut next).collect()
 }
 
-/// A while in which nothing gets through to or from a host, or neither: then it is cut off.
+/// Draws a period in which a host cannot send, cannot receive, or is cut off both ways.
 fn outage(plan: &Plan, random: &mut Random) -> Rule {
     let hosts: Vec<Host> = plan.hosts().collect();
     let leg = random.pick(&[Some(Leg::Up), Some(Leg::Down), None]);
@@ -254,9 +255,9 @@ fn outage(plan: &Plan, random: &mut Random) -> Rule {
     Rule { during: start..end, ..Rule::always(to, Effect::Drop) }
 }
 
-/// When most seeds are still at work.
+/// The period in which most seeds still run ops.
 const BUSY: Picos = Picos::from_millis(10);
-/// Bytes of all ranks' tensors of an op.
+/// Limit on the bytes of an op's tensors, summed over all ranks.
 const MAX_BYTES: u64 = 2 << 20;
-/// What IPv6 and UDP add to a datagram.
+/// Bytes of the IPv6 and UDP headers of a datagram.
 const IP_AND_UDP_BYTES: usize = 48;

@@ -1,5 +1,5 @@
-//! Swarms: a plan from every seed, each with its own mix of sizes, links and faults, and every
-//! run judged by all checkers. A seed that fails fails again wherever it is run.
+//! Swarms: each seed gives a plan with its own mix of sizes, links and faults, and all checkers
+//! verify its run. A seed that fails once fails everywhere.
 
 mod coverage;
 mod draw;
@@ -21,20 +21,20 @@ use crate::plan::Plan;
 use crate::random::Random;
 use crate::run::{Run, Totals};
 
-/// What a seed came to.
+/// The outcome of a seed whose run broke no invariant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// The seed.
     pub seed: u64,
-    /// The trace of its run.
+    /// The trace of the run.
     pub trace: u64,
     /// Simulated microseconds until the last op ended.
     pub took_us: u64,
-    /// Ops, each counted at every rank.
+    /// Ended ops, counted once for each rank.
     pub ops: u64,
-    /// What was counted.
+    /// The counters of the run.
     pub totals: Totals,
-    /// What the seed tried.
+    /// The features of the plan and the run.
     pub features: Vec<String>,
 }
 
@@ -44,37 +44,38 @@ pub struct Report {
 pub struct Failure {
     /// The seed.
     pub seed: u64,
-    /// The invariant.
+    /// The broken invariant.
     pub invariant: Invariant,
-    /// What was seen.
+    /// A sentence that describes the violation.
     pub sentence: String,
     /// The command that runs this seed again.
     pub replay: String,
 }
 
-/// What a swarm came to.
+/// The outcome of a swarm.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Summary {
-    /// Seeds that were run.
+    /// Seeds run so far.
     pub seeds: u64,
-    /// How many of them failed.
+    /// Seeds that failed.
     pub failed: u64,
-    /// The first of them, in the order in which they failed.
+    /// The first failures to be found, up to a limit. [`run`] sorts them by seed at the end.
     pub failures: Vec<Failure>,
-    /// Ops, each counted at every rank.
+    /// Ended ops, counted once for each rank.
     pub ops: u64,
-    /// Simulated microseconds.
+    /// Simulated microseconds of all runs.
     pub took_us: u64,
-    /// What was counted.
+    /// The counters, summed over all runs.
     pub totals: Totals,
-    /// How many of the seeds that did not fail tried what.
+    /// How many of the seeds that passed had each feature.
     pub coverage: Coverage,
 }
 
 /// Runs the plan of one seed.
 ///
 /// # Errors
-/// The invariant that does not hold. A panic counts as one: nothing may abort the process.
+/// Returns the violated invariant. A panic counts as a violation of I5, because nothing may abort
+/// the process.
 pub fn run_seed(seed: u64) -> Result<Report, Failure> {
     let run = panic::catch_unwind(AssertUnwindSafe(|| judge(seed)));
     let violation = match run {
@@ -95,10 +96,10 @@ pub fn run_seed(seed: u64) -> Result<Report, Failure> {
     Err(Failure { seed, invariant, sentence, replay })
 }
 
-/// Runs the plans of many seeds on `threads` threads, and tells `progress` after each.
+/// Runs the plans of many seeds on `threads` threads. It calls `progress` after each seed.
 ///
 /// # Errors
-/// The system's, if it gives no threads.
+/// Returns the operating system's error if it cannot start a thread.
 pub fn run(
     seeds: Range<u64>,
     threads: usize,
@@ -117,7 +118,7 @@ pub fn run(
                     else {
                         break;
                     };
-                    // The receiver is there until every sender has gone.
+                    // The receiver outlives every sender.
                     if results.send(run_seed(seed)).is_err() {
                         break;
                     }
@@ -136,7 +137,7 @@ pub fn run(
     Ok(summary)
 }
 
-/// Runs the plan of `seed`, and once more where another run must come to the same.
+/// Runs the plan of `seed`. For some seeds, it also runs variants that must have the same outcome.
 fn judge(seed: u64) -> Result<Report, Violation> {
     let plan = plan(seed);
     let run = Cluster::check(&plan)?;
@@ -187,7 +188,7 @@ impl Summary {
     }
 }
 
-/// One seed in so many is run again to see that it comes to the same.
+/// One seed in this many runs again to check that the outcome is the same.
 const AGAIN_ONCE_IN: u64 = 16;
-/// Failures that are kept.
+/// The largest number of failures that a summary keeps.
 const MAX_FAILURES: usize = 100;

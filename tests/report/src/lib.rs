@@ -1,12 +1,13 @@
-//! What tests tell the run that they are part of: why one was skipped, and how long something took
-//! that users wait for.
+//! Records of a test run: skipped tests with their reasons, and times that users wait for.
 //!
 //! A test never fails because the machine is busy, so no test asserts on time. Tests record times
-//! here instead; `cargo xtask bench failures` runs these tests one at a time and judges the times.
-//! The test run collects skips and lists them in its summary. Both read the file named by
-//! [`FILE`], one JSON object a line; without that variable, entries go to standard error only.
-//! A test that counts what is logged does so by [`lines_logged`].
-//! The Python tests write the same lines (`python/tests/report.py`).
+//! here instead. `cargo xtask bench failures` runs these tests one at a time and judges the times.
+//! The test run collects skips and lists them in its summary. Both read the file named by [`FILE`],
+//! one JSON object a line. Without that variable, skips go to standard error only and times are
+//! dropped.
+//!
+//! A test that counts log lines uses [`lines_logged`]. The Python tests write the same lines
+//! (`python/tests/report.py`).
 
 mod lines;
 
@@ -17,10 +18,10 @@ use std::path::Path;
 pub use lines::lines_logged;
 use serde::{Deserialize, Serialize};
 
-/// The environment variable that names the file that entries are appended to.
+/// Environment variable with the path of the file for entries.
 pub const FILE: &str = "RACKSUM_TEST_REPORT";
 
-/// The environment variable that overrides the name of the test, for one that runs as a process.
+/// Environment variable that overrides the test's name, for a test that runs as a process.
 pub const TEST: &str = "RACKSUM_TEST_NAME";
 
 /// One line of the file.
@@ -31,23 +32,23 @@ pub enum Entry {
     Skip {
         /// The test's path, as libtest or pytest names it.
         test: String,
-        /// What it lacked.
+        /// The reason.
         why: String,
     },
     /// A test measured something.
     Time {
-        /// The test's path.
+        /// The test's path, as libtest or pytest names it.
         test: String,
-        /// What was measured.
+        /// Name of the measurement.
         what: String,
-        /// How long it took, in milliseconds.
+        /// Measured time in milliseconds.
         ms: u64,
-        /// How long it may take on a machine that does nothing else, in milliseconds.
+        /// Limit on an otherwise idle machine, in milliseconds.
         most: u64,
     },
 }
 
-/// Records that the test that calls this cannot run here, and why.
+/// Records that the calling test cannot run here, and the reason.
 ///
 /// ```no_run
 /// racksum_test_report::skip("raw sockets take root");
@@ -58,12 +59,12 @@ pub fn skip(why: &str) {
     append(&Entry::Skip { test: test_name(), why: why.to_owned() });
 }
 
-/// Records that something took `ms` milliseconds, of `most` that it may take on a quiet machine.
+/// Records that something took `ms` milliseconds; `most` is the limit on a quiet machine.
 pub fn time(what: &str, ms: u64, most: u64) {
     append(&Entry::Time { test: test_name(), what: what.to_owned(), ms, most });
 }
 
-/// Reads the entries of a file; none if it does not exist.
+/// Reads the entries of a file; returns no entries if the file does not exist.
 ///
 /// # Errors
 /// Returns a sentence if the file cannot be read or a line is not an entry.
@@ -79,7 +80,7 @@ pub fn read(file: &Path) -> Result<Vec<Entry>, String> {
     text.lines().map(entry).collect()
 }
 
-/// The name of the test that the current thread runs.
+/// Returns the name of the test that the current thread runs.
 #[must_use]
 pub fn test_name() -> String {
     std::env::var(TEST).unwrap_or_else(|_| {
@@ -87,7 +88,7 @@ pub fn test_name() -> String {
     })
 }
 
-/// Appends a line in one write, so that processes may share the file.
+/// Appends a line in one write, so that several processes can share the file.
 fn append(entry: &Entry) {
     let Some(file) = std::env::var_os(FILE) else { return };
     let line = serde_json::to_string(entry).expect("strings and numbers are JSON") + "\n";

@@ -14,7 +14,7 @@ use crate::join::tests::welcome;
 use crate::route::find_ways;
 use crate::supervisor::join_first;
 
-/// Something that keeps to the control protocol like an aggregator, as far as a test wants.
+/// A fake aggregator that implements as much of the control protocol as a test needs.
 struct Fake {
     name: String,
     heard: Receiver<FromWorker>,
@@ -23,7 +23,7 @@ struct Fake {
 type Answer = fn(&FromWorker) -> Vec<FromAggregator>;
 
 impl Fake {
-    /// It serves from a thread of its own, as long as the test runs.
+    /// Starts an aggregator that serves from a thread of its own until the test ends.
     fn start(answer: Answer) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let (hear, heard) = channel();
@@ -48,7 +48,7 @@ impl Fake {
         let (mut send, mut recv) = connection.accept_bi().await.unwrap();
         while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
             let answers = match word {
-                // It has no shards to which a path could be proven.
+                // The fake has no shards, so the proof covers no path.
                 FromWorker::Prove { .. } => {
                     let (token, ip) = (Key([0; Key::LEN]), "127.0.0.1".parse().unwrap());
                     frames::send(
@@ -70,7 +70,7 @@ impl Fake {
         connection.closed().await;
     }
 
-    /// What it has heard so far, by the names of the words.
+    /// Returns the names of the messages received since the last call.
     fn heard(&self) -> Vec<&'static str> {
         let name = |word| match word {
             FromWorker::Join(_) => "join",
@@ -92,7 +92,7 @@ fn begin() -> Vec<FromAggregator> {
     vec![FromAggregator::Welcome(welcome()), FromAggregator::Ready { multicast: false }]
 }
 
-/// One where rank 1 waits, but that will not have others.
+/// Answers as an aggregator where rank 1 waits, and that refuses other ranks.
 fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Look(_) => vec![FromAggregator::Present { ranks: vec![1] }],
@@ -101,7 +101,7 @@ fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// One that does not know yet that the rank which asks is not there any more.
+/// Answers as an aggregator that has not noticed that the asking rank has left.
 fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Look(_) => vec![FromAggregator::Present { ranks: vec![0, 1] }],
@@ -109,7 +109,7 @@ fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// One where nobody of the job is.
+/// Answers as an aggregator without any rank of the job.
 fn empty(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Look(_) => vec![FromAggregator::Present { ranks: Vec::new() }],
@@ -117,7 +117,7 @@ fn empty(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// One where rank 1 waits, and that is about to stop.
+/// Answers as an aggregator where rank 1 waits, and that is about to stop.
 fn draining(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Join(_) => vec![FromAggregator::Drain],
@@ -125,7 +125,7 @@ fn draining(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// One that is full.
+/// Answers as a full aggregator, which queues the rank.
 fn full(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Join(_) => vec![FromAggregator::Queued { before: 0, why: "full".into() }],
@@ -134,7 +134,8 @@ fn full(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// One where others are missing, and which lets ranks go.
+/// Answers as an aggregator that waits for other ranks and releases ranks. The job begins if the
+/// rank stays.
 fn gathering(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Join(_) => waiting(),
@@ -144,17 +145,17 @@ fn gathering(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// The same, and they stay missing.
+/// Like [`gathering`], but the other ranks stay missing.
 fn gathering_on(word: &FromWorker) -> Vec<FromAggregator> {
     if *word == FromWorker::Stay { Vec::new() } else { gathering(word) }
 }
 
-/// One that waits for others, and then says nothing any more.
+/// Answers as an aggregator that waits for other ranks, and ignores withdraw requests.
 fn stuck(word: &FromWorker) -> Vec<FromAggregator> {
     if *word == FromWorker::Withdraw { Vec::new() } else { gathering_on(word) }
 }
 
-/// One to which the others come at the moment when a rank would leave.
+/// Answers as an aggregator whose job begins just when a rank asks to withdraw.
 fn beginning(word: &FromWorker) -> Vec<FromAggregator> {
     match word {
         FromWorker::Join(_) => waiting(),
@@ -163,7 +164,7 @@ fn beginning(word: &FromWorker) -> Vec<FromAggregator> {
     }
 }
 
-/// Options of rank 0 of a job of two that knows one aggregator, and others to go on at.
+/// Returns the options of rank 0 in a job of two ranks, with one aggregator and one standby set.
 fn options(first: &Fake, others: &[&Fake]) -> ConnectOptions {
     let standby = others.iter().map(|fake| fake.name.clone()).collect();
     ConnectOptions {
@@ -174,7 +175,7 @@ fn options(first: &Fake, others: &[&Fake]) -> ConnectOptions {
 }
 
 const LONG: Duration = Duration::from_secs(20);
-/// Less than until a set is looked at again that would not have a rank.
+/// A limit that ends before the rank polls a set again that rejected it.
 const SHORT: Duration = Duration::from_secs(3);
 
 #[test]
@@ -216,7 +217,7 @@ fn a_rank_stays_if_one_of_its_aggregators_does_not_let_it_go() {
     let error = selector.join(long_enough, None, &mut Mailbox::new()).unwrap_err();
     assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
     for fake in set {
-        // It asks once more, later.
+        // The rank asks to withdraw again later.
         let heard = fake.heard();
         assert_eq!(heard[..4], ["join", "withdraw", "stay", "withdraw"], "{heard:?}");
     }
@@ -250,7 +251,7 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     assert_eq!(first.heard(), ["look", "join", "leave"]);
     assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
     assert_eq!(selector.text_of_others(), format!("; {}: {why}", first.name));
-    // Later it looks again.
+    // The rank polls the first set again later.
     assert!(selector.join(LONG, None, &mut mailbox).unwrap().is_none());
     assert_eq!(selector.at(), 0);
 }
@@ -331,7 +332,8 @@ fn only_one_that_does_not_want_a_rank_is_shunned() {
     assert_eq!([0, 1].map(|at| is_shunned(&selector.sets[at])), [true, false]);
 }
 
-/// One that is about to stop when it is first asked, and then is another that serves.
+/// Answers the first join as an aggregator that is about to stop, and later joins as one that
+/// serves.
 fn restarting(word: &FromWorker) -> Vec<FromAggregator> {
     static ASKED: AtomicU32 = AtomicU32::new(0);
     match word {
@@ -390,7 +392,7 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
     assert!(long.next_try().is_some());
     let error = long.failure().to_string();
     assert!(error.starts_with("nobody answered at 127.0.0.1:7 within 300 s; check "), "{error}");
-    // Without time for another try the error alone says it.
+    // If there is no time for another try, the error alone reports the failure.
     let mut short = selector(400);
     short.keep(late());
     assert!(short.next_try().is_none());
@@ -461,7 +463,7 @@ fn a_rank_that_has_come_back_looks_for_others_once_its_job_moves() {
     assert_eq!(selector.at(), 0);
 }
 
-/// Joins the only rank of a job by a name that has these addresses.
+/// Joins the only rank of a job at a name that resolves to these addresses.
 fn join_named(addrs: &[&str], join_timeout: Duration) -> Result<Outcome, ConnectError> {
     let hosts = ["aggregator.example:7177".to_owned()];
     let options = ConnectOptions { join_timeout, ..ConnectOptions::new(hosts[0].clone(), "job") };
@@ -477,7 +479,7 @@ fn a_name_is_called_at_each_of_its_addresses_until_an_aggregator_answers() {
     let joined = join_named(&[&silent, &there.name, &silent], SHORT).unwrap();
     assert!(matches!(joined, Outcome::Complete(_)));
     assert_eq!(there.heard(), ["join"]);
-    // One that has answered is not called elsewhere.
+    // Once an aggregator has answered, the rank calls no other address.
     let (refuses, other) = (Fake::start(refusing), Fake::start(only_one));
     let error = join_named(&[&refuses.name, &other.name], SHORT).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
@@ -496,7 +498,7 @@ fn the_error_of_a_name_has_the_name_and_all_of_its_addresses() {
     assert!(text.contains(&format!("; nobody answered at {other} within ")), "{text}");
 }
 
-/// One whose job has one rank.
+/// Answers as an aggregator whose job has one rank.
 fn only_one(word: &FromWorker) -> Vec<FromAggregator> {
     if matches!(word, FromWorker::Join(_)) { begin() } else { Vec::new() }
 }

@@ -11,15 +11,15 @@ use crate::engine::tests::{Bench, arrived, fail, send};
 use crate::join::tests::welcome;
 use crate::tensor::tests::{region_of, regions_of};
 
-/// A client whose shard never answers.
+/// Returns a client whose shard never answers.
 fn client() -> Client {
     rig().client
 }
 
-/// A client of two lanes whose shard says only what a test says.
+/// A client of two lanes, whose shard sends only the datagrams of the test.
 struct Rig {
     client: Client,
-    /// Where the client hears.
+    /// The address where the client receives.
     socket: SocketAddr,
     shard: UdpSocket,
 }
@@ -42,7 +42,8 @@ fn rig() -> Rig {
     Rig { client, socket: socket.local_addr(), shard: shards.remove(0) }
 }
 
-/// The ops that have been opened at a shard meanwhile, and what they are.
+/// Returns the ops that the client has opened at a shard since the last call, with their
+/// descriptors.
 fn opens(shard: &UdpSocket) -> Vec<(OpId, Descriptor)> {
     let opens = arrived(shard).into_iter().filter(|(header, _)| header.kind == Kind::Open);
     let mut decoder = OpenDecoder::new();
@@ -77,13 +78,13 @@ fn a_panic_of_the_engine_ends_every_op_with_an_error() {
     std::thread::scope(|scope| {
         let blocked = scope.spawn(|| client.allreduce(&mut tensor(), descriptor()));
         let waits = scope.spawn(|| client.wait(handle));
-        // A tensor that is shorter than its descriptor says: `check_len` refuses those.
+        // The tensor is shorter than its descriptor requires. `check_len` would refuse it.
         let data = Data::Owned(vec![0; 4]);
         let mut state = client.shared.lock();
         let bad = state.submit(|engine| engine.start(descriptor(), data, client.op_timeout));
         client.shared.set_off(state);
         ended(client.wait::<Vec<u8>>(client.handle(bad.unwrap())), WHY);
-        // The thread may have come too late for its op to start at all.
+        // The thread may have been too late to start its op.
         match blocked.join().unwrap() {
             Err(Error::Submit(SubmitError::Ended { why })) if why == WHY => {}
             other => ended(other, WHY),
@@ -126,7 +127,7 @@ fn closing_a_client_ends_what_is_in_flight() {
     assert_eq!(result, Err(OpError::Ended { why: "the client was closed".into() }));
 }
 
-/// A thread that sleeps until an op ends while this one drives, and what this one needs for that.
+/// A thread that sleeps until an op ends, while the test's thread drives.
 struct Sleeper {
     shared: Arc<Driver>,
     rank: SocketAddr,
@@ -155,12 +156,13 @@ impl Sleeper {
         Self { shared, rank, shard: shards.remove(0), op, thread: thread.unwrap() }
     }
 
-    /// Sends what ends the op.
+    /// Sends a failure that ends the op.
     fn end_op(&self) {
         send(&self.shard, self.rank, &fail(self.op, 0));
     }
 
-    /// Whether the thread has ended; false after ten seconds, of which `pass` passes some.
+    /// Returns whether the thread ends within the time limit. `pass` runs again and again
+    /// meanwhile.
     fn wakes(&self, mut pass: impl FnMut()) -> bool {
         let clock = Clock::start();
         let start = clock.now();
@@ -202,7 +204,7 @@ fn waiting_for_a_while_ends_with_the_op_or_with_the_while() {
     assert_eq!(client.ends_within(&handle, Duration::ZERO), Ok(false));
     assert_eq!(client.ends_within(&handle, while_), Ok(false));
     std::thread::scope(|scope| {
-        // One of these drives, and the others sleep.
+        // One of these threads drives, and the others sleep.
         let waiting = [(); 3].map(|()| scope.spawn(|| client.ends_within(&handle, HOUR)));
         client.shared.tell(|engine| engine.end("the test is over"));
         assert_eq!(waiting.map(|thread| thread.join().unwrap()), [(); 3].map(|()| Ok(true)));
@@ -222,7 +224,7 @@ fn a_client_that_was_closed_takes_no_ops() {
     assert_eq!(refused, Error::Submit(SubmitError::Ended { why: "the client was closed".into() }));
 }
 
-/// Says when it goes.
+/// An owner that sends a message when it is dropped.
 struct Owner(Sender<()>);
 
 impl Drop for Owner {
@@ -236,7 +238,7 @@ fn the_owner_of_a_tensor_is_kept_until_its_op_has_ended() {
     let client = client();
     let (gone, is_gone) = std::sync::mpsc::channel();
     let region = region_of(tensor(), Owner(gone));
-    // Nobody waits for it.
+    // No thread waits for the op.
     drop(client.submit(region, descriptor()).unwrap());
     assert!(is_gone.try_recv().is_err(), "the op needs it");
     client.shared.tell(|engine| engine.end("the test is over"));
@@ -279,7 +281,7 @@ fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
     let of = |op| if op < 4 { refused } else { broadcast };
     let expected: Vec<_> = (0..5).map(|op| (OpId(op), of(op))).collect();
     assert_eq!(opened, expected);
-    // Nobody waits for one that is refused, whatever comes of it.
+    // No thread waits for a refused op, whatever its outcome.
     send(&shard, socket, &fail(OpId(0), 0));
     client.shared.tell(|engine| engine.end("the test is over"));
     assert!((0..4).all(|op| client.shared.lock().engine.take(OpId(op)).is_none()));
@@ -307,7 +309,7 @@ fn ops_on_the_same_memory_take_turns_whatever_lanes_they_are_in() {
         while opened.len() < upto {
             opened.extend(opens(&shard).into_iter().map(|(op, _)| op.0));
         }
-        // What is not to begin yet has had the time of a few exchanges to do so.
+        // The exchanges so far gave later ops enough time to begin too early.
         opened.clone()
     };
     assert_eq!(begun(1), [0]);

@@ -1,5 +1,5 @@
-//! Between two aggregators: nothing is sent and nothing is taken, and ops in flight keep what they
-//! have until the job goes on.
+//! Migration from one aggregator to another. During a migration the engine neither sends nor
+//! receives, and ops in flight keep their data.
 
 use racksum_proto::ids::{OpId, WindowId};
 use racksum_proto::time::Time;
@@ -8,25 +8,25 @@ use racksum_proto::worker::Config;
 use super::{Engine, Links, Next, Progress};
 
 impl Engine {
-    /// Stops at the present aggregators; returns the first op that the job is to go on with. `why`
-    /// is said of them if it does not.
+    /// Leaves the current aggregators. Returns the first op that the job must continue with. If no
+    /// aggregator takes the job, the error contains `why`.
     pub(crate) fn leave(&mut self, why: String) -> OpId {
         self.migration = Some(why);
         self.machine.first_kept()
     }
 
-    /// Notes what has become of the aggregators that were tried.
+    /// Records the result of the aggregators tried so far.
     pub(crate) fn note_tried(&mut self, what: String) {
         self.migration = Some(what);
     }
 
-    /// Whether ops may still be started.
+    /// Returns whether the session has ended, so that no more ops can start.
     pub(crate) fn has_ended(&self) -> bool {
         self.machine.has_ended()
     }
 
-    /// Goes on at other aggregators. Returns false if the session has ended in the meantime, since
-    /// an op's time was over.
+    /// Continues at other aggregators. Returns false if the session has ended meanwhile, because an
+    /// op timed out.
     pub(crate) fn resume(&mut self, config: Config, links: Links) -> bool {
         if self.machine.has_ended() {
             return false;
@@ -46,7 +46,7 @@ impl Engine {
         true
     }
 
-    /// A step while there is no aggregator: only time passes, whatever late datagrams there are.
+    /// Performs a step during a migration. It only checks deadlines, and ignores late datagrams.
     pub(super) fn wait_for_aggregator(&mut self) -> Progress {
         let (now, deadline) = (self.clock.now(), self.machine.deadline());
         if deadline <= now
@@ -60,7 +60,7 @@ impl Engine {
         Progress { ended, next: if ended { Next::Step } else { Next::Sleep(patience) } }
     }
 
-    /// Drops sums that no rank can lack any more.
+    /// Drops kept sums that no rank can lack any more.
     pub(super) fn drop_kept(&mut self) {
         let Self { kept, payloads, machine, .. } = self;
         let first = machine.first_kept();

@@ -1,4 +1,5 @@
-//! The engine: drives the worker half of the protocol over sockets, on whichever thread waits.
+//! The engine, which drives the worker's side of the protocol over sockets. It runs on the thread
+//! that waits.
 
 mod migration;
 mod receive;
@@ -32,7 +33,7 @@ use racksum_proto::ids::JobId;
 use receive::{Inbox, RecvStatus};
 use send::Staging;
 
-/// What a worker has sent and received, in UDP payload.
+/// The traffic of a worker. Bytes count UDP payload only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stats {
     /// Bytes sent.
@@ -43,18 +44,18 @@ pub struct Stats {
     pub tx_datagrams: u64,
     /// Datagrams received.
     pub rx_datagrams: u64,
-    /// Fragments of data sent again.
+    /// Data fragments sent again.
     pub retransmits: u64,
-    /// Times results were asked for.
+    /// Asks sent for results.
     pub asks: u64,
-    /// Of those, how many because nothing was heard.
+    /// Asks sent because nothing had arrived. [`Self::asks`] includes them.
     pub probes: u64,
-    /// Datagrams that changed nothing.
+    /// Messages and datagrams that were rejected, and changed nothing.
     pub rejects: u64,
     /// Messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
-    /// Messages that the kernel refused to send, or had no room for too long; they are in what was
-    /// sent all the same.
+    /// Messages that the kernel refused to send, or had no room for in time. The sent datagrams and
+    /// bytes include them.
     pub send_failures: u64,
 }
 
@@ -64,39 +65,39 @@ pub(crate) struct Links {
     pub(crate) socket: Arc<UdpSocket>,
     pub(crate) groups: Arc<[UdpSocket]>,
     pub(crate) shards: Vec<Link>,
-    /// How many of them each aggregator has.
+    /// The number of shards of each aggregator.
     pub(crate) shards_each: u8,
 }
 
-/// The way to a shard.
+/// The address and keys of a shard.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) addr: SocketAddr,
-    /// The job's number there.
+    /// The job's number at the shard.
     pub(crate) job: JobId,
-    /// Seals what is sent, and opens what is heard, if datagrams are authenticated.
+    /// The sealer and the opener of datagrams, if datagrams are authenticated.
     pub(crate) auth: Option<(Sealer, Opener)>,
 }
 
-/// What one step came to.
+/// The result of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Progress {
-    /// Some op has ended.
+    /// Whether some op has ended.
     pub(crate) ended: bool,
     pub(crate) next: Next,
 }
 
-/// What a step leaves to do.
+/// The action to take after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// There may be more to do at once.
+    /// Step again at once, because there may be more to do.
     Step,
-    /// There may be a few datagrams at once, or many a little later: about this many bytes are to
-    /// come.
+    /// Step at once to receive a few datagrams, or a little later to receive many. About this many
+    /// bytes are still to arrive.
     Gather(u64),
-    /// Wait for datagrams, but not longer than this.
+    /// Wait for datagrams, at most this long.
     Wait(Option<Span>),
-    /// Wait to be told something, but not longer than this: datagrams are not looked at.
+    /// Wait for a wake-up, at most this long, and ignore datagrams.
     Sleep(Option<Span>),
 }
 
@@ -104,7 +105,7 @@ pub(crate) enum Next {
 #[derive(Debug)]
 pub(crate) struct Finished {
     pub(crate) result: Result<(), OpError>,
-    /// The ranks that some of the result lacks.
+    /// The ranks that are missing from some of the result.
     pub(crate) absent: Vec<Rank>,
     pub(crate) payload: Payload,
 }
@@ -117,23 +118,24 @@ pub(crate) struct Engine {
     links: Links,
     payloads: BTreeMap<OpId, Payload>,
     finished: BTreeMap<OpId, Finished>,
-    /// What is kept of ops that have ended, for ranks that may lack it if the job moves.
+    /// Sums of ended ops, kept for ranks that may lack them if the job moves.
     kept: BTreeMap<OpId, Payload>,
-    /// The job is between two aggregators: what has become of those that were tried.
+    /// During a migration, the result of the aggregators tried so far.
     migration: Option<String>,
-    /// Ops in flight that nobody will wait for.
+    /// Ops in flight that no caller will wait for.
     abandoned: BTreeSet<OpId>,
-    /// Ops that have not begun, and the earlier ones on the same memory that they wait for.
+    /// Ops that have not begun, each with the earlier ops on the same memory that it waits for.
     held: BTreeMap<OpId, Vec<OpId>>,
-    /// Of the rank's own socket, and of those of multicast groups.
+    /// The inboxes of the rank's own socket and of the multicast sockets.
     inboxes: [Inbox; 2],
-    /// The last result was a large piece of a tensor, so that the next may be one.
+    /// Whether the last message was a result that can be received in place, so that the next may be
+    /// one too.
     in_place: bool,
     staging: Staging,
     stats: Stats,
-    /// Memory for the sums of ops on lists of blocks.
+    /// Spare memory for the sums of ops on lists of blocks.
     spare: Vec<Vec<u8>>,
-    /// Faults on the way out and in.
+    /// Injected faults for sent and for received datagrams.
     faults: Option<[Dice; 2]>,
 }
 
@@ -176,12 +178,12 @@ impl Engine {
         }
     }
 
-    /// What an op on some data is to have in flight.
+    /// Returns the payload of an op on `data`.
     pub(crate) fn payload(&self, descriptor: Descriptor, data: Data) -> Payload {
         Payload::new(descriptor, data, self.world, self.machine.config().may_move)
     }
 
-    /// The ops in flight that have some of a tensor's memory.
+    /// Returns the ops in flight that use some of a tensor's memory.
     pub(crate) fn users_of(&self, data: &Data) -> Vec<OpId> {
         let Some(tensor) = data.region().map(Region::extent) else { return Vec::new() };
         let has_some = |other: &Payload| {
@@ -191,8 +193,9 @@ impl Engine {
         users.map(|(op, _)| *op).collect()
     }
 
-    /// Starts an op, or numbers it and holds it until those before it on the same memory have
-    /// ended: nothing of an op is sent before it is scanned, so one that is not scanned only waits.
+    /// Numbers an op and starts it. If earlier ops use the same memory, the op is held until they
+    /// have ended. A held op is not scanned, because the engine sends nothing of an op before its
+    /// scan.
     pub(crate) fn submit(
         &mut self,
         mut payload: Payload,
@@ -203,7 +206,8 @@ impl Engine {
             blocks.reuse(self.spare.pop().unwrap_or_default());
         }
         let before = self.users_of(&payload.data);
-        // The blocks of a held op may be known, but not sent: the scan names them when it begins.
+        // The blocks of a held op may be known, but must not be sent yet. The scan names them when
+        // the op begins.
         let op = match payload.masks().filter(|_| before.is_empty()) {
             Some(masks) => self.machine.submit_scanned(now, descriptor, masks, timeout),
             None => self.machine.submit(now, descriptor, timeout),
@@ -215,14 +219,14 @@ impl Engine {
         Ok(op)
     }
 
-    /// Takes back the memory of sums that are of no more use, for those of later ops.
+    /// Takes memory of sums that are no longer needed, and keeps it for the sums of later ops.
     pub(crate) fn recycle(&mut self, memory: Vec<u8>) {
         if self.spare.len() < MAX_SPARE {
             self.spare.push(memory);
         }
     }
 
-    /// Receives, times out, scans and sends what is due.
+    /// Performs one step: receives datagrams, handles timeouts, scans windows and sends messages.
     pub(crate) fn step(&mut self) -> Progress {
         if self.migration.is_some() {
             return self.wait_for_aggregator();
@@ -230,7 +234,8 @@ impl Engine {
         let received = self.receive();
         let now = self.clock.now();
         let due = self.machine.poll_timeout();
-        // What has arrived may hold what is awaited, but a flood must not put off every timeout.
+        // Datagrams that have arrived may hold the awaited results. But a flood must not delay
+        // every timeout.
         if due <= now && (received == RecvStatus::Nothing || now.since(due) > GRACE) {
             self.machine.handle_timeout(now, &mut ());
         }
@@ -240,7 +245,7 @@ impl Engine {
             self.transmit(now);
         }
         self.flush();
-        // An op may end because nothing came: whoever waits for it must look before it sleeps.
+        // An op may end by timeout. A thread that waits for the op must see that before it sleeps.
         let ended = self.collect();
         let next = match received {
             _ if scanned || ended => Next::Step,
@@ -251,7 +256,7 @@ impl Engine {
         Progress { ended, next }
     }
 
-    /// Finds the non-zero blocks of a few windows.
+    /// Finds the non-zero blocks of a few windows. Returns whether it scanned any.
     fn scan(&mut self) -> bool {
         let mut any = false;
         for _ in 0..SCAN_BATCH {
@@ -264,15 +269,15 @@ impl Engine {
         any
     }
 
-    /// The next window to scan, lanes in priority order. A lane waits for its first op that is not
-    /// scanned, which may wait for one of another lane.
+    /// Returns the next window to scan, with lanes in priority order. A lane waits for its first
+    /// unscanned op, which may wait for an op of another lane.
     fn next_scan(&self) -> Option<Scan> {
         let may_begin = |scan: &Scan| !self.held.contains_key(&scan.op);
         let lanes = 0..self.machine.config().lanes;
         lanes.into_iter().find_map(|lane| self.machine.poll_scan_of(lane).filter(may_begin))
     }
 
-    /// Sets aside the ops that have ended. Returns whether any had.
+    /// Collects the outcomes of ops that have ended. Returns whether there were any.
     fn collect(&mut self) -> bool {
         let mut any = false;
         while let Some(outcome) = self.machine.poll_outcome() {
@@ -297,63 +302,63 @@ impl Engine {
         any
     }
 
-    /// Keeps an op's outcome for whoever waits for it.
+    /// Keeps an op's outcome for its caller, unless the op was abandoned.
     fn finish(&mut self, op: OpId, finished: Finished) {
         if !self.abandoned.remove(&op) {
             self.finished.insert(op, finished);
         }
     }
 
-    /// The outcome of an op that has ended, with what it worked on.
+    /// Takes the outcome and the payload of an ended op.
     pub(crate) fn take(&mut self, op: OpId) -> Option<Finished> {
         self.finished.remove(&op)
     }
 
-    /// Notes that nobody will wait for an op: what it works on is freed once it ends.
+    /// Marks an op that no caller will wait for, so that its payload is freed when it ends.
     pub(crate) fn abandon(&mut self, op: OpId) {
         if self.finished.remove(&op).is_none() && self.is_in_flight(op) {
             self.abandoned.insert(op);
         }
     }
 
-    /// Whether an op has started and not ended.
+    /// Returns whether an op has started and not ended.
     pub(crate) fn is_in_flight(&self, op: OpId) -> bool {
         self.payloads.contains_key(&op)
     }
 
-    /// Whether one more op of a lane may be in flight.
+    /// Returns whether one more op of a lane may be in flight.
     pub(crate) fn has_room(&mut self, lane: u8) -> bool {
         self.machine.has_room(lane)
     }
 
-    /// Whether so many more ops of a lane may be in flight.
+    /// Returns whether `ops` more ops of a lane may be in flight.
     pub(crate) fn has_room_for(&mut self, lane: u8, ops: usize) -> bool {
         self.machine.has_room_for(lane, ops)
     }
 
-    /// Whether nothing is in flight, not even what other ranks may lack.
+    /// Returns whether nothing is in flight, not even sums that other ranks may lack.
     pub(crate) fn is_idle(&self) -> bool {
         self.machine.is_idle()
     }
 
-    /// Whether there is nothing to do until an op is started.
+    /// Returns whether the engine has nothing to do until an op starts.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.machine.is_at_rest()
     }
 
-    /// The number of the next op, if none is in flight and any may be started.
+    /// Returns the number of the next op, if no op is in flight and the session has not ended.
     pub(crate) fn rests_at(&self) -> Option<OpId> {
         let rests = self.payloads.is_empty() && !self.machine.has_ended();
         rests.then(|| self.machine.next_op())
     }
 
-    /// How long to wait for datagrams before something is due.
+    /// Returns the time until the next timeout, or `None` if no timeout is set.
     fn patience(&self) -> Option<Span> {
         let at = self.machine.poll_timeout();
         (at < Time::NEVER).then(|| at.since(self.clock.now()))
     }
 
-    /// Goes on without a rank, as the aggregator does that comes `place`th.
+    /// Notes that the aggregator with index `place` continues without a rank.
     pub(crate) fn go_on_without(&mut self, rank: Rank, place: u8) {
         let first = place.saturating_mul(self.links.shards_each);
         let shards = first..first.saturating_add(self.links.shards_each);
@@ -361,7 +366,7 @@ impl Engine {
         self.collect();
     }
 
-    /// Ends every op in flight: ranks are gone.
+    /// Ends every op in flight because ranks are lost.
     pub(crate) fn lose(&mut self, ranks: &[Rank], why: Loss) {
         self.drain();
         self.machine.handle_peers_lost(ranks, why, &mut ());
@@ -374,16 +379,16 @@ impl Engine {
         self.end_at_once(why);
     }
 
-    /// Ends every op in flight, of a session whose socket is of no use any more.
+    /// Ends every op in flight, without first taking the datagrams that have arrived.
     fn end_at_once(&mut self, why: impl Into<Cow<'static, str>>) {
         self.machine.end(why, &mut ());
         self.collect();
     }
 
-    /// Takes what has arrived, so that ops end with the results that are there: what ends a session
-    /// is said on another way, and may overtake them.
+    /// Takes the datagrams that have arrived, so that ops end with their results. The message that
+    /// ends a session comes over another connection, and may overtake results.
     fn drain(&mut self) {
-        // Of a job that moves, nothing is taken.
+        // The engine receives nothing during a migration.
         if self.migration.is_some() {
             return;
         }
@@ -399,7 +404,7 @@ impl Engine {
         }
     }
 
-    /// The rank's own socket, and those of multicast groups.
+    /// Returns the rank's own socket and the multicast sockets.
     pub(crate) fn sockets(&self) -> (Arc<UdpSocket>, Arc<[UdpSocket]>) {
         (Arc::clone(&self.links.socket), Arc::clone(&self.links.groups))
     }
@@ -419,11 +424,12 @@ impl Engine {
     }
 }
 
-/// How long what has arrived is taken before a session ends: a flood has no end.
+/// The longest time to receive datagrams before a session ends. Without this limit a flood would
+/// never let it end.
 const DRAIN: Span = Span::from_millis(200);
-/// How long a timeout waits for what has arrived already.
+/// The longest time that a timeout waits for datagrams that have already arrived.
 const GRACE: Span = Span::from_millis(10);
-/// Sums whose memory is kept for later ops.
+/// The number of spare buffers to keep for the sums of later ops.
 const MAX_SPARE: usize = 4;
-/// Windows scanned at a time, between looks at the socket.
+/// The number of windows to scan between two receive calls.
 const SCAN_BATCH: usize = 8;

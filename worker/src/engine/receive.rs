@@ -1,5 +1,5 @@
-//! Datagrams in: results go from the receive buffer into the tensor, or from the kernel straight
-//! into it.
+//! Reception of datagrams. Results go from the receive buffer into the tensor, or from the kernel
+//! straight into it.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use racksum_proto::worker::{Delivery, Verdict};
 use super::{Engine, GRACE, Links};
 use crate::fault::Fate;
 
-/// Where messages are received to.
+/// The buffers that messages are received into.
 pub(super) struct Inbox {
     ring: RecvRing,
     buffers: [BytesMut; RECV_BATCH],
@@ -28,7 +28,7 @@ impl Inbox {
         Self { ring: RecvRing::new(), buffers }
     }
 
-    /// Receives what is there, `most` messages at most.
+    /// Receives the messages that have arrived, at most `most`.
     fn receive(&mut self, socket: &UdpSocket, most: usize) -> io::Result<RecvStatus> {
         let count = socket.recv(&mut self.ring, &mut self.buffers[..most])?;
         Ok(RecvStatus::of(count, self.ring.is_full()))
@@ -37,18 +37,18 @@ impl Inbox {
 
 /// The inbox of the rank's own socket.
 const OWN: usize = 0;
-/// That of the sockets of multicast groups.
+/// The inbox of the sockets of multicast groups.
 const GROUP: usize = 1;
-/// Results received straight into the tensor between looks at what can be sent.
+/// The most results to receive straight into the tensor before the engine sends again.
 const BATCH_IN_PLACE: usize = 2;
 
-/// How much had arrived.
+/// The amount of data that a receive call found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum RecvStatus {
     Nothing,
-    /// All that had is taken.
+    /// The call took everything that had arrived.
     Some,
-    /// A whole batch of some socket: there may be more.
+    /// The call took a full batch from some socket, so more may have arrived.
     Batch,
 }
 
@@ -63,11 +63,11 @@ impl RecvStatus {
 }
 
 impl Engine {
-    /// Takes what has arrived on any socket, a batch of the rank's own.
+    /// Takes the datagrams that have arrived on all sockets, at most one batch from the rank's own.
     ///
-    /// What a shard sends to this rank alone may say that it comes behind results that were
-    /// multicast. The kernel keeps those in another queue, so what is there when the rank's own
-    /// batch has been received is taken before it.
+    /// A shard's unicast message may follow multicast results and refer to them, but the kernel
+    /// queues the two separately. The engine therefore receives its own batch first and handles it
+    /// last, after the multicast datagrams.
     pub(super) fn receive(&mut self) -> RecvStatus {
         let (socket, groups) = (Arc::clone(&self.links.socket), Arc::clone(&self.links.groups));
         if groups.is_empty()
@@ -83,11 +83,11 @@ impl Engine {
                 let placed = self.receive_in_place(group);
                 let taken = placed.unwrap_or_else(|| self.receive_some(group, RECV_BATCH));
                 received = received.max(taken);
-                // Without own datagrams there is nothing that these must precede.
+                // Order matters only if datagrams have arrived on the rank's own socket.
                 if taken < RecvStatus::Batch || own == RecvStatus::Nothing {
                     break;
                 }
-                // A flood of the group must not hold up all else.
+                // A flood of the group must not block all other work.
                 let now = self.clock.now();
                 if now.since(*began.get_or_insert(now)) > GRACE {
                     break;
@@ -100,7 +100,7 @@ impl Engine {
         received
     }
 
-    /// Takes what has arrived at a group's socket, `most` messages at most.
+    /// Receives and handles messages of a socket in the group inbox, at most `most`.
     fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> RecvStatus {
         let status = self.receive_into(GROUP, socket, most);
         if status > RecvStatus::Nothing {
@@ -109,7 +109,8 @@ impl Engine {
         status
     }
 
-    /// Receives what is there. A socket that fails ends all ops: nothing will come by it any more.
+    /// Receives the messages that have arrived. Ends all ops if the socket fails, because it can
+    /// receive no more.
     fn receive_into(&mut self, inbox: usize, socket: &UdpSocket, most: usize) -> RecvStatus {
         self.inboxes[inbox].receive(socket, most).unwrap_or_else(|error| self.give_in(&error))
     }
@@ -121,7 +122,7 @@ impl Engine {
         RecvStatus::Nothing
     }
 
-    /// Takes the messages of an inbox.
+    /// Handles the messages of an inbox.
     fn take_messages(&mut self, inbox: usize) {
         for i in 0..self.inboxes[inbox].ring.received().len() {
             let Inbox { ring, buffers } = &mut self.inboxes[inbox];
@@ -131,9 +132,9 @@ impl Engine {
         }
     }
 
-    /// Has the kernel write results straight into the tensor, as long as they come in large pieces
-    /// of it: a look at the header says where each belongs, and costs less than one more copy.
-    /// Returns how much it was, a batch at most; `None` once there is something else.
+    /// Receives results straight into the tensor while they come in large pieces. The engine peeks
+    /// at each header to find the place, which costs less than another copy. Takes at most
+    /// [`BATCH_IN_PLACE`] messages; returns `None` once a message is not such a result.
     fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<RecvStatus> {
         let mut count = 0;
         while self.in_place && count < BATCH_IN_PLACE {
@@ -152,8 +153,8 @@ impl Engine {
         self.in_place.then_some(RecvStatus::of(count, count == BATCH_IN_PLACE))
     }
 
-    /// Takes the message that begins with `head`, if it is a large piece of a tensor. Returns
-    /// whether it was.
+    /// Takes the message that begins with `head` if it is a large piece of a tensor. Returns
+    /// whether the message was taken.
     fn take_in_place(
         &mut self,
         socket: &UdpSocket,
@@ -172,7 +173,7 @@ impl Engine {
         let place = payload.map_or(&mut [][..], |payload| payload.data.bytes_mut(range));
         let whole = Header::LEN + place.len();
         if socket.take_peeked(&mut head, place).ok() != Some(whole) {
-            // The machine counts on what is not there.
+            // The machine has recorded a delivery that did not arrive.
             self.end("the kernel did not hand over a datagram that it had shown");
             return true;
         }
@@ -182,24 +183,25 @@ impl Engine {
         true
     }
 
-    /// Where in its tensor a result belongs, if it is a large piece of it.
+    /// Returns the range of the tensor that a result fills, if the result can be received in place.
     fn place(&self, header: &Header) -> Option<Range<usize>> {
         if header.kind != Kind::Result || self.faults.is_some() {
             return None;
         }
-        // What is yet to be authenticated must not be written into a tensor.
+        // A sealed datagram must be authenticated before it reaches a tensor.
         self.links.shards.get(usize::from(header.shard)).filter(|link| link.auth.is_none())?;
         let payload = self.payloads.get(&header.window.op)?;
         payload.result_in_place(header, self.machine.config().cut)
     }
 
-    /// Counts a datagram of `len` bytes.
+    /// Counts a received datagram of `len` bytes.
     const fn count(&mut self, len: usize) {
         self.stats.rx_datagrams += 1;
         self.stats.rx_bytes += len as u64;
     }
 
-    /// Takes what the kernel handed over as one: datagrams of one sender, `stride` apart.
+    /// Handles datagrams of one sender that the kernel joined. Each has `meta.stride` bytes; the
+    /// last may be shorter.
     fn take_datagrams(&mut self, buffer: &mut BytesMut, meta: &Received) {
         let now = self.clock.now();
         for datagram in buffer.chunks_mut(meta.stride.max(1)) {
@@ -215,7 +217,8 @@ impl Engine {
                     continue;
                 }
             };
-            // Doubled behind the authentication, so that the machine sees doubles in any case.
+            // Faults duplicate messages after authentication, so that the machine always sees the
+            // duplicates.
             for _ in 0..fate.copies() {
                 for message in wire::messages(messages) {
                     match message {
@@ -243,8 +246,8 @@ impl Engine {
         }
     }
 
-    /// Hands a message to the machine. Returns what is to be written, of which the machine has not
-    /// looked at the body.
+    /// Passes a message to the machine. Returns the delivery to write, if any. The machine has not
+    /// examined the body of a delivery.
     fn take_header(
         &mut self,
         now: Time,
@@ -253,7 +256,7 @@ impl Engine {
         meta: &Received,
     ) -> Option<Delivery> {
         // wire: W-9
-        // What is multicast comes from the shard's own address too.
+        // A shard sends multicast messages from its own address too.
         if self.links.shards.get(usize::from(header.shard)).is_some_and(|s| s.addr != meta.from) {
             self.machine.reject(Reject::Sender, &mut ());
             return None;
@@ -266,10 +269,11 @@ impl Engine {
 }
 
 impl Links {
-    /// The messages of a datagram that came from an address, if it is authentic.
+    /// Returns the messages of a datagram. Rejects the datagram if datagrams are authenticated and
+    /// this one is not authentic.
     fn open<'a>(&mut self, datagram: &'a mut [u8], from: SocketAddr) -> Result<&'a [u8], Reject> {
         // wire: W-9, W-60
-        // All messages of a sealed datagram are of the shard whose address it came from.
+        // All messages of a sealed datagram belong to the shard at its source address.
         if !self.are_sealed() {
             return Ok(datagram);
         }

@@ -1,5 +1,5 @@
-//! What goes out where datagrams are authenticated: copies that are sealed, or what lies in a
-//! tensor between a header and a tag.
+//! Authentication of outgoing datagrams. Each is a sealed copy, or a header and a tag around bytes
+//! in a tensor.
 
 use std::collections::BTreeMap;
 
@@ -13,27 +13,28 @@ use super::staged::{NOWHERE, Staged};
 use super::{Link, Links};
 use crate::payload::Payload;
 
-/// Messages sealed at a time: a few windows, so that they stay in the processor's cache.
+/// The number of messages sealed at a time: a few windows, so that they stay in the processor's
+/// cache.
 pub(super) const SEALED: usize = 4;
 
-/// Where a sealed message is.
+/// The location of a sealed message in its buffer.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
     start: usize,
     end: usize,
     stride: usize,
-    /// Most of it is where it was: there are only a header and a tag.
+    /// Whether the payload stays in the tensor, so that the buffer holds only a header and a tag.
     in_tensor: bool,
 }
 
 impl Links {
-    /// Whether datagrams are authenticated.
+    /// Returns whether datagrams are authenticated.
     pub(super) fn are_sealed(&self) -> bool {
-        // All are or none is: the aggregators of a job authenticate alike.
+        // The aggregators of a job all authenticate or none does, so the first link decides.
         self.shards.first().is_some_and(|link| link.auth.is_some())
     }
 
-    /// Seals a few messages into `sealed`, and puts what goes out in their place into `batch`.
+    /// Seals up to [`SEALED`] messages into `sealed`, and fills `batch` with the messages to send.
     pub(super) fn seal<'a>(
         &mut self,
         run: &[Staged],
@@ -74,9 +75,9 @@ impl Links {
 }
 
 impl Staged {
-    /// Makes the tag of a message that goes on in a tensor without a copy of it, if that can be:
-    /// what is encrypted is another message, and a tag is of bytes that lie in one place. Appends
-    /// the header and the tag to `sealed`.
+    /// Seals a message around its tensor data without a copy, and appends the header and the tag to
+    /// `sealed`. Returns false if that is impossible: encryption needs a copy, and the tag needs
+    /// room for the header before the data.
     fn seal_in_tensor(
         &self,
         sealer: &mut Sealer,
@@ -97,7 +98,7 @@ impl Staged {
             sealed.truncate(start);
             return false;
         }
-        // It has its number now.
+        // The sealer has written the datagram's number into the header.
         sealed[start..start + Header::LEN].copy_from_slice(&header);
         true
     }

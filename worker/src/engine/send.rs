@@ -1,5 +1,5 @@
-//! Datagrams out: windows are sent from the tensor, or gathered from it into a small staging buffer
-//! and sent as trains of datagrams; several trains a system call.
+//! Transmission of datagrams. Windows are sent from the tensor, or gathered into a small staging
+//! buffer. Each system call sends several trains of datagrams.
 
 use std::ops::Range;
 
@@ -14,17 +14,17 @@ use super::staged::{NOWHERE, Staged, Stream};
 use super::{Engine, Links};
 use crate::fault::{Dice, Fate};
 
-/// Messages that wait to be sent, and their bytes.
+/// Staged messages and their bytes.
 pub(super) struct Staging {
     ring: SendRing,
     bytes: Vec<u8>,
     used: usize,
-    /// What goes out of it where datagrams are authenticated.
+    /// The sealed bytes to send, if datagrams are authenticated.
     sealed: Vec<u8>,
     messages: Vec<Staged>,
-    /// Lanes of the job.
+    /// The number of lanes of the job.
     lanes: u8,
-    /// A datagram held back by a fault.
+    /// A datagram that an injected fault holds back.
     held: Option<(Stream, Vec<u8>)>,
 }
 
@@ -41,7 +41,7 @@ impl Staging {
         }
     }
 
-    /// Adds a header, written already, whose message goes on in the tensor of `op`.
+    /// Adds a message of an already written header and the range `tail` of the tensor of `op`.
     fn push_in_place(&mut self, stream: Stream, op: OpId, tail: Range<usize>) {
         let mut gso_batch = GsoBatch::default();
         let first = gso_batch.try_append(Header::LEN, Header::LEN, Header::LEN);
@@ -51,7 +51,7 @@ impl Staging {
         self.messages.push(Staged { start, gso_batch, stream, in_tensor: Some((op, tail)) });
     }
 
-    /// Forgets all that waits.
+    /// Discards all staged and held messages.
     pub(super) fn clear(&mut self) {
         self.messages.clear();
         self.used = 0;
@@ -62,7 +62,7 @@ impl Staging {
         self.bytes.len() - self.used < RECV_CAPACITY || self.messages.len() == SEND_BATCH
     }
 
-    /// Adds the next `len` bytes, datagrams `stride` apart.
+    /// Adds the next `len` bytes of the buffer, which hold one datagram per `stride` bytes.
     fn push(&mut self, len: usize, stride: usize, stream: Stream, max_datagram: usize) {
         let start = self.used;
         self.used += len;
@@ -81,7 +81,7 @@ impl Staging {
 }
 
 impl Engine {
-    /// Stages all that the machine has to say.
+    /// Stages all messages that the machine has to send.
     pub(super) fn transmit(&mut self, now: Time) {
         loop {
             if self.staging.is_full() {
@@ -117,7 +117,7 @@ impl Engine {
         staging.push(len, data.cut.unsealed(), stream, max_datagram);
     }
 
-    /// Sends what is staged.
+    /// Sends the staged messages.
     pub(super) fn flush(&mut self) {
         let Self { links, staging, payloads, stats, faults, .. } = self;
         let Staging { ring, bytes, sealed, messages, lanes, held, used, .. } = staging;
@@ -154,8 +154,8 @@ impl Engine {
     }
 }
 
-/// Sends each datagram of a train, or not, or twice, or after the next; those that nothing strikes
-/// go on together.
+/// Sends a train with injected faults, which drop, duplicate or reorder datagrams. Datagrams
+/// without a fault are sent together.
 fn send_by_chance(
     links: &Links,
     ring: &mut SendRing,
@@ -165,7 +165,7 @@ fn send_by_chance(
     message: &Message<'_>,
 ) {
     let Message { contents, tail, trailer, stride, .. } = *message;
-    // Faults strike at datagrams that lie in one place.
+    // Faults apply to datagrams in one contiguous buffer.
     let contents = [contents, tail, trailer].concat();
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
@@ -196,7 +196,8 @@ fn send_by_chance(
     post(stream, &contents[rest..], stride);
 }
 
-/// Bytes staged at a time: a few windows, so that they stay in the processor's cache.
+/// The size of the staging buffer in bytes: a few windows, so that they stay in the processor's
+/// cache.
 const STAGING: usize = 4 * RECV_CAPACITY;
-/// How often a full send buffer is waited for before a batch is given up.
+/// The number of waits for room in the send buffer before a batch is given up.
 const MAX_SEND_WAITS: u32 = 64;

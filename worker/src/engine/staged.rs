@@ -1,4 +1,4 @@
-//! A message that is about to go out: where its bytes are.
+//! Staged messages: the location of their bytes until they are sent.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -9,17 +9,18 @@ use racksum_proto::ids::OpId;
 
 use crate::payload::Payload;
 
-/// What goes out as one: where its bytes are, and of which stream.
+/// A train of datagrams to send together: the location of its bytes, and its stream.
 #[derive(Debug, Clone)]
 pub(super) struct Staged {
     pub(super) start: usize,
     pub(super) gso_batch: GsoBatch,
     pub(super) stream: Stream,
-    /// What follows in the datagram, and lies in a tensor.
+    /// The op and the range of its tensor that hold the rest of the datagram, if it is sent from
+    /// there.
     pub(super) in_tensor: Option<(OpId, Range<usize>)>,
 }
 
-/// The stream of a message: its shard says where it goes, its lane how it is marked.
+/// The stream of a message. The shard determines the destination, and the lane the TOS value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stream {
     pub(super) lane: u8,
@@ -27,12 +28,12 @@ pub(super) struct Stream {
 }
 
 impl Staged {
-    /// What it has in the staging buffer.
+    /// Returns the bytes in the staging buffer.
     pub(super) fn contents<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
         &bytes[self.start..self.start + self.gso_batch.len()]
     }
 
-    /// What it has in a tensor.
+    /// Returns the bytes in the tensor, or an empty slice if there are none.
     pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> &'a [u8] {
         let payload = |op| payloads.get(op).map(|payload| &payload.data);
         let tail =
@@ -40,7 +41,7 @@ impl Staged {
         tail.map_or(&[], |(data, range)| data.bytes(range))
     }
 
-    /// What goes out of it, if it is not authenticated.
+    /// Returns the message to send, without authentication.
     pub(super) fn message<'a>(
         &self,
         to: SocketAddr,
@@ -55,5 +56,5 @@ impl Staged {
     }
 }
 
-/// Where nothing is sent.
+/// A placeholder address, to which nothing is sent.
 pub(super) const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);

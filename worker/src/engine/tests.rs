@@ -16,7 +16,7 @@ use racksum_proto::wire::{self, Disagreement, Header, Kind};
 
 use super::*;
 
-/// An engine, and sockets in the place of its shards, which say only what a test says.
+/// An engine with sockets in place of its shards. The sockets send only the messages of a test.
 pub(crate) struct Bench {
     pub(crate) engine: Engine,
     pub(crate) socket: Arc<UdpSocket>,
@@ -24,7 +24,7 @@ pub(crate) struct Bench {
 }
 
 impl Engine {
-    /// Starts an op on some data.
+    /// Starts an op on `data`.
     pub(crate) fn start(
         &mut self,
         descriptor: Descriptor,
@@ -41,12 +41,12 @@ impl Bench {
         Self::with_datagrams(1408, shards, lanes, ip.into(), false)
     }
 
-    /// In a job that may move.
+    /// Creates a bench for a job that may move.
     pub(crate) fn migration() -> Self {
         Self::with_datagrams(1408, 1, 1, Ipv4Addr::LOCALHOST.into(), true)
     }
 
-    /// With fragments of up to `payload` bytes.
+    /// Creates a bench with fragments of up to `payload` bytes.
     fn with_datagrams(payload: usize, shards: u8, lanes: u8, ip: IpAddr, may_move: bool) -> Self {
         let open = || UdpSocket::open(&UdpConfig::new(SocketAddr::new(ip, 0))).unwrap();
         let socket = Arc::new(open());
@@ -77,7 +77,7 @@ impl Bench {
         Self { engine, socket, shards: sockets }
     }
 
-    /// The same, where datagrams are authenticated; returns what the shards seal with.
+    /// Creates a bench with authenticated datagrams. Also returns the shard's sealer.
     fn sealed(payload: usize, auth: DataAuth) -> (Self, Sealer) {
         let mut bench = Self::with_datagrams(payload, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
         let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
@@ -87,7 +87,7 @@ impl Bench {
         (bench, Sealer::of_shard(auth, &keys.down, 0).unwrap())
     }
 
-    /// Starts an op of one window a shard.
+    /// Starts an op of one window per shard.
     fn submit(&mut self, lane: u8, timeout: Span) -> OpId {
         let elements = 60 * 256 * self.shards.len() as u64;
         let descriptor = Descriptor { lane, ..Descriptor::sum(elements, DType::F32) };
@@ -95,7 +95,7 @@ impl Bench {
         self.engine.start(descriptor, Data::Owned(tensor), timeout).unwrap()
     }
 
-    /// Sends a datagram from a shard's address, and lets the engine take it.
+    /// Sends a datagram from a shard's address, and steps the engine.
     pub(crate) fn say(&mut self, shard: usize, contents: &[u8]) {
         send(&self.shards[shard], self.socket.local_addr(), contents);
         self.engine.step();
@@ -113,7 +113,7 @@ pub(crate) fn send(from: &UdpSocket, to: SocketAddr, contents: &[u8]) {
     assert_eq!(from.send(&mut SendRing::new(), &[message]).sent, 1);
 }
 
-/// The datagram by which a shard ends an op that the ranks disagree on.
+/// Returns the datagram with which a shard ends an op because ranks call it differently.
 pub(crate) fn fail(op: OpId, shard: u8) -> Vec<u8> {
     let one = Descriptor::sum(1, DType::F32);
     let other = Descriptor { tag: 1, ..one };
@@ -127,7 +127,7 @@ pub(crate) fn fail(op: OpId, shard: u8) -> Vec<u8> {
     [&head[..], &body].concat()
 }
 
-/// A result of one window of an op that shard 0 sums alone, each element `value`.
+/// Returns the result of one window of an op that only shard 0 sums. Each element is `value`.
 fn result(op: OpId, index: u32, mask: u64, value: f32) -> Vec<u8> {
     let body = value.to_le_bytes().repeat(256 * mask.count_ones() as usize);
     let previous = index.checked_sub(1).unwrap_or(Header::NO_PREVIOUS);
@@ -148,9 +148,9 @@ fn result(op: OpId, index: u32, mask: u64, value: f32) -> Vec<u8> {
 }
 
 const LONG: Span = Span::from_secs(60);
-/// All blocks of a window of f32.
+/// The mask of all blocks of a window of f32.
 const ALL: u64 = (1 << 60) - 1;
-/// Elements of such a window.
+/// The number of elements in a window of f32.
 const WINDOW: usize = 60 * 256;
 
 #[test]
@@ -175,7 +175,7 @@ fn an_op_ends_with_a_result_that_arrived_before_the_session_ended() {
         let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
         let [first, second] = [(); 2].map(|()| bench.submit(0, LONG));
         bench.engine.step();
-        // It lies in the socket when the session ends.
+        // The result is in the socket's queue when the session ends.
         send(&bench.shards[0], bench.socket.local_addr(), &result(first, 0, ALL, 2.0));
         end(&mut bench.engine);
         let [first, second] = [first, second].map(|op| bench.engine.take(op).unwrap().result);
@@ -206,7 +206,7 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
     let to = group.local_addr();
     bench.engine.links.groups = Arc::from([group]);
     let op = bench.submit(0, Span::from_millis(1));
-    // Many messages a datagram, so that taking them lasts longer than sending them.
+    // Each datagram holds many messages, so that it takes longer to handle than to send.
     let mut head = [0; Header::LEN];
     Header::probe(JobId(9), Generation(0), 0).encode(&mut head);
     let noise = head.repeat(1000);
@@ -224,7 +224,7 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
         let (clock, limit) = (Clock::start(), Span::from_secs(100));
         let start = clock.now();
         while bench.engine.is_in_flight(op) && clock.now().since(start) < limit {
-            // What is behind the group's datagrams, as far as the engine knows.
+            // The engine must assume that this datagram follows the group's datagrams.
             bench.say(0, b"noise");
         }
         let waited = clock.now().since(start);
@@ -272,12 +272,12 @@ fn what_is_sent_bears_the_mark_of_its_lane() {
     }
 }
 
-/// The messages that have arrived.
+/// Returns the messages that have arrived.
 pub(crate) fn arrived(socket: &UdpSocket) -> Vec<(Header, Vec<u8>)> {
     received(socket).into_iter().map(|(header, body, _)| (header, body)).collect()
 }
 
-/// The headers of the messages that have arrived, and the TOS of each.
+/// Returns the header and the TOS value of each message that has arrived.
 fn marked(socket: &UdpSocket) -> Vec<(Header, u8)> {
     received(socket).into_iter().map(|(header, _, tos)| (header, tos)).collect()
 }
@@ -298,7 +298,8 @@ fn received(socket: &UdpSocket) -> Vec<(Header, Vec<u8>, u8)> {
     all
 }
 
-/// An engine whose datagrams hold whole windows, and an op of eight, the first of which is there.
+/// Returns a bench with datagrams of whole windows, and an op of eight windows. The result of the
+/// first window has arrived.
 fn in_large_pieces() -> (Bench, OpId) {
     let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
     let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
@@ -310,7 +311,8 @@ fn in_large_pieces() -> (Bench, OpId) {
     (bench, op)
 }
 
-/// What each window of the tensor of an op that has ended begins with.
+/// Returns the value of each window in the tensor of an ended op, and checks that each window is
+/// uniform.
 fn sums(bench: &mut Bench, op: OpId) -> Vec<f32> {
     let Finished { result: outcome, payload, .. } =
         bench.engine.take(op).expect("the op has ended");
@@ -357,7 +359,7 @@ fn what_is_not_believed_is_not_written_either() {
     assert_eq!(sums(&mut bench, op), [0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]);
 }
 
-/// A datagram as its sender seals it.
+/// Returns a datagram sealed by its sender.
 fn seal(sealer: &mut Sealer, contents: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     sealer.seal(&Transmit::new("0.0.0.0:0".parse().unwrap(), contents, contents.len()), &mut out);
@@ -375,7 +377,7 @@ fn of_what_comes_from_a_shards_address_only_the_authentic_is_written() {
         while bench.engine.step().next == Next::Step {}
         for index in 0..8 {
             let genuine = seal(&mut shard, &result(op, index, ALL, index as f32));
-            // Somebody who has the shard's address and not its key.
+            // The forger has the shard's address but not its key.
             let mut forged = genuine.clone();
             forged[Header::LEN] ^= 1;
             let bare = result(op, index, ALL, 9.0);
@@ -425,7 +427,7 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
                     }
                 }
             }
-            // Headers lay in it for a moment.
+            // Sealing overwrites parts of the tensor with headers temporarily.
             let after = bench.engine.payloads[&op].data.bytes(0..tensor.len());
             assert!(after == tensor, "{auth}");
         }
@@ -440,7 +442,8 @@ fn large_and_small_results_and_other_messages_come_in_any_order() {
     let mut credit = [0; Header::LEN];
     let ack = WindowId::new(op, 0);
     Header { kind: Kind::Credit, window: ack, ack, ..probe }.encode(&mut credit);
-    // In one piece, in two, a small one: of what has no result a tensor keeps what it has.
+    // The results have one piece, two pieces or one block. The tensor keeps its values in blocks
+    // without a result.
     let masks = [ALL, ALL & !(1 << 30), 1, ALL, ALL, ALL, ALL];
     let mut contents: Vec<_> = (1..).zip(masks).map(|(i, mask)| result(op, i, mask, 1.0)).collect();
     contents.insert(1, credit.to_vec());
@@ -460,7 +463,7 @@ fn what_is_held_back_goes_whole_behind_whatever_is_next() {
     bench.submit(0, LONG);
     let fragments = Fragmentation::new(1408).unwrap().count(WINDOW * 4);
     let mut seen = vec![0; fragments];
-    // An odd datagram goes behind a question, which is shorter.
+    // A held datagram without a successor is sent after an ask, which is shorter.
     while seen.contains(&0) {
         bench.engine.step();
         for (header, _) in arrived(&bench.shards[0]) {

@@ -9,7 +9,7 @@ use tracing::Level;
 use super::*;
 use crate::route::tests::{addr, route};
 
-/// What an aggregator might grant.
+/// Returns a grant that an aggregator might send.
 pub(crate) fn welcome() -> Welcome {
     Welcome {
         job: JobId(7),
@@ -115,7 +115,7 @@ fn what_is_granted_must_be_what_was_asked_for_and_make_sense() {
     let granted = |data_auth, keys| Welcome { data_auth, keys, ..welcome() };
     check_auth(&granted(DataAuth::None, None), None).unwrap();
     check_auth(&granted(DataAuth::Aead, keys), Some(DataAuth::Aead)).unwrap();
-    // An aggregator that says that it authenticates, and gives no keys, would not be believed.
+    // An aggregator that claims authentication without keys must not be trusted.
     for (auth, keys) in [(DataAuth::Mac, None), (DataAuth::None, keys)] {
         let error = check_auth(&granted(auth, keys), None).unwrap_err();
         assert!(matches!(error, ConnectError::Protocol(_)), "{error}");
@@ -144,6 +144,7 @@ fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
             joining.take(Event::Said(waiting), &mut session).unwrap();
         }
     });
-    // At first as many as a good one may say, and then as many a minute of each kind.
+    // The log has a burst for a well-behaved aggregator, and then a limited rate for each kind of
+    // line.
     assert!((2..SAID / 20).contains(&written), "{written} lines");
 }

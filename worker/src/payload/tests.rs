@@ -4,7 +4,7 @@ use racksum_proto::ids::{Generation, JobId, OpId};
 use super::*;
 use crate::blocks::Blocks;
 
-/// A window of which every third block is there, its values all different.
+/// A window with every third block present, all values different.
 const MASK: u64 = 0x0249_2492_4924_9249;
 const BLOCK: usize = 256;
 
@@ -17,7 +17,8 @@ fn tensor(descriptor: &Descriptor) -> Vec<u8> {
     (0..descriptor.elements).flat_map(|i| value(i).to_le_bytes()).collect()
 }
 
-/// What the blocks of `MASK` come back as, by the definition of the arithmetic.
+/// Returns the tensor after one trip of the blocks of `MASK` over the wire, by the reference
+/// arithmetic.
 fn expected(descriptor: &Descriptor, geometry: &Geometry) -> Vec<u8> {
     let Descriptor { dtype, wire, .. } = *descriptor;
     let mut out = tensor(descriptor);
@@ -40,7 +41,7 @@ fn mask(geometry: &Geometry) -> u64 {
     MASK & geometry.full_mask(0)
 }
 
-/// The bodies of a window's fragments.
+/// Returns the bodies of a window's fragments.
 fn bodies(payload: &Payload, cut: Fragmentation, len: usize) -> Vec<Vec<u8>> {
     let stride = Header::LEN + cut.payload();
     let mut out = vec![0xa5; cut.count(len) * stride];
@@ -110,7 +111,7 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
     assert_eq!(payload.in_place(&data.header, data.len, data.cut), None, "a list");
 }
 
-/// Takes the fragments of a window in `order` into `data`, which comes back.
+/// Delivers the fragments of a window in `order` into `data`, and returns the payload.
 fn scatter(
     descriptor: Descriptor,
     data: Data,
@@ -153,7 +154,7 @@ fn the_fragments_of_a_window_may_come_in_any_order() {
         first_last.rotate_left(1);
         let back: Vec<_> = forth.iter().rev().copied().collect();
         for order in [forth, back, first_last] {
-            // Poison where sums go; what no rank holds stays as it is.
+            // Poison the places of the sums. Blocks that no rank holds stay as they are.
             let mut start = tensor(&descriptor);
             for packed in geometry.packed(0, mask(&geometry)) {
                 let stretch = packed.element..packed.element + packed.elements as u64;
@@ -191,7 +192,8 @@ fn a_list_makes_room_for_the_blocks_that_come_after_a_move() {
         let window = WindowId::new(OpId(0), 0);
         Delivery { shard: 0, window, descriptor, geometry, mask, len, cut, fragment, complete }
     };
-    // Some of a sum of three blocks; then the job moves, and one that had two of them is lost.
+    // Part of a sum of three blocks arrives. Then the job moves, and loses the rank that
+    // contributed two of them.
     let mut whole = delivery(0b1_0000_1100, 0);
     payload.scatter(&whole, &[0xa5; 1424]);
     payload.forget_partial();

@@ -64,7 +64,7 @@ fn an_interface_that_cannot_call_the_aggregator_is_refused_by_name() {
         "[2001:db8::1]:7 cannot be called from eth1, which \"eth1\" chooses: no address of it \
          reaches there; choose another interface"
     );
-    // The kernel takes nothing from loopback to another host, where there is a route to it.
+    // The kernel sends nothing from loopback to another host, even if it has a route.
     let lo = choose(&[interface("lo", &["127.0.0.1"])], "lo", addr("192.0.2.1:7")).unwrap_err();
     assert!(lo.to_string().starts_with("192.0.2.1:7 cannot be called from lo"), "{lo}");
     let none = refused("ib", "192.0.2.1:7");
@@ -131,16 +131,16 @@ fn each_address_of_a_name_has_its_turn() {
     let one = |addr: &SocketAddr| vec![*addr];
     let alone = choices(std::slice::from_ref(&both));
     assert_eq!(alone, both.iter().map(one).collect::<Vec<_>>());
-    // Two names of two versions, in whatever order a resolver has them.
+    // Two names with addresses of both IP versions, in different orders.
     let other = addrs(&["127.0.0.1:9", "[::1]:9"]);
     let pairs = vec![addrs(&["[::1]:7", "[::1]:9"]), addrs(&["127.0.0.1:7", "127.0.0.1:9"])];
     assert_eq!(choices(&[both, other]), pairs);
-    // One that has an address of one version leaves no choice, and one with fewer is called again.
+    // A name with one IP version decides for both. The name with fewer addresses repeats its last.
     let more = addrs(&["[::1]:7", "192.0.2.1:7", "192.0.2.2:7"]);
     let fixed = addrs(&["198.51.100.1:7"]);
     let two = |ip: &str| addrs(&[ip, "198.51.100.1:7"]);
     assert_eq!(choices(&[more, fixed]), [two("192.0.2.1:7"), two("192.0.2.2:7")]);
-    // With no version in common there is only an error to have.
+    // Without a common IP version, the one combination only serves to report the error.
     let none = [addrs(&["[::1]:7"]), addrs(&["127.0.0.1:7"])];
     assert_eq!(choices(&none), [addrs(&["[::1]:7", "127.0.0.1:7"])]);
 }

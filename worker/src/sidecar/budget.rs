@@ -1,11 +1,12 @@
-//! How much memory a sidecar has for its ranks: what they lend, and sums on their way to them.
+//! Memory budget of a sidecar: memory that ranks lend, and sums that the ranks do not have yet.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Memories that may be there at a time: a process may have 65530 mappings.
+/// Maximum number of reservations at a time. Each may be a mapping, and Linux allows a process
+/// 65530 mappings by default.
 const MAX_MEMORIES: usize = 32 << 10;
 
-/// What all ranks may have together.
+/// Memory budget that all ranks of a sidecar share.
 #[derive(Debug)]
 pub(super) struct Budget {
     most: usize,
@@ -18,7 +19,7 @@ struct Taken {
     memories: usize,
 }
 
-/// Room for a memory, which is free again when this goes.
+/// A reservation in the budget, released on drop.
 #[derive(Debug)]
 pub(super) struct Room {
     len: usize,
@@ -30,17 +31,17 @@ impl Budget {
         Self { most, taken: Mutex::default() }
     }
 
-    /// How many bytes are taken.
+    /// Returns the number of reserved bytes.
     pub(super) fn used(&self) -> usize {
         self.lock().bytes
     }
 
-    /// The most that may be.
+    /// Returns the size of the budget in bytes.
     pub(super) const fn most(&self) -> usize {
         self.most
     }
 
-    /// Takes room for a memory of so many bytes; refused with a sentence.
+    /// Reserves `len` bytes. Returns a message if the budget does not allow it.
     pub(super) fn take(self: &Arc<Self>, len: usize) -> Result<Room, String> {
         let mut taken = self.lock();
         let left = self.most - taken.bytes;

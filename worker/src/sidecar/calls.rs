@@ -1,4 +1,4 @@
-//! Ops that ranks of a job have called: from the first call of one until its sums are handed out.
+//! Ops of a job, from the first rank's call until the ranks receive the sums.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,23 +9,24 @@ use racksum_proto::time::Time;
 
 use super::fold::{Handed, Memory};
 
-/// An op that not all ranks have called.
+/// An op that some ranks have not called yet.
 #[derive(Debug)]
 pub(super) struct Gathering {
     pub(super) since: Time,
-    /// With what each has handed, unless it refused the call.
+    /// The descriptor of each rank that called the op, and its operand unless the rank refused the
+    /// call.
     pub(super) called: BTreeMap<u16, (Descriptor, Option<Handed>)>,
     pub(super) memories: Vec<Arc<Memory>>,
 }
 
-/// An op that is being folded.
+/// An op that the sidecar folds, or has passed upstream to be summed with other hosts.
 #[derive(Debug)]
 pub(super) struct Folding {
-    /// When some rank called it.
+    /// When the first rank called the op.
     pub(super) since: Time,
-    /// It is folded, and on its way to other hosts.
+    /// Whether the op is folded and its sum is passed upstream.
     pub(super) is_passed: bool,
-    /// What its ranks have handed is in these.
+    /// The memory of the operands, kept alive until the op ends.
     pub(super) _memories: Vec<Arc<Memory>>,
 }
 

@@ -1,15 +1,15 @@
-//! Work in chunks, which any number of threads take one after the other.
+//! Work in chunks that any number of threads share.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed};
 
-/// The chunks of some work.
+/// The chunks of one piece of work.
 #[derive(Debug)]
 pub(super) struct Chunks {
     count: usize,
-    /// Those from here on nobody has taken.
+    /// Index of the first chunk that no thread has taken. All are taken once it reaches `count`.
     next: AtomicUsize,
-    /// How many are not done.
+    /// Number of unfinished chunks.
     left: AtomicUsize,
 }
 
@@ -22,8 +22,8 @@ impl Chunks {
         self.next.load(Relaxed) >= self.count
     }
 
-    /// Does so many chunks, or those that nobody has taken if they are fewer. Returns true to the
-    /// one thread that ends the last of all.
+    /// Takes and finishes up to `most` chunks. Returns true to the one thread that finishes the
+    /// last chunk.
     pub(super) fn work(&self, most: usize, mut work: impl FnMut(usize)) -> bool {
         for _ in 0..most {
             let chunk = self.next.fetch_add(1, Relaxed);
@@ -31,7 +31,7 @@ impl Chunks {
                 return false;
             }
             work(chunk);
-            // What the others have written is there once this thread sees that they are done.
+            // `AcqRel` makes the other threads' writes visible to the thread that finishes last.
             if self.left.fetch_sub(1, AcqRel) == 1 {
                 return true;
             }

@@ -1,4 +1,4 @@
-//! A rank's end of a sidecar.
+//! A rank's client of a sidecar.
 
 mod shared;
 
@@ -29,13 +29,14 @@ use crate::join::check_name;
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 
-/// How long to wait for a sidecar to read before it is told again what there was no room for.
+/// How long to wait before offering a message again after the sidecar's queue was full.
 const FULL: Duration = Duration::from_millis(20);
 
-/// How much longer than an op may take a sidecar may take to end it, since it sees to that itself.
+/// How much longer than the op timeout a sidecar may take to end an op. The sidecar applies the op
+/// timeout itself.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// A rank of a job whose ranks have a sidecar. Ops end in any order; each rank must start the same
+/// A rank of a job whose ranks use a sidecar. Ops end in any order; each rank must start the same
 /// ops in the same order.
 #[derive(Debug)]
 pub struct Client {
@@ -43,29 +44,29 @@ pub struct Client {
     lanes: u8,
     shared: Arc<Shared>,
     copier: Copier,
-    /// Held while an op is numbered and sent, so that ops are sent in their order.
+    /// Held while an op is numbered and sent, so that ops are sent in the order of their numbers.
     order: Mutex<()>,
-    /// Hears the sidecar.
+    /// The thread that receives messages from the sidecar.
     ear: Option<JoinHandle<()>>,
 }
 
-/// What a rank has handed its sidecar so far, and got from it.
+/// Counts of the ops and bytes that a rank has exchanged with its sidecar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Traffic {
-    /// Ops that it has started.
+    /// Ops that the rank has started.
     pub ops: u64,
-    /// Bytes of tensors that were reduced where they lie.
+    /// Bytes of tensors that lie in shared memory, where they are reduced in place.
     pub shared_bytes: u64,
-    /// Bytes that were copied to shared memory, and from it.
+    /// Bytes copied to and from shared memory.
     pub copied_bytes: u64,
 }
 
-/// A question to a sidecar, by its number.
+/// A request for statistics, by its number.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked(u64);
 
-/// An op in flight. If it is dropped, the op goes on, since the other ranks need it, and its tensor
-/// is reduced all the same.
+/// An op in flight. If the handle is dropped, the op goes on, because other ranks need it. Its
+/// tensor is still reduced.
 #[derive(Debug)]
 #[must_use = "an op's result is had by waiting for it"]
 pub struct Handle<T> {
@@ -74,23 +75,23 @@ pub struct Handle<T> {
     result: PhantomData<fn() -> T>,
 }
 
-/// What an op has of a rank: where in memory that was lent.
+/// Where the operand of an op lies in lent memory.
 struct Handed {
-    /// What it was copied to, if it does not lie in shared memory.
+    /// The copy of an operand that does not lie in shared memory.
     copy: Option<Arc<Lent>>,
     memory: u32,
     at: u64,
     list: Option<ListAt>,
-    /// How many bytes of it are of use.
+    /// Bytes that the operand occupies.
     len: usize,
 }
 
 impl Client {
-    /// Calls the sidecar at a path, and asks to be a rank.
+    /// Calls the sidecar at `path`, and asks to join as a rank.
     ///
     /// # Errors
-    /// [`ConnectError::NoSidecar`], [`ConnectError::ImpostorBeside`], or
-    /// [`ConnectError::Arguments`] about the job's name.
+    /// Returns [`ConnectError::NoSidecar`], [`ConnectError::ImpostorBeside`], or
+    /// [`ConnectError::Arguments`] about the path or the job's name.
     pub fn call(
         path: &Path,
         options: &ConnectOptions,
@@ -131,10 +132,10 @@ impl Client {
         Ok(client)
     }
 
-    /// Waits until all ranks have joined, but not longer than this. Returns whether they have.
+    /// Waits up to `limit` until all ranks have joined. Returns whether they have.
     ///
     /// # Errors
-    /// Why the job cannot be joined.
+    /// Returns why the job cannot be joined.
     pub fn is_ready_within(&self, limit: Duration) -> Result<bool, ConnectError> {
         let waits = |state: &mut State| !state.began && state.refused.is_none();
         let mut state = self.shared.wait(limit, waits);
@@ -144,63 +145,65 @@ impl Client {
         }
     }
 
-    /// The ranks that had not joined when the sidecar said so last.
+    /// Returns the ranks that had not joined at the sidecar's last report.
     #[must_use]
     pub fn missing(&self) -> Vec<u16> {
         self.shared.lock().waiting.clone()
     }
 
-    /// Memory that the sidecar has too.
+    /// Lends `len` bytes of new memory to the sidecar, and waits until the sidecar takes it.
     ///
     /// # Errors
-    /// The kernel's, when there is not so much; the sidecar's reason, when it does not take it.
+    /// Returns the kernel's error if there is not enough memory, the sidecar's reason if it refuses
+    /// the memory, or a timeout if it does not answer.
     pub fn lend(&self, len: usize) -> io::Result<Arc<Lent>> {
         let lent = self.offer(len)?;
         self.is_taken_within(&lent, Self::PATIENCE).unwrap_or_else(|| Err(Self::unanswered()))?;
         Ok(lent)
     }
 
-    /// Offers the sidecar memory. It has it once it says so.
+    /// Offers `len` bytes of new memory to the sidecar. The sidecar has the memory once it says so.
     ///
     /// # Errors
-    /// The kernel's, when there is not so much.
+    /// Returns the kernel's error if there is not enough memory.
     pub fn offer(&self, len: usize) -> io::Result<Arc<Lent>> {
         self.shared.lent.lend(len, &self.line)
     }
 
-    /// Waits until the sidecar says whether it takes memory, but not longer than this.
+    /// Waits up to `limit` for the sidecar's answer to an offer of memory. Returns `None` on
+    /// timeout.
     ///
     /// # Errors
-    /// Its reason, when it does not.
+    /// Returns the sidecar's reason if it refuses the memory.
     pub fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>> {
         let waits = |state: &mut State| !state.answered.contains_key(&lent.id()) && !state.gone;
         let mut state = self.shared.wait(limit, waits);
         match state.answered.remove(&lent.id()) {
             Some(Some(refused)) => Some(Err(io::Error::other(refused))),
             Some(None) => Some(Ok(())),
-            // One that is gone will not miss it.
+            // A sidecar that has hung up does not need the memory.
             None => state.gone.then_some(Ok(())),
         }
     }
 
-    /// That a sidecar has not answered in time.
+    /// Returns the error for a sidecar that has not answered in time.
     #[must_use]
     pub fn unanswered() -> io::Error {
         let why = format!("it has not answered for {} s", Self::PATIENCE.as_secs());
         io::Error::new(io::ErrorKind::TimedOut, why)
     }
 
-    /// Starts reducing a tensor in place with the same tensors of all other ranks, or some blocks
-    /// of one as if all others, and those of them that are zero, were zero in it. What does not lie
-    /// in memory that was [lent](Self::lend) is copied.
+    /// Starts an op that reduces a tensor in place with the tensors of all other ranks. The operand
+    /// may also be a list of blocks of a tensor. Blocks that are not in the list count as zero, and
+    /// blocks of zeros are left out. Operands outside [lent](Self::lend) memory are copied.
     ///
-    /// A tensor that ops in flight have some of is waited for, so that ops on the same memory take
-    /// turns in the order of the calls. A call that this rank refuses has its number all the same,
-    /// and the ranks that did not refuse it hear of a mismatch.
+    /// Waits while ops in flight use any memory of the tensor, so that ops on the same memory run
+    /// in call order. A call that this rank refuses still takes an op number. Ranks that did not
+    /// refuse the call receive a mismatch.
     ///
     /// # Errors
-    /// Why the op was not taken: [`SubmitError::TooManyOps`] until
-    /// [`has_room_within`](Self::has_room_within) says otherwise.
+    /// Returns why the op was not taken. After [`SubmitError::TooManyOps`], wait until
+    /// [`has_room_within`](Self::has_room_within) returns true.
     pub fn submit<T: Into<Operand>>(
         &self,
         operand: T,
@@ -217,13 +220,13 @@ impl Client {
         }
     }
 
-    /// Calls an op of nothing in the place of a call that the caller refuses, so that the ops of
-    /// all ranks stay in step: ranks that made the call hear [`OpError::Mismatch`] of it.
+    /// Starts an empty op in place of a call that the caller refuses, so that the ops of all ranks
+    /// stay in step. Ranks that made the call receive [`OpError::Mismatch`].
     ///
     /// [`OpError::Mismatch`]: racksum_proto::error::OpError::Mismatch
     ///
     /// # Errors
-    /// Why the op was not taken, as [`submit`](Self::submit).
+    /// Returns why the op was not taken, like [`submit`](Self::submit).
     pub fn refuse(&self, call: Call) -> Result<(), Error> {
         let _order = self.take_order();
         self.refuse_in_order(call)
@@ -234,7 +237,7 @@ impl Client {
         let nothing = Flight::new(Operand::Tensor(Vec::new()), None);
         let op = self.shared.lock().take_off(nothing, 0)?;
         let Called { descriptor, .. } = Called::new(0, &Descriptor::refused(call));
-        // The ear hears of a line that fails.
+        // The receiving thread notices a line that fails.
         drop(self.line.send(&FromRank::Refuse { descriptor }, None));
         self.shared.abandon(op);
         Ok(())
@@ -259,16 +262,16 @@ impl Client {
         self.start(operand, handed, descriptor)
     }
 
-    /// Waits until no op in flight has some of the memory at these addresses, but not longer than
-    /// this. Returns whether none has.
+    /// Waits up to `limit` until no op in flight uses memory at these addresses. Returns whether
+    /// none does.
     pub fn is_free_within(&self, extent: &Range<usize>, limit: Duration) -> bool {
         let mut state = self.shared.wait(limit, |state| state.is_working_on(extent));
-        // The sums of what was copied lie where the next op does not read them.
+        // Sums in copies must reach their tensors before the next op reads the tensors.
         state.deliver_to(extent);
         !state.is_working_on(extent)
     }
 
-    /// Finds where a tensor lies in memory that was lent, or copies it there.
+    /// Finds a tensor in lent memory, or copies it there.
     fn hand_tensor(&self, bytes: &[u8], descriptor: &Descriptor) -> Result<Handed, Error> {
         check_len(bytes.len(), descriptor)?;
         let (len, list) = (bytes.len(), None);
@@ -280,13 +283,13 @@ impl Client {
         Ok(Handed { memory: copy.id(), copy: Some(copy), at: 0, list, len })
     }
 
-    /// Copies the blocks that are not zero to memory that was lent: the values, and behind room for
-    /// those of all blocks the indices.
+    /// Copies the nonzero blocks to lent memory. The indices follow the space for the values, which
+    /// has room for those of all blocks.
     fn hand_blocks(&self, blocks: Blocks, descriptor: &Descriptor) -> Result<Handed, Error> {
         let mut blocks = blocks.sorted(descriptor)?;
         let at = blocks.values.len().next_multiple_of(size_of::<u32>());
         let room = at + blocks.indices.len() * size_of::<u32>();
-        // Lists differ from op to op, and memory of one is to do for another.
+        // Lists differ in size from op to op. Rounding up makes memory reusable for later lists.
         let copy = self.spare(room.next_power_of_two())?;
         let (mut used, mut count) = (0, 0);
         for (index, values) in blocks.nonzero(descriptor) {
@@ -300,13 +303,13 @@ impl Client {
         Ok(Handed { memory: copy.id(), copy: Some(copy), at: at as u64, list, len })
     }
 
-    /// Memory for a copy of so many bytes.
+    /// Returns lent memory for a copy of `len` bytes.
     fn spare(&self, len: usize) -> Result<Arc<Lent>, Error> {
         let mut state = self.shared.lock();
         if let Some(spare) = state.take_spare(len) {
             return Ok(spare);
         }
-        // All are too small, and of tensors that grow none would be of use again.
+        // All spare memory is too small. If tensors grow, it would never be used again.
         let small = std::mem::take(&mut state.spare);
         drop(state);
         drop(small);
@@ -322,22 +325,21 @@ impl Client {
         let Handed { copy, memory, at, list, len } = handed;
         let op = self.shared.lock().take_off(Flight::new(operand, copy), len)?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
-        // Others may go on while this waits for a sidecar that does not read. The ear hears of a
-        // line that fails.
+        // The state is unlocked here, because the send may wait for a sidecar that does not read.
+        // The receiving thread notices a line that fails.
         drop(self.line.send(&FromRank::Submit { descriptor, memory, at, list }, None));
         Ok(op)
     }
 
-    /// Waits for an op to end: its tensor is reduced then, and of blocks those of the union are
-    /// there, sorted.
+    /// Waits for an op to end. Returns the reduced tensor, or the sorted blocks of the union.
     ///
     /// # Errors
-    /// Why it is not; a tensor then holds sums in some places and not in others.
+    /// Returns why the op failed. A tensor then holds sums in some places and not in others.
     pub fn wait<T: TryFrom<Operand>>(&self, handle: Handle<T>) -> Result<T, Error> {
         self.check_own(&handle)?;
         let op = handle.op;
         let mut state = self.shared.wait(Duration::MAX, |state| !state.has_ended(op));
-        // What is left of it, which keeps others from the tensor, goes with the handle.
+        // The rest of the flight keeps other ops off the tensor until the handle is dropped.
         let landed = state.flights.get_mut(&op).and_then(Flight::unload);
         drop(state);
         let Some((mut operand, copy, outcome)) = landed else { return Err(Error::OtherClient) };
@@ -355,7 +357,7 @@ impl Client {
         operand.try_into().map_err(|_| Error::OtherClient)
     }
 
-    /// Reads the sums of lists.
+    /// Reads the sums of lists, into recycled memory if there is any.
     fn read(&self, sums: &Sums) -> Result<Blocks, Error> {
         let memory = self.shared.lock().recycled.take().unwrap_or_default();
         let blocks = sums.read(memory).map_err(|error| Error::Memory(error.to_string()))?;
@@ -363,56 +365,55 @@ impl Client {
         Ok(blocks)
     }
 
-    /// Hands back sums that are of no more use, so that those of a later op take their memory.
+    /// Hands back sums that are no longer needed, so that a later op reuses their memory.
     pub fn recycle(&self, blocks: Blocks) {
         self.shared.lock().recycled = Some(blocks.values);
     }
 
-    /// Asks the sidecar what has left the host; nothing while it has too much to read.
+    /// Asks the sidecar for the job's network statistics. Returns `None` if its queue is full.
     pub fn ask_stats(&self) -> Option<Asked> {
         self.shared.ask_stats(&self.line)
     }
 
-    /// Waits until the sidecar has answered, or is gone, but not longer than this. Returns whether
-    /// either is so.
+    /// Waits up to `limit` until the sidecar has answered or is gone. Returns false on timeout.
     pub fn has_told_within(&self, asked: &Asked, limit: Duration) -> bool {
         let waits = |state: &mut State| state.told < asked.0 && !state.gone;
         let state = self.shared.wait(limit, waits);
         state.told >= asked.0 || state.gone
     }
 
-    /// What the rank has handed the sidecar, and what had left the host for the job, and come back,
-    /// when the sidecar was [asked](Self::ask_stats) last.
+    /// Returns the counts of this client, and the job's network statistics from the sidecar's last
+    /// answer to [`ask_stats`](Self::ask_stats).
     #[must_use]
     pub fn stats(&self) -> (Traffic, Stats) {
         let state = self.shared.lock();
         (state.traffic, state.stats)
     }
 
-    /// Whether there are no more ops: the client was closed, or the job is over.
+    /// Returns whether the client takes no more ops, because it was closed or the job is over.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.shared.lock().over.is_some()
     }
 
-    /// Waits for an op to end, but not longer than this. Returns whether it has.
+    /// Waits up to `limit` for an op to end. Returns whether it has.
     ///
     /// # Errors
-    /// [`Error::OtherClient`] when another client started the op.
+    /// Returns [`Error::OtherClient`] if another client started the op.
     pub fn ends_within<T>(&self, handle: &Handle<T>, limit: Duration) -> Result<bool, Error> {
         self.check_own(handle)?;
         let state = self.shared.wait(limit, |state| !state.has_ended(handle.op));
         Ok(state.has_ended(handle.op))
     }
 
-    /// Waits until one more op may be in flight, but not longer than this. Returns whether it may.
+    /// Waits up to `limit` until one more op may be in flight. Returns whether it may.
     #[must_use]
     pub fn has_room_within(&self, limit: Duration) -> bool {
         self.shared.wait(limit, |state| state.in_flight >= MAX_OPS).in_flight < MAX_OPS
     }
 
-    /// Returns at once whether so many more ops may be in flight. It is true of a client that takes
-    /// no more ops: it refuses them at once.
+    /// Returns at once whether this many more ops may be in flight. Also returns true if the client
+    /// takes no more ops, because it refuses them at once.
     #[must_use]
     pub fn has_room_for(&self, ops: usize) -> bool {
         self.shared.lock().has_room_for(ops)
@@ -428,22 +429,23 @@ impl Client {
     /// How long a sidecar may take to answer.
     pub const PATIENCE: Duration = Duration::from_secs(10);
 
-    /// How long a sidecar may take to let a rank go: five seconds for ops that the rank has called,
-    /// and as long as one that stays until no rank of another host can lack its sums, and its
-    /// goodbye.
+    /// How long a sidecar may take to release a rank: five seconds for ops that the rank has
+    /// called, plus the time that a client stays for ranks of other hosts that may lack its sums,
+    /// plus its goodbye.
     pub const LINGER: Duration = Duration::from_secs(13);
 
-    /// Leaves the job: what is in flight ends, if all ranks have called it, or fails. The sidecar
-    /// has let the rank go when this returns, and works on none of its memory any more, unless it
-    /// is stuck or has more to fold than it can in [`LINGER`](Self::LINGER), or other hosts let it
-    /// wait for more than five seconds.
+    /// Leaves the job. Ops in flight end if all ranks have called them, and fail otherwise.
+    ///
+    /// When this returns, the sidecar no longer uses the rank's memory, with two exceptions. The
+    /// sidecar may be stuck or need more than [`LINGER`](Self::LINGER) for its folds, or other
+    /// hosts may delay it for more than five seconds.
     pub fn close(&self) {
         self.may_leave_within(Self::LINGER);
         self.leave();
     }
 
-    /// Starts no more ops, and waits until the sidecar has let the rank go, but not longer than
-    /// this. Returns whether it has.
+    /// Starts no more ops, and waits up to `limit` until the sidecar has released the rank. Returns
+    /// whether it has.
     pub fn may_leave_within(&self, limit: Duration) -> bool {
         let clock = Clock::start();
         let began = clock.now();
@@ -458,11 +460,11 @@ impl Client {
         }
     }
 
-    /// Leaves the job at once: what is in flight fails, though the sidecar may work on it still.
+    /// Leaves the job at once. Ops in flight fail, although the sidecar may still work on them.
     pub fn leave(&self) {
         self.shared.take_leave(&self.line);
         self.line.hang_up();
-        // What has been said and not been heard is of no more use.
+        // Unread messages no longer matter, so the ops in flight end here.
         self.shared.end(Over::because("the client was closed"));
     }
 }
@@ -471,7 +473,7 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.close();
         if let Some(ear) = self.ear.take() {
-            // A panic was printed where it happened.
+            // The thread has already printed its panic.
             drop(ear.join());
         }
     }
@@ -485,7 +487,7 @@ impl<T> Drop for Handle<T> {
     }
 }
 
-/// Why the sidecar at a path was not called.
+/// Returns why the call to the sidecar at `path` failed.
 fn not_called(path: &Path, error: CallError) -> ConnectError {
     let (path, absent) = (path.to_owned(), error.is_absence());
     match error {

@@ -1,19 +1,19 @@
-//! Callers that have no rank: how many there may be, and which of them gives way.
+//! Places for callers that have no rank yet.
 //!
-//! Each has a thread until it has said what it wants, and may say nothing. So callers of all users
-//! share the places, and when all are taken, the user that has most of them gives up its oldest:
-//! whoever calls is let in at once.
+//! Each such caller has a thread until its first message, which may never come. All users share the
+//! places. When all are taken, the user that has the most of them loses its oldest caller, so that
+//! a new caller is admitted at once.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use racksum_net::local::Line;
 
-/// The places of callers that have no rank.
+/// The places for callers that have no rank yet.
 #[derive(Debug)]
 pub(super) struct Door {
     most: usize,
-    /// Which user each is of, the oldest first.
+    /// The user and line of each caller, oldest first.
     callers: Mutex<Vec<(u32, Arc<Line>)>>,
 }
 
@@ -22,8 +22,8 @@ impl Door {
         Self { most, callers: Mutex::default() }
     }
 
-    /// Lets in a caller of a user. Returns the user whose oldest caller was hung up for it, if all
-    /// places were taken.
+    /// Admits a caller of user `uid`. If all places are taken, hangs up the oldest caller of the
+    /// user that has the most, and returns that user.
     pub(super) fn enter(&self, uid: u32, line: &Arc<Line>) -> Option<u32> {
         let mut callers = self.callers();
         callers.push((uid, Arc::clone(line)));
@@ -40,7 +40,7 @@ impl Door {
         Some(giver)
     }
 
-    /// A caller is gone, or has a rank now. It may have given way before.
+    /// Frees the place of a caller that is gone or has a rank now, if it still has one.
     pub(super) fn leave(&self, line: &Arc<Line>) {
         self.callers().retain(|(_, other)| !Arc::ptr_eq(other, line));
     }
@@ -58,7 +58,8 @@ mod tests {
 
     use super::*;
 
-    /// Which callers are hung up when those of these users come one after the other.
+    /// Returns the indices of the callers that are hung up when callers of `users` arrive in this
+    /// order.
     fn hung_up(most: usize, users: &[u32]) -> Vec<usize> {
         let path = std::env::temp_dir().join(format!("racksum-door-{}", std::process::id()));
         let listener = Listener::bind(&path, 0o600).unwrap();

@@ -1,4 +1,4 @@
-//! What ranks are told of their ops, and of what ends their job.
+//! Conversions between errors and the messages that tell ranks why an op failed or a job ended.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::fold::Handed;
 use super::message::{Called, FromSidecar, NotJoined, Outcome};
 use crate::error::{ConnectError, Error, SUPERSEDED};
 
-/// What has ended a job, for the log.
+/// Returns why a job ended, as text for the log.
 pub(super) fn in_words(why: &FromSidecar) -> String {
     match why {
         FromSidecar::Lost { ranks, why: Loss::Left } => {
@@ -31,8 +31,8 @@ pub(super) fn in_words(why: &FromSidecar) -> String {
     }
 }
 
-/// What is logged of a rank that its sidecar has let go. To leave is no loss: an op that needs the
-/// rank may never come.
+/// Returns the log text for a rank that is no longer in its job. A rank that leaves is not logged
+/// as lost, because later ops may not need it.
 pub(super) fn parting(why: Loss) -> String {
     match why {
         Loss::Left => "rank left".into(),
@@ -40,11 +40,11 @@ pub(super) fn parting(why: Loss) -> String {
     }
 }
 
-/// What ranks are told when their job cannot be joined at the aggregator.
+/// Converts a failure to join the job at the aggregator to the reason that the ranks receive.
 pub(super) fn not_joined(error: ConnectError) -> NotJoined {
     let other = |addr| NotJoined::OtherProtocol { addr };
     match error {
-        // That both sides are of one release is all that there is to say.
+        // The version mismatch is the only reason worth reporting.
         ConnectError::Named { ref tried, .. } if error.is_other_version() && !error.may_pass() => {
             let addr = tried.iter().find_map(|error| match error {
                 ConnectError::Net(NetError::WrongProtocol { addr }) => Some(*addr),
@@ -89,7 +89,7 @@ impl From<NotJoined> for ConnectError {
     }
 }
 
-/// Whole milliseconds, as messages count.
+/// Converts a duration to whole milliseconds, the unit of messages.
 pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
@@ -98,8 +98,8 @@ fn numbers(ranks: Vec<Rank>) -> Vec<u16> {
     ranks.into_iter().map(|rank| rank.0).collect()
 }
 
-/// What ranks are told of an op that has failed at the aggregator: what came of it, and what has
-/// ended the job.
+/// Converts an op's error at the aggregator to the op's outcome, if it has one of its own, and to
+/// the reason why the job is over, if it is.
 pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
     match error {
         Error::Op(OpError::Mismatch { one, other, .. }) => {
@@ -126,7 +126,7 @@ pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
     }
 }
 
-/// Two ranks that have called an op differently.
+/// Returns [`Outcome::Mismatch`] if two ranks called an op with different descriptors.
 pub(super) fn disagreement(
     called: &BTreeMap<u16, (Descriptor, Option<Handed>)>,
 ) -> Option<Outcome> {

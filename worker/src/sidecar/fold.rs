@@ -1,4 +1,4 @@
-//! The folds of ops in shared memory, which any number of threads work on.
+//! Folds of ops in shared memory. Any number of threads work on one fold.
 
 mod lists;
 mod place;
@@ -16,57 +16,57 @@ use super::budget::Budget;
 use super::fold_error::FoldError;
 use super::sums::Sums;
 
-/// Bytes of a tensor that are folded at a time: those of all ranks of a host stay in a cache until
-/// the sum is written over them. Whole blocks of every size.
+/// Bytes of a tensor that a thread folds at a time. The chunks of all ranks of a host stay in a
+/// cache until the sum overwrites them. A multiple of every block size.
 const CHUNK: usize = 32 << 10;
 
-/// Chunks that a thread folds before it looks whose turn it is: they take longer than to look, and
-/// not so long that another job would notice.
+/// Chunks that a thread folds before the next job has its turn. A turn takes longer than the switch
+/// to the next, but not so long that other jobs notice.
 const TURN: usize = 32;
 
-/// Blocks that a scan looks at together.
+/// Blocks that one scan covers.
 const SCANNED: usize = 64;
 
-/// What a rank has handed for an op.
+/// The operand of one rank for an op.
 #[derive(Debug, Clone)]
 pub(super) struct Share {
     pub(super) rank: u16,
     pub(super) handed: Handed,
 }
 
-/// A tensor, or some blocks of one.
+/// An operand: a tensor, or a list of some of its blocks.
 #[derive(Debug, Clone)]
 pub(super) enum Handed {
-    /// It is reduced where it lies.
+    /// A tensor that is reduced in place.
     Tensor(Place),
-    /// Its rank gets another list.
+    /// A list of blocks. Its rank receives the sums as another list.
     List(List),
 }
 
-/// An op that all ranks of the host have called.
+/// The fold of an op that all ranks of the host have called.
 #[derive(Debug)]
 pub(super) struct Fold {
     descriptor: Descriptor,
-    /// In rank order.
+    /// The operands, in rank order.
     shares: Vec<Share>,
     work: Work,
 }
 
-/// What there is to do.
+/// The work of a fold, by the kind of its operands.
 #[derive(Debug)]
 enum Work {
     Tensors(Tensors),
-    /// Where some ranks have handed lists: a tensor is then a list of its blocks that are not zero.
+    /// At least one operand is a list. A tensor then counts as the list of its nonzero blocks.
     Lists(Lists),
 }
 
 impl Handed {
-    /// Whether some memory is another's too.
+    /// Returns whether two operands share memory.
     pub(super) fn overlaps(&self, other: &Self) -> bool {
         self.places().any(|own| other.places().any(|place| own.overlaps(place)))
     }
 
-    /// What it has of memory.
+    /// Returns the places in lent memory that the operand occupies.
     fn places(&self) -> impl Iterator<Item = &Place> {
         let places = match self {
             Self::Tensor(place) => [Some(place), None],
@@ -76,15 +76,15 @@ impl Handed {
     }
 }
 
-/// What room for sums of this is taken of: all that ranks hand is of one sidecar.
+/// Returns the budget for the sums of these operands, which all belong to one sidecar.
 pub(super) fn budget_of(shares: &[Share]) -> &Arc<Budget> {
     let first = shares.iter().find_map(|share| share.handed.places().next());
     first.expect("ranks have handed something").budget()
 }
 
 impl Fold {
-    /// A fold of what ranks have handed, in rank order, to one descriptor. If these are not all
-    /// ranks of the job, it makes their part of the sum.
+    /// Creates a fold of operands in rank order. The result is a partial sum if the job has more
+    /// ranks than these.
     pub(super) fn new(descriptor: Descriptor, shares: Vec<Share>, world: u32) -> Self {
         let places = shares.iter().map(|share| match &share.handed {
             Handed::Tensor(place) => Some(place.clone()),
@@ -97,22 +97,22 @@ impl Fold {
         Self { descriptor, shares, work }
     }
 
-    /// Whether there is nothing to fold.
+    /// Returns whether there is nothing to fold, because the tensors have no elements.
     pub(super) const fn is_empty(&self) -> bool {
         matches!(&self.work, Work::Tensors(tensors) if tensors.is_empty())
     }
 
-    /// What is folded.
+    /// Returns the op's descriptor.
     pub(super) const fn descriptor(&self) -> Descriptor {
         self.descriptor
     }
 
-    /// What the ranks have handed.
+    /// Returns the operands, in rank order.
     pub(super) fn shares(&self) -> &[Share] {
         &self.shares
     }
 
-    /// Whether no more threads are of use.
+    /// Returns whether threads have taken all of the work.
     pub(super) fn is_taken(&self) -> bool {
         match &self.work {
             Work::Tensors(tensors) => tensors.is_taken(),
@@ -120,7 +120,8 @@ impl Fold {
         }
     }
 
-    /// Whether one more thread may work on it now: while the first begins it, others would wait.
+    /// Tries to admit one more thread, and returns whether it may work now. While the first thread
+    /// prepares a fold of lists, no other is admitted: it would only wait.
     pub(super) fn admit(&self) -> bool {
         match &self.work {
             Work::Tensors(_) => true,
@@ -128,8 +129,8 @@ impl Fold {
         }
     }
 
-    /// Folds for a turn, and says so once others may join in. Returns true to the one thread that
-    /// ends it.
+    /// Folds for one turn. Calls `begun` after preparing a fold of lists, so that other threads can
+    /// join in. Returns true to the one thread that finishes the fold.
     pub(super) fn work(&self, sum: &mut Vec<u8>, begun: impl FnOnce()) -> bool {
         sum.resize(CHUNK, 0);
         match &self.work {
@@ -138,7 +139,7 @@ impl Fold {
         }
     }
 
-    /// Of tensors of one host's part, the blocks that are not zero at some rank.
+    /// Returns the blocks that are nonzero at some rank, if the fold is a partial sum of tensors.
     pub(super) fn held(&self) -> impl Iterator<Item = u32> {
         let tensors = match &self.work {
             Work::Tensors(tensors) => Some(tensors.held()),
@@ -147,7 +148,7 @@ impl Fold {
         tensors.into_iter().flatten()
     }
 
-    /// What came of a fold that has ended: of lists, the sums of their union.
+    /// Returns the result of a finished fold: for lists, the sums of their union.
     pub(super) fn sums(&self) -> Result<Option<&Sums>, FoldError> {
         match &self.work {
             Work::Tensors(_) => Ok(None),

@@ -1,10 +1,10 @@
-//! Why a fold has no result.
+//! Errors of folds.
 
-/// What has spoilt a fold.
+/// Why a fold has no result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum FoldError {
-    /// This rank has handed a list that cannot be.
+    /// This rank handed an invalid list.
     By(u16),
-    /// There is no memory for the sums, and why.
+    /// There is no memory for the sums; the text says why.
     NoMemory(String),
 }

@@ -32,67 +32,68 @@ use crate::span::span;
 
 mod leaving;
 
-/// For what ends by itself: ranks give up when they have waited for long enough, and folds end.
+/// A timeout that is never reached, for waits that end by themselves: ranks give up joining, and
+/// folds end.
 const FOR_EVER: Duration = Duration::from_secs(1 << 20);
-/// How long the reason why a job is not joined may take to its ranks, at most.
+/// Maximum time kept for telling the ranks why their job cannot be joined.
 const REPORT: Duration = Duration::from_secs(2);
 
-/// A life of a job.
+/// One life of a job.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) generation: Generation,
-    /// What its first rank has shown: see [`Join::secret`].
+    /// The secret that the first rank has shown; see [`Join::secret`].
     pub(super) secret: Option<Key>,
-    /// The process of the rank that joined first.
+    /// Process id of the rank that joined first.
     pub(super) begun_by: i32,
     world: u16,
     local_world: u16,
     pub(super) lanes: u8,
-    /// Whose processes its ranks are.
+    /// The user that all ranks of the job belong to.
     pub(super) uid: u32,
-    /// When its first rank joined.
+    /// When the first rank joined.
     opened: Time,
     state: Mutex<State>,
-    /// An op has ended, or the job.
+    /// Notified when a fold, an op or the job ends.
     changed: Arc<Condvar>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     job: JobName,
-    /// How long an op may take: the least that a rank says.
+    /// Timeout of ops: the smallest value that any rank asks for.
     op_timeout: Span,
-    /// When the first of the ranks gives up joining.
+    /// The earliest time at which a rank gives up joining.
     join_by: Option<Time>,
     members: BTreeMap<u16, Member>,
     /// Ranks that have left since the job began.
     left: BTreeSet<u16>,
-    /// All ranks have joined.
+    /// Whether all ranks have joined.
     began: bool,
-    /// Where the sums go, if not all ranks are on this host.
+    /// The connection to the aggregator, if the job has ranks on other hosts.
     upstream: Option<Arc<Upstream>>,
-    /// The aggregator is called, for the ranks that are there: nobody joins any more.
+    /// Whether the call to the aggregator has started. After that, no rank may join.
     is_called: bool,
-    /// Gives up to call the aggregator, if it is being called.
+    /// Cancels the call to the aggregator while it is in progress.
     cancel: Option<CancelHandle>,
-    /// Ops that not all ranks have called.
+    /// Ops that some ranks have not called yet.
     gathering: BTreeMap<u32, Gathering>,
     /// Ops that are being folded, or summed with those of other hosts.
     folding: BTreeMap<u32, Folding>,
     /// Why the job will not begin.
     refused: Option<FromSidecar>,
-    /// What ended the job.
+    /// Why the job is over.
     over: Option<FromSidecar>,
-    /// The ranks were told so.
+    /// Whether the ranks have been told.
     told: bool,
-    /// The next life has begun, whatever has ended this one.
+    /// Whether the next life has begun, whatever ended this one.
     superseded: bool,
-    /// Of the job's.
+    /// The condition variable [`Job::changed`].
     changed: Arc<Condvar>,
 }
 
 impl Job {
-    /// The job that a first rank wants.
+    /// Creates the job that a first rank asks for.
     pub(super) fn new(join: &Join, peer: Peer) -> Self {
         let changed = Arc::<Condvar>::default();
         Self {
@@ -114,8 +115,8 @@ impl Job {
         }
     }
 
-    /// Adds a rank; refused with a sentence. Returns whether it was the last of this host, and
-    /// there are others.
+    /// Adds a rank, or returns why it is refused. Returns true if it completes the ranks of this
+    /// host and other hosts have ranks too.
     pub(super) fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<bool, String> {
         self.check(join)?;
         let mut state = self.lock();
@@ -143,7 +144,7 @@ impl Job {
             state.tell_all(&FromSidecar::Ready);
             tracing::info!(job = ?join.job, "job runs, of this host alone");
         } else if is_alone {
-            // Of other hosts nothing is known.
+            // For a job with other hosts, the sidecar cannot tell which ranks belong to this host.
             let is_missing = |rank: &u16| !state.members.contains_key(rank);
             let missing = (0..self.world).filter(is_missing).collect();
             state.tell_all(&FromSidecar::Waiting { missing });
@@ -152,7 +153,7 @@ impl Job {
         Ok(state.is_called)
     }
 
-    /// Joins the job at the aggregator, for all ranks of this host: they are told what comes of it.
+    /// Joins the job at the aggregator for all ranks of this host, and tells them the result.
     pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
         let connecting = Connecting::new();
         let mut state = self.lock();
@@ -172,7 +173,7 @@ impl Job {
             also: also.to_vec(),
             world: self.world,
             lanes: self.lanes,
-            // A little sooner than the ranks give up, so that they hear why.
+            // Ends slightly before the ranks give up, so that they still receive the reason.
             join_timeout: left - (left / 10).min(REPORT),
             op_timeout: Duration::from_nanos(state.op_timeout.0),
             ..upstream.clone()
@@ -184,7 +185,7 @@ impl Job {
         });
         let mut state = self.lock();
         match started {
-            // Its ranks know.
+            // The ranks already know that the job is refused.
             _ if state.refused.is_some() => {}
             Ok(upstream) => {
                 state.cancel = None;
@@ -201,7 +202,7 @@ impl Job {
         }
     }
 
-    /// Checks that a rank means the job that there is.
+    /// Checks that a rank's request to join agrees with this job.
     fn check(&self, join: &Join) -> Result<(), String> {
         let job = &join.job;
         let differs = |what: &str, has, says| {
@@ -219,7 +220,8 @@ impl Job {
         Ok(())
     }
 
-    /// Takes a rank's call of its next op. Returns a fold once all have called it.
+    /// Handles a rank's call of its next op. Returns the fold once all ranks of the host have
+    /// called it.
     pub(super) fn submit(
         &self,
         rank: u16,
@@ -241,7 +243,7 @@ impl Job {
         self.gathered(&mut state, op)
     }
 
-    /// Takes that a rank refuses its next op.
+    /// Handles a rank's refusal of its next op.
     pub(super) fn refuse_op(&self, rank: u16, refused: Descriptor) {
         let mut state = self.lock();
         if state.is_over() {
@@ -254,7 +256,8 @@ impl Job {
         debug_assert!(fold.is_none(), "a rank has handed nothing");
     }
 
-    /// What is to be folded for an op, once all ranks have called it, and mean the same.
+    /// Returns the fold of an op once all ranks of the host have called it. If they called it
+    /// differently or refused it, ends the op instead.
     fn gathered(&self, state: &mut State, op: u32) -> Option<(u32, Fold)> {
         if state.gathering.get(&op)?.called.len() < usize::from(self.local_world) {
             return None;
@@ -267,10 +270,10 @@ impl Job {
         let shares: Option<Vec<_>> = called.into_iter().map(share).collect();
         let (None, Some(shares)) = (&outcome, shares) else {
             state.let_go(op);
-            // What all refused ends with nothing.
+            // An op that all ranks refused ends without a sum.
             let outcome = outcome.unwrap_or(Outcome::Reduced);
             state.tell_all(&FromSidecar::Ended { op, outcome });
-            // Ranks of other hosts may have called the op, and wait for this host.
+            // Ranks of other hosts may have called the op and wait for this host.
             state.upstream.iter().for_each(|upstream| upstream.refuse(op, descriptor.call));
             return None;
         };
@@ -279,7 +282,8 @@ impl Job {
         Some((op, fold))
     }
 
-    /// Tells the ranks what was folded, or passes it on if it is not all.
+    /// Handles the end of a fold. Tells the ranks the result, or passes a partial sum to the
+    /// aggregator.
     pub(super) fn folded(&self, op: u32, fold: &Arc<Fold>) {
         let mut state = self.lock();
         let upstream = state.upstream.clone();
@@ -304,23 +308,23 @@ impl Job {
         }
     }
 
-    /// Whether its ranks are gone.
+    /// Returns whether the job has no ranks left.
     pub(super) fn is_deserted(&self) -> bool {
         self.lock().members.is_empty()
     }
 
-    /// How many ranks it is to have here.
+    /// Returns how many ranks the job needs on this host.
     pub(super) fn seats(&self) -> usize {
         self.local_world.into()
     }
 
-    /// How many ranks it has here.
+    /// Returns how many ranks the job has on this host now.
     pub(super) fn ranks(&self) -> usize {
         self.lock().members.len()
     }
 
-    /// Ends the job, since its next life has begun or its sidecar stops. The ranks of a life that
-    /// is over already are hung up once the next has begun.
+    /// Ends the job, because its next life has begun or the sidecar stops. If the next life has
+    /// begun, the ranks are hung up even if this life was already over.
     pub(super) fn end(&self, why: FromSidecar) {
         self.lock().end(why);
     }
@@ -333,25 +337,25 @@ impl Job {
         }
     }
 
-    /// Whether it will not begin: who joins then begins it anew.
+    /// Returns whether the job will not begin. The next rank that joins then begins it anew.
     pub(super) fn is_refused(&self) -> bool {
         self.lock().refused.is_some()
     }
 
-    /// Notes how much memory a rank has lent.
+    /// Records how much memory a rank has lent.
     pub(super) fn note_lent(&self, rank: u16, lent: usize) {
         if let Some(member) = self.lock().members.get_mut(&rank) {
             member.lent = lent;
         }
     }
 
-    /// What has left the host for it.
+    /// Returns the job's network statistics.
     pub(super) fn stats(&self) -> Stats {
         let upstream = self.lock().upstream.clone();
         upstream.map_or_else(Stats::default, |upstream| upstream.stats())
     }
 
-    /// What there is to tell of it.
+    /// Returns the job's status.
     pub(super) fn status(&self) -> SidecarJobStatus {
         let state = self.lock();
         let now = Clock::start().now();
@@ -381,7 +385,7 @@ impl Job {
         }
     }
 
-    /// Ends the job if an op has taken too long.
+    /// Ends the job if an op has timed out.
     pub(super) fn check_time(&self) {
         let mut state = self.lock();
         let now = Clock::start().now();
@@ -404,7 +408,7 @@ impl Job {
 }
 
 impl OpSink for Job {
-    /// Ends the job for want of an op's sums.
+    /// Ends the job because an op's sums are missing.
     fn spoilt(&self, op: u32, spoilt: FoldError) {
         let mut state = self.lock();
         match spoilt {
@@ -418,7 +422,7 @@ impl OpSink for Job {
         state.tell_end();
     }
 
-    /// Tells the ranks what came of an op: of lists, the sums.
+    /// Tells the ranks the outcome of an op, with the sums for ranks that handed lists.
     fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
         let mut state = self.lock();
         let since = state.let_go(op);
@@ -430,7 +434,7 @@ impl OpSink for Job {
             Err(error) => {
                 let (mut outcome, end) = said(error);
                 if let (Some(Outcome::Timeout { after, .. }), Some(since)) = (&mut outcome, since) {
-                    // The aggregator was there for a part of it.
+                    // The aggregator measured only a part of the op's time.
                     *after = Clock::start().now().since(since).as_millis();
                 }
                 if let Some(outcome) = outcome {
@@ -446,7 +450,8 @@ impl OpSink for Job {
 }
 
 impl State {
-    /// Whether the job is over, as it is for any op once a rank has left.
+    /// Returns whether the job is over. Ends it first if a rank has left, because every op needs
+    /// all ranks.
     fn is_over(&mut self) -> bool {
         if !self.left.is_empty() {
             let ranks = self.left.iter().copied().collect();
@@ -455,7 +460,8 @@ impl State {
         self.over.is_some()
     }
 
-    /// The op that a rank has called, unless it has too many in flight.
+    /// Returns the entry of an op that a rank has called. If the job has too many ops in flight,
+    /// ends the job and returns `None`.
     fn gather(&mut self, rank: u16, op: u32) -> Option<&mut Gathering> {
         let in_flight = self.gathering.len() + self.folding.len();
         if in_flight >= MAX_OPS.into() && !self.gathering.contains_key(&op) {
@@ -465,12 +471,12 @@ impl State {
         Some(self.gathering.entry(op).or_insert_with(Gathering::begin))
     }
 
-    /// Refuses the ranks, and hangs up, since the job will not begin.
+    /// Refuses all ranks and hangs up, because the job will not begin.
     fn refuse(&mut self, why: FromSidecar) {
         self.cancel.take().iter().for_each(CancelHandle::cancel);
         self.tell_all(&why);
         self.hang_up();
-        // What becomes of it later is of no interest to its ranks.
+        // The ranks need no later message about the job.
         self.told = true;
         self.refused = Some(why);
     }
@@ -479,15 +485,16 @@ impl State {
         self.members.values().for_each(|member| member.tell(message, None));
     }
 
-    /// Lets go of what the ranks have handed for an op, before they are told that it has ended:
-    /// they may hand the same for another at once. Returns since when it has been folded, if so.
+    /// Forgets the ranks' operands of an op. Call this before telling the ranks that the op has
+    /// ended, because they may hand the same memory again at once. If the op was being folded,
+    /// returns when the first rank called it.
     fn let_go(&mut self, op: u32) -> Option<Time> {
         self.members.values_mut().for_each(|member| member.end(op));
         self.changed.notify_all();
         self.folding.remove(&op).map(|folding| folding.since)
     }
 
-    /// Tells a rank that what it has handed is reduced, or hands it the sums.
+    /// Tells a rank that its tensor is reduced, or sends it the sums of lists.
     fn tell_sums(&self, op: u32, share: &Share, sums: Option<&Sums>) {
         let Some(member) = self.members.get(&share.rank) else { return };
         let sums = sums.filter(|_| matches!(share.handed, Handed::List(_)));
@@ -497,20 +504,20 @@ impl State {
         member.tell(&ended, sums.map(AsFd::as_fd));
     }
 
-    /// Hangs up, so that the threads of the ranks let them go with all that they have.
+    /// Hangs up all ranks, so that their threads remove them and free all they hold.
     fn hang_up(&self) {
         self.members.values().for_each(Member::hang_up);
     }
 
-    /// Ends the job since a rank does what it may not.
+    /// Ends the job because a rank broke the protocol.
     fn break_with(&mut self, rank: u16, what: &str) {
         LOST.note(|left_out| tracing::warn!(job = ?self.job, rank, left_out, "rank {what}"));
         self.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
-        // Its own thread lets it go, which may take a while; it may be gone already.
+        // The rank's own thread removes it later, if it is still there.
         self.members.get(&rank).into_iter().for_each(Member::hang_up);
     }
 
-    /// How far the job is.
+    /// Returns the stage that the job has reached.
     const fn stage(&self) -> SidecarJobState {
         match (&self.over, self.began, self.is_called) {
             (Some(_), ..) => SidecarJobState::Over,
@@ -520,7 +527,7 @@ impl State {
         }
     }
 
-    /// Ends the job. Its ranks hear the first reason once nothing writes to their tensors any more.
+    /// Ends the job. The ranks receive the first reason once nothing writes to their tensors.
     fn end(&mut self, why: FromSidecar) {
         self.superseded |= matches!(why, FromSidecar::Superseded { .. });
         if self.over.is_none() {
@@ -537,8 +544,8 @@ impl State {
         self.tell_end();
     }
 
-    /// Tells the ranks what has ended the job, once the last fold has ended, and hangs up if the
-    /// next life has begun.
+    /// Once the last fold has ended, tells the ranks why the job is over, and hangs up if the next
+    /// life has begun.
     fn tell_end(&mut self) {
         let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty()) else { return };
         if !self.told {
@@ -549,8 +556,8 @@ impl State {
             }
         }
         if self.superseded {
-            // Nobody counts these ranks any more. They may be stuck, and would keep their threads
-            // and the memory that they have lent for ever.
+            // These ranks no longer count towards the limits. If they are stuck, they would keep
+            // their threads and the memory that they lent forever.
             self.hang_up();
         }
     }

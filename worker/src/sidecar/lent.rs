@@ -1,4 +1,4 @@
-//! Memory of a rank's that its sidecar has too.
+//! Memory that a rank lends to its sidecar.
 
 #![expect(unsafe_code, reason = "the memory is shared with another process")]
 
@@ -17,8 +17,8 @@ use racksum_net::local::{Line, SharedMemory};
 pub(super) use self::copier::Copier;
 use super::message::FromRank;
 
-/// Memory that the sidecar has too: tensors in it are reduced without a copy. The sidecar lets it
-/// go with the last of these.
+/// Memory that a rank shares with its sidecar, which reduces tensors in it without a copy. On drop,
+/// the rank takes the memory back.
 #[derive(Debug)]
 pub struct Lent {
     memory: SharedMemory,
@@ -27,7 +27,7 @@ pub struct Lent {
     all: Weak<AllLent>,
 }
 
-/// All memory that a rank has lent, by where it begins.
+/// All memory that a rank has lent, by start address.
 #[derive(Debug, Default)]
 pub(super) struct AllLent {
     by_start: Mutex<BTreeMap<usize, Weak<Lent>>>,
@@ -35,11 +35,11 @@ pub(super) struct AllLent {
 }
 
 impl AllLent {
-    /// Lends new memory of so many bytes.
+    /// Allocates `len` bytes of shared memory, at least one, and lends it to the sidecar.
     pub(super) fn lend(self: &Arc<Self>, len: usize, line: &Arc<Line>) -> io::Result<Arc<Lent>> {
         let (memory, descriptor) = SharedMemory::new(len.max(1))?;
         let id = self.next.fetch_add(1, Relaxed);
-        // A sidecar that is gone will not miss it.
+        // A sidecar that has hung up does not need the memory.
         drop(line.send(&FromRank::Lend { memory: id }, Some(descriptor.as_fd())));
         let (line, all) = (Arc::clone(line), Arc::downgrade(self));
         let lent = Arc::new(Lent { memory, id, line, all });
@@ -47,7 +47,7 @@ impl AllLent {
         Ok(lent)
     }
 
-    /// The memory that bytes lie in, and where in it they begin.
+    /// Returns the lent memory that contains `bytes`, and their offset in it.
     pub(super) fn find(&self, bytes: &[u8]) -> Option<(Arc<Lent>, usize)> {
         let start = bytes.as_ptr() as usize;
         let before = self.lock().range(..=start).next_back().map(|(_, lent)| Weak::clone(lent));
@@ -62,28 +62,29 @@ impl AllLent {
 }
 
 impl Lent {
-    /// Where it begins, in this process.
+    /// Returns the address of the memory in this process.
     #[must_use]
     pub const fn start(&self) -> NonNull<u8> {
         self.memory.start()
     }
 
-    /// How many bytes it has, one or more.
+    /// Returns the length in bytes, at least one.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "it has some")]
     pub const fn len(&self) -> usize {
         self.memory.len()
     }
 
-    /// The first `len` bytes, as a tensor of an op. The memory is kept as long as that.
+    /// Returns the first `len` bytes as a tensor for an op. The tensor keeps the memory alive.
     #[cfg(test)]
     pub(super) fn region(self: &Arc<Self>, len: usize) -> crate::tensor::Region {
         assert!(len <= self.len(), "beyond the memory");
-        // SAFETY: the memory, which is kept, stays where it is, and the test leaves it alone.
+        // SAFETY: the region keeps the memory alive and in place, and the test does not touch it
+        // while an op uses it.
         unsafe { crate::tensor::Region::new(self.start(), len, Arc::clone(self)) }
     }
 
-    /// What the sidecar calls it.
+    /// Returns the number that identifies the memory in messages.
     pub(super) const fn id(&self) -> u32 {
         self.id
     }
@@ -92,27 +93,29 @@ impl Lent {
         self.memory.start().as_ptr() as usize
     }
 
-    /// Writes bytes, from `at` on. No op may be at work there.
+    /// Writes `bytes` at offset `at`. No op in flight may use that part of the memory.
     pub(super) fn write(&self, at: usize, bytes: &[u8]) {
-        // SAFETY: the memory is of this client alone, which has no op at work there.
+        // SAFETY: only this client uses the memory, and none of its ops in flight uses this part.
         unsafe { self.memory.bytes_mut(at..at + bytes.len()) }.copy_from_slice(bytes);
     }
 
-    /// Writes its beginning. No op may be at work there.
+    /// Writes `bytes` at the start of the memory, with the help of the copier's thread. No op in
+    /// flight may use that part of the memory.
     pub(super) fn fill(&self, bytes: &[u8], copier: &Copier) {
-        // SAFETY: as above.
+        // SAFETY: only this client uses the memory, and none of its ops in flight uses this part.
         copier.copy(bytes, unsafe { self.memory.bytes_mut(0..bytes.len()) });
     }
 
-    /// Reads its beginning. No op may be at work there.
+    /// Fills `into` from the start of the memory. No op in flight may use that part of the memory.
     pub(super) fn read(&self, into: &mut [u8]) {
-        // SAFETY: as above.
+        // SAFETY: only this client uses the memory, and none of its ops in flight uses this part.
         into.copy_from_slice(unsafe { self.memory.bytes(0..into.len()) });
     }
 
-    /// The same with the help of another thread.
+    /// Fills `into` from the start of the memory, with the help of the copier's thread. No op in
+    /// flight may use that part of the memory.
     pub(super) fn read_with(&self, copier: &Copier, into: &mut [u8]) {
-        // SAFETY: as above.
+        // SAFETY: only this client uses the memory, and none of its ops in flight uses this part.
         copier.copy(unsafe { self.memory.bytes(0..into.len()) }, into);
     }
 }
@@ -122,7 +125,7 @@ impl Drop for Lent {
         if let Some(all) = self.all.upgrade() {
             all.lock().remove(&self.address());
         }
-        // A sidecar that is gone has none of it.
+        // A sidecar that has hung up no longer has the memory.
         drop(self.line.send(&FromRank::TakeBack { memory: self.id }, None));
     }
 }

@@ -1,4 +1,4 @@
-//! Lives of a job at a sidecar: which ranks are of one or may end it, and what is said of that.
+//! Lives of a job at a sidecar: which ranks may join or end a life, and what ranks are told.
 
 use racksum_net::local::Peer;
 use racksum_proto::lives::{self, Known};
@@ -8,8 +8,9 @@ use super::message::{FromSidecar, Join};
 use crate::error::superseded;
 
 impl Job {
-    /// Whether a rank of the job's user shows that it is of the same job: of this life, or of one
-    /// that may end it. The user may have other jobs, so it counts as a place, not as an identity.
+    /// Returns whether a rank of the job's user belongs to this job: it may join this life, or may
+    /// end it by starting the next. One user may run several jobs, so the user counts as a place,
+    /// not as an identity.
     pub(super) fn is_of(&self, join: &Join) -> bool {
         if join.generation == self.generation {
             lives::may_join(self.secret, join.secret)
@@ -18,7 +19,7 @@ impl Job {
         }
     }
 
-    /// Why a rank of another job of this name is refused.
+    /// Returns the reason for refusing a rank that belongs to another job of the same name.
     pub(super) fn is_another(&self, join: &Join, peer: Peer) -> String {
         format!(
             "job {:?} here, generation {}, was begun by process {}, and process {}, of generation \
@@ -28,7 +29,7 @@ impl Job {
         )
     }
 
-    /// What the ranks are told whose job goes on in another life.
+    /// Returns the message that tells the ranks of this life that another life has ended it.
     pub(super) fn superseded(&self, join: &Join, peer: Peer) -> FromSidecar {
         let lives = format!(
             "generation {} of job {:?}, begun by process {}, has ended generation {}, begun by \

@@ -1,4 +1,4 @@
-//! A rank of a job at a sidecar.
+//! A rank of a job, as its sidecar sees it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,8 +11,8 @@ use racksum_net::log_limit::LogLimit;
 use super::fold::Handed;
 use super::message::FromSidecar;
 
-/// Jobs that ended otherwise than by their ranks, ranks that made them, and memory that was not
-/// taken: a user may cause any number.
+/// Limits log messages about failed jobs, the ranks that caused the failures, and refused memory. A
+/// user can cause any number of them.
 pub(super) static LOST: LogLimit = LogLimit::new(64);
 
 /// A rank that has joined.
@@ -20,11 +20,11 @@ pub(super) static LOST: LogLimit = LogLimit::new(64);
 pub(super) struct Member {
     line: Arc<Line>,
     pub(super) pid: i32,
-    /// The number of the op that it calls next.
+    /// The number of the rank's next op.
     pub(super) next_op: u32,
-    /// Bytes of its memory that it has lent.
+    /// Bytes of memory that the rank has lent.
     pub(super) lent: usize,
-    /// What it has handed for ops that have not ended.
+    /// The rank's operands of ops that have not ended, by op number.
     in_flight: BTreeMap<u32, Handed>,
 }
 
@@ -33,7 +33,8 @@ impl Member {
         Self { line, pid, next_op: 0, lent: 0, in_flight: BTreeMap::new() }
     }
 
-    /// Numbers its next op; none that is handed memory which an op in flight has.
+    /// Records the operand of the rank's next op, and returns the op's number. Returns `None` if
+    /// the operand shares memory with an op in flight.
     pub(super) fn call(&mut self, handed: &Handed) -> Option<u32> {
         if self.in_flight.values().any(|other| handed.overlaps(other)) {
             return None;
@@ -43,42 +44,42 @@ impl Member {
         Some(op)
     }
 
-    /// Numbers its next op, for which it hands nothing.
+    /// Returns the number of the rank's next op, which has no operand because the rank refuses it.
     pub(super) const fn refuse(&mut self) -> u32 {
         let op = self.next_op;
         self.next_op += 1;
         op
     }
 
-    /// Lets go of what it has handed for an op: nothing works on it any more.
+    /// Forgets the rank's operand for an op that no longer uses it.
     pub(super) fn end(&mut self, op: u32) {
         self.in_flight.remove(&op);
     }
 
-    /// Whether one of its ops that have not ended is such.
+    /// Returns whether `is_such` is true for any op that holds an operand of this rank.
     pub(super) fn has_any(&self, is_such: impl Fn(u32) -> bool) -> bool {
         self.in_flight.keys().any(|op| is_such(*op))
     }
 
-    /// Tells it something, if it listens.
+    /// Sends a message to the rank. Hangs up if the rank does not read.
     pub(super) fn tell(&self, message: &FromSidecar, descriptor: Option<BorrowedFd<'_>>) {
         let told = self.line.send_now(message, descriptor);
         match told {
-            // Without what was to come with it, which is an error of the op.
+            // Sends the message without its descriptor. The rank then reports an error for the op.
             Err(LineError::TooManyOnTheWay) if descriptor.is_some() => self.tell(message, None),
-            // The line is hung up, so that its thread lets the rank go.
+            // The failed send has hung up the line, so the rank's thread removes the rank.
             Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
                 LOST.note(|left_out| {
                     let what = "rank does not read what it is told, and is let go";
                     tracing::warn!(pid = self.pid, left_out, "{what}");
                 });
             }
-            // Whoever has hung up needs no word.
+            // A rank that has hung up needs no message.
             Ok(()) | Err(_) => {}
         }
     }
 
-    /// Hangs up, so that its thread lets it go with all that it has.
+    /// Hangs up the line, so that the rank's thread removes the rank and frees all it holds.
     pub(super) fn hang_up(&self) {
         self.line.hang_up();
     }

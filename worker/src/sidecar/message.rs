@@ -1,4 +1,4 @@
-//! What a sidecar and its ranks say to each other.
+//! Messages between a sidecar and its ranks.
 
 use std::net::SocketAddr;
 
@@ -12,111 +12,114 @@ use serde::{Deserialize, Serialize};
 
 use crate::engine::Stats;
 
-/// Some of the JSON of a message, whose texts are read with [`PeerText`] once it is whole.
+/// A part of a JSON document. The reader applies [`PeerText`] to the texts of the whole document.
 pub(super) type Json = String;
 
-/// The version of these messages. Both sides are of one release.
+/// The version of these messages. A sidecar and its ranks must be of the same release.
 pub(super) const VERSION: u16 = 1;
 
-/// What a rank says.
+/// A message from a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum FromRank {
-    /// It wants to be a rank of a job. The first message.
+    /// Asks to join a job. The first message of a rank.
     Join(Join),
-    /// It is no rank, and wants to know what the sidecar does. The first message and the last.
+    /// Asks for the sidecar's status. The only message of a caller that is not a rank.
     AskStatus,
-    /// It has the memory whose descriptor comes with this, and calls it so from now on.
+    /// Lends memory, and gives it this number. Its descriptor comes with the message.
     Lend { memory: u32 },
-    /// It needs this memory no more.
+    /// Takes back lent memory.
     TakeBack { memory: u32 },
-    /// It starts its next op, on a tensor in some memory from `at` on, or on a list of blocks whose
-    /// indices are there.
+    /// Starts the rank's next op on a tensor at offset `at` of lent memory, or on a list of blocks
+    /// whose indices start there.
     Submit { descriptor: [u8; Descriptor::LEN], memory: u32, at: u64, list: Option<ListAt> },
-    /// It refuses its next op: a descriptor that says so.
+    /// Refuses the rank's next op, with a descriptor that marks the op as refused.
     Refuse { descriptor: [u8; Descriptor::LEN] },
-    /// It wants to know what has left the host.
+    /// Asks for the job's network statistics.
     AskStats,
-    /// It leaves the job.
+    /// Leaves the job.
     Leave,
 }
 
-/// Where a rank has a list of blocks besides its indices, numbers of 32 bits.
+/// The size of a list of blocks, and where its values are. The indices are 32-bit numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ListAt {
     pub(super) blocks: u32,
-    /// Where in the memory the values begin.
+    /// Offset of the values in the memory.
     pub(super) values: u64,
 }
 
-/// A wish to be a rank of a job.
+/// A request to join a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Join {
-    /// [`VERSION`] of the rank.
+    /// The rank's [`VERSION`].
     pub(super) version: u16,
     pub(super) job: JobName,
     pub(super) generation: Generation,
-    /// What all lives of the job have in common and nobody else knows, if there is such a thing.
+    /// A secret that all lives of the job share and nobody else knows, if the job has one.
     pub(super) secret: Option<Key>,
     pub(super) rank: u16,
-    /// How many ranks the job has.
+    /// Number of ranks in the job.
     pub(super) world: u16,
-    /// How many of them are on this host.
+    /// Number of ranks on this host.
     pub(super) local_world: u16,
     pub(super) lanes: u8,
-    /// Milliseconds that joining may take.
+    /// Timeout for joining, in milliseconds.
     pub(super) join_timeout: u64,
-    /// Milliseconds that an op may take.
+    /// Timeout for each op, in milliseconds.
     pub(super) op_timeout: u64,
 }
 
-/// What a sidecar says.
+/// A message from a sidecar.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum FromSidecar {
-    /// It is of another release.
+    /// The sidecar is of another release, with version `speaks` of these messages.
     WrongVersion { speaks: u16 },
-    /// The process cannot be that rank, and why.
+    /// The sidecar refuses the rank.
     Refused {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
-    /// The job, which has ranks on other hosts, cannot be joined at the aggregator.
+    /// The sidecar cannot join the job at the aggregator. Only jobs with ranks on other hosts need
+    /// it.
     NotJoined(NotJoined),
-    /// Ranks that have not joined yet.
+    /// Some ranks have not joined yet.
     Waiting { missing: Vec<u16> },
-    /// All ranks have joined: ops may start.
+    /// All ranks have joined, so ops may start.
     Ready,
-    /// It has the memory that was lent, or has not, and why.
+    /// The sidecar has taken the lent memory, unless `refused` says why not.
     Lent {
         memory: u32,
         #[serde(default, deserialize_with = "PeerText::option")]
         refused: Option<String>,
     },
-    /// What has left the host for the job, and come back.
+    /// Network statistics of the job: the traffic between this host and the aggregator.
     Stats(Stats),
-    /// What the sidecar does: a part of the JSON of a `racksum_proto::status::SidecarStatus`. It
-    /// comes without a descriptor, of which a user may have only so many on their way.
+    /// A part of the sidecar's status, which is the JSON of a
+    /// `racksum_proto::status::SidecarStatus`. The status is not sent as a file, because the kernel
+    /// limits how many descriptors of a user are in flight.
     Status { part: Json, more: bool },
     /// An op has ended.
     Ended { op: u32, outcome: Outcome },
-    /// Ranks are gone, and the job is over.
+    /// Ranks are lost, and the job is over.
     Lost { ranks: Vec<u16>, why: Loss },
-    /// The job has nowhere to go on, and why.
+    /// The job cannot go on, for this reason.
     CutOff {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
     /// An op has timed out, and the job is over.
     TimedOut,
-    /// A greater generation of the job has begun: a sentence.
+    /// A greater generation of the job has begun. `why` is a sentence that says so.
     Superseded {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
 }
 
-/// Why a job cannot be joined at the aggregator: what a rank that joins there itself is told.
+/// Why the sidecar cannot join a job at the aggregator. The variants match the errors of a rank
+/// that joins there itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum NotJoined {
@@ -132,7 +135,7 @@ pub(super) enum NotJoined {
     OtherProtocol {
         addr: SocketAddr,
     },
-    /// For so many milliseconds.
+    /// The aggregator had no room for the job within `waited` milliseconds.
     NoRoom {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
@@ -140,7 +143,7 @@ pub(super) enum NotJoined {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         elsewhere: String,
     },
-    /// For so many milliseconds.
+    /// Some ranks did not join within `waited` milliseconds.
     Incomplete {
         missing: Vec<u16>,
         waited: u64,
@@ -157,24 +160,24 @@ pub(super) enum NotJoined {
     },
 }
 
-/// What came of an op.
+/// The outcome of an op.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Outcome {
-    /// Its tensor is reduced.
+    /// The rank's tensor is reduced.
     Reduced,
-    /// The sums of its list and those of the others, so many blocks, are sealed; their descriptor
-    /// comes with this.
+    /// The rank's list and those of the other ranks are summed to this many blocks. The descriptor
+    /// of the sealed file with the sums comes with the message.
     Union { blocks: u32 },
-    /// The ranks called it differently. The job goes on.
+    /// Two ranks called the op with different descriptors. The job goes on.
     Mismatch { one: Called, other: Called },
-    /// A value that the wire type cannot carry. The job goes on.
+    /// The wire type cannot carry the value at index `element`. The job goes on.
     Overflow { element: u64 },
-    /// Not all ranks had called it in time. The job is over.
+    /// Some ranks did not call the op within `after` milliseconds. The job is over.
     Timeout { after: u64, missing: Vec<u16> },
 }
 
-/// What a rank called an op with.
+/// The descriptor with which a rank called an op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Called {
     pub(super) rank: u16,

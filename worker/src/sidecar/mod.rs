@@ -1,13 +1,14 @@
-//! A sidecar: the ranks of a host hand it their tensors in shared memory, and it sums them there.
+//! A sidecar sums the tensors of a host's ranks in shared memory.
 //!
-//! Ranks call it at a unix socket, and pass it the descriptors of memory that they have; an op
-//! names a place in it. Once all ranks of the host have called an op, threads of the sidecar fold
-//! the tensors in rank order, chunk by chunk, and write the sum over each. Nothing is copied but by
-//! ranks whose tensors lie in memory of their own. Of lists of blocks they fold the union, which
-//! ranks get in a sealed file, since nobody knows before how large it is.
+//! Ranks connect to its unix socket and pass it the descriptors of memory that they lend. An op
+//! names a place in this memory. Once all ranks of the host have called an op, threads of the
+//! sidecar fold the tensors in rank order, chunk by chunk. They overwrite each tensor with the sum.
+//! Only ranks whose tensors lie in private memory copy data. For lists of blocks, the threads fold
+//! the union. Ranks receive the union in a sealed file, because its size is not known in advance.
 //!
-//! A rank may do anything to the memory that it has lent, at any time: only the values of its job's
-//! sums depend on that. Whatever is used as a place or a length is read once, and checked then.
+//! A rank may change the memory that it has lent at any time, which affects only the values of its
+//! own job's sums. The sidecar reads each offset and length in that memory once, and then checks
+//! it.
 
 mod budget;
 mod calls;

@@ -1,4 +1,4 @@
-//! What is checked before a sidecar serves.
+//! Checks of a sidecar's options before it serves.
 
 use racksum_net::interface::{interfaces, select};
 use racksum_net::quic::Credentials;
@@ -8,12 +8,12 @@ use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 use crate::route::{find_ways, resolve};
 
-/// Checks what can be known of a host's sidecar before a job is joined: its identity, the
-/// interface to call from, and that the aggregators may be called at all. Returns what is not known
-/// yet and may be later, a sentence each.
+/// Checks as much of a sidecar's options as is possible before a job joins: the identity, the
+/// network interface, and whether the aggregators may be called at all. Returns a sentence for each
+/// fact that is still unknown and may become known later.
 ///
 /// # Errors
-/// What will never do.
+/// Returns a [`ConnectError`] for a fault that no later try can fix.
 pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectError> {
     let credentials = Credentials::of_aggregator(options.identity.as_deref(), options.insecure)?;
     let pattern = options.interface.as_deref();
@@ -26,7 +26,7 @@ pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectErr
         for host in hosts {
             match resolve(host) {
                 Ok(addrs) => {
-                    // One that may be called is enough.
+                    // One address that may be called is enough.
                     let checked: Vec<_> =
                         addrs.iter().map(|addr| credentials.check(*addr)).collect();
                     if checked.iter().all(Result::is_err) {

@@ -1,4 +1,4 @@
-//! The folds that are to be done, and the threads that do them.
+//! The queue of folds, and the loop of the threads that work on them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use super::fold::Fold;
 use super::job::Job;
 
-/// A fold, and whom to tell of it.
+/// A fold, with the job and the op that it belongs to.
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) fold: Arc<Fold>,
@@ -14,8 +14,8 @@ pub(super) struct Task {
     pub(super) op: u32,
 }
 
-/// Folds that are to be done. Jobs take turns of some chunks, so that none starves another; of a
-/// job's, those of lower lanes come first.
+/// Folds that are not finished. Jobs take turns of a few chunks each, so that no job starves
+/// another. Within a job, lower lanes come first.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -24,17 +24,17 @@ pub(super) struct Queue {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Of each job that has some, its tasks; the job whose turn it is first.
+    /// The tasks of each job that has any. The job at the front has the next turn.
     jobs: VecDeque<Tasks>,
     came: u64,
     closed: bool,
 }
 
-/// Those of one job, by lane and in the order they came.
+/// The tasks of one job, by lane and then in order of arrival.
 type Tasks = BTreeMap<(u8, u64), Arc<Task>>;
 
 impl Queue {
-    /// Has threads do it.
+    /// Queues a fold, and wakes the threads.
     pub(super) fn push(&self, lane: u8, task: Task) {
         let mut state = self.lock();
         state.came += 1;
@@ -50,18 +50,19 @@ impl Queue {
         self.work.notify_all();
     }
 
-    /// Ends the threads, once they have done what they do.
+    /// Closes the queue, so that each thread ends after its current turn.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.work.notify_all();
     }
 
-    /// Folds until the queue is closed: what a thread does.
+    /// Folds until the queue is closed. Each fold thread runs this method.
     pub(super) fn fold(&self) {
         let mut sum = Vec::new();
         while let Some(task) = self.next() {
             let ended = task.fold.work(&mut sum, || {
-                // Who has passed it over while it was begun looks again.
+                // Wakes threads that skipped this fold while it was prepared. Taking the lock first
+                // ensures that none of them is between its search and its wait.
                 drop(self.lock());
                 self.work.notify_all();
             });
@@ -71,8 +72,8 @@ impl Queue {
         }
     }
 
-    /// A fold that needs more threads, the most urgent of the job whose turn it is; none once the
-    /// queue is closed.
+    /// Waits for a fold that needs another thread, and returns the most urgent one of the job whose
+    /// turn it is. Returns `None` once the queue is closed.
     fn next(&self) -> Option<Arc<Task>> {
         let mut state = self.lock();
         loop {
@@ -103,7 +104,7 @@ impl State {
             }
             let tasks = self.jobs.remove(turn)?;
             if found.is_some() {
-                // The next turn is another job's.
+                // The next turn belongs to another job.
                 self.jobs.push_back(tasks);
                 return found;
             }

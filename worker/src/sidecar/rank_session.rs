@@ -1,4 +1,4 @@
-//! Serves a rank: takes its messages one by one, and trusts none before it is checked.
+//! Serves one rank: handles its messages in order, and validates each one before use.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,7 +16,7 @@ use super::member::LOST;
 use super::message::{FromRank, FromSidecar, ListAt};
 use super::queue::{Queue, Task};
 
-/// A rank, and the memory that it has lent.
+/// The session of one rank, with the memory that the rank has lent.
 #[derive(Debug)]
 pub(super) struct RankSession<'a> {
     queue: &'a Queue,
@@ -38,7 +38,7 @@ impl<'a> RankSession<'a> {
         Self { queue, budget, line, job, rank, memories: HashMap::new() }
     }
 
-    /// Serves the rank until it is gone; returns how it was lost.
+    /// Serves the rank until it leaves or hangs up, and returns how the job lost it.
     pub(super) fn serve(mut self) -> Result<Loss, LineError> {
         while let Some((message, descriptor)) = self.line.recv()? {
             match message {
@@ -74,7 +74,7 @@ impl<'a> RankSession<'a> {
         Ok(Loss::Died)
     }
 
-    /// Takes memory, and says whether there is room for it.
+    /// Takes memory that the rank lends, or answers why it is refused.
     fn lend(&mut self, memory: u32, descriptor: Option<OwnedFd>) -> Result<(), LineError> {
         let none = || io::Error::other("its descriptor did not come: are too many files open?");
         let taken = descriptor.ok_or_else(none);
@@ -121,7 +121,7 @@ impl<'a> RankSession<'a> {
     }
 }
 
-/// What a rank has handed; nothing if its memory does not have it.
+/// Returns the rank's operand, or `None` if it does not lie within the lent memory.
 fn handed(
     memory: &Arc<Memory>,
     at: u64,

@@ -1,4 +1,4 @@
-//! The sidecar: answers who calls, and folds what ranks hand it.
+//! The sidecar: answers callers, and folds the operands of its ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -30,33 +30,34 @@ use super::status::tell;
 use super::thread::spawn;
 use crate::options::ConnectOptions;
 
-/// How often ops are looked for that have taken too long.
+/// How often the sidecar checks whether ops have timed out.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long a caller may take to say what it wants.
+/// How long a caller may take to send its first message.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long ranks may take to be gone when the sidecar stops: [`LINGER`], and as long as one that
-/// stays until no rank of another host can lack its sums, and its goodbye.
+/// How long a stopping sidecar waits for the threads of its ranks: [`LINGER`], plus the time that a
+/// client stays for ranks of other hosts that may lack its sums, plus its goodbye.
 const LAST_WORDS: Span = Span::from_secs(13);
 
-/// How long a rank that leaves waits for ops that it has called and ranks of other hosts have not.
+/// How long a rank that leaves waits for ranks of other hosts to call the ops that it has called.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// How long a caller waits for the threads of those that were hung up, which are about to end.
+/// How long a new caller waits for a free line. A line that was hung up is free once its thread
+/// ends.
 const PATIENCE_FOR_ROOM: Span = Span::from_millis(200);
 
-/// Callers that have no rank, beside as many as may get one: they are about to say what they want.
+/// Places for callers without a rank, in addition to one for each rank that may join.
 const MAX_UNKNOWN: usize = 64;
 
-/// What all jobs of a sidecar may have together.
+/// Limits for all jobs of a sidecar together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Jobs.
+    /// Maximum number of jobs.
     pub jobs: usize,
-    /// Ranks.
+    /// Maximum number of ranks.
     pub ranks: usize,
-    /// Bytes of memory that ranks share with it, and of sums of lists.
+    /// Maximum bytes of memory that ranks lend, plus sums of lists.
     pub memory: usize,
 }
 
@@ -66,34 +67,35 @@ pub struct Sidecar {
     listener: Arc<Listener>,
     pub(super) shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// Ends the ticks.
+    /// Stops the tick thread when it is dropped.
     stop: Option<Sender<()>>,
 }
 
-/// What its threads share.
+/// State that the sidecar's threads share.
 #[derive(Debug)]
 pub(super) struct Shared {
     jobs: Mutex<BTreeMap<JobName, Arc<Job>>>,
-    /// How to call the aggregator, if there is one.
+    /// Options for joining jobs at the aggregator, if there is one.
     upstream: Option<ConnectOptions>,
     limits: Limits,
     pub(super) budget: Arc<Budget>,
-    /// Those that are served, also if they were hung up: their threads are about to end.
+    /// Lines that a thread serves, including lines that were hung up: their threads end soon.
     lines: Mutex<Vec<Arc<Line>>>,
-    /// Those of them that have no rank.
+    /// The callers among them that have no rank.
     door: Door,
     pub(super) queue: Queue,
-    /// No more jobs are taken.
+    /// Whether the sidecar accepts no more jobs.
     draining: AtomicBool,
     started: Time,
 }
 
 impl Sidecar {
-    /// Serves whoever calls, with so many threads to fold. Jobs that have ranks on other hosts are
-    /// joined as `upstream` says, whose job and ranks are of no interest.
+    /// Starts a sidecar with `folders` threads that fold, at least one. The sidecar joins jobs that
+    /// have ranks on other hosts with the options in `upstream`, but ignores the job and the rank
+    /// in them.
     ///
     /// # Errors
-    /// The kernel's, when there are no threads.
+    /// Returns the kernel's error if a thread cannot be started.
     pub fn start(
         listener: Listener,
         folders: usize,
@@ -131,13 +133,13 @@ impl Sidecar {
         Ok(sidecar)
     }
 
-    /// How many jobs it has.
+    /// Returns the number of jobs.
     #[must_use]
     pub fn jobs(&self) -> usize {
         self.shared.jobs().len()
     }
 
-    /// Takes no more jobs. Those that run go on; the ranks of others are told so.
+    /// Accepts no more jobs. Jobs that have begun go on; the sidecar refuses the others.
     pub fn drain(&self) {
         self.shared.draining.store(true, Relaxed);
         self.shared.jobs().values().for_each(|job| job.refuse(DRAINING));
@@ -151,20 +153,21 @@ impl Drop for Sidecar {
         let stops = FromSidecar::CutOff { why: "it was told to stop".into() };
         self.shared.jobs().values().for_each(|job| job.end(stops.clone()));
         self.shared.lines().iter().for_each(|line| line.hang_up());
-        // Their threads say to other hosts that they are gone.
+        // The threads of these lines tell other hosts that the ranks are gone.
         let began = Clock::start().now();
         while !self.shared.lines().is_empty() && Clock::start().now().since(began) < LAST_WORDS {
             std::thread::sleep(TICK / 10);
         }
         self.shared.queue.close();
         for thread in self.threads.drain(..) {
-            // A panic was printed where it happened.
+            // The thread has already printed its panic.
             drop(thread.join());
         }
     }
 }
 
-/// Callers that keep to nothing, and ranks that were refused: all of a job may be at once.
+/// Limits log messages about callers that break the protocol. `REFUSED` limits those about refused
+/// ranks, since all ranks of a job may be refused at once.
 static CALLERS: LogLimit = LogLimit::new(16);
 static REFUSED: LogLimit = LogLimit::new(64);
 
@@ -174,7 +177,7 @@ impl Shared {
             let line = match listener.accept() {
                 Ok(Some(line)) => Arc::new(line),
                 Ok(None) => return,
-                // A caller that has hung up already, or too many open files: others may be luckier.
+                // The caller has hung up, or too many files are open. The next call may succeed.
                 Err(error) => {
                     CALLERS.note(|left_out| {
                         tracing::warn!(%error, left_out, "a caller could not be answered");
@@ -203,9 +206,9 @@ impl Shared {
         }
     }
 
-    /// Lets a caller in. Hangs up another if too many have not joined, so nobody has to wait for
-    /// callers that say nothing. Returns false if there are too many lines, of which most are hung
-    /// up already: their threads may have to wait for folds, and others must not wait for them.
+    /// Admits a caller. Hangs up another one if too many have not joined, so that no caller waits
+    /// for silent ones. Returns false if there are too many lines, most of them already hung up.
+    /// Their threads may wait for folds, and other callers must not wait for them.
     fn let_in(&self, line: &Arc<Line>) -> bool {
         let clock = Clock::start();
         let began = clock.now();
@@ -216,7 +219,7 @@ impl Shared {
             std::thread::sleep(TICK / 100);
         }
         self.lines().push(Arc::clone(line));
-        // Its thread finds out if its user cannot be known.
+        // If the user is unknown, the thread of this line finds out and ends.
         let uid = line.peer().map_or(u32::MAX, |peer| peer.uid);
         if let Some(uid) = self.door.enter(uid, line) {
             CALLERS.note(|left_out| {
@@ -227,7 +230,8 @@ impl Shared {
         true
     }
 
-    /// The most lines at a time: ranks, callers without a rank, and as many that are hung up.
+    /// Returns the maximum number of lines: the ranks, the callers without a rank, and as many
+    /// lines that are hung up.
     pub(super) const fn most_lines(&self) -> usize {
         2 * (self.limits.ranks + MAX_UNKNOWN)
     }
@@ -255,7 +259,7 @@ impl Shared {
                 });
             }
         };
-        // The rest of what another version says may not be read by this one.
+        // This version may be unable to read the rest of another version's message.
         let version = first.pointer("/join/version").and_then(serde_json::Value::as_u64);
         if version.is_some_and(|version| version != u64::from(VERSION)) {
             return say(line, &FromSidecar::WrongVersion { speaks: VERSION });
@@ -298,14 +302,14 @@ impl Shared {
             });
         tracing::info!(job = ?join.job, rank = join.rank, "{}", parting(why));
         match why {
-            // It takes its memory back once it is let go, and goes on with it.
+            // The rank takes its memory back and uses it, so no fold may use it after this.
             Loss::Left => job.leave(join.rank, LINGER),
             why => job.part(join.rank, why),
         }
         self.jobs().retain(|_, job| !job.is_deserted());
     }
 
-    /// Takes a rank into its job; refused with a sentence.
+    /// Adds a rank to its job, or returns why the rank is refused.
     pub(super) fn join(
         &self,
         join: &Join,
@@ -322,11 +326,11 @@ impl Shared {
         }
         let mut jobs = self.jobs();
         let job = match jobs.get(&join.job) {
-            // Nor may another user begin its next life.
+            // Another user may not begin the job's next life either.
             Some(job) if job.uid != peer.uid => {
                 return Err(format!("job {:?} is of another user", join.job));
             }
-            // The same user may have two jobs, and call them alike.
+            // One user may have two jobs of the same name.
             Some(job) if !job.is_of(join) => return Err(job.is_another(join, peer)),
             Some(job) if job.generation == join.generation && !job.is_refused() => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
@@ -348,7 +352,7 @@ impl Shared {
             if let Err(error) = spawn("racksum-call", move || called.call(&upstream)) {
                 let reason = format!("the aggregator cannot be called: {error}");
                 job.refuse(&reason);
-                // Its own thread would let it go only if it had joined.
+                // The rank's own thread removes it only after a successful join.
                 job.part(join.rank, Loss::Broke);
                 jobs.retain(|_, job| !job.is_deserted());
                 return Err(reason);
@@ -357,14 +361,14 @@ impl Shared {
         Ok(job)
     }
 
-    /// Checks that there is room for one more job, with all its ranks.
+    /// Checks that there is room for one more job and all its ranks on this host.
     fn check_room(&self, join: &Join, jobs: &BTreeMap<JobName, Arc<Job>>) -> Result<(), String> {
         if self.draining.load(Relaxed) {
             return Err(DRAINING.into());
         }
         let others = || jobs.iter().filter(|(name, _)| **name != join.job);
         let Limits { jobs: most, ranks: most_ranks, .. } = self.limits;
-        // Groups of one job count as one.
+        // Groups of one job count as one job.
         let names: BTreeSet<_> = others().map(|(other, _)| &other.name).collect();
         if !names.contains(&join.job.name) && names.len() >= most {
             return Err(format!(
@@ -383,7 +387,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Tells a caller of the jobs that it may know of.
+    /// Sends a caller the status, with the jobs that it may see.
     fn tell_status(&self, line: &Line, peer: Peer) {
         let sees_all = peer.uid == 0 || peer.uid == own_uid();
         let jobs = self.jobs();
@@ -403,7 +407,7 @@ impl Shared {
             jobs: seen.map(|job| job.status()).collect(),
         };
         drop(jobs);
-        // A caller that is gone, or does not read, needs no word.
+        // A caller that is gone or does not read needs no answer.
         drop(tell(&status, line));
     }
 
@@ -416,7 +420,7 @@ impl Shared {
     }
 }
 
-/// Checks that a wish makes sense in itself.
+/// Checks that a request to join is consistent in itself.
 fn check(join: &Join) -> Result<(), String> {
     let Join { ref job, rank, world, local_world, lanes, .. } = *join;
     job.check()?;
@@ -432,16 +436,16 @@ fn check(join: &Join) -> Result<(), String> {
     Ok(())
 }
 
-/// The user of this process.
+/// Returns the user of this process.
 fn own_uid() -> u32 {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata("/proc/self").map_or(u32::MAX, |own| own.uid())
 }
 
 fn say(line: &Line, message: &FromSidecar) {
-    // Whoever has hung up needs no word.
+    // A caller that has hung up needs no message.
     drop(line.send_now(message, None));
 }
 
-/// Why no more jobs are taken.
+/// Why a sidecar that drains refuses jobs.
 const DRAINING: &str = "the sidecar is about to stop and takes no more jobs";

@@ -1,5 +1,5 @@
-//! What a sidecar tells of itself, to whoever may call it: of the jobs of the caller's user, and of
-//! all to its own user and to root.
+//! The status of a sidecar. A caller sees the jobs of its own user. Root and the sidecar's own user
+//! see all jobs.
 
 use std::io;
 use std::path::Path;
@@ -12,26 +12,26 @@ use racksum_proto::status::SidecarStatus;
 
 use super::message::{FromRank, FromSidecar};
 
-/// How long a sidecar may take to say what it does.
+/// How long a sidecar may take to answer.
 const PATIENCE: Duration = Duration::from_millis(PATIENCE_MS);
 const PATIENCE_MS: u64 = 5000;
 
-/// Bytes of an answer that one message has: escaped they are less than twice as many.
+/// Bytes of the status in one message. Escapes make them less than twice as long.
 const PART: usize = 16 << 10;
 
-/// The most bytes that are read of an answer: many times those of the most jobs and ranks.
+/// Maximum size of a status in bytes, many times that of a sidecar with the most jobs and ranks.
 const MAX_TOLD: usize = 16 << 20;
 
-/// Why a sidecar did not tell what it is doing.
+/// Why a sidecar did not send its status.
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
-    /// It was not called.
+    /// The call failed.
     #[error("{0}")]
     Call(#[from] CallError),
-    /// It does not answer.
+    /// The sidecar does not answer.
     #[error("it does not answer, so it may be stopped")]
     Silent,
-    /// It is gone, or its answer cannot be read: a sentence that says so.
+    /// The sidecar hung up, or its answer cannot be read. The text says which.
     #[error("{0}")]
     Answer(String),
 }
@@ -46,10 +46,10 @@ impl From<LineError> for AskError {
     }
 }
 
-/// Asks the sidecar at a path what it is doing.
+/// Asks the sidecar at `path` for its status.
 ///
 /// # Errors
-/// [`AskError`].
+/// Returns an [`AskError`] if the call fails or the sidecar does not send its status.
 pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
     let line = Line::connect(path)?;
     line.set_patience(Some(PATIENCE)).map_err(LineError::from)?;
@@ -60,7 +60,8 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
         match line.recv()? {
             Some((FromSidecar::Status { part, more }, _)) => {
                 told.push_str(&part);
-                // Each part is waited for, and all of them no longer than one might be.
+                // The line's timeout applies to each part. This check limits the time for all
+                // parts.
                 if more && clock.now().since(began).as_millis() > PATIENCE_MS {
                     return Err(AskError::Silent);
                 }
@@ -84,7 +85,7 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
     }
 }
 
-/// Sends a status to whoever has asked.
+/// Sends the status to the caller that asked for it.
 pub(super) fn tell(status: &SidecarStatus, line: &Line) -> Result<(), LineError> {
     let json = serde_json::to_string(status)?;
     let mut left = &json[..];

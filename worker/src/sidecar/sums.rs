@@ -1,4 +1,5 @@
-//! The sums of lists of blocks, on their way to the ranks: what the union is, nobody knows before.
+//! Sums of lists of blocks, which ranks receive in sealed files. Their size is not known before the
+//! union.
 
 use std::fmt::Display;
 use std::io;
@@ -12,17 +13,17 @@ use super::budget::{Budget, Room};
 use super::fold_error::FoldError;
 use crate::blocks::{Blocks, values_len};
 
-/// The blocks of a union: their indices, and behind these their values.
+/// The sums of a union of lists: the indices of its blocks, followed by their values.
 #[derive(Debug)]
 pub(super) struct Sums {
     sealed: Sealed,
     blocks: u32,
-    /// At the sidecar: what a rank has got is the rank's.
+    /// At the sidecar, the memory reserved in the budget until the ranks receive the sums.
     room: Mutex<Option<Room>>,
 }
 
 impl Sums {
-    /// The sums of these blocks, which have yet to be written.
+    /// Creates the sums of these blocks, with indices but without values.
     pub(super) fn begin(
         descriptor: &Descriptor,
         indices: &[u32],
@@ -39,7 +40,7 @@ impl Sums {
         begin().map_err(|error: io::Error| no_memory(error))
     }
 
-    /// All sums.
+    /// Creates sealed sums with the values of `blocks`.
     pub(super) fn of(
         descriptor: &Descriptor,
         blocks: &Blocks,
@@ -51,33 +52,33 @@ impl Sums {
         Ok(sums)
     }
 
-    /// What a sidecar has sent.
+    /// Wraps sums that a rank received from its sidecar.
     pub(super) fn received(sealed: Sealed, blocks: u32) -> Self {
         Self { sealed, blocks, room: Mutex::default() }
     }
 
-    /// Writes some values.
+    /// Writes `values` at byte offset `at` behind the indices.
     pub(super) fn write(&self, at: u64, values: &[u8]) -> Result<(), FoldError> {
         self.sealed.write_at(values, self.indices_len() + at).map_err(no_memory)
     }
 
-    /// Lets nobody write any more.
+    /// Seals the sums, so that no process can write to them.
     pub(super) fn seal(&self) -> Result<(), FoldError> {
         self.sealed.seal().map_err(no_memory)
     }
 
-    /// Frees the room that they take, since ranks are about to have them: they may call an op next
-    /// which needs it, before all threads have let go of this.
+    /// Frees the sums' memory in the budget just before ranks receive them. A rank may need this
+    /// memory for its next op before all threads have dropped the sums.
     pub(super) fn free(&self) {
         self.room.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// How many blocks there are.
+    /// Returns the number of blocks.
     pub(super) const fn blocks(&self) -> u32 {
         self.blocks
     }
 
-    /// All of it; the values in memory that is of no more use.
+    /// Reads all blocks. Their values go into the memory of `values`, whose content is overwritten.
     pub(super) fn read(&self, mut values: Vec<u8>) -> io::Result<Blocks> {
         let len = self.sealed.len()?.checked_sub(self.indices_len());
         let len =

@@ -1,4 +1,4 @@
-//! Ranks as threads, at a sidecar of the test's own.
+//! Tests with several ranks in one process, each test at its own sidecar.
 
 mod crowds;
 mod hostile;
@@ -36,7 +36,7 @@ use crate::options::ConnectOptions;
 use crate::tensor::Region;
 use crate::tensor::tests::{region_of, regions_of};
 
-/// Long enough on a machine that is busy.
+/// A timeout that is long enough on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(200);
 
 struct Rig {
@@ -57,7 +57,7 @@ impl Rig {
         Self { sidecar: Sidecar::start(listener, 2, None, limits).unwrap(), path }
     }
 
-    /// Waits until nothing is left of any job.
+    /// Waits until the sidecar has no jobs and no memory of ranks.
     fn await_peace(&self) {
         while self.sidecar.jobs() > 0 || ask(&self.path).unwrap().memory[0] > 0 {
             std::thread::yield_now();
@@ -81,7 +81,7 @@ impl Rig {
         Client::call(&self.path, &options, world).unwrap()
     }
 
-    /// All ranks of a job, once they have joined.
+    /// Returns the clients of all ranks of a job, once they have joined.
     fn job(&self, job: &str, world: u16) -> Vec<Client> {
         let ranks: Vec<_> = (0..world).map(|rank| self.call(job, rank, world)).collect();
         for rank in &ranks {
@@ -91,7 +91,7 @@ impl Rig {
     }
 }
 
-/// A tensor in memory of its own.
+/// Returns a tensor in private memory.
 fn own(bytes: Vec<u8>) -> Region {
     region_of(bytes, ())
 }
@@ -104,7 +104,7 @@ fn sum_of(count: usize) -> Descriptor {
     Descriptor::sum(count as u64, DType::F32)
 }
 
-/// Has all ranks reduce tensors; returns those of the first, and checks that all have the same.
+/// Reduces one tensor of each rank. Checks that all results are equal, and returns the result.
 fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Vec<u8> {
     let memory: Vec<_> = ranks.iter().map(|rank| rank.lend(tensors[0].len()).unwrap()).collect();
     // Every other tensor lies in shared memory.
@@ -129,7 +129,7 @@ fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Ve
     reduced.remove(0)
 }
 
-/// Why an op has no result.
+/// Returns the error of an op that must fail.
 fn failure<T>(rank: &Client, operand: T, descriptor: Descriptor) -> String
 where
     T: Into<Operand> + TryFrom<Operand> + std::fmt::Debug,
@@ -233,7 +233,7 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
             drop(handle);
             assert_eq!(seen.bytes(0..8), floats(3.0, 2));
         }
-        // There and back, twice.
+        // Each round copies 8 bytes to shared memory and 8 bytes back.
         let copied = if ends_first { 32 } else { 16 };
         let (clock, began) = (Clock::start(), Clock::start().now());
         while ranks[0].stats().0.copied_bytes != copied {
@@ -271,7 +271,7 @@ fn a_rank_that_is_gone_is_named_to_the_others() {
         Error::Submit(SubmitError::PeerLost { ranks: vec![Rank(2)], why: Loss::Died })
     );
     ranks.clear();
-    // The job is gone with them, so that its name is free.
+    // The job is gone with its ranks, so its name is free.
     reduce(&rig.job("job", 2), sum_of(4), vec![floats(1.0, 4); 2]);
 }
 
@@ -288,7 +288,7 @@ fn a_rank_that_leaves_is_only_missed_by_ops() {
 #[test]
 fn an_op_that_not_all_ranks_call_times_out() {
     let rig = Rig::start();
-    // The least counts that a rank says.
+    // The smallest timeout that any rank asks for applies.
     let soon = |options: &mut ConnectOptions| options.op_timeout = Duration::from_millis(200);
     let ranks = [rig.call("job", 0, 2), rig.call_with("job", 1, 2, soon)];
     assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
@@ -303,7 +303,7 @@ fn an_op_that_not_all_ranks_call_times_out() {
 fn who_cannot_join_is_told_why() {
     let rig = Rig::start();
     let first = rig.call("job", 0, 2);
-    // Callers are answered side by side: this one is to be the first.
+    // The sidecar serves callers concurrently, and this one must join first.
     while first.missing().is_empty() {
         std::thread::yield_now();
     }
@@ -370,7 +370,7 @@ fn a_rank_that_runs_ahead_of_what_it_may_is_let_go() {
         ranks[1].line.send(&submit, None).unwrap();
     }
     let lost = |rank| failure(rank, own(floats(1.0, 1)), sum_of(1));
-    // Once rank 1 has its answer, the sidecar has read all that it sent before.
+    // Once rank 1 has its answer, the sidecar has read all of its earlier messages.
     lost(&ranks[1]);
     let told = lost(&ranks[0]);
     assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
@@ -429,7 +429,8 @@ fn ops_on_the_same_memory_take_turns() {
     let ranks = rig.job("job", 2);
     let memory = ranks[0].lend(16).unwrap();
     memory.write(0, &floats(1.0, 4));
-    // Of rank 1 all is copied, and written to once it is waited for, or another op needs it.
+    // Tensors of rank 1 are copied. Their sums are written back when an op is waited for, or when
+    // another op needs the memory.
     let tensors = regions_of(floats(2.0, 4), [0..16, 0..8, 4..16]);
     let shared = [16, 8, 16].map(|len| memory.region(len));
     let counts = [4, 2];
@@ -443,7 +444,7 @@ fn ops_on_the_same_memory_take_turns() {
                     .zip(counts)
                     .map(|(region, count)| ranks[of].submit(region, sum_of(count)).expect(rank))
                     .collect();
-                // The later one first.
+                // Waits for the later op first.
                 handles.into_iter().rev().for_each(|handle| drop(ranks[of].wait(handle).unwrap()));
             })
         };
@@ -465,7 +466,7 @@ fn a_call_that_a_rank_refuses_pairs_with_no_other() {
     assert!(matches!(refused, Error::Length { .. }), "{refused}");
     let error = failure(&ranks[1], own(floats(1.0, 2)), called);
     assert!(error.contains("rank 0 has a call that it refused"), "{error}");
-    // What all refuse fails nowhere else, and what comes after it is summed.
+    // A call that all ranks refuse causes no further error, and the op after it is summed.
     ranks.iter().for_each(|rank| rank.refuse(call).unwrap());
     assert_eq!(reduce(&ranks, sum_of(2), vec![floats(1.0, 2), floats(2.0, 2)]), floats(3.0, 2));
 }
@@ -493,6 +494,6 @@ fn a_panic_of_a_thread_ends_the_process() {
     let test = "sidecar::tests::a_panic_of_a_thread_ends_the_process";
     let mut own = std::process::Command::new(own);
     let ended = own.args([test, "--exact", "--nocapture"]).env(DIES, "1").output().unwrap();
-    // A test that fails exits with 101, and one that does not with 0.
+    // A test that fails exits with 101, and a test that passes with 0.
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
 }

@@ -1,18 +1,18 @@
-//! The sidecar's threads.
+//! Threads of the sidecar.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
 
-/// Starts a thread whose panic ends the process: half of a sidecar would leave ops waiting for the
-/// other half, or memory with folds that still write to it.
+/// Starts a thread whose panic ends the process. If the other threads went on, ops would wait
+/// forever for this one, or folds would still write to memory that ranks use again.
 pub(super) fn spawn(
     name: &str,
     work: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     let work = || {
         if catch_unwind(AssertUnwindSafe(work)).is_err() {
-            // It was printed where it happened.
+            // The thread has already printed its panic.
             std::process::exit(1);
         }
     };

@@ -1,4 +1,4 @@
-//! The way of a host's sums to the aggregator, and of the job's sums back.
+//! Sends a host's sums to the aggregator, and hands the job's sums to the host's ranks.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,11 +22,11 @@ use crate::engine::Stats;
 use crate::error::Error;
 use crate::tensor::Region;
 
-/// How long room for an op is waited for before it is looked for again.
+/// How long to wait for room for an op before trying again.
 const ROOM: Duration = Duration::from_secs(1);
 
-/// A client that speaks for the ranks of a host. It contributes their sums, in the order of the
-/// ops, which may be folded in another.
+/// A client that joins a job for all ranks of a host. It contributes their sums in the order of the
+/// ops, although the ops may be folded in another order.
 #[derive(Debug)]
 pub(super) struct Upstream {
     client: Arc<Client>,
@@ -35,37 +35,36 @@ pub(super) struct Upstream {
     folded: Sender<Passed>,
 }
 
-/// Takes what becomes of the ops that an [`Upstream`] passes on.
+/// Receives the results of the ops that an [`Upstream`] passes on.
 pub(super) trait OpSink: Send + Sync {
-    /// Takes the job's result of an op, or why there is none.
+    /// Takes the job's result of an op, or the error that the op ended with.
     fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>);
 
-    /// Takes why an op's result could not be handed to the ranks.
+    /// Takes the reason why the ranks cannot receive an op's result.
     fn spoilt(&self, op: u32, error: FoldError);
 }
 
-/// What a job passes on.
+/// A message from a job to the thread that starts its ops at the aggregator.
 #[derive(Debug)]
 enum Passed {
-    /// An op that is folded.
+    /// A folded op.
     Folded(Folded),
-    /// An op that a rank of the host refused, or that its ranks disagree about.
+    /// An op that a rank of the host refused, or that its ranks called differently.
     Refused(u32, Call),
-    /// Some op could not be folded, which the others wait for: there are no more.
+    /// An op could not be folded. Later ops would wait for it, so no more are sent.
     Spoilt,
 }
 
-/// An op of which the sum of this host's ranks is known: of tensors it lies where the first of them
-/// has its own.
+/// A folded op. The sum of this host's tensors lies in the tensor of its first rank.
 #[derive(Debug)]
 pub(super) struct Folded {
     pub(super) op: u32,
-    /// When some rank called it.
+    /// When the first rank called the op.
     pub(super) since: Time,
     pub(super) fold: Arc<Fold>,
 }
 
-/// The same on its way.
+/// A folded op in flight at the aggregator.
 #[derive(Debug)]
 enum Flight {
     Tensor(Handle<Region>),
@@ -73,10 +72,10 @@ enum Flight {
 }
 
 impl Upstream {
-    /// Passes on what a job folds, for these ranks.
+    /// Starts the threads that pass on a job's folded ops for these ranks.
     ///
     /// # Errors
-    /// The kernel's, when there are no threads.
+    /// Returns the kernel's error if a thread cannot be started.
     pub(super) fn start(
         client: Client,
         ranks: Vec<u16>,
@@ -85,40 +84,40 @@ impl Upstream {
         let client = Arc::new(client);
         let ((folded, up), (flights, down)) = (channel(), channel());
         let (rising, above) = (Weak::clone(&job), Arc::clone(&client));
-        // They end with their channels.
+        // The threads end when their channels close.
         drop(spawn("racksum-up", move || pass_up(&above, &up, &flights, &rising))?);
         let above = Arc::clone(&client);
         drop(spawn("racksum-down", move || pass_down(&above, &down, &job))?);
         Ok(Self { client, ranks, folded })
     }
 
-    /// Sends a host's sum.
+    /// Passes a folded op to the aggregator.
     pub(super) fn pass(&self, folded: Folded) {
         self.tell(Passed::Folded(folded));
     }
 
-    /// Refuses an op for this host: the other hosts hear of a mismatch.
+    /// Refuses an op for this host, so that the other hosts receive a mismatch.
     pub(super) fn refuse(&self, op: u32, call: Call) {
         self.tell(Passed::Refused(op, call));
     }
 
-    /// Sends no more sums: one is missing.
+    /// Stops sending sums, because one is missing.
     pub(super) fn spoil(&self) {
         self.tell(Passed::Spoilt);
     }
 
     fn tell(&self, passed: Passed) {
-        // The thread ends only with this.
+        // The receiving thread runs as long as this sender exists, so the send succeeds.
         drop(self.folded.send(passed));
     }
 
-    /// What has been sent and received.
+    /// Returns the job's network statistics.
     pub(super) fn stats(&self) -> Stats {
         self.client.stats()
     }
 
-    /// Says which ranks of this host are gone. The aggregator has named the others itself, and
-    /// takes a client that speaks for ranks of other hosts for broken.
+    /// Reports which ranks of this host are lost. The aggregator already knows about other hosts'
+    /// ranks, and treats a client that reports them as broken.
     pub(super) fn lose(&self, ranks: &[u16], why: Loss) {
         let own = ranks.iter().filter(|rank| self.ranks.contains(rank));
         own.for_each(|rank| self.client.part(*rank, why));
@@ -130,8 +129,8 @@ impl Upstream {
     }
 }
 
-/// Starts ops in their order. Once one of them is missing, there are no more: other hosts would
-/// take the next for it.
+/// Starts ops in order. Once an op is missing, no later op is started, because other hosts would
+/// take it for the missing one.
 fn pass_up(
     client: &Client,
     passed: &Receiver<Passed>,
@@ -150,16 +149,18 @@ fn pass_up(
             let due = match due {
                 Ok(folded) => folded,
                 Err(call) => {
-                    // Its ranks know already; a session that is over numbers no more ops.
+                    // The ranks know about the mismatch. An error means that the session is over
+                    // and numbers no more ops.
                     drop(once_there_is_room(client, 0, || client.refuse(call)));
                     continue;
                 }
             };
             match submit(client, &due) {
-                // The other thread ends only after this one.
+                // The receiving thread ends only after this one.
                 Ok(flight) => drop(flights.send((due, flight))),
                 Err(error) => {
-                    // Otherwise it was numbered, and has failed.
+                    // After `Error::Op` the op has its number and has failed, so later ops may go
+                    // on.
                     is_spoilt = !matches!(error, Error::Op(_));
                     tell(job, &due, Err(error));
                 }
@@ -177,7 +178,8 @@ fn pass_up(
 fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
     let (descriptor, clock) = (due.fold.descriptor(), Clock::start());
     let spent = || clock.now().since(due.since);
-    // What ranks of the host have is sent although it comes to zero: it is of the job's union.
+    // Sends every block that a rank of the host has, even if its sum is zero: the block belongs to
+    // the job's union.
     let start = || match (sums_of(&due.fold)?, due.places().next()) {
         (None, Some(first)) => {
             let (tensor, blocks) = (first.region(), due.fold.held());
@@ -192,7 +194,7 @@ fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
     once_there_is_room(client, descriptor.lane, start)
 }
 
-/// Starts an op of a lane as soon as one more may be in flight.
+/// Starts an op as soon as its lane has room for one more op in flight.
 fn once_there_is_room<T>(
     client: &Client,
     lane: u8,
@@ -201,7 +203,7 @@ fn once_there_is_room<T>(
     loop {
         match start() {
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
-                // What has ended meanwhile, the next try finds out.
+                // The next try finds out which ops have ended meanwhile.
                 if !client.has_room_within(lane, ROOM) {
                     tracing::debug!(lane, "an op waits for room");
                 }
@@ -211,15 +213,15 @@ fn once_there_is_room<T>(
     }
 }
 
-/// The sums of lists, if there are any.
+/// Reads the sums of lists. Returns `None` if all operands are tensors.
 fn sums_of(fold: &Fold) -> Result<Option<Blocks>, Error> {
-    // What could not be folded does not come here.
+    // A fold that failed does not reach this function.
     let sums = fold.sums().ok().flatten();
     let read = |sums: &Sums| sums.read(Vec::new());
     sums.map(read).transpose().map_err(|error| Error::Memory(error.to_string()))
 }
 
-/// Waits for ops, and gives all ranks of the host the job's sums.
+/// Waits for ops to end, and hands the job's sums to all ranks of the host.
 fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<dyn OpSink>) {
     for (folded, flight) in flights {
         let summed = match flight {
@@ -243,7 +245,7 @@ fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<d
     }
 }
 
-/// Makes of a union what the ranks of the host get.
+/// Writes the job's union to the host's tensors, and returns it for the ranks that handed lists.
 fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, FoldError> {
     let (descriptor, shares) = (folded.fold.descriptor(), folded.fold.shares());
     give(&descriptor, shares, &blocks);
@@ -253,7 +255,7 @@ fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, Fo
 }
 
 impl Folded {
-    /// Where the ranks' tensors lie.
+    /// Returns where the ranks' tensors lie.
     fn places(&self) -> impl Iterator<Item = &Place> {
         self.fold.shares().iter().filter_map(|share| match &share.handed {
             Handed::Tensor(place) => Some(place),

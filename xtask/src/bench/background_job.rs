@@ -1,4 +1,4 @@
-//! A neighbour: another job at the same aggregator, which sends as much as it can while a side is
+//! A neighbour: another job at the same aggregator that sends as much as it can while a side is
 //! measured.
 
 use std::sync::Arc;
@@ -9,17 +9,17 @@ use std::time::Duration;
 
 use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 
-/// What the neighbour's thread and its owner share.
+/// State that the neighbour's thread shares with its owner.
 #[derive(Debug, Default)]
 struct Shared {
-    /// It is to send.
+    /// Whether the neighbour should send.
     wanted: AtomicBool,
-    /// It sends.
+    /// Whether the neighbour is sending.
     busy: AtomicBool,
     quit: AtomicBool,
 }
 
-/// The ranks of another job, and the thread that has them go on and on.
+/// The ranks of another job, and the thread that runs their iterations.
 #[derive(Debug)]
 pub(crate) struct BackgroundJob {
     shared: Arc<Shared>,
@@ -27,7 +27,7 @@ pub(crate) struct BackgroundJob {
 }
 
 impl BackgroundJob {
-    /// One that is ready to go, and quiet.
+    /// Creates a neighbour that is ready and quiet.
     pub(crate) fn new(mut process_group: ProcessGroup) -> Self {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
@@ -38,7 +38,7 @@ impl BackgroundJob {
                 if !wanted {
                     sleep(POLL);
                 } else if process_group.ask("go", ITERATION_TIMEOUT).is_err() {
-                    // Nobody is there any more: whoever waits for it to be busy sees that.
+                    // The ranks have ended; `set` detects this when it waits for `busy`.
                     break;
                 }
             }
@@ -47,7 +47,8 @@ impl BackgroundJob {
         Self { shared, thread: Some(thread) }
     }
 
-    /// Has it send, or be quiet; returns once it does. False if it is gone.
+    /// Starts or stops the neighbour's sending and waits until it has. Returns false if the
+    /// neighbour's thread has ended.
     pub(crate) fn set(&self, sends: bool) -> bool {
         self.shared.wanted.store(sends, SeqCst);
         while self.shared.busy.load(SeqCst) != sends {
@@ -67,12 +68,12 @@ impl Drop for BackgroundJob {
     fn drop(&mut self) {
         self.shared.quit.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
+            // The thread has already printed its panic.
             drop(thread.join());
         }
     }
 }
 
 const POLL: Duration = Duration::from_millis(5);
-/// How long it sends before anything is measured.
+/// Time that the neighbour sends before a measurement begins.
 const WARM_UP: Duration = Duration::from_millis(300);

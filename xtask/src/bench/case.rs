@@ -1,12 +1,12 @@
-//! What a case is made of: who races, over which network, with which data, and what is demanded
-//! of the times. The cases themselves are in [`super::cases`].
+//! The parts of a case: sides, network, data and bounds on the times. [`super::cases`] defines the
+//! cases themselves.
 
 use serde::Serialize;
 
 use super::stats::{Summary, ms};
 use super::volume::Data;
 
-/// One line of the table.
+/// A case of the benches: one line of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Case {
     Race(Race),
@@ -21,7 +21,7 @@ impl Case {
         }
     }
 
-    /// A race of racksum against an earlier build of itself.
+    /// Turns the case into a race of racksum against an earlier build of itself.
     pub(crate) fn against_before(&mut self) {
         const MOST: f64 = 0.02;
         if let Self::Race(race) = self {
@@ -29,7 +29,7 @@ impl Case {
         }
     }
 
-    /// One line for people.
+    /// Describes the case in one line for people.
     pub(crate) fn about(&self) -> String {
         match self {
             Self::Race(race) => race.about(),
@@ -38,16 +38,16 @@ impl Case {
     }
 }
 
-/// Programs that do the same in turns.
+/// A race between programs that do the same work in turns.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Race {
     pub(crate) name: String,
     pub(crate) world: u16,
     pub(crate) net: Net,
-    /// Of each aggregator.
+    /// Shards of each aggregator.
     pub(crate) shards: u8,
     pub(crate) data: Data,
-    /// Iterations of each side in a round, of which the median counts.
+    /// Iterations of each side in a round. Their median counts.
     pub(crate) iterations: u32,
     pub(crate) sides: Vec<Side>,
     #[serde(skip)]
@@ -78,15 +78,15 @@ impl Race {
         format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s){blocks}")
     }
 
-    /// The sides of racksum alone, each beside itself as an earlier build has it. None may take
-    /// longer by more than this share.
+    /// Keeps only racksum's sides and adds the earlier build of each as its neighbour. No side may
+    /// take longer by more than the share `most`.
     fn against_before(&mut self, most: f64) {
         let sides = std::mem::take(&mut self.sides);
         self.bounds.clear();
         for side in sides {
             let Program::Racksum(racksum) = side.program else { continue };
             let before = Racksum { build: Build::Before, ..racksum };
-            // The cases are few, and live as long as the process.
+            // The cases are few and live as long as the process, so the leak is harmless.
             let name = format!("{}, before", side.name).leak();
             self.sides.extend([side, Side { name, program: Program::Racksum(before) }]);
             let figure = Figure::CostInTurn(side.name, name);
@@ -94,40 +94,40 @@ impl Race {
         }
     }
 
-    /// Whether its ranks have their tensors on a GPU.
+    /// Returns whether its ranks have their tensors on a GPU.
     pub(crate) fn needs_gpu(&self) -> bool {
         let trains = |side: &Side| matches!(side.program, Program::Training(it) if it.gpu);
         self.sides.iter().any(trains)
     }
 
-    /// The side that a bound or a table speaks of.
+    /// Returns the side that a bound or a table names, with its index.
     pub(crate) fn side(&self, name: &str) -> Option<(usize, &Side)> {
         self.sides.iter().enumerate().find(|(_, side)| side.name == name)
     }
 }
 
-/// Where the ranks are.
+/// The network between the ranks and the aggregators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Net {
-    /// All on the loopback interface.
+    /// All processes use the loopback interface.
     Loopback,
-    /// Each on a host of its own behind 1 Gbit/s each way.
+    /// Each rank has a host of its own behind 1 Gbit/s in each direction.
     Gigabit {
         aggregators: u8,
-        /// Whether the aggregators' hosts have 1 Gbit/s as well, and not more.
+        /// Whether the aggregators' hosts are limited to 1 Gbit/s as well.
         aggregators_limited: bool,
     },
 }
 
-/// One of those that race.
+/// A participant of a race.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Side {
     pub(crate) name: &'static str,
     pub(crate) program: Program,
 }
 
-/// What a side runs.
+/// The program that a side runs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Program {
@@ -135,15 +135,15 @@ pub(crate) enum Program {
     Gloo {
         sparse: bool,
     },
-    /// Steps of training.
+    /// Training steps.
     Training(Training),
-    /// Through the sidecar of a host; dense only, loopback only.
+    /// A reduction through the sidecar of a host; dense only, loopback only.
     Sidecar(Way),
-    /// Over TCP, or shared memory; dense only, loopback only.
+    /// Open MPI over TCP or shared memory; dense only, loopback only.
     OpenMpi {
         shared: bool,
     },
-    /// Bare sockets; dense only, loopback only.
+    /// Bare sockets, the lower bound; dense only, loopback only.
     Floor {
         wire: Wire,
     },
@@ -161,7 +161,7 @@ impl Program {
         }
     }
 
-    /// How the aggregator serves that it needs, if it needs one.
+    /// Returns the racksum settings of the aggregator that the program needs, if it needs one.
     pub(crate) const fn served(&self) -> Option<&Racksum> {
         match self {
             Self::Training(training) => training.racksum.as_ref(),
@@ -170,17 +170,17 @@ impl Program {
     }
 }
 
-/// What is reduced through the sidecar, and how.
+/// The input of a reduction through the sidecar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Way {
-    /// A tensor in memory that the sidecar has too.
+    /// A tensor in memory that the sidecar shares.
     Shared,
-    /// A tensor of the rank's own.
+    /// A tensor in the rank's own memory.
     Own,
-    /// A bucket, by the hook of DDP.
+    /// A bucket, through DDP's hook.
     Hook,
-    /// Nothing: a tensor is copied to another and back.
+    /// No reduction: a tensor is copied to another and back.
     Memcpy,
 }
 
@@ -195,45 +195,47 @@ impl Way {
     }
 }
 
-/// A training script that takes some steps at a time, with racksum or with Gloo.
+/// A training script that runs a fixed number of steps in each iteration, with racksum or with
+/// Gloo.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Training {
-    /// Of `benches/workloads`, or of the peers.
+    /// Name of a script in `benches/workloads` or of the peers.
     pub(crate) script: &'static str,
     pub(crate) flags: &'static [&'static str],
     pub(crate) racksum: Option<Racksum>,
-    /// Whether it is on a GPU.
+    /// Whether the training runs on a GPU.
     pub(crate) gpu: bool,
 }
 
-/// Which build of racksum runs.
+/// The build of racksum that runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Build {
-    /// That of this source.
+    /// The build of this source.
     Own,
-    /// The one that it is raced against.
+    /// The build to race against.
     Before,
 }
 
-/// How racksum runs.
+/// The settings of racksum.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Racksum {
     pub(crate) build: Build,
-    /// How elements travel.
+    /// Wire type of the elements.
     pub(crate) wire: Wire,
     /// Elements of a block.
     pub(crate) block: u16,
-    /// What an op is given.
+    /// Form of an op's operand.
     pub(crate) input: Input,
-    /// Share of datagrams that each rank loses on purpose, each way. Any but `None` makes the
-    /// ranks send each datagram by itself.
+    /// Share of datagrams that each rank drops on purpose, in each direction. Any value but `None`
+    /// makes the ranks send each datagram by itself.
     pub(crate) drop: Option<f64>,
-    /// How many of the network's aggregators serve the job.
+    /// Number of the network's aggregators that serve the job.
     pub(crate) aggregators: u8,
-    /// How datagrams are authenticated, as `--data-auth` takes it; as users get it if not said.
+    /// Authentication of datagrams, as a value of `--data-auth`; `None` leaves the default.
     pub(crate) data_auth: Option<&'static str>,
-    /// Bytes of each op of another job of as many ranks that runs at the same aggregator meanwhile.
+    /// Op size in bytes of another job, with as many ranks, that runs at the same aggregator
+    /// meanwhile.
     pub(crate) beside: Option<u64>,
 }
 
@@ -248,8 +250,8 @@ impl Racksum {
         data_auth: None,
         beside: None,
     };
-    /// In bf16. A window has at most 64 blocks: with 2 bytes an element, those of 256 fill half of
-    /// its 60 KiB, and of 512 all.
+    /// Racksum in bf16 with blocks of 512. A window has at most 64 blocks of 2 bytes an element:
+    /// blocks of 256 fill half of its 60 KiB, blocks of 512 fill all.
     pub(crate) const BF16: Self = Self { wire: Wire::Bf16, block: 512, ..Self::PLAIN };
 }
 
@@ -292,7 +294,7 @@ impl Input {
     }
 }
 
-/// Many jobs at one aggregator, whose memory is looked at afterwards.
+/// A case of many jobs at one aggregator, whose memory is measured afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Memory {
     pub(crate) name: &'static str,
@@ -303,7 +305,7 @@ pub(crate) struct Memory {
     pub(crate) bytes: u64,
     pub(crate) shards: u8,
     pub(crate) pool_mib: u32,
-    /// What the process may have above the pool.
+    /// Memory that the process may use beyond the pool.
     pub(crate) spare_bytes: u64,
 }
 
@@ -317,7 +319,7 @@ impl Memory {
     }
 }
 
-/// A figure, and what is demanded of it.
+/// A figure and its limits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Bound {
     pub(crate) figure: Figure,
@@ -325,36 +327,36 @@ pub(crate) struct Bound {
     pub(crate) reach: f64,
 }
 
-/// What is demanded.
+/// A figure that a bound limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Figure {
-    /// A side's time, in microseconds, which is to be small.
+    /// A side's time in microseconds; smaller is better.
     Time(&'static str),
-    /// How often the first side's time goes into the second's, which is to be large.
+    /// The second side's time divided by the first's; larger is better.
     Gain(&'static str, &'static str),
-    /// The first side's time as a multiple of the second's, which is to be small.
+    /// The first side's time divided by the second's; smaller is better.
     Cost(&'static str, &'static str),
-    /// The median cost of a round and its mirror, which judges small differences. The mirror is the
-    /// round of the same number in the next set-up, where the sides have changed places. The sides
-    /// take their turns of a round within a moment, in which the machine changes least.
+    /// The median cost of a round and its mirror, for small differences. The mirror is the round of
+    /// the same number in the next set-up, where the sides have swapped places. The sides take
+    /// their turns of a round close together, so the machine changes little between them.
     CostInTurn(&'static str, &'static str),
-    /// The share by which a side's time misses what was predicted of it, which is to be small.
+    /// The relative error of a side's predicted time; smaller is better.
     Miss(&'static str),
 }
 
-/// What is known of a side's time, in microseconds.
+/// The times of a side, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Took<'a> {
     pub(crate) measured: f64,
-    /// Of each round.
+    /// The median of each round.
     pub(crate) rounds: &'a [f64],
-    /// Rounds of a set-up.
+    /// Rounds that count in a set-up.
     pub(crate) counted: u32,
     pub(crate) predicted: Option<f64>,
 }
 
 impl Figure {
-    /// The figure, given the sides' times; `None` without one of them.
+    /// Computes the figure from the sides' times; returns `None` if a time is missing.
     pub(crate) fn value<'a>(self, took: impl Fn(&str) -> Option<Took<'a>>) -> Option<f64> {
         let time = |side| Some(took(side)?.measured);
         Some(match self {
@@ -363,7 +365,7 @@ impl Figure {
             Self::Cost(side, other) => time(side)? / time(other)?,
             Self::CostInTurn(side, other) => {
                 let (own, its) = (took(side)?.rounds, took(other)?.rounds);
-                // Where a side lacks rounds, those left are not of one turn.
+                // If a side lacks rounds, the remaining ones do not pair up.
                 let rounds = (own.len() == its.len()).then(|| own.iter().zip(its))?;
                 let ratios: Vec<_> = rounds.map(|(own, its)| own / its).collect();
                 // Each round of a set-up has its mirror in the next one.
@@ -387,7 +389,7 @@ impl Figure {
         }
     }
 
-    /// A value of this figure for people.
+    /// Formats a value of this figure for people.
     pub(crate) fn show(self, value: f64) -> String {
         match self {
             Self::Time(_) => ms(value),
@@ -397,7 +399,7 @@ impl Figure {
         }
     }
 
-    /// The sign between a value and its bound.
+    /// Returns the sign between a value and its bound.
     pub(crate) const fn sign(self) -> &'static str {
         match self {
             Self::Time(_) | Self::Cost(..) | Self::CostInTurn(..) | Self::Miss(_) => "<=",
@@ -413,17 +415,17 @@ impl Figure {
     }
 }
 
-/// How a figure came out.
+/// The judgement of a figure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Verdict {
-    /// Better than was hoped for.
+    /// The figure meets the stricter goal, `reach`.
     Reach,
-    /// As demanded.
+    /// The figure meets its bound, `must`.
     Pass,
-    /// Worse than demanded.
+    /// The figure misses its bound.
     Below,
-    /// A side is missing.
+    /// A time of a side is missing.
     NotMeasured,
 }
 
@@ -460,7 +462,7 @@ mod tests {
             "racksum" => took(200.0, &[200.0, 100.0, 300.0], Some(180.0)),
             "gloo" => took(300.0, &[300.0, 40.0, 450.0], None),
             "failed" => took(300.0, &[300.0], None),
-            // Whoever is set up first takes a quarter longer; the last set-up has no mirror.
+            // The side that is set up first takes a quarter longer; the last set-up has no mirror.
             "first" => took(100.0, &[125.0, 125.0, 100.0, 100.0, 500.0, 500.0], None),
             "second" => took(100.0, &[100.0, 100.0, 125.0, 125.0, 100.0, 100.0], None),
             _ => None,

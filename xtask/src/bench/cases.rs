@@ -1,11 +1,11 @@
-//! The cases, one for each line of the table of bounds, and small ones of every mechanism.
+//! The cases: one for each line of the table of bounds, and small ones of every mechanism.
 
 use super::case::{
     Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Training, Way, Wire,
 };
 use super::volume::{Data, Overlap};
 
-/// All cases that have bounds, in the order of the table.
+/// Returns all cases that have bounds, in the order of the table.
 pub(crate) fn all(seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for (world, must, reach) in [(2, 1.15, 1.2), (4, 1.25, 1.4), (8, 1.45, 1.7)] {
@@ -39,7 +39,7 @@ pub(crate) fn all(seed: u64) -> Vec<Case> {
     cases
 }
 
-/// Every mechanism once, small, without peers and without bounds.
+/// Returns small cases that cover every mechanism once, without peers and bounds.
 pub(crate) fn smoke(seed: u64) -> Vec<Case> {
     let race = |name: &str, world, net, data, sides: &[(&'static str, Racksum)]| {
         let sides =
@@ -55,14 +55,15 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
     let blocks = Racksum { input: Input::Blocks, ..plain };
     let two = Racksum { aggregators: 2, ..plain };
     let sparse = Data { density: 0.05, ..dense(seed, 4_000_000) };
-    // The ranks' own links are the bottleneck: its queue holds all that they send.
+    // The ranks' own links are the bottleneck, and their queues hold everything that the ranks
+    // send.
     let links = Net::Gigabit { aggregators: 2, aggregators_limited: false };
     vec![
         race(
             "smoke-loopback",
             2,
             Net::Loopback,
-            // So many windows that 1 % of loss stays well below the 6 % that I3 allows.
+            // Enough windows that 1 % of loss stays well within the 6 % that I3 allows.
             dense(seed, 16_000_000),
             &[("racksum", plain), ("racksum-bf16", bf16), ("racksum-loss", loss)],
         ),
@@ -93,7 +94,7 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
     ]
 }
 
-/// The cases that a person named: by a whole name, or by the beginning of one up to a dash.
+/// Returns the cases that a user named, by whole names or by beginnings of names up to a dash.
 pub(crate) fn chosen(names: &[String], seed: u64) -> Result<Vec<Case>, String> {
     if names.is_empty() {
         return Ok(all(seed));
@@ -117,18 +118,18 @@ fn dense(seed: u64, bytes: u64) -> Data {
     Data { bytes, density: 1.0, overlap: Overlap::Random, seed }
 }
 
-/// 100 000 blocks, of which some are not zero.
+/// Data of 100 000 blocks, some of which are not zero.
 fn sparse(seed: u64, density: f64, overlap: Overlap) -> Data {
     Data { bytes: 102_400_000, density, overlap, seed }
 }
 
 const RACKSUM: Side = Side { name: "racksum", program: Program::Racksum(Racksum::PLAIN) };
-/// Given a list of blocks.
+/// Racksum with a list of blocks as its operand.
 const RACKSUM_BLOCKS: Side = Side {
     name: "racksum",
     program: Program::Racksum(Racksum { input: Input::Blocks, ..Racksum::PLAIN }),
 };
-/// Given whole tensors beside a side that is not.
+/// Racksum with whole tensors, for races where another racksum side has a list of blocks.
 const RACKSUM_DENSE: Side =
     Side { name: "racksum-dense-in", program: Program::Racksum(Racksum::PLAIN) };
 const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false } };
@@ -138,11 +139,11 @@ const FLOOR_BF16: Side = Side { name: "floor", program: Program::Floor { wire: W
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: false } };
 const OPENMPI_SHARED: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: true } };
 
-/// Shards that dense tensors go through on loopback: the aggregator's share of two cores is what
-/// its threads can have of them beside eight ranks.
+/// Shards for dense tensors on loopback. The aggregator's share of the cores is worth two beside
+/// eight ranks.
 const BULK_SHARDS: u8 = 2;
 
-/// Workers at 1 Gbit/s, an aggregator that has more.
+/// Workers at 1 Gbit/s with an unlimited aggregator.
 const GIGABIT: Net = Net::Gigabit { aggregators: 1, aggregators_limited: false };
 
 fn gain(peer: &'static str, must: f64, reach: f64) -> Bound {
@@ -182,11 +183,11 @@ fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
     })
 }
 
-/// Iterations in a turn of ops that take milliseconds: a single one would also measure how the
-/// machine wakes after the other sides' turns.
+/// Iterations in a turn of ops that take milliseconds. A single iteration would also measure how
+/// the machine wakes after the other sides' turns.
 const SHORT_ITERATIONS: u32 = 5;
 
-/// The cases with eight workers at 1 Gbit/s.
+/// Returns the cases with eight workers at 1 Gbit/s.
 fn on_slow_links(seed: u64) -> Vec<Case> {
     let race = |name: &str, data: Data, sides: &[Side], bounds: &[Bound]| {
         Case::Race(Race {
@@ -208,8 +209,8 @@ fn on_slow_links(seed: u64) -> Vec<Case> {
             &[RACKSUM, GLOO],
             &[time(900.0, 870.0), gain("gloo", 1.6, 1.6)],
         ),
-        // All eight hosts' tensors are scanned by the cores of one here, which takes longer than
-        // these links: the judged side is given what Gloo's sparse one is given, a list.
+        // The cores of this one host scan the tensors of all eight hosts, which takes longer than
+        // these links. The judged side therefore gets a list of blocks, as Gloo's sparse side does.
         race(
             "sparse1-1g-w8",
             random(0.01),
@@ -226,7 +227,7 @@ fn on_slow_links(seed: u64) -> Vec<Case> {
     ]
 }
 
-/// Training with four ranks at 1 Gbit/s: steps of DDP with the hook beside DDP with Gloo.
+/// Returns training cases with four ranks at 1 Gbit/s: DDP with the hook, and DDP with Gloo.
 fn trainings(seed: u64) -> Vec<Case> {
     let race = |name: &str, bytes: u64, sides: &[(&'static str, Training)], bounds: &[Bound]| {
         let side = |(name, training): &(&'static str, Training)| Side {
@@ -280,7 +281,7 @@ fn trainings(seed: u64) -> Vec<Case> {
     ]
 }
 
-/// Training of two ranks that share a GPU, or have one each: their gradients go by way of the host.
+/// Returns a training case of two ranks with GPUs, shared or not; gradients go through host memory.
 fn training_on_a_gpu(seed: u64) -> Case {
     let racksum = Some(Racksum::PLAIN);
     let gpt = Training { script: "gpt", flags: &["--steps=3"], racksum, gpu: true };
@@ -297,7 +298,7 @@ fn training_on_a_gpu(seed: u64) -> Case {
     })
 }
 
-/// Eight ranks of one host: through its sidecar, and through what Gloo and Open MPI have for that.
+/// Returns a race of eight ranks on one host: the sidecar, and Gloo and Open MPI on one host.
 fn sidecar(seed: u64) -> Case {
     let ahead = |side, peer, must, reach| Bound { figure: Figure::Gain(side, peer), must, reach };
     Case::Race(Race {
@@ -317,7 +318,7 @@ fn sidecar(seed: u64) -> Case {
     })
 }
 
-/// What the hook costs by itself: a bucket of the only rank, beside copying it there and back.
+/// Returns a race for the hook's own cost: one rank's bucket, beside copying it there and back.
 fn hook(seed: u64) -> Case {
     let cost = Figure::Cost("hook", "memcpy");
     Case::Race(Race {
@@ -336,8 +337,8 @@ const fn beside(name: &'static str, way: Way) -> Side {
     Side { name, program: Program::Sidecar(way) }
 }
 
-/// One per cent of the blocks on loopback: the times were set where Gloo's sparse sum took 113 ms,
-/// and how far ahead of it that is holds on any machine.
+/// Returns a loopback race with `density` 0.01. The times were set where Gloo's sparse sum took 113
+/// ms. The ratio to Gloo holds on any machine.
 fn sparse_loopback(seed: u64, name: &str, input: Input, must_ms: f64, reach_ms: f64) -> Case {
     let ahead = |ms: f64| GLOO_SPARSE_MS / ms;
     let program = Program::Racksum(Racksum { input, ..Racksum::PLAIN });
@@ -353,7 +354,7 @@ fn sparse_loopback(seed: u64, name: &str, input: Input, must_ms: f64, reach_ms: 
     })
 }
 
-/// What a sparse sum of Gloo's took on loopback where the bounds were set.
+/// Time of Gloo's sparse sum on the loopback machine where the bounds were set.
 const GLOO_SPARSE_MS: f64 = 113.0;
 
 fn small(seed: u64, world: u16, must_ms: f64, reach_ms: f64) -> Case {
@@ -380,7 +381,8 @@ fn loss(seed: u64) -> Case {
         iterations: 1,
         sides: vec![
             RACKSUM,
-            // Rolls the dice for each datagram and loses none: what the dice themselves cost.
+            // This side draws a random number for each datagram and drops none, which measures the
+            // draws.
             Side { name: "racksum-dice", program: dropping(1e-15) },
             Side { name: "racksum-loss", program: dropping(0.01) },
         ],
@@ -399,7 +401,7 @@ fn two_aggregators(seed: u64) -> Case {
         world: 4,
         net: Net::Gigabit { aggregators: 2, aggregators_limited: true },
         shards: 1,
-        // Four times as many bytes pass an aggregator's link as a worker's.
+        // An aggregator's link carries four times as many bytes as a worker's.
         data: dense(seed, 32_000_000),
         iterations: 1,
         sides: vec![
@@ -414,7 +416,7 @@ fn two_aggregators(seed: u64) -> Case {
     })
 }
 
-/// What a job costs another at the same aggregator that sends a twentieth of what it does.
+/// Returns a race for the cost to a job of a neighbour that sends 20 times as many bytes.
 fn tenants(seed: u64) -> Case {
     let light = 1 << 20;
     let beside = Racksum { beside: Some(20 * light), ..Racksum::PLAIN };
@@ -433,7 +435,7 @@ fn tenants(seed: u64) -> Case {
     })
 }
 
-/// What it costs to authenticate datagrams, and to encrypt them.
+/// Returns races for the cost of authenticating datagrams, and of encrypting them.
 fn authenticated(seed: u64) -> Vec<Case> {
     let with = |name, how| {
         let program = Program::Racksum(Racksum { data_auth: Some(how), ..Racksum::PLAIN });
@@ -457,8 +459,8 @@ fn authenticated(seed: u64) -> Vec<Case> {
         race(name, world, Net::Loopback, BULK_SHARDS, 1.4)
     };
     let mut cases: Vec<_> = [2, 4, 8].map(on_loopback).into();
-    // Two workers: the cores of one host seal and open for all of them here, and for eight they are
-    // what the race would measure.
+    // The race has two workers because the cores of one host seal and open for all of them. With
+    // eight workers the race would measure those cores.
     cases.push(race("auth-1g-w2".to_owned(), 2, GIGABIT, 1, 1.02));
     cases
 }

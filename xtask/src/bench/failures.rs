@@ -1,9 +1,8 @@
-//! `cargo xtask bench failures`: how long users wait when something fails.
+//! `cargo xtask bench failures` measures how long users wait when something fails.
 //!
-//! The end-to-end tests make the failures and record the times (`racksum_test_report::time`), each
-//! with the most that it may take on a machine that does nothing else. No test fails on a time;
-//! this command does. It runs the tests one at a time, and those that record something again for
-//! each further round.
+//! The end-to-end tests cause the failures and record the times (`racksum_test_report::time`), each
+//! with its limit on an otherwise idle machine. No test fails because of a time, but this command
+//! does. It runs the tests one at a time. Further rounds repeat only the tests that record a time.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,10 +17,10 @@ use super::stats::Summary;
 use crate::interrupt;
 use crate::shell::{Cmd, path, target};
 
-/// How often, and which.
+/// Number of rounds, and the tests to run.
 #[derive(Debug, Args)]
 pub(crate) struct FailuresArgs {
-    /// Rounds. The median of fewer than five is no result.
+    /// Rounds. A median needs at least five.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Run only tests whose path contains this.
@@ -29,25 +28,25 @@ pub(crate) struct FailuresArgs {
     test: String,
 }
 
-/// The test binaries that record times: the package's arguments to cargo.
+/// Arguments of cargo for each test binary that records times.
 const BINARIES: [&[&str]; 2] =
     [&["-p", "racksum-tests", "--lib"], &["-p", "racksum-cli", "--test", "cli"]];
 
-/// Times of one thing, in the order of the rounds.
+/// Times of one thing, in the order of the rounds, and their limit.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Times {
     ms: Vec<u64>,
     most: u64,
 }
 
-/// Runs the tests and prints the times; `true` if every median keeps its bound.
+/// Runs the tests and prints the times; returns `true` if every median keeps its bound.
 pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
     interrupt::listen()?;
     judge(root, &args.test, args.rounds)
 }
 
-/// Runs the tests whose path contains `test` and prints the times that they record; `true` if every
-/// median keeps its bound.
+/// Runs the tests whose path contains `test` and prints the times that they record. Returns `true`
+/// if every median keeps its bound.
 pub(crate) fn judge(root: &Path, test: &str, rounds: u32) -> Result<bool> {
     let file = target(root).join("failures.jsonl");
     let mut tests = Vec::new();
@@ -81,7 +80,7 @@ pub(crate) fn judge(root: &Path, test: &str, rounds: u32) -> Result<bool> {
 
 /// Builds a test binary and returns its path.
 fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
-    /// The part of cargo's messages that names what was built.
+    /// The part of cargo's messages that names a build product.
     #[derive(Deserialize)]
     struct Message {
         executable: PathBuf,
@@ -94,19 +93,19 @@ fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
     let args = [&["test", "--locked", "--no-run", "--message-format", "json"], binary].concat();
     let said = Cmd::cargo(&args).output(root)?;
     let mut messages = said.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
-    // The program that the tests start is built as well.
+    // Cargo also builds the program that the tests start.
     let built = messages.rfind(|message| message.profile.test);
     built
         .map(|message| message.executable)
         .with_context(|| format!("cargo built no test program of {}", binary.join(" ")))
 }
 
-/// Runs a test by itself; returns what it has recorded.
+/// Runs one test alone and returns its records.
 fn record(root: &Path, program: &Path, name: &str, file: &Path) -> Result<Vec<Entry>> {
     if file.exists() {
         fs::remove_file(file).with_context(|| format!("cannot remove {}", file.display()))?;
     }
-    // As cargo runs it: some tests look for files of their package.
+    // Some tests look for files of their package, so the environment is as cargo sets it.
     Cmd::new(path(program)?, &["--exact", name, "--test-threads", "1"])
         .env(report::FILE, path(file)?)
         .env(report::TEST, name)
@@ -115,7 +114,7 @@ fn record(root: &Path, program: &Path, name: &str, file: &Path) -> Result<Vec<En
     report::read(file).map_err(|why| anyhow!(why))
 }
 
-/// Adds the longest of each thing that a test has timed; `true` if there is any.
+/// Adds the longest time of each thing that a test has timed; returns `true` if there is any.
 fn collect(entries: Vec<Entry>, times: &mut BTreeMap<String, Times>) -> bool {
     let mut longest: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for entry in entries {
@@ -142,7 +141,7 @@ impl Times {
     }
 }
 
-/// A line for each thing that was timed.
+/// Formats a line for each thing that was timed.
 fn table(times: &BTreeMap<String, Times>) -> String {
     let width = times.keys().map(|what| what.chars().count()).max().unwrap_or(0);
     let mut text =

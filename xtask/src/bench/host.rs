@@ -1,4 +1,4 @@
-//! What a measurement was made of and on: the commit and the machine.
+//! The origin of a measurement: the commit and the machine.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::shell::Cmd;
 
-/// The commit and the machine.
+/// The commit, the machine and the time of a measurement.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Provenance {
     pub(crate) commit: String,
@@ -18,13 +18,13 @@ pub(crate) struct Provenance {
     pub(crate) kernel: String,
     pub(crate) cores: usize,
     pub(crate) cpu: String,
-    /// Processes that wanted to run, over the minute before: of others, for the case had not begun.
+    /// Load average of the minute before the case began, so it counts other processes.
     pub(crate) load: f64,
     pub(crate) unix_seconds: u64,
 }
 
 impl Provenance {
-    /// As things are now.
+    /// Collects the current state.
     pub(crate) fn now(root: &Path) -> Self {
         let git = |line: &str| Cmd::line(line).output(root).map(|text| text.trim().to_owned());
         let changes = git("git status --porcelain --untracked-files=no");
@@ -42,7 +42,7 @@ impl Provenance {
         }
     }
 
-    /// One line for people.
+    /// Formats one line for people.
     pub(crate) fn line(&self) -> String {
         let Self { commit, dirty, kernel, cores, cpu, load, .. } = self;
         let commit = commit.get(..12).unwrap_or(commit);
@@ -56,7 +56,7 @@ fn cpu_model(cpuinfo: &str) -> Option<&str> {
     Some(line.split_once(':')?.1.trim())
 }
 
-/// When it was measured, for people.
+/// Returns the date of the measurement, for people.
 #[expect(clippy::disallowed_methods, reason = "a date, and no measure of time")]
 fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())

@@ -1,4 +1,4 @@
-//! `cargo xtask bench learning`: what the examples learn with racksum, beside Gloo.
+//! `cargo xtask bench learning` compares what the examples learn with racksum and with Gloo.
 
 use std::path::{Path, PathBuf};
 
@@ -8,21 +8,21 @@ use clap::Args;
 use crate::python;
 use crate::shell::{Cmd, path, target};
 
-/// How long the examples train.
+/// Length of the training.
 #[derive(Debug, Args)]
 pub(crate) struct LearningArgs {
     /// Steps of each example.
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Steps with compressors.
+    /// Steps of the runs with compressors.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     compressed_steps: u32,
-    /// Where the curves go. [default: learning in cargo's target folder]
+    /// Folder for the curves. [default: learning in cargo's target folder]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
 
-/// Trains. It is an error when a loss is not as demanded.
+/// Trains the examples; returns an error if a loss misses its bound.
 pub(crate) fn run(root: &Path, args: &LearningArgs) -> Result<()> {
     let python = python::installed(root)?;
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;

@@ -1,4 +1,4 @@
-//! Many jobs at one aggregator, and then its memory beside the pool that was configured.
+//! Compares the memory of an aggregator with many jobs to its configured pool.
 
 use std::fs;
 use std::path::Path;
@@ -12,23 +12,23 @@ use super::race::Rounds;
 use super::setup::Setup;
 use super::side::{START_TIMEOUT, aggregator, rank_of, ready};
 
-/// What came of it. All sizes are in bytes.
+/// The results of a memory case. All sizes are in bytes.
 #[derive(Debug, Serialize)]
 pub(crate) struct Outcome {
-    /// What was configured: the pools of all shards.
+    /// Configured size: the pools of all shards.
     pub(crate) pool: u64,
-    /// Resident before the first job.
+    /// Resident size before the first job.
     pub(crate) at_start: u64,
-    /// Resident after the last op.
+    /// Resident size after the last op.
     pub(crate) after: u64,
-    /// The most that was ever resident.
+    /// Largest resident size.
     pub(crate) peak: u64,
-    /// What it may be.
+    /// Limit on the peak.
     pub(crate) most: u64,
     pub(crate) verdict: Verdict,
 }
 
-/// Runs the jobs, all at once; `tell` hears what is being done.
+/// Runs all jobs at once; `tell` receives progress messages.
 pub(crate) fn run(
     case: &Memory,
     rounds: Rounds,
@@ -73,7 +73,7 @@ impl Outcome {
     }
 }
 
-/// What a process has in memory, in bytes.
+/// Resident memory of a process, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Resident {
     now: u64,

@@ -1,10 +1,10 @@
-//! `cargo xtask bench peers`: racksum beside the programs it is compared with, and beside its
-//! bounds; and `cargo xtask bench learning`, what training comes to with it.
+//! `cargo xtask bench` compares racksum with other programs and with its bounds (`peers`), times
+//! failures (`failures`) and compares training results (`learning`).
 //!
-//! `benches/README.md` tells a reader of the results what is measured and how. Here: [`cases`]
-//! says what is measured, [`race`] how, [`side`] what the programs are, [`network`] over which
-//! links. What is not here: the peer programs (`benches/peers`) and racksum's own ranks, which
-//! obey the same lines (`racksum bench --interactive`).
+//! `benches/README.md` explains the measurements to a reader of the results. In this module,
+//! [`cases`] defines the cases, [`race`] the procedure, [`side`] the programs and [`network`] the
+//! links. The peer programs are in `benches/peers`. Racksum's own ranks obey the same command lines
+//! (`racksum bench --interactive`).
 
 mod background_job;
 mod case;
@@ -38,7 +38,7 @@ use self::setup::{Given, Setup};
 use crate::interrupt;
 use crate::skip::Skip;
 
-/// What to measure.
+/// The measurement to run.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
@@ -49,12 +49,12 @@ pub(crate) struct BenchArgs {
 enum What {
     /// Race racksum against Gloo and Open MPI, in turns, and against its own bounds.
     ///
-    /// Builds and installs what it needs, and says what it does without. As root it makes network
+    /// Builds and installs what it needs, and prints what is missing. As root it makes network
     /// namespaces for the cases on slow links, and removes them.
     Peers(PeersArgs),
-    /// Time how long users wait when something fails: a killed rank, a lost aggregator.
+    /// Measure how long users wait when something fails: a killed rank, a lost aggregator.
     ///
-    /// Runs the end-to-end tests that record such times, one at a time; the machine should be
+    /// Runs the end-to-end tests that record such times, one at a time. The machine should be
     /// quiet.
     Failures(FailuresArgs),
     /// Train the examples with Gloo and with racksum, and compare what they learn.
@@ -63,37 +63,37 @@ enum What {
 
 #[derive(Debug, Args)]
 struct PeersArgs {
-    /// Cases, by name or by the beginning of a name up to a dash. Without it: all but `smoke`.
+    /// Cases, by name or by the beginning of a name up to a dash. [default: all but `smoke`]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     case: Vec<String>,
-    /// Rounds that count. The median of fewer than five is no result.
+    /// Rounds that count. A median needs at least five.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Rounds before those.
+    /// Warm-up rounds before the rounds that count.
     #[arg(long, default_value_t = 2)]
     warmup: u32,
-    /// Set all sides up so often, each time for those rounds. [default: 1; with --against 2, and
-    /// an even number]
+    /// Set up all sides this many times, each time for all rounds. [default: 1; with --against 2,
+    /// and an even number]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     setups: Option<u32>,
-    /// Append the results to this file, one JSON object a line.
-    /// [default: peers/results.jsonl in cargo's target folder]
+    /// Append the results to this file, one JSON object a line. [default: peers/results.jsonl in
+    /// cargo's target folder]
     #[arg(long, value_name = "FILE.jsonl")]
     out: Option<PathBuf>,
-    /// Print the cases and their bounds, and do nothing.
+    /// Print the cases and their bounds, and run nothing.
     #[arg(long)]
     list: bool,
     /// Fail when a bound is not kept or not measured.
     #[arg(long)]
     strict: bool,
-    /// Try cases with tensors of this size instead; nothing is judged then.
+    /// Run the cases with tensors of this size instead, without bounds.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(4..))]
     bytes: Option<u64>,
-    /// Race this source against another build of racksum instead, where racksum runs by itself: no
-    /// case may take longer by more than 2 %.
+    /// Race this source against another build of racksum instead. No case may take more than 2 %
+    /// longer.
     #[arg(long, value_name = "PATH", conflicts_with = "bytes")]
     against: Option<PathBuf>,
-    /// A Python that has torch and numpy, instead of one that is installed for the purpose.
+    /// Python with torch and numpy to use, instead of a virtual environment.
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Seed of the data.
@@ -102,7 +102,7 @@ struct PeersArgs {
     seed: u64,
 }
 
-/// Measures; `true` when nothing failed and, if demanded, every bound is kept.
+/// Runs the measurement; returns `true` if nothing failed and, if demanded, every bound holds.
 pub(crate) fn run(root: &Path, args: &BenchArgs) -> Result<bool> {
     match &args.what {
         What::Peers(args) => peers(root, args),
@@ -140,8 +140,8 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
     Ok(!failed && (!args.strict || results.iter().all(Ending::is_as_demanded)))
 }
 
-/// Every mechanism once and small, without peers: a step of the test run. Returns the cases that
-/// were skipped. A case that moves more bytes than invariant I3 allows fails.
+/// Runs every mechanism once, small and without peers, as a step of the test run. Returns the
+/// skipped cases. A case that moves more bytes than invariant I3 allows fails.
 pub(crate) fn smoke(root: &Path) -> Result<Vec<Skip>> {
     let rounds = Rounds { setups: 1, warmup: 0, counted: 2 };
     let cases = cases::smoke(1);
@@ -204,7 +204,7 @@ fn run_case(case: &Case, rounds: Rounds, setup: &Setup) -> Ending {
     ended.unwrap_or_else(|error| Ending::Failed(format!("{error:#}")))
 }
 
-/// Shows a person who waits what is being done.
+/// Shows the progress on a terminal.
 fn tell(what: &str) {
     if stderr().is_terminal() {
         eprint!("\r\x1b[K{what}");
@@ -222,7 +222,7 @@ fn list(cases: &[Case]) {
     }
 }
 
-/// Another size, with which no bound was meant.
+/// Changes the size of a case and removes its bounds, which hold for the original size only.
 fn resize(case: &mut Case, bytes: u64) {
     match case {
         Case::Memory(memory) => memory.bytes = bytes,

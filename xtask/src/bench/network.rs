@@ -1,12 +1,14 @@
-//! Hosts behind slow links, made of network namespaces: each host has one link to one switch.
+//! Hosts behind slow links, made of network namespaces. Each host has one link to one switch.
 //!
-//! A worker's link is limited in both directions by a token bucket: where the worker sends, and
-//! where the switch sends to it. An aggregator's link is limited in the same way, or not at all.
-//! The switch is a bridge that follows IGMP, with a querier, as a rack's switch does: multicast
-//! goes to those who asked for it. It speaks IGMPv3: a host of version 2 keeps its own report back
-//! when it hears another's, and a bridge passes reports on while it is new. Everything lies in
-//! namespaces of its own, so nothing of the machine's own network is touched, and all is gone when
-//! [`Network`] is dropped.
+//! Token buckets limit a worker's link in both directions: at the worker and at the switch. An
+//! aggregator's link is limited in the same manner, or not at all.
+//!
+//! The switch is a bridge with IGMP snooping and a querier, as a rack's switch is: multicast goes
+//! only to its subscribers. The bridge speaks IGMPv3. A host of version 2 suppresses its own report
+//! when it receives another's, and a new bridge forwards reports.
+//!
+//! Everything lies in namespaces of its own, so the machine's own network stays untouched. Dropping
+//! [`Network`] removes the namespaces.
 
 use std::net::Ipv4Addr;
 use std::ops::AddAssign;
@@ -18,16 +20,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::shell::Cmd;
 
-/// What limits what a host sends, as `tc` reads it. The burst is one batch of 64 KiB with its
-/// headers, the largest thing that passes a link in one piece. The queue holds more than a socket
-/// may have in it: a host's own queue makes a sender wait and does not drop.
+/// Limit on a host's sending, in the syntax of `tc`. The burst is one batch of 64 KiB with its
+/// headers, the largest unit that passes a link in one piece. The queue holds more than a socket
+/// buffer, so a host's own queue makes a sender wait and does not drop.
 pub(crate) const HOST_TBF: &str = "tbf rate 1000mbit burst 72kb limit 16mb";
 
-/// What limits what the switch sends to a host: as [`HOST_TBF`], but the queue holds 8 ms, and
-/// what does not fit is lost.
+/// Limit on the switch's sending to a host. It is like [`HOST_TBF`], but the queue holds 8 ms and
+/// drops the rest.
 pub(crate) const SWITCH_TBF: &str = "tbf rate 1000mbit burst 72kb limit 1mb";
 
-/// The hosts' one interface.
+/// The name of a host's only interface.
 pub(crate) const INTERFACE: &str = "eth0";
 
 /// Workers and aggregators around a switch.
@@ -38,7 +40,7 @@ pub(crate) struct Network {
     aggregators: Vec<Host>,
 }
 
-/// Packets that queues dropped; a batch that was sent as one counts as one.
+/// Packets that queues dropped. A batch that was sent as one counts as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub(crate) struct Drops {
     pub(crate) at_hosts: u64,
@@ -46,7 +48,7 @@ pub(crate) struct Drops {
 }
 
 impl Drops {
-    /// What was dropped since `before`.
+    /// Returns the drops since `before`.
     pub(crate) const fn since(self, before: Self) -> Self {
         Self {
             at_hosts: self.at_hosts - before.at_hosts,
@@ -70,7 +72,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// A command that runs on this host.
+    /// Creates a command that runs `program` on this host.
     pub(crate) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.namespace]).arg(program);
@@ -79,9 +81,9 @@ impl Host {
 }
 
 impl Network {
-    /// Makes the hosts and their links.
+    /// Creates the hosts and their links.
     pub(crate) fn build(workers: u16, aggregators: u8, aggregators_limited: bool) -> Result<Self> {
-        // Each name takes a step, so that dropping half a network removes that half.
+        // Namespaces are recorded one by one, so that dropping half a network removes that half.
         let mut network =
             Self { namespaces: Vec::new(), workers: Vec::new(), aggregators: Vec::new() };
         let switch = network.namespace("switch")?;
@@ -103,13 +105,13 @@ impl Network {
         Ok(network)
     }
 
-    /// What the queues of the links have dropped so far.
+    /// Returns the drops of the links' queues so far.
     pub(crate) fn drops(&self) -> Result<Drops> {
         let of = |namespace: &String| {
             let json = Cmd::line(&format!("tc -n {namespace} -s -j qdisc show"));
             drops(&json.output(Path::new("."))?)
         };
-        // The switch is the first that was made.
+        // The switch's namespace was made first.
         let mut drops = self.namespaces.iter().map(of);
         let at_switch = drops.next().unwrap_or(Ok(0))?;
         Ok(Drops { at_switch, at_hosts: drops.sum::<Result<u64>>()? })
@@ -161,7 +163,7 @@ impl Drop for Network {
     }
 }
 
-/// Removes the namespaces of runs that could not do so themselves.
+/// Removes the namespaces of earlier runs that ended without cleanup.
 pub(crate) fn sweep() {
     let listed = Cmd::line("ip netns list").output(Path::new(".")).unwrap_or_default();
     for namespace in listed.lines().filter_map(|line| line.split_whitespace().next()) {
@@ -171,7 +173,7 @@ pub(crate) fn sweep() {
     }
 }
 
-/// The process that made a namespace, if it is one of ours.
+/// Returns the id of the process that made a namespace, if a bench made it.
 fn owner(namespace: &str) -> Option<&str> {
     namespace.strip_prefix(PREFIX)?.split('-').next()
 }
@@ -182,7 +184,7 @@ fn remove(namespace: &str) {
     }
 }
 
-/// The drops of all queues that `tc` lists.
+/// Adds up the drops of all queues that `tc` lists.
 fn drops(json: &str) -> Result<u64> {
     let queues: Vec<Queue> = serde_json::from_str(json).context("tc told no queues")?;
     Ok(queues.iter().map(|queue| queue.drops).sum())
@@ -198,14 +200,14 @@ fn run(line: &str) -> Result<()> {
     Cmd::line(line).output(Path::new(".")).map(drop).context("cannot make a network")
 }
 
-/// What the names of our namespaces begin with; the process number follows.
+/// Prefix of our namespaces' names; the process id follows.
 const PREFIX: &str = "racksum-bench-";
 
-/// Where the workers are, from the first address on.
+/// The subnet of all hosts; the workers have its first addresses.
 const SUBNET: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 0);
 const SUBNET_BITS: u8 = 24;
 
-/// The first aggregator's place in it.
+/// Offset of the first aggregator's address in the subnet.
 const AGGREGATORS: u32 = 200;
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! A crew: processes that are started together, obey the same lines and answer one line each.
+//! A process group: processes that start together, obey the same command lines and answer each with
+//! one line.
 //!
-//! Every wait has an end: an answer from each, the end of one of them, a deadline or Ctrl-C.
-//! A crew that is dropped is told to quit and then made to.
+//! Every wait ends with all answers, the end of a process, a timeout or Ctrl-C. Dropping the group
+//! closes the processes' input, then terminates and finally kills them.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -19,15 +20,15 @@ use crate::deadline::Deadline;
 use crate::interrupt;
 use crate::shell::Cmd;
 
-/// How long an iteration may take.
+/// Timeout of an iteration.
 pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Processes that obey together.
+/// Processes that obey the same command lines.
 #[derive(Debug)]
 pub(crate) struct ProcessGroup {
     name: String,
     members: Vec<Member>,
-    /// Who said what; no line is the end of its output.
+    /// Lines of the members, by index; `None` marks the end of a member's output.
     said: Receiver<(usize, Option<String>)>,
 }
 
@@ -39,7 +40,7 @@ struct Member {
 }
 
 impl ProcessGroup {
-    /// Starts the processes; what they print as errors goes to files in `logs`.
+    /// Starts the processes; their standard error goes to files in `logs`.
     pub(crate) fn start(
         name: &str,
         commands: impl IntoIterator<Item = Command>,
@@ -55,12 +56,12 @@ impl ProcessGroup {
         Ok(process_group)
     }
 
-    /// The process number of a member.
+    /// Returns the process id of a member.
     pub(crate) fn pid(&self, member: usize) -> u32 {
         self.members[member].child.id()
     }
 
-    /// Says a line to all.
+    /// Sends a line to all members.
     pub(crate) fn tell(&mut self, line: &str) -> Result<()> {
         for i in 0..self.members.len() {
             let stdin = self.members[i].stdin.as_mut();
@@ -72,7 +73,7 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Waits for a line from each.
+    /// Waits for a line from each member.
     pub(crate) fn lines(&mut self, timeout: Duration) -> Result<Vec<String>> {
         let mut lines = vec![None; self.members.len()];
         let deadline = Deadline::after(timeout);
@@ -99,7 +100,7 @@ impl ProcessGroup {
         Ok(lines.into_iter().flatten().collect())
     }
 
-    /// Waits for a JSON object from each; one that tells of an error is an error.
+    /// Waits for a JSON object from each member; an object with `error` is an error.
     pub(crate) fn answers(&mut self, timeout: Duration) -> Result<Vec<Value>> {
         let lines = self.lines(timeout)?;
         let name = &self.name;
@@ -112,13 +113,13 @@ impl ProcessGroup {
         lines.iter().enumerate().map(read).collect()
     }
 
-    /// Says a line to all and waits for the answers.
+    /// Sends a line to all members and waits for the answers.
     pub(crate) fn ask(&mut self, line: &str, timeout: Duration) -> Result<Vec<Value>> {
         self.tell(line)?;
         self.answers(timeout)
     }
 
-    /// Why a member no longer answers.
+    /// Returns the error for a member that no longer answers.
     fn lost(&mut self, i: usize) -> anyhow::Error {
         let member = &mut self.members[i];
         let status = match member.ended_within(Duration::from_secs(2)) {
@@ -134,7 +135,7 @@ impl ProcessGroup {
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
         for member in &mut self.members {
-            // One that is gone need not be told.
+            // Closing standard input tells a process to quit.
             drop(member.stdin.take());
         }
         for patience in [Duration::from_secs(3), Duration::from_secs(2)] {
@@ -143,7 +144,7 @@ impl Drop for ProcessGroup {
                 thread::sleep(Duration::from_millis(10));
             }
             for member in self.members.iter_mut().filter_map(Member::running) {
-                // Politely first: `mpirun` passes this one on to its ranks.
+                // SIGTERM comes before SIGKILL, because `mpirun` passes it on to its ranks.
                 Cmd::new("kill", &["-TERM", &member.child.id().to_string()])
                     .succeeds(Path::new("."));
             }
@@ -168,7 +169,7 @@ impl Member {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(stderr)
-            // Ctrl-C is for this program, which takes the others down in good order.
+            // Only this program receives Ctrl-C; it then stops the members in order.
             .process_group(0)
             .spawn()
             .with_context(|| format!("cannot start {}", command.get_program().display()))?;
@@ -179,8 +180,8 @@ impl Member {
             for line in BufReader::new(stdout).lines() {
                 let Ok(line) = line else { break };
                 if sender.send((i, Some(line))).is_err() {
-                    // The crew is gone. Read on, so that the process is not stopped by a pipe
-                    // that is full.
+                    // The group has ended. Keep reading, so that the process does not block on a
+                    // full pipe.
                     continue;
                 }
             }
@@ -206,7 +207,7 @@ impl Member {
     }
 }
 
-/// The last lines of a log, on one line.
+/// Returns the last lines of a log, joined on one line.
 fn tail(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
@@ -214,10 +215,10 @@ fn tail(log: &Path) -> String {
     lines[lines.len().saturating_sub(LOG_LINES)..].join(" | ")
 }
 
-/// How often a wait looks up.
+/// Interval at which a wait checks for Ctrl-C and its timeout.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Lines of a log that an error repeats.
+/// Number of log lines that an error repeats.
 const LOG_LINES: usize = 4;
 
 #[cfg(test)]
@@ -226,7 +227,7 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    /// A crew of shells that run the scripts, and the folder of their logs.
+    /// Creates a group of shells that run the scripts, and the folder of their logs.
     fn shells(scripts: &[&str]) -> (ProcessGroup, tempfile::TempDir) {
         let dir = tempfile::tempdir().unwrap();
         let sh = |script: &&str| {

@@ -1,8 +1,8 @@
-//! A race: all sides are set up, and then take turns, one iteration or a few of each in a round.
+//! A race. All sides are set up, and then take turns of one or a few iterations in each round.
 //!
-//! Turns are what makes the ratios fair: whatever else the machine does, it does to all sides.
-//! What turns cannot cancel is the luck of a set-up (where memory lies, which core a thread is put
-//! on), which stays with a process for its life: small differences want several set-ups.
+//! Turns make the ratios fair, because a disturbance of the machine affects all sides. They cannot
+//! cancel the luck of a set-up, such as memory placement or the core of a thread, which a process
+//! keeps for its lifetime. Small differences therefore need several set-ups.
 
 use std::path::Path;
 
@@ -17,55 +17,55 @@ use super::stats::Summary;
 use super::volume::{Thrift, Volume};
 use crate::interrupt;
 
-/// How often the sides take their turns.
+/// The number of set-ups and rounds.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Rounds {
-    /// How often all sides are set up anew, each time for the rounds below.
+    /// Number of set-ups, each followed by all rounds.
     pub(crate) setups: u32,
-    /// Rounds that are not counted.
+    /// Rounds that do not count.
     pub(crate) warmup: u32,
     pub(crate) counted: u32,
 }
 
-/// What came of a race.
+/// The results of a race.
 #[derive(Debug, Serialize)]
 pub(crate) struct Outcome {
-    /// What the ranks had to move.
+    /// Bytes that the ranks had to move.
     pub(crate) volume: Volume,
     pub(crate) sides: Vec<SideOutcome>,
     pub(crate) bounds: Vec<BoundOutcome>,
 }
 
-/// What came of a side.
+/// The results of a side.
 #[derive(Debug, Serialize)]
 pub(crate) struct SideOutcome {
     pub(crate) name: &'static str,
-    /// Why the side did not race.
+    /// Reason why the side did not race.
     pub(crate) skipped: Option<String>,
-    /// Why the side did not race to the end.
+    /// Reason why the side did not finish the race.
     pub(crate) failed: Option<String>,
-    /// Of the rounds, each of which counts with the median of its iterations.
+    /// Summary over the rounds. Each round counts with the median of its iterations.
     pub(crate) summary: Option<Summary>,
-    /// What an iteration was to take, if the side says so.
+    /// Predicted time of an iteration, if the side predicts it.
     pub(crate) predicted_us: Option<f64>,
-    /// Of what single ranks measured of themselves, over all iterations.
+    /// Summary of the times that single ranks measured, over all iterations.
     pub(crate) rank_summary: Option<Summary>,
     pub(crate) thrift: Option<Thrift>,
     pub(crate) retransmits: u64,
-    /// What the links' queues dropped in the rounds that count.
+    /// Packets that the links' queues dropped in the rounds that count.
     pub(crate) drops: Drops,
-    /// The median of each round's iterations.
+    /// Median of each round's iterations.
     #[serde(skip)]
     pub(crate) rounds_us: Vec<f64>,
-    /// The iterations of each round.
+    /// Times of each round's iterations.
     pub(crate) times_us: Vec<Vec<f64>>,
-    /// What each rank measured of itself in them.
+    /// Times that each rank measured in these iterations.
     pub(crate) rank_times_us: Vec<Vec<Vec<f64>>>,
     /// Bytes that each rank sent and received in the last iteration.
     pub(crate) last_traffic: Option<super::volume::Traffic>,
 }
 
-/// What came of a bound.
+/// The result of a bound.
 #[derive(Debug, Serialize)]
 pub(crate) struct BoundOutcome {
     #[serde(skip)]
@@ -78,7 +78,7 @@ pub(crate) struct BoundOutcome {
     pub(crate) verdict: Verdict,
 }
 
-/// Runs a race; `tell` hears what is being done.
+/// Runs a race; `tell` receives progress messages.
 pub(crate) fn run(
     race: &Race,
     rounds: Rounds,
@@ -97,10 +97,9 @@ pub(crate) fn run(
     Ok(Outcome::of(race, rounds.counted, &all))
 }
 
-/// The sides in the order in which they are set up and take their turns. In a mirrored set-up the
-/// neighbours change places: a side and its earlier build are neighbours, so each has the other's
-/// place once. The whole order turned round would give one pair the places at the ends, and
-/// another those in the middle.
+/// Returns the sides in the order of their set-up and turns. A mirrored set-up swaps neighbours. A
+/// side and its earlier build are neighbours, so each takes the other's place once. Reversing the
+/// whole order would always put one pair at the ends and another in the middle.
 fn in_order<T>(mut sides: Vec<T>, mirrored: bool) -> Vec<T> {
     if mirrored {
         sides.chunks_mut(2).for_each(<[T]>::reverse);
@@ -108,9 +107,9 @@ fn in_order<T>(mut sides: Vec<T>, mirrored: bool) -> Vec<T> {
     sides
 }
 
-/// Sets the sides up, and has them take their turns. Who is set up first is slower by some 4 %, for
-/// as long as it lives, and who comes first in a round finds the machine asleep, which costs small
-/// ops up to 5 %.
+/// Sets the sides up and runs their turns. The side that is set up first is about 4 % slower for
+/// its lifetime. The first side of a round finds the machine asleep, which costs small ops up to 5
+/// %.
 fn run_once(
     race: &Race,
     rounds: Rounds,
@@ -149,20 +148,20 @@ fn run_once(
     Ok(racers.into_iter().map(|racer| racer.log).collect())
 }
 
-/// A side at work.
+/// A side during a race.
 struct Racer {
-    /// `None` when the side does not race, or no longer.
+    /// The ranks; `None` if the side did not start or has failed.
     team: Option<Team>,
     log: Log,
 }
 
-/// What a side did.
+/// The record of a side.
 #[derive(Debug, Clone, Default)]
 struct Log {
     skipped: Option<String>,
     failed: Option<String>,
     predicted_us: Option<f64>,
-    /// The iterations of each round that counts.
+    /// Iterations of each round that counts.
     rounds: Vec<Vec<Iteration>>,
     drops: Drops,
 }
@@ -173,7 +172,7 @@ impl Racer {
         Self { team: None, log: Log { skipped, ..Log::default() } }
     }
 
-    /// Takes a turn. A side that fails is taken down, and the others go on.
+    /// Takes a turn. A side that fails is stopped, and the others continue.
     fn turn(&mut self, iterations: u32, counts: bool, round: u32) {
         let Some(team) = &mut self.team else { return };
         let done = team.set_neighbour(true).and_then(|()| {
@@ -189,7 +188,7 @@ impl Racer {
 }
 
 impl Log {
-    /// Adds what the side did in a further set-up.
+    /// Appends the record of a further set-up.
     fn add(&mut self, later: Self) {
         self.skipped = self.skipped.take().or(later.skipped);
         self.failed = self.failed.take().or(later.failed);
@@ -198,7 +197,7 @@ impl Log {
         self.drops += later.drops;
     }
 
-    /// What was had, or nothing and the reason noted.
+    /// Returns the value, or notes the error and returns `None`.
     fn keep<T>(&mut self, had: Result<T>, when: &str) -> Option<T> {
         match had {
             Ok(had) => Some(had),
@@ -211,7 +210,8 @@ impl Log {
 }
 
 impl Outcome {
-    /// Judges what the sides of a race did, in their order, in set-ups of so many rounds.
+    /// Judges the logs of a race's sides, given in the order of the sides; a set-up has `counted`
+    /// rounds.
     fn of(race: &Race, counted: u32, logs: &[Log]) -> Self {
         let volume = race.data.volume(race.world);
         let sides = race.sides.iter().zip(logs);
@@ -283,7 +283,7 @@ mod tests {
         Iteration { span_us, rank_us: vec![span_us - 1.0; 2], traffic, retransmits: 1 }
     }
 
-    /// A side that took these rounds.
+    /// Creates the log of a side that took these rounds.
     fn log(rounds: &[Vec<Iteration>]) -> Log {
         Log { rounds: rounds.to_vec(), ..Log::default() }
     }

@@ -1,4 +1,4 @@
-//! Results for people, and for programs as JSON lines.
+//! Formats results for people, and as JSON lines for programs.
 
 use std::fmt::Write as _;
 use std::fs::{self, OpenOptions};
@@ -15,15 +15,15 @@ use super::network::{Drops, HOST_TBF, SWITCH_TBF};
 use super::race::{self, BoundOutcome, Rounds, SideOutcome};
 use super::stats::ms;
 
-/// How a case ended.
+/// The result of a case.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Ending {
     Race(race::Outcome),
     Memory(memory::Outcome),
-    /// It was not run, and why.
+    /// The case was not run, for this reason.
     Skipped(String),
-    /// It went wrong, and how.
+    /// The case failed with this error.
     Failed(String),
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Record<'a> {
     #[serde(flatten)]
     provenance: Provenance,
     rounds: Rounds,
-    /// What limits a slow link, where a host sends and where the switch does.
+    /// Limits of a slow link, at the host and at the switch.
     slow_link: [&'static str; 2],
     #[serde(flatten)]
     params: Params<'a>,
@@ -63,7 +63,7 @@ impl<'a> Record<'a> {
         Self { case: name, provenance, rounds, slow_link: [HOST_TBF, SWITCH_TBF], params, ending }
     }
 
-    /// Adds the line to a file.
+    /// Appends the line to a file.
     pub(crate) fn append(&self, path: &Path) -> Result<()> {
         let context = || format!("cannot write {}", path.display());
         if let Some(dir) = path.parent() {
@@ -77,7 +77,7 @@ impl<'a> Record<'a> {
 }
 
 impl Ending {
-    /// What a person reads of a case when it is done.
+    /// Formats the results of a case for people.
     pub(crate) fn table(&self) -> String {
         match self {
             Self::Skipped(why) => format!("  skipped: {why}\n"),
@@ -99,7 +99,7 @@ impl Ending {
         }
     }
 
-    /// Lines of the last table: figure, value, must, reach and verdict.
+    /// Formats the case's lines of the last table: figure, value, must, reach and verdict.
     pub(crate) fn verdicts(&self, case: &str) -> Vec<String> {
         let row = |figure: &str, value: &str, must: &str, reach: &str, verdict: &str| {
             format!("{case:<20} {figure:<32} {value:>9} {must:>12} {reach:>12}  {verdict}")
@@ -133,12 +133,12 @@ impl Ending {
         }
     }
 
-    /// Whether nothing was measured because the machine lacks something.
+    /// Returns whether nothing was measured because the machine lacks something.
     pub(crate) const fn is_skipped(&self) -> bool {
         matches!(self, Self::Skipped(_))
     }
 
-    /// Whether something went wrong.
+    /// Returns whether something went wrong.
     pub(crate) fn is_failed(&self) -> bool {
         match self {
             Self::Failed(_) => true,
@@ -147,7 +147,7 @@ impl Ending {
         }
     }
 
-    /// Whether all that is demanded was measured and is so.
+    /// Returns whether everything demanded was measured and holds.
     pub(crate) fn is_as_demanded(&self) -> bool {
         let good = |verdict| matches!(verdict, Verdict::Reach | Verdict::Pass);
         match self {
@@ -162,7 +162,7 @@ impl Ending {
     }
 }
 
-/// The head of the last table.
+/// Formats the head of the last table.
 pub(crate) fn verdicts_head() -> String {
     let [case, figure] = ["case", "figure"];
     format!("{case:<20} {figure:<32} {:>9} {:>12} {:>12}  verdict", "measured", "must", "reach")
@@ -207,7 +207,7 @@ fn of_bound(bound: &BoundOutcome) -> String {
     format!("  {name}: {value}; must be {must}, reach {reach}: {verdict}\n")
 }
 
-/// A value, its bound and its reach, for people.
+/// Formats a value, its bound and its reach for people.
 fn shown(bound: &BoundOutcome) -> [String; 3] {
     let figure = bound.figure;
     let value = bound.value.map_or_else(|| "-".to_owned(), |value| figure.show(value));
@@ -215,7 +215,7 @@ fn shown(bound: &BoundOutcome) -> [String; 3] {
     [value, limit(bound.must), limit(bound.reach)]
 }
 
-/// The bounds of a case, for a list of all.
+/// Formats the bounds of a case for `--list`.
 pub(crate) fn demands(bounds: &[Bound]) -> String {
     let demand = |Bound { figure, must, reach }: &Bound| {
         let (name, sign) = (figure.name(), figure.sign());

@@ -1,5 +1,5 @@
-//! What the races need: racksum built for speed, and the peers. What cannot be had is said in one
-//! line, and the races go on without it.
+//! Programs that the races need: racksum built for speed, and the peers. A missing program is
+//! reported in one line, and the races run without it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,36 +11,36 @@ use crate::machine;
 use crate::python;
 use crate::shell::{Cmd, path, target};
 
-/// Programs that the caller has.
+/// Programs that the caller provides.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Given {
-    /// A Python that has torch.
+    /// A Python with torch.
     pub(crate) python: Option<PathBuf>,
     /// A build of racksum to race against.
     pub(crate) before: Option<PathBuf>,
 }
 
-/// The programs, or why one cannot be had.
+/// The programs of the races. An error holds the reason why a program is missing.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) racksum: PathBuf,
-    /// Another build of it, to race against.
+    /// Another build of racksum, to race against.
     before: Option<PathBuf>,
     /// The folder of the peer programs.
     pub(crate) peers: PathBuf,
     pub(crate) python: Result<PathBuf, String>,
     pub(crate) mpi: Result<PathBuf, String>,
     pub(crate) floor: Result<PathBuf, String>,
-    /// Slow links.
+    /// Whether slow links are available.
     pub(crate) links: Result<(), String>,
-    /// A GPU that PyTorch can use.
+    /// Whether PyTorch has a GPU to use.
     pub(crate) gpu: Result<(), String>,
-    /// Where logs and results go.
+    /// The folder of logs and results.
     pub(crate) work: PathBuf,
 }
 
 impl Setup {
-    /// The program of a build.
+    /// Returns the program of a build.
     pub(crate) fn program(&self, build: Build) -> &Path {
         match build {
             Build::Own => &self.racksum,
@@ -48,7 +48,7 @@ impl Setup {
         }
     }
 
-    /// Builds and installs what `cases` need, but for what is given.
+    /// Builds and installs what `cases` need, except for the programs in `given`.
     pub(crate) fn prepare(root: &Path, cases: &[Case], given: &Given) -> Result<Self> {
         let work = target(root).join("peers");
         let peers = root.join("benches/peers");
@@ -110,14 +110,14 @@ impl Setup {
         Ok(Self { racksum, before, peers, python, mpi, floor, links, gpu, work })
     }
 
-    /// Why a race cannot take place.
+    /// Returns the reason why a race cannot take place.
     pub(crate) fn lacks(&self, race: &Race) -> Option<String> {
         let links = self.links.as_ref().err().filter(|_| race.net != Net::Loopback);
         let gpu = self.gpu.as_ref().err().filter(|_| race.needs_gpu());
         links.or(gpu).cloned()
     }
 
-    /// Why a program cannot race.
+    /// Returns the reason why a program cannot race.
     pub(crate) fn missing(&self, program: &Program) -> Option<String> {
         match program {
             Program::Racksum(_) => None,
@@ -130,7 +130,7 @@ impl Setup {
     }
 }
 
-/// Says in one line what is done without, and why.
+/// Prints in one line which program is missing, and why.
 fn said<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
     if let Err(why) = &had {
         println!("doing without {what}: {}", why.replace('\n', " "));
@@ -138,7 +138,7 @@ fn said<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
     had
 }
 
-/// A GPU that this Python's torch can use.
+/// Checks that this Python's torch can use a GPU.
 fn gpu(root: &Path, python: &Path) -> Result<(), String> {
     let ask = "import torch; raise SystemExit(not torch.cuda.is_available())";
     let python = path(python).map_err(|error| format!("{error:#}"))?;
@@ -146,26 +146,26 @@ fn gpu(root: &Path, python: &Path) -> Result<(), String> {
     if there { Ok(()) } else { Err("there is no GPU that CUDA could use".to_owned()) }
 }
 
-/// The program that times Open MPI.
+/// Builds the program that times Open MPI.
 fn openmpi(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
     provided(root, &["mpirun", "mpicc"], &["openmpi-bin", "libopenmpi-dev"])?;
     compiled(root, work, &peers.join("mpi_allreduce.c"), "mpicc", &["-O2"])
 }
 
-/// The program that times bare sockets.
+/// Builds the program that times bare sockets.
 fn floor(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
     provided(root, &["cc"], &["gcc", "libc6-dev"])?;
     let flags = ["-O3", "-march=native", "-pthread"];
     compiled(root, work, &peers.join("loopback_floor.c"), "cc", &flags)
 }
 
-/// Installs what is missing of `tools`, or says why it cannot.
+/// Installs the missing `tools`, or returns the reason why it cannot.
 fn provided(root: &Path, tools: &[&str], packages: &[&str]) -> Result<(), String> {
     let missing = machine::provide(root, tools, packages);
     missing.map_err(|error| format!("{error:#}"))?.map_or(Ok(()), Err)
 }
 
-/// What `source` compiles to, made when the source is newer.
+/// Compiles `source` if it is newer than the program; returns the program's path.
 fn compiled(
     root: &Path,
     work: &Path,

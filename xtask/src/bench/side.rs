@@ -1,4 +1,4 @@
-//! A side of a race as processes: how each program is started, made ready and told to go.
+//! The processes of a race's sides: how each program is started, prepared and run.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::Path;
@@ -19,24 +19,24 @@ use super::volume::{Traffic, Volume};
 /// An aggregator of a race.
 #[derive(Debug)]
 struct Serving {
-    /// How it authenticates data, which is its own affair and no side's.
+    /// Data authentication of the aggregator, which the sides do not set.
     data_auth: Option<&'static str>,
     build: Build,
     addr: SocketAddr,
-    /// Ends with the race.
+    /// The aggregator's process, which ends with the race.
     _crew: ProcessGroup,
 }
 
-/// Where a race takes place.
+/// The hosts and aggregators of a race.
 #[derive(Debug)]
 pub(crate) struct Place {
-    // Dropped in this order: the processes go before the hosts they are on.
+    // Fields drop in this order, so the processes end before their hosts.
     aggregators: Vec<Serving>,
     network: Option<Network>,
 }
 
 impl Place {
-    /// Makes the network that a race needs, and starts its aggregators.
+    /// Creates the network that a race needs, and starts its aggregators.
     pub(crate) fn new(race: &Race, setup: &Setup, logs: &Path) -> Result<Self> {
         let network = match race.net {
             Net::Loopback => None,
@@ -54,7 +54,7 @@ impl Place {
         Ok(place)
     }
 
-    /// Starts the aggregator on host `i` that serves as a side needs it.
+    /// Starts an aggregator on host `i` with the settings that a side needs.
     fn serve(
         &mut self,
         race: &Race,
@@ -79,13 +79,13 @@ impl Place {
         Ok(())
     }
 
-    /// The aggregators that serve as a side needs it.
+    /// Returns the aggregators with the settings that a side needs.
     fn serving(&self, racksum: Racksum) -> impl Iterator<Item = &Serving> {
         let needed = (racksum.data_auth, racksum.build);
         self.aggregators.iter().filter(move |it| (it.data_auth, it.build) == needed)
     }
 
-    /// What the queues of the links have dropped so far.
+    /// Returns the drops of the links' queues so far.
     pub(crate) fn drops(&self) -> Result<Drops> {
         self.network.as_ref().map_or_else(|| Ok(Drops::default()), Network::drops)
     }
@@ -95,7 +95,7 @@ impl Place {
     }
 }
 
-/// Starts an aggregator and returns once it serves, with its address.
+/// Starts an aggregator and returns its address once it serves.
 pub(crate) fn aggregator(
     program: &Path,
     host: Option<&Host>,
@@ -115,18 +115,18 @@ pub(crate) fn aggregator(
     Ok((process_group, addr))
 }
 
-/// The address in an aggregator's first line.
+/// Parses the address in an aggregator's first line.
 fn served(line: &str) -> Option<SocketAddr> {
     let rest = line.strip_prefix("racksum aggregator on ")?;
     rest.split(": ").next()?.parse().ok()
 }
 
-/// The ranks of a side, ready.
+/// The ranks of a side, ready to run.
 #[derive(Debug)]
 pub(crate) struct Team {
     process_group: ProcessGroup,
     background_job: Option<BackgroundJob>,
-    /// What its ranks need.
+    /// A process that the ranks need.
     _served: Option<ProcessGroup>,
     predicted_us: Option<f64>,
 }
@@ -134,9 +134,9 @@ pub(crate) struct Team {
 /// One iteration of a side.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Iteration {
-    /// From the first rank's start to the last rank's end.
+    /// Time from the first rank's start to the last rank's end.
     pub(crate) span_us: f64,
-    /// What each rank measured of itself.
+    /// Times that each rank measured itself.
     pub(crate) rank_us: Vec<f64>,
     pub(crate) traffic: Option<Traffic>,
     pub(crate) retransmits: u64,
@@ -169,7 +169,7 @@ impl Team {
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
-        // Volumes are counted, and peers draw, in blocks of 256.
+        // Volumes are counted in blocks of 256, and the peers draw blocks of 256.
         ensure!(
             race.data.is_dense() || racksum.block == Racksum::PLAIN.block,
             "sparse data has blocks of {}",
@@ -198,7 +198,7 @@ impl Team {
                     .chain([("bytes".to_owned(), json!(bytes))])
                     .collect(),
             );
-            // Unlike starting, setting checks the first sum.
+            // `set` checks the first sum; starting does not.
             ready(&process_group.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
             anyhow::Ok(process_group)
         };
@@ -292,7 +292,7 @@ impl Team {
         let mut process_group = ProcessGroup::start(side.name, (0..race.world).map(rank), logs)?;
         let answers = process_group.answers(START_TIMEOUT)?;
         ready(&answers)?;
-        // All ranks predict the same.
+        // All ranks predict the same time.
         Ok(Self { predicted_us: answers[0]["predicted_us"].as_f64(), ..Self::of(process_group) })
     }
 
@@ -347,17 +347,17 @@ impl Team {
         Ok(Self::of(process_group))
     }
 
-    /// Ranks that need nothing and nobody.
+    /// Creates a team that needs no other process.
     const fn of(process_group: ProcessGroup) -> Self {
         Self { process_group, background_job: None, _served: None, predicted_us: None }
     }
 
-    /// What an iteration was to take, if the ranks have said so.
+    /// Returns the predicted time of an iteration, if the ranks have sent one.
     pub(crate) const fn predicted_us(&self) -> Option<f64> {
         self.predicted_us
     }
 
-    /// Lets the neighbour send, if there is one, or has it be quiet.
+    /// Starts or stops the neighbour's sending, if there is a neighbour.
     pub(crate) fn set_neighbour(&self, sends: bool) -> Result<()> {
         let there =
             self.background_job.as_ref().is_none_or(|background_job| background_job.set(sends));
@@ -374,7 +374,7 @@ impl Team {
     }
 }
 
-/// One rank of racksum, to be told more.
+/// Creates the command of one racksum rank, to which the caller may add arguments.
 pub(crate) fn rank_of(
     program: &Path,
     host: Option<&Host>,
@@ -393,7 +393,7 @@ fn on(host: Option<&Host>, program: &Path) -> Command {
     host.map_or_else(|| Command::new(program), |host| host.command(program))
 }
 
-/// What `gloo.py` is told of any case.
+/// Returns the arguments that `gloo.py` takes in every case.
 fn gloo_flags(race: &Race, rank: u16, master: &str) -> Vec<String> {
     let Race { world, data, .. } = race;
     vec![
@@ -406,7 +406,7 @@ fn gloo_flags(race: &Race, rank: u16, master: &str) -> Vec<String> {
     ]
 }
 
-/// What racksum's ranks are set to.
+/// Returns the settings of racksum's ranks.
 fn setting(race: &Race, racksum: Racksum) -> Map<String, Value> {
     let data = race.data;
     let mut setting = vec![
@@ -428,7 +428,7 @@ pub(crate) fn ready(answers: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a peer's ranks drew the blocks that we count.
+/// Checks that a peer's ranks drew the blocks that [`Volume`] counts.
 fn same_blocks(volume: &Volume, answers: &[Value]) -> Result<()> {
     for (answer, own) in answers.iter().zip(&volume.own) {
         let blocks = |key: &str| answer[key].as_u64().map(|blocks| blocks * 1024);
@@ -475,10 +475,10 @@ impl Iteration {
     }
 }
 
-/// Where the first rank of a side with Gloo listens.
+/// Returns the address where the first rank of a side with Gloo listens.
 fn master(race: &Race, side: &Side, place: &Place) -> Result<SocketAddr> {
     Ok(match place.worker(0) {
-        // A host of its own, but two sides may be Gloo.
+        // A host has its own ports, but two sides may use Gloo.
         Some(host) => {
             let nth = race.sides.iter().position(|other| other.name == side.name);
             let nth = u16::try_from(nth.unwrap_or(0)).context("too many sides")?;
@@ -493,7 +493,7 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr()?.port())
 }
 
-/// How long starting, or the first sum with its check, may take.
+/// Timeout of starting, or of the first sum with its check.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! The few statistics a race needs, and how times are written.
+//! Statistics of a race, and the format of times.
 
 use serde::Serialize;
 
-/// The middle and the ends of some times, in microseconds.
+/// Median, minimum and maximum of some times, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Summary {
     pub(crate) median: f64,
@@ -11,7 +11,7 @@ pub(crate) struct Summary {
 }
 
 impl Summary {
-    /// `None` of nothing.
+    /// Summarises `times`; returns `None` if there are none.
     pub(crate) fn of(times: &[f64]) -> Option<Self> {
         let mut sorted = times.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -26,7 +26,7 @@ impl Summary {
     }
 }
 
-/// A time in milliseconds, with as many digits as matter.
+/// Formats a time, given in microseconds, in milliseconds with about three digits.
 pub(crate) fn ms(us: f64) -> String {
     let ms = us / 1e3;
     match ms {

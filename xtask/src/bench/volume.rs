@@ -1,34 +1,33 @@
-//! How many bytes a case owes: which blocks of which rank are not zero, and what invariant I3 of
-//! the design lets a rank send and receive for them.
+//! The bytes that a case must move: the non-zero blocks of each rank, and the traffic that
+//! invariant I3 of the design allows a rank for them.
 //!
-//! The blocks are those that `benches/peers/README.md` defines; all programs of a race draw the
-//! same.
+//! `benches/peers/README.md` defines the blocks. All programs of a race draw the same blocks.
 
 use serde::Serialize;
 
-/// What the ranks reduce: f32, and the blocks of it that are not zero.
+/// Data that the ranks reduce: f32 tensors, some of whose blocks are not zero.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Data {
     /// Size of the whole tensor.
     pub(crate) bytes: u64,
-    /// Chance of a block not to be zero; at 1 the tensor is dense.
+    /// Probability that a block is not zero; at 1 the tensor is dense.
     pub(crate) density: f64,
     pub(crate) overlap: Overlap,
     pub(crate) seed: u64,
 }
 
-/// Where the non-zero blocks of the ranks lie.
+/// Placement of the ranks' non-zero blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Overlap {
-    /// Each rank draws its own.
+    /// Each rank draws its own blocks.
     Random,
-    /// All ranks have the same.
+    /// All ranks have the same blocks.
     All,
 }
 
 impl Overlap {
-    /// The name that the programs know.
+    /// Returns the name that the programs know.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Random => "random",
@@ -37,12 +36,12 @@ impl Overlap {
     }
 }
 
-/// The bytes that are not zero, as f32.
+/// Non-zero bytes, as f32.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Volume {
-    /// Of each rank.
+    /// Bytes of each rank.
     pub(crate) own: Vec<u64>,
-    /// Of the sum.
+    /// Bytes of the sum.
     pub(crate) union: u64,
 }
 
@@ -51,7 +50,7 @@ impl Data {
         self.density >= 1.0
     }
 
-    /// Whether a block of a rank is non-zero.
+    /// Returns whether a block of a rank is non-zero.
     fn holds(&self, rank: u16, block: u64) -> bool {
         if self.is_dense() {
             return true;
@@ -65,7 +64,7 @@ impl Data {
         (draw as f64) < (self.density * (1u64 << 53) as f64).floor()
     }
 
-    /// The bytes of all ranks and of their sum that are not zero.
+    /// Returns the non-zero bytes of all ranks and of their sum.
     pub(crate) fn volume(&self, world: u16) -> Volume {
         let mut volume = Volume { own: vec![0; usize::from(world)], union: 0 };
         for block in 0..self.bytes.div_ceil(BLOCK_BYTES) {
@@ -83,32 +82,32 @@ impl Data {
     }
 }
 
-/// What the ranks sent and received in one iteration, in bytes of UDP payload.
+/// Bytes of UDP payload that the ranks sent and received in one iteration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Traffic {
     pub(crate) tx: Vec<u64>,
     pub(crate) rx: Vec<u64>,
 }
 
-/// Traffic beside what it may be.
+/// Traffic as a share of the bytes that invariant I3 is about.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Thrift {
-    /// The most that a rank sent, as a share of its own non-zero bytes.
+    /// The largest share of its own non-zero bytes that a rank sent.
     pub(crate) tx: f64,
-    /// The most that a rank received, as a share of the union's.
+    /// The largest share of the sum's non-zero bytes that a rank received.
     pub(crate) rx: f64,
-    /// Whether every rank of every iteration stayed within 6 % and a datagram above that.
+    /// Whether every rank stayed within 106 % and one datagram in every iteration.
     pub(crate) holds: bool,
 }
 
 impl Volume {
-    /// The same elements at another size on the wire.
+    /// Returns the volume for another element size on the wire.
     pub(crate) fn on_the_wire(&self, element_bytes: u64) -> Self {
         let scaled = |bytes: u64| bytes / 4 * element_bytes;
         Self { own: self.own.iter().map(|own| scaled(*own)).collect(), union: scaled(self.union) }
     }
 
-    /// Judges the traffic of all iterations; `None` when there is none.
+    /// Judges the traffic of all iterations; returns `None` if there are none.
     pub(crate) fn judge<'a>(
         &self,
         iterations: impl IntoIterator<Item = &'a Traffic>,
@@ -134,7 +133,7 @@ fn share(moved: u64, owed: u64) -> f64 {
     moved as f64 / owed.max(1) as f64
 }
 
-/// Whether `moved` is at most `owed`, 6 % and a datagram.
+/// Returns whether `moved` is at most 106 % of `owed` and one datagram.
 const fn is_thrifty(moved: u64, owed: u64) -> bool {
     moved * 100 <= owed * 106 + DATAGRAM_BYTES * 100
 }
@@ -149,10 +148,10 @@ const fn mix(z: u64) -> u64 {
 /// SplitMix64's increment: 2^64 divided by the golden ratio.
 const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// 256 elements of f32.
+/// Bytes of 256 elements of f32.
 const BLOCK_BYTES: u64 = 1024;
 
-/// What one datagram carries at an MTU of 1500. On loopback it may be longer; this is stricter.
+/// Payload of a datagram at an MTU of 1500. Loopback allows longer ones; this limit is stricter.
 const DATAGRAM_BYTES: u64 = 1472;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A job of a soak: its ranks as processes, one of which may be killed, and what must come of it.
+//! A job of a soak: its rank processes, an optional victim, and the checks of the outcome.
 
 use std::fs::File;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::{Tally, lock};
 use crate::deadline::Deadline;
 
-/// Random numbers, the same from the same seed (xorshift64*, Vigna 2016).
+/// Random numbers, the same for the same seed (xorshift64*, Vigna 2016).
 #[derive(Debug)]
 pub(super) struct Draw(u64);
 
@@ -22,7 +22,7 @@ impl Draw {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// A number from `low` to `high`.
+    /// Returns a number from `low` to `high`, both included.
     pub(super) const fn between(&mut self, low: u64, high: u64) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -36,15 +36,15 @@ impl Draw {
     }
 }
 
-/// What a job is.
+/// The settings of a job.
 #[derive(Debug)]
 pub(super) struct Job {
     name: String,
     world: u64,
-    /// Where the first rank joins, and the next, and so on.
+    /// The aggregators where the ranks join, in rank order and starting over after the last.
     aggregators: Vec<String>,
     flags: Vec<String>,
-    /// The rank that is killed, and when.
+    /// The rank to kill, and when.
     victim: Option<(usize, Duration)>,
 }
 
@@ -61,7 +61,7 @@ impl Job {
         let victim = draw.between(0, 2) == 0;
         let faults = draw.one_of(&["0", "0", "0.01"]);
         let last = draw.one_of(&["64K", "1M", "4M"]);
-        // One that is to lose a rank has not ended by itself before.
+        // A job with a victim runs long enough that the victim is still running when it is killed.
         let (least, most, step) = if victim {
             (last, "64M", ("step-bytes", "4"))
         } else {
@@ -91,7 +91,7 @@ impl Job {
         Self { name: name.to_owned(), world, aggregators, flags, victim }
     }
 
-    /// Runs it, and notes what came of it.
+    /// Runs the job and notes its outcome.
     pub(super) fn run(&self, program: &Path, logs: &Path, tally: &Mutex<Tally>) {
         let judged = self.judge(program, logs, tally);
         let mut tally = lock(tally);
@@ -130,7 +130,7 @@ impl Job {
             let is_victim = self.victim.is_some_and(|(victim, _)| victim == rank);
             let names = self.victim.is_some_and(|(victim, _)| names(&errors, victim));
             named |= names;
-            // A rank that lost another says so, and ends by itself.
+            // A rank that lost another reports it and exits by itself.
             let tells = names && status.code() > Some(0) && !errors.contains("panicked");
             let well = if killed { is_victim || tells } else { status.success() };
             if !well {
@@ -171,15 +171,15 @@ impl Job {
     }
 }
 
-/// How many of the ops that a rank tells of were right, and how many were not.
+/// Returns how many of the ops that a rank reports had right sums, and how many had wrong ones.
 fn checked(out: &str) -> (u64, u64) {
-    // One that was killed may have left half a line.
+    // A killed rank may have left half a line.
     let rows = out.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let (right, wrong): (Vec<_>, Vec<_>) = rows.partition(|row| row["wrong"] == 0);
     (right.len() as u64, wrong.len() as u64)
 }
 
-/// Whether an error says that a rank was lost, or that it and others had not joined.
+/// Returns whether an error names `rank` as lost or as not joined, alone or in a list.
 fn names(errors: &str, rank: usize) -> bool {
     let is_list = |at: char| at.is_ascii_digit() || [',', ' '].contains(&at);
     errors.split("rank").skip(1).any(|rest| {
@@ -190,7 +190,8 @@ fn names(errors: &str, rank: usize) -> bool {
 }
 
 impl Rank {
-    /// Waits for its end, which must come.
+    /// Waits until the process ends. A process that outlives `PATIENCE` is killed, which is an
+    /// error.
     fn wait(&mut self) -> Result<ExitStatus> {
         let patience = Deadline::after(PATIENCE);
         loop {
@@ -206,7 +207,7 @@ impl Rank {
         }
     }
 
-    /// What it has printed, and what as errors.
+    /// Returns the rank's standard output and standard error.
     fn said(&self) -> Result<(String, String)> {
         let read = |kind: &str| std::fs::read_to_string(self.out.with_extension(kind));
         Ok((read("out")?, read("err")?))
@@ -215,14 +216,14 @@ impl Rank {
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // One that has ended cannot be killed.
+        // `kill` fails if the process has ended already.
         drop(self.child.kill());
         drop(self.child.wait());
     }
 }
 
 const POLL: Duration = Duration::from_millis(10);
-/// Longer than any op, or joining, may take.
+/// Timeout of a rank, longer than any op or join may take.
 const PATIENCE: Duration = Duration::from_secs(150);
 
 #[cfg(test)]

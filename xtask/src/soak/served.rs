@@ -1,4 +1,4 @@
-//! An aggregator of a soak, as a process.
+//! An aggregator process of a soak.
 
 use std::fs;
 use std::fs::File;
@@ -23,23 +23,24 @@ pub(super) struct Served {
     program: PathBuf,
     socket: PathBuf,
     child: Child,
-    /// Files that it had open before the first rank came.
+    /// Files that were open before the first rank joined.
     idle_files: usize,
 }
 
-/// What an aggregator has.
+/// Resources that an aggregator uses.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Resources {
     pub(super) resident_mb: u64,
     pub(super) files: usize,
-    /// Files that it had open before the first rank came.
+    /// Files that were open before the first rank joined.
     pub(super) idle_files: usize,
     pub(super) jobs: u64,
     pub(super) buffers_taken: u64,
 }
 
 impl Served {
-    /// Starts one at a port of this host, and with a parent or not; returns once it serves.
+    /// Starts an aggregator at a port of this host, with or without a parent; returns once it
+    /// serves.
     pub(super) fn start(
         program: &Path,
         logs: &Path,
@@ -81,14 +82,14 @@ impl Served {
         Ok(served)
     }
 
-    /// Kills it.
+    /// Kills the aggregator.
     pub(super) fn kill(&mut self) -> Result<()> {
         self.child.kill().context("cannot kill it")?;
         self.child.wait().context("cannot wait for it")?;
         Ok(())
     }
 
-    /// Tells it to stop, and waits until its jobs have moved.
+    /// Sends SIGTERM to the aggregator and waits until its jobs have moved and it has ended.
     pub(super) fn drain(&mut self) -> Result<()> {
         let id = self.child.id().to_string();
         ensure!(Cmd::new("kill", &["-TERM", &id]).succeeds(Path::new(".")), "cannot tell it");
@@ -103,14 +104,14 @@ impl Served {
         Ok(())
     }
 
-    /// Starts it again at the same port.
+    /// Starts the aggregator again at the same port.
     pub(super) fn again(&mut self, program: &Path, logs: &Path) -> Result<()> {
         let (name, parent) = (self.name.clone(), self.parent.clone());
         *self = Self::start(program, logs, &name, self.port, parent.as_deref())?;
         Ok(())
     }
 
-    /// What it has now.
+    /// Returns the resources that the aggregator uses now.
     pub(super) fn resources(&self) -> Result<Resources> {
         let id = self.child.id();
         let status = fs::read_to_string(format!("/proc/{id}/status"))?;
@@ -136,7 +137,7 @@ impl Served {
         })
     }
 
-    /// Waits until the last job has given back what it had.
+    /// Waits until the last job has returned its buffers and files.
     pub(super) fn await_peace(&self) -> Result<()> {
         let patience = Deadline::after(PATIENCE);
         while !patience.is_over() {
@@ -156,12 +157,12 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // One that has ended cannot be killed.
+        // `kill` fails if the process has ended already.
         drop(self.child.kill());
         drop(self.child.wait());
     }
 }
 
 const POLL: Duration = Duration::from_millis(20);
-/// How long starting, draining and coming to rest may take.
+/// Timeout of starting, draining and coming to rest.
 const PATIENCE: Duration = Duration::from_secs(60);

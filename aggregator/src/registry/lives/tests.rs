@@ -7,7 +7,7 @@ use super::*;
 use crate::config::Fanout;
 use crate::registry::tests::{Inbox, caller, registry, told, wish};
 
-/// A rank of a life: its generation, and the secret of the job if it has one.
+/// A generation of a job, and the job's secret if it has one.
 #[derive(Clone, Copy)]
 struct Life(u32, Option<u8>);
 
@@ -38,17 +38,17 @@ fn a_life_is_ended_by_one_of_the_same_job_and_by_no_other() {
     let none = Life(1, None);
     let (own, other) = (Life(1, Some(1)), Life(1, Some(2)));
     for (first, second, identities, from, ends) in [
-        // By the secret, from wherever.
+        // The secret proves the job from any address.
         (own, own, [None, None], ELSEWHERE, true),
         (own, other, [None, None], A, false),
         (own, none, [None, None], A, false),
         (none, own, [None, None], A, false),
-        // By an identity that any rank of the life before has.
+        // The identity of any rank of the previous generation proves the job.
         (none, none, [Some("node-1"), Some("node-1")], ELSEWHERE, true),
         (none, none, [Some("node-1"), Some("node-9")], A, false),
         (own, other, [Some("node-1"), Some("node-1")], A, true),
         (own, own, [Some("node-1"), Some("node-9")], A, true),
-        // By the address, where there is nothing else.
+        // The address proves the job only without secrets and identities.
         (none, none, [None, None], A, true),
         (none, none, [None, None], B, true),
         (none, none, [None, None], ELSEWHERE, false),
@@ -73,7 +73,7 @@ fn who_ends_a_life_and_who_may_not_hear_of_both() {
     let expected = "job \"train\" is in generation 3, begun by identity \"node-1\", and identity \
                     \"node-2\", of generation 5, does not show that it is of the same job; ";
     assert!(why.starts_with(expected), "{why}");
-    // Nor is it a rank of the life that there is.
+    // Such a caller may not join the present generation either.
     let why = enter(&mut registry, Life(3, Some(2)).join(1), Some("node-2"), B).unwrap_err();
     assert!(why.contains("identity \"node-2\", of generation 3, does not show"), "{why}");
     enter(&mut registry, Life(5, Some(1)).join(0), Some("node-2"), B).unwrap();
@@ -109,9 +109,9 @@ fn what_an_aggregator_says_is_an_identity_is_the_name_of_one_or_refused() {
     assert_eq!(why, "the name of an identity has at most 256 bytes, not 60000");
     let why = enter("a\nb").unwrap_err();
     assert!(why.ends_with("\"a\\nb\", has characters that cannot be printed"), "{why}");
-    // Another authority may have issued it.
+    // Another authority may have issued that identity.
     enter("node 7 (spare)").unwrap();
-    // Nor is a rank taken that comes later.
+    // A bad identity is also refused for a rank that joins later.
     let (caller, _inbox) = caller(Some("rack"), A);
     let wish = |rank, name: &str| Join { rank, ..relayed(1, by(name)) };
     let first = wish(0, "node 7 (spare)");
@@ -147,17 +147,17 @@ fn a_life_remembers_those_that_are_there_and_of_those_that_are_gone_only_the_las
 fn a_rank_that_comes_back_is_of_the_same_job_and_no_other() {
     let (none, own, other) = (None, Some(1), Some(2));
     for (secret, shows, identities, from, comes) in [
-        // By the secret, from wherever.
+        // The secret proves the job from any address.
         (own, own, [None, None], ELSEWHERE, true),
         (own, own, [Some("node-2"), Some("node-9")], ELSEWHERE, true),
         (own, other, [None, None], B, false),
         (own, none, [None, None], B, false),
-        // By the identity that left, or that of another rank of the job.
+        // The identity that left, or that of another rank, proves the job.
         (own, none, [Some("node-2"), Some("node-2")], ELSEWHERE, true),
         (own, none, [Some("node-2"), Some("node-1")], ELSEWHERE, true),
         (own, none, [Some("node-2"), Some("node-9")], B, false),
         (none, none, [Some("node-2"), Some("node-9")], B, false),
-        // By the address, where there is nothing else.
+        // The address proves the job only without secrets and identities.
         (none, none, [None, None], B, true),
         (none, none, [None, None], ELSEWHERE, false),
     ] {

@@ -5,7 +5,7 @@ use super::super::tests::{Inbox, join, join_at, registry, told, wish};
 use super::*;
 use crate::config::{Config, Fanout};
 
-/// What a rank wants of a job that goes on when it loses ranks, and has run elsewhere before.
+/// Returns the join of a rank whose job continues after losses and has run elsewhere before.
 fn moved(rank: u16, world: u16, absent: &[Absent]) -> Join {
     let resume = Resume { first_op: OpId(7), absent: absent.to_vec() };
     let on_rank_loss = OnRankLoss::Continue;
@@ -21,7 +21,7 @@ fn all(registry: &mut Registry, joins: impl IntoIterator<Item = Join>) -> Vec<(S
     joined.map(|(seat, _, inbox)| (seat, inbox)).collect()
 }
 
-/// All that a rank was told, but for what it was granted.
+/// Returns all messages that a rank received, except its welcome.
 fn words(inbox: &mut Inbox) -> Vec<FromAggregator> {
     let all = std::iter::from_fn(|| inbox.try_recv().ok());
     all.filter(|word| !matches!(word, FromAggregator::Welcome(_))).collect()
@@ -60,7 +60,7 @@ fn a_rank_that_is_lost_while_the_group_is_probed_is_gone_on_without() {
 #[test]
 fn ranks_that_may_be_together_elsewhere_are_not_gone_on_without_by_fewer() {
     let lost = |ranks: Vec<u16>| FromAggregator::PeerLost { ranks, why: Loss::Silent };
-    // Half of those that are not gone for certain are no majority, of whom the dead are none.
+    // Half of the ranks that are not certainly lost is no majority. Dead ranks do not count.
     for (world, absent, here, goes_on) in [
         (3, vec![], 1, false),
         (3, vec![], 2, true),
@@ -81,7 +81,7 @@ fn ranks_that_may_be_together_elsewhere_are_not_gone_on_without_by_fewer() {
         assert_eq!(registry.jobs() == 1, goes_on, "{here} of {world} without {absent:?}");
         assert_eq!(told(&mut ranks[0].1) == Some(lost(missing)), !goes_on);
     }
-    // The same where it runs; and if no rank knows another aggregator, there is no elsewhere.
+    // The rule also holds for a running job, unless no rank knows another aggregator.
     for (may_move, why, goes_on) in
         [(true, Loss::Silent, false), (true, Loss::Died, true), (false, Loss::Broke, true)]
     {
@@ -157,7 +157,7 @@ fn ranks_of_which_nothing_is_heard_count_for_nothing_before_they_are_lost() {
     registry.config.max_jobs = 1;
     let joins = (0..5).map(|rank| Join { resume: None, ..moved(rank, 5, &[]) });
     let mut ranks = all(&mut registry, joins);
-    // Three are cut off at once, and missed one after the other.
+    // Three ranks are cut off at once, and reported as lost one after the other.
     let later = Instant::now() + PATIENCE;
     ranks[3..].iter().for_each(|(seat, _)| registry.hear_from(seat, later));
     registry.leave(&ranks[0].0, Loss::Silent, later);
@@ -223,7 +223,7 @@ fn a_job_does_not_begin_while_a_rank_would_rather_be_elsewhere() {
     for inbox in [&mut ranks[0].1, &mut inbox] {
         assert_eq!(words(inbox), std::slice::from_ref(&ready));
     }
-    // Now the other counts on it.
+    // Now the other rank depends on it.
     assert!(!registry.withdraw(&ranks[0].0));
     assert_eq!(registry.stay(&ranks[0].0), Joined::Ready);
     assert_eq!(registry.connections(), 2);
@@ -248,12 +248,12 @@ fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over
     let later = Instant::now() + PATIENCE;
     ranks.iter().for_each(|(seat, _)| registry.hear_from(seat, later));
     registry.look_after(&ranks[0].0, later);
-    // Two of four are no majority.
+    // Two of four ranks are no majority.
     let lost = FromAggregator::PeerLost { ranks: vec![2, 3], why: Loss::Silent };
     assert_eq!(told(&mut ranks[0].1), Some(lost.clone()));
     assert_eq!(told(&mut ranks[2].1), Some(lost));
     assert!(ranks[2].1.is_closed());
-    // Three of four are.
+    // Three of four ranks are a majority.
     let mut ranks = all(&mut registry, [0, 1, 2, 3].map(|rank| moved(rank, 5, &[])));
     assert!(registry.withdraw(&ranks[3].0));
     let later = Instant::now() + PATIENCE;
@@ -274,7 +274,7 @@ fn who_asks_does_not_hear_of_a_rank_that_it_has_lost_and_does_not_inherit_its_ti
     let now = Instant::now();
     assert_eq!(registry.present(&moved(0, 5, &[]), here, now), [3]);
     assert!(registry.present(&asks, here, now).is_empty());
-    // It comes all the same, when the other has waited for almost too long.
+    // The rank joins all the same, after the other has waited for almost too long.
     let later = now + PATIENCE * 3 / 4;
     let (seat, _, mut inbox) = join_at(&mut registry, asks, later).unwrap();
     assert!(matches!(told(&mut lost[0].1), Some(FromAggregator::Refused { .. })));
@@ -298,7 +298,7 @@ fn who_asks_hears_which_ranks_wait_where_it_could_join() {
         Join { stripe: (1, 2), ..asks.clone() },
         Join { world: 4, ..asks.clone() },
         Join { version: CONTROL_VERSION + 1, ..asks.clone() },
-        // It has run elsewhere, and begins anew here.
+        // This rank has run elsewhere, and begins anew here.
         Join { on_rank_loss: OnRankLoss::Abort, ..moved(0, 3, &[]) },
     ] {
         assert!(registry.present(&other, here, now).is_empty(), "{other:?} could not join");

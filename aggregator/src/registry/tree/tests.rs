@@ -19,14 +19,14 @@ mod refusals;
 
 const PARENT: &str = "127.0.0.1:7";
 
-/// A registry whose aggregator has a parent.
+/// Returns a registry whose aggregator has a parent.
 fn leaf() -> Registry {
     let mut registry = registry(Fanout::Unicast, 0);
     registry.config.parent = Some(PARENT.into());
     registry
 }
 
-/// What an aggregator says to its parent for a rank that has joined it.
+/// Returns the join that an aggregator sends to its parent for a rank of its own.
 fn relayed(job: &str, rank: u16, world: u16) -> Join {
     Join { relays: true, multicast: false, ..wish(job, rank, world) }
 }
@@ -63,7 +63,7 @@ fn parent() -> SocketAddr {
     PARENT.parse().unwrap()
 }
 
-/// All that was said to the parent, in short.
+/// Returns a summary of all messages sent to the parent.
 fn said(call: &mut Call) -> Vec<String> {
     let message = |message| match message {
         FromWorker::Also(join) => format!("also {}", join.rank),
@@ -73,7 +73,7 @@ fn said(call: &mut Call) -> Vec<String> {
     std::iter::from_fn(|| call.messages.try_recv().ok()).map(message).collect()
 }
 
-/// A rack of a job of four whose ranks 3 and 1 have joined, in this order, and been told of.
+/// Sets up a rack of a job of four: ranks 3 and 1 have joined, in this order, and been announced.
 fn rack(registry: &mut Registry) -> (Call, [(Seat, Inbox); 2]) {
     let (first, joined, inbox) = join(registry, wish("job", 3, 4)).unwrap();
     assert_eq!(joined, Joined::Call);
@@ -89,7 +89,7 @@ fn rack(registry: &mut Registry) -> (Call, [(Seat, Inbox); 2]) {
 fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
     let mut registry = leaf();
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
-    // Only the parent knows who is missing.
+    // Only the parent knows which ranks are missing.
     let waiting = FromAggregator::Waiting { missing: vec![2], waited_ms: 9 };
     registry.hear_from_parent(&seat, parent(), waiting);
     assert_eq!(registry.look_after(&seat, Instant::now()), Joined::Waiting(vec![2]));
@@ -179,7 +179,7 @@ fn ranks_that_do_not_read_miss_nothing_but_where_they_stand_in_the_queue() {
     }
 }
 
-/// What a job's shard would be granted.
+/// Returns the configuration that a job's shard would get.
 fn config(job: &Job) -> Config {
     let (welcome, _) = job.granted.as_ref().unwrap();
     let cut = racksum_proto::geometry::Fragmentation::new(welcome.fragment_payload.into());
@@ -205,7 +205,7 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     let mut registry = leaf();
     let (mut call, [(first, _three), (second, _one)]) = rack(&mut registry);
     registry.leave(&first, Loss::Died, Instant::now());
-    // The end of the words is the end of the conversation; the job may run there by now.
+    // Closing the message channel ends the connection; the job may already run at the parent.
     assert_eq!(said(&mut call), ["parted 3 Died"]);
     assert!(call.messages.blocking_recv().is_none());
     let late = FromAggregator::Welcome(welcome());
@@ -271,9 +271,9 @@ fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
     assert_eq!(joined, Joined::Call);
     assert!(matches!(told(&mut three), Some(FromAggregator::Superseded { .. })));
     let _next = registry.call(&seat).unwrap();
-    // Nothing is said, and the conversation goes on.
+    // No message is sent, and the connection stays open.
     assert_eq!(call.messages.try_recv(), Err(TryRecvError::Empty));
-    // Nor does a life that ends before it runs.
+    // A generation that ends before it runs sends no message either.
     let last = Join { generation: Generation(2), ..wish("job", 1, 4) };
     let (seat, _, _last) = join(&mut registry, last).unwrap();
     let _last = registry.call(&seat).unwrap();
@@ -291,23 +291,24 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     for inbox in [&mut three, &mut one] {
         assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
     }
-    // One that runs is over with its parent.
+    // A running job ends with its parent.
     let (_call, [(seat, mut three), _]) = rack(&mut registry);
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
     assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
     let reason = format!("the parent of the aggregator is gone: {PARENT}: nobody answers");
     assert_eq!(told(&mut three), Some(FromAggregator::ParentLost { reason }));
-    // One that authenticates otherwise is no parent.
+    // A parent that authenticates data differently is refused.
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);
     let other = Welcome { data_auth: DataAuth::Mac, keys: keys(), ..welcome() };
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(other));
     let Some(FromAggregator::Refused { reason }) = told(&mut three) else { panic!() };
     assert!(reason.contains("the same `racksum aggregator --data-auth`"), "{reason}");
-    // The others must not take it for a rank that has left.
+    // The other racks must not mistake this for a rank that has left.
     assert_eq!(said(&mut call), ["Stop"]);
 }
 
-/// A root at which an aggregator has joined for ranks 2 and 0 of four, and another for 3 and 1.
+/// Sets up a root with two aggregators: one has joined for ranks 2 and 0 of four, the other for 3
+/// and 1.
 fn root() -> (Registry, [(Seat, Inbox); 2]) {
     let mut registry = registry(Fanout::Unicast, 0);
     let (one, joined, first) = join(&mut registry, relayed("job", 2, 4)).unwrap();
@@ -350,7 +351,7 @@ fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_name
     assert_eq!(told(&mut inbox), Some(lost));
     assert_eq!(registry.jobs(), 0);
     let (mut registry, [(one, _), (_, mut inbox)]) = root();
-    // Of others than its own it has nothing to say.
+    // An aggregator may report only ranks of its own.
     assert_eq!([0, 1, 60_000].map(|rank| registry.may_part(&one, rank)), [true, false, false]);
     registry.parted(&one, Absent { rank: 1, why: Loss::Died });
     assert_eq!(registry.jobs(), 1);
@@ -375,7 +376,7 @@ fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
         let (one, _, mut first) = join(&mut root, change(relayed("job", 0, 5))).unwrap();
         also(&mut root, &one, change(wish("job", 2, 5)));
         let (_, _, mut direct) = join(&mut root, change(wish("job", 4, 5))).unwrap();
-        // An aggregator with a parent would stay behind.
+        // An aggregator with a parent cannot move.
         let told = join(&mut root, relayed("job", 1, 5)).unwrap_err();
         let why = if told.contains("begins anew") { "has run at another" } else { "name standbys" };
         assert!(told.contains(why), "{told}");
@@ -428,19 +429,19 @@ fn a_rank_that_came_after_the_world_was_complete_is_none_of_it() {
     assert!(matches!(told(&mut one), Some(FromAggregator::Refused { .. })));
     assert_eq!(told(&mut three), Some(FromAggregator::Ready { multicast: false }));
     assert_eq!(registry.jobs[&"job".into()].names(), [Rank(3)]);
-    // A second welcome begins nothing anew.
+    // A second welcome has no effect.
     assert_eq!(
         registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted)),
         Joined::Ready
     );
     assert_eq!(told(&mut three), None);
-    // Of nobody there is no job.
+    // A grant without any rank of this rack starts no job.
     let mut other = leaf();
     let (mut call, [(seat, _three), _]) = rack(&mut other);
     let nobody = Welcome { rack: vec![0, 2], ..welcome() };
     other.hear_from_parent(&seat, parent(), FromAggregator::Welcome(nobody));
     assert_eq!((said(&mut call), other.jobs()), (vec!["Stop".to_owned()], 0));
-    // At the root what comes then is of no job.
+    // At the root, a rank that is announced after the start is ignored.
     let (mut registry, [(first, mut inbox), _]) = root();
     told(&mut inbox);
     assert_eq!(also(&mut registry, &first, wish("job", 1, 4)), Some(Joined::Ready));

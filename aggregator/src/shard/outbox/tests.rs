@@ -10,7 +10,7 @@ use super::*;
 use crate::destinations::Destinations;
 use crate::slots::Slots;
 
-/// A job of one rank, whose result of `len` bytes lies in each slot that has a length.
+/// Returns a job of one rank. Each slot with a length holds a result of that many bytes.
 fn job(rank: SocketAddr, lens: &[usize]) -> Job {
     let config = Config {
         job: JobId(1),
@@ -49,7 +49,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
     }
 }
 
-/// The result of window `index`, in the slot of that number.
+/// Returns the result of window `index`, in the slot of that number.
 fn result(index: u32, len: usize, job: &Job) -> ResultFragments {
     let window = WindowId::new(OpId(0), index);
     let header = Header {

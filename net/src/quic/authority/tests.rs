@@ -7,7 +7,7 @@ use racksum_proto::time::Span;
 use super::*;
 use crate::quic::{Credentials, Identity, connect, not_connected, server};
 
-/// A folder of files, gone when it is dropped.
+/// Temporary folder of files, removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -23,7 +23,7 @@ impl Folder {
         path
     }
 
-    /// An authority, and identities of it.
+    /// Creates an authority whose file lies in this folder.
     fn authority(&self, name: &str) -> Authority {
         let path = self.write(&format!("{name}.pem"), &Authority::create(name, 10).unwrap());
         Authority::load(&path).unwrap()
@@ -47,7 +47,7 @@ impl Drop for Folder {
     }
 }
 
-/// What becomes of a call: who the server says it was, or what each side says about why not.
+/// Calls a server; returns the peer that the server saw, or the error of each side.
 async fn call(
     served: &Credentials,
     caller: &Credentials,
@@ -66,7 +66,7 @@ async fn call(
     let called = async {
         let connection =
             connect(to, caller, Span::from_secs(5)).await.map_err(|e| e.to_string())?;
-        // The server may yet refuse what it has been shown.
+        // The server may still reject the certificate it was shown.
         let told = |cause| not_connected(to, cause).to_string();
         let (mut send, mut recv) = connection.quic().open_bi().await.map_err(told)?;
         send.write_all(b"hello").await.ok();
@@ -101,24 +101,24 @@ async fn who_is_of_another_authority_is_refused_with_the_reason_on_both_sides() 
     let [ours, theirs] = ["rack", "elsewhere"].map(|name| folder.authority(name));
     let served = folder.credentials(&ours, "agg", Role::Aggregator);
     let stranger = folder.credentials(&theirs, "node", Role::Worker);
-    // The caller sees it first, since the server shows its certificate first.
+    // The caller detects the mismatch first, since the server shows its certificate first.
     let (peer, told) = call(&served, &stranger).await;
     let told = told.unwrap_err();
     assert!(told.contains("is not accepted: it is of another authority"), "{told}");
     assert!(peer.unwrap_err().to_string().contains("certificate"), "the server hears of it");
-    // A caller that believes everyone is refused by the server.
+    // The server rejects a caller that accepts every certificate but has no identity.
     let (peer, told) = call(&served, &Credentials::new(None, false).unwrap()).await;
     let told = told.unwrap_err();
     assert!(told.contains("does not accept this identity: its certificate is its own"), "{told}");
     let told = log_of(peer);
     assert!(told.contains("shows no identity, only a certificate that it has made"), "{told}");
-    // Nor is one taken for an aggregator of another authority that has none.
+    // A server without an identity is not reported as an aggregator of another authority.
     let (_, told) = call(&Credentials::new(None, false).unwrap(), &stranger).await;
     let told = told.unwrap_err();
     assert!(told.contains("shows no identity, only a certificate that it has made"), "{told}");
 }
 
-/// What a server logs of a caller that it has not come to know.
+/// Returns the server's log text for a caller it rejected.
 fn log_of(peer: Result<Certificate, ConnectionError>) -> String {
     not_connected("192.0.2.1:7".parse().unwrap(), peer.unwrap_err()).to_string()
 }
@@ -198,7 +198,7 @@ fn no_identity_outlives_its_authority() {
     let error = issue(Some(11)).unwrap_err();
     let why = format!("11 days are more than its authority has left, which expires at {until}; ");
     assert!(error.is_usage() && error.to_string().contains(&why), "{error}");
-    // As many as the authority was made for, and those that are usual.
+    // The authority's own number of days is allowed, and so is the default.
     for days in [Some(10), None] {
         let (pem, not_after) = issue(days).unwrap();
         assert_eq!(not_after, until);
@@ -264,7 +264,7 @@ fn an_identity_says_whether_the_authority_that_issued_it_is_in_its_file() {
     assert!(!foreign.identity.is_of_its_authorities());
 }
 
-/// `openssl x509 -req` without extensions.
+/// Certificate made with `openssl x509 -req`, without extensions.
 const FIRST_VERSION: &str = "-----BEGIN CERTIFICATE-----
 MIIBGjCBwQIUJLruomap70mOunenvm0JMnKFcPYwCgYIKoZIzj0EAwIwDzENMAsG
 A1UEAwwEbm9kZTAgFw0yNjExMjYwMTA3NDJaGA8yMTI2MTEwMjAxMDc0MlowDzEN
@@ -301,7 +301,7 @@ fn a_damaged_file_is_refused_with_one_sentence_and_none_of_its_bytes() {
         own[0].clone() + &own[1] + &no_der("CERTIFICATE"),
         own[0].clone() + &others[1] + &own[2],
     ];
-    // Half-written, wherever that was.
+    // A half-written file may end anywhere.
     let cuts = (0..whole.len() - 1).step_by(97);
     damaged.extend(cuts.map(|at| whole[..at].to_owned()));
     for pem in damaged {

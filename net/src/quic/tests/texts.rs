@@ -1,4 +1,4 @@
-//! What a peer writes into the fields of a control message, and what is shown of it.
+//! Tests of hostile text from a peer in the fields of control messages, and of how it is displayed.
 
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::super::frames::{FrameError, MAX_FRAME};
 
-/// All copies of a value that have the text in the place of one of its strings.
+/// Returns a copy of the value for each of its strings, with that string replaced by `text`.
 fn with_text(value: &Value, text: &str) -> Vec<Value> {
     match value {
         Value::String(_) => vec![text.into()],
@@ -38,8 +38,8 @@ fn with_text(value: &Value, text: &str) -> Vec<Value> {
     }
 }
 
-/// Checks what is shown of a message, and of the error if it is none, for a text in each place.
-/// Returns in how many places the message took it.
+/// Checks the displayed message, or its decode error, for a hostile text in each string field.
+/// Returns how many fields accepted the text.
 fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) -> usize {
     let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
     let texts = with_text(&serde_json::to_value(message).unwrap(), &evil);
@@ -108,8 +108,8 @@ fn welcome() -> Welcome {
 #[test]
 fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
     use FromWorker as Says;
-    // How many texts each has that may be anything; a join has the names of a job, a
-    // group and an identity. The compiler asks for what is not listed.
+    // Number of free-text fields in each message. A join has the names of a job, a group and an
+    // identity. The match makes the compiler reject a message that is not listed.
     let texts = |message: &Says| match message {
         Says::Join(_) | Says::Also(_) | Says::Look(_) => 3,
         Says::Parted(_)
@@ -186,7 +186,7 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
 #[test]
 fn a_sentence_that_quotes_others_at_any_length_makes_no_message_that_is_too_long() {
     use FromAggregator as Says;
-    // JSON escapes each of these.
+    // JSON escapes every character of this text.
     let text = || "\"".repeat(1 << 20);
     let all = [
         Says::Refused { reason: text() },

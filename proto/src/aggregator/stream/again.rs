@@ -1,4 +1,4 @@
-//! Results that a rank lacks: what may be lost of them, and what that says about the path.
+//! Results that a rank lacks: finds what may be lost, and counts the loss against the path.
 
 use super::{Progress, Stream};
 use crate::ids::Rank;
@@ -6,8 +6,9 @@ use crate::time::Time;
 
 impl Stream {
     /// Notes that `rank` lacks `len` bytes of the result at `position`. Every rank gets every
-    /// result, and the slowest way sets the pace: what counts is the most that one rank lost, not
-    /// what all lost together; and an answer that is lost says no more than its question did.
+    /// result, so the slowest path sets the pace: the largest loss of one rank counts, not the
+    /// total of all ranks. Each result counts once per rank, because losing its repetition proves
+    /// nothing new about the path.
     pub(in crate::aggregator) fn note_result_lost(
         &mut self,
         rank: Rank,
@@ -27,8 +28,8 @@ impl Stream {
         self.results.on_lost_in_round(*lost);
     }
 
-    /// What of a result that `rank` asks for may be lost: all but what was sent to it again less
-    /// than a round trip ago.
+    /// Returns the fragments of `wanted` that may be lost: all except those that were sent to
+    /// `rank` again less than a round trip ago.
     pub(in crate::aggregator) fn may_be_lost(
         &self,
         now: Time,
@@ -40,7 +41,7 @@ impl Stream {
         self.pool.contribution(position, rank).again.may_be_lost(wanted, now, round_trip)
     }
 
-    /// Notes that fragments of the result at `position` go to `rank` again.
+    /// Notes that fragments of the result at `position` are sent to `rank` again.
     pub(in crate::aggregator) fn note_again(
         &mut self,
         now: Time,

@@ -1,4 +1,5 @@
-//! What a rank sent and is lost, and when to ask for it.
+//! Lost contributions: finds the fragments that a rank sent and that were lost, and decides when to
+//! ask for them.
 
 use super::{Progress, Stream};
 use crate::ids::Rank;
@@ -7,8 +8,8 @@ use crate::time::Time;
 use crate::wire::AskEntry;
 
 impl Stream {
-    /// Notes what is lost of the windows that `rank` must have sent: of each window once, and of
-    /// the oldest that is not whole whenever a window has become `complete`.
+    /// Searches the windows that `rank` must have sent for losses. Each window is searched once;
+    /// whenever a window has become `complete`, the oldest incomplete one is searched again.
     pub(super) fn search(&mut self, now: Time, rank: Rank, complete: bool) {
         let Progress { sent, searched, oldest_missing, .. } = self.ranks[rank.index()];
         let mut at = searched.max(self.next);
@@ -32,7 +33,7 @@ impl Stream {
         progress.oldest_missing = oldest;
     }
 
-    /// Notes it if `rank` is to be asked for something of the window at `position`.
+    /// Records the window at `position` as lacking if `rank` should be asked for fragments of it.
     pub(super) fn note_if_lacking(&mut self, now: Time, rank: Rank, position: u64) {
         if self.due_of(now, rank, position, false) != 0 {
             let lacking = &mut self.ranks[rank.index()].lacking;
@@ -40,20 +41,20 @@ impl Stream {
         }
     }
 
-    /// Whether what is lost of `rank`'s is to be asked for now: enough has gathered, or the next
-    /// fold waits for it.
+    /// Returns whether to ask `rank` for its lost fragments now: enough windows lack some, or the
+    /// next fold waits for them.
     pub(super) fn is_to_be_asked(&self, rank: Rank) -> bool {
         let Progress { lacking, sent, .. } = self.ranks[rank.index()];
         lacking
             .is_some_and(|first| first <= self.next || sent >= first + recovery::GATHERED_WINDOWS)
     }
 
-    /// The ranks that are to be asked, now that `next` has moved.
+    /// Returns the ranks to ask for lost fragments, after `next` has moved.
     pub(in crate::aggregator) fn to_be_asked(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.is_to_be_asked(*rank))
     }
 
-    /// Notes that `rank` is asked for all that is lost.
+    /// Notes that `rank` was asked for all its lost fragments.
     pub(in crate::aggregator) fn note_all_asked(&mut self, rank: Rank) {
         self.ranks[rank.index()].lacking = None;
     }
@@ -63,8 +64,9 @@ impl Stream {
         (0..world).map(Rank)
     }
 
-    /// The fragments of a window to ask `rank` for, but for what was asked for and may still come:
-    /// those that were sent and must be lost, or all that are missing if the rank is `stalled`.
+    /// Returns the fragments of a window to ask `rank` for: those that were sent and must be lost,
+    /// or all missing ones if the rank is `stalled`. Excludes fragments whose answer may still
+    /// arrive.
     fn due_of(&self, now: Time, rank: Rank, position: u64, stalled: bool) -> u64 {
         let contribution = self.pool.contribution(position, rank);
         if contribution.complete {
@@ -76,8 +78,8 @@ impl Stream {
         contribution.asked.due(lost, position, *answered, now, rtt)
     }
 
-    /// The fragments of a contribution with the blocks `mask`; all there can be if nothing of it
-    /// has arrived.
+    /// Returns the fragments of a contribution with the blocks `mask`, or every bit if `mask` is 0
+    /// because nothing has arrived.
     fn all_of(&self, position: u64, mask: u64) -> u64 {
         if mask == 0 {
             return u64::MAX;
@@ -89,8 +91,8 @@ impl Stream {
         })
     }
 
-    /// What to ask `rank` for. Unless it is `stalled`, only what must have been sent: the rest
-    /// may be under way.
+    /// Returns the entries of an ask to `rank`. Unless the rank is `stalled`, they cover only what
+    /// it must have sent; the rest may still be on the path.
     pub(in crate::aggregator) fn missing_of(
         &self,
         now: Time,
@@ -99,7 +101,7 @@ impl Stream {
     ) -> impl Iterator<Item = AskEntry> + '_ {
         let progress = &self.ranks[rank.index()];
         let end = progress.opened.min(self.low() + self.pool.len());
-        // The newest window may have gaps, although what is before it is sent for certain.
+        // The newest window that data proves sent may itself have gaps.
         let end = if stalled { end } else { end.min(progress.sent + 1) };
         let mut at = self.next;
         core::iter::from_fn(move || {

@@ -1,5 +1,5 @@
-//! A stream whose sums go to a parent: what is folded here is one of the contributions there, and
-//! what comes back is the result for the ranks here.
+//! A stream whose sums go to a parent. A sum that is folded here is one contribution at the parent,
+//! and the parent's result becomes the result for the ranks here.
 
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -9,16 +9,17 @@ use crate::ids::{OpId, Rank, WindowId};
 use crate::time::Span;
 use crate::wire::Header;
 
-/// How far the parent is with a stream.
+/// The parent's progress in a stream.
 #[derive(Debug)]
 pub(in crate::aggregator) struct Above {
-    /// Windows whose results have come, in order, and their blocks.
+    /// Positions of the windows whose results have arrived, in order, each with the mask of its
+    /// blocks.
     results: VecDeque<(u64, u64)>,
-    /// All results of windows before this have come.
+    /// The position before which all results have arrived.
     done: u64,
-    /// The last op that it has been told of.
+    /// The last op that the driver has begun at the parent.
     begun: Option<OpId>,
-    /// Whom it waits for, and how long nothing was heard of each.
+    /// The ranks that the parent waits for, and how long each has been silent.
     waits: Vec<(Rank, Span)>,
 }
 
@@ -29,12 +30,12 @@ impl Above {
 }
 
 impl Stream {
-    /// Whose contribution the parent's results are kept as.
+    /// Returns the rank number under which the pool stores the parent's results.
     pub(in crate::aggregator) fn parent(&self) -> Rank {
         Rank(u16::try_from(self.ranks.len()).unwrap_or(u16::MAX))
     }
 
-    /// The next op that some rank has begun.
+    /// Returns the next op that some rank has begun.
     pub(in crate::aggregator) fn pop_begun(&mut self) -> Option<OpId> {
         let above = self.above.as_mut()?;
         let op = self.sequence.iter_after(above.begun).find(|entry| !entry.failed)?.op;
@@ -42,7 +43,7 @@ impl Stream {
         Some(op)
     }
 
-    /// Notes whom the parent waits for.
+    /// Records the ranks that the parent waits for.
     pub(in crate::aggregator) fn handle_parent_waits(&mut self, ranks: &[(Rank, Span)]) {
         if let Some(above) = &mut self.above {
             above.waits.clear();
@@ -50,12 +51,12 @@ impl Stream {
         }
     }
 
-    /// Whether some rank has begun what is not folded yet.
+    /// Returns whether some rank has opened windows that are not folded yet.
     pub(in crate::aggregator) fn is_behind(&self) -> bool {
         self.backlog() > 0
     }
 
-    /// Whom the parent waits for, if what is here waits for the parent.
+    /// Returns the ranks that the parent waits for, if this stream waits for the parent.
     pub(in crate::aggregator) fn awaited_above(&self) -> &[(Rank, Span)] {
         match &self.above {
             Some(above) if self.resulted < self.next => &above.waits,
@@ -63,19 +64,19 @@ impl Stream {
         }
     }
 
-    /// The blocks of a window that the ranks here have contributed to, none being a sum of nothing;
-    /// `None` while it is not folded.
+    /// Returns the mask of the blocks that the ranks here have contributed to a window; 0 means
+    /// none. Returns `None` until the window is folded.
     pub(in crate::aggregator) fn summed(&self, window: WindowId) -> Option<u64> {
         // wire: W-64
         let entry = self.sequence.get(window.op)?;
         let position = self.sequence.position(window)?;
-        // What failed is passed over, but no sum of nothing.
+        // `next` also moves past windows of failed ops, but those have no sum.
         let is_known = position < self.next && !entry.failed;
         is_known.then(|| self.pool.get(position).map_or(0, |slot| slot.union))
     }
 
-    /// Notes that the result of a window has come from the parent, of these blocks. Its slot has
-    /// been claimed by [`Self::expect_from_parent`].
+    /// Notes that the result of a window has arrived from the parent, with the blocks `mask`.
+    /// [`Self::expect_from_parent`] has claimed its slot.
     pub(in crate::aggregator) fn take_from_parent(&mut self, window: WindowId, mask: u64) {
         let parent = self.parent();
         let Self { sequence, pool, above: Some(above), .. } = self else { return };
@@ -85,7 +86,8 @@ impl Stream {
         above.results.insert(at, (position, mask));
     }
 
-    /// The slot in which the result of a window is put together, if there is to be one.
+    /// Claims and returns the slot for a window's result from the parent; `None` if no result is
+    /// needed.
     pub(in crate::aggregator) fn expect_from_parent(&mut self, window: WindowId) -> Option<u32> {
         let position = self.sequence.position(window)?;
         let entry = self.sequence.at(position)?;
@@ -96,8 +98,8 @@ impl Stream {
         Some(self.pool.number(position))
     }
 
-    /// Notes that all results of windows before this one have come, and that windows before `low`
-    /// that have none will have none.
+    /// Notes that all results of windows before `done` have arrived, and that windows before `low`
+    /// without a result will not get one.
     pub(in crate::aggregator) fn handle_parent_at(&mut self, done: WindowId, low: WindowId) {
         let done = self.sequence.position_from(done);
         let low = self.sequence.position_from(low).min(self.next);
@@ -105,21 +107,22 @@ impl Stream {
         above.done = above.done.max(done);
         self.skip_without_results();
         let waits = self.above.as_ref().is_some_and(|above| !above.results.is_empty());
-        // An op's last window has a result, unless the op failed, which is said in words.
+        // An op's last window always has a result, unless the op failed; the parent reports a
+        // failure.
         let last = self.sequence.at(self.resulted).map_or(low, |entry| entry.end() - 1);
         if !waits {
             self.resulted = self.resulted.max(low.min(last));
         }
     }
 
-    /// Moves on over windows of ops that failed, which have no results.
+    /// Moves the results past windows of failed ops, which have no results.
     pub(super) fn pass_results(&mut self, end: u64) {
         self.previous = Header::NO_PREVIOUS;
         self.results_end = end;
         self.resulted = end;
     }
 
-    /// Moves the results on over ops that failed.
+    /// Moves the results past failed ops.
     fn skip_without_results(&mut self) {
         while let Some(entry) = self.sequence.at(self.resulted).filter(|entry| entry.failed) {
             let (base, end) = (entry.base, entry.end());
@@ -130,7 +133,7 @@ impl Stream {
         }
     }
 
-    /// The next result that has come from the parent, if there is room for its bytes on the path.
+    /// Returns the next result from the parent, if congestion control admits its bytes.
     pub(super) fn poll_from_parent(&mut self) -> Option<Ready> {
         self.above.as_ref()?;
         self.skip_without_results();
@@ -142,13 +145,13 @@ impl Stream {
         self.results.admits(len).then_some(Ready { position, entry, union, contributors: 1, whole })
     }
 
-    /// Notes that the next result is the ranks'.
+    /// Takes the next result from the parent, as it becomes a result for the ranks.
     pub(super) fn pass_from_parent(&mut self, ready: &Ready) {
         if let Some(above) = &mut self.above {
             above.results.pop_front();
         }
         if self.resulted < ready.entry.base {
-            // An op before it has failed, of which word is still to come.
+            // An earlier op has failed, and its failure has not been reported here yet.
             self.pass_results(ready.entry.base);
         }
         self.keep(ready);

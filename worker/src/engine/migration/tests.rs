@@ -10,8 +10,8 @@ use super::super::tests::Bench;
 use super::*;
 use crate::payload::Data;
 
-/// A message about an op of one window, all of whose results this rank has acknowledged if they
-/// are before `low`.
+/// Returns a message about op 0, which has one window. All ranks have acknowledged the results
+/// before op `low`.
 fn message(kind: Kind, low: OpId, body: &[u8]) -> Vec<u8> {
     let length = u16::try_from(body.len()).unwrap();
     let header = Header {
@@ -32,7 +32,7 @@ fn message(kind: Kind, low: OpId, body: &[u8]) -> Vec<u8> {
 fn between_two_aggregators_nobody_waits_for_datagrams() {
     let mut bench = Bench::migration();
     bench.engine.leave("it is about to stop".into());
-    // One that is late and stays unread would wake who waits for it over and over.
+    // A late datagram that stays unread would repeatedly wake a thread that waits for datagrams.
     bench.say(0, &message(Kind::Credit, OpId(0), &[]));
     assert_eq!(bench.engine.step().next, Next::Sleep(None));
 }
@@ -53,7 +53,7 @@ fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
         let result = bench.engine.take(op).unwrap().result;
         let overflowed = matches!(result, Err(OpError::Overflow { .. }));
         assert_eq!((overflowed, result.is_ok()), (value.is_infinite(), value.is_finite()));
-        // Another rank may lack it, so the engine has something to do although nobody waits.
+        // Another rank may lack the sum, so the engine still has work although no caller waits.
         assert!(!bench.engine.is_idle());
         assert_eq!(bench.engine.kept.keys().collect::<Vec<_>>(), [&op]);
         bench.say(0, &message(Kind::Credit, OpId(1), &[]));

@@ -1,4 +1,4 @@
-//! What a rank's threads share: the ops in flight, and what the sidecar has said.
+//! State that the threads of a rank share: the ops in flight, and the sidecar's messages.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -27,10 +27,10 @@ use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
 use crate::tensor::meet;
 
-/// How often ops are looked for that the sidecar has not ended.
+/// The interval between checks for late ops.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
 
-/// What the client's threads share.
+/// State that the threads of a client share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
@@ -40,58 +40,60 @@ pub(super) struct Shared {
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// What the sidecar has said about the job, until it begins.
+    /// The ranks that had not joined when the sidecar last reported them, before the job began.
     pub(super) waiting: Vec<u16>,
     pub(super) refused: Option<ConnectError>,
     pub(super) began: bool,
     next_op: u32,
     pub(super) flights: BTreeMap<u32, Flight>,
-    /// How many of these have not ended.
+    /// The number of `flights` that have not ended.
     pub(super) in_flight: u16,
-    /// Why there are no more ops.
+    /// The errors to return once no more ops can start.
     pub(super) over: Option<Over>,
-    /// The sidecar was told that the rank leaves.
+    /// Whether the sidecar was told that the rank leaves.
     left: bool,
-    /// The sidecar has hung up.
+    /// Whether the line to the sidecar is closed.
     pub(super) gone: bool,
-    /// What it has said of memory that was lent: why not, if it has not taken it.
+    /// The sidecar's answers about lent memory, by memory number: `None` if accepted, otherwise the
+    /// reason for the refusal.
     pub(super) answered: BTreeMap<u32, Option<String>>,
-    /// How often it was asked what leaves the host, and has answered; and what it has said last.
+    /// The number of queries for traffic statistics. `told` counts the answers, and `stats` holds
+    /// the latest.
     asked: u64,
     pub(super) told: u64,
     pub(super) stats: Stats,
     pub(super) traffic: Traffic,
-    /// Memory that tensors were copied to, for those of later ops.
+    /// Lent memory from earlier tensor copies, kept for later ops.
     pub(super) spare: Vec<Arc<Lent>>,
-    /// Memory for the sums of a list.
+    /// Recycled memory for the sums of the next list.
     pub(super) recycled: Option<Vec<u8>>,
 }
 
-/// Why there are no more ops: what ended those in flight, and what is said of later ones.
+/// The errors after the end of the session: `ended` for ops in flight, `refused` for later ops.
 #[derive(Debug, Clone)]
 pub(super) struct Over {
     ended: OpError,
     pub(super) refused: Error,
 }
 
-/// An op that was not waited for yet.
+/// An op until a caller has its result.
 #[derive(Debug)]
 pub(super) struct Flight {
-    /// Until it is waited for.
+    /// The operand, until a caller that waits takes it.
     operand: Option<Operand>,
-    /// Where that is, if it is a tensor that stays where it is.
+    /// The operand's addresses if it is a tensor that stays in place; otherwise empty.
     extent: Range<usize>,
-    /// Where it was copied to, if it does not lie in shared memory.
+    /// The copy of the operand, if the operand is not in shared memory.
     copy: Option<Arc<Lent>>,
     is_copied: bool,
-    /// What came of it: of lists, the sums.
+    /// The outcome once the op has ended, with the sums of an op on lists.
     outcome: Option<Landed>,
-    /// Nobody will wait for it.
+    /// Whether no caller will wait for the op.
     abandoned: bool,
     since: Time,
 }
 
-/// What came of an op.
+/// The outcome of an op.
 type Landed = Result<Option<Sums>, OpError>;
 
 impl Flight {
@@ -102,8 +104,8 @@ impl Flight {
         Self { operand, extent, copy, is_copied, outcome: None, abandoned: false, since }
     }
 
-    /// Writes the sums to the tensor of an op that nobody waits for, if they do not lie there.
-    /// Returns how many bytes these are.
+    /// Copies the sums of a successful op from shared memory to the caller's tensor, if the tensor
+    /// is elsewhere. Returns the number of bytes copied.
     fn deliver(&mut self) -> u64 {
         match (&self.outcome, &self.copy, &mut self.operand) {
             (Some(Ok(_)), Some(copy), Some(operand)) if operand.region().is_some() => {
@@ -114,13 +116,13 @@ impl Flight {
         }
     }
 
-    /// Whether somebody writes the sums to the tensor, for whom this is kept until they are there.
+    /// Returns whether a waiting thread still copies the sums to the tensor. The flight stays
+    /// registered until the thread is done.
     const fn is_landing(&self) -> bool {
         self.is_copied && self.operand.is_none()
     }
 
-    /// Takes what an op that has ended was started on, what that was copied to, and what came of
-    /// it.
+    /// Takes the operand, its copy and the outcome of an ended op.
     pub(super) fn unload(&mut self) -> Option<(Operand, Option<Arc<Lent>>, Landed)> {
         let outcome = self.outcome.replace(Ok(None))?;
         Some((self.operand.take()?, self.copy.take(), outcome))
@@ -132,7 +134,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits while something is so, but not longer than this.
+    /// Waits while `is_so` returns true, but at most `limit`.
     pub(super) fn wait(
         &self,
         limit: Duration,
@@ -142,15 +144,15 @@ impl Shared {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Takes what is left of an op. The lock is free when its tensor goes, which may be last to
-    /// have some memory.
+    /// Removes an op and releases the lock. The caller then drops the tensor without the lock,
+    /// because the tensor may own the last reference to its memory.
     pub(super) fn take(mut state: MutexGuard<'_, State>, op: u32) -> Option<Flight> {
         let flight = state.flights.remove(&op);
         drop(state);
         flight
     }
 
-    /// Lets go of an op that nobody waits for, once it has ended.
+    /// Marks an op that no caller will wait for. Removes the op at once if it has ended.
     pub(super) fn abandon(&self, op: u32) {
         let mut state = self.lock();
         let Some(flight) = state.flights.get_mut(&op) else { return };
@@ -159,20 +161,21 @@ impl Shared {
             let copied = flight.deliver();
             state.traffic.copied_bytes += copied;
             drop(Self::take(state, op));
-            // Another op may wait for the tensor.
+            // A new op may be waiting for the tensor.
             self.changed.notify_all();
         }
     }
 
-    /// Hears the sidecar until it is gone, or has not ended an op for so long, although it has
-    /// ended all before that have timed out: it does not run, or not all of it.
+    /// Receives the sidecar's messages until it hangs up, or until an op has been in flight for
+    /// longer than `limit`. A running sidecar ends every op before `limit`, so the sidecar is then
+    /// stopped or stuck.
     pub(super) fn hear(&self, line: &Line, path: &Path, limit: Duration) {
         let mut looked = Clock::start().now();
         let why = loop {
             match line.recv() {
                 Ok(Some((message, descriptor))) => self.take_in(message, descriptor, path),
                 Ok(None) => break "it has hung up".to_owned(),
-                // Nothing was said for a moment.
+                // No message arrived within the receive timeout of the line.
                 Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => break error.to_string(),
             }
@@ -209,7 +212,7 @@ impl Shared {
                 state.told += 1;
                 state.stats = stats;
             }
-            // It was not asked.
+            // A rank never asks for the status.
             FromSidecar::Status { .. } => {}
             FromSidecar::Ended { op, outcome } => {
                 let abandoned = state.land(op, outcome.of(op, descriptor));
@@ -238,27 +241,28 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Asks the sidecar what has left the host, unless it has to read other things first.
+    /// Asks the sidecar for traffic statistics. Returns `None` if the sidecar's queue is full.
     pub(super) fn ask_stats(&self, line: &Line) -> Option<Asked> {
         let mut state = self.lock();
-        // In the order of their numbers. The ear hears of a line that fails.
+        // The lock keeps queries in the order of their numbers. The receiving thread handles a
+        // failed line.
         line.offer(&FromRank::AskStats).unwrap_or(true).then(|| {
             state.asked += 1;
             Asked(state.asked)
         })
     }
 
-    /// Ends the session but for what is in flight, and tells the sidecar so, unless it has to read
-    /// other things first. Returns whether it was told.
+    /// Stops accepting ops, and tells the sidecar that the rank leaves. Ops in flight go on.
+    /// Returns false if the sidecar's queue is full, so that it was not told.
     pub(super) fn take_leave(&self, line: &Line) -> bool {
         let mut state = self.lock();
         state.over.get_or_insert_with(|| Over::because("the client was closed"));
-        // The ear hears of a line that fails.
+        // The receiving thread handles a failed line.
         state.left = state.left || line.offer(&FromRank::Leave).unwrap_or(true);
         state.left
     }
 
-    /// Ends the session, and what is in flight.
+    /// Ends the session and every op in flight.
     pub(super) fn end(&self, over: Over) {
         let mut state = self.lock();
         let over = state.over.get_or_insert(over).clone();
@@ -282,7 +286,7 @@ impl State {
         self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
     }
 
-    /// Whether an op is in flight for longer than this.
+    /// Returns whether an op has been in flight for longer than `limit`.
     fn has_late(&self, now: Time, limit: Duration) -> bool {
         let oldest = self.flights.values().find(|flight| flight.outcome.is_none());
         oldest.is_some_and(|oldest| Duration::from_nanos(now.since(oldest.since).0) > limit)
@@ -299,19 +303,22 @@ impl State {
         Ok(())
     }
 
-    /// Whether so many more ops may be in flight, or none is taken any more.
+    /// Returns whether `ops` more ops may be in flight. Returns true also after the session has
+    /// ended, when every op is refused.
     pub(super) fn has_room_for(&self, ops: usize) -> bool {
         let max = usize::from(MAX_OPS);
         self.over.is_some() || ops <= max.saturating_sub(usize::from(self.in_flight))
     }
 
-    /// Whether an op in flight has some of this memory.
+    /// Returns whether an op in flight uses some of this memory, or a waiting thread still copies
+    /// sums to it.
     pub(super) fn is_working_on(&self, extent: &Range<usize>) -> bool {
         let works = |flight: &Flight| flight.outcome.is_none() || flight.is_landing();
         self.flights.values().any(|flight| works(flight) && meet(&flight.extent, extent))
     }
 
-    /// Writes the sums of ops that have ended, and were not waited for, to tensors in this memory.
+    /// Copies the sums of ended ops to their tensors in this memory, if no caller has waited for
+    /// the ops.
     pub(super) fn deliver_to(&mut self, extent: &Range<usize>) {
         let meets = |flight: &&mut Flight| meet(&flight.extent, extent);
         for flight in self.flights.values_mut().filter(meets) {
@@ -322,10 +329,10 @@ impl State {
         }
     }
 
-    /// Notes an op that is started with so many bytes, and numbers it.
+    /// Registers a new op on `len` bytes, and returns its number.
     ///
     /// # Errors
-    /// As [`check`](Self::check): another thread may have taken the last place.
+    /// Returns the errors of [`check`](Self::check): another thread may have taken the last place.
     pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> Result<u32, Error> {
         self.check()?;
         let moved = match flight.is_copied {
@@ -341,7 +348,7 @@ impl State {
         Ok(op)
     }
 
-    /// Notes what came of an op. Returns it if nobody waits for it.
+    /// Records the outcome of an op. Returns the flight if no caller will wait for the op.
     fn land(&mut self, op: u32, outcome: Result<Option<Sums>, OpError>) -> Option<Flight> {
         let flight = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none())?;
         flight.outcome = Some(outcome);
@@ -349,12 +356,12 @@ impl State {
         if !flight.abandoned {
             return None;
         }
-        // No other op has the tensor until it is there.
+        // No other op may use the tensor before the sums are in it.
         self.traffic.copied_bytes += flight.deliver();
         self.flights.remove(&op)
     }
 
-    /// The smallest of the spare memory that has so many bytes.
+    /// Takes the smallest spare memory of at least `len` bytes.
     pub(super) fn take_spare(&mut self, len: usize) -> Option<Arc<Lent>> {
         let fits = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= len);
         let (found, _) = fits.min_by_key(|(_, spare)| spare.len())?;
@@ -385,7 +392,7 @@ impl Over {
 }
 
 impl Outcome {
-    /// The same, of an op, with what came with it.
+    /// Converts a received outcome of the op, with the descriptor of its sums.
     fn of(self, op: u32, descriptor: Option<OwnedFd>) -> Result<Option<Sums>, OpError> {
         let op = OpId(op);
         let called = |called: Called| {
@@ -413,7 +420,7 @@ impl Outcome {
     }
 }
 
-/// What comes of an op when the sidecar says what it should not.
+/// Returns the error of an op after the sidecar has violated the protocol.
 pub(super) const fn strange() -> OpError {
     OpError::Ended { why: Cow::Borrowed("the sidecar does not keep to the protocol") }
 }

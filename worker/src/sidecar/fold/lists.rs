@@ -1,4 +1,4 @@
-//! The fold of lists of blocks: their union, block by block, and nothing of the tensor between.
+//! The fold of lists of blocks. It visits only the blocks of their union, not the whole tensor.
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
@@ -19,29 +19,30 @@ use crate::sidecar::chunks::Chunks;
 use crate::sidecar::fold_error::FoldError;
 use crate::sidecar::sums::Sums;
 
-/// What ranks have handed, of which some are lists.
+/// A fold for which at least one rank has passed a list of blocks.
 #[derive(Debug)]
 pub(super) struct Lists {
     descriptor: Descriptor,
-    /// In rank order.
+    /// The ranks' shares, in rank order.
     shares: Vec<Share>,
-    /// How many ranks the job has.
+    /// The number of ranks in the job.
     world: u32,
-    /// Made by the first thread that works on it: who waits for its turn takes no memory.
+    /// The fold in progress, which the first thread that works on it creates. A fold that still
+    /// waits for a thread allocates no memory.
     begun: OnceLock<Result<Begun, FoldError>>,
-    /// A thread is there that begins it.
+    /// Whether a thread has been admitted to begin the fold.
     is_admitted: AtomicBool,
 }
 
-/// A fold under way.
+/// A fold in progress.
 #[derive(Debug)]
 struct Begun {
-    /// Where the values of each share are.
+    /// The place of each share's values.
     places: Vec<Place>,
     union: Union,
     sums: Sums,
     chunks: Chunks,
-    /// Why not all sums could be written.
+    /// The first error from writing the sums.
     failed: OnceLock<FoldError>,
 }
 
@@ -61,8 +62,8 @@ impl Lists {
         self.begun.get().is_some() || !self.is_admitted.swap(true, Relaxed)
     }
 
-    /// Folds chunks for a turn. Returns true to the one thread that ends the last, or that finds
-    /// that there are none.
+    /// Folds up to [`TURN`] chunks. Returns true to the thread that finishes the last chunk.
+    /// Without chunks, returns true to the thread that began the fold.
     pub(super) fn work(&self, sum: &mut [u8], has_begun: impl FnOnce()) -> bool {
         let mut is_first = false;
         let begun = self.begun.get_or_init(|| {
@@ -85,14 +86,14 @@ impl Lists {
         }
     }
 
-    /// The sums, once all is folded.
+    /// Returns the sums of a finished fold.
     pub(super) fn sums(&self) -> Result<&Sums, FoldError> {
         let begun = self.begun.get().expect("some thread has begun it");
         let Begun { sums, failed, .. } = begun.as_ref().map_err(Clone::clone)?;
         failed.get().map_or(Ok(sums), |failed| Err(failed.clone()))
     }
 
-    /// Finds the union of what the ranks have handed.
+    /// Computes the union of the blocks that ranks have passed, and allocates its sums.
     fn begin(&self) -> Result<Begun, FoldError> {
         let (mut listed, mut places) = (Vec::new(), Vec::new());
         for (list, share) in (0..).zip(&self.shares) {
@@ -118,7 +119,7 @@ impl Lists {
         Ok(Begun { places, union, sums, chunks, failed: OnceLock::new() })
     }
 
-    /// Folds some blocks of the union.
+    /// Folds the given blocks of the union.
     fn fold_chunk(
         &self,
         begun: &Begun,
@@ -135,7 +136,8 @@ impl Lists {
             let index = listed[0].index;
             let len = len_of(&descriptor, index);
             inputs.clear();
-            // SAFETY: a block is one thread's, and it writes only to `sum` while it reads these.
+            // SAFETY: only this thread accesses the block, and it writes only to `sum` while it
+            // reads the inputs.
             let read = |it: &Listed| unsafe { begun.places[it.list as usize].bytes(it.at, len) };
             inputs.extend(listed.iter().map(read));
             let absent = inputs.len() < self.shares.len();
@@ -152,8 +154,8 @@ impl Lists {
     }
 }
 
-/// Writes the job's sums to the tensors of those that have handed some. A block that is not in the
-/// list is zero there: the host has contributed every block that is not.
+/// Writes the job's sums into the tensors that ranks have passed. Blocks that are not in `sums` are
+/// already zero in these tensors, because the host has contributed every non-zero block.
 pub(in crate::sidecar) fn give(descriptor: &Descriptor, shares: &[Share], sums: &Blocks) {
     let full = full_len(descriptor);
     for (index, block) in sums.indices.iter().zip(sums.values.chunks(full)) {
@@ -164,13 +166,13 @@ pub(in crate::sidecar) fn give(descriptor: &Descriptor, shares: &[Share], sums: 
 fn write_to_tensors(shares: &[Share], at: usize, block: &[u8]) {
     for share in shares {
         if let Handed::Tensor(place) = &share.handed {
-            // SAFETY: a block is one thread's, and it reads none of its inputs any more.
+            // SAFETY: only this thread accesses the block, and it no longer reads the inputs.
             unsafe { place.bytes_mut(at, block.len()) }.copy_from_slice(block);
         }
     }
 }
 
-/// The blocks of a tensor that are not zero; the others are +0.0 throughout from then on.
+/// Returns the non-zero blocks of a tensor, and sets every element of the other blocks to +0.0.
 fn nonzero(descriptor: &Descriptor, place: &Place) -> Vec<u32> {
     let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
     // SAFETY: all ranks have called the op, and this thread is the first to work on it.

@@ -1,10 +1,10 @@
-//! Where ranks have what they hand: memory that they may write to at any time.
+//! Places in memory that ranks lend. A rank can write to its memory at any time.
 //!
-//! A place is of one op at a time: what overlaps one in flight is refused. That a rank leaves it
-//! alone meanwhile, and lends the same pages once, nothing holds it to; one that does not spoils
-//! the values of its own job, since no index, length or branch that memory depends on is taken
-//! from them. The language promises nothing for such races, so what is said of safety here is said
-//! of ranks that keep to it.
+//! Each place belongs to one op at a time: the sidecar rejects a place that overlaps one in flight.
+//! Nothing forces a rank to leave a place alone during its op, or to lend the same pages only once.
+//! A rank that breaks these rules corrupts only the values of its own job, because memory safety
+//! depends on no index, length or branch taken from those values. Rust defines no behavior for such
+//! races, so the safety comments here hold only for ranks that follow the rules.
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
@@ -21,14 +21,15 @@ use crate::sidecar::budget::{Budget, Room};
 use crate::sidecar::message::ListAt;
 use crate::tensor::Region;
 
-/// Memory that a rank has lent. What it took of the budget is free again when this goes.
+/// Memory that a rank has lent. Dropping it returns its bytes to the budget.
 #[derive(Debug)]
 pub(in crate::sidecar) struct Memory {
     mapping: Arc<Mapping>,
     _room: Room,
 }
 
-/// The same as those have it that work on it: they may let it go a moment later than all others.
+/// The mapping of lent memory. Threads that work on the memory may keep the mapping briefly after
+/// [`Memory`] is dropped.
 #[derive(Debug)]
 struct Mapping {
     shared: SharedMemory,
@@ -36,7 +37,7 @@ struct Mapping {
 }
 
 impl Memory {
-    /// The memory that a descriptor is of.
+    /// Maps the memory of a file descriptor, and charges its size to the budget.
     pub(in crate::sidecar) fn of(
         descriptor: &OwnedFd,
         budget: &Arc<Budget>,
@@ -53,7 +54,7 @@ impl Memory {
     }
 }
 
-/// Where a rank has values.
+/// A byte range of lent memory.
 #[derive(Debug, Clone)]
 pub(in crate::sidecar) struct Place {
     mapping: Arc<Mapping>,
@@ -62,7 +63,8 @@ pub(in crate::sidecar) struct Place {
 }
 
 impl Place {
-    /// `len` bytes of a memory from `at` on; nothing if it does not have them.
+    /// Returns the place of `len` bytes at offset `at`, or `None` if they are not all within the
+    /// memory.
     pub(in crate::sidecar) fn new(memory: &Arc<Memory>, at: u64, len: u64) -> Option<Self> {
         let (at, len) = (usize::try_from(at).ok()?, usize::try_from(len).ok()?);
         let is_within = at.checked_add(len).is_some_and(|end| end <= memory.len());
@@ -73,68 +75,71 @@ impl Place {
         self.len
     }
 
-    /// What its memory is of, and room for sums of it is taken of.
+    /// Returns the budget that pays for the place's memory. The same budget pays for the sums.
     pub(super) fn budget(&self) -> &Arc<Budget> {
         &self.mapping.budget
     }
 
-    /// Whether some bytes are another's too.
+    /// Returns whether two places of the same lent memory share bytes.
     pub(super) fn overlaps(&self, other: &Self) -> bool {
         let are_some = self.len > 0 && other.len > 0;
         let meet = self.at < other.at + other.len && other.at < self.at + self.len;
         are_some && meet && Arc::ptr_eq(&self.mapping, &other.mapping)
     }
 
-    /// The tensor, as an op of a client's.
+    /// Returns the place as the tensor of a client's op.
     pub(in crate::sidecar) fn region(&self) -> Region {
         let start = self.mapping.shared.start().as_ptr().wrapping_add(self.at);
         let start = NonNull::new(start).unwrap_or(NonNull::dangling());
-        // SAFETY: within the memory, which stays where it is as long as it is kept. That the rank
-        // leaves it alone, nothing but the job's sums depends on.
+        // SAFETY: the range is within the memory, which stays mapped at its address while the
+        // region keeps it. Only the job's sums depend on the rank not writing to it.
         unsafe { Region::new(start, self.len, Arc::clone(&self.mapping)) }
     }
 
-    /// Writes what another place has, of the same length, which nobody else has or writes to.
+    /// Copies the bytes of another place of the same length into this one. No other thread of this
+    /// process may access either place.
     pub(in crate::sidecar) fn copy_from(&self, other: &Self) {
         let len = self.len.min(other.len);
-        // SAFETY: the tensors are of two ranks, and nobody in this process works on them.
+        // SAFETY: the tensors belong to two ranks, and no other thread of this process accesses
+        // them.
         unsafe { self.bytes_mut(0, len).copy_from_slice(other.bytes(0, len)) };
     }
 
-    /// Bytes of the tensor, to be read.
+    /// Returns bytes of the place for reading.
     ///
     /// # Safety
-    /// Nobody in this process writes to them.
+    /// No thread of this process may write to these bytes while the slice exists.
     pub(super) unsafe fn bytes(&self, from: usize, len: usize) -> &[u8] {
         assert!(from + len <= self.len, "beyond the place");
-        // SAFETY: as the caller says; a rank that writes to its tensor while an op runs spoils its
-        // job's sums, and nothing else depends on the values.
+        // SAFETY: the caller guarantees that no thread of this process writes to the bytes. A rank
+        // that writes to its tensor during an op corrupts only its job's sums.
         unsafe { self.mapping.shared.bytes(self.at + from..self.at + from + len) }
     }
 
-    /// Bytes of the tensor, to be written.
+    /// Returns bytes of the place for writing.
     ///
     /// # Safety
-    /// Nobody in this process has them.
+    /// No other reference to these bytes may exist in this process.
     #[expect(clippy::mut_from_ref, reason = "the caller sees to it that nobody else has them")]
     pub(super) unsafe fn bytes_mut(&self, from: usize, len: usize) -> &mut [u8] {
         assert!(from + len <= self.len, "beyond the place");
-        // SAFETY: as the caller says, and as above.
+        // SAFETY: the caller guarantees that this process has no other reference to the bytes. A
+        // rank that writes to them corrupts only its job's sums.
         unsafe { self.mapping.shared.bytes_mut(self.at + from..self.at + from + len) }
     }
 }
 
-/// Where a rank has a list of blocks: which they are, and elsewhere in the memory their values.
+/// A rank's list of blocks in lent memory: a place for the indices and another for the values.
 #[derive(Debug, Clone)]
 pub(in crate::sidecar) struct List {
     indices: Place,
-    /// As many bytes as whole blocks have, if the memory goes on for so long.
+    /// The place of the values. Its length counts every block as whole, but ends with the memory.
     values: Place,
 }
 
 impl List {
-    /// Some blocks of a tensor, whose indices begin at `at`; nothing if the memory does not have
-    /// them.
+    /// Returns the list with indices at offset `at`. Returns `None` if the indices or values start
+    /// outside the memory, if the indices do not fit in it, or if they are not aligned.
     pub(in crate::sidecar) fn new(
         memory: &Arc<Memory>,
         at: u64,
@@ -149,20 +154,21 @@ impl List {
         indices.at.is_multiple_of(size_of::<u32>()).then_some(Self { indices, values })
     }
 
-    /// All that it has of the memory.
+    /// Returns the places of the indices and of the values.
     pub(super) const fn places(&self) -> [&Place; 2] {
         [&self.indices, &self.values]
     }
 
-    /// The indices, and where the values are; nothing of a list that cannot be: it is sorted, has
-    /// no block twice, and all are the tensor's.
+    /// Reads the indices, and returns them with the place of the values. Returns `None` for an
+    /// invalid list: the indices must ascend, without duplicates and within the tensor, and the
+    /// memory must hold all values.
     pub(super) fn read(&self, descriptor: &Descriptor) -> Option<(Vec<u32>, Place)> {
         let Place { mapping, at, len } = &self.indices;
         let (blocks, count) = (len / size_of::<u32>(), count_of(descriptor));
         if blocks as u64 > count {
             return None;
         }
-        // Each is read once: the rank may write to them meanwhile.
+        // Each index is read only once, because the rank may change it at any time.
         let index = |nth| mapping.shared.word(at + size_of::<u32>() * nth);
         let indices: Vec<u32> = (0..blocks).map(index).collect();
         let last = indices.last().copied();

@@ -1,4 +1,4 @@
-//! The fold of tensors: they are summed where they lie.
+//! The fold of whole tensors, in place.
 
 #![expect(unsafe_code, reason = "the memory is shared with other processes")]
 
@@ -15,23 +15,25 @@ use super::{CHUNK, SCANNED, TURN};
 use crate::blocks::full_len;
 use crate::sidecar::chunks::Chunks;
 
-/// Bytes of a lone rank's tensor that are folded, compared and scanned while they are in the
-/// nearest cache. Whole blocks of every size.
+/// The bytes of a single rank's tensor that are folded, compared and scanned together, so that they
+/// stay in the L1 cache. A multiple of every block size.
 const ALONE: usize = 8 << 10;
 
-/// Tensors of one descriptor, each of a rank.
+/// A fold of tensors with the same descriptor, one from each rank.
 #[derive(Debug)]
 pub(super) struct Tensors {
     descriptor: Descriptor,
-    /// In rank order.
+    /// The ranks' tensors, in rank order.
     places: Vec<Place>,
-    /// How many ranks the job has: the divisor of an average.
+    /// The number of ranks in the job, which is the divisor of an average.
     world: u32,
-    /// How many of the places get the sum: of one host's part in a job the first.
+    /// The number of places that receive the sum: all, or only the first if the job has ranks on
+    /// other hosts.
     targets: usize,
     len: usize,
     chunks: Chunks,
-    /// Of one host's part, a bit for each block that is not zero at some rank.
+    /// One bit for each block that is non-zero at any rank. Empty if this host has all ranks of the
+    /// job.
     held: Vec<AtomicU64>,
 }
 
@@ -55,7 +57,8 @@ impl Tensors {
         self.chunks.are_taken()
     }
 
-    /// Of one host's part, the blocks that are not zero at some rank, once all is folded.
+    /// Returns the blocks that are non-zero at any rank, after the fold has finished. Returns none
+    /// if this host has all ranks of the job.
     pub(super) fn held(&self) -> impl Iterator<Item = u32> {
         let bits = |word: &AtomicU64| {
             let word = word.load(Relaxed);
@@ -65,7 +68,7 @@ impl Tensors {
         words.flat_map(move |(first, word)| bits(word).map(move |bit| first + bit))
     }
 
-    /// Folds chunks for a turn. Returns true to the one thread that ends the last.
+    /// Folds up to [`TURN`] chunks. Returns true to the thread that finishes the last chunk.
     pub(super) fn work(&self, sum: &mut [u8]) -> bool {
         self.chunks.work(TURN, |chunk| {
             let from = chunk * CHUNK;
@@ -79,7 +82,8 @@ impl Tensors {
         }
         let (full, len) = (full_len(&self.descriptor), sum.len());
         let masks: Vec<_> = self.places.iter().map(|place| self.scan(place, from, len)).collect();
-        // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads these.
+        // SAFETY: only this thread accesses the chunk, and it writes only to `sum` while it reads
+        // the inputs.
         let read = |place| unsafe { Place::bytes(place, from, len) };
         let inputs: Vec<&[u8]> = self.places.iter().map(read).collect();
         let blocks = len.div_ceil(full);
@@ -95,28 +99,30 @@ impl Tensors {
             first = end;
         }
         for place in &self.places[..self.targets] {
-            // SAFETY: a chunk is one thread's, and it reads none of them any more.
+            // SAFETY: only this thread accesses the chunk, and it no longer reads the inputs.
             unsafe { place.bytes_mut(from, len) }.copy_from_slice(sum);
         }
     }
 
-    /// Folds a chunk of one rank's: it is its own sum, but for what NaNs carry, so that next to
-    /// nothing is written. It is scanned last, when it is in the cache.
+    /// Folds a chunk of a single rank. Its sum equals its input except for NaN payloads, so almost
+    /// nothing is written. Each part is scanned last, while it is in the cache.
     fn fold_alone(&self, own: &Place, from: usize, sum: &mut [u8]) {
         for (nth, sum) in sum.chunks_mut(ALONE).enumerate() {
             let (from, len) = (from + nth * ALONE, sum.len());
-            // SAFETY: a chunk is one thread's, and it writes only to `sum` while it reads this.
+            // SAFETY: only this thread accesses the chunk, and it writes only to `sum` while it
+            // reads the input.
             let input = unsafe { own.bytes(from, len) };
             self.fold_blocks(&[input], sum);
             if input != sum {
-                // SAFETY: a chunk is one thread's, and it does not read it any more.
+                // SAFETY: only this thread accesses the chunk, and it no longer reads the input.
                 unsafe { own.bytes_mut(from, len) }.copy_from_slice(sum);
             }
             self.scan(own, from, len);
         }
     }
 
-    /// Folds blocks that the same ranks have: sums leave out who has none, as an aggregator's do.
+    /// Folds blocks that are non-zero at the same ranks. The sum leaves out all other ranks, as an
+    /// aggregator's sum does.
     fn fold_blocks(&self, holders: &[&[u8]], sum: &mut [u8]) {
         if holders.is_empty() {
             return sum.fill(0);
@@ -131,17 +137,17 @@ impl Tensors {
             .expect("a valid descriptor folds");
     }
 
-    /// Finds the blocks of a chunk that are not zero at a rank; the others are +0.0 throughout from
-    /// then on.
+    /// Returns the non-zero blocks of a rank's chunk, and sets every element of the other blocks to
+    /// +0.0.
     fn scan(&self, place: &Place, from: usize, len: usize) -> Mask {
         let Descriptor { dtype, .. } = self.descriptor;
         let (full, mut mask) = (full_len(&self.descriptor), Mask::default());
-        // SAFETY: a chunk is one thread's, and it has no bytes of it yet.
+        // SAFETY: only this thread accesses the chunk, and it holds no reference to it yet.
         let chunk = unsafe { place.bytes_mut(from, len) };
         for (nth, blocks) in chunk.chunks_mut(SCANNED * full).enumerate() {
             mask[nth] = codec::scan_window(dtype, self.descriptor.block_elements(), blocks);
             if !self.held.is_empty() {
-                // Chunks of a few large blocks share a word.
+                // Chunks of a few large blocks share a `u64`, so threads update it atomically.
                 let first = from / full + nth * SCANNED;
                 self.held[first / SCANNED].fetch_or(mask[nth] << (first % SCANNED), Relaxed);
             }
@@ -150,7 +156,7 @@ impl Tensors {
     }
 }
 
-/// Which blocks of a chunk are not zero: the smallest have 64 bytes.
+/// One bit for each non-zero block of a chunk. The smallest blocks have 64 bytes.
 type Mask = [u64; CHUNK / 64 / SCANNED];
 
 const fn has(mask: &Mask, block: usize) -> bool {

@@ -1,4 +1,5 @@
-//! How ranks leave a job: by their own wish, which waits for what works on their memory, or lost.
+//! Removal of ranks from a job. A rank that leaves waits until no fold uses its memory; a lost rank
+//! is removed at once.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
@@ -11,9 +12,9 @@ use crate::sidecar::member::Member;
 use crate::sidecar::message::FromSidecar;
 
 impl Job {
-    /// Removes a rank that leaves, once no fold uses its memory. The job ends if other hosts have
-    /// not called the rank's ops within `limit`: the sums sent to them lie in memory that the rank
-    /// takes back.
+    /// Removes a leaving rank once no fold uses its memory. The job ends if other hosts have not
+    /// called the rank's ops within `limit`, because the sums sent to them lie in memory that the
+    /// rank takes back.
     pub(in crate::sidecar) fn leave(&self, rank: u16, limit: Duration) {
         let wait_while = |state, limit, is_so: &dyn Fn(&State) -> bool| {
             let waited = self.changed.wait_timeout_while(state, limit, |state| is_so(state));
@@ -26,19 +27,19 @@ impl Job {
         let mut state = wait_while(state, FOR_EVER, &|state| runs(state) && is_folded_here(state));
         if is_at_work(&state) {
             state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Left });
-            // Nothing else ends what is on its way to other hosts.
+            // Ops that are on their way to other hosts end only when the job leaves the aggregator.
             Self::leave_upstream(state, rank, Loss::Left);
             state = wait_while(self.lock(), FOR_EVER, &is_at_work);
         }
         Self::part_with(state, rank, Loss::Left);
     }
 
-    /// Removes a rank that is lost.
+    /// Removes a lost rank.
     pub(in crate::sidecar) fn part(&self, rank: u16, why: Loss) {
         Self::part_with(self.lock(), rank, why);
     }
 
-    /// Removes a rank under the lock that the caller holds, so that nothing comes between.
+    /// Removes a rank under the caller's lock, so that no other change comes between.
     fn part_with(mut state: MutexGuard<'_, State>, rank: u16, why: Loss) {
         if state.members.remove(&rank).is_none() {
             return;
@@ -60,7 +61,8 @@ impl Job {
         }
     }
 
-    /// Leaves the job of all hosts, as this rank of a job that is over does, or the last of one.
+    /// Reports the lost ranks to the aggregator and leaves the job there. Callers do so when the
+    /// job is over or its last rank on this host has left.
     fn leave_upstream(state: MutexGuard<'_, State>, rank: u16, why: Loss) {
         let Some(upstream) = state.upstream.clone() else { return };
         let (ranks, why) = match &state.over {
@@ -75,7 +77,7 @@ impl Job {
 }
 
 impl State {
-    /// Whether something works on what a rank has handed for an op that is such.
+    /// Returns whether an op uses memory of the rank for a fold that satisfies `is_such`.
     fn works_for(&self, rank: u16, is_such: impl Fn(&Folding) -> bool) -> bool {
         let has =
             |member: &Member| member.has_any(|op| self.folding.get(&op).is_some_and(&is_such));

@@ -1,4 +1,4 @@
-//! Copies between a rank's own memory and what it has lent.
+//! Copies between a rank's own memory and the memory that it lends.
 
 #![expect(unsafe_code, reason = "a copy is of two threads, of which one may come late")]
 
@@ -10,21 +10,22 @@ use std::thread::{Builder, JoinHandle};
 
 use crate::sidecar::chunks::Chunks;
 
-/// Bytes that a thread copies at a time.
+/// The number of bytes that a thread copies at a time.
 const CHUNK: usize = 256 << 10;
 
-/// Copies of fewer bytes are done before another thread is awake.
+/// The size in bytes from which a second thread helps. A smaller copy ends before that thread is
+/// awake.
 const LARGE: usize = 4 << 20;
 
-/// Copies bytes with the help of a thread of its own, since one thread alone does not keep the
-/// memory busy. It is not one for each copy: where those begin is often where their parents run.
+/// A copier with a helper thread, because one thread alone does not saturate the memory bandwidth.
+/// All copies share the helper: a new thread often starts on the core of its parent.
 #[derive(Debug)]
 pub(in crate::sidecar) struct Copier {
     tell: Option<Sender<Arc<Copying>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A copy of some bytes to others, which do not overlap.
+/// A copy in progress between buffers that do not overlap.
 #[derive(Debug)]
 struct Copying {
     from: *const u8,
@@ -35,10 +36,10 @@ struct Copying {
     changed: Condvar,
 }
 
-// SAFETY: the bytes are looked at for as long as not all chunks are done, and till then they are
-// borrowed by `Copier::copy`.
+// SAFETY: threads access the bytes only until all chunks are done, and `Copier::copy` borrows them
+// until then.
 unsafe impl Send for Copying {}
-// SAFETY: as above, and a chunk is one thread's.
+// SAFETY: as for `Send`, and only one thread accesses each chunk.
 unsafe impl Sync for Copying {}
 
 impl Copier {
@@ -49,7 +50,7 @@ impl Copier {
         Ok(Self { tell: Some(tell), thread: Some(thread) })
     }
 
-    /// Copies bytes to as many others.
+    /// Copies `from` to `to`, which has the same length.
     pub(in crate::sidecar) fn copy(&self, from: &[u8], to: &mut [u8]) {
         assert_eq!(from.len(), to.len(), "as many bytes");
         let helper = self.tell.as_ref().filter(|_| from.len() >= LARGE);
@@ -62,7 +63,7 @@ impl Copier {
             done: Mutex::new(false),
             changed: Condvar::new(),
         });
-        // Without help it takes longer.
+        // If the helper has ended, this thread copies everything.
         drop(helper.send(Arc::clone(&copy)));
         copy.work();
         copy.await_end();
@@ -70,13 +71,13 @@ impl Copier {
 }
 
 impl Copying {
-    /// Copies chunks until all have been taken: a thread that comes late finds none.
+    /// Copies chunks until every chunk is taken. A late thread finds none.
     fn work(&self) {
         let is_last = self.chunks.work(usize::MAX, |chunk| {
             let at = chunk * CHUNK;
             let len = CHUNK.min(self.len - at);
-            // SAFETY: within the bytes, which are borrowed until all chunks are done; this one is
-            // this thread's.
+            // SAFETY: the chunk is within the buffers, which stay borrowed until all chunks are
+            // done. Only this thread accesses the chunk.
             unsafe {
                 let to = slice::from_raw_parts_mut(self.to.add(at), len);
                 to.copy_from_slice(slice::from_raw_parts(self.from.add(at), len));
@@ -98,7 +99,7 @@ impl Drop for Copier {
     fn drop(&mut self) {
         drop(self.tell.take());
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
+            // The panic hook has already printed a panic of the thread.
             drop(thread.join());
         }
     }

@@ -1,4 +1,5 @@
-//! Ranks that stay although their lives are over, and lines that fill up a sidecar.
+//! Tests with ranks that stay after their generation is over, and with lines that fill up a
+//! sidecar.
 
 use racksum_net::local::{Line, SharedMemory};
 
@@ -69,7 +70,7 @@ fn callers_are_hung_up_where_the_lines_before_them_do_not_end() {
     let line = Arc::clone(&shared.lines()[0]);
     shared.lines().resize(shared.most_lines(), line);
     ask(&rig.path).unwrap_err();
-    // All that are taken off when this one ends.
+    // Every entry is the caller's line, so the end of the line removes them all.
     drop(caller);
     while !shared.lines().is_empty() {
         std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! Ranks and callers that do not keep to the protocol.
+//! Tests with ranks and callers that violate the protocol.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -15,7 +15,7 @@ use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
 use crate::sidecar::status::tell;
 
-/// A rank that says whatever it wants.
+/// A rank that sends arbitrary messages.
 pub(super) struct Rogue {
     pub(super) line: Line,
 }
@@ -28,11 +28,11 @@ impl Rogue {
     }
 
     fn say(&self, word: &FromRank, descriptor: Option<&OwnedFd>) {
-        // It may have been hung up.
+        // The sidecar may have hung up.
         drop(self.line.send(word, descriptor.map(AsFd::as_fd)));
     }
 
-    /// Lends memory, and returns why it is refused, if it is.
+    /// Lends memory. Returns the reason if the sidecar refuses it.
     pub(super) fn lend(&self, memory: u32, descriptor: Option<&OwnedFd>) -> Option<String> {
         self.say(&FromRank::Lend { memory }, descriptor);
         loop {
@@ -60,7 +60,7 @@ fn wish(rank: u16, world: u16) -> Join {
     }
 }
 
-/// Writes to the beginning of memory, as any process may that has it.
+/// Writes to the start of shared memory, as any process with its descriptor can.
 fn write(descriptor: &OwnedFd, bytes: &[u8]) {
     std::fs::File::from(descriptor.try_clone().unwrap()).write_all_at(bytes, 0).unwrap();
 }
@@ -77,7 +77,7 @@ fn no_list_of_a_rogue_does_more_than_end_its_job() {
         indices.iter().flat_map(|index| index.to_ne_bytes()).collect()
     };
     let at = |blocks, values| Some(ListAt { blocks, values });
-    // The memory has 4096 bytes, the tensor four blocks of 1024.
+    // The memory has 4096 bytes; the tensor has four blocks of 1024 bytes.
     for (indices, at, list) in [
         (list(&[4]), 0, at(1, 1024)),
         (list(&[u32::MAX, 0]), 0, at(2, 1024)),
@@ -109,7 +109,7 @@ fn no_list_of_a_rogue_does_more_than_end_its_job() {
     }
 }
 
-/// Both ends of a line: the sidecar's and a rank's.
+/// Returns both ends of a line: the sidecar's and the rank's.
 fn ends() -> (Arc<Line>, Line) {
     static MADE: AtomicU32 = AtomicU32::new(0);
     let name = format!("racksum-ends-{}-{}", std::process::id(), MADE.fetch_add(1, Relaxed));
@@ -119,7 +119,7 @@ fn ends() -> (Arc<Line>, Line) {
     (Arc::new(listener.accept().unwrap().unwrap()), rank)
 }
 
-/// What a rank hears at last.
+/// Returns the first message to a rank other than `Ready` and `Waiting`.
 fn last_heard(rank: &Line) -> FromSidecar {
     let heard = std::iter::from_fn(|| rank.recv::<FromSidecar>().unwrap());
     let is_last = |message: &FromSidecar| {
@@ -163,7 +163,7 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
     assert_eq!(reason, "rank 1 has gone before the job was complete");
     assert_eq!(job.join(&wish(2), &lines[2].0, peer).unwrap_err(), reason);
     assert!(job.is_refused());
-    // Nobody is called for ranks that were refused.
+    // A refused job does not call the aggregator.
     job.call(&ConnectOptions::new("192.0.2.1:1", ""));
 }
 
@@ -258,7 +258,7 @@ proptest! {
         let (_memory, memory) = SharedMemory::new(8192).unwrap();
         for (kind, one, two, three) in words {
             let (descriptor, id) = (encoded(&Descriptor::sum(one % 3000, DType::F32)), three % 3);
-            // Half of them are near what could be.
+            // Half of the offsets are within the memory.
             let near = |word: u64| if word.is_multiple_of(2) { word % 8192 } else { word };
             let list = Some(ListAt { blocks: three % 40, values: near(two) });
             match kind {
@@ -350,7 +350,7 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
     stopped.send(&FromSidecar::Ready, None).unwrap();
     stopped.send(&FromSidecar::Lent { memory: 0, refused: None }, None).unwrap();
     let lent = rank.lend(4).unwrap();
-    // More than there is room for on the line, of which nobody reads any more.
+    // Submits more ops than the line can queue, because its other end no longer reads.
     let submit = || rank.submit(lent.region(0), sum_of(0));
     let first = submit().unwrap();
     while submit().is_ok() {}
@@ -414,7 +414,7 @@ fn a_status_that_is_long_comes_in_parts() {
     let ranks = rig.job("job", 1);
     let mut long = ask(&rig.path).unwrap();
     long.jobs = vec![long.jobs[0].clone(); 1000];
-    // Characters that JSON escapes, and of several bytes.
+    // Characters that JSON escapes, and characters of several bytes.
     long.jobs[500].job = "\"\\\u{1f980}".repeat(600);
     let told = std::thread::scope(|scope| {
         let asks = scope.spawn(|| ask(&path).unwrap());
@@ -506,7 +506,8 @@ fn what_a_sidecar_does_is_told() {
 #[test]
 fn a_rank_that_hands_memory_twice_at_a_time_is_let_go() {
     let list = |at, values| (at, Some(ListAt { blocks: 1, values }));
-    // The memory has 4096 bytes, of which an op has the last 1024 of a tensor, or of a list.
+    // The memory has 4096 bytes. The first op uses the last 1024 of them, for a tensor or for the
+    // values of a list.
     for (first, second) in [
         ((3072, None), (3072, None)),
         ((3072, None), (2052, None)),
@@ -525,7 +526,7 @@ fn a_rank_that_hands_memory_twice_at_a_time_is_let_go() {
         for (at, list) in [first, second] {
             rogue.say(&FromRank::Submit { descriptor, memory: 5, at, list }, None);
         }
-        // The first has not ended, which the other rank has not called.
+        // The first op is in flight, because the other rank has not called it.
         let FromSidecar::Lost { .. } = last_heard(&rogue.line) else { panic!("not lost") };
         let told = failure(&honest, own(floats(1.0, 256)), sum_of(256));
         assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
@@ -549,7 +550,7 @@ fn calls_of_a_job_that_is_over_cost_nothing() {
         ranks[0].line.send(&submit, None).unwrap();
     }
     drop((lent, other));
-    // It is heard last.
+    // The sidecar receives this query last.
     let asked = ranks[0].ask_stats().unwrap();
     assert!(ranks[0].has_told_within(&asked, PATIENCE));
     let status = ask(&rig.path).unwrap();

@@ -1,16 +1,17 @@
-//! Ranks that hand lists of blocks, and some of them tensors.
+//! Tests with ranks that pass lists of blocks, some together with ranks that pass tensors.
 
 use super::*;
 use crate::blocks::Blocks;
 
-/// What each rank of a job has for an op.
+/// The descriptor of an op, and the tensor of each rank.
 struct Case {
     descriptor: Descriptor,
     tensors: Vec<Vec<u8>>,
 }
 
 impl Case {
-    /// Tensors of which each rank has about one block of four, some of zeros of either sign.
+    /// Creates tensors with random values in about one block of four. About one block of eight has
+    /// one -0.0 if the type has it.
     fn new(
         dtype: DType,
         reduction: Reduction,
@@ -46,7 +47,7 @@ impl Case {
         }
     }
 
-    /// The blocks of a rank that are not zero, as `proto::arith` defines it.
+    /// Returns the non-zero blocks of a rank, as `proto::arith` defines them.
     fn nonzero(&self, rank: usize) -> Vec<u32> {
         let Descriptor { dtype, .. } = self.descriptor;
         let blocks = self.tensors[rank].chunks(64 * dtype.size());
@@ -54,7 +55,8 @@ impl Case {
         (0..).zip(blocks).filter(|(_, block)| is_some(block)).map(|(index, _)| index).collect()
     }
 
-    /// The union, by the definition: block by block, of those that have contributed.
+    /// Returns the expected sums of the union. Each block is the fold of the ranks that contribute
+    /// it.
     fn expected(&self) -> Blocks {
         let Descriptor { dtype, reduction, .. } = self.descriptor;
         let world = self.tensors.len();
@@ -77,7 +79,7 @@ impl Case {
         sums
     }
 
-    /// The same as a tensor.
+    /// Returns the expected sums as a tensor.
     fn expected_tensor(&self) -> Vec<u8> {
         let (full, sums) = (64 * self.descriptor.dtype.size(), self.expected());
         let mut tensor = vec![0; self.tensors[0].len()];
@@ -88,7 +90,7 @@ impl Case {
     }
 }
 
-/// Bytes that are the same for the same seed.
+/// A generator of bytes that depend only on the seed.
 struct Random(u64);
 
 impl Random {
@@ -115,7 +117,8 @@ proptest! {
         for round in 0..2 {
             let case = Case::new(dtype, reduction, world, elements, &mut random);
             let start = |rank: usize| {
-                // At first every block, in some order; then those that are not zero.
+                // The first round lists every block, unsorted; the second lists the non-zero
+                // blocks.
                 let mut indices: Vec<u32> = (0..).zip(case.tensors[rank].chunks(64 * dtype.size()))
                     .map(|(index, _)| index)
                     .collect();
@@ -141,7 +144,7 @@ proptest! {
     }
 }
 
-/// A list of one block, of ones.
+/// Returns a list with one block of ones.
 fn one_block(index: u32) -> Blocks {
     Blocks { indices: vec![index], values: floats(1.0, 256) }
 }
@@ -150,7 +153,7 @@ fn one_block(index: u32) -> Blocks {
 fn a_list_costs_its_blocks_and_not_its_tensor() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
-    // Were it whole, it would not fit.
+    // A whole tensor of this size would not fit into memory.
     let descriptor = sum_of(1 << 34);
     let handles = [3, 60_000_000].map(one_block).into_iter().zip(&ranks);
     let handles: Vec<_> =
@@ -194,7 +197,7 @@ fn blocks_whose_sum_is_zero_are_listed_as_they_are_without_a_sidecar() {
 
 #[test]
 fn sums_of_lists_are_of_the_memory_that_ranks_may_have() {
-    // Each rank lends 2048 bytes for its list, and the sums of both are two blocks.
+    // Each rank lends 2048 bytes for its list, and the sums of both lists are two blocks.
     let all = 2 * 2048 + 2 * (4 + 1024);
     for (memory, is_enough) in [(all, true), (all - 1, false)] {
         let rig = Rig::with(Limits { jobs: 8, ranks: 64, memory });

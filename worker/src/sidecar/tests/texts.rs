@@ -1,4 +1,4 @@
-//! What one side writes into the fields of a message, and what the other shows of it.
+//! Tests that text from a message is sanitized before it is shown.
 
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use super::*;
 use crate::sidecar::message::{FromSidecar, Join, NotJoined, VERSION};
 
-/// Checks what is shown of a message whose text, `TEXT`, is anything.
+/// Checks that the message's `Debug` output is plain and short when a hostile text replaces `TEXT`.
 fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) {
     let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
     let json = serde_json::to_string(message).unwrap();

@@ -1,4 +1,4 @@
-//! Joins that an aggregator of a tree refuses its ranks, and that its parent refuses both.
+//! Joins that an aggregator in a tree refuses to its ranks, and that its parent refuses to it.
 
 use super::*;
 
@@ -17,7 +17,7 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
         assert!(told.contains(why), "{told}");
     }
     let mut root = registry(Fanout::Unicast, 0);
-    // What has several ranks and may move is a sidecar.
+    // A member with several ranks that may move is a sidecar.
     for (wish, why) in wishes(relayed("job", 0, 2)).into_iter().skip(1) {
         let told = join(&mut root, wish).unwrap_err();
         assert!(told.contains(why), "{told}");
@@ -25,7 +25,7 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
     let told = join(&mut root, Join { data_ports: vec![1, 2], ..relayed("job", 0, 2) });
     assert!(told.unwrap_err().contains("start both with the same --shards"));
     assert_eq!((leaf.jobs(), root.jobs()), (0, 0));
-    // A rank that names standbys, and a rack, are no job, whoever comes first.
+    // A rank with standbys and a rack cannot share a job, in either order.
     let (_, _, _rank) = join(&mut root, Join { may_move: true, ..wish("job", 0, 2) }).unwrap();
     let told = join(&mut root, relayed("job", 1, 2)).unwrap_err();
     assert!(told.contains("name one aggregator"), "{told}");
@@ -43,7 +43,7 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let told_direct = join(&mut registry, wish("job", 1, 4)).unwrap_err();
     assert!(told_direct.contains("through the aggregator at 127.0.0.1"), "{told_direct}");
     assert_eq!(told(&mut inbox), None);
-    // What it brings cannot be, so it is to call again for the others.
+    // The rank that it adds has already joined, so it must call again for the others.
     also(&mut registry, &rack, wish("job", 0, 4));
     let Some(FromAggregator::RefusedRank { rank: 0, reason }) = told(&mut inbox) else { panic!() };
     assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
@@ -53,7 +53,8 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let Some(FromAggregator::RefusedRank { rank: 1, reason }) = told(&mut inbox) else { panic!() };
     assert!(reason.contains("was brought into job \"job\" in generation 0"), "{reason}");
     registry.leave(&rack, Loss::Broke, Instant::now());
-    // Only an aggregator brings others: whoever else says so is gone, and what it held is free.
+    // Only an aggregator adds other ranks. Any other member that does so is lost, and its place is
+    // free.
     let (direct, ..) = join(&mut registry, wish("other", 3, 4)).unwrap();
     assert_eq!(also(&mut registry, &direct, wish("other", 1, 4)), None);
     registry.leave(&direct, Loss::Broke, Instant::now());
@@ -90,7 +91,7 @@ fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
     }
     assert_eq!((said(&mut call), leaf.jobs()), (vec!["Stop".to_owned()], 0));
     assert!(!leaf.hung_up(&seat, PARENT, "closed"), "it is not called again");
-    // The one that completes the world hears why it cannot be served, as the others do.
+    // The rank that completes the world learns why the job cannot be served, as the others do.
     let mut root = registry(Fanout::Unicast, 0);
     root.config.max_jobs = 1024;
     let (rack, _, mut inbox) = join(&mut root, relayed("job", 0, 2)).unwrap();
@@ -157,7 +158,7 @@ fn a_rank_that_is_refused_at_the_second_of_three_levels_is_known_to_none() {
     assert_eq!(said(&mut call), ["also 3"]);
     also(&mut registry, &below, wish("job", 3, 4));
     assert!(matches!(told(&mut inbox), Some(FromAggregator::RefusedRank { rank: 3, .. })));
-    // The parent had been called for what is gone now.
+    // The parent had been called for a rank that has left since.
     assert_eq!(said(&mut call), ["parted 0 Relay"]);
     assert!(registry.hung_up(&own, PARENT, "closed"));
     assert_eq!(registry.call(&own).unwrap().join.rank, 3);
@@ -170,7 +171,7 @@ fn what_a_rack_says_before_it_hears_that_it_is_refused_does_not_hide_the_refusal
     let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     also(&mut registry, &rack, wish("job", 0, 4));
-    // Said right behind it. None would be that it does not keep to the protocol.
+    // This message directly follows it. `None` would mean a protocol violation.
     assert_eq!(also(&mut registry, &rack, wish("job", 3, 4)), Some(Joined::Ready));
     let refused = told(&mut inbox);
     assert!(matches!(refused, Some(FromAggregator::RefusedRank { rank: 0, .. })), "{refused:?}");
