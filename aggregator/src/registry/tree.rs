@@ -97,8 +97,7 @@ impl Registry {
     ) -> Joined {
         let name = &seat.job;
         let Some(job) = self.job(seat) else { return Joined::Ready };
-        // After this side has hung up, messages concern ranks of which one has left, and are
-        // ignored.
+        // Messages that arrive after hang-up are ignored: a member has left.
         let Some(parent) = job.parent.as_mut().filter(|parent| parent.messages.is_some()) else {
             return Joined::Ready;
         };

@@ -1,4 +1,4 @@
-"""Torch's futures of ops, which threads complete. Whoever imports this has torch."""
+"""Torch futures of ops, completed by threads. Importing this module imports torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Ends(Protocol):
 
 
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
-    """A future of tensors on these devices; it has those wait for streams who wait for it."""
+    """Returns a future of tensors on these devices. Its waiters wait for the devices' streams."""
     return Future(devices=_with_streams(devices))
 
 
 def future_of(op: _Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
-    """A future of an op's result, which a thread completes."""
+    """Returns a future of an op's result. A thread completes it."""
     future = new_future(devices)
 
     def complete() -> None:
@@ -41,9 +41,9 @@ def future_of(op: _Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """What is raised to whoever waits for what has ended with an error on another thread.
+    """Returns an exception for the waiters of an op that failed on another thread.
 
-    A panic of the extension is no ``Exception``.
+    A panic of the extension is not an ``Exception``, so it is wrapped in a ``RuntimeError``.
     """
     if isinstance(error, Exception):
         return error
@@ -54,7 +54,7 @@ def as_exception(error: BaseException) -> Exception:
 
 @contextlib.contextmanager
 def own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Has what comes wait on streams of its own, and not on those that GPUs train on."""
+    """Runs the block on new streams, so that training streams of GPUs do not wait for it."""
     with contextlib.ExitStack() as stack:
         for device in _with_streams(devices):
             module = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""How long the collectives of torch's process groups may take. Whoever imports this has torch."""
+"""Timeouts of torch's process groups. Importing this module imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["timeout_of"]
 
 
 def timeout_of(group: ProcessGroup | None) -> float | None:
-    """Seconds that collectives of a group may take, by default the default one, if there is one."""
+    """Returns the timeout in seconds of a group, or of the default group; None if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = cast("ProcessGroup", group or dist.group.WORLD)
@@ -22,7 +22,7 @@ def timeout_of(group: ProcessGroup | None) -> float | None:
 
 
 def _timeout_of_backend(backend: Any) -> float | None:
-    # Debugging wraps backends of PyTorch's own.
+    # In debug mode torch wraps its own backends.
     backend = getattr(backend, "wrapped_pg", backend)
     try:
         limit = backend.options._timeout

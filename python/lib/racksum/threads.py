@@ -1,4 +1,4 @@
-"""Threads that do one thing after the other, and threads that wait."""
+"""Threads that run tasks one after the other, and threads that wait for ops."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 __all__ = ["SerialExecutor", "Waiters", "do_waiting", "end_all", "let_go"]
 
-#: Seconds that the end of the process waits for all threads together.
+#: Seconds that the process waits at its end, for all threads together.
 _PATIENCE = 5.0
-#: Threads that are kept when they have nothing to wait for.
+#: Idle threads that are kept for later tasks.
 _MOST_IDLE = 8
 
 
 class SerialExecutor:
-    """A thread, once there is something for it, that does one thing after the other.
+    """Runs tasks one after the other on a thread, which starts with the first task.
 
-    :param begin: What the thread calls once, when it starts.
+    :param begin: Called once on the thread when it starts.
     """
 
     def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
@@ -34,9 +34,9 @@ class SerialExecutor:
         _all.add(self)
 
     def do(self, thing: Callable[[], None]) -> None:
-        """Has the thread do something after what it was given before."""
+        """Queues a task behind those that were queued before."""
         with self._lock:
-            # A fork has no threads of the process that it was forked from.
+            # A forked child has none of its parent's threads.
             if self._pid != os.getpid():
                 self._start()
         self._things.put(thing)
@@ -46,30 +46,30 @@ class SerialExecutor:
         thread = threading.Thread(
             target=_do_all, args=(things, self._begin), name=self._name, daemon=True
         )
-        # There may be no room for another thread.
+        # Starting may fail at the limit of threads, and must leave this executor unchanged.
         thread.start()
         self._things, self._thread, self._pid = things, thread, os.getpid()
-        # When nobody can give it anything any more, it ends.
+        # The thread ends when the executor is collected.
         weakref.finalize(self, things.put, None).atexit = False
 
     def is_current(self) -> bool:
-        """Whether this is the thread."""
+        """Returns whether the caller runs on this executor's thread."""
         return self._thread is threading.current_thread()
 
     def drain(self) -> None:
-        """Waits until all that the thread was given is done, unless it is this one."""
+        """Waits until all queued tasks are done. On the executor's own thread, returns at once."""
         if self._pid == os.getpid() and not self.is_current():
             drained = threading.Event()
             self.do(drained.set)
             drained.wait()
 
     def end(self) -> None:
-        """Ends the thread after what it was given."""
+        """Ends the thread after the queued tasks."""
         if self._thread is not None and self._pid == os.getpid():
             self._things.put(None)
 
     def join(self, seconds: float) -> None:
-        """Waits until the thread has ended, so long at most."""
+        """Waits until the thread has ended, at most so many seconds."""
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join(seconds)
 
@@ -80,18 +80,18 @@ def _do_all(
     if begin is not None:
         begin()
     while thing := things.get():
-        # Whoever has the future is told. A panic too: the thread has more to do.
+        # The task's future has the error. Even a panic must not end the thread.
         with contextlib.suppress(BaseException):
             thing()
-        # What it holds is let go before the next comes.
+        # Drops the task's references before the thread waits for the next task.
         del thing
 
 
 class Waiters:
-    """Threads that wait, as many as there is to be waited for.
+    """Runs tasks that wait, each on a thread of its own.
 
-    What is done when an op has ended, users' callbacks too, may wait for another op; and ops end in
-    any order.
+    The callbacks of an op may wait for another op, and ops end in any order, so no task may wait
+    behind another.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,7 +100,7 @@ class Waiters:
         self._idle: list[SerialExecutor] = []
 
     def do(self, thing: Callable[[], None]) -> None:
-        """Has a thread do what waits."""
+        """Runs a task that waits, on an idle thread or a new one."""
         with self._lock:
             thread = self._idle.pop() if self._idle else SerialExecutor(self._name)
 
@@ -116,14 +116,14 @@ class Waiters:
 
 
 def do_waiting(thing: Callable[[], None]) -> None:
-    """Has a thread of its own do what would keep this one waiting."""
+    """Runs a task that waits, on a thread other than the caller's."""
     _waiters.do(thing)
 
 
 def let_go(thing: object) -> None:
-    """Has a thread give up its reference to something, for what takes long to end."""
+    """Drops a reference on another thread, for objects whose end takes long."""
     held = [thing]
-    # Where no thread starts, the caller's reference is the last.
+    # If no thread can start, the object ends with the caller's reference.
     with contextlib.suppress(RuntimeError):
         _waiters.do(held.clear)
 
@@ -133,7 +133,7 @@ _waiters = Waiters("racksum-futures")
 
 
 def _begin_anew() -> None:
-    """In a fork there are no threads that would give a lock back."""
+    """Replaces the locks in a forked child, where no thread would release them."""
     _waiters._lock = threading.Lock()
     for thread in _all:
         thread._lock = threading.Lock()
@@ -143,7 +143,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def end_all() -> None:
-    """Ends threads while Python is there: one that it finds in torch would abort the process."""
+    """Ends all threads before Python finalizes, which aborts on a thread inside torch."""
     threads = list(_all)
     for thread in threads:
         thread.end()
