@@ -31,7 +31,6 @@ mod shard;
 mod slots;
 mod status;
 mod tenancy;
-mod turn;
 mod wall_clock;
 
 use std::collections::BTreeSet;

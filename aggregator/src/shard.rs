@@ -22,6 +22,7 @@ use racksum_proto::aggregator::{Aggregation, Config, Failed, Transmit};
 use racksum_proto::auth::Key;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::schedule::{DeficitRoundRobin, Schedule, Turn};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 use tokio::sync::oneshot;
@@ -31,7 +32,6 @@ use crate::destinations::{Destinations, To};
 use crate::failure::Failure;
 use crate::job_keys::JobKeys;
 use crate::slots::Slots;
-use crate::turn::Turn;
 
 use floods::Floods;
 use handle::Siblings;
@@ -123,9 +123,9 @@ pub(crate) struct Job {
     pub(crate) parent: Option<ParentStream>,
     /// When a window was last folded, or when no window was waiting.
     pub(crate) moved: Time,
-    /// The job's turn among the jobs of the shard.
-    pub(crate) turn: Turn,
-    /// Whether its turn ended in the middle of sending.
+    /// The debt, in bytes, above which the job counts as flooded by its own ranks.
+    pub(crate) most_debt: usize,
+    /// Whether its last turn ended in the middle of sending.
     pub(crate) sending: bool,
     /// The number of fences: reasons for which the job may be about to end.
     pub(crate) fences: u32,
@@ -141,6 +141,7 @@ struct Shard {
     waker: Waker,
     gather: Gather,
     jobs: BTreeMap<JobId, Job>,
+    schedule: DeficitRoundRobin<JobId>,
     /// The jobs with a parent, by their job numbers at the parent and the addresses of its shards.
     parent_jobs: BTreeMap<(JobId, SocketAddr), JobId>,
     /// The proofs of data paths that are in progress, by token.
@@ -290,6 +291,7 @@ impl Shard {
         if let Some(parent) = &new.parent {
             self.parent_jobs.insert((parent.config.job, parent.addr), id);
         }
+        self.schedule.add(id, new.share / 100.0);
         if let Some(mut old) = self.jobs.insert(id, Job::new(new, now)) {
             old.slots.release(&mut self.arena);
         }
@@ -297,6 +299,7 @@ impl Shard {
 
     fn remove(&mut self, id: JobId) {
         let Some(mut job) = self.jobs.remove(&id) else { return };
+        self.schedule.remove(id);
         let counters = job.machine.counters();
         self.stats.folds += counters.folds;
         self.stats.rejects.add(&counters.rejects);
@@ -365,33 +368,38 @@ impl Shard {
         Some(count)
     }
 
-    /// Gives every job its turn.
+    /// Gives every job one turn.
     fn serve(&mut self, now: Time) {
-        let alone = self.jobs.len() < 2;
+        self.jobs.keys().for_each(|id| self.schedule.enqueue(*id));
         self.unserved = false;
-        let mut failed = Vec::new();
-        for (id, job) in &mut self.jobs {
-            job.turn.begin(alone);
-            loop {
-                job.poll_parent(now);
-                job.serve(now, &mut self.arena, &self.socket, &mut self.out);
-                let any = job.send_to_parent(now, &self.socket, &mut self.out, &mut failed);
-                for failed in failed.drain(..) {
-                    self.siblings.tell(|| Command::Failed(*id, failed));
-                }
-                if job.turn.is_over() {
-                    self.unserved = true;
-                    break;
-                }
-                if !any {
-                    if !alone {
-                        job.turn.end();
-                    }
-                    break;
-                }
+        for _ in 0..self.schedule.waiting() {
+            let Some(mut turn) = self.schedule.next() else { break };
+            self.serve_job(now, &mut turn);
+            if turn.is_over() {
+                self.unserved = true;
+                self.schedule.enqueue(turn.job);
             }
+            self.schedule.finish(turn);
         }
         self.out.flush_counts(&mut self.stats);
+    }
+
+    /// Works for a job until its turn is over or it has nothing left to do.
+    fn serve_job(&mut self, now: Time, turn: &mut Turn<JobId>) {
+        let Self { jobs, arena, socket, out, siblings, .. } = self;
+        let Some(job) = jobs.get_mut(&turn.job) else { return };
+        let mut failed = Vec::new();
+        loop {
+            job.poll_parent(now);
+            job.serve(now, turn, arena, socket, out);
+            let any = job.send_to_parent(now, turn, socket, out, &mut failed);
+            for failed in failed.drain(..) {
+                siblings.tell(|| Command::Failed(turn.job, failed));
+            }
+            if turn.is_over() || !any {
+                return;
+            }
+        }
     }
 
     /// Publishes the counters to the other threads, at most every 100 ms.
@@ -421,7 +429,7 @@ impl Shard {
 
 impl Job {
     fn new(new: NewJob, now: Time) -> Self {
-        let NewJob { config, ranks, names, parent, group, job_keys, share } = new;
+        let NewJob { config, ranks, names, parent, group, job_keys, .. } = new;
         let windows = usize::from(config.world) * usize::from(config.lanes);
         let in_flight = windows * config.pool_slots as usize * WINDOW_BYTES;
         let mut machine = Aggregation::new(config, now);
@@ -440,7 +448,7 @@ impl Job {
             destinations,
             parent,
             moved: now,
-            turn: Turn::new(share, in_flight),
+            most_debt: in_flight.saturating_mul(2).saturating_add(QUANTUM),
             sending: false,
             fences: 0,
             openers: job_keys.openers(&config),
@@ -448,18 +456,25 @@ impl Job {
     }
 
     /// Folds and sends what is due, for as long as the job's turn lasts.
-    fn serve(&mut self, now: Time, arena: &mut Arena, socket: &UdpSocket, out: &mut Outbox) {
+    fn serve(
+        &mut self,
+        now: Time,
+        turn: &mut Turn<JobId>,
+        arena: &mut Arena,
+        socket: &UdpSocket,
+        out: &mut Outbox,
+    ) {
         let mut any = true;
-        while any && !self.turn.is_over() {
+        while any && !turn.is_over() {
             if !std::mem::take(&mut self.sending) {
-                any = !self.is_fenced() && self.fold(now, arena);
+                any = !self.is_fenced() && self.fold(now, turn, arena);
             }
             // Sending follows even if there was nothing to fold: finding that out may have freed
             // credits.
-            self.sending = self.send(now, socket, out);
+            self.sending = self.send(now, turn, socket, out);
         }
         out.send_joined(socket, self);
-        self.turn.spend(out.take_cost());
+        turn.spend(out.take_cost());
     }
 
     /// Returns whether folding is suspended because the job is about to end. With a parent it is
@@ -469,21 +484,27 @@ impl Job {
     }
 
     /// Folds the next complete window, if there is one. Returns whether there was.
-    fn fold(&mut self, now: Time, arena: &mut Arena) -> bool {
+    fn fold(&mut self, now: Time, turn: &mut Turn<JobId>, arena: &mut Arena) -> bool {
         let fold = self.machine.poll_fold();
         if fold.is_some() || self.machine.backlog() == 0 {
             self.moved = now;
         }
         if let Some(fold) = &fold {
-            self.turn.spend(self.slots.fold(fold, &self.machine, arena));
+            turn.spend(self.slots.fold(fold, &self.machine, arena));
             self.machine.handle_folded(fold, &mut ());
         }
         fold.is_some()
     }
 
     /// Sends what is due. Returns whether the turn ended before everything was sent.
-    fn send(&mut self, now: Time, socket: &UdpSocket, out: &mut Outbox) -> bool {
-        while !self.turn.is_over() {
+    fn send(
+        &mut self,
+        now: Time,
+        turn: &mut Turn<JobId>,
+        socket: &UdpSocket,
+        out: &mut Outbox,
+    ) -> bool {
+        while !turn.is_over() {
             match self.machine.poll_transmit(now, &mut out.datagram[..], &mut ()) {
                 Some(Transmit::Datagram { to, len }) => {
                     out.send_datagram(socket, self, To::Ranks(to), len);
@@ -493,7 +514,7 @@ impl Job {
                 }
                 None => return false,
             }
-            self.turn.spend(out.take_cost());
+            turn.spend(out.take_cost());
         }
         true
     }
@@ -525,6 +546,8 @@ impl Job {
     }
 }
 
+/// Bytes that all jobs together may spend in a round: a few windows for each of many jobs.
+const QUANTUM: usize = 16 << 20;
 /// The maximum number of commands handled between two receives. Joining and leaving ranks must not
 /// leave the others' data in the socket.
 const MOST_COMMANDS: usize = 16;

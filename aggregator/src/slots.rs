@@ -15,10 +15,10 @@ use racksum_proto::dtype::WireType;
 use racksum_proto::fold::{FoldPlan, Run};
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::Rank;
+use racksum_proto::schedule::cost;
 use racksum_proto::wire::Header;
 
 use crate::arena::Arena;
-use crate::turn::fold_cost;
 
 /// The maximum number of ranks of a job.
 pub const MAX_WORLD: u16 = 256;
@@ -212,7 +212,7 @@ impl Slots {
             }
         });
         give_back(contributions, arena);
-        fold_cost(fold.descriptor.wire, fold.len * (1 + fold.contributors()))
+        cost::of_fold(fold.descriptor.wire, fold.len * (1 + fold.contributors()))
     }
 
     /// Puts a result of zeros into a slot, in place of a fold.

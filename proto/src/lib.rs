@@ -40,6 +40,7 @@ pub mod peer_text;
 mod recovery;
 pub mod reject;
 pub mod rtt;
+pub mod schedule;
 mod sequence;
 pub mod status;
 pub mod time;

@@ -166,6 +166,8 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
         worker: port(1_000_000_000),
         shard: port(scenario.shard_rate_bps),
         multicast: scenario.multicast,
+        quantum: 1 << 24,
+        work: Picos::ZERO,
     };
     let cut = Fragmentation::new(1424).expect("a valid payload");
     let inputs = Inputs {

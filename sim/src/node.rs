@@ -11,6 +11,7 @@ use racksum_proto::fold::FoldPlan;
 use racksum_proto::geometry::{Fragmentation, Geometry};
 use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::observer::Observer;
+use racksum_proto::schedule::{Turn, cost};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Worker};
@@ -275,6 +276,8 @@ pub struct ShardNode {
     results: BTreeMap<(u8, u32), Vec<u8>>,
     multicast: bool,
     buffer: Box<[u8]>,
+    /// Whether the last turn ended in the middle of sending.
+    sending: bool,
 }
 
 impl ShardNode {
@@ -288,6 +291,7 @@ impl ShardNode {
             slots: BTreeMap::new(),
             results: BTreeMap::new(),
             multicast,
+            sending: false,
         }
     }
 
@@ -333,24 +337,59 @@ impl ShardNode {
 
     /// Folds and sends everything due to `out`.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
+        self.serve(now, &mut Turn::new((), usize::MAX), out, observer);
+    }
+
+    /// Folds and sends what is due to `out`, until the turn is over, at a real shard's costs.
+    pub fn serve<J>(
+        &mut self,
+        now: Time,
+        turn: &mut Turn<J>,
+        out: &mut Vec<Datagram>,
+        observer: &mut impl Observer,
+    ) {
         let mut joined = Joined::new(self.machine.config().cut);
-        loop {
-            let fold = self.machine.poll_fold();
-            if let Some(fold) = &fold {
-                self.fold(fold);
-                self.machine.handle_folded(fold, observer);
+        let mut any = true;
+        while any && !turn.is_over() {
+            if !std::mem::take(&mut self.sending) {
+                let fold = self.machine.poll_fold();
+                if let Some(fold) = &fold {
+                    self.fold(fold);
+                    let bytes = fold.len * (1 + fold.contributors());
+                    turn.spend(cost::of_fold(fold.descriptor.wire, bytes));
+                    self.machine.handle_folded(fold, observer);
+                }
+                any = fold.is_some();
             }
-            // Polled even without a fold, because the search for one may have freed credits.
-            while let Some(transmit) = self.machine.poll_transmit(now, &mut self.buffer, observer) {
-                self.send(&transmit, &mut joined);
-            }
-            if fold.is_none() {
-                break;
-            }
+            // Sending follows even without a fold, because the search for one may have freed
+            // credits.
+            self.sending = self.transmit(now, turn, &mut joined, observer);
         }
         for (to, bytes) in joined.datagrams {
             out.extend(self.addressed(to, &bytes.into()));
         }
+    }
+
+    /// Collects what is due into `joined`. Returns whether the turn ended before everything was
+    /// collected.
+    fn transmit<J>(
+        &mut self,
+        now: Time,
+        turn: &mut Turn<J>,
+        joined: &mut Joined<Recipient>,
+        observer: &mut impl Observer,
+    ) -> bool {
+        while !turn.is_over() {
+            let transmit = self.machine.poll_transmit(now, &mut self.buffer, observer);
+            let Some(transmit) = transmit else { return false };
+            let (to, len) = match &transmit {
+                aggregator::Transmit::Datagram { to, len } => (*to, *len),
+                aggregator::Transmit::Result { to, result } => (*to, result.len),
+            };
+            turn.spend((cost::SEND + len) * self.copies(to));
+            self.send(&transmit, joined);
+        }
+        true
     }
 
     fn fold(&mut self, fold: &aggregator::Fold) {
@@ -413,6 +452,14 @@ impl ShardNode {
                     joined.push(*to, bytes);
                 });
             }
+        }
+    }
+
+    /// Returns to how many addresses a message to this recipient is sent.
+    fn copies(&self, to: Recipient) -> usize {
+        match to {
+            Recipient::All if !self.multicast => usize::from(self.machine.config().world),
+            Recipient::All | Recipient::Rank(_) => 1,
         }
     }
 

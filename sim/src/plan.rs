@@ -47,6 +47,10 @@ pub struct Network {
     pub shard: PortPlan,
     /// Whether the switch copies datagrams for all ranks. If not, the shard sends one to each rank.
     pub multicast: bool,
+    /// Bytes that all jobs together may spend at a shard before the next job has its turn.
+    pub quantum: usize,
+    /// Time for which a shard is busy with a KiB of its turns' work, besides receiving.
+    pub work: Picos,
 }
 
 /// A host's network card and socket.
@@ -73,6 +77,8 @@ pub struct JobPlan {
     pub world: u16,
     /// The number of lanes.
     pub lanes: u8,
+    /// The job's share of each shard, between 0 and 1.
+    pub share: f64,
     /// The number of slots of each stream.
     pub pool_slots: u32,
     /// The largest number of ops in flight.
@@ -264,6 +270,7 @@ impl JobPlan {
         Self {
             world,
             lanes: 1,
+            share: 1.0,
             pool_slots: 64,
             max_ops: 8,
             cut,
@@ -336,7 +343,15 @@ impl Network {
             send_buffer: usize::MAX,
             service: Picos::ZERO,
         };
-        Self { shards: 1, own_numbers: false, worker: port, shard: port, multicast: true }
+        Self {
+            shards: 1,
+            own_numbers: false,
+            worker: port,
+            shard: port,
+            multicast: true,
+            quantum: 1 << 24,
+            work: Picos::ZERO,
+        }
     }
 }
 

@@ -18,8 +18,8 @@ use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Match, Rule};
 use crate::inputs::{Inputs, Values};
 use crate::plan::{Absence, JobPlan, Missing, Network, Plan};
-use crate::run::Machine;
 use crate::run::Run;
+use crate::run::{Ended, Machine};
 use crate::swarm;
 
 fn network() -> Network {
@@ -88,6 +88,43 @@ fn i2_the_same_inputs_give_the_same_bits_in_every_run() {
         plan.faults = faults(20_000);
         SameBits::compare(&quiet, &check(&plan)).unwrap();
     }
+}
+
+#[test]
+fn i2_turns_at_a_shard_do_not_change_the_bits() {
+    let run = |quantum| {
+        let network = Network { quantum, work: Picos(200_000), ..network() };
+        check(&Plan::new(1, network, vec![busy_job(4), busy_job(3)]))
+    };
+    let whole = run(1 << 24);
+    for bits in [12, 14, 16] {
+        let run = run(1 << bits);
+        assert_ne!(run.trace, whole.trace, "the turns are in another order");
+        SameBits::compare(&whole, &run).unwrap();
+    }
+}
+
+#[test]
+fn i7_a_busy_job_delays_another_by_no_more_than_its_share() {
+    // The shard works off 1 GB/s, far less than the links bring.
+    let (rate, work) = (100_000_000_000, Picos(1_024_000));
+    let busy = Descriptor::sum(1_000_000, DType::F32);
+    let busy = JobPlan { pool_slots: 64, ..job(4) }.with(busy, Inputs::dense(1), Picos::ZERO);
+    let small = Descriptor::sum(1_000, DType::F32);
+    let small = job(2).with(small, Inputs::dense(2), Picos::from_millis(1));
+    let latency = |quantum, jobs: &[&JobPlan]| {
+        let network = Network { quantum, work, ..Network::ideal(rate, Picos::from_micros(5)) };
+        let run = check(&Plan::new(1, network, jobs.iter().map(|job| (*job).clone()).collect()));
+        let last = Machine::Worker { job: jobs.len() - 1, rank: Rank(0) };
+        let Ended { called, at, .. } = &run.ended[&(last, OpId(0))];
+        at.0 - called.0
+    };
+    let alone = latency(1 << 17, &[&small]);
+    let [fair, unfair] = [1 << 17, 1 << 40].map(|quantum| latency(quantum, &[&busy, &small]));
+    // A window of the busy job, 5 * 64 KiB, takes 0.33 ms.
+    let window = Picos::from_micros(330).0;
+    assert!(fair <= alone + 3 * window, "{fair} ps beside a busy job, {alone} ps alone");
+    assert!(unfair > alone + 6 * window, "without turns it waits: {unfair} ps, {alone} ps alone");
 }
 
 #[test]

@@ -11,13 +11,14 @@ use racksum_net::clock::Clock;
 use racksum_net::interface::Interface;
 use racksum_net::udp::{Gather, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket, Waker};
 use racksum_proto::ids::JobId;
+use racksum_proto::schedule::DeficitRoundRobin;
 use racksum_proto::time::Time;
 use tokio::sync::oneshot;
 
 use super::floods::Floods;
 use super::outbox::Outbox;
 use super::proof::Proofs;
-use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, Shard, ShardReport, ShardStats};
+use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, QUANTUM, Shard, ShardReport, ShardStats};
 use crate::StartError;
 use crate::arena::Arena;
 use crate::failure::Failure;
@@ -104,6 +105,7 @@ impl ShardHandle {
             waker: waker.clone(),
             gather: Gather::new(receive_buffer, LONGEST_PAUSE),
             jobs: BTreeMap::new(),
+            schedule: DeficitRoundRobin::new(QUANTUM),
             parent_jobs: BTreeMap::new(),
             proofs: Proofs::default(),
             floods: Floods::default(),

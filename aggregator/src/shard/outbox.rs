@@ -5,12 +5,12 @@ use std::net::SocketAddr;
 use racksum_net::auth::Sealer;
 use racksum_net::udp::{self, GsoBatch, SEND_BATCH, SendRing, Transmit as Message, UdpSocket};
 use racksum_proto::aggregator::{Recipient, ResultFragments};
+use racksum_proto::schedule::cost;
 use racksum_proto::wire::{Flags, Header};
 
 use super::Job;
 use super::report::ShardStats;
 use crate::destinations::To;
-use crate::turn::SEND_COST;
 
 /// The outgoing datagrams: a buffer for control messages, and results that wait to be sent
 /// together.
@@ -195,7 +195,7 @@ impl Post {
         for to in addresses {
             *datagrams += message.datagrams().unwrap_or(0) as u64;
             *bytes += message.contents.len() as u64;
-            *cost += SEND_COST + message.contents.len();
+            *cost += cost::SEND + message.contents.len();
             batch[full].to = to;
             full += 1;
             if full == SEND_BATCH {

@@ -8,8 +8,9 @@ use racksum_net::udp::UdpSocket;
 use racksum_proto::aggregator::{Failed, Place, ResultFragments};
 use racksum_proto::error::OpError;
 use racksum_proto::geometry::{Geometry, Stripe};
-use racksum_proto::ids::WindowId;
+use racksum_proto::ids::{JobId, WindowId};
 use racksum_proto::reject::Reject;
+use racksum_proto::schedule::Turn;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Disagreement, Header};
 use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
@@ -17,7 +18,6 @@ use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
 use super::Job;
 use super::outbox::Outbox;
 use crate::destinations::To;
-use crate::turn::MESSAGE_COST;
 
 /// The link to the parent, as announced to a shard.
 #[derive(Debug)]
@@ -63,7 +63,6 @@ pub(super) fn take<'a>(
 ) -> Option<(Place, &'a [u8])> {
     let parent = job.parent.as_mut()?;
     let (header, body) = message.map_err(|reject| parent.machine.reject(reject, &mut ())).ok()?;
-    job.turn.spend(MESSAGE_COST);
     let verdict = parent.machine.handle_decoded(now, &header, body, congested, &mut ());
     let Verdict::Deliver(delivery) = verdict else { return None };
     let place = job.machine.handle_from_parent(&delivery);
@@ -98,6 +97,7 @@ impl Job {
     pub(super) fn send_to_parent(
         &mut self,
         now: Time,
+        turn: &mut Turn<JobId>,
         socket: &UdpSocket,
         out: &mut Outbox,
         failed: &mut Vec<Failed>,
@@ -109,7 +109,7 @@ impl Job {
         }
         any |= self.scan();
         self.tell_waits(now);
-        while !self.turn.is_over()
+        while !turn.is_over()
             && let Some(parent) = &mut self.parent
             && let Some(transmit) =
                 parent.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
@@ -126,10 +126,10 @@ impl Job {
                     out.send_result(socket, self, To::Parent, &sum);
                 }
             }
-            self.turn.spend(out.take_cost());
+            turn.spend(out.take_cost());
         }
         out.send_joined(socket, self);
-        self.turn.spend(out.take_cost());
+        turn.spend(out.take_cost());
         any | self.pass_failures(failed)
     }
 

@@ -7,18 +7,18 @@ use racksum_proto::aggregator::{Place, Verdict};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::path;
 use racksum_proto::reject::{Reject, Rejects};
+use racksum_proto::schedule::{DeficitRoundRobin, Schedule, cost};
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 
 use super::floods::Floods;
 use super::{Job, Shard, parent};
 use crate::slots::Slots;
-use crate::turn::{MESSAGE_COST, OPEN_COST};
 
 impl Shard {
     /// Handles a buffer that the kernel joined: datagrams of one sender, `stride` apart.
     pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
-        let Self { jobs, parent_jobs, stats, incoming, arena, proofs, floods, socket, .. } = self;
+        let Self { jobs, schedule, parent_jobs, stats, incoming, arena, proofs, floods, .. } = self;
         let buffer = &mut incoming[i];
         // The kernel joins datagrams only if they have the same sender.
         let below = |origin: Option<(JobId, Rank)>| {
@@ -37,7 +37,7 @@ impl Shard {
         for (n, datagram) in buffer.chunks_mut(meta.stride.max(1)).enumerate() {
             if path::Datagram::is_one(datagram) {
                 floods.note_arrived();
-                if !proofs.take(socket, meta.from, datagram, stats) {
+                if !proofs.take(&self.socket, meta.from, datagram, stats) {
                     floods.note_unproven(meta.from);
                 }
                 continue;
@@ -46,7 +46,7 @@ impl Shard {
             let below = below(origin);
             let opened = match below.and_then(|id| jobs.get_mut(&id)) {
                 Some(job) => parent::open(job, datagram),
-                None => open(jobs, floods, datagram, meta),
+                None => open(jobs, schedule, floods, datagram, meta),
             };
             let Some(messages) = opened else {
                 floods.note_arrived();
@@ -60,9 +60,17 @@ impl Shard {
                     if same { Ok((header, body)) } else { Err(Reject::Sender) }
                 });
                 let taken = match below.and_then(|id| Some((id, jobs.get_mut(&id)?))) {
-                    Some((id, job)) => parent::take(job, now, message, meta.ce)
-                        .map(|(place, body)| (id, place, body)),
-                    None => take_message(jobs, floods, &mut stats.rejects, now, message, meta),
+                    Some((id, job)) => {
+                        if let Ok((header, _)) = &message {
+                            schedule.charge(id, cost::of_message(header.kind));
+                        }
+                        let taken = parent::take(job, now, message, meta.ce);
+                        taken.map(|(place, body)| (id, place, body))
+                    }
+                    None => {
+                        let rejects = &mut stats.rejects;
+                        take_message(jobs, schedule, floods, rejects, now, message, meta)
+                    }
                 };
                 let Some((id, place, body)) = taken else { continue };
                 if whole {
@@ -105,6 +113,7 @@ impl Shard {
 /// Hands a message to its job. Returns its body and where to store it, if the body is wanted.
 fn take_message<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
+    schedule: &mut DeficitRoundRobin<JobId>,
     floods: &mut Floods,
     rejects: &mut Rejects,
     now: Time,
@@ -130,11 +139,11 @@ fn take_message<'a>(
         job.machine.reject(Reject::Sender, &mut ());
         return None;
     }
-    let cost = if header.kind == Kind::Open { OPEN_COST } else { MESSAGE_COST };
+    let cost = cost::of_message(header.kind);
     match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
         // The fold will be charged for the stored bytes.
         Verdict::Store(place) => {
-            job.turn.spend(cost);
+            schedule.charge(header.job, cost);
             Some((header.job, place, body))
         }
         verdict @ (Verdict::Duplicate | Verdict::Control | Verdict::Reject(_)) => {
@@ -143,7 +152,7 @@ fn take_message<'a>(
             if !begins {
                 floods.note_useless(meta.from);
             }
-            job.turn.spend(cost + body.len());
+            schedule.charge(header.job, cost + body.len());
             None
         }
     }
@@ -152,6 +161,7 @@ fn take_message<'a>(
 /// Returns the messages of a datagram, if it is authentic or its job is not authenticated.
 fn open<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
+    schedule: &DeficitRoundRobin<JobId>,
     floods: &mut Floods,
     datagram: &'a mut [u8],
     meta: &Received,
@@ -159,7 +169,7 @@ fn open<'a>(
     // Decoding rejects a datagram of an unknown job with the right reason.
     let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
     let Some(job) = jobs.get_mut(&id) else { return Some(datagram) };
-    if job.turn.is_flooded() {
+    if schedule.debt(id) > job.most_debt {
         // Only messages proven to come from the job's ranks make it flooded.
         match job.destinations.ranks.get(rank.index()) {
             Some(addr) if *addr == meta.from => floods.note_useless(meta.from),

@@ -12,7 +12,6 @@ use racksum_proto::reject::Reject;
 use racksum_proto::wire::{AskEntries, AskEntry, Kind, OpenEncoder, Opening};
 
 use super::*;
-use crate::turn::QUANTUM;
 
 /// Returns a shard that runs on the thread of the test.
 fn shard() -> (Shard, Sender<Command>) {
@@ -25,6 +24,7 @@ fn shard() -> (Shard, Sender<Command>) {
         waker: Waker::new().unwrap(),
         gather: Gather::new(0, LONGEST_PAUSE),
         jobs: BTreeMap::new(),
+        schedule: DeficitRoundRobin::new(QUANTUM),
         parent_jobs: BTreeMap::new(),
         proofs: Proofs::default(),
         floods: Floods::default(),

@@ -73,7 +73,7 @@ pub enum Sight<'a> {
     Sent(&'a [u8]),
     /// The machine received a datagram.
     Received(&'a [u8]),
-    /// A shard has done everything due, and its slots hold this many fragments.
+    /// A shard has ended a turn of a job, and its slots hold this many fragments.
     Driven {
         /// The number of fragments held.
         held: usize,

@@ -5,8 +5,9 @@ use std::rc::Rc;
 
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::schedule::{DeficitRoundRobin, Schedule, cost};
 use racksum_proto::time::Time;
-use racksum_proto::wire::Header;
+use racksum_proto::wire::{self, Header};
 
 use super::Ended;
 use crate::check::{Checkers, Sight, Watch};
@@ -43,11 +44,16 @@ pub(super) struct HostState {
 #[derive(Debug)]
 pub(super) enum Role {
     Worker(Box<WorkerHost>),
-    /// A shard, with one machine for each job.
-    Shard {
-        shard: u8,
-        jobs: Vec<ShardNode>,
-    },
+    Shard(ShardHost),
+}
+
+/// A shard, with one machine for each job.
+#[derive(Debug)]
+pub(super) struct ShardHost {
+    shard: u8,
+    pub(super) jobs: Vec<ShardNode>,
+    /// The jobs' turns. Jobs that wait have work left.
+    schedule: DeficitRoundRobin<usize>,
 }
 
 /// A rank and the ops it has yet to call.
@@ -97,10 +103,13 @@ impl HostState {
         true
     }
 
-    /// Discards the datagrams in the socket.
+    /// Discards the datagrams in the socket. A shard has no work until its next life.
     pub(super) fn forget(&mut self) {
         self.socket.clear();
         self.socket_bytes = 0;
+        if let Role::Shard(host) = &mut self.role {
+            host.schedule = DeficitRoundRobin::new(0);
+        }
     }
 
     /// Starts a new life of the shards: a rank resumes, and a shard starts with no state.
@@ -113,12 +122,7 @@ impl HostState {
     ) {
         match &mut self.role {
             Role::Worker(worker) => worker.resume(now, plan, lives[worker.job], checkers),
-            Role::Shard { shard, jobs } => {
-                for (job, node) in jobs.iter_mut().enumerate() {
-                    let config = plan.aggregator(job, *shard, lives[job]);
-                    *node = ShardNode::new(config, plan.network.multicast, now.time());
-                }
-            }
+            Role::Shard(host) => *host = ShardHost::new(plan, host.shard, lives, now),
         }
     }
 
@@ -138,7 +142,7 @@ impl HostState {
     pub(super) fn is_done(&self) -> bool {
         match &self.role {
             Role::Worker(worker) => worker.is_done() || self.dies_at < Picos::NEVER,
-            Role::Shard { .. } => true,
+            Role::Shard(_) => true,
         }
     }
 
@@ -169,11 +173,12 @@ impl HostState {
                 };
                 worker.drive(now, room, &plan.jobs[worker.job], out, checkers);
             }
-            Role::Shard { shard, jobs } => {
+            Role::Shard(host) => {
                 for (bytes, marked) in batch {
-                    handle_at_shard(now, *shard, jobs, &bytes, marked, checkers);
+                    host.handle(now, &bytes, marked, checkers);
                 }
-                drive_shard(now, *shard, jobs, out, checkers);
+                let spent = host.serve(now, out, checkers);
+                self.occupy(now + Picos(plan.network.work.0 * spent as u64 / 1024));
             }
         }
     }
@@ -189,7 +194,8 @@ impl HostState {
                 let half = (self.port.send_buffer / 2) as u64;
                 if worker.blocked { due.min(self.up.falls_to(half)) } else { due }
             }
-            Role::Shard { .. } => Picos::NEVER,
+            Role::Shard(host) if host.schedule.waiting() > 0 => self.free_at,
+            Role::Shard(_) => Picos::NEVER,
         }
     }
 
@@ -214,13 +220,13 @@ impl HostState {
                 }
                 out.extend(sent.into_iter().map(|datagram| (worker.job, datagram)));
             }
-            Role::Shard { shard, jobs } => {
-                for (job, node) in jobs.iter_mut().enumerate() {
-                    let machine = Machine::Shard { job, shard: *shard };
+            Role::Shard(host) => {
+                for (job, node) in host.jobs.iter_mut().enumerate() {
+                    let machine = Machine::Shard { job, shard: host.shard };
                     let mut watch = Watch { at: now, machine, foreign: true, checkers };
                     node.handle(now.time(), bytes, false, &mut watch);
                 }
-                drive_shard(now, *shard, jobs, out, checkers);
+                host.serve(now, out, checkers);
             }
         }
     }
@@ -363,42 +369,62 @@ fn set_numbers(node: &mut WorkerNode, plan: &Plan, job: usize, life: Life) {
     }
 }
 
-/// Passes a datagram to the machine of its job.
-fn handle_at_shard(
-    now: Picos,
-    shard: u8,
-    jobs: &mut [ShardNode],
-    bytes: &[u8],
-    marked: bool,
-    checkers: &mut Checkers,
-) {
-    let Ok((header, ..)) = Header::decode_first(bytes) else { return };
-    let mine =
-        jobs.iter_mut().enumerate().find(|(_, node)| node.machine.config().job == header.job);
-    let Some((job, node)) = mine else { return };
-    let machine = Machine::Shard { job, shard };
-    checkers.see(now, machine, &Sight::Received(bytes));
-    let mut watch = Watch { at: now, machine, foreign: false, checkers };
-    node.handle(now.time(), bytes, marked, &mut watch);
-}
+impl ShardHost {
+    /// Creates a shard without state, for these lives of the jobs.
+    pub(super) fn new(plan: &Plan, shard: u8, lives: &[Life], now: Picos) -> Self {
+        let mut schedule = DeficitRoundRobin::new(plan.network.quantum);
+        let mut node = |job: usize| {
+            schedule.add(job, plan.jobs[job].share);
+            let config = plan.aggregator(job, shard, lives[job]);
+            ShardNode::new(config, plan.network.multicast, now.time())
+        };
+        let jobs = (0..plan.jobs.len()).map(&mut node).collect();
+        Self { shard, jobs, schedule }
+    }
 
-fn drive_shard(
-    now: Picos,
-    shard: u8,
-    jobs: &mut [ShardNode],
-    out: &mut Vec<(usize, Datagram)>,
-    checkers: &mut Checkers,
-) {
-    let mut sent = Vec::new();
-    for (job, node) in jobs.iter_mut().enumerate() {
-        let machine = Machine::Shard { job, shard };
+    /// Passes a datagram to the machine of its job.
+    fn handle(&mut self, now: Picos, bytes: &[u8], marked: bool, checkers: &mut Checkers) {
+        let Ok((header, ..)) = Header::decode_first(bytes) else { return };
+        let mut nodes = self.jobs.iter_mut().enumerate();
+        let mine = nodes.find(|(_, node)| node.machine.config().job == header.job);
+        let Some((job, node)) = mine else { return };
+        let machine = Machine::Shard { job, shard: self.shard };
+        checkers.see(now, machine, &Sight::Received(bytes));
         let mut watch = Watch { at: now, machine, foreign: false, checkers };
-        node.drive(now.time(), &mut sent, &mut watch);
-        for datagram in sent.drain(..) {
-            checkers.see(now, machine, &Sight::Sent(&datagram.bytes));
-            out.push((job, datagram));
+        node.handle(now.time(), bytes, marked, &mut watch);
+        for (header, _) in wire::messages(bytes).filter_map(Result::ok) {
+            self.schedule.charge(job, cost::of_message(header.kind));
         }
-        checkers.see(now, machine, &Sight::Driven { held: node.held() });
+    }
+
+    /// Gives every job one turn. Returns the bytes spent.
+    fn serve(
+        &mut self,
+        now: Picos,
+        out: &mut Vec<(usize, Datagram)>,
+        checkers: &mut Checkers,
+    ) -> usize {
+        let mut spent = 0;
+        (0..self.jobs.len()).for_each(|job| self.schedule.enqueue(job));
+        let mut sent = Vec::new();
+        for _ in 0..self.schedule.waiting() {
+            let Some(mut turn) = self.schedule.next() else { break };
+            let (job, node) = (turn.job, &mut self.jobs[turn.job]);
+            let machine = Machine::Shard { job, shard: self.shard };
+            let mut watch = Watch { at: now, machine, foreign: false, checkers };
+            node.serve(now.time(), &mut turn, &mut sent, &mut watch);
+            for datagram in sent.drain(..) {
+                checkers.see(now, machine, &Sight::Sent(&datagram.bytes));
+                out.push((job, datagram));
+            }
+            checkers.see(now, machine, &Sight::Driven { held: node.held() });
+            if turn.is_over() {
+                self.schedule.enqueue(job);
+            }
+            spent += turn.spent();
+            self.schedule.finish(turn);
+        }
+        spent
     }
 }
 

@@ -13,14 +13,14 @@ use std::rc::Rc;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::wire::Header;
 
-use self::host::{HostState, Role, WorkerHost};
+use self::host::{HostState, Role, ShardHost, WorkerHost};
 use self::strangers::Strangers;
 use crate::check::{Checkers, Invariant, Violation};
 use crate::engine::{Engine, Picos};
 use crate::fault::{Faults, Leg};
 use crate::host::Host;
 use crate::link::Passage;
-use crate::node::{Datagram, Endpoint, ShardNode};
+use crate::node::{Datagram, Endpoint};
 use crate::plan::{Life, Plan};
 use crate::random::{Random, mix};
 use crate::run::{Ended, Run, Totals};
@@ -273,7 +273,7 @@ impl<'a> Cluster<'a> {
     fn die(&mut self, number: usize) {
         let again = self.engine.now() + self.plan.moves[number].lasts;
         for host in &mut self.hosts {
-            if matches!(host.role, Role::Shard { .. }) {
+            if matches!(host.role, Role::Shard(_)) {
                 host.occupy(again);
                 host.forget();
             }
@@ -317,6 +317,8 @@ impl<'a> Cluster<'a> {
             let mut out = Vec::new();
             host.act_foreign(now, &bytes, &mut out, &mut self.checkers);
             self.post(at, out);
+            let due = self.hosts[at].next_due(self.plan);
+            self.rouse(at, due.max(now));
         }
         if let Some(pause) = self.strangers.next_pause() {
             self.engine.schedule(now + pause, Event::Foreign);
@@ -343,8 +345,8 @@ impl<'a> Cluster<'a> {
                     let ops = worker.ended.drain(..);
                     ended.extend(ops.map(|(op, ended)| ((machine, op), ended)));
                 }
-                Role::Shard { jobs, .. } => {
-                    for counters in jobs.iter().map(|node| node.machine.counters()) {
+                Role::Shard(host) => {
+                    for counters in host.jobs.iter().map(|node| node.machine.counters()) {
                         totals.folds += counters.folds;
                         totals.again += counters.fragments_again;
                         totals.duplicates += counters.duplicates;
@@ -367,12 +369,9 @@ fn state(plan: &Plan, host: Host) -> HostState {
             HostState::new(host, network.worker, dies_at, role)
         }
         Host::Shard(shard) => {
-            let node = |job| {
-                let config = plan.aggregator(job, shard, Life::FIRST);
-                ShardNode::new(config, network.multicast, Picos::ZERO.time())
-            };
-            let jobs = (0..plan.jobs.len()).map(node).collect();
-            HostState::new(host, network.shard, Picos::NEVER, Role::Shard { shard, jobs })
+            let lives = vec![Life::FIRST; plan.jobs.len()];
+            let role = Role::Shard(ShardHost::new(plan, shard, &lives, Picos::ZERO));
+            HostState::new(host, network.shard, Picos::NEVER, role)
         }
     }
 }

@@ -19,8 +19,12 @@ use crate::random::Random;
 #[must_use]
 pub fn plan(seed: u64) -> Plan {
     let random = Random::new(seed);
-    let network = network(&mut random.child("network"));
-    let jobs = jobs(&random, &network);
+    let mut network = network(&mut random.child("network"));
+    let mut schedule = random.child("schedule");
+    network.quantum = 1 << schedule.within(12..=24);
+    network.work = Picos(if schedule.once_in(2) { 0 } else { schedule.below(400_000) });
+    let mut jobs = jobs(&random, &network);
+    jobs.iter_mut().for_each(|job| job.share = schedule.pick(&[0.01, 0.2, 0.5, 1.0]));
     let mut plan = Plan::new(seed, network, jobs);
     let mut faults = random.child("rules");
     // Faults stay mild when a rank is missing, because heavy loss would make live ranks look
@@ -75,7 +79,9 @@ fn network(random: &mut Random) -> Network {
     let (worker, shard) = (port(true), port(false));
     let shards = random.pick(&[1, 1, 1, 2, 2, 3, 4]);
     let multicast = random.once_in(2);
-    Network { shards, own_numbers: random.once_in(2), worker, shard, multicast }
+    let own_numbers = random.once_in(2);
+    let (quantum, work) = (1 << 24, Picos::ZERO);
+    Network { shards, own_numbers, worker, shard, multicast, quantum, work }
 }
 
 fn jobs(random: &Random, network: &Network) -> Vec<JobPlan> {

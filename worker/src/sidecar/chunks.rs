@@ -3,6 +3,8 @@
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed};
 
+use racksum_proto::schedule::Turn;
+
 /// The chunks of one piece of work.
 #[derive(Debug)]
 pub(super) struct Chunks {
@@ -22,15 +24,15 @@ impl Chunks {
         self.next.load(Relaxed) >= self.count
     }
 
-    /// Takes and finishes up to `most` chunks. Returns true to the one thread that finishes the
-    /// last chunk.
-    pub(super) fn work(&self, most: usize, mut work: impl FnMut(usize)) -> bool {
-        for _ in 0..most {
+    /// Takes and finishes chunks until none is left or the turn is over. `work` returns what a
+    /// chunk has cost. Returns true to the one thread that finishes the last chunk.
+    pub(super) fn work<J>(&self, turn: &mut Turn<J>, mut work: impl FnMut(usize) -> usize) -> bool {
+        while !turn.is_over() {
             let chunk = self.next.fetch_add(1, Relaxed);
             if chunk >= self.count {
                 return false;
             }
-            work(chunk);
+            turn.spend(work(chunk));
             // `AcqRel` makes the other threads' writes visible to the thread that finishes last.
             if self.left.fetch_sub(1, AcqRel) == 1 {
                 return true;
@@ -50,10 +52,15 @@ mod tests {
         let mut done = Vec::new();
         for (after, ends) in [(2, false), (4, false), (5, true)] {
             assert!(!chunks.are_taken());
-            assert_eq!(chunks.work(2, |chunk| done.push(chunk)), ends);
+            let mut turn = Turn::new((), 100);
+            let ended = chunks.work(&mut turn, |chunk| {
+                done.push(chunk);
+                60
+            });
+            assert_eq!(ended, ends);
             assert_eq!(done, Vec::from_iter(0..after));
         }
         assert!(chunks.are_taken());
-        assert!(!chunks.work(2, |_| unreachable!("all have been taken")));
+        assert!(!chunks.work(&mut Turn::new((), 1), |_| unreachable!("all have been taken")));
     }
 }

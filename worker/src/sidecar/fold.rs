@@ -7,6 +7,7 @@ mod tensors;
 use std::sync::Arc;
 
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::schedule::Turn;
 
 use self::lists::Lists;
 pub(super) use self::lists::give;
@@ -19,10 +20,6 @@ use super::sums::Sums;
 /// Bytes of a tensor that a thread folds at a time. The chunks of all ranks of a host stay in a
 /// cache until the sum overwrites them. A multiple of every block size.
 const CHUNK: usize = 32 << 10;
-
-/// Chunks that a thread folds before the next job has its turn. A turn takes longer than the switch
-/// to the next, but not so long that other jobs notice.
-const TURN: usize = 32;
 
 /// Blocks that one scan covers.
 const SCANNED: usize = 64;
@@ -129,13 +126,19 @@ impl Fold {
         }
     }
 
-    /// Folds for one turn. Calls `begun` after preparing a fold of lists, so that other threads can
-    /// join in. Returns true to the one thread that finishes the fold.
-    pub(super) fn work(&self, sum: &mut Vec<u8>, begun: impl FnOnce()) -> bool {
+    /// Folds until the turn is over or there is nothing left to fold. The turn is charged for the
+    /// bytes read and written. Calls `begun` after preparing a fold of lists, so that other threads
+    /// can join in. Returns true to the one thread that finishes the fold.
+    pub(super) fn work<J>(
+        &self,
+        turn: &mut Turn<J>,
+        sum: &mut Vec<u8>,
+        begun: impl FnOnce(),
+    ) -> bool {
         sum.resize(CHUNK, 0);
         match &self.work {
-            Work::Tensors(tensors) => tensors.work(sum),
-            Work::Lists(lists) => lists.work(sum, begun),
+            Work::Tensors(tensors) => tensors.work(turn, sum),
+            Work::Lists(lists) => lists.work(turn, sum, begun),
         }
     }
 

@@ -1,10 +1,16 @@
 //! The queue of folds, and the loop of the threads that work on them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use racksum_proto::schedule::{DeficitRoundRobin, Schedule, Turn};
 
 use super::fold::Fold;
 use super::job::Job;
+
+/// Bytes that a job's turn reads and writes. A turn takes longer than the switch to the next, but
+/// not so long that other jobs notice.
+const QUANTUM: usize = 8 << 20;
 
 /// A fold, with the job and the op that it belongs to.
 #[derive(Debug)]
@@ -14,39 +20,42 @@ pub(super) struct Task {
     pub(super) op: u32,
 }
 
-/// Folds that are not finished. Jobs take turns of a few chunks each, so that no job starves
-/// another. Within a job, lower lanes come first.
-#[derive(Debug, Default)]
+/// Folds that are not finished. Jobs take turns, so that no job starves another. Within a job,
+/// lower lanes come first.
+#[derive(Debug)]
 pub(super) struct Queue {
     state: Mutex<State>,
     work: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    /// The tasks of each job that has any. The job at the front has the next turn.
-    jobs: VecDeque<Tasks>,
+    /// The tasks of each job that has any.
+    jobs: BTreeMap<JobKey, Tasks>,
+    /// Names those jobs, which all wait for their turn.
+    schedule: DeficitRoundRobin<JobKey>,
     came: u64,
     closed: bool,
 }
 
+/// The address of a job, which its tasks keep alive.
+type JobKey = usize;
+
 /// The tasks of one job, by lane and then in order of arrival.
 type Tasks = BTreeMap<(u8, u64), Arc<Task>>;
+
+impl Default for Queue {
+    fn default() -> Self {
+        let schedule = DeficitRoundRobin::new(QUANTUM);
+        let state = State { jobs: BTreeMap::new(), schedule, came: 0, closed: false };
+        Self { state: Mutex::new(state), work: Condvar::new() }
+    }
+}
 
 impl Queue {
     /// Queues a fold, and wakes the threads.
     pub(super) fn push(&self, lane: u8, task: Task) {
-        let mut state = self.lock();
-        state.came += 1;
-        let came = state.came;
-        let is_of_job = |tasks: &&mut Tasks| {
-            tasks.values().next().is_some_and(|other| Arc::ptr_eq(&other.job, &task.job))
-        };
-        match state.jobs.iter_mut().find(is_of_job) {
-            Some(tasks) => drop(tasks.insert((lane, came), Arc::new(task))),
-            None => state.jobs.push_back(Tasks::from([((lane, came), Arc::new(task))])),
-        }
-        drop(state);
+        self.lock().push(lane, task);
         self.work.notify_all();
     }
 
@@ -59,13 +68,14 @@ impl Queue {
     /// Folds until the queue is closed. Each fold thread runs this method.
     pub(super) fn fold(&self) {
         let mut sum = Vec::new();
-        while let Some(task) = self.next() {
-            let ended = task.fold.work(&mut sum, || {
+        while let Some((task, mut turn)) = self.next() {
+            let ended = task.fold.work(&mut turn, &mut sum, || {
                 // Wakes threads that skipped this fold while it was prepared. Taking the lock first
                 // ensures that none of them is between its search and its wait.
                 drop(self.lock());
                 self.work.notify_all();
             });
+            self.lock().schedule.finish(turn);
             if ended {
                 task.job.folded(task.op, &task.fold);
             }
@@ -74,14 +84,14 @@ impl Queue {
 
     /// Waits for a fold that needs another thread, and returns the most urgent one of the job whose
     /// turn it is. Returns `None` once the queue is closed.
-    fn next(&self) -> Option<Arc<Task>> {
+    fn next(&self) -> Option<(Arc<Task>, Turn<JobKey>)> {
         let mut state = self.lock();
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(task) = state.next() {
-                return Some(task);
+            if let Some(next) = state.next() {
+                return Some(next);
             }
             state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -93,20 +103,38 @@ impl Queue {
 }
 
 impl State {
-    fn next(&mut self) -> Option<Arc<Task>> {
-        let mut turn = 0;
-        while let Some(tasks) = self.jobs.get_mut(turn) {
+    fn push(&mut self, lane: u8, task: Task) {
+        let job = Arc::as_ptr(&task.job).addr();
+        self.came += 1;
+        let tasks = self.jobs.entry(job).or_insert_with(|| {
+            self.schedule.add(job, 1.0);
+            self.schedule.enqueue(job);
+            Tasks::new()
+        });
+        tasks.insert((lane, self.came), Arc::new(task));
+    }
+
+    fn next(&mut self) -> Option<(Arc<Task>, Turn<JobKey>)> {
+        // Counts the jobs in a row whose folds admit no thread now.
+        let mut skipped = 0;
+        while skipped < self.schedule.waiting() {
+            let turn = self.schedule.next()?;
+            let job = turn.job;
+            let tasks = self.jobs.get_mut(&job)?;
             tasks.retain(|_, task| !task.fold.is_taken());
-            let found = tasks.values().find(|task| task.fold.admit()).cloned();
-            if found.is_none() && !tasks.is_empty() {
-                turn += 1;
+            if tasks.is_empty() {
+                self.jobs.remove(&job);
+                self.schedule.remove(job);
                 continue;
             }
-            let tasks = self.jobs.remove(turn)?;
-            if found.is_some() {
-                // The next turn belongs to another job.
-                self.jobs.push_back(tasks);
-                return found;
+            // Other threads may work for the job during its turn.
+            self.schedule.enqueue(job);
+            if turn.is_over() {
+                skipped = 0;
+            } else if let Some(task) = tasks.values().find(|task| task.fold.admit()) {
+                return Some((Arc::clone(task), turn));
+            } else {
+                skipped += 1;
             }
         }
         None
@@ -155,7 +183,7 @@ mod tests {
         push(1, 0, 0);
         push(0, 0, 1);
         push(3, 1, 2);
-        let turns: Vec<_> = (0..4).map(|_| queue.next().unwrap().op).collect();
+        let turns: Vec<_> = (0..4).map(|_| queue.next().unwrap().0.op).collect();
         assert_eq!(turns, [1, 2, 1, 2]);
     }
 }

@@ -41,7 +41,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
             ..Destinations::default()
         },
         parent: None,
-        turn: crate::turn::Turn::new(100.0, 0),
+        most_debt: 0,
         sending: false,
         fences: 0,
         moved: Time(0),

@@ -11,9 +11,10 @@ use racksum_kernels::codec;
 use racksum_kernels::fold::fold_run;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::schedule::Turn;
 
 use super::place::Place;
-use super::{CHUNK, Handed, SCANNED, Share, TURN, budget_of};
+use super::{CHUNK, Handed, SCANNED, Share, budget_of};
 use crate::blocks::{Blocks, Listed, Union, full_len, len_of};
 use crate::sidecar::chunks::Chunks;
 use crate::sidecar::fold_error::FoldError;
@@ -62,9 +63,14 @@ impl Lists {
         self.begun.get().is_some() || !self.is_admitted.swap(true, Relaxed)
     }
 
-    /// Folds up to [`TURN`] chunks. Returns true to the thread that finishes the last chunk.
-    /// Without chunks, returns true to the thread that began the fold.
-    pub(super) fn work(&self, sum: &mut [u8], has_begun: impl FnOnce()) -> bool {
+    /// Folds chunks until the turn is over. Returns true to the thread that finishes the last
+    /// chunk. Without chunks, returns true to the thread that began the fold.
+    pub(super) fn work<J>(
+        &self,
+        turn: &mut Turn<J>,
+        sum: &mut [u8],
+        has_begun: impl FnOnce(),
+    ) -> bool {
         let mut is_first = false;
         let begun = self.begun.get_or_init(|| {
             is_first = true;
@@ -75,12 +81,14 @@ impl Lists {
         }
         let per_chunk = CHUNK / full_len(&self.descriptor);
         match begun {
-            Ok(begun) if begun.union.len() > 0 => begun.chunks.work(TURN, |chunk| {
+            Ok(begun) if begun.union.len() > 0 => begun.chunks.work(turn, |chunk| {
                 let from = chunk * per_chunk;
                 let blocks = from..begun.union.len().min(from + per_chunk);
+                let cost = blocks.len() * full_len(&self.descriptor) * (self.shares.len() + 1);
                 if let Err(error) = self.fold_chunk(begun, blocks, sum) {
                     begun.failed.get_or_init(|| error);
                 }
+                cost
             }),
             _ => is_first,
         }

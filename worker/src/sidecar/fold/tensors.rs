@@ -9,9 +9,10 @@ use racksum_kernels::codec;
 use racksum_kernels::fold::fold_run;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
+use racksum_proto::schedule::Turn;
 
 use super::place::Place;
-use super::{CHUNK, SCANNED, TURN};
+use super::{CHUNK, SCANNED};
 use crate::blocks::full_len;
 use crate::sidecar::chunks::Chunks;
 
@@ -68,11 +69,14 @@ impl Tensors {
         words.flat_map(move |(first, word)| bits(word).map(move |bit| first + bit))
     }
 
-    /// Folds up to [`TURN`] chunks. Returns true to the thread that finishes the last chunk.
-    pub(super) fn work(&self, sum: &mut [u8]) -> bool {
-        self.chunks.work(TURN, |chunk| {
+    /// Folds chunks until the turn is over. Returns true to the thread that finishes the last
+    /// chunk.
+    pub(super) fn work<J>(&self, turn: &mut Turn<J>, sum: &mut [u8]) -> bool {
+        self.chunks.work(turn, |chunk| {
             let from = chunk * CHUNK;
-            self.fold_chunk(from, &mut sum[..CHUNK.min(self.len - from)]);
+            let len = CHUNK.min(self.len - from);
+            self.fold_chunk(from, &mut sum[..len]);
+            len * (self.places.len() + self.targets)
         })
     }
 

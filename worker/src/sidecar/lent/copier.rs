@@ -8,6 +8,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
+use racksum_proto::schedule::Turn;
+
 use crate::sidecar::chunks::Chunks;
 
 /// The number of bytes that a thread copies at a time.
@@ -73,7 +75,7 @@ impl Copier {
 impl Copying {
     /// Copies chunks until every chunk is taken. A late thread finds none.
     fn work(&self) {
-        let is_last = self.chunks.work(usize::MAX, |chunk| {
+        let is_last = self.chunks.work(&mut Turn::new((), usize::MAX), |chunk| {
             let at = chunk * CHUNK;
             let len = CHUNK.min(self.len - at);
             // SAFETY: the chunk is within the buffers, which stay borrowed until all chunks are
@@ -82,6 +84,7 @@ impl Copying {
                 let to = slice::from_raw_parts_mut(self.to.add(at), len);
                 to.copy_from_slice(slice::from_raw_parts(self.from.add(at), len));
             }
+            len
         });
         if is_last {
             *self.done.lock().unwrap_or_else(PoisonError::into_inner) = true;

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use racksum_net::local::{Line, Peer, SharedMemory};
+use racksum_proto::schedule::Turn;
 
 use super::*;
 use crate::blocks::Blocks;
@@ -144,7 +145,7 @@ fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
     assert!(job.submit(0, sum_of(1024), list.clone(), &memory).is_none());
     let (op, fold) = job.submit(1, sum_of(1024), list, &memory).unwrap();
     job.part(0, Loss::Died);
-    assert!(fold.work(&mut Vec::new(), || {}));
+    assert!(fold.work(&mut Turn::new((), usize::MAX), &mut Vec::new(), || {}));
     job.folded(op, &Arc::new(fold));
     let FromSidecar::Lost { ranks, .. } = last_heard(&lines[1].1) else { panic!("not lost") };
     assert_eq!(ranks, [0]);
@@ -187,7 +188,7 @@ fn a_rank_that_leaves_waits_for_folds_of_its_memory_however_long_they_take() {
         tell.send(()).unwrap();
     });
     hear.recv_timeout(Duration::from_millis(200)).unwrap_err();
-    assert!(fold.work(&mut Vec::new(), || {}));
+    assert!(fold.work(&mut Turn::new((), usize::MAX), &mut Vec::new(), || {}));
     job.folded(op, &Arc::new(fold));
     hear.recv_timeout(PATIENCE).unwrap();
     waits.join().unwrap();

@@ -1,0 +1,103 @@
+//! The order of turns among the jobs that share a thread.
+//!
+//! A driver puts jobs with work into a [`Schedule`], asks it for the next [`Turn`], works for that
+//! job until the turn is over or the job has no work left, and hands the turn back. The schedule
+//! decides the order of the jobs and the size of each turn. Shards of an aggregator, fold threads
+//! of a sidecar and the simulator drive the same code.
+//!
+//! All work is measured in bytes, at the prices of [`cost`].
+//!
+//! ```
+//! use racksum_proto::schedule::{DeficitRoundRobin, Schedule};
+//!
+//! let mut schedule = DeficitRoundRobin::new(1000);
+//! for job in ["a", "b"] {
+//!     schedule.add(job, 0.5);
+//!     schedule.enqueue(job);
+//! }
+//! let mut order = Vec::new();
+//! for _ in 0..4 {
+//!     let mut turn = schedule.next().expect("two jobs wait");
+//!     while !turn.is_over() {
+//!         turn.spend(250); // for some work of the job
+//!     }
+//!     order.push((turn.job, turn.spent()));
+//!     schedule.enqueue(turn.job); // which has more of it
+//!     schedule.finish(turn);
+//! }
+//! assert_eq!(order, [("a", 500), ("b", 500), ("a", 500), ("b", 500)]);
+//! ```
+
+pub mod cost;
+mod deficit_round_robin;
+
+pub use deficit_round_robin::DeficitRoundRobin;
+
+/// An order of the jobs that share a thread. `J` names a job.
+///
+/// Jobs that were never added, or were removed, have no turns: calls that name them do nothing.
+pub trait Schedule<J> {
+    /// Adds a job that may use this share of the thread, between 0 and 1.
+    fn add(&mut self, job: J, share: f64);
+
+    /// Removes a job. A turn of it that is handed back later is ignored.
+    fn remove(&mut self, job: J);
+
+    /// Notes that a job has work. A job that already waits for its turn keeps its place.
+    fn enqueue(&mut self, job: J);
+
+    /// Returns the number of jobs that wait for their turn.
+    fn waiting(&self) -> usize;
+
+    /// Begins the next turn, or returns `None` if no job waits.
+    ///
+    /// The job no longer waits: if it has work left after the turn, it must be enqueued again. A
+    /// turn that pays for earlier work is over at once.
+    fn next(&mut self) -> Option<Turn<J>>;
+
+    /// Ends a turn, and charges the job for what it spent beyond its budget.
+    fn finish(&mut self, turn: Turn<J>);
+
+    /// Charges a job for work of this many bytes outside its turns, such as receiving a message.
+    fn charge(&mut self, job: J, bytes: usize);
+
+    /// Returns the bytes that a job has been charged for and has not paid by its turns yet.
+    fn debt(&self, job: J) -> usize;
+}
+
+/// The turn of a job: what it may spend before the next job has its turn.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a turn is handed back by `Schedule::finish`"]
+pub struct Turn<J> {
+    /// The job whose turn it is.
+    pub job: J,
+    budget: usize,
+    spent: usize,
+}
+
+impl<J> Turn<J> {
+    /// Creates a turn of this many bytes.
+    pub const fn new(job: J, budget: usize) -> Self {
+        Self { job, budget, spent: 0 }
+    }
+
+    /// Spends bytes. The last piece of work may exceed the budget.
+    pub const fn spend(&mut self, bytes: usize) {
+        self.spent = self.spent.saturating_add(bytes);
+    }
+
+    /// Returns the bytes spent so far.
+    pub const fn spent(&self) -> usize {
+        self.spent
+    }
+
+    /// Returns whether the budget is spent.
+    pub const fn is_over(&self) -> bool {
+        self.spent >= self.budget
+    }
+
+    /// Returns the bytes spent beyond the budget.
+    pub const fn overdraft(&self) -> usize {
+        self.spent.saturating_sub(self.budget)
+    }
+}
