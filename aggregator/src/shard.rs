@@ -22,7 +22,9 @@ use racksum_proto::aggregator::{Aggregation, Config, Failed, Transmit};
 use racksum_proto::auth::Key;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::observer::EventCounts;
 use racksum_proto::schedule::{DeficitRoundRobin, Schedule, Turn};
+use racksum_proto::status::Buffers;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 use tokio::sync::oneshot;
@@ -239,7 +241,7 @@ impl Shard {
             }
             Command::Left(id, rank) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    job.machine.handle_left(rank, &mut ());
+                    job.machine.handle_left(rank, &mut self.stats.events);
                 }
             }
             Command::LeftBelow { job, rank, name } => {
@@ -249,7 +251,7 @@ impl Shard {
             }
             Command::Failed(id, Failed { op, why, .. }) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    job.machine.handle_failed_beside(op, why, &mut ());
+                    job.machine.handle_failed_beside(op, why, &mut self.stats.events);
                     self.unserved = true;
                 }
             }
@@ -300,12 +302,6 @@ impl Shard {
     fn remove(&mut self, id: JobId) {
         let Some(mut job) = self.jobs.remove(&id) else { return };
         self.schedule.remove(id);
-        let counters = job.machine.counters();
-        self.stats.folds += counters.folds;
-        self.stats.rejects.add(&counters.rejects);
-        if let Some(parent) = &job.parent {
-            self.stats.rejects.add(&parent.machine.counters().rejects);
-        }
         self.parent_jobs.retain(|_, below| *below != id);
         job.slots.release(&mut self.arena);
     }
@@ -314,7 +310,7 @@ impl Shard {
     fn go_on_without(&mut self, id: JobId, rank: Rank) {
         let now = self.clock.now();
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.machine.handle_gone(rank, &mut ());
+        job.machine.handle_gone(rank, &mut self.stats.events);
         let gone = job.destinations.ranks.get(rank.index());
         job.destinations.unicast.retain(|addr| Some(addr) != gone);
         // The windows that waited for the rank can be folded now, and no further message may come
@@ -386,13 +382,14 @@ impl Shard {
 
     /// Works for a job until its turn is over or it has nothing left to do.
     fn serve_job(&mut self, now: Time, turn: &mut Turn<JobId>) {
-        let Self { jobs, arena, socket, out, siblings, .. } = self;
+        let Self { jobs, arena, socket, out, siblings, stats, .. } = self;
+        let events = &mut stats.events;
         let Some(job) = jobs.get_mut(&turn.job) else { return };
         let mut failed = Vec::new();
         loop {
-            job.poll_parent(now);
-            job.serve(now, turn, arena, socket, out);
-            let any = job.send_to_parent(now, turn, socket, out, &mut failed);
+            job.poll_parent(now, events);
+            job.serve(now, turn, arena, socket, out, events);
+            let any = job.send_to_parent(now, turn, socket, out, &mut failed, events);
             for failed in failed.drain(..) {
                 siblings.tell(|| Command::Failed(turn.job, failed));
             }
@@ -412,15 +409,8 @@ impl Shard {
         let mut stats = self.stats.clone();
         stats.kernel_drops = self.socket.drops();
         stats.send_failures = self.socket.send_failures();
-        stats.buffers = [self.arena.total(), self.arena.available() + self.incoming.len()];
-        for job in self.jobs.values() {
-            let counters = job.machine.counters();
-            stats.folds += counters.folds;
-            stats.rejects.add(&counters.rejects);
-            if let Some(parent) = &job.parent {
-                stats.rejects.add(&parent.machine.counters().rejects);
-            }
-        }
+        let free = self.arena.available() + self.incoming.len();
+        stats.buffers = Buffers { total: self.arena.total(), free };
         if let Ok(mut shared) = self.shared.lock() {
             *shared = stats;
         }
@@ -463,15 +453,16 @@ impl Job {
         arena: &mut Arena,
         socket: &UdpSocket,
         out: &mut Outbox,
+        events: &mut EventCounts,
     ) {
         let mut any = true;
         while any && !turn.is_over() {
             if !std::mem::take(&mut self.sending) {
-                any = !self.is_fenced() && self.fold(now, turn, arena);
+                any = !self.is_fenced() && self.fold(now, turn, arena, events);
             }
             // Sending follows even if there was nothing to fold: finding that out may have freed
             // credits.
-            self.sending = self.send(now, turn, socket, out);
+            self.sending = self.send(now, turn, socket, out, events);
         }
         out.send_joined(socket, self);
         turn.spend(out.take_cost());
@@ -484,14 +475,20 @@ impl Job {
     }
 
     /// Folds the next complete window, if there is one. Returns whether there was.
-    fn fold(&mut self, now: Time, turn: &mut Turn<JobId>, arena: &mut Arena) -> bool {
+    fn fold(
+        &mut self,
+        now: Time,
+        turn: &mut Turn<JobId>,
+        arena: &mut Arena,
+        events: &mut EventCounts,
+    ) -> bool {
         let fold = self.machine.poll_fold();
         if fold.is_some() || self.machine.backlog() == 0 {
             self.moved = now;
         }
         if let Some(fold) = &fold {
             turn.spend(self.slots.fold(fold, &self.machine, arena));
-            self.machine.handle_folded(fold, &mut ());
+            self.machine.handle_folded(fold, events);
         }
         fold.is_some()
     }
@@ -503,9 +500,10 @@ impl Job {
         turn: &mut Turn<JobId>,
         socket: &UdpSocket,
         out: &mut Outbox,
+        events: &mut EventCounts,
     ) -> bool {
         while !turn.is_over() {
-            match self.machine.poll_transmit(now, &mut out.datagram[..], &mut ()) {
+            match self.machine.poll_transmit(now, &mut out.datagram[..], events) {
                 Some(Transmit::Datagram { to, len }) => {
                     out.send_datagram(socket, self, To::Ranks(to), len);
                 }

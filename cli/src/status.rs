@@ -480,7 +480,7 @@ fn shard_text(shard: &ShardStatus) -> String {
     let mut text = format!(
         "shard {addr}: {} datagrams ({} B) in, {} ({} B) out, {folds} windows folded, {} of {} \
          buffers free",
-        datagrams[0], bytes[0], datagrams[1], bytes[1], buffers[1], buffers[0]
+        datagrams.received, bytes.received, datagrams.sent, bytes.sent, buffers.free, buffers.total
     );
     for (count, what) in [(kernel_drops, "dropped by the kernel"), (send_failures, "not sent")] {
         if *count > 0 {

@@ -2,7 +2,7 @@
 
 use crate::error::OpError;
 use crate::ids::{OpId, Rank, WindowId};
-use crate::reject::Reject;
+use crate::reject::{Reject, Rejects};
 
 /// An event in a state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,8 +77,65 @@ pub trait Observer {
 
 impl Observer for () {}
 
+/// Counts of events. They outlive the machines that report them.
+#[derive(Debug, Clone, Default)]
+pub struct EventCounts {
+    /// Windows folded.
+    pub folds: u64,
+    /// Fragments that had arrived before.
+    pub duplicates: u64,
+    /// Fragments that were sent again.
+    pub fragments_again: u64,
+    /// Times that missing fragments were asked for.
+    pub asks: u64,
+    /// Datagrams that changed nothing, by reason.
+    pub rejects: Rejects,
+}
+
+impl Observer for EventCounts {
+    fn on_event(&mut self, event: &Event<'_>) {
+        match event {
+            Event::Rejected(reject) => self.rejects.count(*reject),
+            Event::Duplicate { .. } => self.duplicates += 1,
+            Event::Folded { .. } => self.folds += 1,
+            Event::Asked { .. } => self.asks += 1,
+            Event::Again { fragments, .. } => {
+                self.fragments_again += u64::from(fragments.count_ones());
+            }
+            Event::Opened { .. }
+            | Event::Retired { .. }
+            | Event::Done { .. }
+            | Event::Failed { .. } => {}
+        }
+    }
+}
+
 impl<T: Observer + ?Sized> Observer for &mut T {
     fn on_event(&mut self, event: &Event<'_>) {
         (**self).on_event(event);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_counted_by_name() {
+        let (mut counts, window) = (EventCounts::default(), WindowId::new(OpId(0), 0));
+        let events = [
+            Event::Rejected(Reject::Sender),
+            Event::Rejected(Reject::Sender),
+            Event::Duplicate { from: Rank(0), window, fragment: 3 },
+            Event::Folded { window, union: 1, contributors: 2 },
+            Event::Asked { of: Rank(1), from: window },
+            Event::Again { window, fragments: 0b1011 },
+            Event::Failed { op: OpId(0), error: None },
+            Event::Retired { window },
+        ];
+        events.iter().for_each(|event| counts.on_event(event));
+        let EventCounts { folds, duplicates, fragments_again, asks, rejects } = counts;
+        assert_eq!([folds, duplicates, fragments_again, asks], [1, 1, 3, 1]);
+        assert_eq!((rejects.of(Reject::Sender), rejects.total()), (2, 2));
     }
 }

@@ -110,12 +110,18 @@ pub struct ShardStatus {
     /// The address of the shard's data socket.
     #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
-    /// The numbers of datagrams received and sent.
-    pub datagrams: [u64; 2],
-    /// The numbers of bytes received and sent.
-    pub bytes: [u64; 2],
+    /// The number of datagrams.
+    pub datagrams: Traffic,
+    /// The number of bytes in those datagrams.
+    pub bytes: Traffic,
     /// The number of windows folded.
     pub folds: u64,
+    /// The number of fragments that had arrived before.
+    pub duplicates: u64,
+    /// The number of fragments that were sent again.
+    pub fragments_again: u64,
+    /// The number of times that missing fragments were asked for.
+    pub asks: u64,
     /// The number of messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
     /// The number of messages that could not be sent.
@@ -123,8 +129,35 @@ pub struct ShardStatus {
     /// The number of rejected datagrams for each reason that has occurred.
     #[serde(deserialize_with = "PeerText::counts")]
     pub rejects: BTreeMap<String, u64>,
-    /// The number of packet buffers, and how many of them are free.
-    pub buffers: [usize; 2],
+    /// The packet buffers.
+    pub buffers: Buffers,
+}
+
+/// A counter for each direction.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// The count of what was received.
+    pub received: u64,
+    /// The count of what was sent.
+    pub sent: u64,
+}
+
+/// The packet buffers of a shard.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Buffers {
+    /// The number of buffers.
+    pub total: usize,
+    /// How many of them are free.
+    pub free: usize,
+}
+
+/// The memory of a sidecar, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory {
+    /// The bytes in use.
+    pub used: u64,
+    /// The most bytes that may be in use.
+    pub limit: u64,
 }
 
 impl AggregatorStatus {
@@ -183,9 +216,8 @@ pub struct SidecarStatus {
     pub max_ranks: usize,
     /// The number of ranks, over all jobs.
     pub ranks: usize,
-    /// The memory in use and its limit, in bytes. Memory that ranks lend and memory for sums of
-    /// lists both count.
-    pub memory: [u64; 2],
+    /// The memory that ranks lend and the memory for sums of lists, together.
+    pub memory: Memory,
     /// The jobs that the caller may see, by name.
     pub jobs: Vec<SidecarJobStatus>,
 }

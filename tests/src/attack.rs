@@ -287,7 +287,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
         attack_until(&mut attacker, &|_| other.rested.load(SeqCst));
         attacker.aside = None;
         phases.wait();
-        let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes[1]).sum::<u64>();
+        let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes.sent).sum::<u64>();
         // The counters show earlier sends a moment later.
         std::thread::sleep(Duration::from_millis(300));
         let before = sent();

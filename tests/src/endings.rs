@@ -33,7 +33,7 @@ fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
         impostor.send(0, &datagram(&said(Kind::Open), &body[..len]));
         impostor.send(0, &datagram(&Header { mask: 1, ..said(Kind::Data) }, &[0; 1024]));
     }
-    rig.await_stats("the op is folded", |shards| shards[0].folds == 1);
+    rig.await_stats("the op is folded", |shards| shards[0].events.folds == 1);
     (ranks, first.job)
 }
 
@@ -64,7 +64,7 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
     let ask = datagram(&Header { window, ..said(Kind::Ask) }, &body[..len]);
     let ack = datagram(&Header { ack: WindowId::new(OpId(1), 0), ..said(Kind::Ack) }, &[]);
     let [ending, acknowledged, over] = [(); 3].map(|()| AtomicBool::new(false));
-    let heard = || rig.aggregator.stats()[0].datagrams[0];
+    let heard = || rig.aggregator.stats()[0].datagrams.received;
     let before = heard();
     let socket = one.socket.try_clone().unwrap();
     let shard = rig.aggregator.data_addrs()[0];

@@ -57,7 +57,7 @@ fn a_job_gives_back_its_buffers() {
     bounded(30, || {
         let rig = Rig::start(|config| config.shards = 2);
         let free = |rig: &Rig| -> Vec<usize> {
-            rig.aggregator.stats().iter().map(|shard| shard.buffers[1]).collect()
+            rig.aggregator.stats().iter().map(|shard| shard.buffers.free).collect()
         };
         rig.await_peace();
         let before = free(&rig);
@@ -144,7 +144,7 @@ fn two_aggregators_share_a_job() {
             assert_eq!(client.shards(), 4);
             work(client, 7, 12, 3);
         });
-        let folds = |rig: &Rig| rig.aggregator.stats().iter().all(|shard| shard.folds > 0);
+        let folds = |rig: &Rig| rig.aggregator.stats().iter().all(|shard| shard.events.folds > 0);
         for rig in &rigs {
             rig.await_stats("each shard folded", |_| folds(rig));
             rig.await_peace();
@@ -177,7 +177,7 @@ fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
         };
         rigs[0].ranks("both", 2, both, |client, _| work(client, 7, 12, 2));
         for rig in &rigs {
-            rig.await_stats("each shard folded", |_| rig.aggregator.stats()[0].folds > 0);
+            rig.await_stats("each shard folded", |_| rig.aggregator.stats()[0].events.folds > 0);
             rig.await_peace();
         }
     });

@@ -56,7 +56,7 @@ impl Rig {
     pub(crate) fn rejects(&self) -> Rejects {
         let mut all = Rejects::default();
         for shard in self.aggregator.stats() {
-            all.add(&shard.rejects);
+            all.add(&shard.events.rejects);
         }
         all
     }
@@ -70,7 +70,9 @@ impl Rig {
     pub(crate) fn await_peace(&self) {
         await_that("the jobs end", || self.aggregator.jobs() == 0);
         self.await_stats("the buffers are back", |shards| {
-            shards.iter().all(|shard| shard.buffers[0] > 0 && shard.buffers[0] == shard.buffers[1])
+            shards
+                .iter()
+                .all(|shard| shard.buffers.total > 0 && shard.buffers.total == shard.buffers.free)
         });
     }
 }

@@ -295,7 +295,9 @@ fn a_new_generation_of_a_rack_ends_the_one_before_in_all() {
                     assert!(error.contains("a greater generation of the job has begun"), "{error}");
                 });
             }
-            await_that("the first life runs", || tree.rigs[0].aggregator.stats()[0].folds > 5);
+            await_that("the first life runs", || {
+                tree.rigs[0].aggregator.stats()[0].events.folds > 5
+            });
             let next = |options: &mut ConnectOptions| options.generation = Generation(1);
             tree.ranks("lives", next, |client, _| assert_eq!(ones(client, 40).unwrap(), [4; 40]));
         });

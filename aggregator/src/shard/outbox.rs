@@ -147,8 +147,8 @@ impl Outbox {
     }
 
     pub(crate) fn flush_counts(&mut self, stats: &mut ShardStats) {
-        stats.datagrams[1] += std::mem::take(&mut self.post.datagrams);
-        stats.bytes[1] += std::mem::take(&mut self.post.bytes);
+        stats.datagrams.sent += std::mem::take(&mut self.post.datagrams);
+        stats.bytes.sent += std::mem::take(&mut self.post.bytes);
     }
 }
 

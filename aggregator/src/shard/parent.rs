@@ -9,6 +9,7 @@ use racksum_proto::aggregator::{Failed, Place, ResultFragments};
 use racksum_proto::error::OpError;
 use racksum_proto::geometry::{Geometry, Stripe};
 use racksum_proto::ids::{JobId, WindowId};
+use racksum_proto::observer::EventCounts;
 use racksum_proto::reject::Reject;
 use racksum_proto::schedule::Turn;
 use racksum_proto::time::{Span, Time};
@@ -44,13 +45,17 @@ impl ParentStream {
 }
 
 /// Returns the messages of a datagram from the parent, if it is authentic.
-pub(super) fn open<'a>(job: &mut Job, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
+pub(super) fn open<'a>(
+    job: &mut Job,
+    datagram: &'a mut [u8],
+    events: &mut EventCounts,
+) -> Option<&'a [u8]> {
     let parent = job.parent.as_mut()?;
     let opened = match &mut parent.opener {
         Some(opener) => opener.open(datagram),
         None => Ok(datagram),
     };
-    opened.map(|messages| &*messages).map_err(|reject| parent.machine.reject(reject, &mut ())).ok()
+    opened.map(|messages| &*messages).map_err(|reject| parent.machine.reject(reject, events)).ok()
 }
 
 /// Handles a message from the parent. Returns its body and where to store it, if the body is
@@ -60,14 +65,15 @@ pub(super) fn take<'a>(
     now: Time,
     message: Result<(Header, &'a [u8]), Reject>,
     congested: bool,
+    events: &mut EventCounts,
 ) -> Option<(Place, &'a [u8])> {
     let parent = job.parent.as_mut()?;
-    let (header, body) = message.map_err(|reject| parent.machine.reject(reject, &mut ())).ok()?;
-    let verdict = parent.machine.handle_decoded(now, &header, body, congested, &mut ());
+    let (header, body) = message.map_err(|reject| parent.machine.reject(reject, events)).ok()?;
+    let verdict = parent.machine.handle_decoded(now, &header, body, congested, events);
     let Verdict::Deliver(delivery) = verdict else { return None };
     let place = job.machine.handle_from_parent(&delivery);
     if delivery.complete {
-        parent.machine.handle_delivered(now, &delivery, &mut ());
+        parent.machine.handle_delivered(now, &delivery, events);
     }
     Some((place?, body))
 }
@@ -79,10 +85,10 @@ impl Job {
     }
 
     /// Updates the aggregator half with the progress at the parent.
-    pub(super) fn poll_parent(&mut self, now: Time) {
+    pub(super) fn poll_parent(&mut self, now: Time, events: &mut EventCounts) {
         let Self { machine, parent: Some(parent), .. } = self else { return };
         if parent.machine.poll_timeout() <= now {
-            parent.machine.handle_timeout(now, &mut ());
+            parent.machine.handle_timeout(now, events);
         }
         let shard = machine.config().shard;
         for lane in 0..machine.config().lanes {
@@ -101,9 +107,10 @@ impl Job {
         socket: &UdpSocket,
         out: &mut Outbox,
         failed: &mut Vec<Failed>,
+        events: &mut EventCounts,
     ) -> bool {
         let mut any = self.begin(now);
-        any |= self.pass_failures(failed);
+        any |= self.pass_failures(failed, events);
         if self.parent.is_none() {
             return any;
         }
@@ -111,8 +118,7 @@ impl Job {
         self.tell_waits(now);
         while !turn.is_over()
             && let Some(parent) = &mut self.parent
-            && let Some(transmit) =
-                parent.machine.poll_transmit(now, &mut out.datagram[..], &mut ())
+            && let Some(transmit) = parent.machine.poll_transmit(now, &mut out.datagram[..], events)
         {
             any = true;
             match transmit {
@@ -130,7 +136,7 @@ impl Job {
         }
         out.send_joined(socket, self);
         turn.spend(out.take_cost());
-        any | self.pass_failures(failed)
+        any | self.pass_failures(failed, events)
     }
 
     /// Starts the ops that the ranks have begun.
@@ -147,26 +153,26 @@ impl Job {
     }
 
     /// Tells each half which ops have failed at the other.
-    fn pass_failures(&mut self, failed: &mut Vec<Failed>) -> bool {
+    fn pass_failures(&mut self, failed: &mut Vec<Failed>, events: &mut EventCounts) -> bool {
         let Self { machine, parent, .. } = self;
         let before = failed.len();
         failed.extend(std::iter::from_fn(|| machine.poll_failed()));
         let Some(parent) = parent else { return failed.len() > before };
         for Failed { op, why, from_parent } in &failed[before..] {
             if !from_parent {
-                parent.machine.fail_sum(*op, *why, &mut ());
+                parent.machine.fail_sum(*op, *why, events);
             }
         }
         let dropped = parent.machine.sums().filter(|(op, lane)| machine.has_dropped(*lane, *op));
         let dropped: Vec<_> = dropped.collect();
         for (op, _) in &dropped {
-            parent.machine.drop_sum(*op, &mut ());
+            parent.machine.drop_sum(*op, events);
         }
         let mut any = failed.len() > before || !dropped.is_empty();
         while let Some(Outcome { result, .. }) = parent.machine.poll_outcome() {
             any = true;
             if let Err(OpError::Mismatch { op, one, other }) = result {
-                machine.handle_parent_failed(op, Disagreement { one, other }, &mut ());
+                machine.handle_parent_failed(op, Disagreement { one, other }, events);
             }
         }
         any

@@ -77,7 +77,7 @@ impl Proofs {
         stats: &mut ShardStats,
     ) -> bool {
         let Some(probe) = Datagram::decode(datagram) else {
-            stats.rejects.count(Reject::Truncated);
+            stats.events.rejects.count(Reject::Truncated);
             return false;
         };
         // wire: W-75
@@ -86,8 +86,8 @@ impl Proofs {
                 *left -= 1;
                 arrived.fetch_max(probe.size, Relaxed);
                 Datagram { seen: Some(from), ..probe }.encode(&mut self.datagram);
-                stats.datagrams[1] += 1;
-                stats.bytes[1] += self.datagram.len() as u64;
+                stats.datagrams.sent += 1;
+                stats.bytes.sent += self.datagram.len() as u64;
                 if let Err(error) = socket.send_one(from, &self.datagram) {
                     tracing::debug!(%from, size = probe.size, %error, "probe not answered");
                 }
@@ -98,7 +98,7 @@ impl Proofs {
                 tell.send(answer).unwrap_or_default();
             }
             _ => {
-                stats.rejects.count(Reject::Sender);
+                stats.events.rejects.count(Reject::Sender);
                 return false;
             }
         }

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use racksum_net::udp::{self, Received};
 use racksum_proto::aggregator::{Place, Verdict};
 use racksum_proto::ids::{JobId, Rank};
+use racksum_proto::observer::EventCounts;
 use racksum_proto::path;
-use racksum_proto::reject::{Reject, Rejects};
+use racksum_proto::reject::Reject;
 use racksum_proto::schedule::{DeficitRoundRobin, Schedule, cost};
 use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
@@ -26,8 +27,8 @@ impl Shard {
             parent_jobs.get(&(job, meta.from)).copied()
         };
         let count = buffer.len().div_ceil(meta.stride.max(1));
-        stats.datagrams[0] += count as u64;
-        stats.bytes[0] += buffer.len() as u64;
+        stats.datagrams.received += count as u64;
+        stats.bytes.received += buffer.len() as u64;
         let mut stores = [None; udp::MAX_SEGMENTS];
         // The kernel may join more datagrams than a window has fragments.
         let first = Header::origin(buffer);
@@ -45,8 +46,8 @@ impl Shard {
             let origin = Header::origin(datagram);
             let below = below(origin);
             let opened = match below.and_then(|id| jobs.get_mut(&id)) {
-                Some(job) => parent::open(job, datagram),
-                None => open(jobs, schedule, floods, datagram, meta),
+                Some(job) => parent::open(job, datagram, &mut stats.events),
+                None => open(jobs, schedule, floods, &mut stats.events, datagram, meta),
             };
             let Some(messages) = opened else {
                 floods.note_arrived();
@@ -64,12 +65,12 @@ impl Shard {
                         if let Ok((header, _)) = &message {
                             schedule.charge(id, cost::of_message(header.kind));
                         }
-                        let taken = parent::take(job, now, message, meta.ce);
+                        let taken = parent::take(job, now, message, meta.ce, &mut stats.events);
                         taken.map(|(place, body)| (id, place, body))
                     }
                     None => {
-                        let rejects = &mut stats.rejects;
-                        take_message(jobs, schedule, floods, rejects, now, message, meta)
+                        let events = &mut stats.events;
+                        take_message(jobs, schedule, floods, events, now, message, meta)
                     }
                 };
                 let Some((id, place, body)) = taken else { continue };
@@ -115,7 +116,7 @@ fn take_message<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
     schedule: &mut DeficitRoundRobin<JobId>,
     floods: &mut Floods,
-    rejects: &mut Rejects,
+    events: &mut EventCounts,
     now: Time,
     message: Result<(Header, &'a [u8]), Reject>,
     meta: &Received,
@@ -124,23 +125,23 @@ fn take_message<'a>(
         Ok(message) => message,
         Err(reject) => {
             floods.note_unproven(meta.from);
-            rejects.count(reject);
+            events.rejects.count(reject);
             return None;
         }
     };
     let Some(job) = jobs.get_mut(&header.job) else {
         floods.note_unproven(meta.from);
-        rejects.count(Reject::Job);
+        events.rejects.count(Reject::Job);
         return None;
     };
     // wire: W-9
     if job.destinations.ranks.get(header.sender.index()) != Some(&meta.from) {
         floods.note_unproven(meta.from);
-        job.machine.reject(Reject::Sender, &mut ());
+        job.machine.reject(Reject::Sender, events);
         return None;
     }
     let cost = cost::of_message(header.kind);
-    match job.machine.handle_decoded(now, &header, body, meta.ce, &mut ()) {
+    match job.machine.handle_decoded(now, &header, body, meta.ce, events) {
         // The fold will be charged for the stored bytes.
         Verdict::Store(place) => {
             schedule.charge(header.job, cost);
@@ -163,6 +164,7 @@ fn open<'a>(
     jobs: &mut BTreeMap<JobId, Job>,
     schedule: &DeficitRoundRobin<JobId>,
     floods: &mut Floods,
+    events: &mut EventCounts,
     datagram: &'a mut [u8],
     meta: &Received,
 ) -> Option<&'a [u8]> {
@@ -175,7 +177,7 @@ fn open<'a>(
             Some(addr) if *addr == meta.from => floods.note_useless(meta.from),
             _ => floods.note_unproven(meta.from),
         }
-        job.machine.reject(Reject::Overdrawn, &mut ());
+        job.machine.reject(Reject::Overdrawn, events);
         return None;
     }
     if job.openers.is_empty() {
@@ -192,7 +194,7 @@ fn open<'a>(
         Ok(messages) => Some(messages),
         Err(reject) => {
             floods.note_unproven(meta.from);
-            job.machine.reject(reject, &mut ());
+            job.machine.reject(reject, events);
             None
         }
     }

@@ -4,28 +4,26 @@ use std::collections::BTreeMap;
 
 use racksum_proto::aggregator::RankProgress;
 use racksum_proto::ids::JobId;
-use racksum_proto::reject::Rejects;
-use racksum_proto::status::ShardStatus;
+use racksum_proto::observer::EventCounts;
+use racksum_proto::status::{Buffers, ShardStatus, Traffic};
 use racksum_proto::time::Span;
 
 /// The counters of a shard.
 #[derive(Debug, Clone, Default)]
 pub struct ShardStats {
-    /// Datagrams received and sent.
-    pub datagrams: [u64; 2],
-    /// Bytes received and sent.
-    pub bytes: [u64; 2],
-    /// Windows folded.
-    pub folds: u64,
+    /// Datagrams.
+    pub datagrams: Traffic,
+    /// Bytes in those datagrams.
+    pub bytes: Traffic,
+    /// Events of all jobs, including those that have ended, and datagrams that belong to no job.
+    pub events: EventCounts,
     /// Messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
     /// Messages that the kernel refused to send, or had no room for over too long a time. They are
     /// also counted as sent.
     pub send_failures: u64,
-    /// Datagrams that changed nothing, by reason.
-    pub rejects: Rejects,
-    /// Packet buffers: total and free.
-    pub buffers: [usize; 2],
+    /// Packet buffers.
+    pub buffers: Buffers,
 }
 
 /// The progress of the jobs of a shard.
@@ -50,9 +48,21 @@ pub(crate) struct JobReport {
 impl ShardStats {
     /// Returns the counters in their status form, for the shard with the data socket at `addr`.
     pub(crate) fn status(&self, addr: String) -> ShardStatus {
-        let Self { datagrams, bytes, folds, kernel_drops, send_failures, buffers, .. } = *self;
-        let rejects = self.rejects.iter().filter(|(_, count)| *count > 0);
-        let rejects = rejects.map(|(why, count)| (why.name().to_owned(), count)).collect();
-        ShardStatus { addr, datagrams, bytes, folds, kernel_drops, send_failures, rejects, buffers }
+        let Self { datagrams, bytes, events, kernel_drops, send_failures, buffers } = self;
+        let EventCounts { folds, duplicates, fragments_again, asks, rejects } = events;
+        let rejects = rejects.iter().filter(|(_, count)| *count > 0);
+        ShardStatus {
+            addr,
+            datagrams: *datagrams,
+            bytes: *bytes,
+            folds: *folds,
+            duplicates: *duplicates,
+            fragments_again: *fragments_again,
+            asks: *asks,
+            kernel_drops: *kernel_drops,
+            send_failures: *send_failures,
+            rejects: rejects.map(|(why, count)| (why.name().to_owned(), count)).collect(),
+            buffers: *buffers,
+        }
     }
 }

@@ -55,9 +55,9 @@ fn more_datagrams_in_one_receive_than_a_window_has_are_all_taken() {
         let from = "127.0.0.1:9".parse().unwrap();
         let meta = Received { from, len: joined.len(), stride: Header::LEN, ce: false, tos: 0 };
         shard.incoming = vec![joined];
-        let before = shard.stats.rejects.of(Reject::Job);
+        let before = shard.stats.events.rejects.of(Reject::Job);
         shard.take_datagrams(Time(0), 0, &meta);
-        assert_eq!(shard.stats.rejects.of(Reject::Job) - before, count as u64);
+        assert_eq!(shard.stats.events.rejects.of(Reject::Job) - before, count as u64);
         let joined = shard.incoming.remove(0);
         shard.arena.give(joined);
     }
@@ -71,7 +71,7 @@ fn a_shard_that_is_never_idle_shows_its_counters_all_the_same() {
     // Counters are published ten times a second.
     std::thread::sleep(Duration::from_millis(150));
     assert_eq!(shard.turn(), Some(1));
-    assert_eq!(shard.shared.lock().unwrap().datagrams[0], 1);
+    assert_eq!(shard.shared.lock().unwrap().datagrams.received, 1);
     commands.send(Command::Stop).unwrap();
     assert_eq!(shard.turn(), None);
 }
@@ -90,8 +90,8 @@ fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
         let (mut bytes, before) = (Vec::new(), shard.stats.datagrams);
         Datagram { token, seen: None, size }.encode(&mut bytes);
         caller.send_to(&bytes, at).unwrap();
-        let answers = |shard: &Shard| shard.stats.datagrams[1] - before[1];
-        while shard.stats.datagrams[0] == before[0] {
+        let answers = |shard: &Shard| shard.stats.datagrams.sent - before.sent;
+        while shard.stats.datagrams.received == before.received {
             shard.turn().unwrap();
         }
         let mut heard = [0; 2000];
@@ -99,7 +99,7 @@ fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
             let len = caller.recv(&mut heard).unwrap();
             Datagram::decode(&heard[..len]).unwrap()
         });
-        (heard, shard.stats.rejects.total())
+        (heard, shard.stats.events.rejects.total())
     };
     let seen = Some(caller.local_addr().unwrap());
     for size in [200, 1472, 900] {
@@ -200,9 +200,9 @@ impl Tenant {
 
 /// Serves each job one turn, and returns the number of bytes sent.
 fn sent(shard: &mut Shard) -> u64 {
-    let before = shard.stats.bytes[1];
+    let before = shard.stats.bytes.sent;
     shard.serve(Time(0));
-    shard.stats.bytes[1] - before
+    shard.stats.bytes.sent - before
 }
 
 /// Gives every job turns until no job has work left.
@@ -332,4 +332,18 @@ fn data_is_taken_between_commands_however_many_there_are() {
     assert!(is_told(&mut reports[MOST_COMMANDS..]).iter().all(Result::is_ok));
     shard.turn();
     assert!(!shard.more_commands);
+}
+
+#[test]
+fn counters_outlive_their_job() {
+    let (mut shard, _commands) = shard();
+    let tenant = Tenant::new(&mut shard, 1, 1, 100.0);
+    tenant.work(&mut shard, 1);
+    settle(&mut shard);
+    let stranger = "127.0.0.1:9".parse().unwrap();
+    shard.jobs.get_mut(&tenant.id).unwrap().destinations.ranks = vec![stranger];
+    tenant.ask(&mut shard, 0);
+    shard.remove(tenant.id);
+    let events = &shard.stats.events;
+    assert_eq!((events.folds, events.rejects.of(Reject::Sender)), (u64::from(WINDOWS), 1));
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use racksum_proto::counted::counted;
-use racksum_proto::status::{SidecarJobStatus, SidecarStatus};
+use racksum_proto::status::{Memory, SidecarJobStatus, SidecarStatus};
 use racksum_worker::sidecar::{AskError, ask};
 
 use super::{advice, job_name, list};
@@ -44,7 +44,7 @@ pub(super) fn text(status: &SidecarStatus) -> String {
         max_jobs,
         ranks,
         max_ranks,
-        memory: [lent, most],
+        memory: Memory { used: lent, limit: most },
         jobs,
         ..
     } = status;
@@ -137,7 +137,7 @@ pub(super) mod tests {
             max_jobs: 1,
             max_ranks: 1,
             ranks: 1,
-            memory: [0; 2],
+            memory: Memory::default(),
             jobs: vec![job],
         }
     }

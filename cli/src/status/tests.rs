@@ -1,5 +1,7 @@
 use std::io::Write;
 
+use racksum_proto::status::{Buffers, Traffic};
+
 use super::*;
 
 pub(super) fn status(text: &str) -> AggregatorStatus {
@@ -32,13 +34,16 @@ pub(super) fn status(text: &str) -> AggregatorStatus {
     };
     let shard = ShardStatus {
         addr: name(),
-        datagrams: [0; 2],
-        bytes: [0; 2],
+        datagrams: Traffic::default(),
+        bytes: Traffic::default(),
         folds: 0,
+        duplicates: 0,
+        fragments_again: 0,
+        asks: 0,
         kernel_drops: 1,
         send_failures: 1,
         rejects: [(name(), 1)].into(),
-        buffers: [0; 2],
+        buffers: Buffers::default(),
     };
     AggregatorStatus {
         version: name(),

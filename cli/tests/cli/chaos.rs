@@ -35,7 +35,8 @@ fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_noth
     let status = cluster.status();
     assert_eq!(status["jobs"], serde_json::json!([]), "{status}");
     await_that("the buffers are back", || {
-        let [all, free] = [0, 1].map(|i| cluster.status()["shards"][0]["buffers"][i].clone());
+        let [all, free] =
+            ["total", "free"].map(|of| cluster.status()["shards"][0]["buffers"][of].clone());
         all == free
     });
     // The job's next generation runs.

@@ -41,7 +41,7 @@ impl Racks {
         await_that("all is given back", || {
             let statuses = racks.iter().map(|rack| self.cluster.status_of_rack(*rack));
             statuses.chain([self.cluster.status()]).all(|status| {
-                let [all, free] = [0, 1].map(|i| &status["shards"][0]["buffers"][i]);
+                let [all, free] = ["total", "free"].map(|of| &status["shards"][0]["buffers"][of]);
                 status["jobs"] == json!([]) && all == free
             })
         });

@@ -128,7 +128,7 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     first.wait(handle).unwrap();
     second.wait(other).unwrap();
     drop((first, second, lent));
-    await_that("all is given back", || sidecar.told()["memory"][0] == 0);
+    await_that("all is given back", || sidecar.told()["memory"]["used"] == 0);
     let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
     assert!(none.failed(3).contains("is that the --socket of a racksum worker"), "{none:?}");
     signal(sidecar.process.id(), "STOP");

@@ -15,7 +15,7 @@ use racksum_net::log_limit::LogLimit;
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
 use racksum_proto::peer_text::PeerText;
-use racksum_proto::status::SidecarStatus;
+use racksum_proto::status::{Memory, SidecarStatus};
 use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
@@ -403,7 +403,7 @@ impl Shared {
             max_jobs: self.limits.jobs,
             max_ranks: self.limits.ranks,
             ranks: jobs.values().map(|job| job.ranks()).sum(),
-            memory: [self.budget.used() as u64, self.budget.most() as u64],
+            memory: Memory { used: self.budget.used() as u64, limit: self.budget.most() as u64 },
             jobs: seen.map(|job| job.status()).collect(),
         };
         drop(jobs);

@@ -59,7 +59,7 @@ impl Rig {
 
     /// Waits until the sidecar has no jobs and no memory of ranks.
     fn await_peace(&self) {
-        while self.sidecar.jobs() > 0 || ask(&self.path).unwrap().memory[0] > 0 {
+        while self.sidecar.jobs() > 0 || ask(&self.path).unwrap().memory.used > 0 {
             std::thread::yield_now();
         }
     }

@@ -125,8 +125,8 @@ impl Served {
         let told: Value = serde_json::from_str(&told).context("its status is no JSON")?;
         let shards = told["shards"].as_array().context("its status tells of no shard")?;
         let taken = |shard: &Value| {
-            let of = |i: usize| shard["buffers"][i].as_u64().unwrap_or(0);
-            of(0) - of(1)
+            let of = |which: &str| shard["buffers"][which].as_u64().unwrap_or(0);
+            of("total") - of("free")
         };
         Ok(Resources {
             resident_mb: kib.context("no VmRSS")? / 1024,

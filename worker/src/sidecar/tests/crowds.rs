@@ -16,7 +16,7 @@ fn a_life_that_is_over_keeps_nothing_although_its_ranks_are_stuck() {
     let next = |options: &mut ConnectOptions| options.generation = Generation(1);
     let next = rig.call_with("job", 0, 1, next);
     assert!(next.is_ready_within(PATIENCE).unwrap());
-    while ask(&rig.path).unwrap().memory[0] > 0 {
+    while ask(&rig.path).unwrap().memory.used > 0 {
         std::thread::yield_now();
     }
     let told: FromSidecar = stuck.line.recv().unwrap().unwrap().0;

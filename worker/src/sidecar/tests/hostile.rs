@@ -292,7 +292,8 @@ fn memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on() {
     let error = ranks[0].submit(own(floats(1.0, 1 << 20)), sum_of(1 << 20)).unwrap_err();
     assert!(matches!(error, Error::Memory(_)), "{error}");
     let lent = ranks[0].lend(1 << 20).unwrap();
-    assert_eq!(ask(&rig.path).unwrap().memory, [1 << 20, 1 << 20]);
+    let memory = ask(&rig.path).unwrap().memory;
+    assert_eq!((memory.used, memory.limit), (1 << 20, 1 << 20));
     drop(lent);
     reduce(&ranks, sum_of(4), vec![floats(1.0, 4)]);
     drop(ranks);
@@ -487,7 +488,7 @@ fn what_a_sidecar_does_is_told() {
             break status;
         }
     };
-    assert_eq!((status.ranks, status.memory[0], status.draining), (3, 1000, false));
+    assert_eq!((status.ranks, status.memory.used, status.draining), (3, 1000, false));
     let [gathers, runs] = &status.jobs[..] else { panic!("{status:?}") };
     assert_eq!(
         (&gathers.job[..], &gathers.state[..], gathers.awaited),
@@ -556,5 +557,5 @@ fn calls_of_a_job_that_is_over_cost_nothing() {
     assert!(ranks[0].has_told_within(&asked, PATIENCE));
     let status = ask(&rig.path).unwrap();
     assert!(status.jobs[0].ranks[0].next_op <= 1, "calls are numbered");
-    assert_eq!(status.memory[0], 0);
+    assert_eq!(status.memory.used, 0);
 }

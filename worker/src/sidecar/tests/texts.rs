@@ -2,7 +2,7 @@
 
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
-use racksum_proto::status::{SidecarJobStatus, SidecarStatus};
+use racksum_proto::status::{Memory, SidecarJobStatus, SidecarStatus};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -84,7 +84,7 @@ fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
         max_jobs: 1,
         max_ranks: 1,
         ranks: 0,
-        memory: [0; 2],
+        memory: Memory::default(),
         jobs: vec![job],
     });
 }
