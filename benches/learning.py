@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What training comes to with racksum: the losses of `workloads` as they fall, beside Gloo's.
+"""Compares the training losses of `workloads` with racksum and with Gloo.
 
     python learning.py --racksum target/release/racksum --out target/learning
 
-`cargo xtask bench learning` sets up what this needs and starts it. Each example trains with four
-ranks on this host, with Gloo, with racksum, and with racksum once more, from one seed; then the
-transformer of letters with compressors. Losses are those on samples that nobody trains on. Written
-are tables, `learning.jsonl` with every curve, and `learning.png`.
+`cargo xtask bench learning` installs what this needs and runs it. Each example trains with four
+ranks on this host: with Gloo, with racksum, and with racksum again, from the same seed. Then the
+transformer of letters trains with compressors. Losses are those on samples that no rank trains on.
+The output is tables, `learning.jsonl` with every curve, and `learning.png`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 RANKS = 4
 
-#: Examples, and their flags.
+#: The examples and their flags.
 EXACT = [
     ("digits", []),
     ("words", []),
@@ -38,15 +38,15 @@ EXACT = [
     ("letters", []),
     ("letters", ["--whole"]),
 ]
-#: How far the final loss may be from Gloo's, of itself.
+#: The most by which the final loss may differ from Gloo's, as a share of that.
 MOST_OFF = 1e-3
 
-#: What is compressed.
+#: The example that trains with compressors, and its flags.
 COMPRESSED = ("letters", ["--whole", "--block=32"])
-#: How many times as long it trains, its other flags, and compressors: with their amounts, and how
-#: far the final loss may be from that of dense gradients. A block that is drawn at random waits for
-#: a hundred steps if one in a hundred is kept, and comes with a hundred gradients at once: that
-#: takes a smaller rate, and so more steps.
+#: For each run: the factor on the steps, further flags, and compressors. Each compressor has its
+#: amount, and the most by which the final loss may exceed that of dense gradients, as a share.
+#: If random-k keeps one block in a hundred, a block waits for a hundred steps and then carries a
+#: hundred gradients at once. That needs a smaller rate, and so more steps.
 COMPRESSORS = [
     (
         1,
@@ -65,7 +65,7 @@ COMPRESSORS = [
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a run came to."""
+    """The results of a run."""
 
     name: str
     curve: list[tuple[int, float]]
@@ -75,17 +75,17 @@ class Learnt:
     sent_bytes_per_step: int | None
 
     def off(self, other: Learnt) -> float:
-        """How far the final loss is from another's, as a share of it."""
+        """Returns how far the final loss is above another's, as a share of the other."""
         return self.final_loss / other.final_loss - 1
 
     def most_off(self, other: Learnt) -> float:
-        """The same, where the curves are farthest apart."""
+        """Returns the largest difference between two curves, as a share of the other's loss."""
         pairs = zip(self.curve, other.curve, strict=True)
         return max(abs(ours / theirs - 1) for (_, ours), (_, theirs) in pairs)
 
 
 class Bench:
-    """Runs at one aggregator."""
+    """Runs examples with one aggregator."""
 
     def __init__(self, aggregator: str, out: Path) -> None:
         self._aggregator = aggregator
@@ -93,7 +93,7 @@ class Bench:
         self._out.write_text("")
 
     def learn(self, example: str, flags: list[str], backend: str, steps: int) -> Learnt:
-        """Trains an example."""
+        """Trains an example and returns the results."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(RANKS), str(WORKLOADS / f"{example}.py")),
@@ -129,7 +129,7 @@ class Bench:
 
 
 def exact(bench: Bench, steps: int, figure: Figure) -> bool:
-    """Every example with racksum beside Gloo, and a second time."""
+    """Trains every example with Gloo and twice with racksum. Returns whether losses agree."""
     print(
         f"\n{steps} steps of f32, {RANKS} ranks: the final loss is Gloo's within {MOST_OFF:g}"
     )
@@ -154,7 +154,7 @@ def exact(bench: Bench, steps: int, figure: Figure) -> bool:
 
 
 def compressed(bench: Bench, steps: int, figure: Figure) -> bool:
-    """Compressors with error feedback, and without."""
+    """Trains with compressors, with and without error feedback. Returns whether limits hold."""
     example, flags = COMPRESSED
     print(
         f"\n{example} with compressors: off is from the loss of dense gradients after as many steps"
@@ -197,7 +197,7 @@ def compressed(bench: Bench, steps: int, figure: Figure) -> bool:
 
 
 def plot(axes: Axes, lines: list[tuple[Learnt, str, str]]) -> None:
-    """Draws curves, each with its label and its style."""
+    """Draws curves, each with its label and style."""
     for learnt, label, style in lines:
         axes.plot(*zip(*learnt.curve, strict=True), style, label=label)
     axes.set(xlabel="steps", ylabel="loss, held out")
@@ -206,7 +206,7 @@ def plot(axes: Axes, lines: list[tuple[Learnt, str, str]]) -> None:
 
 @contextmanager
 def aggregator(racksum: Path) -> Iterator[str]:
-    """An aggregator for as long as it is needed: its address."""
+    """Runs an aggregator during the block, which receives its address."""
     command = [str(racksum), "aggregator", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.readline() if process.stdout else ""
@@ -217,12 +217,12 @@ def aggregator(racksum: Path) -> Iterator[str]:
             yield found[1]
         finally:
             process.terminate()
-            # It has some last words.
+            # Read its last lines, so that it can end.
             process.communicate()
 
 
 def main() -> int:
-    """Trains as the flags say."""
+    """Trains as the flags say, and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--racksum", type=Path, required=True, help="the program racksum"

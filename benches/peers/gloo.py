@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Time torch.distributed's Gloo all-reduce: one process is one rank.
+"""Times the Gloo all-reduce of torch.distributed. One process is one rank.
 
     python gloo.py --rank 0 --world 2 --master 127.0.0.1:29500 --bytes 1000000 --mode dense &
     python gloo.py --rank 1 --world 2 --master 127.0.0.1:29500 --bytes 1000000 --mode dense
 
-dense    in-place all_reduce of one tensor with no zeroes
+dense    in-place all_reduce of one tensor without zeros
 sparse   all_reduce of a coalesced sparse COO tensor whose rows are the non-zero blocks
 small    dense, with the defaults of a small tensor: few bytes, many iterations
 
-Before every iteration the input is made afresh and all ranks meet at a barrier; neither is timed.
+Before every iteration the input is made anew and all ranks meet at a barrier; neither is timed.
 The first iteration of a case is never timed: its result is compared with the exact sum.
 
 Without --interactive a rank prints one JSON line at the end. With it, a rank prints a "ready" line
@@ -56,11 +56,11 @@ MASK_64 = (1 << 64) - 1
 
 
 class CaseError(ValueError):
-    """A case that cannot be measured; the text says why."""
+    """A case cannot be measured; the text says why."""
 
 
 class WrongSumError(RuntimeError):
-    """An all-reduce that returned something else than the sum."""
+    """An all-reduce did not return the sum."""
 
 
 # The case and its data
@@ -68,7 +68,7 @@ class WrongSumError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure."""
+    """A case to measure."""
 
     bytes: int
     mode: str
@@ -81,16 +81,16 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """How many elements the tensor has."""
+        """The number of elements of the tensor."""
         return self.bytes // DTYPES[self.dtype].itemsize
 
     @property
     def blocks(self) -> int:
-        """How many blocks the tensor has, a short last one included."""
+        """The number of blocks of the tensor, including a short last one."""
         return -(-self.elements // self.block)
 
     def check(self, world: int) -> None:
-        """Raise `CaseError` unless this case can be measured."""
+        """Raises `CaseError` unless this case can be measured."""
         require(self.bytes > 0, "bytes must be more than 0.")
         require(self.mode in DEFAULT_BYTES, "mode must be dense, sparse or small.")
         require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}.")
@@ -114,28 +114,28 @@ class Case:
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raise `CaseError` with the given sentence unless the condition holds."""
+    """Raises `CaseError` with the given sentence unless the condition holds."""
     if not holds:
         raise CaseError(otherwise)
 
 
 def value(case: Case, rank: int, index: int) -> int:
-    """Give one element of a rank: a whole number from 1 to 7, so that sums are exact."""
+    """Returns an element of a rank: a whole number from 1 to 7, so that sums are exact."""
     return 1 + (index + 3 * rank + case.seed) % PERIOD
 
 
 def dense_tensor(case: Case, ranks: Sequence[int]) -> torch.Tensor:
-    """Sum the given ranks' whole tensors; the values repeat, so one period is enough to know."""
+    """Returns the sum of the ranks' tensors, computed from one period of their values."""
     period = [sum(value(case, rank, index) for rank in ranks) for index in range(PERIOD)]
     repeats = -(-case.elements // PERIOD)
     return torch.tensor(period, dtype=DTYPES[case.dtype]).repeat(repeats)[: case.elements].clone()
 
 
 def occupied_blocks(case: Case, rank: int) -> npt.NDArray[np.int64]:
-    """List the non-zero blocks of a rank, in increasing order.
+    """Returns the non-zero blocks of a rank in increasing order.
 
     Block b is non-zero if the (b + 1)-th output of SplitMix64, seeded by the seed and the rank, is
-    below the density; with overlap "all" every rank has the blocks of rank 0.
+    below the density. With overlap "all", every rank has the blocks of rank 0.
     """
     stream = rank if case.overlap == "random" else 0
     start = int(mix(np.array([(case.seed << 32) | stream], dtype=np.uint64))[0])
@@ -146,7 +146,7 @@ def occupied_blocks(case: Case, rank: int) -> npt.NDArray[np.int64]:
 
 
 def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scramble 64-bit numbers: the output function of SplitMix64."""
+    """Scrambles 64-bit numbers by the output function of SplitMix64."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -154,7 +154,7 @@ def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def rows(case: Case, rank: int, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Give a rank's elements of the listed blocks, one row each; past the tensor's end is zero."""
+    """Returns a rank's elements of the listed blocks, one row each, with zeros past the end."""
     table = torch.tensor(
         [[value(case, rank, phase + i) for i in range(case.block)] for phase in range(PERIOD)],
         dtype=DTYPES[case.dtype],
@@ -172,16 +172,16 @@ class Operation(Protocol):
     """One all-reduce that can be repeated."""
 
     def refill(self) -> None:
-        """Make the input afresh, for the all-reduce overwrites it."""
+        """Makes the input anew, because the all-reduce overwrites it."""
 
     def all_reduce(self) -> None:
-        """Run the collective, which is what is timed."""
+        """Runs the collective; only this is timed."""
 
     def is_correct(self) -> bool:
-        """Compare the result with the exact sum."""
+        """Compares the result with the exact sum."""
 
     def facts(self) -> dict[str, int]:
-        """Say what else a reader of the times should know."""
+        """Returns facts that a reader of the times should know."""
 
 
 class Dense:
@@ -247,7 +247,7 @@ class Sparse:
 
 
 def prepare(case: Case, rank: int, world: int) -> Operation:
-    """Build a case, check its first iteration and run the rest of the warm-up."""
+    """Builds a case, checks its first iteration and runs the rest of the warm-up."""
     case.check(world)
     kind = Sparse if case.mode == "sparse" else Dense
     operation: Operation = kind(case, rank, world)
@@ -260,7 +260,7 @@ def prepare(case: Case, rank: int, world: int) -> Operation:
 
 
 def measure(operation: Operation) -> tuple[int, int]:
-    """Run one iteration and return when it started and ended, in ns of the monotonic clock."""
+    """Runs an iteration and returns its start and end, in ns of the monotonic clock."""
     operation.refill()
     dist.barrier()
     start_ns = time.perf_counter_ns()
@@ -272,7 +272,7 @@ def measure(operation: Operation) -> tuple[int, int]:
 
 
 def run_once(case: Case, rank: int, world: int, iterations: int) -> None:
-    """Measure one case and print one line."""
+    """Measures one case and prints one line."""
     operation = prepare(case, rank, world)
     times = [measure(operation) for _ in range(iterations)]
     times_us = [(end - start) / 1000 for start, end in times]
@@ -280,7 +280,7 @@ def run_once(case: Case, rank: int, world: int, iterations: int) -> None:
 
 
 def run_interactive(case: Case, rank: int, world: int) -> None:
-    """Obey the lines of standard input until `quit` or its end."""
+    """Obeys the lines of standard input until `quit` or the end of input."""
     operation = prepare_and_say_ready(case, rank, world)
     for line in sys.stdin:
         word, _, argument = line.strip().partition(" ")
@@ -295,18 +295,18 @@ def run_interactive(case: Case, rank: int, world: int) -> None:
         elif word == "quit" and not argument:
             break
         elif word:
-            raise CaseError(f"{line.strip()!r} is not a command: say go, set {{...}} or quit.")
+            raise CaseError(f"{line.strip()!r} is not a command; use go, set {{...}} or quit.")
 
 
 def prepare_and_say_ready(case: Case, rank: int, world: int) -> Operation:
-    """Prepare a case and print its "ready" line."""
+    """Prepares a case and prints its "ready" line."""
     operation = prepare(case, rank, world)
     emit({"ready": True, **describe(case, rank, world, operation), "checked": True})
     return operation
 
 
 def changed(case: Case, argument: str) -> Case:
-    """Apply the JSON object of a `set` line to a case."""
+    """Applies the JSON object of a `set` line to a case."""
     try:
         changes = json.loads(argument)
     except json.JSONDecodeError as error:
@@ -322,7 +322,7 @@ def changed(case: Case, argument: str) -> Case:
 
 
 def describe(case: Case, rank: int, world: int, operation: Operation) -> dict[str, object]:
-    """Give the head that all long lines share; what concerns sparse tensors only is left out."""
+    """Returns the fields that all long lines share, without those of sparse cases if dense."""
     facts = {"peer": "gloo", "rank": rank, "world": world, **dataclasses.asdict(case)}
     if case.mode != "sparse":
         facts |= {"density": 1.0}
@@ -331,7 +331,7 @@ def describe(case: Case, rank: int, world: int, operation: Operation) -> dict[st
 
 
 def emit(message: dict[str, object]) -> None:
-    """Print one JSON line at once, in one write: ranks may share a terminal."""
+    """Prints a JSON line in one write, because ranks may share a terminal."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -340,7 +340,7 @@ def emit(message: dict[str, object]) -> None:
 
 
 def main() -> int:
-    """Join the group, run, leave; the exit status is 2 for a bad case and 1 for other failures."""
+    """Joins the group, runs and leaves. Exits with 2 for a bad case and 1 for other failures."""
     parser = argument_parser()
     args = parser.parse_args()
     case = case_of(parser, args)
@@ -360,14 +360,14 @@ def main() -> int:
 
 
 def leave(rank: int, reason: str, status: int) -> NoReturn:
-    """Report a failure and end at once: the other ranks may no longer answer."""
+    """Reports a failure and exits at once, because the other ranks may no longer answer."""
     emit({"peer": "gloo", "rank": rank, "error": reason})
     print(f"gloo.py: rank {rank}: {reason}", file=sys.stderr, flush=True)
     os._exit(status)
 
 
 def join(args: argparse.Namespace) -> None:
-    """Enter the process group."""
+    """Joins the process group."""
     if args.iface:
         os.environ["GLOO_SOCKET_IFNAME"] = args.iface
     torch.set_num_threads(1)
@@ -381,7 +381,7 @@ def join(args: argparse.Namespace) -> None:
 
 
 def case_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Case:
-    """Fill in the defaults that depend on the mode and reject what cannot work."""
+    """Returns the case, with the defaults of its mode, or rejects what cannot work."""
     if args.bytes is None:
         args.bytes = DEFAULT_BYTES[args.mode]
     if args.iters is None:
@@ -403,7 +403,7 @@ def case_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Case:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Define the options."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description="Time Gloo's all-reduce as one rank of a group.")
     add = parser.add_argument
     add("--rank", type=int, required=True, help="number of this process")

@@ -1,6 +1,6 @@
-"""A transformer of 124 million parameters, as GPT-2 has them, on a GPU that ranks may share.
+"""A transformer with the 124 million parameters of GPT-2, on a GPU that ranks may share.
 
-The text is drawn at random: what is timed is the way of gradients, of which all are used.
+The text is random, because only the path of the gradients is timed. All gradients are dense.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH = 4
 
 
 class Gpt(nn.Module):
-    """Layers of attention to the words before."""
+    """A transformer that attends to the words before."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A dense model of 42 MB: layers that are all used in every step."""
+"""A dense model of 42 MB, all of whose layers are used in every step."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Time how a GPU finds the blocks of a tensor that are not zero, and packs them.
+"""Times how a GPU finds and packs the blocks of a tensor that are not zero.
 
     python packing.py --density 0.01
 
-find     the blocks are found: one reading of the tensor
-pack     and then packed, as for their way to the host
-copy     the tensor is copied to another on the GPU: what its memory can do
+find     finds the blocks, in one reading of the tensor
+pack     finds and packs the blocks, as for the copy to the host
+copy     copies the tensor to another on the GPU, at the speed of its memory
 
-In each round all three take their turns. A round counts with the mean of its iterations, and what
-is printed is of the median round: the time, the bytes that were read and written in it, and how
-that compares with the copy: packing must come to half of it. What is packed is first compared with
-what was there.
+Each round runs all three in turn, and the time of a round is the mean of its iterations. The output
+has the median over the rounds of the time, of the bytes read and written per second, and of their
+ratio to the copy's. Packing must reach half of the copy. First, the packed blocks are unpacked and
+compared with the tensor.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ELEMENT = 4
 #: Iterations in a turn.
 ITERATIONS = 20
 WARM_UP = 2
-#: How much of the memory's speed, which is that of the copy, packing must have.
+#: The share of the copy's speed that packing must reach.
 LEAST = 0.5
 
 
 class Packing:
-    """A tensor of which some blocks, at random, are not zero."""
+    """A tensor of which a random share of blocks is not zero."""
 
     def __init__(self, elements: int, block: int, density: float, seed: int) -> None:
         draw = torch.Generator("cuda").manual_seed(seed)
@@ -58,13 +58,13 @@ class Packing:
         return torch.equal(self.other, self.x)
 
     def moved(self) -> dict[str, int]:
-        """Bytes that each reads and writes."""
+        """Returns the bytes that each way reads and writes."""
         whole, packed = self.x.nbytes, self.pack()[1].nbytes
         return {"find": whole, "pack": whole + 2 * packed, "copy": 2 * whole}
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """What one iteration takes, on the GPU's clock."""
+    """Returns the seconds of one iteration, by the clock of the GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(ITERATIONS):
@@ -86,7 +86,7 @@ def main() -> int:
         return leave("there is no GPU that CUDA could use", status=2)
     packing = Packing(args.bytes // ELEMENT, args.block, args.density, args.seed)
     if not packing.is_correct():
-        return leave("what was packed is not what was there", status=1)
+        return leave("the unpacked tensor differs from the packed one", status=1)
     ways = {"find": packing.find, "pack": packing.pack, "copy": packing.copy}
     rounds = [
         {way: seconds(work) for way, work in ways.items()} for _ in range(WARM_UP + args.rounds)
@@ -104,7 +104,7 @@ def main() -> int:
     print(json.dumps(answer), flush=True)
     if speed["pack"] < LEAST * speed["copy"]:
         share = speed["pack"] / speed["copy"]
-        return leave(f"packing moves {share:.2f} of what a copy does, below {LEAST}", status=1)
+        return leave(f"packing reaches {share:.2f} of a copy's speed, below {LEAST}", status=1)
     return 0
 
 

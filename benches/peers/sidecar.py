@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Time all-reduces through the sidecar of a host: one process is one rank.
+"""Times all-reduces through the sidecar of a host. One process is one rank.
 
     racksum worker --socket /tmp/racksum.sock &
     python sidecar.py --way shared --sidecar /tmp/racksum.sock --rank 0 --world 2 ... &
     python sidecar.py --way shared --sidecar /tmp/racksum.sock --rank 1 --world 2 ...
 
-shared   of a tensor that lies in memory that the sidecar has too: `session.empty`
-own      of a tensor of the process's own, which is copied there and back
-hook     of a bucket, which is a tensor of the process's own, by the hook of DDP
-memcpy   nothing is reduced: the tensor is copied to another and back
+shared   reduces a tensor in memory that is shared with the sidecar: `session.empty`
+own      reduces a tensor in the process's own memory, which is copied there and back
+hook     reduces a bucket in the process's own memory, by the hook for DDP
+memcpy   reduces nothing: copies the tensor to another and back
 
-All other options are those of gloo.py beside this file, whose data, checks and lines are the same;
-Gloo is what the ranks meet with before each iteration.
+The other options, the data, the checks and the printed lines are those of gloo.py. The ranks meet
+at a barrier of Gloo before each iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import racksum.torch
 
 
 class Bucket:
-    """What the hook asks a bucket of gradients for."""
+    """The part of a bucket of gradients that the hook uses."""
 
     def __init__(self, gradients: torch.Tensor) -> None:
         self._gradients = gradients
@@ -43,7 +43,7 @@ class Bucket:
 
 
 class Beside(gloo.Dense):
-    """An in-place all-reduce of a dense tensor through the sidecar, or as close to it as a way is."""
+    """An in-place all-reduce of a dense tensor through the sidecar, in one of the ways."""
 
     way: str
     session: racksum.Session

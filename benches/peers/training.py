@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time steps of training: one process is one rank, told by torchrun's variables who it is.
+"""Times training steps. One process is one rank; torchrun's variables give its number.
 
     python training.py words --backend gloo --steps 5
 
 The script is one of ../workloads, or one beside this file: `layers`, a dense model of 42 MB, or
-`gpt`, one of 496 MB on a GPU. It is set up as its users have it, and takes steps when it is told
-`go`; README.md has the contract.
+`gpt`, one of 496 MB on a GPU. It sets up as usual, and makes steps when it reads `go`. README.md
+states the contract.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch.distributed as dist
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "workloads")]
 
-import common  # noqa: E402 - of the workloads.
+import common  # noqa: E402 - from the workloads.
 
 import racksum.torch  # noqa: E402
 
-#: Steps before the first that is timed: DDP makes its buckets anew after one.
+#: Steps before the first that is timed. DDP rebuilds its buckets after the first step.
 WARM_UP = 3
-#: Gbit/s of a rank's link: what a study says of it is told with the first line.
+#: Gbit/s of a rank's link. If set, the first line has the step time that a study predicts for it.
 LINK = float(os.environ["LINK_GBIT_PER_S"]) if "LINK_GBIT_PER_S" in os.environ else None
 
 
 class Timed(common.Run):
-    """A run that takes steps when it is told to."""
+    """A run that makes steps on command."""
 
     def train(self, model, optimizer, loss, batch, held_out) -> None:
         draw = torch.Generator().manual_seed(self.rank)
@@ -65,19 +65,19 @@ class Timed(common.Run):
         self.end()
 
     def predicted(self, model, optimizer, loss, batches) -> float | None:
-        """Seconds that a step is to take, if it is known of what link the ranks have."""
+        """Returns the predicted seconds of a step, or None if the ranks' link is unknown."""
         if LINK is None:
             return None
         found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
         if self.session is not None:
             return found.step_time(LINK, self.arguments.wire or "f32", self.arguments.block)
-        # What Gloo does with sparse tensors is no ring.
+        # Gloo does not reduce sparse tensors in a ring.
         sparse = any(bucket.sparse for bucket in found.buckets)
         return None if sparse else found.ring_time(LINK)
 
 
 def settle(model) -> None:
-    """Waits until a GPU has done what the host had it do."""
+    """Waits until the GPU of the model, if there is one, has no work left."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What the workloads of the benches share: flags, the group of ranks, and the printed line."""
+"""Shared code of the workloads: flags, the group of ranks, and the printed lines."""
 
 from __future__ import annotations
 
@@ -38,40 +38,40 @@ COMPRESSORS = {
 
 
 def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
-    """The flags that they have."""
+    """Returns a parser with the flags of all workloads."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", choices=["gloo", "racksum"], default="racksum")
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--wire", help="how gradients travel with racksum: bf16, f16, int8")
+    parser.add_argument("--wire", help="type of gradients on the network: bf16, f16, int8")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", type=int, metavar="N", help="print the loss every N steps")
-    whole = parser.add_argument_group("of models that DDP wraps")
-    whole.add_argument("--checkpoint", type=Path, help="go on where it is, if it is there")
+    whole = parser.add_argument_group("for models that DDP wraps")
+    whole.add_argument("--checkpoint", type=Path, help="resume from this file, if it exists")
     whole.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
     whole.add_argument("--compressor", choices=COMPRESSORS, help="leave blocks out")
-    whole.add_argument("--keep", type=float, default=0.1, help="the share, or the threshold")
+    whole.add_argument("--keep", type=float, default=0.1, help="share of blocks, or threshold")
     whole.add_argument("--block", type=int, default=256, help="elements of a block")
-    whole.add_argument("--no-feedback", action="store_true", help="what is left out is lost")
-    whole.add_argument("--study", action="store_true", help="say what racksum would do, and stop")
+    whole.add_argument("--no-feedback", action="store_true", help="drop what is left out")
+    whole.add_argument("--study", action="store_true", help="print a study of the model, and stop")
     return parser
 
 
 def step(model: nn.Module, optimizer: Optimizer, loss: Loss, batch: Batch) -> None:
-    """A step of training, as anyone's."""
+    """Makes an ordinary training step."""
     optimizer.zero_grad()
     loss(model, batch).backward()
     optimizer.step()
 
 
 class Run:
-    """A training run of some ranks, as torchrun started them."""
+    """A training run of the ranks that torchrun started."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        # DDP itself needs a group, for what it does besides gradients.
+        # DDP needs a process group for everything but the gradients.
         store, self.rank, self.world = next(rendezvous("env://"))
-        # Ranks that torchrun 2.15 starts again find the store as it was, with old addresses in it.
+        # Ranks that torchrun 2.15 starts again find the old store, with addresses of the last life.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"life {life}", store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
@@ -84,18 +84,18 @@ class Run:
     def wrap(
         self, model: nn.Module, *, sparse: bool = False, **options: Any
     ) -> DistributedDataParallel:
-        """The model for all ranks: these are the lines that a script changes."""
+        """Returns the model, wrapped for all ranks, as a script for racksum does it."""
         wrapped = DistributedDataParallel(model, **options)
         if self.arguments.backend == "racksum":
             self.session = racksum.torch.connect()
             wrapped.register_comm_hook(self._state(), racksum.torch.allreduce_hook)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        # Gloo counts nothing; its ring sends each byte of dense gradients this often.
+        # Gloo has no counters. Its ring sends each byte of dense gradients this often.
         self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
 
     def _state(self) -> racksum.torch.HookState:
-        """What the hook does besides averaging."""
+        """Returns the state of the hook, as the flags say."""
         arguments = self.arguments
         compressor = None
         if arguments.compressor is not None:
@@ -110,7 +110,7 @@ class Run:
         )
 
     def shard(self, model: nn.Module, parts: Iterable[nn.Module], replicas: int) -> None:
-        """Shards a model over some of the ranks, of which there are several replicas."""
+        """Shards a model over the ranks of each of several replicas."""
         shape = replicas, self.world // replicas
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         over = mesh
@@ -133,11 +133,12 @@ class Run:
         batch: Callable[[torch.Generator], Batch],
         held_out: Batch,
     ) -> None:
-        """Trains, and prints what came of it.
+        """Trains, and prints the results.
 
-        :param loss: The mean loss of the model on a batch.
-        :param batch: Draws a batch of this rank's, whose first part has a sample in each row.
-        :param held_out: Samples that nobody trains on.
+        :param loss: Returns the mean loss of the model on a batch.
+        :param batch: Draws a batch of this rank: a tensor or a tuple of tensors, with one row for
+            each sample.
+        :param held_out: Samples that no rank trains on.
         """
         arguments = self.arguments
         if arguments.study:
@@ -150,7 +151,7 @@ class Run:
             start = time.perf_counter()
             step(model, optimizer, loss, drawn)
             if i == first:
-                # Of the first step the time and the bytes are of no interest.
+                # Do not count the time and the bytes of the first step.
                 before = self._sent()
             else:
                 took += time.perf_counter() - start
@@ -174,10 +175,10 @@ class Run:
         self.end()
 
     def end(self) -> NoReturn:
-        """Leaves the job and the group, and ends the process with 0.
+        """Leaves the job and the group, and exits with status 0.
 
-        A mesh keeps Gloo's threads, which may abort a Python that finalizes: see "How a script
-        ends" in docs/pytorch.md.
+        A mesh keeps threads of Gloo alive, which may abort Python while it finalizes: see "How a
+        script ends" in docs/pytorch.md.
         """
         if self.session is not None:
             self.session.close()
@@ -193,7 +194,7 @@ class Run:
         loss: Loss,
         batch: Callable[[torch.Generator], Batch],
     ) -> None:
-        """Says what racksum would do for the model."""
+        """Prints a study of the model, and exits."""
         draw = torch.Generator().manual_seed(self.rank)
         batches = (batch(draw) for _ in itertools.count())
         found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
@@ -202,7 +203,7 @@ class Run:
         self.end()
 
     def _load(self, keeps: dict[str, Any]) -> int:
-        """Takes up what a checkpoint holds, if there is one; returns the step it is of."""
+        """Restores the checkpoint if it exists, and returns its step, or 0."""
         path = self.arguments.checkpoint
         if path is None or not path.exists():
             return 0
@@ -212,7 +213,7 @@ class Run:
         return saved["step"]
 
     def _save(self, keeps: dict[str, Any], step: int) -> None:
-        """Leaves a checkpoint, which all ranks have alike: whole, or not at all."""
+        """Writes a checkpoint as a whole. Rank 0 writes it, since all ranks have the same state."""
         if self.rank == 0:
             path = self.arguments.checkpoint
             partial = path.with_suffix(".partial")
@@ -221,7 +222,7 @@ class Run:
             partial.replace(path)
 
     def _sent(self) -> int:
-        """Bytes that this rank's session has sent so far."""
+        """Returns the bytes that this rank's session has sent so far."""
         return self.session.stats()["tx_bytes"] if self.session is not None else 0
 
     def _mean(self, loss: Loss, model: nn.Module, held_out: Batch) -> float:
@@ -236,7 +237,7 @@ class Run:
 
 
 def _digest(model: nn.Module) -> str:
-    """Tells weights apart that differ in any bit."""
+    """Returns a hash of all bits of the weights."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -18,7 +18,7 @@ HELD_OUT = 360
 
 
 def network() -> nn.Module:
-    # Nothing with kinks, at which a difference in the last bit would become a great one.
+    # All functions are smooth. At a kink, a difference in the last bit could become a large one.
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.GELU(),
@@ -39,7 +39,7 @@ def main() -> None:
     labels = torch.tensor(digits.target)
     model = run.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    # Each rank has images of its own, of both kinds.
+    # Each rank has its own images, to train on and to test.
     own = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     own = own[run.rank :: run.world]
     images, labels = images[own], labels[own]

@@ -1,8 +1,8 @@
 """A transformer learns which letter comes next, sharded by FSDP2 over some ranks of each replica.
 
 The text is the source of the standard library, which every machine with Python has. Replicas
-average the gradients of their shards: with gloo that is PyTorch's own HSDP. With --whole each rank
-has all of the model, and DDP wraps it.
+average the gradients of their shards, with gloo by PyTorch's own HSDP. With --whole, each rank has
+the whole model, and DDP wraps it.
 
 racksum aggregator &
 export RACKSUM_AGGREGATOR=127.0.0.1:7177
@@ -27,7 +27,7 @@ FILES = 60
 
 
 class Letters(nn.Module):
-    """Layers of attention to the letters before."""
+    """A transformer that attends to the letters before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Letters(nn.Module):
 def main() -> None:
     parser = flags(__doc__, steps=200)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.3, help="of SGD")
-    parser.add_argument("--whole", action="store_true", help="DDP, and not FSDP2")
+    parser.add_argument("--lr", type=float, default=0.3, help="learning rate of SGD")
+    parser.add_argument("--whole", action="store_true", help="use DDP instead of FSDP2")
     run = Run(parser.parse_args())
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py"))[:FILES]
@@ -77,7 +77,7 @@ def main() -> None:
     def batch(draw: torch.Generator) -> torch.Tensor:
         return torch.randint(int(0.9 * places) - CONTEXT, (BATCH,), generator=draw)
 
-    # Each rank has places of its own, of both kinds; those that are held out are the last.
+    # Each rank has its own places, to train on and to test. The last tenth of the text is held out.
     held_out = torch.linspace(0.9 * places, places - 1, HELD_OUT).long()[run.rank :: run.world]
     run.train(model, optimizer, loss, batch, held_out)
 

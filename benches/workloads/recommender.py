@@ -1,7 +1,7 @@
-"""A two-tower recommender learns who likes what; a few users and items are most of what is seen.
+"""A two-tower recommender learns which users like which items.
 
-Ids are drawn as of Zipf's law, and tastes have a low rank that the towers can find. Each step
-touches few rows of either embedding.
+Ids follow Zipf's law, so few users and items make up most samples. The tastes have a low rank,
+which the towers can learn. Each step touches few rows of either embedding.
 
     racksum aggregator &
     export RACKSUM_AGGREGATOR=127.0.0.1:7177
@@ -23,7 +23,7 @@ SKEW = 1.1
 
 
 class Towers(nn.Module):
-    """A user and an item meet if their vectors are alike."""
+    """Scores a user and an item by the product of their vectors."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Towers(nn.Module):
 
 
 def skewed(count: int) -> torch.Tensor:
-    """How likely each id is."""
+    """Returns the cumulative weights of ids by Zipf's law."""
     return torch.arange(1, count + 1, dtype=torch.float64).pow(-SKEW).cumsum(0)
 
 

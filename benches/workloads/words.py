@@ -1,8 +1,8 @@
 """A model of words with a large embedding learns which word comes next in Python's own library.
 
 The text is the source of the standard library, which every machine with Python has. Each step
-touches few rows of the embedding: its gradient is mostly blocks of zeros, or with --sparse a sparse
-tensor.
+touches few rows of the embedding, so most blocks of its gradient are zeros. With --sparse, the
+gradient is a sparse tensor.
 
     racksum aggregator &
     export RACKSUM_AGGREGATOR=127.0.0.1:7177
@@ -23,7 +23,7 @@ from torch import nn
 from common import Run, flags
 
 ROWS, WIDTH = 50_000, 256
-#: Words that may come next: the most common ones.
+#: The number of words to predict: the most common ones.
 CLASSES = 100
 CONTEXT = 16
 HELD_OUT = 4000
@@ -31,7 +31,7 @@ FILES = 150
 
 
 class Words(nn.Module):
-    """The mean of what the last words mean says which comes next."""
+    """Predicts the next word from the mean of the last words' embeddings."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Words(nn.Module):
 
 
 def text() -> list[str]:
-    """The words of the first modules of the standard library."""
+    """Returns the words of the first modules of the standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py"))[:FILES]
     return re.findall(r"\w+|[^\w\s]", "\n".join(f.read_text(errors="replace") for f in files))
@@ -53,7 +53,7 @@ def text() -> list[str]:
 def main() -> None:
     parser = flags(__doc__, steps=100)
     parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embedding")
-    parser.add_argument("--batch", type=int, default=16, help="samples of a rank, a step")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a rank in a step")
     run = Run(parser.parse_args())
     samples = run.arguments.batch
     words = text()
@@ -61,7 +61,7 @@ def main() -> None:
     rows = torch.tensor([zlib.crc32(word.encode()) % ROWS for word in words])
     nexts = torch.tensor([common.get(word, -1) for word in words])
     places = torch.nonzero(nexts[CONTEXT:] >= 0).flatten()
-    # Each rank has places of its own, of both kinds; those that are held out are the last.
+    # Each rank has its own places, to train on and to test. The last places are held out.
     held_out = places[-HELD_OUT:][run.rank :: run.world]
     places = places[:-HELD_OUT][run.rank :: run.world]
 

@@ -1,4 +1,4 @@
-"""The backend: everything that torch.distributed does goes through racksum, DDP included.
+"""Trains on the backend racksum: all of torch.distributed goes through it, DDP included.
 
 pip install './python[torch]'
 racksum aggregator &

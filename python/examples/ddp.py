@@ -1,4 +1,4 @@
-"""DDP with racksum's hook: two lines more than a script that trains on Gloo.
+"""Trains with DDP and racksum's hook: two more lines than with Gloo alone.
 
 pip install './python[torch]'
 racksum aggregator &
@@ -29,7 +29,7 @@ def main() -> None:
     session = racksum.torch.connect()
     model.register_comm_hook(racksum.torch.HookState(session), racksum.torch.allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    # Each rank draws samples of its own; what is learned is how long a vector is.
+    # Each rank draws its own samples. The model learns the length of a vector.
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
         x = torch.randn(BATCH, 16, generator=draw)

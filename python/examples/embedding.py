@@ -1,4 +1,4 @@
-"""A large embedding, of which a step touches few rows: only those are sent.
+"""Trains a large embedding: a step touches few rows, and only those are sent.
 
 pip install './python[torch]'
 racksum aggregator &
@@ -27,13 +27,13 @@ def main() -> None:
     embedding = nn.Embedding(ROWS, WIDTH, sparse="--sparse" in sys.argv)
     model = DistributedDataParallel(nn.Sequential(embedding, nn.Linear(WIDTH, 1)))
     session = racksum.torch.connect()
-    # Blocks of a row each, so that nothing but these rows is sent.
+    # One block for each row, so that only touched rows are sent.
     state = racksum.torch.HookState(session, block=WIDTH)
     model.register_comm_hook(state, racksum.torch.allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
-        # Some rows are drawn far more often than others, as words are.
+        # Some rows are drawn far more often than others, like the words of a text.
         rows = (ROWS ** torch.rand(BATCH, generator=draw)).long().clamp(max=ROWS - 1)
         loss = nn.functional.mse_loss(model(rows).squeeze(1), (rows % 2).float())
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""FSDP2 in replicas: each shards the model, and racksum averages the gradients of the shards.
+"""Trains replicas with FSDP2: each shards the model, and racksum averages the shards' gradients.
 
 pip install './python[torch]'
 racksum aggregator &
@@ -31,7 +31,7 @@ def main() -> None:
     for part in model:
         fully_shard(part, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
-    # The ranks that have the same shard are one job.
+    # The ranks with the same shard form a job.
     session = racksum.torch.connect(group=mesh["replicas"].get_group())
     racksum.torch.set_all_reduce_hook(model, session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -50,6 +50,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # The mesh keeps threads of Gloo, which may abort a Python that ends by itself.
+    # The mesh keeps threads of Gloo alive, which may abort Python while it finalizes.
     sys.stdout.flush()
     os._exit(0)

@@ -135,7 +135,7 @@ def test_a_handle_says_whether_it_is_done(place):
         handle = session.allreduce(np.ones(10, np.float32), async_op=True)
         if session.rank == 0:
             assert not handle.done()
-            with pytest.raises(TimeoutError, match=r"goes on after 0\.01 s"):
+            with pytest.raises(TimeoutError, match=r"not ended after 0\.01 s"):
                 handle.wait(0.01)
             asked.set()
         first = handle.wait()

@@ -86,7 +86,7 @@ def test_blocks_that_cannot_be_are_refused_and_the_session_goes_on(place, indice
             session.allreduce_blocks(
                 np.array(indices, np.int64), np.ones(values, np.float32), 96, block=32
             )
-        with pytest.raises(racksum.BadArgument, match="are int64, and not int32"):
+        with pytest.raises(racksum.BadArgument, match="must be int64, not int32"):
             session.allreduce_blocks(np.array([0], np.int32), np.ones(32, np.float32), 96, block=32)
         session.allreduce(np.ones(1, np.float32))
 

@@ -196,7 +196,7 @@ def go_on_without_a_rank(address: str, job: str) -> None:
             lambda: dist.all_gather([torch.ones(3), torch.ones(3)], x, group=group),
             lambda: dist.all_gather_into_tensor(torch.ones(6), x, group=group),
         ):
-            with pytest.raises(racksum.PeerLost, match="lost rank 1: nobody else has") as lost:
+            with pytest.raises(racksum.PeerLost, match="lost rank 1: no other rank has") as lost:
                 call()
             assert lost.value.ranks == (1,)
         own = torch.ones(3)

@@ -101,7 +101,7 @@ def test_a_tensor_that_changes_its_size_is_refused():
     memory, compressor = ResidualMemory(), BlockTopK(1, BLOCK)
     x = tensor(1, 2)
     memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
-    with pytest.raises(racksum.BadArgument, match="bucket 0 has 10 elements, and had 59 before"):
+    with pytest.raises(racksum.BadArgument, match="has 10 elements, but its residual has 59"):
         memory.compensate(torch.ones(10), "bucket 0")
 
 
@@ -249,33 +249,33 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: BlockTopK(1, block=0), "block is a power of two from 32 to 1024, and not 0"),
-        (lambda: BlockThreshold(1.0, block=48), "block is a power of two"),
-        (lambda: Rounded("int8", block=2048), "block is a power of two"),
+        (lambda: BlockTopK(1, block=0), "block must be a power of two from 32 to 1024, not 0"),
+        (lambda: BlockThreshold(1.0, block=48), "block must be a power of two"),
+        (lambda: Rounded("int8", block=2048), "block must be a power of two"),
         (lambda: Rounded("int8", BlockTopK(1), block=64), "leaves out blocks of 256 elements"),
-        (lambda: racksum.torch.HookState(None, block=33), "block is a power of two"),
-        (lambda: racksum.torch.HookState(None, block=True), "block is a power of two"),
-        (lambda: racksum.torch.HookState(None, block="64"), "block is a power of two"),
-        (lambda: racksum.torch.HookState(None, wire="bogus"), "wire is one of f32, .* not 'bogus'"),
-        (lambda: racksum.torch.HookState(None, wire=3), "wire is one of f32"),
+        (lambda: racksum.torch.HookState(None, block=33), "block must be a power of two"),
+        (lambda: racksum.torch.HookState(None, block=True), "block must be a power of two"),
+        (lambda: racksum.torch.HookState(None, block="64"), "block must be a power of two"),
+        (lambda: racksum.torch.HookState(None, wire="bogus"), "wire must be one of .* 'bogus'"),
+        (lambda: racksum.torch.HookState(None, wire=3), "wire must be one of f32"),
         (
             lambda: racksum.torch.HookState(None, compressor=BlockTopK(1, 64), block=256),
-            "block is 256, and the compressor leaves out blocks of 64 elements",
+            "block is 256, but the compressor leaves out blocks of 64 elements",
         ),
         (
             lambda: racksum.torch.HookState(None, compressor=Rounded("int8"), wire="bf16"),
-            "wire is 'bf16', and the compressor rounds to int8",
+            "wire is 'bf16', but the compressor rounds to int8",
         ),
-        (lambda: BlockTopK(0), "k is a whole number from 1"),
-        (lambda: BlockTopK(2.5), "k is a whole number from 1"),
-        (lambda: BlockTopKRatio(1.5), "compress_ratio is a share"),
-        (lambda: BlockRandomK(0.0), "compress_ratio is a share"),
-        (lambda: Rounded("f32"), "rounds nothing that is known"),
+        (lambda: BlockTopK(0), "k must be a whole number from 1"),
+        (lambda: BlockTopK(2.5), "k must be a whole number from 1"),
+        (lambda: BlockTopKRatio(1.5), "compress_ratio must be above 0"),
+        (lambda: BlockRandomK(0.0), "compress_ratio must be above 0"),
+        (lambda: Rounded("f32"), "wire must be a type to round to"),
         (
             lambda: racksum.torch.HookState(None, compressor=BlockTopK(1), start_iter=1),
-            "start_iter is 2",
+            "start_iter must be 2",
         ),
-        (lambda: racksum.torch.HookState(None, fallback="hope"), "fallback is one of"),
+        (lambda: racksum.torch.HookState(None, fallback="hope"), "fallback must be one of"),
         (
             lambda: racksum.torch.HookState(None, memory=ResidualMemory(), error_feedback=False),
             "error_feedback=False",

@@ -53,7 +53,7 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
     found = ConnectOptions.resolve(own, job="given")
     assert (found.rank, found.job, found.interface) == (4, "given", "ib")
     assert (found.insecure, found.timeout) == (True, 2.5)
-    with pytest.raises(racksum.BadArgument, match=r"GLOO_SOCKET_IFNAME='\^lo': Gloo knows names"):
+    with pytest.raises(racksum.BadArgument, match=r"GLOO_SOCKET_IFNAME='\^lo': Gloo takes plain"):
         ConnectOptions.resolve({**gloo, "GLOO_SOCKET_IFNAME": "^lo"})
 
 
@@ -165,34 +165,34 @@ def test_what_nobody_says_is_asked_for_by_name(name, sentence):
 @pytest.mark.parametrize(
     ("given", "environment", "sentence"),
     [
-        ({"rank": 70_000}, {}, "rank is a whole number from 0 to 65535, and not 70000"),
-        ({"rank": "0"}, {}, "rank is a whole number from 0 to 65535, and not '0'"),
-        ({"rank": True}, {}, "rank is a whole number from 0 to 65535, and not True"),
-        ({"generation": -1}, {}, "generation is a whole number from 0 to 4294967295, and not -1"),
-        ({"lanes": 0}, {}, "lanes is a whole number from 1 to 8, and not 0"),
-        ({"lanes": 9}, {}, "lanes is a whole number from 1 to 8, and not 9"),
-        ({"job": 5}, {}, "job is a string, and not 5"),
-        ({"job": "\ud800"}, {}, r"job is a string, and not '\\ud800'"),
-        ({"job": ""}, {}, "job is a name of 1 to 128 bytes, and not ''"),
-        ({"job": "ä" * 65}, {}, "job is a name of 1 to 128 bytes, and not 'ää"),
-        ({"aggregator": 7}, {}, "aggregator is a string, and not 7"),
-        ({"wait": 1}, {}, "wait is True or False, and not 1"),
-        ({"insecure": "no"}, {}, "insecure is True or False, and not 'no'"),
-        ({"identity": 5}, {}, "identity is a path, and not 5"),
-        ({"identity": b"a"}, {}, "identity is a path, and not b'a'"),
-        ({"data_auth": 5}, {}, "data_auth is a string, and not 5"),
-        ({"timeout": "x"}, {}, "timeout is a number of seconds from 0.001 on, and not 'x'"),
-        ({"timeout": 0}, {}, "timeout is a number of seconds from 0.001 on, and not 0"),
-        ({"join_timeout": 0.0}, {}, "join_timeout is a number of seconds .* and not 0.0"),
-        ({"join_timeout": True}, {}, "join_timeout is a number of seconds .* and not True"),
-        ({"timeout": -1.0}, {}, "timeout is a number of seconds .* and not -1.0"),
-        ({"timeout": float("inf")}, {}, "timeout is a number of seconds .* and not inf"),
-        ({"timeout": float("nan")}, {}, "timeout is a number of seconds .* and not nan"),
-        ({"timeout": 10**400}, {}, "timeout is a number of seconds"),
-        ({"world": 257}, {}, "world is a whole number from 1 to 256, and not 257"),
-        ({"local_world": 0}, {}, "local_world is a whole number from 1 to 256, and not 0"),
-        ({"mtu": 1.5}, {}, "mtu is a whole number from 1280 to 65536, and not 1.5"),
-        ({"lane": 1}, {}, "lane is no option; there are aggregator, job"),
+        ({"rank": 70_000}, {}, "rank must be a whole number from 0 to 65535, not 70000"),
+        ({"rank": "0"}, {}, "rank must be a whole number from 0 to 65535, not '0'"),
+        ({"rank": True}, {}, "rank must be a whole number from 0 to 65535, not True"),
+        ({"generation": -1}, {}, "generation must be a whole number from 0 to 4294967295, not -1"),
+        ({"lanes": 0}, {}, "lanes must be a whole number from 1 to 8, not 0"),
+        ({"lanes": 9}, {}, "lanes must be a whole number from 1 to 8, not 9"),
+        ({"job": 5}, {}, "job must be a valid Unicode string, not 5"),
+        ({"job": "\ud800"}, {}, r"job must be a valid Unicode string, not '\\ud800'"),
+        ({"job": ""}, {}, "job must be a name of 1 to 128 bytes, not ''"),
+        ({"job": "ä" * 65}, {}, "job must be a name of 1 to 128 bytes, not 'ää"),
+        ({"aggregator": 7}, {}, "aggregator must be a valid Unicode string, not 7"),
+        ({"wait": 1}, {}, "wait must be True or False, not 1"),
+        ({"insecure": "no"}, {}, "insecure must be True or False, not 'no'"),
+        ({"identity": 5}, {}, "identity must be a path, not 5"),
+        ({"identity": b"a"}, {}, "identity must be a path, not b'a'"),
+        ({"data_auth": 5}, {}, "data_auth must be a valid Unicode string, not 5"),
+        ({"timeout": "x"}, {}, "timeout must be a finite number of seconds >= 0.001, not 'x'"),
+        ({"timeout": 0}, {}, "timeout must be a finite number of seconds >= 0.001, not 0"),
+        ({"join_timeout": 0.0}, {}, "join_timeout must be a finite number of seconds .* not 0.0"),
+        ({"join_timeout": True}, {}, "join_timeout must be a finite number of seconds .* not True"),
+        ({"timeout": -1.0}, {}, "timeout must be a finite number of seconds .* not -1.0"),
+        ({"timeout": float("inf")}, {}, "timeout must be a finite number of seconds .* not inf"),
+        ({"timeout": float("nan")}, {}, "timeout must be a finite number of seconds .* not nan"),
+        ({"timeout": 10**400}, {}, "timeout must be a finite number of seconds"),
+        ({"world": 257}, {}, "world must be a whole number from 1 to 256, not 257"),
+        ({"local_world": 0}, {}, "local_world must be a whole number from 1 to 256, not 0"),
+        ({"mtu": 1.5}, {}, "mtu must be a whole number from 1280 to 65536, not 1.5"),
+        ({"lane": 1}, {}, "unknown option lane; the options are aggregator, job"),
         ({"aggregator": "unix:/a", "rejoin": True}, {}, "a sidecar neither rejoin nor"),
     ],
 )
@@ -204,25 +204,25 @@ def test_what_cannot_be_is_refused(given, environment, sentence):
 #: A text of each variable that cannot be, and what is said of it. Those of the last seven are found
 #: out by the extension.
 WRONG = {
-    "RACKSUM_JOB": ("x" * 129, "job is a name of 1 to 128 bytes"),
-    "TORCHELASTIC_RUN_ID": ("x" * 129, "job is a name of 1 to 128 bytes"),
-    "RACKSUM_RANK": ("70000", "rank is a whole number from 0 to 65535, and not 70000"),
-    "RACKSUM_WORLD": ("0", "world is a whole number from 1 to 256, and not 0"),
-    "WORLD_SIZE": ("257", "world is a whole number from 1 to 256, and not 257"),
-    "RACKSUM_LOCAL_WORLD": ("0", "local_world is a whole number"),
-    "LOCAL_WORLD_SIZE": ("0", "local_world is a whole number"),
-    "RACKSUM_GENERATION": ("-1", "generation is a whole number"),
-    "TORCHELASTIC_RESTART_COUNT": ("-1", "generation is a whole number"),
-    "RACKSUM_LANES": ("9", "lanes is a whole number from 1 to 8, and not 9"),
-    "RACKSUM_POOL_SLOTS": ("-1", "pool_slots is a whole number"),
-    "RACKSUM_MULTICAST": ("maybe", "it is 1 or 0"),
-    "RACKSUM_INSECURE": ("maybe", "it is 1 or 0"),
-    "RACKSUM_WAIT": ("maybe", "it is 1 or 0"),
-    "RACKSUM_REJOIN": ("maybe", "it is 1 or 0"),
-    "RACKSUM_JOIN_TIMEOUT": ("soon", "it is a number of seconds"),
-    "RACKSUM_TIMEOUT": ("nan", "timeout is a number of seconds from 0.001 on, and not nan"),
-    "RACKSUM_MTU": ("big", "it is a whole number"),
-    "GLOO_SOCKET_IFNAME": ("^lo", "Gloo knows names alone"),
+    "RACKSUM_JOB": ("x" * 129, "job must be a name of 1 to 128 bytes"),
+    "TORCHELASTIC_RUN_ID": ("x" * 129, "job must be a name of 1 to 128 bytes"),
+    "RACKSUM_RANK": ("70000", "rank must be a whole number from 0 to 65535, not 70000"),
+    "RACKSUM_WORLD": ("0", "world must be a whole number from 1 to 256, not 0"),
+    "WORLD_SIZE": ("257", "world must be a whole number from 1 to 256, not 257"),
+    "RACKSUM_LOCAL_WORLD": ("0", "local_world must be a whole number"),
+    "LOCAL_WORLD_SIZE": ("0", "local_world must be a whole number"),
+    "RACKSUM_GENERATION": ("-1", "generation must be a whole number"),
+    "TORCHELASTIC_RESTART_COUNT": ("-1", "generation must be a whole number"),
+    "RACKSUM_LANES": ("9", "lanes must be a whole number from 1 to 8, not 9"),
+    "RACKSUM_POOL_SLOTS": ("-1", "pool_slots must be a whole number"),
+    "RACKSUM_MULTICAST": ("maybe", "must be 1 or 0"),
+    "RACKSUM_INSECURE": ("maybe", "must be 1 or 0"),
+    "RACKSUM_WAIT": ("maybe", "must be 1 or 0"),
+    "RACKSUM_REJOIN": ("maybe", "must be 1 or 0"),
+    "RACKSUM_JOIN_TIMEOUT": ("soon", "must be a number of seconds"),
+    "RACKSUM_TIMEOUT": ("nan", "timeout must be a finite number of seconds >= 0.001, not nan"),
+    "RACKSUM_MTU": ("big", "must be a whole number"),
+    "GLOO_SOCKET_IFNAME": ("^lo", "Gloo takes plain names only"),
     "RANK": ("1", "rank 1 is not below the world of 1"),
     "RACKSUM_AGGREGATOR": ("here", "is no address of an aggregator (HOST:PORT)"),
     "RACKSUM_IDENTITY": ("/nowhere", "/nowhere: "),
@@ -297,7 +297,7 @@ def test_an_error_about_two_variables_names_both(monkeypatch):
         racksum.connect("127.0.0.1:1", job="j")
     with pytest.raises(racksum.BadArgument, match=r"^RACKSUM_DATA_AUTH='mac': data_auth cannot"):
         ConnectOptions.resolve({"RACKSUM_DATA_AUTH": "mac"}, **{**FULL, "aggregator": "unix:/a"})
-    with pytest.raises(racksum.BadArgument, match=r"^MASTER_ADDR='n{150}': job is a name of 1 to"):
+    with pytest.raises(racksum.BadArgument, match=r"^MASTER_ADDR='n{150}': job must be a name of"):
         ConnectOptions.resolve(at("n" * 150), aggregator="a:1", rank=0, world=1)
 
 

@@ -345,7 +345,7 @@ def fail_alone(address: str, job: str, after: int) -> str:
 
 @pytest.mark.parametrize(
     ("after", "told"),
-    [(0, "Mismatch: op "), (1, "Error: ranks do not say whether they have bucket 0: ")],
+    [(0, "Mismatch: op "), (1, "Error: the ranks cannot agree whether all have bucket 0: ")],
     ids=["the op fails", "the op ends"],
 )
 def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster, after, told):

@@ -151,7 +151,7 @@ def test_each_rank_that_has_left_is_named_with_its_own_reason(at_once):
     assert lost.value.ranks == (0, 1, 2, 3)
     assert str(lost.value) == (
         "ranks 0, 2 ended before joining the process group g, or closed its connections after a "
-        "collective had failed there; see what its process said last; "
+        "collective had failed there; check the log of its process; "
         "rank 1 left the process group g before joining it: rank 0 did not come; "
         "rank 3 left the process group g before joining it: no interface none0"
     )

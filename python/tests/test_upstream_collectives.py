@@ -135,7 +135,7 @@ def a_work_is_waited_for_within_a_limit(group: dist.ProcessGroup) -> None:
     work = dist.all_reduce(x, group=group, async_op=True)
     if dist.get_rank() == 0:
         # Gloo's is a RuntimeError.
-        with pytest.raises(RuntimeError, match=r"the op goes on after 0\.01 s") as late:
+        with pytest.raises(racksum.WaitTimeout) as late:
             work.wait(timedelta(milliseconds=10))
         assert isinstance(late.value, racksum.WaitTimeout)
         assert isinstance(late.value, TimeoutError)
@@ -154,7 +154,7 @@ def what_is_gloos_goes_on_after_a_wait_with_a_limit(group: dist.ProcessGroup) ->
     x = own(1)
     work = dist.all_reduce(x, dist.ReduceOp.PRODUCT, group=group, async_op=True)
     if dist.get_rank() == 0:
-        with pytest.raises(racksum.WaitTimeout, match=r"the collective goes on after 0\.01 s"):
+        with pytest.raises(racksum.WaitTimeout):
             work.wait(timedelta(milliseconds=10))
         store.set("rank 0 has waited for Gloo", "")
     # It comes after the first, which it would take half of.
@@ -343,7 +343,7 @@ def a_barrier_lets_nobody_through_before_all_are_there(group: dist.ProcessGroup)
 @check
 def a_barrier_has_a_limit_of_its_own(group: dist.ProcessGroup) -> None:
     if dist.get_rank() == 0:
-        with pytest.raises(TimeoutError, match=r"the op goes on after 0\.001 s"):
+        with pytest.raises(racksum.WaitTimeout):
             dist.barrier(group, timeout=timedelta(milliseconds=1))
     dist.barrier()
     if dist.get_rank() != 0:

@@ -236,15 +236,11 @@ def a_session_in_place_of_a_state_is_an_error_of_backward(group: dist.ProcessGro
     backend = group._get_backend(torch.device("cpu"))
     model = DistributedDataParallel(net(), process_group=group)
     model.register_comm_hook(backend.session, racksum.torch.allreduce_hook)
-    with pytest.raises(
-        racksum.BadArgument, match=r"racksum\.torch\.HookState\(session\), and not a"
-    ):
+    with pytest.raises(racksum.BadArgument, match=r"racksum\.torch\.HookState\(session\), not a"):
         model(torch.ones(1, 8)).sum().backward()
-    with pytest.raises(
-        racksum.BadArgument, match=r"session is a racksum\.Session, .* ProcessGroup"
-    ):
+    with pytest.raises(racksum.BadArgument, match=r"session must be a .* not ProcessGroup"):
         racksum.torch.HookState(group)
-    with pytest.raises(racksum.BadArgument, match=r"session is a racksum\.Session, .* HookState"):
+    with pytest.raises(racksum.BadArgument, match=r"session must be a .* not HookState"):
         racksum.torch.allreduce_sparse(racksum.torch.HookState(backend.session), torch.ones(1))
 
 
@@ -353,7 +349,7 @@ def smaller_buckets(address: str, job: str) -> None:
         trained(model, steps=4)
         other = DistributedDataParallel(nn.Linear(8, 4))
         other.register_comm_hook(state, racksum.torch.allreduce_hook)
-        with pytest.raises(racksum.BadArgument, match=r"bucket 0 has 36 elements, and had \d+"):
+        with pytest.raises(racksum.BadArgument, match=r"has 36 elements, but its residual has \d+"):
             trained(other)
         trained(model, steps=1)
 

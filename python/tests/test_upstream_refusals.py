@@ -77,32 +77,32 @@ BAD, MISMATCH = racksum.BadArgument, racksum.Mismatch
 
 #: Names of what is refused; the call, the error and what it says.
 REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
-    "broadcast_from_no_rank": (on("broadcast", [ONE], rootRank=-1), BAD, "0 to 1, and not -1"),
-    "broadcast_from_beyond": (on("broadcast", [ONE], rootRank=2), BAD, "0 to 1, and not 2"),
+    "broadcast_from_no_rank": (on("broadcast", [ONE], rootRank=-1), BAD, "0 to 1, not -1"),
+    "broadcast_from_beyond": (on("broadcast", [ONE], rootRank=2), BAD, "0 to 1, not 2"),
     "broadcast_of_tensors_that_differ": (
         on("broadcast", [ONE, TWO]),
         BAD,
-        r"must be alike, and are \(1,\) x torch\.float32, .*; \(2,\) x",
+        r"must have one shape, dtype and layout, not \(1,\) x torch\.float32, .*; \(2,\) x",
     ),
     "broadcast_of_a_tensor_beyond": (
         on("broadcast", [ONE], rootTensor=1),
         BAD,
-        "0 to 0, and not 1",
+        "0 to 0, not 1",
     ),
-    "reduce_of_a_tensor_beyond": (on("reduce", [ONE], rootTensor=-1), BAD, "0 to 0, and not -1"),
+    "reduce_of_a_tensor_beyond": (on("reduce", [ONE], rootTensor=-1), BAD, "0 to 0, not -1"),
     "broadcast_of_an_expanded_tensor": (
         lambda group: dist.broadcast(torch.ones(3, 1).expand(3, 2), 0, group=group),
         BAD,
-        "several of its elements have one place",
+        "several of its elements share one place",
     ),
-    "reduce_to_no_rank": (on("reduce", [ONE], rootRank=-1), BAD, "0 to 1, and not -1"),
-    "reduce_to_beyond": (on("reduce", [ONE], rootRank=2), BAD, "0 to 1, and not 2"),
-    "reduce_of_two_tensors": (on("reduce", [ONE, ONE]), BAD, "one tensor is given at a time"),
+    "reduce_to_no_rank": (on("reduce", [ONE], rootRank=-1), BAD, "0 to 1, not -1"),
+    "reduce_to_beyond": (on("reduce", [ONE], rootRank=2), BAD, "0 to 1, not 2"),
+    "reduce_of_two_tensors": (on("reduce", [ONE, ONE]), BAD, "pass one tensor at a time, not 2"),
     "all_reduce_of_no_tensor": (on("allreduce", []), RuntimeError, "non-empty list of Tensors"),
     "all_reduce_of_tensors_that_differ": (
         on("allreduce", [ONE, ONE.double()]),
         BAD,
-        r"must be alike, and are .*float32, .*float64",
+        r"must have one shape, dtype and layout, not .*float32, .*float64",
     ),
     "several_tensors_of_which_there_is_none": (
         on("allreduce_coalesced", []),
@@ -132,14 +132,14 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "sums_of_integers_with_a_factor": (
         lambda group: dist.all_reduce(INT.clone(), dist._make_nccl_premul_sum(2), group=group),
         BAD,
-        r"torch\.int32 does not hold its products with the factor 2\.0; multiply",
+        r"torch\.int32 cannot hold its products with the factor 2\.0; convert",
     ),
     "sums_of_booleans_with_a_factor": (
         lambda group: dist.all_reduce(
             INT.to(torch.bool), dist._make_nccl_premul_sum(0.5), group=group
         ),
         BAD,
-        r"torch\.bool does not hold its products",
+        r"torch\.bool cannot hold its products",
     ),
     "the_maximum_of_complex_numbers": (
         lambda group: reduce_by("MAX")(group, ONE.to(torch.complex64)),
@@ -149,17 +149,17 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "sparse_by_an_operator": (
         lambda group: reduce_by("MIN")(group, entry((4,), 1)),
         BAD,
-        "can be summed and averaged, and not MIN",
+        "sparse tensors have no MIN; they can be summed or averaged",
     ),
     "sparse_booleans": (
         lambda group: dist.all_reduce(entry((4,), 1).to(torch.bool), group=group),
         BAD,
-        r"sparse tensors of torch\.bool are not reduced; pass x\.to\(torch\.uint8\)",
+        r"sparse tensors of torch\.bool cannot be reduced; pass x\.to\(torch\.uint8\)",
     ),
     "sparse_of_too_many_places": (
         lambda group: dist.all_reduce(entry((2**40, 2**20), 2), group=group),
         BAD,
-        r"shape \(1099511627776, 1048576\) has 1152921504606846976 places .* 68719476736 at most",
+        r"\(1099511627776, 1048576\) has 1152921504606846976 places .* limit of 68719476736",
     ),
     "sparse_and_dense": (
         lambda group: by_rank(group, torch.ones(4, 8), entry((4, 8), 1)),
@@ -189,22 +189,22 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "all_gather_into_too_few": (
         on("allgather", [[ONE.clone()]], [ONE]),
         BAD,
-        "each of the 2 ranks, and not 1",
+        "each of the 2 ranks, not 1",
     ),
     "all_gather_into_too_many": (
         on("allgather", [[ONE.clone()] * 3], [ONE]),
         BAD,
-        "each of the 2 ranks, and not 3",
+        "each of the 2 ranks, not 3",
     ),
     "all_gather_into_another_type": (
         on("allgather", [[ONE, INT]], [ONE]),
         BAD,
-        r"1 x torch\.float32 belongs where .* 1 x torch\.int32",
+        r"1 x torch\.float32, not of 1 x torch\.int32",
     ),
     "all_gather_into_another_size": (
         on("allgather", [[ONE, TWO]], [ONE]),
         BAD,
-        r"1 x torch\.float32 belongs where .* 2 x torch\.float32",
+        r"1 x torch\.float32, not of 2 x torch\.float32",
     ),
     "all_gather_of_several_sizes": (
         lambda group: dist.all_gather_into_tensor(
@@ -218,12 +218,12 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "all_gather_into_a_tensor_of_another_size": (
         lambda group: dist.all_gather_into_tensor(torch.empty(5), TWO, group=group),
         BAD,
-        r"4 x torch\.float32 belongs where .* 5 x torch\.float32",
+        r"4 x torch\.float32, not of 5 x torch\.float32",
     ),
     "all_gather_of_lists_that_differ": (
         lambda group: dist.all_gather_coalesced([[ONE.clone()]] * 3, [ONE], group=group),
         BAD,
-        "each of the 2 ranks, and not 3",
+        "each of the 2 ranks, not 3",
     ),
     "tensors_of_several_types_in_a_list": (
         lambda group: dist.all_gather([ONE, INT], ONE, group=group),
@@ -233,17 +233,17 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "reduce_scatter_of_too_many": (
         on("reduce_scatter", [ONE.clone()], [[ONE] * 3]),
         BAD,
-        "each of the 2 ranks, and not 3",
+        "each of the 2 ranks, not 3",
     ),
     "reduce_scatter_into_another_size": (
         on("reduce_scatter", [TWO.clone()], [[ONE, ONE]]),
         BAD,
-        r"1 x torch\.float32 belongs where .* 2 x torch\.float32",
+        r"1 x torch\.float32, not of 2 x torch\.float32",
     ),
     "reduce_scatter_of_a_tensor_of_another_size": (
         lambda group: dist.reduce_scatter_tensor(ONE.clone(), torch.ones(5), group=group),
         BAD,
-        r"2 x torch\.float32 belongs where .* 5 x torch\.float32",
+        r"2 x torch\.float32, not of 5 x torch\.float32",
     ),
     "scatter_from_no_rank": (
         on("scatter", [ONE], [], rootRank=2),
@@ -341,7 +341,7 @@ def test_what_comes_after_the_end_is_refused(ranks, shared_aggregator):
 
 
 def options_that_cannot_be(address: str) -> None:
-    with pytest.raises(racksum.BadArgument, match=r"wire is one of .* and not 'f8'"):
+    with pytest.raises(racksum.BadArgument, match=r"wire must be one of .* not 'f8'"):
         backend_options(address, "fixed", wire="f8")
 
 

@@ -176,7 +176,7 @@ def given_options_of_others(address: str, job: str) -> None:
             group = dist.new_group(backend="racksum", pg_options=options)
             assert reduced_in(group) == 7
             dist.destroy_process_group(group)
-        with pytest.raises(racksum.BadArgument, match=r"are racksum\.torch\.Options, and not dict"):
+        with pytest.raises(racksum.BadArgument, match=r"must be racksum\.torch\.Options, not dict"):
             dist.new_group(backend="racksum", pg_options={"aggregator": address})
 
 

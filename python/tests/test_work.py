@@ -82,7 +82,7 @@ def test_what_fails_on_the_chain_is_told_and_the_next_begins(
     fail: Callable[[Chain, Callable[[], None]], Deferred],
 ) -> None:
     chain, refused = Chain(), threading.Event()
-    why = r"device-side assert|at the worst moment|was given other memory while the op"
+    why = r"device-side assert|at the worst moment|got other memory, by"
     with pytest.raises(RuntimeError, match=why) as error:
         fail(chain, refused.set).wait(PATIENCE)
     assert not isinstance(error.value, WaitTimeout)

@@ -1,7 +1,16 @@
-"""Sums the gradients of training jobs near the rack.
+"""Sums the gradients of a training job at an aggregator near the rack.
 
-:func:`connect` joins a job at an aggregator; :meth:`Session.allreduce` reduces numpy arrays and
-torch tensors in place. :mod:`racksum.torch` has what PyTorch's DDP takes.
+:func:`connect` joins a job and returns a :class:`Session`. :meth:`Session.allreduce` reduces a
+numpy array or a torch tensor in place::
+
+    import numpy as np
+    import racksum
+
+    with racksum.connect("127.0.0.1:7177", job="demo", rank=0, world=1) as session:
+        x = np.ones(4, np.float32)
+        session.allreduce(x)
+
+:mod:`racksum.torch` has the hooks and the process group backend for PyTorch.
 """
 
 from racksum import _racksum

@@ -1,8 +1,8 @@
-"""Functions that Dynamo leaves alone: C++ calls them, or they call the extension.
+"""Decorators that keep Dynamo, the compiler of torch, from compiling racksum's functions.
 
-While compiled code runs, Dynamo compiles every Python function that is called from it, also from
-C++: a backend's collectives, a hook, a work's ``wait``. It would hand them tensors that only stand
-for others: their sizes are symbols, and they have no memory.
+While compiled code runs, Dynamo compiles every Python function that this code calls, also through
+C++: a backend's collectives, a hook, the ``wait`` of a work. It would call them with fake tensors,
+whose sizes are symbols and which have no memory.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ C = TypeVar("C", bound=type)
 
 
 def eager(function: F) -> F:
-    """Keeps Dynamo from compiling a function, and all that it calls."""
-    import torch  # noqa: PLC0415 - whoever has no torch has no Dynamo.
+    """Returns the function, wrapped so that Dynamo compiles neither it nor what it calls."""
+    import torch  # noqa: PLC0415 - Dynamo is a part of torch.
 
-    # `torch.compiler.disable` would import Dynamo now, which takes as long as importing torch does.
-    # What is older than Dynamo has none to be kept from.
+    # `torch.compiler.disable` would import Dynamo now, which takes as long as importing torch.
+    # A torch that lacks `_disable_dynamo` is older than Dynamo.
     disable = getattr(torch, "_disable_dynamo", None)
     if disable is None:
         return function
-    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above; this imports no Dynamo.
+    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - this does not import Dynamo.
 
-    # Its first call imports Dynamo, which a thread with a callback has done before.
+    # The first call of `disabled` imports Dynamo. A thread with a callback has imported it before.
     disabled = disable(function)
-    # Dynamo compiles nothing in a thread that has no callback. Older PyTorch cannot say whether a
-    # thread has one: there, an imported Dynamo counts as one.
+    # Dynamo compiles only in threads that have a callback. Older PyTorch cannot tell whether a
+    # thread has one, so there an imported Dynamo counts as a callback.
     get_callback = getattr(eval_frame, "get_eval_frame_callback", _dynamo_if_imported)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         return (function if get_callback() is None else disabled)(*args, **named)
 
-    # Compiled code calls this without looking into it, and so does C++ that compiled code calls.
+    # Compiled code then calls this function without tracing it, directly and through C++.
     vars(call)["_torchdynamo_disable"] = True
     _skip(cast("Any", call).__code__)
     return cast("F", call)
 
 
 def _dynamo_if_imported() -> ModuleType | None:
-    """Returns Dynamo's module, or None before anyone has imported it."""
+    """Returns Dynamo's module, or None if it has not been imported."""
     return sys.modules.get("torch._dynamo")
 
 
 def _skip(code: CodeType) -> None:
-    """Has Dynamo never compile a frame of this code, though what the frame calls."""
-    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - as above.
+    """Tells Dynamo not to compile frames of this code. It still compiles what they call."""
+    from torch._C._dynamo import eval_frame  # noqa: PLC0415 - this does not import Dynamo.
 
     if hasattr(eval_frame, "skip_code"):
         eval_frame.skip_code(code)
     else:
-        # Since PyTorch 2.7.
+        # PyTorch 2.7 and newer.
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
         eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def eager_methods(cls: C) -> C:
-    """Keeps Dynamo from compiling the methods of a class that others call: a decorator.
+    """Decorates a class so that Dynamo does not compile the methods that other code calls.
 
-    Those are the public ones, and those that the class overrides.
+    These are the public methods, and the private methods that override those of a base class.
     """
     for name, member in list(vars(cls).items()):
         overrides = any(hasattr(base, name) for base in cls.__mro__[1:])

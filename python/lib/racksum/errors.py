@@ -1,6 +1,7 @@
-"""What can go wrong, one class per cause.
+"""The exceptions of racksum, one class for each cause.
 
-Every class is an :class:`Error`; those that are also of a built-in class can be caught as that.
+Every class derives from :class:`Error`. Some also derive from a built-in exception, such as
+``TimeoutError``, and can be caught as that exception.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ __all__ = [
 
 
 class Error(RuntimeError):
-    """Anything that racksum reports."""
+    """Base class of the errors that racksum raises."""
 
 
 class BadArgument(Error, ValueError):
-    """An argument, or a tensor, that cannot be: nothing was sent.
+    """An argument or a tensor is invalid; nothing was sent.
 
-    ``options`` are the arguments that it is about, by name.
+    ``options`` holds the names of the invalid arguments, as far as they are known.
     """
 
     def __init__(self, text: str, options: Sequence[str] = ()) -> None:
@@ -40,28 +41,31 @@ class BadArgument(Error, ValueError):
 
 
 class Refused(Error):
-    """The aggregator does not take the rank: its rules, its limits, or another rank's claim."""
+    """The aggregator or the sidecar refuses the rank, by its rules, its limits or its jobs.
+
+    For example, another rank may have joined under the same number.
+    """
 
 
 class VersionMismatch(Refused):
-    """The aggregator, or the sidecar, speaks another version of the protocol."""
+    """The aggregator or the sidecar speaks another version of the protocol."""
 
 
 class NoRoom(Refused):
-    """The aggregator had no room for the job for as long as it was waited for."""
+    """The aggregator had no room for the job until ``join_timeout`` was over (``wait=True``)."""
 
 
 class NoAggregator(Error, ConnectionError):
-    """No aggregator or sidecar can be joined at, or none is left that goes on with the job.
+    """No aggregator or sidecar can be joined, or none is left to continue the job.
 
-    In joining: nobody answers at the address, datagrams do not pass, or one side does not accept
-    the other's certificate. In an op: the one that had the job is gone, and none of its standbys
-    takes over, as they cannot be reached or refuse. The session is over then.
+    While joining: nothing answers at the address, datagrams do not get through, or one side does
+    not accept the other's certificate. In an op: the aggregator of the job is gone, and its
+    standbys cannot be reached or refuse the job. Then the session is over.
     """
 
 
 class JoinTimeout(Error, TimeoutError):
-    """Not all ranks joined in time. ``missing`` are those that had not."""
+    """Not all ranks joined in time. ``missing`` holds the ranks that had not joined."""
 
     def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -69,7 +73,10 @@ class JoinTimeout(Error, TimeoutError):
 
 
 class OpTimeout(Error, TimeoutError):
-    """An op did not end in time, and the session is over. ``missing`` are the ranks awaited."""
+    """An op did not end in time; the session is over.
+
+    ``missing`` holds the ranks that the op was waiting for.
+    """
 
     def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -77,11 +84,11 @@ class OpTimeout(Error, TimeoutError):
 
 
 class WaitTimeout(Error, TimeoutError):
-    """An op has not ended in the seconds that ``wait`` was given. It goes on."""
+    """An op has not ended within the timeout passed to ``wait``. The op goes on."""
 
 
 class PeerLost(Error, ConnectionError):
-    """Ranks are gone that are needed. ``ranks`` says which."""
+    """Ranks that an op or a join needs are gone. ``ranks`` holds their numbers."""
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -89,11 +96,14 @@ class PeerLost(Error, ConnectionError):
 
 
 class Mismatch(Error, ValueError):
-    """The ranks called an op differently. The session goes on."""
+    """The ranks called an op with different arguments. The session goes on."""
 
 
 class Overflow(Error, OverflowError):
-    """A value that ``fixed32`` cannot carry, in the block at ``element``. The session goes on."""
+    """A tensor holds a value that ``fixed32`` cannot carry. The session goes on.
+
+    ``element`` is the index of the first element of the block with that value.
+    """
 
     def __init__(self, text: str, element: int = 0) -> None:
         super().__init__(text)
@@ -101,4 +111,4 @@ class Overflow(Error, OverflowError):
 
 
 class SessionClosed(Error):
-    """The session is over, or is of a process that this one was forked from."""
+    """The session is over, or it belongs to the process that this one was forked from."""

@@ -1,4 +1,4 @@
-"""Packages that only parts of racksum need."""
+"""Optional packages, which only parts of racksum need."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 __all__ = ["FLOORS", "needed"]
 
-#: The extra of racksum that installs each, and the first version that racksum is tested with.
+#: For each package, the extra of racksum that installs it, and the oldest version that racksum is
+#: tested with.
 FLOORS = {"torch": ("torch", "2.15"), "numpy": ("numpy", "1.24"), "matplotlib": ("plot", "3.8")}
 
 
 def needed(module: str, by: str) -> Any:
-    """Imports a module that ``by`` needs.
+    """Imports and returns an optional module.
 
-    :raises ModuleNotFoundError: Its package is not installed: a sentence that says how to do that.
+    :param by: The part of racksum that needs the module, as error messages name it.
+    :raises ModuleNotFoundError: The package is not installed. The message says how to install it.
     """
     package = module.partition(".")[0]
     try:

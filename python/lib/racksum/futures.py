@@ -1,4 +1,4 @@
-"""Torch futures of ops, completed by threads. Importing this module imports torch."""
+"""Torch futures of ops, which threads complete. Importing this module imports torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_future(devices: Iterable[torch.device]) -> Future[Any]:
 
 
 def future_of(op: _Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
-    """Returns a future of an op's result. A thread completes it."""
+    """Returns a future of an op's result, which a thread completes."""
     future = new_future(devices)
 
     def complete() -> None:

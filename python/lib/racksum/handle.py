@@ -1,4 +1,4 @@
-"""Ops in flight, as who calls them has them."""
+"""Handles of ops in flight."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ __all__ = ["Handle", "Outcome"]
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: How the limit of a wait is read.
+#: Checks the timeout of a wait, in seconds.
 _limit = seconds_from(0)
 
 
 class Handle(Generic[T]):
-    """An op in flight. It keeps its tensor; if it is dropped, the op goes on all the same."""
+    """An op in flight, as ``Session.allreduce(x, async_op=True)`` returns it.
+
+    The handle keeps the op's tensor alive. If the handle is dropped, the op still goes on.
+
+    Example::
+
+        handle = session.allreduce(x, async_op=True)
+        ...  # compute something that does not use x
+        handle.wait()
+    """
 
     def __init__(
         self, ends_within: Callable[[float | None], bool], make: Callable[[], Outcome[T]]
@@ -33,22 +42,26 @@ class Handle(Generic[T]):
         self._state: _Running[T] | Outcome[T] = _Running(ends_within, make)
 
     def done(self) -> bool:
-        """Whether the op has ended, with a result or an error."""
+        """Returns whether the op has ended, with a result or an error. Does not wait."""
         return self._ends_within(0.0)
 
     def wait(self, timeout: float | None = None) -> T:
-        """Waits for the op to end, and returns its result.
+        """Waits for the op to end and returns its result.
 
-        :raises racksum.WaitTimeout: It has not ended in so many seconds; it goes on.
-        :raises racksum.Error: Why there is no result.
+        :param timeout: The most seconds to wait, 0 or more. By default there is no limit here; the
+            session's ``timeout`` bounds the op.
+        :raises racksum.WaitTimeout: The op has not ended within ``timeout``. It goes on.
+        :raises racksum.BadArgument: ``timeout`` is not a finite number of seconds, 0 or more.
+        :raises racksum.Error: The op failed. The class and the message give the cause.
         """
         limit = None if timeout is None else _limit("timeout", timeout)
         return self._outcome(limit).result
 
     def then(self, work: Callable[[T], U]) -> Handle[U]:
-        """The same op with the result that ``work`` makes of this one's, when it is waited for.
+        """Returns a handle of the same op whose result is ``work`` applied to this one's result.
 
-        Where it fails, it is called again whenever the op is waited for again.
+        ``work`` runs in the first wait for the new handle. If it raises, the next wait runs it
+        again.
         """
 
         def make() -> Outcome[U]:
@@ -58,14 +71,19 @@ class Handle(Generic[T]):
         return Handle(self._ends_within, make)
 
     def get_future(self) -> Future[T]:
-        """A :class:`torch.futures.Future` of the result, which a thread completes."""
-        from racksum.futures import future_of  # noqa: PLC0415 - only who calls this has torch.
+        """Returns a :class:`torch.futures.Future` of the result, which a thread completes."""
+        from racksum.futures import future_of  # noqa: PLC0415 - this imports torch.
 
         return future_of(self)
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """The ranks that the result lacks, in a job that goes on without those it loses."""
+        """The ranks whose contributions the result lacks. Waits for the op to end.
+
+        Only a job with ``on_rank_loss="continue"`` sums without a lost rank.
+
+        :raises racksum.Error: The op failed.
+        """
         return self._outcome(None).absent
 
     def _ends_within(self, seconds: float | None) -> bool:
@@ -76,17 +94,18 @@ class Handle(Generic[T]):
         ended = self._ends_within(timeout)
         pass_on()
         if not ended:
-            raise WaitTimeout(f"the op goes on after {timeout} s")
+            raise WaitTimeout(f"the op has not ended after {timeout} s; it goes on, so wait again")
         with self._lock:
             if isinstance(self._state, _Running):
-                # What fails or is interrupted can be made again, and its op is let go once it is.
+                # If `make` fails or is interrupted, the next wait calls it again. Once it has
+                # returned, nothing here refers to the op any more.
                 self._state = self._state.make()
             return self._state
 
 
 @dataclass(frozen=True)
 class _Running(Generic[T]):
-    """An op that nobody has waited for, and what makes its outcome once it has ended."""
+    """An op without an outcome yet, and the function that makes the outcome once it has ended."""
 
     ends_within: Callable[[float | None], bool]
     make: Callable[[], Outcome[T]]
@@ -94,7 +113,7 @@ class _Running(Generic[T]):
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What came of an op."""
+    """The result of an op, and the ranks whose contributions it lacks."""
 
     result: T
     absent: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the package logs, and what the worker below it does."""
+"""Log lines of the package, and of the Rust worker below it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from racksum import _racksum
 
 __all__ = ["logger", "pass_on", "pass_on_until"]
 
-#: Seconds between two looks for what the worker has logged.
+#: Seconds between two collections of the worker's log lines.
 _PERIOD = 0.25
 
 
@@ -23,20 +23,20 @@ class _Named(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
-    """The logger of this name, whose lines begin with the package's.
+    """Returns the logger of this name, with lines that begin with ``racksum:``.
 
-    They say whose they are also where nobody has set up :mod:`logging`.
+    The prefix shows where lines come from even if :mod:`logging` is not configured.
     """
     return _Named(logging.getLogger(name), {})
 
 
 def pass_on() -> None:
-    """Hands what the worker has logged to :mod:`logging`."""
+    """Hands the log lines of the worker to :mod:`logging`."""
     for level, name, said in _racksum.take_logs():
         logger(name.replace("racksum_", "racksum.", 1)).log(level, "%s", said)
 
 
 def pass_on_until(over: threading.Event) -> None:
-    """Does so again and again."""
+    """Calls :func:`pass_on` every 0.25 seconds until ``over`` is set."""
     while not over.wait(_PERIOD):
         pass_on()

@@ -1,4 +1,4 @@
-"""How a session connects: arguments, then the environment, then torchrun's variables."""
+"""Options of a session: from arguments, then the environment, then torchrun's variables."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = [
     "whole_from",
 ]
 
-#: The limits of docs/wire.md that are known before an aggregator is asked.
+#: Limits from docs/wire.md, which hold for every aggregator.
 MAX_JOB_BYTES = 128
 MAX_LANES = 8
 MAX_WORLD = 256
 MAX_ELEMENTS = 2**36
 
-#: Reads an argument of this name, or refuses it.
+#: Returns the checked value of the argument of this name, or raises `BadArgument`.
 Check = Callable[[str, Any], Any]
 
 
 class Drawn(NamedTuple):
-    """What the first rank of a process group has drawn for the job."""
+    """The name and the secret that the first rank of a process group drew at random for the job."""
 
     job: str
     secret: str
 
 
-#: The option that each error is about which names none itself.
+#: The option that an error is about, for errors that do not name one themselves.
 _ABOUT: Mapping[type[Error], tuple[str, ...]] = {
     NoAggregator: ("aggregator",),
     JoinTimeout: ("join_timeout",),
@@ -53,7 +53,13 @@ _ABOUT: Mapping[type[Error], tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
-    """Who a rank is, and where its aggregators are. :func:`racksum.connect` explains each."""
+    """The checked options of a session: who the rank is, and where its aggregators are.
+
+    :func:`racksum.connect` makes them from its arguments and explains each. :meth:`resolve` makes
+    them without connecting.
+
+    :raises racksum.BadArgument: An option is invalid. ``error.options`` names it.
+    """
 
     aggregator: str
     job: str
@@ -74,16 +80,17 @@ class ConnectOptions:
     mtu: int | None = None
     interface: str | None = None
     local_world: int | None = None
-    #: Of a process group: which of the job's groups it is. Rules and limits are about the job.
+    #: The process group of the job that this session is for; empty for the job itself. Admission
+    #: rules go by the job.
     group: str = ""
-    #: What all lives of the job have in common and nobody else knows, in hexadecimal: a greater
-    #: generation with the same secret ends the one before.
+    #: A secret that all generations of the job share, in hexadecimal. A greater generation with the
+    #: same secret ends the one before.
     secret: str | None = None
-    #: The variables that the environment has said options with, such as ``RANK='0'``, by option.
+    #: For each option that the environment set, the variable and its text, such as ``RANK='0'``.
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Checks the options, and raises :class:`BadArgument` if one is invalid."""
         with self.naming_variables():
             for option in fields(self):
                 value = getattr(self, option.name)
@@ -92,7 +99,9 @@ class ConnectOptions:
                     object.__setattr__(self, option.name, checked)
             if self.uses_sidecar and (self.rejoin or self.on_rank_loss != "abort"):
                 raise BadArgument(
-                    "ranks of a sidecar neither rejoin nor go on without a rank",
+                    "rejoin and on_rank_loss cannot be set with unix:PATH, because ranks of a "
+                    "sidecar neither rejoin nor go on without a rank; leave them out, or connect "
+                    "to the aggregator itself",
                     ("rejoin", "on_rank_loss"),
                 )
             if self.uses_sidecar and self.data_auth is not None:
@@ -100,7 +109,7 @@ class ConnectOptions:
 
     @contextmanager
     def naming_variables(self) -> Iterator[None]:
-        """Has what is said of options name the variables that they are from."""
+        """Prefixes errors about options with the environment variables that set them."""
         try:
             yield
         except (BadArgument, NoAggregator, JoinTimeout, NoRoom) as error:
@@ -118,13 +127,18 @@ class ConnectOptions:
         drawn: Drawn | None = None,
         **given: Any,
     ) -> ConnectOptions:
-        """Completes what is given, ``None`` being nothing, by what the environment says.
+        """Completes the given options from the environment and checks them.
 
-        :param drawn: What a process group calls the job, unless the user does.
+        An option that is ``None`` counts as not given.
+
+        :param environment: The variables to read; by default those of the process.
+        :param drawn: The secret of a process group's job, and its name if nothing else sets one.
+        :param given: Options, with the names and meanings of :func:`racksum.connect`.
+        :raises racksum.BadArgument: An option is unknown, invalid, or required and not set.
         """
         for name in given:
             if name not in OPTIONS:
-                raise BadArgument(f"{name} is no option; there are {', '.join(OPTIONS)}")
+                raise BadArgument(f"unknown option {name}; the options are {', '.join(OPTIONS)}")
         found = {name: value for name, value in given.items() if value is not None}
         defaults = {field.name: field.default for field in fields(cls)}
         of_way = [name for name in _OF_WAY if found.get(name, defaults[name]) != defaults[name]]
@@ -147,29 +161,32 @@ class ConnectOptions:
 
     @property
     def name(self) -> str:
-        """The job's name, with its group's."""
+        """The job's name, followed by ``/`` and the name of the group, if it has one."""
         return f"{self.job}/{self.group}" if self.group else self.job
 
     @property
     def uses_sidecar(self) -> bool:
-        """Whether it is a sidecar that the session connects to."""
+        """True if the session connects to a sidecar."""
         return self.aggregator.startswith("unix:")
 
 
 def limits_of_group(
     seconds: float | None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, float]:
-    """The limits that a process group with this one has a session take, where no variable does."""
+    """Returns the ``timeout`` and ``join_timeout`` of a session from the timeout of its group.
+
+    Leaves out what the environment sets. Returns nothing if the group has no timeout.
+    """
     names = ("timeout", "join_timeout")
     unset = (name for name in names if not environment.get(f"RACKSUM_{name.upper()}", "").strip())
     return {} if seconds is None else dict.fromkeys(unset, seconds)
 
 
 def whole_from(least: int, most: int) -> Check:
-    """Takes whole numbers of a range."""
+    """Returns a check that accepts whole numbers from ``least`` to ``most``."""
 
     def check(name: str, value: Any) -> int:
-        # Each op makes this check four times, and `suppress` would take longer than the check.
+        # Each op runs this check four times, and `suppress` would take longer than the check.
         try:
             number = operator.index(value)
         except TypeError:
@@ -183,7 +200,7 @@ def whole_from(least: int, most: int) -> Check:
 
 
 def seconds_from(least: float) -> Check:
-    """Takes finite numbers of seconds that are no less than these."""
+    """Returns a check that accepts finite numbers of seconds, ``least`` or more."""
 
     def check(name: str, value: Any) -> float:
         if isinstance(value, Real) and not isinstance(value, bool):
@@ -191,16 +208,16 @@ def seconds_from(least: float) -> Check:
                 seconds = float(value)
                 if least <= seconds < math.inf:
                     return seconds
-        raise _not(f"a number of seconds from {least} on", name, value)
+        raise _not(f"a finite number of seconds >= {least}", name, value)
 
     return check
 
 
 def text(name: str, value: Any) -> str:
-    """Takes strings, but for the halves of characters that Python's may have."""
+    """Accepts strings, except those with lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, str) and (str.isascii(value) or _is_encodable(value)):
         return value
-    raise _not("a string", name, value)
+    raise _not("a valid Unicode string", name, value)
 
 
 def _is_encodable(value: str) -> bool:
@@ -232,14 +249,14 @@ def _either(name: str, value: Any) -> bool:
 
 
 def _not(what: str, name: str, value: Any) -> BadArgument:
-    """The error of an argument that is something else than it must be."""
-    return BadArgument(f"{name} is {what}, and not {value!r}", (name,))
+    """Returns the error for an argument that is not what it must be."""
+    return BadArgument(f"{name} must be {what}, not {value!r}", (name,))
 
 
 def _first(
     environment: Mapping[str, str], variables: Mapping[str, Callable[[str], Any]]
 ) -> tuple[Any, str] | None:
-    """What the first of the variables that says something says, and the variable with its text."""
+    """Returns the value of the first variable that has one, and the variable with its text."""
     for variable, read in variables.items():
         text = environment.get(variable, "").strip()
         said = f"{variable}={text!r}"
@@ -253,20 +270,24 @@ def _first(
 
 
 def _run_of_torchrun(run: str) -> str | None:
-    """Reads the job of torchrun: without a rendezvous of its own, every job is "none"."""
+    """Returns torchrun's run id, or None for "none", which jobs without an id of their own have."""
     return None if run == "none" else run
 
 
 def _job_of_rendezvous(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The address where ranks meet, which no other job has unless it is of every host."""
+    """Returns a job name made of the address where ranks meet, and the variable with its text.
+
+    :raises BadArgument: The address is a loopback address. Every host has it, so jobs of several
+        hosts could get the same name.
+    """
     host, port = (environment.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (host and port):
         return None
     if _is_loopback(host):
         raise BadArgument(
-            f"job is not set, and MASTER_ADDR={host} is an address that every host has, so other "
-            "jobs would have the same name; pass job= or set RACKSUM_JOB (racksum.torch.connect "
-            "draws a name for the ranks of a process group)"
+            f"job is not set, and MASTER_ADDR={host} does not name it: every host has that "
+            "address, so other jobs could get the same name; pass job= or set RACKSUM_JOB, or use "
+            "racksum.torch.connect, which draws a name for the ranks of a process group"
         )
     return f"{host}-{port}", f"MASTER_ADDR={host!r}"
 
@@ -283,9 +304,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interfaces_of_gloo(value: str) -> str:
-    """Interfaces in NCCL's grammar, in which a whole name has a sign before it."""
+    """Converts Gloo's interface names to NCCL's grammar, which marks a whole name with ``=``."""
     if value.startswith(("^", "=")):
-        raise ValueError("Gloo knows names alone; RACKSUM_INTERFACE may begin with a sign")
+        raise ValueError("Gloo takes plain names only; set RACKSUM_INTERFACE to use ^ or =")
     return f"={value}"
 
 
@@ -294,19 +315,19 @@ def _flag(text: str) -> bool:
         return True
     if text.lower() in ("0", "false", "no", "off"):
         return False
-    raise ValueError("it is 1 or 0")
+    raise ValueError("must be 1 or 0")
 
 
 def _whole(text: str) -> int:
     with suppress(ValueError):
         return int(text)
-    raise ValueError("it is a whole number")
+    raise ValueError("must be a whole number")
 
 
 def _seconds(text: str) -> float:
     with suppress(ValueError):
         return float(text)
-    raise ValueError("it is a number of seconds")
+    raise ValueError("must be a number of seconds")
 
 
 _NEEDED = {
@@ -319,13 +340,14 @@ _NEEDED = {
     "world": "pass world= or set RACKSUM_WORLD (torchrun sets WORLD_SIZE)",
 }
 
-#: Of the way to the aggregator. The environment may say these to ranks beside a sidecar, which
-#: have no use for them; only `data_auth` it may not, since who says it relies on it.
+#: Options of the connection to the aggregator, which ranks of a sidecar cannot pass. If the
+#: environment sets them, such ranks ignore them. `data_auth` is refused from the environment too,
+#: because whoever sets it relies on it.
 _OF_WAY = ("identity", "interface", "mtu", "multicast", "pool_slots", "wait")
 
 _OF_SIDECAR = (
-    "cannot be said by a rank of a sidecar, whose is the way to the aggregator; "
-    "`racksum worker --help` tells what may be said of that"
+    "cannot be set with unix:PATH, because the sidecar owns the connection to the aggregator; "
+    "leave it out, and see `racksum worker --help` for the options of a sidecar"
 )
 
 _CHECKS: dict[str, Check] = {
@@ -352,10 +374,10 @@ _CHECKS: dict[str, Check] = {
     "secret": text,
 }
 
-#: What a user may say.
+#: The names of the options that users may set.
 OPTIONS = tuple(name for name in _CHECKS if name not in ("group", "secret"))
 
-#: Which variables say what, the first that is set, and how each is read.
+#: For each option, the variables that set it, in order of precedence, and how each is read.
 _VARIABLES: dict[str, dict[str, Callable[[str], Any]]] = {
     "aggregator": {"RACKSUM_AGGREGATOR": str},
     "job": {"RACKSUM_JOB": str, "TORCHELASTIC_RUN_ID": _run_of_torchrun},

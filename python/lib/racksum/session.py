@@ -1,4 +1,4 @@
-"""A session: a rank's part in a job, and the ops that it starts."""
+"""Sessions: the membership of a rank in a job, and the ops that the rank starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _log = logger("racksum")
 
-#: Elements of a block: the unit that is sent or, if it is all zeros, not.
+#: The default number of elements of a block. A block of zeros is not sent.
 DEFAULT_BLOCK = 256
 
 
@@ -68,62 +68,85 @@ def connect(
     interface: str | None = None,
     local_world: int | None = None,
 ) -> Session:
-    """Joins a job at an aggregator, and returns once all its ranks have.
+    """Joins a job at an aggregator and returns a session once all ranks of the job have joined.
 
-    What is not given is taken from the environment: ``RACKSUM_`` and the argument's name in
-    capitals, and then, where they say it, torchrun's variables.
+    An option that is not given comes from the environment: from ``RACKSUM_`` and its name in
+    capitals, then from the variables of torchrun that are named below.
 
-    :param aggregator: ``HOST:PORT``. ``A+B`` spreads the job over both; ``A,B`` goes on at B when A
-        is gone, or about to stop. ``unix:PATH`` is the sidecar of this host, ``racksum worker``.
-    :param job: The job's name. Ranks of one name sum with each other. By default torchrun's run id,
-        or the address where its ranks meet, unless every host has that.
-    :param rank: This rank, from 0; by default torchrun's ``RANK``.
-    :param world: How many ranks there are; by default torchrun's ``WORLD_SIZE``.
-    :param generation: Which life of the job it is: a restart has a greater one, and ends those
-        before it. By default torchrun's ``TORCHELASTIC_RESTART_COUNT``, or 0.
-    :param lanes: Priority classes of ops; an op of a lower lane goes first.
-    :param pool_slots: Most windows in flight of a lane; 0 leaves it to the aggregator.
-    :param multicast: Whether to take results by multicast if the aggregator sends them so.
-    :param identity: The identity file to connect with; needed beyond loopback.
-    :param insecure: Connect beyond loopback without identities.
-    :param data_auth: How datagrams must be authenticated: ``"none"``, ``"mac"`` or ``"aead"``.
-    :param wait: Wait while the aggregator has no room for the job, rather than be refused.
-    :param rejoin: This rank has closed its session between two ops, and comes back to the job; the
-        others start no op in the meantime.
-    :param on_rank_loss: ``"abort"`` ends the job when a rank is lost; ``"continue"`` goes on
-        without it. All ranks say the same.
-    :param join_timeout: Seconds to wait for an aggregator that answers, for room and for the other
-        ranks; by default the timeout of torch's default process group, where there is one, and 300
-        elsewhere.
-    :param timeout: Seconds that an op may take, and a rank that is busy with other things is waited
-        for; by default the timeout of torch's default process group, where there is one, and 60
-        elsewhere.
-    :param mtu: The path's MTU; by default the interface's.
-    :param interface: Which of this host's interfaces to use, in the grammar of
-        ``NCCL_SOCKET_IFNAME``; by default that variable's, and then ``GLOO_SOCKET_IFNAME``'s.
-    :param local_world: How many of the ranks are on this host and have its sidecar; by default
-        torchrun's ``LOCAL_WORLD_SIZE``, or all.
-    :raises racksum.Error: One of :mod:`racksum.errors`, which says why.
+    Example, for one of two ranks::
+
+        session = racksum.connect(
+            "10.0.0.1:7177", job="digits", rank=0, world=2, identity="node-0.pem"
+        )
+
+    :param aggregator: Address of the aggregator, ``HOST:PORT``. ``A+B`` spreads the job over both
+        aggregators. ``A,B`` makes B a standby: the job moves there when A is gone or about to stop.
+        ``unix:PATH`` is the socket of this host's sidecar, ``racksum worker``.
+    :param job: Name of the job, 1 to 128 bytes. Ranks with the same name sum with each other. By
+        default torchrun's run id, or else ``MASTER_ADDR`` and ``MASTER_PORT``, unless that address
+        is a loopback address.
+    :param rank: Number of this rank, from 0. By default torchrun's ``RANK``.
+    :param world: Number of ranks, 1 to 256. By default torchrun's ``WORLD_SIZE``.
+    :param generation: The life of the job, a number from 0. A restart has a greater one and ends
+        those before it. By default torchrun's ``TORCHELASTIC_RESTART_COUNT``, or 0.
+    :param lanes: Number of priority classes of ops, 1 to 8; by default 1. Ops of a lower lane go
+        first.
+    :param pool_slots: The most windows of a lane in flight at a shard; 0, the default, leaves the
+        limit to the aggregator.
+    :param multicast: Whether to receive results by multicast if the aggregator offers it; by
+        default True.
+    :param identity: Path of the identity file to connect with. Needed beyond loopback, unless
+        ``insecure`` is set.
+    :param insecure: Whether to connect beyond loopback without identities; by default False.
+    :param data_auth: How datagrams must be authenticated: ``"none"``, ``"mac"`` or ``"aead"``. By
+        default the aggregator decides.
+    :param wait: Whether to wait while the aggregator has no room for the job; by default False,
+        which raises :class:`Refused` at once.
+    :param rejoin: Whether this rank closed its session between two ops and now returns to the job;
+        by default False. The other ranks must not start an op in the meantime.
+    :param on_rank_loss: ``"abort"``, the default, ends the job when a rank is lost.
+        ``"continue"`` goes on without the rank. All ranks must pass the same value.
+    :param join_timeout: Seconds to wait for an answer of the aggregator, for room and for the other
+        ranks. By default the timeout of torch's default process group, or 300 without one.
+    :param timeout: Seconds that an op may take, including the wait for ranks that have not called
+        it yet. By default the timeout of torch's default process group, or 60 without one.
+    :param mtu: MTU of the path in bytes, 1280 to 65536. By default that of the interface.
+    :param interface: Interfaces of this host to use, in the grammar of ``NCCL_SOCKET_IFNAME``. By
+        default ``NCCL_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``.
+    :param local_world: Number of ranks of the job that are on this host and use its sidecar. By
+        default torchrun's ``LOCAL_WORLD_SIZE``, or else ``world``.
+    :raises racksum.BadArgument: An option is invalid, or required and not set.
+    :raises racksum.NoAggregator: The aggregator or the sidecar cannot be joined.
+    :raises racksum.Refused: The aggregator or the sidecar refuses the rank.
+    :raises racksum.JoinTimeout: Not all ranks joined within ``join_timeout``.
+    :raises racksum.PeerLost: A rank was lost while the others joined.
+    :raises racksum.Error: Joining failed for another reason.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     return Session(ConnectOptions.resolve(**{**limits_of_group(_seconds_of_group()), **given}))
 
 
 class Session:
-    """A rank's part in a job. Threads may share it; all ranks start the same ops in the same order.
+    """The membership of a rank in a job. :func:`connect` makes one.
 
-    As a context manager it leaves the job in the end.
+    All ranks must start the same ops in the same order. Threads may share a session. As a context
+    manager, a session leaves the job at the end of the block::
+
+        with racksum.connect("127.0.0.1:7177", job="demo", rank=0, world=1) as session:
+            session.allreduce(numpy.ones(4, numpy.float32))
     """
 
     def __init__(self, options: ConnectOptions, check: Callable[[], None] | None = None) -> None:
-        """Joins a job. :func:`connect` makes the options.
+        """Joins a job, and returns once all its ranks have joined.
 
-        :param check: Called every few moments while it joins; gives up if that raises something.
+        :param options: The checked options; :func:`connect` makes them from arguments.
+        :param check: A function to call repeatedly while joining. If it raises, joining ends with
+            that exception.
         """
         _leave_alone()
         self._options = options
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
-        # Joining may take minutes, and what it waits for is to be read meanwhile.
+        # Joining may take minutes. Its log lines say what it waits for, so pass them on meanwhile.
         joined = threading.Event()
         threading.Thread(target=pass_on_until, args=(joined,), daemon=True).start()
         try:
@@ -134,8 +157,7 @@ class Session:
             pass_on()
         self._closed = False
         self._copied = 0
-        #: Called at the beginning of every op, so that those of a GPU, which another thread starts,
-        #: may be started before it.
+        #: Called at the beginning of every op: waits until other threads have started earlier ops.
         self._before_op: Callable[[], None] | None = None
         _open_sessions.add(self)
         _log.info(
@@ -145,49 +167,49 @@ class Session:
             options.name,
             options.generation,
             options.aggregator,
-            ", insecure: whoever answers there is believed"
+            ", insecure: the aggregator's identity is not verified"
             if options.insecure and not options.uses_sidecar
             else "",
         )
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """The number of this rank, from 0."""
         return self._options.rank
 
     @property
     def world(self) -> int:
-        """How many ranks the job has."""
+        """The number of ranks in the job."""
         return self._options.world
 
     @property
     def job(self) -> str:
-        """The job's name."""
+        """The name of the job."""
         return self._options.job
 
     @property
     def generation(self) -> int:
-        """Which life of the job it is."""
+        """The life of the job that this session belongs to."""
         return self._options.generation
 
     @property
     def lanes(self) -> int:
-        """How many priority classes ops have."""
+        """The number of priority classes of ops."""
         return self._options.lanes
 
     @property
     def options(self) -> ConnectOptions:
-        """How it was connected."""
+        """The options that the session connected with."""
         return self._options
 
     @property
     def max_ops(self) -> int:
-        """How many ops may be in flight."""
+        """The most ops that may be in flight. A further call waits for room."""
         return self._session.max_ops
 
     @property
     def closed(self) -> bool:
-        """Whether there are no more ops: it was closed, the job is over, or this is a fork."""
+        """True if the session takes no more ops: it is closed or forked, or the job is over."""
         return self._closed or self._session.is_forked or self._session.is_over
 
     def allreduce(
@@ -204,24 +226,38 @@ class Session:
     ) -> Any:
         """Reduces a numpy array or a torch tensor in place with those of all other ranks.
 
-        Ops on the same memory take turns, in the order of the calls. A call that fails at this rank
-        is a :class:`racksum.Mismatch` at those that have made it too, and pairs with no other.
+        Ops on the same memory take turns in the order of the calls. If a call fails at this rank
+        before its op begins, the ranks that made the same call get :class:`racksum.Mismatch`, and
+        the next calls of all ranks pair again.
 
-        :param x: A contiguous tensor in this host's memory, of float32, float64, float16, bfloat16,
-            int32 or int64. Only ops may use it until this one has ended, and nobody may resize its
-            storage.
+        Example::
+
+            session.allreduce(gradients, "avg", wire="bf16")  # in place
+            handle = session.allreduce(x, async_op=True)
+            handle.wait()  # x holds the sum
+
+        :param x: A contiguous tensor of any shape in host memory, of float32, float64, float16,
+            bfloat16, int32 or int64. Until the op has ended, only ops may use it, and its storage
+            must not be resized.
         :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``. The average of integers is rounded
             toward zero.
-        :param wire: How elements travel, if not unchanged: ``"bf16"``, ``"f16"``, ``"int8"`` (with
-            a scale a block) or ``"fixed32"``.
-        :param block: Elements of a block, 32 to 1024, a power of two: blocks of zeros are not sent.
-        :param lane: The lane; one of a lower number goes first.
-        :param tag: What all ranks must give alike, a number or a name; by default the shape.
-        :param async_op: Return a :class:`Handle` at once, rather than ``x`` once it is reduced.
-        :param part_of: The call of a collective that the op is part of, alike at all ranks.
-        :raises racksum.Mismatch: The ranks called it differently; all of them hear of it.
+        :param wire: Type of the elements on the network: ``"bf16"``, ``"f16"``, ``"int8"`` with one
+            scale a block, or ``"fixed32"``. By default the tensor's own.
+        :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not
+            sent.
+        :param lane: Lane of the op, below the session's ``lanes``. Ops of a lower lane go first.
+        :param tag: A number from 0 to 2**64 - 1, or a string. All ranks must pass the same; by
+            default it stands for the shape.
+        :param async_op: Whether to return a :class:`Handle` at once.
+        :param part_of: The call of a collective that the op belongs to, which the backend sets.
+        :return: ``x`` once it is reduced, or a :class:`Handle` of it.
+        :raises racksum.BadArgument: An argument is invalid, or ``x`` got other memory meanwhile.
+        :raises racksum.Mismatch: The ranks called the op with different arguments.
+        :raises racksum.Overflow: ``fixed32`` cannot carry a value of a tensor.
         :raises racksum.PeerLost: A rank is gone. The session is over.
-        :raises racksum.OpTimeout: It took longer than the session's ``timeout``.
+        :raises racksum.OpTimeout: The op took longer than ``timeout``. The session is over.
+        :raises racksum.NoAggregator: The aggregator is gone, and no standby took over.
+        :raises racksum.SessionClosed: The session was over already.
         """
         with self._turn(part_of) as turn:
             try:
@@ -264,21 +300,29 @@ class Session:
         async_op: bool = False,
         part_of: PartOf | None = None,
     ) -> Any:
-        """Reduces a tensor of which only some blocks are given, as if all others were zero in it.
+        """Reduces a tensor of which each rank passes only some blocks; all others count as zeros.
 
-        :param indices: Which blocks of the tensor are given, as int64: numpy or torch. What is
-            listed twice is combined, for ``"avg"`` by its sum.
-        :param values: Their elements one block after the other; only the tensor's last block may
-            have less than ``block``.
-        :param elements: How many elements the tensor has.
-        :return: The indices of the blocks that some rank has given and that are not all zeros,
-            sorted, and their reduced values, flat; or a :class:`Handle` of both.
+        The arguments that are not listed here are those of :meth:`allreduce`, as are the errors.
+
+        Example, for blocks 0 and 7 of a million elements::
+
+            where, sums = session.allreduce_blocks(
+                numpy.array([0, 7]), numpy.ones(2 * 256, numpy.float32), 1_000_000
+            )
+
+        :param indices: The numbers of the blocks that this rank passes, an int64 array or tensor. A
+            block that is listed twice is combined first, for ``"avg"`` by its sum.
+        :param values: The elements of these blocks, one block after the other: ``block`` elements
+            each, except that the tensor's last block may be shorter.
+        :param elements: The number of elements of the whole tensor.
+        :return: The sorted numbers of the blocks that some rank passed and that were not all zeros
+            there, int64, and their reduced values, flat; or a :class:`Handle` of both.
         """
         with self._turn(part_of) as turn:
             try:
                 places, memory = memory_of(indices), memory_of(values)
                 if places.dtype != "i64":
-                    raise BadArgument(f"the indices of blocks are int64, and not {indices.dtype}")  # type: ignore[attr-defined]
+                    raise BadArgument(f"indices must be int64, not {indices.dtype}")  # type: ignore[attr-defined]
                 call = _call(
                     elements=elements,
                     dtype=memory.dtype,
@@ -308,19 +352,22 @@ class Session:
         return handle if async_op else handle.wait()
 
     def refuse(self, part_of: PartOf | None = None) -> None:
-        """Has an op of nothing in the place of a call that this rank does not make.
+        """Tells the other ranks that this rank does not make the next call.
 
-        All ranks number their ops alike, so a rank that leaves one out would pair its next with
-        what others have called before. Those that did make the call hear :class:`racksum.Mismatch`.
+        Ranks pair ops by their order. A rank that leaves a call out must call this in its place, or
+        its next op would pair with the one it left out. The ranks that made the call get
+        :class:`racksum.Mismatch`.
+
+        :param part_of: The call of a collective that is left out, as of :meth:`allreduce`.
         """
         self._turn(part_of).owe()
         self._tell()
 
     @contextlib.contextmanager
     def telling_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.Turn]:
-        """Tells the other ranks if a call fails here, before its op has begun.
+        """Tells the other ranks if the block raises before the op of a call has begun.
 
-        Whoever takes the turn that this gives tells them instead.
+        The block receives the turn of the call. Code that takes the turn must tell them itself.
         """
         with self._turn(part_of) as turn:
             self.catch_up()
@@ -331,76 +378,87 @@ class Session:
                 raise
 
     def catch_up(self) -> None:
-        """Has calls that were interrupted come before those that other threads are given next."""
+        """Puts the notices of interrupted calls before the calls that other threads begin next."""
         if self._session.owes:
             self._take_turn()
 
     def _turn(self, part_of: PartOf | None) -> _racksum.Turn:
-        """The turn of a call. What ends the call before its op has begun leaves the call owed.
+        """Returns the turn of a call, a context manager.
 
-        The other ranks are told of it before the next op, at the latest.
+        If the block raises before the op begins, the session owes the other ranks a notice, which
+        it sends before the next op at the latest.
         """
         return self._session.turn(part_of or _ONE_OP, _thread.begins_ops)
 
     def _tell_of(self, turn: _racksum.Turn) -> None:
         """Tells the other ranks at once of a call that has failed here.
 
-        This is done for every exception, Ctrl-C too: the caller may catch it and go on.
+        Callers do so for every exception, even Ctrl-C, because users may catch it and go on.
         """
-        # The call is owed first, since another signal may end the wait for earlier ops.
+        # First note that the notice is owed: another signal may end the wait for earlier ops.
         turn.owe()
-        # A session that is over has no ops to keep in step.
+        # If the session is over, no ops follow that would have to pair.
         with contextlib.suppress(Error):
             self._tell()
 
     def _tell(self) -> None:
-        """Tells the other ranks of the calls that are owed, once all earlier ops have begun."""
+        """Sends the owed notices to the other ranks, once all earlier ops have begun."""
         self._take_turn()
         self._session.tell()
 
     def _take_turn(self) -> None:
-        """Waits until the ops have begun that were called before, and other threads begin."""
+        """Waits until other threads have begun the ops of earlier calls; makes notices due."""
         if self._before_op is not None:
             self._before_op()
-        # A thread that begins ops of earlier calls waits for none.
+        # A thread that begins ops of earlier calls must not wait for itself.
         if not _thread.begins_ops:
             self._session.settle()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
-        """A tensor whose memory is shared with the sidecar, so that it is reduced without a copy.
+        """Returns an uninitialized tensor in memory that is shared with the sidecar.
 
-        What it holds at first is not defined. Without a sidecar it is a tensor like any other.
+        The sidecar reduces it without a copy. Without a sidecar the tensor has ordinary memory::
 
-        :param dtype: Of torch, or of numpy; by default ``torch.float32`` where torch was imported,
+            gradients = session.empty(25_000_000)
+
+        :param shape: A number of elements, or a sequence of dimensions.
+        :param dtype: A torch or a numpy dtype. By default ``torch.float32`` if torch was imported,
             or else ``numpy.float32``.
+        :return: A torch tensor or a numpy array, by the kind of ``dtype``.
+        :raises racksum.BadArgument: The shape or the dtype is invalid.
+        :raises racksum.Error: The sidecar has no memory left for the tensor. The session goes on.
         """
         return tensor_in(self._session.lend, _sides(shape), dtype)
 
     def empty_like(self, x: T) -> T:
-        """A tensor of the shape and the dtype of ``x``, as of :meth:`empty`."""
+        """Returns an uninitialized tensor of the shape and the dtype of ``x``, as :meth:`empty`."""
         return cast("T", self.empty(tuple(x.shape), x.dtype))  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, int]:
-        """Bytes, datagrams and repairs so far, in UDP payload.
+        """Returns counters of the traffic so far, by name; bytes are UDP payload.
 
-        ``copied_bytes`` are those of tensors that were copied, there and back, to be contiguous.
-        Without a sidecar all others are this rank's. Beside one they are those of the stream that
-        leaves the host for all its ranks, zeros if the job has no others, and this rank has
-        ``sidecar_ops`` that it started, ``sidecar_shared_bytes`` of tensors that were reduced where
-        they lie, and ``sidecar_copied_bytes`` that were copied to shared memory and from it. If the
-        sidecar does not answer for ten seconds, or is gone, they are what it has said last.
+        ``tx_bytes``, ``rx_bytes``, ``tx_datagrams``, ``rx_datagrams``, ``retransmits``, ``asks``,
+        ``probes``, ``rejects``, ``kernel_drops`` and ``send_failures`` count this rank's traffic.
+        With a sidecar they count what leaves the host for all its ranks: zeros if the job has no
+        ranks elsewhere, and the last known values if the sidecar does not answer for ten seconds.
+
+        ``sidecar_ops`` counts the ops that this rank started at the sidecar,
+        ``sidecar_shared_bytes`` the bytes of tensors that were reduced in shared memory, and
+        ``sidecar_copied_bytes`` the bytes that were copied to shared memory and back.
+        ``copied_bytes`` counts bytes of tensors that were copied to be contiguous, and back.
         """
         return {**self._session.stats(), "copied_bytes": self._copied}
 
     def note_copied(self, nbytes: int) -> None:
-        """Counts bytes that were copied since a tensor could not be reduced where it lies."""
+        """Adds to ``copied_bytes`` of :meth:`stats`: a tensor could not be reduced in place."""
         self._copied += nbytes
 
     def close(self) -> None:
-        """Leaves the job: what is in flight fails, but for what a sidecar has of all its ranks.
+        """Leaves the job. Closing a closed session does nothing.
 
-        Closing twice is the same as once. An exception of a signal's handler, such as that of
-        Ctrl-C, ends what it waits for: the session is closed all the same.
+        Ops in flight fail, except those that a sidecar has received from all its ranks. An
+        exception from a signal handler, such as Ctrl-C, ends the wait for these; the session is
+        still closed.
         """
         self._closed = True
         try:
@@ -409,9 +467,9 @@ class Session:
             pass_on()
 
     def __enter__(self) -> Self:
-        # What has ended the job an op says better.
+        # If the job is over for another reason, the next op raises an error that names the reason.
         if self._closed or self._session.is_forked:
-            raise SessionClosed("the session is closed; connect anew")
+            raise SessionClosed("the session is closed; call connect again")
         return self
 
     def __exit__(
@@ -428,9 +486,9 @@ class Session:
 
 
 class _Thread(threading.local):
-    """What is of one thread alone."""
+    """State of the current thread."""
 
-    #: Whether it begins ops that other threads have called, in the order of the calls.
+    #: Whether the thread begins ops that other threads have called, in the order of the calls.
     begins_ops = False
 
 
@@ -438,37 +496,37 @@ _thread = _Thread()
 
 
 def begin_ops_here() -> None:
-    """Makes this the thread that begins ops which others have called."""
+    """Marks the current thread as one that begins ops which other threads have called."""
     _thread.begins_ops = True
 
 
 def checked_session(session: Any) -> Session:
-    """A session, where one is wanted."""
+    """Returns ``session``, or raises :class:`BadArgument` if it is not a session."""
     if isinstance(session, Session):
         return session
     raise BadArgument(
-        "session is a racksum.Session, as racksum.torch.connect gives, and not "
+        "session must be a racksum.Session, as racksum.torch.connect returns, not "
         f"{type(session).__name__}"
     )
 
 
 class PartOf(NamedTuple):
-    """The call of a collective that an op is part of: ops of different calls never pair."""
+    """The call of a collective that an op belongs to. Ops of different calls never pair."""
 
-    #: As of docs/wire.md.
+    #: The name of the collective in docs/wire.md.
     collective: str = "op"
-    #: The rank that it is to or from.
+    #: The root rank of the collective.
     root: int = 0
-    #: Its number among the calls of its group.
+    #: The number of the call in its group.
     number: int = 0
 
 
-#: The part of an op that belongs to no collective.
+#: The value for an op that belongs to no collective.
 _ONE_OP = PartOf()
 
 
 class Call(NamedTuple):
-    """What all ranks must call an op with."""
+    """The arguments of an op, which must be the same at all ranks."""
 
     elements: int
     dtype: str
@@ -479,7 +537,7 @@ class Call(NamedTuple):
     tag: int
 
 
-#: How each argument of an op is read.
+#: The check of each argument of an op.
 _CHECKS = {
     "elements": whole_from(0, MAX_ELEMENTS),
     "wire": text,
@@ -491,7 +549,7 @@ _CHECKS = {
 
 
 def _call(*, dtype: str, wire: str | None, tag: int | str, **given: Any) -> Call:
-    """What an op is called with, if it can be."""
+    """Returns the checked arguments of an op, or raises :class:`BadArgument`."""
     given["wire"] = dtype if wire is None else wire
     given["tag"] = tag_of(text("tag", tag)) if isinstance(tag, str) else tag
     checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
@@ -505,12 +563,12 @@ def _sides(shape: Any) -> tuple[int, ...]:
         sides = (shape,)
     check = whole_from(0, MAX_ELEMENTS)
     sides = tuple(check("a side of the shape", side) for side in sides)
-    check("the product of the shape", math.prod(sides))
+    check("the number of elements of the shape", math.prod(sides))
     return sides
 
 
 def _leave_alone() -> None:
-    """Keeps Dynamo from compiling what a session does, once there is a torch that could."""
+    """Keeps Dynamo from compiling the methods of sessions and handles, once torch is imported."""
     if "torch" in sys.modules:
         for cls in (Session, Handle):
             if cls not in _left_alone:
@@ -521,10 +579,10 @@ _left_alone: set[type] = set()
 
 
 def _seconds_of_group() -> float | None:
-    """How long collectives of torch's default process group may take, if there is one."""
+    """Returns the timeout of torch's default process group in seconds, or None without a group."""
     if "torch.distributed" not in sys.modules:
         return None
-    from racksum.group_timeout import timeout_of  # noqa: PLC0415 - only who has torch has groups.
+    from racksum.group_timeout import timeout_of  # noqa: PLC0415 - this imports torch.
 
     return timeout_of(None)
 
@@ -534,8 +592,8 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def close_all() -> None:
-    """Leaves all jobs while the interpreter is still there."""
+    """Closes all sessions before the interpreter finalizes."""
     for session in list(_open_sessions):
         session.close()
-    # They wait for ops, which have ended now.
+    # The threads wait for ops, which have all ended now.
     end_all()

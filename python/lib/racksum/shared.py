@@ -20,9 +20,9 @@ __all__ = ["tensor_in"]
 
 
 def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A new tensor in memory that ``lend`` gives, or in memory of its own if that gives none.
+    """Returns a new tensor in memory from ``lend``, or in ordinary memory if that returns None.
 
-    :param dtype: Of torch or of numpy; by default float32, of torch where it was imported.
+    :param dtype: A torch or a numpy dtype. By default float32, of torch if it was imported.
     """
     torch = sys.modules.get("torch")
     if torch is not None and (dtype is None or isinstance(dtype, torch.dtype)):
@@ -36,7 +36,7 @@ def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype:
     try:
         dtype = np.dtype(dtype or np.float32)
     except TypeError:
-        raise BadArgument(f"dtype is one of torch or of numpy, and not {dtype!r}") from None
+        raise BadArgument(f"dtype must be a torch or numpy dtype, not {dtype!r}") from None
     checked_dtype(dtype.name)
     buffer = _lent(lend, math.prod(shape) * dtype.itemsize)
     if buffer is None:
@@ -45,7 +45,7 @@ def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype:
 
 
 def _lent(lend: Callable[[int], Lent | None], nbytes: int) -> Any:
-    """Memory of so many bytes; tensors that are made of it keep it."""
+    """Returns a buffer of ``nbytes`` lent bytes, which tensors made from it keep alive."""
     lent = lend(nbytes) if nbytes else None
     if lent is None:
         return None

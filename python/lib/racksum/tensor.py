@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie: numpy arrays and torch tensors, without a copy."""
+"""The memory of numpy arrays and torch tensors, found without a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from racksum.errors import BadArgument
 
 __all__ = ["Memory", "address_of", "check_unmoved", "checked_dtype", "empty_like", "memory_of"]
 
-#: The element types that can be reduced.
+#: The dtypes that can be reduced, and their names in racksum.
 _LONG_NAMES = {
     "float32": "f32",
     "float64": "f64",
@@ -22,22 +22,23 @@ _LONG_NAMES = {
 
 
 class Memory(NamedTuple):
-    """A contiguous tensor in this host's memory."""
+    """The memory of a contiguous tensor on this host."""
 
     address: int
     nbytes: int
     elements: int
     dtype: str
-    #: Tells tensors of as many elements and another shape apart.
+    #: A number that differs for tensors with the same number of elements and another shape.
     tag: int
-    #: What the memory goes with: a torch tensor may be given another storage.
+    #: The object that keeps the memory alive. A torch tensor may get another storage, so for torch
+    #: this is the storage.
     owner: Any
 
 
 def memory_of(x: Any) -> Memory:
-    """Finds where the elements of a numpy array or a torch tensor lie.
+    """Returns the memory of a numpy array or a torch tensor.
 
-    Raises :class:`BadArgument`, which says why, if ``x`` is neither, or cannot be reduced in place.
+    :raises BadArgument: ``x`` is neither, or it cannot be reduced in place.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -47,22 +48,22 @@ def memory_of(x: Any) -> Memory:
         return _of_array(numpy, x)
     if numpy is not None and isinstance(x, numpy.generic):
         raise BadArgument(
-            f"{x!r} is a scalar, which has no place to reduce in; pass an array of it"
+            f"{x!r} is a scalar, which cannot be reduced in place; pass numpy.array([x])"
         )
-    raise BadArgument(f"a numpy array or a torch tensor can be reduced, and not {type(x).__name__}")
+    raise BadArgument(f"only numpy arrays and torch tensors can be reduced, not {type(x).__name__}")
 
 
 def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
-    """A new flat tensor of the kind of ``x`` on this host, of its dtype or the named one.
+    """Returns a new flat tensor in host memory, a numpy array or a torch tensor as ``x`` is.
 
-    It is pinned if ``x`` is: then it is on its way to a GPU.
+    Its dtype is that of ``x``, or the named one. It is pinned if ``x`` is, for the copy to a GPU.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         dtype = x.dtype if dtype is None else getattr(torch, dtype)
         pinned = torch.cuda.is_initialized() and x.is_pinned()
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned)
-    import numpy as np  # noqa: PLC0415 - whoever has arrays has it, and nobody else needs it.
+    import numpy as np  # noqa: PLC0415 - racksum works without numpy until it gets an array.
 
     return np.empty(elements, dtype=x.dtype if dtype is None else dtype)
 
@@ -70,13 +71,13 @@ def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
 def _of_torch(torch: Any, x: Any) -> Memory:
     if x.layout is not torch.strided:
         raise BadArgument(
-            f"a tensor of layout {x.layout} has no one place in memory; reduce its values, "
-            "or use racksum.torch, which takes sparse gradients"
+            f"a tensor of layout {x.layout} is not dense in memory; reduce its values, or use "
+            "racksum.torch.allreduce_sparse"
         )
     if x.device.type != "cpu":
         raise BadArgument(
-            f"the tensor is on {x.device}; a session reduces tensors of the host, "
-            "and racksum.torch takes those of a GPU through pinned memory"
+            f"the tensor is on {x.device}, and a session reduces tensors in host memory; pass "
+            "x.cpu(), or use the hooks or the backend of racksum.torch"
         )
     dtype = checked_dtype(str(x.dtype).removeprefix("torch."))
     if not x.is_contiguous():
@@ -86,20 +87,22 @@ def _of_torch(torch: Any, x: Any) -> Memory:
     address, nbytes = address_of(x), x.nbytes
     if nbytes and not address:
         raise BadArgument(
-            f"{_described(x)} has no memory of its own; of a DTensor pass x.to_local()"
+            f"{_described(x)} has no memory of its own; for a DTensor, pass x.to_local()"
         )
     storage = x.untyped_storage()
     if nbytes and address + nbytes > storage.data_ptr() + storage.nbytes():
-        raise BadArgument(f"{_described(x)} reaches beyond its storage, which was resized")
+        raise BadArgument(
+            f"{_described(x)} reaches beyond its storage, which was resized; pass a new tensor"
+        )
     return Memory(address, nbytes, x.numel(), dtype, tag_of_shape(x.shape), storage)
 
 
 def address_of(x: Any) -> int:
-    """Where the elements of a tensor begin; 0 if it has no memory of its own."""
+    """Returns the address of a tensor's first element, or 0 if it has no memory of its own."""
     try:
         return int(x.data_ptr())
     except RuntimeError:
-        # A FakeTensor, as a trace has, raises an error that says so.
+        # A FakeTensor, which traces use, has no memory and raises this.
         return 0
 
 
@@ -108,7 +111,7 @@ def _of_array(numpy: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is masked; pass x.filled(0)")
     dtype = checked_dtype(x.dtype.name)
     if not x.flags.writeable:
-        raise BadArgument(f"{_described(x)} is read-only")
+        raise BadArgument(f"{_described(x)} is read-only; pass x.copy()")
     if not x.dtype.isnative:
         raise BadArgument(
             f"{_described(x)} is big-endian; pass x.astype(x.dtype.newbyteorder('='))"
@@ -119,21 +122,21 @@ def _of_array(numpy: Any, x: Any) -> Memory:
 
 
 def check_unmoved(x: Any, address: int) -> None:
-    """Refuses a tensor that was given other memory while an op reduced what it had."""
+    """Raises :class:`BadArgument` if a tensor got other memory during its op."""
     if address_of(x) != address:
         raise BadArgument(
-            f"{_described(x)} was given other memory while the op ran or waited to begin, by "
-            "x.data = ... or x.set_(): what was summed is where it was before"
+            f"{_described(x)} got other memory, by x.data = ... or x.set_(), before its op had "
+            "ended; wait for the op before you replace the memory"
         )
 
 
 def checked_dtype(name: str) -> str:
-    """What racksum calls a dtype of this name, if tensors of it can be reduced."""
+    """Returns racksum's name of a dtype. Raises :class:`BadArgument` if it cannot be reduced."""
     try:
         return _LONG_NAMES[name]
     except KeyError:
         raise BadArgument(
-            f"tensors of {', '.join(_LONG_NAMES)} can be reduced, and not of {name}"
+            f"only tensors of {', '.join(_LONG_NAMES)} can be reduced, not of {name}"
         ) from None
 
 
@@ -142,10 +145,10 @@ def _described(x: Any) -> str:
 
 
 def tag_of(what: str) -> int:
-    """A number that tells calls apart."""
+    """Returns a number for a string: all ranks must pass the same tag to an op."""
     return zlib.crc32(what.encode())
 
 
 def tag_of_shape(shape: Any) -> int:
-    """A number that tells tensors of as many elements and another shape apart."""
+    """Returns a number for a shape: 0 for flat tensors, and a hash of the shape for others."""
     return tag_of(repr(tuple(shape))) if len(shape) > 1 else 0

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 __all__ = ["SerialExecutor", "Waiters", "do_waiting", "end_all", "let_go"]
 
-#: Seconds that the process waits at its end, for all threads together.
+#: Seconds that the process waits at its end for all threads together.
 _PATIENCE = 5.0
-#: Idle threads that are kept for later tasks.
+#: The most idle threads that are kept for later tasks.
 _MOST_IDLE = 8
 
 

@@ -1,13 +1,18 @@
-"""What PyTorch takes: a communication hook for DDP, one for FSDP2, and a backend of c10d.
+"""PyTorch support: a communication hook for DDP, a hook for FSDP2, and a process group backend.
 
-.. code-block:: python
+The hook, with a process group of any backend::
 
-    session = racksum.torch.connect("aggregator:7177")
+    session = racksum.torch.connect("127.0.0.1:7177")
     model = DistributedDataParallel(model)
     model.register_comm_hook(racksum.torch.HookState(session), racksum.torch.allreduce_hook)
+
+The backend, for all collectives of ``torch.distributed``::
+
+    options = racksum.torch.Options(aggregator="127.0.0.1:7177")
+    torch.distributed.init_process_group("racksum", pg_options=options)
 """
 
-import racksum.torch.floor  # noqa: F401 - first, as it says what others need.
+import racksum.torch.floor  # noqa: F401 - first, because it checks the version of torch.
 from racksum.torch.fsdp import set_all_reduce_hook
 from racksum.torch.groups import connect
 from racksum.torch.hook import HookState, allreduce_hook

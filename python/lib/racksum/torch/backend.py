@@ -1,8 +1,8 @@
 """The c10d backend ``racksum``: ``init_process_group("racksum")``, or ``"cpu:racksum,cuda:nccl"``.
 
-What reduces is racksum's, and so is what can be said as a sum (:mod:`racksum.torch.gathering`);
-what goes from one rank to another, and operators and elements that racksum lacks, are Gloo's.
-Tensors of a GPU go to either by way of the host (:mod:`racksum.torch.staging`).
+racksum does reductions and the collectives that can be written as sums
+(:mod:`racksum.torch.gathering`). Gloo sends from rank to rank, and has the operators and element
+types that racksum lacks. GPU tensors reach both through host memory (:mod:`racksum.torch.staging`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _log = logger("racksum.torch")
 
 @eager_methods
 class RacksumBackend(DelegatesToGloo):
-    """The ranks of a process group. They join a job of their own when they first reduce."""
+    """A rank of a process group. The ranks of a group join a job with their first reduction."""
 
     supports_splitting = True
     # Without these torch 2.15 recurses forever.
@@ -95,29 +95,29 @@ class RacksumBackend(DelegatesToGloo):
         _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name.
-        """``racksum``."""
+        """Returns ``racksum``."""
         return "racksum"
 
     @property
     def options(self) -> Options:
-        """The group's."""
+        """The options of the group."""
         return self._options
 
     @property
     def session(self) -> Session:
-        """The session of the group's ranks, who join with their first op that needs one."""
+        """The session of this rank, which joins with the first op that needs one."""
         return self._membership.session
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RacksumBackend:
-        """A group of some of the ranks, for ``split_group``."""
+        """Creates a group of some of the ranks, for ``split_group``."""
         if self.rank() not in ranks:
-            # What is returned must be a backend: torch 2.15 would read through a null pointer.
+            # torch 2.15 would dereference a null pointer if this did not return a backend.
             raise BadArgument(
-                f"rank {self.rank()} is in none of the groups that are split off: give every rank "
-                "a group in split_ranks, or use torch.distributed.new_group"
+                f"rank {self.rank()} is in none of the groups that split_group makes; list every "
+                "rank in split_ranks, or use torch.distributed.new_group"
             )
         group = SimpleNamespace(
-            # Whoever waits at a store has it for themselves.
+            # A rank that waits at a store blocks it for others, so the group gets its own.
             store=store.clone(),
             group_rank=ranks.index(self.rank()),
             group_size=len(ranks),
@@ -125,15 +125,15 @@ class RacksumBackend(DelegatesToGloo):
             group_id=opts.group_name,
             global_ranks_in_group=opts.global_ranks_in_group,
         )
-        # torch copies options that nobody gives, and not what Python has added to them.
+        # Without pg_options, torch passes a copy of this group's that lacks the Python attributes.
         return RacksumBackend(group, opts if isinstance(opts, Options) else self._options)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: what ranks do that are in no group which others split off."""
+        """Does nothing. Ranks that are in none of the new groups call it."""
 
     @numbered("all_reduce")
     def allreduce(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduces a tensor, dense or sparse, in place; several become what all come to together."""
+        """Reduces a tensor in place, dense or sparse. Several are combined; all get the result."""
         for x in alike(tensors):
             check_reducible(x, opts)
 
@@ -141,12 +141,12 @@ class RacksumBackend(DelegatesToGloo):
             if len(tensors) == 1:
                 return [self._reduced(call, tensors[0], opts)]
             whole = combined(tensors, opts.reduceOp.op)
-            # Of dense tensors autograd does not count what Gloo writes.
+            # Autograd does not count Gloo's writes to dense tensors, so bypass its counter here.
             copy = copying_to([x if x.is_sparse else x.data for x in tensors])
             return [self._reduced(call, whole, opts).then(lambda _: copy(whole))]
 
         work = self._run(call, tensors, begin, list(tensors))
-        # Gloo divides the first only.
+        # Gloo divides only the first tensor.
         _count_division(tensors[0], opts)
         return work
 
@@ -154,14 +154,14 @@ class RacksumBackend(DelegatesToGloo):
 
     @numbered("all_reduce_coalesced", ops=lambda tensors, _: len(tensors))
     def allreduce_coalesced(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduces tensors, each with those of its place at other ranks."""
+        """Reduces tensors in place, each with those at the same position at the other ranks."""
         for x in tensors:
             check_reducible(x, opts)
 
         def begin() -> list[Ends]:
             if not share_memory(tensors):
                 return [self._reduced(call, x, opts) for x in tensors]
-            # As with Gloo, each is reduced as it is now, and the last writes last.
+            # As with Gloo, all are reduced as they are now, and results are written in order.
             copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
             self.session.note_copied(2 * sum(copy.nbytes for copy in copies))
             return [
@@ -175,7 +175,7 @@ class RacksumBackend(DelegatesToGloo):
 
     @numbered("reduce")
     def reduce(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduces a tensor in place at the root; those of other ranks stay as they are."""
+        """Reduces a tensor in place at the root. Other ranks keep their tensors."""
         x = _only(tensors)
         self._check_root(opts.rootRank)
         check_root_tensor(opts.rootTensor, tensors)
@@ -194,7 +194,7 @@ class RacksumBackend(DelegatesToGloo):
     def reduce_scatter(
         self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        """Reduces tensors, one for each rank, and gives each its own."""
+        """Reduces a list of tensors, one for each rank, and gives each rank its own."""
         output, parts = _only(outputs), _only(inputs)
         self._check_one_each(parts)
         check_output(output, parts[self.rank()].numel(), output.dtype)
@@ -212,7 +212,7 @@ class RacksumBackend(DelegatesToGloo):
         return work
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
-        """Reduces a tensor, and gives each rank a part of it."""
+        """Reduces a tensor and gives each rank its part."""
         work: Work = self.reduce_scatter_single_coalesced([output], [input], opts)
         return work
 
@@ -220,7 +220,7 @@ class RacksumBackend(DelegatesToGloo):
     def reduce_scatter_single_coalesced(
         self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Reduces tensors, and gives each rank a part of each."""
+        """Reduces several tensors and gives each rank its part of each."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, whole in pairs:
             check_dense(output)
@@ -238,7 +238,7 @@ class RacksumBackend(DelegatesToGloo):
 
     @numbered("broadcast")
     def broadcast(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Gives all ranks the root's tensor; several all become the one of them that is named."""
+        """Gives all ranks the root's tensor. All tensors of the call become its ``rootTensor``."""
         self._check_root(opts.rootRank)
         check_root_tensor(opts.rootTensor, alike(tensors))
         for x in tensors:
@@ -262,9 +262,12 @@ class RacksumBackend(DelegatesToGloo):
         inputs: Sequence[Tensor],
         opts: Any,
     ) -> Work:
-        """Gives all ranks the tensors of all, in a list; several give each list all of them."""
+        """Gathers the tensors of all ranks into a list. Of several lists, each gets all tensors."""
         if len(outputs) != len(alike(inputs)):
-            raise BadArgument(f"there are {len(outputs)} lists of outputs for {len(inputs)} inputs")
+            raise BadArgument(
+                f"got {len(outputs)} lists of outputs for {len(inputs)} inputs; pass one list for "
+                "each input"
+            )
         self._check_gathered(outputs, inputs)
         result = tree_leaves(outputs)
         begin = lambda: [self._gathered(call, outputs, inputs)]  # noqa: E731
@@ -278,7 +281,7 @@ class RacksumBackend(DelegatesToGloo):
         inputs: Sequence[Tensor],
         opts: Any,
     ) -> Work:
-        """Gives all ranks the tensors of all, several of each rank."""
+        """Gathers several tensors of each rank into lists, one list for each rank."""
         self._check_one_each(outputs)
         gathered = list(zip(zip(*outputs, strict=True), inputs, strict=True))
         for parts, x in gathered:
@@ -288,7 +291,7 @@ class RacksumBackend(DelegatesToGloo):
         return self._run(call, [*inputs, *result], begin, result)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
-        """Gives all ranks the tensors of all, in one."""
+        """Gathers the tensors of all ranks into one tensor."""
         work: Work = self.all_gather_single_coalesced([output], [input], opts)
         return work
 
@@ -296,7 +299,7 @@ class RacksumBackend(DelegatesToGloo):
     def all_gather_single_coalesced(
         self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Gives all ranks the tensors of all, several times."""
+        """Gathers several tensors of all ranks, each into one tensor."""
         pairs = list(zip(outputs, inputs, strict=True))
         for output, x in pairs:
             check_output(output, self.size() * x.numel(), x.dtype)
@@ -305,20 +308,20 @@ class RacksumBackend(DelegatesToGloo):
             return [self._gathered_into(call, *pair) for pair in pairs]
 
         work = self._run(call, [*outputs, *inputs], begin, list(outputs))
-        # Gloo writes the part of each rank apart.
+        # Gloo writes each rank's part by itself.
         count_writes([output for output in outputs for _ in range(self.size())])
         return work
 
     @numbered("barrier")
     def barrier(self, call: Call, opts: Any) -> Work:
-        """Ends once all ranks have called it, and what this rank has started before has ended."""
+        """Ends once all ranks have called it and this rank's earlier collectives have ended."""
         nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
-        # Of devices it may say the kind only.
+        # `opts.device` may lack the index of a GPU; the device of a tensor has it.
         there = torch.empty(0, device=opts.device or "cpu")
         device = there.device
 
         def begin() -> list[Waits]:
-            # Joining waits for what is staged, so it is no part of that.
+            # Joining waits for staged ops, so join before this op is staged.
             session, part_of = self.session, call.part()
 
             def start() -> Ends:
@@ -335,21 +338,21 @@ class RacksumBackend(DelegatesToGloo):
         return self._run(call, [there], begin, [], seconds if seconds > 0 else None)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limits collectives, if nothing was reduced yet: the limit is the session's."""
+        """Sets the timeout of collectives. Only warns once the ranks have joined."""
         self._membership.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has started, sending and receiving apart."""
+        """Returns the number of collectives that this rank has started. Sends do not count."""
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """They are counted from 0 at all ranks."""
+        """Does nothing: all ranks count from 0."""
 
     def shutdown(self) -> None:
-        """Ends what the rank has called, and leaves; ranks of the default group leave together."""
+        """Waits for this rank's collectives and leaves. The default group leaves together."""
         self._membership.check_process()
         for work in list(self._in_flight):
-            # Whoever waits for it is told.
+            # A caller that waits for the work gets its error.
             with suppress(Exception):
                 work.wait_for(None)
         self._leave()
@@ -359,7 +362,7 @@ class RacksumBackend(DelegatesToGloo):
         self._gloo.shutdown()
 
     def abort(self) -> None:
-        """Leaves the job at once: what is in flight fails."""
+        """Leaves the job at once. Collectives in flight fail."""
         self._leave()
         self._gloo.shutdown()
 
@@ -373,13 +376,13 @@ class RacksumBackend(DelegatesToGloo):
         return Call(collective, self._sequence, ops)
 
     def _catch_up(self) -> None:
-        """Has calls that were interrupted come before those that the chain is given next."""
+        """Puts the notices of interrupted calls before the calls that the chain gets next."""
         session = self._membership._session
         if session is not None:
             session.catch_up()
 
     def _refuse(self, call: Call) -> None:
-        """Tells the other ranks, in its turn, of the ops of a call that this one does not begin."""
+        """Tells the other ranks, in the call's turn, which of its ops this rank does not begin."""
         parts = call.rest()
         if not parts:
             return
@@ -390,7 +393,7 @@ class RacksumBackend(DelegatesToGloo):
                 try:
                     self._membership.refuse(part_of)
                 except BaseException as error:
-                    # The part is owed then, and the others have to come after it.
+                    # The session now owes a notice of this part. Those of later parts follow it.
                     interrupted = error
             if interrupted is not None:
                 raise interrupted
@@ -411,18 +414,18 @@ class RacksumBackend(DelegatesToGloo):
         *,
         joins: bool = True,
     ) -> Work:
-        """A collective in flight, for which later barriers wait.
+        """Starts a collective and returns its work, for which later barriers wait.
 
-        :param touched: The tensors that it reads and writes. One that reads what an earlier one
-            writes, or the like, begins when that has ended.
-        :param joins: Whether it needs the session. The first that does waits for the other ranks
-            on another thread: they may come to it by way of another group. So does one for which
-            too many ops are in flight.
+        :param touched: The tensors that it reads or writes. It begins once earlier collectives on
+            the same memory have ended.
+        :param joins: Whether it needs the session. The first that does joins on another thread,
+            because other ranks may have to finish a collective of another group first. So does one
+            for which there is no room among the ops in flight.
         """
         self._let_ended_go()
         extents = extents_of(touched)
         earlier = self._on_memory.works(extents)
-        # Gloo's own show in its own events.
+        # Gloo records profiler events of its own.
         shown = call.collective if joins else None
         with calling(shown):
             if earlier or self._must_defer(call, touched, joins=joins):
@@ -435,21 +438,21 @@ class RacksumBackend(DelegatesToGloo):
         return work
 
     def _let_ended_go(self) -> None:
-        """Lets go of what has ended, so that nothing piles up where nobody waits."""
+        """Drops works that have ended, which would pile up if nobody waits for them."""
         for work in list(self._in_flight):
             if not work.has_ended():
                 break
 
     def _must_defer(self, call: Call, touched: Sequence[Tensor], *, joins: bool) -> bool:
-        """Whether the ops of a call would keep their caller waiting if they began here."""
+        """Returns whether the ops of a call would block the caller if they began here."""
         if joins and not self._membership.has_joined:
             return True
-        # Another thread begins ops of a GPU.
+        # Ops on GPU tensors begin on another thread.
         on_host = not any(self._staging.takes(x.device) for x in touched)
         return self._would_wait(call.left, on_host=on_host)
 
     def _would_wait(self, ops: int, *, on_host: bool = True) -> bool:
-        """Whether so many ops would keep their caller waiting, for others or for other ranks."""
+        """Returns whether that many ops would block the caller, for earlier ops or other ranks."""
         if self._chain.is_current():
             return False
         if self._chain.is_behind():
@@ -458,13 +461,13 @@ class RacksumBackend(DelegatesToGloo):
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size():
-            raise BadArgument(f"the root is a rank from 0 to {self.size() - 1}, and not {root}")
+            raise BadArgument(f"the root must be a rank from 0 to {self.size() - 1}, not {root}")
 
     def _check_one_each(self, parts: Sequence[Any], each: int = 1) -> None:
         if len(parts) != self.size() * each:
             raise BadArgument(
-                f"there is one tensor for each of the {self.size()} ranks"
-                f"{f' and {each} inputs' if each > 1 else ''}, and not {len(parts)}"
+                f"a list must hold one tensor for each of the {self.size()} ranks"
+                f"{f' and {each} inputs' if each > 1 else ''}, not {len(parts)}"
             )
 
     def _check_gathered(
@@ -480,8 +483,8 @@ class RacksumBackend(DelegatesToGloo):
     def _gathered(
         self, call: Call, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]
     ) -> Ends:
-        """Starts gathering the tensors of all ranks in lists."""
-        # One after the other they are what a list is to have.
+        """Starts gathering the tensors of all ranks into lists."""
+        # The tensors of a list, one after the other.
         whole = inputs[0].new_empty((self.size() * len(inputs), *inputs[0].shape))
         own = inputs[0] if len(inputs) == 1 else torch.stack(list(inputs))
         copies = [copying_to(of_place) for of_place in zip(*outputs, strict=True)]
@@ -493,12 +496,12 @@ class RacksumBackend(DelegatesToGloo):
         return gather_into(self.session, whole, own, call.part()).then(copy_out)
 
     def _gathered_into(self, call: Call, output: Tensor, x: Tensor) -> Ends:
-        """Starts gathering the tensors of all ranks in one."""
+        """Starts gathering the tensors of all ranks into one tensor."""
         gather = lambda it: gather_into(self.session, it, x, call.part())  # noqa: E731
         return self._in_one_piece(output, gather)
 
     def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Ends]) -> Ends:
-        """Starts something on a tensor, or on a contiguous copy of it that is copied back."""
+        """Starts an op on a tensor, or on a contiguous copy of it, which is then copied back."""
         if x.is_contiguous():
             return start(x)
         copy = x.detach().contiguous()
@@ -506,7 +509,7 @@ class RacksumBackend(DelegatesToGloo):
         return start(copy).then(copying(copy, x))
 
     def _reduced(self, call: Call, x: Tensor, opts: Any) -> Ends:
-        """Starts reducing a tensor in place, whoever can."""
+        """Starts reducing a tensor in place, by racksum or by Gloo."""
         if x.is_sparse:
             return self._reduced_here(call, x, opts)
         return self._in_one_piece(x, lambda it: self._reduced_here(call, it, opts))
@@ -520,11 +523,11 @@ class RacksumBackend(DelegatesToGloo):
         if x.is_complex() and by in (_Op.SUM, _Op.AVG):
             x = torch.view_as_real(x)
         if not is_ours(x, by):
-            # The op is Gloo's.
+            # Gloo does this op, so the session has none to begin for it.
             call.part()
             return self._reduced_by_gloo(x, by)
         wire = wire_for(options.wire, x.dtype) if by in (_Op.SUM, _Op.AVG) else None
-        # Joining may fail, so it comes before the part is taken.
+        # Joining may fail, and then the part must still be there to be refused.
         session = self.session
         named: dict[str, Any] = {"wire": wire, "part_of": call.part()}
         if x.is_sparse:
@@ -541,35 +544,33 @@ class RacksumBackend(DelegatesToGloo):
         return self._delegated(self._gloo.allreduce, [x], delegated)
 
     def _scattered(self, call: Call, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
-        """Reduces ``whole``, which is of this call alone, and takes this rank's part of it."""
+        """Reduces ``whole``, a copy that the call owns, and writes this rank's part of the sum."""
         own = whole[begin : begin + output.numel()]
         return self._reduced(call, whole, opts).then(lambda _: write(output, own.view_as(output)))
 
 
-#: What torch wraps for TORCH_DISTRIBUTED_DEBUG it does not keep.
+#: Keeps open backends alive: torch does not, if it wraps them for TORCH_DISTRIBUTED_DEBUG.
 _open: set[RacksumBackend] = set()
 
 
 def register() -> None:
-    """Makes the backend known to torch, which calls this where it looks for entry points."""
+    """Registers the backend with torch, which calls this as an entry point of the package."""
     dist.Backend.register_backend("racksum", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(group: Any, options: object) -> RacksumBackend:
     if options is not None and not isinstance(options, Backend.Options):
-        raise BadArgument(
-            f"the pg_options of racksum are racksum.torch.Options, and not {type(options).__name__}"
-        )
+        raise BadArgument(f"pg_options must be racksum.torch.Options, not {type(options).__name__}")
     if isinstance(options, Options):
         return RacksumBackend(group, options)
     if options is not None:
-        # Of "cpu:racksum,cuda:nccl" both get the same.
-        _log.info("%s has pg_options of %s, which racksum leaves alone", group.group_id, options)
+        # Both backends of "cpu:racksum,cuda:nccl" get the same options.
+        _log.info("%s: racksum ignores pg_options of other backends: %s", group.group_id, options)
     return RacksumBackend(group, _of_default_group())
 
 
 def _of_default_group() -> Options:
-    """The options of the default group, if it is racksum's: those of groups that are given none."""
+    """Returns the options of the default group if it is racksum's. Groups without any use them."""
     world = dist.group.WORLD
     of_world = (
         backend._options
@@ -581,11 +582,11 @@ def _of_default_group() -> Options:
 
 def _only(tensors: Sequence[Any]) -> Any:
     if len(tensors) != 1:
-        raise BadArgument(f"one tensor is given at a time, and not {len(tensors)}")
+        raise BadArgument(f"pass one tensor at a time, not {len(tensors)}")
     return tensors[0]
 
 
 def _count_division(x: Tensor, opts: Any) -> None:
-    """The same of an average: Gloo divides with an operator of torch's."""
+    """Counts a write to the tensor of an average: Gloo divides it with an operator of torch."""
     if opts.reduceOp.op == _Op.AVG and not x.is_sparse:
         count_writes([x])

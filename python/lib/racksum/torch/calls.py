@@ -1,7 +1,7 @@
-"""The calls of a process group: numbered alike at every rank, and in turns where they share memory.
+"""The calls of a process group, which all ranks number alike. Calls on the same memory take turns.
 
-A rank that refuses a call tells the others so (:meth:`racksum.Session.refuse`): otherwise its next
-call would be taken for the one that it refused.
+A rank that refuses a call tells the others (:meth:`racksum.Session.refuse`). Otherwise its next
+call would pair with the call that it refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Call", "Chain", "numbered"]
 
 
 class Call:
-    """A call of a collective, and how many ops it has yet to begin."""
+    """A call of a collective, with the number of ops that it has yet to begin."""
 
     def __init__(self, collective: str, number: int, ops: int) -> None:
         self.collective = collective
@@ -42,29 +42,30 @@ class Call:
         self._left = ops
 
     def part(self) -> PartOf:
-        """What the next op says that it is part of."""
+        """Returns the ``part_of`` of the call's next op."""
         self._left -= 1
         return PartOf(self.collective, self.root, self.number)
 
     @property
     def left(self) -> int:
-        """How many ops it has yet to begin."""
+        """The number of ops that the call has yet to begin."""
         return self._left
 
     def rest(self) -> list[PartOf]:
-        """The ops that the call has not begun, and will not."""
+        """Returns the ``part_of`` of all ops that the call has not begun, and will not begin."""
         return [self.part() for _ in range(self._left)]
 
 
 def numbered(
     collective: str, ops: Callable[..., int] = lambda *_: 1
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a method one call of its group, which has its number also if it is refused.
+    """Returns a decorator that makes a method one numbered call of its group.
 
-    The method is given the :class:`Call` before its arguments. Calls of several threads come one
-    after the other: their ops begin in the order of their numbers.
+    The method receives the :class:`Call` before its arguments. A refused call has a number too.
+    Calls of several threads run one after the other, so that ops begin in the order of numbers.
 
-    :param ops: How many ops the call has at the ranks that do not refuse it, by its arguments.
+    :param ops: Returns how many ops the call has at ranks that do not refuse it, given the call's
+        arguments.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,24 +86,24 @@ def numbered(
 
 
 class Chain:
-    """Begins collectives on a thread where they cannot begin at once, so that no caller waits.
+    """Begins collectives that cannot begin at once on a thread, so that no caller waits.
 
-    They wait there for earlier ones on the same memory, for room, or to join. While one waits,
-    those after it go there as well: all ranks begin ops in one order.
+    They wait there for earlier collectives on the same memory, for room, or to join. While one
+    waits, later ones go there too, because all ranks must begin ops in the same order.
     """
 
     def __init__(self) -> None:
         self._thread = SerialExecutor("racksum-chain", begin_ops_here)
-        # Of the last collective: its ops are in flight, or have failed.
+        # Set once the ops of the last collective are in flight or have failed.
         self._has_begun = threading.Event()
         self._has_begun.set()
 
     def is_behind(self) -> bool:
-        """Whether something has yet to begin, and this is not the thread that begins it."""
+        """Returns whether a collective has yet to begin, on another thread than the current one."""
         return not self._has_begun.is_set() and not self._thread.is_current()
 
     def is_current(self) -> bool:
-        """Whether this is the thread that begins what waits."""
+        """Returns whether the current thread is the one that begins collectives."""
         return self._thread.is_current()
 
     def defer(
@@ -112,11 +113,13 @@ class Chain:
         touched: Sequence[Tensor],
         refuse: Callable[[], None] = lambda: None,
     ) -> Deferred:
-        """Has a collective begin once these have ended, well or not.
+        """Queues a collective, which begins once earlier works have ended, with or without error.
 
-        :param touched: What it reads and writes. A tensor that is given other memory before is
-            refused, as while an op runs.
-        :param refuse: Tells the other ranks of what has not begun, if something fails before.
+        :param earlier: The works to wait for.
+        :param begin: Begins the ops of the collective and returns them.
+        :param touched: The tensors that it reads or writes. If one of them gets other memory before
+            the collective begins, the collective fails.
+        :param refuse: Tells the other ranks which ops do not begin, if something fails before.
         """
         devices = {x.device for x in touched}
         ready = [so_far(device) for device in devices if device.type != "cpu"]
@@ -128,7 +131,7 @@ class Chain:
                 for event in ready:
                     event.synchronize()
                 for work in earlier:
-                    # Whoever waits for it is told.
+                    # A caller that waits for the work gets its error.
                     with contextlib.suppress(Exception):
                         work.wait_for(None)
                 for x, address in zip(touched, addresses, strict=True):
@@ -140,49 +143,51 @@ class Chain:
         try:
             self._thread.do(partial(deferred.begin, begin_in_turn, refuse))
         except BaseException:
-            # The thread may have it already, if it was a signal's handler that raised this.
+            # If a signal handler raised this, the thread may have the collective already.
             if deferred.take():
                 self._has_begun = before
             raise
         return deferred
 
     def drain(self) -> None:
-        """Waits until all has begun."""
+        """Waits until all queued collectives have begun."""
         if self.is_behind():
             self._thread.drain()
 
 
 class Deferred:
-    """A collective that begins later."""
+    """A collective that begins later, on the thread of the chain."""
 
     def __init__(self) -> None:
-        #: Its ops are in flight, or have failed.
+        #: Set once its ops are in flight or have failed.
         self.begun = threading.Event()
         self._taken = threading.Lock()
         self._parts = Parts(())
         self._error: Exception | None = None
 
     def take(self) -> bool:
-        """Whether it has yet to begin; then only whoever asked may begin or refuse it."""
+        """Returns true to the first caller, which alone may begin or refuse the collective."""
         return self._taken.acquire(blocking=False)
 
     def begin(self, begin: Callable[[], Sequence[Waits]], refuse: Callable[[], None]) -> None:
-        """Begins it, or refuses it if that fails."""
+        """Begins the collective, or refuses it if that fails."""
         if not self.take():
             return
         try:
             self._parts = Parts(begin())
         except BaseException as error:
-            # Whoever waits for it is told.
+            # A caller that waits for the collective gets this error.
             self._error = as_exception(error)
             refuse()
         finally:
             self.begun.set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for it to begin and end."""
+        """Waits for the collective to begin and to end, each for ``timeout`` seconds at most."""
         if not self.begun.wait(timeout):
-            raise WaitTimeout("the collective waits for its turn after earlier ones")
+            raise WaitTimeout(
+                "the collective has not begun yet, because it waits for earlier ones; wait again"
+            )
         if self._error is not None:
             raise self._error
         self._parts.wait(timeout)

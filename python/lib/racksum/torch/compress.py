@@ -1,9 +1,11 @@
-"""Compressors of gradients, and the memory of what they leave out.
+"""Compressors of gradients, and memories of the residuals that they leave out.
 
-The verbs are those of GRACE (Xu et al., "GRACE: A Compressed Communication Framework for
-Distributed Machine Learning", ICDCS 2021), so that compressors written for it plug in: what one
-decompresses to is what racksum sums, and blocks of it that are zeros are not sent. Those here
-choose whole blocks, so that all they leave out saves bytes.
+Compressors have the methods of GRACE (Xu et al., "GRACE: A Compressed Communication Framework for
+Distributed Machine Learning", ICDCS 2021), so that compressors written for GRACE plug in. racksum
+sums the decompressed tensor and does not send its blocks of zeros. The compressors here keep or
+leave out whole blocks, so everything that they leave out saves bytes::
+
+    state = racksum.torch.HookState(session, compressor=BlockTopKRatio(0.01))
 """
 
 from __future__ import annotations
@@ -43,51 +45,57 @@ __all__ = [
 
 _log = logger("racksum.torch")
 
-#: How many elements a block may have.
+#: The sizes of a block, in elements.
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
-#: Bytes of an element, by the name of how it travels.
+#: Bytes of an element, by wire type.
 _WIRES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i32": 4, "i64": 8, "int8": 1, "fixed32": 4}
-#: Bytes of an element that no wire makes narrower than another of so many.
+#: Bytes of f16 and of bf16. Converting one to the other saves nothing.
 _NARROW = 2
 
 
 def block_of(block: int | None, compressor: object = None) -> int:
-    """Elements of a block, as they are given, or as the compressor has them.
+    """Returns the number of elements of a block, as given or else as the compressor's.
 
-    :raises BadArgument: There are no such blocks, or the compressor's are others: blocks of an op
-        that are not those that were left out whole would be sent all the same.
+    :raises BadArgument: The number is invalid, or it is not the compressor's. Blocks of another
+        size would not be zero as a whole, and would be sent.
     """
     of_compressor = getattr(compressor, "block", None)
     if block is None:
         block = DEFAULT_BLOCK if of_compressor is None else of_compressor
     if of_compressor not in (None, block):
         raise BadArgument(
-            f"block is {block!r}, and the compressor leaves out blocks of {of_compressor} elements"
+            f"block is {block!r}, but the compressor leaves out blocks of {of_compressor} "
+            "elements; leave block out, or pass the same to both"
         )
     with suppress(TypeError):
         elements = operator.index(block)
         if elements in BLOCKS:
             return elements
     raise BadArgument(
-        f"block is a power of two from {BLOCKS[0]} to {BLOCKS[-1]}, and not {block!r}"
+        f"block must be a power of two from {BLOCKS[0]} to {BLOCKS[-1]}, not {block!r}"
     )
 
 
 def checked_wire(wire: str | None, compressor: object = None) -> str | None:
-    """How elements travel, if there is such a way, and the compressor rounds to no other."""
+    """Returns the wire type, if it exists and the compressor does not round to another.
+
+    :raises BadArgument: The wire type does not exist, or is not the one that ``Rounded`` rounds to.
+    """
     if isinstance(compressor, Rounded) and wire not in (None, compressor.wire):
-        raise BadArgument(f"wire is {wire!r}, and the compressor rounds to {compressor.wire}")
+        raise BadArgument(
+            f"wire is {wire!r}, but the compressor rounds to {compressor.wire}; leave wire out"
+        )
     if wire is not None and wire not in _WIRES:
-        raise BadArgument(f"wire is one of {', '.join(_WIRES)}, and not {wire!r}")
+        raise BadArgument(f"wire must be one of {', '.join(_WIRES)}, not {wire!r}")
     return wire
 
 
 def wire_for(wire: str | None, dtype: torch.dtype) -> str | None:
-    """How a tensor of a model travels: as the model's wire says, or ``None``, as it is.
+    """Returns the wire type for a tensor of a model, or None to send it unchanged.
 
-    A model may have parameters of several types. Those that are as narrow as the wire, or that are
-    no floats, have nothing to gain from it.
+    A model may have parameters of several types. Tensors of integers, and those that are as narrow
+    as the wire type already, would gain nothing from it.
     """
     if wire is None or not dtype.is_floating_point:
         return None
@@ -100,27 +108,30 @@ def wire_for(wire: str | None, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def _say_unchanged(wire: str, dtype: torch.dtype) -> None:
-    """Says it once."""
-    _log.info("tensors of %s travel as they are, and not as %s", dtype, wire)
+    """Logs once for each pair that tensors are not converted."""
+    _log.info("tensors of %s are sent unchanged, because wire=%s is not narrower", dtype, wire)
 
 
 class Compressor(Protocol):
-    """Leaves something out of tensors."""
+    """The interface of compressors, which leave parts of tensors out."""
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
-        """What is left of a tensor, and what :meth:`decompress` needs besides."""
+        """Returns the compressed tensor, and a context that :meth:`decompress` needs.
+
+        :param name: The name of the tensor, the same in every step.
+        """
         ...
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
-        """A tensor of the shape of the one that was compressed."""
+        """Returns a tensor with the shape and the dtype of the one that was compressed."""
         ...
 
 
 class Memory(Protocol):
-    """Remembers what a compressor leaves out, by the name of the tensor."""
+    """The interface of memories, which keep residuals by the name of the tensor."""
 
     def compensate(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor with what was left out before."""
+        """Returns the tensor plus the residual of earlier steps."""
         ...
 
     def update(
@@ -131,15 +142,15 @@ class Memory(Protocol):
         tensor_compressed: list[torch.Tensor],
         ctx: Any,
     ) -> None:
-        """Remembers what compressing the compensated tensor has left out."""
+        """Stores the residual: what the compressor left out of the compensated tensor."""
         ...
 
 
 class ResidualMemory:
-    """Error feedback: what is left out of a step is added to the next.
+    """Error feedback: adds what a step leaves out to the gradients of the next.
 
-    :param beta: How much of what was left out counts.
-    :param gamma: How much of the new gradient counts.
+    :param beta: Weight of the residual.
+    :param gamma: Weight of the new gradient.
     """
 
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
@@ -148,14 +159,17 @@ class ResidualMemory:
         self.residuals: dict[str, torch.Tensor] = {}
 
     def compensate(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor with what was left out of the one of this name before."""
+        """Returns the tensor plus the residual of this name, weighted.
+
+        :raises BadArgument: The tensor of this name had another shape before.
+        """
         residual = self.residuals.get(name)
         if residual is None:
             return tensor * self.gamma if self.gamma != 1.0 else tensor
         if residual.shape != tensor.shape:
             raise BadArgument(
-                f"{name} has {tensor.numel()} elements, and had {residual.numel()} before: what "
-                "was left out of it then cannot be added; start to compress later (start_iter)"
+                f"{name} has {tensor.numel()} elements, but its residual has {residual.numel()}; "
+                "start to compress later (start_iter)"
             )
         return torch.add(tensor * self.gamma, residual, alpha=self.beta)
 
@@ -167,24 +181,25 @@ class ResidualMemory:
         tensor_compressed: list[torch.Tensor],
         ctx: Any,
     ) -> None:
-        """Remembers the tensor less what it decompresses to, but for what is no number."""
+        """Stores the tensor minus what it decompresses to, with zeros for NaN and infinities."""
         left = tensor - compressor.decompress(tensor_compressed, ctx)
-        # An infinity, as a scaler of losses makes it now and then, would come back in every step.
+        # A gradient scaler causes infinities now and then, which would return in every later step.
         self.residuals[name] = torch.nan_to_num_(left, nan=0.0, posinf=0.0, neginf=0.0)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What was left out so far, for a checkpoint of this rank."""
+        """Returns the residuals by name, for a checkpoint of this rank."""
         return dict(self.residuals)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes up what a checkpoint of this rank holds."""
+        """Restores the residuals from a checkpoint of this rank."""
         self.residuals = dict(state)
 
 
 class BlockCompressor(ABC):
-    """Keeps some blocks of a tensor.
+    """Base class of compressors that keep some blocks of a tensor.
 
-    :param block: Elements of a block, as of the op that sums what is kept.
+    :param block: Elements of a block, 32 to 1024, a power of two; the same as the op's.
+    :raises BadArgument: ``block`` is invalid.
     """
 
     def __init__(self, block: int = DEFAULT_BLOCK) -> None:
@@ -192,10 +207,14 @@ class BlockCompressor(ABC):
 
     @abstractmethod
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
-        """The indices of the blocks to keep, of a tensor of ``(count, block)`` elements."""
+        """Returns the int64 indices of the blocks to keep.
+
+        :param blocks: The tensor as a matrix of shape ``(count, block)``, padded with zeros.
+        :param name: The name of the tensor.
+        """
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
-        """The blocks that are kept; their places, and the tensor's shape, stay here."""
+        """Returns the blocks that are kept. The context holds their indices and the shape."""
         flat = tensor.flatten()
         missing = -len(flat) % self.block
         blocks = torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)
@@ -203,7 +222,7 @@ class BlockCompressor(ABC):
         return [blocks[chosen]], (chosen, tensor.shape)
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
-        """The tensor with zeros in place of what was left out."""
+        """Returns the tensor with zeros in the blocks that were left out."""
         (kept,), (chosen, shape) = tensors, ctx
         count = -(-shape.numel() // self.block)
         blocks = kept.new_zeros(count, self.block)
@@ -212,9 +231,11 @@ class BlockCompressor(ABC):
 
 
 class BlockTopK(BlockCompressor):
-    """Keeps the blocks of the greatest Euclidean norms (OmniReduce's Block Top-k).
+    """Keeps the blocks with the greatest Euclidean norms (OmniReduce's Block Top-k).
 
-    :param k: How many of each tensor.
+    :param k: Number of blocks to keep of each tensor, 1 or more.
+    :param block: Elements of a block, 32 to 1024, a power of two.
+    :raises BadArgument: An argument is invalid.
     """
 
     def __init__(self, k: int, block: int = DEFAULT_BLOCK) -> None:
@@ -222,14 +243,16 @@ class BlockTopK(BlockCompressor):
         self.k = whole_from(1, MAX_ELEMENTS)("k", k)
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
-        """The ``k`` blocks that weigh most."""
+        """Returns the indices of the ``k`` blocks with the greatest norms."""
         return _heaviest(blocks, self.k)
 
 
 class BlockTopKRatio(BlockCompressor):
-    """Keeps the blocks of the greatest norms, a share of each tensor's (OmniReduce).
+    """Keeps the share of blocks with the greatest norms (OmniReduce's Block Top-k Ratio).
 
-    :param compress_ratio: The share that is kept.
+    :param compress_ratio: Share of each tensor's blocks to keep, above 0 and at most 1.
+    :param block: Elements of a block, 32 to 1024, a power of two.
+    :raises BadArgument: An argument is invalid.
     """
 
     def __init__(self, compress_ratio: float, block: int = DEFAULT_BLOCK) -> None:
@@ -237,15 +260,17 @@ class BlockTopKRatio(BlockCompressor):
         self.compress_ratio = _share(compress_ratio)
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
-        """The share of blocks that weigh most, one at least."""
+        """Returns the indices of the share of blocks with the greatest norms, at least one."""
         return _heaviest(blocks, _count(len(blocks), self.compress_ratio))
 
 
 class BlockRandomK(BlockCompressor):
-    """Keeps a share of blocks at random, the same at all ranks.
+    """Keeps a random share of blocks, the same blocks at all ranks.
 
-    :param compress_ratio: The share that is kept.
-    :param seed: All ranks give the same.
+    :param compress_ratio: Share of each tensor's blocks to keep, above 0 and at most 1.
+    :param seed: Seed of the choice. All ranks must pass the same.
+    :param block: Elements of a block, 32 to 1024, a power of two.
+    :raises BadArgument: An argument is invalid.
     """
 
     def __init__(self, compress_ratio: float, seed: int = 0, block: int = DEFAULT_BLOCK) -> None:
@@ -255,7 +280,7 @@ class BlockRandomK(BlockCompressor):
         self.steps: dict[str, int] = {}
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
-        """Blocks that the seed, the tensor's name and how often it came before decide."""
+        """Returns random indices, from the seed, the tensor's name and its number of calls."""
         step = self.steps.get(name, 0)
         self.steps[name] = step + 1
         seed = zlib.crc32(f"{self.seed} {name} {step}".encode())
@@ -263,18 +288,20 @@ class BlockRandomK(BlockCompressor):
         return order[: _count(len(blocks), self.compress_ratio)].to(blocks.device)
 
     def state_dict(self) -> dict[str, int]:
-        """How often each tensor came."""
+        """Returns the number of calls for each tensor, by name, for a checkpoint."""
         return dict(self.steps)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on as a checkpoint says."""
+        """Restores the numbers of calls from a checkpoint."""
         self.steps = dict(state)
 
 
 class BlockThreshold(BlockCompressor):
-    """Keeps the blocks in which some element is as great as this, or is not a number.
+    """Keeps the blocks with an element whose magnitude reaches a threshold, or with a NaN.
 
     :param threshold: The least magnitude.
+    :param block: Elements of a block, 32 to 1024, a power of two.
+    :raises BadArgument: ``block`` is invalid.
     """
 
     def __init__(self, threshold: float, block: int = DEFAULT_BLOCK) -> None:
@@ -282,18 +309,21 @@ class BlockThreshold(BlockCompressor):
         self.threshold = threshold
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
-        """The blocks that hold a great element."""
+        """Returns the indices of the blocks that reach the threshold or hold a NaN."""
         small = blocks.abs().amax(1) < self.threshold
         return torch.nonzero(~small).flatten()
 
 
 class Rounded:
-    """Rounds to what a wire type carries, after another compressor that keeps whole blocks.
+    """Rounds to a wire type, after another compressor if there is one.
 
-    So what the wire would round off is remembered, and added to the next step.
+    With a memory, the rounding error of the wire is added to the next step like any residual.
 
-    :param wire: ``"bf16"``, ``"f16"`` or ``"int8"``: that of the op as well.
-    :param block: Elements of a block, as of the op; by default those of the other compressor.
+    :param wire: ``"bf16"``, ``"f16"`` or ``"int8"``. Ops send the tensor as this type.
+    :param compressor: A compressor that keeps whole blocks; by default none.
+    :param block: Elements of a block, 32 to 1024, a power of two. By default the compressor's, or
+        256.
+    :raises BadArgument: ``wire`` or ``block`` is invalid, or ``block`` is not the compressor's.
     """
 
     def __init__(
@@ -301,21 +331,21 @@ class Rounded:
     ) -> None:
         if wire not in _ROUNDED:
             raise BadArgument(
-                f"wire {wire!r} rounds nothing that is known; {', '.join(_ROUNDED)} do"
+                f"wire must be a type to round to, one of {', '.join(_ROUNDED)}, not {wire!r}"
             )
         self.wire = wire
         self.compressor = compressor
         self.block = block_of(block, compressor)
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
-        """What the compressor keeps, rounded."""
+        """Returns what the compressor keeps, rounded, and the compressor's context."""
         if self.compressor is None:
             return [self._rounded(tensor)], None
         tensors, ctx = self.compressor.compress(tensor, name)
         return [self._rounded(kept) for kept in tensors], ctx
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
-        """As of the compressor."""
+        """Returns the tensor that the compressor decompresses to."""
         return tensors[0] if self.compressor is None else self.compressor.decompress(tensors, ctx)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -325,19 +355,19 @@ class Rounded:
 
 
 class Whole:
-    """Leaves nothing out."""
+    """A compressor that leaves nothing out."""
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:  # noqa: ARG002
-        """The tensor as it is."""
+        """Returns the tensor unchanged."""
         return [tensor], None
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:  # noqa: ARG002
-        """As it was."""
+        """Returns the tensor that was compressed."""
         return tensors[0]
 
 
 def _as_bytes(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Each element as a whole number of its block's scale, as ``racksum_proto::arith`` defines."""
+    """Rounds elements to whole multiples of their block's scale, as ``racksum_proto::arith``."""
     flat = x.float().flatten()
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
     greatest = blocks.abs().amax(1, keepdim=True) if len(blocks) else blocks.new_zeros(0, 1)
@@ -367,5 +397,5 @@ def _count(blocks: int, share: float) -> int:
 
 def _share(share: float) -> float:
     if not 0 < share <= 1:
-        raise BadArgument(f"compress_ratio is a share above 0, and at most 1, and not {share}")
+        raise BadArgument(f"compress_ratio must be above 0 and at most 1, not {share}")
     return share

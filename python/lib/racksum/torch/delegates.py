@@ -1,7 +1,7 @@
-"""What the backend ``racksum`` leaves to Gloo.
+"""The part of the backend ``racksum`` that calls Gloo.
 
-Gloo sends from one rank to another, and has the collectives that cannot be said as sums. Tensors of
-a GPU go to these by way of the host.
+Gloo sends from rank to rank, and does the collectives that cannot be written as sums. GPU tensors
+reach these collectives through host memory.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["DelegatesToGloo"]
 
 @eager_methods
 class DelegatesToGloo(Backend):
-    """The part of the backend that calls Gloo; its subclass says how collectives take turns."""
+    """The methods of the backend that call Gloo. A subclass puts collectives in order."""
 
     _gloo: Any
     _membership: Membership
     _chain: Chain
     _staging: Staging
-    #: Puts a collective in flight; ``joins`` says whether it needs the session.
+    #: Starts a collective; ``joins`` says whether it needs the session.
     _run: Callable[..., Work]
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
-        """Waits until all ranks are here, and names one that is not; Gloo does it."""
+        """Waits until all ranks have called it, by Gloo. The error names a rank that has not."""
         self._membership.check_process()
-        # Gloo pairs collectives by the order in which they begin.
+        # Gloo pairs collectives in the order in which they begin.
         start_earlier(self._chain, self._staging)
         self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
 
@@ -54,49 +54,49 @@ class DelegatesToGloo(Backend):
         return _with_future(self._gloo.recv(self._of_host(tensors), *args), tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Receives a tensor from whichever rank sends one, by Gloo."""
+        """Receives a tensor from any rank, by Gloo."""
         return _with_future(self._gloo.recv_anysource(self._of_host(tensors), *args), tensors)
 
     @numbered("op", ops=lambda *_: 0)
     def gather(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gives one rank the tensors of all, by Gloo."""
+        """Gathers the tensors of all ranks at one rank, by Gloo."""
         return self._through_gloo(call, self._gloo.gather, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def scatter(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gives each rank one of a rank's tensors, by Gloo."""
+        """Gives each rank one of the root's tensors, by Gloo."""
         return self._through_gloo(call, self._gloo.scatter, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def alltoall(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Gives each rank one tensor of each, by Gloo."""
+        """Gives each rank one tensor of every rank, by Gloo."""
         return self._through_gloo(call, self._gloo.alltoall, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def all_to_all_single(self, call: Call, output: Any, *args: Any) -> Any:
-        """Gives each rank a part of the tensor of each, by Gloo."""
+        """Gives each rank a part of the tensor of every rank, by Gloo."""
         return self._through_gloo(call, self._gloo.all_to_all_single, output, *args)
 
     def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors for Gloo to send or receive."""
+        """Returns the tensors, or raises :class:`BadArgument` if one is on a GPU."""
         self._membership.check_process()
-        # On their way down, what comes would wait for all that was called before.
+        # Staged, a received tensor would wait for everything that was called before.
         for x in tensors:
             if self._staging.takes(x.device):
                 raise BadArgument(
-                    f"the tensor is on {x.device}; one rank sends another tensors of the host: "
-                    'pass x.cpu(), or make the group of "cpu:racksum,cuda:nccl"'
+                    f"the tensor is on {x.device}, and racksum sends and receives only tensors in "
+                    'host memory; pass x.cpu(), or make the group with "cpu:racksum,cuda:nccl"'
                 )
         return tensors
 
     def _through_gloo(self, call: Call, gloo: Callable[..., Any], outputs: Any, *args: Any) -> Work:
-        """A collective of Gloo's, which writes to ``outputs``."""
+        """Starts a collective of Gloo, which writes to ``outputs``."""
         touched = [x for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
         begin = lambda: [self._delegated(gloo, outputs, *args)]  # noqa: E731
         return self._run(call, touched, begin, tree_leaves(outputs), joins=False)
 
     def _delegated(self, call: Callable[..., Any], outputs: Any, *args: Any) -> Ends:
-        """Has Gloo do something, which writes to ``outputs``."""
+        """Calls Gloo, which writes to ``outputs``, through host memory if they are on a GPU."""
         [device, *_] = [x.device for x in tree_leaves((outputs, args)) if isinstance(x, Tensor)]
         if not self._staging.takes(device):
             self._staging.drain()
@@ -114,5 +114,5 @@ class DelegatesToGloo(Backend):
 
 
 def _with_future(work: dist.Work, tensors: Sequence[Tensor]) -> Work:
-    """What Gloo sends or receives, with a future, which Gloo's lacks; no barrier waits for it."""
+    """Returns a work with a future, which Gloo's send and receive lack. No barrier waits for it."""
     return Work([Pending(work)], list(tensors), {})

@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Departures", "Watch", "asking_store", "how_ended", "lost", "of_this_life"]
 
-#: Seconds until the first look at the store, which takes a connection: most ranks come sooner.
+#: Seconds until the first look at the store, which needs a connection. Most ranks join sooner.
 _GRACE = 1.0
 #: Seconds between two looks.
 _PERIOD = 0.2
-#: Seconds that the end of the group or of its joining waits for a store whose server is there.
+#: Seconds to wait for the store when a rank leaves or stops joining.
 _PATIENCE = 5.0
 #: Seconds that connecting to the store's server may take.
 _REACH = 1.0
-#: The key that is there once any rank has left; each that has left has its number as well.
+#: The key that exists once any rank has left. Each rank that has left also has a key of its own.
 _ANY = "any"
-#: Servers of stores that could not be reached when a rank last left: host and port.
+#: Host and port of the servers of stores that could not be reached at the last attempt.
 _unreachable: set[tuple[str, int]] = set()
 
 
 def of_this_life(store: Store, what: str) -> PrefixStore:
-    """A part of a store that no life of the job before has written to.
+    """Returns a part of a store that no earlier life of the job has written to.
 
-    Ranks that torchrun 2.15 starts again find the store as it was.
+    Ranks that torchrun 2.15 starts again find the contents of the earlier life.
     """
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"racksum/{what}/{life}", store)
@@ -54,17 +54,17 @@ def of_this_life(store: Store, what: str) -> PrefixStore:
 
 @contextmanager
 def asking_store() -> Iterator[None]:
-    """Says it in a sentence where a store is gone, of which torch prints a stack in C++.
+    """Converts the error of a store that is gone, which holds a C++ stack trace, to a sentence.
 
-    :raises PeerLost: If it is.
+    :raises PeerLost: The store does not answer.
     """
     try:
         yield
     except RuntimeError as error:
         raise PeerLost(
-            "the store of the process groups does not answer, so no ranks can meet there: the "
-            "process that served it, which is rank 0's or torchrun's, has ended or cannot be "
-            "reached"
+            "the store of the process groups does not answer, so ranks cannot meet there: the "
+            "process that serves it, rank 0 or torchrun, has ended or cannot be reached; check "
+            "that process and its log"
         ) from error
 
 
@@ -77,13 +77,13 @@ def _server_of(store: Store) -> tuple[str, int] | None:
 
 
 def _connected(store: Store) -> Store:
-    """Returns a connection of its own to a store.
+    """Returns a new connection to a store.
 
-    A server that is gone is found out here. torch would try for minutes, and a process that ends
-    meanwhile has to wait for that: Python aborts if a thread comes back from C++ at its end.
+    First checks that the server answers. torch would try for minutes, and a process that ends
+    meanwhile would have to wait: Python aborts if a thread returns from C++ during finalization.
 
-    :raises OSError: If the server cannot be reached.
-    :raises RuntimeError: If it does not serve the store.
+    :raises OSError: The server cannot be reached.
+    :raises RuntimeError: The server does not serve the store.
     """
     server = _server_of(store)
     if server is not None:
@@ -97,24 +97,26 @@ def _connected(store: Store) -> Store:
 
 
 class _Voice:
-    """A connection to a store, over which a rank speaks of all of its groups.
+    """A connection to a store, over which a rank reports for all of its groups.
 
-    The process that serves the store may be gone, and then each call takes longer than the store's
-    own limit; and another thread may wait at the store for a rank that waits for this one. So it
-    speaks on a thread and a connection of its own. That is one for all groups: where the store's
-    host has a name server that does not answer, torch's server takes seconds for each new one.
+    It has a thread and a connection of its own. The process that serves the store may be gone, and
+    then each call takes longer than the store's timeout. And another thread may block the rank's
+    own connection while it waits for a rank that waits for this one.
+
+    All groups share it: torch's server may take seconds for each new connection, if the name server
+    of its host does not answer.
     """
 
     def __init__(self, store: Store) -> None:
         self._shared = store
         self._own: Store | None = None
         self._turn = threading.Lock()
-        # Something that it was to say was not said in time.
+        # Whether an earlier report did not end in time.
         self._is_late = False
 
     def say(self, words: Callable[[Store], None]) -> None:
-        """Has something said, and waits for that while the store takes it soon."""
-        # One group after the other leaves: a server that is down costs time only once.
+        """Runs a report on a thread, and waits for it unless the store is slow."""
+        # Groups leave one after the other, and a server that is down should cost time only once.
         if _server_of(self._shared) in _unreachable:
             return
         said = threading.Event()
@@ -135,21 +137,24 @@ class _Voice:
                 self._own = _connected(self._shared)
             words(self._own)
         except (RuntimeError, OSError):
-            # The next words are worth another try.
+            # The next report connects again.
             self._own = None
 
 
-#: For the store of all ranks, for as long as a group of it is there.
+#: One voice for each store of all ranks, as long as one of its groups exists.
 _voices: weakref.WeakValueDictionary[Store, _Voice] = weakref.WeakValueDictionary()
 
 
 class Departures:
-    """What the ranks of a group say of their leaving.
+    """Reports in the store that ranks of a group have left.
 
-    Made before the ranks first meet: an earlier group of this name may have used the same store.
+    Create it before the ranks first meet. It removes the reports of an earlier group of this name
+    that used the same store.
 
-    :param store: That of all ranks.
+    :param store: The store of all ranks.
     :param name: The name of the group, which messages contain.
+    :param rank: The number of this rank in the group.
+    :param world: The number of ranks in the group.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world: int) -> None:
@@ -166,22 +171,25 @@ class Departures:
             _unreachable.discard(server)
 
     def note(self, why: Error | None = None) -> None:
-        """Says that this rank leaves, if the store takes it soon."""
+        """Reports that this rank leaves. Gives up if the store is slow.
+
+        :param why: The reason, if the rank could not join.
+        """
         how = f"left the process group {self._name} before joining it"
         missing = why.missing if isinstance(why, JoinTimeout) else ()
         self._say([self._rank], f"{how}: {why}" if why else how, missing)
 
     def note_ended(self, ranks: Sequence[int]) -> None:
-        """Says that other ranks have ended without a word, if the store takes it soon."""
+        """Reports that other ranks ended without a report. Gives up if the store is slow."""
         self._say(ranks, how_ended(self._name))
 
     def watch(self, limit: float) -> Watch:
-        """Returns a view for a thread that waits for the other ranks for so many seconds."""
+        """Returns a watch for a thread that waits ``limit`` seconds for the other ranks."""
         return Watch(self._store, self._rank, self._others, limit)
 
     def _say(self, ranks: Sequence[int], how: str, missing: Sequence[int] = ()) -> None:
         word = json.dumps([how, *missing])
-        # Not the group's: what speaks may be late, and must not keep it.
+        # The report may end late, so its closure must not keep the group alive.
         own, name = self._rank, self._name
 
         def words(store: Store) -> None:
@@ -190,7 +198,7 @@ class Departures:
                 if rank == own:
                     part.set(str(rank), word)
                 else:
-                    # A reason that the rank has given itself is kept.
+                    # Keep a reason that the rank gave itself.
                     part.compare_set(str(rank), "", word)
             part.set(_ANY, "yes")
 
@@ -198,19 +206,22 @@ class Departures:
 
 
 def _part_of(store: Store, name: str) -> PrefixStore:
-    """The part of a store that is about a group."""
+    """Returns the part of a store with the reports of a group."""
     return of_this_life(store, f"left/{name}")
 
 
 def _here(rank: int) -> str:
-    """Returns the key that is there once a rank has begun to join, and has waited a moment."""
+    """Returns the key that exists once a rank has begun to join and has waited a moment."""
     return f"here/{rank}"
 
 
 class Watch:
-    """Finds out that other ranks have left.
+    """Finds out from the store that other ranks have left.
 
-    :param limit: How many seconds the rank waits for the others.
+    :param store: The group's part of the store.
+    :param rank: The number of this rank.
+    :param others: The numbers of the other ranks.
+    :param limit: Seconds that this rank waits for the others.
     """
 
     def __init__(self, store: Store, rank: int, others: list[int], limit: float = 3600.0) -> None:
@@ -218,44 +229,46 @@ class Watch:
         self._own: Store | None = None
         self._rank = rank
         self._others = others
-        # Ranks that wait for less than the grace still say that they are here.
+        # Ranks that wait for less than the grace time must still report that they are here.
         self._next = time.monotonic() + min(_GRACE, limit / 4)
-        # For each rank that has left: what messages say after its name, and whom it waited for.
+        # For each rank that has left: the predicate of its sentence, and the ranks it waited for.
         self._left: dict[int, list[Any]] = {}
         self._absent: list[int] = []
         self._has_answered = False
-        #: Whether this has raised an error, whose cause all ranks can read in the store.
+        #: Whether this has raised an error. All ranks can read its cause in the store.
         self.has_raised = False
-        # Set while no thread looks.
+        # Set while no thread asks the store.
         self._rests = threading.Event()
         self._rests.set()
 
     def check(self) -> None:
-        """Looks from time to time, if it is called often, and never waits for that.
+        """Raises if a rank is known to have left. Call it often: it looks now and then.
 
-        :raises PeerLost: If a rank has been seen to have left.
-        :raises JoinTimeout: If it has waited for another in vain, as this one would.
+        A thread asks the store, so this never waits.
+
+        :raises PeerLost: A rank has left.
+        :raises JoinTimeout: All ranks that have left waited in vain for ranks that this one needs.
         """
         if time.monotonic() >= self._next and self._rests.is_set():
             self._begin(self._look)
         self._raise_if_left()
 
     def look(self) -> bool:
-        """Looks now, and returns whether the store has answered soon.
+        """Asks the store now, and returns whether it answered in time.
 
-        :raises PeerLost: If a rank has left.
-        :raises JoinTimeout: As ``check`` does.
+        :raises PeerLost: A rank has left.
+        :raises JoinTimeout: All ranks that have left waited in vain for ranks that this one needs.
         """
         has_answered = self._ask(self._look)
         self._raise_if_left()
         return has_answered
 
     def absent(self) -> list[int]:
-        """Returns the ranks that have not begun to join, or none if the store does not answer."""
+        """Returns the ranks that have not begun to join, or an empty list without an answer."""
         return self._absent if self._ask(self._find_absent) else []
 
     def _ask(self, question: Callable[[Store], None]) -> bool:
-        """Asks the store now, and returns whether it has answered soon."""
+        """Asks the store now, and returns whether it answered in time."""
         if not self._rests.wait(_PATIENCE):
             return False
         self._begin(question)
@@ -297,7 +310,7 @@ class Watch:
             by_reason.setdefault(left[rank][0], []).append(rank)
         text = "; ".join(sentence(those, how) for how, those in by_reason.items())
         missing = sorted({missed for _, *waited_for in left.values() for missed in waited_for})
-        # A rank that waits for others hears the same as ranks that have waited for longer.
+        # If all that have left waited in vain for other ranks, this rank would too.
         all_waited = all(waited_for for _, *waited_for in left.values())
         self.has_raised = True
         if all_waited and set(missing) <= set(self._others):
@@ -306,7 +319,7 @@ class Watch:
 
 
 def lost(ranks: Sequence[int], how: str) -> PeerLost:
-    """The error about ranks that are gone."""
+    """Returns the error about ranks that are gone."""
     return PeerLost(sentence(ranks, how), ranks)
 
 
@@ -316,8 +329,8 @@ def sentence(ranks: Sequence[int], how: str) -> str:
 
 
 def how_ended(name: str) -> str:
-    """Returns the rest of the sentence about ranks that ended without a word."""
+    """Returns the predicate of the sentence about ranks that ended without a report."""
     return (
         f"ended before joining the process group {name}, or closed its connections after a "
-        "collective had failed there; see what its process said last"
+        "collective had failed there; check the log of its process"
     )

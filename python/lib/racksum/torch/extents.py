@@ -1,7 +1,7 @@
-"""Where tensors lie in memory, and which works in flight use it.
+"""The memory that tensors cover, and the works in flight that use it.
 
-Both answers come from sorted spans: a call may have thousands of tensors, and thousands of calls
-may be in flight.
+Sorted spans keep both fast: a call may have thousands of tensors, and thousands of calls may be in
+flight.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Extents", "OnMemory", "extents_of", "share_memory"]
 
-#: Where tensors lie: the device, and the first address and the one after the last.
+#: Ranges of memory: the device, the first address, and the address after the last.
 Extents = list[tuple[torch.device, int, int]]
 
-#: Spans of a device that are kept before those of works that have ended are looked for.
+#: The number of spans of a device at which the spans of ended works are first removed.
 _FEW = 64
 
 
 def extents_of(tensors: Any) -> Extents:
-    """Where tensors lie, from the first to the last element of each."""
+    """Returns the memory of tensors, from the first to the last element of each."""
     return [extent for x in tree_leaves(tensors) if isinstance(x, Tensor) for extent in _extents(x)]
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether two of these tensors have memory in common."""
+    """Returns whether two of the tensors have memory in common."""
     spans = sorted(
         (str(device), start, end, which)
         for which, x in enumerate(tensors)
@@ -52,10 +52,10 @@ def share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 class OnMemory:
-    """The works in flight by the memory that they use.
+    """An index of the works in flight by the memory that they use.
 
-    A work on the memory of an earlier one begins when that has ended. So of each part of the memory
-    only the last work counts.
+    A work begins when earlier works on its memory have ended. So for each part of the memory only
+    the last work counts.
 
     :param in_flight: The works that have not ended.
     """
@@ -65,7 +65,7 @@ class OnMemory:
         self._devices: dict[torch.device, _Spans] = {}
 
     def works(self, extents: Extents) -> list[Work]:
-        """Returns the last works on this memory, without those that have ended."""
+        """Returns the last works on this memory that have not ended."""
         found: dict[Work, None] = {}
         for device, start, end in extents:
             spans = self._devices.get(device)
@@ -77,8 +77,8 @@ class OnMemory:
         return [work for work in found if not work.has_ended()]
 
     def add(self, work: Work, extents: Extents) -> None:
-        """Notes that a work is the last on this memory."""
-        # Whoever holds the work keeps its tensors: this does not.
+        """Records a work as the last on this memory."""
+        # A work keeps its tensors alive, so this must not keep the work alive.
         named = weakref.ref(work)
         for device, start, end in extents:
             spans = self._devices.get(device)
@@ -90,22 +90,22 @@ class OnMemory:
 
 
 class _Spans:
-    """Spans of a device's memory, in order and apart from each other, each with its last work."""
+    """Sorted spans of a device's memory without overlaps, each with its last work."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.works: list[weakref.ref[Work]] = []
-        #: How many there may be before those that have ended are let go.
+        #: The number of spans above which the spans of ended works are removed.
         self.most = _FEW
 
     def overlapping(self, start: int, end: int) -> slice:
-        """Returns which spans have memory in common with this one."""
+        """Returns the spans that have memory in common with this range."""
         first = bisect_right(self.ends, start)
         return slice(first, max(first, bisect_left(self.starts, end)))
 
     def put(self, start: int, end: int, work: weakref.ref[Work]) -> None:
-        """Gives the memory to a work; of spans that reach beyond it, the rest stays."""
+        """Assigns a range to a work. Spans that reach beyond the range are cut."""
         there = self.overlapping(start, end)
         new = [(start, end, work)]
         if there.start < there.stop:
@@ -119,7 +119,7 @@ class _Spans:
         self.works[there] = [work for _, _, work in new]
 
     def keep(self, in_flight: dict[Work, None]) -> None:
-        """Lets go of the spans of works that are not in flight any more."""
+        """Removes the spans of works that are no longer in flight."""
         kept = [at for at, work in enumerate(self.works) if work() in in_flight]
         self.starts = [self.starts[at] for at in kept]
         self.ends = [self.ends[at] for at in kept]

@@ -1,4 +1,4 @@
-"""Which PyTorch hooks and backend need: what is older lacks what they call."""
+"""A check of the PyTorch version: older ones lack functions that the hooks and the backend call."""
 
 from racksum.extras import FLOORS, needed
 
@@ -13,12 +13,12 @@ def _version(text: str) -> tuple[int, ...]:
 
 if _version(torch.__version__) < _version(_FLOOR):
     raise ImportError(
-        f"racksum.torch needs PyTorch {_FLOOR} or newer, and this is {torch.__version__}; "
-        "racksum.connect reduces tensors of any"
+        f"racksum.torch needs PyTorch {_FLOOR} or newer, but {torch.__version__} is installed; "
+        "upgrade it, or use racksum.connect, which works with any"
     )
 
 if not torch.distributed.is_available():
     raise ImportError(
-        f"racksum.torch needs torch.distributed, which PyTorch {torch.__version__} here was built "
-        "without; install a build that has it"
+        f"racksum.torch needs torch.distributed, but this PyTorch {torch.__version__} was built "
+        "without it; install a build that has it"
     )

@@ -1,4 +1,4 @@
-"""FSDP2: replicas of a sharded model whose gradients racksum averages."""
+"""The hook for FSDP2: racksum averages the gradients of the replicas of a sharded model."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ __all__ = ["set_all_reduce_hook"]
 def set_all_reduce_hook(
     model: nn.Module, session: Session, *, wire: str | None = None, block: int = DEFAULT_BLOCK
 ) -> None:
-    """Has replicas average the gradients of their shards, as HSDP does.
+    """Makes the replicas of a sharded model average the gradients of their shards, as HSDP does.
 
-    Each replica shards the model over ranks of its own, ``fully_shard(model, mesh=shards)``; the
-    session's ranks are those that have the same shard (``racksum.torch.connect(group=replicas)``).
+    Each replica shards the model over ranks of its own. A session connects the ranks that have the
+    same shard::
 
-    :param model: What ``fully_shard`` was applied to, whole or in parts.
-    :param session: The ranks that have this rank's shard.
-    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`.
-        Those that are as narrow already travel as they are.
-    :param block: Elements of a block: blocks of zeros are not sent.
+        fully_shard(model, mesh=mesh["shards"])
+        session = racksum.torch.connect(group=mesh["replicas"].get_group())
+        racksum.torch.set_all_reduce_hook(model, session)
+
+    :param model: A model to which ``fully_shard`` was applied, as a whole or in parts.
+    :param session: The session of the ranks that have this rank's shard.
+    :param wire: Type of gradients on the network, as for :meth:`racksum.Session.allreduce`. By
+        default their own. Gradients that are as narrow already are sent unchanged.
+    :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not sent.
+    :raises racksum.BadArgument: No part of the model is sharded by ``fully_shard``, or an argument
+        is invalid.
     """
-    # Importing it takes most of a second, which only users of FSDP pay.
+    # The import takes most of a second, which only users of FSDP should pay.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise BadArgument(
-            "the model is sharded by FullyShardedDataParallel, which has no such hook: shard by "
+            "the model is sharded by FullyShardedDataParallel, which has no such hook; shard by "
             "fully_shard, or give FSDP a process_group of the backend racksum"
         )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        raise BadArgument("nothing of the model is sharded: call fully_shard on it first")
+        raise BadArgument("no part of the model is sharded; call fully_shard on it first")
     wire, block, session = checked_wire(wire), block_of(block), checked_session(session)
 
     @eager

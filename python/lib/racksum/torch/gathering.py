@@ -1,7 +1,7 @@
-"""Gathering as a sum: of what each rank has in a place of its own, and zeros in all others.
+"""Broadcast and gather as sums: each rank has its data in a place of its own, and zeros elsewhere.
 
-Blocks of zeros are not sent, so that each rank sends what is its own once, and what has all of it
-comes by multicast. Whatever the elements are, they are summed as integers, so that no bit changes.
+Blocks of zeros are not sent, so each rank sends its own data once, and receives the sum by
+multicast. Elements of all types are summed as integers, so that no bit changes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _WORD = 4
 
 @torch.inference_mode()
 def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Ends:
-    """Gives all ranks what the contiguous tensor of one rank has."""
+    """Starts writing the root's contiguous tensor to those of all ranks."""
     with session.telling_refusals(part_of):
-        # Writes to the tensor as Gloo does: autograd does not count them.
+        # As with Gloo, autograd does not count writes to the tensor.
         x = x.data
         if session.rank != part_of.root:
             x.zero_()
@@ -41,11 +41,14 @@ def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Ends:
 
 @torch.inference_mode()
 def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor, part_of: PartOf) -> Ends:
-    """Fills ``output``, contiguous, with what all ranks have, rank by rank."""
+    """Starts filling ``output``, a contiguous tensor, with the tensors of all ranks in rank order.
+
+    ``own`` may be this rank's part of ``output``.
+    """
     with session.telling_refusals(part_of):
         output = output.data
         parts = output.view(-1).view(session.world, -1)
-        # What is its own may lie in its place already.
+        # Copy before zeroing: `own` may lie in `output`.
         parts[session.rank].copy_(own.reshape(-1))
         parts[: session.rank].zero_()
         parts[session.rank + 1 :].zero_()
@@ -59,27 +62,27 @@ def _of_all(
     needed: Sequence[int],
     finish: Callable[[object], object],
 ) -> Ends:
-    """What an op comes to if all the ranks took part that have what it gives."""
+    """Returns the op, with an error if a rank whose data it needs did not take part."""
 
     def check(result: object) -> object:
         lost = [rank for rank in needed if rank in op.absent]
         if lost:
             who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-            raise PeerLost(f"lost {who}: nobody else has what this op was to give", lost)
+            raise PeerLost(f"lost {who}: no other rank has the data that this op needs", lost)
         return finish(result)
 
     return op.then(check)
 
 
 def _tag_of(x: torch.Tensor) -> str:
-    """What ranks must have alike and the integers do not show."""
+    """Returns a tag of the shape and the dtype, which the summed integers do not show."""
     return f"{x.numel()} x {x.dtype}"
 
 
 def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]]:
-    """The memory of a contiguous tensor as integers, and what to do once they are summed."""
+    """Returns the memory of a contiguous tensor as int32, and a function to call after the sum."""
     x, size = x.detach(), x.element_size()
-    # A single element is contiguous whatever its stride, which ``view`` would keep and refuse.
+    # A single element is contiguous with any stride, but ``view`` would refuse some strides.
     octets = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
     if x.nbytes % _WORD == 0 and x.storage_offset() * size % _WORD == 0:
         return octets.view(torch.int32), lambda _: None

@@ -1,4 +1,4 @@
-"""Sessions of the ranks of process groups."""
+"""Sessions for the ranks of process groups."""
 
 from __future__ import annotations
 
@@ -28,31 +28,39 @@ __all__ = ["connect"]
 def connect(
     aggregator: str | None = None, *, group: ProcessGroup | None = None, **options: Any
 ) -> Session:
-    """Joins a job with the ranks of a process group.
+    """Joins a job with the ranks of a process group; all of them call it together.
 
-    Unless ``generation`` or ``RACKSUM_GENERATION`` say otherwise, the life of the job begins now,
-    by the clock of the group's first rank: ranks that torchrun has started again end what is left
-    of the life before, and do not wait for it.
+    ::
 
-    Unless ``job``, ``RACKSUM_JOB`` or torchrun's ``--rdzv-id`` name the job, it has a name that one
-    of its ranks has drawn, and that the group's store keeps.
+        torch.distributed.init_process_group("gloo")
+        session = racksum.torch.connect("127.0.0.1:7177")
 
-    :param group: The group; by default that of all ranks. A smaller one sums by itself, under the
-        name of the job and its own. So does each further session of a group that is open, unless
-        ``generation`` says which life it is.
-    :param options: As of :func:`racksum.connect`, but for ``rank`` and ``world``. The timeouts are
-        by default that of the group.
-    :raises racksum.Error: As :func:`racksum.connect`.
+    The generation of the job is the current time of the group's first rank, unless ``generation``
+    or ``RACKSUM_GENERATION`` sets it. So ranks that torchrun starts again end the life before and
+    need not wait for it.
+
+    The job's name is that of ``job``, ``RACKSUM_JOB`` or torchrun's ``--rdzv-id``. Without these a
+    rank draws a name at random, which the group's store keeps for all ranks.
+
+    :param aggregator: Address of the aggregator, as for :func:`racksum.connect`.
+    :param group: The process group; by default the group of all ranks. A smaller group sums on its
+        own, under the names of the job and of the group. So does a further session of a group whose
+        first session is open, unless ``generation`` is set.
+    :param options: Options of :func:`racksum.connect`, except ``rank`` and ``world``. Both timeouts
+        are by default that of the group.
+    :raises racksum.BadArgument: There is no process group, this process is not in ``group``, or an
+        option is invalid.
+    :raises racksum.Error: The same errors as of :func:`racksum.connect`.
     """
     for name in ("rank", "world"):
         if name in options:
-            raise BadArgument(f"{name} is the group's to say, and not an option")
+            raise BadArgument(f"{name} is not an option here: the process group sets it")
     if not dist.is_initialized():
         raise BadArgument("there is no process group; call torch.distributed.init_process_group")
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     if own["rank"] < 0:
-        raise BadArgument("this process is not in the group")
-    # Who says which life it is has it end those before it.
+        raise BadArgument("this process is not in the group; call connect only on its ranks")
+    # A given generation ends the lives before it, so it applies to the group's first session.
     place = 0
     if not is_generation_given(options):
         first = _first_free(group)
@@ -70,7 +78,7 @@ def connect(
 
 
 def _name_of(group: ProcessGroup | None, place: int) -> str:
-    """The name of a session of a group, which no group on the backend has."""
+    """Returns the name of a group's session, which no group of the backend has."""
     further = f"session-{place + 1}" if place else ""
     if group is None or group is dist.group.WORLD:
         return further
@@ -78,12 +86,12 @@ def _name_of(group: ProcessGroup | None, place: int) -> str:
 
 
 def _open_of(group: ProcessGroup | None) -> dict[int, weakref.ref[Session]]:
-    """The sessions of a group, by their places."""
+    """Returns the sessions of a group by their places."""
     return _sessions.setdefault(cast("ProcessGroup", group or dist.group.WORLD), {})
 
 
 def _first_free(group: ProcessGroup | None) -> int:
-    """The first place that no open session has."""
+    """Returns the first place that no open session has."""
     taken = {at for at, held in _open_of(group).items() if (it := held()) and not it.closed}
     return next(at for at in count() if at not in taken)
 
@@ -94,27 +102,27 @@ _sessions: weakref.WeakKeyDictionary[ProcessGroup, dict[int, weakref.ref[Session
 
 
 def default_store() -> Store | None:
-    """The store of all ranks, which groups are made from."""
+    """Returns the store of all ranks, or None without a process group."""
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
 
 
 def store_of_all(store: Store) -> Store:
-    """The store of all ranks, for a group that is being made and whose backend has this one."""
-    # While the default group is made, there is no other way: torch names a part of its store after
-    # the group's device.
+    """Returns the store of all ranks, from the store that torch gives to a new backend."""
+    # While torch makes the default group, there is no default store yet. The given store is then a
+    # part of the store of all ranks.
     of_all = default_store()
     return of_all if of_all is not None else getattr(store, "underlying_store", store)
 
 
 def drawn_in(store: Store | None) -> Drawn | None:
-    """What the job of the ranks of a store is called: what the first that asks has drawn.
+    """Returns the job name and the secret in a store. The first rank that asks draws them.
 
-    torchrun starts ranks again with the store that they had, so a job keeps its name, and can show
-    that it is the same.
+    Ranks that torchrun starts again find the same store. So the job keeps its name, and its secret
+    proves that it is the same job.
 
-    :raises PeerLost: If nobody serves the store any more.
+    :raises PeerLost: The store does not answer.
     """
     if store is None:
         return None
@@ -125,31 +133,31 @@ def drawn_in(store: Store | None) -> Drawn | None:
     return Drawn(job, secret)
 
 
-#: Where a store keeps what was drawn.
+#: The key of the drawn name and secret in a store.
 _KEY = "racksum/job"
 
 
 def is_generation_given(options: dict[str, Any]) -> bool:
-    """Whether the user says which life of the job it is."""
+    """Returns whether the user sets the generation of the job."""
     given = options.get("generation") is not None
     return given or bool(os.environ.get("RACKSUM_GENERATION", "").strip())
 
 
 def new_generation(name: str) -> int:
-    """A greater one than any that began a second ago and before, for the group of this name.
+    """Returns a generation for the group of this name: the current time in seconds.
 
-    Nor one that this process has had for that name: it may leave a group and make it again within
-    a second.
+    It is also greater than the last of this process for that name, because a process may leave a
+    group and make it again within a second.
     """
     generation = max(int(time.time()), _generations.get(name, 0) + 1)
     _generations[name] = generation
     return generation
 
 
-#: The last generation that this process began, by the names of groups.
+#: The last generation that this process began, by name of the group.
 _generations: dict[str, int] = {}
 
 
 def of_group(options: ConnectOptions, name: str) -> ConnectOptions:
-    """The options for the group of this name."""
+    """Returns the options with the name of a group."""
     return dataclasses.replace(options, group=name)

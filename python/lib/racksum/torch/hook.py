@@ -1,6 +1,6 @@
-"""The DDP communication hook: each bucket of gradients is averaged by racksum."""
+"""The DDP communication hook, by which racksum averages each bucket of gradients."""
 
-# DDP looks at the annotations of a hook themselves, so that they are not put off here.
+# DDP compares the annotations of a hook with types, so this module does not postpone annotations.
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -40,17 +40,18 @@ _log = logger("racksum.torch")
 
 _FALLBACKS = ("raise", "process_group")
 
-#: What a session ends with whose ranks may all be there.
+#: Errors that end a session although all its ranks may be alive.
 _GONE = (NoAggregator, OpTimeout, SessionClosed)
 
-#: Seconds by which an op of another rank may end later than it is to.
+#: Seconds that an op of another rank may overrun its timeout.
 _MARGIN = 5.0
 
-#: DDP rebuilds its buckets after the first step, so that what is known of one is of no use before.
+#: The first step with final buckets. DDP rebuilds them after its first step, so residuals of the
+#: earlier buckets would be useless.
 FIRST_STEADY_ITER = 2
 
 
-#: What a state has of its process, and a checkpoint does not.
+#: Attributes of a state that belong to the process and are not in a checkpoint.
 _OF_PROCESS = (
     "session",
     "process_group",
@@ -63,35 +64,40 @@ _OF_PROCESS = (
 
 
 class HookState:
-    """Settings and memory of :func:`allreduce_hook`. Each model has its own.
+    """The settings and the residuals of :func:`allreduce_hook`. Each model needs its own state.
 
-    A checkpoint of a rank has its state, pickled. Then ``session`` and ``process_group`` are to be
-    given to it anew, and its steps count from 0: a new DDP has buckets of another order at first.
-    So the first ``start_iter`` steps are sent whole, and what was left out before is added to those
-    after them. A bucket that is not of the same parameters by then, in the order of the first
-    step, is refused.
+    ::
 
-    :param session: The session whose ranks are those of the model's process group.
-    :param wire: How gradients travel, if not unchanged: see :meth:`racksum.Session.allreduce`. What
-        :class:`~racksum.torch.compress.Rounded` has rounded travels as that. Gradients that are as
-        narrow already travel as they are.
-    :param block: Elements of a block: blocks of zeros are not sent. By default the compressor's;
-        others than those are refused.
-    :param compressor: What leaves blocks out, from ``start_iter`` on: one of
-        :mod:`racksum.torch.compress`, or any with GRACE's verbs. Sparse buckets are sent whole.
-    :param error_feedback: Whether what is left out of a step is added to the next.
-    :param memory: What does so, if not :class:`ResidualMemory`.
-    :param start_iter: The first step that is compressed, 2 or later.
-    :param prioritize: Whether a bucket goes before those that are ready earlier, as far as the
-        session has lanes: the first in the highest, each later one in the next lower, and the last,
-        which is of the layers that the next step begins with, in lane 0 with those that no lane
-        is left for.
-    :param fallback: What becomes of a step whose aggregators are all gone: ``"raise"``, or
-        ``"process_group"``, by which gradients are averaged from then on, uncompressed; what was
-        left out of each bucket before is added to the first of it that goes so. That takes a copy
-        of each bucket, and a small all_reduce after it, in which ranks agree that all have its
-        result.
-    :param process_group: The one to fall back to; by default the default group.
+        state = racksum.torch.HookState(session, wire="bf16")
+        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+
+    A state can be pickled into a checkpoint of its rank. After loading, set ``session`` and
+    ``process_group`` again. The steps of a loaded state count from 0, because a new DDP has other
+    buckets at first: the first ``start_iter`` steps are sent whole, and the residuals are added to
+    the step after them. If a bucket holds other parameters by then, :func:`allreduce_hook` raises
+    :class:`racksum.BadArgument`.
+
+    :param session: The session of the ranks of the model's process group. None is only for states
+        whose ``session`` is set later.
+    :param wire: Type of gradients on the network, as for :meth:`racksum.Session.allreduce`. By
+        default their own, or the type that :class:`~racksum.torch.compress.Rounded` rounds to.
+        Gradients that are as narrow already are sent unchanged.
+    :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not sent.
+        By default the compressor's, or 256. It must not differ from the compressor's.
+    :param compressor: A compressor that leaves blocks out, from ``start_iter`` on: one of
+        :mod:`racksum.torch.compress`, or any with GRACE's methods. Sparse buckets are sent whole.
+    :param error_feedback: Whether to add what a step leaves out to the next step; by default True.
+    :param memory: Custom residual memory; the default is ``ResidualMemory``.
+    :param start_iter: The first step that is compressed, counted from 0; 2, the default, or later.
+    :param prioritize: Whether later buckets overtake earlier ones, as far as the session has lanes;
+        by default False. The first bucket gets the highest lane, each later one the next lower, and
+        all others lane 0. The last gets lane 0 too: the next step uses its layers first.
+    :param fallback: The reaction when all aggregators are gone. ``"raise"``, the default, raises
+        the error. ``"process_group"`` averages gradients by the process group from that step on,
+        uncompressed, and adds the residual of each bucket once. It costs a copy of each bucket and
+        a small all_reduce after it, in which the ranks agree whether all have the result.
+    :param process_group: The group to fall back to; by default the default group.
+    :raises racksum.BadArgument: An argument is invalid, or two arguments contradict each other.
     """
 
     def __init__(
@@ -109,14 +115,16 @@ class HookState:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if fallback not in _FALLBACKS:
-            raise BadArgument(f"fallback is one of {', '.join(_FALLBACKS)}, and not {fallback!r}")
+            raise BadArgument(f"fallback must be one of {', '.join(_FALLBACKS)}, not {fallback!r}")
         if compressor is not None and start_iter < FIRST_STEADY_ITER:
             raise BadArgument(
-                f"start_iter is {FIRST_STEADY_ITER} or more, and not {start_iter}: DDP rebuilds "
-                "its buckets after the first step"
+                f"start_iter must be {FIRST_STEADY_ITER} or more, not {start_iter}, because DDP "
+                "rebuilds its buckets after the first step"
             )
         if memory is not None and not error_feedback:
-            raise BadArgument("a memory is given, and error_feedback=False says to have none")
+            raise BadArgument(
+                "memory cannot be used with error_feedback=False; leave one of the two out"
+            )
         self._begin(None if session is None else checked_session(session), process_group)
         self.wire = checked_wire(wire, compressor)
         self.block = block_of(block, compressor)
@@ -127,7 +135,7 @@ class HookState:
         self.fallback = fallback
         self._bytes_before = 0
         self._bytes_after = 0
-        # Of each bucket something was left out of, the places and shapes of its parameters.
+        # For each bucket with a residual, the places and shapes of its parameters.
         self._layouts: dict[str, list[tuple[int | None, tuple[int, ...]]]] = {}
         _log.info(
             "hook: wire=%s block=%d compressor=%s memory=%s start_iter=%d fallback=%s, %r",
@@ -143,22 +151,25 @@ class HookState:
     def _begin(
         self, session: Session | None = None, process_group: dist.ProcessGroup | None = None
     ) -> None:
-        """Begins with what is of this process."""
+        """Sets the attributes that belong to this process."""
         self.session = session
         self.process_group = process_group
-        #: Whether the process group averages by now.
+        #: Whether the hook has fallen back to the process group.
         self.fell_back = False
         #: Steps in this process.
         self.iteration = 0
-        # Whether it averages in this step.
+        # Whether the process group averages in the current step.
         self._by_group = False
-        # Each parameter's place in the first step, whose order is that of the model.
+        # The place of each parameter in the first step, whose order is that of the model.
         self._places: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-        # Steps of each parameter that DDP's Python reducer has handed.
+        # Steps of each parameter, with DDP's Python reducer.
         self._steps_of: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Bytes before and after the compressor, of this rank so far, and their ratio."""
+        """Returns the compression ratio of this rank so far, and the bytes before and after it.
+
+        The ratio is bytes before by bytes after, or 0.0 before the first compressed step.
+        """
         before, after = self._bytes_before, self._bytes_after
         return (before / after if after else 0.0, before, after)
 
@@ -170,7 +181,7 @@ class HookState:
         self.__dict__.update(kept)
 
 
-# What checkpoints hold of these are numbers, texts and tensors, so that `torch.load` may make them
+# In checkpoints these classes hold only numbers, strings and tensors. So `torch.load` may load them
 # with `weights_only=True`, its default.
 torch.serialization.add_safe_globals(
     [
@@ -191,16 +202,29 @@ def allreduce_hook(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     *shards: torch.Tensor,
 ) -> Future[torch.Tensor]:
-    """Averages a bucket of gradients over the ranks of the session, be it of a GPU or not."""
+    """Averages a bucket of gradients over the ranks of the session; a DDP communication hook.
+
+    ::
+
+        model.register_comm_hook(racksum.torch.HookState(session), racksum.torch.allreduce_hook)
+
+    Errors of the sums are raised when backward ends, with their types.
+
+    :param state: The settings and residuals of the model.
+    :param bucket: A bucket of DDP, dense or sparse, on the host or on a GPU.
+    :return: A future of the averaged gradients.
+    :raises racksum.BadArgument: ``state`` is not a :class:`HookState` with a session, or the caller
+        is not DDP.
+    """
     if not isinstance(state, HookState):
         raise BadArgument(
-            "the state of allreduce_hook must be racksum.torch.HookState(session), and not a "
+            "the state of allreduce_hook must be racksum.torch.HookState(session), not a "
             f"{type(state).__name__}"
         )
     if shards or isinstance(bucket, torch.Tensor):
-        # FSDP1 hands gradients, and for shards where to put them.
+        # FSDP1 passes gradients, and for shards also the output.
         raise BadArgument(
-            "allreduce_hook is for DDP, and FullyShardedDataParallel has called it: shard by "
+            "allreduce_hook is for DDP, but FullyShardedDataParallel called it; shard by "
             "fully_shard and use racksum.torch.set_all_reduce_hook, or give FSDP a process_group "
             "of the backend racksum"
         )
@@ -208,8 +232,8 @@ def allreduce_hook(
         return _average_one(state, *bucket)
     future: Future[torch.Tensor] = new_future([bucket.buffer().device])
     if bucket.index() == 0:
-        # A rank that has joined others (``Join``) hears of the end of a bucket before the next one
-        # is started, and others after all of them: ranks must not part within a step.
+        # Under ``Join``, a rank without data learns the result of a bucket before it starts the
+        # next, but other ranks after they started all. So ranks may fall back only between steps.
         state._by_group = state.fell_back
     average = _started(state, _Part.of(state, bucket, state.iteration))
     if bucket.is_last():
@@ -226,11 +250,11 @@ def allreduce_hook(
 def _average_one(
     state: HookState, gradient: torch.Tensor, parameter: torch.Tensor
 ) -> Future[torch.Tensor]:
-    """Averages the gradient of one parameter in place: DDP's Python reducer makes no buckets."""
+    """Averages the gradient of one parameter in place, for DDP's Python reducer without buckets."""
     place = state._places.setdefault(parameter, len(state._places))
     iteration = state._steps_of.get(parameter, 0)
     state._steps_of[parameter] = iteration + 1
-    # Ranks agree on each parameter's sum before they go on, so they fall back at the same one.
+    # Ranks agree on the result of each parameter before the next, so all fall back at the same.
     state._by_group = state.fell_back
     one = _One(place, gradient if gradient.is_sparse else gradient.flatten(), parameter)
     average = _started(state, _Part.of(state, one, iteration))()
@@ -251,19 +275,19 @@ class _One(NamedTuple):
     parameter: torch.Tensor
 
     def index(self) -> int:  # type: ignore[override]
-        """Its place among the parameters."""
+        """Returns its place among the parameters."""
         return self.place
 
     def buffer(self) -> torch.Tensor:
-        """The gradient, flat if it is dense."""
+        """Returns the gradient, flat if it is dense."""
         return self.gradient
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameter alone."""
+        """Returns the one parameter."""
         return [self.parameter]
 
     def is_last(self) -> bool:
-        """True: nothing goes before it, as each is waited for."""
+        """Returns true. Each gradient is waited for, so none overtakes another."""
         return True
 
 
@@ -272,7 +296,7 @@ class _Part(NamedTuple):
 
     state: HookState
     name: str
-    #: With what was left out of it before.
+    #: The gradients, with the residual of earlier steps.
     gradients: torch.Tensor
     compressor: Compressor | None
     memory: Memory | None
@@ -293,7 +317,7 @@ class _Part(NamedTuple):
         return cls(state, name, gradients, compressor, memory, _lane(state, bucket))
 
     def start(self, session: Session) -> Ends:
-        """Starts to average it, less what the compressor leaves out."""
+        """Starts averaging the bucket, without what the compressor leaves out."""
         state, gradients = self.state, self.gradients
         wire = wire_for(state.wire, gradients.dtype)
         if gradients.is_sparse:
@@ -314,9 +338,9 @@ class _Part(NamedTuple):
         return compressor.decompress(tensors, ctx)
 
     def averaged_by_group(self) -> torch.Tensor:
-        """Averages it whole."""
+        """Averages the whole bucket by the process group."""
         if self.memory is not None:
-            # Of zeros: of an infinity less itself a memory may keep what is no number.
+            # Clear the residual with zeros: inf - inf would leave NaN in it.
             nothing = torch.zeros_like(self.gradients)
             self.memory.update(nothing, self.name, Whole(), [nothing], None)
         group = self.state.process_group
@@ -326,21 +350,21 @@ class _Part(NamedTuple):
 
 
 def _telling_refusals(state: HookState) -> AbstractContextManager[object]:
-    """Tells the other ranks if a bucket is refused here, unless they do not use the session."""
+    """Tells the other ranks if the block raises, unless they average by the process group."""
     if state.session is None or state._by_group:
         return nullcontext()
     return state.session.telling_refusals()
 
 
 def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
-    """Starts to average a bucket; returns what waits for it."""
+    """Starts averaging a bucket, and returns a function that waits for the average."""
     if state._by_group:
         return part.averaged_by_group
     if state.session is None:
-        raise BadArgument("the state has no session: one that was unpickled is to be given one")
+        raise BadArgument("the state has no session; set state.session after loading a checkpoint")
     if state.fallback == "raise":
         return part.start(state.session).wait
-    # An op that fails leaves sums in some places and not in others.
+    # A failed op leaves sums in some places of the tensor, so keep a copy of the gradients.
     kept = part._replace(gradients=part.gradients.clone())
     failed: Error | None = None
     try:
@@ -358,16 +382,16 @@ def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
             have = _all_have(state, failed is None, kept.gradients.device)
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, Error) and not isinstance(error, WaitTimeout):
-                # Of a group of racksum's.
+                # The process group is on the backend racksum.
                 raise failed or error from None
-            unknown = Error(f"ranks do not say whether they have {part.name}: {error}")
+            unknown = Error(f"the ranks cannot agree whether all have {part.name}: {error}")
             raise failed or unknown from error
         if have:
             return result
         if not state.fell_back:
             _log.warning(
-                "gradients are averaged by the process group from now on, uncompressed: %s",
-                failed or "another rank's session is over",
+                "falling back: the process group averages gradients from now on, uncompressed: %s",
+                failed or "the session of another rank is over",
             )
         state.fell_back = True
         return kept.averaged_by_group()
@@ -376,10 +400,11 @@ def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
 
 
 def _all_have(state: HookState, own: bool, device: torch.device) -> bool:
-    """Whether all ranks have a result. A group may be of one kind of device only.
+    """Returns whether all ranks have a result, agreed over the process group.
 
-    A rank may have failed for a reason of its own, and not ask: others wait no longer for it than
-    for an op.
+    A rank that failed for another reason does not ask. The others wait for it as long as for an op.
+
+    :param device: The device of the bucket, because a group may support only one type of device.
     """
     have = torch.tensor([int(own)], dtype=torch.int32, device=device)
     asked = dist.all_reduce(have, dist.ReduceOp.MIN, group=state.process_group, async_op=True)
@@ -396,20 +421,19 @@ def _lane(state: HookState, bucket: Any) -> int:
 
 
 def _note_places(state: HookState, bucket: Any) -> None:
-    """Numbers parameters in the first step: later ones have them in the order of readiness."""
+    """Numbers the parameters in the first step. In later steps DDP orders them by readiness."""
     if state.iteration == 0:
         for parameter in bucket.parameters():
             state._places.setdefault(parameter, len(state._places))
 
 
 def _check_layout(state: HookState, bucket: Any, name: str) -> None:
-    """Refuses to add what was left out of some parameters to others."""
+    """Raises :class:`BadArgument` if the residual of a bucket is of other parameters."""
     layout = [(state._places.get(p), tuple(p.shape)) for p in bucket.parameters()]
     before = state._layouts.setdefault(name, layout)
     if layout != before:
         elements = sum(torch.Size(shape).numel() for _, shape in before)
         raise BadArgument(
-            f"{name} has {bucket.buffer().numel()} elements, and had {elements} before, not all of "
-            "the same parameters: what was left out of them then cannot be added; begin with a "
-            "state, or a memory, that is new, and give each model its own"
+            f"{name} has {bucket.buffer().numel()} elements, but its residual has {elements}, not "
+            "all of the same parameters; use a new HookState or memory, and one for each model"
         )

@@ -1,4 +1,4 @@
-"""How a rank of a process group joins its job with its first op, and leaves with the group."""
+"""Membership of a rank of a process group: it joins with its first op and leaves with the group."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Membership", "start_earlier"]
 
-#: How long ranks that end the default group wait for each other.
+#: How long ranks wait for each other when they end the default group.
 _MOMENT = timedelta(milliseconds=200)
-#: Seconds between two looks at what does not say by itself that it has ended.
+#: Seconds between two polls of a collective of Gloo.
 _SLICE = 0.002
-#: Seconds between two looks at whether the group ends while another thread joins.
+#: Seconds between two checks for the end of the group, while another thread joins.
 _TURN = 0.05
-#: How long Gloo's waits go on after the limit of joining, so that they are never what ends it.
+#: How much longer Gloo waits than joining may take, so that Gloo's timeout never ends it.
 _SLACK = timedelta(minutes=1)
 
 
 class Membership:
-    """A rank's part in the job of its process group.
+    """The membership of a rank in the job of its process group.
 
-    :param group: What torch says of the group when it makes a backend.
+    :param group: The description of the group that torch passes to a new backend.
     :param options: The options of the group.
     :param gloo: The group's Gloo, through which its ranks agree.
-    :param departures: Where the rank says that it leaves, if it has not joined.
+    :param chain: The chain that begins the group's collectives.
+    :param staging: The staging of the group's GPU tensors.
+    :param departures: The reports of ranks that leave before they have joined.
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class Membership:
         self._rank = group.group_rank
         self._world = group.group_size
         self._name = group.group_id
-        # Not while it joins: whoever serves the store may be gone by then, and another thread may
-        # wait at it for a rank that waits for this one.
+        # Ask the store now. While the rank joins, the store may be gone, or another thread may
+        # block it while it waits there for a rank that waits for this one.
         self._drawn = drawn_in(store_of_all(group.store))
         self._options = options
         self._gloo = gloo
@@ -87,34 +89,35 @@ class Membership:
         self._failure: Error | None = None
         self._roll: RollCall | None = None
         self._watch: Watch | None = None
-        # Held by the thread that joins, as long as that takes.
+        # Held by the thread that joins until it has joined.
         self._joining = threading.Lock()
-        # Held for a moment, by whoever refuses an op and by the thread that has joined.
+        # Held briefly by a thread that refuses an op, and by the thread that has just joined.
         self._refusing = threading.Lock()
         self._pid = os.getpid()
-        # Ops that the rank has refused, and nobody could be told of before it joined.
+        # Ops that the rank refused before it joined, to be told to the other ranks then.
         self._unsaid: list[PartOf] = []
 
     @property
     def has_joined(self) -> bool:
-        """Whether the rank is in the job now."""
+        """Whether the rank has joined the job and has not left it."""
         return self._session is not None
 
     @property
     def session(self) -> Session:
-        """The session, for which the rank joins when it is first wanted.
+        """The session. The first access joins the job.
 
-        Joining that has failed is not tried again: the other ranks have heard of it.
+        If joining fails, later accesses raise the same error, because the other ranks have been
+        told that this one does not join.
 
-        :raises racksum.SessionClosed: After the group has ended, and in a fork.
-        :raises racksum.Error: Why the rank could not join.
+        :raises racksum.SessionClosed: The group has ended, or this process is a fork.
+        :raises racksum.Error: The rank could not join.
         """
-        # An op that comes first is deferred, so the thread of the chain is the one that joins.
+        # Ops that come first are deferred to the thread of the chain, so let it join first.
         self._chain.drain()
         return self._session or self._join()
 
     def would_begin(self, ops: int) -> bool:
-        """Whether so many ops would begin at once, or be refused at once."""
+        """Returns whether that many ops would begin, or be refused, without a wait."""
         session = self._session
         return not ops or session is None or session._session.would_begin(ops, self._options.wire)
 
@@ -123,60 +126,63 @@ class Membership:
         with self._refusing:
             session = self._session
             if session is None:
-                # They have joined by then, or will.
+                # Tell them once this rank has joined.
                 self._unsaid.append(part_of)
                 return
-        # One that is over has no ops to keep in step.
+        # If the session is over, no ops follow that would have to pair.
         with suppress(Error):
             session.refuse(part_of)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limits ops, if the rank has yet to join: the limit is the session's."""
+        """Sets the timeout of ops. Warns and changes nothing once the rank has joined."""
         if self._session is None:
             self._options._timeout = timeout
         else:
             warnings.warn(
-                f"racksum: the timeout of {self._name} stays: its ranks have joined", stacklevel=3
+                f"racksum: the timeout of {self._name} cannot change: its ranks have joined; set "
+                "it before the first collective",
+                stacklevel=3,
             )
 
     def leave(self) -> None:
-        """Leaves the job, for good: what is in flight fails."""
+        """Leaves the job for good. Collectives in flight fail."""
         self.check_process()
         self._is_over.set()
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            # Its threads take a moment to end, and the store's port may be wanted again.
+            # Drop it on another thread: its threads take a moment to end, and the next group may
+            # need the store's port now.
             let_go(session)
-        # One that could not join has said why.
+        # A rank that could not join has reported that already.
         if not self._has_ever_joined and self._failure is None:
             self._departures.note()
 
     def meet(self) -> None:
-        """Waits a moment for the other ranks to come here too.
+        """Waits up to 200 ms for the other ranks to call this too.
 
-        The store of the first rank closes its port next. A rank that was much earlier, and makes
-        the next process group at once, would meet the old store there.
+        The store of the first rank closes its port next. Without this wait, a rank that is early
+        and makes the next process group at once would find the old store at that port.
         """
         options = dist.BarrierOptions()
         options.timeout = _MOMENT
-        # Others may be gone, or have yet to do something.
+        # The other ranks may be gone, or busy.
         with suppress(RuntimeError):
             self._gloo.barrier(options).wait()
 
     def check_process(self) -> None:
-        """Refuses what a process does that was forked from the group's: it has none of its threads.
+        """Checks that this is the process that made the group. A fork has none of its threads.
 
-        :raises racksum.SessionClosed: If this is such a process.
+        :raises racksum.SessionClosed: This process was forked from the one that made the group.
         """
         if os.getpid() != self._pid:
             raise SessionClosed(
-                f"the process group {self._name} is of the process that this one was forked from; "
-                "make another group here, or leave this one alone"
+                f"the process group {self._name} belongs to the process that this one was forked "
+                "from; make another group in this process"
             )
 
     def _join(self) -> Session:
-        """Joins, unless another thread does: then waits for that."""
+        """Joins, or waits for another thread that joins, and returns the session."""
         self._check_open()
         while not self._joining.acquire(timeout=_TURN):
             self._check_open()
@@ -195,22 +201,22 @@ class Membership:
             self._fail(error)
             raise
         except BaseException as error:
-            what = f"joining the process group {self._name} was ended by {error!r}"
+            what = f"joining the process group {self._name} was interrupted by {error!r}"
             self._fail(SessionClosed(what))
             raise
 
     def _fail(self, error: Error) -> None:
-        """Tells the other ranks that this one will not join, or whom it has missed."""
-        # A copy has no traceback, which would keep the store.
+        """Tells the other ranks that this one will not join, or which ranks it waited for."""
+        # A copy has no traceback, which would keep the store alive.
         self._failure = copy.copy(error)
         ended = self._roll.ended if self._roll is not None else []
         has_heard = self._watch is not None and self._watch.has_raised
         if ended:
             self._departures.note_ended(ended)
         elif not has_heard:
-            # Of what it has heard the others hear the cause, from the same store.
+            # An error that came from the store needs no report: the others read its cause there.
             self._departures.note(error)
-        # Afterwards: this ends what they wait for, and then they ask why.
+        # Give up after the reports: this ends the wait of the others, who then look for the reason.
         if self._roll is not None:
             self._roll.give_up(ended)
 
@@ -223,9 +229,9 @@ class Membership:
             world=self._world,
         )
         watch = self._watch = self._departures.watch(options.join_timeout)
-        # Gloo pairs collectives by the order in which they begin.
+        # Gloo pairs collectives in the order in which they begin.
         self._staging.drain()
-        # Twice: the ranks agree first, and then join.
+        # The ranks first agree and then join, and each may take the whole timeout.
         limit = 2 * timedelta(seconds=options.join_timeout) + _SLACK
         agreeing = None
         if not is_generation_given(self._options.connect):
@@ -246,8 +252,8 @@ class Membership:
         self._roll = None
         self._has_ever_joined = True
         staging_of(session, self._staging)
-        # Not a method: what is in no cycle ends with its last reference, and so does the store,
-        # whose port the next process group may want.
+        # A bound method would make a reference cycle. Without one the store ends with its last
+        # reference, and frees its port for the next process group.
         session._before_op = partial(start_earlier, self._chain, self._staging)
         with self._refusing:
             for part_of in self._unsaid:
@@ -255,7 +261,7 @@ class Membership:
             self._unsaid.clear()
             self._session = session
         if self._is_over.is_set():
-            # Meanwhile: whoever ended the group had no session to close.
+            # The group ended meanwhile, when there was no session to close.
             session.close()
         return session
 
@@ -267,9 +273,9 @@ class Membership:
     def _agreed(
         self, number: _Number, seconds: float, watch: Watch, check: Callable[[], None]
     ) -> int:
-        """The number of the group's first rank."""
+        """Waits for the number of the group's first rank and returns it."""
         ends = time.monotonic() + seconds
-        # Gloo goes on waiting when it is shut down.
+        # Poll, because Gloo's own wait does not end when Gloo is shut down.
         while not number.work.is_completed():
             self._is_over.wait(_SLICE)
             check()
@@ -284,23 +290,23 @@ class Membership:
         return int(number.value)
 
     def _late(self, missing: list[int], seconds: float) -> JoinTimeout:
-        """Makes the error about ranks that have not begun to join."""
+        """Returns the error about ranks that have not begun to join."""
         if missing:
             what = (
                 f"called no collective of the process group {self._name} within the timeout of "
                 f"{seconds:g} s"
             )
             return JoinTimeout(
-                f"{sentence(missing, what)}; see what they do, or raise join_timeout", missing
+                f"{sentence(missing, what)}; check what they do, or raise join_timeout", missing
             )
         return JoinTimeout(
             f"not all ranks of the process group {self._name} called a collective of it within the "
-            f"timeout of {seconds:g} s; see what the others do, or raise join_timeout"
+            f"timeout of {seconds:g} s; check what the others do, or raise join_timeout"
         )
 
 
 class _Number:
-    """A number of each rank, which becomes that of the group's first."""
+    """A number that is broadcast from the group's first rank to all."""
 
     def __init__(self, gloo: Any, own: int, limit: timedelta) -> None:
         self.value = torch.tensor([own], device="cpu")
@@ -311,8 +317,8 @@ class _Number:
 
 
 def start_earlier(chain: Chain, staging: Staging) -> None:
-    """Has the ops started that were called before one on the host."""
-    # Those that are staged were called before what waits in the chain, which may wait for them.
+    """Waits until the ops have started that were called before an op on the host."""
+    # Staged ops were called before the collectives in the chain, which may wait for them.
     if not staging.is_current():
         chain.drain()
         staging.drain()

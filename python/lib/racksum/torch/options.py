@@ -1,4 +1,4 @@
-"""The ``pg_options`` of a process group on racksum."""
+"""The ``pg_options`` of process groups on the backend ``racksum``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ __all__ = ["Options"]
 
 
 class Options(Backend.Options):
-    """The ``pg_options`` of a process group.
+    """The ``pg_options`` of a process group on the backend ``racksum``.
 
-    :param wire: How floating point elements travel in sums and averages, if not unchanged: see
-        :meth:`racksum.Session.allreduce`. Those that are as narrow already travel as they are.
-    :param block: Elements of a block: blocks of zeros are not sent.
-    :param connect: What :func:`racksum.connect` takes, but for ``rank`` and ``world``.
+    ::
+
+        options = racksum.torch.Options(aggregator="127.0.0.1:7177", wire="bf16")
+        torch.distributed.init_process_group("racksum", pg_options=options)
+
+    :param wire: Type of floating-point elements on the network, in sums and averages, as for
+        :meth:`racksum.Session.allreduce`. By default their own. Elements that are as narrow already
+        are sent unchanged.
+    :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not sent.
+    :param connect: Options of :func:`racksum.connect`, except ``rank`` and ``world``.
+    :raises racksum.BadArgument: ``wire`` or ``block`` is invalid, or an option is unknown.
     """
 
     def __init__(
@@ -32,13 +39,13 @@ class Options(Backend.Options):
         known = set(OPTIONS) - {"rank", "world"}
         for name in connect.keys() - known:
             raise BadArgument(
-                f"{name} is no option of a process group; wire, block and "
-                f"{', '.join(sorted(known))} are"
+                f"unknown option {name} of a process group; the options are wire, block, "
+                f"{', '.join(sorted(known))}"
             )
         self.connect = connect
 
     def of_group(self, group: Any) -> Options:
-        """The same for a group: torch keeps the group's own data in its options."""
+        """Returns a copy for a group, because torch keeps data of the group in its options."""
         own = Options(wire=self.wire, block=self.block, **self.connect)
         own._timeout = group.timeout
         own.group_name = group.group_id

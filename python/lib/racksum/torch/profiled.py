@@ -1,7 +1,7 @@
-"""Events that PyTorch's profiler shows of collectives: each call, and each wait for one.
+"""Events of collectives for PyTorch's profiler: one for each call, and one for each wait.
 
-An event ends on the thread that it begins on. One that another thread ended, once the collective
-has, could meet the end of the profile: torch takes its records apart there without a lock, and
+An event ends on the thread that it begins on. If another thread ended it with the collective, that
+could coincide with the end of the profile: torch then frees its records without a lock, and
 crashes.
 """
 
@@ -16,12 +16,12 @@ __all__ = ["calling", "waiting"]
 
 
 def calling(collective: str | None) -> AbstractContextManager[object]:
-    """An event for as long as a collective is called, if it has a name and is profiled here."""
+    """Records an event during the call of a collective, if it has a name and a profiler runs."""
     return _event(collective, "")
 
 
 def waiting(collective: str | None) -> AbstractContextManager[object]:
-    """An event for as long as a collective is waited for, likewise."""
+    """Records an event during the wait for a collective, if it has a name and a profiler runs."""
     return _event(collective, ":wait")
 
 

@@ -1,4 +1,7 @@
-"""What a process group reduces, and by whom: checks that come to the same at every rank."""
+"""Checks of what a process group can reduce, and whether by racksum or by Gloo.
+
+All ranks must decide alike, so the checks depend only on what all ranks have in common.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ __all__ = [
 
 _Op: Any = dist.ReduceOp.RedOpType
 
-#: The operators that racksum has.
+#: The operators of racksum.
 OPERATORS = {_Op.SUM: "sum", _Op.AVG: "avg", _Op.MIN: "min", _Op.MAX: "max"}
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
-#: The other elements that Gloo has.
+#: Further element types of Gloo.
 _BYTES = (torch.int8, torch.uint8, torch.bool)
-#: What operators do to booleans, as operators on bytes.
+#: Operators on booleans, as operators on bytes.
 OF_BOOLEANS = {
     _Op.SUM: _Op.MAX,
     _Op.MAX: _Op.MAX,
@@ -40,57 +43,61 @@ OF_BOOLEANS = {
 }
 
 
-#: What torch answers of a tensor of which several elements have one place.
+#: The answer of torch for a tensor with several elements in one place.
 _OVERLAPS = 1
 
 
 def is_ours(x: Tensor, by: Any) -> bool:
-    """Whether racksum reduces a tensor by an operator itself."""
+    """Returns whether racksum reduces a tensor by an operator itself, without Gloo."""
     return by in OPERATORS and x.dtype in (*_FLOATS, *_INTEGERS)
 
 
 def check_reducible(x: Tensor, opts: Any) -> None:
-    """Refuses a tensor that cannot be reduced in place as the options say."""
+    """Raises :class:`BadArgument` if a tensor cannot be reduced in place as the options say."""
     if not x.is_sparse:
         check_dense(x)
     check_operator(x, opts)
 
 
 def check_operator(x: Tensor, opts: Any) -> None:
-    """Refuses elements that the operator is not defined for."""
+    """Raises :class:`BadArgument` if the operator is not defined for the elements."""
     by = opts.reduceOp.op
     if x.is_sparse and by not in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
-        raise BadArgument(f"sparse tensors can be summed and averaged, and not {by.name}")
+        raise BadArgument(f"sparse tensors have no {by.name}; they can be summed or averaged")
     if x.is_sparse and x.dtype is torch.bool:
         raise BadArgument(
-            "sparse tensors of torch.bool are not reduced; pass x.to(torch.uint8), or a dense one"
+            "sparse tensors of torch.bool cannot be reduced; pass x.to(torch.uint8), or a dense "
+            "tensor"
         )
     if by == _Op.PREMUL_SUM:
-        # Before a complex tensor is taken for a real one, which no complex factor scales.
+        # Check first: below, a complex tensor becomes real, and no complex factor scales that.
         _check_factor(x, opts.reduceOp.factor)
         by = _Op.SUM
     if x.is_complex() and by in (_Op.SUM, _Op.AVG):
         x = torch.view_as_real(x)
     is_gloos = by != _Op.AVG and x.dtype in (*_FLOATS, *_INTEGERS, *_BYTES)
     if not is_ours(x, by) and not is_gloos:
-        raise BadArgument(f"{by.name} is not defined for {x.dtype}")
+        raise BadArgument(f"{by.name} is not defined for {x.dtype}; convert the tensor first")
 
 
 def _check_factor(x: Tensor, factor: Any) -> None:
-    """Refuses a factor that cannot scale a tensor in place."""
+    """Raises :class:`BadArgument` if a factor cannot scale a tensor in place."""
     if not torch.can_cast(torch.result_type(x, factor), x.dtype):
         raise BadArgument(
-            f"a tensor of {x.dtype} does not hold its products with the factor {factor}; multiply "
-            "a copy of a floating-point type and reduce that"
+            f"a tensor of {x.dtype} cannot hold its products with the factor {factor}; convert it "
+            "to a floating-point type first"
         )
 
 
 def check_dense(x: Tensor) -> None:
-    """Refuses a tensor without a place for each element, whatever the rank does with it."""
+    """Raises :class:`BadArgument` if a tensor is not dense, or if elements share a place.
+
+    A rank that only reads the tensor raises too, so that all ranks raise alike.
+    """
     if x.layout is not torch.strided or torch._debug_has_internal_overlap(x) == _OVERLAPS:
         raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} is not dense, or several of its elements have "
-            "one place; pass x.contiguous()"
+            f"the tensor of shape {tuple(x.shape)} is not dense, or several of its elements share "
+            "one place in memory; pass x.contiguous()"
         )
     if x.is_conj() or x.is_neg():
         raise BadArgument(
@@ -100,15 +107,15 @@ def check_dense(x: Tensor) -> None:
 
 
 def check_output(x: Tensor, elements: int, dtype: torch.dtype) -> None:
-    """Refuses a tensor without a place for each of so many elements."""
+    """Raises :class:`BadArgument` if a tensor cannot take a result of this size and dtype."""
     check_dense(x)
     check_fits(x, elements, dtype)
 
 
 def check_fits(x: Tensor, elements: int, dtype: torch.dtype) -> None:
-    """Refuses a tensor that is not dense and of so many elements."""
+    """Raises :class:`BadArgument` if a tensor is not dense, or of another size or dtype."""
     if (x.layout, x.numel(), x.dtype) != (torch.strided, elements, dtype):
         raise BadArgument(
-            f"a dense tensor of {elements} x {dtype} belongs where one of {x.numel()} x {x.dtype} "
-            f"and layout {x.layout} is given"
+            f"expected a dense tensor of {elements} x {dtype}, not of {x.numel()} x {x.dtype} with "
+            f"layout {x.layout}"
         )

@@ -1,4 +1,4 @@
-"""Several tensors of a rank in one call: together they count as one of the rank's."""
+"""Several tensors of a rank in one call, which are combined to one tensor first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["alike", "check_root_tensor", "combined", "copying_to"]
 
 _Op: Any = dist.ReduceOp.RedOpType
 
-#: What operators do to two tensors. An average is a sum that is divided later.
+#: Functions that combine two tensors, by operator. An average is a sum that is divided later.
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     _Op.SUM: torch.add,
     _Op.AVG: torch.add,
@@ -32,32 +32,32 @@ _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors if all have one shape, type and layout, as torch requires."""
+    """Returns the tensors if all have the same shape, dtype and layout, as torch requires."""
     if not tensors:
-        raise BadArgument("there is no tensor")
+        raise BadArgument("the list of tensors is empty; pass at least one")
     kinds = {f"{tuple(x.shape)} x {x.dtype}, {x.layout}": x for x in tensors}
     if len(kinds) > 1:
-        raise BadArgument(f"the tensors of one call must be alike, and are {'; '.join(kinds)}")
+        raise BadArgument(
+            f"the tensors of one call must have one shape, dtype and layout, not {'; '.join(kinds)}"
+        )
     return tensors
 
 
 def check_root_tensor(index: int, tensors: Sequence[Tensor]) -> None:
-    """Refuses an index that no tensor of the call has."""
+    """Raises :class:`BadArgument` if no tensor of the call has the index."""
     if not 0 <= index < len(tensors):
-        raise BadArgument(
-            f"the root tensor is one of the call's, 0 to {len(tensors) - 1}, and not {index}"
-        )
+        raise BadArgument(f"rootTensor must be from 0 to {len(tensors) - 1}, not {index}")
 
 
 def combined(tensors: Sequence[Tensor], by: Any) -> Tensor:
-    """A new tensor: what the operator makes of all these."""
+    """Returns a new tensor: all the tensors combined by the operator."""
     with torch.no_grad():
         whole = functools.reduce(_COMBINE[by], tensors)
     return whole if whole.is_sparse else whole.contiguous()
 
 
 def copying_to(tensors: Sequence[Tensor]) -> Callable[[Tensor], None]:
-    """What copies a result to each of the tensors."""
+    """Returns a function that copies a result to each of the tensors."""
 
     def copy(result: Tensor) -> None:
         for x in tensors:

@@ -1,4 +1,4 @@
-"""Sparse COO tensors, as `nn.Embedding(sparse=True)` has for gradients, as lists of blocks."""
+"""Sparse COO tensors, such as gradients of `nn.Embedding(sparse=True)`, as lists of blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["allreduce_sparse"]
 
-#: Elements that a block may have.
+#: The limits of a block, in elements.
 _LEAST_BLOCK, _MOST_BLOCK = 32, 1024
 
 
@@ -36,14 +36,23 @@ def allreduce_sparse(
     lane: int = 0,
     part_of: PartOf | None = None,
 ) -> Handle[torch.Tensor] | Staged[torch.Tensor]:
-    """Starts reducing a sparse COO tensor with those of all other ranks.
+    """Starts reducing a sparse COO tensor with those of all other ranks, and returns a handle.
 
-    Each rank may have other entries, none, or some twice. Only blocks that hold some entry travel,
-    and the indices are never sent one by one.
+    Each rank may have other entries, none, or some twice. Only blocks that hold an entry are sent,
+    without an index for each entry::
 
-    :param x: A sparse COO tensor, coalesced or not. Of one on a GPU, the entries cross to the host.
-    :param op: ``"sum"`` or ``"avg"``: an entry that a rank lacks is zero.
-    :return: Of a new tensor, coalesced, with the entries that are not zeros at all ranks.
+        total = racksum.torch.allreduce_sparse(session, gradient, "avg").wait()
+
+    :param session: The session of the ranks.
+    :param x: A sparse COO tensor, coalesced or not, of the same shape at all ranks, of float32,
+        float64, float16, bfloat16, int32 or int64. It may be on a GPU.
+    :param op: ``"sum"`` or ``"avg"``. An entry that a rank lacks counts as zero.
+    :param wire: Type of the elements on the network, as for :meth:`racksum.Session.allreduce`.
+    :param lane: Lane of the op, below the session's ``lanes``.
+    :param part_of: The call of a collective that the op belongs to, which the backend sets.
+    :return: A handle of a new tensor: coalesced, on the device of ``x``, with the entries that are
+        not zero.
+    :raises racksum.BadArgument: ``x`` or ``op`` is invalid; nothing was sent.
     """
     session = checked_session(session)
     telling = partial(session.telling_refusals, part_of)
@@ -68,16 +77,16 @@ def allreduce_sparse(
 
 def _check(x: torch.Tensor, op: str) -> None:
     if op not in ("sum", "avg"):
-        raise BadArgument(f"sparse tensors can be summed and averaged, and not {op!r}")
+        raise BadArgument(f'op must be "sum" or "avg" for a sparse tensor, not {op!r}')
     if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
         raise BadArgument(
             f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in any "
-            "dimension; Session.allreduce takes dense ones"
+            "dimension; use Session.allreduce for dense tensors"
         )
     if math.prod(x.shape) > MAX_ELEMENTS:
         raise BadArgument(
             f"the sparse tensor of shape {tuple(x.shape)} has {math.prod(x.shape)} places for "
-            f"elements, and may have {MAX_ELEMENTS} at most"
+            f"elements, more than the limit of {MAX_ELEMENTS}; split it"
         )
 
 
@@ -99,7 +108,7 @@ def _started(
         wire=wire,
         block=layout.block,
         lane=lane,
-        # Ranks that have another shape, or none of it sparse, are told so.
+        # Ranks with another shape, or with a dense tensor, get `Mismatch`.
         tag=f"sparse {tuple(layout.shape)} {layout.sparse_dim}",
         async_op=True,
         part_of=part_of,
@@ -113,7 +122,7 @@ class _Packed(NamedTuple):
     layout: _Layout
     indices: torch.Tensor
     values: torch.Tensor
-    #: Turns the result's blocks back into rows.
+    #: Converts the blocks of the result back to rows.
     unpack: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
@@ -123,7 +132,7 @@ class _Packed(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A sparse tensor as rows: one of `width` elements for each place of its sparse dimensions."""
+    """A sparse tensor as rows: `width` elements for each place of its sparse dimensions."""
 
     shape: torch.Size
     sparse_dim: int
@@ -135,7 +144,7 @@ class _Layout(NamedTuple):
     def of(cls, x: torch.Tensor) -> _Layout:
         sparse_dim = x.sparse_dim()
         rows, width = x.shape[:sparse_dim].numel(), x.shape[sparse_dim:].numel()
-        # Blocks that rows consist of need no rearranging.
+        # If rows consist of whole blocks, their elements need no rearranging.
         block = max(width & -width, 1)
         if block < _LEAST_BLOCK:
             block = DEFAULT_BLOCK
@@ -144,7 +153,7 @@ class _Layout(NamedTuple):
     def pack(
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[..., tuple[torch.Tensor, torch.Tensor]]]:
-        """The blocks that hold entries, and what makes rows of the blocks of the result."""
+        """Returns the blocks that hold entries, and a function from result blocks to rows."""
         rows = self._flat(x._indices())
         values = x._values().reshape(len(rows), self.width)
         if self.width % self.block == 0:
@@ -152,14 +161,14 @@ class _Layout(NamedTuple):
         return (*self._scattered(rows, values), self._gathered)
 
     def _flat(self, indices: torch.Tensor) -> torch.Tensor:
-        """The rows of entries with these indices."""
+        """Returns the row numbers of entries with these indices."""
         rows = indices[0]
         for index, size in zip(indices[1:], self.shape[1 : self.sparse_dim], strict=True):
             rows = rows * size + index
         return rows
 
     def _split(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows as the blocks that they consist of."""
+        """Returns the blocks of rows that consist of whole blocks."""
         each = self.width // self.block
         if each > 1:
             rows = (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
@@ -168,7 +177,7 @@ class _Layout(NamedTuple):
     def _joined(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of whole blocks: of a row, some may be zeros and not there."""
+        """Returns the rows of whole blocks. Blocks of zeros may be missing in a row."""
         each = self.width // self.block
         if each <= 1:
             return blocks, values
@@ -180,7 +189,7 @@ class _Layout(NamedTuple):
     def _scattered(
         self, rows: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that begin and end within blocks, as blocks; of rows that are there twice, sums."""
+        """Returns the blocks of rows that begin or end within a block, and adds equal rows up."""
         elements = (
             rows[:, None] * self.width + torch.arange(self.width, device=rows.device)
         ).flatten()
@@ -193,7 +202,7 @@ class _Layout(NamedTuple):
     def _gathered(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows, of those that blocks hold a part of, that are not zeros."""
+        """Returns the rows that are not zeros, of those that the blocks hold a part of."""
         elements = (
             blocks[:, None] * self.block + torch.arange(self.block, device=blocks.device)
         ).flatten()
@@ -206,7 +215,7 @@ class _Layout(NamedTuple):
         return rows, gathered
 
     def sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """A coalesced tensor of these rows."""
+        """Returns a coalesced tensor of these rows."""
         # `torch.unravel_index` would import SymPy.
         parts: list[torch.Tensor] = []
         for size in reversed(self.shape[1 : self.sparse_dim]):

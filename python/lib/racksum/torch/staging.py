@@ -1,12 +1,12 @@
-"""Tensors of a GPU, which a session reduces through pinned memory of the host.
+"""Staging of GPU tensors, which a session reduces through pinned host memory.
 
-For each session a thread takes tensors up, in the order of the calls: once a tensor is there, the
-GPU finds the blocks that are not zero and packs them, and only they cross to the host. A second
-thread takes the sums down. So both overlap what the caller and the GPU do meanwhile, which never
-wait for each other here: streams do, for events.
+For each session a thread takes tensors to the host, in the order of the calls. Once a tensor is
+computed, the GPU finds and packs the blocks that are not zero, and only these cross to the host. A
+second thread takes the sums back. Both overlap with the caller and the GPU, which never wait for
+each other here; only streams wait, for events.
 
-What is on the host is reduced where it lies. That the host is a device as any other to PyTorch has
-the tests take its tensors through all of this as well.
+Host tensors are reduced in place. To PyTorch the host is a device like any other, so the tests also
+send host tensors through this module.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: The share of blocks up to which they are packed. A list is copied twice more on the host than a
-#: tensor that is reduced where it lies.
+#: The share of non-zero blocks up to which they are packed. On the host, a list of blocks is copied
+#: twice more than a tensor that is reduced in place.
 _MOST_PACKED = 0.75
 
 
@@ -64,7 +64,7 @@ def allreduce(
     tag: int | str | None = None,
     part_of: PartOf | None = None,
 ) -> Handle[Tensor] | Staged[Tensor]:
-    """Starts reducing a dense tensor in place, be it of the host or of a GPU.
+    """Starts reducing a dense tensor in place, on the host or on a GPU.
 
     The arguments are those of :meth:`racksum.Session.allreduce`.
     """
@@ -89,7 +89,7 @@ def allreduce(
         options["tag"] = tag_of_shape(x.shape) if tag is None else tag
 
     def start() -> Ends:
-        """Ranks that give a list of blocks, and those that give all, may meet in an op."""
+        """Starts an op on the blocks or on the whole tensor; ranks of one op may differ in that."""
         with telling():
             indices = find(flat, block)
             is_whole = len(indices) * block > _MOST_PACKED * len(flat)
@@ -112,10 +112,13 @@ def allreduce(
 
 
 def find(x: Tensor, block: int) -> Tensor:
-    """The indices of the whole blocks of a flat tensor that are not all zeros, in one reading."""
+    """Returns the indices of the whole blocks of a flat tensor that are not all zeros.
+
+    It reads the tensor once.
+    """
     blocks, _ = _cut(x, block)
     if x.is_floating_point():
-        # What is not a number is greater than zero here, and -0.0 is not.
+        # The norm of a block with a NaN is NaN, which is not zero. The norm of -0.0 is zero.
         found = torch.linalg.vector_norm(blocks, torch.inf, dim=1) != 0
     else:
         least, greatest = blocks.aminmax(dim=1)
@@ -124,11 +127,11 @@ def find(x: Tensor, block: int) -> Tensor:
 
 
 def pack(x: Tensor, block: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The blocks of these indices, as a session takes them."""
+    """Returns the indices and the values of blocks, as ``Session.allreduce_blocks`` takes them."""
     blocks, rest = _cut(x, block)
     values = blocks.index_select(0, indices).view(-1)
     if len(rest):
-        # Of a short last block the session sees itself whether it is zeros.
+        # Always add a short last block. The session checks itself whether it is zeros.
         indices = torch.cat([indices, indices.new_full((1,), len(blocks))])
         values = torch.cat([values, rest])
     return indices, values
@@ -139,7 +142,7 @@ def unpack(x: Tensor, block: int, indices: Tensor, values: Tensor) -> None:
     blocks, rest = _cut(x, block)
     short = len(values) % block
     whole = len(values) - short
-    # Also of a block of -0.0, which no rank sent: all ranks have the same bits.
+    # This clears blocks of -0.0 too, which no rank sent, so that all ranks have the same bits.
     x.zero_()
     blocks.index_copy_(0, indices[: whole // block], values[:whole].view(-1, block))
     if short:
@@ -147,13 +150,13 @@ def unpack(x: Tensor, block: int, indices: Tensor, values: Tensor) -> None:
 
 
 def _cut(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """A flat tensor's whole blocks, and the elements after them."""
+    """Returns the whole blocks of a flat tensor, and the elements after them."""
     whole = len(x) - len(x) % block
     return x[:whole].view(-1, block), x[whole:]
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Copies in pinned memory, once they are there. The memory is torch's, which uses it again."""
+    """Copies tensors to pinned memory, and waits for the copies. torch reuses the memory."""
     copies = []
     for x in tensors:
         pinned = x.device.type != "cpu"
@@ -164,19 +167,19 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
 
 
 class Staging:
-    """The way of tensors of GPUs to the host, where their ops start in order, and back."""
+    """Two threads: one takes GPU tensors to the host and starts their ops, one brings sums back."""
 
     def __init__(self) -> None:
         self._up = SerialExecutor("racksum-up", begin_ops_here)
         self._down = SerialExecutor("racksum-down")
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
-        # Of the last op: it has started, or failed.
+        # Set once the last op has started or failed.
         self._has_started = threading.Event()
         self._has_started.set()
 
     @staticmethod
     def takes(device: torch.device) -> bool:
-        """Whether tensors of the device go this way."""
+        """Returns whether tensors of the device are staged."""
         return device.type != "cpu"
 
     def stage(
@@ -186,14 +189,15 @@ class Staging:
         finish: Callable[[Any], T],
         telling: Callable[[], AbstractContextManager[Turn | None]] = contextlib.nullcontext,
     ) -> Staged[T]:
-        """Has an op started once the device has done what its current stream has so far.
+        """Starts an op once the device has done all work of its current stream so far.
 
-        :param start: Starts the op; it is called on another thread, with a stream of its own. It
-            tells the other ranks itself if it fails.
-        :param finish: Makes the result of what the op came to; likewise.
-        :param telling: Tells the other ranks of what fails before ``start`` is called.
+        :param device: The device of the op's tensors.
+        :param start: Starts the op. It runs on another thread, with a stream of its own, and tells
+            the other ranks itself if it fails.
+        :param finish: Makes the result from the op's, on another thread with a stream of its own.
+        :param telling: Tells the other ranks of failures before ``start`` is called.
         """
-        # Tensors that were made in it cannot be written to outside.
+        # Tensors that were made in inference mode cannot be written to outside of it.
         inference = torch.is_inference_mode_enabled()
         staged: Staged[T] = Staged(self, device)
         has_started = threading.Event()
@@ -201,14 +205,14 @@ class Staging:
         @contextlib.contextmanager
         def there(stream: Any) -> Iterator[None]:
             module = torch.get_device_module(device)
-            # A thread begins with the first GPU, and leaving a stream would make use of that.
+            # A new thread starts on the first GPU, and leaving the stream would initialize that.
             module.set_device(device)
             with torch.inference_mode(inference), torch.no_grad(), module.stream(stream):
                 yield
 
         def take_up(turn: Turn | None, ready: Any, up: Any, down: Any) -> None:
             if turn is not None and not turn.take():
-                # A signal's handler has ended the call, which the other ranks hear of.
+                # A signal handler has ended the call, and the other ranks will be told.
                 return
             with staged.told_of_errors():
                 try:
@@ -227,7 +231,7 @@ class Staging:
                     result = finish(op.wait())
                     done = so_far(device)
                 staged.end(result, done, getattr(op, "absent", ()))
-                # Until then this holds what the stream reads and writes.
+                # Keep the tensors alive until the stream has read and written them.
                 done.synchronize()
 
         with telling() as turn:
@@ -241,48 +245,51 @@ class Staging:
         return staged
 
     def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
-        """The streams on which tensors of a device go up and down."""
+        """Returns the streams on which tensors of a device go to the host and back."""
         if device not in self._streams:
             module = torch.get_device_module(device)
             self._streams[device] = module.Stream(device), module.Stream(device)
         return self._streams[device]
 
     def is_current(self) -> bool:
-        """Whether this is the thread that starts ops."""
+        """Returns whether the current thread is the one that starts ops."""
         return self._up.is_current()
 
     def is_behind(self) -> bool:
-        """Whether an op has yet to start, and this is not the thread that starts it."""
+        """Returns whether an op has yet to start, on another thread than the current one."""
         return not self._has_started.is_set() and not self.is_current()
 
     def drain(self) -> None:
-        """Waits until the ops so far are started: those of the host come after them."""
+        """Waits until all staged ops have started. Ops on host tensors must start after them."""
         self._up.drain()
 
 
 class Staged(Generic[T]):
-    """An op of tensors of a GPU, which is what :class:`racksum.Handle` is of those of the host."""
+    """An op in flight on GPU tensors, with the methods of :class:`racksum.Handle`."""
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
         self._staging = staging
         self._device = device
         self._ended = threading.Event()
         self._outcome: tuple[T, Any] | Exception | None = None
-        #: The ranks that the result lacks, once there is one.
+        #: The ranks whose contributions the result lacks, once there is a result.
         self.absent: tuple[int, ...] = ()
 
     def done(self) -> bool:
-        """Whether the op has ended, with a result or an error."""
+        """Returns whether the op has ended, with a result or an error. Does not wait."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Waits for the op to end; the current stream waits for what is on its way to the GPU.
+        """Waits for the op to end and returns its result.
 
-        :raises racksum.WaitTimeout: It has not ended in so many seconds; it goes on.
-        :raises racksum.Error: Why there is no result.
+        The current stream, but not this thread, waits for the copy of the result to the GPU.
+
+        :param timeout: The most seconds to wait; by default without a limit.
+        :raises racksum.WaitTimeout: The op has not ended within ``timeout``. It goes on.
+        :raises racksum.Error: The op failed. The class and the message give the cause.
         """
         if not self._ended.wait(timeout):
-            raise WaitTimeout(f"the op goes on after {timeout} s")
+            raise WaitTimeout(f"the op has not ended after {timeout} s; it goes on, so wait again")
         if self._outcome is None or isinstance(self._outcome, Exception):
             raise self._outcome or RuntimeError("an op has ended without an outcome")
         result, done = self._outcome
@@ -292,22 +299,22 @@ class Staged(Generic[T]):
         return result
 
     def then(self, work: Callable[[T], Any]) -> Staged[Any]:
-        """The same with the result that ``work`` makes of this one's, before anyone has it."""
+        """Returns an op whose result is ``work`` applied to this one's result, on a thread."""
         return self._staging.stage(self._device, lambda: self, work)
 
     def get_future(self) -> Future[T]:
-        """A :class:`torch.futures.Future` of the result, which a thread completes."""
+        """Returns a :class:`torch.futures.Future` of the result, which a thread completes."""
         return future_of(self, [self._device])
 
     def end(self, result: T, done: Any, absent: tuple[int, ...]) -> None:
-        """Lets those know who wait that there is a result, and the event that it is there at."""
+        """Sets the result, and the event of the stream at which it is on the GPU."""
         self.absent = absent
         self._outcome = result, done
         self._ended.set()
 
     @contextlib.contextmanager
     def told_of_errors(self) -> Iterator[None]:
-        """Lets those know who wait why there is no result."""
+        """Turns an exception of the block into the outcome of the op."""
         try:
             yield
         except BaseException as error:
@@ -316,7 +323,7 @@ class Staged(Generic[T]):
 
 
 def so_far(device: torch.device) -> Any:
-    """What the device's current stream was given so far, to be waited for without spinning."""
+    """Returns an event after all work of the device's current stream. Waiting does not spin."""
     module = torch.get_device_module(device)
     event = module.Event() if device.type == "cpu" else module.Event(blocking=True)
     event.record(module.current_stream(device))
@@ -324,7 +331,7 @@ def so_far(device: torch.device) -> Any:
 
 
 def _hold(result: Any, stream: Any) -> None:
-    """Keeps memory of another stream's, if it is, until this one is done with it."""
+    """Keeps the memory of a result, which another stream allocated, until ``stream`` is done."""
     if not isinstance(result, torch.Tensor) or result.device.type == "cpu":
         return
     parts = [result._indices(), result._values()] if result.is_sparse else [result]
@@ -333,7 +340,7 @@ def _hold(result: Any, stream: Any) -> None:
 
 
 def staging_of(session: Session, staging: Staging | None = None) -> Staging:
-    """The one of a session: the first that was given, or a new one."""
+    """Returns the staging of a session. The first call sets it, to ``staging`` or a new one."""
     found = _stagings.get(session)
     if found is None:
         found = _stagings.setdefault(session, staging or Staging())

@@ -1,7 +1,7 @@
-"""Steps of a model under DDP with no ranks but this, and what is seen of them.
+"""Measured steps of a model under DDP, in a group of this rank alone.
 
-So a step costs all that it costs under DDP, the copies to and from buckets included, but for what
-goes over the network; and buckets are DDP's own, as it has made them anew after the first step.
+A step costs what it costs under DDP, including the copies to and from buckets, but without network
+traffic. The buckets are those that DDP builds after its first step.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Look", "Steps", "device_of"]
 
-#: What of a model that DDP wraps already decides on its buckets.
+#: Options of a DDP model that affect its buckets.
 _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
-#: How often the search for blocks of zeros is timed, after a first time that does not count.
+#: How often the search for blocks of zeros is timed, after a first run that does not count.
 _SCANS = 5
 
 
 class Look(NamedTuple):
-    """What is seen of the gradients of a bucket."""
+    """An observation of the gradients of a bucket."""
 
-    #: The names of its parameters, in its order.
+    #: The names of its parameters, in the order of the bucket.
     parameters: list[str]
     elements: int
     sparse: bool
-    #: By size of block, a byte for each block: whether it is not zero.
+    #: For each size of a block, a uint8 tensor with 1 for each block that is not zero.
     occupied: dict[int, Tensor]
-    #: Seconds that an op takes to find that out.
+    #: Seconds that an op takes to find these blocks.
     scan: float
 
     @classmethod
     def at(cls, gradients: Tensor, parameters: list[str]) -> Look:
-        """Looks at a bucket."""
+        """Observes the gradients of a bucket."""
         flat = (gradients.to_dense() if gradients.is_sparse else gradients).detach().reshape(-1)
         on_host = flat.cpu()
-        # Lists of blocks, and blocks on a GPU, are found otherwise.
+        # Sparse gradients are not scanned, and a GPU finds its blocks itself.
         scans = on_host is flat and not gradients.is_sparse
         finest = _scanned(on_host, BLOCKS[0])
         return cls(
@@ -67,9 +67,12 @@ class Look(NamedTuple):
 
 
 class Steps:
-    """Steps of a model, each on a batch.
+    """A model that makes measured training steps, each on a batch.
 
-    :param model: The model. If DDP wraps it already, it is wrapped anew in the same way.
+    :param model: The model. If DDP wraps it already, it is wrapped again with the same options.
+    :param loss: The loss of the model on a batch.
+    :param optimizer: The optimizer to step, if any.
+    :param bucket_cap_mb: The option of DDP; by default that of ``model``, if DDP wraps it.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Steps:
             bucket_cap_mb = bucket_cap_mb or model.bucket_bytes_cap / (1 << 20)
             model = model.module
         if not any(p.requires_grad for p in model.parameters()):
-            raise BadArgument("the model has no parameters that are trained")
+            raise BadArgument("no parameter of the model requires gradients; nothing to study")
         self._loss = loss
         self._optimizer = optimizer
         self._clock = _Clock(device_of(model))
@@ -104,14 +107,14 @@ class Steps:
         self._readies: list[list[float]] = []
 
     def step(self, batch: Any, counts: bool) -> None:
-        """Makes a step, whose times may count."""
+        """Makes a step, and records its times if ``counts``."""
         clock = self._clock
         clock.settle()
         start = clock.mark()
         self._model.zero_grad(set_to_none=True)
         loss = self._loss(self._model, batch)
         if not isinstance(loss, torch.Tensor):
-            raise BadArgument(f"loss returns a tensor, and not {type(loss).__name__}")
+            raise BadArgument(f"loss must return a tensor, not {type(loss).__name__}")
         loss.backward()  # type: ignore[no-untyped-call]
         backward = clock.mark()
         if self._optimizer is not None:
@@ -125,13 +128,13 @@ class Steps:
             self._readies.append([clock.seconds(start, ready) for _, ready in readies])
 
     def look(self, batch: Any) -> list[Look]:
-        """Makes a step, and looks at each bucket of gradients, in the order in which they go."""
+        """Makes a step, and returns an observation of each bucket, in the order of sending."""
         self._seen.looks = {}
         self.step(batch, counts=False)
         return [look for _, look in sorted(self._seen.looks.items())]
 
     def times(self) -> Tensor:
-        """Medians in seconds: of a step, of what comes after backward, and until each bucket."""
+        """Returns medians in seconds: of a step, of its part after backward, until each bucket."""
         readies = [statistics.median(of_bucket) for of_bucket in zip(*self._readies, strict=True)]
         return torch.tensor(
             [statistics.median(self._times), statistics.median(self._afters), *readies],
@@ -140,7 +143,7 @@ class Steps:
 
 
 class _Seen:
-    """What the hook sees of a step."""
+    """The observations of the hook in a step."""
 
     def __init__(self, clock: _Clock, names: dict[Tensor, str]) -> None:
         self.clock = clock
@@ -160,7 +163,7 @@ def _see(seen: _Seen, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type:
     return future
 
 
-# DDP looks at the annotations of a hook themselves.
+# DDP compares the annotations of a hook with types, and here they are strings.
 _see.__annotations__ = {
     "bucket": dist.GradBucket,  # type: ignore[attr-defined]
     "return": Future[torch.Tensor],
@@ -168,14 +171,14 @@ _see.__annotations__ = {
 
 
 class _Clock:
-    """When a device has done what it was given: a GPU is behind the host that gives it work."""
+    """A clock of a device. A GPU runs behind the host, so its events give the time."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device = device
 
     def mark(self) -> Any:
-        """Now, as far as what was started so far is concerned."""
+        """Returns a mark of the moment at which all work that was started so far is done."""
         if self._device.type == "cpu":
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
@@ -183,23 +186,23 @@ class _Clock:
         return event
 
     def settle(self) -> None:
-        """Waits until nothing is left to do."""
+        """Waits until the device has no work left."""
         self._module.synchronize(self._device)
 
     def seconds(self, one: Any, other: Any) -> float:
-        """How long after one mark the other was, once all is settled."""
+        """Returns the seconds from one mark to the other. Call ``settle`` first."""
         if self._device.type == "cpu":
             return float(other - one)
         return float(one.elapsed_time(other)) / 1e3
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model is, or begins."""
+    """Returns the device of a model's first parameter, or the host without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _alone(device: torch.device) -> dist.ProcessGroup:
-    """A group of this process, apart from all others."""
+    """Returns a process group of this process alone."""
     store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     gloo = dist.ProcessGroup.BackendType.GLOO
@@ -209,7 +212,7 @@ def _alone(device: torch.device) -> dist.ProcessGroup:
 
 
 def _scanned(flat: Tensor, block: int) -> Tensor:
-    """A byte for each block of a tensor of the host: whether it is not zero."""
+    """Returns a uint8 tensor with 1 for each block of a host tensor that is not zero."""
     memory = memory_of(flat)
     bits = _racksum.scan(memory.address, memory.nbytes, memory.dtype, block, memory.owner)
     words = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0)
@@ -218,7 +221,7 @@ def _scanned(flat: Tensor, block: int) -> Tensor:
 
 
 def _seconds_to_scan(flat: Tensor) -> float:
-    """How long an op takes to find blocks: the median of calls, once the memory is warm."""
+    """Returns the seconds that an op takes to find blocks: the median, once the memory is warm."""
     times = []
     for _ in range(1 + _SCANS):
         start = time.perf_counter()
@@ -228,7 +231,7 @@ def _seconds_to_scan(flat: Tensor) -> float:
 
 
 def _coarser(marks: Tensor, size: int) -> Tensor:
-    """The greatest of each ``size`` marks."""
+    """Returns the maximum of each group of ``size`` marks."""
     if not len(marks):
         return marks
     padded = torch.nn.functional.pad(marks, (0, -len(marks) % size))

@@ -1,6 +1,6 @@
-"""What racksum would do for a model: measured on a few steps, which change nothing.
+"""Studies: predictions of what racksum would save a model, measured on a few steps.
 
-How times are predicted is told in ``docs/study.md``.
+``docs/study.md`` explains the formulas.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Prediction", "Study", "study"]
 
-#: Bytes of an element on the wire, by the name of the wire type; int8 has a scale a block besides.
+#: Bytes of an element on the wire, by wire type. For int8, each block also has a scale.
 WIRES = {"f32": 4, "bf16": 2, "int8": 1}
-#: Bytes of headers on a full datagram of 1500 bytes, and of payload.
+#: Bytes of headers and of payload in a full datagram of 1500 bytes.
 _HEADERS, _PAYLOAD = 28 + 40, 1432
-#: Steps before the first that counts: DDP makes its buckets anew after one.
+#: Steps before the first that counts. DDP rebuilds its buckets after the first step.
 _WARM_UP = 2
 
 
@@ -48,91 +48,108 @@ _WARM_UP = 2
 class Bucket:
     """A bucket of gradients, as DDP makes them."""
 
+    #: The number of elements.
     elements: int
+    #: True if its gradient is a sparse tensor.
     sparse: bool
-    #: Seconds from the start of a step until its gradients are there.
+    #: Seconds from the start of a step until its gradients are computed.
     ready: float
-    #: Seconds that it takes to find which of its blocks are not zero.
+    #: Seconds that an op takes to find its blocks that are not zero.
     scan: float
-    #: By size of block, the share of blocks that are not zero: of this rank, and of all ranks.
+    #: For each size of a block, the share of this rank's blocks that are not zero.
     density: dict[int, float]
+    #: For each size of a block, the share of blocks that are not zero at some rank.
     union: dict[int, float]
 
     def sent(self, wire: str, block: int) -> float:
-        """Bytes that this rank sends of it, a step."""
+        """Returns the bytes of the bucket that this rank sends a step, with headers."""
         return _wire_bytes(self.elements * self.density[block], wire, block)
 
     def received(self, wire: str, block: int) -> float:
-        """Bytes that it receives."""
+        """Returns the bytes of the bucket that this rank receives a step, with headers."""
         return _wire_bytes(self.elements * self.union[block], wire, block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step takes on a link of so many Gbit/s."""
+    """The predicted times of a step on a link."""
 
+    #: The speed of a rank's link, in Gbit/s.
     gbit_per_s: float
-    #: Seconds with racksum, at the best wire and size of block, and these.
+    #: Seconds of a step with racksum, with the best wire type and size of a block.
     racksum: float
+    #: The best wire type.
     wire: str
+    #: The best size of a block, in elements.
     block: int
-    #: Seconds with a ring that sends each dense byte of f32.
+    #: Seconds of a step with a ring that sends all elements as f32.
     ring: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What racksum would do for a model."""
+    """The measurements of :func:`study`, and what racksum would do for the model by them.
 
+    ``print(study)`` shows a table. Sizes of a block are in elements: 32, 64, 128, 256, 512 or 1024.
+    """
+
+    #: The number of ranks that predictions are for.
     world: int
-    #: Seconds of a step without communication, and how much of it comes after the gradients.
+    #: Seconds of a step without communication.
     compute: float
+    #: Seconds of a step after backward: the optimizer's step, if one was passed.
     after: float
-    #: Whether the ranks' blocks were compared, for which all must have the same buckets; if not,
-    #: the union is that of blocks which each rank has at random.
+    #: True if the blocks of the ranks were compared. Otherwise, as when ranks have different
+    #: buckets, unions are estimated for blocks at random places.
     compared: bool
+    #: The buckets of gradients, in the order of sending.
     buckets: list[Bucket]
+    #: Speeds of links to predict for, in Gbit/s.
     links: list[float] = field(default_factory=lambda: [1.0, 10.0, 25.0, 100.0])
 
     def sent(self, wire: str = "f32", block: int = DEFAULT_BLOCK) -> float:
-        """Bytes that this rank sends a step."""
+        """Returns the bytes that this rank sends a step, with headers."""
         return sum(bucket.sent(wire, block) for bucket in self.buckets)
 
     def received(self, wire: str = "f32", block: int = DEFAULT_BLOCK) -> float:
-        """Bytes that it receives."""
+        """Returns the bytes that this rank receives a step, with headers."""
         return sum(bucket.received(wire, block) for bucket in self.buckets)
 
     def ring_bytes(self) -> float:
-        """Bytes that it would send, and receive, in a ring."""
+        """Returns the bytes that this rank would send a step in a ring, and also receive."""
         elements = sum(bucket.elements for bucket in self.buckets)
         return 2 * (self.world - 1) / self.world * elements * WIRES["f32"]
 
     def step_time(self, gbit_per_s: float, wire: str = "f32", block: int = DEFAULT_BLOCK) -> float:
-        """Seconds that a step takes with racksum."""
+        """Returns the seconds of a step with racksum, on a link of ``gbit_per_s``."""
 
         def seconds(bucket: Bucket) -> float:
-            # A link carries both ways at once, and what was scanned goes while the rest is.
+            # A link carries both ways at once, and sending overlaps with the scan.
             most = max(bucket.sent(wire, block), bucket.received(wire, block))
             return max(most * 8e-9 / gbit_per_s, bucket.scan)
 
         return self._overlapped(seconds)
 
     def ring_time(self, gbit_per_s: float) -> float:
-        """Seconds that a step takes with a ring."""
+        """Returns the seconds of a step with a ring, on a link of ``gbit_per_s``."""
         share = 2 * (self.world - 1) / self.world * WIRES["f32"] * (1 + _HEADERS / _PAYLOAD)
         return self._overlapped(lambda bucket: bucket.elements * share * 8e-9 / gbit_per_s)
 
     def _overlapped(self, seconds: Callable[[Bucket], float]) -> float:
-        """A bucket goes when it is ready and those before it have gone; then comes the rest."""
+        """Returns the seconds of a step. A bucket starts when it is ready and the last is sent."""
         free = 0.0
         for bucket in self.buckets:
             free = max(free, bucket.ready) + seconds(bucket)
         return max(free, self.compute - self.after) + self.after
 
     def predict(self, gbit_per_s: float, wires: Iterable[str] = ("f32",)) -> Prediction:
-        """The best that racksum does on a link, of these wires: others than f32 round."""
+        """Returns the best prediction for a link, over these wire types and all sizes of a block.
+
+        :param gbit_per_s: The speed of a rank's link.
+        :param wires: Of ``"f32"``, ``"bf16"`` and ``"int8"``; all but f32 round.
+        """
         choices = [(wire, block) for wire in wires for block in BLOCKS]
-        # Of what is as good, the larger block costs less work.
+        # Among equals prefer the larger block, which costs less work.
         wire, block = min(choices, key=lambda c: (round(self.step_time(gbit_per_s, *c), 6), -c[1]))
         return Prediction(
             gbit_per_s=gbit_per_s,
@@ -143,12 +160,12 @@ class Study:
         )
 
     def _bests(self, link: float) -> list[Prediction]:
-        """The best on a link without rounding, and with, unless f32 is the best of all."""
+        """Returns the best prediction without rounding, and the best of all if that is another."""
         both = self.predict(link), self.predict(link, tuple(WIRES))
         return list(dict.fromkeys(both))
 
     def to_json(self) -> str:
-        """All of it, for programs."""
+        """Returns the measurements and the predictions as JSON."""
         known = {
             **asdict(self),
             "sent_bytes": self.sent(),
@@ -159,7 +176,7 @@ class Study:
         return json.dumps(known, indent=2)
 
     def __str__(self) -> str:
-        """A table of the buckets, and one of the links."""
+        """Returns a table of the buckets and a table of the links."""
         union = "union" if self.compared else "union if at random"
         lines = [
             f"{self._ranks()}, {self.compute * 1e3:.1f} ms of compute a step, blocks of "
@@ -186,7 +203,11 @@ class Study:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Writes a picture (PNG) of step times against the link. Needs matplotlib."""
+        """Writes a PNG picture of step times by speed of the link.
+
+        :raises ModuleNotFoundError: matplotlib is not installed.
+        :raises OSError: The file cannot be written. A file that exists stays as it was.
+        """
         figure = needed("matplotlib.figure", "Study.plot").Figure(
             figsize=(7, 4), layout="constrained"
         )
@@ -208,7 +229,7 @@ class Study:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file, or leaves what was there."""
+    """Writes a file as a whole, or leaves the file that exists."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(beside, "xb") as file:
@@ -231,23 +252,33 @@ def study(
     bucket_cap_mb: float | None = None,
     links: Sequence[float] = (1.0, 10.0, 25.0, 100.0),
 ) -> Study:
-    """Runs a few steps, and says what racksum would do for the model.
+    """Runs a few training steps and predicts what racksum would do for the model.
 
-    Nothing is changed by them: weights, gradients, buffers, the optimizer and torch's random
-    numbers are afterwards what they were; those of Python and of numpy are not put back. If there
-    is a process group, all its ranks call this together: each makes its steps alone, and then they
-    compare. If one of them fails, all do.
+    ::
+
+        found = racksum.torch.study(model, loader, lambda model, batch: model(batch).sum())
+        print(found)
+
+    Afterwards weights, gradients, buffers, the optimizer and torch's random numbers are what they
+    were. The random numbers of Python and numpy are not restored, nor is ``loader``.
+
+    If there is a process group, all its ranks must call this together. Each makes its steps alone,
+    and then they compare. If one of them fails, all do.
 
     :param model: The model, wrapped by DDP or not.
-    :param loader: What gives batches; ``steps`` + 3 are taken: two to warm up, and the last to look
+    :param loader: An iterable of batches. ``steps`` + 3 are taken: two to warm up, and one to look
         at its gradients.
-    :param loss: The loss of the model on a batch.
-    :param optimizer: Whose step is timed as well; not one that needs a closure.
-    :param world: How many ranks to predict for; by default those of the group.
+    :param loss: A function of the model and a batch that returns the loss, a tensor.
+    :param optimizer: An optimizer whose step is timed too. Its step must not need a closure.
+    :param steps: Number of timed steps, 1 or more.
+    :param world: Number of ranks to predict for; by default that of the group, or 1 without one.
     :param group: The ranks whose blocks and times are compared; by default the default group, if
         there is one.
-    :param bucket_cap_mb: As of DDP; by default that of the model, if DDP wraps it.
-    :param links: Gbit/s of a rank's link, to predict for.
+    :param bucket_cap_mb: The option of DDP, in MiB; by default that of ``model``, if DDP wraps it.
+    :param links: Speeds of a rank's link to predict for, in Gbit/s.
+    :return: The measurements, which ``print`` shows as a table.
+    :raises racksum.BadArgument: An argument is invalid, the model or the optimizer cannot be
+        studied, or another rank failed.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     world = ranks if world is None else world
@@ -266,7 +297,7 @@ def study(
     together = ranks > 1 and ranks == world
     times, looks, compared = _together(measured, group) if together else (*measured(), False)
     if compared:
-        # All wait for the slowest.
+        # All ranks wait for the slowest.
         times = _most(times, device_of(net), group)
     compute, after, *readies = times.tolist()
     return Study(
@@ -285,41 +316,41 @@ def study(
 def _refuse_arguments(loss: object, steps: int, world: int, links: Sequence[float]) -> None:
     if not callable(loss):
         raise BadArgument(
-            f"loss is a function of the model and a batch, and not {type(loss).__name__}"
+            f"loss must be a function of the model and a batch, not {type(loss).__name__}"
         )
     if steps < 1:
-        raise BadArgument(f"steps is 1 or more, and not {steps}")
+        raise BadArgument(f"steps must be 1 or more, not {steps}")
     if world < 1:
-        raise BadArgument(f"world is 1 or more, and not {world}")
+        raise BadArgument(f"world must be 1 or more, not {world}")
     for link in links:
         if not 0 < link < math.inf:
-            raise BadArgument(f"a link has some Gbit/s, and not {link}")
+            raise BadArgument(f"links must hold finite Gbit/s above 0, not {link}")
 
 
 def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses what a study cannot make steps of."""
+    """Raises :class:`BadArgument` if a study cannot step a model, or restore an optimizer."""
     if any(is_lazy(tensor) for tensor in (*net.parameters(), *net.buffers())):
-        raise BadArgument("the model has parameters without a shape: run it on a batch first")
+        raise BadArgument("the model has lazy parameters without a shape; run it on a batch first")
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise BadArgument(
-                f"optimizer is a torch.optim.Optimizer, and not {type(optimizer).__name__}"
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
         if any(_has_optimizer(value) for value in vars(optimizer).values()):
             raise BadArgument(
-                f"{type(optimizer).__name__} has an optimizer within, and may keep what cannot be "
-                "put back: study without an optimizer"
+                f"{type(optimizer).__name__} contains another optimizer and may have state that "
+                "cannot be restored; study without an optimizer"
             )
         try:
             inspect.signature(optimizer.step).bind()
         except TypeError:
             raise BadArgument(
-                f"{type(optimizer).__name__} needs a closure to step: study without an optimizer"
+                f"{type(optimizer).__name__} needs a closure to step; study without an optimizer"
             ) from None
 
 
 def _has_optimizer(value: object) -> bool:
-    """Whether this is an optimizer, or a collection with one in it, however deep."""
+    """Returns whether a value is an optimizer, or a collection that contains one at any depth."""
     due, seen = [value], set[int]()
     while due:
         item = due.pop()
@@ -338,9 +369,9 @@ def _has_optimizer(value: object) -> bool:
 def _together(
     measured: Callable[[], tuple[Tensor, list[Look]]], group: dist.ProcessGroup | None
 ) -> tuple[Tensor, list[Look], bool]:
-    """What this rank has measured, and whether all ranks have the same buckets.
+    """Returns the measurements of this rank, and whether all ranks have the same buckets.
 
-    If one of them has failed, the others do not wait for it, but fail as well.
+    If a rank failed, the others do not wait for it and raise too.
     """
     failed: Exception | None = None
     try:
@@ -355,12 +386,12 @@ def _together(
         raise failed
     for rank, (why, _) in enumerate(of_ranks):
         if why is not None:
-            raise BadArgument(f"rank {rank} could not be studied: {why}")
+            raise BadArgument(f"the study failed at rank {rank}: {why}")
     return times, looks, all(of_rank == said for of_rank in of_ranks)
 
 
 def _watched(made: Steps, loader: Iterable[Any], steps: int) -> list[Look]:
-    """Makes steps on batches, the last of which is looked at."""
+    """Makes steps on batches, and returns the observations of the last one."""
     batches = iter(loader)
     try:
         for i in range(_WARM_UP + steps):
@@ -368,13 +399,16 @@ def _watched(made: Steps, loader: Iterable[Any], steps: int) -> list[Look]:
         return made.look(next(batches))
     except StopIteration:
         raise BadArgument(
-            f"the loader has no {_WARM_UP + steps + 1} batches: {_WARM_UP} are for warming up, and "
-            "one is for looking at its gradients"
+            f"the loader has fewer than {_WARM_UP + steps + 1} batches: steps, {_WARM_UP} to "
+            "warm up, and one to look at its gradients; pass a longer loader, or fewer steps"
         ) from None
 
 
 def _most(x: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-    """The greatest of all ranks, elementwise. A group may be of one kind of device only."""
+    """Returns the elementwise maximum over all ranks, on the host.
+
+    :param device: The device to reduce on, because a group may support only one type of device.
+    """
     x = x.to(device)
     dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
     return x.cpu()
@@ -408,8 +442,8 @@ def _wire_bytes(elements: float, wire: str, block: int) -> float:
 
 @contextmanager
 def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Puts back what steps change."""
-    # What a module holds, too: forward may put other tensors in the places of its buffers.
+    """Restores what the steps in the block change."""
+    # Restore the references of modules too, because forward may replace a buffer by a new tensor.
     held = [places for module in net.modules() for places in (module._parameters, module._buffers)]
     before = [dict(places) for places in held]
     tensors = [*net.parameters(), *net.buffers()]
@@ -435,16 +469,17 @@ def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 
 @contextmanager
 def _on_a_copy(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Has an optimizer work on copies of what it keeps.
+    """Makes an optimizer work on copies of its state, and restores the originals.
 
-    What it loads of a ``state_dict`` it gives the types of its parameters.
+    A ``state_dict`` would not do: an optimizer converts what it loads to the dtypes of its
+    parameters.
     """
     if optimizer is None:
         yield
         return
     groups = optimizer.param_groups
     state, kept = dict(optimizer.state), [dict(group) for group in groups]
-    # Parameters are no part of it.
+    # Do not copy the parameters.
     memo = {id(p): p for group in groups for p in group["params"]}
     try:
         optimizer.state.update(copy.deepcopy(state, memo))

@@ -1,4 +1,4 @@
-"""Ops in flight as PyTorch has them: futures, and works of a process group."""
+"""Ops in flight in PyTorch's terms: futures, and works of a process group."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ __all__ = [
 
 
 def at_end_of_backward(finish: Callable[[], Any]) -> bool:
-    """Has something done when backward ends; false if this is not called in one.
+    """Calls a function when the current backward ends. Returns false outside of a backward.
 
-    DDP waits for futures in C++, where an exception would lose its type. This is done in the same
-    place, just before that, on the thread that ran backward. The first step of a static graph calls
-    hooks once backward has ended, and a rank whose data has ended takes part in the steps of others
-    (``Join``) without one: there is no such place then.
+    DDP waits for futures in C++, where an exception would lose its type. The function runs just
+    before that, on the thread that ran backward, so its exceptions keep their types.
+
+    Two callers are outside of a backward: the first step of a static graph calls hooks after
+    backward, and a rank that has run out of data takes part in the steps of others (``Join``).
     """
     if torch._C._current_autograd_node() is None:
         return False
@@ -55,30 +56,30 @@ def _finish(finish: Callable[[], Any]) -> None:
 
 
 class Waits(Protocol):
-    """Something that ends."""
+    """The interface of operations that can be waited for."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits for it, and returns its result."""
+        """Waits for the end, for ``timeout`` seconds at most, and returns the result."""
         ...
 
 
 class Ends(Waits, Protocol):
-    """Something with a result: an op of racksum's, or what another backend does."""
+    """The interface of operations with a result, of racksum or of another backend."""
 
     def then(self, work: Callable[[Any], Any]) -> Ends:
-        """The same with the result that ``work`` makes of this one's."""
+        """Returns the operation with ``work`` applied to its result."""
         ...
 
 
 class Parts:
-    """What is waited for together."""
+    """Operations that are waited for together."""
 
     def __init__(self, parts: Sequence[Waits]) -> None:
         self._parts = parts
         self._ended = 0
 
     def wait(self, seconds: float | None) -> None:
-        """Waits for each, so long at most; a limit of zero is a look at whether all have ended."""
+        """Waits for each, for ``seconds`` at most. Zero only checks whether all have ended."""
         if seconds == 0.0:
             self._look()
             return
@@ -86,14 +87,14 @@ class Parts:
             part.wait(seconds)
 
     def _look(self) -> None:
-        # Thousands may be looked at again and again: a look goes on where the last one ended.
+        # There may be thousands of parts and many checks, so a check starts where the last stopped.
         for at in range(self._ended, len(self._parts)):
             self._parts[at].wait(0.0)
             self._ended = at + 1
 
 
 class Pending:
-    """What another backend does to tensors of the host."""
+    """An operation of another backend on host tensors."""
 
     def __init__(self, work: dist.Work, then: Callable[[Any], Any] = lambda result: result) -> None:
         self._work = work
@@ -102,7 +103,10 @@ class Pending:
         self._result: list[Any] = []
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits for it once, whoever asks: Gloo waits forever for what was received already."""
+        """Waits for the end and returns the result.
+
+        Of several callers only one waits, because Gloo's second wait for a receive never ends.
+        """
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             raise _goes_on(timeout)
         try:
@@ -117,7 +121,7 @@ class Pending:
         if timeout is None or self._work.is_completed():
             self._work.wait()
         elif timeout == 0:
-            # Others take a limit of zero for none.
+            # To other backends, zero means no limit.
             raise _goes_on(timeout)
         else:
             try:
@@ -125,28 +129,30 @@ class Pending:
             except RuntimeError as error:
                 if not self._work.is_completed():
                     raise _goes_on(timeout) from error
-                # It has ended since, or with this error.
+                # It has ended meanwhile, or failed with this error.
                 self._work.wait()
 
     def then(self, work: Callable[[Any], Any]) -> Pending:
-        """The same with something to do after it."""
+        """Returns the operation with ``work`` applied to its result."""
         return Pending(self._work, lambda result: work(self._then(result)))
 
 
 def _goes_on(timeout: float | None) -> WaitTimeout:
-    return WaitTimeout(f"the collective goes on after {timeout} s")
+    return WaitTimeout(f"the collective has not ended after {timeout} s; it goes on, so wait again")
 
 
 @eager_methods
 class Work(dist._Work):  # type: ignore[name-defined,misc]
     """A collective in flight, and the tensors that it writes to.
 
-    Users have torch's own object in front of it, which asks it for no more than this: they find out
-    whether it has ended from its future.
+    Users see it through an object of torch, which calls only ``wait`` and ``get_future``. So only
+    the future tells them whether the collective has ended.
 
-    :param in_flight: Where it is until somebody has noticed its end.
-    :param seconds: How long to wait if nobody says so.
-    :param shown: The collective that the profiler shows waits for.
+    :param parts: The operations of the collective.
+    :param result: The tensors that it writes to.
+    :param in_flight: The works in flight, which hold this work until its end is noticed.
+    :param seconds: Seconds that a wait without a timeout lasts; by default without a limit.
+    :param shown: The name of the collective in the profiler's events of waits.
     """
 
     def __init__(
@@ -167,22 +173,23 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         in_flight[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all of it; a limit of zero is none.
+        """Waits for the collective to end. A timeout of zero means no limit.
 
-        Of tensors of a GPU, the current stream waits for what is still on its way to them.
+        The current stream of a GPU waits for copies that are still on their way to its tensors.
 
-        :raises racksum.WaitTimeout: It has not ended in that time; it goes on.
+        :raises racksum.WaitTimeout: The collective has not ended within ``timeout``. It goes on.
+        :raises racksum.Error: The collective failed.
         """
         with waiting(self._shown if self in self._in_flight else None):
             self.wait_for(timeout.total_seconds() if timeout else self._seconds)
         return True
 
     def wait_for(self, seconds: float | None) -> None:
-        """Waits for all of it, for each part so long at most."""
+        """Waits for the collective to end, for each part ``seconds`` at most."""
         try:
             self._parts.wait(seconds)
         except WaitTimeout:
-            # It goes on, and what comes later has to know of it.
+            # It stays in flight, because it goes on and later collectives must know of it.
             raise
         except RuntimeError:
             self._in_flight.pop(self, None)
@@ -190,7 +197,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         self._in_flight.pop(self, None)
 
     def has_ended(self) -> bool:
-        """Whether it has, with a result or an error; then nothing but its holders keeps it."""
+        """Returns whether the collective has ended, and if so removes it from those in flight."""
         try:
             self.wait_for(0.0)
         except WaitTimeout:
@@ -200,7 +207,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of the tensors, which has ended if the work was waited for."""
+        """Returns a future of the tensors. It is complete already if the work was waited for."""
         devices = {tensor.device for tensor in self._result}
         ended = new_future(devices)
 
@@ -215,50 +222,50 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             ended.set_result(None)
         else:
             do_waiting(complete)
-            # DDP waits in C++, where an error has no type: this raises it before.
+            # DDP waits in C++, where an error loses its type. This raises it before.
             at_end_of_backward(self.wait)
         return ended.then(self.result_after)
 
     def result_after(self, _: Future[None]) -> list[torch.Tensor]:
-        """Gives the tensors, in what a future calls once it has ended."""
+        """Returns the tensors, or raises the error of the collective, when a future has ended."""
         self.wait()
         return self._result
 
 
 class Before(NamedTuple):
-    """A work that was started before another, and is a part of it."""
+    """An earlier work that is a part of a later one, as for a barrier."""
 
     work: Work
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for it."""
+        """Waits for the earlier work."""
         self.work.wait_for(timeout)
 
 
 @contextlib.contextmanager
 def writing_to(x: torch.Tensor) -> Iterator[None]:
-    """Lets a tensor be written to that autograd watches, or that was made in inference mode.
+    """Permits the block to write to a tensor of autograd or of inference mode.
 
-    Writing to a sparse tensor gives it new entries. The user holds them, so they are made in the
+    A write to a sparse tensor gives it new entries, which users can reach. So the block runs in the
     mode in which the tensor was made.
     """
-    # Leaving inference mode has autograd watch again, so that comes first.
+    # Leaving inference mode enables autograd again, so disable autograd second.
     with torch.inference_mode(x.is_inference()), torch.no_grad():
         yield
 
 
 def write(x: torch.Tensor, result: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
-    """Copies a result to a tensor, as :func:`writing_to` lets it; returns the tensor."""
+    """Copies a result to a tensor, in the modes of :func:`writing_to`, and returns the tensor."""
     with writing_to(x):
         return x.copy_(result, non_blocking=non_blocking)
 
 
 def copying(copy: torch.Tensor, x: torch.Tensor) -> Callable[[object], object]:
-    """Copies to a tensor, which autograd does not count: it does not count what Gloo writes."""
+    """Returns a function that copies to a tensor. As with Gloo, autograd does not count that."""
     return lambda _: write(x.data, copy)
 
 
 def count_writes(tensors: Sequence[torch.Tensor]) -> None:
-    """Has autograd count a write to each, where it counts one of Gloo's."""
+    """Makes autograd count a write to each tensor, where it counts Gloo's."""
     counted = [x for x in tensors if not x.is_inference()]
     torch.autograd.graph.increment_version(counted)
