@@ -20,6 +20,11 @@ pub(crate) fn check(source: &Source) -> Vec<Problem> {
     blocks(source).into_iter().flat_map(|block| block.problems(source)).collect()
 }
 
+/// Returns the text of each comment, with the number of its first line.
+pub(crate) fn comments(source: &Source) -> Vec<(usize, String)> {
+    blocks(source).into_iter().map(|block| (block.line, block.text.join("\n"))).collect()
+}
+
 /// Comment lines of one kind that follow each other.
 #[derive(Debug, Default)]
 struct Block {

@@ -15,6 +15,7 @@ mod interrupt;
 mod machine;
 mod problem;
 mod python;
+mod sample;
 mod shell;
 mod skip;
 mod soak;
@@ -31,6 +32,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::attack::AttackArgs;
 use crate::bench::BenchArgs;
+use crate::sample::SampleArgs;
 use crate::soak::SoakArgs;
 use crate::steps::Step;
 
@@ -56,6 +58,8 @@ enum Chore {
     /// Attack aggregators on this host as a tenant or a stranger could, and measure the effect on
     /// others.
     Attack(AttackArgs),
+    /// Draw sentences of comments and messages at random, to judge their English.
+    Sample(SampleArgs),
     /// Start and end jobs for a while, and kill ranks and aggregators.
     Soak(SoakArgs),
 }
@@ -77,6 +81,7 @@ fn run(chore: &Chore) -> Result<ExitCode> {
     let passed = match chore {
         Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only)?,
         Chore::Tidy => tidy::report(root())?,
+        Chore::Sample(args) => sample::run(root(), args).map(|()| true)?,
         Chore::Bench(args) => bench::run(root(), args)?,
         Chore::Attack(args) => attack::run(root(), args)?,
         Chore::Soak(args) => soak::run(root(), args)?,

@@ -6,6 +6,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 
@@ -80,8 +81,34 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
     findings
         .problems
         .extend(arrows.map(|message| Problem::new("Cargo.toml", None, "arrows", message)));
+    match subjects(root) {
+        Some(subjects) => findings.problems.extend(subjects.lines().filter_map(subject_length)),
+        None => findings.skipped.push("subject: there is no git history".into()),
+    }
     Ok(findings)
 }
+
+/// Returns the subjects of the newest commits, each after its hash.
+fn subjects(root: &Path) -> Option<String> {
+    // Without this folder, git would look for one above the tree.
+    root.join(".git").exists().then_some(())?;
+    let log = ["log", "-10", "--no-merges", "--format=%h %s"];
+    let output = Command::new("git").args(log).current_dir(root).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Checks the length of a commit's subject, which follows its hash.
+fn subject_length(commit: &str) -> Option<Problem> {
+    let (hash, subject) = commit.split_once(' ')?;
+    let length = subject.chars().count();
+    let message = || {
+        format!("the subject of {hash} has {length} characters; say it in {MAX_SUBJECT} or fewer")
+    };
+    (length > MAX_SUBJECT).then(|| Problem::new(".git", None, "subject", message()))
+}
+
+/// The most characters of a commit's subject.
+const MAX_SUBJECT: usize = 72;
 
 /// The rules that check one file each.
 const FILE_RULES: [fn(&Source) -> Vec<Problem>; 7] =
@@ -257,7 +284,7 @@ fn shared_clippy_keys(root: &Path) -> Result<Vec<Problem>> {
 }
 
 /// Reads every Rust file in the source folders of `root`, sorted by path.
-fn sources(root: &Path) -> Result<Vec<Source>> {
+pub(crate) fn sources(root: &Path) -> Result<Vec<Source>> {
     let mut paths = Vec::new();
     for room in rooms(root)? {
         files_of(&room, "rs", &mut paths)?;
@@ -267,7 +294,7 @@ fn sources(root: &Path) -> Result<Vec<Source>> {
 }
 
 /// Reads every file of the Python package.
-fn package(root: &Path) -> Result<Vec<(PathBuf, String)>> {
+pub(crate) fn package(root: &Path) -> Result<Vec<(PathBuf, String)>> {
     let mut paths = Vec::new();
     files_of(&root.join(PACKAGE), "py", &mut paths)?;
     paths.sort();
@@ -329,6 +356,13 @@ mod tests {
         );
         let fits = format!("// {}\n", "é".repeat(97));
         assert_eq!(line_length(&Source::new("a/src/a.rs", fits)), []);
+    }
+
+    #[test]
+    fn a_long_subject_is_a_problem() {
+        assert_eq!(subject_length(&format!("abc1234 {}", "é".repeat(72))), None);
+        let problem = subject_length(&format!("abc1234 {}", "a".repeat(73))).unwrap().to_string();
+        assert!(problem.contains("abc1234 has 73 characters"), "{problem}");
     }
 
     #[test]
@@ -434,7 +468,11 @@ mod tests {
         assert_eq!(findings.files, 1);
         assert_eq!(
             findings.skipped,
-            ["wire: there is no docs/wire.md yet", "circles: there is no python/lib/racksum"]
+            [
+                "wire: there is no docs/wire.md yet",
+                "circles: there is no python/lib/racksum",
+                "subject: there is no git history"
+            ]
         );
         assert!(report(dir.path()).unwrap());
     }
