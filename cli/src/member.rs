@@ -7,7 +7,7 @@ use std::time::Duration;
 use racksum_proto::auth::DataAuth;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
-use racksum_worker::{ConnectOptions, Faults, aggregator_sets};
+use racksum_worker::{ConnectOptions, Faults, aggregator_sets, check_address};
 
 use crate::exit::Failure;
 use crate::{args, environment};
@@ -80,7 +80,12 @@ pub(crate) struct MemberArgs {
 pub(crate) struct Aggregators(Vec<Vec<String>>);
 
 fn aggregators(text: &str) -> Result<Aggregators, String> {
-    aggregator_sets(text).map(Aggregators)
+    let sets = aggregator_sets(text)?;
+    // This command shares no memory with a sidecar, so every address must be an aggregator's.
+    if text.starts_with("unix:") {
+        check_address(text).map_err(|error| error.to_string())?;
+    }
+    Ok(Aggregators(sets))
 }
 
 fn job(name: &str) -> Result<String, String> {

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use racksum_worker::Blocks;
+use racksum_worker::{Blocks, Client};
 
-use crate::client::Client;
 use crate::errors::raise;
 
 /// A client, bound to the process that connected it. A forked child has none of the client's

@@ -48,8 +48,7 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
     match error {
         Error::Submit(SubmitError::Descriptor(_) | SubmitError::NoSuchLane { .. })
         | Error::Length { .. }
-        | Error::Blocks(_)
-        | Error::OtherClient => raise(py, "BadArgument", text),
+        | Error::Blocks(_) => raise(py, "BadArgument", text),
         Error::Submit(SubmitError::PeerLost { ranks, .. })
         | Error::Op(OpError::PeerLost { ranks, .. }) => {
             raise(py, "PeerLost", (text, numbers(ranks)))

@@ -1,7 +1,6 @@
 //! The Python extension `racksum._racksum`, a thin binding of the worker. Users import the package
 //! `racksum`, which wraps this extension. Read `session` first.
 
-mod client;
 mod connected;
 mod errors;
 mod logs;

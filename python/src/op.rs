@@ -5,9 +5,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use racksum_worker::{Blocks, Error};
+use racksum_worker::{Blocks, Error, Handle, Operand, Reduced};
 
-use crate::client::{Client, Running};
 use crate::connected::Connected;
 use crate::errors::of_op;
 use crate::memory::write_to;
@@ -19,7 +18,7 @@ use crate::patience::wait_in_slices;
 pub(crate) struct Op {
     session: Connected,
     /// The handle of the op; `None` once the op has an outcome.
-    running: RwLock<Option<Running>>,
+    handle: RwLock<Option<Handle<Operand>>>,
     outcome: OnceLock<Result<Ended, Error>>,
 }
 
@@ -27,17 +26,22 @@ pub(crate) struct Op {
 type Ended = (Vec<u16>, Option<Arc<Kept>>);
 
 impl Op {
-    pub(crate) const fn new(session: Connected, running: Running) -> Self {
-        Self { session, running: RwLock::new(Some(running)), outcome: OnceLock::new() }
+    pub(crate) const fn new(session: Connected, handle: Handle<Operand>) -> Self {
+        Self { session, handle: RwLock::new(Some(handle)), outcome: OnceLock::new() }
     }
 
     /// Returns the outcome of an op that has ended.
-    fn finish(&self, client: &Client) -> &Result<Ended, Error> {
+    fn finish(&self) -> &Result<Ended, Error> {
         self.outcome.get_or_init(|| {
-            let running = self.running.write().unwrap_or_else(PoisonError::into_inner).take();
-            let (absent, blocks) = client.finish(running.expect("taken only here, once"))?;
-            let keep = |blocks| Kept { session: self.session.clone(), blocks: Some(blocks) };
-            Ok((absent, blocks.map(keep).map(Arc::new)))
+            let handle = self.handle.write().unwrap_or_else(PoisonError::into_inner).take();
+            let Reduced { tensor, absent } = handle.expect("taken only here, once").wait()?;
+            let sums = match tensor {
+                Operand::Blocks(blocks) => {
+                    Some(Arc::new(Kept { session: self.session.clone(), blocks: Some(blocks) }))
+                }
+                Operand::Tensor(_) | Operand::Region(_) => None,
+            };
+            Ok((absent.iter().map(|rank| rank.0).collect(), sums))
         })
     }
 }
@@ -47,30 +51,27 @@ impl Op {
     /// Waits up to `seconds` for the op to end. Returns whether it has ended.
     #[pyo3(signature = (seconds = None))]
     fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
-        let client = self.session.get(py)?;
+        self.session.get(py)?;
         // A longer wait than `Duration` can hold never times out.
         let limit = seconds
             .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
         let ended = wait_in_slices(py, limit, |slice| {
-            let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
-            match running.as_ref().map(|running| client.ends_within(running, slice)) {
-                Some(Ok(false)) => None,
-                Some(Err(error)) => Some(Err(error)),
-                Some(Ok(true)) | None => Some(Ok(true)),
-            }
-        });
-        let Some(ended) = ended? else { return Ok(false) };
-        ended.map_err(|error| of_op(py, &error))?;
+            let handle = self.handle.read().unwrap_or_else(PoisonError::into_inner);
+            handle.as_ref().is_none_or(|handle| handle.ends_within(slice)).then_some(())
+        })?;
+        if ended.is_none() {
+            return Ok(false);
+        }
         // Finish the op here, so that its sums are in the tensor when this method returns.
-        py.detach(|| _ = self.finish(client));
+        py.detach(|| _ = self.finish());
         Ok(true)
     }
 
     /// Returns the outcome of an op that has ended: the ranks that the result lacks, and the sums
     /// of an op on blocks. Callers may ask again, because a signal may lose an answer.
     fn outcome<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Option<Sums>)> {
-        let client = self.session.get(py)?;
-        let outcome = py.detach(|| self.finish(client));
+        self.session.get(py)?;
+        let outcome = py.detach(|| self.finish());
         let (absent, sums) = outcome.as_ref().map_err(|error| of_op(py, error))?;
         Ok((PyTuple::new(py, absent)?, sums.as_ref().map(|kept| Sums(Arc::clone(kept)))))
     }
@@ -128,12 +129,12 @@ impl Drop for Kept {
 impl Drop for Op {
     #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be let go")]
     fn drop(&mut self) {
-        let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.session.is_forked() {
-            std::mem::forget(running);
+            std::mem::forget(handle);
         } else {
             // Dropping notifies the engine, which may be busy, so release the GIL.
-            Python::attach(|py| py.detach(|| drop(running)));
+            Python::attach(|py| py.detach(|| drop(handle)));
         }
     }
 }

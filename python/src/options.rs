@@ -36,16 +36,6 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Returns the path of the sidecar, if the options name one.
-    pub(crate) fn sidecar(&self) -> Option<PathBuf> {
-        self.aggregator.strip_prefix("unix:").map(PathBuf::from)
-    }
-
-    /// Returns how many of the job's ranks are on this host.
-    pub(crate) fn local_world(&self) -> u16 {
-        self.local_world.unwrap_or(self.world)
-    }
-
     pub(crate) fn into_connect_options(self, py: Python<'_>) -> PyResult<ConnectOptions> {
         let data_auth = self.data_auth.as_deref().map(|name| read(py, "data_auth", name));
         let data_auth = data_auth.transpose()?;
@@ -61,6 +51,7 @@ impl Options {
             generation: Generation(self.generation),
             rank: self.rank,
             world: self.world,
+            local_world: self.local_world,
             lanes: self.lanes,
             pool_slots: self.pool_slots,
             multicast: self.multicast,

@@ -1,19 +1,17 @@
 //! A session: one rank's membership in a job.
 
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use racksum_proto::call;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
-use racksum_worker::{Blocks, ConnectError, ConnectOptions, Connecting, Error, Operand, sidecar};
+use racksum_worker::sidecar;
+use racksum_worker::{Blocks, Client, ConnectError, Connecting, Error, Operand, StatsQuery};
 
-use crate::client::Client;
 use crate::connected::Connected;
 use crate::errors::{of_connect, of_op, raise, read};
 use crate::memory::{read_from, region_of};
@@ -21,9 +19,6 @@ use crate::op::Op;
 use crate::options::Options;
 use crate::patience::{wait_in_checked_slices, wait_in_slices};
 use crate::turn::{PartOf, Turn, Unsaid};
-
-/// How long a sidecar may take to release a rank that has not joined.
-const PARTING: Duration = Duration::from_secs(1);
 
 /// A session of one rank in a job.
 #[pyclass(frozen, module = "racksum._racksum")]
@@ -33,46 +28,6 @@ pub(crate) struct Session {
     /// The calls that were refused before their ops began. Ranks pair ops by their order, so this
     /// rank tells the others of these calls before the next op.
     unsaid: Arc<Unsaid>,
-}
-
-/// An attempt to join at a sidecar, which may not have started yet.
-#[derive(Debug, Default)]
-struct Calling {
-    client: Option<sidecar::Client>,
-    /// The last error of a call, if the sidecar could not be reached.
-    absent: Option<ConnectError>,
-}
-
-impl Calling {
-    /// Calls the sidecar, unless an earlier call succeeded, and waits for all ranks. Returns the
-    /// outcome if it is known within `slice`.
-    fn wait(
-        &mut self,
-        path: &Path,
-        options: &ConnectOptions,
-        local_world: u16,
-        slice: Duration,
-    ) -> Option<Result<(), ConnectError>> {
-        let client = match &mut self.client {
-            Some(client) => client,
-            none => match sidecar::Client::call(path, options, local_world) {
-                Ok(client) => none.insert(client),
-                Err(error) if error.may_pass() => {
-                    if self.absent.is_none() {
-                        tracing::warn!("{error}; trying again until join_timeout is over");
-                    }
-                    self.absent = Some(error);
-                    std::thread::sleep(slice);
-                    return None;
-                }
-                Err(error) => return Some(Err(error)),
-            },
-        };
-        match client.is_ready_within(slice) {
-            Ok(ready) => ready.then_some(Ok(())),
-            Err(error) => Some(Err(error)),
-        }
-    }
 }
 
 /// The parameters of an op, as Python passes them.
@@ -103,48 +58,6 @@ impl Call {
 }
 
 impl Session {
-    /// Joins a job at the sidecar of this host.
-    fn connect_beside(
-        py: Python<'_>,
-        path: &Path,
-        options: Options,
-        check: impl FnMut(Python<'_>) -> PyResult<()>,
-    ) -> PyResult<Self> {
-        let local_world = options.local_world();
-        let options = options.into_connect_options(py)?;
-        let mut calling = Calling::default();
-        let joined = wait_in_checked_slices(py, Some(options.join_timeout), check, |slice| {
-            calling.wait(path, &options, local_world, slice)
-        });
-        let Calling { client, absent } = calling;
-        let error = match (joined, client) {
-            (Ok(Some(Ok(()))), Some(client)) => {
-                return Ok(Self::of(Client::Beside(client)));
-            }
-            (Ok(Some(Err(error))), client) => (of_connect(py, &error), client),
-            (Ok(_), Some(client)) => {
-                let (missing, waited) = (client.missing(), options.join_timeout);
-                let elsewhere = String::new();
-                let error = ConnectError::Incomplete { missing, waited, elsewhere };
-                (of_connect(py, &error), Some(client))
-            }
-            (Ok(_), None) => (of_connect(py, &absent.unwrap_or(ConnectError::GivenUp)), None),
-            (Err(raised), client) => (raised, client),
-        };
-        let (error, Some(client)) = error else { return Err(error.0) };
-        // A working sidecar frees the rank's place within this time. Do not wait for a stuck one.
-        py.detach(move || {
-            client.may_leave_within(PARTING);
-            client.leave();
-            drop(client);
-        });
-        Err(error)
-    }
-
-    fn of(client: Client) -> Self {
-        Self { client: Connected::new(client), unsaid: Arc::default() }
-    }
-
     /// Starts an op, once fewer ops are in flight than the job allows.
     fn start<T: Into<Operand> + Send>(
         &self,
@@ -166,7 +79,7 @@ impl Session {
             wait_in_slices(py, None, is_free)?;
             Ok(py.detach(|| client.submit(operand, descriptor)))
         })
-        .map(|running| Op::new(self.client.clone(), running))
+        .map(|handle| Op::new(self.client.clone(), handle))
     }
 
     /// Begins an op of a call once there is room for it, after the refused calls that are due.
@@ -239,9 +152,6 @@ impl Session {
     #[pyo3(signature = (options, check=None))]
     fn connect(py: Python<'_>, options: Options, check: Option<Py<PyAny>>) -> PyResult<Self> {
         let check = |py: Python<'_>| check.as_ref().map_or(Ok(()), |it| it.call0(py).map(drop));
-        if let Some(path) = options.sidecar() {
-            return Self::connect_beside(py, &path, options, check);
-        }
         let options = options.into_connect_options(py)?;
         let connecting = Connecting::new();
         let cancel = connecting.cancel_handle();
@@ -261,7 +171,7 @@ impl Session {
         }
         drop(py.detach(|| attempt.join()));
         match connected? {
-            Some(Ok(client)) => Ok(Self::of(Client::Direct(Box::new(client)))),
+            Some(Ok(client)) => Ok(Self { client: Connected::new(client), unsaid: Arc::default() }),
             Some(Err(error)) => Err(of_connect(py, &error)),
             None => Err(of_connect(py, &ConnectError::GivenUp)),
         }
@@ -363,13 +273,14 @@ impl Session {
     /// Returns `nbytes` bytes of memory that is shared with the sidecar, or `None` without a
     /// sidecar.
     fn lend(&self, py: Python<'_>, nbytes: usize) -> PyResult<Option<Lent>> {
-        let Some(sidecar) = self.client.get(py)?.beside() else { return Ok(None) };
+        let client = self.client.get(py)?;
         let refused = |error: io::Error| of_op(py, &Error::Memory(error.to_string()));
-        let memory = py.detach(|| sidecar.offer(nbytes)).map_err(refused)?;
+        let memory = py.detach(|| client.offer(nbytes)).map_err(refused)?;
+        let Some(memory) = memory else { return Ok(None) };
         let lent = Lent { memory: Some(memory), pid: std::process::id() };
-        let is_taken = |slice| sidecar.is_taken_within(lent.memory.as_ref()?, slice);
-        let taken = wait_in_slices(py, Some(sidecar::Client::PATIENCE), is_taken)?;
-        taken.unwrap_or_else(|| Err(sidecar::Client::unanswered())).map_err(refused)?;
+        let is_taken = |slice| client.is_taken_within(lent.memory.as_ref()?, slice);
+        let taken = wait_in_slices(py, Some(Client::SIDECAR_TIMEOUT), is_taken)?;
+        taken.unwrap_or_else(|| Err(Client::unanswered())).map_err(refused)?;
         Ok(Some(lent))
     }
 
@@ -386,10 +297,8 @@ impl Session {
     /// Returns counters of the traffic so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let client = self.client.get(py)?;
-        if let Some(sidecar) = client.beside() {
-            ask_stats(py, sidecar)?;
-        }
-        let (traffic, stats) = py.detach(|| client.stats());
+        refresh_stats(py, client)?;
+        let (stats, sidecar) = py.detach(|| (client.stats(), client.sidecar_stats()));
         let dict = PyDict::new(py);
         for (name, value) in [
             ("tx_bytes", stats.tx_bytes),
@@ -402,9 +311,9 @@ impl Session {
             ("rejects", stats.rejects),
             ("kernel_drops", stats.kernel_drops),
             ("send_failures", stats.send_failures),
-            ("sidecar_ops", traffic.ops),
-            ("sidecar_shared_bytes", traffic.shared_bytes),
-            ("sidecar_copied_bytes", traffic.copied_bytes),
+            ("sidecar_ops", sidecar.ops),
+            ("sidecar_shared_bytes", sidecar.shared_bytes),
+            ("sidecar_copied_bytes", sidecar.copied_bytes),
         ] {
             dict.set_item(name, value)?;
         }
@@ -414,13 +323,13 @@ impl Session {
     /// Returns how many ops may be in flight.
     #[getter]
     fn max_ops(&self, py: Python<'_>) -> PyResult<u16> {
-        Ok(self.client.get(py)?.max_ops())
+        Ok(self.client.get(py)?.grant().max_ops)
     }
 
     /// Returns whether results arrive by multicast.
     #[getter]
     fn multicast(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.client.get(py)?.multicast())
+        Ok(self.client.get(py)?.grant().multicast)
     }
 
     /// Returns whether this process was forked from the one that connected.
@@ -439,20 +348,11 @@ impl Session {
 
 /// Asks a sidecar for its traffic counters. If the sidecar does not answer in time, the counters of
 /// its last answer remain in use.
-fn ask_stats(py: Python<'_>, sidecar: &sidecar::Client) -> PyResult<()> {
-    let mut asked = None;
-    let has_told = |slice| {
-        asked = asked.or_else(|| sidecar.ask_stats());
-        match &asked {
-            Some(asked) => sidecar.has_told_within(asked, slice).then_some(()),
-            None => {
-                std::thread::sleep(slice);
-                None
-            }
-        }
-    };
-    if wait_in_slices(py, Some(sidecar::Client::PATIENCE), has_told)?.is_none() {
-        tracing::warn!("the sidecar does not answer: what has left the host is as it said last");
+fn refresh_stats(py: Python<'_>, client: &Client) -> PyResult<()> {
+    let mut query = StatsQuery::default();
+    let is_fresh = |slice| client.refreshes_stats_within(&mut query, slice).then_some(());
+    if wait_in_slices(py, Some(Client::SIDECAR_TIMEOUT), is_fresh)?.is_none() {
+        tracing::warn!("the sidecar does not answer: the counters are those of its last answer");
     }
     Ok(())
 }

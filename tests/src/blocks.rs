@@ -21,7 +21,7 @@ fn held(descriptor: &Descriptor, tensor: &[u8]) -> Vec<u32> {
 }
 
 fn run(client: &Client, descriptor: Descriptor, blocks: Blocks) -> Result<Blocks, Error> {
-    Ok(client.wait(client.submit(blocks, descriptor)?)?.tensor)
+    Ok(client.submit(blocks, descriptor)?.wait()?.tensor)
 }
 
 /// Returns the expected blocks for the expected tensor.
@@ -78,7 +78,7 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
                         client.recycle(got);
                         // A whole tensor must give the same result as the list.
                         let mut dense = tensor.clone();
-                        client.allreduce(&mut dense, *descriptor).unwrap();
+                        client.reduce(&mut dense, *descriptor).unwrap();
                         assert_eq!(dense, sums.tensor, "{descriptor}");
                     }
                 },
@@ -106,7 +106,7 @@ fn ranks_may_list_and_give_whole_tensors_in_one_op() {
                     let got = run(client, descriptor, blocks).unwrap();
                     assert_eq!(got, expected(&descriptor, &sums));
                 } else {
-                    client.allreduce(&mut tensor, descriptor).unwrap();
+                    client.reduce(&mut tensor, descriptor).unwrap();
                     assert_eq!(tensor, sums.tensor);
                 }
             },
@@ -260,12 +260,12 @@ fn a_list_that_cannot_be_is_refused_and_the_session_goes_on() {
                 }
                 let bad = Descriptor { block_log2: 20, ..descriptor };
                 let listed = client.submit(Blocks::default(), bad).unwrap_err();
-                assert_eq!(listed, client.submit(vec![0; 1200], bad).unwrap_err());
-                let error = client.submit(vec![0; 1199], descriptor).unwrap_err();
+                assert_eq!(listed, client.submit(vec![0u8; 1200], bad).unwrap_err());
+                let error = client.submit(vec![0u8; 1199], descriptor).unwrap_err();
                 let why = "the tensor has 1199 bytes, but 300 elements of f32 have 1200";
                 assert_eq!(error.to_string(), why);
                 let mut one = 1i32.to_le_bytes();
-                client.allreduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
+                client.reduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
                 assert_eq!(one, 2i32.to_le_bytes());
             },
         );

@@ -46,8 +46,8 @@ fn twenty_runs_end_with_the_same_bits() {
                 |o| o.faults = faults,
                 |client, rank| {
                     let mut tensor = inputs[usize::from(rank)].clone();
-                    client.allreduce(&mut tensor, descriptor).unwrap();
-                    assert_eq!(client.multicast(), fanout == Fanout::Multicast);
+                    client.reduce(&mut tensor, descriptor).unwrap();
+                    assert_eq!(client.grant().multicast, fanout == Fanout::Multicast);
                     (tensor, client.stats().retransmits)
                 },
             );
@@ -87,7 +87,7 @@ fn faults_change_no_bit_of_any_kind_of_op() {
             |client, rank| {
                 for (descriptor, inputs, expected) in &cases {
                     let mut tensor = inputs[usize::from(rank)].clone();
-                    client.allreduce(&mut tensor, *descriptor).unwrap();
+                    client.reduce(&mut tensor, *descriptor).unwrap();
                     assert!(tensor == *expected, "{descriptor}; seed {seed}");
                 }
             },
@@ -108,7 +108,7 @@ fn small_ops_survive_a_lossy_path() {
             |client, rank| {
                 for op in 0..100u32 {
                     let mut tensor = (op + u32::from(rank)).to_le_bytes();
-                    client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
+                    client.reduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
                     assert_eq!(u32::from_le_bytes(tensor), 3 * op + 3);
                 }
             },

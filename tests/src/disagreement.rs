@@ -41,7 +41,7 @@ fn tensor(descriptor: &Descriptor, zero: bool) -> Vec<u8> {
 fn agree(client: &Client, world: f32) {
     let elements = 60 * 256 * 3 + 5;
     let mut tensor = floats((0..elements).map(|_| 1.0));
-    client.allreduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
+    client.reduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
     assert!(tensor == floats((0..elements).map(|_| world)));
 }
 
@@ -73,7 +73,7 @@ fn disagree(shards: u8, odd: u16, faults: Faults, zero: bool) {
         rig.ranks("differ", 3, options, |client, rank| {
             for (most, odd_one) in differences() {
                 let mine = if rank == odd { odd_one } else { most };
-                let result = client.allreduce(&mut tensor(&mine, zero), mine);
+                let result = client.reduce(&mut tensor(&mine, zero), mine);
                 check(result.map(|_| ()), [(most, odd_one), (odd_one, most)]);
                 agree(client, 3.0);
             }
@@ -123,10 +123,10 @@ fn ops_around_a_disagreement_are_not_disturbed() {
                     let mine = if rank == 2 { odd_one } else { most };
                     let between = client.submit(tensor(&mine, false), mine).unwrap();
                     let after: Vec<_> = (4..8).map(submit).collect();
-                    let result = client.wait(between).map(|_| ());
+                    let result = between.wait().map(|_| ());
                     check(result, [(most, odd_one), (odd_one, most)]);
                     for (i, handle) in (0u8..).zip(before.into_iter().chain(after)) {
-                        let sum = client.wait(handle).unwrap().tensor;
+                        let sum = handle.wait().unwrap().tensor;
                         assert!(
                             sum.chunks(4).all(|x| x == (3.0 * f32::from(i)).to_le_bytes()),
                             "{i}"
@@ -149,7 +149,7 @@ fn every_rank_may_mean_something_else() {
             |client, rank| {
                 for _ in 0..5 {
                     let mine = Descriptor::sum(100 + u64::from(rank), DType::F32);
-                    let result = client.allreduce(&mut tensor(&mine, false), mine);
+                    let result = client.reduce(&mut tensor(&mine, false), mine);
                     let Err(Error::Op(OpError::Mismatch { one, other, .. })) = result else {
                         panic!("{result:?}")
                     };
@@ -175,7 +175,7 @@ fn lists_of_blocks_disagree_alike() {
                 let tag = u64::from(rank);
                 let descriptor = Descriptor { tag, ..Descriptor::sum(1000, DType::F32) };
                 let handle = client.submit(Blocks::default(), descriptor).unwrap();
-                let error = client.wait(handle).unwrap_err();
+                let error = handle.wait().unwrap_err();
                 assert!(matches!(error, Error::Op(OpError::Mismatch { .. })), "{error}");
                 agree(client, 2.0);
             },

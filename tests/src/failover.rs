@@ -66,10 +66,10 @@ fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
         let list = list(&descriptor, &cases[0].inputs[own]);
         let list = client.submit(list, descriptor).unwrap();
         for (i, (case, handle)) in cases.iter().zip(started).enumerate() {
-            let sum = client.wait(handle).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            let sum = handle.wait().unwrap_or_else(|error| panic!("round {round}: {error}"));
             assert!(sum.tensor == case.expected.tensor, "round {round}, op {i}: rank {rank}");
         }
-        let sums = client.wait(list).unwrap().tensor;
+        let sums = list.wait().unwrap().tensor;
         let Expected { tensor, union, .. } = &cases[0].expected;
         assert_eq!(&sums.indices, union, "round {round}");
         assert!(sums.values == blocks(&descriptor, tensor, union).values, "round {round}");
@@ -296,7 +296,7 @@ fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
                     let client = Client::connect(options).unwrap();
                     for _ in 0..2 {
                         let mut tensor = [1, 0, 0, 0];
-                        client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
+                        client.reduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
                         assert_eq!(tensor, [3, 0, 0, 0]);
                         done.wait();
                     }
@@ -373,11 +373,11 @@ fn a_rank_that_others_did_not_come_to_in_time_says_where_it_waited() {
                     let options = ConnectOptions { op_timeout, ..options };
                     let client = Client::connect(&options).unwrap();
                     let one = Descriptor::sum(1, DType::I32);
-                    client.allreduce(&mut [0; 4], one).unwrap();
+                    client.reduce(&mut [0; 4], one).unwrap();
                     started.wait();
                     // The test drops the aggregator here.
                     started.wait();
-                    let error = client.allreduce(&mut [0; 4], one).unwrap_err().to_string();
+                    let error = client.reduce(&mut [0; 4], one).unwrap_err().to_string();
                     if options.rank == 0 {
                         assert!(error.contains(&format!("{name}: not joined in time")), "{error}");
                     }
@@ -406,11 +406,11 @@ fn when_no_aggregator_is_left_the_error_says_what_became_of_each() {
                 scope.spawn(move || {
                     let client = Client::connect(&options).unwrap();
                     let one = Descriptor::sum(1, DType::I32);
-                    client.allreduce(&mut [0; 4], one).unwrap();
+                    client.reduce(&mut [0; 4], one).unwrap();
                     started.wait();
                     // The test drops the aggregators here.
                     started.wait();
-                    let (error, ms) = timed(|| client.allreduce(&mut [0; 4], one).unwrap_err());
+                    let (error, ms) = timed(|| client.reduce(&mut [0; 4], one).unwrap_err());
                     assert!(ms >= 3_000, "{ms} ms");
                     time("an op without any aggregator gives up after its 4 s", ms, 6_000);
                     let sentence = error.to_string();

@@ -26,8 +26,8 @@ fn submit(client: &Client, i: u16, rank: u16) -> Handle<Vec<u8>> {
     client.submit(tensor, descriptor).unwrap()
 }
 
-fn check(client: &Client, i: u16, handle: Handle<Vec<u8>>, world: u16) {
-    let sum = client.wait(handle).unwrap().tensor;
+fn check(i: u16, handle: Handle<Vec<u8>>, world: u16) {
+    let sum = handle.wait().unwrap().tensor;
     let of_ranks: f32 = (0..world).map(|rank| f32::from(i) + f32::from(rank)).sum();
     assert!(sum == floats((0..elements(i)).map(|_| of_ranks)), "op {i}");
 }
@@ -52,7 +52,7 @@ fn ops_of_two_lanes_are_waited_for_in_any_order() {
                     handles.reverse();
                 }
                 for (i, handle) in handles {
-                    check(client, i, handle, 3);
+                    check(i, handle, 3);
                 }
             });
         }
@@ -74,7 +74,7 @@ fn one_thread_submits_while_others_wait() {
                             let (give, take) = channel::<(u16, Handle<Vec<u8>>)>();
                             scope.spawn(move || {
                                 for (i, handle) in take {
-                                    check(client, i, handle, 2);
+                                    check(i, handle, 2);
                                 }
                             });
                             give
@@ -113,7 +113,7 @@ fn an_op_that_nobody_waits_for_goes_on() {
                     }
                 }
                 for (i, handle) in handles {
-                    check(client, i, handle, 3);
+                    check(i, handle, 3);
                 }
                 done.clone().send(()).unwrap();
             },
@@ -135,11 +135,11 @@ fn no_more_ops_are_taken_than_were_granted() {
                 if rank == 1 {
                     filled.lock().unwrap().recv().unwrap();
                 }
-                let max = client.welcome().max_ops;
+                let max = client.grant().max_ops;
                 let mut handles: Vec<_> = (0..max).map(|i| (i, submit(client, i, rank))).collect();
                 if rank == 0 {
                     let error =
-                        client.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap_err();
+                        client.submit(vec![0u8; 4], Descriptor::sum(1, DType::F32)).unwrap_err();
                     let max = usize::from(max);
                     assert_eq!(error, Error::Submit(SubmitError::TooManyOps { max }));
                     assert!(!client.has_room_within(0, Duration::from_millis(20)));
@@ -149,13 +149,13 @@ fn no_more_ops_are_taken_than_were_granted() {
                 // A refused submit takes no op number, so both ranks give the next op the same one.
                 let last = handles.split_off(1);
                 for (i, handle) in handles {
-                    check(client, i, handle, 2);
+                    check(i, handle, 2);
                 }
                 let next = submit(client, max, rank);
                 for (i, handle) in last {
-                    check(client, i, handle, 2);
+                    check(i, handle, 2);
                 }
-                check(client, max, next, 2);
+                check(max, next, 2);
             },
         );
     });
@@ -171,10 +171,10 @@ fn a_lane_that_was_not_joined_with_is_refused() {
             |options| options.lanes = 3,
             |client, _| {
                 let of_lane = |lane| Descriptor { lane, ..Descriptor::sum(1, DType::F32) };
-                let error = client.allreduce(&mut [0; 4], of_lane(3)).unwrap_err();
+                let error = client.reduce(&mut [0; 4], of_lane(3)).unwrap_err();
                 let why = "lane 3 does not exist: the job joined with 3 lanes, 0 to 2";
                 assert_eq!(error.to_string(), why);
-                client.allreduce(&mut [0; 4], of_lane(2)).unwrap();
+                client.reduce(&mut [0; 4], of_lane(2)).unwrap();
             },
         );
     });

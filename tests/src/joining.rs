@@ -27,7 +27,7 @@ fn refusal(options: &ConnectOptions) -> String {
 fn check(client: &Client, world: f32) {
     let elements = 60 * 256 * 7 + 3;
     let mut tensor = floats((0..elements).map(|i| (i % 5) as f32));
-    client.allreduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
+    client.reduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
     assert!(tensor == floats((0..elements).map(|i| (i % 5) as f32 * world)));
 }
 
@@ -74,7 +74,7 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let old = scope.spawn(|| Client::connect(&of(1, 2, 0)).unwrap());
             let waiting = Client::connect(&of(0, 2, 0)).unwrap();
             let old = old.join().unwrap();
-            let handle = waiting.submit(vec![0; 4], Descriptor::sum(1, DType::F32)).unwrap();
+            let handle = waiting.submit(vec![0u8; 4], Descriptor::sum(1, DType::F32)).unwrap();
             // The second generation gathers with another world, and its first rank waits for the
             // others.
             let second = scope.spawn(|| Client::connect(&of(0, 2, 3)));
@@ -84,7 +84,7 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
                      begun by 127.0.0.1, has ended generation {old}, begun by 127.0.0.1"
                 )
             };
-            let error = waiting.wait(handle).unwrap_err();
+            let error = handle.wait().unwrap_err();
             assert_eq!(error, Error::Op(OpError::Ended { why: lives(3, 0).into() }));
             let late = refusal(&of(1, 2, 0));
             let told = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 is \
@@ -121,7 +121,7 @@ fn a_job_that_has_another_ones_name_neither_ends_it_nor_joins_it() {
         // The job's own next generation may end it.
         let next = Client::connect(&of(0, 1, 8, 1)).unwrap();
         check(&next, 1.0);
-        assert!(running.is_over() || running.allreduce(&mut [0; 4], one()).is_err());
+        assert!(running.is_over() || running.reduce(&mut [0; 4], one()).is_err());
     });
 }
 
@@ -281,7 +281,7 @@ fn a_pool_as_small_as_can_be_is_enough() {
                 3,
                 |options| options.pool_slots = 2,
                 |client, _| {
-                    assert_eq!(client.welcome().pool_slots, 2);
+                    assert_eq!(client.grant().pool_slots, 2);
                     check(client, 3.0);
                 },
             );
@@ -299,7 +299,7 @@ fn datagrams_fit_the_smallest_mtu_of_the_ranks() {
                     let options = ConnectOptions { mtu: Some(mtu), ..rig.options("mtu", rank, 2) };
                     scope.spawn(move || {
                         let client = Client::connect(&options).unwrap();
-                        let payload = usize::from(client.welcome().fragment_payload);
+                        let payload = usize::from(client.grant().fragment_payload);
                         let room = mtus[0].min(mtus[1]) - 28 - 48;
                         assert!(payload <= room, "{payload} in {mtus:?}");
                         check(&client, 2.0);

@@ -18,7 +18,7 @@ use crate::waits::timed;
 
 fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
     let mut tensor = vec![1; 4 * elements];
-    client.allreduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32)).map(|_| ())
+    client.reduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32)).map(|_| ())
 }
 
 /// Returns how many milliseconds after its limit an op gave up; panics if it was before.
@@ -162,9 +162,10 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                 let (options, submitted) = (rig.options("lost", rank, 3), &submitted);
                 scope.spawn(move || {
                     let client = Client::connect(&options).unwrap();
-                    let handle = client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
+                    let handle =
+                        client.submit(vec![0u8; 4], Descriptor::sum(1, DType::I32)).unwrap();
                     submitted.wait();
-                    let (error, ms) = timed(|| client.wait(handle).unwrap_err());
+                    let (error, ms) = timed(|| handle.wait().unwrap_err());
                     let (ranks, why) = (vec![Rank(1)], Loss::Broke);
                     assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
                     let why = "lost rank 1: it broke the connection; see what it said last";
@@ -203,12 +204,12 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                     let rank = options.rank;
                     // Rank 1 waits for no op when the aggregator stops.
                     let handle = (rank == 0).then(|| {
-                        client.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap()
+                        client.submit(vec![0u8; 4], Descriptor::sum(1, DType::I32)).unwrap()
                     });
                     ready.send(()).unwrap();
                     let gone = format!("the aggregator {} is gone", options.aggregators[0]);
                     let (error, ms) = timed(|| match handle {
-                        Some(handle) => client.wait(handle).unwrap_err(),
+                        Some(handle) => handle.wait().unwrap_err(),
                         None => loop {
                             std::thread::sleep(Duration::from_millis(50));
                             if let Err(error) = sum_of(&client, 1) {

@@ -72,12 +72,12 @@ impl Op {
         client.submit(blocks, descriptor).map_or_else(Running::Failed, Running::List)
     }
 
-    fn finish(&self, client: &Client, running: Running, what: &str) {
+    fn finish(&self, running: Running, what: &str) {
         let Self { descriptor, expected, .. } = self;
         let result = match running {
-            Running::Whole(handle) => client.wait(handle).map(|got| got.tensor == expected.tensor),
-            Running::List(handle) => client
-                .wait(handle)
+            Running::Whole(handle) => handle.wait().map(|got| got.tensor == expected.tensor),
+            Running::List(handle) => handle
+                .wait()
                 .map(|got| got.tensor == blocks(descriptor, &expected.tensor, &expected.union)),
             Running::Failed(error) => Err(error),
         };
@@ -139,7 +139,7 @@ fn run(seed: u64, shape: &Shape) {
             let (now, later) = left.split_at(left.len().min(usize::try_from(*batch).unwrap()));
             let running: Vec<_> = now.iter().map(|op| op.start(client, rank)).collect();
             for (op, running) in now.iter().zip(running) {
-                op.finish(client, running, &format!("SEED={seed}, rank {rank}"));
+                op.finish(running, &format!("SEED={seed}, rank {rank}"));
             }
             left = later;
         }

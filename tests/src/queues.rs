@@ -22,7 +22,7 @@ const CROWD: usize = 2000;
 
 fn reduce(client: &Client) {
     let mut tensor = floats([1.0, 2.0]);
-    client.allreduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
+    client.reduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
     assert_eq!(tensor, floats([1.0, 2.0]));
 }
 

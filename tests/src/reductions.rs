@@ -44,7 +44,7 @@ impl Case {
     fn check(&self, client: &Client, rank: u16) {
         let Self { descriptor, values, seed, expected } = self;
         let mut tensor = self.input(rank);
-        let result = client.allreduce(&mut tensor, *descriptor);
+        let result = client.reduce(&mut tensor, *descriptor);
         match &result {
             Ok(_) => assert!(!expected.overflows, "{descriptor}: the overflow is not reported"),
             Err(Error::Op(OpError::Overflow { .. })) => {
@@ -170,7 +170,7 @@ fn blocks_of_minus_zero_end_as_plus_zero_at_every_rank() {
                     let own = [-0.0, 0.0, -0.0][usize::from(rank)];
                     let mut tensor = floats((0..1000).map(|i| if i == 300 { 1.0 } else { own }));
                     let sum = Descriptor::sum(1000, DType::F32);
-                    client.allreduce(&mut tensor, Descriptor { reduction, ..sum }).unwrap();
+                    client.reduce(&mut tensor, Descriptor { reduction, ..sum }).unwrap();
                     tensor
                 },
             );
@@ -201,7 +201,7 @@ fn what_nobody_holds_is_zero_and_costs_next_to_nothing() {
             |_| {},
             |client, _| {
                 let mut tensor = vec![0; 40_000_000];
-                client.allreduce(&mut tensor, Descriptor::sum(10_000_000, DType::F32)).unwrap();
+                client.reduce(&mut tensor, Descriptor::sum(10_000_000, DType::F32)).unwrap();
                 assert!(tensor.iter().all(|byte| *byte == 0));
                 client.stats()
             },
@@ -228,7 +228,7 @@ fn a_large_tensor_may_be_zero_for_long_stretches() {
                     let mut tensor = vec![[0; 4]; 20_000_000];
                     let value = 1.0 + f32::from(rank);
                     filled.iter().for_each(|at| tensor[*at] = value.to_le_bytes());
-                    client.allreduce(tensor.as_flattened_mut(), descriptor).unwrap();
+                    client.reduce(tensor.as_flattened_mut(), descriptor).unwrap();
                     let sums: Vec<_> =
                         (0..tensor.len()).filter(|at| tensor[*at] != [0; 4]).collect();
                     assert_eq!(sums, filled);
@@ -250,9 +250,9 @@ fn a_tensor_without_elements_is_reduced() {
             |client, _| {
                 for dtype in DType::ALL {
                     let descriptor = Descriptor::sum(0, dtype);
-                    client.allreduce(&mut [], descriptor).unwrap();
-                    let handle = client.submit(Vec::new(), descriptor).unwrap();
-                    assert_eq!(client.wait(handle).unwrap().tensor, [0u8; 0]);
+                    client.reduce(&mut [], descriptor).unwrap();
+                    let handle = client.submit(Vec::<u8>::new(), descriptor).unwrap();
+                    assert_eq!(handle.wait().unwrap().tensor, [0u8; 0]);
                 }
             },
         );
@@ -280,7 +280,7 @@ fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
                 let mut undisturbed = 0;
                 for _ in 0..20 {
                     let before = client.stats();
-                    client.allreduce(&mut input.clone(), descriptor).unwrap();
+                    client.reduce(&mut input.clone(), descriptor).unwrap();
                     let after = client.stats();
                     let tx = (after.tx_bytes - before.tx_bytes) as f64;
                     let rx = (after.rx_bytes - before.rx_bytes) as f64;
@@ -313,7 +313,7 @@ fn a_narrow_wire_sends_fewer_bytes() {
                     let before = client.stats().tx_bytes;
                     let mut tensor = floats((0..600 * 256).map(|i| i as f32));
                     let descriptor = Descriptor { wire, ..Descriptor::sum(elements, DType::F32) };
-                    client.allreduce(&mut tensor, descriptor).unwrap();
+                    client.reduce(&mut tensor, descriptor).unwrap();
                     (client.stats().tx_bytes - before) as f64
                 };
                 [WireType::F32, WireType::Bf16, WireType::Int8].map(sent)

@@ -18,7 +18,7 @@ const WORLD: u16 = 3;
 
 fn sum(client: &Client, elements: u64) {
     let mut tensor = 1i32.to_le_bytes().repeat(usize::try_from(elements).unwrap());
-    client.allreduce(&mut tensor, Descriptor::sum(elements, DType::I32)).unwrap();
+    client.reduce(&mut tensor, Descriptor::sum(elements, DType::I32)).unwrap();
     assert!(tensor.chunks(4).all(|sum| *sum == i32::from(WORLD).to_le_bytes()));
 }
 
@@ -63,7 +63,7 @@ fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
                                 drop(client);
                                 let options = ConnectOptions { rejoin: true, ..options.clone() };
                                 client = Client::connect(&options).unwrap();
-                                assert_eq!(client.welcome().first_op, OpId(2 * (life + 1)));
+                                assert_eq!(client.grant().first_op, OpId(2 * (life + 1)));
                             }
                             between.wait();
                         }
@@ -104,7 +104,7 @@ fn one_that_fails_to_come_back_may_try_again() {
             let client = client.join().unwrap();
             let one = |client: &Client| {
                 let mut tensor = 1i32.to_le_bytes().to_vec();
-                client.allreduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
+                client.reduce(&mut tensor, Descriptor::sum(1, DType::I32)).unwrap();
                 assert_eq!(tensor, 2i32.to_le_bytes());
             };
             scope.spawn(move || one(&client));
@@ -136,7 +136,7 @@ fn who_cannot_come_back_is_told_why() {
             assert!(refused(&goes_on).contains("cannot have them back"));
             other = Client::connect(&back(1)).unwrap();
             // This rank leaves in the middle of an op.
-            let started = other.submit(vec![0; 4], Descriptor::sum(1, DType::I32)).unwrap();
+            let started = other.submit(vec![0u8; 4], Descriptor::sum(1, DType::I32)).unwrap();
             drop((started, other));
             assert!(refused(&back(1)).contains("in the middle of an op"));
             drop(client);

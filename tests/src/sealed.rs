@@ -146,7 +146,7 @@ fn a_rank_that_wants_its_data_authenticated_otherwise_is_told_and_the_others_wai
         let run = |options: &ConnectOptions| {
             let client = Client::connect(options)?;
             let mut tensor = floats([1.0, 2.0]);
-            client.allreduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
+            client.reduce(&mut tensor, Descriptor::sum(2, DType::F32)).unwrap();
             Ok::<_, ConnectError>(tensor)
         };
         std::thread::scope(|scope| {

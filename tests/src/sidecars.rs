@@ -12,7 +12,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 use racksum_proto::loss::Loss;
 use racksum_worker::sidecar::{self, Limits, Sidecar};
-use racksum_worker::{Blocks, Client, ConnectOptions, Error, Operand};
+use racksum_worker::{Blocks, Client, ConnectOptions, Error, Handle, Operand};
 
 use crate::impostor::Impostor;
 use crate::inputs::{Values, seed, tensor};
@@ -46,41 +46,31 @@ impl Host {
     }
 }
 
-/// A rank of the job, with or without a sidecar.
-enum Member {
-    Direct(Box<Client>),
-    Beside(sidecar::Client),
+impl Host {
+    /// Returns the options of a rank that joins through this host's sidecar, with `local` ranks of
+    /// the job on the host.
+    fn options(&self, options: ConnectOptions, local: usize) -> ConnectOptions {
+        let aggregators = vec![format!("unix:{}", self.path.display())];
+        let (standbys, local_world) = (Vec::new(), Some(u16::try_from(local).unwrap()));
+        ConnectOptions { aggregators, standbys, local_world, ..options }
+    }
 }
 
-impl Member {
-    fn connect(rank: u16, hosts: &[Host], options: &ConnectOptions) -> Self {
-        let options = ConnectOptions { rank, world: WORLD, ..options.clone() };
-        match HOSTS.iter().zip(hosts).find(|(ranks, _)| ranks.contains(&rank)) {
-            None => Self::Direct(Box::new(Client::connect(&options).unwrap())),
-            Some((ranks, host)) => {
-                let local = u16::try_from(ranks.len()).unwrap();
-                let client = sidecar::Client::call(&host.path, &options, local).unwrap();
-                assert!(client.is_ready_within(Duration::from_secs(200)).unwrap());
-                Self::Beside(client)
-            }
-        }
-    }
+/// Connects a rank of the job, with or without a sidecar.
+fn connect(rank: u16, hosts: &[Host], options: &ConnectOptions) -> Client {
+    let options = ConnectOptions { rank, world: WORLD, ..options.clone() };
+    let options = match HOSTS.iter().zip(hosts).find(|(ranks, _)| ranks.contains(&rank)) {
+        None => options,
+        Some((ranks, host)) => host.options(options, ranks.len()),
+    };
+    Client::connect(&options).unwrap()
+}
 
-    /// Reduces several operands at once.
-    fn reduce(&self, all: Vec<(Operand, Descriptor)>) -> Result<Vec<Operand>, Error> {
-        match self {
-            Self::Direct(client) => {
-                let start = |(operand, descriptor)| client.submit::<Operand>(operand, descriptor);
-                let started: Vec<_> = all.into_iter().map(start).collect::<Result<_, _>>()?;
-                started.into_iter().map(|handle| Ok(client.wait(handle)?.tensor)).collect()
-            }
-            Self::Beside(client) => {
-                let start = |(operand, descriptor)| client.submit::<Operand>(operand, descriptor);
-                let started: Vec<_> = all.into_iter().map(start).collect::<Result<_, _>>()?;
-                started.into_iter().map(|handle| client.wait(handle)).collect()
-            }
-        }
-    }
+/// Reduces several operands at once.
+fn reduce(client: &Client, all: Vec<(Operand, Descriptor)>) -> Result<Vec<Operand>, Error> {
+    let start = |(operand, descriptor)| client.submit::<Operand>(operand, descriptor);
+    let started: Vec<_> = all.into_iter().map(start).collect::<Result<_, _>>()?;
+    started.into_iter().map(|handle| Ok(handle.wait()?.tensor)).collect()
 }
 
 fn descriptors() -> [Descriptor; 6] {
@@ -155,11 +145,10 @@ fn run(
         let rank = |rank| {
             let hosts = &hosts;
             scope.spawn(move || {
-                let member = Member::connect(rank, hosts, options);
+                let member = connect(rank, hosts, options);
                 let mut first = Vec::new();
                 for round in 0..rounds {
-                    let reduced = member
-                        .reduce(operands(rank, seed))
+                    let reduced = reduce(&member, operands(rank, seed))
                         .unwrap_or_else(|error| panic!("rank {rank}, round {round}: {error}"));
                     let reduced: Vec<_> = reduced.into_iter().map(bytes).collect();
                     if first.is_empty() {
@@ -229,7 +218,7 @@ fn cancelling(rank: u16, round: u64) -> Vec<u8> {
 /// each rank.
 fn reduce_cancelling(hosts: &[Host], options: &ConnectOptions) -> Vec<Vec<Vec<u8>>> {
     let rank = |rank: u16| {
-        let member = Member::connect(rank, hosts, options);
+        let member = connect(rank, hosts, options);
         let rounds = (0..).zip([0, 0b11_1111, 0b10_1010, 0b01_0010, 0b11_1000, 0b00_0111]);
         let operand = |(round, lists): (u64, u16)| {
             let tensor = cancelling(rank, round);
@@ -244,7 +233,7 @@ fn reduce_cancelling(hosts: &[Host], options: &ConnectOptions) -> Vec<Vec<Vec<u8
         let reduced = Reduction::ALL.map(|reduction| {
             let operands = rounds.clone().map(operand);
             let set = |(operand, descriptor)| (operand, Descriptor { reduction, ..descriptor });
-            member.reduce(operands.map(set).collect()).unwrap()
+            reduce(&member, operands.map(set).collect()).unwrap()
         });
         reduced.into_iter().flatten().map(bytes).collect()
     };
@@ -282,19 +271,19 @@ fn a_call_that_a_rank_refuses_is_a_mismatch_on_every_host_and_the_job_goes_on() 
         // Cases: one rank of a host, the rank without a sidecar, and all ranks of a host.
         let refusing: [&[u16]; 3] = [&[1], &[3], &[4, 5]];
         let rank = |rank: u16| {
-            let member = Member::connect(rank, &hosts, &options);
+            let member = connect(rank, &hosts, &options);
             for refusing in refusing {
                 if refusing.contains(&rank) {
-                    let refused = member.reduce(vec![(vec![0; 3].into(), sum)]);
+                    let refused = reduce(&member, vec![(vec![0u8; 3].into(), sum)]);
                     assert!(matches!(refused, Err(Error::Length { .. })), "{refused:?}");
                 } else {
-                    let failed = member.reduce(vec![(vec![0; 36].into(), sum)]).unwrap_err();
+                    let failed = reduce(&member, vec![(vec![0u8; 36].into(), sum)]).unwrap_err();
                     let is_mismatch = matches!(failed, Error::Op(OpError::Mismatch { .. }));
                     assert!(is_mismatch, "rank {rank}: {failed}");
                     assert!(failed.to_string().contains("a call that it refused"), "{failed}");
                 }
                 let ones = 1f32.to_le_bytes().repeat(9);
-                let summed = member.reduce(vec![(ones.into(), sum)]).unwrap();
+                let summed = reduce(&member, vec![(ones.into(), sum)]).unwrap();
                 let summed = summed.into_iter().map(bytes).collect::<Vec<_>>().concat();
                 assert_eq!(summed, f32::from(WORLD).to_le_bytes().repeat(9));
             }
@@ -320,17 +309,17 @@ fn whom_a_host_loses_after_a_move_is_named_on_the_other() {
             let rank = |rank| {
                 let (hosts, options, first, all) = (&hosts, &options, &first, &all);
                 scope.spawn(move || {
-                    let member = Member::connect(rank, hosts, options);
-                    let one = || vec![(vec![1; 4].into(), Descriptor::sum(1, DType::I32))];
-                    member.reduce(one()).unwrap();
+                    let member = connect(rank, hosts, options);
+                    let one = || vec![(vec![1u8; 4].into(), Descriptor::sum(1, DType::I32))];
+                    reduce(&member, one()).unwrap();
                     all.wait();
                     drop(first.lock().unwrap().take());
-                    member.reduce(one()).unwrap();
+                    reduce(&member, one()).unwrap();
                     if rank == 1 {
                         return;
                     }
                     let error =
-                        std::iter::repeat_with(|| member.reduce(one())).find_map(Result::err);
+                        std::iter::repeat_with(|| reduce(&member, one())).find_map(Result::err);
                     let (Error::Op(OpError::PeerLost { ranks, why })
                     | Error::Submit(SubmitError::PeerLost { ranks, why })) = error.unwrap()
                     else {
@@ -351,9 +340,9 @@ fn a_rank_that_calls_late_hears_of_the_first_loss_and_not_only_of_those_that_lef
         let rig = Rig::start(|_| {});
         let options = rig.options("calls-late", 0, WORLD);
         let hosts = ["calls-late-one", "calls-late-two"].map(|it| Host::start(it, options.clone()));
-        let lost = |rank: u16, member: &Member| {
-            let one = vec![(vec![1; 4].into(), Descriptor::sum(1, DType::I32))];
-            match member.reduce(one) {
+        let lost = |rank: u16, member: &Client| {
+            let one = vec![(vec![1u8; 4].into(), Descriptor::sum(1, DType::I32))];
+            match reduce(member, one) {
                 Err(
                     Error::Op(OpError::PeerLost { ranks, why })
                     | Error::Submit(SubmitError::PeerLost { ranks, why }),
@@ -363,7 +352,7 @@ fn a_rank_that_calls_late_hears_of_the_first_loss_and_not_only_of_those_that_lef
         };
         let mut members = std::thread::scope(|scope| {
             let (hosts, options) = (&hosts, &options);
-            let connect = |rank| scope.spawn(move || Member::connect(rank, hosts, options));
+            let connect = |rank| scope.spawn(move || connect(rank, hosts, options));
             let started: Vec<_> = (0..WORLD).map(connect).collect();
             let members = started.into_iter().map(|it| it.join().unwrap());
             (0..WORLD).zip(members).collect::<BTreeMap<_, _>>()
@@ -397,12 +386,12 @@ fn ranks_of_a_host_whose_aggregator_is_gone_are_told_so() {
             let rank = |rank| {
                 let (hosts, options, rig, all) = (&hosts, &options, &rig, &all);
                 scope.spawn(move || {
-                    let member = Member::connect(rank, hosts, options);
-                    let one = || vec![(vec![1; 4].into(), Descriptor::sum(1, DType::I32))];
-                    member.reduce(one()).unwrap();
+                    let member = connect(rank, hosts, options);
+                    let one = || vec![(vec![1u8; 4].into(), Descriptor::sum(1, DType::I32))];
+                    reduce(&member, one()).unwrap();
                     all.wait();
                     drop(rig.lock().unwrap().take());
-                    let mut errors = std::iter::repeat_with(|| member.reduce(one()));
+                    let mut errors = std::iter::repeat_with(|| reduce(&member, one()));
                     let error = errors.find_map(Result::err).unwrap();
                     let told = error.to_string();
                     let gone = format!("the aggregator {} is gone", options.aggregators[0]);
@@ -428,8 +417,8 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
         let first = one_of(&ranks[0]);
         std::thread::sleep(3 * TIMEOUT / 4);
         drop(one_of(&ranks[1]));
-        assert!(ranks[0].ends_within(&first, TIMEOUT / 2).unwrap(), "it has more time");
-        let error = ranks[0].wait(first).unwrap_err();
+        assert!(first.ends_within(TIMEOUT / 2), "it has more time");
+        let error = first.wait().unwrap_err();
         let Error::Op(OpError::Timeout { missing, after, .. }) = error else { panic!("{error}") };
         assert_eq!(missing[0].0, Rank(2));
         assert!(after.as_millis() >= 12_000, "{after:?} of its time");
@@ -437,21 +426,17 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
 }
 
 /// Connects two ranks beside a sidecar, and one without.
-fn two_and_one(host: &Host, options: &ConnectOptions) -> ([sidecar::Client; 2], Client) {
-    let third = ConnectOptions { rank: 2, ..options.clone() };
-    let third = std::thread::spawn(move || Client::connect(&third).unwrap());
-    let ranks = [0, 1].map(|rank| {
-        let options = ConnectOptions { rank, ..options.clone() };
-        sidecar::Client::call(&host.path, &options, 2).unwrap()
-    });
-    for rank in &ranks {
-        assert!(rank.is_ready_within(Duration::from_secs(200)).unwrap());
-    }
-    (ranks, third.join().unwrap())
+fn two_and_one(host: &Host, options: &ConnectOptions) -> ([Client; 2], Client) {
+    let of = |rank| ConnectOptions { rank, ..options.clone() };
+    let all = [host.options(of(0), 2), host.options(of(1), 2), of(2)];
+    let [first, second, third] = all
+        .map(|options| std::thread::spawn(move || Client::connect(&options).unwrap()))
+        .map(|rank| rank.join().unwrap());
+    ([first, second], third)
 }
 
 /// Submits an op of one element with the value 1.
-fn one_of(rank: &sidecar::Client) -> sidecar::Handle<Vec<u8>> {
+fn one_of(rank: &Client) -> Handle<Vec<u8>> {
     rank.submit(1_i32.to_le_bytes().to_vec(), Descriptor::sum(1, DType::I32)).unwrap()
 }
 
@@ -469,20 +454,20 @@ fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
             values: 1_f32.to_le_bytes().repeat(256_000),
         };
         // The job may be over before the second submit.
-        let start = |(list, rank): (Blocks, &sidecar::Client)| {
+        let start = |(list, rank): (Blocks, &Client)| {
             let list = rank.submit(list, descriptor).unwrap();
-            (list, rank.submit(vec![1; 4], Descriptor::sum(1, DType::I32)))
+            (list, rank.submit(vec![1u8; 4], Descriptor::sum(1, DType::I32)))
         };
         let started: Vec<_> = [0, 1000].map(list).into_iter().zip(&ranks).map(start).collect();
-        for (rank, (list, one)) in ranks.iter().zip(started) {
-            let one = one.and_then(|one| rank.wait(one));
-            for error in [rank.wait(list).map(drop), one.map(drop)].map(Result::unwrap_err) {
+        for (list, one) in started {
+            let one = one.and_then(Handle::wait);
+            for error in [list.wait().map(drop), one.map(drop)].map(Result::unwrap_err) {
                 let Error::Op(OpError::NoAggregator { tried }) = error else { panic!("{error}") };
                 assert!(tried.contains("there is no memory for its sums"), "{tried}");
             }
         }
         drop(ranks);
-        let error = third.submit(list(0), descriptor).and_then(|it| third.wait(it)).unwrap_err();
+        let error = third.submit(list(0), descriptor).and_then(Handle::wait).unwrap_err();
         assert!(error.to_string().contains("lost rank 0"), "{error}");
     });
 }
@@ -503,10 +488,10 @@ fn what_a_rank_that_has_closed_makes_of_its_memory_is_no_sum_of_others() {
         }
         first.close();
         // The call comes later than the sidecar waits for ranks that have not called the op.
-        let error = third.allreduce(&mut ones.clone(), descriptor).unwrap_err();
+        let error = third.reduce(&mut ones.clone(), descriptor).unwrap_err();
         assert!(error.to_string().contains("lost rank 0"), "{error}");
-        for (rank, handle) in [first, second].iter().zip(handles) {
-            let error = rank.wait(handle).unwrap_err().to_string();
+        for handle in handles {
+            let error = handle.wait().unwrap_err().to_string();
             assert!(error.contains("lost rank 0") || error.contains("was closed"), "{error}");
         }
     });
@@ -527,13 +512,13 @@ fn a_rank_that_closes_has_its_memory_to_itself() {
             scope.spawn(|| {
                 std::thread::sleep(Duration::from_secs(1));
                 let mut one = 1_i32.to_le_bytes();
-                third.allreduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
+                third.reduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
             });
             // `close` returns only after the op has ended, which waits for the third rank.
             first.close();
         });
-        for (rank, handle) in [first, second].iter().zip(handles) {
-            assert_eq!(rank.wait(handle).unwrap(), 3_i32.to_le_bytes());
+        for handle in handles {
+            assert_eq!(handle.wait().unwrap().tensor, 3_i32.to_le_bytes());
         }
     });
 }

@@ -23,7 +23,7 @@ fn average(client: &Client, value: f32, elements: u16) -> (Vec<u8>, Vec<Rank>) {
         reduction: Reduction::Avg,
         ..Descriptor::sum(u64::from(elements), DType::F32)
     };
-    let Reduced { absent, .. } = client.allreduce(&mut tensor, descriptor).unwrap();
+    let Reduced { absent, .. } = client.reduce(&mut tensor, descriptor).unwrap();
     (tensor, absent)
 }
 

@@ -24,7 +24,7 @@ fn racks() -> Shape {
 
 fn ones(client: &Client, elements: usize) -> Result<Vec<u8>, Error> {
     let mut tensor = vec![1; elements];
-    client.allreduce(&mut tensor, Descriptor::sum(elements as u64 / 4, DType::I32))?;
+    client.reduce(&mut tensor, Descriptor::sum(elements as u64 / 4, DType::I32))?;
     Ok(tensor)
 }
 
@@ -395,7 +395,7 @@ fn ops_in_fixed32_that_differ_between_racks_are_named_as_they_were_called() {
             |client, rank| {
                 let mine = ops[usize::from(rank)];
                 let mut tensor = vec![1; usize::try_from(mine.elements).unwrap() * 4];
-                let error = client.allreduce(&mut tensor, mine).unwrap_err();
+                let error = client.reduce(&mut tensor, mine).unwrap_err();
                 let Error::Op(OpError::Mismatch { one, other, .. }) = error else {
                     panic!("{error}")
                 };

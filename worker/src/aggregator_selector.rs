@@ -28,6 +28,11 @@ const LONGEST_SHUN: Duration = Duration::from_secs(30);
 /// it as a duplicate. This is slightly longer than the aggregator may take to detect a lost rank.
 const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
 
+/// The first pause after all aggregators were tried without success, while a rank joins.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// The longest pause between such rounds; the pause doubles after each round.
+const LONGEST_PAUSE: Duration = Duration::from_secs(4);
+
 /// The minimum time for a try. A shorter try would give no useful result.
 const LEAST_TRY: Duration = Duration::from_millis(500);
 
@@ -295,6 +300,56 @@ impl<'a> AggregatorSelector<'a> {
             _ => None,
         }
         .unwrap_or_else(|| ConnectError::NoAggregator(self.text()))
+    }
+}
+
+/// Joins a job at the first available set of aggregators. Returns the set's index and the session.
+/// Retries until `join_timeout`, because an aggregator that does not answer, or fails during the
+/// wait for ranks, may be about to start.
+pub(crate) fn join_first(
+    options: &ConnectOptions,
+    mailbox: &mut Mailbox,
+) -> Result<(usize, Session), ConnectError> {
+    let mut selector = AggregatorSelector::new(options, 0).within(options.join_timeout);
+    selector.check()?;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let left = options.join_timeout.saturating_sub(selector.waited());
+        if left.is_zero() && selector.has_tried() {
+            return Err(selector.failure());
+        }
+        let error = match selector.join(left, None, mailbox) {
+            Ok(Some(session)) => return Ok((selector.at(), session)),
+            Ok(None) => continue,
+            Err(error) => error,
+        };
+        let (waited, elsewhere) = (selector.waited(), selector.text_of_others());
+        match error {
+            // Another aggregator would reject these options too.
+            error if error.is_usage() => return Err(error),
+            ConnectError::PeerLost { .. } | ConnectError::GivenUp => return Err(error),
+            ConnectError::NoRoom { why, .. } => {
+                return Err(ConnectError::NoRoom { why, waited, elsewhere });
+            }
+            ConnectError::Incomplete { missing, .. } => {
+                let order = "; do all ranks name the same aggregators, in the same order?";
+                let elsewhere = match options.standbys.is_empty() {
+                    true => elsewhere,
+                    false => elsewhere + order,
+                };
+                return Err(ConnectError::Incomplete { missing, waited, elsewhere });
+            }
+            error => {
+                if selector.pass_over(error) {
+                    let Some(longest) = selector.next_try() else { return Err(selector.failure()) };
+                    mailbox.pause(pause.min(longest));
+                    if mailbox.closed.is_some() {
+                        return Err(ConnectError::GivenUp);
+                    }
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+            }
+        }
     }
 }
 

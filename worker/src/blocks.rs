@@ -16,6 +16,7 @@ use racksum_proto::geometry::{Geometry, Packed};
 use racksum_proto::worker::Delivery;
 
 use crate::error::Error;
+use crate::tensor::{Element, as_bytes, as_bytes_mut};
 
 /// Blocks of a tensor: their indices and their concatenated values.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -25,6 +26,30 @@ pub struct Blocks {
     /// The values of each block, in the order of the indices. Every block has the descriptor's
     /// number of elements; only the tensor's last block may be shorter.
     pub values: Vec<u8>,
+}
+
+impl Blocks {
+    /// Creates a list of blocks. `values` holds their elements, block after block.
+    #[must_use]
+    pub fn new<T: Element>(indices: Vec<u32>, values: &[T]) -> Self {
+        Self { indices, values: as_bytes(values).to_vec() }
+    }
+
+    /// Returns the elements of the blocks, block after block. Returns `None` if `T` is not their
+    /// type: the bytes are not a whole number of elements.
+    ///
+    /// ```
+    /// # use racksum_worker::Blocks;
+    /// let blocks = Blocks::new(vec![3], &[1.0_f32; 256]);
+    /// assert_eq!(blocks.elements::<f32>().unwrap(), [1.0; 256]);
+    /// ```
+    #[must_use]
+    pub fn elements<T: Element>(&self) -> Option<Vec<T>> {
+        let mut elements = vec![T::default(); self.values.len() / size_of::<T>()];
+        let bytes = as_bytes_mut(&mut elements);
+        (bytes.len() == self.values.len()).then(|| bytes.copy_from_slice(&self.values))?;
+        Some(elements)
+    }
 }
 
 /// The blocks of an op in flight: its input, sorted and without duplicates, and its result.

@@ -71,6 +71,12 @@ impl Awaited {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Returns whether the attempt to connect has ended.
+    #[cfg(test)]
+    pub(crate) fn is_alone(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
     pub(crate) fn set(&self, what: String) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = what;
     }

@@ -1,10 +1,12 @@
 //! The state that the client's threads share: the engine, and which thread drives it.
 
+use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::task;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
@@ -43,6 +45,8 @@ pub(crate) struct State {
     /// The number of woken threads that have not looked at the state yet. The driver yields to
     /// them.
     woken: usize,
+    /// The tasks that await an op, by op.
+    wakers: BTreeMap<OpId, task::Waker>,
     pub(crate) closed: bool,
     /// Set once the engine has panicked: every op has ended, and the engine is never used again.
     broken: bool,
@@ -73,6 +77,21 @@ impl State {
         self.run(start).unwrap_or_else(|| Err(SubmitError::Ended { why: PANICKED.into() }))
     }
 
+    /// Returns whether an op has ended. If it has not, calls `waker` once it has.
+    pub(crate) fn poll_ended(&mut self, op: OpId, waker: &task::Waker) -> bool {
+        let has_ended = !self.engine.is_in_flight(op);
+        if !has_ended {
+            self.wakers.insert(op, waker.clone());
+        }
+        has_ended
+    }
+
+    /// Marks an op that no caller will wait for.
+    pub(crate) fn abandon(&mut self, op: OpId) {
+        self.wakers.remove(&op);
+        self.engine.abandon(op);
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.broken || self.engine.is_idle()
     }
@@ -93,6 +112,7 @@ impl Driver {
                 waiting: 0,
                 asleep: 0,
                 woken: 0,
+                wakers: BTreeMap::new(),
                 closed: false,
                 broken: false,
             }),
@@ -209,8 +229,10 @@ impl Driver {
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    /// Wakes all sleeping threads to check what they wait for.
+    /// Wakes all sleeping threads to check what they wait for, and the tasks whose ops have ended.
     pub(crate) fn wake_waiting(&self, state: &mut State) {
+        let State { wakers, engine, .. } = state;
+        wakers.extract_if(.., |op, _| !engine.is_in_flight(*op)).for_each(|(_, it)| it.wake());
         state.woken = state.asleep;
         self.changed.notify_all();
     }

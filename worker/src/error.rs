@@ -314,12 +314,6 @@ pub enum Error {
     /// The block list is invalid.
     #[error("{0}")]
     Blocks(String),
-    /// Another client started the op of the handle, or this client did before it joined anew.
-    #[error(
-        "the op was started by another client, where it goes on, but its result is lost: wait \
-         for an op at the client that started it"
-    )]
-    OtherClient,
     /// The op ended without a result.
     #[error("{0}")]
     Op(#[from] OpError),
@@ -332,7 +326,7 @@ impl Error {
         match self {
             Self::Submit(error) => error.is_refusal(),
             Self::Length { .. } | Self::Memory(_) | Self::Blocks(_) => true,
-            Self::OtherClient | Self::Op(_) => false,
+            Self::Op(_) => false,
         }
     }
 }

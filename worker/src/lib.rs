@@ -28,9 +28,11 @@ pub mod sidecar;
 mod span;
 mod supervisor;
 pub mod tensor;
+mod transport;
+mod udp_transport;
 
 pub use blocks::Blocks;
-pub use client::{CancelHandle, Client, Connecting, Handle, Reduced};
+pub use client::{CancelHandle, Client, Connecting, Grant, Handle, Reduced, StatsQuery};
 pub use control::Awaited;
 pub use engine::Stats;
 pub use error::{ConnectError, Error};

@@ -7,7 +7,7 @@ use racksum_proto::descriptor::Descriptor;
 use crate::blocks::{BlockSet, Blocks};
 use crate::error::Error;
 use crate::payload::{Data, Payload, bytes_of};
-use crate::tensor::Region;
+use crate::tensor::{Element, Region};
 
 /// The input of an op. Each variant converts to and from its payload.
 #[derive(Debug)]
@@ -44,6 +44,23 @@ macro_rules! operand {
 operand!(Tensor, Vec<u8>);
 operand!(Region, Region);
 operand!(Blocks, Blocks);
+
+impl<T: Element> From<Vec<T>> for Operand {
+    fn from(tensor: Vec<T>) -> Self {
+        Self::Region(Region::owned(tensor))
+    }
+}
+
+impl<T: Element> TryFrom<Operand> for Vec<T> {
+    type Error = Operand;
+
+    fn try_from(operand: Operand) -> Result<Self, Operand> {
+        match operand {
+            Operand::Region(region) => region.into_tensor().map_err(Operand::Region),
+            other => Err(other),
+        }
+    }
+}
 
 impl Operand {
     /// Converts the operand to an op's data. The caller has validated the descriptor.

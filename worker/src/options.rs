@@ -1,6 +1,6 @@
 //! The options that a worker connects with.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use racksum_proto::auth::{DataAuth, Key};
@@ -8,15 +8,22 @@ use racksum_proto::control::OnRankLoss;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
 
+use crate::error::ConnectError;
 use crate::fault::Faults;
 
+/// The prefix of a sidecar's path where an aggregator's address may stand.
+const SIDECAR: &str = "unix:";
+
 /// Parses the sets of aggregators that a job tries in order, as users write them: `A+B,C` spreads a
-/// job over A and B, and fails over to C.
+/// job over A and B, and fails over to C. `unix:PATH` is the sidecar of this host.
 ///
 /// # Errors
 /// Returns a message for the user if an aggregator has no name, or its name contains a space or
 /// `;`.
 pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
+    if text.starts_with(SIDECAR) {
+        return Ok(vec![vec![text.to_owned()]]);
+    }
     let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
     let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
     if sets.iter().flatten().any(String::is_empty) {
@@ -35,7 +42,8 @@ pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
 /// The identity of a worker, its job, and the addresses of its aggregators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConnectOptions {
-    /// The aggregators, `HOST:PORT`. The job's windows spread over the shards of all of them.
+    /// The aggregators, `HOST:PORT`. The job's windows spread over the shards of all of them. A
+    /// single `unix:PATH` is the sidecar of this host, which joins the job for the rank.
     pub aggregators: Vec<String>,
     /// The standby sets. When an aggregator fails or is about to stop, the job moves to the first
     /// set that accepts it on all its aggregators, tried in this order and then from the start. All
@@ -56,6 +64,8 @@ pub struct ConnectOptions {
     pub also: Vec<u16>,
     /// The number of ranks in the job.
     pub world: u16,
+    /// How many of the job's ranks are on this host, which a sidecar waits for; `None` if all are.
+    pub local_world: Option<u16>,
     /// The number of priority classes; ops of a lower lane go first.
     pub lanes: u8,
     /// The most slots that a stream may have; 0 leaves the limit to the aggregator.
@@ -98,6 +108,27 @@ impl ConnectOptions {
         JobName::new(&*self.job, &*self.group)
     }
 
+    /// Creates the options of a rank with these aggregators, in the grammar of [`aggregator_sets`],
+    /// and defaults for the rest.
+    ///
+    /// # Errors
+    /// Returns [`ConnectError::Arguments`] if the text is no list of aggregators.
+    pub fn parse(aggregators: &str, job: impl Into<String>) -> Result<Self, ConnectError> {
+        let sets = aggregator_sets(aggregators).map_err(ConnectError::of_aggregators)?;
+        let mut sets = sets.into_iter();
+        let aggregators = sets.next().unwrap_or_default();
+        Ok(Self { aggregators, standbys: sets.collect(), ..Self::new("", job) })
+    }
+
+    /// Returns the path of the sidecar, if the rank joins through one.
+    #[must_use]
+    pub fn sidecar(&self) -> Option<&Path> {
+        match &*self.aggregators {
+            [only] => only.strip_prefix(SIDECAR).map(Path::new),
+            _ => None,
+        }
+    }
+
     /// Creates the options of a rank with one aggregator and defaults for the rest.
     #[must_use]
     pub fn new(aggregator: impl Into<String>, job: impl Into<String>) -> Self {
@@ -111,6 +142,7 @@ impl ConnectOptions {
             rank: 0,
             also: Vec::new(),
             world: 1,
+            local_world: None,
             lanes: 1,
             pool_slots: 0,
             multicast: true,

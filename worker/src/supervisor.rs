@@ -16,72 +16,19 @@ use crate::control::{Closed, Control, ControlSenders, Event, Mailbox};
 use crate::driver::Driver;
 use crate::error::{ConnectError, superseded};
 use crate::grant::{Granted, Membership, grant};
-use crate::join::Session;
 use crate::options::ConnectOptions;
 
 /// How long to wait for the other ranks after a move: as long as an aggregator does, plus a margin.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// The first pause after all aggregators were tried without success.
+/// The pause after all aggregators were tried without success.
 const PAUSE: Duration = Duration::from_millis(250);
-/// The longest pause between such rounds while a rank joins; the pause doubles after each round.
-const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
 /// Limits on the log records that aggregators can cause.
 static LOST: LogLimit = LogLimit::new(64);
 static NO_PARENT: LogLimit = LogLimit::new(4);
 static MOVING: LogLimit = LogLimit::new(16);
 static MOVED: LogLimit = LogLimit::new(16);
-
-/// Joins a job at the first available set of aggregators. Returns the set's index and the session.
-/// Retries until `join_timeout`, because an aggregator that does not answer, or fails during the
-/// wait for ranks, may be about to start.
-pub(crate) fn join_first(
-    options: &ConnectOptions,
-    mailbox: &mut Mailbox,
-) -> Result<(usize, Session), ConnectError> {
-    let mut selector = AggregatorSelector::new(options, 0).within(options.join_timeout);
-    selector.check()?;
-    let mut pause = PAUSE;
-    loop {
-        let left = options.join_timeout.saturating_sub(selector.waited());
-        if left.is_zero() && selector.has_tried() {
-            return Err(selector.failure());
-        }
-        let error = match selector.join(left, None, mailbox) {
-            Ok(Some(session)) => return Ok((selector.at(), session)),
-            Ok(None) => continue,
-            Err(error) => error,
-        };
-        let (waited, elsewhere) = (selector.waited(), selector.text_of_others());
-        match error {
-            // Another aggregator would reject these options too.
-            error if error.is_usage() => return Err(error),
-            ConnectError::PeerLost { .. } | ConnectError::GivenUp => return Err(error),
-            ConnectError::NoRoom { why, .. } => {
-                return Err(ConnectError::NoRoom { why, waited, elsewhere });
-            }
-            ConnectError::Incomplete { missing, .. } => {
-                let order = "; do all ranks name the same aggregators, in the same order?";
-                let elsewhere = match options.standbys.is_empty() {
-                    true => elsewhere,
-                    false => elsewhere + order,
-                };
-                return Err(ConnectError::Incomplete { missing, waited, elsewhere });
-            }
-            error => {
-                if selector.pass_over(error) {
-                    let Some(longest) = selector.next_try() else { return Err(selector.failure()) };
-                    mailbox.pause(pause.min(longest));
-                    if mailbox.closed.is_some() {
-                        return Err(ConnectError::GivenUp);
-                    }
-                    pause = (pause * 2).min(LONGEST_PAUSE);
-                }
-            }
-        }
-    }
-}
 
 /// The state of a client's supervising thread.
 pub(crate) struct Supervisor {
@@ -94,7 +41,7 @@ pub(crate) struct Supervisor {
     /// The lost ranks that the job continues without.
     pub(crate) absent: Vec<Absent>,
     pub(crate) mailbox: Mailbox,
-    pub(crate) shared: Arc<Driver>,
+    pub(crate) driver: Arc<Driver>,
 }
 
 impl Supervisor {
@@ -150,7 +97,7 @@ impl Supervisor {
 
     fn lose(&self, ranks: &[u16], why: Loss) {
         let ranks: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
-        self.shared.tell(|engine| engine.lose(&ranks, why));
+        self.driver.tell(|engine| engine.lose(&ranks, why));
     }
 
     fn go_on_without(&mut self, absent: Absent, place: u8) {
@@ -163,11 +110,11 @@ impl Supervisor {
             }
             self.absent.push(absent);
         }
-        self.shared.tell(|engine| engine.go_on_without(Rank(rank), place));
+        self.driver.tell(|engine| engine.go_on_without(Rank(rank), place));
     }
 
     fn end(&self, why: impl Into<Cow<'static, str>>) {
-        self.shared.tell(|engine| engine.end(why));
+        self.driver.tell(|engine| engine.end(why));
     }
 
     /// Moves the job to other aggregators. Tries set after set, starting with the next one, until a
@@ -180,7 +127,7 @@ impl Supervisor {
         });
         selector.leave(why);
         let text = selector.text();
-        let first_op = self.shared.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
+        let first_op = self.driver.tell(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
         let controls = std::mem::take(&mut self.membership.controls);
         // Send to all before waiting for any.
         controls.iter().for_each(|control| control.say(FromWorker::Move));
@@ -197,7 +144,7 @@ impl Supervisor {
                 Err(ConnectError::PeerLost { ranks, why }) => {
                     // The job has failed, so ignore further messages of these aggregators.
                     self.mailbox.next_session();
-                    self.shared.tell(|engine| engine.lose(&ranks, why));
+                    self.driver.tell(|engine| engine.lose(&ranks, why));
                     return;
                 }
                 Err(error) => {
@@ -213,7 +160,7 @@ impl Supervisor {
     /// Records the fate of each aggregator for the error of an op that times out. Returns whether
     /// the session still runs.
     fn note_tried(&self, text: String) -> bool {
-        let ended = self.shared.tell(|engine| {
+        let ended = self.driver.tell(|engine| {
             engine.note_tried(text);
             engine.has_ended()
         });
@@ -224,7 +171,7 @@ impl Supervisor {
     fn resume(&mut self, at: usize, name: &str, granted: Granted) {
         MOVED.note(|left_out| tracing::info!(aggregator = name, left_out, "moved"));
         self.at = at;
-        let resumed = self.shared.tell(|engine| engine.resume(granted.config, granted.links));
+        let resumed = self.driver.tell(|engine| engine.resume(granted.config, granted.links));
         // Otherwise drop the grant to leave at once: the other ranks would wait for this one.
         if resumed == Some(true) {
             self.membership = granted.membership;

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "an op in flight refers to memory that its caller lent it")]
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 use racksum_proto::dtype::DType;
 
 /// A Rust type that a tensor's elements may have.
-pub trait Element: Copy + sealed::Sealed {
+pub trait Element: Copy + Default + Send + sealed::Sealed + 'static {
     /// The type of the elements on the wire.
     const DTYPE: DType;
 }
@@ -42,13 +43,20 @@ pub fn as_bytes_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), len) }
 }
 
+/// Returns the bytes of a slice of elements, to read.
+#[must_use]
+pub fn as_bytes<T: Element>(elements: &[T]) -> &[u8] {
+    // SAFETY: `Element` is sealed to types without padding, and the length is the slice's own.
+    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
+}
+
 /// Memory of the caller that an op in flight reads and writes in place.
 pub struct Region {
     start: NonNull<u8>,
     len: usize,
     /// The memory's owner, which must outlive the region. For a loan, the reference that the loan
     /// counts when it ends.
-    _owner: Box<dyn Send>,
+    owner: Box<dyn Any + Send>,
 }
 
 impl fmt::Debug for Region {
@@ -69,7 +77,7 @@ pub(crate) struct Loan<'a> {
 pub(crate) fn lend(bytes: &mut [u8]) -> (Loan<'_>, Region) {
     let held = Arc::new(());
     let start = NonNull::from(&mut *bytes).cast();
-    let region = Region { start, len: bytes.len(), _owner: Box::new(Arc::clone(&held)) };
+    let region = Region { start, len: bytes.len(), owner: Box::new(Arc::clone(&held)) };
     (Loan { held, _bytes: PhantomData }, region)
 }
 
@@ -101,7 +109,21 @@ impl Region {
     /// read and write them. Only ops of the same client may access them; these ops take turns.
     #[must_use]
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: impl Send + 'static) -> Self {
-        Self { start, len, _owner: Box::new(owner) }
+        Self { start, len, owner: Box::new(owner) }
+    }
+
+    /// Creates a region of a tensor that the region owns.
+    pub(crate) fn owned<T: Element>(mut tensor: Vec<T>) -> Self {
+        let start = NonNull::from(&mut *tensor).cast();
+        // SAFETY: the region keeps the vector, whose elements stay in place, and no other code uses
+        // them. Any bytes are valid elements.
+        unsafe { Self::new(start, size_of_val(&*tensor), tensor) }
+    }
+
+    /// Returns the tensor that the region was created of, or the region if it owns no such tensor.
+    pub(crate) fn into_tensor<T: Element>(self) -> Result<Vec<T>, Self> {
+        let Self { start, len, owner } = self;
+        owner.downcast().map_or_else(|owner| Err(Self { start, len, owner }), |tensor| Ok(*tensor))
     }
 
     /// Returns the length in bytes.
@@ -166,6 +188,15 @@ pub(crate) mod tests {
         drop(region);
         drop(loan);
         assert_eq!(floats, [1.0, 5.0, 3.0]);
+    }
+
+    #[test]
+    fn a_region_that_owns_a_tensor_gives_it_back() {
+        let mut region = Region::owned(vec![1f32, 2.0]);
+        region.bytes_mut(4..8).copy_from_slice(&5f32.to_le_bytes());
+        let region = region.into_tensor::<i32>().expect_err("it owns floats");
+        assert_eq!(region.into_tensor::<f32>().unwrap(), [1.0, 5.0]);
+        assert!(region_of(vec![0; 4], ()).into_tensor::<f32>().is_err());
     }
 
     #[test]

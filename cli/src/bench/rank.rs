@@ -65,7 +65,7 @@ impl Runner {
     /// Checks that all ranks were given the same flags.
     pub(crate) fn agree(&self, args: &Args) -> Result<(), Failure> {
         let mut flags = agree::say(args);
-        self.client.allreduce(&mut flags, agree::descriptor(args)).map_err(explained)?;
+        self.client.reduce(&mut flags, agree::descriptor(args)).map_err(explained)?;
         agree::hear(args, &flags)
     }
 
@@ -108,9 +108,9 @@ impl Runner {
             rx_bytes: spent.rx_bytes / iters,
             retransmits: spent.retransmits,
             kernel_drops: spent.kernel_drops,
-            pool_slots: self.client.welcome().pool_slots,
-            shards: u32::try_from(self.client.shards()).unwrap_or(u32::MAX),
-            multicast: self.client.multicast(),
+            pool_slots: self.client.grant().pool_slots,
+            shards: u32::try_from(self.client.grant().shards).unwrap_or(u32::MAX),
+            multicast: self.client.grant().multicast,
             wrong: self.check(args, &case),
         })
     }
@@ -165,11 +165,11 @@ impl Runner {
         match (blocks, &mut case.tensors[..]) {
             (Some(blocks), _) => {
                 let handle = self.client.submit(std::mem::take(blocks), case.descriptor)?;
-                let former = case.reduced.replace(self.client.wait(handle)?.tensor);
+                let former = case.reduced.replace(handle.wait()?.tensor);
                 former.into_iter().for_each(|sums| self.client.recycle(sums));
                 Ok(())
             }
-            (None, [tensor]) => self.client.allreduce(tensor, case.descriptor).map(|_| ()),
+            (None, [tensor]) => self.client.reduce(tensor, case.descriptor).map(|_| ()),
             (None, tensors) => self.several(tensors, case.descriptor, case.lanes),
         }
     }
@@ -189,7 +189,7 @@ impl Runner {
             })
             .collect::<Result<Vec<_>, _>>()?;
         for (tensor, handle) in tensors.iter_mut().zip(handles) {
-            *tensor = self.client.wait(handle)?.tensor;
+            *tensor = handle.wait()?.tensor;
         }
         Ok(())
     }
@@ -197,7 +197,7 @@ impl Runner {
     /// Waits for all ranks by reducing one element.
     fn barrier(&self) -> Result<(), Failure> {
         let one = Descriptor::sum(1, DType::I32);
-        self.client.allreduce(&mut [1, 0, 0, 0], one).map(|_| ()).map_err(explained)
+        self.client.reduce(&mut [1, 0, 0, 0], one).map(|_| ()).map_err(explained)
     }
 
     /// Counts the wrong elements of the last iteration. Returns `None` if checks are off.

@@ -118,8 +118,8 @@ fn reduce(
         held,
         absent,
         digest,
-        shards: client.shards(),
-        multicast: client.multicast(),
+        shards: client.grant().shards,
+        multicast: client.grant().multicast,
         tx_bytes: since(|stats| stats.tx_bytes),
         rx_bytes: since(|stats| stats.rx_bytes),
         retransmits: since(|stats| stats.retransmits),
@@ -137,7 +137,7 @@ fn agree(
 ) -> Result<Vec<Held>, Failure> {
     let survey = Survey::new(descriptors, member.world);
     let mut words = survey.say(member.rank, file)?;
-    match client.allreduce(&mut words, survey.descriptor()) {
+    match client.reduce(&mut words, survey.descriptor()) {
         Ok(_) => Ok(survey.hear(&words)),
         Err(Error::Op(OpError::Mismatch { one, other, .. })) => {
             if let Some(stranger) = [one, other].into_iter().find(|one| !Survey::may_be(&one.1)) {
@@ -173,7 +173,7 @@ fn difference(
     let both = usize::try_from(counts[0].min(counts[1])).unwrap_or(usize::MAX);
     for (tensor, descriptor) in file.tensors.iter().zip(descriptors).take(both) {
         let nothing = client.submit(Blocks::default(), *descriptor);
-        match nothing.and_then(|handle| client.wait(handle)) {
+        match nothing.and_then(|handle| handle.wait()) {
             Ok(_) => {}
             Err(Error::Op(error @ OpError::Mismatch { one, other, .. })) => {
                 if let Some(why) = other_flags(one, other) {
@@ -254,7 +254,7 @@ struct Pipeline<'a> {
 impl Pipeline<'_> {
     /// Reduces all tensors.
     fn run(&mut self, descriptors: &[Descriptor]) -> Result<(), Failure> {
-        let max_ops = usize::from(self.client.welcome().max_ops.max(1));
+        let max_ops = usize::from(self.client.grant().max_ops.max(1));
         for (i, descriptor) in descriptors.iter().enumerate() {
             let tensor = &self.file.tensors[i];
             while !self.in_flight.is_empty()
@@ -280,7 +280,7 @@ impl Pipeline<'_> {
         let Some((i, handle)) = self.in_flight.pop_front() else { return Ok(()) };
         let tensor = &self.file.tensors[i];
         let Reduced { tensor: sum, absent } =
-            self.client.wait(handle).map_err(|error| of_tensor(tensor, error))?;
+            handle.wait().map_err(|error| of_tensor(tensor, error))?;
         self.absent.push(absent.into_iter().map(|rank| rank.0).collect());
         self.bytes -= tensor.len;
         self.work.advance(tensor.len as u64);

@@ -68,7 +68,7 @@ impl Load {
         let mut going = true;
         for op in 0.. {
             tensor.copy_from_slice(&input);
-            let (reduced, ms) = timed(|| client.allreduce(&mut tensor, descriptor));
+            let (reduced, ms) = timed(|| client.reduce(&mut tensor, descriptor));
             reduced.unwrap_or_else(|error| panic!("rank {rank}, op {op}: {error}"));
             if expected.is_empty() {
                 expected.clone_from(&tensor);
@@ -77,7 +77,7 @@ impl Load {
             self.longest.fetch_max(ms, SeqCst);
             self.ended[usize::from(rank)].fetch_add(1, SeqCst);
             let mut stop = i32::from(self.stop.load(SeqCst)).to_le_bytes();
-            client.allreduce(&mut stop, Descriptor::sum(1, DType::I32)).unwrap();
+            client.reduce(&mut stop, Descriptor::sum(1, DType::I32)).unwrap();
             going &= i32::from_le_bytes(stop) == 0;
             if !going {
                 break;
@@ -158,11 +158,11 @@ fn a_second_signal_stops_an_aggregator_whose_job_stays() {
     signal(serving.process.id(), "TERM");
     await_that("it drains", || serving.process.out().contains("drains"));
     let one = Descriptor::sum(1, DType::I32);
-    client.allreduce(&mut [1, 0, 0, 0], one).unwrap();
+    client.reduce(&mut [1, 0, 0, 0], one).unwrap();
     let (ended, ms) = timed(|| serving.end());
     ended.ok();
     time("a second signal stops an aggregator", ms, 5_000);
-    await_that("it is missed", || client.allreduce(&mut [1, 0, 0, 0], one).is_err());
+    await_that("it is missed", || client.reduce(&mut [1, 0, 0, 0], one).is_err());
 }
 
 #[test]

@@ -9,13 +9,13 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use racksum_net::local::Listener;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
-use racksum_worker::ConnectOptions;
-use racksum_worker::sidecar::Client;
+use racksum_worker::{Client, ConnectOptions};
 use serde_json::Value;
 
 use crate::files::Folder;
@@ -41,10 +41,21 @@ impl Sidecar {
         Self { process, socket }
     }
 
-    /// Connects a rank of a job that has `local` ranks on this host.
-    fn rank(&self, rank: u16, (local, world): (u16, u16)) -> Client {
-        let options = ConnectOptions { rank, world, ..ConnectOptions::new("", "job") };
-        Client::call(Path::new(&self.socket), &options, local).unwrap()
+    /// Starts to connect a rank of a job that has `local` ranks on this host.
+    fn rank(&self, rank: u16, (local, world): (u16, u16)) -> JoinHandle<Client> {
+        let socket = format!("unix:{}", self.socket);
+        let local_world = Some(local);
+        let options =
+            ConnectOptions { rank, world, local_world, ..ConnectOptions::new(socket, "job") };
+        std::thread::spawn(move || Client::connect(&options).unwrap())
+    }
+
+    /// Connects all ranks of a job of this host.
+    fn ranks<const WORLD: usize>(&self) -> [Client; WORLD] {
+        let world = u16::try_from(WORLD).unwrap();
+        let mut rank = 0..world;
+        let start = |()| self.rank(rank.next().unwrap(), (world, world));
+        [(); WORLD].map(start).map(|rank| rank.join().unwrap())
     }
 
     /// Asks for the sidecar's status as a user.
@@ -106,9 +117,9 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     await_that("it has joined", || sidecar.told()["jobs"][0]["awaited"] == 1);
     assert!(sidecar.status(&[]).contains("gathering, 2 of 2 ranks here"));
     let second = sidecar.rank(1, (2, 2));
-    assert!(first.is_ready_within(PATIENCE).unwrap());
+    let [first, second] = [first, second].map(|rank| rank.join().unwrap());
     let lent = first.lend(4096).unwrap();
-    let handle = first.submit(vec![0; 4], one()).unwrap();
+    let handle = first.submit(vec![0u8; 4], one()).unwrap();
     await_that("a second has passed", || {
         sidecar.told()["jobs"][0]["stalled_ms"].as_u64().is_some_and(|stalled| stalled > 1000)
     });
@@ -124,9 +135,9 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     ] {
         assert!(text.contains(told), "{text}");
     }
-    let other = second.submit(vec![0; 4], one()).unwrap();
-    first.wait(handle).unwrap();
-    second.wait(other).unwrap();
+    let other = second.submit(vec![0u8; 4], one()).unwrap();
+    handle.wait().unwrap();
+    other.wait().unwrap();
     drop((first, second, lent));
     await_that("all is given back", || sidecar.told()["memory"]["used"] == 0);
     let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
@@ -151,13 +162,12 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
     command.env("NOTIFY_SOCKET", folder.path("notify"));
     let sidecar = Sidecar::spawn(&folder, "socket", &[], &mut command);
     assert_eq!(told(), "READY=1");
-    let rank = sidecar.rank(0, (1, 1));
-    assert!(rank.is_ready_within(PATIENCE).unwrap());
+    let [rank] = sidecar.ranks();
     signal(sidecar.process.id(), "TERM");
     assert_eq!(told(), "STOPPING=1");
     await_that("it drains", || sidecar.told()["draining"] == true);
-    let handle = rank.submit(vec![0; 4], one()).unwrap();
-    rank.wait(handle).unwrap();
+    let handle = rank.submit(vec![0u8; 4], one()).unwrap();
+    handle.wait().unwrap();
     rank.close();
     let ended = sidecar.process.end(10).ok();
     assert!(ended.out.contains("drains: 1 job is to end; another signal stops it"), "{ended:?}");
@@ -191,12 +201,11 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     set_permissions(&at, Permissions::from_mode(0o755)).unwrap();
     sidecar.status_as(rank_user).ok();
     // The sidecar sums memory of another user's ranks: these ranks run as root.
-    let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
-    assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
+    let ranks: [_; 2] = sidecar.ranks();
     let handles =
         ranks.each_ref().map(|rank| rank.submit(1f32.to_le_bytes().to_vec(), one()).unwrap());
-    for (rank, handle) in ranks.iter().zip(handles) {
-        assert_eq!(rank.wait(handle).unwrap(), 2f32.to_le_bytes());
+    for handle in handles {
+        assert_eq!(handle.wait().unwrap().tensor, 2f32.to_le_bytes());
     }
 }
 
@@ -204,14 +213,13 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
 fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
     let folder = Folder::new("sidecar-stops");
     let sidecar = Sidecar::start(&folder, "socket", &[]);
-    let ranks = [0, 1].map(|rank| sidecar.rank(rank, (2, 2)));
-    assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
-    let handle = ranks[0].submit(vec![0; 4], one()).unwrap();
+    let ranks: [_; 2] = sidecar.ranks();
+    let handle = ranks[0].submit(vec![0u8; 4], one()).unwrap();
     // SIGINT stands for Ctrl-C, and SIGQUIT for the end of the terminal.
     signal(sidecar.process.id(), "INT");
     await_that("it drains", || sidecar.process.out().contains("drains"));
     signal(sidecar.process.id(), "QUIT");
-    let why = ranks[0].wait(handle).unwrap_err().to_string();
+    let why = handle.wait().unwrap_err().to_string();
     assert!(why.contains("no aggregator is left: the sidecar at"), "{why}");
     assert!(why.contains("it was told to stop"), "{why}");
     sidecar.process.end(10).ok();
@@ -267,9 +275,8 @@ fn a_socket_of_systemd_serves_one_life_after_the_other_and_is_as_its_unit_says()
     let listener = Listener::bind(Path::new(&socket), 0o600).unwrap();
     for _ in 0..2 {
         let mut life = activate(&listener, "");
-        let rank = Client::call(Path::new(&socket), &ConnectOptions::new("", "job"), 1).unwrap();
-        assert!(rank.is_ready_within(PATIENCE).unwrap());
-        drop(rank);
+        let at = format!("unix:{socket}");
+        drop(Client::connect(&ConnectOptions::new(at, "job")).unwrap());
         signal(life.id(), "TERM");
         assert!(life.wait().unwrap().success());
     }
@@ -297,8 +304,7 @@ fn aggregators_that_are_killed_cost_a_job_of_two_hosts_no_bit() {
             let (client, ended, stop) =
                 (hosts[usize::from(rank / 2)].rank(rank, (2, 4)), &ended, &stop);
             scope.spawn(move || {
-                assert!(client.is_ready_within(PATIENCE).unwrap());
-                sum_until(&client, rank, &ended[usize::from(rank)], stop);
+                sum_until(&client.join().unwrap(), rank, &ended[usize::from(rank)], stop);
             });
         }
         for kill in 0..6 {
@@ -323,7 +329,7 @@ fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
     let mut expected = Vec::new();
     loop {
         let handle = client.submit(input.clone(), Descriptor::sum(ELEMENTS, DType::F32)).unwrap();
-        let sum: Vec<u8> = client.wait(handle).unwrap_or_else(|error| panic!("{rank}: {error}"));
+        let sum = handle.wait().unwrap_or_else(|error| panic!("{rank}: {error}")).tensor;
         if expected.is_empty() {
             expected.clone_from(&sum);
         }
@@ -332,7 +338,7 @@ fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
         // This op makes all ranks stop after the same op.
         let told = stop.load(SeqCst).to_le_bytes().to_vec();
         let handle = client.submit(told, Descriptor::sum(1, DType::I64)).unwrap();
-        if client.wait(handle).unwrap() != [0; 8] {
+        if handle.wait().unwrap().tensor != [0; 8] {
             return;
         }
     }

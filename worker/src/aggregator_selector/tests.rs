@@ -12,7 +12,6 @@ use super::*;
 use crate::join::join_by;
 use crate::join::tests::welcome;
 use crate::route::find_ways;
-use crate::supervisor::join_first;
 
 /// A fake aggregator that implements as much of the control protocol as a test needs.
 struct Fake {

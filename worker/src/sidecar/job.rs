@@ -180,8 +180,8 @@ impl Job {
         };
         state.cancel = Some(connecting.cancel_handle());
         drop(state);
-        let started = connecting.run(&options).and_then(|client| {
-            Ok(Upstream::start(client, ranks, Arc::downgrade(self) as Weak<dyn OpSink>)?)
+        let started = connecting.run_to_aggregators(&options).and_then(|transport| {
+            Ok(Upstream::start(transport, ranks, Arc::downgrade(self) as Weak<dyn OpSink>)?)
         });
         let mut state = self.lock();
         match started {

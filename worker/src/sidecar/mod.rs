@@ -13,7 +13,6 @@
 mod budget;
 mod calls;
 mod chunks;
-mod client;
 mod door;
 mod error_map;
 mod fold;
@@ -32,10 +31,11 @@ mod sums;
 #[cfg(test)]
 mod tests;
 mod thread;
+pub(crate) mod unix_transport;
 mod upstream;
 
-pub use client::{Asked, Client, Handle, Traffic};
 pub use lent::Lent;
 pub use preflight::check_sidecar;
 pub use server::{Limits, Sidecar};
 pub use status::{AskError, ask};
+pub use unix_transport::SidecarStats;

@@ -5,7 +5,8 @@ mod hostile;
 mod lists;
 mod texts;
 
-use std::path::PathBuf;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -25,19 +26,59 @@ use racksum_proto::time::Span;
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::Rank;
+use racksum_proto::ids;
 
 use super::message::FromRank;
 use super::thread::spawn;
-use super::{Client, Limits, Sidecar, Traffic, ask};
+use super::unix_transport::UnixTransport;
+use super::{Limits, Sidecar, SidecarStats, ask};
+use crate::client::{Client, Handle};
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
 use crate::tensor::tests::{region_of, regions_of};
+use crate::transport::Transport;
 
 /// A timeout that is long enough on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(200);
+
+/// A rank, its client and its transport.
+#[derive(Debug)]
+struct Rank {
+    client: Client,
+    transport: Arc<UnixTransport>,
+}
+
+impl Deref for Rank {
+    type Target = UnixTransport;
+
+    fn deref(&self) -> &UnixTransport {
+        &self.transport
+    }
+}
+
+impl Rank {
+    /// Calls the sidecar and asks to join. Does not wait for the other ranks.
+    fn call(path: &Path, options: &ConnectOptions) -> Result<Self, ConnectError> {
+        let transport = Arc::new(UnixTransport::call(path, options)?);
+        let client = Client::over(Arc::clone(&transport) as Arc<dyn Transport>);
+        Ok(Self { client, transport })
+    }
+
+    fn submit<T: Into<Operand>>(
+        &self,
+        operand: T,
+        descriptor: Descriptor,
+    ) -> Result<Handle<T>, Error> {
+        self.client.submit(operand, descriptor)
+    }
+}
+
+/// Waits for an op, and returns its sums.
+fn sums_of<T: TryFrom<Operand>>(handle: Handle<T>) -> Result<T, Error> {
+    Ok(handle.wait()?.tensor)
+}
 
 struct Rig {
     path: PathBuf,
@@ -64,7 +105,7 @@ impl Rig {
         }
     }
 
-    fn call(&self, job: &str, rank: u16, world: u16) -> Client {
+    fn call(&self, job: &str, rank: u16, world: u16) -> Rank {
         self.call_with(job, rank, world, |_| {})
     }
 
@@ -74,15 +115,15 @@ impl Rig {
         rank: u16,
         world: u16,
         set: impl FnOnce(&mut ConnectOptions),
-    ) -> Client {
+    ) -> Rank {
         let mut options = ConnectOptions::new("", job);
         (options.rank, options.world) = (rank, world);
         set(&mut options);
-        Client::call(&self.path, &options, world).unwrap()
+        Rank::call(&self.path, &options).unwrap()
     }
 
     /// Returns the clients of all ranks of a job, once they have joined.
-    fn job(&self, job: &str, world: u16) -> Vec<Client> {
+    fn job(&self, job: &str, world: u16) -> Vec<Rank> {
         let ranks: Vec<_> = (0..world).map(|rank| self.call(job, rank, world)).collect();
         for rank in &ranks {
             assert!(rank.is_ready_within(PATIENCE).unwrap());
@@ -105,7 +146,7 @@ fn sum_of(count: usize) -> Descriptor {
 }
 
 /// Reduces one tensor of each rank. Checks that all results are equal, and returns the result.
-fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Vec<u8> {
+fn reduce(ranks: &[Rank], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Vec<u8> {
     let memory: Vec<_> = ranks.iter().map(|rank| rank.lend(tensors[0].len()).unwrap()).collect();
     // Every other tensor lies in shared memory.
     let mut handles = Vec::new();
@@ -119,8 +160,8 @@ fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Ve
         handles.push(rank.submit(region, descriptor).unwrap());
     }
     let mut reduced = Vec::new();
-    for (rank, handle) in ranks.iter().zip(handles) {
-        let region = rank.wait(handle).unwrap();
+    for handle in handles {
+        let region = sums_of(handle).unwrap();
         reduced.push(region.bytes(0..region.len()).to_vec());
     }
     for other in &reduced {
@@ -130,12 +171,12 @@ fn reduce(ranks: &[Client], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Ve
 }
 
 /// Returns the error of an op that must fail.
-fn failure<T>(rank: &Client, operand: T, descriptor: Descriptor) -> String
+fn failure<T>(rank: &Rank, operand: T, descriptor: Descriptor) -> String
 where
     T: Into<Operand> + TryFrom<Operand> + std::fmt::Debug,
 {
     match rank.submit(operand, descriptor) {
-        Ok(handle) => rank.wait(handle).unwrap_err().to_string(),
+        Ok(handle) => sums_of(handle).unwrap_err().to_string(),
         Err(refused) => refused.to_string(),
     }
 }
@@ -175,12 +216,12 @@ fn ops_are_waited_for_in_any_order() {
     let rig = Rig::start();
     let ranks = rig.job("job", 3);
     let start =
-        |rank: &Client, i: u8| rank.submit(own(floats(f32::from(i), 5000)), sum_of(5000)).unwrap();
+        |rank: &Rank, i: u8| rank.submit(own(floats(f32::from(i), 5000)), sum_of(5000)).unwrap();
     let mut handles: Vec<Vec<_>> =
         ranks.iter().map(|rank| (0..20).map(|i| start(rank, i)).collect()).collect();
     for i in (0..20_u8).rev() {
-        for (rank, handles) in ranks.iter().zip(&mut handles) {
-            let region = rank.wait(handles.pop().unwrap()).unwrap();
+        for handles in &mut handles {
+            let region = sums_of(handles.pop().unwrap()).unwrap();
             assert_eq!(region.bytes(0..4), (3.0 * f32::from(i)).to_le_bytes());
         }
     }
@@ -190,18 +231,18 @@ fn ops_are_waited_for_in_any_order() {
 fn no_more_ops_are_taken_than_may_be_in_flight() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
-    let start = |rank: &Client| rank.submit(own(floats(1.0, 1)), sum_of(1));
+    let start = |rank: &Rank| rank.submit(own(floats(1.0, 1)), sum_of(1));
     let handles: Vec<_> = (0..MAX_OPS).map(|_| start(&ranks[0]).unwrap()).collect();
     let max = usize::from(MAX_OPS);
     assert_eq!(start(&ranks[0]).unwrap_err(), Error::Submit(SubmitError::TooManyOps { max }));
-    assert!(!ranks[0].has_room_within(Duration::from_millis(20)));
-    assert!(!ranks[0].has_room_for(1));
-    assert!(ranks[1].has_room_for(max) && !ranks[1].has_room_for(max + 1));
+    assert!(!ranks[0].has_room_within(0, Duration::from_millis(20)));
+    assert!(!ranks[0].has_room_for(0, 1));
+    assert!(ranks[1].has_room_for(0, max) && !ranks[1].has_room_for(0, max + 1));
     let others: Vec<_> = (0..MAX_OPS).map(|_| start(&ranks[1]).unwrap()).collect();
-    assert!(ranks[0].has_room_within(PATIENCE));
+    assert!(ranks[0].has_room_within(0, PATIENCE));
     for (handle, other) in handles.into_iter().zip(others) {
-        ranks[0].wait(handle).unwrap();
-        ranks[1].wait(other).unwrap();
+        sums_of(handle).unwrap();
+        sums_of(other).unwrap();
     }
 }
 
@@ -213,7 +254,7 @@ fn an_op_goes_on_without_its_handle_and_keeps_its_tensor() {
     drop(ranks[0].submit(region_of(floats(1.0, 10), kept), sum_of(10)).unwrap());
     assert_eq!(gone.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
     let other = ranks[1].submit(own(floats(2.0, 10)), sum_of(10)).unwrap();
-    let region = ranks[1].wait(other).unwrap();
+    let region = sums_of(other).unwrap();
     assert_eq!(region.bytes(0..4), 3f32.to_le_bytes());
     assert_eq!(gone.recv_timeout(PATIENCE), Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
 }
@@ -227,16 +268,16 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
         let handle = ranks[0].submit(tensor, sum_of(2)).unwrap();
         let mut handle = Some(handle).filter(|_| ends_first);
         let other = ranks[1].submit(own(floats(2.0, 2)), sum_of(2)).unwrap();
-        ranks[1].wait(other).unwrap();
+        sums_of(other).unwrap();
         if let Some(handle) = handle.take() {
-            assert!(ranks[0].ends_within(&handle, PATIENCE).unwrap());
+            assert!(handle.ends_within(PATIENCE));
             drop(handle);
             assert_eq!(seen.bytes(0..8), floats(3.0, 2));
         }
         // Each round copies 8 bytes to shared memory and 8 bytes back.
         let copied = if ends_first { 32 } else { 16 };
         let (clock, began) = (Clock::start(), Clock::start().now());
-        while ranks[0].stats().0.copied_bytes != copied {
+        while ranks[0].sidecar_stats().copied_bytes != copied {
             assert!(clock.now().since(began) < Span::from_secs(200), "it is not copied back");
             std::thread::yield_now();
         }
@@ -245,13 +286,30 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
 }
 
 #[test]
+fn ops_are_awaited_by_tasks_as_by_threads() {
+    let rig = Rig::start();
+    let ranks = rig.job("job", 2);
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        for round in 0..20 {
+            let start = |rank: &Rank| rank.submit(vec![round as f32; 1000], sum_of(1000)).unwrap();
+            let first = start(&ranks[0]);
+            let second = start(&ranks[1]);
+            for handle in [first, second] {
+                assert_eq!(handle.await.unwrap().tensor, [2.0 * round as f32; 1000]);
+            }
+        }
+    });
+}
+
+#[test]
 fn ranks_that_disagree_are_told_and_go_on() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
     let one = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
     let other = ranks[1].submit(own(floats(1.0, 11)), sum_of(11)).unwrap();
-    for (rank, handle) in ranks.iter().zip([one, other]) {
-        let error = rank.wait(handle).unwrap_err().to_string();
+    for handle in [one, other] {
+        let error = sums_of(handle).unwrap_err().to_string();
         assert!(error.contains("the ranks disagree: rank 0 has sum of 10 x f32"), "{error}");
     }
     reduce(&ranks, sum_of(4), vec![floats(1.0, 4); 2]);
@@ -263,12 +321,12 @@ fn a_rank_that_is_gone_is_named_to_the_others() {
     let mut ranks = rig.job("job", 3);
     let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
     ranks[2].line.hang_up();
-    let lost = OpError::PeerLost { ranks: vec![Rank(2)], why: Loss::Died };
-    assert_eq!(ranks[0].wait(handle).unwrap_err(), Error::Op(lost));
+    let lost = OpError::PeerLost { ranks: vec![ids::Rank(2)], why: Loss::Died };
+    assert_eq!(sums_of(handle).unwrap_err(), Error::Op(lost));
     let refused = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap_err();
     assert_eq!(
         refused,
-        Error::Submit(SubmitError::PeerLost { ranks: vec![Rank(2)], why: Loss::Died })
+        Error::Submit(SubmitError::PeerLost { ranks: vec![ids::Rank(2)], why: Loss::Died })
     );
     ranks.clear();
     // The job is gone with its ranks, so its name is free.
@@ -293,8 +351,8 @@ fn an_op_that_not_all_ranks_call_times_out() {
     let ranks = [rig.call("job", 0, 2), rig.call_with("job", 1, 2, soon)];
     assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
     let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
-    match ranks[0].wait(handle).unwrap_err() {
-        Error::Op(OpError::Timeout { missing, .. }) => assert_eq!(missing[0].0, Rank(1)),
+    match sums_of(handle).unwrap_err() {
+        Error::Op(OpError::Timeout { missing, .. }) => assert_eq!(missing[0].0, ids::Rank(1)),
         error => panic!("{error}"),
     }
 }
@@ -307,7 +365,7 @@ fn who_cannot_join_is_told_why() {
     while first.missing().is_empty() {
         std::thread::yield_now();
     }
-    let refused = |client: Client| match client.is_ready_within(PATIENCE).unwrap_err() {
+    let refused = |client: Rank| match client.is_ready_within(PATIENCE).unwrap_err() {
         ConnectError::SidecarRefused(reason) => reason,
         error => panic!("{error}"),
     };
@@ -334,7 +392,7 @@ fn a_life_is_joined_and_ended_by_those_that_show_its_secret() {
             options.secret = secret.map(|secret| Key([secret; Key::LEN]));
         })
     };
-    let refused = |client: Client| {
+    let refused = |client: Rank| {
         let why = client.is_ready_within(PATIENCE).unwrap_err().to_string();
         assert!(why.contains("does not show that it is of the same job"), "{why}");
     };
@@ -393,10 +451,10 @@ fn a_sidecar_that_is_gone_is_an_error_of_ops() {
     let ranks = rig.job("job", 2);
     let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
     drop(rig.sidecar);
-    let error = ranks[0].wait(handle).unwrap_err().to_string();
+    let error = sums_of(handle).unwrap_err().to_string();
     assert!(error.contains("the sidecar at") && error.contains("told to stop"), "{error}");
     let options = ConnectOptions::new("", "job");
-    let error = Client::call(&rig.path, &options, 1).unwrap_err().to_string();
+    let error = Rank::call(&rig.path, &options).unwrap_err().to_string();
     assert!(error.contains("start `racksum worker --socket` with that path"), "{error}");
 }
 
@@ -411,9 +469,9 @@ fn what_a_rank_says_out_of_turn_ends_that_rank() {
         let ranks = rig.job("job", 2);
         let handle = ranks[0].submit(own(floats(1.0, 10)), sum_of(10)).unwrap();
         ranks[1].line.send(&nonsense, None).unwrap();
-        match ranks[0].wait(handle).unwrap_err() {
+        match sums_of(handle).unwrap_err() {
             Error::Op(OpError::PeerLost { ranks, why }) => {
-                assert_eq!((ranks, why), (vec![Rank(1)], Loss::Broke));
+                assert_eq!((ranks, why), (vec![ids::Rank(1)], Loss::Broke));
             }
             error => panic!("{error}"),
         }
@@ -445,7 +503,7 @@ fn ops_on_the_same_memory_take_turns() {
                     .map(|(region, count)| ranks[of].submit(region, sum_of(count)).expect(rank))
                     .collect();
                 // Waits for the later op first.
-                handles.into_iter().rev().for_each(|handle| drop(ranks[of].wait(handle).unwrap()));
+                handles.into_iter().rev().for_each(|handle| drop(sums_of(handle).unwrap()));
             })
         };
         start("rank 0", 0, shared);
@@ -478,8 +536,8 @@ fn what_has_ended_a_job_is_said_before_what_is_wrong_with_an_op() {
     let [tensor, again] = regions_of(floats(1.0, 2), [0..8, 0..8]);
     let first = ranks[0].submit(tensor, sum_of(2)).unwrap();
     ranks[1].close();
-    assert!(ranks[0].ends_within(&first, PATIENCE).unwrap());
-    let lost = SubmitError::PeerLost { ranks: vec![Rank(1)], why: Loss::Left };
+    assert!(first.ends_within(PATIENCE));
+    let lost = SubmitError::PeerLost { ranks: vec![ids::Rank(1)], why: Loss::Left };
     assert_eq!(ranks[0].submit(again, sum_of(2)).unwrap_err(), lost.into());
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_proto::call::Call;
 use racksum_proto::error::{OpError, SubmitError};
+use racksum_proto::ids::OpId;
 use racksum_proto::loss::Loss;
 use racksum_proto::time::Time;
 
@@ -17,20 +18,22 @@ use super::fold_error::FoldError;
 use super::sums::Sums;
 use super::thread::spawn;
 use crate::blocks::Blocks;
-use crate::client::{Client, Handle};
+use crate::client::Reduced;
 use crate::engine::Stats;
 use crate::error::Error;
-use crate::tensor::Region;
+use crate::operand::Operand;
+use crate::transport::Transport;
+use crate::udp_transport::UdpTransport;
 
 /// How long to wait for room for an op before trying again.
 const ROOM: Duration = Duration::from_secs(1);
 
-/// A client that joins a job for all ranks of a host. It contributes their sums in the order of the
+/// The membership of a host in a job, for all its ranks. It contributes their sums in the order of the
 /// ops, although the ops may be folded in another order.
 #[derive(Debug)]
 pub(super) struct Upstream {
-    client: Arc<Client>,
-    /// The ranks of this host, for which the client has joined.
+    transport: Arc<UdpTransport>,
+    /// The ranks of this host.
     ranks: Vec<u16>,
     folded: Sender<Passed>,
 }
@@ -64,31 +67,24 @@ pub(super) struct Folded {
     pub(super) fold: Arc<Fold>,
 }
 
-/// A folded op in flight at the aggregator.
-#[derive(Debug)]
-enum Flight {
-    Tensor(Handle<Region>),
-    Blocks(Handle<Blocks>),
-}
-
 impl Upstream {
     /// Starts the threads that pass on a job's folded ops for these ranks.
     ///
     /// # Errors
     /// Returns the kernel's error if a thread cannot be started.
     pub(super) fn start(
-        client: Client,
+        transport: UdpTransport,
         ranks: Vec<u16>,
         job: Weak<dyn OpSink>,
     ) -> io::Result<Self> {
-        let client = Arc::new(client);
+        let transport = Arc::new(transport);
         let ((folded, up), (flights, down)) = (channel(), channel());
-        let (rising, above) = (Weak::clone(&job), Arc::clone(&client));
+        let (rising, above) = (Weak::clone(&job), Arc::clone(&transport));
         // The threads end when their channels close.
         drop(spawn("racksum-up", move || pass_up(&above, &up, &flights, &rising))?);
-        let above = Arc::clone(&client);
+        let above = Arc::clone(&transport);
         drop(spawn("racksum-down", move || pass_down(&above, &down, &job))?);
-        Ok(Self { client, ranks, folded })
+        Ok(Self { transport, ranks, folded })
     }
 
     /// Passes a folded op to the aggregator.
@@ -113,28 +109,28 @@ impl Upstream {
 
     /// Returns the job's network statistics.
     pub(super) fn stats(&self) -> Stats {
-        self.client.stats()
+        self.transport.stats()
     }
 
     /// Reports which ranks of this host are lost. The aggregator already knows about other hosts'
     /// ranks, and treats a client that reports them as broken.
     pub(super) fn lose(&self, ranks: &[u16], why: Loss) {
         let own = ranks.iter().filter(|rank| self.ranks.contains(rank));
-        own.for_each(|rank| self.client.part(*rank, why));
+        own.for_each(|rank| self.transport.part(*rank, why));
     }
 
     /// Leaves the job.
     pub(super) fn close(&self) {
-        self.client.close();
+        self.transport.close();
     }
 }
 
 /// Starts ops in order. Once an op is missing, no later op is started, because other hosts would
 /// take it for the missing one.
 fn pass_up(
-    client: &Client,
+    transport: &UdpTransport,
     passed: &Receiver<Passed>,
-    flights: &Sender<(Folded, Flight)>,
+    flights: &Sender<(Folded, OpId)>,
     job: &Weak<dyn OpSink>,
 ) {
     let (mut next, mut early, mut is_spoilt) = (0, BTreeMap::new(), false);
@@ -151,13 +147,13 @@ fn pass_up(
                 Err(call) => {
                     // The ranks know about the mismatch. An error means that the session is over
                     // and numbers no more ops.
-                    drop(once_there_is_room(client, 0, || client.refuse(call)));
+                    drop(once_there_is_room(transport, 0, || transport.refuse(call)));
                     continue;
                 }
             };
-            match submit(client, &due) {
+            match submit(transport, &due) {
                 // The receiving thread ends only after this one.
-                Ok(flight) => drop(flights.send((due, flight))),
+                Ok(op) => drop(flights.send((due, op))),
                 Err(error) => {
                     // After `Error::Op` the op has its number and has failed, so later ops may go
                     // on.
@@ -175,28 +171,28 @@ fn pass_up(
     }
 }
 
-fn submit(client: &Client, due: &Folded) -> Result<Flight, Error> {
+fn submit(transport: &UdpTransport, due: &Folded) -> Result<OpId, Error> {
     let (descriptor, clock) = (due.fold.descriptor(), Clock::start());
     let spent = || clock.now().since(due.since);
     // Sends every block that a rank of the host has, even if its sum is zero: the block belongs to
     // the job's union.
     let start = || match (sums_of(&due.fold)?, due.places().next()) {
         (None, Some(first)) => {
-            let (tensor, blocks) = (first.region(), due.fold.held());
-            Ok(Flight::Tensor(client.submit_folded(tensor, descriptor, blocks, spent())?))
+            let (tensor, blocks) = (first.region().into(), due.fold.held());
+            transport.submit_folded(tensor, descriptor, blocks, spent())
         }
         (sums, _) => {
             let sums = sums.unwrap_or_default();
             let blocks = sums.indices.clone().into_iter();
-            Ok(Flight::Blocks(client.submit_folded(sums, descriptor, blocks, spent())?))
+            transport.submit_folded(sums.into(), descriptor, blocks, spent())
         }
     };
-    once_there_is_room(client, descriptor.lane, start)
+    once_there_is_room(transport, descriptor.lane, start)
 }
 
 /// Starts an op as soon as its lane has room for one more op in flight.
 fn once_there_is_room<T>(
-    client: &Client,
+    transport: &UdpTransport,
     lane: u8,
     start: impl Fn() -> Result<T, Error>,
 ) -> Result<T, Error> {
@@ -204,7 +200,7 @@ fn once_there_is_room<T>(
         match start() {
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
                 // The next try finds out which ops have ended meanwhile.
-                if !client.has_room_within(lane, ROOM) {
+                if !transport.has_room_within(lane, ROOM) {
                     tracing::debug!(lane, "an op waits for room");
                 }
             }
@@ -222,19 +218,19 @@ fn sums_of(fold: &Fold) -> Result<Option<Blocks>, Error> {
 }
 
 /// Waits for ops to end, and hands the job's sums to all ranks of the host.
-fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<dyn OpSink>) {
-    for (folded, flight) in flights {
-        let summed = match flight {
-            Flight::Tensor(handle) => client.wait(handle).map(|_| {
-                let mut places = folded.places();
-                if let Some(first) = places.next() {
-                    places.for_each(|other| other.copy_from(first));
-                }
-                None
-            }),
-            Flight::Blocks(handle) => client.wait(handle).map(|reduced| Some(reduced.tensor)),
-        };
-        match summed.map(|blocks| blocks.map(|blocks| hand_out(client, &folded, blocks))) {
+fn pass_down(transport: &UdpTransport, flights: &Receiver<(Folded, OpId)>, job: &Weak<dyn OpSink>) {
+    for (folded, op) in flights {
+        let summed = transport.finish(op).map(|Reduced { tensor, .. }| {
+            if let Operand::Blocks(blocks) = tensor {
+                return Some(blocks);
+            }
+            let mut places = folded.places();
+            if let Some(first) = places.next() {
+                places.for_each(|other| other.copy_from(first));
+            }
+            None
+        });
+        match summed.map(|blocks| blocks.map(|blocks| hand_out(transport, &folded, blocks))) {
             Ok(None) => tell(job, &folded, Ok(None)),
             Ok(Some(Ok(sums))) => tell(job, &folded, Ok(Some(&sums))),
             Ok(Some(Err(spoilt))) => {
@@ -246,11 +242,11 @@ fn pass_down(client: &Client, flights: &Receiver<(Folded, Flight)>, job: &Weak<d
 }
 
 /// Writes the job's union to the host's tensors, and returns it for the ranks that handed lists.
-fn hand_out(client: &Client, folded: &Folded, blocks: Blocks) -> Result<Sums, FoldError> {
+fn hand_out(transport: &UdpTransport, folded: &Folded, blocks: Blocks) -> Result<Sums, FoldError> {
     let (descriptor, shares) = (folded.fold.descriptor(), folded.fold.shares());
     give(&descriptor, shares, &blocks);
     let sums = Sums::of(&descriptor, &blocks, budget_of(shares));
-    client.recycle(blocks);
+    transport.recycle(blocks);
     sums
 }
 

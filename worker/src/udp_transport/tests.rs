@@ -1,4 +1,6 @@
 use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Deref;
+use std::task::{Context, Poll, Wake};
 
 use racksum_net::udp::UdpSocket;
 use racksum_proto::call::{Call, Collective};
@@ -7,18 +9,39 @@ use racksum_proto::error::OpError;
 use racksum_proto::wire::{Header, Kind, OpenDecoder};
 
 use super::*;
+use crate::client::{Client, Connecting, Handle};
 use crate::engine::tests::{Bench, arrived, fail, send};
 use crate::join::tests::welcome;
 use crate::tensor::tests::{region_of, regions_of};
 
+/// A client and its transport.
+struct Rank {
+    client: Client,
+    transport: Arc<UdpTransport>,
+}
+
+impl Deref for Rank {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.client
+    }
+}
+
+impl Rank {
+    fn driver(&self) -> &Driver {
+        &self.transport.driver
+    }
+}
+
 /// Returns a client whose shard never answers.
-fn client() -> Client {
+fn client() -> Rank {
     rig().client
 }
 
 /// A client of two lanes, whose shard sends only the datagrams of the test.
 struct Rig {
-    client: Client,
+    client: Rank,
     /// The address where the client receives.
     socket: SocketAddr,
     shard: UdpSocket,
@@ -26,10 +49,10 @@ struct Rig {
 
 fn rig() -> Rig {
     let Bench { engine, socket, mut shards, .. } = Bench::new(1, 2, Ipv4Addr::LOCALHOST);
-    let shared = Arc::new(Driver::new(engine).unwrap());
-    let driver = Arc::clone(&shared);
-    let client = Client {
-        shared,
+    let driver = Arc::new(Driver::new(engine).unwrap());
+    let drives = Arc::clone(&driver);
+    let transport = Arc::new(UdpTransport {
+        driver,
         welcome: welcome(),
         shards: 1,
         multicast: false,
@@ -37,8 +60,10 @@ fn rig() -> Rig {
         turn: Mutex::default(),
         senders: ControlSenders::default(),
         stop: Mailbox::new().sender(),
-        threads: vec![spawn("drive", move || driver.drive_in_background()).unwrap()],
-    };
+        threads: vec![spawn("drive", move || drives.drive_in_background()).unwrap()],
+    });
+    let client = Client::over(Arc::clone(&transport) as Arc<dyn Transport>);
+    let client = Rank { client, transport };
     Rig { client, socket: socket.local_addr(), shard: shards.remove(0) }
 }
 
@@ -76,14 +101,15 @@ fn a_panic_of_the_engine_ends_every_op_with_an_error() {
     let client = client();
     let handle = client.submit(tensor(), descriptor()).unwrap();
     std::thread::scope(|scope| {
-        let blocked = scope.spawn(|| client.allreduce(&mut tensor(), descriptor()));
-        let waits = scope.spawn(|| client.wait(handle));
+        let blocked = scope.spawn(|| client.reduce(&mut tensor(), descriptor()));
+        let waits = scope.spawn(|| handle.wait());
         // The tensor is shorter than its descriptor requires. `check_len` would refuse it.
         let data = Data::Owned(vec![0; 4]);
-        let mut state = client.shared.lock();
-        let bad = state.submit(|engine| engine.start(descriptor(), data, client.op_timeout));
-        client.shared.set_off(state);
-        ended(client.wait::<Vec<u8>>(client.handle(bad.unwrap())), WHY);
+        let mut state = client.driver().lock();
+        let bad =
+            state.submit(|engine| engine.start(descriptor(), data, client.transport.op_timeout));
+        client.driver().set_off(state);
+        ended(client.transport.finish(bad.unwrap()), WHY);
         // The thread may have been too late to start its op.
         match blocked.join().unwrap() {
             Err(Error::Submit(SubmitError::Ended { why })) if why == WHY => {}
@@ -91,19 +117,19 @@ fn a_panic_of_the_engine_ends_every_op_with_an_error() {
         }
         ended(waits.join().unwrap(), WHY);
     });
-    let after = client.allreduce(&mut tensor(), descriptor());
+    let after = client.reduce(&mut tensor(), descriptor());
     assert_eq!(after, Err(Error::Submit(SubmitError::Ended { why: WHY.into() })));
-    assert!(client.shared.lock().is_idle());
+    assert!(client.driver().lock().is_idle());
 }
 
 #[test]
-fn an_op_of_another_client_is_not_waited_for() {
-    let (one, other) = (client(), client());
-    let handle = one.submit(tensor(), descriptor()).unwrap();
-    assert_eq!(other.wait(handle), Err(Error::OtherClient));
-    let handle = one.submit(tensor(), descriptor()).unwrap();
-    drop(one);
-    assert_eq!(other.wait(handle), Err(Error::OtherClient));
+fn an_op_of_a_client_that_was_dropped_ends_with_an_error() {
+    let client = client();
+    let handle: Handle<Vec<u8>> = client.submit(tensor(), descriptor()).unwrap();
+    drop(client);
+    assert!(handle.ends_within(HOUR));
+    let closed = Error::Submit(SubmitError::Ended { why: "the client was closed".into() });
+    assert_eq!(handle.wait(), Err(closed));
 }
 
 #[test]
@@ -112,24 +138,24 @@ fn an_op_whose_handle_is_dropped_goes_on_and_keeps_nothing() {
     let handle = client.submit(tensor(), descriptor()).unwrap();
     let op = handle.op;
     drop(handle);
-    assert!(client.shared.lock().engine.is_in_flight(op), "other ranks need it");
-    client.shared.lock().run(|engine| engine.end("the test is over"));
-    assert!(client.shared.lock().engine.take(op).is_none());
+    assert!(client.driver().lock().engine.is_in_flight(op), "other ranks need it");
+    client.driver().lock().run(|engine| engine.end("the test is over"));
+    assert!(client.driver().lock().engine.take(op).is_none());
 }
 
 #[test]
 fn closing_a_client_ends_what_is_in_flight() {
     let client = client();
     let handle = client.submit(tensor(), descriptor()).unwrap();
-    let shared = Arc::clone(&client.shared);
+    let driver = Arc::clone(&client.transport.driver);
     drop(client);
-    let Finished { result, .. } = shared.lock().engine.take(handle.op).unwrap();
+    let Finished { result, .. } = driver.lock().engine.take(handle.op).unwrap();
     assert_eq!(result, Err(OpError::Ended { why: "the client was closed".into() }));
 }
 
 /// A thread that sleeps until an op ends, while the test's thread drives.
 struct Sleeper {
-    shared: Arc<Driver>,
+    driver: Arc<Driver>,
     rank: SocketAddr,
     shard: UdpSocket,
     op: OpId,
@@ -139,21 +165,21 @@ struct Sleeper {
 impl Sleeper {
     fn start() -> Self {
         let Bench { engine, socket, mut shards, .. } = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
-        let shared = Arc::new(Driver::new(engine).unwrap());
+        let driver = Arc::new(Driver::new(engine).unwrap());
         let rank = socket.local_addr();
-        let mut state = shared.lock();
+        let mut state = driver.lock();
         let data = Data::Owned(tensor());
         let op = state.submit(|engine| engine.start(descriptor(), data, span(HOUR))).unwrap();
         state.driving = true;
         drop(state);
-        let sleeps = Arc::clone(&shared);
+        let sleeps = Arc::clone(&driver);
         let thread = spawn("sleeps", move || {
             drop(sleeps.await_that(sleeps.lock(), |state| !state.engine.is_in_flight(op)));
         });
-        while shared.lock().asleep == 0 {
+        while driver.lock().asleep == 0 {
             std::thread::yield_now();
         }
-        Self { shared, rank, shard: shards.remove(0), op, thread: thread.unwrap() }
+        Self { driver, rank, shard: shards.remove(0), op, thread: thread.unwrap() }
     }
 
     /// Sends a failure that ends the op.
@@ -179,7 +205,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 fn who_sleeps_is_told_what_another_threads_submit_came_upon() {
     let sleeper = Sleeper::start();
     sleeper.end_op();
-    sleeper.shared.set_off(sleeper.shared.lock());
+    sleeper.driver.set_off(sleeper.driver.lock());
     assert!(sleeper.wakes(|| std::thread::sleep(Duration::from_millis(1))));
 }
 
@@ -187,10 +213,10 @@ fn who_sleeps_is_told_what_another_threads_submit_came_upon() {
 fn a_driver_that_is_never_idle_lets_those_look_whom_it_has_woken() {
     let sleeper = Sleeper::start();
     sleeper.end_op();
-    let mut state = Some(sleeper.shared.lock());
+    let mut state = Some(sleeper.driver.lock());
     assert!(sleeper.wakes(|| {
         send(&sleeper.shard, sleeper.rank, b"noise");
-        state = state.take().map(|state| sleeper.shared.step(None, state));
+        state = state.take().map(|state| sleeper.driver.step(None, state));
     }));
 }
 
@@ -198,19 +224,44 @@ fn a_driver_that_is_never_idle_lets_those_look_whom_it_has_woken() {
 fn waiting_for_a_while_ends_with_the_op_or_with_the_while() {
     let client = client();
     let handle = client.submit(tensor(), descriptor()).unwrap();
-    let other = self::client();
     let while_ = Duration::from_millis(20);
-    assert_eq!(other.ends_within(&handle, while_), Err(Error::OtherClient));
-    assert_eq!(client.ends_within(&handle, Duration::ZERO), Ok(false));
-    assert_eq!(client.ends_within(&handle, while_), Ok(false));
+    assert!(!handle.ends_within(Duration::ZERO));
+    assert!(!handle.ends_within(while_));
     std::thread::scope(|scope| {
         // One of these threads drives, and the others sleep.
-        let waiting = [(); 3].map(|()| scope.spawn(|| client.ends_within(&handle, HOUR)));
-        client.shared.tell(|engine| engine.end("the test is over"));
-        assert_eq!(waiting.map(|thread| thread.join().unwrap()), [(); 3].map(|()| Ok(true)));
+        let waiting = [(); 3].map(|()| scope.spawn(|| handle.ends_within(HOUR)));
+        client.driver().tell(|engine| engine.end("the test is over"));
+        assert_eq!(waiting.map(|thread| thread.join().unwrap()), [true; 3]);
     });
-    assert_eq!(client.ends_within(&handle, Duration::ZERO), Ok(true));
-    ended(client.wait(handle), "the test is over");
+    assert!(handle.ends_within(Duration::ZERO));
+    ended(handle.wait(), "the test is over");
+}
+
+#[test]
+fn a_task_that_awaits_an_op_is_woken_when_it_ends() {
+    let client = client();
+    let handle: Handle<Vec<f32>> = client.submit(vec![1.0; 1000], descriptor()).unwrap();
+    let (woken, is_woken) = std::sync::mpsc::channel();
+    let waker = Waker::from(Arc::new(Told(woken)));
+    let mut awaited = std::pin::pin!(handle);
+    let mut context = Context::from_waker(&waker);
+    assert!(awaited.as_mut().poll(&mut context).is_pending());
+    assert!(is_woken.try_recv().is_err(), "the op runs");
+    client.driver().tell(|engine| engine.end("the test is over"));
+    is_woken.recv_timeout(HOUR).unwrap();
+    match awaited.poll(&mut context) {
+        Poll::Ready(result) => ended(result, "the test is over"),
+        Poll::Pending => panic!("the op has ended"),
+    }
+}
+
+/// A waker that sends a message.
+struct Told(Sender<()>);
+
+impl Wake for Told {
+    fn wake(self: Arc<Self>) {
+        self.0.send(()).unwrap();
+    }
 }
 
 #[test]
@@ -219,7 +270,7 @@ fn a_client_that_was_closed_takes_no_ops() {
     let handle = client.submit(tensor(), descriptor()).unwrap();
     client.close();
     client.close();
-    ended(client.wait(handle), "the client was closed");
+    ended(handle.wait(), "the client was closed");
     let refused = client.submit(tensor(), descriptor()).unwrap_err();
     assert_eq!(refused, Error::Submit(SubmitError::Ended { why: "the client was closed".into() }));
 }
@@ -241,7 +292,7 @@ fn the_owner_of_a_tensor_is_kept_until_its_op_has_ended() {
     // No thread waits for the op.
     drop(client.submit(region, descriptor()).unwrap());
     assert!(is_gone.try_recv().is_err(), "the op needs it");
-    client.shared.tell(|engine| engine.end("the test is over"));
+    client.driver().tell(|engine| engine.end("the test is over"));
     is_gone.recv_timeout(HOUR).unwrap();
 }
 
@@ -258,13 +309,30 @@ fn an_attempt_to_connect_can_be_given_up() {
 }
 
 #[test]
+fn an_attempt_to_connect_whose_future_is_dropped_is_given_up() {
+    let nobody =
+        UdpSocket::open(&racksum_net::udp::UdpConfig::new((Ipv4Addr::LOCALHOST, 0).into()));
+    let options = ConnectOptions::new(nobody.unwrap().local_addr().to_string(), "job");
+    let connecting = Connecting::new();
+    let awaited = connecting.awaited();
+    let mut joined = Box::pin(connecting.run_async(options));
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(joined.as_mut().poll(&mut context).is_pending());
+    drop(joined);
+    // The attempt holds the other half of this text as long as it runs.
+    while !awaited.is_alone() {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
 fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
     // wire: W-70
     let Rig { client, socket, shard } = rig();
     let call = Call { number: 5, collective: Collective::Broadcast, root: 1 };
     let broadcast = Descriptor { call, ..descriptor() };
     let refusals = [
-        client.submit(vec![0; 5], broadcast).unwrap_err(),
+        client.submit(vec![0u8; 5], broadcast).unwrap_err(),
         client.submit(tensor(), Descriptor { lane: 7, ..broadcast }).unwrap_err(),
         client.submit(tensor(), Descriptor { wire: WireType::I64, ..broadcast }).unwrap_err(),
     ];
@@ -283,8 +351,8 @@ fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
     assert_eq!(opened, expected);
     // No thread waits for a refused op, whatever its outcome.
     send(&shard, socket, &fail(OpId(0), 0));
-    client.shared.tell(|engine| engine.end("the test is over"));
-    assert!((0..4).all(|op| client.shared.lock().engine.take(OpId(op)).is_none()));
+    client.driver().tell(|engine| engine.end("the test is over"));
+    assert!((0..4).all(|op| client.driver().lock().engine.take(OpId(op)).is_none()));
 }
 
 #[test]
@@ -323,9 +391,9 @@ fn ops_on_the_same_memory_take_turns_whatever_lanes_they_are_in() {
 #[test]
 fn what_is_spent_of_an_ops_time_is_not_had_again() {
     let client = client();
-    let spent = Span(client.op_timeout.0 - Span::from_millis(50).0);
-    let handle = client.submit_folded(tensor(), descriptor(), 0..4, spent).unwrap();
-    assert!(client.ends_within(&handle, Duration::from_secs(300)).unwrap());
-    let error = client.wait(handle).unwrap_err();
+    let spent = Span(client.transport.op_timeout.0 - Span::from_millis(50).0);
+    let op = client.transport.submit_folded(tensor().into(), descriptor(), 0..4, spent);
+    let op = op.unwrap();
+    let error = client.transport.finish(op).unwrap_err();
     assert!(matches!(error, Error::Op(OpError::Timeout { .. })), "{error}");
 }

@@ -9,6 +9,7 @@ use racksum_proto::schedule::Turn;
 
 use super::*;
 use crate::blocks::Blocks;
+use crate::client::StatsQuery;
 use crate::sidecar::ask;
 use crate::sidecar::budget::Budget;
 use crate::sidecar::fold::{Handed, List, Memory, Place};
@@ -235,7 +236,7 @@ fn a_list_that_changes_while_it_is_read_spoils_its_job_and_nothing_else() {
         rogue.say(&FromRank::Submit { descriptor, memory: 1, at: 0, list }, None);
         let own = Blocks { indices: vec![7], values: floats(1.0, 256) };
         let Ok(handle) = honest.submit(own, sum_of(256 * 600)) else { break };
-        let Ok(sums) = honest.wait(handle) else { break };
+        let Ok(sums) = sums_of(handle) else { break };
         assert!(sums.indices.is_sorted_by(|a, b| a < b) && sums.indices.len() == 600);
         assert_eq!(sums.values.len(), 600 * 1024);
         ended += 1;
@@ -315,7 +316,7 @@ fn memory_that_is_none_is_refused() {
 fn more_jobs_and_ranks_than_may_be_are_refused() {
     let rig = Rig::with(Limits { jobs: 2, ranks: 3, memory: 1 << 20 });
     let _two = rig.job("two", 2);
-    let refused = |client: Client| client.is_ready_within(PATIENCE).unwrap_err().to_string();
+    let refused = |client: Rank| client.is_ready_within(PATIENCE).unwrap_err().to_string();
     let why = refused(rig.call("three", 0, 2));
     assert!(why.contains("has 2 ranks here, and there are 2 of others already"), "{why}");
     let _one = rig.job("one", 1);
@@ -346,7 +347,7 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
     let listener = Listener::bind(&path, 0o600).unwrap();
     let mut options = ConnectOptions::new("", "job");
     (options.world, options.op_timeout) = (1, Duration::from_millis(100));
-    let rank = Client::call(&path, &options, 1).unwrap();
+    let rank = Rank::call(&path, &options).unwrap();
     let stopped = listener.accept().unwrap().unwrap();
     stopped.recv::<FromRank>().unwrap();
     stopped.send(&FromSidecar::Ready, None).unwrap();
@@ -356,7 +357,7 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
     let submit = || rank.submit(lent.region(0), sum_of(0));
     let first = submit().unwrap();
     while submit().is_ok() {}
-    let error = rank.wait(first).unwrap_err();
+    let error = sums_of(first).unwrap_err();
     assert!(matches!(error, Error::Op(OpError::NoAggregator { .. })), "{error}");
     assert!(error.to_string().contains("has not ended an op for 5100 ms; is it stopped?"));
     while !matches!(submit(), Err(Error::Op(_))) {}
@@ -366,7 +367,7 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
 fn a_rank_leaves_a_sidecar_that_has_too_much_to_read_once_it_reads() {
     let path = std::env::temp_dir().join(format!("racksum-full-{}", std::process::id()));
     let listener = Listener::bind(&path, 0o600).unwrap();
-    let client = Client::call(&path, &ConnectOptions::new("", "job"), 1).unwrap();
+    let client = Rank::call(&path, &ConnectOptions::new("", "job")).unwrap();
     while client.line.offer(&FromRank::AskStats).unwrap() {}
     assert!(!client.may_leave_within(Duration::from_millis(50)));
     let sidecar = listener.accept().unwrap().unwrap();
@@ -390,7 +391,7 @@ fn tensors_that_grow_keep_no_memory_that_is_too_small_for_them() {
     let ranks = rig.job("job", 1);
     for count in (1..100).map(|step| step * 2000) {
         let handle = ranks[0].submit(own(floats(1.0, count)), sum_of(count)).unwrap();
-        ranks[0].wait(handle).unwrap();
+        sums_of(handle).unwrap();
     }
 }
 
@@ -443,7 +444,7 @@ fn a_rank_that_is_gone_in_the_middle_of_a_fold_frees_its_memory_after_it() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
     let count = 1 << 20;
-    let start = |rank: &Client| {
+    let start = |rank: &Rank| {
         let lent = rank.lend(4 * count).unwrap();
         rank.submit(lent.region(4 * count), sum_of(count)).unwrap()
     };
@@ -544,7 +545,7 @@ fn calls_of_a_job_that_is_over_cost_nothing() {
     let lent = ranks[0].lend(1 << 20).unwrap();
     let handle = ranks[0].submit(lent.region(4), sum_of(1)).unwrap();
     drop(ranks.pop());
-    assert!(ranks[0].wait(handle).is_err());
+    assert!(sums_of(handle).is_err());
     let other = ranks[0].lend(4).unwrap();
     let descriptor = encoded(&sum_of(0));
     for _ in 0..3 * MAX_OPS {
@@ -553,8 +554,7 @@ fn calls_of_a_job_that_is_over_cost_nothing() {
     }
     drop((lent, other));
     // The sidecar receives this query last.
-    let asked = ranks[0].ask_stats().unwrap();
-    assert!(ranks[0].has_told_within(&asked, PATIENCE));
+    assert!(ranks[0].refreshes_stats_within(&mut StatsQuery::default(), PATIENCE));
     let status = ask(&rig.path).unwrap();
     assert!(status.jobs[0].ranks[0].next_op <= 1, "calls are numbered");
     assert_eq!(status.memory.used, 0);

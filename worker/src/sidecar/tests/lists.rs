@@ -134,8 +134,8 @@ proptest! {
                 ranks[rank].submit(operand, case.descriptor).unwrap()
             };
             let handles: Vec<_> = (0..lists.len()).map(start).collect();
-            for (rank, handle) in handles.into_iter().enumerate() {
-                match ranks[rank].wait::<Operand>(handle).unwrap() {
+            for handle in handles {
+                match sums_of(handle).unwrap() {
                     Operand::Blocks(sums) => prop_assert_eq!(sums, case.expected()),
                     tensor => prop_assert_eq!(tensor.bytes(), case.expected_tensor()),
                 }
@@ -159,11 +159,11 @@ fn a_list_costs_its_blocks_and_not_its_tensor() {
     let handles: Vec<_> =
         handles.map(|(list, rank)| rank.submit(list, descriptor).unwrap()).collect();
     for (rank, handle) in ranks.iter().zip(handles) {
-        let sums: Blocks = rank.wait(handle).unwrap();
+        let sums: Blocks = sums_of(handle).unwrap();
         assert_eq!(sums.indices, [3, 60_000_000]);
         assert_eq!(sums.values, floats(1.0, 512));
         rank.recycle(sums);
-        let (Traffic { ops, copied_bytes, shared_bytes }, _) = rank.stats();
+        let SidecarStats { ops, copied_bytes, shared_bytes } = rank.sidecar_stats();
         assert_eq!((ops, copied_bytes, shared_bytes), (1, 1024 + 4 + 2048, 0));
     }
 }
@@ -175,22 +175,22 @@ fn a_list_that_cannot_be_is_an_error_of_its_rank() {
     let error = ranks[0].submit(one_block(4), sum_of(1024)).unwrap_err().to_string();
     assert!(error.contains("block 4 is beyond the tensor's 4 blocks"), "{error}");
     let handle = ranks[0].submit(one_block(3), sum_of(1024)).unwrap();
-    assert_eq!(ranks[0].wait(handle).unwrap(), one_block(3));
+    assert_eq!(sums_of(handle).unwrap(), one_block(3));
     let nothing = ranks[0].submit(Blocks::default(), sum_of(0)).unwrap();
-    assert_eq!(ranks[0].wait(nothing).unwrap(), Blocks::default());
+    assert_eq!(sums_of(nothing).unwrap(), Blocks::default());
 }
 
 #[test]
 fn blocks_whose_sum_is_zero_are_listed_as_they_are_without_a_sidecar() {
     let rig = Rig::start();
     let ranks = rig.job("job", 2);
-    let start = |(rank, value): (&Client, f32)| {
+    let start = |(rank, value): (&Rank, f32)| {
         let list = Blocks { indices: vec![1], values: floats(value, 256) };
         rank.submit(list, sum_of(1024)).unwrap()
     };
     let handles: Vec<_> = ranks.iter().zip([1.0, -1.0]).map(start).collect();
-    for (rank, handle) in ranks.iter().zip(handles) {
-        let sums = rank.wait(handle).unwrap();
+    for handle in handles {
+        let sums = sums_of(handle).unwrap();
         assert_eq!(sums, Blocks { indices: vec![1], values: floats(0.0, 256) });
     }
 }
@@ -206,8 +206,8 @@ fn sums_of_lists_are_of_the_memory_that_ranks_may_have() {
             .zip(&ranks)
             .map(|(rank, client)| client.submit(one_block(rank), sum_of(1024)).unwrap())
             .collect();
-        for (rank, handle) in ranks.iter().zip(handles) {
-            match rank.wait(handle) {
+        for handle in handles {
+            match sums_of(handle) {
                 Ok(sums) => assert!(is_enough && sums.indices == [0, 1]),
                 Err(error) => {
                     let error = error.to_string();

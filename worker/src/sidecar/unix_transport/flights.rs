@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
@@ -18,7 +19,7 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::time::{Span, Time};
 
-use super::{Asked, Traffic};
+use super::SidecarStats;
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
@@ -32,7 +33,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(500);
 
 /// State that the threads of a client share.
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+pub(super) struct Flights {
     state: Mutex<State>,
     changed: Condvar,
     pub(super) lent: Arc<AllLent>,
@@ -57,12 +58,12 @@ pub(super) struct State {
     /// The sidecar's answers about lent memory, by memory number: `None` if accepted, otherwise the
     /// reason for the refusal.
     pub(super) answered: BTreeMap<u32, Option<String>>,
-    /// The number of queries for traffic statistics. `told` counts the answers, and `stats` holds
+    /// The number of queries for traffic statistics. `told` counts the answers, and `network` holds
     /// the latest.
     asked: u64,
     pub(super) told: u64,
-    pub(super) stats: Stats,
-    pub(super) traffic: Traffic,
+    pub(super) network: Stats,
+    pub(super) stats: SidecarStats,
     /// Lent memory from earlier tensor copies, kept for later ops.
     pub(super) spare: Vec<Arc<Lent>>,
     /// Recycled memory for the sums of the next list.
@@ -88,6 +89,8 @@ pub(super) struct Flight {
     is_copied: bool,
     /// The outcome once the op has ended, with the sums of an op on lists.
     outcome: Option<Landed>,
+    /// The task that awaits the op.
+    waker: Option<Waker>,
     /// Whether no caller will wait for the op.
     abandoned: bool,
     since: Time,
@@ -101,7 +104,8 @@ impl Flight {
         let extent = operand.extent();
         let (is_copied, since) = (copy.is_some(), Clock::start().now());
         let operand = Some(operand);
-        Self { operand, extent, copy, is_copied, outcome: None, abandoned: false, since }
+        let (outcome, waker, abandoned) = (None, None, false);
+        Self { operand, extent, copy, is_copied, outcome, waker, abandoned, since }
     }
 
     /// Copies the sums of a successful op from shared memory to the caller's tensor, if the tensor
@@ -129,7 +133,7 @@ impl Flight {
     }
 }
 
-impl Shared {
+impl Flights {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -159,7 +163,7 @@ impl Shared {
         flight.abandoned = true;
         if flight.outcome.is_some() {
             let copied = flight.deliver();
-            state.traffic.copied_bytes += copied;
+            state.stats.copied_bytes += copied;
             drop(Self::take(state, op));
             // A new op may be waiting for the tensor.
             self.changed.notify_all();
@@ -169,7 +173,7 @@ impl Shared {
     /// Receives the sidecar's messages until it hangs up, or until an op has been in flight for
     /// longer than `limit`. A running sidecar ends every op before `limit`, so the sidecar is then
     /// stopped or stuck.
-    pub(super) fn hear(&self, line: &Line, path: &Path, limit: Duration) {
+    pub(super) fn receive(&self, line: &Line, path: &Path, limit: Duration) {
         let mut looked = Clock::start().now();
         let why = loop {
             match line.recv() {
@@ -210,7 +214,7 @@ impl Shared {
             }
             FromSidecar::Stats(stats) => {
                 state.told += 1;
-                state.stats = stats;
+                state.network = stats;
             }
             // A rank never asks for the status.
             FromSidecar::Status { .. } => {}
@@ -241,14 +245,14 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Asks the sidecar for traffic statistics. Returns `None` if the sidecar's queue is full.
-    pub(super) fn ask_stats(&self, line: &Line) -> Option<Asked> {
+    /// Asks the sidecar for traffic statistics. Returns the query's number, or `None` if the sidecar's queue is full.
+    pub(super) fn ask_stats(&self, line: &Line) -> Option<u64> {
         let mut state = self.lock();
         // The lock keeps queries in the order of their numbers. The receiving thread handles a
         // failed line.
         line.offer(&FromRank::AskStats).unwrap_or(true).then(|| {
             state.asked += 1;
-            Asked(state.asked)
+            state.asked
         })
     }
 
@@ -284,6 +288,14 @@ impl Shared {
 impl State {
     pub(super) fn has_ended(&self, op: u32) -> bool {
         self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
+    }
+
+    /// Returns whether an op has ended. If it has not, calls `waker` once it has.
+    pub(super) fn poll_ended(&mut self, op: u32, waker: &Waker) -> bool {
+        let running = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none());
+        let Some(running) = running else { return true };
+        running.waker = Some(waker.clone());
+        false
     }
 
     /// Returns whether an op has been in flight for longer than `limit`.
@@ -322,7 +334,7 @@ impl State {
     pub(super) fn deliver_to(&mut self, extent: &Range<usize>) {
         let meets = |flight: &&mut Flight| meet(&flight.extent, extent);
         for flight in self.flights.values_mut().filter(meets) {
-            self.traffic.copied_bytes += flight.deliver();
+            self.stats.copied_bytes += flight.deliver();
             if flight.outcome.is_some() {
                 self.spare.extend(flight.copy.take());
             }
@@ -336,11 +348,11 @@ impl State {
     pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> Result<u32, Error> {
         self.check()?;
         let moved = match flight.is_copied {
-            true => &mut self.traffic.copied_bytes,
-            false => &mut self.traffic.shared_bytes,
+            true => &mut self.stats.copied_bytes,
+            false => &mut self.stats.shared_bytes,
         };
         *moved += len as u64;
-        self.traffic.ops += 1;
+        self.stats.ops += 1;
         let op = self.next_op;
         self.next_op += 1;
         self.in_flight += 1;
@@ -352,12 +364,13 @@ impl State {
     fn land(&mut self, op: u32, outcome: Result<Option<Sums>, OpError>) -> Option<Flight> {
         let flight = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none())?;
         flight.outcome = Some(outcome);
+        flight.waker.take().into_iter().for_each(Waker::wake);
         self.in_flight -= 1;
         if !flight.abandoned {
             return None;
         }
         // No other op may use the tensor before the sums are in it.
-        self.traffic.copied_bytes += flight.deliver();
+        self.stats.copied_bytes += flight.deliver();
         self.flights.remove(&op)
     }
 

@@ -1,0 +1,365 @@
+//! The client that a training process uses to take part in a job.
+
+mod connecting;
+
+use std::borrow::Cow;
+use std::io;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use racksum_proto::call::Call;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::WireType;
+use racksum_proto::error::SubmitError;
+use racksum_proto::ids::{OpId, Rank};
+
+use crate::blocks::Blocks;
+use crate::engine::Stats;
+use crate::error::{ConnectError, Error};
+use crate::operand::Operand;
+use crate::options::ConnectOptions;
+use crate::sidecar::{Lent, SidecarStats};
+use crate::tensor::{Element, as_bytes_mut, lend};
+use crate::transport::Transport;
+
+pub use self::connecting::{CancelHandle, Connecting};
+
+/// A rank of a job. Ops end in any order, but each rank must start the same ops in the same order.
+///
+/// The client sends its tensors to aggregators over UDP, or hands them to the sidecar of its host
+/// through shared memory, as [`ConnectOptions::aggregators`] says. Its methods are the same for
+/// both.
+#[derive(Debug)]
+pub struct Client {
+    transport: Arc<dyn Transport>,
+}
+
+/// The outcome of an op.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reduced<T> {
+    /// The reduced tensor, or `()` if the tensor is the caller's.
+    pub tensor: T,
+    /// The ranks that were lost before they had contributed to the whole tensor, in ascending
+    /// order. All other ranks have contributed. The list is empty unless the job has
+    /// [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss), and always with a sidecar.
+    pub absent: Vec<Rank>,
+}
+
+/// An op in flight. If the handle is dropped, the op goes on, since the other ranks need it. Its
+/// operand is then freed once the op ends.
+#[derive(Debug)]
+#[must_use = "an op's result is had by waiting for it"]
+pub struct Handle<T> {
+    pub(crate) op: OpId,
+    /// The reference is weak, because a closed client has no ops.
+    transport: Weak<dyn Transport>,
+    result: PhantomData<fn() -> T>,
+}
+
+/// The limits and the paths that a job was granted when it began. An aggregator that the job moves
+/// to may grant something else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Grant {
+    /// The number of ops that may be in flight.
+    pub max_ops: u16,
+    /// The first op. It is above 0 if the rank has rejoined its job.
+    pub first_op: OpId,
+    /// The number of shards that serve the job's windows; 0 with a sidecar.
+    pub shards: usize,
+    /// Whether results arrive by multicast.
+    pub multicast: bool,
+    /// The slots of a stream; 0 with a sidecar.
+    pub pool_slots: u32,
+    /// The bytes of a window that fit a datagram; 0 with a sidecar.
+    pub fragment_payload: u16,
+}
+
+/// A request for the current counters, which a caller repeats until it is answered.
+#[derive(Debug, Default)]
+pub struct StatsQuery {
+    /// The number of the request at the sidecar, once it is sent.
+    pub(crate) number: Option<u64>,
+}
+
+impl Client {
+    /// Joins a job and returns once all its ranks have joined.
+    ///
+    /// # Errors
+    /// Returns an error if the job cannot be joined, or is not complete in time.
+    pub fn connect(options: &ConnectOptions) -> Result<Self, ConnectError> {
+        Connecting::new().run(options)
+    }
+
+    pub(crate) fn over(transport: Arc<dyn Transport>) -> Self {
+        Self { transport }
+    }
+
+    /// Sums `tensor` in place with the tensors of all other ranks, and waits for the result.
+    /// Returns the ranks that the sum lacks.
+    ///
+    /// # Errors
+    /// Returns an error if there is no result. The tensor then holds sums in some places only.
+    pub fn allreduce<T: Element>(&self, tensor: &mut [T]) -> Result<Vec<Rank>, Error> {
+        let descriptor = Descriptor::sum(tensor.len() as u64, T::DTYPE);
+        Ok(self.reduce(as_bytes_mut(tensor), descriptor)?.absent)
+    }
+
+    /// Reduces the bytes of `tensor` in place with the tensors of all other ranks, as the
+    /// descriptor says, and waits for the result.
+    ///
+    /// # Errors
+    /// Returns an error if there is no result. The tensor then holds sums in some places only.
+    pub fn reduce(&self, tensor: &mut [u8], descriptor: Descriptor) -> Result<Reduced<()>, Error> {
+        let (loan, region) = lend(tensor);
+        let reduced = self.transport.reduce(region.into(), descriptor);
+        let reduced = reduced.map(|Reduced { absent, .. }| Reduced { tensor: (), absent });
+        drop(loan);
+        reduced
+    }
+
+    /// Starts the reduction of a tensor or of a list of its blocks. Blocks that are not listed
+    /// count as zero, and so do listed blocks that are zero. The op owns the operand until `wait`
+    /// returns it. Ops on the same memory run in call order: each begins when the earlier ones have
+    /// ended. With a sidecar, this method waits for them, and copies operands that are not in
+    /// [lent](Self::lend) memory.
+    ///
+    /// A call that this rank refuses gets an op number too. Ranks that made the same call get a
+    /// mismatch error.
+    ///
+    /// If aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
+    /// called it, because they must first agree on its exponents. This method waits for that, and
+    /// returns an error if it fails.
+    ///
+    /// # Errors
+    /// Returns an error if the op does not start: for example [`SubmitError::TooManyOps`], until
+    /// [`has_room_within`](Self::has_room_within) returns true.
+    pub fn submit<T: Into<Operand>>(
+        &self,
+        operand: T,
+        descriptor: Descriptor,
+    ) -> Result<Handle<T>, Error> {
+        let op = self.transport.submit(operand.into(), descriptor)?;
+        Ok(Handle { op, transport: Arc::downgrade(&self.transport), result: PhantomData })
+    }
+
+    /// Opens an empty op in place of a call that the caller refuses, so that the ops of all ranks
+    /// stay in step. Ranks that made the call get [`OpError::Mismatch`].
+    ///
+    /// [`OpError::Mismatch`]: racksum_proto::error::OpError::Mismatch
+    ///
+    /// # Errors
+    /// Returns an error if the op does not start, like [`submit`](Self::submit).
+    pub fn refuse(&self, call: Call) -> Result<(), Error> {
+        self.transport.refuse(call)
+    }
+
+    /// Waits up to `limit` until [`submit`](Self::submit) would not wait for earlier ops on the
+    /// memory at these addresses. Returns whether it would not.
+    #[must_use]
+    pub fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool {
+        self.transport.is_free_within(memory, limit)
+    }
+
+    /// Waits until one more op of a lane may be in flight, for at most `limit`. Returns whether it
+    /// may. Another thread may still use that room first.
+    #[must_use]
+    pub fn has_room_within(&self, lane: u8, limit: Duration) -> bool {
+        self.transport.has_room_within(lane, limit)
+    }
+
+    /// Returns at once whether `ops` more ops of a lane may be in flight. Another thread may still
+    /// use that room first. Returns true for a client that takes no more ops, since it refuses them
+    /// at once.
+    #[must_use]
+    pub fn has_room_for(&self, lane: u8, ops: usize) -> bool {
+        self.transport.has_room_for(lane, ops)
+    }
+
+    /// Returns whether [`submit`](Self::submit) waits until all ranks have called an op of this
+    /// wire type. With a sidecar, the sidecar waits instead.
+    #[must_use]
+    pub fn must_agree(&self, wire: WireType) -> bool {
+        self.transport.must_agree(wire)
+    }
+
+    /// Takes back the memory of sums that the caller no longer needs, for the sums of later ops.
+    /// Fresh memory costs more than the sums themselves.
+    pub fn recycle(&self, blocks: Blocks) {
+        self.transport.recycle(blocks);
+    }
+
+    /// Lends `len` bytes of new memory to the sidecar, which reduces tensors in it without a copy.
+    /// Returns `None` without a sidecar.
+    ///
+    /// # Errors
+    /// Returns the kernel's error if there is not enough memory, the sidecar's reason if it refuses
+    /// the memory, or a timeout if it does not answer within [`SIDECAR_TIMEOUT`].
+    ///
+    /// [`SIDECAR_TIMEOUT`]: Self::SIDECAR_TIMEOUT
+    pub fn lend(&self, len: usize) -> io::Result<Option<Arc<Lent>>> {
+        let Some(lent) = self.offer(len)? else { return Ok(None) };
+        let taken = self.is_taken_within(&lent, Self::SIDECAR_TIMEOUT);
+        taken.unwrap_or_else(|| Err(Self::unanswered()))?;
+        Ok(Some(lent))
+    }
+
+    /// Offers `len` bytes of new memory to the sidecar, like [`lend`](Self::lend), but does not
+    /// wait for its answer.
+    ///
+    /// # Errors
+    /// Returns the kernel's error if there is not enough memory.
+    pub fn offer(&self, len: usize) -> io::Result<Option<Arc<Lent>>> {
+        self.transport.offer(len)
+    }
+
+    /// Waits up to `limit` for the sidecar's answer to an offer of memory. Returns `None` on
+    /// timeout.
+    ///
+    /// # Errors
+    /// Returns the sidecar's reason if it refuses the memory.
+    pub fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>> {
+        self.transport.is_taken_within(lent, limit)
+    }
+
+    /// How long a sidecar may take to answer.
+    pub const SIDECAR_TIMEOUT: Duration = Duration::from_secs(10);
+
+    /// Returns the error for a sidecar that has not answered in time.
+    #[must_use]
+    pub fn unanswered() -> io::Error {
+        let why = format!("it has not answered for {} s", Self::SIDECAR_TIMEOUT.as_secs());
+        io::Error::new(io::ErrorKind::TimedOut, why)
+    }
+
+    /// Leaves the job, as dropping the client does. Ops in flight end with an error, and so do
+    /// later ops.
+    ///
+    /// If other ranks may lack this rank's sums, the client first stays for at most
+    /// [`linger`](Self::linger). With a sidecar, ops in flight end well if all ranks of the host
+    /// have called them. Afterwards the sidecar no longer uses this rank's memory, unless it is
+    /// stuck, or other hosts delay it for more than five seconds.
+    pub fn close(&self) {
+        self.transport.close();
+    }
+
+    /// Returns how long a closing client stays at most for ranks that may lack its sums. This is
+    /// longer than it takes to detect that an aggregator is gone, and to move. The time is limited
+    /// because another rank may be stopped, or may have left during the move, when no rank lacked a
+    /// sum.
+    #[must_use]
+    pub fn linger(&self) -> Duration {
+        self.transport.linger()
+    }
+
+    /// Waits until no other rank can lack a sum that this one has, for at most `limit`. Returns
+    /// whether none can. With a sidecar, starts no more ops, and waits until the sidecar has
+    /// released the rank.
+    #[expect(clippy::must_use_candidate, reason = "a caller may leave either way")]
+    pub fn may_leave_within(&self, limit: Duration) -> bool {
+        self.transport.may_leave_within(limit)
+    }
+
+    /// Leaves the job at once, even if other ranks may lack its sums.
+    pub fn leave(&self) {
+        self.transport.leave();
+    }
+
+    /// Returns whether no more ops can start: the client was closed, or the session has ended.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.transport.is_over()
+    }
+
+    /// Returns the network's counters so far. With a sidecar they count the traffic of all ranks of
+    /// the host, as of the last [refresh](Self::refreshes_stats_within).
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.transport.stats()
+    }
+
+    /// Waits up to `limit` until [`stats`](Self::stats) are as of now or the sidecar is gone.
+    /// Returns false on timeout; the caller may then wait again with the same query.
+    pub fn refreshes_stats_within(&self, query: &mut StatsQuery, limit: Duration) -> bool {
+        self.transport.refreshes_stats_within(query, limit)
+    }
+
+    /// Returns the counters of the exchange with a sidecar; zero without one.
+    #[must_use]
+    pub fn sidecar_stats(&self) -> SidecarStats {
+        self.transport.sidecar_stats()
+    }
+
+    /// Returns the limits and the paths that the job was granted.
+    #[must_use]
+    pub fn grant(&self) -> Grant {
+        self.transport.grant()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.transport.close();
+    }
+}
+
+impl<T> Handle<T> {
+    /// Waits for the op to end, for at most `limit`. Returns whether it has ended; if so,
+    /// [`wait`](Self::wait) returns at once.
+    #[must_use]
+    pub fn ends_within(&self, limit: Duration) -> bool {
+        self.transport.upgrade().is_none_or(|transport| transport.ends_within(self.op, limit))
+    }
+
+    /// Waits for the op to end and returns the reduced operand. A block list then holds the blocks
+    /// of the union, sorted.
+    ///
+    /// # Errors
+    /// Returns an error if there is no result. A tensor in the caller's memory then holds sums in
+    /// some places and not in others.
+    pub fn wait(self) -> Result<Reduced<T>, Error>
+    where
+        T: TryFrom<Operand>,
+    {
+        self.take()
+    }
+
+    /// Waits for the op to end and takes its result.
+    fn take(&self) -> Result<Reduced<T>, Error>
+    where
+        T: TryFrom<Operand>,
+    {
+        let transport = self.transport.upgrade().ok_or(CLOSED)?;
+        let Reduced { tensor, absent } = transport.finish(self.op)?;
+        let tensor = tensor.try_into().map_err(|_| CLOSED)?;
+        Ok(Reduced { tensor, absent })
+    }
+}
+
+/// Waits for the op like [`Handle::wait`], without blocking the thread.
+impl<T: TryFrom<Operand>> Future for Handle<T> {
+    type Output = Result<Reduced<T>, Error>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let transport = self.transport.upgrade();
+        match transport.is_none_or(|transport| transport.poll_ended(self.op, context.waker())) {
+            true => Poll::Ready(self.take()),
+            false => Poll::Pending,
+        }
+    }
+}
+
+impl<T> Drop for Handle<T> {
+    fn drop(&mut self) {
+        if let Some(transport) = self.transport.upgrade() {
+            transport.abandon(self.op);
+        }
+    }
+}
+
+/// The error of an op whose client was dropped.
+const CLOSED: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the client was closed") };

@@ -1,0 +1,111 @@
+//! Attempts to connect, which other threads can watch and cancel.
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::Builder;
+
+use tokio::sync::oneshot;
+
+use crate::aggregator_selector::join_first;
+use crate::client::Client;
+use crate::control::{Awaited, Closed, Mailbox, Message};
+use crate::error::ConnectError;
+use crate::options::ConnectOptions;
+use crate::sidecar::unix_transport::UnixTransport;
+use crate::udp_transport::UdpTransport;
+
+/// An attempt to connect that another thread can cancel.
+#[derive(Debug)]
+pub struct Connecting {
+    mailbox: Mailbox,
+}
+
+/// A handle that cancels an attempt to connect.
+#[derive(Debug, Clone)]
+pub struct CancelHandle {
+    tell: Sender<Message>,
+}
+
+/// A guard that cancels an attempt to connect when it is dropped, unless the attempt has ended.
+struct CancelOnDrop(Option<CancelHandle>);
+
+impl Default for Connecting {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Connecting {
+    /// Creates an attempt to connect, which [`run`](Self::run) makes.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { mailbox: Mailbox::new() }
+    }
+
+    /// Returns a handle with which another thread can cancel the attempt.
+    #[must_use]
+    pub fn cancel_handle(&self) -> CancelHandle {
+        CancelHandle { tell: self.mailbox.sender() }
+    }
+
+    /// Returns a shared text that names what the attempt currently waits for.
+    #[must_use]
+    pub fn awaited(&self) -> Awaited {
+        self.mailbox.awaited.clone()
+    }
+
+    /// Joins a job and returns once all its ranks have joined.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Client::connect`], and [`ConnectError::GivenUp`] if the attempt is
+    /// cancelled.
+    pub fn run(mut self, options: &ConnectOptions) -> Result<Client, ConnectError> {
+        Ok(match options.sidecar() {
+            Some(path) => {
+                Client::over(Arc::new(UnixTransport::join(path, options, &mut self.mailbox)?))
+            }
+            None => Client::over(Arc::new(self.run_to_aggregators(options)?)),
+        })
+    }
+
+    /// Joins a job like [`run`](Self::run), on a thread of its own. Dropping the future cancels the
+    /// attempt.
+    ///
+    /// # Errors
+    /// Returns the errors of [`run`](Self::run).
+    pub async fn run_async(self, options: ConnectOptions) -> Result<Client, ConnectError> {
+        let mut cancel = CancelOnDrop(Some(self.cancel_handle()));
+        let (tell, joined) = oneshot::channel();
+        // The send fails only if the future was dropped, and the client with it.
+        let run = move || drop(tell.send(self.run(&options)));
+        Builder::new().name("racksum-connect".into()).spawn(run)?;
+        let joined = joined.await;
+        // The handle would now close the client.
+        cancel.0 = None;
+        // A panic of the thread has printed its message already.
+        joined.unwrap_or(Err(ConnectError::GivenUp))
+    }
+
+    /// Joins a job at its aggregators.
+    pub(crate) fn run_to_aggregators(
+        mut self,
+        options: &ConnectOptions,
+    ) -> Result<UdpTransport, ConnectError> {
+        let (at, session) = join_first(options, &mut self.mailbox)?;
+        UdpTransport::start(options, at, session, self.mailbox)
+    }
+}
+
+impl CancelHandle {
+    /// Cancels the attempt. It ends with [`ConnectError::GivenUp`], unless it has already ended.
+    pub fn cancel(&self) {
+        // The send fails only if the attempt has already ended.
+        drop(self.tell.send(Message::Stop(Closed { next_op: None })));
+    }
+}
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.iter().for_each(CancelHandle::cancel);
+    }
+}

@@ -1,0 +1,104 @@
+//! The interface between a client and the transport that carries its ops.
+
+use std::fmt::Debug;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use racksum_proto::call::Call;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::WireType;
+use racksum_proto::ids::OpId;
+
+use crate::blocks::Blocks;
+use crate::client::{Grant, Reduced, StatsQuery};
+use crate::engine::Stats;
+use crate::error::Error;
+use crate::operand::Operand;
+use crate::sidecar::{Lent, SidecarStats};
+
+/// One rank's membership in a job, over UDP to aggregators or through shared memory to a sidecar.
+/// [`Client`](crate::Client) documents the methods of the same names. Dropping a transport closes
+/// it and joins its threads.
+pub(crate) trait Transport: Debug + Send + Sync {
+    /// Returns the limits and the paths that the job was granted.
+    fn grant(&self) -> Grant;
+
+    /// Starts an op. A call that this rank refuses gets an op number too.
+    fn submit(&self, operand: Operand, descriptor: Descriptor) -> Result<OpId, Error>;
+
+    /// Waits for an op to end, and takes its result.
+    fn finish(&self, op: OpId) -> Result<Reduced<Operand>, Error>;
+
+    /// Starts an op and waits for its result.
+    fn reduce(&self, operand: Operand, descriptor: Descriptor) -> Result<Reduced<Operand>, Error> {
+        let op = self.submit(operand, descriptor)?;
+        let reduced = self.finish(op);
+        self.abandon(op);
+        reduced
+    }
+
+    /// Notes that no caller waits for an op any more. Ignores ops that were finished.
+    fn abandon(&self, op: OpId);
+
+    /// Starts an empty op in place of a refused call.
+    fn refuse(&self, call: Call) -> Result<(), Error>;
+
+    /// Waits up to `limit` for an op to end. Returns whether it has.
+    fn ends_within(&self, op: OpId, limit: Duration) -> bool;
+
+    /// Returns whether an op has ended. If it has not, calls `waker` once it has.
+    fn poll_ended(&self, op: OpId, waker: &Waker) -> bool;
+
+    /// Waits up to `limit` until [`submit`](Self::submit) would not wait for earlier ops on this
+    /// memory. Returns whether it would not.
+    fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool;
+
+    /// Waits up to `limit` until one more op of a lane may be in flight. Returns whether it may.
+    fn has_room_within(&self, lane: u8, limit: Duration) -> bool;
+
+    /// Returns at once whether `ops` more ops of a lane may be in flight.
+    fn has_room_for(&self, lane: u8, ops: usize) -> bool;
+
+    /// Returns whether [`submit`](Self::submit) waits until all ranks have called an op of this
+    /// wire type.
+    fn must_agree(&self, wire: WireType) -> bool;
+
+    /// Reuses the memory of sums for the sums of later ops.
+    fn recycle(&self, blocks: Blocks);
+
+    /// Offers `len` bytes of new memory to the sidecar, if there is one.
+    fn offer(&self, len: usize) -> io::Result<Option<Arc<Lent>>>;
+
+    /// Waits up to `limit` for the answer to an offer of memory. Returns `None` on timeout.
+    fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>>;
+
+    /// Returns the network's counters, as of the last refresh.
+    fn stats(&self) -> Stats;
+
+    /// Waits up to `limit` until the counters are as of now. Returns whether they are.
+    fn refreshes_stats_within(&self, query: &mut StatsQuery, limit: Duration) -> bool;
+
+    /// Returns the counters of the exchange with a sidecar.
+    fn sidecar_stats(&self) -> SidecarStats;
+
+    /// Returns whether no more ops can start.
+    fn is_over(&self) -> bool;
+
+    /// Returns how long a closing rank stays at most.
+    fn linger(&self) -> Duration;
+
+    /// Waits up to `limit` until the rank may leave. Returns whether it may.
+    fn may_leave_within(&self, limit: Duration) -> bool;
+
+    /// Leaves the job at once. Ops in flight end with an error, and so do later ops.
+    fn leave(&self);
+
+    /// Leaves the job once no other rank needs this one, or after [`linger`](Self::linger).
+    fn close(&self) {
+        self.may_leave_within(self.linger());
+        self.leave();
+    }
+}
