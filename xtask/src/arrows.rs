@@ -17,7 +17,7 @@ enum MayImport {
 }
 
 /// The table of ARCHITECTURE.md. A crate without a row is an error.
-const ARROWS: [(&str, MayImport); 13] = [
+const ARROWS: [(&str, MayImport); 14] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
@@ -39,6 +39,7 @@ const ARROWS: [(&str, MayImport); 13] = [
             "racksum-test-report",
         ]),
     ),
+    ("racksum", MayImport::Only(&["racksum-proto", "racksum-worker", "racksum-aggregator"])),
     ("racksum-python", MayImport::Only(&["racksum-proto", "racksum-worker"])),
     ("racksum-sim", MayImport::Only(&["racksum-proto"])),
     (

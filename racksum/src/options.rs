@@ -1,0 +1,184 @@
+//! The builder of a rank's connect options.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use racksum_proto::auth::{DataAuth, Key};
+use racksum_proto::control::OnRankLoss;
+use racksum_proto::ids::Generation;
+use racksum_worker as worker;
+use racksum_worker::{Client, ConnectError, Connecting};
+
+/// The options with which a rank joins a job.
+///
+/// ```
+/// use std::time::Duration;
+/// use racksum::{ConnectOptions, ConnectError};
+///
+/// // Port 9 of this host has no aggregator.
+/// let options = ConnectOptions::new("127.0.0.1:9", "my-job")
+///     .rank(1)
+///     .world(4)
+///     .join_timeout(Duration::from_millis(600));
+/// let error = options.connect().unwrap_err();
+/// assert!(!error.is_usage(), "{error}");
+///
+/// let twice = ConnectOptions::new("a:7177,a:7177", "my-job").connect();
+/// assert!(matches!(twice, Err(ConnectError::Arguments { .. })));
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct ConnectOptions {
+    aggregators: String,
+    options: worker::ConnectOptions,
+}
+
+impl ConnectOptions {
+    /// Creates the options of rank 0 of a world of 1.
+    ///
+    /// `aggregators` is the `HOST:PORT` of an aggregator. `A+B` spreads the job over two
+    /// aggregators, and `A,B` moves it to B when A fails. `unix:PATH` joins through the sidecar of
+    /// this host. All ranks give the same aggregators in the same order.
+    pub fn new(aggregators: impl Into<String>, job: impl Into<String>) -> Self {
+        Self { aggregators: aggregators.into(), options: worker::ConnectOptions::new("", job) }
+    }
+
+    /// Sets the number of this rank, from 0.
+    pub const fn rank(mut self, rank: u16) -> Self {
+        self.options.rank = rank;
+        self
+    }
+
+    /// Sets the number of ranks in the job.
+    pub const fn world(mut self, world: u16) -> Self {
+        self.options.world = world;
+        self
+    }
+
+    /// Sets how many of the job's ranks are on this host. A sidecar waits for that many. The
+    /// default is all ranks.
+    pub const fn local_world(mut self, local_world: u16) -> Self {
+        self.options.local_world = Some(local_world);
+        self
+    }
+
+    /// Sets the group of ranks within the job. Each group sums on its own.
+    pub fn group(mut self, group: impl Into<String>) -> Self {
+        self.options.group = group.into();
+        self
+    }
+
+    /// Sets the life of the job. A restarted job has a greater generation, which ends the one
+    /// before if both have the same [`secret`](Self::secret).
+    pub const fn generation(mut self, generation: u32) -> Self {
+        self.options.generation = Generation(generation);
+        self
+    }
+
+    /// Sets the secret that all lives of the job share.
+    pub const fn secret(mut self, secret: Key) -> Self {
+        self.options.secret = Some(secret);
+        self
+    }
+
+    /// Sets the number of lanes. Ops of a lower lane go first. The default is 1.
+    pub const fn lanes(mut self, lanes: u8) -> Self {
+        self.options.lanes = lanes;
+        self
+    }
+
+    /// Sets whether results may arrive by multicast. The default is true.
+    pub const fn multicast(mut self, multicast: bool) -> Self {
+        self.options.multicast = multicast;
+        self
+    }
+
+    /// Sets the identity file, which aggregators beyond loopback need. The rank then joins only
+    /// aggregators that the file's authorities certify.
+    pub fn identity(mut self, path: impl Into<PathBuf>) -> Self {
+        self.options.identity = Some(path.into());
+        self
+    }
+
+    /// Sets whether the rank joins aggregators beyond loopback without an identity. Anyone on the
+    /// path can then read and change the sums.
+    pub const fn insecure(mut self, insecure: bool) -> Self {
+        self.options.insecure = insecure;
+        self
+    }
+
+    /// Sets how datagrams must be authenticated. The default is the aggregator's choice.
+    pub const fn data_auth(mut self, data_auth: DataAuth) -> Self {
+        self.options.data_auth = Some(data_auth);
+        self
+    }
+
+    /// Sets whether the rank waits while an aggregator has no room for the job. Without it, the
+    /// rank is refused.
+    pub const fn wait(mut self, wait: bool) -> Self {
+        self.options.wait = wait;
+        self
+    }
+
+    /// Sets whether this rank left the job between two ops and now returns. It resumes with the op
+    /// [`Grant::first_op`](crate::Grant::first_op).
+    pub const fn rejoin(mut self, rejoin: bool) -> Self {
+        self.options.rejoin = rejoin;
+        self
+    }
+
+    /// Sets the reaction of the job to the loss of a rank. All ranks choose the same.
+    pub const fn on_rank_loss(mut self, on_rank_loss: OnRankLoss) -> Self {
+        self.options.on_rank_loss = on_rank_loss;
+        self
+    }
+
+    /// Sets how long to wait for an aggregator, for room and for the other ranks. The default is
+    /// 300 s.
+    pub const fn join_timeout(mut self, timeout: Duration) -> Self {
+        self.options.join_timeout = timeout;
+        self
+    }
+
+    /// Sets how long an op may take. The default is 60 s.
+    pub const fn op_timeout(mut self, timeout: Duration) -> Self {
+        self.options.op_timeout = timeout;
+        self
+    }
+
+    /// Sets the MTU of the path in bytes. The default is the interface's.
+    pub const fn mtu(mut self, mtu: usize) -> Self {
+        self.options.mtu = Some(mtu);
+        self
+    }
+
+    /// Sets the interfaces of this host from which to call aggregators, by name or address. The
+    /// default is the kernel's choice.
+    pub fn interface(mut self, pattern: impl Into<String>) -> Self {
+        self.options.interface = Some(pattern.into());
+        self
+    }
+
+    /// Joins the job and returns once all its ranks have joined.
+    ///
+    /// # Errors
+    /// Returns [`ConnectError`] if the job cannot be joined, or is not complete in time.
+    pub fn connect(&self) -> Result<Client, ConnectError> {
+        Client::connect(&self.parsed()?)
+    }
+
+    /// Joins the job like [`connect`](Self::connect), on a thread of its own, so that the future
+    /// needs no particular runtime. Dropping the future cancels the attempt.
+    ///
+    /// # Errors
+    /// Returns the errors of [`connect`](Self::connect).
+    pub async fn connect_async(&self) -> Result<Client, ConnectError> {
+        Connecting::new().run_async(self.parsed()?).await
+    }
+
+    fn parsed(&self) -> Result<worker::ConnectOptions, ConnectError> {
+        let named = worker::ConnectOptions::parse(&self.aggregators, "")?;
+        let (aggregators, standbys) = (named.aggregators, named.standbys);
+        Ok(worker::ConnectOptions { aggregators, standbys, ..self.options.clone() })
+    }
+}
