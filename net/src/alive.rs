@@ -3,7 +3,7 @@
 //! A forked child inherits these sockets and would keep them open for as long as it lives itself,
 //! as the workers of a data loader may. So a fork handler replaces them in every child at once.
 
-#![expect(unsafe_code, reason = "what a child does after a fork is said to libc")]
+#![expect(unsafe_code, reason = "libc registers the fork handler")]
 
 use std::fs::File;
 use std::io;
@@ -42,7 +42,11 @@ impl<T: AsRawFd> Alive<T> {
         static FORKS: Once = Once::new();
         FORKS.call_once(|| {
             if let Err(error) = prepare() {
-                tracing::warn!(%error, "children that are forked keep this process's sockets");
+                tracing::warn!(
+                    %error,
+                    "cannot register a fork handler; forked children keep this process's sockets \
+                     open"
+                );
             }
         });
         let fd = socket.as_raw_fd();

@@ -18,7 +18,8 @@ use tokio::sync::oneshot;
 pub enum AsideError {
     /// The work exceeded its time limit. Its thread goes on, and its result is dropped.
     #[error(
-        "{what} takes longer than {} s; a file system or a name server may hang", limit.as_secs()
+        "{what} takes longer than {} s; check whether a file system or a name server hangs",
+        limit.as_secs()
     )]
     Late {
         /// The kind of work, such as `reading the identity`.
@@ -28,14 +29,15 @@ pub enum AsideError {
     },
     /// Too many pieces of work are still running.
     #[error(
-        "{what} has to wait, since earlier tries hang; a file system or a name server may hang"
+        "{what} is blocked by earlier attempts that still hang; check whether a file system or a \
+         name server hangs"
     )]
     Busy {
         /// The kind of work, such as `reading the identity`.
         what: &'static str,
     },
     /// No thread could be started, or the work panicked.
-    #[error("{what} cannot be done: {why}")]
+    #[error("{what} failed: {why}")]
     Failed {
         /// The kind of work, such as `reading the identity`.
         what: &'static str,
@@ -123,7 +125,9 @@ impl Aside {
         };
         let spawned = Builder::new().name("aside".into()).spawn(done);
         spawned.map(drop).map_err(|error| {
-            self.failed(format!("no thread: {error}; raise the limit on threads (ulimit -u)"))
+            self.failed(format!(
+                "cannot start a thread: {error}; raise the limit on threads (ulimit -u)"
+            ))
         })
     }
 
@@ -182,7 +186,7 @@ mod tests {
     async fn work_that_panics_is_an_error() {
         let aside = Aside::new("reading a file");
         let failed = aside.run(LONG, || panic!("as it should")).await.unwrap_err();
-        assert_eq!(failed.to_string(), "reading a file cannot be done: it panicked");
+        assert!(matches!(&failed, AsideError::Failed { why, .. } if why == "it panicked"));
         assert_eq!(aside.run(LONG, || 7).await.unwrap(), 7);
     }
 }

@@ -26,8 +26,9 @@ use crate::udp::Transmit;
 /// [`NetError::Tls`] if the system provides no randomness.
 pub fn new_key() -> Result<Key, NetError> {
     let mut key = Key([0; Key::LEN]);
-    aws_lc_rs::rand::fill(&mut key.0)
-        .map_err(|_| NetError::Tls { reason: "the system gives no randomness for a key".into() })?;
+    aws_lc_rs::rand::fill(&mut key.0).map_err(|_| NetError::Tls {
+        reason: "the system provides no randomness for a key".into(),
+    })?;
     Ok(key)
 }
 
@@ -131,7 +132,7 @@ impl Sealer {
     /// stride there.
     pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
         let Transmit { contents, tail, stride, .. } = *transmit;
-        debug_assert!(transmit.trailer.is_empty(), "what is sealed has none yet");
+        debug_assert!(transmit.trailer.is_empty(), "only sealing adds a trailer");
         let trailer = self.lock.auth.trailer();
         for datagram in contents.chunks(stride.max(1)) {
             let start = out.len();
@@ -263,7 +264,7 @@ fn append(out: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// Returns the lower half of a number, which is the part that a datagram carries.
-#[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
+#[expect(clippy::cast_possible_truncation, reason = "only the lower half is wanted")]
 const fn low_half(number: u64) -> u32 {
     number as u32
 }

@@ -11,10 +11,10 @@ use crate::with_limit;
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// The path names a folder, a pipe or a device.
-    #[error("it is not a regular file")]
+    #[error("not a regular file")]
     NotRegular,
     /// The file is larger than allowed.
-    #[error("it is larger than {} KiB", most >> 10)]
+    #[error("larger than {} KiB", most >> 10)]
     TooLarge {
         /// The limit in bytes.
         most: u64,
@@ -72,7 +72,7 @@ mod tests {
         assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         for path in [&*pipe, &*folder, Path::new("/dev/zero")] {
             let why = read_text(path, 10).unwrap_err().to_string();
-            assert_eq!(why, "it is not a regular file", "{path:?}");
+            assert_eq!(why, "not a regular file", "{path:?}");
         }
         let file = folder.join("file");
         for (text, read) in [("0123456789", true), ("0123456789+", false)] {

@@ -105,13 +105,13 @@ pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
     if let IpAddr::V6(ip) = ip
         && let Some(mapped) = ip.to_ipv4_mapped()
     {
-        return Some(format!("which is an IPv4 address (write {mapped})").into());
+        return Some(format!("which is an IPv4-mapped address (write {mapped})").into());
     }
     let why = match ip {
-        ip if ip.is_unspecified() => Some("which is no host's address"),
-        ip if ip.is_multicast() => Some("which is a multicast group, and no host's address"),
+        ip if ip.is_unspecified() => Some("which is not a host's address"),
+        ip if ip.is_multicast() => Some("which is a multicast group, not a host's address"),
         IpAddr::V4(ip) if is_broadcast(ip).unwrap_or(false) => {
-            Some("which is a broadcast address, and no host's")
+            Some("which is a broadcast address, not a host's")
         }
         _ => None,
     };

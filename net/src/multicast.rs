@@ -73,7 +73,10 @@ pub(crate) fn prepare_sender(
 ) -> io::Result<()> {
     // The kernel accepts these options for such an interface, but then nothing arrives.
     if !interface.carries_multicast(is_ipv6) {
-        return Err(io::Error::new(io::ErrorKind::Unsupported, "it does not multicast"));
+        return Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "the interface does not support multicast",
+        ));
     }
     if is_ipv6 {
         socket.set_multicast_if_v6(interface.index)?;

@@ -51,7 +51,7 @@ pub const fn is_link_local(addr: &SocketAddr) -> bool {
 
 /// Reason why a [link-local](is_link_local) address is not called.
 pub const LINK_LOCAL: &str =
-    "link-local addresses (fe80::/10) are not called; give another address of that host";
+    "link-local addresses (fe80::/10) are not supported; give another address of that host";
 
 /// Parses a text as an address; `None` if it is a name.
 fn parsed(host: &str) -> Option<SocketAddr> {

@@ -8,7 +8,7 @@ use std::path::Path;
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     /// The path leads to a file that is not a socket, so nobody will ever listen there.
-    #[error("it is no socket")]
+    #[error("not a socket")]
     NoSocket,
     /// The process that listens there is not trusted; the text is a sentence that says why.
     #[error("{0}")]

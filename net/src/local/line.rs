@@ -3,7 +3,7 @@
 //! Messages are JSON on a `SOCK_SEQPACKET` socket, which keeps message boundaries. Messages are
 //! few, and JSON lets people read them when debugging.
 
-#![expect(unsafe_code, reason = "who is at the other end the kernel writes to where it is told")]
+#![expect(unsafe_code, reason = "getsockopt writes the peer's credentials through a pointer")]
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -54,7 +54,7 @@ fn call(socket: &OwnedFd, path: &Path) -> Result<(), CallError> {
     let addr = SocketAddrUnix::new(path).map_err(io::Error::from)?;
     match retry_on_intr(|| connect(socket, &addr)) {
         Err(Errno::AGAIN) => {
-            let why = "its queue of callers stays full, so it may be stopped";
+            let why = "its connection queue is full; the process may be suspended";
             Err(io::Error::new(io::ErrorKind::WouldBlock, why).into())
         }
         called => called.map_err(|errno| CallError::of(path, errno.into())),
@@ -65,17 +65,17 @@ fn call(socket: &OwnedFd, path: &Path) -> Result<(), CallError> {
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
     /// The message is longer than the limit.
-    #[error("a message of {len} bytes is above the limit of {MAX_MESSAGE}")]
+    #[error("a message of {len} bytes exceeds the limit of {MAX_MESSAGE}")]
     TooLong {
         /// Length of the message in bytes.
         len: usize,
     },
     /// The bytes are not a message of the expected type.
-    #[error("a message cannot be read: {}", PeerText::of(.0))]
+    #[error("cannot parse a message: {}", PeerText::of(.0))]
     Json(#[from] serde_json::Error),
     /// This user has as many descriptors in flight as the kernel allows, to processes that do not
     /// read. The line stays usable.
-    #[error("too many descriptors are on their way to processes that do not read")]
+    #[error("too many file descriptors are in flight to processes that do not read")]
     TooManyOnTheWay,
     /// The peer is dead or does not read.
     #[error("{0}")]
@@ -230,7 +230,7 @@ impl Line {
         }
         let bytes = [IoSlice::new(&bytes)];
         match retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, flags)) {
-            Err(Errno::AGAIN) => Err(late("it does not read what it is told")),
+            Err(Errno::AGAIN) => Err(late("the peer does not read its messages")),
             sent => Ok(sent.map(drop)?),
         }
     }
@@ -248,7 +248,7 @@ impl Line {
             match recvmsg(&self.socket, into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Err(Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Ok(None),
-                Err(Errno::AGAIN) => return Err(late("it said nothing in time")),
+                Err(Errno::AGAIN) => return Err(late("the peer sent nothing before the timeout")),
                 received => break received?,
             }
         };

@@ -68,7 +68,7 @@ impl Listener {
     /// Stops the listener: threads that wait for a caller get `None`.
     pub fn stop(&self) {
         let told = write(&self.stopped, &1_u64.to_ne_bytes());
-        debug_assert!(told.is_ok(), "it is told once or twice");
+        debug_assert!(told.is_ok(), "the counter of the event is far from full");
     }
 }
 

@@ -53,7 +53,7 @@ impl SharedMemory {
         if !sealed.contains(SealFlags::SHRINK) || !is_plain {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "memory that is shared is a memfd of plain pages, sealed against shrinking",
+                "shared memory must be a memfd of plain pages, sealed against shrinking",
             ));
         }
         let len = usize::try_from(fstat(descriptor)?.st_size).unwrap_or(usize::MAX);
@@ -62,7 +62,10 @@ impl SharedMemory {
 
     fn map(descriptor: &OwnedFd, len: usize) -> io::Result<Self> {
         if len == 0 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "memory has some bytes"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "shared memory must not be empty",
+            ));
         }
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the kernel picks a free address. The file is sealed, so the whole mapping stays
@@ -115,7 +118,7 @@ impl SharedMemory {
     /// The rules of [`bytes`](Self::bytes) apply, and nobody may read the range while the slice
     /// lives.
     #[must_use]
-    #[expect(clippy::mut_from_ref, reason = "the caller sees to it that nobody else has them")]
+    #[expect(clippy::mut_from_ref, reason = "the caller ensures exclusive access")]
     pub unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
         assert!(range.start <= range.end && range.end <= self.len, "beyond the memory");
         // SAFETY: the range lies within the mapping, and the caller guarantees exclusive access.

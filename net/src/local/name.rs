@@ -95,7 +95,7 @@ fn widen(path: &Path, mode: u32) -> io::Result<()> {
         return Ok(());
     }
     if !found.file_type().is_socket() || found.uid() != own_user() || found.nlink() != 1 {
-        let why = "somebody has put another file in the place of the socket";
+        let why = "another process replaced the socket by another file";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
     // This path names the opened file even if it was renamed. `O_PATH` descriptors lack `fchmod`.
@@ -107,7 +107,7 @@ fn widen(path: &Path, mode: u32) -> io::Result<()> {
 fn remove_left(path: &Path) -> io::Result<()> {
     match path.symlink_metadata() {
         Ok(found) if !found.file_type().is_socket() => {
-            let why = "there is something else than a socket; it is left as it is";
+            let why = "a file that is not a socket exists there; remove it, or choose another path";
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
         }
         Ok(_) => {}

@@ -30,7 +30,7 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     match number("LISTEN_FDS") {
         None | Some(0) => return Ok(None),
         Some(1) => {}
-        Some(several) => return Err(format!("systemd has passed {several} sockets, and not one")),
+        Some(several) => return Err(format!("systemd passed {several} sockets instead of one")),
     }
     // SAFETY: systemd opened the descriptor for this process, and no other code of the process uses
     // it.
@@ -39,9 +39,11 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
         Ok(SocketType::SEQPACKET) => {
             Listener::of_socket(socket).map(Some).map_err(|error| error.to_string())
         }
-        _ => Err("systemd has passed no sequential packet socket; the unit of the socket needs \
-                  ListenSequentialPacket="
-            .into()),
+        _ => Err(
+            "systemd passed a socket that is not SOCK_SEQPACKET; set ListenSequentialPacket= in \
+             the socket unit"
+                .into(),
+        ),
     }
 }
 

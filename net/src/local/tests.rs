@@ -170,7 +170,7 @@ fn who_is_stopped_with_a_full_queue_is_there_and_is_not_waited_for() {
     rustix::net::listen(&stopped, 0).unwrap();
     let _waits = call_for_stream(&path, Duration::from_secs(1)).unwrap();
     let error = call_for_stream(&path, Duration::from_millis(10)).unwrap_err();
-    assert_eq!(error.to_string(), "its queue of callers stays full, so it may be stopped");
+    assert!(matches!(&error, CallError::Io(why) if why.kind() == ErrorKind::WouldBlock), "{error}");
     assert!(!error.is_absence());
     remove_dead(&folder, [path.clone()]);
     assert!(path.exists());
@@ -259,7 +259,6 @@ fn who_says_nothing_is_not_waited_for_for_ever() {
     let answerer = listener.accept().unwrap().unwrap();
     answerer.set_patience(Some(Duration::from_millis(10))).unwrap();
     let error = answerer.recv::<String>().unwrap_err();
-    assert_eq!(error.to_string(), "it said nothing in time");
     assert!(matches!(error, LineError::Io(error) if error.kind() == ErrorKind::WouldBlock));
 }
 

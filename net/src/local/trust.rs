@@ -33,13 +33,14 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallErro
     }
     let why = match holders(Path::new("/"), &std::path::absolute(path)?, trusted)? {
         Ok(holders) if holders.contains(&listener) => return Ok(()),
-        Ok(_) => "which is not the user of its folder".to_owned(),
-        Err(shared) => format!("but other users may put sockets in {}", shared.display()),
+        Ok(_) => "who does not own the folder".to_owned(),
+        Err(shared) => format!("and other users may create sockets in {}", shared.display()),
     };
     let why = format!(
-        "a process of user {listener} listens there, {why}: run it as the user of this process or \
-         as root, or have the socket in a folder that root has given to its user alone (chown \
-         {listener} FOLDER; chmod 755 FOLDER), below none that other users may write to"
+        "a process of user {listener} listens there, {why}; run it as the user of this process or \
+         as root, or put the socket in a folder that only its user may write to (as root: chown \
+         {listener} FOLDER; chmod 755 FOLDER), with no folder above it that other users may write \
+         to"
     );
     Err(CallError::NotBelieved(why))
 }
@@ -76,7 +77,7 @@ fn holders(
         }
         links += 1;
         if links > MAX_LINKS {
-            return Err(io::Error::other("its path leads through too many symbolic links"));
+            return Err(io::Error::other("the path has too many symbolic links"));
         }
         let target = at.read_link()?;
         if target.is_absolute() {

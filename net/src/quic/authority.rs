@@ -90,18 +90,20 @@ impl Authority {
         let wrong = |why: String| FileKind::Authority.wrong(path, why);
         let pem = read_secret(FileKind::Authority, path)?;
         let certificate = CertificateDer::from_pem_slice(&pem).map_err(|error| match error {
-            pki_pem::Error::NoItemsFound => wrong("it holds no certificate".into()),
+            pki_pem::Error::NoItemsFound => wrong("the file holds no certificate".into()),
             error => wrong(not_pem(&error).into()),
         })?;
         let told = Certificate::parse_own(&certificate).map_err(wrong)?;
         if told.role != Role::Authority {
             let (name, role) = (told.name, told.role);
-            return Err(wrong(format!("{name:?} is not an authority ({role}); issue with one")));
+            return Err(wrong(format!(
+                "{name:?} has role {role}, not authority; name the file of an authority"
+            )));
         }
         let key = key_of(&pem).map_err(|why| wrong(why.into()))?;
         check_key(&certificate, &key).map_err(|why| wrong(why.into()))?;
         let key =
-            KeyPair::try_from(&key).map_err(|_| wrong("its private key is damaged".into()))?;
+            KeyPair::try_from(&key).map_err(|_| wrong("the private key is damaged".into()))?;
         Self::of(certificate, key).map_err(wrong)
     }
 
@@ -117,7 +119,9 @@ impl Authority {
         let left = self.not_after - OffsetDateTime::now_utc();
         let until = rfc3339(self.not_after.unix_timestamp());
         if !left.is_positive() {
-            let reason = format!("the authority has expired at {until}; make another one");
+            let reason = format!(
+                "the authority expired at {until}; create another with `racksum identity init`"
+            );
             return Err(NetError::Certificate { reason });
         }
         // A started day counts whole, so that `days` may equal the days the authority was created
@@ -125,8 +129,8 @@ impl Authority {
         if let Some(days) = subject.days.filter(|days| Duration::days((*days).into()) > left + DAY)
         {
             let reason = format!(
-                "{days} days are more than its authority has left, which expires at {until}; give \
-                 fewer, or make another authority"
+                "{days} days exceed the life of the authority, which expires at {until}; ask for \
+                 fewer, or create another authority"
             );
             return Err(NetError::Certificate { reason });
         }
@@ -152,7 +156,9 @@ impl Authority {
             }
             Role::Authority => {
                 return Err(NetError::Certificate {
-                    reason: "an authority issues no authorities; make another one".into(),
+                    reason: "an authority cannot issue authorities; create one with `racksum \
+                             identity init`"
+                        .into(),
                 });
             }
         }

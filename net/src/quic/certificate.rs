@@ -82,7 +82,7 @@ impl Certificate {
             all.push(Self::parse(&der).map_err(wrong)?);
         }
         if all.is_empty() {
-            return Err(wrong("it holds no certificate".into()));
+            return Err(wrong("the file holds no certificate".into()));
         }
         Ok(all)
     }
@@ -105,9 +105,9 @@ impl Certificate {
         let x509 = x509(der)?;
         if x509.version() != X509Version::V3 {
             return Err(format!(
-                "its certificate is of X.509 version {}, without extensions, and TLS takes version \
-                 3 alone; issue it anew with `racksum identity`, or with extensions: of an \
-                 aggregator, subjectAltName=DNS:{NAME}",
+                "the certificate is X.509 version {}, without extensions, and TLS accepts only \
+                 version 3; issue it again with `racksum identity issue`, or with extensions (an \
+                 aggregator needs subjectAltName=DNS:{NAME})",
                 x509.version().0.saturating_add(1)
             ));
         }
@@ -120,7 +120,7 @@ impl Certificate {
         let (name, issuer) = (name_of(x509.subject()), name_of(x509.issuer()));
         identity_name::check(&name)?;
         if !PeerText::is_plain(&issuer) {
-            return Err("the name of its issuer has characters that cannot be printed".into());
+            return Err("the name of its issuer has unprintable characters".into());
         }
         let usage = x509.extended_key_usage().ok().flatten();
         let role = if x509.is_ca() {
@@ -150,7 +150,8 @@ impl Certificate {
 }
 
 fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
-    let (_, x509) = X509Certificate::from_der(der).map_err(|_| "a certificate in it is damaged")?;
+    let (_, x509) =
+        X509Certificate::from_der(der).map_err(|_| "a certificate in the file is damaged")?;
     Ok(x509)
 }
 

@@ -54,8 +54,8 @@ impl Ended {
 /// Error text for an aggregator that was silent for [`IDLE_TIMEOUT`].
 ///
 /// [`IDLE_TIMEOUT`]: super::IDLE_TIMEOUT
-pub const SILENT: &str = "nothing is heard of the aggregator; it is stopped, down or cut off, or \
-                          this process was stopped itself";
+pub const SILENT: &str = "the aggregator is silent; it is suspended, down or unreachable, or this \
+                          process was suspended";
 
 /// Connection to an aggregator, with the stream of its control messages.
 #[derive(Debug)]
@@ -217,7 +217,9 @@ pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16
         line.say(&FromWorker::Look(join)).await?;
         match line.hear().await? {
             FromAggregator::Present { ranks } => Ok(ranks),
-            said => Err(Ended::of(format!("it answers a look with {said:?}"))),
+            said => Err(Ended::of(format!(
+                "the aggregator answered a query for waiting ranks with {said:?}"
+            ))),
         }
     };
     let answer = tokio::time::timeout(duration(caller.patience), answer).await;
@@ -248,17 +250,21 @@ pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended
                         return Ok(json);
                     }
                     if json.len() > MAX_STATUS {
-                        return Err(Ended::of("it says more than any aggregator has to say"));
+                        return Err(Ended::of("the aggregator sent more than a status can hold"));
                     }
                 }
                 FromAggregator::Refused { reason } => return Err(Ended::of(reason)),
                 FromAggregator::WrongVersion { speaks } => {
                     return Err(Ended::of(format!(
-                        "it speaks version {speaks} of the protocol, and this program version \
+                        "the aggregator speaks protocol version {speaks}, and this program version \
                          {CONTROL_VERSION}; install the same release on both"
                     )));
                 }
-                said => return Err(Ended::of(format!("it answers a question with {said:?}"))),
+                said => {
+                    return Err(Ended::of(format!(
+                        "the aggregator answered a status request with {said:?}"
+                    )));
+                }
             }
         }
     };
@@ -297,7 +303,7 @@ async fn listen(
                     offered = None;
                 }
                 if !hear(message) {
-                    return "nobody listens any more".to_owned();
+                    return "the receiver of its messages is gone".to_owned();
                 }
             }
             Ok(None) => return HUNG_UP.to_owned(),
@@ -309,9 +315,9 @@ async fn listen(
 /// Last message of a rank that neither comes back nor moves to another aggregator.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
 /// Reason for a session that the aggregator ended without a message.
-const HUNG_UP: &str = "it ended the conversation";
+const HUNG_UP: &str = "the peer closed the control stream";
 /// Reason for a session whose aggregator has died: its host refuses or closes the lifeline.
-const DEAD: &str = "its process has ended, as its host says";
+const DEAD: &str = "its process exited";
 /// How long the aggregator may take to read the last message.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 

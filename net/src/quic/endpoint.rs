@@ -204,16 +204,18 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
             "has expired, or the clock of one of the two hosts is wrong"
         }
         Some(AlertDescription::UnknownCA | AlertDescription::DecryptError) => {
-            "is of another authority"
+            "was issued by another authority"
         }
         Some(AlertDescription::BadCertificate) => {
             "lacks subjectAltName=DNS:racksum, the name of every aggregator, or is damaged"
         }
         Some(AlertDescription::CertificateUnknown) => {
-            "is of a form that TLS does not take, as an authority's own"
+            "is of a kind that TLS does not accept, such as an authority's own"
         }
         Some(AlertDescription::CertificateRequired) => "is missing",
-        Some(AlertDescription::AccessDenied) if ours => "is its own, of no authority",
+        Some(AlertDescription::AccessDenied) if ours => {
+            "is self-signed, not issued by an authority"
+        }
         Some(AlertDescription::AccessDenied) => return NetError::NoneShown { addr },
         Some(AlertDescription::UnsupportedCertificate) => "is for another role",
         _ => return NetError::Connect { addr, cause },

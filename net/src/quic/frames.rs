@@ -20,7 +20,7 @@ pub(super) const LONGEST: usize = LENGTH + MAX_FRAME;
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// The message is longer than [`MAX_FRAME`].
-    #[error("a control message of {len} bytes is above the limit of {MAX_FRAME}")]
+    #[error("a control message of {len} bytes exceeds the limit of {MAX_FRAME}")]
     TooLong {
         /// Length of the message in bytes.
         len: usize,
@@ -29,10 +29,10 @@ pub enum FrameError {
     #[error("the stream ended in the middle of a control message")]
     Truncated,
     /// The bytes are not a message of the expected type.
-    #[error("a control message cannot be read: {}", PeerText::of(.0))]
+    #[error("cannot parse a control message: {}", PeerText::of(.0))]
     Decode(serde_json::Error),
     /// The message cannot be written as JSON.
-    #[error("a control message cannot be written: {0}")]
+    #[error("cannot encode a control message: {0}")]
     Encode(serde_json::Error),
     /// The stream or its connection ended while sending. quinn's own text omits why the connection
     /// was lost.

@@ -54,19 +54,20 @@ impl Identity {
         let wrong = |why: &str| FileKind::Identity.wrong(path, why);
         let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
         let mut certificates = parsed.map_err(|error| wrong(not_pem(&error)))?.into_iter();
-        let certificate = certificates.next().ok_or_else(|| wrong("it holds no certificate"))?;
+        let certificate =
+            certificates.next().ok_or_else(|| wrong("the file holds no certificate"))?;
         let key = key_of(&pem).map_err(wrong)?;
         let authorities: Vec<_> = certificates.collect();
         let is_authority = |told: Certificate| told.role == Role::Authority;
         if Certificate::parse(&certificate).is_ok_and(is_authority) {
             return Err(wrong(
-                "it is an authority's own file, which stays where identities are issued; name one \
-                 that `racksum identity issue` has written",
+                "the file is an authority's own, which must stay where identities are issued; name \
+                 a file that `racksum identity issue` wrote",
             ));
         }
         if authorities.is_empty() {
             return Err(wrong(
-                "it holds no certificate of an authority behind its own; issue it anew with \
+                "the file holds no authority's certificate after its own; issue it again with \
                  `racksum identity issue`",
             ));
         }

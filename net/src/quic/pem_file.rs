@@ -16,12 +16,12 @@ use crate::{FileKind, NetError};
 pub(super) const fn not_pem(error: &pem::Error) -> &'static str {
     match error {
         pem::Error::MissingSectionEnd { .. } => {
-            "it ends in the middle of a section (no -----END line); it may be half-written, so \
-             copy it anew"
+            "the file ends inside a section (no -----END line); it may be half-written, so copy it \
+             again"
         }
-        pem::Error::IllegalSectionStart { .. } => "a -----BEGIN line in it is damaged",
-        pem::Error::Base64Decode(_) => "a section in it is damaged: it is not Base64",
-        _ => "it cannot be read as PEM",
+        pem::Error::IllegalSectionStart { .. } => "a -----BEGIN line is damaged",
+        pem::Error::Base64Decode(_) => "a section is damaged: it is not Base64",
+        _ => "the file is not valid PEM",
     }
 }
 
@@ -36,7 +36,7 @@ pub(super) fn check_key(
     let provider = rustls::crypto::aws_lc_rs::default_provider();
     CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &provider)
         .map(drop)
-        .map_err(|_| "its private key is damaged, or of another certificate")
+        .map_err(|_| "the private key is damaged, or belongs to another certificate")
 }
 
 /// Returns the private key of a file that also holds a certificate.
@@ -48,15 +48,15 @@ pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str>
     // PKCS #8 and older tools mark encrypted keys differently.
     if has(b"BEGIN ENCRYPTED PRIVATE KEY") || has(b"Proc-Type: 4,ENCRYPTED") {
         return Err(
-            "its private key is encrypted, and nobody is asked for the passphrase; write the key \
-             without one, as `openssl pkey` does",
+            "the private key is encrypted, and racksum does not ask for a passphrase; decrypt the \
+             key, for example with `openssl pkey`",
         );
     }
     let mut keys = PrivateKeyDer::pem_slice_iter(pem);
-    let key = keys.next().ok_or("it holds no private key beside its certificate")?;
+    let key = keys.next().ok_or("the file holds no private key for its certificate")?;
     if keys.next().is_some() {
         return Err(
-            "it holds more than one private key; leave its own alone in it: an authority's stays \
+            "the file holds several private keys; keep only its own, and leave the authority's \
              where identities are issued",
         );
     }
@@ -80,9 +80,9 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
             error => error,
         };
         let advice = match &error {
-            FileError::NotRegular => "; name one in PEM",
+            FileError::NotRegular => "; name a PEM file",
             FileError::Io(error) if error.kind() == ErrorKind::NotFound => {
-                "; check the path, or see `racksum identity --help` for how to make one"
+                "; check the path, or see `racksum identity --help` for how to create one"
             }
             FileError::TooLarge { .. } | FileError::Io(_) => "",
         };
@@ -92,7 +92,12 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
         let mode = format!("{:o}", mode & 0o777);
         READABLE.note(|left_out| {
             let path = path.display();
-            tracing::warn!(%path, mode, left_out, "others may read this key: make it 0600");
+            tracing::warn!(
+                %path,
+                mode,
+                left_out,
+                "other users can read this private key; run chmod 600 on the file"
+            );
         });
     }
     Ok(bytes)
@@ -133,7 +138,7 @@ mod tests {
         ] {
             let encrypted = whole.replacen(from, to, 1);
             let why = key_of(encrypted.as_bytes()).unwrap_err();
-            assert!(why.starts_with("its private key is encrypted"), "{why}");
+            assert!(why.starts_with("the private key is encrypted"), "{why}");
         }
         assert!(key_of(whole.as_bytes()).is_ok());
         // The key may be in the format of older tools, or truncated.

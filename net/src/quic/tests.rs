@@ -310,8 +310,8 @@ async fn calling_nobody_gives_up_in_time_and_says_so() {
     let silent = std::net::UdpSocket::bind(any_port()).unwrap();
     let to = silent.local_addr().unwrap();
     let error = call(to, IMPATIENCE).await.unwrap_err();
-    assert!(matches!(error, NetError::NobodyThere { .. }), "{error}");
-    assert!(error.to_string().starts_with(&format!("nobody answered at {to} within 0.3 s; ")));
+    assert!(matches!(error, NetError::NobodyThere { addr, .. } if addr == to), "{error}");
+    assert!(error.to_string().contains(" within 0.3 s; "), "{error}");
     drop(silent);
     let error = call(to, IMPATIENCE).await.unwrap_err();
     assert!(matches!(error, NetError::NobodyThere { .. }), "{error}");
@@ -353,15 +353,16 @@ async fn a_server_of_another_protocol_is_told_from_silence() {
 async fn a_taken_port_is_an_error_that_names_it() {
     let holder = server(any_port(), &strangers()).unwrap();
     let addr = holder.local_addr().unwrap();
-    let error = server(addr, &strangers()).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("cannot bind {addr}: the port is taken; ")), "{error}");
+    let error = server(addr, &strangers()).unwrap_err();
+    assert!(matches!(error, NetError::PortTaken { addr: taken } if taken == addr), "{error}");
 }
 
 #[tokio::test]
 async fn without_certificates_only_loopback_is_served_or_called() {
     let everywhere: SocketAddr = "0.0.0.0:0".parse().unwrap();
     let error = server(everywhere, &strangers()).unwrap_err();
-    assert!(error.to_string().contains("give `identity` a file"), "{error}");
+    assert!(matches!(error, NetError::Unprotected { .. }), "{error}");
+    assert!(error.to_string().contains("set `identity` to"), "{error}");
     let error = call("203.0.113.77:7000".parse().unwrap(), PATIENCE).await.unwrap_err();
     assert!(matches!(error, NetError::Unprotected { .. }), "{error}");
     let open = server(everywhere, &Credentials::new(None, true).unwrap()).unwrap();
@@ -371,7 +372,7 @@ async fn without_certificates_only_loopback_is_served_or_called() {
 #[tokio::test]
 async fn what_cannot_be_called_is_said_at_once() {
     let error = call(any_port(), PATIENCE).await.unwrap_err();
-    assert!(error.to_string().starts_with("127.0.0.1:0 cannot be called: "), "{error}");
+    assert!(matches!(error, NetError::NotCallable { .. }), "{error}");
 }
 
 #[test]

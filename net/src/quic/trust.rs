@@ -120,8 +120,8 @@ impl Credentials {
         let told = self.identity.certificate().map_err(wrong)?;
         if !told.valid {
             return Err(wrong(format!(
-                "it is valid from {} to {}, and not now; have a new one issued with `racksum \
-                 identity issue`, or set this host's clock",
+                "the certificate is valid from {} to {}, not now; issue another with `racksum \
+                 identity issue`, or correct this host's clock",
                 told.not_before, told.not_after
             )));
         }
@@ -132,15 +132,20 @@ impl Credentials {
                     %path,
                     issuer,
                     left_out,
-                    "the certificate of the authority that issued this identity is not in its \
-                     file: peers of that authority are not believed"
+                    "the identity file lacks the certificate of the authority that issued the \
+                     identity; peers of that authority are rejected"
                 );
             });
         }
         if told.ends_soon {
             ENDS_SOON.note(|left_out| {
                 let (path, until) = (path.display(), &told.not_after);
-                tracing::warn!(%path, until, left_out, "identity expires soon; issue another");
+                tracing::warn!(
+                    %path,
+                    until,
+                    left_out,
+                    "identity expires soon; issue another with `racksum identity issue`"
+                );
             });
         }
         Ok(())
@@ -159,16 +164,16 @@ impl Credentials {
         let told = credentials.identity.certificate().map_err(wrong)?;
         if told.role != Role::Aggregator {
             return Err(wrong(format!(
-                "it is of a {}, and an aggregator's is needed; have one issued with `racksum \
+                "the identity has role {}, and role aggregator is needed; issue one with `racksum \
                  identity issue NAME --role aggregator`",
                 told.role
             )));
         }
         if !credentials.identity.bears_name() {
             return Err(wrong(format!(
-                "its certificate lacks the name that callers of an aggregator ask for, \
-                 subjectAltName=DNS:{NAME}; have one issued with that, or with `racksum identity \
-                 issue NAME --role aggregator`"
+                "the certificate lacks subjectAltName=DNS:{NAME}, which callers require of an \
+                 aggregator; issue one that has it, as `racksum identity issue NAME --role \
+                 aggregator` does"
             )));
         }
         credentials.check_certificate(identity)?;

@@ -93,9 +93,12 @@ fn clause(
         return None;
     }
     let (got, whole) = (bytes(got), bytes(asked));
-    let now = limit.map_or_else(|| "it cannot be read here".to_owned(), |max| format!("now {max}"));
+    let now = limit.map_or_else(
+        || "its current value cannot be read here".to_owned(),
+        |max| format!("now {max}"),
+    );
     Some(format!(
-        "{kind} buffer is {got} of the {whole} asked for; raise {sysctl} to {asked} ({now})"
+        "{kind} buffer is {got}, not the requested {whole}; raise {sysctl} to {asked} ({now})"
     ))
 }
 
@@ -126,13 +129,13 @@ mod tests {
         };
         assert_eq!(
             short.shortfall().unwrap(),
-            "receive buffer is 208 KiB of the 4 MiB asked for; raise net.core.rmem_max to 4194304 \
-             (now 212992)"
+            "receive buffer is 208 KiB, not the requested 4 MiB; raise net.core.rmem_max to \
+             4194304 (now 212992)"
         );
         let both = BufferReport { got_send: 1_000, ..short };
         assert!(both.shortfall().unwrap().ends_with(
-            "; send buffer is 1000 bytes of the 1 MiB asked for; raise net.core.wmem_max to \
-             1048576 (it cannot be read here)"
+            "; send buffer is 1000 bytes, not the requested 1 MiB; raise net.core.wmem_max to \
+             1048576 (its current value cannot be read here)"
         ));
         let enough = BufferReport { got_receive: 4 << 20, ..short };
         assert_eq!(enough.shortfall(), None);

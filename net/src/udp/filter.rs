@@ -36,7 +36,10 @@ impl UdpSocket {
         let mut program: Vec<_> = senders.iter().flat_map(refusal).collect();
         program.push(ret(WHOLE));
         if program.len() > MOST_INSTRUCTIONS {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "there are too many senders"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "too many senders for one socket filter",
+            ));
         }
         self.socket().attach_filter(&program)
     }

@@ -97,16 +97,16 @@ pub struct SendOutcome {
 pub enum SendError {
     /// The caller passed an invalid transmit: empty, above 65,507 bytes, above 64 datagrams or,
     /// with a tail or trailer, above one.
-    #[error("a transmit must be 1 to 65507 bytes and at most 64 datagrams")]
+    #[error("a transmit must have 1 to 65507 bytes and at most 64 datagrams")]
     Unsendable,
     /// The datagrams are larger than the interface's MTU.
-    #[error("the datagram is larger than the MTU of the interface it would leave by")]
+    #[error("the datagram is larger than the MTU of its outgoing interface")]
     TooLarge,
     /// The kernel refused for another reason, with this errno.
     #[error("the kernel refused the datagram: {}", io::Error::from_raw_os_error(*.0))]
     Os(c_int),
     /// The send buffer stayed full.
-    #[error("the send buffer stayed full: the link is slower than what it is given")]
+    #[error("the send buffer stayed full: the link is slower than the sender")]
     NoRoom,
 }
 
@@ -172,7 +172,11 @@ impl UdpSocket {
                     job.advance(taken, gso);
                     if let Some(errno) = trial.take() {
                         let local = self.local_addr();
-                        tracing::warn!(%local, errno, "GSO fails here; datagrams now go singly");
+                        tracing::warn!(
+                            %local,
+                            errno,
+                            "GSO failed; now sending datagrams one by one"
+                        );
                     }
                 }
                 Err(libc::EINTR) => {}

@@ -218,7 +218,10 @@ impl UdpSocket {
     pub(super) fn note_send_failures(&self, count: usize, last: Option<SendError>) {
         let known = self.send_failures.fetch_add(count as u64, Ordering::Relaxed);
         if let (0, 1.., Some(error)) = (known, count, last) {
-            tracing::warn!("from {}: {error}; others that fail are only counted", self.local);
+            tracing::warn!(
+                "cannot send from {}: {error}; later send failures are only counted",
+                self.local
+            );
         }
     }
 

@@ -7,6 +7,7 @@ use racksum_proto::time::Span;
 use racksum_test_report::skip;
 
 use super::*;
+use crate::NetError;
 
 const PATIENCE: Span = Span::from_secs(100);
 
@@ -443,11 +444,11 @@ fn the_buffers_that_were_got_are_reported() {
 fn a_taken_port_is_an_error_that_names_it() {
     let holder = loopback();
     let addr = holder.local_addr();
-    let error = UdpSocket::open(&UdpConfig::new(addr)).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("cannot bind {addr}: the port is taken; ")), "{error}");
+    let error = UdpSocket::open(&UdpConfig::new(addr)).unwrap_err();
+    assert!(matches!(error, NetError::PortTaken { addr: taken } if taken == addr), "{error}");
     let elsewhere = SocketAddr::from(([203, 0, 113, 77], 7000));
-    let error = UdpSocket::open(&UdpConfig::new(elsewhere)).unwrap_err().to_string();
-    assert!(error.contains("no interface of this host has this address"), "{error}");
+    let error = UdpSocket::open(&UdpConfig::new(elsewhere)).unwrap_err();
+    assert!(matches!(error, NetError::AddressNotHere { addr } if addr == elsewhere), "{error}");
 }
 
 #[test]
