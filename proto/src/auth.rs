@@ -74,7 +74,7 @@ impl fmt::Debug for Key {
 
 /// The error for a key that is not 32 hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a key has 32 hexadecimal digits")]
+#[error("a key must have 32 hexadecimal digits")]
 pub struct KeyError;
 
 impl FromStr for Key {

@@ -183,7 +183,7 @@ impl fmt::Display for Shown {
             ..
         } = *self;
         if self.descriptor.is_refused() {
-            return write!(f, "a call that it refused (its own error says why)");
+            return write!(f, "a call that it rejected (see its own error)");
         }
         if call != Call::NONE {
             write!(f, "{call}: ")?;
@@ -211,7 +211,7 @@ impl fmt::Display for Descriptor {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptorError {
     /// The block size is not a power of two from 32 to 1024.
-    #[error("a block has 32 to 1024 elements, a power of two; {0} is not")]
+    #[error("a block must have a power of two of elements, from 32 to 1024, not {0}")]
     Block(usize),
     /// The wire type cannot carry the dtype.
     #[error("wire type {wire} cannot carry a tensor of {dtype}")]
@@ -228,6 +228,6 @@ pub enum DescriptorError {
     #[error("{0} has no root")]
     Root(&'static str),
     /// The refused call has elements.
-    #[error("a refused call has no elements, and not {0}")]
+    #[error("a refused call must have no elements, not {0}")]
     Refused(u64),
 }

@@ -18,8 +18,8 @@ pub enum SubmitError {
     Descriptor(#[from] DescriptorError),
     /// The job already has as many ops in flight as it was granted.
     #[error(
-        "{max} ops have been started since the oldest that has not ended, as many as the job was \
-         granted; wait for that one first"
+        "{max} ops have started since the oldest unfinished op, the most that the job was granted; \
+         wait for that op first"
     )]
     TooManyOps {
         /// The most ops that the job may have in flight.
@@ -48,7 +48,7 @@ pub enum SubmitError {
         why: Loss,
     },
     /// The op numbers of this generation are used up.
-    #[error("this generation has numbered 4294967295 ops; join again with a new generation")]
+    #[error("this generation has used all 4294967295 op numbers; join again with a new generation")]
     OpsExhausted,
 }
 
@@ -134,15 +134,15 @@ impl fmt::Display for OpError {
                 if still_coming {
                     return write!(
                         f,
-                        "op {op}: not done after {after} ms, with results still coming; the \
-                         network is slow or loses much, or the time is too short"
+                        "op {op}: not done after {after} ms, although results still arrive; the \
+                         network is slow or lossy, or the timeout is too short"
                     );
                 }
                 write!(
                     f,
-                    "op {op}: no result after {after} ms, and no rank is said to be waited for; \
-                     the aggregator, or one above it in a tree, may be stopped, or UDP between the \
-                     hosts blocked"
+                    "op {op}: no result after {after} ms, and the aggregator named no missing \
+                     rank; check that the aggregator, and any parent of it, runs, and that UDP \
+                     passes between the hosts"
                 )
             }
             Self::Timeout { op, after, missing, .. } => {

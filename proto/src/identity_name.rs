@@ -33,8 +33,8 @@ pub fn check_new(name: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(alloc::format!(
-        "{name:?} is no name: take 1 to {MAX_NAME} letters, digits, dots, underscores and dashes, \
-         the first a letter or digit"
+        "{name:?} is not a valid name; use 1 to {MAX_NAME} letters, digits, dots, underscores and \
+         dashes, with a letter or digit first"
     ))
 }
 
@@ -47,12 +47,12 @@ pub fn check(name: &str) -> Result<(), String> {
     let len = name.len();
     if len > MAX_NAME_BYTES {
         return Err(alloc::format!(
-            "the name of an identity has at most {MAX_NAME_BYTES} bytes, not {len}"
+            "an identity's name must have at most {MAX_NAME_BYTES} bytes, not {len}"
         ));
     }
     if !PeerText::is_plain(name) {
         return Err(alloc::format!(
-            "the name of an identity, \"{}\", has characters that cannot be printed",
+            "the identity name \"{}\" has unprintable characters",
             PeerText::of(name)
         ));
     }

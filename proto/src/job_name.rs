@@ -59,16 +59,17 @@ impl JobName {
         }
         let (name, group) = (self.name.len(), self.group.len());
         if name == 0 || name > MAX_NAME {
-            return Err(alloc::format!("a job's name has 1 to {MAX_NAME} bytes, not {name}"));
+            return Err(alloc::format!("a job's name must have 1 to {MAX_NAME} bytes, not {name}"));
         }
         if group > MAX_NAME {
-            return Err(alloc::format!("a group's name has at most {MAX_NAME} bytes, not {group}"));
+            return Err(alloc::format!(
+                "a group's name must have at most {MAX_NAME} bytes, not {group}"
+            ));
         }
         for (what, name) in [("job", &self.name), ("group", &self.group)] {
             if !PeerText::is_plain(name) {
                 return Err(alloc::format!(
-                    "the {what}'s name \"{}\" has characters that cannot be printed; choose \
-                     another",
+                    "the {what}'s name \"{}\" has unprintable characters; choose another",
                     PeerText::of(name)
                 ));
             }
@@ -113,7 +114,7 @@ mod tests {
         let told = |what: &str| {
             let name = r#""a\nb""#;
             Err(alloc::format!(
-                "the {what}'s name {name} has characters that cannot be printed; choose another"
+                "the {what}'s name {name} has unprintable characters; choose another"
             ))
         };
         assert_eq!(check("a\nb", ""), told("job"));

@@ -30,12 +30,14 @@ impl Loss {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Died => "its process ended without a word; see what it said last",
-            Self::Silent => "nothing is heard of it; it is stopped, or its host is down or cut off",
-            Self::Broke => "it broke the connection; see what it said last",
+            Self::Died => "its process exited unexpectedly; check its log",
+            Self::Silent => {
+                "it is silent; its process is suspended, or its host is down or unreachable"
+            }
+            Self::Broke => "it broke the connection; check its log",
             Self::Left => "it left the job, and this op needs it",
             Self::Relay => {
-                "the aggregator of the rack is gone, or has ended the job; see what it said last"
+                "its rack's aggregator is gone or ended the job; check the aggregator's log"
             }
         }
     }

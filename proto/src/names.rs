@@ -10,7 +10,7 @@ use crate::dtype::{DType, Reduction, WireType};
 
 /// The error for an unknown name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("there is no {what} {given:?}; there are {}", known.join(", "))]
+#[error("unknown {what} {given:?}; choose one of {}", known.join(", "))]
 pub struct UnknownName {
     what: &'static str,
     given: String,
@@ -38,7 +38,7 @@ from_name!(DType, "dtype");
 from_name!(WireType, "wire type");
 from_name!(Reduction, "reduction");
 from_name!(OnRankLoss, "policy");
-from_name!(DataAuth, "way to authenticate data");
+from_name!(DataAuth, "data authentication mode");
 
 #[cfg(test)]
 mod tests {
@@ -53,6 +53,6 @@ mod tests {
             assert_eq!(wire.name().to_uppercase().parse(), Ok(wire));
         }
         let error = "f8".parse::<DType>().unwrap_err().to_string();
-        assert_eq!(error, "there is no dtype \"f8\"; there are f32, f64, f16, bf16, i32, i64");
+        assert_eq!(error, "unknown dtype \"f8\"; choose one of f32, f64, f16, bf16, i32, i64");
     }
 }

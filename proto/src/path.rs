@@ -250,13 +250,13 @@ impl fmt::Display for Blocked {
                 f,
                 "no datagram from this host arrives at the aggregator's data port {shard} (UDP), \
                  although its control port answers; open that port in the firewall of the \
-                 aggregator's host and on the way"
+                 aggregator's host and on the path"
             ),
             Obstacle::Down { arrived } => write!(
                 f,
-                "no datagram from the aggregator's data port {shard} comes back to UDP port {port} \
-                 of this host, although those of up to {arrived} bytes from here arrive there; let \
-                 UDP from {shard} in at the firewall of this host and on the way"
+                "no datagram from the aggregator's data port {shard} reaches UDP port {port} of \
+                 this host, although datagrams of up to {arrived} bytes from here arrive there; \
+                 allow UDP from {shard} in the firewall of this host and on the path"
             ),
             Obstacle::Size { size, passed, arrives } => {
                 let way: String = if *arrives {
@@ -266,15 +266,15 @@ impl fmt::Display for Blocked {
                 };
                 write!(
                     f,
-                    "datagrams of {size} bytes do not {way}, and those of {passed} bytes do; raise \
-                     the MTU of the path, or ask for a smaller one if you asked for one"
+                    "datagrams of {size} bytes do not {way}, but those of {passed} bytes do; raise \
+                     the MTU of the path, or lower the MTU that you configured"
                 )
             }
             Obstacle::Translated { seen } => write!(
                 f,
-                "the aggregator sees datagrams of {caller} come from {seen}: something on the way \
-                 translates addresses or ports (NAT); connect this host to {shard} without it, or \
-                 have it keep UDP ports"
+                "the aggregator sees datagrams of {caller} come from {seen}: a device on the path \
+                 translates addresses or ports (NAT); connect this host to {shard} without NAT, or \
+                 make NAT keep UDP ports"
             ),
         }
     }

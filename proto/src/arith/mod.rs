@@ -67,7 +67,7 @@ pub enum ArithError {
     #[error("a fold needs at least one contribution")]
     NoInput,
     /// A buffer is shorter or longer than the other arguments require.
-    #[error("a buffer of {actual} bytes where {expected} are due")]
+    #[error("a buffer has {actual} bytes, not the required {expected}")]
     Length {
         /// The required length.
         expected: usize,
@@ -75,7 +75,7 @@ pub enum ArithError {
         actual: usize,
     },
     /// The length is not that of whole elements, or not that of one whole block.
-    #[error("{len} bytes are not whole elements, or not one block, of {}", wire.name())]
+    #[error("{len} bytes are not a whole number of elements, or not one block, of {}", wire.name())]
     Ragged {
         /// The wire type of the bytes.
         wire: WireType,
@@ -83,7 +83,7 @@ pub enum ArithError {
         len: usize,
     },
     /// The dtype cannot travel as the wire type, or not in this form.
-    #[error("{} does not travel as {} here", dtype.name(), wire.name())]
+    #[error("a tensor of {} cannot travel as {} here", dtype.name(), wire.name())]
     Conversion {
         /// The element type of the tensor.
         dtype: DType,
@@ -91,7 +91,7 @@ pub enum ArithError {
         wire: WireType,
     },
     /// The world is empty, past [`MAX_WORLD`], or smaller than the number of contributions.
-    #[error("a world of {world} ranks")]
+    #[error("a world of {world} ranks is invalid for this fold")]
     World {
         /// The world that was passed.
         world: u32,

@@ -104,7 +104,7 @@ fn what_is_in_the_way_is_named_with_port_direction_and_size() {
             find(0, None, 0),
             ["arrives at the aggregator's data port 10.0.0.1:7178 (UDP)", "firewall"],
         ),
-        (find(0, None, 1472), ["comes back to UDP port 40112 of this host", "up to 1472 bytes"]),
+        (find(0, None, 1472), ["reaches UDP port 40112 of this host", "up to 1472 bytes"]),
         (find(200, Some(HERE), 1472), ["1252 bytes do not come back from", "of 200 bytes do"]),
         (find(200, Some(HERE), 200), ["1252 bytes do not arrive at", "of 200 bytes do"]),
         (find(1472, Some("10.0.0.2:51023"), 1472), ["come from 10.0.0.2:51023", "NAT"]),

@@ -72,7 +72,7 @@ impl Worker {
 
     /// Drops an op that no rank below needs any more.
     pub fn drop_sum(&mut self, op: OpId, observer: &mut impl Observer) {
-        self.fail(op, OpError::Ended { why: "the ranks have dropped it".into() }, observer);
+        self.fail(op, OpError::Ended { why: "the ranks dropped the op".into() }, observer);
     }
 
     /// Fails an op that the ranks below disagree about, and queues a report to the parent.

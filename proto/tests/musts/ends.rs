@@ -97,12 +97,12 @@ fn a_timeout_says_whether_results_still_came() {
     let seconds = Span::from_secs;
     let millis = Span::from_millis;
     for (after, idle, expected) in [
-        (seconds(60), seconds(60), "the aggregator, or one above it in a tree, may be"),
-        (seconds(60), millis(1_001), "the aggregator, or one above it in a tree, may be"),
-        (seconds(60), millis(999), "results still coming"),
+        (seconds(60), seconds(60), "check that the aggregator, and any parent of it, runs"),
+        (seconds(60), millis(1_001), "check that the aggregator, and any parent of it, runs"),
+        (seconds(60), millis(999), "results still arrive"),
         // The last result that arrived belonged to an earlier op.
-        (millis(500), millis(500), "the aggregator, or one above it in a tree, may be"),
-        (millis(500), millis(499), "results still coming"),
+        (millis(500), millis(500), "check that the aggregator, and any parent of it, runs"),
+        (millis(500), millis(499), "results still arrive"),
     ] {
         let late = OpError::Timeout { op: OpId(3), after, missing: vec![], idle };
         let said = late.to_string();
