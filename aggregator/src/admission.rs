@@ -32,15 +32,18 @@ pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
         return Ok(());
     }
     let Some(identity) = identity else {
-        return Err("this aggregator admits identities that it knows, and you showed none".into());
+        return Err(
+            "this aggregator requires an identity that its [[admit]] rules name, and the rank has \
+             none; set `identity`"
+                .into(),
+        );
     };
     if rule_of(rules, Some(identity), job).is_some() {
         return Ok(());
     }
     Err(format!(
-        "identity {identity:?} may not join a job of the name {job:?} here; name a job that it may \
-         join (`job`), or have the operator admit it in the [[admit]] rules \
-         of the aggregator's configuration"
+        "identity {identity:?} may not join job {job:?} here; set `job` to one that it may join, \
+         or ask the operator to admit it in the [[admit]] rules of the aggregator's configuration"
     ))
 }
 

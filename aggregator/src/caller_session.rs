@@ -43,7 +43,11 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
     let party = Party::new(certificate.as_ref().map(|it| &*it.name), from.ip());
     let Some((place, mut needed)) = server.doors.strangers.enter(party.clone()) else {
         STRANGERS.note(|left_out| {
-            tracing::warn!(%from, left_out, "closed: too many callers like it have not joined");
+            tracing::warn!(
+                %from,
+                left_out,
+                "connection closed: too many callers with its identity or address have not joined"
+            );
         });
         return connection.close(1u32.into(), BUSY);
     };
@@ -76,10 +80,10 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
 }
 
 /// The close reason for a caller that should retry later.
-const BUSY: &[u8] = b"too many callers have not joined yet; call again";
+const BUSY: &[u8] = b"too many callers have not joined yet; retry later";
 
 /// The close reason for a caller that must authenticate again.
-const DISBELIEVED: &[u8] = b"the aggregator believes other authorities now; call again";
+const DISBELIEVED: &[u8] = b"the aggregator now trusts other authorities; connect again";
 
 /// A caller that has not joined.
 struct CallerSession<'a> {
@@ -268,10 +272,14 @@ fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<
 /// Returns why a caller may not join on behalf of other ranks, or `None` if it may.
 fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
     let Some(Certificate { name, role, .. }) = certificate else {
-        return Some("what joins for others must show that it is an aggregator".into());
+        return Some(
+            "a caller that joins for other ranks must have an identity of role aggregator".into(),
+        );
     };
     let it = (*role != Role::Aggregator).then_some(role)?;
-    Some(format!("{name:?} is no aggregator but a {it}, and joins for others"))
+    Some(format!(
+        "{name:?} has role {it}, but only an identity of role aggregator may join for other ranks"
+    ))
 }
 
 /// Offers a rank a lifeline connection. An error means that the rank has disconnected.

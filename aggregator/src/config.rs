@@ -115,7 +115,7 @@ pub enum ConfigError {
         error: Box<Self>,
     },
     /// A number is out of its range.
-    #[error("{key} is {value}, but must be from {min} to {max}")]
+    #[error("{key} must be from {min} to {max}, not {value}")]
     Range {
         /// The key, as in the file, and its rule; the flag is the same with dashes.
         key: String,
@@ -127,7 +127,7 @@ pub enum ConfigError {
         max: u64,
     },
     /// The value of a key is not a number.
-    #[error("{key} is a {what}, but must be a whole number from {min} to {max}")]
+    #[error("{key} must be a whole number from {min} to {max}, not a {what}")]
     NoNumber {
         /// The key, as in the file, and its rule.
         key: String,
@@ -139,13 +139,13 @@ pub enum ConfigError {
         max: u64,
     },
     /// The rules are written as one table instead of a list of tables.
-    #[error("line {line}: [admit] is one table, but rules are a list; write [[admit]]")]
+    #[error("line {line}: the rules must be a list of tables; write [[admit]], not [admit]")]
     AdmitTable {
         /// The line, from 1.
         line: usize,
     },
     /// A required value is empty.
-    #[error("{key} is empty, but must be {what}")]
+    #[error("{key} must be {what}, not empty")]
     Empty {
         /// The key, as in the file, and its rule.
         key: String,
@@ -154,18 +154,18 @@ pub enum ConfigError {
     },
     /// The address to serve on is link-local.
     #[error(
-        "bind is {bind}, a link-local address, and those are not served; bind another address of \
-         this host, or :: to serve on all of them"
+        "bind must not be a link-local address such as {bind}; bind another address of this host, \
+         or :: for all of them"
     )]
     LinkLocal {
         /// The link-local address.
         bind: Ipv6Addr,
     },
     /// Rules name identities, but no identity file is given.
-    #[error("[[admit]] rules go by the names of identities: give --identity, or leave them out")]
+    #[error("[[admit]] rules match names of identities; pass --identity, or remove the rules")]
     AdmitWithoutIdentity,
     /// The `parent` value is not the address of one aggregator.
-    #[error("parent is {parent:?}, but must be the HOST:PORT of another aggregator")]
+    #[error("parent must be the HOST:PORT of another aggregator, not {parent:?}")]
     Parent {
         /// The value that was given.
         parent: String,
@@ -199,12 +199,12 @@ impl ConfigError {
     pub fn told_with(&self, options: &[&str]) -> String {
         let Self::Memory { shards, pool_mib, host_mib } = self else { return self.to_string() };
         let advice = match options {
-            [] => "start it at a host with more".to_owned(),
+            [] => "start it on a host with more memory".to_owned(),
             options => format!("lower {}", options.join(" or ")),
         };
         format!(
-            "{} with pools of {pool_mib} MiB need more than the {host_mib} MiB of memory of this \
-             host; {advice}",
+            "{} with pools of {pool_mib} MiB exceed the {host_mib} MiB of memory of this host; \
+             {advice}",
             counted(*shards, "shard")
         )
     }
@@ -220,7 +220,7 @@ impl Config {
             let why = error.message().replace('\n', "; ");
             ConfigError::Parse {
                 line: line_at(text, error.span()),
-                why: format!("not TOML: {why}"),
+                why: format!("invalid TOML: {why}"),
             }
         };
         let at_line = |error: ConfigError| match error.key().and_then(|key| line_of(text, key)) {
@@ -294,7 +294,7 @@ impl Config {
         }
         for (key, path) in [("identity", &self.identity), ("status_socket", &self.status_socket)] {
             if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
-                return Err(ConfigError::Empty { key: key.into(), what: "the path of a file" });
+                return Err(ConfigError::Empty { key: key.into(), what: "a file path" });
             }
         }
         (1..).zip(&self.admit).try_for_each(|(number, rule)| check_rule(number, rule))
@@ -328,7 +328,7 @@ impl Config {
         self.pool_mib = u32::try_from(each).unwrap_or(usual).clamp(1, usual);
         Ok((self.pool_mib < usual).then(|| {
             format!(
-                "{} have pools of {} MiB and not of {usual}, since this host has {host_mib} MiB \
+                "{} get pools of {} MiB instead of {usual}, because this host has {host_mib} MiB \
                  of memory",
                 counted(self.shards, "shard"),
                 self.pool_mib
@@ -521,13 +521,19 @@ pub fn bind_address(text: &str) -> Result<IpAddr, String> {
     }
     let addr: IpAddr = text.parse().map_err(|_| match text.parse::<SocketAddr>() {
         Ok(both) => {
-            format!("{text:?} has a port; bind {}, and give port {}", both.ip(), both.port())
+            format!(
+                "{text:?} includes a port; set bind to {} and port to {}",
+                both.ip(),
+                both.port()
+            )
         }
-        Err(_) => format!("{text:?} is no IP address; give one of this host's, as 10.0.0.1"),
+        Err(_) => {
+            format!("{text:?} is not an IP address; give an address of this host, such as 10.0.0.1")
+        }
     })?;
     // Binding to the unspecified address means all addresses of this host.
     match no_host(addr).filter(|_| !addr.is_unspecified()) {
-        Some(why) => Err(format!("nobody can serve at {addr}, {why}; give one of this host's")),
+        Some(why) => Err(format!("cannot serve at {addr}, {why}; give an address of this host")),
         None => Ok(addr),
     }
 }
@@ -541,9 +547,9 @@ fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
     let Admit { ref identity, ref jobs, max_jobs, max_ranks, pool_slots, share_percent } = *rule;
     let key = of_rule(number);
     for (name, is_empty, what) in [
-        ("identity", identity.is_empty(), "a pattern of the names of certificates"),
-        ("jobs", jobs.is_empty(), "a list of patterns of the names of jobs"),
-        ("a name in jobs", jobs.iter().any(String::is_empty), "a pattern of the names of jobs"),
+        ("identity", identity.is_empty(), "a pattern for certificate names"),
+        ("jobs", jobs.is_empty(), "a list of patterns for job names"),
+        ("a name in jobs", jobs.iter().any(String::is_empty), "a pattern for job names"),
     ] {
         if is_empty {
             return Err(ConfigError::Empty { key: key(name), what });

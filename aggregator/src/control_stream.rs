@@ -85,8 +85,10 @@ pub(crate) async fn send_message(send: &mut quinn::SendStream, message: &FromAgg
         match frames::send(send, message).await {
             // The oversized message was not sent at all.
             Err(FrameError::TooLong { len }) => {
-                let reason = format!("what the aggregator has to say has {len} bytes, too many");
-                tracing::error!("{reason}: this is a bug of racksum");
+                let reason = format!(
+                    "the aggregator's message has {len} bytes, more than one message may have"
+                );
+                tracing::error!("{reason}; this is a bug in racksum");
                 frames::send(send, &FromAggregator::Refused { reason }).await
             }
             said => said,

@@ -152,14 +152,15 @@ async fn come_back(
         sealed = settled => sealed,
         Ok(()) = replaced => {
             return Err(Refusal::Never(format!(
-                "another process comes back as rank {rank} of job {job:?}; start the rank once"
+                "another process rejoins job {job:?} as rank {rank}; start only one process for \
+                 the rank"
             )));
         }
         () = tokio::time::sleep(limit) => {
             return Err(Refusal::Never(format!(
-                "some rank of job {job:?} has lacked a result for {} s, before which rank {rank} \
-                 cannot come back; see which is silent in `racksum status`, and start rank {rank} \
-                 again",
+                "a rank of job {job:?} has waited {} s for a result, and rank {rank} cannot rejoin \
+                 before that rank has it; find the silent rank with `racksum status`, and start \
+                 rank {rank} again",
                 limit.as_secs()
             )));
         }

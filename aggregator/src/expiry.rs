@@ -22,14 +22,14 @@ pub(crate) async fn watch(credentials: Arc<Mutex<Credentials>>) {
             Some(Concern::EndsSoon) => tracing::warn!(
                 name = certificate.name,
                 until = certificate.not_after,
-                "this aggregator's identity expires soon; put another in its place and send SIGHUP"
+                "this aggregator's identity expires soon; replace its file and send SIGHUP"
             ),
             Some(Concern::NotValid) => tracing::error!(
                 name = certificate.name,
                 from = certificate.not_before,
                 until = certificate.not_after,
-                "this aggregator's identity is not valid now, and no rank can join; put another in \
-                 its place and send SIGHUP, or set this host's clock"
+                "this aggregator's identity is not valid now, so no rank can join; replace its \
+                 file and send SIGHUP, or correct this host's clock"
             ),
             None => {}
         }

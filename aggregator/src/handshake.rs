@@ -40,13 +40,13 @@ pub(crate) fn answer(
     let note = |why| STRANGERS.note(|left_out| tracing::warn!(%from, left_out, "{why}"));
     let has_room = knows || doors.strangers.has_room(&party);
     if !has_room && doors.strangers.is_full() {
-        note("refused: too many connections have not joined");
+        note("connection refused: too many connections have not joined");
         incoming.refuse();
         return None;
     }
     let place = if has_room { doors.handshakes.enter(party) } else { None };
     let Some(place) = place else {
-        note("not answered: too many connections of its address have not joined");
+        note("connection ignored: too many connections from its address have not joined");
         // QUIC retries by itself, so an honest host that is too early gets its turn.
         incoming.ignore();
         return None;

@@ -66,7 +66,7 @@ pub enum StartError {
     Net(#[from] NetError),
     /// The status socket could not be bound.
     #[error(
-        "cannot bind the status socket {}: {}; name another with --status-socket",
+        "cannot bind the status socket {}: {}; choose another path with --status-socket",
         path.display(), with_limit(cause)
     )]
     StatusSocket {
@@ -91,10 +91,10 @@ pub enum StartError {
     #[error("--parent: {0}")]
     Parent(String),
     /// Multicast is required, but the bind address is not that of one interface.
-    #[error("--fanout multicast needs --bind with the address of one interface; {0} is none")]
+    #[error("--fanout multicast needs --bind with the address of one interface, not {0}")]
     NoMulticast(std::net::IpAddr),
     /// Multicast is required, but the interface does not support it.
-    #[error("--fanout multicast cannot be: {0}")]
+    #[error("--fanout multicast is not possible: {0}")]
     Multicast(NetError),
 }
 
@@ -134,8 +134,8 @@ fn no_memory(mib: usize, options: &[&str]) -> String {
         options => format!("lower {}, or ", options.join(" or ")),
     };
     format!(
-        "no memory for {mib} MiB of packet buffers a shard, and what serving them takes; {lower}\
-         raise the limit on this process's memory (ulimit -v)"
+        "cannot allocate {mib} MiB of packet buffers for each shard; {lower}raise the limit on \
+         this process's memory (ulimit -v)"
     )
 }
 
@@ -365,7 +365,7 @@ async fn check_parent(
             Ok(Vec::new())
         }
         Err(parent::Unfound::Yet(why)) => {
-            Ok(vec![format!("the parent cannot be called yet: {why}")])
+            Ok(vec![format!("the parent cannot be reached yet: {why}")])
         }
         Err(parent::Unfound::Ever(why)) => Err(StartError::Parent(why)),
     }

@@ -39,7 +39,10 @@ impl Lifelines {
             }
             Err(error) => {
                 let error = with_limit(&error);
-                tracing::warn!(error, "no lifelines: ranks that die are missed after 20 s");
+                tracing::warn!(
+                    error,
+                    "cannot accept lifelines; ranks that die are lost only after 20 s of silence"
+                );
                 None
             }
         };
@@ -69,8 +72,8 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
                 if !std::mem::replace(&mut told, true) {
                     tracing::warn!(
                         %error,
-                        "a lifeline cannot be taken: a rank without one that dies is missed after \
-                         20 s; if too many files are open, raise the limit (ulimit -n)"
+                        "cannot accept a lifeline; a rank without one that dies is lost only after \
+                         20 s of silence; if too many files are open, raise the limit (ulimit -n)"
                     );
                 }
                 tokio::time::sleep(RETRY).await;

@@ -69,8 +69,8 @@ fn hear(
 }
 
 /// The error for a parent that floods this aggregator.
-const FLOODS: &str = "it says more than the protocol has it say; it is of another release, or no \
-                      aggregator of racksum";
+const FLOODS: &str = "the parent sent more messages than the protocol allows; it is of another \
+                      release, or not a racksum aggregator";
 
 /// The reason why a parent cannot be called.
 #[derive(Debug)]
@@ -94,7 +94,7 @@ impl Unfound {
 pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
     let bind = own.ip();
     let unknown =
-        |why: String| format!("{parent:?} is no address of an aggregator (HOST:PORT): {why}");
+        |why: String| format!("{parent:?} is not an aggregator address (HOST:PORT): {why}");
     let found = resolve(parent).await;
     let found = found.map_err(|why| {
         let told = unknown(why.to_string());
@@ -106,19 +106,19 @@ pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr
     let mut fitting = found.clone();
     fitting.retain(|addr| addr.is_ipv6() == bind.is_ipv6());
     let Some(to) = fitting.first().copied() else {
-        return Err(Unfound::Ever(unknown(format!("{bind} reaches none of {found:?}"))));
+        return Err(Unfound::Ever(unknown(format!("{bind} cannot reach any of {found:?}"))));
     };
     fitting.retain(|addr| !bind.is_loopback() || addr.ip().is_loopback());
     if fitting.is_empty() {
         return Err(Unfound::Ever(format!(
-            "this aggregator serves on {bind}, from where nothing reaches {to}; start it with \
-             --bind and an address that does"
+            "this aggregator serves on {bind}, which cannot reach {to}; start it with --bind and \
+             an address that can"
         )));
     }
     if let Some(addr) = fitting.iter().find(|addr| is_at(own, **addr)) {
         return Err(Unfound::Ever(format!(
-            "{parent:?} is at {addr}, which is this aggregator itself; give the HOST:PORT of \
-             another"
+            "{parent:?} is {addr}, which is this aggregator itself; give the HOST:PORT of another \
+             aggregator"
         )));
     }
     fitting.dedup();

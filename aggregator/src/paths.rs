@@ -111,8 +111,8 @@ pub(crate) fn answers_elsewhere(
     let from = local_addr_towards(connection.remote_address()).ok()?.to_canonical();
     (from != called).then(|| {
         format!(
-            "this aggregator serves on all addresses, and would answer from {from} what was sent \
-             to {called}; call it at {from}, or start it with --bind {called}"
+            "this aggregator serves on all addresses, and would answer calls to {called} from \
+             {from}; call it at {from}, or start it with --bind {called}"
         )
     })
 }
@@ -183,7 +183,7 @@ pub(crate) async fn prove(
     }
     let narrowest = passed.iter().map(|passed| passed.size).min().unwrap_or(wanted);
     if narrowest < wanted {
-        tracing::warn!(%parent, "the path takes datagrams of {narrowest} bytes, not of {wanted}");
+        tracing::warn!(%parent, "the path passes datagrams of {narrowest} bytes, not of {wanted}");
     }
     Ok(narrowest)
 }
@@ -198,12 +198,12 @@ async fn ask(line: &mut Line) -> Result<(Vec<u16>, Key, IpAddr), String> {
     let heard = timeout(PROVE_TIMEOUT, heard).await;
     match heard.map_err(|_late| SILENT)?.map_err(|ended| ended.to_string())? {
         FromAggregator::Prove { data_ports, token, ip } => Ok((data_ports, token, ip)),
-        FromAggregator::Refused { reason } => Err(format!("it refused: {reason}")),
+        FromAggregator::Refused { reason } => Err(format!("the parent refused: {reason}")),
         FromAggregator::WrongVersion { speaks } => Err(format!(
-            "it speaks version {speaks} of the protocol, and this aggregator version \
+            "the parent speaks protocol version {speaks}, and this aggregator version \
              {CONTROL_VERSION}; install the same release on both"
         )),
-        other => Err(format!("it says {other:?} where a data path is to be proven")),
+        other => Err(format!("the parent sent {other:?} instead of a path proof")),
     }
 }
 

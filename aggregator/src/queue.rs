@@ -134,7 +134,7 @@ impl Queue {
             };
             let waiting = self.counts.get(common).copied().unwrap_or(0);
             if waiting >= most {
-                return Err(format!("{waiting} ranks{whose} wait for room already"));
+                return Err(format!("{waiting} ranks{whose} already wait for room"));
             }
         }
         for common in &counted {

@@ -267,8 +267,8 @@ impl Registry {
         let present = self.jobs.get(&name).map(|job| job.generation);
         if let Some(present) = present.filter(|present| join.generation < *present) {
             return Err(Refusal::Never(format!(
-                "job {name:?} is in generation {}, begun by {}, and generation {} is over; start \
-                 the rank with the job's present generation",
+                "job {name:?} is in generation {}, begun by {}, and generation {} has ended; start \
+                 the rank with the job's current `generation`",
                 present.0,
                 self.jobs.get(&name).map(Job::begun_by).unwrap_or_default(),
                 join.generation.0
@@ -277,7 +277,7 @@ impl Registry {
         if present != Some(join.generation) {
             self.open(&join, &caller, now)?;
         }
-        let job = self.jobs.get_mut(&name).ok_or("the job vanished while it was opened")?;
+        let job = self.jobs.get_mut(&name).ok_or("the job ended while it was opened")?;
         job.check(&join)?;
         job.check_place(&join)?;
         let seat = Seat { job: name, id: job.id, rank: join.rank };
@@ -318,7 +318,7 @@ impl Registry {
             let called = self.queue.called_before(&self.config, join, identity, ip);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
-                let why = "jobs that have waited for it before have the room that there is";
+                let why = "jobs that waited earlier take the free room";
                 return Err(Refusal::NoRoom(why.into()));
             }
         }
@@ -375,7 +375,7 @@ impl Registry {
 
     /// Grants a complete job its share and tells all its ranks.
     fn start(&mut self, name: &JobName) -> Result<Joined, String> {
-        let gone = "the job vanished before it could start";
+        let gone = "the job ended before it could start";
         self.jobs.get_mut(name).ok_or(gone)?.number();
         let slots = self.jobs.get(name).map(|job| self.slots(name, job)).unwrap_or(0);
         let job = self.jobs.get_mut(name).ok_or(gone)?;
@@ -501,7 +501,7 @@ impl Registry {
                 shard.tell(Command::Gone(job.id, Rank(absent.rank)));
             }
         }
-        tracing::info!(job = ?name, world = job.world, id = job.id.0, "job runs");
+        tracing::info!(job = ?name, world = job.world, id = job.id.0, "job started");
     }
 
     fn refuse_all(&mut self, name: &JobName, reason: &str) {
@@ -542,7 +542,7 @@ impl Registry {
                 job.absent.push(absent);
                 if why != Loss::Left {
                     LOST.note(|left_out| {
-                        let why = format_args!("rank lost, job goes on: {}", why.name());
+                        let why = format_args!("rank lost, job continues: {}", why.name());
                         tracing::warn!(job = ?name, rank, left_out, "{why}");
                     });
                 }

@@ -48,7 +48,7 @@ pub(crate) async fn serve(
             match shake_hands(connecting, place).await {
                 Some(Ok((connection, place))) => serve_caller(connection, place, server).await,
                 Some(Err(cause)) => STRANGERS.note(|left_out| {
-                    tracing::warn!(left_out, "refused: {}", not_connected(from, cause));
+                    tracing::warn!(left_out, "connection refused: {}", not_connected(from, cause));
                 }),
                 None => {}
             }

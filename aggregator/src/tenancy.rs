@@ -27,7 +27,7 @@ pub(crate) enum Refusal {
 }
 
 /// The name for the operator in messages.
-const OPERATOR: &str = "whoever runs the aggregator";
+const OPERATOR: &str = "the operator of the aggregator";
 
 impl Refusal {
     /// Returns the sentence for the refused rank.
@@ -36,10 +36,10 @@ impl Refusal {
             Self::Never(why) => why,
             Self::NoRoom(why) => format!("{why}; try again later, set `wait`, or ask {OPERATOR}"),
             Self::NoWait(why) => format!("{why}; try again later, or ask {OPERATOR}"),
-            Self::Draining => "this aggregator is about to stop".into(),
+            Self::Draining => "this aggregator is draining".into(),
             Self::WrongVersion(theirs) => format!(
-                "this aggregator speaks version {CONTROL_VERSION} of the protocol, the worker \
-                 version {theirs}; install the same release on both"
+                "this aggregator speaks protocol version {CONTROL_VERSION}, and the worker version \
+                 {theirs}; install the same release on both"
             ),
         };
         PeerText::of(why).into()
@@ -140,10 +140,10 @@ impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::World { world, most, limit } => {
-                write!(f, "{world} ranks are more than the {most} that {limit} allows")
+                write!(f, "{world} ranks exceed the {most} that {limit} allows")
             }
             Self::Ranks { world, taken, most, limit } => {
-                write!(f, "{taken} of {most} ranks are taken ({limit}), and {world} asked for")
+                write!(f, "{taken} of {most} ranks are taken ({limit}), and the job needs {world}")
             }
             Self::Jobs { jobs, most, limit } => {
                 let (are, jobs) = (are(jobs), counted(jobs, "job"));
@@ -151,19 +151,19 @@ impl fmt::Display for Limit {
             }
             Self::Share { taken, share } => write!(
                 f,
-                "{taken:.0} % of the packet buffers are taken, and {share:.0} % asked for"
+                "{taken:.0} % of the packet buffers are taken, and the job needs {share:.0} %"
             ),
             Self::Groups { groups, own: Some(own) } => write!(
                 f,
-                "the job has all of the {own:.0} % of the packet buffers that it may have, in {}; \
+                "the job already holds its full share of {own:.0} % of the packet buffers, in {}; \
                  destroy groups, or raise --pool-mib at the aggregator or share_percent of the \
                  job's [[admit]] rule",
                 counted(groups, "group")
             ),
             Self::Groups { groups, own: None } => write!(
                 f,
-                "the job and others have all packet buffers, the job in {}; destroy groups, or \
-                 raise --pool-mib at the aggregator",
+                "this job, in {}, and other jobs hold all packet buffers; destroy groups, or raise \
+                 --pool-mib at the aggregator",
                 counted(groups, "group")
             ),
         }
@@ -348,7 +348,7 @@ fn holders<'a>(
     let mut names: Vec<_> =
         named.map(|it| format!("{:?} with {}", it.name, counted(it.world, "rank"))).collect();
     if let Some(more @ 1..) = seen.len().checked_sub(MAX_HOLDERS) {
-        names.push(format!("{more} more jobs or groups of them"));
+        names.push(format!("{more} more jobs or groups"));
     }
     let others: BTreeSet<&str> = others.iter().map(|it| &*it.name.name).collect();
     match others.len() {

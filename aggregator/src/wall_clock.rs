@@ -15,8 +15,8 @@ pub(crate) async fn watch(clock: Clock) {
         let now = clock.wall_at_boot();
         if let Some(step) = step(before, now) {
             tracing::warn!(
-                "the wall clock of this host was set {step}; jobs go on, timed by another clock, \
-                 but certificates are valid by this one"
+                "the wall clock of this host jumped {step}; jobs continue unaffected, but \
+                 certificates are checked by this clock"
             );
         }
         // Small changes by slewing add up, and are not a step.

@@ -130,7 +130,7 @@ async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
         };
         tokio::join!(second, settled).0
     });
-    let why = "another process comes back as rank 1 of job \"job\"; start the rank once";
+    let why = "another process rejoins job \"job\" as rank 1; start only one process for the rank";
     assert_eq!((first, second), (Err(why.into()), Ok(())));
 }
 
@@ -142,7 +142,7 @@ async fn a_rank_whose_job_ends_while_it_comes_back_is_told_that_it_runs_no_more(
         lock(&job.registry).part(&job.stays, None, Instant::now());
     });
     let why = back.unwrap_err();
-    assert!(why.contains("no job \"job\" runs here"), "{why}");
+    assert!(why.contains("job \"job\" does not run here"), "{why}");
 }
 
 #[tokio::test]
@@ -157,7 +157,9 @@ async fn nobody_else_goes_before_a_rank_that_comes_back() {
             job.settle();
         },);
     let is_coming = |ip| {
-        Err(format!("{ip} is coming back as rank 1 of job \"job\" already; start the rank once"))
+        Err(format!(
+            "{ip} already rejoins as rank 1 of job \"job\"; start only one process for the rank"
+        ))
     };
     assert_eq!([second, third], ["127.0.0.8", "127.0.0.1"].map(is_coming));
     assert!(first.is_err(), "{first:?}");
@@ -169,7 +171,7 @@ async fn a_rank_that_cannot_come_back_is_told_so_in_time_and_leaves_its_place_to
     let job = Unsettled::new();
     let own = caller(OWN);
     let why = job.come_back(&own, Duration::from_millis(50)).await.unwrap_err();
-    assert!(why.contains("some rank of job \"job\" has lacked a result for 0 s"), "{why}");
+    assert!(why.contains("a rank of job \"job\" has waited 0 s for a result"), "{why}");
     job.settle();
     assert_eq!(job.come_back(&own, LONG).await, Ok(()));
 }

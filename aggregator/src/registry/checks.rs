@@ -44,22 +44,24 @@ impl Registry {
     pub(super) fn check(&self, join: &Join, addr: IpAddr) -> Result<(), String> {
         let (rank, world) = (join.rank, join.world);
         if world == 0 || world > MAX_WORLD {
-            return Err(format!("a job has 1 to {MAX_WORLD} ranks, not {world}"));
+            return Err(format!("a job must have 1 to {MAX_WORLD} ranks, not {world}"));
         }
         if rank >= world {
-            return Err(format!("rank {rank} is not below the world of {world}"));
+            return Err(format!("rank {rank} must be below the world of {world}"));
         }
         if join.lanes == 0 || join.lanes > MAX_LANES {
-            return Err(format!("a job has 1 to {MAX_LANES} lanes, not {}", join.lanes));
+            return Err(format!("a job must have 1 to {MAX_LANES} lanes, not {}", join.lanes));
         }
         let (place, aggregators) = join.stripe;
         if place >= aggregators {
-            return Err(format!("aggregator {place} is not one of {aggregators}"));
+            return Err(format!(
+                "aggregator index {place} must be below the number of aggregators, {aggregators}"
+            ));
         }
         let mine = self.shards.len();
         if mine * usize::from(aggregators) > usize::from(u8::MAX) {
             return Err(format!(
-                "{aggregators} aggregators of {mine} shards are more shards than {}",
+                "{aggregators} aggregators with {mine} shards each exceed the limit of {} shards",
                 u8::MAX
             ));
         }
@@ -68,7 +70,7 @@ impl Registry {
         join.begun_by.as_ref().map_or(Ok(()), Beginner::check)?;
         check_resume(join)?;
         if join.pool_slots == 1 {
-            return Err("a stream has 2 slots or more, not 1".into());
+            return Err("`pool_slots` must be at least 2, not 1".into());
         }
         other_ip_version(addr).map_or(Ok(()), Err)
     }
@@ -78,15 +80,15 @@ impl Registry {
         let own = self.config.data_auth();
         match join.data_auth {
             Some(wanted) if wanted != own && join.relays => Err(format!(
-                "this aggregator authenticates data with {:?}, and what joins here for rank {} \
-                 with {:?}; give both the same `data_auth`",
+                "this aggregator authenticates data with {:?}, and the caller that joins for rank \
+                 {} with {:?}; set the same `data_auth` for both",
                 own.name(),
                 join.rank,
                 wanted.name()
             )),
             Some(wanted) if wanted != own => Err(format!(
-                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; give \
-                 `data_auth` as the aggregator has it",
+                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; set \
+                 `data_auth` to the aggregator's",
                 own.name(),
                 join.rank,
                 wanted.name()
@@ -100,12 +102,14 @@ impl Registry {
     pub(super) fn check_data(&self, join: &Join) -> Result<(), String> {
         let (ports, datagram) = (&join.data_ports, join.max_datagram);
         if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
-            return Err("a rank needs a UDP port for its data, and 0 is none".into());
+            return Err(format!(
+                "a rank must give 1 to {MAX_SHARDS} UDP data ports, none of them 0"
+            ));
         }
         if fragmentation_of(datagram.into()).is_none() {
             return Err(format!(
-                "datagrams of {datagram} bytes, as rank {} can have, are too small; the MTU must \
-                 be 1280 or more",
+                "rank {} can only have datagrams of {datagram} bytes, which is too small; its MTU \
+                 must be at least 1280",
                 join.rank
             ));
         }
@@ -126,8 +130,8 @@ impl Registry {
 pub(crate) fn other_ip_version(addr: IpAddr) -> Option<String> {
     let is_mapped = matches!(addr, IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some());
     is_mapped.then(|| {
-        "this aggregator serves IPv6, and the worker came by IPv4; call it by an IPv6 address, or \
-         start it with an IPv4 address to --bind"
+        "this aggregator serves IPv6, and the worker called by IPv4; call it by an IPv6 address, \
+         or start it with --bind and an IPv4 address"
             .into()
     })
 }

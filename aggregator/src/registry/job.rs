@@ -84,16 +84,15 @@ impl Job {
         }
         if self.state != JobState::Gathering && self.left.contains_key(&join.rank) {
             return Err(format!(
-                "rank {} has left job {name:?}; it may come back between two ops if it says so, \
-                 as an option of the worker library; or restart all ranks with a greater \
-                 `generation`",
+                "rank {} has left job {name:?}; it can rejoin between two ops with `rejoin`; or \
+                 restart all ranks with a greater `generation`",
                 join.rank
             ));
         }
         if self.state != JobState::Gathering {
             return Err(format!(
-                "job {name:?} is running in generation {}, begun by {}: all its ranks ({}) have \
-                 joined; choose another `job`, wait until it has ended, or restart all its ranks \
+                "job {name:?} is running in generation {}, begun by {}, and all its ranks ({}) \
+                 have joined; choose another `job`, wait until it ends, or restart all its ranks \
                  with a greater `generation`",
                 self.generation.0,
                 self.begun_by(),
@@ -104,18 +103,19 @@ impl Job {
         // it had started. Joins with and without a resume at op 0 therefore fit together.
         let (here, there) = (self.moved_at, join.resume.as_ref().map(|resume| resume.first_op));
         if here.is_some() != there.is_some() && here.max(there) != Some(OpId(0)) {
-            let (new, old) = ("begins anew", "has run at another aggregator before");
+            let (new, old) = ("starts from its first op", "continues from another aggregator");
             let (one, other) = if join.resume.is_some() { (old, new) } else { (new, old) };
             return Err(format!(
-                "rank {} of job {name:?} {one}, and the job that it finds here {other}; restart \
-                 all ranks with a greater `generation`",
+                "rank {} of job {name:?} {one}, but the job here {other}; restart all ranks with a \
+                 greater `generation`",
                 join.rank
             ));
         }
         let (mine, theirs) = (self.on_rank_loss.name(), join.on_rank_loss.name());
         if mine != theirs {
             return Err(format!(
-                "job {name:?} was opened with `on_rank_loss` {mine}, but rank {} says {theirs}",
+                "job {name:?} was opened with `on_rank_loss` {mine}, but rank {} has {theirs}; set \
+                 the same at all ranks",
                 join.rank
             ));
         }
@@ -131,16 +131,16 @@ impl Job {
     pub(super) fn check_shape(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
         let (stripe, its) = (self.stripe, join.stripe);
-        let order = "; name the same aggregators in the same order at all ranks";
+        let order = "; set the same aggregators in the same order at all ranks";
         for (what, mine, theirs, advice) in [
             ("world", self.world, join.world, ""),
             ("lanes", self.lanes.into(), join.lanes.into(), ""),
-            ("a number of aggregators of", stripe.1.into(), its.1.into(), order),
-            ("a place among aggregators of", stripe.0.into(), its.0.into(), order),
+            ("aggregator count", stripe.1.into(), its.1.into(), order),
+            ("aggregator index", stripe.0.into(), its.0.into(), order),
         ] {
             if mine != theirs {
                 return Err(format!(
-                    "job {name:?} was opened with {what} {mine}, but rank {} says {theirs}{advice}",
+                    "job {name:?} was opened with {what} {mine}, but rank {} has {theirs}{advice}",
                     join.rank
                 ));
             }
@@ -251,9 +251,9 @@ impl Job {
     ) -> Result<(Welcome, Vec<Config>), String> {
         if pool_slots < *POOL_SLOTS.start() {
             return Err(format!(
-                "{} with {} need more packet buffers than a job's share, or than its other groups \
-                 leave of that; raise --pool-mib or lower --max-jobs at the aggregator, or raise \
-                 share_percent of the job's [[admit]] rule",
+                "{} with {} need more packet buffers than the job's share, or than its other \
+                 groups leave of it; raise --pool-mib or lower --max-jobs at the aggregator, or \
+                 raise share_percent of the job's [[admit]] rule",
                 counted(self.order.len(), "rank"),
                 counted(self.lanes, "lane")
             ));
@@ -278,7 +278,9 @@ impl Job {
         let mine = u8::try_from(handles.len()).unwrap_or(u8::MAX);
         let (place, aggregators) = self.stripe;
         let shards = mine.checked_mul(aggregators).ok_or_else(|| {
-            format!("{aggregators} aggregators of {mine} shards are more shards than 255")
+            format!(
+                "{aggregators} aggregators with {mine} shards each exceed the limit of 255 shards"
+            )
         })?;
         let first = mine * place;
         let welcome = Welcome {
@@ -348,14 +350,14 @@ const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
 
 /// Returns why a job cannot continue without so many ranks.
 pub(super) fn too_many_absent() -> String {
-    format!("a job goes on without {} ranks at most", Flags::MAX_ABSENT)
+    format!("a job can lose at most {} ranks and continue", Flags::MAX_ABSENT)
 }
 
 /// Returns why a rank that the others have lost can no longer join the job.
 pub(super) fn given_up(job: &JobName, rank: u16) -> String {
     format!(
-        "the other ranks of job {job:?} had lost rank {rank}, and go on without it; to have it \
-         again, start all ranks with a greater `generation`"
+        "job {job:?} lost rank {rank} and continues without it; to include it again, restart all \
+         ranks with a greater `generation`"
     )
 }
 

@@ -34,7 +34,7 @@ impl Registry {
     pub(super) fn supersede(&mut self, join: &Join) -> Option<ParentLink> {
         let mut job = self.remove(&join.job)?;
         let why = format!(
-            "generation {} of job {:?}, begun by {}, has ended generation {}, begun by {}",
+            "generation {} of job {:?}, begun by {}, replaced generation {}, begun by {}",
             join.generation.0,
             join.job,
             named(join.begun_by.as_ref()),
@@ -79,9 +79,9 @@ impl Job {
     /// Returns why a rank of another job with this name is refused.
     pub(super) fn is_another(&self, join: &Join) -> String {
         format!(
-            "job {:?} is in generation {}, begun by {}, and {}, of generation {}, does not show \
-             that it is of the same job; give each job a name of its own (`job`), or \
-             wait until that one has ended",
+            "job {:?} is in generation {}, begun by {}, and {} with generation {} does not prove \
+             that it belongs to the same job; give each job its own name (`job`), or wait until \
+             that job ends",
             join.job,
             self.generation.0,
             self.begun_by(),

@@ -130,7 +130,7 @@ pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
 pub(super) fn unreached(join: &Join, ip: IpAddr) -> String {
     if join.relays {
         return format!(
-            "the aggregator at {ip} calls this one its parent, and is sent copies; start the \
+            "the aggregator at {ip} has this one as parent and needs unicast results; start the \
              parent with --fanout auto or unicast"
         );
     }

@@ -67,11 +67,11 @@ impl Registry {
         let queued = self.job(seat).and_then(|job| job.parent.as_ref()?.queued.clone());
         if let Some(why) = queued {
             let waited = patience.as_secs();
-            let reason = format!("after {waited} s there was still no room at the parent: {why}");
+            let reason = format!("the parent had no room for {waited} s: {why}");
             return self.refuse_all(&seat.job, &reason);
         }
         let reason = format!(
-            "job {:?} has waited {} s for rank{} {}; start what is missing, or raise \
+            "job {:?} waited {} s for rank{} {}; start the missing ranks, or raise \
              --join-timeout-s at the aggregator",
             seat.job,
             patience.as_secs(),
@@ -93,7 +93,7 @@ impl Registry {
             .collect();
         let goes_on = job.goes_on_without(&lost, now);
         LOST.note(|left_out| {
-            let what = "ranks did not come along";
+            let what = "ranks did not follow the job to this aggregator";
             tracing::warn!(job = ?name, ?missing, goes_on, left_out, "{what}");
         });
         for (rank, member) in may_leave {
@@ -181,7 +181,11 @@ impl Registry {
         let member = job.and_then(|job| job.members[usize::from(seat.rank)].as_mut());
         let Some(member) = member else { return false };
         if !std::mem::replace(&mut member.withdraws, true) {
-            tracing::info!(job = ?seat.job, rank = seat.rank, "rank would rather be elsewhere");
+            tracing::info!(
+                job = ?seat.job,
+                rank = seat.rank,
+                "rank asks to withdraw to another aggregator"
+            );
         }
         true
     }
@@ -277,7 +281,7 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
     let strange = |rank: &u16| *rank >= join.world || *rank == join.rank;
     if aborts || ranks.len() < resume.absent.len() || ranks.iter().any(strange) {
         return Err(format!(
-            "rank {} says that the job has gone on without ranks {ranks:?}, which cannot be; \
+            "rank {} claims that the job continued without ranks {ranks:?}, which is impossible; \
              restart all ranks with a greater `generation`",
             join.rank
         ));

@@ -45,7 +45,7 @@ impl Registry {
     ) -> Result<Returning, Refusal> {
         let (id, may_move) = self.may_rejoin(join, caller)?;
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
-        let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
+        let job = self.jobs.get_mut(&seat.job).ok_or("the job ended")?;
         let by = who(caller.identity.as_deref(), caller.addr);
         let was = job.left.get(&join.rank).map(|left| &left.by);
         if let Some(present) = job.returns.get(&join.rank)
@@ -53,7 +53,7 @@ impl Registry {
             && present.by != by
         {
             return Err(Refusal::Never(format!(
-                "{} is coming back as rank {} of job {:?} already; start the rank once",
+                "{} already rejoins as rank {} of job {:?}; start only one process for the rank",
                 present.by, join.rank, join.job
             )));
         }
@@ -110,7 +110,7 @@ impl Registry {
         self.check_data(join)?;
         if self.config.fanout == Fanout::Multicast {
             return Err(Refusal::Never(
-                "a rank that comes back is sent copies, and this aggregator only multicasts; \
+                "a rank that rejoins needs unicast results, and this aggregator only multicasts; \
                  start it with --fanout auto"
                     .into(),
             ));
@@ -118,7 +118,7 @@ impl Registry {
         let runs = |job: &&Job| job.generation == join.generation && job.state == JobState::Running;
         let Some(job) = self.jobs.get(&join.job).filter(runs) else {
             return Err(Refusal::Never(format!(
-                "no job {:?} runs here in generation {} that rank {} could come back to",
+                "job {:?} does not run here in generation {}, so rank {} cannot rejoin it",
                 join.job, join.generation.0, join.rank
             )));
         };
@@ -142,7 +142,7 @@ impl Registry {
         let (id, _) = self.may_rejoin(&join, &caller)?;
         join.begun_by = Some(beginner_of(&join, &caller));
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
-        let job = self.jobs.get_mut(&seat.job).ok_or("the job vanished")?;
+        let job = self.jobs.get_mut(&seat.job).ok_or("the job ended")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
         let (welcome, job_keys) = job.granted.as_mut().ok_or("the job was granted nothing")?;
         job_keys.renew(rank).map_err(|error| error.to_string())?;
@@ -174,24 +174,24 @@ impl Job {
         self.check_shape(join)?;
         if self.is_of_tree() {
             return Err(format!(
-                "job {name:?} is summed by aggregators in a tree, where ranks cannot come back; \
-                 restart all ranks with a greater `generation`"
+                "ranks cannot rejoin job {name:?}, because a tree of aggregators sums it; restart \
+                 all ranks with a greater `generation`"
             ));
         }
         if self.on_rank_loss == OnRankLoss::Continue || join.on_rank_loss == OnRankLoss::Continue {
             return Err(format!(
-                "a job that goes on without the ranks that leave, as job {name:?} may, cannot have \
-                 them back; restart all ranks with a greater `generation`"
+                "ranks cannot rejoin job {name:?}, because its `on_rank_loss` is continue; restart \
+                 all ranks with a greater `generation`"
             ));
         }
         let left = self.left.get(&rank);
         let Some(left) = left.filter(|_| self.members[usize::from(rank)].is_none()) else {
-            return Err(format!("rank {rank} has not left job {name:?}, so it cannot come back"));
+            return Err(format!("rank {rank} has not left job {name:?}, so it cannot rejoin"));
         };
         let Some(next_op) = left.next_op else {
             return Err(format!(
-                "rank {rank} left job {name:?} in the middle of an op, so it cannot come back; \
-                 restart all ranks with a greater `generation`"
+                "rank {rank} left job {name:?} during an op, so it cannot rejoin; restart all \
+                 ranks with a greater `generation`"
             ));
         };
         let fragment = self.granted.as_ref().map_or(0, |(welcome, _)| {
@@ -199,8 +199,8 @@ impl Job {
         });
         if usize::from(join.max_datagram) < fragment {
             return Err(format!(
-                "datagrams of job {name:?} have up to {fragment} bytes, and rank {rank} takes {}; \
-                 give it the MTU that it had",
+                "datagrams of job {name:?} have up to {fragment} bytes, and rank {rank} now takes \
+                 {}; give the rank its former MTU",
                 join.max_datagram
             ));
         }
@@ -208,8 +208,8 @@ impl Job {
         // start.
         if join.receive_buffer < self.least_buffer {
             return Err(format!(
-                "rank {rank} has a receive buffer of {} bytes, and results of job {name:?} are \
-                 sent as for {}; give it the buffer that it had (net.core.rmem_max)",
+                "rank {rank} now has a receive buffer of {} bytes, and job {name:?} needs {}; give \
+                 the rank its former buffer (net.core.rmem_max)",
                 join.receive_buffer, self.least_buffer
             ));
         }

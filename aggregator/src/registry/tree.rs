@@ -106,9 +106,8 @@ impl Registry {
                 self.refuse_all(
                     name,
                     &format!(
-                        "its parent at {parent_addr} speaks version {speaks} of the protocol, and \
-                         this aggregator version {CONTROL_VERSION}; install the same release on \
-                         both"
+                        "its parent at {parent_addr} speaks protocol version {speaks}, and this \
+                         aggregator version {CONTROL_VERSION}; install the same release on both"
                     ),
                 );
             }
@@ -134,7 +133,7 @@ impl Registry {
             FromAggregator::Welcome(_) if job.state != JobState::Gathering => {}
             FromAggregator::Welcome(granted) => return self.welcomed(seat, parent_addr, granted),
             FromAggregator::Drain if job.state == JobState::Gathering => {
-                self.refuse_all(name, &format!("its parent at {parent_addr} is about to stop"));
+                self.refuse_all(name, &format!("its parent at {parent_addr} is draining"));
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = of_world(ranks, job.world);
@@ -206,7 +205,7 @@ impl Registry {
             return true;
         }
         let reason = if job.state == JobState::Gathering {
-            format!("the aggregator's parent at {parent_addr} cannot be had: {why}")
+            format!("the aggregator has no connection to its parent at {parent_addr}: {why}")
         } else {
             parent_gone(&format!("{parent_addr}: {why}"))
         };
@@ -292,8 +291,8 @@ impl Registry {
         check_wish(&join, member.join.may_move)?;
         if (&join.job, join.generation) != (&seat.job, job.generation) {
             return Err(format!(
-                "rank {} is of job {:?} in generation {}, and was brought into job {:?} in \
-                 generation {}",
+                "rank {} belongs to job {:?} in generation {}, but its aggregator joined it to job \
+                 {:?} in generation {}",
                 join.rank, join.job, join.generation.0, seat.job, job.generation.0
             ));
         }
@@ -377,9 +376,9 @@ impl Job {
         }
         if join.relays && !join.may_move && self.may_move {
             return Err(format!(
-                "some ranks of job {:?} have joined here and name standbys, which cannot be where \
-                 others have joined at an aggregator with a parent, or a sidecar, that names none; \
-                 name one aggregator, or the same at all",
+                "ranks of job {:?} here have standbys, but other ranks joined at an aggregator \
+                 with a parent, or at a sidecar, without standbys; set one aggregator, or the same \
+                 ones everywhere",
                 join.job
             ));
         }
@@ -394,7 +393,7 @@ impl Job {
         let (ip, port) = (there.ip(), there.port());
         let by = if member.join.relays { "through the aggregator at" } else { "from" };
         let round =
-            if self.is_of_tree() { ", and let no parents go round in a circle" } else { "" };
+            if self.is_of_tree() { ", and check that the parents form no cycle" } else { "" };
         Err(format!(
             "rank {rank} of job {:?} has already joined {by} {ip} (data port {port}); give each \
              worker its own `rank`{round}",
@@ -447,7 +446,7 @@ impl Job {
             let late = |member: &mut Member| !rack.contains(&member.join.rank);
             if let Some(member) = place.take_if(late) {
                 let name = &member.join.job;
-                let reason = format!("job {name:?} is running: its ranks have joined");
+                let reason = format!("job {name:?} is already running without this rank");
                 member.tell(FromAggregator::Refused { reason });
             }
         }
@@ -504,7 +503,7 @@ fn may_grant(granted: &Welcome, shards: usize) -> bool {
 /// Returns why an aggregator cannot be another's parent.
 fn other_shards(parent_addr: usize, calling: usize) -> String {
     format!(
-        "the parent has {} and the aggregator that calls it {calling}; start both with the same \
+        "the parent has {}, and the aggregator that calls it {calling}; start both with the same \
          --shards",
         counted(parent_addr, "shard")
     )
@@ -526,7 +525,7 @@ fn parent_gone(how: &str) -> String {
 
 /// Returns the error for a parent that breaks the protocol.
 fn strange(parent_addr: SocketAddr) -> String {
-    format!("its parent at {parent_addr} does not keep to the protocol")
+    format!("its parent at {parent_addr} violated the protocol; install the same release on both")
 }
 
 /// Checks that a join wants nothing that a job with members of several ranks does not support.
@@ -534,18 +533,17 @@ fn strange(parent_addr: SocketAddr) -> String {
 fn check_wish(join: &Join, all_move: bool) -> Result<(), String> {
     let moves = !all_move && (join.may_move || join.resume.is_some());
     let wants = [
-        (moves, "move to a standby; name one aggregator"),
-        (join.rejoin, "have a rank back; restart all ranks with a greater `generation`"),
+        (moves, "move to a standby; set one aggregator"),
+        (join.rejoin, "let a rank rejoin; restart all ranks with a greater `generation`"),
         (
             join.on_rank_loss == OnRankLoss::Continue,
-            "go on without a rank; start its ranks with `on_rank_loss` abort",
+            "continue without a rank; set `on_rank_loss` to abort",
         ),
-        (join.stripe.1 > 1, "be spread over several; name one aggregator"),
+        (join.stripe.1 > 1, "use several aggregators at once; set one aggregator"),
     ];
     match wants.iter().find(|(wants, _)| *wants) {
         Some((_, what)) => Err(format!(
-            "job {:?} is summed by an aggregator with a parent, or has ranks at a sidecar, where a \
-             job cannot {what}",
+            "job {:?} uses an aggregator with a parent, or a sidecar, and so cannot {what}",
             join.job
         )),
         None => Ok(()),

@@ -165,8 +165,8 @@ impl Floods {
                 %from,
                 ms = lasts.0 / 1_000_000,
                 left_out,
-                "a sender fills the receive buffer with what is of no use; the kernel drops what \
-                 it sends for this long"
+                "a sender floods the receive buffer with useless messages; the kernel drops its \
+                 datagrams for this long"
             );
         });
         true

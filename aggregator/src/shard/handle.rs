@@ -129,7 +129,7 @@ impl ShardHandle {
     /// Sets the interface that results are multicast from.
     pub(crate) fn set_multicast(&self, interface: &Interface) -> Result<(), NetError> {
         let set = self.socket.set_multicast_sender(interface, MULTICAST_TTL);
-        set.inspect_err(|error| tracing::debug!(%error, "no multicast"))
+        set.inspect_err(|error| tracing::debug!(%error, "cannot multicast from this interface"))
     }
 
     /// Sends the shard a command.

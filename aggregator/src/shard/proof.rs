@@ -63,7 +63,7 @@ impl Proofs {
     pub(super) fn send(&mut self, socket: &UdpSocket, to: SocketAddr, token: Key, size: u16) {
         Datagram { token, seen: None, size }.encode(&mut self.datagram);
         if let Err(error) = socket.send_one(to, &self.datagram) {
-            tracing::debug!(%to, size, %error, "probe not sent");
+            tracing::debug!(%to, size, %error, "cannot send a path probe");
         }
     }
 
@@ -89,7 +89,7 @@ impl Proofs {
                 stats.datagrams.sent += 1;
                 stats.bytes.sent += self.datagram.len() as u64;
                 if let Err(error) = socket.send_one(from, &self.datagram) {
-                    tracing::debug!(%from, size = probe.size, %error, "probe not answered");
+                    tracing::debug!(%from, size = probe.size, %error, "cannot answer a path probe");
                 }
             }
             (Some((Proof::AtParent { shard, tell }, _)), Some(seen)) => {

@@ -36,18 +36,20 @@ fn jobs_and_ranks_are_counted_and_the_holders_named() {
     let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
     assert_eq!(check_room(&config, &[one], &two), Ok(()));
     let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
-    let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, \
-                    held by \"one\" with 4 ranks, \
-                    \"two\" with 4 ranks; try again later, set `wait`, \
-                    or ask whoever runs the aggregator";
+    let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" \
+                    with 4 ranks, \"two\" with 4 ranks; try again later, set `wait`, or ask the \
+                    operator of the aggregator";
     assert_eq!((later, &*told), (true, expected));
     let (later, told) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
     assert!(
-        later && told.starts_with("4 of 10 ranks are taken (--max-ranks of the aggregator), and 7"),
+        later
+            && told.starts_with(
+                "4 of 10 ranks are taken (--max-ranks of the aggregator), and the job needs 7"
+            ),
         "{told}"
     );
     let (later, told) = why(check_room(&config, &[], &tenant("two", "b", 11)));
-    assert!(!later && told.starts_with("11 ranks are more than the 10 that --max-ranks"), "{told}");
+    assert!(!later && told.starts_with("11 ranks exceed the 10 that --max-ranks"), "{told}");
 }
 
 #[test]
@@ -62,7 +64,7 @@ fn only_who_is_refused_is_told_what_to_do_about_it() {
     assert_eq!(refusal.why(), format!("{why}; try again later, set `wait`, or ask {OPERATOR}"));
     let full = Refusal::NoWait(format!("{why}; 1024 ranks wait")).why();
     assert!(
-        full.ends_with("ranks wait; try again later, or ask whoever runs the aggregator"),
+        full.ends_with("ranks wait; try again later, or ask the operator of the aggregator"),
         "{full}"
     );
 }
@@ -74,9 +76,9 @@ fn each_rule_has_limits_of_its_own_and_others_are_not_named() {
     let tenant = |job, identity, world| of(&config, job, identity, world);
     let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
     let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
-    let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \
-                    \"v-1\" with 4 ranks; try again later, set `wait`, \
-                    or ask whoever runs the aggregator";
+    let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \"v-1\" \
+                    with 4 ranks; try again later, set `wait`, or ask the operator of the \
+                    aggregator";
     assert_eq!((later, &*told), (true, expected));
     let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
     assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
@@ -98,7 +100,10 @@ fn shares_are_of_a_whole() {
     assert_eq!(check_room(&config, &[one, two], &big), Ok(()));
     let with_groups = Tenant { granted: Some(50.0), ..big };
     let (later, told) = why(check_room(&config, &[one, with_groups, two], &three));
-    assert!(later && told.starts_with("88 % of the packet buffers are taken, and 19"), "{told}");
+    assert!(
+        later && told.starts_with("88 % of the packet buffers are taken, and the job needs 19"),
+        "{told}"
+    );
 }
 
 #[test]
@@ -108,7 +113,10 @@ fn a_share_that_was_granted_is_held_whatever_the_configuration_says_by_now() {
     let held =
         ["a", "b", "c", "d"].map(|job| Tenant { granted: Some(25.0), ..of(&config, job, "x", 1) });
     let (later, told) = why(check_room(&config, &held, &of(&config, "e", "x", 1)));
-    assert!(later && told.starts_with("100 % of the packet buffers are taken, and 12"), "{told}");
+    assert!(
+        later && told.starts_with("100 % of the packet buffers are taken, and the job needs 12"),
+        "{told}"
+    );
     assert_eq!(check_room(&config, &held[..3], &of(&config, "e", "x", 1)), Ok(()));
 }
 
@@ -175,14 +183,14 @@ fn groups_do_not_get_around_the_most_jobs_of_a_rule() {
     assert!(told.contains("\"s-3\" with 1 rank, 1 job of others;"), "{told}");
     let of_vision = Tenant { granted: None, ..held[0] };
     let (_, told) = why(check_room(&config, &held[..40], &of(&config, "v-y", "vision-2", 1)));
-    assert!(told.contains(", 24 more jobs or groups of them;"), "{told}");
+    assert!(told.contains(", 24 more jobs or groups;"), "{told}");
     // A job that holds its full share is told so.
     let all = Tenant { granted: Some(25.0), ..held[1] };
     let (later, told) = why(check_room(&config, &[all], &of_vision));
-    let expected = "the job has all of the 25 % of the packet buffers that it may have, in 1 \
-                    group; destroy groups, or raise --pool-mib at the aggregator or \
-                    share_percent of the job's [[admit]] rule; try again later, set `wait`, \
-                    or ask whoever runs the aggregator";
+    let expected = "the job already holds its full share of 25 % of the packet buffers, in 1 \
+                    group; destroy groups, or raise --pool-mib at the aggregator or share_percent \
+                    of the job's [[admit]] rule; try again later, set `wait`, or ask the operator \
+                    of the aggregator";
     assert_eq!((later, &*told), (true, expected));
 }
 
@@ -213,7 +221,7 @@ fn a_job_has_as_many_groups_as_there_is_memory_for_and_each_works() {
         assert!(shares.iter().sum::<f64>() <= most + ROUNDING);
         let least = least_share(config, world, 1);
         assert!(shares.iter().all(|share| *share >= least), "{shares:?}");
-        let expected = format!("in {} groups; destroy groups", held.len());
+        let expected = format!("in {} groups", held.len());
         assert!(told.contains(&expected) && told.contains("raise --pool-mib"), "{told}");
         // A group that ends frees its place.
         let wanted = group_of(config, "train", "another", "x", world);
@@ -235,5 +243,5 @@ fn a_group_has_the_fewest_slots_of_each_lane_or_waits() {
     let held = [Tenant { granted: Some(100.0 - least / 2.0), ..first }];
     assert_eq!(check_room(&config, &held, &wanted(1)), Ok(()));
     let (later, told) = why(check_room(&config, &held, &wanted(8)));
-    assert!(later && told.contains("in 1 group; destroy groups"), "{told}");
+    assert!(later && told.contains("in 1 group"), "{told}");
 }

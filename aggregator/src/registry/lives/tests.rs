@@ -71,14 +71,14 @@ fn who_ends_a_life_and_who_may_not_hear_of_both() {
     let mut first = enter(&mut registry, Life(3, Some(1)).join(0), Some("node-1"), A).unwrap();
     let why = enter(&mut registry, Life(5, Some(2)).join(0), Some("node-2"), B).unwrap_err();
     let expected = "job \"train\" is in generation 3, begun by identity \"node-1\", and identity \
-                    \"node-2\", of generation 5, does not show that it is of the same job; ";
+                    \"node-2\" with generation 5 does not prove";
     assert!(why.starts_with(expected), "{why}");
     // Such a caller may not join the present generation either.
     let why = enter(&mut registry, Life(3, Some(2)).join(1), Some("node-2"), B).unwrap_err();
-    assert!(why.contains("identity \"node-2\", of generation 3, does not show"), "{why}");
+    assert!(why.contains("identity \"node-2\" with generation 3 does not prove"), "{why}");
     enter(&mut registry, Life(5, Some(1)).join(0), Some("node-2"), B).unwrap();
-    let why = "generation 5 of job \"train\", begun by identity \"node-2\", has ended generation \
-               3, begun by identity \"node-1\"";
+    let why = "generation 5 of job \"train\", begun by identity \"node-2\", replaced generation 3, \
+               begun by identity \"node-1\"";
     let over = FromAggregator::Superseded { by: Generation(5), why: why.into() };
     assert_eq!(told(&mut first), Some(over));
 }
@@ -106,9 +106,9 @@ fn what_an_aggregator_says_is_an_identity_is_the_name_of_one_or_refused() {
     let mut registry = registry(Fanout::Unicast, 0);
     let mut enter = |name: &str| enter(&mut registry, relayed(0, by(name)), Some("rack"), A);
     let why = enter(&"x".repeat(60_000)).unwrap_err();
-    assert_eq!(why, "the name of an identity has at most 256 bytes, not 60000");
+    assert!(why.ends_with("at most 256 bytes, not 60000"), "{why}");
     let why = enter("a\nb").unwrap_err();
-    assert!(why.ends_with("\"a\\nb\", has characters that cannot be printed"), "{why}");
+    assert!(why.ends_with("\"a\\nb\" has unprintable characters"), "{why}");
     // Another authority may have issued that identity.
     enter("node 7 (spare)").unwrap();
     // A bad identity is also refused for a rank that joins later.
@@ -197,6 +197,6 @@ fn a_rank_without_the_secret_of_a_life_is_not_of_it() {
     let mut registry = registry(Fanout::Unicast, 0);
     let _first = enter(&mut registry, Life(1, Some(1)).join(0), Some("node-1"), A).unwrap();
     let why = enter(&mut registry, Life(1, None).join(1), Some("node-2"), B).unwrap_err();
-    assert!(why.contains("does not show that it is of the same job"), "{why}");
+    assert!(why.contains("does not prove that it belongs to the same job"), "{why}");
     enter(&mut registry, Life(1, Some(1)).join(1), Some("node-2"), B).unwrap();
 }

@@ -98,7 +98,7 @@ fn a_rank_that_the_others_have_lost_is_none_of_the_job_any_more() {
     let mut registry = registry(Fanout::Unicast, 0);
     let mut ranks = all(&mut registry, [moved(2, 3, &[]), moved(0, 3, &[gone(2, Loss::Silent)])]);
     let Some(FromAggregator::Refused { reason }) = told(&mut ranks[0].1) else { panic!() };
-    assert!(reason.contains("had lost rank 2, and go on without it"), "{reason}");
+    assert!(reason.contains("lost rank 2 and continues without it"), "{reason}");
     assert!(ranks[0].1.is_closed());
     assert_eq!(join(&mut registry, moved(2, 3, &[])).unwrap_err(), reason);
     let (_, joined, _) = join(&mut registry, moved(1, 3, &[])).unwrap();
@@ -111,10 +111,10 @@ fn a_rank_that_says_of_a_job_what_cannot_be_is_refused() {
     let lost = |rank| gone(rank, Loss::Died);
     for absent in [vec![lost(0)], vec![lost(3)], vec![lost(1), lost(1)]] {
         let why = join(&mut registry, moved(0, 3, &absent)).unwrap_err();
-        assert!(why.contains("which cannot be"), "{why}");
+        assert!(why.contains("which is impossible"), "{why}");
     }
     let aborts = Join { on_rank_loss: OnRankLoss::Abort, ..moved(0, 3, &[lost(1)]) };
-    assert!(join(&mut registry, aborts).unwrap_err().contains("which cannot be"));
+    assert!(join(&mut registry, aborts).unwrap_err().contains("which is impossible"));
     assert_eq!(registry.jobs(), 0);
 }
 
@@ -133,7 +133,7 @@ fn ranks_of_which_some_never_heard_that_ops_may_start_come_together() {
     let mut registry = registry(Fanout::Unicast, 0);
     join(&mut registry, moved(0, 2, &[])).unwrap();
     let anew = Join { resume: None, ..moved(1, 2, &[]) };
-    assert!(join(&mut registry, anew).unwrap_err().contains("begins anew"));
+    assert!(join(&mut registry, anew).unwrap_err().contains("starts from its first op"));
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn a_rank_that_lacks_too_many_others_opens_no_job_and_ends_none() {
     for name in ["job", "another"] {
         let wish = Join { job: name.into(), ..moved.clone() };
         let why = join(&mut registry, wish).unwrap_err();
-        assert_eq!(why.to_string(), "a job goes on without 63 ranks at most");
+        assert_eq!(why.to_string(), "a job can lose at most 63 ranks and continue");
     }
     assert_eq!((registry.jobs(), told(&mut inbox)), (1, None));
 }
@@ -262,7 +262,7 @@ fn a_rank_that_would_rather_be_elsewhere_is_not_waited_for_when_the_time_is_over
     let first = words(&mut ranks[0].1);
     assert!(matches!(first[0], FromAggregator::Ready { .. }), "{first:?}");
     let Some(FromAggregator::Refused { reason }) = told(&mut ranks[3].1) else { panic!() };
-    assert!(reason.contains("had lost rank 3, and go on without it"), "{reason}");
+    assert!(reason.contains("lost rank 3 and continues without it"), "{reason}");
 }
 
 #[test]

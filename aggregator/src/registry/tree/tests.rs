@@ -287,7 +287,8 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     let mut registry = leaf();
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
     assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
-    let reason = format!("the aggregator's parent at {PARENT} cannot be had: nobody answers");
+    let reason =
+        format!("the aggregator has no connection to its parent at {PARENT}: nobody answers");
     for inbox in [&mut three, &mut one] {
         assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
     }
@@ -378,7 +379,11 @@ fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
         let (_, _, mut direct) = join(&mut root, change(wish("job", 4, 5))).unwrap();
         // An aggregator with a parent cannot move.
         let told = join(&mut root, relayed("job", 1, 5)).unwrap_err();
-        let why = if told.contains("begins anew") { "has run at another" } else { "name standbys" };
+        let why = if told.contains("starts from its first op") {
+            "continues from another"
+        } else {
+            "have standbys"
+        };
         assert!(told.contains(why), "{told}");
         let (two, _, mut second) = join(&mut root, change(relayed("job", 1, 5))).unwrap();
         assert_eq!(also(&mut root, &two, change(wish("job", 3, 5))), Some(Joined::Ready));

@@ -8,8 +8,11 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
     let wishes = |wish: Join| {
         [
             (Join { may_move: true, ..wish.clone() }, "move to a standby"),
-            (Join { on_rank_loss: OnRankLoss::Continue, ..wish.clone() }, "go on without a rank"),
-            (Join { stripe: (0, 2), ..wish }, "be spread over several"),
+            (
+                Join { on_rank_loss: OnRankLoss::Continue, ..wish.clone() },
+                "continue without a rank",
+            ),
+            (Join { stripe: (0, 2), ..wish }, "use several aggregators at once"),
         ]
     };
     for (wish, why) in wishes(wish("job", 0, 2)) {
@@ -28,10 +31,10 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
     // A rank with standbys and a rack cannot share a job, in either order.
     let (_, _, _rank) = join(&mut root, Join { may_move: true, ..wish("job", 0, 2) }).unwrap();
     let told = join(&mut root, relayed("job", 1, 2)).unwrap_err();
-    assert!(told.contains("name one aggregator"), "{told}");
+    assert!(told.contains("set one aggregator"), "{told}");
     let (_, _, _rack) = join(&mut root, relayed("other", 0, 2)).unwrap();
     let told = join(&mut root, Join { may_move: true, ..wish("other", 1, 2) }).unwrap_err();
-    assert!(told.contains("name one aggregator"), "{told}");
+    assert!(told.contains("set one aggregator"), "{told}");
 }
 
 #[test]
@@ -51,7 +54,7 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     also(&mut registry, &rack, Join { generation: Generation(9), ..wish("secret", 1, 4) });
     let Some(FromAggregator::RefusedRank { rank: 1, reason }) = told(&mut inbox) else { panic!() };
-    assert!(reason.contains("was brought into job \"job\" in generation 0"), "{reason}");
+    assert!(reason.contains("its aggregator joined it to job \"job\" in generation 0"), "{reason}");
     registry.leave(&rack, Loss::Broke, Instant::now());
     // Only an aggregator adds other ranks. Any other member that does so is lost, and its place is
     // free.
@@ -97,7 +100,7 @@ fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
     let (rack, _, mut inbox) = join(&mut root, relayed("job", 0, 2)).unwrap();
     assert_eq!(also(&mut root, &rack, wish("job", 1, 2)), Some(Joined::Ready));
     let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
-    assert!(reason.contains("more packet buffers than a job's share"), "{reason}");
+    assert!(reason.contains("more packet buffers than the job's share"), "{reason}");
 }
 
 #[test]
@@ -129,7 +132,9 @@ fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again()
         let mut registry = leaf();
         let (mut call, [(seat, mut three), _]) = rack(&mut registry);
         registry.hear_from_parent(&seat, parent(), message.clone());
-        let reason = format!("its parent at {PARENT} does not keep to the protocol");
+        let reason = format!(
+            "its parent at {PARENT} violated the protocol; install the same release on both"
+        );
         assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{message:?}");
         assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
     }
@@ -142,7 +147,7 @@ fn a_parent_with_another_number_of_shards_is_refused_with_what_to_do() {
     let granted = Welcome { data_ports: vec![5001, 5002], ..welcome() };
     registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(granted));
     let reason = format!(
-        "its parent at {PARENT} refused: the parent has 2 shards and the aggregator that calls it \
+        "its parent at {PARENT} refused: the parent has 2 shards, and the aggregator that calls it \
          1; start both with the same --shards"
     );
     assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }));
