@@ -97,7 +97,7 @@ def test_a_refusal_is_told_to_the_ranks_that_made_the_call(place):
                 with pytest.raises(racksum.BadArgument):
                     call()
             else:
-                with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+                with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it rejected"):
                     session.allreduce(x.copy())
         return session.allreduce(x).sum()
 

@@ -129,7 +129,7 @@ def refused_at_first(name: str, group: Group) -> None:
         with pytest.raises(racksum.BadArgument):
             REFUSED[name](group)
     else:
-        with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+        with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it rejected"):
             MADE[name](group)
 
 

@@ -223,8 +223,8 @@ WRONG = {
     "RACKSUM_TIMEOUT": ("nan", "timeout must be a finite number of seconds >= 0.001, not nan"),
     "RACKSUM_MTU": ("big", "must be a whole number"),
     "GLOO_SOCKET_IFNAME": ("^lo", "Gloo takes plain names only"),
-    "RANK": ("1", "rank 1 is not below the world of 1"),
-    "RACKSUM_AGGREGATOR": ("here", "is no address of an aggregator (HOST:PORT)"),
+    "RANK": ("1", "rank 1 must be below the world of 1"),
+    "RACKSUM_AGGREGATOR": ("here", "is not an aggregator address (HOST:PORT)"),
     "RACKSUM_IDENTITY": ("/nowhere", "/nowhere: "),
     "RACKSUM_DATA_AUTH": ("rot13", "there are none, mac, aead"),
     "RACKSUM_ON_RANK_LOSS": ("cry", "there are abort, continue"),
@@ -292,7 +292,7 @@ def test_an_error_about_two_variables_names_both(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        racksum.BadArgument, match=r"^RANK='2', WORLD_SIZE='2': rank 2 is not below"
+        racksum.BadArgument, match=r"^RANK='2', WORLD_SIZE='2': rank 2 must be below"
     ):
         racksum.connect("127.0.0.1:1", job="j")
     with pytest.raises(racksum.BadArgument, match=r"^RACKSUM_DATA_AUTH='mac': data_auth cannot"):
@@ -305,8 +305,8 @@ def test_an_error_about_two_variables_names_both(monkeypatch):
     ("options", "error", "sentence"),
     [
         ({"aggregator": "here"}, racksum.BadArgument, "HOST:PORT"),
-        ({"aggregator": "a:1,,b:2"}, racksum.BadArgument, "has no name"),
-        ({"rank": 1}, racksum.BadArgument, "rank 1 is not below the world of 1"),
+        ({"aggregator": "a:1,,b:2"}, racksum.BadArgument, "in the list is empty"),
+        ({"rank": 1}, racksum.BadArgument, "rank 1 must be below the world of 1"),
         ({"data_auth": "rot13"}, racksum.BadArgument, "there are none, mac, aead"),
         ({"on_rank_loss": "cry"}, racksum.BadArgument, "there are abort, continue"),
         ({"interface": "nope"}, racksum.BadArgument, 'no usable interface matches "nope"'),
@@ -351,7 +351,7 @@ def test_two_sessions_of_one_rank_are_one_too_many(place):
     job = place.new_job()
     with place.connect(job=job) as session:
         with pytest.raises(
-            racksum.Refused, match=r"all its ranks \(1\) have joined|rank 0 has joined already"
+            racksum.Refused, match=r"all its ranks \(1\) have joined|rank 0 has already joined"
         ):
             place.connect(job=job)
         assert session.allreduce(np.ones(2, np.float32)).tolist() == [1, 1]
@@ -363,5 +363,5 @@ def test_a_later_generation_ends_the_one_before(place):
         assert after.allreduce(np.ones(2, np.float32)).tolist() == [1, 1]
         with pytest.raises(racksum.SessionClosed):
             before.allreduce(np.ones(2, np.float32))
-        with pytest.raises(racksum.Refused, match=r"generation|life 1, and rank 0 is of life 0"):
+        with pytest.raises(racksum.Refused, match=r"generation"):
             place.connect(job=job)

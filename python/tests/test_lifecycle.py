@@ -394,7 +394,7 @@ def test_a_rank_that_is_killed_is_missed_although_its_child_lives(place):
         doomed.kill()
         try:
             # Otherwise it would be silent, or its op late.
-            with pytest.raises(racksum.PeerLost, match="lost rank 1: its process ended"):
+            with pytest.raises(racksum.PeerLost, match="lost rank 1: its process exited"):
                 session.allreduce(np.ones(10, np.float32))
         finally:
             os.kill(child, signal.SIGKILL)

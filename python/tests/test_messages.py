@@ -126,7 +126,7 @@ def refused(at: Aggregator, **options: Any) -> racksum.Error:
 TOLD: dict[str, tuple[Callable[[Aggregator], racksum.Error], str]] = {
     "beyond loopback": (
         lambda at: refused(at, aggregator="192.0.2.1:7177"),
-        "give `identity` a file",
+        "set `identity` to",
     ),
     "both": (lambda at: refused(at, identity="/dev/null", insecure=True), "with `insecure`"),
     "earlier": (lambda at: refused(at, generation=2, world=2), "greater `generation`"),

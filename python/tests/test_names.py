@@ -62,13 +62,13 @@ def test_only_the_next_life_of_the_same_job_ends_one(shared_aggregator, launches
     own.run(begin, shared_aggregator.address, **named)
     for generation in (7, 8):
         for why in other.run(refusal, shared_aggregator.address, generation):
-            assert "does not show that it is of the same job" in why
+            assert "does not prove that it belongs to the same job" in why
     assert own.run(reduced) == [[2.0, 2.0]] * 2
     own.run(begin, shared_aggregator.address, **{**named, "generation": 8})
     assert own.run(reduced) == [[2.0, 2.0]] * 2
     for why in own.run(is_over, 0):
         assert "generation 8 of job" in why
-        assert "has ended generation 7" in why
+        assert "replaced generation 7" in why
 
 
 def refusal(address: str, generation: int) -> str:

@@ -280,7 +280,7 @@ def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
     sidecar.process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s nobody had said"):
+        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was still not complete"):
             sidecar.connect(join_timeout=0.5)
         report.time("joining at a stopped sidecar gives up", time.monotonic() - began, 10.0)
     finally:
@@ -448,7 +448,7 @@ def fake_sidecar(path: Path, *answers: bytes) -> Iterator[Cluster]:
 
 def test_a_sidecar_of_another_version_says_which_it_speaks(tmp_path):
     answer = b'{"wrong_version": {"speaks": 2}}'
-    sentence = "the sidecar speaks version 2 of its protocol, and this rank version 1"
+    sentence = "the sidecar speaks protocol version 2, and this rank version 1"
     with fake_sidecar(tmp_path / "socket", answer) as other:
         with pytest.raises(racksum.VersionMismatch, match=sentence) as refused:
             other.connect()
@@ -464,7 +464,7 @@ def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
 
 
 def test_a_sidecar_that_says_nothing_is_waited_for_within_the_limit(tmp_path):
-    waited = pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s nobody had said")
+    waited = pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was still not complete")
     with fake_sidecar(tmp_path / "socket") as silent, waited:
         silent.connect(join_timeout=0.5)
 
@@ -485,7 +485,7 @@ def test_what_a_sidecar_does_not_do_is_refused(sidecar, monkeypatch):
     with pytest.raises(racksum.BadArgument, match="data_auth cannot be set with unix"):
         sidecar.connect()
     monkeypatch.delenv("RACKSUM_DATA_AUTH")
-    with pytest.raises(racksum.Refused, match="start `racksum worker --aggregator`"):
+    with pytest.raises(racksum.Refused, match="start it with `racksum worker --aggregator`"):
         sidecar.connect(world=2, local_world=1)
 
 
@@ -509,7 +509,7 @@ def test_why_hosts_cannot_join_is_of_the_type_that_a_rank_without_a_sidecar_hear
 def test_memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on(tmp_path):
     sidecar = Sidecar(tmp_path / "socket", "--memory", "1M")
     with sidecar.connect() as session:
-        with pytest.raises(racksum.Error, match="2097152 bytes are more than the 1048576"):
+        with pytest.raises(racksum.Error, match="2097152 bytes exceed the 1048576"):
             session.empty(1 << 19)
         assert session.allreduce(session.empty(1000).fill_(3)).eq(3).all()
     sidecar.stop()
@@ -556,7 +556,7 @@ def test_a_socket_where_somebody_serves_is_not_taken(sidecar):
     command = [binary(), "worker", "--socket", sidecar.path]
     second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     assert second.returncode == 3
-    assert "somebody serves there already" in second.stderr
+    assert "another process serves there" in second.stderr
     with sidecar.connect() as session:
         session.allreduce(np.ones(1, np.float32))
 

@@ -184,7 +184,7 @@ def fail_before_the_turn(address: str, job: str) -> None:
 
     def check(group: dist.ProcessGroup) -> None:
         if dist.get_rank() == 1:
-            with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+            with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it rejected"):
                 dist.all_reduce(torch.ones(3), group=group)
             return
         with pytest.MonkeyPatch.context() as patch:
@@ -209,7 +209,7 @@ def begin_after_an_interrupt(address: str, job: str) -> None:
         dist.barrier(group)
         x = torch.ones(3)
         if dist.get_rank() == 1:
-            with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it refused"):
+            with pytest.raises(racksum.Mismatch, match="rank 0 has a call that it rejected"):
                 dist.all_reduce(torch.ones(3), group=group)
             dist.all_reduce(x, group=group)
         else:

@@ -247,11 +247,11 @@ fn a_list_that_cannot_be_is_refused_and_the_session_goes_on() {
                         2048,
                         "2 blocks of 256 elements have 1200 bytes of values, not 2048",
                     ),
-                    (vec![0], 0, "1 blocks of 256 elements have 1024 bytes of values, not 0"),
+                    (vec![0], 0, "1 blocks of 256 elements need 1024 bytes of values, not 0"),
                     (
                         vec![1; 65_536],
                         65_536 * 44 * 4,
-                        "block 1 is listed 65536 times, and 65535 is the most",
+                        "block 1 is listed 65536 times; the limit is 65535",
                     ),
                 ] {
                     let blocks = Blocks { indices, values: vec![1; values] };

@@ -166,8 +166,7 @@ fn an_aggregator_that_drains_hands_its_jobs_over_and_takes_no_others() {
             let join_timeout = Duration::from_secs(2);
             let new = ConnectOptions { join_timeout, ..one.options("new", 0, 1) };
             let error = Client::connect(&new).unwrap_err().to_string();
-            let why = "the aggregator refused: it is about to stop and takes no more \
-                       jobs; name another";
+            let why = "the aggregator refused: it is draining and takes no more jobs; use another";
             assert_eq!(error, why);
             // A rank that knows another aggregator goes there.
             drop(Client::connect(&ConnectOptions {

@@ -125,7 +125,8 @@ fn two_aggregators_share_a_job() {
         };
         let mut options = rigs[0].options("both", 0, 1);
         both(&mut options);
-        let why = "the aggregators differ in `racksum aggregator --shards`; start them alike";
+        let why = "the aggregators differ in `racksum aggregator --shards`; start them with the \
+                   same value";
         assert_eq!(Client::connect(&options).unwrap_err().to_string(), why);
         drop(rigs);
 

@@ -81,14 +81,14 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let lives = |new, old| {
                 format!(
                     "a greater generation of the job has begun: generation {new} of job \"job\", \
-                     begun by 127.0.0.1, has ended generation {old}, begun by 127.0.0.1"
+                     begun by 127.0.0.1, replaced generation {old}, begun by 127.0.0.1"
                 )
             };
             let error = handle.wait().unwrap_err();
             assert_eq!(error, Error::Op(OpError::Ended { why: lives(3, 0).into() }));
             let late = refusal(&of(1, 2, 0));
-            let told = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 is \
-                        over; start the rank with the job's present generation";
+            let told = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 has \
+                        ended; start the rank with the job's current `generation`";
             assert_eq!(late, told);
             // The third generation begins before the second is complete.
             let third = Client::connect(&of(0, 1, 4)).unwrap();
@@ -112,11 +112,13 @@ fn a_job_that_has_another_ones_name_neither_ends_it_nor_joins_it() {
             ..rig.options("train", rank, world)
         };
         let running = Client::connect(&of(0, 1, 7, 1)).unwrap();
-        let why = "job \"train\" is in generation 7, begun by 127.0.0.1, and 127.0.0.1, of \
-                   generation 9, does not show that it is of the same job; give each job a name of \
-                   its own (`job`), or wait until that one has ended";
+        let why = "job \"train\" is in generation 7, begun by 127.0.0.1, and 127.0.0.1 with \
+                   generation 9 does not prove that it belongs to the same job; give each job its \
+                   own name (`job`), or wait until that job ends";
         assert_eq!(refusal(&of(0, 2, 9, 2)), why);
-        assert!(refusal(&of(0, 1, 7, 2)).contains("does not show that it is of the same job"));
+        assert!(
+            refusal(&of(0, 1, 7, 2)).contains("does not prove that it belongs to the same job")
+        );
         check(&running, 1.0);
         // The job's own next generation may end it.
         let next = Client::connect(&of(0, 1, 8, 1)).unwrap();
@@ -134,20 +136,23 @@ fn what_no_job_can_have_is_refused() {
     bounded(30, || {
         let rig = Rig::start(|_| {});
         for (change, why) in [
-            (ConnectOptions { rank: 2, ..rig.options("job", 0, 2) }, "rank 2 is not below"),
+            (ConnectOptions { rank: 2, ..rig.options("job", 0, 2) }, "rank 2 must be below"),
             (ConnectOptions { world: 257, ..rig.options("job", 0, 1) }, "1 to 256 ranks, not 257"),
             (ConnectOptions { lanes: 0, ..rig.options("job", 0, 1) }, "1 to 8 lanes, not 0"),
             (ConnectOptions { lanes: 9, ..rig.options("job", 0, 1) }, "1 to 8 lanes, not 9"),
-            (rig.options("", 0, 1), "name has 1 to 128 bytes, not 0"),
-            (rig.options(&"x".repeat(129), 0, 1), "name has 1 to 128 bytes, not 129"),
-            (ConnectOptions { mtu: Some(1279), ..rig.options("job", 0, 1) }, "an MTU of 1279 is"),
+            (rig.options("", 0, 1), "have 1 to 128 bytes, not 0"),
+            (rig.options(&"x".repeat(129), 0, 1), "have 1 to 128 bytes, not 129"),
+            (
+                ConnectOptions { mtu: Some(1279), ..rig.options("job", 0, 1) },
+                "MTU 1279 is too small",
+            ),
             (
                 ConnectOptions { aggregators: vec![], ..rig.options("job", 0, 1) },
-                "no aggregator is named",
+                "no aggregator is given",
             ),
             (
                 ConnectOptions { aggregators: vec!["here".into()], ..rig.options("job", 0, 1) },
-                "\"here\" is no address of an aggregator (HOST:PORT)",
+                "\"here\" is not an aggregator address (HOST:PORT)",
             ),
         ] {
             let error = Client::connect(&change).unwrap_err().to_string();
@@ -177,10 +182,9 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        let told = "there are 2 jobs, and --max-jobs of the aggregator allows 2, \
-                    held by \"one\" with 1 rank, \
-                    \"two\" with 1 rank; try again later, set `wait`, \
-                    or ask whoever runs the aggregator";
+        let told = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" \
+                    with 1 rank, \"two\" with 1 rank; try again later, set `wait`, or ask the \
+                    operator of the aggregator";
         assert_eq!(reason, told);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);
@@ -392,8 +396,8 @@ fn an_aggregator_on_all_addresses_refuses_who_calls_one_that_it_does_not_answer_
             insecure: true,
             ..rig.options("all", 0, 1)
         };
-        let why = "this aggregator serves on all addresses, and would answer from 127.0.0.1 what \
-                   was sent to 127.0.0.2; call it at 127.0.0.1, or start it with --bind 127.0.0.2";
+        let why = "this aggregator serves on all addresses, and would answer calls to 127.0.0.2 \
+                   from 127.0.0.1; call it at 127.0.0.1, or start it with --bind 127.0.0.2";
         assert_eq!(refusal(&at("127.0.0.2")), why);
         check(&Client::connect(&at("127.0.0.1")).unwrap(), 1.0);
     });
@@ -418,7 +422,7 @@ fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
             }
             // The call had not arrived yet, or the missing ranks had not been reported yet.
             let is_early =
-                error.starts_with("nobody answered") || error.contains("aggregator stops");
+                error.starts_with("no answer from ") || error.contains("aggregator stops");
             assert!(is_early, "{error}");
             stays *= 2;
         }

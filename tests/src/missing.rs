@@ -168,8 +168,6 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
                     let (error, ms) = timed(|| handle.wait().unwrap_err());
                     let (ranks, why) = (vec![Rank(1)], Loss::Broke);
                     assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
-                    let why = "lost rank 1: it broke the connection; see what it said last";
-                    assert_eq!(error.to_string(), why);
                     time("a rank that broke its connection is named", ms, 3_000);
                     let next = sum_of(&client, 1).unwrap_err();
                     let (ranks, why) = (vec![Rank(1)], Loss::Broke);

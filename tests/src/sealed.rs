@@ -157,8 +157,7 @@ fn a_rank_that_wants_its_data_authenticated_otherwise_is_told_and_the_others_wai
             let error = run(&wrong).unwrap_err();
             assert!(matches!(error, ConnectError::Refused(_)), "{error:?}");
             let why = "the aggregator refused: this aggregator authenticates data with \"mac\", \
-                       and rank 1 asks for \"aead\"; give `data_auth` as the aggregator \
-                       has it";
+                       and rank 1 asks for \"aead\"; set `data_auth` to the aggregator's";
             assert_eq!(error.to_string(), why);
             let right = ConnectOptions { data_auth: Some(DataAuth::Mac), ..second };
             assert_eq!(run(&right).unwrap(), floats([2.0, 4.0]));

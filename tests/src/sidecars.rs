@@ -280,7 +280,7 @@ fn a_call_that_a_rank_refuses_is_a_mismatch_on_every_host_and_the_job_goes_on() 
                     let failed = reduce(&member, vec![(vec![0u8; 36].into(), sum)]).unwrap_err();
                     let is_mismatch = matches!(failed, Error::Op(OpError::Mismatch { .. }));
                     assert!(is_mismatch, "rank {rank}: {failed}");
-                    assert!(failed.to_string().contains("a call that it refused"), "{failed}");
+                    assert!(failed.to_string().contains("a call that it rejected"), "{failed}");
                 }
                 let ones = 1f32.to_le_bytes().repeat(9);
                 let summed = reduce(&member, vec![(ones.into(), sum)]).unwrap();
@@ -463,7 +463,7 @@ fn an_op_that_a_host_cannot_fold_ends_those_after_it() {
             let one = one.and_then(Handle::wait);
             for error in [list.wait().map(drop), one.map(drop)].map(Result::unwrap_err) {
                 let Error::Op(OpError::NoAggregator { tried }) = error else { panic!("{error}") };
-                assert!(tried.contains("there is no memory for its sums"), "{tried}");
+                assert!(tried.contains("cannot allocate memory for the sums"), "{tried}");
             }
         }
         drop(ranks);

@@ -214,7 +214,7 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
         tree.rigs.insert(0, Rig::start(|_| {}));
         for (sentence, after) in refusals(&tree, 4, at_once) {
             assert!(sentence.contains("parent at 127.0.0.1:"), "{sentence}");
-            assert!(sentence.contains("cannot be had"), "{sentence}");
+            assert!(sentence.contains("has no connection to its parent"), "{sentence}");
             time("a missing root is named", after, 9_000);
         }
         tree.await_peace();
@@ -276,7 +276,7 @@ fn a_parent_that_is_not_there_is_named() {
         let gone = silent.local_addr().unwrap();
         let rack = Rig::start(|config| config.parent = Some(gone.to_string()));
         let error = Client::connect(&rack.options("job", 0, 1)).unwrap_err().to_string();
-        let why = format!("the aggregator's parent at {gone} cannot be had");
+        let why = format!("the aggregator has no connection to its parent at {gone}");
         assert!(error.contains(&why), "{error}");
         rack.await_peace();
     });
@@ -315,11 +315,11 @@ fn what_a_tree_does_not_have_is_refused_with_what_to_do() {
     };
     let addr = tree.rigs[2].aggregator.addr().to_string();
     let told = refused(&|options| options.standbys = vec![vec![addr.clone()]]);
-    assert!(told.contains("cannot move to a standby; name one aggregator"), "{told}");
+    assert!(told.contains("cannot move to a standby; set one aggregator"), "{told}");
     let told = refused(&|options| options.on_rank_loss = OnRankLoss::Continue);
-    assert!(told.contains("start its ranks with `on_rank_loss` abort"), "{told}");
+    assert!(told.contains("set `on_rank_loss` to abort"), "{told}");
     let told = refused(&|options| options.rejoin = true);
-    assert!(told.contains("cannot have a rank back"), "{told}");
+    assert!(told.contains("cannot let a rank rejoin"), "{told}");
     tree.await_peace();
 }
 

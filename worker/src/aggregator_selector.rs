@@ -37,7 +37,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 const LEAST_TRY: Duration = Duration::from_millis(500);
 
 /// The note about an aggregator that was reachable once and has not answered since.
-const SILENT_SINCE: &str = "; nobody has answered there since: start it again, or name another";
+const SILENT_SINCE: &str = "; no answer from it since; start it again, or set another";
 
 /// Rate limit for failed joins: a user of a sidecar may start any number of jobs.
 static NOT_JOINED: LogLimit = LogLimit::new(64);
@@ -107,9 +107,9 @@ impl<'a> AggregatorSelector<'a> {
         self.sets.iter().flat_map(|set| set.hosts).try_for_each(|host| check_address(host))?;
         let mut seen = BTreeSet::new();
         match self.sets.iter().flat_map(|set| set.hosts).find(|host| !seen.insert(*host)) {
-            Some(host) => {
-                Err(ConnectError::of_aggregators(format!("the aggregator {host} is named twice")))
-            }
+            Some(host) => Err(ConnectError::of_aggregators(format!(
+                "the aggregator {host} is listed twice; list each aggregator once"
+            ))),
             None => Ok(()),
         }
     }
@@ -190,13 +190,17 @@ impl<'a> AggregatorSelector<'a> {
         let candidates =
             if options.rejoin && resume.is_none() { Vec::new() } else { self.candidates() };
         let mut peer_poll = PeerPoll::new(&options, resume, self.at, candidates);
-        mailbox.awaited.set(format!("an answer of {}", self.name()));
+        mailbox.awaited.set(format!("an answer from {}", self.name()));
         match join(&options, self.sets[self.at].hosts, resume, &mut peer_poll, mailbox)? {
             Outcome::Complete(session) => Ok(Some(session)),
             Outcome::Elsewhere(place) => {
                 let to = self.sets[place].name.clone();
-                tracing::info!(from = self.name(), to, "others of the job wait there");
-                self.note(format!("left, since others waited at {to}"));
+                tracing::info!(
+                    from = self.name(),
+                    to,
+                    "moving to the aggregator where other ranks wait"
+                );
+                self.note(format!("left because other ranks waited at {to}"));
                 // Rounds now begin at the new set, so the set that was left is tried again within
                 // the round.
                 (self.at, self.first) = (place, place);
@@ -235,7 +239,7 @@ impl<'a> AggregatorSelector<'a> {
             && !(is_round_over && self.next_try().is_none())
         {
             NOT_JOINED.note(|left_out| {
-                tracing::warn!(aggregator = self.name(), left_out, "not joined: {why}");
+                tracing::warn!(aggregator = self.name(), left_out, "cannot join: {why}");
             });
         }
         self.at = next;
@@ -248,7 +252,7 @@ impl<'a> AggregatorSelector<'a> {
         let left = self.limit.map(|limit| limit.saturating_sub(self.waited()));
         let set = &mut self.sets[self.at];
         if set.error.as_ref().is_some_and(|before| says_more(before, &error)) {
-            tracing::debug!(aggregator = set.name, %error, "not joined either");
+            tracing::debug!(aggregator = set.name, %error, "still cannot join");
             set.is_silent |= set.error.as_ref().is_some_and(ConnectError::is_gone);
             return None;
         }
@@ -256,7 +260,7 @@ impl<'a> AggregatorSelector<'a> {
             // The advice follows only if all tries fail.
             Some(left) => {
                 let (what, left) = (error.without_advice(), left.as_secs_f64().ceil());
-                format!("{what}; trying again for up to {left} s")
+                format!("{what}; retrying for up to {left} s")
             }
             None => error.to_string(),
         };

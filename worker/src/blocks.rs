@@ -191,7 +191,7 @@ impl Blocks {
         if need != self.values.len() {
             let (have, blocks) = (self.values.len(), self.indices.len());
             return Err(Error::Blocks(format!(
-                "{blocks} blocks of {block} elements have {need} bytes of values, not {have}"
+                "{blocks} blocks of {block} elements need {need} bytes of values, not {have}"
             )));
         }
         let is_sorted = self.indices.is_sorted_by(|a, b| a < b);
@@ -327,7 +327,7 @@ fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Result<Blocks, Error> {
             let out = &mut combined.values[at..];
             sum(descriptor.dtype, descriptor.reduction, &parts, out).map_err(|_| {
                 Error::Blocks(format!(
-                    "block {index} is listed {} times, and {MAX_WORLD} is the most",
+                    "block {index} is listed {} times; the limit is {MAX_WORLD}",
                     parts.len()
                 ))
             })?;

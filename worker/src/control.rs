@@ -166,10 +166,10 @@ fn check_ranks(message: &FromAggregator, world: u16) -> Result<(), String> {
         _ => return Ok(()),
     };
     if let Some(rank) = ranks.iter().find(|rank| **rank >= world) {
-        return Err(format!("it names rank {rank} of a world of {world}"));
+        return Err(format!("it named rank {rank} in a world of {world}"));
     }
     if ranks.len() > usize::from(world) {
-        return Err(format!("it names {} ranks of a world of {world}", ranks.len()));
+        return Err(format!("it named {} ranks in a world of {world}", ranks.len()));
     }
     Ok(())
 }
@@ -333,9 +333,9 @@ mod tests {
         }
         let named = |ranks: Vec<u16>| [waiting(ranks.clone()), lost(ranks)];
         let beyond = named(vec![0, 2]).into_iter().chain([without(2)]);
-        let beyond = beyond.map(|message| (message, "it names rank 2 of a world of 2"));
+        let beyond = beyond.map(|message| (message, "it named rank 2 in a world of 2"));
         let often =
-            named(vec![1; 9000]).map(|message| (message, "it names 9000 ranks of a world of 2"));
+            named(vec![1; 9000]).map(|message| (message, "it named 9000 ranks in a world of 2"));
         for (message, why) in beyond.chain(often) {
             assert!(!events.hear(message, 2), "{why}");
             let Message::Told { event: Event::Closed(error), .. } = told.recv().unwrap() else {

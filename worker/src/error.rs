@@ -25,7 +25,7 @@ pub enum ConnectError {
         why: String,
     },
     /// The text given as an aggregator's address can never be one.
-    #[error("{host:?} is no address of an aggregator (HOST:PORT): {why}")]
+    #[error("{host:?} is not an aggregator address (HOST:PORT): {why}")]
     NoAddress {
         /// The address as it was given.
         host: String,
@@ -68,8 +68,8 @@ pub enum ConnectError {
     Refused(String),
     /// The aggregator speaks another version of the protocol.
     #[error(
-        "the aggregator speaks version {speaks} of the protocol, and this worker version {own}; \
-         install the same release on both"
+        "the aggregator speaks protocol version {speaks}, and this worker version {own}; install \
+         the same release on both"
     )]
     Version {
         /// The aggregator's version.
@@ -100,8 +100,8 @@ pub enum ConnectError {
     SidecarRefused(String),
     /// The sidecar is from another release.
     #[error(
-        "the sidecar speaks version {speaks} of its protocol, and this rank version {own}; install \
-         the same release on both"
+        "the sidecar speaks protocol version {speaks}, and this rank version {own}; install the \
+         same release on both"
     )]
     SidecarVersion {
         /// The sidecar's version.
@@ -110,7 +110,7 @@ pub enum ConnectError {
         own: u16,
     },
     /// The aggregator is about to stop and takes no more jobs.
-    #[error("{DRAINING}; name another")]
+    #[error("{DRAINING}; use another")]
     Draining,
     /// Some ranks of the world did not join in time.
     #[error("{}{elsewhere}", incomplete(missing, *waited))]
@@ -124,7 +124,7 @@ pub enum ConnectError {
         elsewhere: String,
     },
     /// The job waited too long for room.
-    #[error("after {} s there was still no room for the job: {why}{elsewhere}", waited.as_secs())]
+    #[error("no room for the job within {} s: {why}{elsewhere}", waited.as_secs())]
     NoRoom {
         /// The aggregator's reason, as a sentence.
         why: String,
@@ -137,7 +137,7 @@ pub enum ConnectError {
     #[error("{SILENT}")]
     Silent,
     /// The client was closed, or the attempt was cancelled, before the job was complete.
-    #[error("the attempt to connect was given up")]
+    #[error("the attempt to connect was cancelled")]
     GivenUp,
     /// The connection broke before the job was complete.
     #[error("the aggregator closed the connection: {0}")]
@@ -154,12 +154,12 @@ pub enum ConnectError {
     #[error("{0}")]
     NoAggregator(String),
     /// The aggregator violated the protocol.
-    #[error("the aggregator does not keep to the protocol: {0}")]
+    #[error("the aggregator violated the protocol: {0}")]
     Protocol(String),
     /// This host cannot provide a socket or a thread.
     #[error(
-        "cannot open a socket or start a thread: {0}; this process may need higher limits on open \
-         files (ulimit -n) and on threads (ulimit -u)"
+        "cannot open a socket or start a thread: {0}; raise the limits on open files (ulimit -n) \
+         and on threads (ulimit -u)"
     )]
     Io(#[from] io::Error),
 }
@@ -309,7 +309,7 @@ pub enum Error {
         need: u64,
     },
     /// No memory can be shared.
-    #[error("no memory to share with the sidecar: {0}")]
+    #[error("cannot allocate memory to share with the sidecar: {0}")]
     Memory(String),
     /// The block list is invalid.
     #[error("{0}")]
@@ -336,14 +336,14 @@ fn each(name: &str, tried: &[ConnectError], say: impl Fn(&ConnectError) -> Strin
     format!("{name}: {}", tried.iter().map(say).collect::<Vec<_>>().join("; "))
 }
 
-const DRAINING: &str = "the aggregator refused: it is about to stop and takes no more jobs";
+const DRAINING: &str = "the aggregator refused: it is draining and takes no more jobs";
 
 fn unresolved(host: &str, why: &str) -> String {
     format!("the name of the aggregator {host:?} does not resolve: {why}")
 }
 
 fn no_way(to: SocketAddr, why: &str) -> String {
-    format!("nothing leads from this host to {to}: {why}")
+    format!("no route from this host to {to}: {why}")
 }
 
 fn no_sidecar(path: &Path, why: &str) -> String {
@@ -360,7 +360,7 @@ fn incomplete(missing: &[u16], waited: Duration) -> String {
         seconds => seconds.to_string(),
     };
     match missing {
-        [] => format!("after {waited} s nobody had said that the job is complete"),
+        [] => format!("after {waited} s the job was still not complete"),
         _ => format!("after {waited} s {}", not_joined(missing)),
     }
 }
@@ -392,7 +392,7 @@ mod tests {
         let why = || "a; b".to_owned();
         let to = "10.0.0.1:1".parse().unwrap();
         for (error, what, advice) in [
-            (nobody("10.0.0.1:1"), "nobody answered at 10.0.0.1:1 within 5 s", "check the address"),
+            (nobody("10.0.0.1:1"), "no answer from 10.0.0.1:1 within 5 s", "check the address"),
             (
                 ConnectError::Unresolved { host: "x;".into(), why: why() },
                 "the name of the aggregator \"x;\" does not resolve: a; b",
@@ -400,7 +400,7 @@ mod tests {
             ),
             (
                 ConnectError::NoWay { to, why: why() },
-                "nothing leads from this host to 10.0.0.1:1: a; b",
+                "no route from this host to 10.0.0.1:1: a; b",
                 "check the address and the routes",
             ),
             (
@@ -410,8 +410,8 @@ mod tests {
             ),
             (
                 ConnectError::Draining,
-                "the aggregator refused: it is about to stop and takes no more jobs",
-                "name another",
+                "the aggregator refused: it is draining and takes no more jobs",
+                "use another",
             ),
             (ConnectError::Closed(why()), "the aggregator closed the connection: a; b", ""),
         ] {
@@ -423,8 +423,7 @@ mod tests {
         let named = ConnectError::Named { name: "agg:1".into(), tried };
         assert_eq!(
             named.without_advice(),
-            "agg:1: nobody answered at 10.0.0.1:1 within 5 s; nobody answered at 10.0.0.2:1 \
-             within 5 s"
+            "agg:1: no answer from 10.0.0.1:1 within 5 s; no answer from 10.0.0.2:1 within 5 s"
         );
     }
 

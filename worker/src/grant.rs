@@ -38,22 +38,24 @@ pub(crate) struct Membership {
 /// Combines the grants of all aggregators.
 pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Granted, ConnectError> {
     let welcomes = || session.welcomes.iter().map(|(_, welcome)| welcome);
-    let first = welcomes()
-        .next()
-        .ok_or_else(|| ConnectError::Protocol("nobody welcomed the rank".into()))?;
+    let first =
+        welcomes().next().ok_or_else(|| ConnectError::Protocol("it sent no welcome".into()))?;
     if welcomes().any(|other| other.fragment_payload != first.fragment_payload) {
         return Err(ConnectError::of_aggregators(
-            "the paths to the aggregators take datagrams of different sizes; name the least MTU",
+            "the paths to the aggregators pass datagrams of different sizes; set `mtu` to the \
+             smallest",
         ));
     }
     if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
         return Err(ConnectError::of_aggregators(
-            "the aggregators differ in `racksum aggregator --shards`; start them alike",
+            "the aggregators differ in `racksum aggregator --shards`; start them with the same \
+             value",
         ));
     }
     if welcomes().any(|other| other.data_auth != first.data_auth) {
         return Err(ConnectError::of_aggregators(
-            "the aggregators differ in `racksum aggregator --data-auth`; start them alike",
+            "the aggregators differ in `racksum aggregator --data-auth`; start them with the same \
+             value",
         ));
     }
     if welcomes().any(|other| other.rank != first.rank) {
@@ -61,15 +63,16 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
     }
     let shards = links(options, &session);
     let cut = Fragmentation::new(usize::from(first.fragment_payload))
-        .ok_or_else(|| ConnectError::Protocol("fragments too small for a window".into()))?
+        .ok_or_else(|| ConnectError::Protocol("its fragments are too small for a window".into()))?
         .with_trailer(first.data_auth);
     let config = Config {
         job: first.job,
         generation: options.generation,
         rank: first.rank,
         lanes: options.lanes,
-        shards: u8::try_from(shards.len())
-            .map_err(|_| ConnectError::Protocol("more than 255 shards".into()))?,
+        shards: u8::try_from(shards.len()).map_err(|_| {
+            ConnectError::Protocol("the aggregators have more than 255 shards".into())
+        })?,
         pool_slots: welcomes().map(|welcome| welcome.pool_slots).min().unwrap_or(0),
         max_ops: welcomes().map(|welcome| welcome.max_ops).min().unwrap_or(0),
         cut,

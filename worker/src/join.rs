@@ -135,7 +135,7 @@ fn join_at(
         && mtu > narrowest
     {
         let why = format!(
-            "an MTU of {mtu} is above the {narrowest} of the interface towards the aggregator"
+            "MTU {mtu} exceeds the {narrowest} of the interface towards the aggregator; lower `mtu`"
         );
         return Err(ConnectError::Arguments { options: &["mtu"], why });
     }
@@ -225,7 +225,7 @@ fn complete(
         }
     }
     for Joining { route, welcome, group, .. } in parts {
-        let early = || ConnectError::Protocol("ready before welcome".into());
+        let early = || ConnectError::Protocol("it sent ready before welcome".into());
         session.welcomes.push((route.to, welcome.ok_or_else(early)?));
         session.groups.extend(group);
     }
@@ -246,18 +246,20 @@ fn awaited(parts: &[Joining<'_>]) -> String {
 
 fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {
     if aggregators.is_empty() {
-        return Err(ConnectError::of_aggregators("no aggregator is named"));
+        return Err(ConnectError::of_aggregators(
+            "no aggregator is given; set `aggregator` to HOST:PORT",
+        ));
     }
     if aggregators.len() > MAX_AGGREGATORS {
         return Err(ConnectError::of_aggregators(format!(
-            "{} aggregators are named; a job has at most {MAX_AGGREGATORS}",
+            "{} aggregators are listed; a job can have at most {MAX_AGGREGATORS}",
             aggregators.len()
         )));
     }
     check_name(options)?;
     if options.rank >= options.world {
         let ConnectOptions { rank, world, .. } = options;
-        let why = format!("rank {rank} is not below the world of {world}; ranks count from 0");
+        let why = format!("rank {rank} must be below the world of {world}; ranks count from 0");
         return Err(ConnectError::Arguments { options: &["rank", "world"], why });
     }
     Ok(())
@@ -274,12 +276,12 @@ pub(crate) fn check_name(options: &ConnectOptions) -> Result<(), ConnectError> {
 fn check_auth(granted: &Welcome, wanted: Option<DataAuth>) -> Result<(), ConnectError> {
     let Welcome { data_auth, ref keys, .. } = *granted;
     if (data_auth == DataAuth::None) != keys.is_none() {
-        return Err(ConnectError::Protocol(format!("keys do not go with data auth {data_auth}")));
+        return Err(ConnectError::Protocol(format!("its keys do not match data auth {data_auth}")));
     }
     match wanted {
         // The join asked for it, so an honest aggregator has already refused the rank.
         Some(wanted) if wanted != data_auth => Err(ConnectError::Protocol(format!(
-            "it grants data auth {data_auth}, and {wanted} was asked for"
+            "it granted data auth {data_auth} instead of {wanted}"
         ))),
         _ => Ok(()),
     }
@@ -410,10 +412,10 @@ impl<'a> Joining<'a> {
             FromAggregator::Waiting { missing, .. } => self.wait_for_ranks(missing),
             FromAggregator::Free => self.unanswered = self.unanswered.saturating_sub(1),
             FromAggregator::Present { .. } | FromAggregator::Status { .. } => {
-                return Err(ConnectError::Protocol("it answers what nobody asked".into()));
+                return Err(ConnectError::Protocol("it sent an answer without a request".into()));
             }
             FromAggregator::Welcome(granted) if !granted.is_sound() => {
-                let why = "the aggregator grants what no aggregator may";
+                let why = "its grant is invalid";
                 return Err(ConnectError::Protocol(why.into()));
             }
             FromAggregator::Welcome(granted) => self.start(granted, session)?,
@@ -473,7 +475,10 @@ impl<'a> Joining<'a> {
             let group = Multicast { group, interface: interface.clone() };
             let buffer = session.socket.report().asked_receive;
             let log = |error: &_| {
-                NO_GROUP.note(|left_out| tracing::warn!(%error, left_out, "no multicast"));
+                NO_GROUP.note(|left_out| {
+                    tracing::warn!(%error, left_out, "cannot join the multicast group; the \
+                                                      aggregator sends copies instead")
+                });
             };
             // Without the group, the aggregator sends copies to this rank.
             self.group = UdpSocket::open_member(&group, buffer).inspect_err(log).ok();

@@ -27,14 +27,17 @@ pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
     let set = |set: &str| set.split('+').map(|host| host.trim().to_owned()).collect();
     let sets: Vec<Vec<String>> = text.split(',').map(set).collect();
     if sets.iter().flatten().any(String::is_empty) {
-        return Err("an aggregator between + and , has no name; give each as HOST:PORT".into());
+        return Err(
+            "an aggregator in the list is empty; give each as HOST:PORT, with + or , between them"
+                .into(),
+        );
     }
     if let Some(several) = sets.iter().flatten().find(|host| host.contains(';')) {
-        return Err(format!("{several:?} has a ; in it; put + or , between two aggregators"));
+        return Err(format!("{several:?} contains a semicolon; separate aggregators with + or ,"));
     }
     let has_space = |host: &&String| host.contains(char::is_whitespace);
     if let Some(several) = sets.iter().flatten().find(has_space) {
-        return Err(format!("{several:?} has a space in it; put + or , between two aggregators"));
+        return Err(format!("{several:?} contains a space; separate aggregators with + or ,"));
     }
     Ok(sets)
 }

@@ -191,7 +191,8 @@ impl PollTask {
             let caller = Caller { from, credentials, patience: self.patience };
             match look(route.to, join.clone(), &caller).await {
                 Ok(ranks) => return Some(ranks),
-                Err(error) => tracing::debug!(aggregator = host, %error, "looked in vain"),
+                Err(error) => tracing::debug!(aggregator = host, %error, "cannot look for ranks \
+                                                                          there"),
             }
         }
         None

@@ -85,8 +85,8 @@ impl Proof<'_> {
         let Some(narrowest) = narrowest.filter(|size| *size < probed) else { return Ok(wanted) };
         let aggregators = self.options.aggregators.join("+");
         tracing::warn!(
-            "the path to {aggregators} takes datagrams of {narrowest} bytes, and the interface \
-             {wanted}: the job sends none larger"
+            "the path to {aggregators} passes datagrams of {narrowest} bytes, but the interface \
+             {wanted}; the job sends no larger ones"
         );
         Ok(narrowest)
     }
@@ -155,8 +155,8 @@ impl Proof<'_> {
         match find(&arrived) {
             Some((Blocked { what: Obstacle::Up, shard, .. }, Path { refused: Some(why), .. })) => {
                 Err(ConnectError::Blocked(format!(
-                    "this host does not send to the aggregator's data port {shard} (UDP): {why}; \
-                     look at its firewall and routes"
+                    "this host cannot send to the aggregator's data port {shard} (UDP): {why}; \
+                     check the firewall and routes of this host"
                 )))
             }
             Some((blocked, _)) => Err(ConnectError::Blocked(blocked.to_string())),
@@ -199,7 +199,7 @@ impl Proof<'_> {
 }
 
 fn out_of_turn(message: &FromAggregator) -> ConnectError {
-    ConnectError::Protocol(format!("it says {message:?} while a data path is proven"))
+    ConnectError::Protocol(format!("it sent {message:?} during the path proof"))
 }
 
 impl Path {

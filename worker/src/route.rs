@@ -134,27 +134,32 @@ pub(crate) fn resolve(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
 pub fn check_address(text: &str) -> Result<(), ConnectError> {
     let wrong = |why: &str| Err(ConnectError::NoAddress { host: text.into(), why: why.into() });
     if text.contains("://") {
-        return wrong("it is given without a scheme and ://");
+        return wrong("remove the scheme and ://");
     }
     let Some((host, port)) = text.rsplit_once(':') else { return wrong("the port is missing") };
     match literal(host) {
         Some(addr) if is_link_local(&addr) => return wrong(LINK_LOCAL),
         Some(addr) => {
             if let Some(why) = no_host(addr.ip()) {
-                return wrong(&format!("its host is {}, {why}; give the aggregator's", addr.ip()));
+                return wrong(&format!(
+                    "its host is {}, {why}; give the aggregator's address",
+                    addr.ip()
+                ));
             }
         }
         None if host.contains(':') => {
-            return wrong("an IPv6 address with a port is written as [ADDRESS]:PORT");
+            return wrong("write an IPv6 address with a port as [ADDRESS]:PORT");
         }
         None if !is_name(host) => return wrong("its host is neither a name nor an IP address"),
         None => {}
     }
     match port.parse::<u16>() {
-        Ok(0) => wrong("0 is no port"),
+        Ok(0) => wrong("its port must not be 0"),
         Ok(_) => Ok(()),
-        Err(_) if host == "unix" => wrong("unix:PATH is a sidecar's, which only Python calls"),
-        Err(_) => wrong("its port is no number from 1 to 65535"),
+        Err(_) if host == "unix" => {
+            wrong("unix:PATH names a sidecar, which only the Python package can use")
+        }
+        Err(_) => wrong("its port must be a number from 1 to 65535"),
     }
 }
 
@@ -201,8 +206,8 @@ fn choose(
     best.copied().map(Some).ok_or_else(|| {
         let names: Vec<&str> = fitting.iter().map(|interface| interface.name.as_str()).collect();
         let why = format!(
-            "{to} cannot be called from {}, which {pattern:?} chooses: no address of it reaches \
-             there; choose another interface",
+            "cannot reach {to} from {}, which {pattern:?} selects: none of its addresses has a \
+             route there; choose another interface",
             names.join(", ")
         );
         ConnectError::Arguments { options: &["interface"], why }
@@ -221,9 +226,9 @@ const fn is_of_link(ip: IpAddr) -> bool {
 fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
     let mut seen = BTreeSet::new();
     match routes.iter().find(|route| !seen.insert(route.to)) {
-        Some(Route { to, .. }) => {
-            Err(ConnectError::of_aggregators(format!("the aggregator {to} is named twice")))
-        }
+        Some(Route { to, .. }) => Err(ConnectError::of_aggregators(format!(
+            "the aggregator {to} is listed twice; list each aggregator once"
+        ))),
         None => Ok(()),
     }
 }
@@ -235,8 +240,8 @@ pub(crate) fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
     let Route { to, from, .. } = routes[0];
     if let Some(other) = routes.iter().find(|route| route.to.is_ipv6() != to.is_ipv6()) {
         return Err(ConnectError::of_aggregators(format!(
-            "the aggregators {to} and {} are of two IP versions, and a worker has one data \
-             socket; name all of them by IPv4 or all by IPv6",
+            "the aggregators {to} and {} have different IP versions, and a worker has one data \
+             socket; give all of them as IPv4 or all as IPv6",
             other.to
         )));
     }

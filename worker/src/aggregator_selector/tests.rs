@@ -313,7 +313,7 @@ fn of_several_tries_the_one_that_says_most_is_kept() {
     assert_eq!(last([unresolved(), unanswered(1)]), one);
     assert_eq!(last([unanswered(1), unresolved()]), unresolved().to_string());
     let closed = || ConnectError::Closed("until then rank 1 had not joined".into());
-    let since = "nobody has answered there since: start it again, or name another";
+    let since = "no answer from it since; start it again, or set another";
     assert_eq!(last([closed(), unanswered(1)]), format!("a:1: {}; {since}", closed()));
     assert_eq!(last([unanswered(1), closed()]), closed().to_string());
 }
@@ -386,11 +386,11 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
     let late = || NetError::NobodyThere { addr, waited, narrow: None }.into();
     let mut long = selector(300_000);
     let warned = long.keep(late()).unwrap();
-    let told = "nobody answered at 127.0.0.1:7 within 2.7 s; trying again for up to ";
+    let told = "no answer from 127.0.0.1:7 within 2.7 s; retrying for up to ";
     assert!(warned.starts_with(told), "{warned}");
     assert!(long.next_try().is_some());
     let error = long.failure().to_string();
-    assert!(error.starts_with("nobody answered at 127.0.0.1:7 within 300 s; check "), "{error}");
+    assert!(error.starts_with("no answer from 127.0.0.1:7 within 300 s; check "), "{error}");
     // If there is no time for another try, the error alone reports the failure.
     let mut short = selector(400);
     short.keep(late());
@@ -407,8 +407,8 @@ fn a_warning_says_of_every_address_what_became_of_it() {
     };
     let tried = vec![nobody("10.0.0.1:7"), nobody("10.0.0.2:7")];
     let warned = selector.keep(ConnectError::Named { name: "agg:7".into(), tried }).unwrap();
-    let told = "agg:7: nobody answered at 10.0.0.1:7 within 5 s; nobody answered at 10.0.0.2:7 \
-                within 5 s; trying again for up to ";
+    let told = "agg:7: no answer from 10.0.0.1:7 within 5 s; no answer from 10.0.0.2:7 within 5 s; \
+                retrying for up to ";
     assert!(warned.starts_with(told), "{warned}");
 }
 
@@ -420,7 +420,7 @@ fn no_aggregator_is_named_twice() {
         ..ConnectOptions::new("", "job")
     };
     let error = AggregatorSelector::new(&options, 0).check().unwrap_err();
-    assert_eq!(error.to_string(), "the aggregator a:1 is named twice");
+    assert_eq!(error.to_string(), "the aggregator a:1 is listed twice; list each aggregator once");
     let options = ConnectOptions { standbys: vec![vec!["c:1".into(), "a:2".into()]], ..options };
     AggregatorSelector::new(&options, 0).check().unwrap();
 }
@@ -492,9 +492,9 @@ fn the_error_of_a_name_has_the_name_and_all_of_its_addresses() {
     let error = join_named(&[&one, &other], Duration::from_secs(1)).unwrap_err();
     assert!(error.may_pass() && error.is_silence() && !error.is_usage(), "{error:?}");
     let text = error.to_string();
-    let told = format!("aggregator.example:7177: nobody answered at {one} within ");
+    let told = format!("aggregator.example:7177: no answer from {one} within ");
     assert!(text.starts_with(&told), "{text}");
-    assert!(text.contains(&format!("; nobody answered at {other} within ")), "{text}");
+    assert!(text.contains(&format!("; no answer from {other} within ")), "{text}");
 }
 
 /// Answers as an aggregator whose job has one rank.

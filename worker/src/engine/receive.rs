@@ -174,7 +174,7 @@ impl Engine {
         let whole = Header::LEN + place.len();
         if socket.take_peeked(&mut head, place).ok() != Some(whole) {
             // The machine has recorded a delivery that did not arrive.
-            self.end("the kernel did not hand over a datagram that it had shown");
+            self.end("the kernel lost a datagram between the peek and the receive");
             return true;
         }
         if let Some(delivery) = delivery {

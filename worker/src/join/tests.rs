@@ -36,7 +36,7 @@ fn more_aggregators_than_can_be_waited_for_are_refused() {
     let named = |count| (1..=count).map(|port| format!("127.0.0.1:{port}")).collect::<Vec<_>>();
     check(&options, &named(MAX_AGGREGATORS)).unwrap();
     let error = check(&options, &named(MAX_AGGREGATORS + 1)).unwrap_err().to_string();
-    assert_eq!(error, "63 aggregators are named; a job has at most 62");
+    assert_eq!(error, "63 aggregators are listed; a job can have at most 62");
 }
 
 #[test]

@@ -61,12 +61,12 @@ fn an_interface_that_cannot_call_the_aggregator_is_refused_by_name() {
     let refused = |pattern, to| choose(&all, pattern, addr(to)).unwrap_err().to_string();
     assert_eq!(
         refused("eth1", "[2001:db8::1]:7"),
-        "[2001:db8::1]:7 cannot be called from eth1, which \"eth1\" chooses: no address of it \
-         reaches there; choose another interface"
+        "cannot reach [2001:db8::1]:7 from eth1, which \"eth1\" selects: none of its addresses has \
+         a route there; choose another interface"
     );
     // The kernel sends nothing from loopback to another host, even if it has a route.
     let lo = choose(&[interface("lo", &["127.0.0.1"])], "lo", addr("192.0.2.1:7")).unwrap_err();
-    assert!(lo.to_string().starts_with("192.0.2.1:7 cannot be called from lo"), "{lo}");
+    assert!(lo.to_string().starts_with("cannot reach 192.0.2.1:7 from lo"), "{lo}");
     let none = refused("ib", "192.0.2.1:7");
     assert!(none.contains("no usable interface matches \"ib\""), "{none}");
     let none = refused("ib", "127.0.0.1:7");
@@ -78,7 +78,7 @@ fn no_aggregator_may_be_named_twice() {
     let routes = ["192.0.2.1:1", "192.0.2.1:2", "192.0.2.1:1"].map(|to| route(to, "192.0.2.9:0"));
     check_routes(&routes[..2]).unwrap();
     let error = check_routes(&routes).unwrap_err().to_string();
-    assert_eq!(error, "the aggregator 192.0.2.1:1 is named twice");
+    assert_eq!(error, "the aggregator 192.0.2.1:1 is listed twice; list each aggregator once");
 }
 
 #[test]
@@ -89,28 +89,28 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
         check_address(text).unwrap_or_else(|error| panic!("{error}"));
     }
     let told = |text| check_address(text).unwrap_err().to_string();
-    assert_eq!(told("a"), "\"a\" is no address of an aggregator (HOST:PORT): the port is missing");
+    assert_eq!(told("a"), "\"a\" is not an aggregator address (HOST:PORT): the port is missing");
     for text in ["::1:7177", "fe80::1%eth0:7177", "[fe80::1%]:7177"] {
-        assert!(told(text).ends_with("is written as [ADDRESS]:PORT"), "{text}");
+        assert!(told(text).ends_with("with a port as [ADDRESS]:PORT"), "{text}");
     }
     for text in ["[fe80::1]:7", "[fe80::1%3]:7", "[fe80::1%eth0.2]:7"] {
-        let why = "link-local addresses (fe80::/10) are not called; give another address of that";
+        let why = "link-local addresses (fe80::/10) are not supported; ";
         assert!(told(text).contains(why), "{text}");
     }
     for text in ["a:70000", "192.0.2.1:70000", "[::1]:70000", "a:b", "192.0.2.1:"] {
-        assert!(told(text).ends_with("its port is no number from 1 to 65535"), "{text}");
+        assert!(told(text).ends_with("its port must be a number from 1 to 65535"), "{text}");
     }
     for (text, why) in [
-        ("0.0.0.0:7177", "its host is 0.0.0.0, which is no host's address"),
-        ("[::ffff:10.0.0.1]:7177", "which is an IPv4 address (write 10.0.0.1)"),
-        ("[::]:7177", "its host is ::, which is no host's address"),
+        ("0.0.0.0:7177", "its host is 0.0.0.0, which is not a host's address"),
+        ("[::ffff:10.0.0.1]:7177", "which is an IPv4-mapped address (write 10.0.0.1)"),
+        ("[::]:7177", "its host is ::, which is not a host's address"),
         ("224.0.0.1:7177", "its host is 224.0.0.1, which is a multicast group"),
         ("255.255.255.255:7177", "its host is 255.255.255.255, which is a broadcast address"),
     ] {
         assert!(told(text).contains(why), "{}", told(text));
     }
-    assert!(told("http://192.0.2.1:7177").ends_with("it is given without a scheme and ://"));
-    assert!(told("unix:/run/racksum.sock").ends_with("which only Python calls"));
+    assert!(told("http://192.0.2.1:7177").ends_with("remove the scheme and ://"));
+    assert!(told("unix:/run/racksum.sock").ends_with("which only the Python package can use"));
     assert!(told("192.0.2.256:7177").ends_with("neither a name nor an IP address"));
 }
 

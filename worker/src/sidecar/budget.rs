@@ -47,13 +47,15 @@ impl Budget {
         let left = self.most - taken.bytes;
         if len > left {
             return Err(format!(
-                "{len} bytes are more than the {left} that are left of the {} that ranks may have \
-                 together; raise `racksum worker --memory`",
+                "{len} bytes exceed the {left} bytes left of the {} that all ranks may lend; raise \
+                 `racksum worker --memory`",
                 self.most
             ));
         }
         if taken.memories == MAX_MEMORIES {
-            return Err(format!("ranks have memory {MAX_MEMORIES} times, as often as they may"));
+            return Err(format!(
+                "ranks have already lent {MAX_MEMORIES} pieces of memory, which is the limit"
+            ));
         }
         taken.bytes += len;
         taken.memories += 1;

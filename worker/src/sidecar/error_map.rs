@@ -17,7 +17,7 @@ use crate::error::{ConnectError, Error, SUPERSEDED};
 pub(super) fn in_words(why: &FromSidecar) -> String {
     match why {
         FromSidecar::Lost { ranks, why: Loss::Left } => {
-            format!("an op needs what has left: rank {}", listed(ranks.iter().copied()))
+            format!("an op needs ranks that have left: rank {}", listed(ranks.iter().copied()))
         }
         FromSidecar::Lost { ranks, why } => {
             format!("lost rank {}: {}", listed(ranks.iter().copied()), why.name())
@@ -144,10 +144,10 @@ mod tests {
     #[test]
     fn a_rank_that_leaves_is_not_said_to_be_lost() {
         assert_eq!(parting(Loss::Left), "rank left");
-        assert!(parting(Loss::Died).starts_with("rank lost: its process ended"));
+        assert!(parting(Loss::Died).starts_with("rank lost: its process exited"));
         let over = |why| in_words(&FromSidecar::Lost { ranks: vec![1, 2], why });
-        assert_eq!(over(Loss::Left), "an op needs what has left: rank 1, 2");
-        assert!(over(Loss::Died).starts_with("lost rank 1, 2: its process ended"));
+        assert_eq!(over(Loss::Left), "an op needs ranks that have left: rank 1, 2");
+        assert!(over(Loss::Died).starts_with("lost rank 1, 2: its process exited"));
     }
 
     #[test]

@@ -124,13 +124,10 @@ impl Job {
             return Err(in_words(refused));
         }
         if let Some(member) = state.members.get(&join.rank) {
-            return Err(format!(
-                "rank {} has joined already, as process {}",
-                join.rank, member.pid
-            ));
+            return Err(format!("rank {} has already joined as process {}", join.rank, member.pid));
         }
         if state.began || state.members.len() == usize::from(self.local_world) {
-            return Err(format!("job {:?} is running: its ranks have joined", join.job));
+            return Err(format!("job {:?} is already running with all its ranks", join.job));
         }
         state.members.insert(join.rank, Member::new(Arc::clone(line), peer.pid));
         state.op_timeout = state.op_timeout.min(Span::from_millis(join.op_timeout));
@@ -142,7 +139,7 @@ impl Job {
         state.began = all_here && is_alone;
         if state.began {
             state.tell_all(&FromSidecar::Ready);
-            tracing::info!(job = ?join.job, "job runs, of this host alone");
+            tracing::info!(job = ?join.job, "job started on this host alone");
         } else if is_alone {
             // For a job with other hosts, the sidecar cannot tell which ranks belong to this host.
             let is_missing = |rank: &u16| !state.members.contains_key(rank);
@@ -191,11 +188,11 @@ impl Job {
                 state.cancel = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
                 state.tell_all(&FromSidecar::Ready);
-                tracing::info!(job = ?state.job, "job runs, with ranks of other hosts");
+                tracing::info!(job = ?state.job, "job started with ranks of other hosts");
             }
             Err(error) => {
                 LOST.note(|left_out| {
-                    tracing::warn!(job = ?state.job, %error, left_out, "job is not joined");
+                    tracing::warn!(job = ?state.job, %error, left_out, "cannot join the job");
                 });
                 state.refuse(FromSidecar::NotJoined(not_joined(error)));
             }
@@ -206,7 +203,7 @@ impl Job {
     fn check(&self, join: &Join) -> Result<(), String> {
         let job = &join.job;
         let differs = |what: &str, has, says| {
-            Err(format!("job {job:?} has {has} {what}, and rank {} says {says}", join.rank))
+            Err(format!("job {job:?} has {has} {what}, but rank {} asks for {says}", join.rank))
         };
         if join.world != self.world {
             return differs("ranks", self.world, join.world);
@@ -234,7 +231,7 @@ impl Job {
             return None;
         }
         let Some(op) = state.members.get_mut(&rank)?.call(&handed) else {
-            state.break_with(rank, "has handed memory that an op in flight has");
+            state.break_with(rank, "passed memory that an op in flight uses");
             return None;
         };
         let gathering = state.gather(rank, op)?;
@@ -412,7 +409,7 @@ impl OpSink for Job {
     fn spoilt(&self, op: u32, spoilt: FoldError) {
         let mut state = self.lock();
         match spoilt {
-            FoldError::By(rank) => state.break_with(rank, "has handed a list that cannot be"),
+            FoldError::By(rank) => state.break_with(rank, "passed an invalid block list"),
             FoldError::NoMemory(why) => {
                 LOST.note(|left_out| tracing::error!(left_out, "{why}"));
                 state.end(FromSidecar::CutOff { why });
@@ -465,7 +462,7 @@ impl State {
     fn gather(&mut self, rank: u16, op: u32) -> Option<&mut Gathering> {
         let in_flight = self.gathering.len() + self.folding.len();
         if in_flight >= MAX_OPS.into() && !self.gathering.contains_key(&op) {
-            self.break_with(rank, "has called more ops than its client may have in flight");
+            self.break_with(rank, "called more ops than its client may have in flight");
             return None;
         }
         Some(self.gathering.entry(op).or_insert_with(Gathering::begin))
@@ -532,7 +529,7 @@ impl State {
         self.superseded |= matches!(why, FromSidecar::Superseded { .. });
         if self.over.is_none() {
             LOST.note(|left_out| {
-                tracing::warn!(job = ?self.job, left_out, "job is over: {}", in_words(&why));
+                tracing::warn!(job = ?self.job, left_out, "job ended: {}", in_words(&why));
             });
         }
         self.over.get_or_insert(why);

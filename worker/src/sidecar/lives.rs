@@ -22,9 +22,9 @@ impl Job {
     /// Returns the reason for refusing a rank that belongs to another job of the same name.
     pub(super) fn is_another(&self, join: &Join, peer: Peer) -> String {
         format!(
-            "job {:?} here, generation {}, was begun by process {}, and process {}, of generation \
-             {}, does not show that it is of the same job; give each job a name of its own \
-             (`job`), or wait until that one has ended",
+            "job {:?} here is in generation {}, begun by process {}, and process {} with \
+             generation {} does not prove that it belongs to the same job; give each job its own \
+             name (`job`), or wait until that job ends",
             join.job, self.generation.0, self.begun_by, peer.pid, join.generation.0
         )
     }
@@ -32,7 +32,7 @@ impl Job {
     /// Returns the message that tells the ranks of this life that another life has ended it.
     pub(super) fn superseded(&self, join: &Join, peer: Peer) -> FromSidecar {
         let lives = format!(
-            "generation {} of job {:?}, begun by process {}, has ended generation {}, begun by \
+            "generation {} of job {:?}, begun by process {}, replaced generation {}, begun by \
              process {}",
             join.generation.0, join.job, peer.pid, self.generation.0, self.begun_by
         );

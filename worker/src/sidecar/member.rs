@@ -70,7 +70,7 @@ impl Member {
             // The failed send has hung up the line, so the rank's thread removes the rank.
             Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
                 LOST.note(|left_out| {
-                    let what = "rank does not read what it is told, and is let go";
+                    let what = "rank does not read its messages; closing its connection";
                     tracing::warn!(pid = self.pid, left_out, "{what}");
                 });
             }

@@ -49,17 +49,18 @@ impl<'a> RankSession<'a> {
                 }
                 FromRank::Submit { descriptor, memory, at, list } => {
                     let memory =
-                        self.memories.get(&memory).ok_or_else(|| broken("no such memory"))?;
+                        self.memories.get(&memory).ok_or_else(|| broken("unknown memory"))?;
                     let descriptor = Descriptor::decode(&descriptor)
-                        .map_err(|_| broken("an impossible descriptor"))?;
+                        .map_err(|_| broken("an invalid descriptor"))?;
                     let handed = handed(memory, at, list, &descriptor)
-                        .ok_or_else(|| broken("a tensor beyond its memory"))?;
+                        .ok_or_else(|| broken("a tensor outside its memory"))?;
                     self.submit(descriptor, handed, memory)?;
                 }
                 FromRank::Refuse { descriptor } => {
                     let descriptor = Descriptor::decode(&descriptor).ok();
                     let refused = descriptor.filter(Descriptor::is_refused);
-                    let refused = refused.ok_or_else(|| broken("an op that is not refused"))?;
+                    let refused =
+                        refused.ok_or_else(|| broken("a refused op without the mark of one"))?;
                     self.job.refuse_op(self.rank, refused);
                 }
                 FromRank::AskStats => {
@@ -67,7 +68,7 @@ impl<'a> RankSession<'a> {
                 }
                 FromRank::Leave => return Ok(Loss::Left),
                 FromRank::Join(_) | FromRank::AskStatus => {
-                    return Err(broken("it has joined already"));
+                    return Err(broken("a second join"));
                 }
             }
         }
@@ -76,7 +77,12 @@ impl<'a> RankSession<'a> {
 
     /// Takes memory that the rank lends, or answers why it is refused.
     fn lend(&mut self, memory: u32, descriptor: Option<OwnedFd>) -> Result<(), LineError> {
-        let none = || io::Error::other("its descriptor did not come: are too many files open?");
+        let none = || {
+            io::Error::other(
+                "its file descriptor did not arrive; if too many files are open, raise the limit \
+                 (ulimit -n)",
+            )
+        };
         let taken = descriptor.ok_or_else(none);
         let taken = taken.and_then(|descriptor| Memory::of(&descriptor, self.budget));
         let refused = match taken {
@@ -87,7 +93,12 @@ impl<'a> RankSession<'a> {
             }
             Err(error) => {
                 LOST.note(|left_out| {
-                    tracing::warn!(rank = self.rank, %error, left_out, "memory is not taken");
+                    tracing::warn!(
+                        rank = self.rank,
+                        %error,
+                        left_out,
+                        "cannot use a rank's memory"
+                    );
                 });
                 Some(error.to_string())
             }
@@ -106,7 +117,7 @@ impl<'a> RankSession<'a> {
         memory: &Arc<Memory>,
     ) -> Result<(), LineError> {
         if descriptor.lane >= self.job.lanes {
-            return Err(broken("no such lane"));
+            return Err(broken("unknown lane"));
         }
         if let Some((op, fold)) = self.job.submit(self.rank, descriptor, handed, memory) {
             let fold = Arc::new(fold);

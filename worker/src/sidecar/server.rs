@@ -180,7 +180,7 @@ impl Shared {
                 // The caller has hung up, or too many files are open. The next call may succeed.
                 Err(error) => {
                     CALLERS.note(|left_out| {
-                        tracing::warn!(%error, left_out, "a caller could not be answered");
+                        tracing::warn!(%error, left_out, "cannot accept a connection");
                     });
                     std::thread::sleep(TICK);
                     continue;
@@ -188,7 +188,7 @@ impl Shared {
             };
             if !self.let_in(&line) {
                 CALLERS.note(|left_out| {
-                    tracing::warn!(left_out, "a caller is hung up: too many are still served");
+                    tracing::warn!(left_out, "closing a connection: too many are still open");
                 });
                 continue;
             }
@@ -199,7 +199,7 @@ impl Shared {
             });
             if let Err(error) = served {
                 CALLERS.note(|left_out| {
-                    tracing::warn!(%error, left_out, "a caller could not be served");
+                    tracing::warn!(%error, left_out, "cannot serve a connection");
                 });
                 self.let_go(&line);
             }
@@ -223,7 +223,7 @@ impl Shared {
         let uid = line.peer().map_or(u32::MAX, |peer| peer.uid);
         if let Some(uid) = self.door.enter(uid, line) {
             CALLERS.note(|left_out| {
-                let what = "too many callers have not joined: the oldest of this user is let go";
+                let what = "too many callers have not joined; closing the oldest of this user";
                 tracing::warn!(uid, left_out, "{what}");
             });
         }
@@ -246,7 +246,8 @@ impl Shared {
     fn serve(self: &Arc<Self>, line: &Arc<Line>) {
         let Ok(peer) = line.set_patience(Some(PATIENCE)).and_then(|()| line.peer()) else { return };
         if !is_known_user(peer.uid) {
-            let reason = "the user of this process is none that the sidecar can tell from others";
+            let reason = "the sidecar cannot tell the user of this process from others; give the \
+                          user an id in the sidecar's user namespace";
             return say(line, &FromSidecar::Refused { reason: reason.into() });
         }
         let first = match line.recv::<serde_json::Value>() {
@@ -255,7 +256,7 @@ impl Shared {
             Err(error) => {
                 return CALLERS.note(|left_out| {
                     let pid = peer.pid;
-                    tracing::warn!(pid, %error, left_out, "a caller says nothing of use");
+                    tracing::warn!(pid, %error, left_out, "a caller sent an invalid message");
                 });
             }
         };
@@ -268,11 +269,11 @@ impl Shared {
             Ok(FromRank::Join(join)) => self.serve_rank(line, &join, peer),
             Ok(FromRank::AskStatus) => self.tell_status(line, peer),
             Ok(_) => CALLERS.note(|left_out| {
-                tracing::warn!(pid = peer.pid, left_out, "a caller begins with something else");
+                tracing::warn!(pid = peer.pid, left_out, "a caller did not begin with a join");
             }),
             Err(error) => CALLERS.note(|left_out| {
                 let (pid, error) = (peer.pid, PeerText::of(error));
-                tracing::warn!(pid, %error, left_out, "a caller says nothing of use");
+                tracing::warn!(pid, %error, left_out, "a caller sent an invalid message");
             }),
         }
     }
@@ -284,7 +285,7 @@ impl Shared {
             Err(reason) => {
                 REFUSED.note(|left_out| {
                     let (job, rank, pid) = (&join.job, join.rank, peer.pid);
-                    tracing::warn!(?job, rank, pid, reason, left_out, "refused");
+                    tracing::warn!(?job, rank, pid, reason, left_out, "join refused");
                 });
                 return say(line, &FromSidecar::Refused { reason });
             }
@@ -320,22 +321,26 @@ impl Shared {
         if join.local_world < join.world && self.upstream.is_none() {
             let Join { local_world, world, .. } = *join;
             return Err(format!(
-                "{local_world} of the job's {world} ranks are on this host, and the sidecar knows \
-                 no aggregator for the others; start `racksum worker --aggregator`"
+                "{local_world} of the job's {world} ranks are on this host, and the sidecar has no \
+                 aggregator for the others; start it with `racksum worker --aggregator`"
             ));
         }
         let mut jobs = self.jobs();
         let job = match jobs.get(&join.job) {
             // Another user may not begin the job's next life either.
             Some(job) if job.uid != peer.uid => {
-                return Err(format!("job {:?} is of another user", join.job));
+                return Err(format!(
+                    "job {:?} belongs to another user; choose another `job`",
+                    join.job
+                ));
             }
             // One user may have two jobs of the same name.
             Some(job) if !job.is_of(join) => return Err(job.is_another(join, peer)),
             Some(job) if job.generation == join.generation && !job.is_refused() => Arc::clone(job),
             Some(job) if job.generation > join.generation => {
                 return Err(format!(
-                    "job {:?} is in its life {}, and rank {} is of life {}, before that",
+                    "job {:?} is in generation {}, and rank {} has the earlier generation {}; \
+                     start it with the job's current `generation`",
                     join.job, job.generation.0, join.rank, join.generation.0
                 ));
             }
@@ -350,7 +355,7 @@ impl Shared {
         if let Some(upstream) = self.upstream.clone().filter(|_| is_to_call) {
             let called = Arc::clone(&job);
             if let Err(error) = spawn("racksum-call", move || called.call(&upstream)) {
-                let reason = format!("the aggregator cannot be called: {error}");
+                let reason = format!("cannot call the aggregator: {error}");
                 job.refuse(&reason);
                 // The rank's own thread removes it only after a successful join.
                 job.part(join.rank, Loss::Broke);
@@ -372,15 +377,15 @@ impl Shared {
         let names: BTreeSet<_> = others().map(|(other, _)| &other.name).collect();
         if !names.contains(&join.job.name) && names.len() >= most {
             return Err(format!(
-                "the sidecar serves {most} jobs, the most it may; raise \
-                 `racksum worker --max-jobs`"
+                "the sidecar already serves {most} jobs, its limit; raise `racksum worker \
+                 --max-jobs`"
             ));
         }
         let ranks: usize = others().map(|(_, job)| job.seats()).sum();
         if ranks + usize::from(join.local_world) > most_ranks {
             return Err(format!(
-                "the job has {} ranks here, and there are {ranks} of others already; the sidecar \
-                 serves {most_ranks} at most; raise `racksum worker --max-ranks`",
+                "the job needs {} ranks here, and other jobs have {ranks} of the {most_ranks} that \
+                 the sidecar serves; raise `racksum worker --max-ranks`",
                 join.local_world
             ));
         }
@@ -425,13 +430,13 @@ fn check(join: &Join) -> Result<(), String> {
     let Join { ref job, rank, world, local_world, lanes, .. } = *join;
     job.check()?;
     if world == 0 || rank >= world {
-        return Err(format!("rank {rank} is not one of {world} ranks"));
+        return Err(format!("rank {rank} must be below the world of {world}"));
     }
     if local_world == 0 || local_world > world {
-        return Err(format!("{local_world} of {world} ranks cannot be on this host"));
+        return Err(format!("1 to {world} ranks can be on this host, not {local_world}"));
     }
     if lanes == 0 {
-        return Err("a job has one lane or more".into());
+        return Err("a job must have at least one lane".into());
     }
     Ok(())
 }
@@ -448,4 +453,4 @@ fn say(line: &Line, message: &FromSidecar) {
 }
 
 /// Why a sidecar that drains refuses jobs.
-const DRAINING: &str = "the sidecar is about to stop and takes no more jobs";
+const DRAINING: &str = "the sidecar is draining and takes no more jobs";

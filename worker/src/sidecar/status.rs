@@ -29,7 +29,7 @@ pub enum AskError {
     #[error("{0}")]
     Call(#[from] CallError),
     /// The sidecar does not answer.
-    #[error("it does not answer, so it may be stopped")]
+    #[error("no answer; the process may be suspended")]
     Silent,
     /// The sidecar hung up, or its answer cannot be read. The text says which.
     #[error("{0}")]
@@ -66,7 +66,7 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
                     return Err(AskError::Silent);
                 }
                 if told.len() > MAX_TOLD {
-                    let why = format!("what it says is longer than {MAX_TOLD} bytes");
+                    let why = format!("its status is longer than {MAX_TOLD} bytes");
                     return Err(AskError::Answer(why));
                 }
                 if !more {
@@ -76,10 +76,10 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
                 }
             }
             Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
-                return Err(AskError::Answer("it tells nothing to this user".into()));
+                return Err(AskError::Answer("it refuses to tell this user its status".into()));
             }
             _ => {
-                return Err(AskError::Answer("it does not say what it does".into()));
+                return Err(AskError::Answer("it closed the connection without a status".into()));
             }
         }
     }

@@ -103,7 +103,7 @@ impl AsFd for Sums {
 }
 
 fn no_memory(error: impl Display) -> FoldError {
-    FoldError::NoMemory(format!("there is no memory for its sums: {error}"))
+    FoldError::NoMemory(format!("cannot allocate memory for the sums of an op: {error}"))
 }
 
 #[cfg(test)]

@@ -369,9 +369,9 @@ fn who_cannot_join_is_told_why() {
         ConnectError::SidecarRefused(reason) => reason,
         error => panic!("{error}"),
     };
-    assert!(refused(rig.call("job", 0, 2)).starts_with("rank 0 has joined already, as process"));
-    assert_eq!(refused(rig.call("job", 1, 3)), "job \"job\" has 2 ranks, and rank 1 says 3");
-    assert_eq!(refused(rig.call("other", 3, 3)), "rank 3 is not one of 3 ranks");
+    assert!(refused(rig.call("job", 0, 2)).starts_with("rank 0 has already joined as process"));
+    assert_eq!(refused(rig.call("job", 1, 3)), "job \"job\" has 2 ranks, but rank 1 asks for 3");
+    assert_eq!(refused(rig.call("other", 3, 3)), "rank 3 must be below the world of 3");
     assert!(!first.is_ready_within(Duration::from_millis(20)).unwrap());
     assert_eq!(first.missing(), [1]);
     let older = |options: &mut ConnectOptions| options.generation = Generation(2);
@@ -379,8 +379,9 @@ fn who_cannot_join_is_told_why() {
     assert!(!restarted.is_ready_within(Duration::from_millis(20)).unwrap());
     let told = first.is_ready_within(PATIENCE).unwrap_err().to_string();
     assert!(told.contains("a greater generation of the job has begun"), "{told}");
-    let late = "job \"job\" is in its life 2, and rank 1 is of life 0, before that";
-    assert_eq!(refused(rig.call("job", 1, 2)), late);
+    let late = "job \"job\" is in generation 2, and rank 1 has the earlier generation 0";
+    let why = refused(rig.call("job", 1, 2));
+    assert!(why.starts_with(late), "{why}");
 }
 
 #[test]
@@ -394,7 +395,7 @@ fn a_life_is_joined_and_ended_by_those_that_show_its_secret() {
     };
     let refused = |client: Rank| {
         let why = client.is_ready_within(PATIENCE).unwrap_err().to_string();
-        assert!(why.contains("does not show that it is of the same job"), "{why}");
+        assert!(why.contains("does not prove that it belongs to the same job"), "{why}");
     };
     let first = call("job", (0, 2), 1, Some(1));
     while first.missing().is_empty() {
@@ -523,7 +524,7 @@ fn a_call_that_a_rank_refuses_pairs_with_no_other() {
     let refused = ranks[0].submit(own(floats(1.0, 3)), called).unwrap_err();
     assert!(matches!(refused, Error::Length { .. }), "{refused}");
     let error = failure(&ranks[1], own(floats(1.0, 2)), called);
-    assert!(error.contains("rank 0 has a call that it refused"), "{error}");
+    assert!(error.contains("rank 0 has a call that it rejected"), "{error}");
     // A call that all ranks refuse causes no further error, and the op after it is summed.
     ranks.iter().for_each(|rank| rank.refuse(call).unwrap());
     assert_eq!(reduce(&ranks, sum_of(2), vec![floats(1.0, 2), floats(2.0, 2)]), floats(3.0, 2));

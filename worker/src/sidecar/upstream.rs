@@ -164,7 +164,7 @@ fn pass_up(
         }
         if is_spoilt {
             for late in std::mem::take(&mut early).into_values().flatten() {
-                let why = "an op before it could not be folded";
+                let why = "an earlier op could not be folded";
                 tell(job, &late, Err(OpError::Ended { why: why.into() }.into()));
             }
         }
@@ -201,7 +201,7 @@ fn once_there_is_room<T>(
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
                 // The next try finds out which ops have ended meanwhile.
                 if !transport.has_room_within(lane, ROOM) {
-                    tracing::debug!(lane, "an op waits for room");
+                    tracing::debug!(lane, "an op waits for room in its lane");
                 }
             }
             started => return started,

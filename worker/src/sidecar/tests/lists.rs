@@ -211,7 +211,7 @@ fn sums_of_lists_are_of_the_memory_that_ranks_may_have() {
                 Ok(sums) => assert!(is_enough && sums.indices == [0, 1]),
                 Err(error) => {
                     let error = error.to_string();
-                    assert!(!is_enough && error.contains("2056 bytes are more than"), "{error}");
+                    assert!(!is_enough && error.contains("2056 bytes exceed"), "{error}");
                     assert!(error.contains("`racksum worker --memory`"), "{error}");
                 }
             }
