@@ -134,14 +134,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
     // Each rank keeps a connection open, which shows when the rank dies.
     if let Err(error) = raise_open_files() {
-        stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
+        stderr::warn(format_args!("cannot raise the limit on open files: {error}"));
     }
     let aggregator = start(&config)?;
     for warning in aggregator.warnings() {
         stderr::warn(warning);
     }
     if config.insecure {
-        stderr::warn("--insecure: whoever reaches this port may join any job");
+        stderr::warn("--insecure: every host that can reach this port may join any job");
     }
     let ports: Vec<_> =
         aggregator.data_addrs().iter().map(|addr| addr.port().to_string()).collect();
@@ -202,7 +202,9 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
         Ok(started) => return Ok(started?),
         Err(why) => why,
     };
-    stderr::warn(format_args!("no status socket: {why}; name one with --status-socket"));
+    stderr::warn(format_args!(
+        "running without a status socket: {why}; choose a path with --status-socket"
+    ));
     Ok(Aggregator::start(config.clone())?)
 }
 
@@ -226,7 +228,7 @@ struct Reloader<'a> {
 }
 
 /// Name of a reload in errors.
-const RELOADING: &str = "reading the configuration and the identity again";
+const RELOADING: &str = "reloading the configuration and the identity";
 
 /// Timeout for reading the configuration and the identity.
 const RELOAD_PATIENCE: Duration = Duration::from_secs(10);
@@ -251,10 +253,10 @@ impl Reloader<'_> {
             Ok(fixed) => {
                 tell("racksum aggregator: configuration reloaded");
                 let keys = fixed.join(", ");
-                stderr::warn(format_args!("what has changed of {keys} takes a restart"));
+                stderr::warn(format_args!("restart the aggregator to apply the changes of {keys}"));
             }
             Err(failure) => {
-                stderr::warn(format_args!("nothing is reloaded: {failure}"));
+                stderr::warn(format_args!("nothing was reloaded: {failure}"));
             }
         }
     }
@@ -265,7 +267,7 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     let jobs = aggregator.jobs();
     aggregator.drain();
     tell(&format!(
-        "racksum aggregator drains: {} {} to end or to move; another signal stops it",
+        "racksum aggregator is draining: {} {} to end or move; another signal stops it",
         counted(jobs, "job"),
         are(jobs)
     ));
@@ -276,7 +278,7 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
         // Ranks of jobs that had not started get a message and then disconnect.
         drop(tokio::time::timeout(LAST_WORDS, aggregator.idle()).await);
     };
-    let reload = async || stderr::warn("nothing is reloaded: the aggregator drains");
+    let reload = async || stderr::warn("nothing was reloaded: the aggregator is draining");
     tokio::select! {
         () = over => Stop::Told,
         stop = signals.stopped(aggregator.failed(), reload) => stop,

@@ -20,7 +20,7 @@ Exit codes:
 
 /// Parses a size: a number of bytes, or a number with K, M, G or T for powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("{text:?} is no size: give bytes, or a number with K, M, G or T");
+    let bad = || format!("{text:?} is not a size; give bytes, or a number with K, M, G or T");
     let (digits, unit) = match text.trim().to_ascii_uppercase() {
         upper if upper.ends_with('K') => (text.len() - 1, 1 << 10),
         upper if upper.ends_with('M') => (text.len() - 1, 1 << 20),
@@ -49,7 +49,7 @@ pub(crate) fn number<T: TryFrom<u64>>(
                     });
                 if !is_whole {
                     return Err(format!(
-                        "give a whole number, without a unit, from {min} to {max}"
+                        "must be a whole number without a unit, from {min} to {max}"
                     ));
                 }
                 None
@@ -92,7 +92,7 @@ pub(crate) fn slots(text: &str) -> Result<u32, String> {
     }
     let (least, most) = POOL_SLOTS.into_inner();
     let slots = number(least.into()..=most.into());
-    slots(text).map_err(|why| format!("{why}; 0 leaves it to the aggregator"))
+    slots(text).map_err(|why| format!("{why}; with 0 the aggregator chooses"))
 }
 
 /// Parses a share from 0 to 1.
@@ -104,21 +104,21 @@ pub(crate) fn share(text: &str) -> Result<f64, String> {
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
-    /// For people.
+    /// Text for people.
     Text,
-    /// For programs: one JSON object a line.
+    /// JSON for programs, one object per line.
     Json,
 }
 
 /// How results reach the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Fanout {
-    /// Multicast where a probe gets through, copies elsewhere. Anybody on the network can join
-    /// the group and read results, unless datagrams are sealed (--data-auth aead).
+    /// Multicast to ranks that a probe reaches, copies to the others. Any host on the network can
+    /// join the group and read results, unless datagrams are encrypted (--data-auth aead).
     Auto,
-    /// Multicast only; a rank that it does not reach is refused.
+    /// Multicast only; ranks that multicast does not reach are refused.
     Multicast,
-    /// One copy each.
+    /// One copy per rank.
     Unicast,
 }
 
@@ -144,7 +144,7 @@ mod tests {
             assert_eq!(read(wrong).unwrap_err(), "must be from 1 to 64", "{wrong}");
         }
         for wrong in ["", "x", "1.5", "5s", "-", "-x"] {
-            let why = "give a whole number, without a unit, from 1 to 64";
+            let why = "must be a whole number without a unit, from 1 to 64";
             assert_eq!(read(wrong).unwrap_err(), why, "{wrong}");
         }
     }

@@ -32,8 +32,8 @@ impl Embedded {
         // Otherwise ranks would try to connect over loopback until they time out.
         if interfaces().is_ok_and(|all| is_loopback_down(&all)) {
             return Err(Failure::unavailable(
-                "a run of all ranks on this host needs the loopback interface, which is down; set \
-                 it up with `ip link set lo up`",
+                "a run of all ranks on this host needs the loopback interface, which is down; run \
+                 `ip link set lo up`",
             ));
         }
         let authority = Authority::throwaway("racksum", DAYS)?;
@@ -41,8 +41,8 @@ impl Embedded {
         fcntl_setfd(&of_ranks, FdFlags::empty()).map_err(|error| cannot(&error.into()))?;
         if !open_at("self", &of_ranks).exists() {
             return Err(Failure::unavailable(
-                "a run of all ranks on this host needs /proc, which is not mounted; mount it with \
-                 `mount -t proc proc /proc`",
+                "a run of all ranks on this host needs /proc, which is not mounted; run `mount -t \
+                 proc proc /proc`",
             ));
         }
         let own = in_memory(&issue(&authority, Role::Aggregator)?)?;
@@ -93,7 +93,7 @@ fn in_memory(secret: &str) -> Result<File, Failure> {
 /// Returns the failure to report when the ranks' identity cannot be stored.
 fn cannot(error: &io::Error) -> Failure {
     let why = with_limit(error);
-    Failure::of_host(format!("cannot keep an identity for the ranks in memory: {why}"), error)
+    Failure::of_host(format!("cannot store the ranks' identity in memory: {why}"), error)
 }
 
 /// Returns the failure for this aggregator's start error. It names the flags of the commands that

@@ -68,8 +68,8 @@ pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<
     match (named, bytes(IDENTITY)) {
         (Some(named), _) => Ok(Some(named)),
         (None, Some(file)) if insecure => Err(Failure::usage(format!(
-            "{IDENTITY}={file:?} names an identity, which is of no use with --insecure; unset the \
-             variable, or leave --insecure out"
+            "{IDENTITY}={file:?} conflicts with --insecure; unset the variable, or leave \
+             --insecure out"
         ))),
         (None, file) => Ok(file.map(|file| {
             take("identity", IDENTITY, &file);

@@ -56,7 +56,7 @@ pub(crate) fn tell(line: &str) {
         // The line may contain paths, which may contain any character.
         say(&PeerText::of(line))
     } else {
-        Err(unheard(io::Error::other("nobody reads it")))
+        Err(unheard(io::Error::other("its reader does not read")))
     };
     if let Err(unheard) = said {
         stderr::warn(unheard);

@@ -26,57 +26,58 @@ pub(crate) struct Args {
 
 /// Text of `--help` after the flags.
 const HELP: &str = "\
-An authority vouches for the nodes of a cluster. Each node has an identity file: its certificate,
-its key, and the authority's certificate, by which it knows the others. The authority's own file
-stays where identities are issued.
+An authority issues the identities of a cluster. Each node has an identity file: its certificate,
+its key, and the authority's certificate, which verifies the other nodes. Keep the authority's own
+file where identities are issued.
 
 Examples:
   racksum identity init                          writes authority.pem
   racksum identity issue agg-1 --role aggregator writes agg-1.pem, for the aggregator's host
   racksum identity issue node-7                  writes node-7.pem, for a worker's host
-  racksum identity show node-7.pem               whose it is, what for, and until when
+  racksum identity show node-7.pem               its name, role and expiry
 
   racksum aggregator --bind 10.0.0.1 --identity agg-1.pem
   racksum bench --aggregator 10.0.0.1:7177 --identity node-7.pem --rank 0 --world 2";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Make an authority.
+    /// Create an authority.
     Init {
-        /// The authority's name, which its certificates bear.
+        /// Name of the authority, which its certificates show.
         #[arg(long, default_value = "racksum")]
         name: String,
         /// Days until it expires.
         #[arg(long, default_value_t = 3650, value_parser = args::number::<u32>(DAYS))]
         days: u32,
-        /// The file to write; it must not be there yet.
+        /// File to write, which must not exist yet.
         #[arg(long, value_name = "FILE", default_value = "authority.pem")]
         out: PathBuf,
     },
     /// Issue an identity.
     Issue {
-        /// The node's name, which admission goes by: letters, digits, dots, underscores, dashes.
+        /// Name of the node, which [[admit]] rules match: letters, digits, dots, underscores,
+        /// dashes.
         name: String,
         /// Role of the node.
         #[arg(long, value_enum, ignore_case = true, default_value_t = NodeRole::Worker)]
         role: NodeRole,
-        /// Days until it expires, not more than its authority has left [default: 365, or as many
-        /// as that].
+        /// Days until it expires, at most until its authority expires [default: 365, or until
+        /// then].
         #[arg(long, value_parser = args::number::<u32>(DAYS))]
         days: Option<u32>,
-        /// The authority's file.
+        /// File of the authority.
         #[arg(long, value_name = "FILE", default_value = "authority.pem")]
         authority: PathBuf,
-        /// The file to write; it must not be there yet [default: NAME.pem].
+        /// File to write, which must not exist yet [default: NAME.pem].
         #[arg(long, value_name = "FILE")]
         out: Option<PathBuf>,
     },
-    /// Show what certificates say.
+    /// Show the contents of certificates.
     Show {
         /// Files of identities or authorities.
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
-        /// How to print.
+        /// Output format.
         #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
         format: Format,
     },
@@ -108,8 +109,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         Command::Init { name, days, out } => {
             write_secret(out, &Authority::create(name, *days)?)?;
             say(&format!(
-                "wrote {}, the authority {name:?}: whoever has it can issue identities, so keep it \
-                 off the nodes",
+                "wrote {}, the authority {name:?}; the file can issue identities, so keep it off \
+                 the nodes",
                 out.display()
             ))
         }
@@ -186,13 +187,13 @@ fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
 fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), Failure> {
     let path_shown = path.display();
     let failed = |error: io::Error| {
-        let why = format!("cannot write {path_shown}: {error}; name another --out");
+        let why = format!("cannot write {path_shown}: {error}; choose another --out");
         Failure::of_path(why, &error)
     };
     let cannot = |error: io::Error| match error.kind() {
         ErrorKind::AlreadyExists => Failure::usage(format!(
-            "{path_shown} is there already, and a key is not written over; name another --out, or \
-             remove it"
+            "{path_shown} already exists, and racksum overwrites no key; choose another --out, or \
+             remove the file"
         )),
         _ => failed(error),
     };
@@ -228,7 +229,7 @@ mod tests {
             let path = folder.join("node.pem");
             write_secret_by(&path, "first", unnamed).unwrap();
             let why = write_secret_by(&path, "second", unnamed).unwrap_err().to_string();
-            assert!(why.contains("is there already"), "{why}");
+            assert!(why.contains("already exists"), "{why}");
             assert_eq!(fs::read(&path).unwrap(), b"first");
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
             assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);

@@ -32,7 +32,7 @@ pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
 /// destination; the caller's own error names it.
 const QUIET: &str = "quinn_udp=off";
 
-const VALID: &str = "give off, error, warn, info, debug or trace, or module=level";
+const VALID: &str = "use off, error, warn, info, debug or trace, or module=level";
 
 /// Parses a log filter. Modules that it does not name log warnings.
 fn filter(log: &str) -> Result<EnvFilter, String> {
@@ -40,7 +40,7 @@ fn filter(log: &str) -> Result<EnvFilter, String> {
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     let mut words = log.split(',').map(str::trim).filter(|word| !word.is_empty());
     if let Some(word) = words.find(|word| !word.contains(['=', '[', ']']) && !is_level(word)) {
-        return Err(format!("{word:?} is no level; {VALID}"));
+        return Err(format!("{word:?} is not a log level; {VALID}"));
     }
     EnvFilter::try_new(format!("warn,{QUIET},{log}")).map_err(|error| format!("{error}; {VALID}"))
 }
@@ -61,9 +61,7 @@ mod tests {
         assert!(filter("[span{field}]=debug, info").is_ok());
         for wrong in ["nonsense", "info,nonsense", "racksum_worker=nonsense", "a=b=c"] {
             let why = filter(wrong).unwrap_err();
-            assert!(
-                why.ends_with("; give off, error, warn, info, debug or trace, or module=level")
-            );
+            assert!(why.ends_with("; use off, error, warn, info, debug or trace, or module=level"));
         }
     }
 }

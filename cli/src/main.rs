@@ -43,7 +43,7 @@ use racksum_net::runtime::single_threaded;
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Log level: off, error, warn, info, debug or trace; or module=level, with warnings of all
+    /// Log level: off, error, warn, info, debug or trace; or module=level, with level warn for all
     /// other modules [default: warn] [env: RACKSUM_LOG].
     #[arg(long, global = true)]
     log: Option<String>,
@@ -51,17 +51,17 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve jobs: take their gradients over UDP, sum them, send the sums back.
+    /// Serve jobs: receive their gradients over UDP, sum them, and send the sums back.
     Aggregator(aggregator::Args),
-    /// Make and show the certificates by which the nodes of a cluster know each other.
+    /// Issue and show the certificates that identify the nodes of a cluster.
     Identity(identity::Args),
-    /// Measure allreduce, and check it: alone on this host, or as one rank of many.
+    /// Measure and check allreduce, alone on this host or as one rank of a distributed run.
     Bench(Box<bench::Args>),
-    /// Sum gradients in safetensors files, one file a rank.
+    /// Sum the gradients in safetensors files, one file per rank.
     Reduce(Box<reduce::Args>),
-    /// Show what the aggregators of this host are doing, and whom their jobs wait for.
+    /// Show the jobs of this host's aggregators, and the ranks that they wait for.
     Status(status::Args),
-    /// Be the sidecar of this host's ranks: sum their tensors in shared memory.
+    /// Run a sidecar, which sums the tensors of this host's ranks in shared memory.
     Worker(worker::Args),
     /// Run the protocol in the simulator.
     Sim(sim::Args),
@@ -135,8 +135,8 @@ fn lacks_rank(error: &clap::Error) -> bool {
 }
 
 /// Tip for a user who gives a flag of one rank without `--rank`.
-const OF_ONE_RANK: &str = "flags that say how a rank connects are for one rank of many: add --rank \
-    and --world, or leave these flags out to run all ranks on this host";
+const OF_ONE_RANK: &str = "these flags configure one rank of a distributed run; add --rank and \
+                           --world, or leave the flags out to run all ranks on this host";
 
 /// Builds the command line. Its flags accept negative numbers so that their own parsers reject them
 /// with the valid range. clap would report a negative number as an unknown flag.
@@ -173,7 +173,7 @@ fn check_descriptors() -> Result<(), Failure> {
         std::iter::repeat_with(|| File::open("/dev/null")).take(DESCRIPTORS).collect();
     // The first runtime opens descriptors that all later runtimes share.
     opened.map(drop).and_then(|()| single_threaded().map(drop)).map_err(|error| {
-        let few = "this process may open too few files; raise the limit (ulimit -n)";
+        let few = "the limit on open files is too low; raise it (ulimit -n)";
         Failure::unavailable(format!("{few}: {error}"))
     })
 }

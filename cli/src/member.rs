@@ -15,9 +15,9 @@ use crate::{args, environment};
 /// The flags of a rank of a distributed run.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct MemberArgs {
-    /// Be one rank of a run at this aggregator, HOST:PORT, with --rank and --world. A+B spreads the
-    /// job over both; A,B goes on at B when A is gone or about to stop, and then at A again
-    /// [env, with --rank and --world: RACKSUM_AGGREGATOR].
+    /// Run one rank of a distributed run at this aggregator, HOST:PORT; needs --rank and --world.
+    /// A+B spreads the job over both; with A,B the job moves to B when A is gone or draining, and
+    /// then to A again [env, with --rank and --world: RACKSUM_AGGREGATOR].
     #[arg(
         long,
         value_name = "HOST:PORT",
@@ -25,10 +25,10 @@ pub(crate) struct MemberArgs {
         requires_all = ["rank", "world"]
     )]
     aggregator: Option<Aggregators>,
-    /// The job's name in a distributed run [default: the subcommand's].
+    /// Name of the job in a distributed run [default: the subcommand's].
     #[arg(long, requires = "rank", value_parser = job)]
     job: Option<String>,
-    /// Which life of the job it is: a restart has the next number.
+    /// Generation of the job; increase it at each restart.
     #[arg(
         long,
         requires = "rank",
@@ -36,29 +36,28 @@ pub(crate) struct MemberArgs {
         value_parser = args::number::<u32>(args::WORDS)
     )]
     generation: u32,
-    /// This rank, from 0.
+    /// Number of this rank, from 0.
     #[arg(long, requires = "world", value_parser = args::number::<u16>(args::RANKS))]
     rank: Option<u16>,
-    /// How many ranks there are.
+    /// Number of ranks of the job.
     #[arg(long, requires = "rank", value_parser = args::number::<u16>(args::WORLDS))]
     pub(crate) world: Option<u16>,
-    /// The identity file to connect with, as `racksum identity issue` writes it [env:
+    /// Identity file to connect with, as `racksum identity issue` writes it [env:
     /// RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "rank", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "rank")]
     insecure: bool,
-    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
+    /// Interfaces of this host to connect from, in the syntax of NCCL_SOCKET_IFNAME [env:
     /// RACKSUM_INTERFACE].
     #[arg(long, value_name = "NAMES", requires = "rank")]
     interface: Option<String>,
-    /// Wait while the aggregator has no room for the job, rather than be refused; at most as long
-    /// as joining may take.
+    /// Wait while the aggregator has no room for the job, instead of failing, at most for
+    /// --join-timeout.
     #[arg(long, requires = "rank")]
     wait: bool,
-    /// Seconds that joining may take: until an aggregator answers, has room, and all ranks are
-    /// there.
+    /// Seconds to join: until an aggregator answers and has room, and all ranks have joined.
     #[arg(
         long,
         value_name = "S",
@@ -67,10 +66,10 @@ pub(crate) struct MemberArgs {
         value_parser = args::number::<u64>(args::SECONDS)
     )]
     join_timeout: u64,
-    /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise
-    /// refuses the rank; without --rank the one on this host does as this says, or for
-    /// `racksum reduce` aead if nothing is said [default: as the aggregator does; its own default
-    /// is mac, on loopback none].
+    /// Data authentication: none, mac or aead. An aggregator with another mode refuses the rank;
+    /// without --rank this sets the mode of the aggregator on this host, where `racksum reduce`
+    /// defaults to aead [default: as the aggregator does; its own default is mac, on loopback
+    /// none].
     #[arg(long)]
     pub(crate) data_auth: Option<DataAuth>,
 }
@@ -128,9 +127,9 @@ impl MemberArgs {
         };
         let Some(Aggregators(aggregators)) = named else {
             return Err(Failure::usage(
-                "--rank and --world are of one rank of a run of many; give its aggregator as well, \
-                 with --aggregator HOST:PORT or RACKSUM_AGGREGATOR, or leave them out to run all \
-                 ranks on this host",
+                "--rank and --world start one rank of a distributed run, which needs an \
+                 aggregator; set --aggregator HOST:PORT or RACKSUM_AGGREGATOR, or leave the flags \
+                 out to run all ranks on this host",
             ));
         };
         Ok(Some(Member {

@@ -19,7 +19,7 @@ fn check(host_mib: u64, what: &str, each: u64, ranks: u16, advice: &str) -> Resu
         return Ok(());
     }
     Err(Failure::usage(format!(
-        "{what} need {need_mib} MiB for {} on this host, which has {host_mib}; {advice}",
+        "{what} need {need_mib} MiB for {} on this host, which has {host_mib} MiB; {advice}",
         counted(ranks, "rank")
     )))
 }
@@ -42,7 +42,7 @@ fn reserved(len: usize) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(len).map_err(|_| {
         Failure::usage(format!(
-            "no memory for a tensor of {len} bytes; use smaller tensors, or raise the limit on \
+            "cannot allocate a tensor of {len} bytes; use smaller tensors, or raise the limit on \
              this process's memory (ulimit -v)"
         ))
     })?;
@@ -58,7 +58,7 @@ mod tests {
         let of = |each: u64, ranks: u16| check(100, "tensors", each, ranks, "use less");
         of(50 << 20, 2).unwrap();
         let failure = of(51 << 20, 2).unwrap_err();
-        let why = "tensors need 102 MiB for 2 ranks on this host, which has 100; use less";
+        let why = "tensors need 102 MiB for 2 ranks on this host, which has 100 MiB; use less";
         assert_eq!((&failure.why[..], failure.exit), (why, crate::exit::Exit::USAGE));
         assert!(of(u64::MAX, 2).is_err());
     }
@@ -68,6 +68,6 @@ mod tests {
         assert_eq!(zeros(3).unwrap(), [0; 3]);
         assert_eq!(copy(&[7, 8]).unwrap(), [7, 8]);
         let why = zeros(usize::MAX >> 1).unwrap_err().to_string();
-        assert!(why.starts_with("no memory for a tensor of "), "{why}");
+        assert!(why.starts_with("cannot allocate a tensor of "), "{why}");
     }
 }

@@ -53,7 +53,8 @@ impl ProcessGroup {
             // Waiting for a child closes the pipes that it still owns.
             let pipes = child.stdin.take().zip(child.stdout.take());
             process_group.ranks.push(child);
-            let (leash, out) = pipes.ok_or_else(|| cannot(io::Error::other("it has no pipes")))?;
+            let (leash, out) =
+                pipes.ok_or_else(|| cannot(io::Error::other("its pipes are missing")))?;
             process_group._leashes.push(leash);
             let tell = tell.clone();
             spawn(move || {
@@ -73,12 +74,14 @@ impl ProcessGroup {
     /// The reason why the job failed, if a rank reports a failure.
     pub(crate) fn hear<T: DeserializeOwned>(&mut self) -> Result<(usize, Option<T>), Failure> {
         let heard = self.said.recv();
-        let (rank, line) = heard.map_err(|_| Failure::failed("the ranks said nothing"))?;
+        let (rank, line) = heard.map_err(|_| Failure::failed("the ranks ended without output"))?;
         let Some(line) = line else { return Ok((rank, None)) };
         match serde_json::from_str(&line) {
             Ok(Ok(told)) => Ok((rank, Some(told))),
             Ok(Err(failure)) => Err(self.cause(rank, failure)),
-            Err(error) => Err(Failure::failed(format!("rank {rank} said {line:?}: {error}"))),
+            Err(error) => Err(Failure::failed(format!(
+                "cannot parse the output {line:?} of rank {rank}: {error}"
+            ))),
         }
     }
 
@@ -94,7 +97,7 @@ impl ProcessGroup {
             Err(failure) => failure,
             Ok(status) => {
                 let said = if status.code().is_some() { "; its message is above" } else { "" };
-                let why = format!("rank {rank} ended early ({status}){said}");
+                let why = format!("rank {rank} exited early ({status}){said}");
                 Failure { exit: Exit::of(status), ..Failure::failed(why) }
             }
         }
@@ -110,7 +113,7 @@ fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
              on processes (ulimit -u)"
         )),
         ErrorKind::NotFound => Failure::failed(format!(
-            "cannot start rank {rank}: {}: {error}; this program was removed or replaced while it \
+            "cannot start rank {rank}: {}: {error}; the program was removed or replaced while it \
              ran, so start it again",
             program.display()
         )),

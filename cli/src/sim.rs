@@ -12,7 +12,7 @@ use crate::exit::{Failure, say};
 use crate::stderr;
 use crate::thread::not_started;
 
-/// The protocol's own code, packet by packet, on simulated links with faults.
+/// Runs the protocol's own code, packet by packet, on simulated links with faults.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
@@ -22,19 +22,19 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a plan from every seed: its own world, sizes, links and faults, judged by checkers of
-    /// the invariants. A seed that fails prints the command that replays it.
+    /// Run one plan per seed, each with its own world, sizes, links and faults, and check the
+    /// invariants. A failed seed prints the command that replays it.
     Swarm {
-        /// The seeds, from A up to but without B.
+        /// Seeds from A up to, but not including, B.
         #[arg(long, value_name = "A..B", value_parser = seeds, default_value = "0..100")]
         seeds: Range<u64>,
-        /// Threads; by default, one a core.
+        /// Number of threads [default: one per core].
         #[arg(long, value_parser = args::number::<usize>(args::THREADS))]
         threads: Option<usize>,
-        /// Also print how many seeds tried what; JSON always says.
+        /// Also print how many seeds covered each feature; JSON output always has it.
         #[arg(long)]
         coverage: bool,
-        /// How to print.
+        /// Output format.
         #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
         format: Format,
     },
@@ -42,7 +42,7 @@ enum Command {
 
 /// Parses a range of seeds, `A..B`.
 fn seeds(text: &str) -> Result<Range<u64>, String> {
-    let bad = || format!("{text:?} is no range of seeds: give A..B, with A below B");
+    let bad = || format!("{text:?} is not a range of seeds; give A..B, with A below B");
     let (from, to) = text.split_once("..").ok_or_else(bad)?;
     let [from, to] = [from, to].map(|seed| seed.trim().parse::<u64>());
     match (from, to) {
@@ -102,8 +102,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 fn print_coverage(summary: &Summary) -> Result<(), Failure> {
     let totals = &summary.totals;
     say(&format!(
-        "{} datagrams sent, {} lost, {} doubled, {} delayed, {} found a queue full, {} marked; \
-         {} fragments sent again, {} arrived twice, {} asks, {} probes",
+        "{} datagrams sent, {} lost, {} duplicated, {} delayed, {} dropped at a full queue, {} \
+         marked; {} fragments retransmitted, {} arrived twice, {} asks, {} probes",
         totals.sent,
         totals.lost,
         totals.doubled,

@@ -16,18 +16,17 @@ use crate::stderr;
 /// The flags of a standby.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct StandbyArgs {
-    /// Be an aggregator as well, at this address, for when those before it in --aggregator are
-    /// gone; it is named there too.
+    /// Also run a standby aggregator at this address, which --aggregator lists too; the job moves
+    /// to it when the aggregators before it are gone.
     #[arg(long, value_name = "IP:PORT", requires = "rank", value_parser = address)]
     standby: Option<SocketAddr>,
-    /// The identity file of this aggregator, as `racksum identity issue --role aggregator` writes
-    /// it.
+    /// Identity file of the standby, as `racksum identity issue --role aggregator` writes it.
     #[arg(long, value_name = "FILE", requires = "standby")]
     standby_identity: Option<PathBuf>,
 }
 
 fn address(text: &str) -> Result<SocketAddr, String> {
-    let addr: SocketAddr = text.parse().map_err(|_| "give it as IP:PORT".to_owned())?;
+    let addr: SocketAddr = text.parse().map_err(|_| "must be IP:PORT".to_owned())?;
     bind_address(&addr.ip().to_string()).map(|_| addr)
 }
 
@@ -37,8 +36,8 @@ impl StandbyArgs {
         let Some(at) = self.standby else { return Ok(None) };
         if !member.names(at) {
             return Err(Failure::usage(format!(
-                "--aggregator does not name the standby {at}, so that no rank would go on there; \
-                 name it behind a comma at every rank"
+                "--aggregator does not list the standby {at}, so no rank would move to it; list it \
+                 after a comma at every rank"
             )));
         }
         let config = Config {
@@ -63,7 +62,7 @@ impl StandbyArgs {
 fn of_standby(error: &StartError) -> Failure {
     let options = Options { port: "--standby", identity: "--standby-identity", memory: &[] };
     let failure = Failure::of_start(error, &options);
-    Failure { why: format!("no standby: {failure}"), ..failure }
+    Failure { why: format!("cannot start the standby: {failure}"), ..failure }
 }
 
 /// A standby that is running.
@@ -80,7 +79,7 @@ impl Standby {
         while self.aggregator.jobs() > 0 {
             if clock.now() >= end {
                 stderr::warn(format_args!(
-                    "standby: stops although its job goes on after {patience_s} s"
+                    "standby: stopping although its job still runs after {patience_s} s"
                 ));
                 return;
             }
@@ -105,12 +104,12 @@ mod tests {
         let open = Config { bind: "0.0.0.0".parse().unwrap(), port: 0, ..Config::default() };
         let large = Config { pool_mib: 1 << 20, ..Config::default() };
         for (config, told) in [
-            (here, "the port is taken; choose another with --standby, "),
-            (open, "give --standby-identity a file"),
-            (large, "; start it at a host with more"),
+            (here, "address in use; choose another with --standby, "),
+            (open, "set --standby-identity to an"),
+            (large, "; start it on a host with more"),
         ] {
             let why = of_standby(&Aggregator::start(config).unwrap_err()).to_string();
-            assert!(why.starts_with("no standby: ") && why.contains(told), "{why}");
+            assert!(why.starts_with("cannot start the standby: ") && why.contains(told), "{why}");
         }
         // Other text that looks like a flag stays unchanged.
         let path: PathBuf = "/none/--identity/--port".into();

@@ -30,19 +30,18 @@ use crate::stderr;
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// The aggregator's HOST:PORT, or several as in A,B or A+B, or its status socket, or
-    /// unix:PATH, a sidecar; without it, all aggregators of this user here, and for root those of
-    /// all users.
+    /// Aggregator as HOST:PORT, several as A,B or A+B, its status socket, or a sidecar as unix:PATH
+    /// [default: all aggregators of this user on this host; for root, of all users].
     #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
-    /// The identity file to ask an aggregator at HOST:PORT with: an aggregator's is told of all
-    /// jobs, a worker's of those that it may join [env: RACKSUM_IDENTITY].
+    /// Identity file for an aggregator at HOST:PORT: the aggregator role sees all jobs, the worker
+    /// role those that it may join [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Ask beyond loopback without an identity.
+    /// Connect beyond loopback without an identity.
     #[arg(long)]
     insecure: bool,
-    /// How to print.
+    /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
 }
@@ -53,13 +52,15 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let addr = named.filter(|named| beside.is_none() && !is_path(named));
     if addr.is_none() && (args.identity.is_some() || args.insecure) {
         return Err(Failure::usage(
-            "--identity and --insecure are for an aggregator that is asked at HOST:PORT; leave \
-             them out for those of this host",
+            "--identity and --insecure apply only to an aggregator at HOST:PORT; leave them out \
+             for aggregators of this host",
         ));
     }
     if let Some(path) = beside {
         if path.is_empty() {
-            return Err(Failure::usage("unix: names no sidecar; give unix:PATH, its --socket"));
+            return Err(Failure::usage(
+                "unix: lacks the path of a sidecar; give unix:PATH, its --socket",
+            ));
         }
         return sidecar::print(Path::new(path), args.format);
     }
@@ -69,8 +70,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     match &args.socket {
         Some(socket) => {
             let status = ask(socket, own_uid(), PATIENCE).map_err(|error| {
-                let question = "is that the --status-socket of an aggregator that runs? A sidecar \
-                                is unix:PATH";
+                let question = "check that the path is the --status-socket of a running \
+                                aggregator; for a sidecar give unix:PATH";
                 let advice = advice(&error, "aggregator", question);
                 let why = format!("cannot ask {}: {error}; {advice}", socket.display());
                 Failure::of_call(why, &error)
@@ -101,13 +102,15 @@ fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
 fn advice(error: &CallError, whose: &str, question: &str) -> String {
     match error {
         CallError::Io(error) if error.kind() == ErrorKind::PermissionDenied => {
-            format!("ask as the {whose}'s user")
+            format!("run this as the {whose}'s user, or as root")
         }
         CallError::Io(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            format!("the {whose} has ended; start it again")
+            format!("the {whose} has exited; start it again")
         }
         CallError::NotBelieved(_) => {
-            format!("only a process of this user or of root is believed; ask as the {whose}'s user")
+            format!(
+                "only a process of this user or of root is trusted; run this as the {whose}'s user"
+            )
         }
         _ => question.to_owned(),
     }
@@ -131,7 +134,7 @@ fn ask_all(format: Format) -> Result<(), Failure> {
     })?;
     if unasked > 0 {
         silent.push(format!(
-            "{} not asked, since those before took {} s; name the one that you mean",
+            "{} not asked, because earlier ones took {} s; name the socket to ask",
             counted(unasked, "more socket"),
             2 * PATIENCE.as_secs()
         ));
@@ -144,7 +147,7 @@ fn ask_all(format: Format) -> Result<(), Failure> {
     match (told, &silent[..]) {
         (true, []) => Ok(()),
         (false, []) => Err(Failure::unavailable(format!(
-            "no aggregator of this user has its status socket in {}; start one, or name its \
+            "no aggregator of this user has a status socket in {}; start one, or name its \
              --status-socket or its HOST:PORT",
             folder.display()
         ))),
@@ -192,7 +195,7 @@ fn ask_each(
             let asked: Vec<_> = sockets.iter().map(ask).collect();
             let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
                 Ok(answer) => answer,
-                Err(_) => Err(io::Error::other("asking it panicked").into()),
+                Err(_) => Err(io::Error::other("the query panicked").into()),
             };
             asked.into_iter().map(answer).collect::<Vec<_>>()
         });
@@ -262,8 +265,8 @@ fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
         let others_write = found.mode() & 0o022 != 0;
         if !found.is_dir() || !is_trusted(found.uid(), own_uid()) || others_write {
             return Err(Failure::unavailable(format!(
-                "{} is not a folder that only this user or root can write to (user {}, mode \
-                 {:o}), so what it holds is not asked; remove it, or name a --status-socket",
+                "{} is not a folder that only this user or root can write to (user {}, mode {:o}), \
+                 so its sockets are not trusted; remove it, or name a --status-socket",
                 folder.display(),
                 found.uid(),
                 found.mode() & 0o7777
@@ -322,7 +325,7 @@ fn is_path(text: &str) -> bool {
 fn parse(told: &[u8]) -> Result<AggregatorStatus, String> {
     serde_json::from_slice(told).map_err(|error| {
         let error = PeerText::of(error);
-        format!("its answer cannot be read ({error}), so it may be of another release")
+        format!("cannot parse its answer ({error}); check that it is of the same release")
     })
 }
 
@@ -334,7 +337,7 @@ fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus
     let peer = Peer::of(&stream)?;
     if !is_trusted(peer.uid, owner) {
         let uid = peer.uid;
-        let why = format!("it is a process of user {uid} that listens there");
+        let why = format!("a process of user {uid} listens there");
         return Err(CallError::NotBelieved(why));
     }
     let waited = Duration::from_nanos(clock.now().since(started).0);
@@ -347,7 +350,7 @@ fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus
 fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
     let late = || {
         let waited = patience.as_secs_f64().ceil();
-        io::Error::other(format!("it did not answer within {waited} s, so it may be stopped"))
+        io::Error::other(format!("no answer within {waited} s; its process may be suspended"))
     };
     let (clock, mut told, mut piece) = (Clock::start(), Vec::new(), [0; 64 << 10]);
     let started = clock.now();

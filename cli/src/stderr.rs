@@ -56,7 +56,7 @@ impl<W: Write + Room> Write for Lines<'_, W> {
             0 => String::new(),
             _ => {
                 let lines = counted(lost, "line");
-                format!("racksum: {lines} of the log could not be written here\n")
+                format!("racksum: cannot write {lines} of the log here\n")
             }
         };
         // The ranks of a benchmark share standard error, so a line goes out in one piece.
@@ -140,7 +140,7 @@ mod tests {
             let mut lines = Lines { to: Disk { room, has: &mut has }, lost: &lost };
             lines.write_all(line.as_bytes()).unwrap();
         }
-        let note = "racksum: 2 lines of the log could not be written here";
+        let note = "racksum: cannot write 2 lines of the log here";
         assert_eq!(String::from_utf8(has).unwrap(), format!("one\n{note}\nfour\n5\n"));
     }
 }

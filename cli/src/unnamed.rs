@@ -73,7 +73,10 @@ pub(crate) fn beside<T>(
     }
     Err(io::Error::new(
         io::ErrorKind::AlreadyExists,
-        format!("{ATTEMPTS} temporary files are in the way in its folder; remove them"),
+        format!(
+            "{ATTEMPTS} temporary files in its folder have the names that this one needs; remove \
+             them"
+        ),
     ))
 }
 
@@ -105,7 +108,7 @@ mod tests {
             assert_eq!(name, folder.join(format!(".sum.{number:016x}.tmp")));
         }
         let why = beside(&path, in_order(), make).unwrap_err().to_string();
-        assert!(why.contains("16 temporary files are in the way"), "{why}");
+        assert!(why.contains("16 temporary files in its folder"), "{why}");
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

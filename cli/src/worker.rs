@@ -25,49 +25,48 @@ use crate::{args, environment};
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// Where ranks call it: connect("unix:PATH"). Not to be given if systemd has opened the socket.
+    /// Path of the socket that ranks call as unix:PATH. Leave it out if systemd opens the socket.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Permissions of the socket; users that may write to it may call [default: 600].
+    /// Permissions of the socket; users who may write to it may call [default: 600].
     #[arg(long, value_name = "OCTAL", value_parser = mode)]
     mode: Option<u32>,
-    /// Threads that sum [default: one for each core].
+    /// Number of summing threads [default: one per core].
     #[arg(long, value_name = "N", value_parser = args::number::<usize>(args::THREADS))]
     threads: Option<usize>,
-    /// Most jobs at a time.
+    /// Maximum number of jobs at a time.
     #[arg(long, value_name = "N", default_value = "64")]
     #[arg(value_parser = args::number::<usize>(args::PLACES))]
     max_jobs: usize,
-    /// Most ranks at a time, of all jobs.
+    /// Maximum number of ranks at a time, over all jobs.
     #[arg(long, value_name = "N", default_value = "256")]
     #[arg(value_parser = args::number::<usize>(args::PLACES))]
     max_ranks: usize,
-    /// Most memory for what ranks share and for sums of lists, with K, M, G or T: 1M or more
-    /// [default: half of the host's].
+    /// Maximum memory that ranks share, and that holds sums of lists, with K, M, G or T; at least
+    /// 1M [default: half of the host's].
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     memory: Option<u64>,
-    /// The aggregator where jobs meet that have ranks on other hosts, HOST:PORT; A,B goes on at B
-    /// when A is gone. Only the command line says so: RACKSUM_AGGREGATOR is of the ranks, which may
-    /// call this sidecar by it.
+    /// Aggregator for jobs that have ranks on other hosts, HOST:PORT; with A,B a job moves to B
+    /// when A is gone. RACKSUM_AGGREGATOR does not apply here, because ranks may use it to name
+    /// this sidecar.
     #[arg(long, value_name = "HOSTS")]
     aggregator: Option<String>,
-    /// The identity file to connect with, of an aggregator's role, since it speaks for several
-    /// ranks: `racksum identity issue --role aggregator` writes it [env: RACKSUM_IDENTITY].
+    /// Identity file to connect with. It needs the aggregator role, because a sidecar joins for
+    /// several ranks: `racksum identity issue --role aggregator` writes it [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "aggregator", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without identities.
     #[arg(long, requires = "aggregator")]
     insecure: bool,
-    /// How datagrams are authenticated: none, mac or aead. An aggregator that does otherwise
-    /// refuses the sidecar [default: as the aggregator does; its own default is mac, on loopback
-    /// none].
+    /// Data authentication: none, mac or aead. An aggregator with another mode refuses the sidecar
+    /// [default: as the aggregator does; its own default is mac, on loopback none].
     #[arg(long, value_name = "HOW", requires = "aggregator")]
     data_auth: Option<DataAuth>,
-    /// Which of this host's interfaces to call from, in the grammar of NCCL_SOCKET_IFNAME [env:
+    /// Interfaces of this host to connect from, in the syntax of NCCL_SOCKET_IFNAME [env:
     /// RACKSUM_INTERFACE].
     #[arg(long, value_name = "NAMES", requires = "aggregator")]
     interface: Option<String>,
-    /// Wait while the aggregator has no room for a job, rather than be refused.
+    /// Wait while the aggregator has no room for a job, instead of failing.
     #[arg(long, requires = "aggregator")]
     wait: bool,
 }
@@ -79,8 +78,8 @@ impl Args {
         let sets = aggregator_sets(aggregators).map_err(Failure::usage)?;
         if let Some(several) = sets.iter().find(|set| set.len() > 1) {
             return Err(Failure::usage(format!(
-                "a sidecar sums for several ranks, which one aggregator takes, and not {}; with a \
-                 comma between them the job goes on at the next when the first is gone",
+                "a sidecar can use one aggregator at a time, not {}; separate standbys with a \
+                 comma",
                 several.join("+")
             )));
         }
@@ -99,7 +98,7 @@ impl Args {
         // Check now: otherwise the ranks would get these errors when the first job joins.
         for later in check_sidecar(&options)? {
             let later = with_flags(later);
-            stderr::warn(format_args!("{later}; jobs with ranks on other hosts have to wait"));
+            stderr::warn(format_args!("{later}; jobs with ranks on other hosts must wait"));
         }
         Ok(Some(options))
     }
@@ -111,8 +110,7 @@ impl Args {
         let memory = match (self.memory, host_mib) {
             (Some(asked), Some(mib)) if asked.div_ceil(1 << 20) > mib => {
                 return Err(Failure::usage(format!(
-                    "--memory of {} MiB is more than the {mib} MiB of memory of this host; lower \
-                     it",
+                    "--memory of {} MiB exceeds the {mib} MiB of memory of this host; lower it",
                     asked.div_ceil(1 << 20)
                 )));
             }
@@ -130,7 +128,7 @@ impl Args {
 fn memory(text: &str) -> Result<u64, String> {
     match args::size(text)? {
         few if few < LEAST_MEMORY => {
-            Err(format!("{few} bytes are too few for what ranks share; give 1M or more"))
+            Err(format!("{few} bytes are too few for the memory that ranks share; give 1M or more"))
         }
         bytes => Ok(bytes),
     }
@@ -142,7 +140,7 @@ const LEAST_MEMORY: u64 = 1 << 20;
 fn mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 => Ok(mode),
-        _ => Err("permissions are an octal number, like 660".into()),
+        _ => Err("must be an octal number up to 777, such as 660".into()),
     }
 }
 
@@ -152,20 +150,20 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let (limits, upstream) = (args.limits()?, args.upstream()?);
     // Each connection uses a file descriptor, and so does each result until its ranks have read it.
     if let Err(error) = raise_open_files() {
-        stderr::warn(format_args!("the limit on open files stays as it is: {error}"));
+        stderr::warn(format_args!("cannot raise the limit on open files: {error}"));
     }
     let (listener, at) = match (passed, &args.socket) {
         (Some(_), at) if at.is_some() || args.mode.is_some() => {
             return Err(Failure::usage(
-                "systemd has opened the socket, so that --socket and --mode mean nothing; say \
-                 where and for whom in its unit: ListenSequentialPacket=, SocketMode=",
+                "--socket and --mode conflict with the socket that systemd passed; set \
+                 ListenSequentialPacket= and SocketMode= in the socket unit",
             ));
         }
         (Some(passed), _) => (passed, "the socket of systemd".to_owned()),
         (None, Some(path)) => {
             if path.as_os_str().as_bytes().starts_with(b"unix:") {
                 return Err(Failure::usage(format!(
-                    "--socket {}: ranks call unix:PATH; give the sidecar the PATH alone",
+                    "--socket {} must be a path without unix:, which only ranks use",
                     path.display()
                 )));
             }
@@ -174,7 +172,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             (listener, path.display().to_string())
         }
         (None, None) => {
-            return Err(Failure::usage("nobody says where to serve: give --socket PATH"));
+            return Err(Failure::usage("no socket path given; pass --socket PATH"));
         }
     };
     let cores = || available_parallelism().map_or(1, NonZeroUsize::get);
@@ -194,7 +192,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 fn not_served(path: &Path, error: &io::Error) -> Failure {
     let at = path.display();
     let why = match error.kind() {
-        io::ErrorKind::AddrInUse => format!("cannot serve at {at}: somebody serves there already"),
+        io::ErrorKind::AddrInUse => format!(
+            "cannot serve at {at}: another process serves there; choose another --socket, or stop \
+             that process"
+        ),
         _ => format!("cannot serve at {at}: {}", with_limit(error)),
     };
     Failure::of_serving(why, error)
@@ -214,7 +215,7 @@ fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
         let jobs = sidecar.jobs();
         if jobs > 0 {
             tell(&format!(
-                "racksum worker drains: {} {} to end; another signal stops it",
+                "racksum worker is draining: {} {} to end; another signal stops it",
                 counted(jobs, "job"),
                 are(jobs)
             ));
@@ -234,7 +235,7 @@ fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
 
 fn notify(state: &str) {
     if let Err(error) = tell_systemd(state) {
-        stderr::warn(format_args!("systemd is not told {state}: {error}"));
+        stderr::warn(format_args!("cannot notify systemd of {state}: {error}"));
     }
 }
 

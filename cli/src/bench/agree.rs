@@ -57,7 +57,7 @@ pub(super) fn hear(args: &Args, heard: &[u8]) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::failed(format!(
-        "the ranks were given different {}; give all ranks of a benchmark the same flags",
+        "the ranks have different {}; give all ranks of a benchmark the same flags",
         other.join(" and ")
     )))
 }
@@ -112,7 +112,7 @@ mod tests {
             let heard = heard(&[&usual, &other, &usual]);
             for rank in [&usual, &other] {
                 let why = hear(rank, &heard).unwrap_err().to_string();
-                assert!(why.starts_with(&format!("the ranks were given different {named};")));
+                assert!(why.starts_with(&format!("the ranks have different {named};")));
             }
         }
     }

@@ -48,24 +48,24 @@ impl Input {
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 pub(crate) struct Args {
-    /// Least size: bytes, or with K, M, G or T.
+    /// Smallest size in bytes, or with K, M, G or T.
     #[arg(short = 'b', long, value_parser = args::size, default_value = "4K")]
     min_bytes: u64,
-    /// Greatest size.
+    /// Largest size.
     #[arg(short = 'e', long, value_parser = args::size, default_value = "64M")]
     max_bytes: u64,
-    /// Each size is this times the one before.
+    /// Factor between successive sizes.
     #[arg(short = 'f', long, default_value_t = 8)]
     #[arg(value_parser = args::number::<u64>(2..=u64::MAX))]
     step_factor: u64,
-    /// Each size is this much more than the one before, and not a multiple of it.
+    /// Difference between successive sizes, instead of a factor.
     #[arg(short = 'i', long, value_parser = args::size, conflicts_with = "step_factor")]
     step_bytes: Option<u64>,
-    /// Iterations that are timed.
+    /// Number of timed iterations.
     #[arg(short = 'n', long, default_value_t = 20)]
     #[arg(value_parser = args::number::<u32>(1..=u32::MAX.into()))]
     iters: u32,
-    /// Iterations before those.
+    /// Number of warm-up iterations.
     #[arg(short = 'w', long, default_value_t = 3)]
     #[arg(value_parser = args::number::<u32>(args::WORDS))]
     warmup_iters: u32,
@@ -79,15 +79,15 @@ pub(crate) struct Args {
     #[arg(short = 'c', long, default_value_t = 1)]
     #[arg(value_parser = args::number::<u8>(0..=1))]
     check: u8,
-    /// Ranks on this host, each a process [default: 4].
+    /// Number of ranks on this host, each a process [default: 4].
     #[arg(long, value_parser = args::number::<u16>(1..=256))]
     workers: Option<u16>,
     #[command(flatten)]
     member: MemberArgs,
-    /// Share of each rank's blocks that are not zero, from 0 to 1 [default: 1, and then 0.01].
+    /// Share of each rank's blocks that are not zero, from 0 to 1 [default: 1, then 0.01].
     #[arg(long, value_parser = args::share)]
     density: Option<f64>,
-    /// Where the non-zero blocks of the ranks lie.
+    /// Overlap of the ranks' non-zero blocks.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Overlap::Random)]
     overlap: Overlap,
     /// Elements of a block: 32 to 1024, a power of two. A window has at most 64: with 2 bytes an
@@ -97,43 +97,43 @@ pub(crate) struct Args {
     /// Input of an op.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Input::Dense)]
     input: Input,
-    /// How elements travel: as they are, or bf16, f16, int8, fixed32.
+    /// Wire type: bf16, f16, int8 or fixed32 [default: the element type].
     #[arg(long)]
     wire: Option<WireType>,
-    /// Shards of the aggregator on this host [default: 1].
+    /// Number of shards of the aggregator on this host [default: 1].
     #[arg(long, value_parser = args::number::<u8>(args::SHARDS))]
     shards: Option<u8>,
-    /// Most slots a stream; 0 leaves it to the aggregator.
+    /// Maximum number of slots per stream; with 0 the aggregator chooses.
     #[arg(long, default_value_t = 0, value_parser = args::slots)]
     pool_slots: u32,
     /// How results reach the ranks on this host [default: auto].
     #[arg(long, value_enum, ignore_case = true)]
     fanout: Option<Fanout>,
-    /// Lanes of the job, over which the ops in flight are spread.
+    /// Number of lanes of the job, over which the ops in flight are spread.
     #[arg(long, default_value_t = 1, value_parser = args::number::<u8>(1..=8))]
     lanes: u8,
-    /// Ops in flight at a time; an iteration is all of them.
+    /// Number of ops in flight, which together make one iteration.
     #[arg(long, default_value_t = 1, value_parser = args::number::<u16>(1..=64))]
     ops_in_flight: u16,
-    /// MTU of the path; without it, the interface's.
+    /// MTU of the path [default: the interface's].
     #[arg(long, value_parser = args::number::<usize>(args::MTUS))]
     mtu: Option<usize>,
-    /// Share of datagrams that each rank loses on purpose, each way.
+    /// Share of datagrams that each rank drops on purpose, in each direction.
     #[arg(long, value_parser = args::share, default_value = "0")]
     drop: f64,
-    /// Share of datagrams that each rank doubles.
+    /// Share of datagrams that each rank duplicates.
     #[arg(long, value_parser = args::share, default_value = "0")]
     dup: f64,
-    /// Share of datagrams that each rank holds back.
+    /// Share of datagrams that each rank delays.
     #[arg(long, value_parser = args::share, default_value = "0")]
     reorder: f64,
     /// Seed of the data and of the faults.
     #[arg(long, default_value_t = 1, value_parser = args::number::<u64>(0..=u64::MAX))]
     seed: u64,
-    /// Seconds that each op may take.
+    /// Timeout of each op in seconds.
     #[arg(long, default_value_t = 60, value_parser = args::number::<u64>(args::SECONDS))]
     timeout: u64,
-    /// How to print.
+    /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
     /// Print what was measured for another process of the benchmark to merge.
@@ -148,12 +148,12 @@ pub(crate) struct Args {
 /// Text of `--help` after the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and the workers run on this host, each worker a process. Without
-any flag, a dense and a 1 % sweep are measured and checked in less than a minute.
+flags, a dense and a 1 % sweep are measured and checked in less than a minute.
 
 The columns are those of nccl-tests: time and p99 are quantiles over the iterations, each as long as
 its slowest rank's; algbw is size / time and busbw is algbw * 2 (n-1)/n; #wrong counts elements that
-differ from the expected sum; tx and rx are UDP payload of an iteration at the rank with most; again
-counts fragments that were sent again.
+differ from the expected sum; tx and rx are the UDP payload of an iteration at the rank with the
+most; again counts retransmitted fragments.
 
 Examples:
   racksum bench                                      this host, 4 ranks
@@ -172,11 +172,11 @@ impl Args {
         let usage = |error: String| Err(Failure::usage(error));
         self.check_least()?;
         if self.step_bytes == Some(0) {
-            return usage("-i is 0: a size is 1 byte more than the one before, or more".into());
+            return usage("-i must be at least 1, not 0".into());
         }
         let Some(most) = self.most() else {
             return usage(format!(
-                "-b is greater than -e: there is no size to measure from {} to {} bytes",
+                "-b must not be greater than -e: no size lies between {} and {} bytes",
                 self.min_bytes, self.max_bytes
             ));
         };
@@ -190,7 +190,7 @@ impl Args {
         {
             return usage(format!(
                 "--overlap none leaves each of {world} ranks at most {most:.3} of the blocks, not \
-                 {density}; give --density"
+                 {density}; lower --density"
             ));
         }
         // A parent passes all its flags on to its ranks, so a rank with `--raw` may have these.
@@ -204,7 +204,7 @@ impl Args {
         ];
         let given = local.iter().find(|(_, given)| *given);
         given.map_or(Ok(()), |(flag, _)| {
-            usage(format!("{flag} is of a run on this host, and cannot be used with --rank"))
+            usage(format!("{flag} applies only to a run on this host, and conflicts with --rank"))
         })
     }
 
@@ -266,7 +266,7 @@ impl Args {
         }
         let name = self.datatype.name();
         Err(Failure::usage(format!(
-            "-b is {least}, but must be {element} bytes at least, an element of {name}"
+            "-b must be at least {element} bytes, one element of {name}, not {least}"
         )))
     }
 
@@ -292,7 +292,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     if !args.raw && u16::from(args.lanes) > args.ops_in_flight {
         stderr::warn(format_args!(
-            "--lanes {0} needs --ops-in-flight {0} or more to be of use, and has {1}",
+            "--lanes {0} needs --ops-in-flight {0} or more, not {1}",
             args.lanes, args.ops_in_flight
         ));
     }
@@ -417,7 +417,11 @@ fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
                 say(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
             }
             ("quit", "") => return Ok(()),
-            _ => return Err(Failure::usage(format!("{line:?} is neither go, set {{…}} nor quit"))),
+            _ => {
+                return Err(Failure::usage(format!(
+                    "unknown command {line:?}; use go, set {{…}} or quit"
+                )));
+            }
         }
     }
     Ok(())
@@ -431,7 +435,7 @@ fn apply(args: &mut Args, runner: &mut Runner, change: Change) -> Result<(), Fai
     match change.mode.as_deref() {
         Some("dense" | "small") => pattern.density = 1.0,
         Some("sparse") | None => {}
-        Some(mode) => return Err(Failure::usage(format!("there is no mode {mode:?}"))),
+        Some(mode) => return Err(Failure::usage(format!("unknown mode {mode:?}"))),
     }
     pattern.density = change.density.unwrap_or(pattern.density);
     if let Some(overlap) = change.overlap {

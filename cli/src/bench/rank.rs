@@ -118,8 +118,10 @@ impl Runner {
     /// Prepares the tensors of one size, with a pristine copy.
     pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
         let descriptor = Descriptor { tag: self.pattern.tag(), ..args.descriptor(bytes)? };
-        let len = usize::try_from(descriptor.elements * args.datatype.size() as u64)
-            .map_err(|_| Failure::usage(format!("{bytes} bytes do not fit this machine")))?;
+        let len =
+            usize::try_from(descriptor.elements * args.datatype.size() as u64).map_err(|_| {
+                Failure::usage(format!("{bytes} bytes exceed the address space of this host"))
+            })?;
         let mut pristine = memory::zeros(len)?;
         self.pattern.fill(self.rank, args.datatype, &mut pristine);
         let tensors = (0..args.ops_in_flight.max(1)).map(|_| memory::copy(&pristine));
@@ -229,8 +231,8 @@ impl Runner {
 fn explained(error: Error) -> Failure {
     match error {
         Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
-            "{error}; give all ranks of a benchmark the same flags, and another command a --job of \
-             its own"
+            "{error}; give all ranks of a benchmark the same flags, and give each other command \
+             its own --job"
         )),
         error => error.into(),
     }

@@ -130,8 +130,8 @@ impl Row {
     /// Formats the header of a table, for all ranks or for one rank.
     pub(crate) fn head(pattern: &Pattern, rank: Option<u16>) -> String {
         let whose = rank.map_or_else(
-            || "time is of the slowest rank".to_owned(),
-            |rank| format!("all figures are of rank {rank} alone"),
+            || "time is the slowest rank's".to_owned(),
+            |rank| format!("all figures are rank {rank}'s alone"),
         );
         format!(
             "# {}, density {} ({} overlap), blocks of {}; {whose}\n\

@@ -101,20 +101,20 @@ impl GradientFile {
             Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
         })?;
         let bad = |why: String| {
-            Failure::usage(format!("{} is no safetensors file: {why}", path.display()))
+            Failure::usage(format!("{} is not a safetensors file: {why}", path.display()))
         };
         // Read the version from the open file, because another file may have taken the path since.
         let opened = Version::of(&file.metadata().map_err(unreadable)?);
         let len = opened.len;
         if len < LENGTH {
-            return Err(bad(format!("it has {len} bytes, and the length of its header takes 8")));
+            return Err(bad(format!("it has {len} bytes, fewer than the 8 of the header length")));
         }
         let mut length = [0; LENGTH_LEN];
         file.read_exact_at(&mut length, 0).map_err(unreadable)?;
         let header_len = u64::from_le_bytes(length);
         if header_len > MAX_HEADER || header_len > len - LENGTH {
             return Err(bad(format!(
-                "it says that its header has {header_len} bytes, and the file has {len}"
+                "its header length is {header_len} bytes, but the file has {len}"
             )));
         }
         let mut header = vec![0; usize::try_from(header_len).unwrap_or(0)];
@@ -126,7 +126,7 @@ impl GradientFile {
         let data_start = LENGTH + header_len;
         let whole = data_start + metadata.data_len() as u64;
         if len != whole {
-            return Err(bad(format!("its header describes {whole} bytes, and the file has {len}")));
+            return Err(bad(format!("its header describes {whole} bytes, but the file has {len}")));
         }
         let mut tensors = Vec::new();
         for name in metadata.offset_keys() {
@@ -152,7 +152,7 @@ impl GradientFile {
             let path = self.path.display();
             Failure::failed(match error.kind() {
                 ErrorKind::UnexpectedEof => {
-                    format!("{path} has become shorter while it was read; write it again")
+                    format!("{path} was truncated while it was read; write it again")
                 }
                 _ => format!("cannot read {path}: {error}"),
             })
@@ -171,7 +171,7 @@ impl GradientFile {
             .map_err(|error| Failure::failed(format!("cannot read {path}: {error}")))?;
         if Version::of(&about).differs(&self.opened) {
             return Err(Failure::failed(format!(
-                "{path} has changed while it was read; start again once it is whole"
+                "{path} changed while it was read; start again once it is complete"
             )));
         }
         Ok(())
@@ -190,7 +190,7 @@ impl GradientFile {
         for (name, tensor) in &ours {
             let Some(there) = others.get(name) else {
                 return Err(Failure::usage(format!(
-                    "{theirs} has no tensor {}, which {mine} has",
+                    "{theirs} lacks tensor {}, which {mine} has",
                     Quoted(name)
                 )));
             };
@@ -214,7 +214,7 @@ impl GradientFile {
         match others.keys().find(|name| !ours.contains_key(*name)) {
             None => Ok(()),
             Some(name) => Err(Failure::usage(format!(
-                "{theirs} has a tensor {}, which {mine} has not",
+                "{theirs} has tensor {}, which {mine} lacks",
                 Quoted(name)
             ))),
         }
@@ -298,7 +298,7 @@ fn check_dtypes(path: &Path, header: &[u8]) -> Result<(), Failure> {
         if known.and_then(reduced_as).is_none() {
             let names = DType::ALL.map(|dtype| stored_as(dtype).to_string());
             return Err(Failure::usage(format!(
-                "tensor {} of {} is {}, which racksum cannot reduce; it reduces {}",
+                "tensor {} of {} has dtype {}, which racksum cannot reduce; it reduces {}",
                 Quoted(name),
                 path.display(),
                 known.map_or_else(|| Quoted(&dtype).to_string(), |known| known.to_string()),
@@ -379,7 +379,7 @@ mod tests {
         file.read(&file.tensors[2], 4, &mut bytes).unwrap();
         assert_eq!(bytes, [7; 4]);
         let why = file.read(&file.tensors[2], 14, &mut bytes).unwrap_err().to_string();
-        assert!(why.ends_with(" has become shorter while it was read; write it again"), "{why}");
+        assert!(why.ends_with(" was truncated while it was read; write it again"), "{why}");
         let again = header_of(&file.tensors).unwrap();
         let metadata: Metadata = serde_json::from_slice(&again[8..]).unwrap();
         assert_eq!(metadata.offset_keys(), ["c", "a", "b"]);
@@ -400,7 +400,7 @@ mod tests {
         writer.set_modified(std::time::UNIX_EPOCH).unwrap();
         let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
         assert!(
-            why.ends_with("-rewritten has changed while it was read; start again once it is whole"),
+            why.ends_with("-rewritten changed while it was read; start again once it is complete"),
             "{why}"
         );
         std::fs::remove_file(path).unwrap();
@@ -420,7 +420,7 @@ mod tests {
             writer.set_modified(before.modified().unwrap()).unwrap();
         }
         let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
-        assert!(why.contains(" has changed while it was read; "), "{why}");
+        assert!(why.contains(" changed while it was read; "), "{why}");
         std::fs::remove_file(path).unwrap();
     }
 
@@ -435,7 +435,7 @@ mod tests {
             (format!(r#"{{"__metadata__":{{}},"w":{entry},"__metadata__":{{}}}}"#), "\"__meta"),
         ] {
             let why = why("twice", &header, 4);
-            assert!(why.contains("is no safetensors file: its header has the key "), "{why}");
+            assert!(why.contains("is not a safetensors file: its header has the key "), "{why}");
             assert!(why.contains(key) && why.contains(" twice"), "{why}");
         }
     }
@@ -478,14 +478,14 @@ mod tests {
             ("shape", r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, 4),
         ] {
             let why = why(name, header, data);
-            assert!(why.contains("is no safetensors file: "), "{why}");
+            assert!(why.contains("is not a safetensors file: "), "{why}");
             assert!(!why.contains('\n'), "{why}");
         }
         let path = std::env::temp_dir().join(format!("racksum-file-{}-raw", std::process::id()));
         for bytes in [&b""[..], b"1234567", &u64::MAX.to_le_bytes(), &9u64.to_le_bytes()] {
             std::fs::write(&path, bytes).unwrap();
             let why = GradientFile::open(&path).unwrap_err().to_string();
-            assert!(why.contains("is no safetensors file: "), "{why}");
+            assert!(why.contains("is not a safetensors file: "), "{why}");
         }
         std::fs::remove_file(path).unwrap();
     }
@@ -503,14 +503,14 @@ mod tests {
         for (other, what) in [
             (of("w", "I32", "[2]"), "is i32 in "),
             (of("w", "F32", "[2, 1]"), "has the shape [2, 1] in "),
-            (of("v", "F32", "[2]"), "has no tensor \"w\", which "),
+            (of("v", "F32", "[2]"), "lacks tensor \"w\", which "),
         ] {
             let why = one.check_same(&other).unwrap_err().to_string();
             assert!(why.contains(what), "{why}");
         }
         let none = open("none", "{}", 0).unwrap();
         let why = none.check_same(&one).unwrap_err().to_string();
-        assert!(why.contains("has a tensor \"w\", which "), "{why}");
+        assert!(why.contains("has tensor \"w\", which "), "{why}");
     }
 
     #[test]

@@ -30,11 +30,11 @@ use crate::stderr;
 #[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 #[command(group(ArgGroup::new("faults").args(["drop", "dup", "reorder"]).multiple(true)))]
 pub(crate) struct Args {
-    /// Gradients, one file a rank, rank 0 first; with --rank this rank's alone.
+    /// Gradient files, one per rank, rank 0 first; with --rank only this rank's.
     #[arg(required = true, value_name = "RANK.safetensors")]
     files: Vec<PathBuf>,
-    /// Where the result goes; a file that is there is replaced, be it an input. Without it only the
-    /// table is printed.
+    /// File for the result; an existing file is replaced, even an input [default: only print the
+    /// table].
     #[arg(long, value_name = "SUM.safetensors")]
     out: Option<PathBuf>,
     #[command(flatten)]
@@ -42,14 +42,14 @@ pub(crate) struct Args {
     /// Reduction: sum, avg, min, max.
     #[arg(short = 'o', long, default_value = "sum")]
     op: Reduction,
-    /// How elements travel: as they are, or f32, bf16, f16, int8, fixed32.
+    /// Wire type: f32, bf16, f16, int8 or fixed32 [default: each tensor's type].
     #[arg(long)]
     wire: Option<WireType>,
     /// Elements of a block: 32 to 1024, a power of two.
     #[arg(long, default_value_t = Descriptor::DEFAULT_BLOCK)]
     #[arg(value_parser = args::number::<usize>(args::BLOCKS))]
     block: usize,
-    /// Shards of the aggregator on this host.
+    /// Number of shards of the aggregator on this host.
     #[arg(
         long,
         default_value_t = 1,
@@ -61,28 +61,28 @@ pub(crate) struct Args {
     #[arg(long, value_enum, ignore_case = true, default_value_t = Fanout::Auto)]
     #[arg(conflicts_with = "rank")]
     fanout: Fanout,
-    /// Share of datagrams that each rank loses on purpose, each way.
+    /// Share of datagrams that each rank drops on purpose, in each direction.
     #[arg(long, value_parser = args::share, default_value = "0")]
     drop: f64,
-    /// Share of datagrams that each rank doubles.
+    /// Share of datagrams that each rank duplicates.
     #[arg(long, value_parser = args::share, default_value = "0")]
     dup: f64,
-    /// Share of datagrams that each rank holds back.
+    /// Share of datagrams that each rank delays.
     #[arg(long, value_parser = args::share, default_value = "0")]
     reorder: f64,
     /// Seed of the faults.
     #[arg(long, default_value_t = 1, requires = "faults")]
     #[arg(value_parser = args::number::<u64>(0..=u64::MAX))]
     seed: u64,
-    /// Seconds that each tensor may take.
+    /// Timeout of each tensor in seconds.
     #[arg(long, default_value_t = 60, value_parser = args::number::<u64>(args::SECONDS))]
     timeout: u64,
     #[command(flatten)]
     standby: StandbyArgs,
-    /// When a rank is lost: abort, or continue with what the others have, and say so.
+    /// Policy when a rank is lost: abort, or continue without it and report that.
     #[arg(long, value_name = "POLICY", default_value = "abort", requires = "rank")]
     on_rank_loss: OnRankLoss,
-    /// How to print.
+    /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
     /// Say what became of it on standard output, for the parent to merge.
@@ -95,10 +95,10 @@ pub(crate) struct Args {
 
 /// Text of `--help` after the flags.
 const HELP: &str = "\
-Without --rank, an aggregator and one worker process for each file run on this host. Its other users
-can neither join them nor read what they send, unless --data-auth says otherwise. All files hold the
-same tensors: of one name, one dtype and one shape. The result holds them too, reduced over the
-files; a file's __metadata__ is left out.
+Without --rank, an aggregator and one worker process per file run on this host. Other users of the
+host can neither join them nor read their traffic, unless --data-auth changes that. All files must
+hold the same tensors, with the same names, dtypes and shapes. The result holds these tensors
+reduced over the files, without the __metadata__ of the files.
 
 Examples:
   racksum reduce rank0.safetensors rank1.safetensors --out sum.safetensors
@@ -163,8 +163,8 @@ impl Args {
             )));
         }
         let which = match as_is.len() - 1 {
-            0 => "travels as it is".to_owned(),
-            others => format!("and {others} more travel as they are"),
+            0 => "keeps its own type".to_owned(),
+            others => format!("and {others} more keep their own types"),
         };
         stderr::warn(format_args!(
             "--wire {wire} cannot carry a tensor of {dtype}: tensor {name} {which}"

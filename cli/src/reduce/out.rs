@@ -43,7 +43,8 @@ impl OutFile {
     fn create_by(path: &Path, unnamed: Unnamed) -> Result<Self, Failure> {
         if path == Path::new("-") {
             return Err(Failure::usage(
-                "--out - is not standard output, where the table goes; name a file, be it ./-",
+                "--out - does not mean standard output, which takes the table; name a file, such \
+                 as ./-",
             ));
         }
         // The target of a link is replaced, and the link stays.
@@ -176,14 +177,14 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
     let cannot = |error| cannot_write(path, &error);
     // `Path::file_name` would ignore these endings.
     if [&b"/"[..], b"/."].iter().any(|end| path.as_os_str().as_bytes().ends_with(end)) {
-        return Err(refused("names no file"));
+        return Err(refused("does not name a file"));
     }
     let mut place = path.to_owned();
     for links in 0..=MAX_LINKS {
         let folder = match folder_of(&place).canonicalize() {
             Err(error) if error.kind() == io::ErrorKind::NotFound && links == 0 => {
                 return Err(Failure::usage(format!(
-                    "--out {}: there is no directory {}",
+                    "--out {}: the directory {} does not exist",
                     path.display(),
                     folder_of(path).display()
                 )));
@@ -198,7 +199,7 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
         if folder.starts_with("/proc") {
             return Err(refused(NO_FILE));
         }
-        let Some(name) = place.file_name() else { return Err(refused("names no file")) };
+        let Some(name) = place.file_name() else { return Err(refused("does not name a file")) };
         place = folder.join(name);
         let before = match place.symlink_metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound && links == 0 => {
@@ -210,7 +211,7 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
             before => before.map_err(cannot)?,
         };
         if before.is_dir() {
-            return Err(refused("names no file"));
+            return Err(refused("does not name a file"));
         }
         if before.is_file() {
             return Ok((place, Some(before)));
@@ -220,14 +221,14 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
         }
         place = followed(&place, &folder, &before).map_err(cannot)?;
     }
-    Err(refused("is a link to more links than are followed"))
+    Err(refused("has too many symbolic links"))
 }
 
 /// Returns the target of a link in a folder, if this user may follow the link.
 fn followed(path: &Path, folder: &Path, link: &Metadata) -> io::Result<PathBuf> {
     let of = folder.metadata()?;
     if !may_follow(own_user(), link.uid(), of.uid(), of.mode()) {
-        let why = "it is a link that another user has made in a folder that all may write to";
+        let why = "it is another user's link in a folder that all users may write to";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
     Ok(folder.join(path.read_link()?))
@@ -247,9 +248,9 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
 }
 
 /// Reason to refuse a path to something other than a file.
-const NO_FILE: &str = "is a pipe or a device, and a result replaces only files";
+const NO_FILE: &str = "is a pipe or a device, and --out needs a file";
 /// Reason to refuse a dangling link.
-const NOTHING: &str = "is a link to nothing";
+const NOTHING: &str = "is a dangling link";
 /// How many links the kernel follows from a path to its file.
 const MAX_LINKS: u32 = 40;
 
@@ -392,7 +393,7 @@ mod tests {
         let nothing = folder.join("nothing");
         std::os::unix::fs::symlink(folder.join("none"), &nothing).unwrap();
         for (path, what) in
-            [(&nothing, "a link to nothing"), (&PathBuf::from("/dev/null"), "a pipe or a device")]
+            [(&nothing, "a dangling link"), (&PathBuf::from("/dev/null"), "a pipe or a device")]
         {
             let why = OutFile::create(path).unwrap_err().to_string();
             assert!(why.contains(what), "{why}");
@@ -411,7 +412,7 @@ mod tests {
         std::os::unix::fs::symlink(&own, &link).unwrap();
         for path in [own, link, PathBuf::from(format!("/dev/fd/{number}"))] {
             let why = OutFile::create(&path).unwrap_err().to_string();
-            assert!(why.contains("is a pipe or a device, and a result replaces only"), "{why}");
+            assert!(why.contains("is a pipe or a device, and --out needs"), "{why}");
         }
         // A file in shared memory has a name, so it is accepted.
         let shared = PathBuf::from(format!("/dev/shm/racksum-out-{}", std::process::id()));
@@ -423,11 +424,11 @@ mod tests {
     fn a_place_that_cannot_be_is_refused() {
         let folder = folder("refuse");
         for (path, what) in [
-            (folder.clone(), "names no file"),
-            (folder.join("none").join("sum"), "there is no directory"),
-            (PathBuf::from("/"), "names no file"),
-            (folder.join("sum/"), "names no file"),
-            (PathBuf::from("-"), "is not standard output"),
+            (folder.clone(), "does not name a file"),
+            (folder.join("none").join("sum"), " does not exist"),
+            (PathBuf::from("/"), "does not name a file"),
+            (folder.join("sum/"), "does not name a file"),
+            (PathBuf::from("-"), "does not mean standard output"),
             (folder.join("n".repeat(256)), "File name too long"),
             (PathBuf::from("/dev/null/sum"), "Not a directory"),
         ] {

@@ -20,11 +20,11 @@ use crate::process_group::ProcessGroup;
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let world = u16::try_from(args.files.len()).ok().filter(|world| *world <= MAX_WORLD);
     let world = world.ok_or_else(|| {
-        Failure::usage(format!("a job has 1 to {MAX_WORLD} ranks, not {}", args.files.len()))
+        Failure::usage(format!("a job must have 1 to {MAX_WORLD} ranks, not {}", args.files.len()))
     })?;
     let files =
         args.files.iter().map(|path| GradientFile::open(path)).collect::<Result<Vec<_>, _>>()?;
-    let (first, others) = files.split_first().ok_or_else(|| Failure::usage("no file is named"))?;
+    let (first, others) = files.split_first().ok_or_else(|| Failure::usage("no file given"))?;
     for other in others {
         first.check_same(other)?;
     }
@@ -41,7 +41,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let reports = reports(process_group, world)?;
     if let Some(rank) = reports.iter().position(|report| report.digest != reports[0].digest) {
         return Err(Failure::failed(format!(
-            "rank {rank} ended with other bits than rank 0; nothing is written"
+            "rank {rank} has a different result than rank 0; no file was written"
         )));
     }
     if let Some(out) = out {

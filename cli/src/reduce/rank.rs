@@ -154,8 +154,8 @@ fn agree(
 /// Returns the failure for a rank that runs another command in this job.
 fn is_no_reduction((rank, has): (Rank, Descriptor)) -> Failure {
     Failure::failed(format!(
-        "rank {} of the job runs no `racksum reduce`: it has {has}; give each command a --job of \
-         its own",
+        "rank {} of the job does not run `racksum reduce`: it has {has}; give each command its own \
+         --job",
         rank.0
     ))
 }
@@ -180,7 +180,7 @@ fn difference(
                     return Failure::failed(why);
                 }
                 return Failure::failed(format!(
-                    "tensor {} is not the same at all ranks: {}",
+                    "tensor {} differs between ranks: {}",
                     Quoted(&tensor.name),
                     Mismatch(&error)
                 ));
@@ -215,7 +215,7 @@ fn other_flags(
     ];
     let flags: Vec<_> = flags.into_iter().filter(|flag| flag.0).map(|flag| flag.1).collect();
     Some(format!(
-        "the ranks were given different {}: rank {} has {mine}; rank {} has {theirs}",
+        "the ranks have different {}: rank {} has {mine}; rank {} has {theirs}",
         flags.join(" and "),
         one.0,
         other.0

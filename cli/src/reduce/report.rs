@@ -205,7 +205,7 @@ impl Table<'_> {
         writeln!(
             out,
             "# {who} sent {tx} B and received {rx} B with all headers, {} % and {} % of {dense} B \
-             dense;\n# {} went again; {:.1} ms",
+             dense;\n# {} retransmitted; {:.1} ms",
             percent(tx, dense),
             percent(rx, dense),
             counted(again, "fragment"),
@@ -251,7 +251,10 @@ fn write_absent(out: &mut impl Write, report: &Report) -> io::Result<()> {
     for rank in absent(report) {
         let lack = report.absent.iter().filter(|absent| absent.contains(&rank)).count();
         let of = report.absent.len();
-        writeln!(out, "# rank {rank} was lost: {lack} of {of} tensors lack some or all it had")?;
+        writeln!(
+            out,
+            "# rank {rank} was lost: {lack} of {of} tensors lack some or all of its values"
+        )?;
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::exit::{Failure, with_flags};
 pub(super) fn ask(addr: &str, args: &Args) -> Result<AggregatorStatus, Failure> {
     let addrs = addresses(addr).map_err(|error| match error {
         no_address @ ConnectError::NoAddress { .. } => Failure::usage(format!(
-            "{no_address}; nor is there a status socket of that name, and a sidecar is unix:PATH"
+            "{no_address}; no status socket has that path either, and a sidecar needs unix:PATH"
         )),
         other => other.into(),
     })?;
@@ -35,7 +35,7 @@ fn ask_each(
     caller: &Caller,
 ) -> Result<AggregatorStatus, Failure> {
     let unknown = |why: &dyn fmt::Display| {
-        Failure::unavailable(format!("{name} cannot be asked: {}", with_flags(why)))
+        Failure::unavailable(format!("cannot ask {name}: {}", with_flags(why)))
     };
     let runtime = single_threaded();
     let runtime = runtime.map_err(|error| unknown(&with_limit(&error)))?;
@@ -72,7 +72,7 @@ mod tests {
         let told = ask_each("two", &[nobody, aggregator.addr()], &caller).unwrap();
         assert_eq!(told.addr, aggregator.addr().to_string());
         let why = ask_each("two", &[nobody, nobody], &caller).unwrap_err().to_string();
-        assert!(why.starts_with("two cannot be asked: nobody answered at "), "{why}");
+        assert!(why.starts_with("cannot ask two: no answer from "), "{why}");
         assert_eq!(why.matches(&nobody.to_string()).count(), 2, "{why}");
     }
 }

@@ -13,7 +13,7 @@ use crate::exit::{Failure, say};
 /// Asks the sidecar at a path and prints its answer.
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
-        let question = "is that the --socket of a racksum worker of this release?";
+        let question = "check that the path is the --socket of a racksum worker of this release";
         let path = path.display();
         let other = format!("cannot ask {path}: {error}; {question}");
         match error {
@@ -22,7 +22,7 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
                 Failure::of_call(format!("cannot ask {path}: {error}; {advice}"), &error)
             }
             AskError::Silent => Failure::unavailable(format!(
-                "cannot ask {path}: the sidecar does not answer, so it may be stopped"
+                "cannot ask {path}: no answer from the sidecar; its process may be suspended"
             )),
             AskError::Answer(_) => Failure::unavailable(other),
         }

@@ -143,7 +143,7 @@ fn who_answers_a_little_at_a_time_is_not_waited_for_without_end() {
         }
     });
     let error = read(ours, Duration::from_secs(1)).unwrap_err();
-    assert_eq!(error.to_string(), "it did not answer within 1 s, so it may be stopped");
+    assert_eq!(error.to_string(), "no answer within 1 s; its process may be suspended");
     drips.join().unwrap();
 }
 

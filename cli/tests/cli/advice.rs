@@ -10,7 +10,7 @@ use crate::process::{Process, RACKSUM, Serving, run, signal};
 #[test]
 fn a_value_that_is_no_value_brings_up_one_that_is() {
     let far = ["--rank", "0", "--world", "2", "--aggregator"];
-    let whole = "give a whole number, without a unit";
+    let whole = "must be a whole number without a unit";
     for (args, why) in [
         (&["bench", "--timeout", "5s"][..], whole),
         (&["bench", "-f", "0.5"], whole),
@@ -18,20 +18,20 @@ fn a_value_that_is_no_value_brings_up_one_that_is() {
         (&["aggregator", "--port", ""], whole),
         (
             &["aggregator", "--bind", "10.0.0.1:7177"],
-            "\"10.0.0.1:7177\" has a port; bind 10.0.0.1, and give port 7177",
+            "\"10.0.0.1:7177\" includes a port; set bind to 10.0.0.1 and port to 7177",
         ),
-        (&["aggregator", "--bind", "localhost"], "\"localhost\" is no IP address; give one"),
+        (&["aggregator", "--bind", "localhost"], "\"localhost\" is not an IP address"),
         (
             &[&["bench"], &far[..], &["127.0.0.1:7177 127.0.0.1:7178"]].concat(),
-            "\"127.0.0.1:7177 127.0.0.1:7178\" has a space in it; put + or , between two",
+            "\"127.0.0.1:7177 127.0.0.1:7178\" contains a space; separate aggregators with + or ,",
         ),
         (
             &[&["bench"], &far[..], &["127.0.0.1:1;127.0.0.1:2"]].concat(),
-            "\"127.0.0.1:1;127.0.0.1:2\" has a ; in it; put + or , between two",
+            "\"127.0.0.1:1;127.0.0.1:2\" contains a semicolon; separate aggregators with + or ,",
         ),
         (
             &["aggregator", "--bind", "::ffff:10.0.0.1"],
-            "::ffff:10.0.0.1, which is an IPv4 address (write 10.0.0.1)",
+            "::ffff:10.0.0.1, which is an IPv4-mapped address (write 10.0.0.1)",
         ),
         (&["reduce", "file", "--out"], "a value is required for '--out"),
     ] {
@@ -60,7 +60,7 @@ fn a_socket_that_cannot_be_asked_brings_up_what_helps() {
     drop(UnixListener::bind(&dead).unwrap());
     for (which, whose) in [(dead.clone(), "aggregator"), (format!("unix:{dead}"), "sidecar")] {
         let ended = run(&["status", &which]);
-        let why = format!("; the {whose} has ended; start it again");
+        let why = format!("; the {whose} has exited; start it again");
         assert!(ended.failed(3).ends_with(&why), "{ended:?}");
     }
     std::fs::set_permissions(&dead, PermissionsExt::from_mode(0o0)).unwrap();
@@ -70,7 +70,7 @@ fn a_socket_that_cannot_be_asked_brings_up_what_helps() {
     }
     for (which, whose) in [(dead.clone(), "aggregator"), (format!("unix:{dead}"), "sidecar")] {
         let ended = run(&["status", &which]);
-        let why = format!("; ask as the {whose}'s user, or as root");
+        let why = format!("; run this as the {whose}'s user, or as root");
         assert!(ended.failed(3).ends_with(&why), "{ended:?}");
     }
 }

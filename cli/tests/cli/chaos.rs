@@ -28,7 +28,7 @@ fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_noth
     drop(ranks.remove(5));
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect::<Vec<_>>());
     for ended in ended {
-        let why = "lost rank 5: its process ended without a word; see what it said last";
+        let why = "lost rank 5: its process exited unexpectedly; check its log";
         assert_eq!(ended.failed(1), why);
     }
     time("a rank killed in an op over a network is named", ms, 3_000);
@@ -128,12 +128,11 @@ fn a_rank_that_stays_cut_off_is_named_to_the_others_and_they_to_it() {
     for (rank, ended) in ended.iter().enumerate() {
         let why = match rank {
             1 => format!(
-                "the session ended: {}: nothing is heard of the aggregator; it is stopped, down or",
+                "the session ended: {}: the aggregator is silent; it is suspended, down or",
                 serving.addr
             ),
-            _ => "lost rank 1: nothing is heard of it; it is stopped, or its host is down or cut \
-                  off"
-            .to_owned(),
+            _ => "lost rank 1: it is silent; its process is suspended, or its host is down"
+                .to_owned(),
         };
         assert!(ended.failed(1).starts_with(&why), "{ended:?}");
     }

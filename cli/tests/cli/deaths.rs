@@ -21,7 +21,7 @@ fn busy(serving: &Serving, world: u16, timeout: &str) -> Vec<Process> {
     ranks
 }
 
-const LOST: &str = "lost rank 1: its process ended without a word; see what it said last";
+const LOST: &str = "lost rank 1: its process exited unexpectedly; check its log";
 
 #[test]
 fn a_rank_that_is_killed_is_lost_to_the_others() {

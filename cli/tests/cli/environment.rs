@@ -33,8 +33,8 @@ fn a_variable_completes_what_the_command_line_says_of_a_rank() {
     let rank = ["bench", "--rank", "0", "--world", "1", "-b", "4K", "-e", "4K", "-n", "2"];
     run(&[("RACKSUM_AGGREGATOR", &serving.addr)], &rank).ok();
     let nowhere = run(&[], &rank);
-    let why = "--rank and --world are of one rank of a run of many; give its aggregator as well, \
-               with --aggregator HOST:PORT or RACKSUM_AGGREGATOR";
+    let why = "--rank and --world start one rank of a distributed run, which needs an aggregator; \
+               set --aggregator HOST:PORT or RACKSUM_AGGREGATOR";
     assert!(nowhere.failed(2).starts_with(why), "{nowhere:?}");
     // The command line overrides the variable.
     let named = [&rank[..], &["--aggregator", &serving.addr]].concat();
@@ -45,24 +45,23 @@ fn a_variable_completes_what_the_command_line_says_of_a_rank() {
 fn an_error_names_the_variable_that_set_the_value() {
     let rank = ["bench", "--rank", "0", "--world", "1"];
     let ended = run(&[("RACKSUM_AGGREGATOR", "a:1,")], &rank);
-    let why = "RACKSUM_AGGREGATOR=\"a:1,\": an aggregator between + and , has no name";
+    let why = "RACKSUM_AGGREGATOR=\"a:1,\": an aggregator in the list is empty";
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let ended = run(&[("RACKSUM_AGGREGATOR", "bogus")], &rank);
-    let why =
-        "RACKSUM_AGGREGATOR=\"bogus\": \"bogus\" is no address of an aggregator (HOST:PORT): ";
+    let why = "RACKSUM_AGGREGATOR=\"bogus\": \"bogus\" is not an aggregator address (HOST:PORT): ";
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let insecure = [&rank[..], &["--aggregator", "127.0.0.1:9", "--insecure"]].concat();
     let aggregator = ["aggregator", "--port", "0", "--insecure"];
     let status = ["status", "127.0.0.1:9", "--insecure"];
     for args in [&insecure[..], &aggregator, &status] {
         let ended = run(&[("RACKSUM_IDENTITY", "node.pem")], args);
-        let why = "RACKSUM_IDENTITY=\"node.pem\" names an identity, which is of no use with";
+        let why = "RACKSUM_IDENTITY=\"node.pem\" conflicts with";
         assert!(ended.failed(2).starts_with(why), "{ended:?}");
     }
     let ended = run(&[("RACKSUM_LOG", "a=b=c")], &["bench", "-e", "4K"]);
     assert!(ended.failed(2).starts_with("RACKSUM_LOG \"a=b=c\": "), "{ended:?}");
     let ended = run(&[("RACKSUM_LOG", "nonsense")], &["bench", "-e", "4K"]);
-    let why = "RACKSUM_LOG \"nonsense\": \"nonsense\" is no level; give off, error, warn, ";
+    let why = "RACKSUM_LOG \"nonsense\": \"nonsense\" is not a log level; use off, error, warn, ";
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
 }
 
@@ -98,7 +97,7 @@ fn a_variable_that_is_empty_says_nothing() {
     }
     let sidecar = ["worker", "--aggregator", &serving.addr];
     let ended = run(&[("RACKSUM_INTERFACE", ""), ("RACKSUM_IDENTITY", "")], &sidecar);
-    assert!(ended.failed(2).starts_with("nobody says where to serve"), "{ended:?}");
+    assert!(ended.failed(2).starts_with("no socket path given"), "{ended:?}");
     let why = "RACKSUM_INTERFACE=\"no-such\": no usable interface matches \"no-such\"";
     let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &sidecar);
     assert!(ended.failed(2).starts_with(why), "{ended:?}");

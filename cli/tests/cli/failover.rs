@@ -142,7 +142,7 @@ fn an_aggregator_that_is_told_to_stop_ends_once_its_jobs_have_moved() {
         for stop in 0..6 {
             let at = stop % 2;
             let (ended, ms) = timed(|| serving[at].take().unwrap().end());
-            assert!(ended.ok().out.contains("drains: 1 job is to end or to move"), "{stop}");
+            assert!(ended.ok().out.contains("is draining: 1 job is to end or move"), "{stop}");
             time("an aggregator drains", ms, 5_000);
             load.await_ops(3);
             serving[at] = Some(serve(ports[at]));

@@ -85,7 +85,7 @@ fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
         rank.end(60).ok();
     }
     let ended = serving.end();
-    assert_eq!(ended.err.matches("a lifeline cannot be taken").count(), 1, "{}", ended.err);
+    assert_eq!(ended.err.matches("cannot accept a lifeline").count(), 1, "{}", ended.err);
     assert!(ended.err.contains("raise the limit (ulimit -n)"), "{}", ended.err);
 }
 
@@ -141,7 +141,7 @@ fn small_receive_buffers_are_told_once_and_cost_no_sum() {
         )
     });
     let told =
-        "receive buffer is 64 KiB of the 4 MiB asked for; raise net.core.rmem_max to 4194304";
+        "receive buffer is 64 KiB, not the requested 4 MiB; raise net.core.rmem_max to 4194304";
     let ended = ranks.into_iter().map(|rank| rank.end(60).ok());
     for ended in ended.collect::<Vec<_>>().into_iter().chain([serving.end().ok()]) {
         assert_eq!(ended.err.matches(told).count(), 1, "{}", ended.err);
@@ -191,9 +191,9 @@ fn jobs_go_on_when_the_wall_clock_is_set_and_only_certificates_go_by_it() {
     };
     let next_op = || told(&socket)["jobs"][0]["ranks"][0]["next_op"].as_u64().unwrap();
     for (step, days, said, valid) in [
-        (1, 3650, "was set forward by 315360000 s;", false),
-        (2, 0, "was set back by 315360000 s;", true),
-        (3, -3650, "was set back by 315360000 s;", false),
+        (1, 3650, "jumped forward by 315360000 s;", false),
+        (2, 0, "jumped back by 315360000 s;", true),
+        (3, -3650, "jumped back by 315360000 s;", false),
     ] {
         clock.set_off_by_days(days);
         await_that(said, || serving.process.err().matches("the wall clock").count() == step);

@@ -180,7 +180,8 @@ fn a_link_that_cannot_do_what_is_asked_is_named() {
     let demanded = ["--port", "0", "--bind", "10.77.0.1", "--fanout", "multicast"];
     let args = [&["aggregator", "--insecure"], &demanded[..]].concat();
     let ended = hosts.start('a', &args).end(10);
-    let why = "--fanout multicast cannot be: cannot use wire for multicast: it does not multicast";
+    let why = "--fanout multicast is not possible: cannot use wire for multicast: the interface \
+               does not";
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
     // With `auto`, the aggregator falls back to unicast.
     let serving = hosts.serve("10.77.0.1", &["--fanout", "auto"]);
@@ -191,7 +192,7 @@ fn a_link_that_cannot_do_what_is_asked_is_named() {
     set('b', ["mtu", "1000"]);
     let rank = ["--insecure", "--aggregator", &serving.addr, "--rank", "0", "--world", "1"];
     let ended = hosts.start('b', &[&["bench"], &rank[..]].concat()).end(10);
-    assert!(ended.failed(3).starts_with("an MTU of 1000 is too small; racksum needs"), "{ended:?}");
+    assert!(ended.failed(3).starts_with("MTU 1000 is too small; racksum needs"), "{ended:?}");
 }
 
 #[test]
@@ -210,8 +211,8 @@ fn without_insecure_nothing_beyond_loopback_is_served_or_called() {
 fn all_ranks_on_one_host_need_its_loopback_interface_and_proc() {
     let bench = ["bench", "-b", "4K", "-e", "4K", "-n", "1", "-w", "0"];
     for (unshared, script, told) in [
-        ("-n", "true", "; set it up with `ip link set lo up`"),
-        ("-m", "umount -l /proc", "; mount it with `mount -t proc proc /proc`"),
+        ("-n", "true", "; run `ip link set lo up`"),
+        ("-m", "umount -l /proc", "; run `mount -t proc proc /proc`"),
     ] {
         let Some(ended) = unsharing(unshared, script, &bench) else { return };
         assert!(ended.failed(3).ends_with(told), "{ended:?}");
@@ -220,7 +221,7 @@ fn all_ranks_on_one_host_need_its_loopback_interface_and_proc() {
 
 #[test]
 fn a_host_without_a_way_to_the_aggregator_says_so() {
-    let why = "nothing leads from this host to 10.0.0.1:7: ";
+    let why = "no route from this host to 10.0.0.1:7: ";
     let asking = ["status", "10.0.0.1:7", "--insecure"];
     let Some(ended) = unsharing("-n", "true", &asking) else { return };
     assert!(ended.failed(3).starts_with(why), "{ended:?}");

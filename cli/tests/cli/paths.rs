@@ -107,7 +107,7 @@ fn a_path_that_is_narrow_in_the_middle_is_used_as_it_is() {
         let ended = chain.bench(&serving, &[]).ok();
         // wire: W-76
         // 1400 bytes less the headers of IPv4 and UDP.
-        let told = "takes datagrams of 1372 bytes, and the interface 1472";
+        let told = "passes datagrams of 1372 bytes, but the interface 1472";
         assert_eq!(ended.err.matches(told).count(), 1, "{ended:?}");
         // An MTU that the user sets is not lowered silently.
         let why = chain.bench(&serving, &["--mtu", "1500"]);
@@ -115,7 +115,7 @@ fn a_path_that_is_narrow_in_the_middle_is_used_as_it_is() {
         let port = serving.port().parse::<u16>().unwrap() + 1;
         let data_port = format!("{AGGREGATOR}:{port} (UDP)");
         let told = format!(
-            "datagrams of 1472 bytes do not arrive at the aggregator's data port {data_port}, and \
+            "datagrams of 1472 bytes do not arrive at the aggregator's data port {data_port}, but \
              those of 1372 bytes do"
         );
         assert!(why.starts_with(&told), "{why}");
@@ -129,8 +129,7 @@ fn a_path_that_is_too_narrow_to_join_by_is_named_with_its_mtu() {
     let serving = chain.serve(own_port(), &[]);
     let ended = chain.bench(&serving, &["--join-timeout", "2"]);
     let why = ended.failed(3);
-    let narrow = "; the path there passes no IP packet of more than 1000 bytes, and racksum needs \
-                  1280";
+    let narrow = "; the path passes no IP packet larger than 1000 bytes, and racksum needs 1280";
     assert!(why.contains(narrow), "{why}");
 }
 
@@ -144,8 +143,7 @@ fn a_firewall_before_the_data_port_is_named_by_port_and_direction() {
     chain.drop_what(&["sport", &data_port]);
     let ended = chain.bench(&serving, &[]);
     let why = ended.failed(3);
-    let back =
-        format!("no datagram from the aggregator's data port {addr} comes back to UDP port ");
+    let back = format!("no datagram from the aggregator's data port {addr} reaches UDP port ");
     assert!(why.starts_with(&back), "{why}");
     chain.drop_what(&["dport", &data_port]);
     let ended = chain.bench(&serving, &[]);
@@ -162,7 +160,11 @@ fn an_aggregator_proves_its_path_to_its_parent() {
     let below = ["--port", "0", "--parent", &root.addr];
     let rack = Serving::of(chain.start("b", &[&args[..], &below].concat()));
     chain.bench(&rack, &[]).ok();
-    assert!(rack.process.err().contains("takes datagrams of 1372 bytes"), "{}", rack.process.err());
+    assert!(
+        rack.process.err().contains("passes datagrams of 1372 bytes"),
+        "{}",
+        rack.process.err()
+    );
     let port: u16 = root.port().parse().unwrap();
     chain.drop_what(&["dport", &(port + 1).to_string()]);
     let ended = chain.bench(&rack, &[]);

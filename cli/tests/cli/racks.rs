@@ -68,7 +68,7 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     signal(ranks[1].id(), "KILL");
     drop(ranks.remove(1));
     let (ended, ms) = end_all(ranks);
-    let why = "lost rank 1: its process ended without a word; see what it said last";
+    let why = "lost rank 1: its process exited unexpectedly; check its log";
     ended.iter().for_each(|ended| assert_eq!(ended.failed(1), why));
     time("a rank killed in one rack is named in all", ms, 3_000);
     racks.await_peace(&RACKS);
@@ -79,8 +79,8 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     let (ended, ms) = end_all(ranks);
     for (rank, ended) in ended.iter().enumerate() {
         let why = match rank {
-            0 | 1 => "lost rank 2, 3: the aggregator of the rack is gone, or has ended the job; \
-                      see what it said last"
+            0 | 1 => "lost rank 2, 3: its rack's aggregator is gone or ended the job; check the \
+                      aggregator's log"
                 .to_owned(),
             _ => format!("the session ended: the aggregator {} is gone", racks.racks[1].addr),
         };

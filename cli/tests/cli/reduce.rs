@@ -146,7 +146,7 @@ fn every_dtype_and_shape_is_reduced() {
     assert_eq!(read(&out), read(&files[0]), "the sum of one");
     let narrow = reduce(&files, &out, &["--wire", "bf16"]).ok();
     // The dtypes f16, i32 and i64 travel as they are.
-    assert_eq!(narrow.err.matches(" and 2 more travel as they are").count(), 1, "{narrow:?}");
+    assert_eq!(narrow.err.matches(" and 2 more keep their own types").count(), 1, "{narrow:?}");
     for (tensor, wire) in [("i32", "i32"), ("i64", "i64"), ("f16", "f16"), ("f32", "bf16")] {
         let row = narrow.out.lines().find(|line| line.starts_with(&format!("{tensor} "))).unwrap();
         assert_eq!(row.split_whitespace().nth(2), Some(wire), "{row}");
@@ -218,15 +218,15 @@ fn what_cannot_be_reduced_is_refused_in_a_sentence_and_nothing_is_written() {
     for (files, why) in [
         (of(&missing), format!("cannot read {missing}: No such file")),
         (of(&own), "is a directory, not a file".to_owned()),
-        (of(&garbage), format!("{garbage} is no safetensors file: ")),
-        (of(&cut), format!("{cut} is no safetensors file: ")),
+        (of(&garbage), format!("{garbage} is not a safetensors file: ")),
+        (of(&cut), format!("{cut} is not a safetensors file: ")),
         (of(&shape), format!("tensor \"a\" has the shape [2, 3] in {shape}, but [6] in {good}")),
         (of(&dtype), format!("tensor \"a\" is i32 in {dtype}, but f32 in {good}")),
-        (of(&fewer), format!("{fewer} has no tensor \"b\", which {good} has")),
-        (of(&other), format!("{other} has no tensor \"b\", which {good} has")),
+        (of(&fewer), format!("{fewer} lacks tensor \"b\", which {good} has")),
+        (of(&other), format!("{other} lacks tensor \"b\", which {good} has")),
         (
             vec![fewer.clone(), good.clone()],
-            format!("{good} has a tensor \"b\", which {fewer} has"),
+            format!("{good} has tensor \"b\", which {fewer} lacks"),
         ),
         (of(&bytes), format!("tensor \"a\" of {bytes} is U8, which racksum cannot reduce")),
         (vec![bytes.clone()], format!("tensor \"a\" of {bytes} is U8")),
@@ -237,13 +237,13 @@ fn what_cannot_be_reduced_is_refused_in_a_sentence_and_nothing_is_written() {
         assert_eq!(folder.names(), before);
     }
     let nowhere = folder.path("nowhere/sum");
-    for (out, why) in [(&nowhere, "there is no directory"), (&own, "names no file")] {
+    for (out, why) in [(&nowhere, "does not exist"), (&own, "does not name a file")] {
         let ended = reduce(&of(&good), out, &[]);
         assert!(ended.failed(2).contains(why), "{ended:?}");
         assert_eq!(folder.names(), before);
     }
     for (flags, why) in [
-        (&["--block", "48"][..], "tensor \"a\": a block has 32 to 1024 elements"),
+        (&["--block", "48"][..], "tensor \"a\": a block must have a power of two of"),
         (&["--wire", "i32"], "tensor \"a\": wire type i32 cannot carry a tensor of f32"),
     ] {
         let ended = reduce(&of(&good), &folder.path("sum"), flags);
@@ -392,7 +392,7 @@ fn a_timeout_says_which_tensor_and_leaves_nothing() {
     let ended = run(&["reduce", "--out", &out, "--drop", "1", "--timeout", "1", &file, &file]);
     let why = ended.failed(1);
     assert!(
-        why.contains("no result after 10") && why.contains("no rank is said to be waited for"),
+        why.contains("no result after 10") && why.contains("the aggregator named no missing rank"),
         "{why}"
     );
     assert_eq!(folder.names(), ["rank"]);
@@ -450,15 +450,15 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
     let before = folder.names();
     let out = folder.path("sum");
     for (other, flags, why) in [
-        (&size, &[][..], "tensor \"b\" is not the same at all ranks: rank "),
+        (&size, &[][..], "tensor \"b\" differs between ranks: rank "),
         (&name, &[], "differ in its name or shape"),
-        (&shape, &[], "tensor \"b\" is not the same at all ranks: rank "),
+        (&shape, &[], "tensor \"b\" differs between ranks: rank "),
         (&fewer, &[], ", but rank "),
-        (&one, &["--op", "max"], "the ranks were given different --op: rank "),
+        (&one, &["--op", "max"], "the ranks have different --op: rank "),
         (
             &one,
             &["--block", "64", "--wire", "bf16"],
-            "the ranks were given different --wire and --block: rank ",
+            "the ranks have different --wire and --block: rank ",
         ),
     ] {
         let (results, ms) = timed(|| {
@@ -480,11 +480,11 @@ fn another_command_with_the_same_job_is_told_from_a_rank_that_disagrees() {
     let reduces = rank(&serving, 0, 2, &captured("digits")[0], &["--job", "bench"]);
     let benches = bench_rank(&serving.addr, 1, 2, &["-e", "4K"]);
     let ended = reduces.end(30);
-    let why = "rank 1 of the job runs no `racksum reduce`: it has max of 20 x i64, ";
+    let why = "rank 1 of the job does not run `racksum reduce`: it has max of 20 x i64, ";
     assert!(ended.failed(1).starts_with(why), "{ended:?}");
-    assert!(ended.failed(1).ends_with("; give each command a --job of its own"), "{ended:?}");
+    assert!(ended.failed(1).ends_with("; give each command its own --job"), "{ended:?}");
     let ended = benches.end(30);
-    assert!(ended.failed(1).ends_with("and another command a --job of its own"), "{ended:?}");
+    assert!(ended.failed(1).ends_with("and give each other command its own --job"), "{ended:?}");
 }
 
 #[test]
@@ -519,8 +519,7 @@ fn arguments_that_contradict_each_other_are_refused() {
     for flags in [&["--wait"][..], &["--insecure"], &["--rank", "1"], &["--job", "a"]] {
         for command in [&["bench"][..], &["reduce", file]] {
             let ended = run(&[command, flags].concat());
-            let tip =
-                "tip: flags that say how a rank connects are for one rank of many: add --rank";
+            let tip = "tip: these flags configure one rank of a distributed run; add --rank";
             assert!(ended.code == Some(2) && ended.err.contains(tip), "{ended:?}");
         }
     }
@@ -530,5 +529,5 @@ fn arguments_that_contradict_each_other_are_refused() {
     assert!(run(&two).failed(2).contains("give this rank's file alone, not 2"));
     let mut many = vec!["reduce"];
     many.extend([&file[..]; 257]);
-    assert!(run(&many).failed(2).contains("a job has 1 to 256 ranks, not 257"));
+    assert!(run(&many).failed(2).contains("a job must have 1 to 256 ranks, not 257"));
 }

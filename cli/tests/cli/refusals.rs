@@ -13,8 +13,7 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let ended = run(&["aggregator", "--port", &port]);
-    let why =
-        format!("cannot bind 127.0.0.1:{port}: the port is taken; choose another with --port");
+    let why = format!("cannot bind 127.0.0.1:{port}: address in use; choose another with --port");
     assert!(ended.failed(3).starts_with(&why), "{ended:?}");
 
     let ended = run(&["aggregator", "--bind", "203.0.113.7", "--insecure"]);
@@ -26,7 +25,8 @@ fn an_aggregator_that_cannot_serve_says_why() {
     assert!(ended.failed(2).contains("--fanout multicast needs --bind with the"), "{ended:?}");
 
     let six = ["aggregator", "--bind", "::1", "--port", "0", "--fanout", "multicast"];
-    let why = "--fanout multicast cannot be: cannot use lo for multicast: it does not multicast; ";
+    let why = "--fanout multicast is not possible: cannot use lo for multicast: the interface does \
+               not ";
     assert!(run(&six).failed(3).starts_with(why));
 
     let folder = Folder::new("config");
@@ -35,10 +35,10 @@ fn an_aggregator_that_cannot_serve_says_why() {
     assert!(ended.failed(2).starts_with(&format!("cannot read {config}: ")), "{ended:?}");
     std::fs::write(&config, "port = 0\nshards = 0\n").unwrap();
     let ended = run(&["aggregator", "--config", &config]);
-    assert!(ended.failed(2).ends_with("shards is 0, but must be from 1 to 64"), "{ended:?}");
+    assert!(ended.failed(2).ends_with("shards must be from 1 to 64, not 0"), "{ended:?}");
     std::fs::write(&config, "join_timeout_s = 0\n").unwrap();
     let ended = run(&["aggregator", "--config", &config]);
-    assert!(ended.failed(2).ends_with("join_timeout_s is 0, but must be from 1 to 604800"));
+    assert!(ended.failed(2).ends_with("join_timeout_s must be from 1 to 604800, not 0"));
     std::fs::write(&config, "prot = 0\n").unwrap();
     let ended = run(&["aggregator", "--config", &config]);
     let why = format!("{config}: line 1: unknown field `prot`, expected one of `bind`, `port`, ");
@@ -47,12 +47,12 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let ended = run(&["aggregator", "--pool-mib", "1048576"]);
     assert!(ended.failed(2).ends_with("of this host; lower --pool-mib or --shards"), "{ended:?}");
     let ended = run(&["aggregator", "--bind", "224.0.0.1", "--insecure"]);
-    assert!(ended.err.contains("nobody can serve at 224.0.0.1, which is a multicast group"));
+    assert!(ended.err.contains("cannot serve at 224.0.0.1, which is a multicast group"));
     assert_eq!(ended.code, Some(2));
     let ended = run(&["worker", "--socket", &folder.path("worker"), "--memory", "100T"]);
     assert!(ended.failed(2).ends_with(" MiB of memory of this host; lower it"), "{ended:?}");
     let ended = bench_rank("0.0.0.0:7177", 0, 1, &[]).end(30);
-    assert!(ended.failed(2).contains("its host is 0.0.0.0, which is no host's address"));
+    assert!(ended.failed(2).contains("its host is 0.0.0.0, which is not a host's address"));
 }
 
 #[test]
@@ -65,19 +65,29 @@ fn a_number_of_a_flag_that_is_out_of_its_bounds_is_refused_with_them() {
         ("aggregator", "--max-jobs <N>", "1025", "must be from 1 to 1024"),
         ("aggregator", "--max-ranks <N>", "0", "must be from 1 to 262144"),
         ("aggregator", "--join-timeout-s <S>", "0", "must be from 1 to 604800"),
-        ("bench", "--pool-slots <POOL_SLOTS>", "1", "must be from 2 to 4096; 0 leaves it to the"),
+        (
+            "bench",
+            "--pool-slots <POOL_SLOTS>",
+            "1",
+            "must be from 2 to 4096; with 0 the aggregator",
+        ),
         ("bench", "--mtu <MTU>", "1279", "must be from 1280 to 65536"),
         ("bench", "--mtu <MTU>", "70000", "must be from 1280 to 65536"),
         ("bench", "--timeout <TIMEOUT>", "-1", "must be from 1 to 31536000"),
         ("bench", "--iters <ITERS>", "-1", "must be from 1 to 4294967295"),
         ("bench", "--iters <ITERS>", "99999999999999999999999", "must be from 1 to 4294967295"),
-        ("bench", "--iters <ITERS>", "many", "give a whole number, without a unit, from 1 to 42"),
+        ("bench", "--iters <ITERS>", "many", "must be a whole number without a unit, from 1 to 42"),
         ("bench", "--rank <RANK>", "70000", "must be from 0 to 255"),
         ("bench", "--density <DENSITY>", "-1", "must be a number from 0 to 1"),
         ("bench", "--density <DENSITY>", "1.1", "must be a number from 0 to 1"),
         ("bench", "--density <DENSITY>", "NaN", "must be a number from 0 to 1"),
         ("identity issue", "--days <DAYS>", "-1", "must be from 1 to 36500"),
-        ("worker", "--memory <SIZE>", "0", "0 bytes are too few for what ranks share; give 1M"),
+        (
+            "worker",
+            "--memory <SIZE>",
+            "0",
+            "0 bytes are too few for the memory that ranks share; give 1M",
+        ),
     ] {
         let (name, _) = flag.split_once(' ').unwrap();
         let command: Vec<_> = command.split(' ').collect();
@@ -111,18 +121,18 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
         Process::spawn(Command::new("sh").args(["-c", &script])).end(60)
     };
     let ended = limited(600_000, "aggregator --port 0 --pool-mib 1024");
-    let why = "no memory for 1024 MiB of packet buffers a shard, and what serving them takes; ";
+    let why = "cannot allocate 1024 MiB of packet buffers for each shard; ";
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
     let ended = limited(600_000, "bench --workers 1 -e 4K");
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
-    assert!(ended.failed(2).contains("serving them takes; raise the limit"), "{ended:?}");
+    assert!(ended.failed(2).contains("for each shard; raise the limit"), "{ended:?}");
     let ended = limited(600_000, "bench --workers 1 -e 4K --shards 2");
     assert!(ended.failed(2).contains("; lower --shards, or raise"), "{ended:?}");
     let ended = limited(2_000_000, "bench -b 1900M -e 1900M --workers 1 -n 1");
     // The rank reports the error, and the benchmark reports that its rank has ended.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(
-        ended.err.contains("racksum: rank 0: no memory for a tensor of 1992294400 bytes; "),
+        ended.err.contains("racksum: rank 0: cannot allocate a tensor of 1992294400 bytes; "),
         "{ended:?}"
     );
 }
@@ -135,7 +145,7 @@ fn a_configuration_that_is_a_pipe_is_refused_and_may_be_read_again_later() {
         // No process writes to the pipe.
         assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
     };
-    let why = format!("cannot read {}: it is not a regular file", config);
+    let why = format!("cannot read {}: not a regular file", config);
     pipe();
     let ended = run(&["aggregator", "--config", &config]);
     assert_eq!(ended.failed(2), why);
@@ -145,7 +155,7 @@ fn a_configuration_that_is_a_pipe_is_refused_and_may_be_read_again_later() {
     std::fs::remove_file(&config).unwrap();
     pipe();
     signal(serving.process.id(), "HUP");
-    let refused = format!("nothing is reloaded: {why}");
+    let refused = format!("nothing was reloaded: {why}");
     await_that("the pipe is refused", || serving.process.err().contains(&refused));
     std::fs::remove_file(&config).unwrap();
     std::fs::write(&config, "max_jobs = 5\n").unwrap();
@@ -160,7 +170,7 @@ fn an_aggregator_names_the_port_of_a_shard_that_is_taken() {
     let port = control + 1;
     let taken = UdpSocket::bind(("127.0.0.1", port)).unwrap();
     let ended = run(&["aggregator", "--port", &control.to_string(), "--pool-mib", "1"]);
-    let why = format!("cannot bind 127.0.0.1:{port}: the port is taken; choose another");
+    let why = format!("cannot bind 127.0.0.1:{port}: address in use; choose another");
     assert!(ended.failed(3).starts_with(&why), "{ended:?}");
     drop(taken);
 }
@@ -169,7 +179,8 @@ fn an_aggregator_names_the_port_of_a_shard_that_is_taken() {
 fn an_aggregator_for_ipv6_says_so_to_who_comes_by_ipv4() {
     let serving = Serving::start(&["--bind", "::", "--insecure"]);
     let ended = bench_rank(&format!("127.0.0.1:{}", serving.port()), 0, 1, &[]).end(30);
-    let why = "the aggregator refused: this aggregator serves IPv6, and the worker came by IPv4; ";
+    let why = "the aggregator refused: this aggregator serves IPv6, and the worker called by \
+               IPv4; ";
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
 }
 
@@ -179,8 +190,8 @@ fn a_job_that_an_aggregator_has_held_for_too_long_names_who_is_missing() {
     for (rank, missing) in [(0, 1), (1, 0)] {
         let ended = bench_rank(&serving.addr, rank, 2, &["--join-timeout", "30"]).end(60);
         let why = format!(
-            "the aggregator refused: job \"bench\" has waited 1 s for rank {missing}; start what \
-             is missing, or raise --join-timeout-s at the aggregator"
+            "the aggregator refused: job \"bench\" waited 1 s for rank {missing}; start the \
+             missing ranks, or raise --join-timeout-s at the aggregator"
         );
         assert_eq!(ended.failed(3), why);
     }
@@ -221,8 +232,7 @@ fn ranks_with_other_flags_are_told_which_before_they_measure() {
         let rank = |at, flags| bench_rank(&serving.addr, at, 2, &[same, flags].concat());
         for ended in [rank(0, flags), rank(1, others)].map(|rank| rank.end(30)) {
             let why = format!(
-                "the ranks were given different {named}; give all ranks of a benchmark the same \
-                 flags"
+                "the ranks have different {named}; give all ranks of a benchmark the same flags"
             );
             assert_eq!(ended.failed(1), why);
         }
@@ -234,9 +244,9 @@ fn a_rank_that_finds_no_aggregator_says_so() {
     let free = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     for (limit, warnings) in [("3", 0), ("7", 1)] {
         let ended = bench_rank(&free, 0, 1, &["--join-timeout", limit]).end(60);
-        let why = format!("nobody answered at {free} within {limit} s; check the address");
+        let why = format!("no answer from {free} within {limit} s; check the address");
         assert!(ended.failed(3).starts_with(&why), "{ended:?}");
-        assert_eq!(ended.err.matches("nobody answered at ").count(), 1 + warnings, "{ended:?}");
+        assert_eq!(ended.err.matches("no answer from ").count(), 1 + warnings, "{ended:?}");
         assert_eq!(ended.err.matches("; check the address").count(), 1, "{ended:?}");
     }
 
@@ -244,24 +254,30 @@ fn a_rank_that_finds_no_aggregator_says_so() {
     let ended = bench_rank(unknown, 0, 1, &["--join-timeout", "2"]).end(60);
     let why = format!("the name of the aggregator {unknown:?} does not resolve: ");
     assert!(ended.failed(3).starts_with(&why), "{ended:?}");
-    assert_eq!(ended.err.matches("trying again for up to ").count(), 1, "{ended:?}");
+    assert_eq!(ended.err.matches("retrying for up to ").count(), 1, "{ended:?}");
     let ended = bench_rank("127.0.0.1", 0, 1, &[]).end(30);
-    assert!(ended.failed(2).starts_with("\"127.0.0.1\" is no address of an"), "{ended:?}");
+    assert!(ended.failed(2).starts_with("\"127.0.0.1\" is not an aggregator address"), "{ended:?}");
     for missing in ["", "127.0.0.1:7177,", "+127.0.0.1:7177", "127.0.0.1:7177, ,127.0.0.1:7178"] {
         let ended = bench_rank(missing, 0, 1, &[]).end(30);
         assert_eq!(ended.code, Some(2), "{ended:?}");
-        assert!(ended.err.contains("between + and , has no name; give each as"), "{ended:?}");
+        assert!(
+            ended.err.contains("an aggregator in the list is empty; give each as"),
+            "{ended:?}"
+        );
     }
     for (wrong, why) in [
-        ("127.0.0.1:0", "\"127.0.0.1:0\" is no address of an aggregator (HOST:PORT): 0 is no port"),
-        ("127.0.0.1:7,127.0.0.1:7", "the aggregator 127.0.0.1:7 is named twice"),
-        ("127.1:7", "\"127.1:7\" is no address of an aggregator (HOST:PORT): its host is"),
+        (
+            "127.0.0.1:0",
+            "\"127.0.0.1:0\" is not an aggregator address (HOST:PORT): its port must not be 0",
+        ),
+        ("127.0.0.1:7,127.0.0.1:7", "the aggregator 127.0.0.1:7 is listed twice"),
+        ("127.1:7", "\"127.1:7\" is not an aggregator address (HOST:PORT): its host is"),
         (
             "[fe80::1%lo]:7",
-            "\"[fe80::1%lo]:7\" is no address of an aggregator (HOST:PORT): link-local addresses \
-             (fe80::/10) are not called; give another address of that host",
+            "\"[fe80::1%lo]:7\" is not an aggregator address (HOST:PORT): link-local addresses \
+             (fe80::/10) are not supported; give another address of that host",
         ),
-        ("255.255.255.255:7", "\"255.255.255.255:7\" is no address of an aggregator (HOST:PORT): "),
+        ("255.255.255.255:7", "\"255.255.255.255:7\" is not an aggregator address (HOST:PORT): "),
     ] {
         let ended = bench_rank(wrong, 0, 1, &["--join-timeout", "2"]).end(60);
         assert!(ended.failed(2).starts_with(why), "{ended:?}");
@@ -276,7 +292,7 @@ fn an_aggregator_that_starts_after_its_ranks_is_found() {
     let args = ["aggregator", "--port", &port, "--pool-mib", "64"];
     let _serving = Serving::of(Process::start(&args));
     let ended = rank.end(60).ok();
-    assert_eq!(ended.err.matches("trying again for up to ").count(), 1, "{ended:?}");
+    assert_eq!(ended.err.matches("retrying for up to ").count(), 1, "{ended:?}");
 }
 
 #[test]
@@ -296,7 +312,7 @@ fn who_waits_for_room_is_not_told_to_wait() {
     let refused = bench_rank(&serving.addr, 0, 1, &flags).end(30);
     assert!(refused.failed(3).contains("; try again later, set --wait, or ask "), "{refused:?}");
     let waits = bench_rank(&serving.addr, 0, 1, &[&flags[..], &["--wait"]].concat()).end(30);
-    let why = "after 2 s there was still no room for the job: there is 1 job";
+    let why = "no room for the job within 2 s: there is 1 job";
     assert!(waits.failed(3).starts_with(why), "{waits:?}");
     assert!(waits.err.contains("waiting for room: ") && !waits.err.contains(" set "), "{waits:?}");
 }
@@ -333,11 +349,11 @@ fn a_standby_that_no_rank_names_is_refused() {
         run(&[&["reduce", &file, "--standby", standby], &member[..]].concat())
     };
     for standby in [format!("127.0.0.1:{}", own_port()), "127.0.0.2:1".to_owned()] {
-        let why = format!("--aggregator does not name the standby {standby}, ");
+        let why = format!("--aggregator does not list the standby {standby}, ");
         assert!(start(&both, &standby).failed(2).starts_with(&why));
     }
     let why = format!(
-        "no standby: cannot bind {}: the port is taken; choose another with --s",
+        "cannot start the standby: cannot bind {}: address in use; choose another with --s",
         serving.addr
     );
     let ended = start(&both, &serving.addr);
@@ -350,16 +366,16 @@ fn a_standby_that_no_rank_names_is_refused() {
 fn a_configuration_that_nobody_could_use_is_refused_at_the_start() {
     for parent in ["here", "127.0.0.1:7177"] {
         let ended = run(&["aggregator", "--parent", parent]);
-        let why = format!("parent is {parent:?}, but must be the HOST:PORT of another aggregator");
+        let why = format!("parent must be the HOST:PORT of another aggregator, not {parent:?}");
         assert_eq!(ended.failed(2), why);
     }
     let ended = run(&["aggregator", "--config", "/dev/zero"]);
-    assert_eq!(ended.failed(2), "cannot read /dev/zero: it is not a regular file");
+    assert_eq!(ended.failed(2), "cannot read /dev/zero: not a regular file");
     let folder = Folder::new("large");
     let large = folder.path("large.toml");
     std::fs::File::create(&large).unwrap().set_len(2 << 20).unwrap();
     let ended = run(&["aggregator", "--config", &large]);
-    assert_eq!(ended.failed(2), format!("cannot read {large}: it is larger than 1024 KiB"));
+    assert_eq!(ended.failed(2), format!("cannot read {large}: larger than 1024 KiB"));
 }
 
 #[test]
@@ -367,7 +383,7 @@ fn a_rank_that_does_not_fit_says_why() {
     let serving = Serving::start(&["--log", "info"]);
     let rank = |rank, world, flags: &[&str]| bench_rank(&serving.addr, rank, world, flags);
     let ended = rank(2, 2, &[]).end(30);
-    let why = "rank 2 is not below the world of 2; ranks count from 0";
+    let why = "rank 2 must be below the world of 2; ranks count from 0";
     assert_eq!(ended.failed(2), why);
     let first = rank(0, 2, &["-e", "4K"]);
     await_that("it has joined", || serving.process.err().contains("rank joined"));
@@ -440,24 +456,27 @@ fn a_benchmark_on_one_host_checks_its_sums() {
     let much = run(&["bench", "-b", "200G", "-e", "200G", "--ops-in-flight", "64"]);
     assert!(much.failed(2).contains(" MiB for 4 ranks on this host, which has "), "{much:?}");
     let nothing = Process::start(&["bench", "-b", "8K", "-e", "4K"]).end(10);
-    assert!(nothing.failed(2).contains("no size to measure"), "{nothing:?}");
+    assert!(nothing.failed(2).contains("no size lies between"), "{nothing:?}");
 }
 
 #[test]
 fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
     let far = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
     for (flags, why) in [
-        (&["-b", "0"][..], "-b is 0, but must be 4 bytes at least, an element of f32"),
-        (&["-b", "1", "-e", "1"], "-b is 1, but must be 4 bytes at least, an element of f32"),
-        (&["-b", "7", "-d", "f64"], "-b is 7, but must be 8 bytes at least, an element of f64"),
-        (&["-i", "0"], "-i is 0"),
-        (&["--block", "100"], "a block has 32 to 1024 elements, a power of two; 100 is not"),
+        (&["-b", "0"][..], "-b must be at least 4 bytes, one element of f32, not 0"),
+        (&["-b", "1", "-e", "1"], "-b must be at least 4 bytes, one element of f32, not 1"),
+        (&["-b", "7", "-d", "f64"], "-b must be at least 8 bytes, one element of f64, not 7"),
+        (&["-i", "0"], "-i must be at least 1"),
+        (&["--block", "100"], "a power of two of elements, from 32 to 1024, not 100"),
         (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),
         (&["--overlap", "none", "--density", "0.3"], "at most 0.250 of the blocks, not 0.3"),
         (&["--overlap", "none"], "at most 0.250 of the blocks, not 1; give --density"),
-        (&[&far[..], &["--workers", "2"]].concat(), "--workers is of a run on this host"),
-        (&[&far[..], &["--shards", "2"]].concat(), "--shards is of a run on this host"),
-        (&[&far[..], &["--fanout", "auto"]].concat(), "--fanout is of a run on this host"),
+        (&[&far[..], &["--workers", "2"]].concat(), "--workers applies only to a run on this host"),
+        (&[&far[..], &["--shards", "2"]].concat(), "--shards applies only to a run on this host"),
+        (
+            &[&far[..], &["--fanout", "auto"]].concat(),
+            "--fanout applies only to a run on this host",
+        ),
     ] {
         let ended = run(&[&["bench"], flags].concat());
         assert!(ended.failed(2).contains(why), "{ended:?}");
@@ -465,7 +484,7 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
     }
     let long = "x".repeat(129);
     for (job, why) in [
-        ("a\nb", "\"a\\nb\" has characters that"),
+        ("a\nb", "\"a\\nb\" has unprintable characters"),
         (&long, "1 to 128 bytes, not 129"),
         ("", "not 0"),
     ] {
@@ -499,10 +518,10 @@ fn a_benchmark_says_whose_figures_it_shows() {
     let ranks = [0, 1].map(|rank| bench_rank(&serving.addr, rank, 2, &flags));
     for (rank, process) in ranks.into_iter().enumerate() {
         let out = process.end(30).ok().out;
-        assert!(out.contains(&format!("all figures are of rank {rank} alone")), "{out}");
+        assert!(out.contains(&format!("all figures are rank {rank}'s alone")), "{out}");
     }
     let all = run(&[&["bench", "--workers", "2"], &flags[..]].concat()).ok().out;
-    assert!(all.contains("time is of the slowest rank"), "{all}");
+    assert!(all.contains("time is the slowest rank's"), "{all}");
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn a_socket_that_cannot_be_is_a_wrong_command_line() {
         (folder.path("file/socket"), "Not a directory"),
         (folder.path(&"n".repeat(200)), "File name too long"),
         (folder.path(""), ""),
-        ("unix:socket".to_owned(), "ranks call unix:PATH; give the sidecar the PATH alone"),
+        ("unix:socket".to_owned(), "must be a path without unix:"),
     ] {
         let ended = run(&["worker", "--socket", &socket]);
         assert!(ended.failed(2).contains(why), "{ended:?}");
@@ -141,11 +141,17 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     drop((first, second, lent));
     await_that("all is given back", || sidecar.told()["memory"]["used"] == 0);
     let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
-    assert!(none.failed(3).contains("is that the --socket of a racksum worker"), "{none:?}");
+    assert!(
+        none.failed(3).contains("check that the path is the --socket of a racksum worker"),
+        "{none:?}"
+    );
     signal(sidecar.process.id(), "STOP");
     let stopped = run(&["status", &format!("unix:{}", sidecar.socket)]);
     signal(sidecar.process.id(), "CONT");
-    assert!(stopped.failed(3).ends_with("does not answer, so it may be stopped"), "{stopped:?}");
+    assert!(
+        stopped.failed(3).ends_with("no answer from the sidecar; its process may be suspended"),
+        "{stopped:?}"
+    );
 }
 
 #[test]
@@ -191,10 +197,9 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     let refused = sidecar.status_as(rank_user);
     let why = refused.failed(3);
     let what_to_do = format!(
-        "a process of user 1234 listens there, but other users may put sockets in {at}: run it as \
-         the user of this process or as root, or have the socket in a folder that root has given \
-         to its user alone (chown 1234 FOLDER; chmod 755 FOLDER), below none that other users may \
-         write to",
+        "a process of user 1234 listens there, and other users may create sockets in {at}; run it \
+         as the user of this process or as root, or put the socket in a folder that only its user \
+         may write to",
     );
     assert!(why.contains(&what_to_do), "{why}");
     chown(&at, Some(sidecar_user), None).unwrap();
@@ -230,17 +235,23 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     let folder = Folder::new("sidecar-usage");
     let socket = folder.path("socket");
     let ended = run(&["worker", "--socket", &socket, "--aggregator", "a:1+b:1"]);
-    assert!(ended.failed(2).contains("one aggregator takes, and not a:1+b:1"), "{ended:?}");
+    assert!(ended.failed(2).contains("one aggregator at a time, not a:1+b:1"), "{ended:?}");
     let ended = run(&["worker", "--socket", &socket, "--aggregator", "a:1,"]);
-    assert!(ended.failed(2).contains("has no name"), "{ended:?}");
-    assert!(run(&["worker"]).failed(2).contains("give --socket PATH"));
+    assert!(ended.failed(2).contains("in the list is empty"), "{ended:?}");
+    assert!(run(&["worker"]).failed(2).contains("pass --socket PATH"));
     for (flags, why) in [
         (&["--threads", "0"][..], "must be from 1 to 1024"),
         (&["--threads", "99999"], "must be from 1 to 1024"),
         (&["--max-jobs", "0"], "must be from 1 to 262144"),
         (&["--max-ranks", "18446744073709551615"], "must be from 1 to 262144"),
-        (&["--memory", "0"], "0 bytes are too few for what ranks share; give 1M or more"),
-        (&["--memory", "1K"], "1024 bytes are too few for what ranks share; give 1M or more"),
+        (
+            &["--memory", "0"],
+            "0 bytes are too few for the memory that ranks share; give 1M or more",
+        ),
+        (
+            &["--memory", "1K"],
+            "1024 bytes are too few for the memory that ranks share; give 1M or more",
+        ),
         (&["--wait"], "--aggregator <HOSTS>"),
         (&["--insecure"], "--aggregator <HOSTS>"),
         (&["--identity", "node.pem"], "--aggregator <HOSTS>"),
@@ -253,7 +264,7 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     }
     std::fs::write(&socket, "precious").unwrap();
     let ended = run(&["worker", "--socket", &socket]);
-    assert!(ended.failed(2).contains("something else than a socket"), "{ended:?}");
+    assert!(ended.failed(2).contains("a file that is not a socket exists there"), "{ended:?}");
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
 }
 

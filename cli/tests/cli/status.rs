@@ -107,7 +107,7 @@ fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
     assert!(ended.failed(2).starts_with("cannot bind the status socket "), "{ended:?}");
     std::fs::write(&socket, "precious").unwrap();
     let ended = start(&socket);
-    assert!(ended.failed(2).contains("something else than a socket"), "{ended:?}");
+    assert!(ended.failed(2).contains("a file that is not a socket exists there"), "{ended:?}");
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
     // `status` does not accept the file as a socket either.
     for which in [&socket, &folder.path("."), &format!("unix:{socket}")] {
@@ -133,7 +133,7 @@ fn all_aggregators_of_a_user_are_found() {
     };
     let status = || -> Ended { command(&["status", "--format", "json"]).end(20) };
     let why = status().failed(3).to_owned();
-    assert!(why.starts_with("no aggregator of this user has its status socket in "), "{why}");
+    assert!(why.starts_with("no aggregator of this user has a status socket in "), "{why}");
     let start = || Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
     let [one, two] = [start(), start()];
     assert_eq!(status().ok().out.lines().count(), 2);
@@ -174,7 +174,7 @@ fn an_aggregator_that_does_not_answer_hides_no_other() {
     let ended = command(&["status", "--format", "json"]).end(20);
     signal(silent, "CONT");
     let why = ended.failed(3);
-    assert!(why.contains(&format!("/{silent}.sock: it did not answer within 5 s")), "{why}");
+    assert!(why.contains(&format!("/{silent}.sock: no answer within 5 s")), "{why}");
     assert_eq!(ended.out.lines().count(), 2, "{ended:?}");
     assert!(all[1..].iter().all(|one| ended.out.contains(&one.addr)), "{ended:?}");
 }
@@ -192,12 +192,12 @@ fn a_path_that_no_socket_can_have_is_a_wrong_command_line() {
 #[test]
 fn what_names_no_aggregator_is_a_wrong_command_line() {
     for (which, why) in [
-        ("127.0.0.1", "\"127.0.0.1\" is no address of an aggregator (HOST:PORT): the port is"),
-        ("127.0.0.1:99999", "its port is no number from 1 to 65535"),
+        ("127.0.0.1", "\"127.0.0.1\" is not an aggregator address (HOST:PORT): the port is"),
+        ("127.0.0.1:99999", "its port must be a number from 1 to 65535"),
         (":32030", "its host is neither a name nor an IP address"),
-        ("::1:32040", "an IPv6 address with a port is written as [ADDRESS]:PORT"),
-        ("unix:", "unix: names no sidecar; give unix:PATH"),
-        ("[::ffff:127.0.0.1]:7", "an IPv4 address (write 127.0.0.1)"),
+        ("::1:32040", "write an IPv6 address with a port as [ADDRESS]:PORT"),
+        ("unix:", "unix: lacks the path of a sidecar; give unix:PATH"),
+        ("[::ffff:127.0.0.1]:7", "an IPv4-mapped address (write 127.0.0.1)"),
     ] {
         let ended = run(&["status", which]);
         assert!(ended.failed(2).contains(why), "{ended:?}");
@@ -216,7 +216,10 @@ fn several_aggregators_are_asked_as_a_job_names_them() {
     // An answer is printed even if another address fails.
     let ended = run(&["status", &format!("bogus,{one}")]);
     assert_eq!(ended.code, Some(2), "{ended:?}");
-    assert!(ended.out.contains(one) && ended.err.contains("\"bogus\" is no address"), "{ended:?}");
+    assert!(
+        ended.out.contains(one) && ended.err.contains("\"bogus\" is not an aggregator address"),
+        "{ended:?}"
+    );
 }
 
 #[test]
@@ -227,5 +230,5 @@ fn an_aggregator_that_does_not_answer_is_not_waited_for() {
     signal(serving.process.id(), "STOP");
     let ended = run(&["status", &socket]);
     signal(serving.process.id(), "CONT");
-    assert!(ended.failed(3).contains("it did not answer within 5 s"), "{ended:?}");
+    assert!(ended.failed(3).contains("no answer within 5 s"), "{ended:?}");
 }
