@@ -63,7 +63,7 @@ impl Bounded {
         if let Event::Folded { .. } = event {
             windows.insert(*window);
         } else if !windows.remove(window) {
-            return BROKEN.broken(format!("{window:?} gave back a slot that it did not have"));
+            return BROKEN.broken(format!("{window:?} freed a slot that it did not hold"));
         }
         if windows.len() > slots {
             return BROKEN.broken(format!(

@@ -71,8 +71,8 @@ impl Checker for FewBytes {
                 let most = due + due * PERCENT / 100 + allowance;
                 if moved > most {
                     return Invariant::I3.broken(format!(
-                        "rank {} of job {job} {what} {moved} bytes; {due} are due, so at most \
-                         {most}",
+                        "rank {} of job {job} {what} {moved} bytes, more than the limit of {most}; \
+                         {due} are necessary",
                         rank.0
                     ));
                 }

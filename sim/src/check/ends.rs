@@ -129,7 +129,7 @@ impl Checker for Ends {
                 *self.ended.entry(machine).or_default() += 1;
             }
             Sight::Refused(op) => {
-                let sentence = format!("{machine} was refused op {} for no reason", op.0);
+                let sentence = format!("{machine} refused op {} without a reason", op.0);
                 return BROKEN.broken(sentence);
             }
             _ => {}

@@ -40,7 +40,7 @@ impl ExactlyOnce {
             return BROKEN.broken(format!("window {index} of op {op} was folded twice"));
         }
         let Some(truth) = self.oracle.truth(job, window.op) else {
-            return BROKEN.broken(format!("op {op}, which nobody called, was folded"));
+            return BROKEN.broken(format!("op {op} was folded, but no rank called it"));
         };
         if truth.expected == Expected::Mismatch || self.moves {
             return Ok(());

@@ -35,7 +35,7 @@ impl Foreign {
     /// Returns a violation if the traces differ.
     pub fn compare(quiet: &Run, noisy: &Run) -> Result<(), Violation> {
         if quiet.trace != noisy.trace {
-            let sentence = "strangers' datagrams changed what the machines sent, or when";
+            let sentence = "datagrams of strangers changed the machines' output or its times";
             return Invariant::I6.broken(sentence);
         }
         Ok(())
@@ -63,7 +63,7 @@ impl Checker for Foreign {
                 ))
             }
             Sight::Foreign(event) if !matches!(event, Event::Rejected(_)) => Invariant::I6
-                .broken(format!("a stranger's datagram did this at {machine}: {event:?}")),
+                .broken(format!("a stranger's datagram had an effect at {machine}: {event:?}")),
             _ => Ok(()),
         }
     }

@@ -97,13 +97,14 @@ impl<'a> Cluster<'a> {
             self.checkers.verdict()?;
             let now = self.engine.now();
             if self.engine.scheduled() > MAX_EVENTS {
-                return Invariant::I5.broken(format!("no end after {MAX_EVENTS} events"));
+                return Invariant::I5
+                    .broken(format!("the run has not ended after {MAX_EVENTS} events"));
             }
             if done_at.is_none() && self.is_done() {
                 done_at = Some(now);
             }
             if done_at.is_some_and(|done_at| now > done_at + MAX_AFTERMATH) {
-                return Invariant::I5.broken("all ops have ended, but something goes on");
+                return Invariant::I5.broken("all ops have ended, but events continue");
             }
         }
         self.checkers.conclude()?;
@@ -182,7 +183,7 @@ impl<'a> Cluster<'a> {
         if let Role::Worker(worker) = &host.role
             && worker.spins()
         {
-            return Invariant::I5.broken("a rank's timer is due again at once, for ever");
+            return Invariant::I5.broken("a rank's timer is always due at once");
         }
         self.post(at, out);
         let due = self.hosts[at].next_due(self.plan);
