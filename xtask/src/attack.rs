@@ -199,11 +199,14 @@ impl Running {
 
     /// Returns the address that an aggregator prints.
     fn address(&mut self) -> Result<String> {
-        let out = self.0.stdout.take().context("its output is not read")?;
+        let out = self.0.stdout.take().context("the aggregator's output is not captured")?;
         let mut line = String::new();
-        BufReader::new(out).read_line(&mut line).context("the aggregator says nothing")?;
+        BufReader::new(out).read_line(&mut line).context("the aggregator printed nothing")?;
         let addr = line.split_once(" on ").and_then(|(_, rest)| rest.split_once(": "));
-        Ok(addr.with_context(|| format!("the aggregator says {line:?}"))?.0.to_owned())
+        Ok(addr
+            .with_context(|| format!("unexpected first line of the aggregator: {line:?}"))?
+            .0
+            .to_owned())
     }
 }
 

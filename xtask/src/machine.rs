@@ -11,14 +11,14 @@ use anyhow::Result;
 use crate::shell::Cmd;
 
 /// The consequence for the tests if the machine lacks something.
-const SKIPPED: &str = "tests of slow and lossy links will be skipped";
+const SKIPPED: &str = "skipping the tests of slow and lossy links";
 
 /// Checks the machine and installs missing tools if it may. Returns the reason if tests of links
 /// will be skipped.
 pub(crate) fn set_up(root: &Path) -> Result<Option<String>> {
     let lacks = link_tools(root)?;
     match &lacks {
-        None => println!("ip, tc and network namespaces: there"),
+        None => println!("ip, tc and network namespaces: available"),
         Some(why) => println!("{why}: {SKIPPED}"),
     }
     Ok(lacks)
@@ -33,9 +33,9 @@ pub(crate) fn link_tools(root: &Path) -> Result<Option<String>> {
         return Ok(None);
     }
     let why = if is_root(root) {
-        "root here may not make network namespaces"
+        "root cannot create network namespaces here"
     } else {
-        "not root, so no network namespaces"
+        "only root can create network namespaces"
     };
     Ok(Some(why.to_owned()))
 }
@@ -76,8 +76,10 @@ fn plan(missing: Vec<&str>, is_root: bool, has_apt: bool) -> Plan {
     let missing = missing.join(" and ");
     match (is_root, has_apt) {
         (true, true) => Plan::Install,
-        (true, false) => Plan::Skip(format!("{missing} not found (and no apt-get to install it)")),
-        (false, _) => Plan::Skip(format!("{missing} not found and not root to install it")),
+        (true, false) => {
+            Plan::Skip(format!("{missing} not found, and there is no apt-get to install it"))
+        }
+        (false, _) => Plan::Skip(format!("{missing} not found, and only root can install it")),
     }
 }
 
@@ -98,7 +100,7 @@ mod tests {
         assert!(matches!(plan(vec!["ip", "tc"], true, false), Plan::Skip(why)
             if why.starts_with("ip and tc not found")));
         assert!(matches!(plan(vec!["tc"], false, true), Plan::Skip(why)
-            if why.contains("not root")));
+            if why.contains("only root")));
     }
 
     #[test]

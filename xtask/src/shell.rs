@@ -105,7 +105,7 @@ impl fmt::Display for Cmd {
 
 /// Returns a path as an argument.
 pub(crate) fn path(path: &Path) -> Result<&str> {
-    path.to_str().with_context(|| format!("{} is no text", path.display()))
+    path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))
 }
 
 /// Returns the folder of cargo's build output.

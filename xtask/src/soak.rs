@@ -142,7 +142,7 @@ fn watch(
             let tally = lock(tally);
             println!(
                 "{:>3} min: {} jobs, {} checked ops, {} ranks and {} aggregators killed, {} \
-                 drained, {} faults; memory of those in peace: {memory}",
+                 drained, {} faults; memory of undisturbed aggregators: {memory}",
                 run.elapsed().as_secs() / 60,
                 tally.jobs,
                 tally.ops,
@@ -197,11 +197,11 @@ fn trouble(
 fn report(tally: &Tally, steady: &[Served], before: &[Resources]) -> Result<bool> {
     let Tally { jobs, ops, ranks_killed, told, aggregators_killed, aggregators_drained, faults } =
         tally;
-    println!("jobs that came and went        {jobs}");
+    println!("jobs run                       {jobs}");
     println!("ops, every sum checked         {ops}");
     println!("ranks killed                   {ranks_killed}, {told} jobs named theirs");
     println!("aggregators killed, drained    {aggregators_killed}, {aggregators_drained}");
-    println!("aggregators that were left in peace, near the beginning and in the end:");
+    println!("undisturbed aggregators, near the start and at the end:");
     let mut clean = true;
     for (served, before) in steady.iter().zip(before) {
         let after = served.resources()?;
@@ -220,7 +220,7 @@ fn report(tally: &Tally, steady: &[Served], before: &[Resources]) -> Result<bool
     for fault in faults {
         println!("  {fault}");
     }
-    ensure!(*jobs > 0, "no job has ended; give it more minutes");
+    ensure!(*jobs > 0, "no job has ended; run the soak for more minutes");
     Ok(faults.is_empty() && clean)
 }
 

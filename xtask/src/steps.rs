@@ -176,7 +176,7 @@ impl History {
 
     fn store(&self, root: &Path) -> Result<()> {
         let file = Self::file(root);
-        let text = serde_json::to_string(self).context("times are no JSON")?;
+        let text = serde_json::to_string(self).context("the recorded times are not JSON")?;
         fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
     }
 

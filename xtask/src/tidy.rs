@@ -68,13 +68,13 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
         let spec = read(&spec)?;
         findings.problems.extend(wire::check(&spec, &sources));
     } else {
-        findings.skipped.push(format!("wire: there is no {} yet", wire::SPEC));
+        findings.skipped.push(format!("wire: {} does not exist", wire::SPEC));
     }
     findings.problems.extend(circles::in_crates(&sources));
     if root.join(PACKAGE).exists() {
         findings.problems.extend(circles::in_package(Path::new(PACKAGE), &package(root)?));
     } else {
-        findings.skipped.push(format!("circles: there is no {PACKAGE}"));
+        findings.skipped.push(format!("circles: {PACKAGE} does not exist"));
     }
     findings.problems.extend(shared_clippy_keys(root)?);
     let arrows = Graph::load(root)?.problems().into_iter();
@@ -181,7 +181,7 @@ fn leftovers(source: &Source) -> Vec<Problem> {
             .iter()
             .filter(|mark| has_word(&line.code, mark) && line.code.contains(&format!("{mark}!")));
         for mark in comment.chain(code) {
-            let message = format!("{mark} is left over");
+            let message = format!("remove {mark}");
             problems.push(Problem::new(&source.path, Some(index + 1), "leftover", message));
         }
     }
@@ -469,8 +469,8 @@ mod tests {
         assert_eq!(
             findings.skipped,
             [
-                "wire: there is no docs/wire.md yet",
-                "circles: there is no python/lib/racksum",
+                "wire: docs/wire.md does not exist",
+                "circles: python/lib/racksum does not exist",
                 "subject: there is no git history"
             ]
         );

@@ -138,7 +138,7 @@ impl Job {
             }
         }
         if self.victim.is_none() && (ops[0] == 0 || ops.iter().any(|one| *one != ops[0])) {
-            why += &format!("the ranks tell of {ops:?} ops; ");
+            why += &format!("the ranks report {ops:?} ops; ");
         }
         let mut tally = lock(tally);
         tally.ops += ops.iter().sum::<u64>();
@@ -201,7 +201,7 @@ impl Rank {
             if patience.is_over() {
                 self.child.kill().context("cannot kill a rank that hangs")?;
                 self.child.wait()?;
-                anyhow::bail!("a rank hangs: no end after {} s", PATIENCE.as_secs());
+                anyhow::bail!("a rank hangs: it has not ended after {} s", PATIENCE.as_secs());
             }
             sleep(POLL);
         }

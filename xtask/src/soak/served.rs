@@ -72,7 +72,7 @@ impl Served {
             if child.try_wait()?.is_some() {
                 bail!("the aggregator ended: {}", fs::read_to_string(&err)?.trim());
             }
-            ensure!(!patience.is_over(), "the aggregator does not serve");
+            ensure!(!patience.is_over(), "the aggregator printed no address");
             sleep(POLL);
         };
         let (name, parent) = (name.to_owned(), parent.map(str::to_owned));
@@ -84,20 +84,26 @@ impl Served {
 
     /// Kills the aggregator.
     pub(super) fn kill(&mut self) -> Result<()> {
-        self.child.kill().context("cannot kill it")?;
-        self.child.wait().context("cannot wait for it")?;
+        self.child.kill().context("cannot kill the aggregator")?;
+        self.child.wait().context("cannot wait for the aggregator")?;
         Ok(())
     }
 
     /// Sends SIGTERM to the aggregator and waits until its jobs have moved and it has ended.
     pub(super) fn drain(&mut self) -> Result<()> {
         let id = self.child.id().to_string();
-        ensure!(Cmd::new("kill", &["-TERM", &id]).succeeds(Path::new(".")), "cannot tell it");
+        ensure!(
+            Cmd::new("kill", &["-TERM", &id]).succeeds(Path::new(".")),
+            "cannot signal the aggregator"
+        );
         let patience = Deadline::after(PATIENCE);
         while self.child.try_wait()?.is_none() {
             if patience.is_over() {
                 self.kill()?;
-                bail!("told to stop, it had not ended after {} s", PATIENCE.as_secs());
+                bail!(
+                    "the aggregator has not exited {} s after the signal to stop",
+                    PATIENCE.as_secs()
+                );
             }
             sleep(POLL);
         }
@@ -122,14 +128,15 @@ impl Served {
             &["status", &self.socket.display().to_string(), "--format", "json"],
         )
         .output(Path::new("."))?;
-        let told: Value = serde_json::from_str(&told).context("its status is no JSON")?;
-        let shards = told["shards"].as_array().context("its status tells of no shard")?;
+        let told: Value =
+            serde_json::from_str(&told).context("the aggregator's status is not JSON")?;
+        let shards = told["shards"].as_array().context("the aggregator's status lists no shard")?;
         let taken = |shard: &Value| {
             let of = |which: &str| shard["buffers"][which].as_u64().unwrap_or(0);
             of("total") - of("free")
         };
         Ok(Resources {
-            resident_mb: kib.context("no VmRSS")? / 1024,
+            resident_mb: kib.context("/proc has no VmRSS of the aggregator")? / 1024,
             files: self.files()?,
             idle_files: self.idle_files,
             jobs: told["jobs"].as_array().map_or(0, |jobs| jobs.len() as u64),
