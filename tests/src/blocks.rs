@@ -245,7 +245,7 @@ fn a_list_that_cannot_be_is_refused_and_the_session_goes_on() {
                     (
                         vec![0, 1],
                         2048,
-                        "2 blocks of 256 elements have 1200 bytes of values, not 2048",
+                        "2 blocks of 256 elements need 1200 bytes of values, not 2048",
                     ),
                     (vec![0], 0, "1 blocks of 256 elements need 1024 bytes of values, not 0"),
                     (

@@ -351,7 +351,10 @@ fn room_for_more_jobs_takes_nothing_from_those_that_run() {
     // The jobs keep their buffers, although shares are smaller now.
     registry.reconfigure(limit(8));
     let told = join(&mut registry, wish("three", 0, 1)).unwrap_err();
-    assert!(told.starts_with("100 % of the packet buffers are taken, and 12 %"), "{told}");
+    assert!(
+        told.starts_with("100 % of the packet buffers are taken, and the job needs 12 %"),
+        "{told}"
+    );
     registry.leave(&one.0, Loss::Left, Instant::now());
     join(&mut registry, wish("three", 0, 1)).unwrap();
 }

@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn a_rank_that_ended_without_a_word_is_named_whether_its_end_was_heard_or_not() {
         let ended = || ["exit 0", "kill -9 $$"].map(process).into();
-        let why = "rank 1 ended early (signal: 9 (SIGKILL))";
+        let why = "rank 1 exited early (signal: 9 (SIGKILL))";
         assert_eq!(cause(lost(1), &[(1, None)], ended()), why);
         let mut ranks: Vec<Child> = ended();
         ranks[1].wait().unwrap();

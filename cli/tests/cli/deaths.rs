@@ -51,7 +51,7 @@ fn a_rank_of_a_benchmark_on_one_host_that_is_killed_ends_it_at_once() {
     signal(bench.children()[2], "KILL");
     let (ended, ms) = timed(|| bench.end(30));
     let why = ended.failed(1);
-    assert!(why.starts_with("rank 2 ended early") && why.contains("SIGKILL"), "{why}");
+    assert!(why.starts_with("rank 2 exited early") && why.contains("SIGKILL"), "{why}");
     time("a local benchmark ends when a rank is killed", ms, 10_000);
 }
 

@@ -379,7 +379,7 @@ fn a_rank_that_is_killed_ends_the_reduction_at_once() {
     let parent = endless(&folder);
     signal(parent.children()[1], "KILL");
     let (ended, ms) = timed(|| parent.end(10));
-    assert!(ended.failed(1).starts_with("rank 1 ended early (signal: 9"), "{ended:?}");
+    assert!(ended.failed(1).starts_with("rank 1 exited early (signal: 9"), "{ended:?}");
     time("a reduction ends when a rank is killed", ms, 5_000);
     assert_eq!(folder.names(), ["rank"]);
 }

@@ -470,7 +470,7 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         (&["--block", "100"], "a power of two of elements, from 32 to 1024, not 100"),
         (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),
         (&["--overlap", "none", "--density", "0.3"], "at most 0.250 of the blocks, not 0.3"),
-        (&["--overlap", "none"], "at most 0.250 of the blocks, not 1; give --density"),
+        (&["--overlap", "none"], "at most 0.250 of the blocks, not 1; lower --density"),
         (&[&far[..], &["--workers", "2"]].concat(), "--workers applies only to a run on this host"),
         (&[&far[..], &["--shards", "2"]].concat(), "--shards applies only to a run on this host"),
         (
