@@ -245,7 +245,7 @@ impl Session {
             Ok(places) => places,
             Err(index) => {
                 let why =
-                    format!("a tensor has no block {index}: they are numbered from 0 to 2**32 - 1");
+                    format!("there is no block {index}; blocks are numbered from 0 to 2**32 - 1");
                 return Err(self.refuse(py, part_of, raise(py, "BadArgument", why)));
             }
         };

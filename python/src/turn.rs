@@ -25,7 +25,8 @@ pub(crate) struct PartOf {
 impl PartOf {
     pub(crate) fn call(&self, py: Python<'_>) -> PyResult<call::Call> {
         let Self { root, number, .. } = *self;
-        let unknown = || raise(py, "BadArgument", format!("{} is no collective", self.collective));
+        let unknown =
+            || raise(py, "BadArgument", format!("{} is not a collective", self.collective));
         let collective = Collective::from_name(&self.collective).ok_or_else(unknown)?;
         Ok(call::Call { number, collective, root })
     }

@@ -76,7 +76,7 @@ def test_what_is_listed_twice_is_combined(cluster):
     ("indices", "values", "match"),
     [
         ([5], 32, "block 5 is beyond the tensor's 3 blocks"),
-        ([-1], 32, "a tensor has no block -1"),
+        ([-1], 32, "there is no block -1"),
         ([0], 31, "have 128 bytes of values, not 124"),
     ],
 )

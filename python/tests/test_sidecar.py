@@ -413,7 +413,7 @@ def test_a_sidecar_that_starts_after_its_ranks_is_found(tmp_path, caplog):
     path = tmp_path / "late"
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(racksum.connect, f"unix:{path}", job="job", rank=0, world=1)
-        while "trying again until join_timeout is over" not in caplog.text:
+        while "retrying until join_timeout is over" not in caplog.text:
             assert not joined.done(), joined.exception()
             time.sleep(0.01)
         sidecar = Sidecar(path)

@@ -88,7 +88,7 @@ pub enum ConnectError {
         absent: bool,
     },
     /// The process that listens at the sidecar's path may be an impostor.
-    #[error("the sidecar at {} is not believed: {why}", path.display())]
+    #[error("the sidecar at {} is not trusted: {why}", path.display())]
     ImpostorBeside {
         /// The path of the sidecar's socket.
         path: PathBuf,

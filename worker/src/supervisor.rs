@@ -105,7 +105,7 @@ impl Supervisor {
         if self.absent.iter().all(|known| known.rank != rank) {
             if why != Loss::Left {
                 LOST.note(|left_out| {
-                    tracing::warn!(rank, left_out, "rank lost, job goes on: {}", why.name());
+                    tracing::warn!(rank, left_out, "rank lost, the job continues: {}", why.name());
                 });
             }
             self.absent.push(absent);
@@ -123,7 +123,7 @@ impl Supervisor {
         let options = self.options.clone();
         let mut selector = AggregatorSelector::new(&options, self.at);
         MOVING.note(|left_out| {
-            tracing::warn!(aggregator = selector.name(), left_out, "moving on: {why}");
+            tracing::warn!(aggregator = selector.name(), left_out, "moving to a standby: {why}");
         });
         selector.leave(why);
         let text = selector.text();

@@ -69,8 +69,7 @@ impl UdpTransport {
     ) -> Result<Self, ConnectError> {
         if options.insecure {
             INSECURE.note(|left_out| {
-                let what = "whoever answers at the aggregator's address is believed";
-                tracing::warn!(left_out, "insecure: {what}");
+                tracing::warn!(left_out, "insecure: the aggregator's identity is not verified");
             });
         }
         let stop = mailbox.sender();

@@ -107,7 +107,7 @@ impl UnixTransport {
                 Ok(transport) => break transport,
                 Err(error) if error.may_pass() => {
                     if absence.is_none() {
-                        tracing::warn!("{error}; trying again until join_timeout is over");
+                        tracing::warn!("{error}; retrying until join_timeout is over");
                     }
                     if clock.now() >= deadline {
                         return Err(error);
@@ -150,7 +150,7 @@ impl UnixTransport {
     pub(super) fn call(path: &Path, options: &ConnectOptions) -> Result<Self, ConnectError> {
         check_name(options)?;
         if path.as_os_str().is_empty() {
-            let why = "unix: names no sidecar; give unix:PATH, its --socket";
+            let why = "unix: has no path; give unix:PATH, the --socket of a sidecar";
             return Err(ConnectError::of_aggregators(why));
         }
         let line = Line::connect(path).map_err(|error| not_called(path, error))?;
@@ -477,7 +477,7 @@ fn not_called(path: &Path, error: CallError) -> ConnectError {
         CallError::NoSocket => {
             let path = path.display();
             ConnectError::of_aggregators(format!(
-                "unix:{path} names no sidecar: it is no socket; give unix:PATH, its --socket"
+                "unix:{path} is not a socket; give unix:PATH, the --socket of a sidecar"
             ))
         }
         CallError::Io(error) => ConnectError::NoSidecar { path, why: error.to_string(), absent },
@@ -493,7 +493,7 @@ mod tests {
         let error =
             UnixTransport::call(Path::new(""), &ConnectOptions::new("", "job")).unwrap_err();
         assert!(error.is_usage() && !error.may_pass(), "{error}");
-        assert!(error.to_string().contains("unix: names no sidecar"), "{error}");
+        assert!(error.to_string().contains("unix: has no path"), "{error}");
     }
 
     #[test]
@@ -501,7 +501,7 @@ mod tests {
         let call = UnixTransport::call(&std::env::temp_dir(), &ConnectOptions::new("", "job"));
         let error = call.unwrap_err();
         assert!(error.is_usage() && !error.may_pass(), "{error}");
-        assert!(error.to_string().contains("names no sidecar: it is no socket"), "{error}");
+        assert!(error.to_string().contains("is not a socket"), "{error}");
     }
 
     #[test]
@@ -509,7 +509,7 @@ mod tests {
         let path = Path::new("/tmp/socket");
         let why = "a process of user 1234 listens there";
         let error = not_called(path, CallError::NotBelieved(why.into()));
-        assert_eq!(error.to_string(), format!("the sidecar at /tmp/socket is not believed: {why}"));
+        assert_eq!(error.to_string(), format!("the sidecar at /tmp/socket is not trusted: {why}"));
         assert!(!error.may_pass());
         let of_kind = |kind| not_called(path, io::Error::from(kind).into());
         let closed = of_kind(io::ErrorKind::PermissionDenied);

@@ -178,7 +178,7 @@ impl Flights {
         let why = loop {
             match line.recv() {
                 Ok(Some((message, descriptor))) => self.take_in(message, descriptor, path),
-                Ok(None) => break "it has hung up".to_owned(),
+                Ok(None) => break "it closed the connection".to_owned(),
                 // No message arrived within the receive timeout of the line.
                 Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => break error.to_string(),
@@ -416,9 +416,9 @@ impl Outcome {
             Self::Reduced => Ok(None),
             Self::Union { blocks } => match descriptor {
                 Some(descriptor) => Ok(Some(Sums::received(Sealed::of(descriptor), blocks))),
-                None => {
-                    Err(OpError::Ended { why: "its sums did not come: too many open files".into() })
-                }
+                None => Err(OpError::Ended {
+                    why: "its sums could not be received: too many open files".into(),
+                }),
             },
             Self::Mismatch { one, other } => {
                 Err(OpError::Mismatch { op, one: called(one)?, other: called(other)? })
@@ -435,5 +435,5 @@ impl Outcome {
 
 /// Returns the error of an op after the sidecar has violated the protocol.
 pub(super) const fn strange() -> OpError {
-    OpError::Ended { why: Cow::Borrowed("the sidecar does not keep to the protocol") }
+    OpError::Ended { why: Cow::Borrowed("the sidecar violated the protocol") }
 }
