@@ -59,7 +59,7 @@ impl Supervisor {
                     self.end(reason);
                 }
                 Event::Said(FromAggregator::Drain) if self.may_move() => {
-                    self.move_on("it is about to stop".into());
+                    self.move_on("it is draining".into());
                 }
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
                 Event::Closed(ConnectError::Silent) => {

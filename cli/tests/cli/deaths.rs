@@ -161,7 +161,7 @@ fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came(
         });
         root.end().ok();
         let ended = first.end(20);
-        assert!(ended.err.contains("is about to stop"), "{ended:?}");
+        assert!(ended.err.contains("is draining"), "{ended:?}");
     }
 }
 
