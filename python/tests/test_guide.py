@@ -107,7 +107,7 @@ def check_python(words: list[str]) -> None:
 def check_cargo(words: list[str]) -> None:
     """The binary is what it says, and the benches' case is listed."""
     if words[:3] == ["xtask", "bench", "peers"]:
-        sources = (ROOT / "xtask" / "src" / "bench").glob("*.rs")
+        sources = (ROOT / "benches" / "harness" / "src").glob("*.rs")
         assert any(f"{words[-1].removesuffix('-w2')}" in path.read_text() for path in sources)
     else:
         assert words == ["build", "--release"]

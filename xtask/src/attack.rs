@@ -14,11 +14,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use racksum_tools::deadline::Deadline;
+use racksum_tools::interrupt;
+use racksum_tools::shell::{Cmd, path, target};
 
-use crate::bench::failures;
-use crate::deadline::Deadline;
-use crate::interrupt;
-use crate::shell::{Cmd, path, target};
+use crate::bench;
 
 /// Duration and number of the rounds.
 #[derive(Debug, Args)]
@@ -58,7 +58,7 @@ pub(crate) fn run(root: &Path, args: &AttackArgs) -> Result<bool> {
     figures.extend(strangers(root, args)?);
     print!("{}", table(&figures));
     println!("\na crowd of jobs that wait for room:");
-    let crowd = failures::judge(root, "queues::", args.rounds)?;
+    let crowd = bench::failures(root, "queues::", args.rounds)?;
     Ok(crowd && figures.iter().all(Figure::is_kept))
 }
 

@@ -1,34 +1,30 @@
 //! The project's chores behind one command. Developers and CI run `cargo xtask test`.
 //!
 //! [`steps`] holds the steps of a test run and [`tidy`] the rules that rustfmt and clippy do not
-//! check. [`mod@bench`] races racksum against other programs, and [`soak`] is the long run. A new
-//! chore is a module here and a variant of [`Chore`]. A new step of the test run is a variant of
-//! [`steps::Step`].
+//! check. [`mod@bench`] starts the harness that races racksum against other programs, and [`soak`]
+//! is the long run. A new chore is a module here and a variant of [`Chore`]. A new step of the test
+//! run is a variant of [`steps::Step`].
 
 mod arrows;
 mod attack;
 mod bench;
 mod circles;
-mod deadline;
 mod english;
-mod interrupt;
-mod machine;
 mod problem;
 mod python;
 mod sample;
-mod shell;
-mod skip;
 mod soak;
 mod source;
 mod steps;
 mod tidy;
 mod wire;
 
-use std::path::Path;
+use std::env;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use racksum_tools::root;
 
 use crate::attack::AttackArgs;
 use crate::bench::BenchArgs;
@@ -54,6 +50,7 @@ enum Chore {
     /// Check the rules that rustfmt and clippy do not check.
     Tidy,
     /// Compare racksum with other programs and with its bounds.
+    #[command(disable_help_flag = true)]
     Bench(BenchArgs),
     /// Attack aggregators on this host as a tenant or a stranger could, and measure the effect on
     /// others.
@@ -72,17 +69,12 @@ struct TestArgs {
     only: Vec<Step>,
 }
 
-/// Returns the workspace root, the folder that holds this crate.
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is a folder of the workspace")
-}
-
 fn run(chore: &Chore) -> Result<ExitCode> {
     let passed = match chore {
         Chore::Test(args) | Chore::Ci(args) => steps::run(root(), &args.only)?,
         Chore::Tidy => tidy::report(root())?,
         Chore::Sample(args) => sample::run(root(), args).map(|()| true)?,
-        Chore::Bench(args) => bench::run(root(), args)?,
+        Chore::Bench(args) => return Err(bench::exec(root(), args)),
         Chore::Attack(args) => attack::run(root(), args)?,
         Chore::Soak(args) => soak::run(root(), args)?,
     };
@@ -90,7 +82,8 @@ fn run(chore: &Chore) -> Result<ExitCode> {
 }
 
 fn main() -> ExitCode {
-    run(&Cli::parse().chore).unwrap_or_else(|error| {
+    let cli = Cli::parse_from(bench::with_own_help(env::args_os()));
+    run(&cli.chore).unwrap_or_else(|error| {
         eprintln!("error: {error:#}");
         ExitCode::FAILURE
     })
@@ -100,7 +93,7 @@ fn main() -> ExitCode {
 mod tests {
     use clap::CommandFactory;
 
-    use super::Cli;
+    use super::*;
 
     #[test]
     fn the_command_line_is_well_formed() {

@@ -21,12 +21,12 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use clap::Args;
+use racksum_tools::deadline::Deadline;
+use racksum_tools::interrupt;
+use racksum_tools::shell::Cmd;
 
 use self::job::{Draw, Job};
 use self::served::{Resources, Served};
-use crate::deadline::Deadline;
-use crate::interrupt;
-use crate::shell::Cmd;
 
 /// Duration and load of a soak.
 #[derive(Debug, Args)]

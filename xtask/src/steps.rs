@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 use racksum_test_report as report;
+use racksum_tools::machine;
+use racksum_tools::shell::{Cmd, path, target};
 use serde::{Deserialize, Serialize};
 
-use crate::shell::{Cmd, path, target};
-use crate::skip::Skip;
-use crate::{bench, machine, python, tidy};
+use crate::{bench, python, tidy};
 
 /// A step of the test run. Steps run in this order, so that cheap checks fail first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -43,12 +43,12 @@ pub(crate) enum Step {
 }
 
 impl Step {
-    /// Runs the step. Its tests append to `report`; the result lists everything else that it
-    /// skipped.
+    /// Runs the step. Its tests and races append to `report`; the result lists everything else that
+    /// it skipped.
     fn run(self, root: &Path, report: &Path) -> Result<Vec<Skip>> {
         let done = match self {
-            Self::Setup => return machine::set_up(root).map(|why| skips("slow links", why)),
-            Self::Smoke => return bench::smoke(root),
+            Self::Setup => return set_up(root).map(|why| skips("slow links", why)),
+            Self::Smoke => bench::smoke(root, report),
             Self::Python => python::test(root, report),
             Self::Upstream => python::upstream(root),
             Self::Tidy => match tidy::report(root)? {
@@ -102,6 +102,17 @@ impl Step {
     }
 }
 
+/// Checks the machine and installs missing tools if it may. Returns the reason if tests of links
+/// will be skipped.
+fn set_up(root: &Path) -> Result<Option<String>> {
+    let lacks = machine::link_tools(root)?;
+    match &lacks {
+        None => println!("ip, tc and network namespaces: available"),
+        Some(why) => println!("{why}: skipping the tests of slow and lossy links"),
+    }
+    Ok(lacks)
+}
+
 /// Returns the list of skips for one thing that may have been skipped.
 fn skips(what: &str, why: Option<String>) -> Vec<Skip> {
     why.map(|why| Skip { what: what.to_owned(), why }).into_iter().collect()
@@ -138,6 +149,14 @@ pub(crate) fn run(root: &Path, only: &[Step]) -> Result<bool> {
     println!("\n=== summary");
     print!("{}", summary(&records));
     Ok(records.iter().all(|record| record.passed))
+}
+
+/// A skipped part of a step, and the reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Skip {
+    /// A test, or another part of the step.
+    what: String,
+    why: String,
 }
 
 /// Removes the report of an earlier step.

@@ -28,9 +28,9 @@ pub const TEST: &str = "RACKSUM_TEST_NAME";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Entry {
-    /// A test did not run, or not in full.
+    /// A test, or another part of the run, did not run, or not in full.
     Skip {
-        /// The test's path, as libtest or pytest names it.
+        /// The test's path, as libtest or pytest names it, or the name of the other part.
         test: String,
         /// The reason.
         why: String,
@@ -56,7 +56,12 @@ pub enum Entry {
 #[expect(clippy::print_stderr, reason = "a person who runs one test wants to see it")]
 pub fn skip(why: &str) {
     eprintln!("skipped: {why}");
-    append(&Entry::Skip { test: test_name(), why: why.to_owned() });
+    skipped(&test_name(), why);
+}
+
+/// Records that `what`, which is a test or another part of the run, was skipped, and the reason.
+pub fn skipped(what: &str, why: &str) {
+    append(&Entry::Skip { test: what.to_owned(), why: why.to_owned() });
 }
 
 /// Records that something took `ms` milliseconds; `most` is the limit on a quiet machine.

@@ -8,10 +8,10 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use racksum_tools::deadline::Deadline;
 use serde_json::Value;
 
 use super::{Tally, lock};
-use crate::deadline::Deadline;
 
 /// Random numbers, the same for the same seed (xorshift64*, Vigna 2016).
 #[derive(Debug)]

@@ -8,10 +8,9 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use racksum_tools::deadline::Deadline;
+use racksum_tools::shell::{Cmd, terminate};
 use serde_json::Value;
-
-use crate::deadline::Deadline;
-use crate::shell::Cmd;
 
 /// A running aggregator.
 #[derive(Debug)]
@@ -91,11 +90,7 @@ impl Served {
 
     /// Sends SIGTERM to the aggregator and waits until its jobs have moved and it has ended.
     pub(super) fn drain(&mut self) -> Result<()> {
-        let id = self.child.id().to_string();
-        ensure!(
-            Cmd::new("kill", &["-TERM", &id]).succeeds(Path::new(".")),
-            "cannot signal the aggregator"
-        );
+        ensure!(terminate(&self.child), "cannot signal the aggregator");
         let patience = Deadline::after(PATIENCE);
         while self.child.try_wait()?.is_none() {
             if patience.is_over() {

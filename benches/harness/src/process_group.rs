@@ -14,11 +14,10 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use racksum_tools::deadline::Deadline;
+use racksum_tools::interrupt;
+use racksum_tools::shell::terminate;
 use serde_json::Value;
-
-use crate::deadline::Deadline;
-use crate::interrupt;
-use crate::shell::Cmd;
 
 /// Timeout of an iteration.
 pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
@@ -145,8 +144,7 @@ impl Drop for ProcessGroup {
             }
             for member in self.members.iter_mut().filter_map(Member::running) {
                 // SIGTERM comes before SIGKILL, because `mpirun` passes it on to its ranks.
-                Cmd::new("kill", &["-TERM", &member.child.id().to_string()])
-                    .succeeds(Path::new("."));
+                terminate(&member.child);
             }
         }
         for member in &mut self.members {

@@ -1,10 +1,10 @@
-//! The parts of a case: sides, network, data and bounds on the times. [`super::cases`] defines the
+//! The parts of a case: sides, network, data and bounds on the times. [`crate::cases`] defines the
 //! cases themselves.
 
 use serde::Serialize;
 
-use super::stats::{Summary, ms};
-use super::volume::Data;
+use crate::stats::{Summary, ms};
+use crate::volume::Data;
 
 /// A case of the benches: one line of the table.
 #[derive(Debug, Clone, PartialEq)]
@@ -484,7 +484,7 @@ mod tests {
 
     #[test]
     fn a_race_against_an_earlier_build_has_each_side_of_racksum_twice_and_nobody_else() {
-        let mut cases = super::super::cases::all(1);
+        let mut cases = crate::cases::all(1);
         cases.iter_mut().for_each(Case::against_before);
         let Case::Race(race) = &cases[0] else { panic!("a race") };
         let sides: Vec<_> = race.sides.iter().map(|side| side.name).collect();

@@ -11,11 +11,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use racksum_test_report::{self as report, Entry};
+use racksum_tools::interrupt;
+use racksum_tools::shell::{Cmd, path, target};
 use serde::Deserialize;
 
-use super::stats::Summary;
-use crate::interrupt;
-use crate::shell::{Cmd, path, target};
+use crate::stats::Summary;
+use crate::tell;
 
 /// Number of rounds, and the tests to run.
 #[derive(Debug, Args)]
@@ -41,28 +42,23 @@ struct Times {
 
 /// Runs the tests and prints the times; returns `true` if every median keeps its bound.
 pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
+    let FailuresArgs { rounds, test } = args;
     interrupt::listen()?;
-    judge(root, &args.test, args.rounds)
-}
-
-/// Runs the tests whose path contains `test` and prints the times that they record. Returns `true`
-/// if every median keeps its bound.
-pub(crate) fn judge(root: &Path, test: &str, rounds: u32) -> Result<bool> {
     let file = target(root).join("failures.jsonl");
     let mut tests = Vec::new();
     for binary in BINARIES {
         let program = build(root, binary)?;
         let listed = Cmd::new(path(&program)?, &["--list", "--format", "terse"]).output(root)?;
         let names = listed.lines().filter_map(|line| line.strip_suffix(": test"));
-        let chosen = names.filter(|name| name.contains(test));
+        let chosen = names.filter(|name| name.contains(test.as_str()));
         tests.extend(chosen.map(|name| (program.clone(), name.to_owned())));
     }
     let mut times: BTreeMap<String, Times> = BTreeMap::new();
-    for round in 1..=rounds {
+    for round in 1..=*rounds {
         let mut timed = Vec::new();
         for (nth, (program, name)) in tests.iter().enumerate() {
             interrupt::check()?;
-            super::tell(&format!("round {round}: test {} of {}: {name}", nth + 1, tests.len()));
+            tell(&format!("round {round}: test {} of {}: {name}", nth + 1, tests.len()));
             let entries = record(root, program, name, &file)?;
             if collect(entries, &mut times) {
                 timed.push((program.clone(), name.clone()));
@@ -70,7 +66,7 @@ pub(crate) fn judge(root: &Path, test: &str, rounds: u32) -> Result<bool> {
         }
         tests = timed;
     }
-    super::tell("");
+    tell("");
     if times.is_empty() {
         bail!("no test whose path contains {test:?} records a time");
     }

@@ -6,11 +6,11 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::case::{Memory, Verdict};
-use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
-use super::race::Rounds;
-use super::setup::Setup;
-use super::side::{START_TIMEOUT, aggregator, rank_of, ready};
+use crate::case::{Memory, Verdict};
+use crate::process_group::{ITERATION_TIMEOUT, ProcessGroup};
+use crate::race::Rounds;
+use crate::setup::Setup;
+use crate::side::{START_TIMEOUT, aggregator, rank_of, ready};
 
 /// The results of a memory case. All sizes are in bytes.
 #[derive(Debug, Serialize)]

@@ -8,12 +8,12 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::case::{Bound, Case, Memory, Race, Verdict};
-use super::host::Provenance;
-use super::memory;
-use super::network::{Drops, HOST_TBF, SWITCH_TBF};
-use super::race::{self, BoundOutcome, Rounds, SideOutcome};
-use super::stats::ms;
+use crate::case::{Bound, Case, Memory, Race, Verdict};
+use crate::host::Provenance;
+use crate::memory;
+use crate::network::{Drops, HOST_TBF, SWITCH_TBF};
+use crate::race::{self, BoundOutcome, Rounds, SideOutcome};
+use crate::stats::ms;
 
 /// The result of a case.
 #[derive(Debug, Serialize)]
@@ -247,10 +247,10 @@ fn mb(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::case::Figure;
-    use super::super::stats::Summary;
-    use super::super::volume::{Thrift, Volume};
     use super::*;
+    use crate::case::Figure;
+    use crate::stats::Summary;
+    use crate::volume::{Thrift, Volume};
 
     fn race_ending(holds: bool, verdict: Verdict) -> Ending {
         let summary = Summary::of(&[200_000.0, 210_000.0, 205_000.0]);
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_record_is_one_line_of_json_with_all_that_a_reader_needs() {
-        let case = super::super::cases::all(7).remove(0);
+        let case = crate::cases::all(7).remove(0);
         let ending = race_ending(true, Verdict::Pass);
         let provenance = Provenance::now(Path::new("."));
         let rounds = Rounds { setups: 1, warmup: 2, counted: 3 };

@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-
-use crate::python;
-use crate::shell::{Cmd, path, target};
+use racksum_tools::python;
+use racksum_tools::shell::{Cmd, path, target};
 
 /// Length of the training.
 #[derive(Debug, Args)]

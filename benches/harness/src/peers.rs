@@ -1,68 +1,22 @@
-//! `cargo xtask bench` compares racksum with other programs and with its bounds (`peers`), times
-//! failures (`failures`) and compares training results (`learning`).
-//!
-//! `benches/README.md` explains the measurements to a reader of the results. In this module,
-//! [`cases`] defines the cases, [`race`] the procedure, [`side`] the programs and [`network`] the
-//! links. The peer programs are in `benches/peers`. Racksum's own ranks obey the same command lines
-//! (`racksum bench --interactive`).
+//! `cargo xtask bench peers` races racksum against other programs, and judges the bounds of each
+//! case.
 
-mod background_job;
-mod case;
-mod cases;
-pub(crate) mod failures;
-mod host;
-mod learning;
-mod memory;
-mod network;
-mod process_group;
-mod race;
-mod report;
-mod setup;
-mod side;
-mod stats;
-mod volume;
-
-use std::io::{IsTerminal, stderr};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use clap::{Args, Subcommand};
+use clap::Args;
+use racksum_tools::interrupt;
 
-use self::case::Case;
-use self::failures::FailuresArgs;
-use self::host::Provenance;
-use self::learning::LearningArgs;
-use self::race::Rounds;
-use self::report::{Ending, Record};
-use self::setup::{Given, Setup};
-use crate::interrupt;
-use crate::skip::Skip;
+use crate::case::Case;
+use crate::host::Provenance;
+use crate::race::Rounds;
+use crate::report::{Ending, Record};
+use crate::setup::{Given, Setup};
+use crate::{cases, memory, network, race, report, tell};
 
-/// The measurement to run.
+/// The cases to run, and how.
 #[derive(Debug, Args)]
-pub(crate) struct BenchArgs {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Debug, Subcommand)]
-enum What {
-    /// Race racksum against Gloo and Open MPI, in turns, and against its own bounds.
-    ///
-    /// Builds and installs what it needs, and prints what is missing. As root it makes network
-    /// namespaces for the cases on slow links, and removes them.
-    Peers(PeersArgs),
-    /// Measure how long users wait when something fails: a killed rank, a lost aggregator.
-    ///
-    /// Runs the end-to-end tests that record such times, one at a time. The machine should be
-    /// quiet.
-    Failures(FailuresArgs),
-    /// Train the examples with Gloo and with racksum, and compare what they learn.
-    Learning(LearningArgs),
-}
-
-#[derive(Debug, Args)]
-struct PeersArgs {
+pub(crate) struct PeersArgs {
     /// Cases, by name or by the beginning of a name up to a dash. [default: all but `smoke`]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     case: Vec<String>,
@@ -102,16 +56,8 @@ struct PeersArgs {
     seed: u64,
 }
 
-/// Runs the measurement; returns `true` if nothing failed and, if demanded, every bound holds.
-pub(crate) fn run(root: &Path, args: &BenchArgs) -> Result<bool> {
-    match &args.what {
-        What::Peers(args) => peers(root, args),
-        What::Failures(args) => failures::run(root, args),
-        What::Learning(args) => learning::run(root, args).map(|()| true),
-    }
-}
-
-fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
+/// Runs the cases; returns `true` if nothing failed and, if demanded, every bound holds.
+pub(crate) fn run(root: &Path, args: &PeersArgs) -> Result<bool> {
     let mut cases = cases::chosen(&args.case, args.seed).map_err(|why| anyhow!(why))?;
     if args.list {
         list(&cases);
@@ -140,20 +86,19 @@ fn peers(root: &Path, args: &PeersArgs) -> Result<bool> {
     Ok(!failed && (!args.strict || results.iter().all(Ending::is_as_demanded)))
 }
 
-/// Runs every mechanism once, small and without peers, as a step of the test run. Returns the
-/// skipped cases. A case that moves more bytes than invariant I3 allows fails.
-pub(crate) fn smoke(root: &Path) -> Result<Vec<Skip>> {
+/// Runs every mechanism once, small and without peers, as a step of the test run. Returns `false`
+/// if a case fails or moves more bytes than invariant I3 allows. Skipped cases go to the test
+/// report.
+pub(crate) fn smoke(root: &Path) -> Result<bool> {
     let rounds = Rounds { setups: 1, warmup: 0, counted: 2 };
     let cases = cases::smoke(1);
     let endings = run_cases(root, &cases, rounds, &Given::default(), None)?;
-    if !endings.iter().all(|ending| ending.is_skipped() || ending.is_as_demanded()) {
-        bail!("cargo xtask bench peers --case smoke --strict");
+    for (case, ending) in cases.iter().zip(&endings) {
+        if let Ending::Skipped(why) = ending {
+            racksum_test_report::skipped(case.name(), why);
+        }
     }
-    let skip = |(case, ending): (&Case, &Ending)| match ending {
-        Ending::Skipped(why) => Some(Skip { what: case.name().to_owned(), why: why.clone() }),
-        _ => None,
-    };
-    Ok(cases.iter().zip(&endings).filter_map(skip).collect())
+    Ok(endings.iter().all(|ending| ending.is_skipped() || ending.is_as_demanded()))
 }
 
 fn run_cases(
@@ -202,13 +147,6 @@ fn run_case(case: &Case, rounds: Rounds, setup: &Setup) -> Ending {
     };
     tell("");
     ended.unwrap_or_else(|error| Ending::Failed(format!("{error:#}")))
-}
-
-/// Shows the progress on a terminal.
-fn tell(what: &str) {
-    if stderr().is_terminal() {
-        eprint!("\r\x1b[K{what}");
-    }
 }
 
 fn list(cases: &[Case]) {

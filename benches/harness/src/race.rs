@@ -7,15 +7,15 @@
 use std::path::Path;
 
 use anyhow::Result;
+use racksum_tools::interrupt;
 use serde::Serialize;
 
-use super::case::{Bound, Figure, Race, Side, Took, Verdict};
-use super::network::Drops;
-use super::setup::Setup;
-use super::side::{Iteration, Place, Team};
-use super::stats::Summary;
-use super::volume::{Thrift, Volume};
-use crate::interrupt;
+use crate::case::{Bound, Figure, Race, Side, Took, Verdict};
+use crate::network::Drops;
+use crate::setup::Setup;
+use crate::side::{Iteration, Place, Team};
+use crate::stats::Summary;
+use crate::volume::{Thrift, Volume};
 
 /// The number of set-ups and rounds.
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -62,7 +62,7 @@ pub(crate) struct SideOutcome {
     /// Times that each rank measured in these iterations.
     pub(crate) rank_times_us: Vec<Vec<Vec<f64>>>,
     /// Bytes that each rank sent and received in the last iteration.
-    pub(crate) last_traffic: Option<super::volume::Traffic>,
+    pub(crate) last_traffic: Option<crate::volume::Traffic>,
 }
 
 /// The result of a bound.
@@ -267,14 +267,14 @@ impl SideOutcome {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cases;
-    use super::super::volume::Traffic;
     use super::*;
+    use crate::cases;
+    use crate::volume::Traffic;
 
     fn race() -> Race {
         match cases::chosen(&["dense-loopback-w2".to_owned()], 1).unwrap().remove(0) {
-            super::super::case::Case::Race(race) => race,
-            super::super::case::Case::Memory(_) => panic!("a race"),
+            crate::case::Case::Race(race) => race,
+            crate::case::Case::Memory(_) => panic!("a race"),
         }
     }
 

@@ -16,9 +16,8 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use racksum_tools::shell::Cmd;
 use serde::{Deserialize, Serialize};
-
-use crate::shell::Cmd;
 
 /// Limit on a host's sending, in the syntax of `tc`. The burst is one batch of 64 KiB with its
 /// headers, the largest unit that passes a link in one piece. The queue holds more than a socket
@@ -233,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_network_connects_its_hosts_and_leaves_nothing_behind() {
-        if crate::machine::link_tools(Path::new(".")).unwrap().is_some() {
+        if racksum_tools::machine::link_tools(Path::new(".")).unwrap().is_some() {
             eprintln!("skipped: no network namespaces here");
             return;
         }

@@ -1,7 +1,8 @@
-//! Machine requirements of the tests: `ip`, `tc`, and the right to make network namespaces.
+//! Requirements of the tests and the benches: programs of this machine, and the right to make
+//! network namespaces.
 //!
-//! Only the tests of slow and lossy links need these, and they skip themselves otherwise. A missing
-//! requirement is therefore one line of output and no failure.
+//! Tests and benches without a requirement skip themselves. A missing requirement is therefore one
+//! line of output and no failure.
 
 use std::env;
 use std::path::Path;
@@ -10,22 +11,11 @@ use anyhow::Result;
 
 use crate::shell::Cmd;
 
-/// The consequence for the tests if the machine lacks something.
-const SKIPPED: &str = "skipping the tests of slow and lossy links";
-
-/// Checks the machine and installs missing tools if it may. Returns the reason if tests of links
-/// will be skipped.
-pub(crate) fn set_up(root: &Path) -> Result<Option<String>> {
-    let lacks = link_tools(root)?;
-    match &lacks {
-        None => println!("ip, tc and network namespaces: available"),
-        Some(why) => println!("{why}: {SKIPPED}"),
-    }
-    Ok(lacks)
-}
-
 /// Provides the tools for slow and lossy links, or returns the reason why they are unavailable.
-pub(crate) fn link_tools(root: &Path) -> Result<Option<String>> {
+///
+/// # Errors
+/// If an installation fails.
+pub fn link_tools(root: &Path) -> Result<Option<String>> {
     if let Some(why) = provide(root, &["ip", "tc"], &["iproute2"])? {
         return Ok(Some(why));
     }
@@ -41,7 +31,10 @@ pub(crate) fn link_tools(root: &Path) -> Result<Option<String>> {
 }
 
 /// Installs `packages` if one of `tools` is missing, or returns the reason why it does not.
-pub(crate) fn provide(root: &Path, tools: &[&str], packages: &[&str]) -> Result<Option<String>> {
+///
+/// # Errors
+/// If an installation fails.
+pub fn provide(root: &Path, tools: &[&str], packages: &[&str]) -> Result<Option<String>> {
     let missing = tools.iter().copied().filter(|tool| !on_path(tool)).collect();
     match plan(missing, is_root(root), on_path("apt-get")) {
         Plan::Nothing => Ok(None),
@@ -84,7 +77,7 @@ fn plan(missing: Vec<&str>, is_root: bool, has_apt: bool) -> Plan {
 }
 
 /// Returns whether a program is on `PATH`.
-pub(crate) fn on_path(program: &str) -> bool {
+fn on_path(program: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

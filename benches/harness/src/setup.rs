@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use racksum_tools::machine;
+use racksum_tools::python;
+use racksum_tools::shell::{Cmd, path, target};
 
-use super::case::{Build, Case, Net, Program, Race};
-use crate::machine;
-use crate::python;
-use crate::shell::{Cmd, path, target};
+use crate::case::{Build, Case, Net, Program, Race};
 
 /// Programs that the caller provides.
 #[derive(Debug, Clone, Default)]
@@ -188,8 +188,8 @@ fn compiled(
 
 #[cfg(test)]
 mod tests {
-    use super::super::cases;
     use super::*;
+    use crate::cases;
 
     #[test]
     fn a_race_that_needs_what_is_missing_does_not_take_place_and_says_why() {

@@ -1,9 +1,9 @@
 //! The cases: one for each line of the table of bounds, and small ones of every mechanism.
 
-use super::case::{
+use crate::case::{
     Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Training, Way, Wire,
 };
-use super::volume::{Data, Overlap};
+use crate::volume::{Data, Overlap};
 
 /// Returns all cases that have bounds, in the order of the table.
 pub(crate) fn all(seed: u64) -> Vec<Case> {
@@ -469,8 +469,8 @@ fn authenticated(seed: u64) -> Vec<Case> {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::super::case::Took;
     use super::*;
+    use crate::case::Took;
 
     #[test]
     fn names_are_told_apart() {
@@ -489,8 +489,8 @@ mod tests {
                 let value = bound.figure.value(|side| race.side(side).map(|_| took));
                 assert_eq!(value, Some(1.0), "{} {:?}", race.name, bound.figure);
                 let at_reach = bound.judge(Some(bound.reach));
-                assert_eq!(at_reach, super::super::case::Verdict::Reach);
-                assert_ne!(bound.judge(Some(bound.must)), super::super::case::Verdict::Below);
+                assert_eq!(at_reach, crate::case::Verdict::Reach);
+                assert_ne!(bound.judge(Some(bound.must)), crate::case::Verdict::Below);
             }
         }
     }

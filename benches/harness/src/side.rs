@@ -9,12 +9,12 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::background_job::BackgroundJob;
-use super::case::{Build, Net, Program, Race, Racksum, Side, Training, Way, Wire};
-use super::network::{Drops, Host, INTERFACE, Network};
-use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
-use super::setup::Setup;
-use super::volume::{Traffic, Volume};
+use crate::background_job::BackgroundJob;
+use crate::case::{Build, Net, Program, Race, Racksum, Side, Training, Way, Wire};
+use crate::network::{Drops, Host, INTERFACE, Network};
+use crate::process_group::{ITERATION_TIMEOUT, ProcessGroup};
+use crate::setup::Setup;
+use crate::volume::{Traffic, Volume};
 
 /// An aggregator of a race.
 #[derive(Debug)]

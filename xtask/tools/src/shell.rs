@@ -1,15 +1,15 @@
-//! Commands that a chore runs and prints. A failure prints the line that repeats it.
+//! Commands that a program runs and prints. A failure prints the line that repeats it.
 
 use std::env;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
 /// A program, its arguments and its environment variables beyond those of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Cmd {
+pub struct Cmd {
     program: String,
     args: Vec<String>,
     env: Vec<(&'static str, String)>,
@@ -17,32 +17,39 @@ pub(crate) struct Cmd {
 
 impl Cmd {
     /// Creates a command from a program and its arguments.
-    pub(crate) fn new(program: &str, args: &[&str]) -> Self {
+    #[must_use]
+    pub fn new(program: &str, args: &[&str]) -> Self {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
         Self { program: program.to_owned(), args, env: Vec::new() }
     }
 
     /// Creates a command from one line of words without quotes.
-    pub(crate) fn line(line: &str) -> Self {
+    #[must_use]
+    pub fn line(line: &str) -> Self {
         let mut words = line.split_whitespace();
         let program = words.next().unwrap_or_default();
         Self::new(program, &words.collect::<Vec<_>>())
     }
 
     /// Creates a cargo command.
-    pub(crate) fn cargo(args: &[&str]) -> Self {
+    #[must_use]
+    pub fn cargo(args: &[&str]) -> Self {
         Self::new("cargo", args)
     }
 
     /// Returns the command with `key` set to `value`.
-    pub(crate) fn env(mut self, key: &'static str, value: impl Into<String>) -> Self {
+    #[must_use]
+    pub fn env(mut self, key: &'static str, value: impl Into<String>) -> Self {
         self.env.push((key, value.into()));
         self
     }
 
     /// Runs the command in `dir` and passes its output on. An exit status other than 0 is an error
     /// that carries the line to copy.
-    pub(crate) fn run(&self, dir: &Path) -> Result<()> {
+    ///
+    /// # Errors
+    /// If the command does not start or does not succeed.
+    pub fn run(&self, dir: &Path) -> Result<()> {
         println!("$ {self}");
         let status = self
             .command(dir)
@@ -57,7 +64,10 @@ impl Cmd {
 
     /// Runs the command in `dir` and returns its standard output. An error carries its standard
     /// error.
-    pub(crate) fn output(&self, dir: &Path) -> Result<String> {
+    ///
+    /// # Errors
+    /// If the command does not start or does not succeed.
+    pub fn output(&self, dir: &Path) -> Result<String> {
         let output = self
             .command(dir)
             .stdin(Stdio::null())
@@ -71,7 +81,7 @@ impl Cmd {
     }
 
     /// Returns whether the command starts and exits with status 0; its output is dropped.
-    pub(crate) fn succeeds(&self, dir: &Path) -> bool {
+    pub fn succeeds(&self, dir: &Path) -> bool {
         self.command(dir)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -104,14 +114,23 @@ impl fmt::Display for Cmd {
 }
 
 /// Returns a path as an argument.
-pub(crate) fn path(path: &Path) -> Result<&str> {
+///
+/// # Errors
+/// If the path is not UTF-8.
+pub fn path(path: &Path) -> Result<&str> {
     path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))
 }
 
 /// Returns the folder of cargo's build output.
-pub(crate) fn target(root: &Path) -> PathBuf {
+#[must_use]
+pub fn target(root: &Path) -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| "target".into(), PathBuf::from);
     root.join(target)
+}
+
+/// Asks a process to end (SIGTERM). Returns false if the process is gone.
+pub fn terminate(child: &Child) -> bool {
+    Cmd::new("kill", &["-TERM", &child.id().to_string()]).succeeds(Path::new("."))
 }
 
 /// Quotes `word` for a shell.

@@ -5,9 +5,8 @@ use std::path::Path;
 use std::thread::available_parallelism;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use racksum_tools::shell::Cmd;
 use serde::Serialize;
-
-use crate::shell::Cmd;
 
 /// The commit, the machine and the time of a measurement.
 #[derive(Debug, Clone, Serialize)]

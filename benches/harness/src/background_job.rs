@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::Duration;
 
-use super::process_group::{ITERATION_TIMEOUT, ProcessGroup};
+use crate::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 
 /// State that the neighbour's thread shares with its owner.
 #[derive(Debug, Default)]

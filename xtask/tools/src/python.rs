@@ -1,0 +1,46 @@
+//! The virtual environment that runs the Python package's tests and the peers of the benches.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::machine;
+use crate::shell::{Cmd, path, target};
+
+/// Returns a Python with the pinned packages and the package as it is now.
+///
+/// # Errors
+/// If the environment cannot be made, or a package cannot be installed.
+pub fn installed(root: &Path) -> Result<PathBuf> {
+    let python = venv(root)?;
+    let package = root.join("python");
+    Cmd::new(path(&python)?, &["-m", "pip", "install", "--quiet", "--no-deps", path(&package)?])
+        .run(root)?;
+    Ok(python)
+}
+
+/// Returns a Python with the pinned packages, installed at the first use and when the pins change.
+///
+/// # Errors
+/// If the environment cannot be made, or a package cannot be installed.
+pub fn venv(root: &Path) -> Result<PathBuf> {
+    let venv = target(root).join("venv");
+    let python = venv.join("bin/python");
+    let pins = root.join("python/requirements.txt");
+    let wanted = fs::read_to_string(&pins)?;
+    // The stamp is written last, so that its presence means a complete installation.
+    let stamp = venv.join("installed.txt");
+    if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    let packages = ["python3", "python3-venv", "python3-pip"];
+    if let Some(why) = machine::provide(root, &["python3"], &packages)? {
+        bail!("{why}; install Python 3.11 or newer, with venv and pip");
+    }
+    Cmd::new("python3", &["-m", "venv", "--clear", path(&venv)?]).run(root)?;
+    let pip = ["-m", "pip", "install", "--quiet", "--requirement", path(&pins)?];
+    Cmd::new(path(&python)?, &pip).run(root)?;
+    fs::write(&stamp, &wanted)?;
+    Ok(python)
+}
