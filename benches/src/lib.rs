@@ -1,18 +1,22 @@
-//! Inputs for the benches: tensors and blocks that look like gradients, the same in every run.
+//! Inputs for the benches, the same in every run.
 //!
-//! The benches are in `benches/`. `kernels` measures folds, scans and conversions beside the
-//! machine's own memory copy.
+//! The functions here make tensors and blocks that look like gradients, for the benches in
+//! `benches/`. `kernels` measures folds, scans and conversions beside the machine's own memory
+//! copy. [`data`] defines the tensors that `racksum bench` and its peers reduce.
+
+pub mod data;
 
 use racksum_proto::arith;
 use racksum_proto::dtype::{DType, WireType};
+use racksum_sim::random::Random;
 
 /// Returns `len` bytes of f32 with the spread of a gradient, none of them zero.
 #[must_use]
 pub fn gradient(len: usize, seed: u64) -> Vec<u8> {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut bytes = Vec::with_capacity(len);
     while bytes.len() < len {
-        bytes.extend(random.value().to_le_bytes());
+        bytes.extend(value(&mut random).to_le_bytes());
     }
     bytes.truncate(len);
     bytes
@@ -64,17 +68,10 @@ pub fn contribution(wire: WireType, block_elements: usize, len: usize, seed: u64
     out
 }
 
-/// SplitMix64, a generator of values from a seed.
-struct Random(u64);
-
-impl Random {
-    /// Returns a value within about ±1; small values are more frequent.
-    fn value(&mut self) -> f32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let [a, b, c, ..] = (x ^ (x >> 27)).to_le_bytes();
-        (f32::from(i16::from_le_bytes([a, b])) + 0.5) / 32_768.0 / f32::from(1 + c % 16)
-    }
+/// Draws a value within about ±1; small values are more frequent.
+fn value(random: &mut Random) -> f32 {
+    let [a, b, c, ..] = random.bits().to_le_bytes();
+    (f32::from(i16::from_le_bytes([a, b])) + 0.5) / 32_768.0 / f32::from(1 + c % 16)
 }
 
 /// Number of ranks that the benches assume.

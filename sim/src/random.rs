@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-/// A SplitMix64 generator.
+/// A SplitMix64 generator (Steele, Lea, Flood 2014).
 ///
 /// Each user takes its own child by name, so that extra draws in one place do not change the draws
 /// of others.
@@ -36,8 +36,9 @@ impl Random {
 
     /// Draws the next 64 bits.
     pub const fn bits(&mut self) -> u64 {
+        let bits = output(self.state, 0);
         self.state = self.state.wrapping_add(GOLDEN);
-        mix(self.state)
+        bits
     }
 
     /// Draws a number below `end`, which must not be zero.
@@ -76,7 +77,13 @@ impl Random {
     }
 }
 
-/// Scrambles 64 bits with a bijection.
+/// Returns output `index` of a SplitMix64 generator with this seed, without the outputs before it.
+#[must_use]
+pub const fn output(seed: u64, index: u64) -> u64 {
+    mix(seed.wrapping_add(index.wrapping_add(1).wrapping_mul(GOLDEN)))
+}
+
+/// Scrambles 64 bits with a bijection, the output function of SplitMix64.
 #[must_use]
 pub const fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -98,6 +105,7 @@ mod tests {
         let mut random = Random::new(1_234_567);
         assert_eq!(random.bits(), 6_457_827_717_110_365_317);
         assert_eq!(random.bits(), 3_203_168_211_198_807_973);
+        assert_eq!(output(1_234_567, 1), 3_203_168_211_198_807_973);
     }
 
     #[test]

@@ -1,6 +1,10 @@
 //! The parts of a case: sides, network, data and bounds on the times. [`crate::cases`] defines the
 //! cases themselves.
 
+use racksum_benches::data::Input;
+use racksum_proto::auth::DataAuth;
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::WireType;
 use serde::Serialize;
 
 use crate::stats::{Summary, ms};
@@ -145,7 +149,7 @@ pub(crate) enum Program {
     },
     /// Bare sockets, the lower bound; dense only, loopback only.
     Floor {
-        wire: Wire,
+        wire: WireType,
     },
 }
 
@@ -222,9 +226,9 @@ pub(crate) enum Build {
 pub(crate) struct Racksum {
     pub(crate) build: Build,
     /// Wire type of the elements.
-    pub(crate) wire: Wire,
+    pub(crate) wire: WireType,
     /// Elements of a block.
-    pub(crate) block: u16,
+    pub(crate) block: usize,
     /// Form of an op's operand.
     pub(crate) input: Input,
     /// Share of datagrams that each rank drops on purpose, in each direction. Any value but `None`
@@ -232,8 +236,8 @@ pub(crate) struct Racksum {
     pub(crate) drop: Option<f64>,
     /// Number of the network's aggregators that serve the job.
     pub(crate) aggregators: u8,
-    /// Authentication of datagrams, as a value of `--data-auth`; `None` leaves the default.
-    pub(crate) data_auth: Option<&'static str>,
+    /// Authentication of datagrams; `None` leaves the default.
+    pub(crate) data_auth: Option<DataAuth>,
     /// Op size in bytes of another job, with as many ranks, that runs at the same aggregator
     /// meanwhile.
     pub(crate) beside: Option<u64>,
@@ -242,8 +246,8 @@ pub(crate) struct Racksum {
 impl Racksum {
     pub(crate) const PLAIN: Self = Self {
         build: Build::Own,
-        wire: Wire::F32,
-        block: 256,
+        wire: WireType::F32,
+        block: Descriptor::DEFAULT_BLOCK,
         input: Input::Dense,
         drop: None,
         aggregators: 1,
@@ -252,46 +256,7 @@ impl Racksum {
     };
     /// Racksum in bf16 with blocks of 512. A window has at most 64 blocks of 2 bytes an element:
     /// blocks of 256 fill half of its 60 KiB, blocks of 512 fill all.
-    pub(crate) const BF16: Self = Self { wire: Wire::Bf16, block: 512, ..Self::PLAIN };
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Wire {
-    F32,
-    Bf16,
-}
-
-impl Wire {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        }
-    }
-
-    pub(crate) const fn element_bytes(self) -> u64 {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 => 2,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Input {
-    Dense,
-    Blocks,
-}
-
-impl Input {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Dense => "dense",
-            Self::Blocks => "blocks",
-        }
-    }
+    pub(crate) const BF16: Self = Self { wire: WireType::Bf16, block: 512, ..Self::PLAIN };
 }
 
 /// A case of many jobs at one aggregator, whose memory is measured afterwards.

@@ -1,9 +1,11 @@
 //! The cases: one for each line of the table of bounds, and small ones of every mechanism.
 
-use crate::case::{
-    Bound, Case, Figure, Input, Memory, Net, Program, Race, Racksum, Side, Training, Way, Wire,
-};
-use crate::volume::{Data, Overlap};
+use racksum_benches::data::{Input, Overlap};
+use racksum_proto::auth::DataAuth;
+use racksum_proto::dtype::WireType;
+
+use crate::case::{Bound, Case, Figure, Memory, Net, Program, Race, Racksum, Side, Training, Way};
+use crate::volume::Data;
 
 /// Returns all cases that have bounds, in the order of the table.
 pub(crate) fn all(seed: u64) -> Vec<Case> {
@@ -134,8 +136,8 @@ const RACKSUM_DENSE: Side =
     Side { name: "racksum-dense-in", program: Program::Racksum(Racksum::PLAIN) };
 const GLOO: Side = Side { name: "gloo", program: Program::Gloo { sparse: false } };
 const GLOO_SPARSE: Side = Side { name: "gloo-sparse", program: Program::Gloo { sparse: true } };
-const FLOOR: Side = Side { name: "floor", program: Program::Floor { wire: Wire::F32 } };
-const FLOOR_BF16: Side = Side { name: "floor", program: Program::Floor { wire: Wire::Bf16 } };
+const FLOOR: Side = Side { name: "floor", program: Program::Floor { wire: WireType::F32 } };
+const FLOOR_BF16: Side = Side { name: "floor", program: Program::Floor { wire: WireType::Bf16 } };
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: false } };
 const OPENMPI_SHARED: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: true } };
 
@@ -437,9 +439,9 @@ fn tenants(seed: u64) -> Case {
 
 /// Returns races for the cost of authenticating datagrams, and of encrypting them.
 fn authenticated(seed: u64) -> Vec<Case> {
-    let with = |name, how| {
+    let with = |how: DataAuth| {
         let program = Program::Racksum(Racksum { data_auth: Some(how), ..Racksum::PLAIN });
-        Side { name, program }
+        Side { name: how.name(), program }
     };
     let cost = |most| Bound { figure: Figure::Cost("mac", "none"), must: most, reach: most };
     let race = |name: String, world, net, shards, most| {
@@ -450,7 +452,7 @@ fn authenticated(seed: u64) -> Vec<Case> {
             shards,
             data: dense(seed, 100_000_000),
             iterations: 1,
-            sides: vec![with("none", "none"), with("mac", "mac"), with("aead", "aead")],
+            sides: DataAuth::ALL.map(with).into(),
             bounds: vec![cost(most)],
         })
     };

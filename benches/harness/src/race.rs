@@ -243,7 +243,7 @@ impl SideOutcome {
         let all = || rounds.iter().flatten();
         let rank_times: Vec<_> = all().flat_map(|i| i.rank_us.iter().copied()).collect();
         let thrift = side.program.racksum().and_then(|racksum| {
-            let owed = volume.on_the_wire(racksum.wire.element_bytes());
+            let owed = volume.on_the_wire(racksum.wire);
             owed.judge(all().filter_map(|iteration| iteration.traffic.as_ref()))
         });
         let of_ranks = |round: &Vec<Iteration>| round.iter().map(|i| i.rank_us.clone()).collect();

@@ -6,11 +6,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use racksum_proto::auth::DataAuth;
+use racksum_proto::dtype::WireType;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::background_job::BackgroundJob;
-use crate::case::{Build, Net, Program, Race, Racksum, Side, Training, Way, Wire};
+use crate::case::{Build, Net, Program, Race, Racksum, Side, Training, Way};
 use crate::network::{Drops, Host, INTERFACE, Network};
 use crate::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 use crate::setup::Setup;
@@ -20,7 +22,7 @@ use crate::volume::{Traffic, Volume};
 #[derive(Debug)]
 struct Serving {
     /// Data authentication of the aggregator, which the sides do not set.
-    data_auth: Option<&'static str>,
+    data_auth: Option<DataAuth>,
     build: Build,
     addr: SocketAddr,
     /// The aggregator's process, which ends with the race.
@@ -334,7 +336,7 @@ impl Team {
         Ok(Self::of(process_group))
     }
 
-    fn floor(race: &Race, side: &Side, wire: Wire, setup: &Setup, logs: &Path) -> Result<Self> {
+    fn floor(race: &Race, side: &Side, wire: WireType, setup: &Setup, logs: &Path) -> Result<Self> {
         let Ok(floor) = &setup.floor else { bail!("there is no compiler") };
         ensure!(race.net == Net::Loopback, "the floor is that of one host");
         let mut command = Command::new(floor);

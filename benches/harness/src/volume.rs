@@ -3,6 +3,9 @@
 //!
 //! `benches/peers/README.md` defines the blocks. All programs of a race draw the same blocks.
 
+use racksum_benches::data::{Overlap, Pattern};
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::{DType, WireType};
 use serde::Serialize;
 
 /// Data that the ranks reduce: f32 tensors, some of whose blocks are not zero.
@@ -14,26 +17,6 @@ pub(crate) struct Data {
     pub(crate) density: f64,
     pub(crate) overlap: Overlap,
     pub(crate) seed: u64,
-}
-
-/// Placement of the ranks' non-zero blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Overlap {
-    /// Each rank draws its own blocks.
-    Random,
-    /// All ranks have the same blocks.
-    All,
-}
-
-impl Overlap {
-    /// Returns the name that the programs know.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::All => "all",
-        }
-    }
 }
 
 /// Non-zero bytes, as f32.
@@ -50,28 +33,21 @@ impl Data {
         self.density >= 1.0
     }
 
-    /// Returns whether a block of a rank is non-zero.
-    fn holds(&self, rank: u16, block: u64) -> bool {
-        if self.is_dense() {
-            return true;
-        }
-        let stream = match self.overlap {
-            Overlap::Random => u64::from(rank),
-            Overlap::All => 0,
-        };
-        let start = mix((self.seed << 32) | stream);
-        let draw = mix(start.wrapping_add((block + 1).wrapping_mul(GOLDEN_GAMMA))) >> 11;
-        (draw as f64) < (self.density * (1u64 << 53) as f64).floor()
+    /// Returns the blocks and elements that the ranks draw.
+    fn pattern(&self, world: u16) -> Pattern {
+        let Self { density, overlap, seed, .. } = *self;
+        Pattern { world, block: Descriptor::DEFAULT_BLOCK, density, overlap, seed }
     }
 
     /// Returns the non-zero bytes of all ranks and of their sum.
     pub(crate) fn volume(&self, world: u16) -> Volume {
+        let pattern = self.pattern(world);
         let mut volume = Volume { own: vec![0; usize::from(world)], union: 0 };
         for block in 0..self.bytes.div_ceil(BLOCK_BYTES) {
             let len = BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES);
             let mut any = false;
             for (rank, own) in (0..world).zip(&mut volume.own) {
-                if self.holds(rank, block) {
+                if pattern.holds(rank, block) {
                     *own += len;
                     any = true;
                 }
@@ -101,9 +77,10 @@ pub(crate) struct Thrift {
 }
 
 impl Volume {
-    /// Returns the volume for another element size on the wire.
-    pub(crate) fn on_the_wire(&self, element_bytes: u64) -> Self {
-        let scaled = |bytes: u64| bytes / 4 * element_bytes;
+    /// Returns the volume of elements of another type, without the scales of its blocks.
+    pub(crate) fn on_the_wire(&self, wire: WireType) -> Self {
+        let element_bytes = wire.element_size() as u64;
+        let scaled = |bytes: u64| bytes / DType::F32.size() as u64 * element_bytes;
         Self { own: self.own.iter().map(|own| scaled(*own)).collect(), union: scaled(self.union) }
     }
 
@@ -138,18 +115,8 @@ const fn is_thrifty(moved: u64, owed: u64) -> bool {
     moved * 100 <= owed * 106 + DATAGRAM_BYTES * 100
 }
 
-/// The output function of SplitMix64 (Steele, Lea, Flood 2014).
-const fn mix(z: u64) -> u64 {
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// SplitMix64's increment: 2^64 divided by the golden ratio.
-const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// Bytes of 256 elements of f32.
-const BLOCK_BYTES: u64 = 1024;
+/// Bytes of a block of f32.
+const BLOCK_BYTES: u64 = (Descriptor::DEFAULT_BLOCK * DType::F32.size()) as u64;
 
 /// Payload of a datagram at an MTU of 1500. Loopback allows longer ones; this limit is stricter.
 const DATAGRAM_BYTES: u64 = 1472;
@@ -162,10 +129,7 @@ mod tests {
         Data { bytes: 100_000_000, density: 0.01, overlap: Overlap::Random, seed: 1 };
 
     #[test]
-    fn blocks_are_those_of_the_contract() {
-        let blocks = |rank| (0..97_657).filter(move |block| SPARSE.holds(rank, *block));
-        assert_eq!(blocks(0).take(5).collect::<Vec<_>>(), [150, 227, 379, 417, 844]);
-        assert_eq!(blocks(1).take(5).collect::<Vec<_>>(), [22, 76, 84, 218, 352]);
+    fn volumes_are_those_of_the_contract() {
         let volume = SPARSE.volume(8);
         assert_eq!(volume.own[..2], [1023 * 1024, 1064 * 1024]);
         let union = share(volume.union, SPARSE.bytes);
@@ -183,7 +147,7 @@ mod tests {
     fn a_dense_tensor_owes_all_of_it_and_half_in_half_the_width() {
         let volume = Data { bytes: 1_000_004, density: 1.0, ..SPARSE }.volume(2);
         assert_eq!(volume, Volume { own: vec![1_000_004; 2], union: 1_000_004 });
-        assert_eq!(volume.on_the_wire(2).own, [500_002; 2]);
+        assert_eq!(volume.on_the_wire(WireType::Bf16).own, [500_002; 2]);
     }
 
     #[test]

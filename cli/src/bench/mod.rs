@@ -1,7 +1,6 @@
 //! `racksum bench`: measures how fast tensors of many sizes are reduced, and checks the results.
 
 mod agree;
-mod data;
 mod parent;
 mod rank;
 mod report;
@@ -10,7 +9,7 @@ use std::io::BufRead;
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use data::{Overlap, Pattern};
+use racksum_benches::data::{Input, Overlap, Pattern};
 use racksum_proto::counted::{are, counted};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -26,24 +25,6 @@ use crate::member::{Member, MemberArgs};
 use crate::process_group::{end_with_parent, tell_parent};
 use crate::progress::{Line, Pace, Work};
 use crate::{memory, stderr};
-
-/// Input of an op.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Input {
-    /// A whole tensor.
-    Dense,
-    /// A list of its non-zero blocks.
-    Blocks,
-}
-
-impl Input {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Dense => "dense",
-            Self::Blocks => "blocks",
-        }
-    }
-}
 
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]

@@ -1,13 +1,13 @@
 //! One rank of a benchmark: connects, reduces, measures and checks.
 
+use racksum_benches::data::{Input, Pattern};
 use racksum_net::clock::Clock;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
 use racksum_worker::{Blocks, Client, ConnectOptions, Error, Faults, Stats};
 
-use super::data::Pattern;
-use super::{Args, Input, agree};
+use super::{Args, agree};
 use crate::exit::Failure;
 use crate::member::Member;
 use crate::memory;

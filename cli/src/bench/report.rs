@@ -1,11 +1,11 @@
 //! The rows of a benchmark: in nccl-tests' layout for people, and as JSON for programs.
 
 use hdrhistogram::Histogram;
+use racksum_benches::data::Pattern;
 use racksum_proto::counted::counted;
 use serde::Serialize;
 
 use super::Args;
-use super::data::Pattern;
 use super::rank::Measured;
 
 /// The row of one size, over all ranks that were measured.

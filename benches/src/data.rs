@@ -1,13 +1,37 @@
-//! The data that a benchmark reduces, and the expected results. Every peer that racksum is compared
-//! with reduces the same data.
+//! The data that `racksum bench` reduces, and the expected results. Every peer that racksum is
+//! compared with reduces the same data, as `benches/peers/README.md` defines it.
 
 use clap::ValueEnum;
 use half::{bf16, f16};
 use racksum_proto::dtype::{DType, Reduction, WireType};
+use racksum_sim::random::{mix, output};
+use serde::Serialize;
+
+/// Input of an op.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Input {
+    /// A whole tensor.
+    Dense,
+    /// A list of its non-zero blocks.
+    Blocks,
+}
+
+impl Input {
+    /// Returns the name that users write.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Blocks => "blocks",
+        }
+    }
+}
 
 /// Where the non-zero blocks of the ranks lie.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Overlap {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Overlap {
     /// Each rank draws its own.
     Random,
     /// All ranks have the same.
@@ -17,7 +41,9 @@ pub(crate) enum Overlap {
 }
 
 impl Overlap {
-    pub(crate) const fn name(self) -> &'static str {
+    /// Returns the name that users and the peers write.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Random => "random",
             Self::All => "all",
@@ -28,25 +54,32 @@ impl Overlap {
 
 /// The contents of the ranks' tensors.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Pattern {
-    pub(crate) world: u16,
-    pub(crate) block: usize,
-    pub(crate) density: f64,
-    pub(crate) overlap: Overlap,
-    pub(crate) seed: u64,
+pub struct Pattern {
+    /// Number of ranks.
+    pub world: u16,
+    /// Elements of a block.
+    pub block: usize,
+    /// Share of each rank's blocks that are not zero; at 1 the tensors are dense.
+    pub density: f64,
+    /// Where the non-zero blocks of the ranks lie.
+    pub overlap: Overlap,
+    /// Seed of blocks and elements.
+    pub seed: u64,
 }
 
 impl Pattern {
     /// Returns a hash of the pattern. With the hash in the descriptor, different patterns are a
     /// mismatch between ranks instead of wrong sums.
-    pub(crate) fn tag(&self) -> u64 {
+    #[must_use]
+    pub fn tag(&self) -> u64 {
         let Self { density, overlap, seed, .. } = *self;
         let parts = [seed, density.to_bits(), overlap as u64];
-        parts.into_iter().fold(0, |tag, part| mix((tag ^ part).wrapping_add(GOLDEN)))
+        parts.into_iter().fold(0, |tag, part| output(tag ^ part, 0))
     }
 
     /// Returns whether a block of a rank is non-zero.
-    pub(crate) fn holds(&self, rank: u16, block: u64) -> bool {
+    #[must_use]
+    pub fn holds(&self, rank: u16, block: u64) -> bool {
         if self.density >= 1.0 {
             return true;
         }
@@ -58,12 +91,12 @@ impl Pattern {
             Overlap::None => (0, (self.density * world as f64).min(1.0)),
         };
         let start = mix((self.seed << 32) | stream);
-        let draw = mix(start.wrapping_add((block + 1).wrapping_mul(GOLDEN))) >> 11;
+        let draw = output(start, block) >> 11;
         (draw as f64) < (density * (1u64 << 53) as f64).floor()
     }
 
     /// Returns element `i` of a rank. It is a small integer, so that sums are exact in most types.
-    pub(crate) fn element(&self, rank: u16, i: u64) -> i16 {
+    fn element(&self, rank: u16, i: u64) -> i16 {
         if !self.holds(rank, i / self.block as u64) {
             return 0;
         }
@@ -72,7 +105,7 @@ impl Pattern {
     }
 
     /// Fills a rank's tensor.
-    pub(crate) fn fill(&self, rank: u16, dtype: DType, tensor: &mut [u8]) {
+    pub fn fill(&self, rank: u16, dtype: DType, tensor: &mut [u8]) {
         let size = dtype.size();
         for (block, bytes) in (0..).zip(tensor.chunks_mut(self.block * size)) {
             if !self.holds(rank, block) {
@@ -97,7 +130,8 @@ impl Pattern {
     }
 
     /// Counts the wrong elements of a result.
-    pub(crate) fn wrong(&self, dtype: DType, wire: WireType, op: Reduction, tensor: &[u8]) -> u64 {
+    #[must_use]
+    pub fn wrong(&self, dtype: DType, wire: WireType, op: Reduction, tensor: &[u8]) -> u64 {
         let size = dtype.size();
         let tolerance = self.tolerance(wire);
         let mut wrong = 0;
@@ -163,16 +197,6 @@ fn read(dtype: DType, element: &[u8]) -> f64 {
     number.unwrap_or(f64::NAN)
 }
 
-/// The output function of SplitMix64 (Steele, Lea, Flood 2014).
-const fn mix(z: u64) -> u64 {
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// SplitMix64's increment: 2^64 divided by the golden ratio.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -196,9 +220,10 @@ mod tests {
     #[test]
     fn blocks_are_those_that_the_peers_draw() {
         let random = pattern(Overlap::Random);
-        let blocks: Vec<u64> = (0..97_657).filter(|block| random.holds(0, *block)).collect();
-        assert_eq!(blocks.len(), 1023);
-        assert_eq!(blocks[..5], [150, 227, 379, 417, 844]);
+        let of = |rank| (0..97_657).filter(move |block| random.holds(rank, *block));
+        assert_eq!((of(0).count(), of(1).count()), (1023, 1064));
+        assert_eq!(of(0).take(5).collect::<Vec<_>>(), [150, 227, 379, 417, 844]);
+        assert_eq!(of(1).take(5).collect::<Vec<_>>(), [22, 76, 84, 218, 352]);
     }
 
     #[test]
