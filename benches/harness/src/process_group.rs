@@ -105,7 +105,7 @@ impl ProcessGroup {
         let name = &self.name;
         let read = |(i, line): (usize, &String)| {
             let value: Value = serde_json::from_str(line)
-                .with_context(|| format!("{name} {i} said {line:?}, which is no JSON"))?;
+                .with_context(|| format!("{name} {i} said {line:?}, which is not JSON"))?;
             ensure!(value.get("error").is_none(), "{name} {i}: {}", value["error"]);
             Ok(value)
         };

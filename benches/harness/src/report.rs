@@ -69,7 +69,7 @@ impl<'a> Record<'a> {
         if let Some(dir) = path.parent() {
             fs::create_dir_all(dir).with_context(context)?;
         }
-        let line = serde_json::to_string(self).context("a result is no JSON")?;
+        let line = serde_json::to_string(self).context("cannot write a result as JSON")?;
         let mut file =
             OpenOptions::new().create(true).append(true).open(path).with_context(context)?;
         writeln!(file, "{line}").with_context(context)

@@ -58,7 +58,7 @@ impl Setup {
         let before = given.before.clone();
         if let Some(before) = &before {
             let words = ["--version"];
-            Cmd::new(path(before)?, &words).run(root).context("it is no build of racksum")?;
+            Cmd::new(path(before)?, &words).run(root).context("not a build of racksum")?;
         }
 
         let needs = |is: fn(&Program) -> bool| {

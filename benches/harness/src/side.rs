@@ -227,7 +227,7 @@ impl Team {
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
-        let Ok(python) = &setup.python else { bail!("there is no python with torch") };
+        let Ok(python) = &setup.python else { bail!("no Python with torch was found") };
         let master = master(race, side, place)?.to_string();
         let data = race.data;
         let mode = if sparse { "sparse" } else { "dense" };
@@ -260,7 +260,7 @@ impl Team {
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
-        let Ok(python) = &setup.python else { bail!("there is no python with torch") };
+        let Ok(python) = &setup.python else { bail!("no Python with torch was found") };
         let master = master(race, side, place)?;
         let rank = |rank: u16| {
             let host = place.worker(rank);
@@ -299,7 +299,7 @@ impl Team {
     }
 
     fn sidecar(race: &Race, side: &Side, way: Way, setup: &Setup, logs: &Path) -> Result<Self> {
-        let Ok(python) = &setup.python else { bail!("there is no python with torch") };
+        let Ok(python) = &setup.python else { bail!("no Python with torch was found") };
         ensure!(race.net == Net::Loopback, "a sidecar is for the ranks of one host");
         let socket = logs.join(format!("{}.sock", side.name));
         let mut worker = Command::new(&setup.racksum);
@@ -319,7 +319,7 @@ impl Team {
     }
 
     fn openmpi(race: &Race, side: &Side, shared: bool, setup: &Setup, logs: &Path) -> Result<Self> {
-        let Ok(mpi) = &setup.mpi else { bail!("there is no Open MPI") };
+        let Ok(mpi) = &setup.mpi else { bail!("Open MPI was not found") };
         ensure!(race.net == Net::Loopback, "Open MPI's ranks are all on one host here");
         let mut command = Command::new("mpirun");
         command
@@ -337,7 +337,7 @@ impl Team {
     }
 
     fn floor(race: &Race, side: &Side, wire: WireType, setup: &Setup, logs: &Path) -> Result<Self> {
-        let Ok(floor) = &setup.floor else { bail!("there is no compiler") };
+        let Ok(floor) = &setup.floor else { bail!("no C compiler was found") };
         ensure!(race.net == Net::Loopback, "the floor is that of one host");
         let mut command = Command::new(floor);
         command
