@@ -9,8 +9,9 @@ use pyo3::types::PyDict;
 use racksum_proto::call;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::SubmitError;
-use racksum_worker::sidecar;
-use racksum_worker::{Blocks, Client, ConnectError, Connecting, Error, Operand, StatsQuery};
+use racksum_worker::{
+    Blocks, Client, ConnectError, Connecting, Error, LentMemory, Operand, StatsQuery,
+};
 
 use crate::connected::Connected;
 use crate::errors::{of_connect, of_op, raise, read};
@@ -278,7 +279,7 @@ impl Session {
         let memory = py.detach(|| client.offer(nbytes)).map_err(refused)?;
         let Some(memory) = memory else { return Ok(None) };
         let lent = Lent { memory: Some(memory), pid: std::process::id() };
-        let is_taken = |slice| client.is_taken_within(lent.memory.as_ref()?, slice);
+        let is_taken = |slice| client.is_taken_within(&**lent.memory.as_ref()?, slice);
         let taken = wait_in_slices(py, Some(Client::SIDECAR_TIMEOUT), is_taken)?;
         taken.unwrap_or_else(|| Err(Client::unanswered())).map_err(refused)?;
         Ok(Some(lent))
@@ -362,7 +363,7 @@ fn refresh_stats(py: Python<'_>, client: &Client) -> PyResult<()> {
 #[derive(Debug)]
 pub(crate) struct Lent {
     /// The memory; `None` only while it is dropped.
-    memory: Option<Arc<sidecar::Lent>>,
+    memory: Option<Arc<dyn LentMemory>>,
     /// The process that the memory was lent to.
     pid: u32,
 }

@@ -22,11 +22,11 @@ use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
-use crate::sidecar::{Lent, SidecarStats};
+use crate::sidecar::{self, SIDECAR_TIMEOUT};
 use crate::tensor::{Element, as_bytes_mut, lend};
-use crate::transport::Transport;
+use crate::transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
 
-pub use self::connecting::{CancelHandle, Connecting};
+pub use self::connecting::Connecting;
 
 /// A rank of a job. Ops end in any order, but each rank must start the same ops in the same order.
 ///
@@ -38,17 +38,6 @@ pub struct Client {
     transport: Arc<dyn Transport>,
 }
 
-/// The outcome of an op.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reduced<T> {
-    /// The reduced tensor, or `()` if the tensor is the caller's.
-    pub tensor: T,
-    /// The ranks that were lost before they had contributed to the whole tensor, in ascending
-    /// order. All other ranks have contributed. The list is empty unless the job has
-    /// [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss), and always with a sidecar.
-    pub absent: Vec<Rank>,
-}
-
 /// An op in flight. If the handle is dropped, the op goes on, since the other ranks need it. Its
 /// operand is then freed once the op ends.
 #[derive(Debug)]
@@ -58,32 +47,6 @@ pub struct Handle<T> {
     /// The reference is weak, because a closed client has no ops.
     transport: Weak<dyn Transport>,
     result: PhantomData<fn() -> T>,
-}
-
-/// The limits and the paths that a job was granted when it began. An aggregator that the job moves
-/// to may grant something else.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Grant {
-    /// The number of ops that may be in flight.
-    pub max_ops: u16,
-    /// The first op. It is above 0 if the rank has rejoined its job.
-    pub first_op: OpId,
-    /// The number of shards that serve the job's windows; 0 with a sidecar.
-    pub shards: usize,
-    /// Whether results arrive by multicast.
-    pub multicast: bool,
-    /// The slots of a stream; 0 with a sidecar.
-    pub pool_slots: u32,
-    /// The bytes of a window that fit a datagram; 0 with a sidecar.
-    pub fragment_payload: u16,
-}
-
-/// A request for the current counters, which a caller repeats until it is answered.
-#[derive(Debug, Default)]
-pub struct StatsQuery {
-    /// The number of the request at the sidecar, once it is sent.
-    pub(crate) number: Option<u64>,
 }
 
 impl Client {
@@ -201,9 +164,9 @@ impl Client {
     /// the memory, or a timeout if it does not answer within [`SIDECAR_TIMEOUT`].
     ///
     /// [`SIDECAR_TIMEOUT`]: Self::SIDECAR_TIMEOUT
-    pub fn lend(&self, len: usize) -> io::Result<Option<Arc<Lent>>> {
+    pub fn lend(&self, len: usize) -> io::Result<Option<Arc<dyn LentMemory>>> {
         let Some(lent) = self.offer(len)? else { return Ok(None) };
-        let taken = self.is_taken_within(&lent, Self::SIDECAR_TIMEOUT);
+        let taken = self.is_taken_within(&*lent, Self::SIDECAR_TIMEOUT);
         taken.unwrap_or_else(|| Err(Self::unanswered()))?;
         Ok(Some(lent))
     }
@@ -213,7 +176,7 @@ impl Client {
     ///
     /// # Errors
     /// Returns the kernel's error if there is not enough memory.
-    pub fn offer(&self, len: usize) -> io::Result<Option<Arc<Lent>>> {
+    pub fn offer(&self, len: usize) -> io::Result<Option<Arc<dyn LentMemory>>> {
         self.transport.offer(len)
     }
 
@@ -222,18 +185,21 @@ impl Client {
     ///
     /// # Errors
     /// Returns the sidecar's reason if it refuses the memory.
-    pub fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>> {
+    pub fn is_taken_within(
+        &self,
+        lent: &dyn LentMemory,
+        limit: Duration,
+    ) -> Option<io::Result<()>> {
         self.transport.is_taken_within(lent, limit)
     }
 
     /// How long a sidecar may take to answer.
-    pub const SIDECAR_TIMEOUT: Duration = Duration::from_secs(10);
+    pub const SIDECAR_TIMEOUT: Duration = SIDECAR_TIMEOUT;
 
     /// Returns the error for a sidecar that has not answered in time.
     #[must_use]
     pub fn unanswered() -> io::Error {
-        let why = format!("it has not answered for {} s", Self::SIDECAR_TIMEOUT.as_secs());
-        io::Error::new(io::ErrorKind::TimedOut, why)
+        sidecar::unanswered()
     }
 
     /// Leaves the job, as dropping the client does. Ops in flight end with an error, and so do

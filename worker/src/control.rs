@@ -82,6 +82,20 @@ impl Awaited {
     }
 }
 
+/// A handle that cancels an attempt to connect.
+#[derive(Debug, Clone)]
+pub struct CancelHandle {
+    tell: Sender<Message>,
+}
+
+impl CancelHandle {
+    /// Cancels the attempt. It ends with [`ConnectError::GivenUp`], unless it has already ended.
+    pub fn cancel(&self) {
+        // The send fails only if the attempt has already ended.
+        drop(self.tell.send(Message::Stop(Closed { next_op: None })));
+    }
+}
+
 impl Mailbox {
     pub(crate) fn new() -> Self {
         let (tell, hear) = channel();
@@ -91,6 +105,11 @@ impl Mailbox {
     /// Returns a sender to this mailbox.
     pub(crate) fn sender(&self) -> Sender<Message> {
         self.tell.clone()
+    }
+
+    /// Returns a handle with which another thread can cancel the attempt to connect.
+    pub(crate) fn cancel_handle(&self) -> CancelHandle {
+        CancelHandle { tell: self.sender() }
     }
 
     /// Begins the next session. The worker then ignores events of earlier sessions.

@@ -32,8 +32,8 @@ mod transport;
 mod udp_transport;
 
 pub use blocks::Blocks;
-pub use client::{CancelHandle, Client, Connecting, Grant, Handle, Reduced, StatsQuery};
-pub use control::Awaited;
+pub use client::{Client, Connecting, Handle};
+pub use control::{Awaited, CancelHandle};
 pub use engine::Stats;
 pub use error::{ConnectError, Error};
 pub use fault::Faults;
@@ -44,3 +44,4 @@ pub use route::{addresses, check_address};
 pub use scan::scan;
 pub use sidecar::check_sidecar;
 pub use tensor::Region;
+pub use transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery};

@@ -1,8 +1,10 @@
-//! The interface between a client and the transport that carries its ops.
+//! The interface between a client and the transport that carries its ops, and the types that both
+//! use.
 
 use std::fmt::Debug;
 use std::io;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
@@ -10,14 +12,70 @@ use std::time::Duration;
 use racksum_proto::call::Call;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
-use racksum_proto::ids::OpId;
+use racksum_proto::ids::{OpId, Rank};
 
 use crate::blocks::Blocks;
-use crate::client::{Grant, Reduced, StatsQuery};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::operand::Operand;
-use crate::sidecar::{Lent, SidecarStats};
+
+/// The outcome of an op.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reduced<T> {
+    /// The reduced tensor, or `()` if the tensor is the caller's.
+    pub tensor: T,
+    /// The ranks that were lost before they had contributed to the whole tensor, in ascending
+    /// order. All other ranks have contributed. The list is empty unless the job has
+    /// [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss), and always with a sidecar.
+    pub absent: Vec<Rank>,
+}
+
+/// The limits and the paths that a job was granted when it began. An aggregator that the job moves
+/// to may grant something else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Grant {
+    /// The number of ops that may be in flight.
+    pub max_ops: u16,
+    /// The first op. It is above 0 if the rank has rejoined its job.
+    pub first_op: OpId,
+    /// The number of shards that serve the job's windows; 0 with a sidecar.
+    pub shards: usize,
+    /// Whether results arrive by multicast.
+    pub multicast: bool,
+    /// The slots of a stream; 0 with a sidecar.
+    pub pool_slots: u32,
+    /// The bytes of a window that fit a datagram; 0 with a sidecar.
+    pub fragment_payload: u16,
+}
+
+/// A request for the current counters, which a caller repeats until it is answered.
+#[derive(Debug, Default)]
+pub struct StatsQuery {
+    /// The number of the request at the sidecar, once it is sent.
+    pub(crate) number: Option<u64>,
+}
+
+/// Counts of the ops and bytes that a rank has exchanged with its sidecar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SidecarStats {
+    /// Ops that the rank has started.
+    pub ops: u64,
+    /// Bytes of tensors that lie in shared memory, where they are reduced in place.
+    pub shared_bytes: u64,
+    /// Bytes copied to and from shared memory.
+    pub copied_bytes: u64,
+}
+
+/// Memory that a rank lends to its sidecar, which reduces tensors in it without a copy. On drop,
+/// the rank takes the memory back.
+pub trait LentMemory: Debug + Send + Sync {
+    /// Returns the address of the memory in this process.
+    fn start(&self) -> NonNull<u8>;
+
+    /// Returns the number that identifies the memory in messages.
+    fn id(&self) -> u32;
+}
 
 /// One rank's membership in a job, over UDP to aggregators or through shared memory to a sidecar.
 /// [`Client`](crate::Client) documents the methods of the same names. Dropping a transport closes
@@ -70,10 +128,10 @@ pub(crate) trait Transport: Debug + Send + Sync {
     fn recycle(&self, blocks: Blocks);
 
     /// Offers `len` bytes of new memory to the sidecar, if there is one.
-    fn offer(&self, len: usize) -> io::Result<Option<Arc<Lent>>>;
+    fn offer(&self, len: usize) -> io::Result<Option<Arc<dyn LentMemory>>>;
 
     /// Waits up to `limit` for the answer to an offer of memory. Returns `None` on timeout.
-    fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>>;
+    fn is_taken_within(&self, lent: &dyn LentMemory, limit: Duration) -> Option<io::Result<()>>;
 
     /// Returns the network's counters, as of the last refresh.
     fn stats(&self) -> Stats;

@@ -20,8 +20,8 @@ use racksum_proto::ids::OpId;
 use racksum_proto::loss::Loss;
 use racksum_proto::time::Span;
 
+use crate::aggregator_selector::join_first;
 use crate::blocks::Blocks;
-use crate::client::{Grant, Reduced, StatsQuery};
 use crate::control::{Closed, ControlSenders, Mailbox, Message};
 use crate::driver::{Driver, State};
 use crate::engine::{Engine, Finished, Stats};
@@ -32,10 +32,9 @@ use crate::join::Session;
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload};
-use crate::sidecar::{Lent, SidecarStats};
 use crate::span::span;
 use crate::supervisor::Supervisor;
-use crate::transport::Transport;
+use crate::transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
 
 /// The transport of a rank that exchanges datagrams with aggregators.
 ///
@@ -60,8 +59,17 @@ pub(crate) struct UdpTransport {
 }
 
 impl UdpTransport {
+    /// Joins a job at its aggregators, and returns once all ranks have joined.
+    pub(crate) fn join(
+        options: &ConnectOptions,
+        mut mailbox: Mailbox,
+    ) -> Result<Self, ConnectError> {
+        let (at, session) = join_first(options, &mut mailbox)?;
+        Self::start(options, at, session, mailbox)
+    }
+
     /// Starts the threads of a rank that has joined at the set of aggregators with index `at`.
-    pub(crate) fn start(
+    fn start(
         options: &ConnectOptions,
         at: usize,
         session: Session,
@@ -273,12 +281,12 @@ impl Transport for UdpTransport {
         self.driver.lock().run(|engine| engine.recycle(blocks.values));
     }
 
-    fn offer(&self, _len: usize) -> io::Result<Option<Arc<Lent>>> {
+    fn offer(&self, _len: usize) -> io::Result<Option<Arc<dyn LentMemory>>> {
         Ok(None)
     }
 
     /// Returns `Ok`, because nothing was offered.
-    fn is_taken_within(&self, _lent: &Lent, _limit: Duration) -> Option<io::Result<()>> {
+    fn is_taken_within(&self, _lent: &dyn LentMemory, _limit: Duration) -> Option<io::Result<()>> {
         Some(Ok(()))
     }
 

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use cargo_metadata::{DependencyKind, MetadataCommand};
+use cargo_metadata::{DependencyKind, Metadata, MetadataCommand};
 
 /// The workspace crates that a crate may import.
 #[derive(Debug, Clone, Copy)]
@@ -105,14 +105,24 @@ pub(crate) struct Graph {
     edges: Vec<Edge>,
 }
 
+/// Returns the names of the crates that would be published.
+pub(crate) fn published(root: &Path) -> Result<Vec<String>> {
+    let metadata = metadata(root)?;
+    let packages = metadata.workspace_packages().into_iter();
+    let published = packages.filter(|package| package.publish.is_none());
+    Ok(published.map(|package| package.name.to_string()).collect())
+}
+
+/// Reads the metadata of the workspace at `root` without the network.
+fn metadata(root: &Path) -> Result<Metadata> {
+    let mut command = MetadataCommand::new();
+    command.current_dir(root).no_deps().exec().context("cannot read cargo metadata")
+}
+
 impl Graph {
     /// Reads the workspace at `root` without the network.
     pub(crate) fn load(root: &Path) -> Result<Self> {
-        let metadata = MetadataCommand::new()
-            .current_dir(root)
-            .no_deps()
-            .exec()
-            .context("cannot read cargo metadata")?;
+        let metadata = metadata(root)?;
         let mut graph = Self::default();
         for package in metadata.workspace_packages() {
             graph.crates.push(package.name.to_string());

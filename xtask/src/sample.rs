@@ -18,7 +18,7 @@ use crate::tidy;
 /// The fewest words of a sentence that is worth a reading.
 const MIN_WORDS: usize = 5;
 
-/// What to draw.
+/// The sentences to draw.
 #[derive(Debug, Args)]
 pub(crate) struct SampleArgs {
     /// Seed of the draw; another seed draws other sentences.

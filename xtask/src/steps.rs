@@ -13,7 +13,7 @@ use racksum_tools::machine;
 use racksum_tools::shell::{Cmd, path, target};
 use serde::{Deserialize, Serialize};
 
-use crate::{bench, python, tidy};
+use crate::{arrows, bench, python, tidy};
 
 /// A step of the test run. Steps run in this order, so that cheap checks fail first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -28,6 +28,8 @@ pub(crate) enum Step {
     Doc,
     /// Check the rules of `cargo xtask tidy`.
     Tidy,
+    /// Package every crate that would be published.
+    Package,
     /// Run every test of the workspace.
     Test,
     /// Check the Python package's style and types and run its tests, with the pinned PyTorch.
@@ -75,6 +77,7 @@ impl Step {
             ])
             .env("RUSTDOCFLAGS", "-D warnings")
             .run(root),
+            Self::Package => package(root),
             // The other test binaries still run after one fails.
             Self::Test => Cmd::cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])
                 .env(report::FILE, path(report)?)
@@ -111,6 +114,15 @@ fn set_up(root: &Path) -> Result<Option<String>> {
         Some(why) => println!("{why}: skipping the tests of slow and lossy links"),
     }
     Ok(lacks)
+}
+
+/// Packages every crate that would be published. Does not build the packages, which have the same
+/// sources as the workspace.
+fn package(root: &Path) -> Result<()> {
+    let published = arrows::published(root)?;
+    let mut args = vec!["package", "--no-verify", "--allow-dirty", "--locked", "--quiet"];
+    args.extend(published.iter().flat_map(|name| ["-p", name]));
+    Cmd::cargo(&args).run(root)
 }
 
 /// Returns the list of skips for one thing that may have been skipped.

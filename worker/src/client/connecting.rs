@@ -1,14 +1,12 @@
 //! Attempts to connect, which other threads can watch and cancel.
 
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::thread::Builder;
 
 use tokio::sync::oneshot;
 
-use crate::aggregator_selector::join_first;
 use crate::client::Client;
-use crate::control::{Awaited, Closed, Mailbox, Message};
+use crate::control::{Awaited, CancelHandle, Mailbox};
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 use crate::sidecar::unix_transport::UnixTransport;
@@ -18,12 +16,6 @@ use crate::udp_transport::UdpTransport;
 #[derive(Debug)]
 pub struct Connecting {
     mailbox: Mailbox,
-}
-
-/// A handle that cancels an attempt to connect.
-#[derive(Debug, Clone)]
-pub struct CancelHandle {
-    tell: Sender<Message>,
 }
 
 /// A guard that cancels an attempt to connect when it is dropped, unless the attempt has ended.
@@ -45,7 +37,7 @@ impl Connecting {
     /// Returns a handle with which another thread can cancel the attempt.
     #[must_use]
     pub fn cancel_handle(&self) -> CancelHandle {
-        CancelHandle { tell: self.mailbox.sender() }
+        self.mailbox.cancel_handle()
     }
 
     /// Returns a shared text that names what the attempt currently waits for.
@@ -64,7 +56,7 @@ impl Connecting {
             Some(path) => {
                 Client::over(Arc::new(UnixTransport::join(path, options, &mut self.mailbox)?))
             }
-            None => Client::over(Arc::new(self.run_to_aggregators(options)?)),
+            None => Client::over(Arc::new(UdpTransport::join(options, self.mailbox)?)),
         })
     }
 
@@ -84,23 +76,6 @@ impl Connecting {
         cancel.0 = None;
         // A panic of the thread has printed its message already.
         joined.unwrap_or(Err(ConnectError::GivenUp))
-    }
-
-    /// Joins a job at its aggregators.
-    pub(crate) fn run_to_aggregators(
-        mut self,
-        options: &ConnectOptions,
-    ) -> Result<UdpTransport, ConnectError> {
-        let (at, session) = join_first(options, &mut self.mailbox)?;
-        UdpTransport::start(options, at, session, self.mailbox)
-    }
-}
-
-impl CancelHandle {
-    /// Cancels the attempt. It ends with [`ConnectError::GivenUp`], unless it has already ended.
-    pub fn cancel(&self) {
-        // The send fails only if the attempt has already ended.
-        drop(self.tell.send(Message::Stop(Closed { next_op: None })));
     }
 }
 

@@ -24,11 +24,12 @@ use super::member::{LOST, Member};
 use super::message::{FromSidecar, Join, Outcome};
 use super::sums::Sums;
 use super::upstream::{Folded, OpSink, Upstream};
-use crate::client::{CancelHandle, Connecting};
+use crate::control::{CancelHandle, Mailbox};
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
 use crate::span::span;
+use crate::udp_transport::UdpTransport;
 
 mod leaving;
 
@@ -152,7 +153,7 @@ impl Job {
 
     /// Joins the job at the aggregator for all ranks of this host, and tells them the result.
     pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
-        let connecting = Connecting::new();
+        let mailbox = Mailbox::new();
         let mut state = self.lock();
         if state.refused.is_some() || state.over.is_some() {
             return;
@@ -175,9 +176,9 @@ impl Job {
             op_timeout: Duration::from_nanos(state.op_timeout.0),
             ..upstream.clone()
         };
-        state.cancel = Some(connecting.cancel_handle());
+        state.cancel = Some(mailbox.cancel_handle());
         drop(state);
-        let started = connecting.run_to_aggregators(&options).and_then(|transport| {
+        let started = UdpTransport::join(&options, mailbox).and_then(|transport| {
             Ok(Upstream::start(transport, ranks, Arc::downgrade(self) as Weak<dyn OpSink>)?)
         });
         let mut state = self.lock();

@@ -16,11 +16,12 @@ use racksum_net::local::{Line, SharedMemory};
 
 pub(super) use self::copier::Copier;
 use super::message::FromRank;
+use crate::transport::LentMemory;
 
 /// Memory that a rank shares with its sidecar, which reduces tensors in it without a copy. On drop,
 /// the rank takes the memory back.
 #[derive(Debug)]
-pub struct Lent {
+pub(crate) struct Lent {
     memory: SharedMemory,
     id: u32,
     line: Arc<Line>,
@@ -62,16 +63,8 @@ impl AllLent {
 }
 
 impl Lent {
-    /// Returns the address of the memory in this process.
-    #[must_use]
-    pub const fn start(&self) -> NonNull<u8> {
-        self.memory.start()
-    }
-
     /// Returns the length in bytes, at least one.
-    #[must_use]
-    #[expect(clippy::len_without_is_empty, reason = "it has some")]
-    pub const fn len(&self) -> usize {
+    pub(super) const fn len(&self) -> usize {
         self.memory.len()
     }
 
@@ -82,11 +75,6 @@ impl Lent {
         // SAFETY: the region keeps the memory alive and in place, and the test does not touch it
         // while an op uses it.
         unsafe { crate::tensor::Region::new(self.start(), len, Arc::clone(self)) }
-    }
-
-    /// Returns the number that identifies the memory in messages.
-    pub(super) const fn id(&self) -> u32 {
-        self.id
     }
 
     fn address(&self) -> usize {
@@ -117,6 +105,16 @@ impl Lent {
     pub(super) fn read_with(&self, copier: &Copier, into: &mut [u8]) {
         // SAFETY: only this client uses the memory, and none of its ops in flight uses this part.
         copier.copy(unsafe { self.memory.bytes(0..into.len()) }, into);
+    }
+}
+
+impl LentMemory for Lent {
+    fn start(&self) -> NonNull<u8> {
+        self.memory.start()
+    }
+
+    fn id(&self) -> u32 {
+        self.id
     }
 }
 

@@ -34,8 +34,7 @@ mod thread;
 pub(crate) mod unix_transport;
 mod upstream;
 
-pub use lent::Lent;
 pub use preflight::check_sidecar;
 pub use server::{Limits, Sidecar};
 pub use status::{AskError, ask};
-pub use unix_transport::SidecarStats;
+pub(crate) use unix_transport::{SIDECAR_TIMEOUT, unanswered};

@@ -31,14 +31,14 @@ use racksum_proto::ids;
 use super::message::FromRank;
 use super::thread::spawn;
 use super::unix_transport::UnixTransport;
-use super::{Limits, Sidecar, SidecarStats, ask};
+use super::{Limits, Sidecar, ask};
 use crate::client::{Client, Handle};
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
 use crate::tensor::tests::{region_of, regions_of};
-use crate::transport::Transport;
+use crate::transport::{LentMemory, SidecarStats, Transport};
 
 /// A timeout that is long enough on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(200);

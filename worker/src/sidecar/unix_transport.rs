@@ -26,7 +26,6 @@ use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
 use crate::blocks::Blocks;
-use crate::client::{Client, Grant, Reduced, StatsQuery};
 use crate::control::Mailbox;
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
@@ -34,7 +33,7 @@ use crate::join::check_name;
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 use crate::span::span;
-use crate::transport::Transport;
+use crate::transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
 
 /// How long to wait before offering a message again after the sidecar's queue was full.
 const FULL: Duration = Duration::from_millis(20);
@@ -66,17 +65,6 @@ pub(crate) struct UnixTransport {
     order: Mutex<()>,
     /// The thread that receives messages from the sidecar.
     receiver: Option<JoinHandle<()>>,
-}
-
-/// Counts of the ops and bytes that a rank has exchanged with its sidecar.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SidecarStats {
-    /// Ops that the rank has started.
-    pub ops: u64,
-    /// Bytes of tensors that lie in shared memory, where they are reduced in place.
-    pub shared_bytes: u64,
-    /// Bytes copied to and from shared memory.
-    pub copied_bytes: u64,
 }
 
 /// Where the operand of an op lies in lent memory.
@@ -305,8 +293,8 @@ impl UnixTransport {
     /// Lends `len` bytes of new memory to the sidecar, and waits until the sidecar takes it.
     pub(super) fn lend(&self, len: usize) -> io::Result<Arc<Lent>> {
         let lent = self.flights.lent.lend(len, &self.line)?;
-        let taken = self.is_taken_within(&lent, Client::SIDECAR_TIMEOUT);
-        taken.unwrap_or_else(|| Err(Client::unanswered()))?;
+        let taken = self.is_taken_within(&*lent, SIDECAR_TIMEOUT);
+        taken.unwrap_or_else(|| Err(unanswered()))?;
         Ok(lent)
     }
 }
@@ -390,11 +378,11 @@ impl Transport for UnixTransport {
         self.flights.lock().recycled = Some(blocks.values);
     }
 
-    fn offer(&self, len: usize) -> io::Result<Option<Arc<Lent>>> {
-        self.flights.lent.lend(len, &self.line).map(Some)
+    fn offer(&self, len: usize) -> io::Result<Option<Arc<dyn LentMemory>>> {
+        Ok(Some(self.flights.lent.lend(len, &self.line)?))
     }
 
-    fn is_taken_within(&self, lent: &Lent, limit: Duration) -> Option<io::Result<()>> {
+    fn is_taken_within(&self, lent: &dyn LentMemory, limit: Duration) -> Option<io::Result<()>> {
         let waits = |state: &mut State| !state.answered.contains_key(&lent.id()) && !state.gone;
         let mut state = self.flights.wait(limit, waits);
         match state.answered.remove(&lent.id()) {
@@ -464,6 +452,15 @@ impl Drop for UnixTransport {
             drop(receiver.join());
         }
     }
+}
+
+/// How long a sidecar may take to answer.
+pub(crate) const SIDECAR_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Returns the error for a sidecar that has not answered in time.
+pub(crate) fn unanswered() -> io::Error {
+    let why = format!("no answer within {} s", SIDECAR_TIMEOUT.as_secs());
+    io::Error::new(io::ErrorKind::TimedOut, why)
 }
 
 /// The error for an op that was waited for and no longer exists.

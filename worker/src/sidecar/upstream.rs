@@ -18,18 +18,17 @@ use super::fold_error::FoldError;
 use super::sums::Sums;
 use super::thread::spawn;
 use crate::blocks::Blocks;
-use crate::client::Reduced;
 use crate::engine::Stats;
 use crate::error::Error;
 use crate::operand::Operand;
-use crate::transport::Transport;
+use crate::transport::{Reduced, Transport};
 use crate::udp_transport::UdpTransport;
 
 /// How long to wait for room for an op before trying again.
 const ROOM: Duration = Duration::from_secs(1);
 
-/// The membership of a host in a job, for all its ranks. It contributes their sums in the order of the
-/// ops, although the ops may be folded in another order.
+/// The membership of a host in a job, for all its ranks. It contributes their sums in the order of
+/// the ops, although the ops may be folded in another order.
 #[derive(Debug)]
 pub(super) struct Upstream {
     transport: Arc<UdpTransport>,

@@ -9,13 +9,13 @@ use racksum_proto::schedule::Turn;
 
 use super::*;
 use crate::blocks::Blocks;
-use crate::client::StatsQuery;
 use crate::sidecar::ask;
 use crate::sidecar::budget::Budget;
 use crate::sidecar::fold::{Handed, List, Memory, Place};
 use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
 use crate::sidecar::status::tell;
+use crate::transport::StatsQuery;
 
 /// A rank that sends arbitrary messages.
 pub(super) struct Rogue {

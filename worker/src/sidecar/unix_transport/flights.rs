@@ -19,7 +19,6 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::time::{Span, Time};
 
-use super::SidecarStats;
 use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
@@ -27,6 +26,7 @@ use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
 use crate::tensor::meet;
+use crate::transport::SidecarStats;
 
 /// The interval between checks for late ops.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
@@ -245,7 +245,8 @@ impl Flights {
         self.changed.notify_all();
     }
 
-    /// Asks the sidecar for traffic statistics. Returns the query's number, or `None` if the sidecar's queue is full.
+    /// Asks the sidecar for traffic statistics. Returns the query's number, or `None` if the
+    /// sidecar's queue is full.
     pub(super) fn ask_stats(&self, line: &Line) -> Option<u64> {
         let mut state = self.lock();
         // The lock keeps queries in the order of their numbers. The receiving thread handles a
