@@ -62,11 +62,6 @@ impl Sequence {
         Self { ops, end: 0, settled: first.0.checked_sub(1).map(OpId), opened: None, capacity }
     }
 
-    /// Makes room for at least `ops` ops in total.
-    pub(crate) fn expect(&mut self, ops: usize) {
-        self.capacity = self.capacity.max(ops);
-    }
-
     /// Makes room for one more op, like [`Self::make_room_for`].
     pub(crate) fn make_room(&mut self, passed: impl Fn(&StreamOp) -> bool) -> bool {
         self.make_room_for(1, passed)

@@ -62,10 +62,11 @@ impl Config {
         self.relay.map_or(0..self.shards, |Relay { shard, .. }| shard..shard + 1)
     }
 
-    pub(super) fn streams(&self, now: Time) -> Box<[Stream]> {
+    /// Returns new streams, each with room for at least `kept_ops` ops.
+    pub(super) fn streams(&self, now: Time, kept_ops: usize) -> Box<[Stream]> {
         let streams = (0..self.lanes)
             .flat_map(|lane| (0..self.shards).map(move |shard| (lane, shard)))
-            .map(|(lane, shard)| Stream::new(lane, shard, self, now))
+            .map(|(lane, shard)| Stream::new(lane, shard, self, kept_ops, now))
             .collect::<Vec<_>>();
         streams.into()
     }

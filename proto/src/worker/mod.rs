@@ -14,7 +14,6 @@ mod config;
 mod op;
 mod receive;
 mod resume;
-mod sent;
 mod stream;
 mod sum;
 mod transmit;
@@ -25,12 +24,11 @@ mod tests;
 use alloc::borrow::Cow;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
-use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
 pub use config::{Config, Relay};
-use op::{Lacked, Op};
+use op::{Op, Share};
 pub use receive::{Delivery, Verdict};
 use resume::FAILED_BEFORE;
 use stream::Stream;
@@ -140,7 +138,7 @@ impl Worker {
         Self {
             ops: VecDeque::with_capacity(usize::from(config.max_ops)),
             next_op: config.first_op.0,
-            streams: config.streams(now),
+            streams: config.streams(now, 0),
             paths: config.paths(),
             turn: 0,
             heard: now,
@@ -222,8 +220,7 @@ impl Worker {
         if let Some(op) = self.start_late() {
             return Ok(op);
         }
-        let masks = vec![0; windows as usize];
-        Ok(self.start(now, Op::new(descriptor, masks, 0, now, timeout)))
+        Ok(self.start(now, descriptor, Share::unscanned(windows), timeout))
     }
 
     /// Starts an op whose non-zero blocks are known: one mask for each window.
@@ -245,7 +242,7 @@ impl Worker {
         if let Some(op) = self.start_late() {
             return Ok(op);
         }
-        Ok(self.start(now, Op::new(descriptor, masks, windows, now, timeout)))
+        Ok(self.start(now, descriptor, Share::scanned(masks), timeout))
     }
 
     /// Checks whether an op may start. Returns its number of windows.
@@ -281,8 +278,8 @@ impl Worker {
         let lane = if lane < self.config.lanes { lane } else { 0 };
         // wire: W-43
         // An op whose outcome has not been polled still counts as in flight.
-        let running = self.ops.iter().filter(|op| !op.ended).count();
-        let since_oldest = self.ops.iter().skip_while(|op| op.ended).count();
+        let running = self.ops.iter().filter(|op| op.is_in_flight()).count();
+        let since_oldest = self.ops.iter().skip_while(|op| !op.is_in_flight()).count();
         let own = self.config.own_shards();
         let own = self.config.stream(lane, own.start)..self.config.stream(lane, own.end);
         let in_flight = since_oldest.max(running + self.outcomes.len());
@@ -303,21 +300,26 @@ impl Worker {
         Some(op)
     }
 
-    fn start(&mut self, now: Time, mut op: Op) -> OpId {
+    fn start(
+        &mut self,
+        now: Time,
+        descriptor: Descriptor,
+        mut share: Share,
+        timeout: Span,
+    ) -> OpId {
         let id = OpId(self.next_op);
         if self.config.may_move {
-            op.held = vec![false; op.masks.len()];
+            share.keep_sums();
         }
-        self.insert(now, id, op);
+        self.insert(now, Op::new(id, descriptor, share, now, timeout));
         id
     }
 
-    fn insert(&mut self, now: Time, id: OpId, mut op: Op) {
-        op.id = id;
+    fn insert(&mut self, now: Time, mut op: Op) {
+        let (id, lane) = (op.id(), op.descriptor().lane);
         self.next_op = self.next_op.max(id.0 + 1);
-        let lane = op.descriptor.lane;
         self.enter(now, &mut op);
-        let at = self.ops.partition_point(|earlier| earlier.id < id);
+        let at = self.ops.partition_point(|earlier| earlier.id() < id);
         self.ops.insert(at, op);
         self.note_scanned(lane);
     }
@@ -326,13 +328,13 @@ impl Worker {
     fn enter(&mut self, now: Time, op: &mut Op) {
         // wire: W-45
         for shard in self.config.own_shards() {
-            let stripe = Stripe::new(op.id, op.geometry.windows(), shard, self.config.shards);
+            let stripe = Stripe::new(op.id(), op.geometry().windows(), shard, self.config.shards);
             if stripe.is_empty() {
                 continue;
             }
-            op.streams_left += 1;
-            let stream = &mut self.streams[self.config.stream(op.descriptor.lane, shard)];
-            stream.push(now, op.id, &op.descriptor, stripe);
+            op.enter_stream();
+            let stream = &mut self.streams[self.config.stream(op.descriptor().lane, shard)];
+            stream.push(now, op.id(), op.descriptor(), stripe);
         }
     }
 
@@ -346,20 +348,18 @@ impl Worker {
     /// Returns the next window of one lane to scan; see [`Self::poll_scan`].
     #[must_use]
     pub fn poll_scan_of(&self, lane: u8) -> Option<Scan> {
-        let due = |op: &&Op| !op.ended && op.scanned < op.geometry.windows();
+        let due = |op: &&Op| op.is_in_flight() && !op.share().is_scanned();
         // Within a lane, ops are scanned one after another, in the order in which they are sent.
-        let op = self.ops.iter().filter(|op| op.descriptor.lane == lane).find(due)?;
-        (op.scanned < op.passed.saturating_add(Self::SCAN_AHEAD))
-            .then_some(Scan { op: op.id, index: op.scanned })
+        let op = self.ops.iter().filter(|op| op.descriptor().lane == lane).find(due)?;
+        let index = op.share().next_scan(Self::SCAN_AHEAD)?;
+        Some(Scan { op: op.id(), index })
     }
 
     /// Records the non-zero blocks of the window that [`Self::poll_scan`] returned.
     pub fn handle_scanned(&mut self, scan: Scan, mask: u64) {
         let Some(op) = self.op_mut(scan.op) else { return };
-        debug_assert_eq!(scan.index, op.scanned, "windows are scanned in order");
-        op.masks[scan.index as usize] = mask;
-        op.scanned += 1;
-        let lane = op.descriptor.lane;
+        op.share_mut().note_scanned(scan.index, mask);
+        let lane = op.descriptor().lane;
         self.note_scanned(lane);
     }
 
@@ -368,20 +368,22 @@ impl Worker {
         for shard in self.config.own_shards() {
             let stream = &mut self.streams[self.config.stream(lane, shard)];
             let ops = &self.ops;
-            stream.note_scanned(|op| find(ops, op).map_or(u32::MAX, |at| ops[at].scanned));
+            stream.note_scanned(|op| {
+                find(ops, op).map_or(u32::MAX, |at| ops[at].share().scanned_windows())
+            });
         }
     }
 
     /// Returns the descriptor of an op in flight.
     #[must_use]
     pub fn descriptor(&self, op: OpId) -> Option<Descriptor> {
-        self.op(op).map(|op| op.descriptor)
+        self.op(op).map(|op| *op.descriptor())
     }
 
     /// Returns the mask of the blocks that this rank contributes to a window.
     #[must_use]
     pub fn mask(&self, window: WindowId) -> u64 {
-        self.op(window.op).and_then(|op| op.masks.get(window.index as usize)).copied().unwrap_or(0)
+        self.op(window.op).map_or(0, |op| op.share().mask(window.index))
     }
 
     /// Returns the next outcome of an op.
@@ -392,9 +394,9 @@ impl Worker {
     /// Returns when [`Self::handle_timeout`] is due; [`Time::NEVER`] if nothing is awaited.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
-        let ops = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
+        let ops = self.ops.iter().map(Op::deadline);
         let streams = self.streams.iter().map(|stream| {
-            let path = &self.paths[usize::from(stream.shard)];
+            let path = &self.paths[usize::from(stream.shard())];
             stream.timeout(path, self.heard)
         });
         let failures = self.failures.iter().map(Failure::due);
@@ -406,7 +408,7 @@ impl Worker {
     /// passed.
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         for stream in &mut self.streams {
-            let path = &self.paths[usize::from(stream.shard)];
+            let path = &self.paths[usize::from(stream.shard())];
             stream.handle_timeout(now, path, self.heard);
         }
         self.note_waits_due(now);
@@ -425,9 +427,9 @@ impl Worker {
     /// Returns the ranks that the streams of an op's lane wait for, for this op or an earlier one.
     fn waited_for(&self, now: Time, id: OpId) -> Vec<(Rank, Span)> {
         let mut missing = Vec::new();
-        let lane = self.op(id).map(|op| op.descriptor.lane);
-        for stream in self.streams.iter().filter(|stream| lane == Some(stream.lane)) {
-            for said in stream.waited.ranks(now) {
+        let lane = self.op(id).map(|op| op.descriptor().lane);
+        for stream in self.streams.iter().filter(|stream| lane == Some(stream.lane())) {
+            for said in stream.waited(now) {
                 if missing.iter().all(|(rank, _)| *rank != said.0) {
                     missing.push(*said);
                 }
@@ -438,8 +440,7 @@ impl Worker {
 
     /// Returns an op whose deadline has passed, and when it started.
     fn late(&self, now: Time) -> Option<(OpId, Time)> {
-        let late = self.ops.iter().find(|op| !op.ended && op.deadline <= now)?;
-        Some((late.id, late.started))
+        self.ops.iter().find_map(|op| Some((op.id(), op.late_since(now)?)))
     }
 
     /// Notes that the aggregator of `shards` continues without a lost rank. Ends the ops that only
@@ -455,8 +456,8 @@ impl Worker {
 
     /// Ends the ops that have all their results and that waited for the name of a lost rank.
     fn conclude_all(&mut self, observer: &mut impl Observer) {
-        let done = |op: &&Op| !op.ended && op.streams_left == 0;
-        let done: Vec<_> = self.ops.iter().filter(done).map(|op| op.id).collect();
+        let done = self.ops.iter().filter(|op| op.is_complete());
+        let done: Vec<_> = done.map(Op::id).collect();
         done.into_iter().for_each(|op| self.conclude(op, observer));
     }
 
@@ -470,7 +471,7 @@ impl Worker {
     }
 
     fn fail_all(&mut self, error: &OpError, observer: &mut impl Observer) {
-        while let Some(id) = self.ops.iter().find(|op| !op.ended).map(|op| op.id) {
+        while let Some(id) = self.ops.iter().find(|op| op.is_in_flight()).map(Op::id) {
             self.fail(id, error.clone(), observer);
         }
     }
@@ -489,21 +490,19 @@ impl Worker {
     /// ranks need this rank's data, and fails at its end.
     pub fn handle_overflow(&mut self, op: OpId, element: u64) {
         if let Some(op) = self.op_mut(op) {
-            let error = OpError::Overflow { op: op.id, element };
-            op.error.get_or_insert(error);
+            op.note_error(OpError::Overflow { op: op.id(), element });
         }
     }
 
     /// Ends an op with an error. Its windows are skipped from now on.
     fn fail(&mut self, id: OpId, error: OpError, observer: &mut impl Observer) {
-        let Some(op) = self.op_mut(id).filter(|op| !op.ended) else { return };
-        op.ended = true;
-        op.failed = true;
+        let Some(op) = self.op_mut(id).filter(|op| op.is_in_flight()) else { return };
+        op.fail();
         observer.on_event(&Event::Failed { op: id, error: Some(&error) });
         self.outcomes.push_back(Outcome { op: id, result: Err(error), absent: Vec::new() });
         for stream in &mut self.streams {
-            let congestion = &mut self.paths[usize::from(stream.shard)].congestion;
-            stream.fail(id, |len| congestion.on_forgotten(len));
+            let path = &mut self.paths[usize::from(stream.shard())];
+            stream.fail(id, &mut path.congestion);
         }
         self.drop_ended();
         // Later ops may be scanned already; only this op's windows held them back.
@@ -512,30 +511,18 @@ impl Worker {
 
     /// Notes that one more stream has all results of an op.
     fn finish_stream(&mut self, id: OpId, observer: &mut impl Observer) {
-        let Some(op) = self.op_mut(id).filter(|op| !op.failed) else { return };
-        op.streams_left -= 1;
-        if op.streams_left == 0 && !op.ended {
+        let Some(op) = self.op_mut(id).filter(|op| !op.has_failed()) else { return };
+        op.leave_stream();
+        if op.is_complete() {
             self.conclude(id, observer);
         }
     }
 
-    /// Returns the ranks that the results of an op lack; `None` while the name of one is unknown.
-    fn absent(&self, op: &Op) -> Option<Vec<Rank>> {
-        let Lacked { mut ranks, unnamed } = self.lacked(op);
-        if unnamed > 0 {
-            return None;
-        }
-        ranks.sort_unstable();
-        ranks.dedup();
-        Some(ranks)
-    }
-
     /// Ends an op that has all its results, unless the name of a rank that they lack is unknown.
     fn conclude(&mut self, id: OpId, observer: &mut impl Observer) {
-        let Some(absent) = self.op(id).and_then(|op| self.absent(op)) else { return };
+        let Some(absent) = self.op(id).and_then(|op| op.absent(&self.paths)) else { return };
         let Some(op) = self.op_mut(id) else { return };
-        op.ended = true;
-        let result = op.error.take().map_or(Ok(()), Err);
+        let result = op.end();
         match &result {
             Ok(()) => observer.on_event(&Event::Done { op: id }),
             Err(error) => observer.on_event(&Event::Failed { op: id, error: Some(error) }),
@@ -546,7 +533,7 @@ impl Worker {
 
     /// Drops the oldest ops that ended, except those whose sums another rank may lack.
     fn drop_ended(&mut self) {
-        while self.ops.front().is_some_and(|op| op.ended && !self.is_kept(op)) {
+        while self.ops.front().is_some_and(|op| !op.is_in_flight() && !self.is_kept(op)) {
             self.ops.pop_front();
         }
     }
@@ -567,9 +554,9 @@ impl Worker {
 /// Returns the index of an op in `ops`. Their numbers are consecutive, except that a worker of one
 /// shard lacks the ops of other shards.
 fn find(ops: &VecDeque<Op>, id: OpId) -> Option<usize> {
-    let at = id.0.checked_sub(ops.front()?.id.0)? as usize;
-    if ops.get(at).is_some_and(|op| op.id == id) {
+    let at = id.0.checked_sub(ops.front()?.id().0)? as usize;
+    if ops.get(at).is_some_and(|op| op.id() == id) {
         return Some(at);
     }
-    ops.binary_search_by_key(&id, |op| op.id).ok()
+    ops.binary_search_by_key(&id, Op::id).ok()
 }

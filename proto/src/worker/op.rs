@@ -1,103 +1,175 @@
 //! An op in flight at a worker.
 
+mod absent;
+mod share;
+
 use alloc::vec::Vec;
 
+use self::absent::Absent;
+pub(super) use self::share::Share;
+use super::Path;
 use crate::descriptor::Descriptor;
 use crate::error::OpError;
 use crate::geometry::Geometry;
 use crate::ids::{OpId, Rank};
 use crate::time::{Span, Time};
 
-/// An op in flight.
-#[derive(Debug)]
-pub(super) struct Op {
-    pub(super) id: OpId,
-    pub(super) descriptor: Descriptor,
-    pub(super) geometry: Geometry,
-    /// The mask of the non-zero blocks of each scanned window.
-    pub(super) masks: Vec<u64>,
-    /// How many windows are scanned, in tensor order.
-    pub(super) scanned: u32,
-    /// The window after the last one that was sent, or skipped because it is empty.
-    pub(super) passed: u32,
-    pub(super) started: Time,
-    pub(super) deadline: Time,
-    /// How many streams lack results.
-    pub(super) streams_left: u32,
-    /// The error that the op fails with once all its results have arrived.
-    pub(super) error: Option<OpError>,
-    /// How many ranks the results of each shard lack; shards whose results lack none have no entry.
-    pub(super) absent: Vec<(u8, usize)>,
-    pub(super) ended: bool,
-    /// Whether the op ended without all its results.
-    pub(super) failed: bool,
-    /// Whether the sum of each window is here, if the job may move. The mask of such a window is
-    /// the sum's.
-    pub(super) held: Vec<bool>,
-    /// Whether the op was in flight when the job moved; its opens then name the held sums.
-    pub(super) resumed: bool,
-    /// The ranks that the op's results lacked when the job moved.
-    pub(super) lacked: Lacked,
+/// Whether an op has ended, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    InFlight,
+    /// All results have arrived.
+    Done,
+    /// The op ended without all its results.
+    Failed,
 }
 
-/// The ranks that results lack.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Lacked {
-    /// The ranks whose names are known.
-    pub(super) ranks: Vec<Rank>,
-    /// How many more ranks there are.
-    pub(super) unnamed: usize,
+/// An op that some rank may not have ended.
+#[derive(Debug)]
+pub(super) struct Op {
+    id: OpId,
+    descriptor: Descriptor,
+    geometry: Geometry,
+    share: Share,
+    absent: Absent,
+    started: Time,
+    deadline: Time,
+    /// How many streams lack results.
+    streams_left: u32,
+    /// The error that the op fails with once all its results have arrived.
+    error: Option<OpError>,
+    state: State,
+    /// Whether the op was in flight when the job moved; its opens then name the held sums.
+    resumed: bool,
 }
 
 impl Op {
-    /// Returns whether the sum of a window is here.
-    pub(super) fn holds(&self, index: u32) -> bool {
-        self.held.get(index as usize).copied().unwrap_or(false)
-    }
-
-    /// Notes that the sum of a window is here, with the blocks `mask`.
-    pub(super) fn note_held(&mut self, index: u32, mask: u64) {
-        if let Some(held) = self.held.get_mut(index as usize) {
-            *held = true;
-            self.masks[index as usize] = mask;
-        }
-    }
-
-    /// Notes that a result of a shard lacks the first `ranks` ranks that its aggregator lost.
-    pub(super) fn note_absent(&mut self, shard: u8, ranks: usize) {
-        if ranks == 0 {
-            return;
-        }
-        match self.absent.iter_mut().find(|(of, _)| *of == shard) {
-            Some((_, most)) => *most = ranks.max(*most),
-            None => self.absent.push((shard, ranks)),
-        }
-    }
-
     pub(super) fn new(
+        id: OpId,
         descriptor: Descriptor,
-        masks: Vec<u64>,
-        scanned: u32,
+        share: Share,
         now: Time,
         timeout: Span,
     ) -> Self {
         Self {
-            id: OpId(0),
+            id,
             geometry: Geometry::new(&descriptor),
             descriptor,
-            masks,
-            scanned,
-            passed: 0,
+            share,
+            absent: Absent::default(),
             started: now,
             deadline: now + timeout,
             streams_left: 0,
             error: None,
-            absent: Vec::new(),
-            ended: false,
-            failed: false,
-            held: Vec::new(),
+            state: State::InFlight,
             resumed: false,
-            lacked: Lacked::default(),
         }
+    }
+
+    #[inline]
+    pub(super) const fn id(&self) -> OpId {
+        self.id
+    }
+
+    #[inline]
+    pub(super) const fn descriptor(&self) -> &Descriptor {
+        &self.descriptor
+    }
+
+    #[inline]
+    pub(super) const fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    #[inline]
+    pub(super) const fn share(&self) -> &Share {
+        &self.share
+    }
+
+    #[inline]
+    pub(super) const fn share_mut(&mut self) -> &mut Share {
+        &mut self.share
+    }
+
+    /// Returns whether the op has not ended.
+    #[inline]
+    pub(super) const fn is_in_flight(&self) -> bool {
+        matches!(self.state, State::InFlight)
+    }
+
+    /// Returns whether the op ended without all its results.
+    #[inline]
+    pub(super) const fn has_failed(&self) -> bool {
+        matches!(self.state, State::Failed)
+    }
+
+    /// Returns when the op times out; [`Time::NEVER`] if it has ended.
+    pub(super) const fn deadline(&self) -> Time {
+        if self.is_in_flight() { self.deadline } else { Time::NEVER }
+    }
+
+    /// Returns when the op started, if it has timed out.
+    pub(super) fn late_since(&self, now: Time) -> Option<Time> {
+        (self.deadline() <= now).then_some(self.started)
+    }
+
+    /// Notes that one more stream has windows of the op.
+    pub(super) const fn enter_stream(&mut self) {
+        self.streams_left += 1;
+    }
+
+    /// Notes that one more stream needs no results of the op any more.
+    pub(super) const fn leave_stream(&mut self) {
+        self.streams_left -= 1;
+    }
+
+    /// Returns whether all results have arrived and the op has not ended.
+    pub(super) const fn is_complete(&self) -> bool {
+        self.is_in_flight() && self.streams_left == 0
+    }
+
+    /// Notes an error that the op fails with at its end. Only the first one counts.
+    pub(super) fn note_error(&mut self, error: OpError) {
+        self.error.get_or_insert(error);
+    }
+
+    /// Ends the op without all its results.
+    pub(super) const fn fail(&mut self) {
+        self.state = State::Failed;
+    }
+
+    /// Ends the op, which has all its results. Returns its outcome.
+    pub(super) fn end(&mut self) -> Result<(), OpError> {
+        self.state = State::Done;
+        self.error.take().map_or(Ok(()), Err)
+    }
+
+    /// Notes that a result of a shard lacks the first `ranks` ranks that its aggregator lost.
+    #[inline]
+    pub(super) fn note_absent(&mut self, shard: u8, ranks: usize) {
+        self.absent.note(shard, ranks);
+    }
+
+    /// Returns the ranks that the results lack; `None` while the name of one is unknown.
+    pub(super) fn absent(&self, paths: &[Path]) -> Option<Vec<Rank>> {
+        self.absent.names(paths)
+    }
+
+    /// Forgets the shards at `paths`, but not the ranks that their results lacked.
+    pub(super) fn forget_shards(&mut self, paths: &[Path]) {
+        self.absent.forget_shards(paths);
+    }
+
+    /// Starts the op again at other shards.
+    pub(super) const fn resume(&mut self) {
+        self.resumed = true;
+        self.share.restart();
+        self.streams_left = 0;
+    }
+
+    /// Returns whether the op was in flight when the job moved.
+    #[inline]
+    pub(super) const fn is_resumed(&self) -> bool {
+        self.resumed
     }
 }

@@ -1,17 +1,12 @@
 //! The worker's handling of the aggregator's datagrams.
 
-use alloc::vec::Vec;
-
-use super::sent::{Probe, Stalled};
-use super::stream::{Arrival, Stream};
-use super::{Path, Worker};
+use super::Worker;
 use crate::descriptor::Descriptor;
 use crate::error::OpError;
 use crate::geometry::{Fragmentation, Geometry};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::loss::Loss;
 use crate::observer::{Event, Observer};
-use crate::recovery::{self, Asked};
 use crate::reject::Reject;
 use crate::time::Time;
 use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
@@ -105,7 +100,7 @@ impl Worker {
     ) -> Result<Verdict, Reject> {
         let at = self.check_identity(header)?;
         let stream = &mut self.streams[at];
-        stream.congested |= congested;
+        stream.note_mark(congested);
         if header.flags.has(Flags::CONGESTED) {
             self.paths[usize::from(header.shard)].congestion.on_congested();
         }
@@ -120,8 +115,8 @@ impl Worker {
             // wire: W-25, W-26
             Kind::Credit if body.is_empty() => {
                 // wire: W-56
-                let arrived = self.streams[at].sequence.position_from(header.window);
-                self.note_off_path(at, arrived);
+                let congestion = &mut self.paths[usize::from(header.shard)].congestion;
+                self.streams[at].handle_credit(header.window, congestion);
                 Ok(Verdict::Control)
             }
             Kind::Probe if body.is_empty() => Ok(Verdict::Control),
@@ -162,38 +157,27 @@ impl Worker {
     ) -> Result<Verdict, Reject> {
         let window = header.window;
         let at = self.config.stream(header.lane, header.shard);
-        let op = self.op(window.op).map(|op| (op.descriptor, op.geometry));
+        let op = self.op(window.op).map(|op| (*op.descriptor(), *op.geometry()));
         let stream = &mut self.streams[at];
-        let Some(position) = stream.sequence.position(window) else {
-            let settled = stream.sequence.is_settled(window.op);
-            return Err(if settled { Reject::Stale } else { Reject::Unopened });
-        };
-        // wire: W-42
-        let failed = stream.sequence.get(window.op).is_none_or(|entry| entry.failed);
-        let (false, Some((descriptor, geometry))) = (failed || position < stream.cursor, op) else {
-            return Err(Reject::Stale);
-        };
-        if position >= stream.opened {
-            return Err(Reject::Unopened);
-        }
-        let arrival = self.place_arrival(at, position, header)?;
-        let held = self.op(window.op).is_some_and(|op| op.holds(window.index));
-        let Some(complete) = self.note_arrival(now, at, arrival, header) else {
+        let position = stream.awaited(window)?;
+        let (descriptor, geometry) = op.ok_or(Reject::Stale)?;
+        let asks = &mut self.paths[usize::from(header.shard)].asks;
+        let arrived = stream.handle_result(now, position, header, self.config.cut, asks)?;
+        let Some((len, complete)) = arrived else {
             let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
             observer.on_event(&Event::Duplicate { from, window, fragment });
             return Ok(Verdict::Duplicate);
         };
-        let stream = &mut self.streams[at];
-        stream.waited.forget(window.op);
-        if complete {
-            // wire: W-37
-            stream.forget_repeats(position);
-        }
-        // wire: W-62
+        self.heard = now;
+        let mut held = false;
         if let Some(op) = self.op_mut(window.op) {
+            // wire: W-62
             op.note_absent(header.shard, header.flags.absentees());
+            held = op.share().holds(window.index);
+            if complete && !held {
+                op.share_mut().note_held(window.index, header.mask);
+            }
         }
-        let Arrival { mask, len, .. } = self.streams[at].arrivals[arrival];
         if held {
             // Other ranks lacked this sum. This rank has it, and the caller may have taken the
             // tensor back.
@@ -202,111 +186,11 @@ impl Worker {
             }
             return Ok(Verdict::Control);
         }
-        if let Some(op) = self.op_mut(window.op).filter(|_| complete) {
-            op.note_held(window.index, mask);
-        }
-        let Header { shard, fragment, .. } = *header;
+        let Header { mask, shard, fragment, .. } = *header;
         let cut = geometry.cut(self.config.cut, len);
         let delivery =
             Delivery { shard, window, descriptor, geometry, mask, len, cut, fragment, complete };
         Ok(Verdict::Deliver(delivery))
-    }
-
-    /// Notes a fragment, and queues an ask for losses that it reveals. Returns whether the fragment
-    /// completes its window; `None` if it had arrived before.
-    fn note_arrival(
-        &mut self,
-        now: Time,
-        at: usize,
-        place: usize,
-        header: &Header,
-    ) -> Option<bool> {
-        let path = &mut self.paths[usize::from(header.shard)];
-        let stream = &mut self.streams[at];
-        let arrival = &mut stream.arrivals[place];
-        let position = arrival.position;
-        let bit = 1 << header.fragment;
-        let new = arrival.have & bit == 0;
-        if new {
-            stream.quiet_since = now;
-            (stream.probes, stream.fruitless, stream.is_told) = (0, 0, false);
-            self.heard = now;
-        }
-        arrival.have |= bit;
-        let again = header.flags.has(Flags::AGAIN);
-        if let Some(took) = arrival.asked.answer(bit, again, position, now, &mut stream.answered) {
-            path.asks.answered(took);
-        }
-        arrival.sent |= recovery::sent_before(header.fragment, again);
-        let complete = arrival.complete();
-        let hole = arrival.sent & arrival.all & !arrival.have != 0;
-        let proves = recovery::proves_earlier(header.fragment, complete, again);
-        let later = proves && position > stream.results_sent;
-        if later {
-            stream.results_sent = position;
-        }
-        // wire: W-38
-        // A complete window is checked after its delivery.
-        let asks = &path.asks;
-        let first = hole && place == 0 && stream.is_to_ask_of_first(now, asks);
-        if !complete && (first || later && stream.is_to_ask(now, asks)) {
-            stream.ask.get_or_insert(Stalled(false));
-        }
-        new.then_some(complete)
-    }
-
-    /// Checks a result's shape, and finds or creates its entry in `arrivals`.
-    fn place_arrival(
-        &mut self,
-        at: usize,
-        position: u64,
-        header: &Header,
-    ) -> Result<usize, Reject> {
-        let stream = &mut self.streams[at];
-        let entry = stream.sequence.at(position).ok_or(Reject::Stale)?;
-        let index = header.window.index;
-        // wire: W-11
-        if header.mask & !entry.geometry.full_mask(index) != 0 {
-            return Err(Reject::Shape);
-        }
-        let len = entry.geometry.payload_len(index, header.mask);
-        let cut = entry.geometry.cut(self.config.cut, len);
-        let fragment = usize::from(header.fragment);
-        // wire: W-21
-        let length = usize::from(header.length);
-        if fragment >= cut.count(len) || cut.range(len, fragment).len() != length {
-            return Err(Reject::Shape);
-        }
-        let start = if header.previous == Header::NO_PREVIOUS {
-            entry.base
-        } else {
-            let previous = WindowId::new(header.window.op, header.previous);
-            stream.sequence.position(previous).ok_or(Reject::Shape)? + 1
-        };
-        // wire: W-23
-        if start > position {
-            return Err(Reject::Shape);
-        }
-        match stream.arrivals.binary_search_by_key(&position, |arrival| arrival.position) {
-            // wire: W-29
-            Ok(i) if stream.arrivals[i].mask == header.mask => Ok(i),
-            Ok(_) => Err(Reject::Shape),
-            Err(_) if stream.arrivals.len() as u64 >= stream.pool() => Err(Reject::BeyondPool),
-            Err(i) => {
-                let (mask, all) = (header.mask, cut.all(len));
-                // An ask for a gap covers every window in the gap.
-                let (mut asked, gap_asked) = match stream.arrivals.get(i) {
-                    Some(next) if position < next.start => (next.gap_asked, Asked::default()),
-                    Some(_) => Default::default(),
-                    None => stream.asked_behind(position),
-                };
-                asked.limit(all);
-                let arrival =
-                    Arrival { position, start, mask, have: 0, all, len, sent: 0, asked, gap_asked };
-                stream.arrivals.insert(i, arrival);
-                Ok(i)
-            }
-        }
     }
 
     /// Notes that the driver has written a delivery that completes its window. Schedules an
@@ -329,89 +213,22 @@ impl Worker {
         }
         self.release(now, at);
         let stream = &mut self.streams[at];
-        let asks = &self.paths[usize::from(stream.shard)].asks;
-        // wire: W-38
-        if stream.is_to_ask(now, asks) {
-            stream.ask.get_or_insert(Stalled(false));
-        }
+        stream.ask_for_lost(now, &self.paths[usize::from(stream.shard())].asks);
     }
 
-    /// Frees what was in flight for windows before the cursor or the credit. A window that this
-    /// rank opened gets no result if it turns out that all ranks have its sum.
-    pub(super) fn release(&mut self, now: Time, at: usize) {
+    /// Frees what was in flight of a stream for windows that need no result any more.
+    fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
-        let path = &mut self.paths[usize::from(stream.shard)];
-        let done = stream.cursor.max(stream.low);
-        while let Some(sent) = stream.in_flight.pop_front_if(|sent| sent.position < done) {
-            stream.repeats -= usize::from(sent.again != 0);
-            path.congestion.on_delivered(sent.on_path);
-            if !sent.repeated && sent.position < stream.cursor {
-                path.rtt.sample(now.since(sent.at));
-            }
-        }
+        stream.release(now, &mut self.paths[usize::from(stream.shard())]);
     }
 
     /// Handles an ask: the aggregator lacks fragments or opens.
     fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
         let entries = AskEntries::decode(body)?;
         let stream = &mut self.streams[at];
-        // The answer to a probe says nothing about windows sent after the probe.
-        let end = stream.probe.as_mut().map_or(u64::MAX, Probe::answered);
-        let position =
-            |stream: &Stream, window| stream.sequence.position(window).filter(|at| *at < end);
-        let asked = entries.iter().filter(|entry| entry.fragments != 0);
-        // Everything sent up to the last window that lacks something has left the path.
-        if let Some(last) = asked.filter_map(|entry| position(stream, entry.window)).max() {
-            self.note_off_path(at, last + 1);
-        }
-        let stream = &mut self.streams[at];
-        let path: &mut Path = &mut self.paths[usize::from(stream.shard)];
-        let mut fruitless: Option<u32> = None;
-        for entry in entries.iter() {
-            // wire: W-36
-            if entry.fragments == 0 {
-                let from = stream.sequence.position_from(entry.window).min(stream.opened);
-                stream.reopen = Some(stream.reopen.map_or(from, |at| at.min(from)));
-                continue;
-            }
-            let lacked = position(stream, entry.window);
-            // wire: W-37
-            let Some(position) = lacked.filter(|at| !stream.is_summed(*at)) else { continue };
-            let found = stream.in_flight.binary_search_by_key(&position, |sent| sent.position);
-            let Ok(i) = found else { continue };
-            let len = stream.in_flight[i].len;
-            let op = stream.sequence.at(position);
-            let cut = op.map_or(self.config.cut, |op| op.geometry.cut(self.config.cut, len));
-            let sent = &mut stream.in_flight[i];
-            let lacked = sent.note_lacked(entry.fragments & cut.all(len));
-            fruitless = Some(fruitless.map_or(lacked, |least| least.min(lacked)));
-            let wanted = sent.lacked & !sent.again;
-            stream.repeats += usize::from(sent.again == 0 && wanted != 0);
-            sent.again |= wanted;
-            stream.quiet_since = now;
-            stream.probes = 0;
-            let lost = cut.payload() * wanted.count_ones() as usize;
-            let lost = lost.min(sent.len);
-            // Losing a repetition proves nothing more about the path than the first loss.
-            if !core::mem::replace(&mut sent.repeated, true) {
-                path.congestion.on_lost(lost);
-            }
-            path.congestion.on_sent(lost);
-            sent.on_path += lost;
-        }
-        // wire: W-77
-        stream.fruitless = fruitless.unwrap_or(stream.fruitless);
+        let congestion = &mut self.paths[usize::from(stream.shard())].congestion;
+        stream.handle_ask(now, &entries, self.config.cut, congestion);
         Ok(Verdict::Control)
-    }
-
-    /// Notes that all data sent before `position` has arrived or is lost. Its results may take
-    /// longer, but the path has room again.
-    fn note_off_path(&mut self, at: usize, position: u64) {
-        let stream = &mut self.streams[at];
-        let path = &mut self.paths[usize::from(stream.shard)];
-        for sent in stream.in_flight.iter_mut().take_while(|sent| sent.position < position) {
-            path.congestion.on_delivered(core::mem::take(&mut sent.on_path));
-        }
     }
 
     /// Handles a wait: the aggregator has sent all results of windows before `end`, and waits for
@@ -426,28 +243,12 @@ impl Worker {
     ) -> Result<Verdict, Reject> {
         let missing = MissingRanks::decode(body)?;
         let stream = &mut self.streams[at];
-        let asks = &mut self.paths[usize::from(stream.shard)].asks;
-        // After several probes, this may be the late answer to the first, so it gives no sample
-        // (Karn).
-        let first = stream.probes == 1;
-        if let Some(probe) = stream.probe.take().filter(|_| first) {
-            asks.sample(now.since(probe.at));
-        }
-        // wire: W-38
-        if !stream.note_wait(now, end, asks) {
-            stream.waited.forget_all();
-            return Ok(Verdict::Control);
-        }
-        stream.waited.set(now, end.op, missing);
-        // The wait is obsolete if the results of all opened windows have arrived since.
-        let waits = stream.awaits();
-        let gone =
-            stream.waited.ranks(now).iter().filter(|(_, silent)| *silent == MissingRanks::LEFT);
-        let gone: Vec<Rank> = gone.map(|(rank, _)| *rank).collect();
+        let asks = &mut self.paths[usize::from(stream.shard())].asks;
+        let left = stream.handle_wait(now, end, missing, asks);
         // wire: W-61
         // The ranks below a relay decide themselves what the departure means.
-        if waits && !gone.is_empty() && self.config.relay.is_none() {
-            self.handle_peers_lost(&gone, Loss::Left, observer);
+        if !left.is_empty() && self.config.relay.is_none() {
+            self.handle_peers_lost(&left, Loss::Left, observer);
         }
         Ok(Verdict::Control)
     }

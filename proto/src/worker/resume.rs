@@ -8,11 +8,10 @@
 
 use alloc::vec::Vec;
 
-use super::op::Lacked;
 use super::{Config, Op, Worker};
 use crate::error::OpError;
 use crate::geometry::Stripe;
-use crate::ids::{OpId, Rank, WindowId};
+use crate::ids::{OpId, WindowId};
 use crate::observer::Observer;
 use crate::time::Time;
 
@@ -21,61 +20,44 @@ impl Worker {
     /// before it.
     #[must_use]
     pub fn first_kept(&self) -> OpId {
-        self.ops.front().map_or(OpId(self.next_op), |op| op.id)
+        self.ops.front().map_or(OpId(self.next_op), Op::id)
     }
 
     /// Returns whether an ended op is kept because another rank may lack some of its results.
     pub(super) fn is_kept(&self, op: &Op) -> bool {
-        let lane = op.descriptor.lane;
+        let lane = op.descriptor().lane;
         self.config.may_move
             && self.ended.is_none()
-            && !op.failed
-            && self.streams.iter().any(|s| s.lane == lane && s.sequence.get(op.id).is_some())
+            && !op.has_failed()
+            && self.streams.iter().any(|stream| stream.lane() == lane && stream.has(op.id()))
     }
 
     /// Returns the windows of an op whose non-zero sums are here and that another rank may lack:
     /// for each, the index in the tensor and the mask of its blocks.
     pub fn windows_to_keep(&self, op: OpId) -> impl Iterator<Item = (u32, u64)> + '_ {
-        let op = self.op(op).filter(|op| !op.failed);
-        let lane = op.map(|op| op.descriptor.lane);
-        let streams = self.streams.iter().filter(move |stream| lane == Some(stream.lane));
-        let windows = streams.filter_map(move |stream| {
-            let entry = *stream.sequence.get(op?.id)?;
-            let tail = entry.base.max(stream.low)..entry.end();
-            Some(tail.map(move |position| entry.window(position).index))
-        });
+        let op = self.op(op).filter(|op| !op.has_failed());
+        let lane = op.map(|op| op.descriptor().lane);
+        let streams = self.streams.iter().filter(move |stream| lane == Some(stream.lane()));
+        let windows = streams.filter_map(move |stream| Some(stream.may_lack_of(op?.id())));
         windows.flatten().filter_map(move |index| {
-            let mask = op?.masks[index as usize];
-            (mask != 0 && op?.holds(index)).then_some((index, mask))
+            let share = op?.share();
+            let mask = share.mask(index);
+            (mask != 0 && share.holds(index)).then_some((index, mask))
         })
     }
 
     /// Returns whether another rank may lack the sum of a window.
     #[must_use]
     pub fn may_lack(&self, window: WindowId) -> bool {
-        let Some(lane) = self.op(window.op).map(|op| op.descriptor.lane) else { return false };
-        let mut streams = self.streams.iter().filter(|stream| stream.lane == lane);
-        streams.any(|stream| {
-            stream.sequence.position(window).is_some_and(|position| position >= stream.low)
-        })
-    }
-
-    /// Returns the known lost ranks.
-    fn gone(&self) -> Vec<Rank> {
-        let mut gone: Vec<Rank> = Vec::new();
-        for rank in self.paths.iter().flat_map(|path| path.gone.iter()) {
-            if !gone.contains(rank) {
-                gone.push(*rank);
-            }
-        }
-        gone
+        let Some(lane) = self.op(window.op).map(|op| op.descriptor().lane) else { return false };
+        let mut streams = self.streams.iter().filter(|stream| stream.lane() == lane);
+        streams.any(|stream| stream.may_lack(window))
     }
 
     /// Returns the earliest deadline of the ops in flight; [`Time::NEVER`] if there are none.
     #[must_use]
     pub fn deadline(&self) -> Time {
-        let deadlines = self.ops.iter().filter(|op| !op.ended).map(|op| op.deadline);
-        deadlines.min().unwrap_or(Time::NEVER)
+        self.ops.iter().map(Op::deadline).min().unwrap_or(Time::NEVER)
     }
 
     /// Ends the session because no aggregator is left to move to.
@@ -94,23 +76,20 @@ impl Worker {
         assert!(self.config.may_move, "sums were not kept");
         self.forget_shards(observer);
         // Other ranks are done with these ops, so no aggregator will send their results.
-        let late = |op: &&Op| op.id < config.first_op && !op.ended;
-        let late: Vec<_> = self.ops.iter().filter(late).map(|op| op.id).collect();
+        let late = |op: &&Op| op.id() < config.first_op && op.is_in_flight();
+        let late: Vec<_> = self.ops.iter().filter(late).map(Op::id).collect();
         for op in late {
             self.fail(op, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
         }
         let mut ops = core::mem::take(&mut self.ops);
-        while ops.pop_front_if(|op| op.id < config.first_op).is_some() {}
+        while ops.pop_front_if(|op| op.id() < config.first_op).is_some() {}
         self.config = config;
-        self.streams = config.streams(now);
+        self.streams = config.streams(now, ops.len());
         self.paths = config.paths();
         self.turn = 0;
         self.heard = now;
-        self.streams.iter_mut().for_each(|stream| stream.sequence.expect(ops.len()));
-        for op in ops.iter_mut().filter(|op| !op.failed) {
-            op.resumed = true;
-            op.passed = 0;
-            op.streams_left = 0;
+        for op in ops.iter_mut().filter(|op| !op.has_failed()) {
+            op.resume();
             self.enter(now, op);
         }
         self.ops = ops;
@@ -121,10 +100,9 @@ impl Worker {
     /// that waited only for the name of a lost rank.
     fn forget_shards(&mut self, observer: &mut impl Observer) {
         let mut ops = core::mem::take(&mut self.ops);
-        for op in ops.iter_mut().filter(|op| !op.failed) {
+        for op in ops.iter_mut().filter(|op| !op.has_failed()) {
             self.settle_windows(op);
-            op.lacked = self.lacked(op);
-            op.absent.clear();
+            op.forget_shards(&self.paths);
         }
         self.ops = ops;
         self.conclude_all(observer);
@@ -134,22 +112,17 @@ impl Worker {
     /// op that every rank has ended has no more results. An op that only other ranks have ended
     /// gets none here, and fails.
     pub(super) fn pass_ended(&mut self, at: usize, observer: &mut impl Observer) {
-        loop {
-            let stream = &self.streams[at];
-            let Some(entry) = stream.sequence.at(stream.cursor).copied() else { return };
-            if entry.end() > stream.low {
-                return;
-            }
-            let Some(op) = self.op_mut(entry.op).filter(|op| op.resumed && !op.failed) else {
+        while let Some(id) = self.streams[at].acknowledged_op() {
+            let Some(op) = self.op_mut(id).filter(|op| op.is_resumed() && !op.has_failed()) else {
                 return;
             };
-            if op.ended {
-                op.streams_left -= 1;
-                self.streams[at].pass(entry.end());
-            } else {
+            if op.is_in_flight() {
                 // Other ranks dropped this op although it gave no result: they learned that it
                 // failed before the move.
-                self.fail(entry.op, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
+                self.fail(id, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
+            } else {
+                op.leave_stream();
+                self.streams[at].pass_op();
             }
         }
     }
@@ -157,45 +130,22 @@ impl Worker {
     /// Records for every window of an op whether its sum is here. A window that every rank has gets
     /// an empty mask, since no rank needs its sum.
     fn settle_windows(&self, op: &mut Op) {
-        let (shards, windows) = (self.config.shards, op.geometry.windows());
+        let (shards, windows) = (self.config.shards, op.geometry().windows());
         for shard in 0..shards {
-            let stripe = Stripe::new(op.id, windows, shard, shards);
-            let stream = &self.streams[self.config.stream(op.descriptor.lane, shard)];
-            let base = stream.sequence.get(op.id).map(|entry| entry.base);
+            let stripe = Stripe::new(op.id(), windows, shard, shards);
+            let stream = &self.streams[self.config.stream(op.descriptor().lane, shard)];
+            let (acknowledged, passed) = stream.settled_of(op.id(), &stripe);
+            let share = op.share_mut();
             for nth in 0..stripe.len() {
                 let index = stripe.index(nth);
-                let position = base.map(|base| base + u64::from(nth));
-                if position.is_none_or(|position| position < stream.low) {
-                    op.note_held(index, 0);
-                } else if position.is_some_and(|position| position < stream.cursor) {
+                if nth < acknowledged {
+                    share.note_held(index, 0);
+                } else if nth < passed {
                     // A window without a result is zero at every rank.
-                    op.note_held(index, op.masks[index as usize]);
+                    share.note_held(index, share.mask(index));
                 }
             }
         }
-    }
-
-    /// Returns the ranks that the results of an op lack.
-    ///
-    /// The old aggregator may have died before it named the ranks that it lost. They are among the
-    /// ranks that the job is without elsewhere; once enough of those are known, this method names
-    /// them all.
-    pub(super) fn lacked(&self, op: &Op) -> Lacked {
-        let Lacked { mut ranks, mut unnamed } = op.lacked.clone();
-        if unnamed > 0 {
-            let mut others = self.gone();
-            others.retain(|rank| !ranks.contains(rank));
-            if others.len() >= unnamed {
-                ranks.append(&mut others);
-                unnamed = 0;
-            }
-        }
-        for (shard, lacked) in &op.absent {
-            let gone = &self.paths[usize::from(*shard)].gone;
-            ranks.extend_from_slice(&gone[..gone.len().min(*lacked)]);
-            unnamed = unnamed.max(lacked.saturating_sub(gone.len()));
-        }
-        Lacked { ranks, unnamed }
     }
 }
 

@@ -1,10 +1,9 @@
 //! A worker that belongs to an aggregator with a parent: it contributes the sums of the ranks
 //! below.
 
-use alloc::vec;
 use alloc::vec::Vec;
 
-use super::{Op, Relay, Transmit, Worker};
+use super::{Op, Relay, Share, Transmit, Worker};
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, SubmitError};
 use crate::ids::{OpId, Rank, WindowId};
@@ -61,13 +60,14 @@ impl Worker {
         timeout: Span,
     ) -> Result<(), SubmitError> {
         let windows = self.check(&descriptor)?;
-        self.insert(now, id, Op::new(descriptor, vec![0; windows as usize], 0, now, timeout));
+        self.insert(now, Op::new(id, descriptor, Share::unscanned(windows), now, timeout));
         Ok(())
     }
 
     /// Returns the ops in flight, with their lanes.
     pub fn sums(&self) -> impl Iterator<Item = (OpId, u8)> + '_ {
-        self.ops.iter().filter(|op| !op.ended).map(|op| (op.id, op.descriptor.lane))
+        let ops = self.ops.iter().filter(|op| op.is_in_flight());
+        ops.map(|op| (op.id(), op.descriptor().lane))
     }
 
     /// Drops an op that no rank below needs any more.
@@ -151,13 +151,12 @@ impl Worker {
     /// the lowest window that some rank has not acknowledged.
     #[must_use]
     pub fn reached(&self, lane: u8, shard: u8) -> (WindowId, WindowId) {
-        let stream = &self.streams[self.config.stream(lane, shard)];
-        (stream.sequence.window(stream.cursor), stream.sequence.window(stream.low))
+        self.streams[self.config.stream(lane, shard)].reached()
     }
 
     /// Returns the ranks that a lane of a shard waits for, and how long each has been silent.
     #[must_use]
     pub fn waits(&self, now: Time, lane: u8, shard: u8) -> &[(Rank, Span)] {
-        self.streams[self.config.stream(lane, shard)].waited.ranks(now)
+        self.streams[self.config.stream(lane, shard)].waited(now)
     }
 }

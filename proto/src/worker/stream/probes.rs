@@ -1,0 +1,101 @@
+//! Probes: when a stream that hears nothing asks what it waits for.
+
+use crate::time::{Span, Time};
+use crate::worker::Path;
+
+/// A probe that was sent and has no answering wait yet.
+#[derive(Debug, Clone, Copy)]
+struct Probe {
+    at: Time,
+    /// The first window that had not been sent at this probe, or at an earlier unanswered one.
+    sent: u64,
+}
+
+/// The silence of a stream, and its probes.
+#[derive(Debug)]
+pub(super) struct Probes {
+    /// When the stream last made progress, sent a probe, or was asked for data.
+    quiet_since: Time,
+    /// Probes since the last progress; a wait that shows no lost result rounds it up to a step.
+    count: u32,
+    /// The last probe, until its answer.
+    unanswered: Option<Probe>,
+}
+
+impl Probes {
+    pub(super) const fn new(now: Time) -> Self {
+        Self { quiet_since: now, count: 0, unanswered: None }
+    }
+
+    /// Notes progress: something new has arrived, or the aggregator lacks data.
+    #[inline]
+    pub(super) const fn note_progress(&mut self, now: Time) {
+        (self.quiet_since, self.count) = (now, 0);
+    }
+
+    /// Returns when the next probe is due. Results may queue behind those of other streams, so the
+    /// last result of any stream, at `heard`, puts the probe off by up to twice the patience.
+    /// `awaits` says whether results are awaited, and `pause` is the least patience.
+    pub(super) fn due(&self, path: &Path, heard: Time, awaits: bool, pause: Span) -> Time {
+        let patience = path.patience(self.count / Self::A_STEP);
+        let patience = match self.count {
+            count if awaits || count == 0 => patience,
+            // No result is awaited, so the probe is not urgent.
+            count => {
+                let longer = Self::REST_PATIENCE.0 << count.min(Self::REST_STEPS);
+                Span(patience.0.max(longer))
+            }
+        };
+        let patience = patience.max(pause);
+        let most = self.quiet_since + patience + patience;
+        self.quiet_since.max(heard.min(most)) + patience
+    }
+
+    /// Counts a probe that has become due.
+    pub(super) const fn note_due(&mut self, now: Time) {
+        self.quiet_since = now;
+        self.count += 1;
+    }
+
+    /// Notes that a probe is sent. `sent` is the first window that has not been sent.
+    pub(super) fn note_sent(&mut self, now: Time, sent: u64) {
+        // An earlier probe may still be answered.
+        let unanswered = self.unanswered.map_or(u64::MAX, |probe| probe.sent);
+        self.unanswered = Some(Probe { at: now, sent: sent.min(unanswered) });
+    }
+
+    /// Notes that an ask has arrived, which may answer the last probe. Returns the position before
+    /// which the windows of the ask lie: an answer says nothing about windows sent after the probe.
+    /// A later ask may be about any window.
+    pub(super) fn note_ask(&mut self) -> u64 {
+        let probe = self.unanswered.as_mut();
+        probe.map_or(u64::MAX, |probe| core::mem::replace(&mut probe.sent, u64::MAX))
+    }
+
+    /// Notes that a wait has arrived, which answers the last probe. Returns how long the answer
+    /// took, unless it may be the late answer to an earlier probe (Karn).
+    pub(super) fn note_answer(&mut self, now: Time) -> Option<Span> {
+        let is_first = self.count == 1;
+        self.unanswered.take().filter(|_| is_first).map(|probe| now.since(probe.at))
+    }
+
+    /// Notes that the stream waits for other ranks and lacks no result. Its patience grows more
+    /// than after an unanswered probe, which may just be lost.
+    pub(super) const fn note_wait(&mut self, now: Time) {
+        self.quiet_since = now;
+        self.count = (self.count / Self::A_STEP + 1) * Self::A_STEP;
+    }
+
+    /// Notes that the stream lacks results, which are urgent.
+    pub(super) const fn note_lack(&mut self, now: Time) {
+        // The count is 1, not 0: an answer to another probe may still arrive, so the next probe
+        // must not count as the first.
+        (self.quiet_since, self.count) = (now, 1);
+    }
+
+    /// How many probes without an answer double the patience once.
+    const A_STEP: u32 = 4;
+    /// The base probe interval at rest; doubles with each probe, up to `REST_STEPS` times.
+    const REST_PATIENCE: Span = Span::from_millis(8);
+    const REST_STEPS: u32 = 7;
+}

@@ -1,0 +1,194 @@
+//! Lost results: finds the results that must have been sent and never arrived, and decides when to
+//! ask for them.
+
+use core::ops::Range;
+
+use super::{Arrival, Results};
+use crate::recovery::{self, Asked};
+use crate::rtt::Rtt;
+use crate::sequence::Sequence;
+use crate::time::Time;
+use crate::wire::{AskEntries, AskEntry};
+use crate::worker::stream::backoff::Backoff;
+
+/// The circumstances of a search for lost results.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::worker::stream) struct Search<'a> {
+    /// The first window without a result.
+    cursor: u64,
+    now: Time,
+    /// The round trip of asks.
+    asks: &'a Rtt,
+    /// Whether asks are delayed because several in a row brought nothing.
+    held_back: bool,
+}
+
+impl<'a> Search<'a> {
+    pub(in crate::worker::stream) fn new(
+        cursor: u64,
+        now: Time,
+        asks: &'a Rtt,
+        backoff: &Backoff,
+    ) -> Self {
+        Self { cursor, now, asks, held_back: backoff.holds_back(now) }
+    }
+}
+
+/// A request for the missing part of an arrival and the gap before it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Lack {
+    position: u64,
+    /// The windows before `position` that have results, none of which has arrived.
+    gap: Range<u64>,
+    fragments: u64,
+}
+
+impl Lack {
+    /// Returns how many entries the lack takes in an ask.
+    const fn entries(&self) -> usize {
+        let gap = match self.gap.end.saturating_sub(self.gap.start) {
+            0 => 0,
+            1 => 1,
+            _ => 2,
+        };
+        gap + (self.fragments != 0) as usize
+    }
+}
+
+/// The end of the windows after the last arrival that were asked for, and the asks.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Tail {
+    to: u64,
+    asked: Asked,
+}
+
+impl Results {
+    /// Notes that the aggregator has sent all results of windows before `end`.
+    pub(in crate::worker::stream) fn note_all_sent(&mut self, end: u64) {
+        self.sent = self.sent.max(end);
+    }
+
+    /// Returns whether to ask for lost results now: the first lost one holds up all others, or
+    /// enough windows lack some (wire: W-38).
+    pub(in crate::worker::stream) fn is_to_ask(&self, search: Search<'_>) -> bool {
+        let first = self.lacking(search).enumerate().find(|(_, lack)| lack.entries() > 0);
+        first.is_some_and(|(at, lack)| {
+            at == 0 || self.sent >= lack.position + recovery::GATHERED_WINDOWS
+        }) || self.lack_of_tail(search).entries() > 0
+    }
+
+    /// Returns whether to ask now for fragments of the first arrival that later ones have
+    /// overtaken.
+    pub(in crate::worker::stream) fn is_to_ask_of_first(&self, search: Search<'_>) -> bool {
+        self.arrivals.front().is_some_and(|first| {
+            let hole = first.sent & first.all & !first.have != 0;
+            hole && self.lack(first, 0..0, search).entries() > 0
+        })
+    }
+
+    /// Returns the entries of an ask: results that must have been lost, except those whose answer
+    /// may still arrive.
+    pub(in crate::worker::stream) fn missing<'a>(
+        &'a self,
+        ops: &'a Sequence,
+        search: Search<'a>,
+    ) -> impl Iterator<Item = AskEntry> + 'a {
+        let entry =
+            |position: u64, fragments: u64| AskEntry { window: ops.window(position), fragments };
+        self.lacking(search).chain([self.lack_of_tail(search)]).flat_map(
+            move |Lack { position, gap, fragments }| {
+                // A gap is known only by its last window, and may hold more results.
+                let last = (!gap.is_empty()).then(|| gap.end - 1);
+                let more = last.filter(|last| *last > gap.start).map(|_| entry(gap.start, 0));
+                let last = last.map(|last| entry(last, u64::MAX));
+                let rest = (fragments != 0).then(|| entry(position, fragments));
+                [more, last, rest].into_iter().flatten()
+            },
+        )
+    }
+
+    /// Notes that the entries of [`Self::missing`] were asked for, as many as fit an ask.
+    pub(in crate::worker::stream) fn note_asked(
+        &mut self,
+        search: Search<'_>,
+        backoff: &mut Backoff,
+    ) {
+        let mut room = AskEntries::MAX;
+        let mut expected = search.cursor;
+        let tail = self.lack_of_tail(search);
+        if tail.entries() > 0 || self.lacking(search).any(|lack| lack.entries() > 0) {
+            backoff.note_asked(search.now);
+        }
+        // While asks are held back, the pause alone decides when results are asked for again.
+        let Search { cursor, now, asks, .. } = search;
+        let search = Search::new(cursor, now, asks, backoff);
+        for at in 0..self.arrivals.len() {
+            let arrival = self.arrivals[at];
+            let lack = self.lack(&arrival, expected..arrival.start, search);
+            let Some(left) = room.checked_sub(lack.entries()) else { return };
+            room = left;
+            expected = arrival.position + 1;
+            let arrival = &mut self.arrivals[at];
+            arrival.asked.note(lack.fragments, now);
+            if !lack.gap.is_empty() {
+                arrival.gap_asked.note(u64::MAX, now);
+            }
+        }
+        if !tail.gap.is_empty() && room >= tail.entries() {
+            if self.tail.to <= expected {
+                self.tail.asked = Asked::default();
+            }
+            self.tail.to = tail.gap.end;
+            self.tail.asked.note(u64::MAX, now);
+        }
+    }
+
+    /// Returns the asks that cover the window at `position`, which had not arrived, and those that
+    /// cover the gap between the last arrival and the window.
+    pub(super) fn asked_behind(&self, position: u64, cursor: u64) -> (Asked, Asked) {
+        match self.tail {
+            Tail { to, asked } if position < to => (asked, Asked::default()),
+            Tail { to, asked } if self.tail_start(cursor) < to => (Asked::default(), asked),
+            _ => Default::default(),
+        }
+    }
+
+    /// Returns the first window after the last arrival.
+    fn tail_start(&self, cursor: u64) -> u64 {
+        self.arrivals.back().map_or(cursor, |last| last.position + 1)
+    }
+
+    fn lacking<'a>(&'a self, search: Search<'a>) -> impl Iterator<Item = Lack> + 'a {
+        let mut expected = search.cursor;
+        self.arrivals.iter().map(move |arrival| {
+            let gap = expected..arrival.start;
+            expected = arrival.position + 1;
+            self.lack(arrival, gap, search)
+        })
+    }
+
+    /// Returns what to ask for after the last arrival: results that were sent and never arrived.
+    fn lack_of_tail(&self, search: Search<'_>) -> Lack {
+        let Search { cursor, now, asks, held_back } = search;
+        let start = self.tail_start(cursor);
+        let Tail { to, asked } = self.tail;
+        let again = !held_back && asked.due(u64::MAX, start, self.answered, now, asks) != 0;
+        let start = if again { start } else { start.max(to) };
+        Lack { position: start, gap: start..self.sent.max(start), fragments: 0 }
+    }
+
+    /// Returns what to ask for of an arrival and of the gap before it.
+    fn lack(&self, arrival: &Arrival, gap: Range<u64>, search: Search<'_>) -> Lack {
+        let Arrival { position, all, have, sent, asked, gap_asked, .. } = *arrival;
+        let Search { now, asks, held_back, .. } = search;
+        if held_back {
+            return Lack { position, gap: 0..0, fragments: 0 };
+        }
+        let missing = all & !have;
+        let lost = if position < self.sent { missing } else { missing & sent };
+        let fragments = asked.due(lost, position, self.answered, now, asks);
+        let lost = if position <= self.sent { u64::MAX } else { 0 };
+        let due = gap_asked.due(lost, gap.start, self.answered, now, asks) != 0;
+        Lack { position, gap: if due { gap } else { 0..0 }, fragments }
+    }
+}

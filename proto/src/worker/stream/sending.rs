@@ -1,0 +1,123 @@
+//! Hands out the messages that a stream sends next.
+
+use core::ops::Range;
+
+use super::{Ask, Stream};
+use crate::congestion::Congestion;
+use crate::geometry::Geometry;
+use crate::ids::{OpId, WindowId};
+use crate::rtt::Rtt;
+use crate::sequence::StreamOp;
+use crate::time::Time;
+use crate::wire::{AskEntries, AskEntry};
+
+impl Stream {
+    /// Returns the windows of one op to open next.
+    pub(in crate::worker) fn poll_open(&mut self) -> Option<(StreamOp, Range<u64>)> {
+        self.opens.poll(&mut self.progress)
+    }
+
+    /// Returns the op before `op` that an open of `op` names.
+    pub(in crate::worker) fn opened_before(&self, op: OpId) -> Option<OpId> {
+        self.progress.ops().before(op)
+    }
+
+    /// Notes that an open of `op` up to `end` is sent.
+    pub(in crate::worker) fn note_opened(&mut self, op: OpId, end: u64) {
+        self.opens.note_sent(op, end, &mut self.progress);
+    }
+
+    /// Returns the next fragments to send again, as the aggregator asked.
+    #[inline]
+    pub(in crate::worker) fn poll_repeat(&mut self) -> Option<(WindowId, u64)> {
+        let (position, fragments) = self.in_flight.poll_repeat()?;
+        // A failed op has no windows in flight.
+        Some((self.progress.ops().at(position)?.window(position), fragments))
+    }
+
+    /// Returns the next opened window to send, if it is not empty.
+    pub(in crate::worker) fn next_to_send(&mut self) -> Option<(WindowId, Geometry)> {
+        self.progress.next_to_send()
+    }
+
+    /// Passes the window that [`Self::next_to_send`] returned, since it is empty.
+    pub(in crate::worker) const fn pass_empty(&mut self) {
+        self.progress.pass_next();
+    }
+
+    /// Notes that the window of `len` bytes that [`Self::next_to_send`] returned is sent. Returns
+    /// false if the pool has no slot for it or congestion control does not admit it.
+    pub(in crate::worker) fn send(
+        &mut self,
+        now: Time,
+        len: usize,
+        congestion: &mut Congestion,
+    ) -> bool {
+        let position = self.progress.sent();
+        // wire: W-28
+        // The aggregator may have skipped a failed op before this rank received the failure. The
+        // op's windows still count here.
+        if position >= self.progress.low() + self.pool {
+            // Only acknowledgements free a slot.
+            if self.in_flight.is_empty() {
+                self.acks.note_stopped(self.progress.cursor());
+            }
+            return false;
+        }
+        if !self.in_flight.admits(len, self.pool, congestion) {
+            return false;
+        }
+        self.progress.pass_next();
+        self.in_flight.push(now, position, len, congestion);
+        true
+    }
+
+    /// Returns the ask to send, if one is due.
+    #[inline]
+    pub(in crate::worker) const fn poll_ask(&mut self) -> Option<Ask> {
+        self.ask.take()
+    }
+
+    /// Writes the body of an ask. Returns its length, or `None` if it has no entries. A probe also
+    /// requests a wait, which arrives behind all results on the path, so that no result is repeated
+    /// needlessly.
+    pub(in crate::worker) fn write_ask(
+        &mut self,
+        now: Time,
+        ask: Ask,
+        asks: &Rtt,
+        body: &mut [u8],
+    ) -> Option<usize> {
+        let (search, ops) = (self.search(now, asks), self.progress.ops());
+        let wait = (ask == Ask::Probe)
+            .then(|| AskEntry { window: ops.window(self.progress.cursor()), fragments: 0 });
+        let len = AskEntries::encode(self.results.missing(ops, search).chain(wait), body);
+        if len == AskEntries::NONE_LEN {
+            return None;
+        }
+        self.results.note_asked(search, &mut self.backoff);
+        if ask == Ask::Probe {
+            self.probes.note_sent(now, self.progress.sent());
+        }
+        Some(len)
+    }
+
+    #[inline]
+    pub(in crate::worker) const fn is_ack_due(&self) -> bool {
+        self.acks.is_due()
+    }
+
+    /// Returns the acknowledgement to write into a header, and marks it as sent (wire: W-32).
+    #[inline]
+    pub(in crate::worker) fn acknowledge(&mut self) -> WindowId {
+        let cursor = self.progress.cursor();
+        self.acks.note_sent(cursor);
+        self.progress.ops().window(cursor)
+    }
+
+    /// Returns whether to report congestion marks to the aggregator, and marks them as reported.
+    #[inline]
+    pub(in crate::worker) const fn report_mark(&mut self) -> bool {
+        core::mem::replace(&mut self.congested, false)
+    }
+}
