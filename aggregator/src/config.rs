@@ -26,9 +26,9 @@ const MOST_SLOTS: u64 = *POOL_SLOTS.end() as u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fanout {
-    /// Multicast to the ranks that receive a probe at join, and a copy to each other rank.
+    /// Multicast to the ranks that receive a ping at join, and a copy to each other rank.
     Auto,
-    /// Multicast only; a rank that does not receive the probe is refused.
+    /// Multicast only; a rank that does not receive the ping is refused.
     Multicast,
     /// One copy to each rank.
     Unicast,

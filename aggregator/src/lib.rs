@@ -19,7 +19,7 @@ mod failure;
 mod handshake;
 mod job_keys;
 mod lifelines;
-mod multicast_probe;
+mod multicast_ping;
 mod network;
 mod parent;
 mod paths;

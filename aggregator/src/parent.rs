@@ -14,7 +14,7 @@ use racksum_proto::time::Span;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use crate::multicast_probe::probe;
+use crate::multicast_ping::ping;
 use crate::paths::prove;
 use crate::registry::{Call, Joined, MEMBER_QUEUE, Seat, Shared, lock, settle};
 
@@ -185,8 +185,8 @@ async fn handle_messages(
         let ending = lock(registry).ending_by_message(seat, &message);
         let _fence = settle(registry, ending).await;
         let joined = lock(registry).hear_from_parent(seat, parent, message);
-        if joined == Joined::Probe {
-            tokio::spawn(probe(Arc::clone(registry), seat.clone()));
+        if joined == Joined::Ping {
+            tokio::spawn(ping(Arc::clone(registry), seat.clone()));
         }
     }
 }

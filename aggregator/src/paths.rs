@@ -1,5 +1,5 @@
 //! Proofs of data paths before a rank joins: from callers to this aggregator, and from this
-//! aggregator to its parent. `racksum_proto::path` schedules the probes.
+//! aggregator to its parent. `racksum_proto::path` schedules the pings.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::shard::{Command, Proof};
 const PROOF_TIMEOUT: Duration = Duration::from_secs(15);
 /// The time limit for the parent to accept a request for a proof.
 const PROVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time limit for the parent to report which probes arrived.
+/// The time limit for the parent to report which pings arrived.
 const ARRIVED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A proof in progress; the shards forget it when this is dropped.
@@ -144,14 +144,14 @@ pub(crate) async fn prove(
         ladder.push(size(mtu)?);
     }
     // On one host no hop has a smaller MTU than the interface.
-    let probed = if parent.ip().is_loopback() { least } else { wanted };
+    let largest = if parent.ip().is_loopback() { least } else { wanted };
     let clock = Clock::start();
-    let mut prover = Prover::new(clock.now(), paths.len(), probed, least, &ladder);
+    let mut prover = Prover::new(clock.now(), paths.len(), largest, least, &ladder);
     while !prover.is_over(clock.now()) {
         while let Some((shard, size)) = prover.poll_transmit(clock.now()) {
             let (_, to) = paths[shard];
             if let Some(shard) = lock(registry).shards().get(shard) {
-                shard.tell(Command::SendProbe { to, token, size });
+                shard.tell(Command::SendPing { to, token, size });
             }
         }
         let left = Duration::from_nanos(prover.poll_timeout().since(clock.now()).0);
@@ -178,7 +178,7 @@ pub(crate) async fn prove(
             return Err(why.to_string());
         }
     }
-    if probed < wanted {
+    if largest < wanted {
         return Ok(wanted);
     }
     let narrowest = passed.iter().map(|passed| passed.size).min().unwrap_or(wanted);
@@ -188,7 +188,7 @@ pub(crate) async fn prove(
     Ok(narrowest)
 }
 
-/// Asks the parent to start a proof. Returns its shards' ports, the token that probes show, and the
+/// Asks the parent to start a proof. Returns its shards' ports, the token that pings show, and the
 /// address from which the parent sees this aggregator.
 async fn ask(line: &mut Line) -> Result<(Vec<u16>, Key, IpAddr), String> {
     let heard = async {

@@ -12,7 +12,7 @@ use tokio::sync::mpsc::Receiver;
 use tokio::time::{Instant, interval};
 
 use crate::control_stream::{ControlReader, WAITING_PERIOD, send_message};
-use crate::multicast_probe::probe;
+use crate::multicast_ping::ping;
 use crate::parent::call;
 use crate::registry::{Joined, Seat, Shared, lock, settle};
 
@@ -199,7 +199,7 @@ const fn loss_of_only(said: Loss) -> Loss {
 fn take_next_step(registry: &Shared, seat: &Seat, joined: Joined) {
     let (registry, seat) = (Arc::clone(registry), seat.clone());
     match joined {
-        Joined::Probe => drop(tokio::spawn(probe(registry, seat))),
+        Joined::Ping => drop(tokio::spawn(ping(registry, seat))),
         Joined::Call => drop(tokio::spawn(call(registry, seat))),
         Joined::Waiting(_) | Joined::Ready => {}
     }

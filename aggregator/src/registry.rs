@@ -46,11 +46,11 @@ use tree::lost_with;
 pub const MAX_LANES: u8 = 8;
 /// The smallest world for which `auto` tries multicast: a single rank needs no copies.
 const MULTICAST_WORLD: u16 = 2;
-/// The number of probes of a group where copies are the fallback; they take 300 ms.
-const PROBES: u32 = 15;
-/// The number of probes where there is no fallback; they take 5 s. A new link, or a switch that has
+/// The number of pings of a group where copies are the fallback; they take 300 ms.
+const PINGS: u32 = 15;
+/// The number of pings where there is no fallback; they take 5 s. A new link, or a switch that has
 /// just learned of the group, may need seconds to forward multicast.
-const DEMANDED_PROBES: u32 = 250;
+const DEMANDED_PINGS: u32 = 250;
 
 /// The log limit for lost ranks, and for jobs that ended by a loss. A tenant may lose any number of
 /// ranks, and a host failure loses ranks of several jobs at once.
@@ -105,8 +105,8 @@ pub(crate) struct Caller {
 pub(crate) enum Joined {
     /// The job waits for these ranks.
     Waiting(Vec<u16>),
-    /// All ranks have joined, and the multicast group must be probed.
-    Probe,
+    /// All ranks have joined, and the multicast group must be pinged.
+    Ping,
     /// The parent must be called.
     Call,
     /// The job needs no further step: all ranks have joined, or the job has ended.
@@ -418,7 +418,7 @@ impl Registry {
         job.granted = Some((Welcome { group, ..welcome }, job_keys));
         if group.is_some() {
             job.state = JobState::Probing;
-            return Ok(Joined::Probe);
+            return Ok(Joined::Ping);
         }
         self.run(name);
         Ok(Joined::Ready)
@@ -438,11 +438,11 @@ impl Registry {
         affordable.min(asked).min(tenant.pool_slots(&self.config))
     }
 
-    /// Returns how many times a group is probed.
-    pub(crate) const fn probes(&self) -> u32 {
+    /// Returns how many times a group is pinged.
+    pub(crate) const fn pings(&self) -> u32 {
         match self.config.fanout {
-            Fanout::Multicast => DEMANDED_PROBES,
-            Fanout::Auto | Fanout::Unicast => PROBES,
+            Fanout::Multicast => DEMANDED_PINGS,
+            Fanout::Auto | Fanout::Unicast => PINGS,
         }
     }
 
@@ -451,13 +451,13 @@ impl Registry {
         self.jobs.get_mut(&seat.job).filter(|job| job.id == seat.id)
     }
 
-    /// Sends a probe to a job's group. Returns false once the job is no longer being probed.
-    pub(crate) fn probe(&mut self, seat: &Seat) -> bool {
-        let probing = self.job(seat).is_some_and(|job| job.state == JobState::Probing);
-        if let Some(shard) = self.shards.first().filter(|_| probing) {
-            shard.tell(Command::Probe(seat.id));
+    /// Sends a ping to a job's group. Returns false once the job is no longer being pinged.
+    pub(crate) fn ping(&mut self, seat: &Seat) -> bool {
+        let pinging = self.job(seat).is_some_and(|job| job.state == JobState::Probing);
+        if let Some(shard) = self.shards.first().filter(|_| pinging) {
+            shard.tell(Command::Ping(seat.id));
         }
-        probing
+        pinging
     }
 
     /// Notes that a rank receives the group. The job runs once all listening ranks do.
@@ -472,9 +472,9 @@ impl Registry {
         }
     }
 
-    /// Ends the probing of a job. A rank that received no probe gets copies; where multicast is
+    /// Ends the pings of a job. A rank that received no ping gets copies; where multicast is
     /// required, the whole job is refused.
-    pub(crate) fn end_probe(&mut self, seat: &Seat) {
+    pub(crate) fn end_pings(&mut self, seat: &Seat) {
         let demanded = self.config.fanout == Fanout::Multicast;
         let Some(job) = self.job(seat).filter(|job| job.state == JobState::Probing) else { return };
         let deaf = job.members.iter().flatten().find(|member| !member.hears);

@@ -68,8 +68,8 @@ pub(crate) struct NewJob {
 pub(crate) enum Command {
     /// Add a job, all of whose ranks have joined.
     Add(Box<NewJob>),
-    /// Send a probe to the job's group.
-    Probe(JobId),
+    /// Send a ping to the job's group.
+    Ping(JobId),
     /// Multicast to the ranks marked true, and send copies to the others.
     Listeners(JobId, Vec<bool>),
     /// Note that a rank of the job has left.
@@ -91,10 +91,10 @@ pub(crate) enum Command {
     /// Report the progress of one job, or of all jobs.
     Report(Option<JobId>, oneshot::Sender<ShardReport>),
     /// Begin a proof of a data path, of a caller here or of this aggregator at its parent. Its
-    /// probes carry this token.
+    /// pings carry this token.
     Prove(Key, Proof),
-    /// Send a probe of this size in bytes to the parent.
-    SendProbe { to: SocketAddr, token: Key, size: u16 },
+    /// Send a ping of this size in bytes to the parent.
+    SendPing { to: SocketAddr, token: Key, size: u16 },
     /// End a proof.
     Proven(Key),
     /// Stop the shard, because the aggregator stops.
@@ -229,9 +229,9 @@ impl Shard {
     fn handle_command(&mut self, command: Command) -> bool {
         match command {
             Command::Add(new) => self.add(*new),
-            Command::Probe(id) => {
+            Command::Ping(id) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    self.out.probe(&self.socket, job);
+                    self.out.ping(&self.socket, job);
                 }
             }
             Command::Listeners(id, hears) => {
@@ -277,7 +277,7 @@ impl Shard {
                 drop(tell.send(ShardReport { jobs }));
             }
             Command::Prove(token, proof) => self.proofs.begin(token, proof),
-            Command::SendProbe { to, token, size } => {
+            Command::SendPing { to, token, size } => {
                 self.proofs.send(&self.socket, to, token, size);
             }
             Command::Proven(token) => self.proofs.end(token),

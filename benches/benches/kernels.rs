@@ -195,7 +195,7 @@ fn headers(criterion: &mut Criterion) {
         window: WindowId::new(OpId(5), 1000),
         mask: (1 << 60) - 1,
         length: 1408,
-        ..Header::probe(JobId(7), Generation(1), 2)
+        ..Header::ping(JobId(7), Generation(1), 2)
     };
     let mut datagram = vec![0; Header::LEN + 1408];
     let mut group = criterion.benchmark_group("header");

@@ -92,7 +92,7 @@ fn both(auth: DataAuth) -> (Sealer, Opener) {
 fn datagram(len: usize) -> Vec<u8> {
     let mut bytes = vec![0xa5; len];
     if let Some(head) = bytes.first_chunk_mut() {
-        Header::probe(JobId(1), Generation(0), 0).encode(head);
+        Header::ping(JobId(1), Generation(0), 0).encode(head);
     }
     bytes
 }

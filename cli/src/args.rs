@@ -113,7 +113,7 @@ pub(crate) enum Format {
 /// How results reach the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Fanout {
-    /// Multicast to ranks that a probe reaches, copies to the others. Any host on the network can
+    /// Multicast to ranks that a ping reaches, copies to the others. Any host on the network can
     /// join the group and read results, unless datagrams are encrypted (--data-auth aead).
     Auto,
     /// Multicast only; ranks that multicast does not reach are refused.

@@ -3,7 +3,7 @@
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{
-    self, AskEntries, Disagreement, Flags, Header, Kind, MissingRanks, Open, OpenDecoder,
+    self, Disagreement, Flags, Header, Kind, MissingRanks, NackEntries, Open, OpenDecoder,
     OpenEncoder, Opening,
 };
 
@@ -20,10 +20,10 @@ pub fn run(bytes: &[u8]) {
         at += body.len();
         match header.kind {
             Kind::Open => open(body, header.flags.has(Flags::RESUMED)),
-            Kind::Ask => asks(body),
+            Kind::Nack => nacks(body),
             Kind::Wait => waits(body),
             Kind::Fail => fails(body),
-            Kind::Data | Kind::Ack | Kind::Result | Kind::Credit | Kind::Probe => {}
+            Kind::Data | Kind::Ack | Kind::Result | Kind::Credit | Kind::Ping => {}
         }
     }
     if let Ok((_, body)) = Header::decode(bytes) {
@@ -31,7 +31,7 @@ pub fn run(bytes: &[u8]) {
     }
     open(bytes, false);
     open(bytes, true);
-    asks(bytes);
+    nacks(bytes);
     waits(bytes);
     fails(bytes);
 }
@@ -59,11 +59,11 @@ fn open(body: &[u8], resumed: bool) {
     assert_eq!(again, Ok(open), "an open survives its encoder");
 }
 
-fn asks(body: &[u8]) {
-    let Ok(entries) = AskEntries::decode(body) else { return };
-    let mut again = [0xa5; 2 + 16 * AskEntries::MAX];
-    let len = AskEntries::encode(entries.iter(), &mut again);
-    assert_eq!(&again[..len], body, "an ask is written as it was read");
+fn nacks(body: &[u8]) {
+    let Ok(entries) = NackEntries::decode(body) else { return };
+    let mut again = [0xa5; 2 + 16 * NackEntries::MAX];
+    let len = NackEntries::encode(entries.iter(), &mut again);
+    assert_eq!(&again[..len], body, "a nack is written as it was read");
 }
 
 fn waits(body: &[u8]) {

@@ -8,7 +8,7 @@ use racksum_proto::geometry::{Fragmentation, Geometry};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::time::Span;
 use racksum_proto::wire::{
-    AskEntries, AskEntry, Disagreement, Flags, Header, Kind, MissingRanks, Open, OpenEncoder,
+    Disagreement, Flags, Header, Kind, MissingRanks, NackEntries, NackEntry, Open, OpenEncoder,
     Opening,
 };
 
@@ -98,26 +98,26 @@ impl Script<'_> {
         known: impl Fn(OpId) -> Option<Descriptor>,
     ) -> Vec<u8> {
         let kind = KINDS[self.below(KINDS.len())];
-        let mut header = Header { kind, ..Header::probe(JOB, GENERATION, 0) };
+        let mut header = Header { kind, ..Header::ping(JOB, GENERATION, 0) };
         header.shard = u8::try_from(self.below(2)).unwrap_or(0);
         header.lane = u8::try_from(self.below(2)).unwrap_or(0);
         header.window = self.window();
         header.ack = self.window();
         header.flags = [Flags::NONE, Flags::AGAIN, Flags::CONGESTED][self.below(3)];
         let from_worker = matches!(kind, Kind::Open | Kind::Data | Kind::Ack);
-        if from_worker || (kind == Kind::Ask && self.below(2) == 1) {
+        if from_worker || (kind == Kind::Nack && self.below(2) == 1) {
             header.sender = Rank(u16::try_from(self.below(3)).unwrap_or(0));
         }
         let body = match kind {
             Kind::Open => self.open(),
-            Kind::Ask => self.ask(),
+            Kind::Nack => self.nack(),
             Kind::Wait => self.wait(),
             Kind::Fail => self.fail(),
             Kind::Data | Kind::Result => {
                 let descriptor = known(header.window.op).unwrap_or_else(|| self.descriptor(20));
                 self.fragment(&mut header, &Geometry::new(&descriptor), cut)
             }
-            Kind::Ack | Kind::Credit | Kind::Probe => Vec::new(),
+            Kind::Ack | Kind::Credit | Kind::Ping => Vec::new(),
         };
         header.length = u16::try_from(body.len()).unwrap_or(u16::MAX);
         let mut bytes = [0; Header::LEN];
@@ -140,13 +140,13 @@ impl Script<'_> {
         out[..len].to_vec()
     }
 
-    fn ask(&mut self) -> Vec<u8> {
-        let count = self.below(AskEntries::MAX + 1);
+    fn nack(&mut self) -> Vec<u8> {
+        let count = self.below(NackEntries::MAX + 1);
         let entries: Vec<_> = (0..count)
-            .map(|_| AskEntry { window: self.window(), fragments: self.mask() })
+            .map(|_| NackEntry { window: self.window(), fragments: self.mask() })
             .collect();
         let mut out = [0; 1200];
-        let len = AskEntries::encode(entries.into_iter(), &mut out);
+        let len = NackEntries::encode(entries.into_iter(), &mut out);
         out[..len].to_vec()
     }
 
@@ -200,7 +200,7 @@ const TYPES: [(DType, WireType); 8] = [
     (DType::I64, WireType::I64),
 ];
 
-/// Kinds of made-up datagrams; data, opens and asks are more frequent than the rest.
+/// Kinds of made-up datagrams; data, opens and nacks are more frequent than the rest.
 const KINDS: [Kind; 14] = [
     Kind::Open,
     Kind::Open,
@@ -208,8 +208,8 @@ const KINDS: [Kind; 14] = [
     Kind::Data,
     Kind::Data,
     Kind::Data,
-    Kind::Ask,
-    Kind::Ask,
+    Kind::Nack,
+    Kind::Nack,
     Kind::Ack,
     Kind::Result,
     Kind::Result,

@@ -4,7 +4,7 @@
 //! [`FromWorker::Prove`] and proves its data path with the contents of [`FromAggregator::Prove`]
 //! (see [`path`](crate::path)). Then the worker sends [`FromWorker::Join`]. It receives
 //! [`FromAggregator::Waiting`] until all ranks have joined, and then [`FromAggregator::Welcome`].
-//! With a multicast group, the worker sends [`FromWorker::Heard`] once a probe arrives.
+//! With a multicast group, the worker sends [`FromWorker::Heard`] once a ping arrives.
 //! [`FromAggregator::Ready`] starts the ops.
 
 use alloc::string::String;
@@ -39,7 +39,7 @@ pub enum FromWorker {
         /// [`CONTROL_VERSION`] of the worker.
         version: u16,
     },
-    /// The worker asks for the size of the largest probe that arrived, since not all were answered.
+    /// The worker asks for the size of the largest ping that arrived, since not all were answered.
     Arrived,
     /// The worker asks to join a job as a rank.
     Join(Join),
@@ -48,7 +48,7 @@ pub enum FromWorker {
     Also(Join),
     /// A rank that had joined the sender is lost.
     Parted(Absent),
-    /// A multicast probe arrived.
+    /// A multicast ping arrived.
     Heard,
     /// The worker leaves the job.
     Leave {
@@ -241,15 +241,15 @@ pub enum FromAggregator {
     Prove {
         /// The UDP port of each shard, at the aggregator's address.
         data_ports: Vec<u16>,
-        /// The token that the worker's probes carry.
+        /// The token that the worker's pings carry.
         token: Key,
         /// The address of the worker's call, as the aggregator sees it.
         ip: IpAddr,
     },
-    /// The sizes of the largest probes of the worker that arrived, as the answer to
+    /// The sizes of the largest pings of the worker that arrived, as the answer to
     /// [`FromWorker::Arrived`].
     Arrived {
-        /// The size at each shard, in bytes; 0 if no probe arrived.
+        /// The size at each shard, in bytes; 0 if no ping arrived.
         sizes: Vec<u16>,
     },
     /// The place for a lifeline: a connection that soon reveals the death of the rank or the

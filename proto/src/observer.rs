@@ -34,8 +34,8 @@ pub enum Event<'a> {
         /// The number of ranks that contributed.
         contributors: u32,
     },
-    /// Missing fragments were asked for.
-    Asked {
+    /// A nack asked for missing fragments.
+    Nacked {
         /// The rank that was asked.
         of: Rank,
         /// The first window asked for.
@@ -86,7 +86,7 @@ pub struct EventCounts {
     pub duplicates: u64,
     /// Fragments that were sent again.
     pub fragments_again: u64,
-    /// Times that missing fragments were asked for.
+    /// Nacks that asked for missing fragments.
     pub asks: u64,
     /// Datagrams that changed nothing, by reason.
     pub rejects: Rejects,
@@ -98,7 +98,7 @@ impl Observer for EventCounts {
             Event::Rejected(reject) => self.rejects.count(*reject),
             Event::Duplicate { .. } => self.duplicates += 1,
             Event::Folded { .. } => self.folds += 1,
-            Event::Asked { .. } => self.asks += 1,
+            Event::Nacked { .. } => self.asks += 1,
             Event::Again { fragments, .. } => {
                 self.fragments_again += u64::from(fragments.count_ones());
             }
@@ -128,7 +128,7 @@ mod tests {
             Event::Rejected(Reject::Sender),
             Event::Duplicate { from: Rank(0), window, fragment: 3 },
             Event::Folded { window, union: 1, contributors: 2 },
-            Event::Asked { of: Rank(1), from: window },
+            Event::Nacked { of: Rank(1), from: window },
             Event::Again { window, fragments: 0b1011 },
             Event::Failed { op: OpId(0), error: None },
             Event::Retired { window },

@@ -1,7 +1,7 @@
 //! Proof of a data path: before a rank joins, full-size datagrams travel to every shard and back.
 //!
-//! [`Datagram`] is the layout of a probe and its answer. [`Prover`] decides when to send which
-//! probe, and evaluates the answers. The caller of an aggregator drives a prover: a worker, or an
+//! [`Datagram`] is the layout of a ping and its answer. [`Prover`] decides when to send which
+//! ping, and evaluates the answers. The caller of an aggregator drives a prover: a worker, or an
 //! aggregator that calls its parent. The driver owns addresses and sockets.
 
 use alloc::collections::VecDeque;
@@ -13,26 +13,26 @@ use core::net::{IpAddr, Ipv6Addr, SocketAddr};
 use crate::auth::Key;
 use crate::time::{Span, Time};
 
-/// "RP", the magic number of probes and answers, which are not messages of a job.
+/// "RP", the magic number of pings and answers, which are not messages of a job.
 const MAGIC: [u8; 2] = *b"RP";
 const VERSION: u8 = 1;
 
-/// A probe of a data path, or its answer.
+/// A ping of a data path, or its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram {
     /// The token that the aggregator gave the caller.
     pub token: Key,
-    /// In an answer, the address that the probe came from, as the shard sees it.
+    /// In an answer, the address that the ping came from, as the shard sees it.
     pub seen: Option<SocketAddr>,
     /// The size of the whole datagram, in bytes.
     pub size: u16,
 }
 
 impl Datagram {
-    /// The least size of a probe, in bytes: an answer of this size has room for all its fields.
+    /// The least size of a ping, in bytes: an answer of this size has room for all its fields.
     pub const LEN: usize = 40;
 
-    /// Returns whether a datagram starts like a probe or an answer.
+    /// Returns whether a datagram starts like a ping or an answer.
     #[must_use]
     pub fn is_one(datagram: &[u8]) -> bool {
         datagram.starts_with(&MAGIC)
@@ -76,10 +76,10 @@ impl Datagram {
     }
 }
 
-/// The result of the probes of one shard.
+/// The result of the pings of one shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Passed {
-    /// The size of the largest probe that was answered, in bytes; 0 if none was.
+    /// The size of the largest ping that was answered, in bytes; 0 if none was.
     pub size: u16,
     /// The caller's address, as the shard sees it.
     pub seen: Option<SocketAddr>,
@@ -118,12 +118,12 @@ impl Prover {
         Self { sizes, least, shards, due: VecDeque::new(), began: now, round: 0, next: now }
     }
 
-    /// Returns the next probe to send: its shard and its size in bytes.
+    /// Returns the next ping to send: its shard and its size in bytes.
     pub fn poll_transmit(&mut self, now: Time) -> Option<(usize, u16)> {
         if self.due.is_empty() && now >= self.next && !self.is_over(now) {
             let tried = if self.round == 0 { 1 } else { self.sizes.len() };
             for (shard, passed) in self.shards.iter().enumerate() {
-                // A probe that is not larger than an answered one gives no information.
+                // A ping that is not larger than an answered one gives no information.
                 let larger = self.sizes[..tried].iter().filter(|size| **size > passed.size);
                 self.due.extend(larger.map(|size| (shard, *size)));
             }
@@ -183,11 +183,11 @@ pub struct Blocked {
 /// The cause of a blocked data path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
-    /// No probe arrives at the shard.
+    /// No ping arrives at the shard.
     Up,
-    /// Probes of up to `arrived` bytes arrive at the shard, but no answer comes back.
+    /// Pings of up to `arrived` bytes arrive at the shard, but no answer comes back.
     Down {
-        /// The size of the largest probe that arrived, in bytes.
+        /// The size of the largest ping that arrived, in bytes.
         arrived: u16,
     },
     /// Datagrams of the needed `size` do not pass to the shard and back. The largest datagrams that
@@ -210,7 +210,7 @@ pub enum Obstacle {
 
 impl Blocked {
     /// Returns the obstacle on the path to a shard, or `None` if datagrams of `least` bytes pass.
-    /// `passed` is the result of the probes. `arrived` is the size of the largest probe that
+    /// `passed` is the result of the pings. `arrived` is the size of the largest ping that
     /// arrived at the shard. `caller` has the IP address of the caller's calls, as the aggregator
     /// sees it, and the port that data must come from.
     #[must_use]
@@ -283,7 +283,7 @@ impl fmt::Display for Blocked {
 /// The MTUs of common links and tunnels, from which a ladder of sizes is built.
 pub const COMMON_MTUS: [usize; 13] =
     [9000, 8900, 4000, 1500, 1492, 1476, 1450, 1440, 1420, 1400, 1380, 1340, 1280];
-/// The size of a probe that passes any network. If only small probes pass, size is the obstacle.
+/// The size of a ping that passes any network. If only small pings pass, size is the obstacle.
 pub const SMALL: u16 = 200;
 
 /// The pause before the second round; later pauses double.

@@ -1,26 +1,26 @@
 //! Recovery of lost datagrams: which fragments were asked for, and whether the answers are lost
 //! too.
 //!
-//! Both sides send a window's fragments in order, and answer asks in order of arrival. So a
+//! Both sides send a window's fragments in order, and answer nacks in order of arrival. So a
 //! fragment is lost if later fragments have overtaken it, and an answer is lost if the answer to a
-//! later ask has overtaken it. Neither needs a timer.
+//! later nack has overtaken it. Neither needs a timer.
 
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 
-/// The fragments of one window that were asked for.
+/// The fragments of one window that nacks have asked for.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Asked {
-    /// Asked fragments that have not arrived yet.
+pub(crate) struct Nacked {
+    /// Nacked fragments that have not arrived yet.
     fragments: u64,
-    /// The time of the last ask.
+    /// The time of the last nack.
     at: Time,
-    /// The number of repeated asks. The answer to a repeated ask is not measured (Karn), and its
+    /// The number of repeated nacks. The answer to a repeated nack is not measured (Karn), and its
     /// timeout is longer.
     repeated: u32,
 }
 
-/// The latest ask that was answered: its time and position.
+/// The latest nack that was answered: its time and position.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Answered {
     at: Time,
@@ -28,11 +28,11 @@ pub(crate) struct Answered {
 }
 
 impl Answered {
-    /// The value before any ask is answered.
+    /// The value before any nack is answered.
     pub(crate) const NONE: Self = Self { at: Time(0), position: 0 };
 }
 
-impl Asked {
+impl Nacked {
     /// Records that `fragments` are asked for.
     pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
         if fragments == 0 {
@@ -67,10 +67,10 @@ impl Asked {
         if overtaken || late { lost } else { fresh }
     }
 
-    /// Takes a fragment that arrived at `now`, if it was asked for. Once all asked fragments have
+    /// Takes a fragment that arrived at `now`, if it was asked for. Once all nacked fragments have
     /// arrived, returns how long the answer took: all fragments of one answer are one measurement.
-    /// The inner value is `None` if an ask was repeated. A fragment without `again` was asked for
-    /// too early. It settles the ask, so no answer is awaited, but it gives no measurement.
+    /// The inner value is `None` if a nack was repeated. A fragment without `again` was asked for
+    /// too early. It settles the nack, so no answer is awaited, but it gives no measurement.
     pub(crate) fn answer(
         &mut self,
         fragment: u64,
@@ -136,28 +136,28 @@ pub(crate) const fn proves_earlier(fragment: u8, complete: bool, again: bool) ->
 /// The number of later datagrams that must arrive before a datagram counts as lost.
 const REORDERING: u8 = 3;
 
-/// The number of windows whose losses are gathered into one ask. An ask and its answer cost a host
+/// The number of windows whose losses are gathered into one nack. A nack and its answer cost a host
 /// as much as a whole window. A window that holds up all others is asked for at once.
 pub(crate) const GATHERED_WINDOWS: u64 = 2;
 
 #[cfg(test)]
 mod tests {
-    use super::{Again, Answered, Asked};
+    use super::{Again, Answered, Nacked};
     use crate::rtt::Rtt;
     use crate::time::{Span, Time};
 
-    const ASKED_AT: Time = Time(1_000);
+    const NACKED_AT: Time = Time(1_000);
     const NOW: Time = Time(5_000);
 
     #[test]
     fn what_comes_for_the_first_time_settles_its_question_and_measures_nothing() {
         let mut answered = Answered::NONE;
-        let mut asked = Asked::default();
-        asked.note(0b11, ASKED_AT);
-        assert_eq!(asked.answer(0b01, false, 7, NOW, &mut answered), None);
-        assert_eq!(asked.answer(0b10, false, 7, NOW, &mut answered), None);
-        let mut earlier = Asked::default();
-        earlier.note(1, ASKED_AT);
+        let mut nacked = Nacked::default();
+        nacked.note(0b11, NACKED_AT);
+        assert_eq!(nacked.answer(0b01, false, 7, NOW, &mut answered), None);
+        assert_eq!(nacked.answer(0b10, false, 7, NOW, &mut answered), None);
+        let mut earlier = Nacked::default();
+        earlier.note(1, NACKED_AT);
         let due = earlier.due(1, 6, answered, NOW, &Rtt::new(Span::from_millis(100)));
         assert_eq!(due, 1, "it was overtaken, however patient one is");
     }
@@ -165,21 +165,21 @@ mod tests {
     #[test]
     fn the_last_fragment_of_an_answer_measures_it() {
         let mut answered = Answered::NONE;
-        let mut asked = Asked::default();
-        asked.note(0b11, ASKED_AT);
-        assert_eq!(asked.answer(0b01, true, 7, NOW, &mut answered), None);
-        let took = asked.answer(0b10, true, 7, NOW, &mut answered);
-        assert_eq!(took, Some(Some(NOW.since(ASKED_AT))));
-        assert_eq!(answered, Answered { at: ASKED_AT, position: 7 });
+        let mut nacked = Nacked::default();
+        nacked.note(0b11, NACKED_AT);
+        assert_eq!(nacked.answer(0b01, true, 7, NOW, &mut answered), None);
+        let took = nacked.answer(0b10, true, 7, NOW, &mut answered);
+        assert_eq!(took, Some(Some(NOW.since(NACKED_AT))));
+        assert_eq!(answered, Answered { at: NACKED_AT, position: 7 });
     }
 
     #[test]
     fn what_was_asked_for_twice_measures_nothing() {
         let mut answered = Answered::NONE;
-        let mut asked = Asked::default();
-        asked.note(1, ASKED_AT);
-        asked.note(1, Time(2_000));
-        assert_eq!(asked.answer(1, true, 7, NOW, &mut answered), Some(None));
+        let mut nacked = Nacked::default();
+        nacked.note(1, NACKED_AT);
+        nacked.note(1, Time(2_000));
+        assert_eq!(nacked.answer(1, true, 7, NOW, &mut answered), Some(None));
     }
 
     #[test]

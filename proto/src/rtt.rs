@@ -1,8 +1,8 @@
 //! Round-trip estimate and retransmission timeout with Jacobson's estimator (RFC 6298).
 //!
 //! The round trip of a window's result includes the wait for other ranks and for their lost
-//! datagrams. So the wait for a result is bounded by a multiple of the round trip of an ask, which
-//! waits for no rank. An early ask costs one small datagram; a late ask stalls every rank.
+//! datagrams. So the wait for a result is bounded by a multiple of the round trip of a nack, which
+//! waits for no rank. An early nack costs one small datagram; a late nack stalls every rank.
 
 use crate::time::Span;
 
@@ -12,7 +12,7 @@ pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
     measured: bool,
-    /// An ask was repeated since the last measurement.
+    /// A nack was repeated since the last measurement.
     repeated: bool,
 }
 
@@ -36,10 +36,10 @@ impl Rtt {
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
     }
 
-    /// Records how long an answer took, or `None` if its ask was repeated. A repeated ask gives no
-    /// sample; instead the timeout doubles until the next sample (Karn and Partridge, SIGCOMM
-    /// 1987). Otherwise an estimate that is too short would repeat every ask. The timeout doubles
-    /// only once: under heavy loss, few asks are sent only once.
+    /// Records how long an answer took, or `None` if its nack was repeated. A repeated nack gives
+    /// no sample; instead the timeout doubles until the next sample (Karn and Partridge, SIGCOMM
+    /// 1987). Otherwise an estimate that is too short would repeat every nack. The timeout doubles
+    /// only once: under heavy loss, few nacks are sent only once.
     pub(crate) fn answered(&mut self, took: Option<Span>) {
         match took {
             Some(took) => self.sample(took),
@@ -47,7 +47,7 @@ impl Rtt {
         }
     }
 
-    /// Returns how long to wait for an answer before the first repeated ask.
+    /// Returns how long to wait for an answer before the first repeated nack.
     #[must_use]
     pub fn timeout(&self) -> Span {
         let timeout = self.smoothed_ns + (4 * self.variation_ns).max(Self::GRANULARITY.0);
@@ -55,13 +55,13 @@ impl Rtt {
         Span(timeout.clamp(Self::MIN_TIMEOUT.0, Self::MAX_TIMEOUT.0))
     }
 
-    /// Returns how long to wait after `attempts` asks without an answer.
+    /// Returns how long to wait after `attempts` nacks without an answer.
     #[must_use]
     pub fn backed_off(&self, attempts: u32) -> Span {
         Self::back_off(self.timeout(), attempts, Self::MAX_BACKOFF)
     }
 
-    /// Returns how long to wait after `attempts` asks, if answers also wait for other ranks.
+    /// Returns how long to wait after `attempts` nacks, if answers also wait for other ranks.
     /// `alone` is the estimate for answers that wait for no rank: a few times its round trip bounds
     /// the timeout.
     #[must_use]

@@ -120,7 +120,7 @@ pub struct ShardStatus {
     pub duplicates: u64,
     /// The number of fragments that were sent again.
     pub fragments_again: u64,
-    /// The number of times that missing fragments were asked for.
+    /// The number of nacks that asked for missing fragments.
     pub asks: u64,
     /// The number of messages that the kernel dropped because the receive buffer was full.
     pub kernel_drops: u64,
@@ -173,7 +173,7 @@ impl AggregatorStatus {
 pub enum JobState {
     /// Some ranks have not joined.
     Gathering,
-    /// The aggregator probes which ranks receive from the multicast group.
+    /// The aggregator pings the multicast group, to learn which ranks receive from it.
     Probing,
     /// Ops may run.
     Running,

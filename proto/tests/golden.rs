@@ -10,7 +10,7 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{
-    self, AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks, OpenDecoder,
+    self, Disagreement, Header, Kind, MissingRanks, NackEntries, NackEntry, OpenDecoder,
 };
 use racksum_proto::worker::{self, Worker};
 use support::{TIMEOUT, aggregation, datagram, header, open, window, worker};
@@ -53,11 +53,11 @@ fn data(rank: u16, body: &[u8]) -> Vec<u8> {
     datagram(Header { mask: 1, ..header(Kind::Data, Rank(rank)) }, body)
 }
 
-fn ask(sender: Rank) -> Vec<u8> {
-    let entry = AskEntry { window: window(0, 0), fragments: 0 };
+fn nack(sender: Rank) -> Vec<u8> {
+    let entry = NackEntry { window: window(0, 0), fragments: 0 };
     let mut body = [0xa5; 64];
-    let len = AskEntries::encode(std::iter::once(entry), &mut body);
-    datagram(header(Kind::Ask, sender), &body[..len])
+    let len = NackEntries::encode(std::iter::once(entry), &mut body);
+    datagram(header(Kind::Nack, sender), &body[..len])
 }
 
 fn wait() -> Vec<u8> {
@@ -88,14 +88,14 @@ fn encoded() -> Vec<(&'static str, Vec<u8>)> {
         ("open", open(1, 0, 0, &four(), None, &[true])),
         ("open-raw", open(1, 1, 0, &three_windows, Some(0), &[true, false, true])),
         ("data", data(1, &contribution())),
-        ("ask-opens", ask(Rank::AGGREGATOR)),
-        ("ask-results", ask(Rank(1))),
+        ("nack-opens", nack(Rank::AGGREGATOR)),
+        ("probe", nack(Rank(1))),
         ("wait", wait()),
         ("result", result()),
         ("ack", datagram(after(Kind::Ack, Rank(1)), &[])),
         ("credit", datagram(after(Kind::Credit, Rank::AGGREGATOR), &[])),
         ("fail", fail()),
-        ("probe", datagram(header(Kind::Probe, Rank::AGGREGATOR), &[])),
+        ("ping", datagram(header(Kind::Ping, Rank::AGGREGATOR), &[])),
     ]
 }
 

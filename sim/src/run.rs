@@ -59,9 +59,9 @@ pub struct Totals {
     pub again: u64,
     /// Fragments that had arrived before.
     pub duplicates: u64,
-    /// Asks: those of ranks for results and those of shards for fragments.
+    /// Nacks: those of ranks for results and those of shards for fragments.
     pub asks: u64,
-    /// Probes: the asks of ranks that had received nothing for a while.
+    /// Probes: the nacks of ranks that had received nothing for a while.
     pub probes: u64,
 }
 

@@ -18,7 +18,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
 use racksum_proto::time::Span;
-use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Opening};
+use racksum_proto::wire::{Header, Kind, NackEntries, NackEntry, OpenEncoder, Opening};
 use racksum_worker::Client;
 use rustix::process::setpriority_process;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -103,10 +103,10 @@ impl Attacker {
     /// Asks for every result of the op.
     fn ask(&mut self) {
         let all = [0, WINDOWS]
-            .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
+            .map(|index| NackEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
         let mut body = [0; 64];
-        let len = AskEntries::encode(all.into_iter(), &mut body);
-        self.say(&self.header(Kind::Ask, 0), &body[..len]);
+        let len = NackEntries::encode(all.into_iter(), &mut body);
+        self.say(&self.header(Kind::Nack, 0), &body[..len]);
     }
 }
 

@@ -8,7 +8,7 @@ use racksum_proto::control::{FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
-use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, OpenEncoder, Opening};
+use racksum_proto::wire::{Header, Kind, NackEntries, NackEntry, OpenEncoder, Opening};
 
 use crate::impostor::Impostor;
 use crate::rig::{Rig, bounded};
@@ -58,10 +58,10 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
     let ([zero, mut one], job) = ranks(&rig);
     let said = |kind| Header { kind, ..header(job, Generation(0), Rank(1)) };
     let window = WindowId::new(OpId(0), 0);
-    let lost = std::iter::once(AskEntry { window, fragments: 1 });
+    let lost = std::iter::once(NackEntry { window, fragments: 1 });
     let mut body = [0; 100];
-    let len = AskEntries::encode(lost, &mut body);
-    let ask = datagram(&Header { window, ..said(Kind::Ask) }, &body[..len]);
+    let len = NackEntries::encode(lost, &mut body);
+    let nack = datagram(&Header { window, ..said(Kind::Nack) }, &body[..len]);
     let ack = datagram(&Header { ack: WindowId::new(OpId(1), 0), ..said(Kind::Ack) }, &[]);
     let [ending, acknowledged, over] = [(); 3].map(|()| AtomicBool::new(false));
     let heard = || rig.aggregator.stats()[0].datagrams.received;
@@ -70,15 +70,15 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
     let shard = rig.aggregator.data_addrs()[0];
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let ask = || {
-                socket.send_to(&ask, shard).unwrap();
+            let send = || {
+                socket.send_to(&nack, shard).unwrap();
                 std::thread::sleep(Duration::from_millis(5));
             };
             while !ending.load(SeqCst) {
-                ask();
+                send();
             }
-            // A job that did not wait would end during these asks.
-            (0..100).for_each(|_| ask());
+            // A job that did not wait would end during these nacks.
+            (0..100).for_each(|_| send());
             acknowledged.store(true, SeqCst);
             while !over.load(SeqCst) {
                 socket.send_to(&ack, shard).unwrap();

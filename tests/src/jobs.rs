@@ -261,7 +261,7 @@ fn an_aggregator_that_is_ready_late_costs_no_other_its_multicast() {
         let mut options = late.options("job", 0, 2);
         options.aggregators.push(other.aggregator.addr().to_string());
         let client = std::thread::spawn(move || Client::connect(&options));
-        // The first aggregator begins to probe its group long after the second has stopped.
+        // The first aggregator begins to ping its group long after the second has stopped.
         std::thread::sleep(Duration::from_millis(1_000));
         let mut peer = Impostor::connect(&late);
         peer.join(Join { stripe: (0, 2), ..peer.wish("job", 1, 2) });

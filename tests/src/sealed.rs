@@ -11,7 +11,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
 use racksum_proto::reject::Reject;
-use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind};
+use racksum_proto::wire::{Header, Kind, NackEntries, NackEntry};
 use racksum_worker::{Client, ConnectError, ConnectOptions};
 
 use crate::impostor::Impostor;
@@ -128,9 +128,9 @@ fn a_question_that_a_stranger_repeats_is_answered_once() {
         say(Header { kind: Kind::Data, mask: 1, ..ack(&welcome) }, &[0x3f; 16]);
         assert!(heard(&impostor) > 0, "the sum");
         let mut entry = [0; 64];
-        let lacks = AskEntry { window: WindowId::new(OpId(0), 0), fragments: u64::MAX };
-        let len = AskEntries::encode(std::iter::once(lacks), &mut entry);
-        let question = say(Header { kind: Kind::Ask, ..ack(&welcome) }, &entry[..len]);
+        let lacks = NackEntry { window: WindowId::new(OpId(0), 0), fragments: u64::MAX };
+        let len = NackEntries::encode(std::iter::once(lacks), &mut entry);
+        let question = say(Header { kind: Kind::Nack, ..ack(&welcome) }, &entry[..len]);
         assert!(heard(&impostor) > 0, "the sum again");
         (0..20).for_each(|_| impostor.send(0, &question));
         assert_eq!(heard(&impostor), 0, "a stranger's copies");

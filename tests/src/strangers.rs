@@ -134,7 +134,7 @@ fn a_stranger_who_knows_the_protocol_changes_nothing() {
             for round in 0..300u32 {
                 for sender in [0, 1, 2, 3, u16::MAX] {
                     for job in [0, last, victim, victim.wrapping_add(1)] {
-                        for kind in [Kind::Ack, Kind::Data, Kind::Ask, Kind::Open] {
+                        for kind in [Kind::Ack, Kind::Data, Kind::Nack, Kind::Open] {
                             let ack = WindowId::new(OpId(u32::MAX), u32::MAX);
                             let window = WindowId::new(OpId(round), 0);
                             let life = Generation(round % 2);
@@ -219,7 +219,7 @@ fn a_rank_that_sends_nonsense_of_its_own_spoils_no_other_job() {
         let welcome = impostor.join(impostor.wish("own", 0, 1));
         let mut random = Random::new(seed);
         disturbed(&rig, || {
-            let kinds = [Kind::Open, Kind::Data, Kind::Ack, Kind::Ask];
+            let kinds = [Kind::Open, Kind::Data, Kind::Ack, Kind::Nack];
             for i in 0..4000 {
                 let [op, index, ack_op, ack_index] =
                     [4, 70, 4, 70].map(|end| u32::try_from(random.below(end)).unwrap());
@@ -255,7 +255,7 @@ fn a_rank_that_sends_nonsense_of_its_own_spoils_no_other_job() {
                         let whole = usize::from(welcome.fragment_payload);
                         vec![1; [whole, 1024, 100, 0][usize::try_from(random.below(4)).unwrap()]]
                     }
-                    Kind::Ask => {
+                    Kind::Nack => {
                         (0..random.below(30)).map(|_| random.next().to_le_bytes()[0]).collect()
                     }
                     _ => Vec::new(),

@@ -27,8 +27,8 @@ use crate::peer_poll::{JoinState, PeerPoll};
 use crate::proof::Proof;
 use crate::route::{Route, data_addr, find_ways};
 
-/// How often a joining worker checks for multicast probes.
-const PROBE_POLL: Duration = Duration::from_millis(2);
+/// How often a joining worker checks for multicast pings.
+const PING_POLL: Duration = Duration::from_millis(2);
 /// The time limit for an aggregator to release a rank that wants to withdraw. After it, the rank
 /// stays. The limit is shorter than the time for which an aggregator with a queue keeps the place
 /// of a released rank.
@@ -191,7 +191,7 @@ fn complete(
     let clock = Clock::start();
     let (started, mut goal) = (clock.now(), None);
     while parts.iter().any(|part| !part.ready) {
-        let heard = mailbox.hear(Some(PROBE_POLL));
+        let heard = mailbox.hear(Some(PING_POLL));
         if mailbox.closed.is_some() {
             return Err(ConnectError::GivenUp);
         }
@@ -204,7 +204,7 @@ fn complete(
                 None => session.early.push_back((place, event)),
             }
         }
-        parts.iter_mut().for_each(|part| part.look_for_probe(session));
+        parts.iter_mut().for_each(|part| part.look_for_ping(session));
         goal = pursue(goal, &mut parts, session, peer_poll, clock.now());
         if let Some(goal) = &goal
             && parts.iter().all(|part| part.unanswered == 0)
@@ -378,9 +378,9 @@ impl<'a> Joining<'a> {
         }
     }
 
-    /// Reports to the aggregator once a multicast probe has arrived.
-    fn look_for_probe(&mut self, session: &Session) {
-        if !self.heard && self.probed() {
+    /// Reports to the aggregator once a multicast ping has arrived.
+    fn look_for_ping(&mut self, session: &Session) {
+        if !self.heard && self.pinged() {
             self.heard = true;
             session.controls[self.place].say(FromWorker::Heard);
         }
@@ -487,8 +487,8 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    /// Returns whether a multicast probe has arrived.
-    fn probed(&self) -> bool {
+    /// Returns whether a multicast ping has arrived.
+    fn pinged(&self) -> bool {
         let (Some(group), Some(welcome)) = (&self.group, &self.welcome) else { return false };
         if udp::wait(&[group.as_fd()], Some(Span::ZERO)).unwrap_or(0) == 0 {
             return false;
@@ -498,14 +498,14 @@ impl<'a> Joining<'a> {
         let count = group.recv(&mut ring, &mut buffers).unwrap_or(0);
         ring.received().iter().zip(&mut buffers[..count]).any(|(meta, buffer)| {
             let mut datagrams = buffer.chunks_mut(meta.stride);
-            datagrams.any(|datagram| self.is_probe(welcome, datagram, meta.from))
+            datagrams.any(|datagram| self.is_ping(welcome, datagram, meta.from))
         })
     }
 
-    /// Returns whether a datagram is a probe for this rank, and not for another rank that shares
-    /// the group. Results are accepted from these addresses only, so a probe from elsewhere proves
+    /// Returns whether a datagram is a ping for this rank, and not for another rank that shares
+    /// the group. Results are accepted from these addresses only, so a ping from elsewhere proves
     /// nothing.
-    fn is_probe(&self, welcome: &Welcome, datagram: &mut [u8], from: SocketAddr) -> bool {
+    fn is_ping(&self, welcome: &Welcome, datagram: &mut [u8], from: SocketAddr) -> bool {
         let first = self.place * welcome.data_ports.len();
         let mut shards = (first..).zip(shard_addrs(self.route.to, welcome));
         let shard = shards.find(|(_, addr)| *addr == from);
@@ -521,8 +521,8 @@ impl<'a> Joining<'a> {
             Some(mut opener) => opener.open(datagram),
             None => Ok(datagram),
         };
-        let probe = Header::probe(welcome.job, generation, shard);
-        opened.is_ok_and(|message| Header::decode(message).is_ok_and(|(header, _)| header == probe))
+        let ping = Header::ping(welcome.job, generation, shard);
+        opened.is_ok_and(|message| Header::decode(message).is_ok_and(|(header, _)| header == ping))
     }
 }
 

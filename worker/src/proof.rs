@@ -1,5 +1,5 @@
 //! The proof of the data path before a rank joins: full-size datagrams travel to every shard and
-//! back. `racksum_proto::path` decides which probes to send when.
+//! back. `racksum_proto::path` decides which pings to send when.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -21,7 +21,7 @@ use crate::route::Route;
 
 /// How often to check `join_timeout` while waiting for the aggregators.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long an aggregator may take to report which probes arrived.
+/// How long an aggregator may take to report which pings arrived.
 const ARRIVED_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A proof of the paths to all aggregators of a job.
@@ -40,7 +40,7 @@ struct Path {
     token: Key,
     /// The IP address of this host, as the aggregator sees it.
     ip: IpAddr,
-    /// The reason why the last probe could not be sent, if any.
+    /// The reason why the last ping could not be sent, if any.
     refused: Option<String>,
 }
 
@@ -67,9 +67,9 @@ impl Proof<'_> {
         let is_here = |route: &Route| route.to.ip().is_loopback();
         // On this host, no path is narrower than its interface.
         let here = self.routes.iter().all(is_here);
-        let (probed, least) = if here { (lowest, lowest) } else { (wanted, least) };
+        let (largest, least) = if here { (lowest, lowest) } else { (wanted, least) };
         let clock = Clock::start();
-        let mut prover = Prover::new(clock.now(), paths.len(), probed, least, &ladder);
+        let mut prover = Prover::new(clock.now(), paths.len(), largest, least, &ladder);
         let mut heard = Heard::new();
         while !prover.is_over(clock.now()) {
             while let Some((shard, size)) = prover.poll_transmit(clock.now()) {
@@ -82,7 +82,7 @@ impl Proof<'_> {
         // wire: W-76
         self.check(prover.passed(), &paths, least, mailbox)?;
         let narrowest = prover.passed().iter().map(|passed| passed.size).min();
-        let Some(narrowest) = narrowest.filter(|size| *size < probed) else { return Ok(wanted) };
+        let Some(narrowest) = narrowest.filter(|size| *size < largest) else { return Ok(wanted) };
         let aggregators = self.options.aggregators.join("+");
         tracing::warn!(
             "the path to {aggregators} passes datagrams of {narrowest} bytes, but the interface \
@@ -124,7 +124,7 @@ impl Proof<'_> {
     }
 
     /// Checks that datagrams of `least` bytes pass on all paths. If not, asks an aggregator which
-    /// probes arrived, to find the cause.
+    /// pings arrived, to find the cause.
     fn check(
         &self,
         passed: &[Passed],

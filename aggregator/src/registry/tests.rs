@@ -141,24 +141,24 @@ fn a_seat_of_an_earlier_job_means_nothing_in_a_later_one_of_its_name() {
         .collect();
     for (seat, ..) in &lives[0] {
         registry.heard(seat);
-        registry.end_probe(seat);
+        registry.end_pings(seat);
         registry.leave(seat, Loss::Died, Instant::now());
-        assert!(!registry.probe(seat));
+        assert!(!registry.ping(seat));
     }
     let job = &registry.jobs[&"job".into()];
     assert_eq!((job.state, job.hears()), (JobState::Probing, vec![false; 3]));
-    assert!(registry.probe(&lives[1][0].0));
+    assert!(registry.ping(&lives[1][0].0));
 }
 
 #[test]
-fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
+fn a_rank_that_leaves_while_the_group_is_pinged_does_not_pass_for_another() {
     let mut registry = registry(Fanout::Auto, 0);
     let mut ranks: Vec<_> =
         (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap()).collect();
-    assert_eq!(ranks[2].1, Joined::Probe);
+    assert_eq!(ranks[2].1, Joined::Ping);
     registry.heard(&ranks[1].0);
     registry.leave(&ranks[0].0, Loss::Left, Instant::now());
-    registry.end_probe(&ranks[1].0);
+    registry.end_pings(&ranks[1].0);
     assert_eq!(registry.jobs[&"job".into()].hears(), [false, true, false]);
     for (rank, multicast) in [(1, true), (2, false)] {
         assert_eq!(told(&mut ranks[rank].2), Some(FromAggregator::Ready { multicast }));
@@ -166,17 +166,17 @@ fn a_rank_that_leaves_while_the_group_is_probed_does_not_pass_for_another() {
 }
 
 #[test]
-fn a_rank_that_does_not_listen_is_not_probed_for() {
+fn a_rank_that_does_not_listen_is_not_pinged_for() {
     let deaf = |rank| Join { multicast: false, ..wish("job", rank, 3) };
-    // The rank is known to need a copy, so only the others are probed.
+    // The rank is known to need a copy, so only the others are pinged.
     let mut auto = registry(Fanout::Auto, 0);
     let (first, ..) = join(&mut auto, wish("job", 0, 3)).unwrap();
     let (second, ..) = join(&mut auto, wish("job", 1, 3)).unwrap();
-    assert_eq!(join(&mut auto, deaf(2)).unwrap().1, Joined::Probe);
+    assert_eq!(join(&mut auto, deaf(2)).unwrap().1, Joined::Ping);
     auto.heard(&first);
     auto.heard(&second);
     assert_eq!(auto.jobs[&"job".into()].state, JobState::Running);
-    // If no rank listens, there is nothing to probe.
+    // If no rank listens, there is nothing to ping.
     let mut none = registry(Fanout::Auto, 0);
     let joined = [0, 1, 2].map(|rank| join(&mut none, deaf(rank)).unwrap().1);
     assert_eq!(joined[2], Joined::Ready);
@@ -186,7 +186,7 @@ fn a_rank_that_does_not_listen_is_not_probed_for() {
     let reason = join(&mut demanded, Join { world: 2, ..deaf(1) }).unwrap_err();
     assert!(reason.starts_with("multicast does not reach rank 1 at 127.0.0.1; "), "{reason}");
     assert_eq!(told(&mut inbox), None);
-    assert_eq!(join(&mut demanded, wish("job", 1, 2)).unwrap().1, Joined::Probe);
+    assert_eq!(join(&mut demanded, wish("job", 1, 2)).unwrap().1, Joined::Ping);
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn a_rank_that_has_not_heard_the_group_is_refused_only_where_multicast_is_demand
         let mut ranks: Vec<_> =
             (0..3).map(|rank| join(&mut registry, wish("job", rank, 3)).unwrap()).collect();
         registry.heard(&ranks[0].0);
-        registry.end_probe(&ranks[0].0);
+        registry.end_pings(&ranks[0].0);
         let due = |rank| match fanout {
             Fanout::Multicast => FromAggregator::Refused {
                 reason: "multicast does not reach rank 1 at 127.0.0.1; start the aggregator with \

@@ -3,7 +3,7 @@
 //!
 //! All jobs share one receive buffer. When it overflows, a sender of many datagrams keeps out
 //! senders of few, however fairly the shard serves what it has received. While the buffer
-//! overflows, the shard therefore looks for a sender of useless messages: repeated asks,
+//! overflows, the shard therefore looks for a sender of useless messages: repeated nacks,
 //! duplicates, messages of unknown jobs. If one sender's useless messages are more than half of all
 //! messages, the kernel drops what that sender sends, for longer each time. Unproven senders count
 //! together, and the one that sends most is refused first, so a flood from several ports is refused

@@ -1,4 +1,4 @@
-//! The outgoing datagrams of a shard: control messages, probes, and results in window order.
+//! The outgoing datagrams of a shard: control messages, pings, and results in window order.
 
 use std::net::SocketAddr;
 
@@ -129,11 +129,11 @@ impl Outbox {
         }
     }
 
-    /// Sends the probe that shows which ranks receive the group.
-    pub(crate) fn probe(&mut self, socket: &UdpSocket, job: &mut Job) {
+    /// Sends the ping that shows which ranks receive the group.
+    pub(crate) fn ping(&mut self, socket: &UdpSocket, job: &mut Job) {
         let Some(group) = job.destinations.group else { return };
         let config = job.machine.config();
-        let header = Header::probe(config.job, config.generation, config.shard);
+        let header = Header::ping(config.job, config.generation, config.shard);
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
         self.post.ring.set_tos(None);
@@ -209,7 +209,7 @@ impl Post {
 
 /// The maximum size in bytes of a result that is copied to be sent together with others.
 const MAX_JOINED: usize = 16 << 10;
-/// The maximum size in bytes of a datagram without tensor data: an ask or a wait.
+/// The maximum size in bytes of a datagram without tensor data: a nack or a wait.
 const MAX_CONTROL: usize = 2048;
 /// How many times to wait for room in the send buffer before giving up on a batch.
 const MAX_SEND_WAITS: u32 = 16;

@@ -1,4 +1,4 @@
-//! Proofs of data paths at a shard: it answers probes of callers, and passes on the answers of a
+//! Proofs of data paths at a shard: it answers pings of callers, and passes on the answers of a
 //! parent.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use super::ShardStats;
 /// A proof that is in progress.
 #[derive(Debug)]
 pub(crate) enum Proof {
-    /// A caller proves its path: the size in bytes of its largest probe that arrived.
+    /// A caller proves its path: the size in bytes of its largest ping that arrived.
     OfCaller(Arc<AtomicU16>),
     /// This aggregator proves the path of one of its shards to the parent.
     AtParent {
@@ -32,9 +32,9 @@ pub(crate) enum Proof {
 /// An answer of a parent's shard.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
-    /// The number of the shard that sent the probe.
+    /// The number of the shard that sent the ping.
     pub(crate) shard: usize,
-    /// The size of the probe in bytes.
+    /// The size of the ping in bytes.
     pub(crate) size: u16,
     /// The source address of the answer.
     pub(crate) from: SocketAddr,
@@ -59,15 +59,15 @@ impl Proofs {
         self.by_token.remove(&token.0);
     }
 
-    /// Sends a probe. A probe that cannot be sent counts as lost.
+    /// Sends a ping. A ping that cannot be sent counts as lost.
     pub(super) fn send(&mut self, socket: &UdpSocket, to: SocketAddr, token: Key, size: u16) {
         Datagram { token, seen: None, size }.encode(&mut self.datagram);
         if let Err(error) = socket.send_one(to, &self.datagram) {
-            tracing::debug!(%to, size, %error, "cannot send a path probe");
+            tracing::debug!(%to, size, %error, "cannot send a ping");
         }
     }
 
-    /// Handles a datagram that looks like a probe or an answer. Returns whether it belongs to a
+    /// Handles a datagram that looks like a ping or an answer. Returns whether it belongs to a
     /// proof in progress.
     pub(super) fn take(
         &mut self,
@@ -76,25 +76,25 @@ impl Proofs {
         datagram: &[u8],
         stats: &mut ShardStats,
     ) -> bool {
-        let Some(probe) = Datagram::decode(datagram) else {
+        let Some(ping) = Datagram::decode(datagram) else {
             stats.events.rejects.count(Reject::Truncated);
             return false;
         };
         // wire: W-75
-        match (self.by_token.get_mut(&probe.token.0), probe.seen) {
+        match (self.by_token.get_mut(&ping.token.0), ping.seen) {
             (Some((Proof::OfCaller(arrived), left @ 1..)), None) => {
                 *left -= 1;
-                arrived.fetch_max(probe.size, Relaxed);
-                Datagram { seen: Some(from), ..probe }.encode(&mut self.datagram);
+                arrived.fetch_max(ping.size, Relaxed);
+                Datagram { seen: Some(from), ..ping }.encode(&mut self.datagram);
                 stats.datagrams.sent += 1;
                 stats.bytes.sent += self.datagram.len() as u64;
                 if let Err(error) = socket.send_one(from, &self.datagram) {
-                    tracing::debug!(%from, size = probe.size, %error, "cannot answer a path probe");
+                    tracing::debug!(%from, size = ping.size, %error, "cannot answer a ping");
                 }
             }
             (Some((Proof::AtParent { shard, tell }, _)), Some(seen)) => {
                 // The proof may have ended already.
-                let answer = Answer { shard: *shard, size: probe.size, from, seen };
+                let answer = Answer { shard: *shard, size: ping.size, from, seen };
                 tell.send(answer).unwrap_or_default();
             }
             _ => {
@@ -106,5 +106,5 @@ impl Proofs {
     }
 }
 
-/// The maximum number of a caller's probes that a shard answers. It is more than a prover sends.
+/// The maximum number of a caller's pings that a shard answers. It is more than a prover sends.
 const MOST_ANSWERS: u32 = 128;

@@ -9,7 +9,7 @@ use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::{Generation, OpId, WindowId};
 use racksum_proto::path::Datagram;
 use racksum_proto::reject::Reject;
-use racksum_proto::wire::{AskEntries, AskEntry, Kind, OpenEncoder, Opening};
+use racksum_proto::wire::{Kind, NackEntries, NackEntry, OpenEncoder, Opening};
 
 use super::*;
 
@@ -47,7 +47,7 @@ fn shard() -> (Shard, Sender<Command>) {
 fn more_datagrams_in_one_receive_than_a_window_has_are_all_taken() {
     let (mut shard, _commands) = shard();
     for count in [1, udp::MAX_SEGMENTS, udp::MAX_SEGMENTS + 1, 100, 1000] {
-        let ack = Header::probe(JobId(7), Generation(0), 0);
+        let ack = Header::ping(JobId(7), Generation(0), 0);
         let mut header = [0; Header::LEN];
         ack.encode(&mut header);
         let mut joined = shard.arena.take().unwrap();
@@ -77,7 +77,7 @@ fn a_shard_that_is_never_idle_shows_its_counters_all_the_same() {
 }
 
 #[test]
-fn a_probe_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
+fn a_ping_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
     // wire: W-75
     let (mut shard, _commands) = shard();
     let caller = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
@@ -170,7 +170,7 @@ impl Tenant {
 
     fn header(&self, kind: Kind, rank: u16, index: u32) -> Header {
         let (sender, window) = (Rank(rank), WindowId::new(OpId(0), index));
-        Header { kind, sender, window, ..Header::probe(self.id, Generation(0), 0) }
+        Header { kind, sender, window, ..Header::ping(self.id, Generation(0), 0) }
     }
 
     /// Opens an op at all ranks; only the first sends data: one block of each window.
@@ -189,12 +189,12 @@ impl Tenant {
     }
 
     /// Reports that a rank lacks all results.
-    fn ask(&self, shard: &mut Shard, rank: u16) {
+    fn nack(&self, shard: &mut Shard, rank: u16) {
         let entries = [0, WINDOWS]
-            .map(|index| AskEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
+            .map(|index| NackEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
         let mut body = [0; 100];
-        let len = AskEntries::encode(entries.into_iter(), &mut body);
-        self.send_message(shard, self.header(Kind::Ask, rank, 0), &body[..len]);
+        let len = NackEntries::encode(entries.into_iter(), &mut body);
+        self.send_message(shard, self.header(Kind::Nack, rank, 0), &body[..len]);
     }
 }
 
@@ -223,7 +223,7 @@ fn a_job_that_only_asks_is_answered_within_its_turns_and_another_has_its_own() {
     asker.work(&mut shard, world);
     settle(&mut shard);
     // All of its ranks ask for everything at once.
-    (0..world).for_each(|rank| asker.ask(&mut shard, rank));
+    (0..world).for_each(|rank| asker.nack(&mut shard, rank));
     other.work(&mut shard, 1);
     let folds = |shard: &Shard, id| shard.jobs[&id].machine.counters().folds;
     // The other job's results are 64 datagrams of one block.
@@ -252,7 +252,7 @@ fn a_job_that_is_flooded_by_its_rank_is_not_heard_until_it_has_paid() {
         |shard: &Shard, id| shard.jobs[&id].machine.counters().rejects.of(Reject::Overdrawn);
     let mut asks = 0;
     while overdrawn(&shard, flooder.id) == 0 {
-        flooder.ask(&mut shard, 0);
+        flooder.nack(&mut shard, 0);
         asks += 1;
         assert!(asks < 100_000, "there is an end to what is taken");
     }
@@ -287,7 +287,7 @@ fn opens_are_no_flood_and_asks_may_be_one() {
         tenant.send_message(&mut shard, tenant.header(Kind::Open, 0, 0), &body[..len]);
     }
     assert_eq!(overflow(&mut shard, 20, 2), None);
-    (0..MANY).for_each(|_| tenant.ask(&mut shard, 0));
+    (0..MANY).for_each(|_| tenant.nack(&mut shard, 0));
     assert_eq!(overflow(&mut shard, 30, 3), Some(vec![tenant.socket.local_addr().unwrap()]));
 }
 
@@ -342,7 +342,7 @@ fn counters_outlive_their_job() {
     settle(&mut shard);
     let stranger = "127.0.0.1:9".parse().unwrap();
     shard.jobs.get_mut(&tenant.id).unwrap().destinations.ranks = vec![stranger];
-    tenant.ask(&mut shard, 0);
+    tenant.nack(&mut shard, 0);
     shard.remove(tenant.id);
     let events = &shard.stats.events;
     assert_eq!((events.folds, events.rejects.of(Reject::Sender)), (u64::from(WINDOWS), 1));

@@ -27,7 +27,7 @@ fn message(body: &[u8]) -> Vec<u8> {
         window: WindowId::new(OpId(5), 6),
         mask: 1,
         length: u16::try_from(body.len()).unwrap(),
-        ..Header::probe(JobId(7), LIFE, 2)
+        ..Header::ping(JobId(7), LIFE, 2)
     };
     let mut head = [0; Header::LEN];
     header.encode(&mut head);

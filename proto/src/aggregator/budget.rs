@@ -1,9 +1,9 @@
-//! Limits on the bytes sent in answer to a rank, so that small asks cannot cause floods.
+//! Limits on the bytes sent in answer to a rank, so that small nacks cannot cause floods.
 //!
 //! A rank earns the length of each result that it is sent for the first time, since that result may
 //! be lost. It earns the length of each message that it sends without data. It also earns a little
 //! with time, so that a rank still ends its ops when its path loses more than half of all
-//! datagrams. Results that are sent again, waits, asks and fails cost their length.
+//! datagrams. Results that are sent again, waits, nacks and fails cost their length.
 
 use alloc::boxed::Box;
 use alloc::vec;

@@ -4,13 +4,13 @@
 //! [`Aggregation::handle_datagram`] and stores the payload where the verdict says. Then it polls
 //! until both of these return `None`: [`Aggregation::poll_fold`], after which it folds the window
 //! and calls [`Aggregation::handle_folded`]; and [`Aggregation::poll_transmit`], after which it
-//! sends the datagrams. The machine has no timers: a worker that receives nothing sends an ask, and
+//! sends the datagrams. The machine has no timers: a worker that receives nothing sends a nack, and
 //! the answer names what is missing.
 
 mod agreement;
-mod asks;
 mod budget;
 mod config;
+mod nacks;
 mod occupancy;
 mod opens;
 mod parent;
@@ -126,7 +126,7 @@ pub struct Counters {
     pub duplicates: u64,
     /// Fragments of results that were sent again.
     pub fragments_again: u64,
-    /// Times a rank was asked for fragments.
+    /// Nacks that asked ranks for fragments.
     pub asks: u64,
     /// Datagrams that changed nothing, by reason.
     pub rejects: Rejects,
@@ -348,7 +348,7 @@ impl Aggregation {
         match header.kind {
             Kind::Data => self.handle_data(now, header, body, observer),
             Kind::Open => said(self.handle_open(header, body, observer)),
-            Kind::Ask => said(self.handle_ask(now, header, body)),
+            Kind::Nack => said(self.handle_nack(now, header, body)),
             Kind::Fail => said(self.handle_failure(header, body, observer)),
             Kind::Wait => said(self.handle_waits_below(now, header, body)),
             _ => Verdict::Control,
@@ -495,19 +495,19 @@ impl Aggregation {
             stream.handle_folded(&fold.ready);
         }
         if fold.for_parent {
-            self.ask_for_lost(fold.lane);
+            self.nack_lost(fold.lane);
             return;
         }
         stream.handle_resulted(&fold.ready, self.gone.len());
         self.unsent.push_back((fold.lane, fold.ready.position));
-        self.ask_for_lost(fold.lane);
+        self.nack_lost(fold.lane);
     }
 
-    /// Queues asks for lost fragments that the next fold may wait for.
-    fn ask_for_lost(&mut self, lane: u8) {
+    /// Queues nacks for lost fragments that the next fold may wait for.
+    fn nack_lost(&mut self, lane: u8) {
         let stream = &mut self.streams[usize::from(lane)];
         stream.advance();
-        for rank in stream.to_be_asked() {
+        for rank in stream.to_be_nacked() {
             self.queue.note(lane, rank, |due| due.fragments = true);
         }
     }
@@ -517,7 +517,7 @@ impl Aggregation {
 /// message.
 fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Reject> {
     match header.kind {
-        Kind::Open | Kind::Data | Kind::Ask => Ok(()),
+        Kind::Open | Kind::Data | Kind::Nack => Ok(()),
         Kind::Fail | Kind::Wait if has_racks => Ok(()),
         // wire: W-25, W-26
         Kind::Ack if body.is_empty() => Ok(()),

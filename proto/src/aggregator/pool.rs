@@ -5,7 +5,7 @@ use alloc::vec;
 
 use crate::geometry::Fragmentation;
 use crate::ids::Rank;
-use crate::recovery::{Again, Asked};
+use crate::recovery::{Again, Nacked};
 use crate::time::Time;
 use crate::wire::Header;
 
@@ -20,8 +20,8 @@ pub(super) struct Contribution {
     pub(super) complete: bool,
     /// The fragments that the rank must have sent, since later ones have arrived.
     pub(super) sent: u64,
-    /// The fragments that the rank was asked for.
-    pub(super) asked: Asked,
+    /// The fragments that nacks have asked the rank for.
+    pub(super) nacked: Nacked,
     /// The fragments of the window's result that were sent to the rank again.
     pub(super) again: Again,
 }

@@ -22,7 +22,7 @@ use crate::reject::Reject;
 use crate::rtt::Rtt;
 use crate::sequence::{Sequence, StreamOp};
 use crate::time::{Span, Time};
-use crate::wire::{AskEntry, Flags, Header, OPEN_AHEAD, Open};
+use crate::wire::{Flags, Header, NackEntry, OPEN_AHEAD, Open};
 
 /// The progress of one rank in a stream.
 #[derive(Debug, Clone, Copy)]
@@ -40,18 +40,18 @@ pub(super) struct Progress {
     searched: u64,
     /// The first window with lost fragments to ask for.
     lacking: Option<u64>,
-    /// The latest ask for fragments that the rank has answered.
+    /// The latest nack that the rank has answered.
     answered: Answered,
     /// The last congestion round in which the rank lacked results, and how many bytes it lacked.
     lost: (u64, usize),
     /// The position before which lacking results have been counted as lost.
     counted: u64,
     /// When the rank was last asked for opens; cleared when it opens more windows.
-    open_asked_at: Option<Time>,
-    /// Round trips from an ask to its answer.
+    open_nacked_at: Option<Time>,
+    /// Round trips from a nack to its answer.
     rtt: Rtt,
-    /// The shortest round trip from an ask to its answer.
-    asked_trip: Option<Span>,
+    /// The shortest round trip from a nack to its answer.
+    nack_trip: Option<Span>,
     /// The shortest time from a result to its acknowledgement, at most [`Self::GUESS`]. The
     /// acknowledgement may have been delayed.
     acked_trip: Span,
@@ -68,9 +68,9 @@ impl Progress {
         answered: Answered::NONE,
         lost: (0, 0),
         counted: 0,
-        open_asked_at: None,
+        open_nacked_at: None,
         rtt: Rtt::new(Self::GUESS),
-        asked_trip: None,
+        nack_trip: None,
         acked_trip: Self::GUESS,
     };
 
@@ -79,7 +79,7 @@ impl Progress {
 
     /// Returns the shortest round trip measured so far. Too long an estimate would delay repairs.
     fn round_trip(&self) -> Span {
-        self.asked_trip.unwrap_or(self.acked_trip)
+        self.nack_trip.unwrap_or(self.acked_trip)
     }
 }
 
@@ -221,7 +221,7 @@ impl Stream {
     pub(super) fn handle_rejoined(&mut self, rank: Rank) {
         let progress = &mut self.ranks[rank.index()];
         progress.acked = progress.opened.min(self.resulted);
-        progress.open_asked_at = None;
+        progress.open_nacked_at = None;
     }
 
     /// Continues without a lost rank. Forgets its contributions to windows that are not folded,
@@ -331,7 +331,7 @@ impl Stream {
             let [from, to] = [opened, end].map(|at| usize::try_from(at - position).unwrap_or(0));
             self.occupancy.set(rank, opened, &open.occupancy()[from..to], &open.held()[from..to]);
             self.ranks[rank.index()].opened = end;
-            self.ranks[rank.index()].open_asked_at = None;
+            self.ranks[rank.index()].open_nacked_at = None;
             self.update_agreed();
         }
         true
@@ -381,11 +381,11 @@ impl Stream {
         let complete = contribution.complete;
         let progress = &mut self.ranks[rank.index()];
         let Progress { answered, rtt, .. } = progress;
-        contribution.asked.limit(all);
+        contribution.nacked.limit(all);
         let again = header.flags.has(Flags::AGAIN);
-        if let Some(took) = contribution.asked.answer(bit, again, position, now, answered) {
+        if let Some(took) = contribution.nacked.answer(bit, again, position, now, answered) {
             rtt.answered(took);
-            progress.asked_trip = progress.asked_trip.into_iter().chain(took).min();
+            progress.nack_trip = progress.nack_trip.into_iter().chain(took).min();
         }
         contribution.sent |= recovery::sent_before(header.fragment, again);
         if recovery::proves_earlier(header.fragment, complete, again) {
@@ -400,7 +400,7 @@ impl Stream {
         }
         self.search(now, rank, complete);
         let number = self.pool.number(position);
-        Ok(if self.is_to_be_asked(rank) { Stored::Gap(number) } else { Stored::New(number) })
+        Ok(if self.is_to_be_nacked(rank) { Stored::Gap(number) } else { Stored::New(number) })
     }
 
     /// Returns the window from which on the opens of `rank` are missing. Between two ops, this is
@@ -416,14 +416,14 @@ impl Stream {
     }
 
     /// Returns whether to ask `rank` for its opens now: at most once per retransmission timeout, so
-    /// that answers do not trigger more asks.
-    pub(super) fn may_ask_open(&mut self, rank: Rank, now: Time) -> bool {
+    /// that answers do not trigger more nacks.
+    pub(super) fn may_nack_open(&mut self, rank: Rank, now: Time) -> bool {
         let progress = &mut self.ranks[rank.index()];
         let patience = progress.rtt.timeout();
-        if progress.open_asked_at.is_some_and(|at| now.since(at) < patience) {
+        if progress.open_nacked_at.is_some_and(|at| now.since(at) < patience) {
             return false;
         }
-        progress.open_asked_at = Some(now);
+        progress.open_nacked_at = Some(now);
         true
     }
 
@@ -433,10 +433,10 @@ impl Stream {
     }
 
     /// Notes that `rank` was asked for fragments of a window.
-    pub(super) fn note_asked(&mut self, now: Time, rank: Rank, entry: AskEntry) {
+    pub(super) fn note_nacked(&mut self, now: Time, rank: Rank, entry: NackEntry) {
         let Some(position) = self.sequence.position(entry.window) else { return };
         self.pool.claim(position);
-        self.pool.contribution_mut(position, rank).asked.note(entry.fragments, now);
+        self.pool.contribution_mut(position, rank).nacked.note(entry.fragments, now);
     }
 
     /// Returns whether the next window waits for `rank`: for its open, for its data or, when there

@@ -9,7 +9,7 @@ use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
 use crate::time::Time;
-use crate::wire::{AskEntries, AskEntry, Disagreement, Flags, Header, Kind, MissingRanks};
+use crate::wire::{Disagreement, Flags, Header, Kind, MissingRanks, NackEntries, NackEntry};
 
 /// The recipient of a transmit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,7 +198,7 @@ impl Queue {
     const RESENDS_A_TURN: usize = 4;
     const MAX_FAILURES: usize = 64;
     /// How many windows are sent to a rank again before it has to ask once more.
-    const MAX_RESENDS: usize = AskEntries::MAX;
+    const MAX_RESENDS: usize = NackEntries::MAX;
 }
 
 impl Aggregation {
@@ -295,15 +295,15 @@ impl Aggregation {
             self.put_off(lane, rank, due);
             return self.write_failure(op, lane, Recipient::Rank(rank), out);
         }
-        // An ask carries the congestion mark, so messages that are put off must not repeat it.
+        // A nack carries the congestion mark, so messages that are put off must not repeat it.
         let congested = core::mem::take(&mut due.congested);
-        let may_ask = due.open && self.streams[usize::from(lane)].may_ask_open(rank, now);
+        let may_nack = due.open && self.streams[usize::from(lane)].may_nack_open(rank, now);
         due.open = false;
-        if may_ask {
+        if may_nack {
             self.put_off(lane, rank, due);
             let window = self.streams[usize::from(lane)].unopened(rank);
-            let entry = core::iter::once(AskEntry { window, fragments: 0 });
-            return Some(self.write_ask(lane, rank, congested, entry, out));
+            let entry = core::iter::once(NackEntry { window, fragments: 0 });
+            return Some(self.write_nack(lane, rank, congested, entry, out));
         }
         if core::mem::take(&mut due.sign) {
             self.put_off(lane, rank, Due { congested, ..due });
@@ -315,21 +315,21 @@ impl Aggregation {
             self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
         }
-        let most = AskEntries::room_of(self.budgets.left(now, rank));
-        let entries: AskBatch = stream.missing_of(now, rank, due.stalled).take(most).collect();
-        self.streams[usize::from(lane)].note_all_asked(rank);
+        let most = NackEntries::room_of(self.budgets.left(now, rank));
+        let entries: NackBatch = stream.missing_of(now, rank, due.stalled).take(most).collect();
+        self.streams[usize::from(lane)].note_all_nacked(rank);
         if let Some(first) = entries.first() {
             self.counters.asks += 1;
-            observer.on_event(&Event::Asked { of: rank, from: first.window });
+            observer.on_event(&Event::Nacked { of: rank, from: first.window });
             let stream = &mut self.streams[usize::from(lane)];
-            entries.iter().for_each(|entry| stream.note_asked(now, rank, entry));
+            entries.iter().for_each(|entry| stream.note_nacked(now, rank, entry));
         } else if due.stalled {
             self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
         } else if !congested {
             return None;
         }
-        Some(self.write_ask(lane, rank, congested, entries.iter(), out))
+        Some(self.write_nack(lane, rank, congested, entries.iter(), out))
     }
 
     fn put_off(&mut self, lane: u8, rank: Rank, due: Due) {
@@ -338,17 +338,17 @@ impl Aggregation {
         }
     }
 
-    fn write_ask(
+    fn write_nack(
         &mut self,
         lane: u8,
         rank: Rank,
         congested: bool,
-        entries: impl Iterator<Item = AskEntry>,
+        entries: impl Iterator<Item = NackEntry>,
         out: &mut [u8],
     ) -> Transmit {
-        let len = AskEntries::encode(entries, &mut out[Header::LEN..]);
+        let len = NackEntries::encode(entries, &mut out[Header::LEN..]);
         let flags = if congested { Flags::CONGESTED } else { Flags::NONE };
-        let header = Header { flags, ..self.header(Kind::Ask, lane) };
+        let header = Header { flags, ..self.header(Kind::Nack, lane) };
         self.finish(Recipient::Rank(rank), header, len, out)
     }
 
@@ -435,26 +435,26 @@ fn lowest(fragments: u64, most: usize) -> u64 {
     fragments & !beyond.unwrap_or(0)
 }
 
-/// The entries of one ask, gathered before the stream is changed.
-struct AskBatch {
-    entries: [AskEntry; AskEntries::MAX],
+/// The entries of one nack, gathered before the stream is changed.
+struct NackBatch {
+    entries: [NackEntry; NackEntries::MAX],
     len: usize,
 }
 
-impl AskBatch {
-    fn first(&self) -> Option<AskEntry> {
+impl NackBatch {
+    fn first(&self) -> Option<NackEntry> {
         self.iter().next()
     }
 
-    fn iter(&self) -> impl Iterator<Item = AskEntry> + '_ {
+    fn iter(&self) -> impl Iterator<Item = NackEntry> + '_ {
         self.entries[..self.len].iter().copied()
     }
 }
 
-impl FromIterator<AskEntry> for AskBatch {
-    fn from_iter<T: IntoIterator<Item = AskEntry>>(iter: T) -> Self {
-        let none = AskEntry { window: WindowId::new(OpId(0), 0), fragments: 0 };
-        let mut batch = Self { entries: [none; AskEntries::MAX], len: 0 };
+impl FromIterator<NackEntry> for NackBatch {
+    fn from_iter<T: IntoIterator<Item = NackEntry>>(iter: T) -> Self {
+        let none = NackEntry { window: WindowId::new(OpId(0), 0), fragments: 0 };
+        let mut batch = Self { entries: [none; NackEntries::MAX], len: 0 };
         for (place, entry) in batch.entries.iter_mut().zip(iter) {
             *place = entry;
             batch.len += 1;

@@ -50,7 +50,7 @@ const fn link(up: u16, down: u16) -> Link {
 }
 
 #[test]
-fn a_path_of_full_size_is_proven_by_one_probe() {
+fn a_path_of_full_size_is_proven_by_one_ping() {
     let mut links = [link(9000, 9000), link(1472, 9000)];
     assert_eq!(prove(&mut links, 1472), (vec![1472, 1472], Span::ZERO));
     assert!(links.iter().all(|link| link.sent == 1));
@@ -68,7 +68,7 @@ fn the_largest_size_of_the_ladder_that_passes_both_ways_is_found() {
 }
 
 #[test]
-fn a_blocked_path_ends_in_less_than_five_seconds_with_few_probes() {
+fn a_blocked_path_ends_in_less_than_five_seconds_with_few_pings() {
     let mut links = [link(0, 0)];
     let (passed, took) = prove(&mut links, 1472);
     assert_eq!((passed, took), (vec![0], BLOCKED_PATIENCE));
@@ -76,7 +76,7 @@ fn a_blocked_path_ends_in_less_than_five_seconds_with_few_probes() {
 }
 
 #[test]
-fn lost_probes_make_no_path_narrow() {
+fn lost_pings_make_no_path_narrow() {
     let mut links = [Link { lost: 16, ..link(1472, 1472) }];
     assert_eq!(prove(&mut links, 1472).0, [1472]);
 }
@@ -116,7 +116,7 @@ fn what_is_in_the_way_is_named_with_port_direction_and_size() {
 }
 
 #[test]
-fn a_probe_and_its_answer_are_read_as_written_and_no_other_way() {
+fn a_ping_and_its_answer_are_read_as_written_and_no_other_way() {
     let token = Key([7; Key::LEN]);
     let mut bytes = Vec::new();
     for seen in [None, Some(addr("192.0.2.1:9")), Some(addr("[2001:db8::1]:65535"))] {

@@ -23,7 +23,7 @@ pub enum Kind {
     Ack = 3,
     /// From either side: the items that the sender lacks. From a worker, also a probe that requests
     /// the ranks that a window waits for.
-    Ask = 4,
+    Nack = 4,
     /// From the aggregator: a fragment of a window's packed sums.
     Result = 5,
     /// From the aggregator: only the credit in the header.
@@ -34,7 +34,7 @@ pub enum Kind {
     Fail = 8,
     /// From the aggregator: a datagram to the multicast group at join, to find out which ranks
     /// receive it.
-    Probe = 9,
+    Ping = 9,
 }
 
 impl Kind {
@@ -42,12 +42,12 @@ impl Kind {
         Self::Open,
         Self::Data,
         Self::Ack,
-        Self::Ask,
+        Self::Nack,
         Self::Result,
         Self::Credit,
         Self::Wait,
         Self::Fail,
-        Self::Probe,
+        Self::Ping,
     ];
 
     fn from_code(code: u8) -> Option<Self> {
@@ -203,12 +203,12 @@ impl Header {
         self.job == job && self.sender == sender
     }
 
-    /// Returns the header of a probe, which the aggregator sends to a job's multicast group.
+    /// Returns the header of a ping, which the aggregator sends to a job's multicast group.
     #[must_use]
-    pub const fn probe(job: JobId, generation: Generation, shard: u8) -> Self {
+    pub const fn ping(job: JobId, generation: Generation, shard: u8) -> Self {
         let none = WindowId::new(OpId(0), 0);
         Self {
-            kind: Kind::Probe,
+            kind: Kind::Ping,
             job,
             generation,
             sender: Rank::AGGREGATOR,

@@ -1,4 +1,4 @@
-//! The bodies that are lists: asks, waits and disagreements.
+//! The bodies that are lists: nacks, waits and disagreements.
 
 use super::{COUNT_LEN, read_u16, read_u32, read_u64};
 use crate::descriptor::Descriptor;
@@ -6,9 +6,9 @@ use crate::ids::{OpId, Rank, WindowId};
 use crate::reject::Reject;
 use crate::time::Span;
 
-/// An item that the sender of an ask lacks.
+/// An item that the sender of a nack lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AskEntry {
+pub struct NackEntry {
     /// The window.
     pub window: WindowId,
     /// The mask of missing fragments. To a worker, 0 asks for its opens from the window on. To the
@@ -17,23 +17,23 @@ pub struct AskEntry {
     pub fragments: u64,
 }
 
-/// The checked body of an ask: a count and its entries.
+/// The checked body of a nack: a count and its entries.
 #[derive(Debug, Clone, Copy)]
-pub struct AskEntries<'a>(&'a [u8]);
+pub struct NackEntries<'a>(&'a [u8]);
 
-impl<'a> AskEntries<'a> {
-    /// The most entries of an ask; they fit a datagram at every MTU.
+impl<'a> NackEntries<'a> {
+    /// The most entries of a nack; they fit a datagram at every MTU.
     pub const MAX: usize = 64;
-    /// The size of the body of an ask without entries, in bytes.
+    /// The size of the body of a nack without entries, in bytes.
     pub(crate) const NONE_LEN: usize = COUNT_LEN;
     const ENTRY_LEN: usize = 16;
 
-    /// Returns how many entries fit an ask of `len` bytes, but at least one.
+    /// Returns how many entries fit a nack of `len` bytes, but at least one.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(1)
     }
 
-    /// Reads the body of an ask.
+    /// Reads the body of a nack.
     ///
     /// # Errors
     /// Returns [`Reject::Body`] if the length does not match the count.
@@ -48,16 +48,16 @@ impl<'a> AskEntries<'a> {
     }
 
     /// Returns the entries, in the order in which they were written.
-    pub fn iter(&self) -> impl Iterator<Item = AskEntry> + use<'a> {
+    pub fn iter(&self) -> impl Iterator<Item = NackEntry> + use<'a> {
         self.0.chunks_exact(Self::ENTRY_LEN).filter_map(|entry| {
             let window = WindowId::new(OpId(read_u32(entry, 0)?), read_u32(entry, 4)?);
-            Some(AskEntry { window, fragments: read_u64(entry, 8)? })
+            Some(NackEntry { window, fragments: read_u64(entry, 8)? })
         })
     }
 
-    /// Writes the body of an ask into `out` and returns its length. Entries that do not fit are
+    /// Writes the body of a nack into `out` and returns its length. Entries that do not fit are
     /// left out.
-    pub fn encode(entries: impl Iterator<Item = AskEntry>, out: &mut [u8]) -> usize {
+    pub fn encode(entries: impl Iterator<Item = NackEntry>, out: &mut [u8]) -> usize {
         let Some((head, rest)) = out.split_at_mut_checked(COUNT_LEN) else { return 0 };
         let mut count = 0u16;
         for (entry, place) in entries.take(Self::MAX).zip(rest.chunks_exact_mut(Self::ENTRY_LEN)) {
@@ -185,18 +185,18 @@ mod tests {
     fn asks_round_trip_and_truncations_are_rejected() {
         // wire: W-17
         let entries = [(1, 2, 3), (4, 5, u64::MAX), (6, 7, 0)].map(|(op, index, fragments)| {
-            AskEntry { window: WindowId::new(OpId(op), index), fragments }
+            NackEntry { window: WindowId::new(OpId(op), index), fragments }
         });
         let mut out = [0xa5; 128];
-        let len = AskEntries::encode(entries.into_iter(), &mut out);
+        let len = NackEntries::encode(entries.into_iter(), &mut out);
         assert_eq!(len, 2 + 3 * 16);
-        let read = AskEntries::decode(&out[..len]).unwrap();
+        let read = NackEntries::decode(&out[..len]).unwrap();
         assert_eq!(read.iter().collect::<Vec<_>>(), entries);
         for short in 0..len {
-            assert!(AskEntries::decode(&out[..short]).is_err());
+            assert!(NackEntries::decode(&out[..short]).is_err());
         }
         let many = core::iter::repeat_n(entries[0], 100);
-        assert_eq!(AskEntries::encode(many, &mut [0; 4096]), 2 + 64 * 16);
+        assert_eq!(NackEntries::encode(many, &mut [0; 4096]), 2 + 64 * 16);
     }
 
     #[test]

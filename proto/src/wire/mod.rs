@@ -9,7 +9,7 @@ mod lists;
 mod open;
 
 pub use header::{Flags, Header, Kind, VERSION};
-pub use lists::{AskEntries, AskEntry, Disagreement, MissingRanks};
+pub use lists::{Disagreement, MissingRanks, NackEntries, NackEntry};
 pub use open::{Open, OpenDecoder, OpenEncoder, Opening};
 
 use crate::reject::Reject;

@@ -77,7 +77,7 @@ impl Config {
             job: self.job,
             congestion: Congestion::new(Congestion::LEAST, max),
             rtt: Rtt::new(Span::from_millis(2)),
-            asks: Rtt::new(Span::from_millis(1)),
+            nacks: Rtt::new(Span::from_millis(1)),
             gone: Vec::new(),
         };
         (0..self.shards).map(|_| path()).collect()

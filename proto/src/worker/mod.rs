@@ -73,9 +73,9 @@ pub struct Scan {
 pub struct Counters {
     /// Fragments of data that were sent again.
     pub fragments_again: u64,
-    /// How many times results were asked for.
+    /// Nacks sent for results.
     pub asks: u64,
-    /// How many asks were probes, sent because nothing arrived.
+    /// How many of the nacks were probes, sent because nothing arrived.
     pub probes: u64,
     /// Fragments that had arrived before.
     pub duplicates: u64,
@@ -91,16 +91,16 @@ struct Path {
     congestion: Congestion,
     /// The time from a window's data to its result, which also waits for other ranks.
     rtt: Rtt,
-    /// The time from an ask to its answer.
-    asks: Rtt,
+    /// The time from a nack to its answer.
+    nacks: Rtt,
     /// The lost ranks of the shard's aggregator, in the order in which it lost them.
     gone: Vec<Rank>,
 }
 
 impl Path {
-    /// Returns how long to wait in silence after `attempts` unanswered asks.
+    /// Returns how long to wait in silence after `attempts` unanswered nacks.
     fn patience(&self, attempts: u32) -> Span {
-        self.rtt.patience(&self.asks, attempts)
+        self.rtt.patience(&self.nacks, attempts)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::loss::Loss;
 use crate::observer::{Event, Observer};
 use crate::reject::Reject;
 use crate::time::Time;
-use crate::wire::{AskEntries, Disagreement, Flags, Header, Kind, MissingRanks};
+use crate::wire::{Disagreement, Flags, Header, Kind, MissingRanks, NackEntries};
 
 /// The outcome of a datagram, and what happens to its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl Worker {
         }
         match header.kind {
             Kind::Result => self.handle_result(now, header, observer),
-            Kind::Ask => self.handle_ask(now, at, body),
+            Kind::Nack => self.handle_nack(now, at, body),
             // wire: W-25, W-26
             Kind::Credit if body.is_empty() => {
                 // wire: W-56
@@ -119,8 +119,8 @@ impl Worker {
                 self.streams[at].handle_credit(header.window, congestion);
                 Ok(Verdict::Control)
             }
-            Kind::Probe if body.is_empty() => Ok(Verdict::Control),
-            Kind::Credit | Kind::Probe => Err(Reject::Body),
+            Kind::Ping if body.is_empty() => Ok(Verdict::Control),
+            Kind::Credit | Kind::Ping => Err(Reject::Body),
             Kind::Wait => self.handle_wait(now, at, header.window, body, observer),
             Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
             Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
@@ -161,8 +161,8 @@ impl Worker {
         let stream = &mut self.streams[at];
         let position = stream.awaited(window)?;
         let (descriptor, geometry) = op.ok_or(Reject::Stale)?;
-        let asks = &mut self.paths[usize::from(header.shard)].asks;
-        let arrived = stream.handle_result(now, position, header, self.config.cut, asks)?;
+        let nacks = &mut self.paths[usize::from(header.shard)].nacks;
+        let arrived = stream.handle_result(now, position, header, self.config.cut, nacks)?;
         let Some((len, complete)) = arrived else {
             let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
             observer.on_event(&Event::Duplicate { from, window, fragment });
@@ -205,7 +205,7 @@ impl Worker {
         self.settle_results(now, at, observer);
     }
 
-    /// Moves the cursor past complete results, frees what was in flight for them, and queues an ask
+    /// Moves the cursor past complete results, frees what was in flight for them, and queues a nack
     /// for results that must have been lost.
     fn settle_results(&mut self, now: Time, at: usize, observer: &mut impl Observer) {
         while let Some(op) = self.streams[at].advance(now) {
@@ -213,7 +213,7 @@ impl Worker {
         }
         self.release(now, at);
         let stream = &mut self.streams[at];
-        stream.ask_for_lost(now, &self.paths[usize::from(stream.shard())].asks);
+        stream.nack_lost(now, &self.paths[usize::from(stream.shard())].nacks);
     }
 
     /// Frees what was in flight of a stream for windows that need no result any more.
@@ -222,12 +222,12 @@ impl Worker {
         stream.release(now, &mut self.paths[usize::from(stream.shard())]);
     }
 
-    /// Handles an ask: the aggregator lacks fragments or opens.
-    fn handle_ask(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
-        let entries = AskEntries::decode(body)?;
+    /// Handles a nack: the aggregator lacks fragments or opens.
+    fn handle_nack(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
+        let entries = NackEntries::decode(body)?;
         let stream = &mut self.streams[at];
         let congestion = &mut self.paths[usize::from(stream.shard())].congestion;
-        stream.handle_ask(now, &entries, self.config.cut, congestion);
+        stream.handle_nack(now, &entries, self.config.cut, congestion);
         Ok(Verdict::Control)
     }
 
@@ -243,8 +243,8 @@ impl Worker {
     ) -> Result<Verdict, Reject> {
         let missing = MissingRanks::decode(body)?;
         let stream = &mut self.streams[at];
-        let asks = &mut self.paths[usize::from(stream.shard())].asks;
-        let left = stream.handle_wait(now, end, missing, asks);
+        let nacks = &mut self.paths[usize::from(stream.shard())].nacks;
+        let left = stream.handle_wait(now, end, missing, nacks);
         // wire: W-61
         // The ranks below a relay decide themselves what the departure means.
         if !left.is_empty() && self.config.relay.is_none() {

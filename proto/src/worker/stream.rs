@@ -3,7 +3,7 @@
 //! - [`Progress`] holds the ops and the positions that the stream has reached with their windows;
 //! - [`Opens`], [`InFlight`] and [`Acks`] decide what to send;
 //! - [`Results`] holds what has arrived, and finds what must have been lost;
-//! - [`Probes`] and [`Backoff`] decide when to ask.
+//! - [`Probes`] and [`Backoff`] decide when to probe, and when to nack again.
 
 mod acks;
 mod backoff;
@@ -34,9 +34,9 @@ use crate::sequence::Sequence;
 use crate::time::{Span, Time};
 use crate::waited::Waited;
 
-/// An ask that is due.
+/// A nack that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ask {
+pub(super) enum Nack {
     /// Results must have been lost.
     Lost,
     /// Nothing arrives.
@@ -55,8 +55,8 @@ pub(super) struct Stream {
     acks: Acks,
     probes: Probes,
     backoff: Backoff,
-    /// The ask to send, if any.
-    ask: Option<Ask>,
+    /// The nack to send, if any.
+    nack: Option<Nack>,
     /// The mean size of results per window.
     density: Density,
     /// The ranks that the stream waits for.
@@ -87,7 +87,7 @@ impl Stream {
             acks: Acks::new(pool, config.acks_at_rest || config.may_move),
             probes: Probes::new(now),
             backoff: Backoff::new(),
-            ask: None,
+            nack: None,
             density: Density::default(),
             waited: Waited::new(),
             congested: false,
@@ -147,7 +147,7 @@ impl Stream {
     pub(super) fn timeout(&self, path: &Path, heard: Time) -> Time {
         let awaits = self.progress.awaits();
         let probe =
-            if self.ask.is_none() { self.probe_due(path, heard, awaits) } else { Time::NEVER };
+            if self.nack.is_none() { self.probe_due(path, heard, awaits) } else { Time::NEVER };
         probe.min(self.acks.timeout(awaits))
     }
 
@@ -157,7 +157,7 @@ impl Stream {
         self.acks.handle_timeout(now, awaits);
         // wire: W-39, W-63
         if self.probe_due(path, heard, awaits) <= now {
-            self.ask = Some(Ask::Probe);
+            self.nack = Some(Nack::Probe);
             self.probes.note_due(now);
         }
     }
@@ -173,7 +173,7 @@ impl Stream {
         }
     }
 
-    fn search<'a>(&self, now: Time, asks: &'a Rtt) -> Search<'a> {
-        Search::new(self.progress.cursor(), now, asks, &self.backoff)
+    fn search<'a>(&self, now: Time, nacks: &'a Rtt) -> Search<'a> {
+        Search::new(self.progress.cursor(), now, nacks, &self.backoff)
     }
 }

@@ -72,7 +72,7 @@ fn arrive(worker: &mut Worker, window: WindowId, previous: u32) {
         mask: 1,
         length: 1024,
         previous,
-        ..Header::probe(JobId(1), Generation(0), 0)
+        ..Header::ping(JobId(1), Generation(0), 0)
     };
     let verdict = worker.handle_decoded(Time(1), &header, &[0; 1024], false, &mut ());
     let Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
@@ -102,7 +102,7 @@ fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
         ack: WindowId::new(first, 0),
         flags: Flags::NONE,
         length: u16::try_from(body.len()).unwrap(),
-        ..Header::probe(JobId(1), Generation(0), 0)
+        ..Header::ping(JobId(1), Generation(0), 0)
     };
     worker.handle_decoded(Time(1), &header, &body, false, &mut ());
     assert_eq!(opened(&mut worker), [second]);
@@ -143,7 +143,7 @@ fn an_op_that_all_have_ended_elsewhere_is_passed_over_before_it_is_opened_again(
         mask: 1,
         length: if kind == Kind::Result { 4 } else { 0 },
         previous: Header::NO_PREVIOUS,
-        ..Header::probe(JobId(1), Generation(0), 0)
+        ..Header::ping(JobId(1), Generation(0), 0)
     };
     let verdict =
         worker.handle_decoded(Time(1), &said(Kind::Result, first), &[0; 4], false, &mut ());

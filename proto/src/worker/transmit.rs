@@ -1,6 +1,6 @@
 //! The messages of a worker, and the shards that they go to.
 
-use super::stream::Ask;
+use super::stream::Nack;
 use super::{Config, Op, Worker, find};
 use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
@@ -63,7 +63,7 @@ impl Worker {
         (0..self.streams.len()).find_map(|i| {
             let at = i / shards * shards + (i + turn) % shards;
             self.write_open(at, out)
-                .or_else(|| self.write_ask(now, at, out, observer))
+                .or_else(|| self.write_nack(now, at, out, observer))
                 .or_else(|| self.repeat(at, observer))
                 .or_else(|| self.send_next(now, at))
                 .or_else(|| self.write_ack(at, out))
@@ -142,8 +142,8 @@ impl Worker {
         Transmit::Data(DataFragments { shard: header.shard, len, cut, fragments, header, held })
     }
 
-    /// Writes an ask for missing results, or a probe.
-    fn write_ask(
+    /// Writes a nack for missing results, or a probe.
+    fn write_nack(
         &mut self,
         now: Time,
         at: usize,
@@ -151,14 +151,14 @@ impl Worker {
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
         let stream = &mut self.streams[at];
-        let ask = stream.poll_ask()?;
-        let asks = &self.paths[usize::from(stream.shard())].asks;
-        let len = stream.write_ask(now, ask, asks, out.get_mut(Header::LEN..)?)?;
+        let nack = stream.poll_nack()?;
+        let nacks = &self.paths[usize::from(stream.shard())].nacks;
+        let len = stream.write_nack(now, nack, nacks, out.get_mut(Header::LEN..)?)?;
         self.counters.asks += 1;
-        self.counters.probes += u64::from(ask == Ask::Probe);
-        let header = self.header(at, Kind::Ask);
+        self.counters.probes += u64::from(nack == Nack::Probe);
+        let header = self.header(at, Kind::Nack);
         let window = header.ack;
-        observer.on_event(&Event::Asked { of: Rank::AGGREGATOR, from: window });
+        observer.on_event(&Event::Nacked { of: Rank::AGGREGATOR, from: window });
         Some(self.finish(at, Header { window, ..header }, len, out))
     }
 

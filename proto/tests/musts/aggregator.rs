@@ -7,9 +7,9 @@ use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{Generation, JobId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
-use racksum_proto::wire::{AskEntry, Flags, Header, Kind};
+use racksum_proto::wire::{Flags, Header, Kind, NackEntry};
 
-use crate::shard::{Shard, ack, ask, block, entries, everything_from, sum};
+use crate::shard::{Shard, ack, block, entries, everything_from, nack, sum};
 use crate::support::{datagram, header, open, shard, window};
 
 #[test]
@@ -37,7 +37,7 @@ fn what_is_not_of_the_job_is_rejected_by_the_reason() {
 fn a_kind_that_workers_do_not_send_is_rejected() {
     // wire: W-25, W-26
     let mut shard = Shard::new();
-    for kind in [Kind::Result, Kind::Credit, Kind::Wait, Kind::Fail, Kind::Probe] {
+    for kind in [Kind::Result, Kind::Credit, Kind::Wait, Kind::Fail, Kind::Ping] {
         assert_eq!(shard.reject(&datagram(header(kind, Rank(0)), &[])), Reject::Kind);
     }
     assert_eq!(shard.reject(&datagram(header(Kind::Ack, Rank(0)), &[0])), Reject::Body);
@@ -75,7 +75,7 @@ fn data_needs_an_open_that_says_it_comes() {
     let mut shard = Shard::new();
     assert_eq!(shard.reject(&block(0, window(0, 0))), Reject::Unopened);
     let (to, header, body) = shard.says();
-    assert_eq!((to, header.kind), (Recipient::Rank(Rank(0)), Kind::Ask));
+    assert_eq!((to, header.kind), (Recipient::Rank(Rank(0)), Kind::Nack));
     assert_eq!(entries(&body), everything_from(window(0, 0)));
 
     shard.take(&open(0, 0, 0, &sum(4), None, &[true, false]));
@@ -169,8 +169,8 @@ fn a_result_is_kept_until_every_rank_acknowledged_it() {
     }
     let lows: Vec<_> = shard.said().iter().map(|(_, header, _)| header.ack).collect();
     assert_eq!(lows, [window(0, 3); 7]);
-    let lost = [AskEntry { window: window(0, 5), fragments: 1 }];
-    shard.take(&ask(0, window(0, 3), &lost));
+    let lost = [NackEntry { window: window(0, 5), fragments: 1 }];
+    shard.take(&nack(0, window(0, 3), &lost));
     let (to, header, fragments) = shard.says();
     assert_eq!((to, header.window), (Recipient::Rank(Rank(0)), window(0, 5)));
     assert!(header.flags.has(Flags::AGAIN));
@@ -181,7 +181,7 @@ fn a_result_is_kept_until_every_rank_acknowledged_it() {
     shard.take(&ack(1, window(0, 2)));
     let (to, header, _) = shard.says();
     assert_eq!((to, header.kind, header.ack), (Recipient::All, Kind::Credit, window(0, 7)));
-    shard.take(&ask(0, window(0, 3), &lost));
+    shard.take(&nack(0, window(0, 3), &lost));
     assert!(shard.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
 }
 

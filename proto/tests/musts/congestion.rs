@@ -6,7 +6,7 @@ use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::time::Time;
 use racksum_proto::wire::{Flags, Header, Kind, OpenEncoder, Opening};
 
-use crate::rank::{Machine, Said, ask, result};
+use crate::rank::{Machine, Said, nack, result};
 use crate::shard::{Shard, ack, block, entries, sum};
 use crate::support::{self, TIMEOUT, datagram, header, window};
 
@@ -19,7 +19,7 @@ fn a_rank_is_told_once_that_its_datagrams_met_a_queue() {
         shard.machine.handle_datagram(shard.now, &block, true, &mut ());
     }
     let (to, header, body) = shard.says();
-    assert_eq!((to, header.kind), (Recipient::Rank(Rank(1)), Kind::Ask));
+    assert_eq!((to, header.kind), (Recipient::Rank(Rank(1)), Kind::Nack));
     assert!(header.flags.has(Flags::CONGESTED));
     assert_eq!(entries(&body), []);
     shard.store(&block(1, window(0, 2)));
@@ -51,7 +51,7 @@ fn a_rank_that_is_told_of_a_queue_sends_less() {
         let op = op.expect("a valid op");
         // The congestion window starts at twice its minimum of two windows.
         assert_eq!(rank.sends(), [0, 1, 2, 3]);
-        rank.take(&altered(&ask(&[]), |header| Header { flags, ..header }));
+        rank.take(&altered(&nack(&[]), |header| Header { flags, ..header }));
         let arrived = WindowId::new(op, 1);
         rank.take(&datagram(
             Header { window: arrived, ..header(Kind::Credit, Rank::AGGREGATOR) },

@@ -7,11 +7,11 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntry, Disagreement, MissingRanks};
+use racksum_proto::wire::{Disagreement, MissingRanks, NackEntry};
 use racksum_proto::worker::Verdict;
 use racksum_proto::worker::{Config, Worker};
 
-use crate::rank::{Machine, Said, ask, disagreement, fail, result, sum, wait};
+use crate::rank::{Machine, Said, disagreement, fail, nack, result, sum, wait};
 use crate::support::{TIMEOUT, window, worker};
 
 #[test]
@@ -25,9 +25,9 @@ fn silence_is_probed_until_the_op_times_out() {
     while rank.machine.poll_timeout() < Time(0) + TIMEOUT {
         rank.now = rank.machine.poll_timeout();
         rank.machine.handle_timeout(rank.now, &mut ());
-        let (header, entries) = rank.asks();
+        let (header, entries) = rank.nacks();
         assert_eq!(header.window, window(0, 0));
-        assert_eq!(entries, [AskEntry { window: window(0, 0), fragments: 0 }]);
+        assert_eq!(entries, [NackEntry { window: window(0, 0), fragments: 0 }]);
         assert!(rank.now.since(last) >= longest, "patience grows");
         longest = rank.now.since(last);
         last = rank.now;
@@ -161,7 +161,7 @@ fn an_op_that_failed_is_in_flight_no_more() {
         rank.start(&[true]);
     }
     rank.said();
-    rank.take(&ask(&[0, 1, 2].map(|op| AskEntry { window: window(op, 0), fragments: 1 })));
+    rank.take(&nack(&[0, 1, 2].map(|op| NackEntry { window: window(op, 0), fragments: 1 })));
     rank.take(&fail(window(1, 0)));
     assert_eq!(rank.reject(&result(window(1, 0), None)), Reject::Stale);
     let said = rank.said();

@@ -5,10 +5,10 @@
 mod support;
 
 mod aggregator;
-mod asks;
 mod congestion;
 mod ends;
 mod layout;
+mod nacks;
 mod opens;
 mod rank;
 mod recovery;

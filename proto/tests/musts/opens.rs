@@ -40,7 +40,7 @@ fn stretches_are_taken_in_order_only() {
         shard.now = shard.now + Span::from_secs(1);
         assert_eq!(shard.take(&late), Verdict::Control);
         let (_, header, body) = shard.says();
-        assert_eq!(header.kind, Kind::Ask);
+        assert_eq!(header.kind, Kind::Nack);
         assert_eq!(entries(&body), everything_from(window(0, 0)));
     }
     shard.take(&open(0, 0, 0, &sum(4), None, &[true; 2]));
@@ -62,7 +62,7 @@ fn what_is_opened_too_far_ahead_is_not_taken() {
     // No rank owes any of these windows, so the fold passes all that were taken, and stops there.
     assert!(shard.fold().is_none());
     for rank in [0, 1] {
-        let (header, body) = shard.says_to(rank, Kind::Ask);
+        let (header, body) = shard.says_to(rank, Kind::Nack);
         assert_eq!(header.ack, window(0, 16_384));
         assert_eq!(entries(&body), everything_from(window(0, 16_384)));
     }

@@ -5,7 +5,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntries, AskEntry, Disagreement, Header, Kind, MissingRanks};
+use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks, NackEntries, NackEntry};
 use racksum_proto::worker::{Transmit, Verdict, Worker};
 
 use crate::support::{TIMEOUT, datagram, header, worker};
@@ -21,15 +21,15 @@ pub(crate) fn result(id: WindowId, previous: Option<u32>) -> Vec<u8> {
     datagram(Header { window: id, mask: 1, previous, ..header }, &[0; 1024])
 }
 
-/// Returns the aggregator's ask for what it lacks.
-pub(crate) fn ask(entries: &[AskEntry]) -> Vec<u8> {
+/// Returns the aggregator's nack for what it lacks.
+pub(crate) fn nack(entries: &[NackEntry]) -> Vec<u8> {
     let mut body = [0; 1200];
-    let len = AskEntries::encode(entries.iter().copied(), &mut body);
-    datagram(header(Kind::Ask, Rank::AGGREGATOR), &body[..len])
+    let len = NackEntries::encode(entries.iter().copied(), &mut body);
+    datagram(header(Kind::Nack, Rank::AGGREGATOR), &body[..len])
 }
 
-pub(crate) fn everything_from(from: WindowId) -> [AskEntry; 1] {
-    [AskEntry { window: from, fragments: 0 }]
+pub(crate) fn everything_from(from: WindowId) -> [NackEntry; 1] {
+    [NackEntry { window: from, fragments: 0 }]
 }
 
 pub(crate) fn wait(window: WindowId, ranks: &[(Rank, Span)]) -> Vec<u8> {
@@ -137,19 +137,19 @@ impl Machine {
         data.collect()
     }
 
-    /// Returns the header and the entries of the only ask that the rank sends now.
-    pub(crate) fn asks(&mut self) -> (Header, Vec<AskEntry>) {
-        let asks: Vec<_> = self
+    /// Returns the header and the entries of the only nack that the rank sends now.
+    pub(crate) fn nacks(&mut self) -> (Header, Vec<NackEntry>) {
+        let nacks: Vec<_> = self
             .said()
             .into_iter()
             .filter_map(|said| match said {
-                Said::Datagram(header, body) if header.kind == Kind::Ask => {
-                    Some((header, AskEntries::decode(&body).expect("an ask").iter().collect()))
+                Said::Datagram(header, body) if header.kind == Kind::Nack => {
+                    Some((header, NackEntries::decode(&body).expect("a nack").iter().collect()))
                 }
                 _ => None,
             })
             .collect();
-        assert_eq!(asks.len(), 1, "{asks:?}");
-        asks.into_iter().next().expect("one ask")
+        assert_eq!(nacks.len(), 1, "{nacks:?}");
+        nacks.into_iter().next().expect("one nack")
     }
 }

@@ -6,7 +6,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntries, AskEntry, Flags, Header, Kind, MissingRanks};
+use racksum_proto::wire::{Flags, Header, Kind, MissingRanks, NackEntries, NackEntry};
 use racksum_proto::worker::{self, Worker};
 
 use crate::support::{TIMEOUT, cut, datagram, header, open, shard, window, worker};
@@ -34,20 +34,20 @@ fn fragments() -> u8 {
     u8::try_from(cut().count(WINDOW_BYTES)).expect("at most 64")
 }
 
-fn ask(sender: Rank, from: WindowId, entries: &[AskEntry]) -> Vec<u8> {
+fn nack(sender: Rank, from: WindowId, entries: &[NackEntry]) -> Vec<u8> {
     let mut body = [0; 1200];
-    let len = AskEntries::encode(entries.iter().copied(), &mut body);
-    datagram(Header { window: from, ..header(Kind::Ask, sender) }, &body[..len])
+    let len = NackEntries::encode(entries.iter().copied(), &mut body);
+    datagram(Header { window: from, ..header(Kind::Nack, sender) }, &body[..len])
 }
 
-const fn entry(index: u32, fragments: u64) -> AskEntry {
-    AskEntry { window: window(0, index), fragments }
+const fn entry(index: u32, fragments: u64) -> NackEntry {
+    NackEntry { window: window(0, index), fragments }
 }
 
-fn entries_of(datagram: &[u8]) -> Vec<AskEntry> {
+fn entries_of(datagram: &[u8]) -> Vec<NackEntry> {
     match Header::decode(datagram).expect("machines write messages") {
-        (header, body) if header.kind == Kind::Ask => {
-            AskEntries::decode(body).expect("an ask").iter().collect()
+        (header, body) if header.kind == Kind::Nack => {
+            NackEntries::decode(body).expect("a nack").iter().collect()
         }
         _ => Vec::new(),
     }
@@ -74,8 +74,8 @@ impl Shard {
         self.0.handle_datagram(self.1, bytes, false, &mut ());
     }
 
-    /// Delivers a fragment of rank 0, and returns the entries of the asks that the shard sends.
-    fn asks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<AskEntry> {
+    /// Delivers a fragment of rank 0, and returns the entries of the nacks that the shard sends.
+    fn nacks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<NackEntry> {
         self.take(&fragment(Kind::Data, Rank(0), window(0, index), number, flags));
         let mut out = [0; 2048];
         let mut asked = Vec::new();
@@ -146,47 +146,47 @@ impl Shard {
 fn a_fragment_that_three_have_overtaken_is_asked_for_once() {
     let mut shard = Shard::new(2);
     for number in [0, 1, 3, 4] {
-        assert_eq!(shard.asks(0, number, Flags::NONE), []);
+        assert_eq!(shard.nacks(0, number, Flags::NONE), []);
     }
-    assert_eq!(shard.asks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
-    assert_eq!(shard.asks(0, 6, Flags::NONE), []);
+    assert_eq!(shard.nacks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
+    assert_eq!(shard.nacks(0, 6, Flags::NONE), []);
     // Fragment 7 is lost. Fragments 8 and 9 may still arrive.
-    assert_eq!(shard.asks(0, 10, Flags::NONE), [entry(0, 1 << 7)]);
-    (11..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
-    assert_eq!(shard.asks(0, 2, Flags::AGAIN), []);
+    assert_eq!(shard.nacks(0, 10, Flags::NONE), [entry(0, 1 << 7)]);
+    (11..fragments()).for_each(|number| drop(shard.nacks(0, number, Flags::NONE)));
+    assert_eq!(shard.nacks(0, 2, Flags::AGAIN), []);
 }
 
 #[test]
 fn the_end_of_a_window_is_asked_for_as_the_next_one_comes() {
     let mut shard = Shard::new(2);
-    (0..fragments() - 1).for_each(|number| assert_eq!(shard.asks(0, number, Flags::NONE), []));
-    assert_eq!(shard.asks(1, 0, Flags::NONE), []);
-    assert_eq!(shard.asks(1, 1, Flags::NONE), []);
-    assert_eq!(shard.asks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
-    assert_eq!(shard.asks(1, 3, Flags::NONE), []);
+    (0..fragments() - 1).for_each(|number| assert_eq!(shard.nacks(0, number, Flags::NONE), []));
+    assert_eq!(shard.nacks(1, 0, Flags::NONE), []);
+    assert_eq!(shard.nacks(1, 1, Flags::NONE), []);
+    assert_eq!(shard.nacks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
+    assert_eq!(shard.nacks(1, 3, Flags::NONE), []);
 }
 
 #[test]
 fn an_answer_that_a_later_one_has_overtaken_is_asked_for_again() {
     let mut shard = Shard::new(4);
-    (1..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
-    (1..fragments()).for_each(|number| drop(shard.asks(1, number, Flags::NONE)));
-    (0..fragments()).for_each(|number| drop(shard.asks(2, number, Flags::NONE)));
-    let asked = (0..3).map(|number| shard.asks(3, number, Flags::NONE));
+    (1..fragments()).for_each(|number| drop(shard.nacks(0, number, Flags::NONE)));
+    (1..fragments()).for_each(|number| drop(shard.nacks(1, number, Flags::NONE)));
+    (0..fragments()).for_each(|number| drop(shard.nacks(2, number, Flags::NONE)));
+    let asked = (0..3).map(|number| shard.nacks(3, number, Flags::NONE));
     assert_eq!(asked.collect::<Vec<_>>().concat(), [entry(1, 1)]);
     // The shard has asked for both first fragments. The second answer arrives, so the first is
     // lost.
-    assert_eq!(shard.asks(1, 0, Flags::AGAIN), [entry(0, 1)]);
+    assert_eq!(shard.nacks(1, 0, Flags::AGAIN), [entry(0, 1)]);
 }
 
 #[test]
 fn an_answer_that_is_late_is_asked_for_again() {
     let mut shard = Shard::new(3);
-    (1..fragments()).for_each(|number| drop(shard.asks(0, number, Flags::NONE)));
+    (1..fragments()).for_each(|number| drop(shard.nacks(0, number, Flags::NONE)));
     shard.1 = Time(0) + Span::from_secs(1);
-    assert_eq!(shard.asks(1, 0, Flags::NONE), []);
-    assert_eq!(shard.asks(1, 1, Flags::NONE), []);
-    assert_eq!(shard.asks(1, 2, Flags::NONE), [entry(0, 1)]);
+    assert_eq!(shard.nacks(1, 0, Flags::NONE), []);
+    assert_eq!(shard.nacks(1, 1, Flags::NONE), []);
+    assert_eq!(shard.nacks(1, 2, Flags::NONE), [entry(0, 1)]);
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn what_several_ranks_lack_of_results_is_not_added_up() {
     assert_eq!(shard.folds(), 8);
     // Each of the two ranks lost a twentieth, which is less than the sixteenth that causes a cut.
     for rank in [0, 1] {
-        shard.take(&ask(Rank(rank), window(0, 12), &[entry(12, (1 << 17) - 1)]));
+        shard.take(&nack(Rank(rank), window(0, 12), &[entry(12, (1 << 17) - 1)]));
     }
     acknowledge(&mut shard, 20);
     (20..28).for_each(|index| shard.fill(index));
@@ -255,7 +255,7 @@ impl Machine {
 
     /// Returns the shards and windows of the data that the rank sends now, and the entries of its
     /// asks.
-    fn says(&mut self) -> (Vec<(u8, u32)>, Vec<AskEntry>) {
+    fn says(&mut self) -> (Vec<(u8, u32)>, Vec<NackEntry>) {
         let (mut sent, mut asked) = (Vec::new(), Vec::new());
         let mut out = [0; 2048];
         while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
@@ -267,14 +267,14 @@ impl Machine {
         (sent, asked)
     }
 
-    fn asks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<AskEntry> {
+    fn nacks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<NackEntry> {
         let result = fragment(Kind::Result, Rank::AGGREGATOR, window(0, index), number, flags);
         self.take(&result);
         self.says().1
     }
 
-    /// Advances the clock to the next probe, and returns the entries of its ask.
-    fn probes(&mut self) -> Vec<AskEntry> {
+    /// Advances the clock to the next probe, and returns the entries of its nack.
+    fn probes(&mut self) -> Vec<NackEntry> {
         self.1 = self.0.poll_timeout();
         self.0.handle_timeout(self.1, &mut ());
         self.says().1
@@ -294,25 +294,25 @@ fn results_that_others_have_overtaken_are_asked_for_once() {
     let mut rank = Machine::new(*worker(0).config(), 4);
     rank.says();
     for number in [0, 1, 3, 4] {
-        assert_eq!(rank.asks(0, number, Flags::NONE), []);
+        assert_eq!(rank.nacks(0, number, Flags::NONE), []);
     }
-    assert_eq!(rank.asks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
+    assert_eq!(rank.nacks(0, 5, Flags::NONE), [entry(0, 1 << 2)]);
     for number in 6..fragments() - 1 {
-        assert_eq!(rank.asks(0, number, Flags::NONE), []);
+        assert_eq!(rank.nacks(0, number, Flags::NONE), []);
     }
     // The third fragment of the next window shows that all of this one was sent.
-    assert_eq!(rank.asks(1, 0, Flags::NONE), []);
-    assert_eq!(rank.asks(1, 1, Flags::NONE), []);
-    assert_eq!(rank.asks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
+    assert_eq!(rank.nacks(1, 0, Flags::NONE), []);
+    assert_eq!(rank.nacks(1, 1, Flags::NONE), []);
+    assert_eq!(rank.nacks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
     // The rank asks for losses of window 1, which holds up no other yet, only two windows later.
     rank.1 = Time(1_000);
-    (4..fragments()).for_each(|number| assert_eq!(rank.asks(1, number, Flags::NONE), []));
-    (0..fragments()).for_each(|number| assert_eq!(rank.asks(2, number, Flags::NONE), []));
-    assert_eq!([0, 1].map(|number| rank.asks(3, number, Flags::NONE)), [[]; 2]);
-    assert_eq!(rank.asks(3, 2, Flags::NONE), [entry(1, 1 << 3)]);
-    // The answer to the last ask overtakes the earlier ones, so the rank asks for those again.
+    (4..fragments()).for_each(|number| assert_eq!(rank.nacks(1, number, Flags::NONE), []));
+    (0..fragments()).for_each(|number| assert_eq!(rank.nacks(2, number, Flags::NONE), []));
+    assert_eq!([0, 1].map(|number| rank.nacks(3, number, Flags::NONE)), [[]; 2]);
+    assert_eq!(rank.nacks(3, 2, Flags::NONE), [entry(1, 1 << 3)]);
+    // The answer to the last nack overtakes the earlier ones, so the rank asks for those again.
     let lost = 1 << 2 | 1 << (fragments() - 1);
-    assert_eq!(rank.asks(1, 3, Flags::AGAIN), [entry(0, lost)]);
+    assert_eq!(rank.nacks(1, 3, Flags::AGAIN), [entry(0, lost)]);
 }
 
 #[test]
@@ -325,17 +325,17 @@ fn a_probe_brings_a_sign_and_the_sign_shows_what_is_lost() {
     let mut rank = Machine::new(*worker(0).config(), 3);
     rank.says();
     // All but two fragments of the first window arrive, and none of the second.
-    (0..fragments() - 2).for_each(|number| assert_eq!(rank.asks(0, number, Flags::NONE), []));
+    (0..fragments() - 2).for_each(|number| assert_eq!(rank.nacks(0, number, Flags::NONE), []));
     let asked = rank.probes();
     assert_eq!(asked, [entry(0, 0)]);
-    shard.take(&ask(Rank(0), window(0, 0), &asked));
+    shard.take(&nack(Rank(0), window(0, 0), &asked));
     let (again, sign) = shard.says();
     assert_eq!(again, [], "what is on its way is not sent twice");
     rank.take(&sign.expect("a wait"));
     let lost = 0b11 << (fragments() - 2);
     let asked = rank.says().1;
     assert_eq!(asked, [entry(0, lost), entry(1, u64::MAX)]);
-    shard.take(&ask(Rank(0), window(0, 0), &asked));
+    shard.take(&nack(Rank(0), window(0, 0), &asked));
     assert_eq!(shard.results(), [(0, lost), (1, (1 << fragments()) - 1)]);
 }
 
@@ -362,12 +362,12 @@ fn what_is_lost_behind_all_that_came_is_asked_for_once() {
     rank.take(&datagram(folded, &[0, 0]));
     assert_eq!(rank.says().1, [entry(2, u64::MAX)]);
     // A result that is sent for the first time may overtake the answers.
-    (0..fragments()).for_each(|number| assert_eq!(rank.asks(3, number, Flags::NONE), []));
-    (0..fragments()).for_each(|number| assert_eq!(rank.asks(0, number, Flags::AGAIN), []));
+    (0..fragments()).for_each(|number| assert_eq!(rank.nacks(3, number, Flags::NONE), []));
+    (0..fragments()).for_each(|number| assert_eq!(rank.nacks(0, number, Flags::AGAIN), []));
     // The next answer is lost too, as the answer after it shows.
     let last = fragments() - 1;
-    (0..last).for_each(|number| assert_eq!(rank.asks(2, number, Flags::AGAIN), []));
-    assert_eq!(rank.asks(2, last, Flags::AGAIN), [entry(1, u64::MAX)]);
+    (0..last).for_each(|number| assert_eq!(rank.nacks(2, number, Flags::AGAIN), []));
+    assert_eq!(rank.nacks(2, last, Flags::AGAIN), [entry(1, u64::MAX)]);
 }
 
 #[test]
@@ -404,9 +404,9 @@ fn an_answer_behind_all_that_came_is_asked_for_again_once_it_is_late() {
 fn what_is_sent_again_shows_what_is_lost_even_if_it_has_come_before() {
     let mut rank = Machine::new(*worker(0).config(), 3);
     rank.says();
-    assert_eq!(rank.asks(0, fragments() - 1, Flags::NONE).len(), 1);
+    assert_eq!(rank.nacks(0, fragments() - 1, Flags::NONE).len(), 1);
     let lost = 0b11 << (fragments() - 3);
-    assert_eq!(rank.asks(0, fragments() - 1, Flags::AGAIN), [entry(0, lost)]);
+    assert_eq!(rank.nacks(0, fragments() - 1, Flags::AGAIN), [entry(0, lost)]);
 }
 
 #[test]
@@ -416,7 +416,7 @@ fn what_the_aggregator_asks_for_shows_what_has_left_the_path() {
     assert_eq!(rank.says().0, [(0, 0), (0, 1)]);
     // The rest of both windows has arrived, or will be asked for again. So there is room for one
     // more window beside the repeated fragment.
-    rank.take(&ask(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
+    rank.take(&nack(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
     assert_eq!(rank.says().0, [(0, 1), (0, 2)]);
 }
 
@@ -518,7 +518,7 @@ fn what_is_lost_whole_again_and_again_is_waited_for_longer_and_longer() {
     let mut rank = Machine::new(*worker(0).config(), 1);
     rank.says();
     let mut lose = |lacks: u64| {
-        rank.take(&ask(Rank::AGGREGATOR, window(0, 0), &[entry(0, lacks)]));
+        rank.take(&nack(Rank::AGGREGATOR, window(0, 0), &[entry(0, lacks)]));
         assert_eq!(rank.says().0, [(0, 0)], "it is sent again all the same");
         let before = rank.1;
         rank.probes();

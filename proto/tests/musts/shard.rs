@@ -6,7 +6,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntries, AskEntry, Header, Kind, MissingRanks};
+use racksum_proto::wire::{Header, Kind, MissingRanks, NackEntries, NackEntry};
 
 use crate::support::{aggregation, datagram, header, open};
 
@@ -27,15 +27,15 @@ pub(crate) fn ack(rank: u16, ack: WindowId) -> Vec<u8> {
     datagram(Header { ack, ..header(Kind::Ack, Rank(rank)) }, &[])
 }
 
-/// Returns the ask of a rank that has no result from window `from` on.
-pub(crate) fn ask(rank: u16, from: WindowId, entries: &[AskEntry]) -> Vec<u8> {
+/// Returns the nack of a rank that has no result from window `from` on.
+pub(crate) fn nack(rank: u16, from: WindowId, entries: &[NackEntry]) -> Vec<u8> {
     let mut body = [0; 1200];
-    let len = AskEntries::encode(entries.iter().copied(), &mut body);
-    datagram(Header { window: from, ..header(Kind::Ask, Rank(rank)) }, &body[..len])
+    let len = NackEntries::encode(entries.iter().copied(), &mut body);
+    datagram(Header { window: from, ..header(Kind::Nack, Rank(rank)) }, &body[..len])
 }
 
-pub(crate) fn everything_from(from: WindowId) -> [AskEntry; 1] {
-    [AskEntry { window: from, fragments: 0 }]
+pub(crate) fn everything_from(from: WindowId) -> [NackEntry; 1] {
+    [NackEntry { window: from, fragments: 0 }]
 }
 
 /// A shard's state machine and its clock.
@@ -143,8 +143,8 @@ impl Shard {
     }
 }
 
-pub(crate) fn entries(body: &[u8]) -> Vec<AskEntry> {
-    AskEntries::decode(body).expect("an ask").iter().collect()
+pub(crate) fn entries(body: &[u8]) -> Vec<NackEntry> {
+    NackEntries::decode(body).expect("a nack").iter().collect()
 }
 
 pub(crate) fn names(body: &[u8]) -> Vec<(Rank, Span)> {

@@ -10,7 +10,7 @@ use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks};
 use racksum_proto::worker::{self, Transmit, Worker};
 
-use crate::shard::{Shard, ack, ask, block, everything_from, names, sum};
+use crate::shard::{Shard, ack, block, everything_from, nack, names, sum};
 use crate::support::{TIMEOUT, datagram, header, open, shard, window, worker};
 
 const RELAY: worker::Relay = worker::Relay { shard: 0, slots: 8 };
@@ -143,7 +143,7 @@ fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
             let wait = datagram(header(Kind::Wait, Rank(1)), &body[..len]);
             assert_eq!(root.take(&wait), Verdict::Control);
         }
-        root.take(&ask(0, window(0, 0), &everything_from(window(0, 0))));
+        root.take(&nack(0, window(0, 0), &everything_from(window(0, 0))));
         let (_, body) = root.says_to(0, Kind::Wait);
         names(&body)
     };

@@ -1,12 +1,12 @@
-//! How a worker sends data, and handles results and asks.
+//! How a worker sends data, and handles results and nacks.
 
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
-use racksum_proto::wire::{AskEntry, Flags, Header, Kind, OpenDecoder};
+use racksum_proto::wire::{Flags, Header, Kind, NackEntry, OpenDecoder};
 use racksum_proto::worker::{Config, Verdict, Worker};
 
-use crate::rank::{Machine, Said, ask, credit, everything_from, fail, result, sum};
+use crate::rank::{Machine, Said, credit, everything_from, fail, nack, result, sum};
 use crate::support::{TIMEOUT, datagram, header, window, worker};
 
 #[test]
@@ -34,7 +34,7 @@ fn a_kind_that_aggregators_do_not_send_is_rejected() {
     for kind in [Kind::Open, Kind::Data, Kind::Ack] {
         assert_eq!(rank.reject(&datagram(header(kind, Rank::AGGREGATOR), &[])), Reject::Kind);
     }
-    for kind in [Kind::Credit, Kind::Probe] {
+    for kind in [Kind::Credit, Kind::Ping] {
         assert_eq!(rank.reject(&datagram(header(kind, Rank::AGGREGATOR), &[0])), Reject::Body);
         assert_eq!(rank.take(&datagram(header(kind, Rank::AGGREGATOR), &[])), Verdict::Control);
     }
@@ -115,7 +115,7 @@ fn opens_that_are_asked_for_are_sent_again() {
     rank.deliver(&result(window(0, 1), Some(0)));
     rank.said();
     for (from, expected) in [(window(0, 3), 3), (window(0, 0), 2)] {
-        rank.take(&ask(&[AskEntry { window: from, fragments: 0 }]));
+        rank.take(&nack(&[NackEntry { window: from, fragments: 0 }]));
         let said = rank.said();
         let [Said::Datagram(header, body)] = &said[..] else { panic!("{said:?}") };
         assert_eq!((header.kind, header.window.index), (Kind::Open, expected));
@@ -130,11 +130,11 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
     let masks = vec![0b111, 0b1, 0];
     rank.machine.submit_scanned(rank.now, sum(3), masks, TIMEOUT).unwrap();
     rank.said();
-    rank.take(&ask(&[
-        AskEntry { window: window(0, 0), fragments: 0b100 },
-        AskEntry { window: window(0, 1), fragments: u64::MAX },
-        AskEntry { window: window(0, 2), fragments: 1 },
-        AskEntry { window: window(7, 0), fragments: 1 },
+    rank.take(&nack(&[
+        NackEntry { window: window(0, 0), fragments: 0b100 },
+        NackEntry { window: window(0, 1), fragments: u64::MAX },
+        NackEntry { window: window(0, 2), fragments: 1 },
+        NackEntry { window: window(7, 0), fragments: 1 },
     ]));
     let again: Vec<_> = rank
         .said()
@@ -150,14 +150,14 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
     assert_eq!(again, [(window(0, 0), 0b100), (window(0, 1), 0b1)]);
     // The result has arrived, so the window's data is no longer needed.
     rank.deliver(&result(window(0, 0), None));
-    rank.take(&ask(&[AskEntry { window: window(0, 0), fragments: 1 }]));
+    rank.take(&nack(&[NackEntry { window: window(0, 0), fragments: 1 }]));
     assert_eq!(rank.sends(), [0; 0]);
 }
 
 #[test]
 fn what_has_its_sum_is_not_sent_again_although_an_earlier_one_is_awaited() {
     // wire: W-37
-    let lacks = ask(&[AskEntry { window: window(0, 1), fragments: 1 }]);
+    let lacks = nack(&[NackEntry { window: window(0, 1), fragments: 1 }]);
     for late in [false, true] {
         let mut rank = Machine::new();
         rank.start(&[true; 2]);
@@ -177,15 +177,15 @@ fn what_was_sent_after_a_probe_is_not_sent_again_for_its_answer() {
     rank.start(&[true; 2]);
     rank.said();
     rank.expire();
-    rank.asks();
+    rank.nacks();
     rank.start(&[true]);
     assert_eq!(rank.sends(), [0]);
     rank.expire();
-    rank.asks();
-    let lacks = [window(0, 1), window(1, 0)].map(|window| AskEntry { window, fragments: 1 });
-    rank.take(&ask(&lacks));
+    rank.nacks();
+    let lacks = [window(0, 1), window(1, 0)].map(|window| NackEntry { window, fragments: 1 });
+    rank.take(&nack(&lacks));
     assert_eq!(rank.sends(), [1], "the aggregator could not have it yet");
-    rank.take(&ask(&lacks[1..]));
+    rank.take(&nack(&lacks[1..]));
     assert_eq!(rank.sends(), [0], "whoever asks once more lacks it");
 }
 
@@ -197,8 +197,8 @@ fn what_is_asked_for_of_an_op_that_fails_hides_nothing_behind_it() {
         rank.start(&[true]);
     }
     rank.said();
-    let lacks = [1, 2].map(|op| AskEntry { window: window(op, 0), fragments: 1 });
-    rank.take(&ask(&lacks));
+    let lacks = [1, 2].map(|op| NackEntry { window: window(op, 0), fragments: 1 });
+    rank.take(&nack(&lacks));
     rank.take(&fail(window(1, 0)));
     let windows: Vec<_> = rank
         .said()
@@ -219,10 +219,10 @@ fn results_before_a_whole_one_are_asked_for_at_once() {
     rank.said();
     rank.deliver(&result(window(0, 0), None));
     rank.deliver(&result(window(0, 5), Some(4)));
-    let (header, entries) = rank.asks();
+    let (header, entries) = rank.nacks();
     assert_eq!(header.window, window(0, 1));
     let lacks = [(1, 0), (4, u64::MAX)];
-    let lacks = lacks.map(|(index, fragments)| AskEntry { window: window(0, index), fragments });
+    let lacks = lacks.map(|(index, fragments)| NackEntry { window: window(0, index), fragments });
     assert_eq!(entries, lacks);
     // The answer may still be under way.
     rank.deliver(&result(window(0, 6), Some(5)));
@@ -238,7 +238,7 @@ fn a_probe_asks_what_there_is_and_for_nothing_yet() {
     rank.deliver(&result(window(0, 0), None));
     rank.said();
     rank.expire();
-    let (header, entries) = rank.asks();
+    let (header, entries) = rank.nacks();
     assert_eq!(header.window, window(0, 1));
     assert_eq!(entries, everything_from(window(0, 1)));
 }
@@ -267,7 +267,7 @@ fn a_result_acknowledges_itself_in_the_next_datagram() {
     rank.start(&[true; 3]);
     rank.said();
     rank.deliver(&result(window(0, 1), Some(0)));
-    let (header, _) = rank.asks();
+    let (header, _) = rank.nacks();
     assert_eq!(header.ack, window(0, 0));
     rank.deliver(&result(window(0, 0), None));
     let said = rank.said();

@@ -68,7 +68,7 @@ pub(crate) const fn window(op: u32, index: u32) -> WindowId {
 
 /// Returns a header of the job with only the fields set that every message has.
 pub(crate) fn header(kind: Kind, sender: Rank) -> Header {
-    Header { kind, sender, flags: Flags::NONE, ..Header::probe(JOB, GENERATION, 0) }
+    Header { kind, sender, flags: Flags::NONE, ..Header::ping(JOB, GENERATION, 0) }
 }
 
 /// Encodes a header and a body as a datagram, and sets the header's length.

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use racksum_proto::wire::{self, AskEntries, Flags, Header, Kind, OpenDecoder};
+use racksum_proto::wire::{self, Flags, Header, Kind, NackEntries, OpenDecoder};
 
 use super::{Checker, Machine, Sight, Violation};
 use crate::engine::Picos;
@@ -68,8 +68,8 @@ fn describe(header: &Header, body: &[u8]) -> String {
     match kind {
         Kind::Result if previous == Header::NO_PREVIOUS => text += ", the first",
         Kind::Result => text += &format!(", after {previous}"),
-        Kind::Ask => {
-            for entry in AskEntries::decode(body).iter().flat_map(AskEntries::iter) {
+        Kind::Nack => {
+            for entry in NackEntries::decode(body).iter().flat_map(NackEntries::iter) {
                 let (window, fragments) = (entry.window, entry.fragments);
                 text += &format!(" [{}.{}: {fragments:#x}]", window.op.0, window.index);
             }

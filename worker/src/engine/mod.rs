@@ -46,9 +46,9 @@ pub struct Stats {
     pub rx_datagrams: u64,
     /// Data fragments sent again.
     pub retransmits: u64,
-    /// Asks sent for results.
+    /// Nacks sent for results.
     pub asks: u64,
-    /// Asks sent because nothing had arrived. [`Self::asks`] includes them.
+    /// Nacks sent because nothing had arrived. [`Self::asks`] includes them.
     pub probes: u64,
     /// Messages and datagrams that were rejected, and changed nothing.
     pub rejects: u64,

@@ -122,8 +122,8 @@ pub(crate) fn fail(op: OpId, shard: u8) -> Vec<u8> {
     let mut head = [0; Header::LEN];
     let window = WindowId::new(op, 0);
     let length = u16::try_from(body.len()).unwrap();
-    let probe = Header::probe(JobId(1), Generation(0), shard);
-    Header { kind: Kind::Fail, window, ack: window, length, ..probe }.encode(&mut head);
+    let ping = Header::ping(JobId(1), Generation(0), shard);
+    Header { kind: Kind::Fail, window, ack: window, length, ..ping }.encode(&mut head);
     [&head[..], &body].concat()
 }
 
@@ -140,7 +140,7 @@ fn result(op: OpId, index: u32, mask: u64, value: f32) -> Vec<u8> {
         mask,
         previous,
         length,
-        ..Header::probe(JobId(1), Generation(0), 0)
+        ..Header::ping(JobId(1), Generation(0), 0)
     };
     let mut head = [0; Header::LEN];
     header.encode(&mut head);
@@ -208,7 +208,7 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
     let op = bench.submit(0, Span::from_millis(1));
     // Each datagram holds many messages, so that it takes longer to handle than to send.
     let mut head = [0; Header::LEN];
-    Header::probe(JobId(9), Generation(0), 0).encode(&mut head);
+    Header::ping(JobId(9), Generation(0), 0).encode(&mut head);
     let noise = head.repeat(1000);
     let batch = [Transmit::new(to, &noise, noise.len()); 8];
     let over = AtomicBool::new(false);
@@ -438,10 +438,10 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
 fn large_and_small_results_and_other_messages_come_in_any_order() {
     let (mut bench, op) = in_large_pieces();
     let to = bench.socket.local_addr();
-    let probe = Header::probe(JobId(1), Generation(0), 0);
+    let ping = Header::ping(JobId(1), Generation(0), 0);
     let mut credit = [0; Header::LEN];
     let ack = WindowId::new(op, 0);
-    Header { kind: Kind::Credit, window: ack, ack, ..probe }.encode(&mut credit);
+    Header { kind: Kind::Credit, window: ack, ack, ..ping }.encode(&mut credit);
     // The results have one piece, two pieces or one block. The tensor keeps its values in blocks
     // without a result.
     let masks = [ALL, ALL & !(1 << 30), 1, ALL, ALL, ALL, ALL];
@@ -463,7 +463,7 @@ fn what_is_held_back_goes_whole_behind_whatever_is_next() {
     bench.submit(0, LONG);
     let fragments = Fragmentation::new(1408).unwrap().count(WINDOW * 4);
     let mut seen = vec![0; fragments];
-    // A held datagram without a successor is sent after an ask, which is shorter.
+    // A held datagram without a successor is sent after a nack, which is shorter.
     while seen.contains(&0) {
         bench.engine.step();
         for (header, _) in arrived(&bench.shards[0]) {

@@ -50,7 +50,7 @@ fn a_job_whose_name_others_would_read_otherwise_is_refused() {
 }
 
 #[test]
-fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
+fn only_a_ping_of_the_job_from_one_of_its_shards_is_one() {
     let options = ConnectOptions {
         generation: Generation(3),
         ..ConnectOptions::new("192.0.2.1:5000", "job")
@@ -58,15 +58,15 @@ fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
     let route = route("192.0.2.1:5000", "192.0.2.9:0");
     // The second aggregator's shards are numbers 2 and 3.
     let joining = Joining::new(&options, 1, &route);
-    let right = Header::probe(JobId(7), Generation(3), 3);
-    let is_probe = |header: &Header, after: &[u8], from: &str| {
+    let right = Header::ping(JobId(7), Generation(3), 3);
+    let is_ping = |header: &Header, after: &[u8], from: &str| {
         let mut bytes = [0; Header::LEN];
         header.encode(&mut bytes);
-        joining.is_probe(&welcome(), &mut [&bytes[..], after].concat(), addr(from))
+        joining.is_ping(&welcome(), &mut [&bytes[..], after].concat(), addr(from))
     };
-    assert!(is_probe(&right, &[], "192.0.2.1:5002"));
+    assert!(is_ping(&right, &[], "192.0.2.1:5002"));
     for from in ["192.0.2.1:5001", "192.0.2.1:5003", "192.0.2.2:5002"] {
-        assert!(!is_probe(&right, &[], from), "{from}");
+        assert!(!is_ping(&right, &[], from), "{from}");
     }
     let none = WindowId::new(OpId(1), 0);
     for wrong in [
@@ -79,34 +79,34 @@ fn only_a_probe_of_the_job_from_one_of_its_shards_is_one() {
         Header { window: none, ..right },
         Header { ack: none, ..right },
     ] {
-        assert!(!is_probe(&wrong, &[], "192.0.2.1:5002"), "{wrong:?}");
+        assert!(!is_ping(&wrong, &[], "192.0.2.1:5002"), "{wrong:?}");
     }
     let body = Header { length: 1, ..right };
-    assert!(!is_probe(&body, &[0], "192.0.2.1:5002"));
-    assert!(!is_probe(&right, &[0], "192.0.2.1:5002"), "with something behind it");
-    assert!(!joining.is_probe(&welcome(), &mut b"noise".to_vec(), addr("192.0.2.1:5002")));
+    assert!(!is_ping(&body, &[0], "192.0.2.1:5002"));
+    assert!(!is_ping(&right, &[0], "192.0.2.1:5002"), "with something behind it");
+    assert!(!joining.is_ping(&welcome(), &mut b"noise".to_vec(), addr("192.0.2.1:5002")));
 }
 
 #[test]
-fn where_datagrams_are_authenticated_a_probe_must_be_sealed() {
+fn where_datagrams_are_authenticated_a_ping_must_be_sealed() {
     // wire: W-57
     let options = ConnectOptions::new("192.0.2.1:5000", "job");
     let route = route("192.0.2.1:5000", "192.0.2.9:0");
     let joining = Joining::new(&options, 0, &route);
     let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
     let granted = Welcome { data_auth: DataAuth::Mac, keys: Some(keys), ..welcome() };
-    let mut probe = [0; Header::LEN];
-    Header::probe(JobId(7), Generation(0), 1).encode(&mut probe);
+    let mut ping = [0; Header::LEN];
+    Header::ping(JobId(7), Generation(0), 1).encode(&mut ping);
     let from = addr("192.0.2.1:5002");
-    let bare = udp::Transmit::new(from, &probe, Header::LEN);
+    let bare = udp::Transmit::new(from, &ping, Header::LEN);
     let sealed = |key: &Key| {
         let mut out = Vec::new();
         Sealer::of_shard(DataAuth::Mac, key, 1).unwrap().seal(&bare, &mut out);
         out
     };
-    assert!(joining.is_probe(&granted, &mut sealed(&keys.down), from));
-    assert!(!joining.is_probe(&granted, &mut sealed(&keys.up), from));
-    assert!(!joining.is_probe(&granted, &mut probe.to_vec(), from));
+    assert!(joining.is_ping(&granted, &mut sealed(&keys.down), from));
+    assert!(!joining.is_ping(&granted, &mut sealed(&keys.up), from));
+    assert!(!joining.is_ping(&granted, &mut ping.to_vec(), from));
 }
 
 #[test]

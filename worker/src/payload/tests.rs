@@ -46,7 +46,7 @@ fn bodies(payload: &Payload, cut: Fragmentation, len: usize) -> Vec<Vec<u8>> {
     let stride = Header::LEN + cut.payload();
     let mut out = vec![0xa5; cut.count(len) * stride];
     let header =
-        Header { mask: mask(&payload.geometry), ..Header::probe(JobId(1), Generation(0), 0) };
+        Header { mask: mask(&payload.geometry), ..Header::ping(JobId(1), Generation(0), 0) };
     let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header, held: false };
     let written = payload.gather(&data, &mut out);
     out[..written].chunks(stride).map(|datagram| datagram[Header::LEN..].to_vec()).collect()
@@ -60,7 +60,7 @@ fn some_fragments_are_gathered_as_they_are_among_all() {
         let cut = Fragmentation::new(1000).unwrap();
         let mask = mask(&payload.geometry);
         let len = payload.geometry.payload_len(0, mask);
-        let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
+        let header = Header { mask, ..Header::ping(JobId(1), Generation(0), 0) };
         let gathered = |fragments| {
             let data = DataFragments { shard: 0, len, cut, fragments, header, held: false };
             let mut out = vec![0; cut.count(len) * (Header::LEN + cut.payload())];
@@ -83,7 +83,7 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
     let in_place = |descriptor: Descriptor, mask: u64, cut| {
         let payload = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1, false);
         let len = payload.geometry.payload_len(0, mask);
-        let header = Header { mask, ..Header::probe(JobId(1), Generation(0), 0) };
+        let header = Header { mask, ..Header::ping(JobId(1), Generation(0), 0) };
         let data = DataFragments { shard: 0, len, cut, fragments: u64::MAX, header, held: false };
         let range = payload.in_place(&data.header, data.len, data.cut)?;
         let mut out = vec![0; len + Header::LEN];
@@ -104,7 +104,7 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
     assert_eq!(in_place(descriptor(WireType::Int8), all & !0xff, whole), None, "converted");
     let list = BlockSet::new(&full, Blocks::default()).unwrap();
     let payload = Payload::new(full, Data::Blocks(list), 1, false);
-    let header = Header { mask: all & !0xff, ..Header::probe(JobId(1), Generation(0), 0) };
+    let header = Header { mask: all & !0xff, ..Header::ping(JobId(1), Generation(0), 0) };
     let len = payload.geometry.payload_len(0, header.mask);
     let data =
         DataFragments { shard: 0, len, cut: whole, fragments: u64::MAX, header, held: false };

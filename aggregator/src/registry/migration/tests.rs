@@ -28,13 +28,13 @@ fn words(inbox: &mut Inbox) -> Vec<FromAggregator> {
 }
 
 #[test]
-fn a_job_that_lost_a_rank_on_the_way_is_probed_like_any_other() {
+fn a_job_that_lost_a_rank_on_the_way_is_pinged_like_any_other() {
     let mut registry = registry(Fanout::Auto, 0);
     let mut ranks = all(&mut registry, [0, 1].map(|rank| moved(rank, 3, &[])));
     let now = Instant::now();
     assert_eq!(registry.look_after(&ranks[0].0, now), Joined::Waiting(vec![2]));
     ranks.iter().for_each(|(seat, _)| registry.hear_from(seat, now + PATIENCE));
-    assert_eq!(registry.look_after(&ranks[0].0, now + PATIENCE), Joined::Probe);
+    assert_eq!(registry.look_after(&ranks[0].0, now + PATIENCE), Joined::Ping);
     assert_eq!(registry.look_after(&ranks[1].0, now + PATIENCE), Joined::Ready);
     ranks.iter().for_each(|(seat, _)| registry.heard(seat));
     let without = FromAggregator::Without(gone(2, Loss::Silent));
@@ -45,13 +45,13 @@ fn a_job_that_lost_a_rank_on_the_way_is_probed_like_any_other() {
 }
 
 #[test]
-fn a_rank_that_is_lost_while_the_group_is_probed_is_gone_on_without() {
+fn a_rank_that_is_lost_while_the_group_is_pinged_is_gone_on_without() {
     let mut registry = registry(Fanout::Auto, 0);
     let on_rank_loss = OnRankLoss::Continue;
     let joins = [0, 1, 2].map(|rank| Join { on_rank_loss, ..wish("job", rank, 3) });
     let mut ranks = all(&mut registry, joins);
     registry.leave(&ranks[1].0, Loss::Died, Instant::now());
-    registry.end_probe(&ranks[0].0);
+    registry.end_pings(&ranks[0].0);
     let without = FromAggregator::Without(gone(1, Loss::Died));
     let ready = FromAggregator::Ready { multicast: false };
     assert_eq!(words(&mut ranks[0].1), [ready, without]);
@@ -194,12 +194,12 @@ fn a_rank_that_lacks_too_many_others_opens_no_job_and_ends_none() {
 }
 
 #[test]
-fn a_rank_that_goes_elsewhere_while_the_group_is_probed_is_missed_in_the_end() {
+fn a_rank_that_goes_elsewhere_while_the_group_is_pinged_is_missed_in_the_end() {
     let mut registry = registry(Fanout::Auto, 0);
     let mut ranks = all(&mut registry, [0, 1, 2].map(|rank| moved(rank, 3, &[])));
     let now = Instant::now();
     registry.depart(&ranks[1].0, now);
-    registry.end_probe(&ranks[0].0);
+    registry.end_pings(&ranks[0].0);
     let then = now + PATIENCE;
     for rank in [0, 2] {
         registry.hear_from(&ranks[rank].0, then);

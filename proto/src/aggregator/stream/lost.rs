@@ -5,7 +5,7 @@ use super::{Progress, Stream};
 use crate::ids::Rank;
 use crate::recovery;
 use crate::time::Time;
-use crate::wire::AskEntry;
+use crate::wire::NackEntry;
 
 impl Stream {
     /// Searches the windows that `rank` must have sent for losses. Each window is searched once;
@@ -43,19 +43,19 @@ impl Stream {
 
     /// Returns whether to ask `rank` for its lost fragments now: enough windows lack some, or the
     /// next fold waits for them.
-    pub(super) fn is_to_be_asked(&self, rank: Rank) -> bool {
+    pub(super) fn is_to_be_nacked(&self, rank: Rank) -> bool {
         let Progress { lacking, sent, .. } = self.ranks[rank.index()];
         lacking
             .is_some_and(|first| first <= self.next || sent >= first + recovery::GATHERED_WINDOWS)
     }
 
     /// Returns the ranks to ask for lost fragments, after `next` has moved.
-    pub(in crate::aggregator) fn to_be_asked(&self) -> impl Iterator<Item = Rank> + '_ {
-        self.ranks().filter(|rank| self.is_to_be_asked(*rank))
+    pub(in crate::aggregator) fn to_be_nacked(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.ranks().filter(|rank| self.is_to_be_nacked(*rank))
     }
 
     /// Notes that `rank` was asked for all its lost fragments.
-    pub(in crate::aggregator) fn note_all_asked(&mut self, rank: Rank) {
+    pub(in crate::aggregator) fn note_all_nacked(&mut self, rank: Rank) {
         self.ranks[rank.index()].lacking = None;
     }
 
@@ -75,7 +75,7 @@ impl Stream {
         let Progress { sent, answered, rtt, .. } = &self.ranks[rank.index()];
         let all = self.all_of(position, contribution.mask) & !contribution.have;
         let lost = if stalled || position < *sent { all } else { all & contribution.sent };
-        contribution.asked.due(lost, position, *answered, now, rtt)
+        contribution.nacked.due(lost, position, *answered, now, rtt)
     }
 
     /// Returns the fragments of a contribution with the blocks `mask`, or every bit if `mask` is 0
@@ -91,14 +91,14 @@ impl Stream {
         })
     }
 
-    /// Returns the entries of an ask to `rank`. Unless the rank is `stalled`, they cover only what
+    /// Returns the entries of a nack to `rank`. Unless the rank is `stalled`, they cover only what
     /// it must have sent; the rest may still be on the path.
     pub(in crate::aggregator) fn missing_of(
         &self,
         now: Time,
         rank: Rank,
         stalled: bool,
-    ) -> impl Iterator<Item = AskEntry> + '_ {
+    ) -> impl Iterator<Item = NackEntry> + '_ {
         let progress = &self.ranks[rank.index()];
         let end = progress.opened.min(self.low() + self.pool.len());
         // The newest window that data proves sent may itself have gaps.
@@ -110,7 +110,7 @@ impl Stream {
                 at = position + 1;
                 let fragments = self.due_of(now, rank, position, stalled);
                 if fragments != 0 {
-                    return Some(AskEntry { window: self.sequence.window(position), fragments });
+                    return Some(NackEntry { window: self.sequence.window(position), fragments });
                 }
             }
         })

@@ -3,19 +3,19 @@
 
 use crate::time::{Span, Time};
 
-/// The repetitions of data or asks in a row that brought nothing.
+/// The repetitions of data or nacks in a row that brought nothing.
 #[derive(Debug)]
 pub(super) struct Backoff {
     fruitless: u32,
     /// When results were last asked for.
-    asked_at: Time,
+    nacked_at: Time,
     /// Whether the aggregator has reported since then that it has sent them.
     is_told: bool,
 }
 
 impl Backoff {
     pub(super) const fn new() -> Self {
-        Self { fruitless: 0, asked_at: Time(0), is_told: false }
+        Self { fruitless: 0, nacked_at: Time(0), is_told: false }
     }
 
     /// Notes that a new fragment of a result has arrived.
@@ -34,11 +34,11 @@ impl Backoff {
         self.is_told = true;
     }
 
-    /// Notes that results are asked for. The last ask was fruitless if its answer never arrived.
-    pub(super) fn note_asked(&mut self, now: Time) {
+    /// Notes that results are asked for. The last nack was fruitless if its answer never arrived.
+    pub(super) fn note_nacked(&mut self, now: Time) {
         // wire: W-77
         self.fruitless += u32::from(core::mem::take(&mut self.is_told));
-        self.asked_at = now;
+        self.nacked_at = now;
     }
 
     /// Notes that the aggregator lacks data again, after `fruitless` repetitions of it.
@@ -55,9 +55,9 @@ impl Backoff {
         }
     }
 
-    /// Returns whether asks are delayed because several in a row brought nothing.
+    /// Returns whether nacks are delayed because several in a row brought nothing.
     pub(super) fn holds_back(&self, now: Time) -> bool {
-        now.since(self.asked_at) < self.pause()
+        now.since(self.nacked_at) < self.pause()
     }
 
     /// Fruitless repetitions after which the next is delayed; the delay doubles up to a second.

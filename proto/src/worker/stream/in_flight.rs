@@ -22,15 +22,15 @@ struct Sent {
     again: u64,
     /// Whether any fragment was ever sent again, so that the round trip is ambiguous (Karn).
     repeated: bool,
-    /// The fragments that the aggregator lacked at its last ask.
+    /// The fragments that the aggregator lacked at its last nack.
     lacked: u64,
-    /// How many repeated asks named the same fragments, so that every repetition was lost.
+    /// How many repeated nacks named the same fragments, so that every repetition was lost.
     fruitless: u32,
 }
 
 impl Sent {
-    /// Records the fragments that the aggregator lacks. Returns how many asks in a row repeated the
-    /// same set.
+    /// Records the fragments that the aggregator lacks. Returns how many nacks in a row repeated
+    /// the same set.
     const fn note_lacked(&mut self, fragments: u64) -> u32 {
         let is_same = self.repeated && self.lacked == fragments;
         self.lacked = fragments;
@@ -99,7 +99,7 @@ impl InFlight {
     }
 
     /// Notes that the aggregator lacks `fragments` of the window at `position`, and queues them to
-    /// be sent again. `cut_of` returns how a payload of some length is cut. Returns how many asks
+    /// be sent again. `cut_of` returns how a payload of some length is cut. Returns how many nacks
     /// in a row named the same fragments, or `None` if the window is not in flight.
     pub(super) fn note_lacked(
         &mut self,

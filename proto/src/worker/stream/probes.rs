@@ -64,10 +64,10 @@ impl Probes {
         self.unanswered = Some(Probe { at: now, sent: sent.min(unanswered) });
     }
 
-    /// Notes that an ask has arrived, which may answer the last probe. Returns the position before
-    /// which the windows of the ask lie: an answer says nothing about windows sent after the probe.
-    /// A later ask may be about any window.
-    pub(super) fn note_ask(&mut self) -> u64 {
+    /// Notes that a nack has arrived, which may answer the last probe. Returns the position before
+    /// which the windows of the nack lie: an answer says nothing about windows sent after the
+    /// probe. A later nack may be about any window.
+    pub(super) fn note_nack(&mut self) -> u64 {
         let probe = self.unanswered.as_mut();
         probe.map_or(u64::MAX, |probe| core::mem::replace(&mut probe.sent, u64::MAX))
     }

@@ -2,14 +2,14 @@
 
 use alloc::vec::Vec;
 
-use super::{Ask, Stream};
+use super::{Nack, Stream};
 use crate::congestion::Congestion;
 use crate::geometry::Fragmentation;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::reject::Reject;
 use crate::rtt::Rtt;
 use crate::time::Time;
-use crate::wire::{AskEntries, Header, MissingRanks};
+use crate::wire::{Header, MissingRanks, NackEntries};
 use crate::worker::Path;
 
 impl Stream {
@@ -50,7 +50,7 @@ impl Stream {
         Ok(position)
     }
 
-    /// Handles a fragment of the result at `position`, and queues an ask for losses that it
+    /// Handles a fragment of the result at `position`, and queues a nack for losses that it
     /// reveals. `cut` is the cut of the job. Returns the bytes of the window, and whether the
     /// fragment completes it; `None` if the fragment had arrived before.
     pub(in crate::worker) fn handle_result(
@@ -59,13 +59,13 @@ impl Stream {
         position: u64,
         header: &Header,
         cut: Fragmentation,
-        asks: &mut Rtt,
+        nacks: &mut Rtt,
     ) -> Result<Option<(usize, bool)>, Reject> {
         if position >= self.progress.opened() {
             return Err(Reject::Unopened);
         }
         let place = self.results.place(position, header, cut, self.pool, &self.progress)?;
-        let is_new = self.results.take(place, header, now, asks);
+        let is_new = self.results.take(place, header, now, nacks);
         if is_new {
             self.probes.note_progress(now);
             self.backoff.note_fragment();
@@ -75,11 +75,11 @@ impl Stream {
         // wire: W-38
         // A complete window is checked after its delivery.
         if !complete && (place == 0 || proves_more) {
-            let search = self.search(now, asks);
-            if place == 0 && self.results.is_to_ask_of_first(search)
-                || proves_more && self.results.is_to_ask(search)
+            let search = self.search(now, nacks);
+            if place == 0 && self.results.is_to_nack_of_first(search)
+                || proves_more && self.results.is_to_nack(search)
             {
-                self.ask.get_or_insert(Ask::Lost);
+                self.nack.get_or_insert(Nack::Lost);
             }
         }
         if !is_new {
@@ -118,23 +118,23 @@ impl Stream {
         self.in_flight.release(now, cursor.max(self.progress.low()), cursor, path);
     }
 
-    /// Queues an ask if results must have been lost (wire: W-38).
-    pub(in crate::worker) fn ask_for_lost(&mut self, now: Time, asks: &Rtt) {
-        if self.results.is_to_ask(self.search(now, asks)) {
-            self.ask.get_or_insert(Ask::Lost);
+    /// Queues a nack if results must have been lost (wire: W-38).
+    pub(in crate::worker) fn nack_lost(&mut self, now: Time, nacks: &Rtt) {
+        if self.results.is_to_nack(self.search(now, nacks)) {
+            self.nack.get_or_insert(Nack::Lost);
         }
     }
 
-    /// Handles an ask: queues the fragments and opens that the aggregator lacks. `cut` is the cut
+    /// Handles a nack: queues the fragments and opens that the aggregator lacks. `cut` is the cut
     /// of the job.
-    pub(in crate::worker) fn handle_ask(
+    pub(in crate::worker) fn handle_nack(
         &mut self,
         now: Time,
-        entries: &AskEntries<'_>,
+        entries: &NackEntries<'_>,
         cut: Fragmentation,
         congestion: &mut Congestion,
     ) {
-        let (ops, end) = (self.progress.ops(), self.probes.note_ask());
+        let (ops, end) = (self.progress.ops(), self.probes.note_nack());
         let position = |window| ops.position(window).filter(|at| *at < end);
         let lacked = entries.iter().filter(|entry| entry.fragments != 0);
         // Everything sent up to the last window that lacks something has left the path.
@@ -178,10 +178,10 @@ impl Stream {
         now: Time,
         end: WindowId,
         missing: MissingRanks<'_>,
-        asks: &mut Rtt,
+        nacks: &mut Rtt,
     ) -> Vec<Rank> {
         if let Some(took) = self.probes.note_answer(now) {
-            asks.sample(took);
+            nacks.sample(took);
         }
         let sent = self.progress.ops().position_from(end).min(self.progress.opened());
         self.results.note_all_sent(sent);
@@ -189,7 +189,7 @@ impl Stream {
         if sent > self.progress.cursor() {
             self.probes.note_lack(now);
             self.backoff.note_told();
-            self.ask_for_lost(now, asks);
+            self.nack_lost(now, nacks);
             self.waited.forget_all();
             return Vec::new();
         }

@@ -10,7 +10,7 @@ use self::lost::Tail;
 use super::progress::Progress;
 use crate::geometry::Fragmentation;
 use crate::ids::WindowId;
-use crate::recovery::{self, Answered, Asked};
+use crate::recovery::{self, Answered, Nacked};
 use crate::reject::Reject;
 use crate::rtt::Rtt;
 use crate::time::Time;
@@ -28,10 +28,10 @@ struct Arrival {
     len: usize,
     /// The fragments that must have been sent, since later ones have arrived.
     sent: u64,
-    /// The fragments that were asked for.
-    asked: Asked,
-    /// Asks for the windows between the previous arrival and `start`.
-    gap_asked: Asked,
+    /// The fragments that nacks have asked for.
+    nacked: Nacked,
+    /// Nacks for the windows between the previous arrival and `start`.
+    gap_nacked: Nacked,
 }
 
 impl Arrival {
@@ -48,9 +48,9 @@ pub(super) struct Results {
     arrivals: VecDeque<Arrival>,
     /// The position before which all results must have been sent.
     sent: u64,
-    /// The asks for windows after the last arrival.
+    /// The nacks for windows after the last arrival.
     tail: Tail,
-    /// The latest ask for results that was answered.
+    /// The latest nack that was answered.
     answered: Answered,
 }
 
@@ -105,22 +105,31 @@ impl Results {
             Err(_) if self.arrivals.len() as u64 >= pool => Err(Reject::BeyondPool),
             Err(i) => {
                 let (mask, all) = (header.mask, cut.all(len));
-                // An ask for a gap covers every window in the gap.
-                let (mut asked, gap_asked) = match self.arrivals.get(i) {
-                    Some(next) if position < next.start => (next.gap_asked, Asked::default()),
+                // A nack for a gap covers every window in the gap.
+                let (mut nacked, gap_nacked) = match self.arrivals.get(i) {
+                    Some(next) if position < next.start => (next.gap_nacked, Nacked::default()),
                     Some(_) => Default::default(),
-                    None => self.asked_behind(position, progress.cursor()),
+                    None => self.nacked_behind(position, progress.cursor()),
                 };
-                asked.limit(all);
-                let arrival =
-                    Arrival { position, start, mask, have: 0, all, len, sent: 0, asked, gap_asked };
+                nacked.limit(all);
+                let arrival = Arrival {
+                    position,
+                    start,
+                    mask,
+                    have: 0,
+                    all,
+                    len,
+                    sent: 0,
+                    nacked,
+                    gap_nacked,
+                };
                 self.arrivals.insert(i, arrival);
                 Ok(i)
             }
         }
     }
 
-    /// Takes a fragment of the window at `place`, and measures the ask that it answers. Returns
+    /// Takes a fragment of the window at `place`, and measures the nack that it answers. Returns
     /// whether the fragment is new.
     #[inline]
     pub(super) fn take(
@@ -128,16 +137,16 @@ impl Results {
         place: usize,
         header: &Header,
         now: Time,
-        asks: &mut Rtt,
+        nacks: &mut Rtt,
     ) -> bool {
         let arrival = &mut self.arrivals[place];
         let bit = 1 << header.fragment;
         let is_new = arrival.have & bit == 0;
         arrival.have |= bit;
         let again = header.flags.has(Flags::AGAIN);
-        let (asked, position) = (&mut arrival.asked, arrival.position);
-        if let Some(took) = asked.answer(bit, again, position, now, &mut self.answered) {
-            asks.answered(took);
+        let (nacked, position) = (&mut arrival.nacked, arrival.position);
+        if let Some(took) = nacked.answer(bit, again, position, now, &mut self.answered) {
+            nacks.answered(took);
         }
         arrival.sent |= recovery::sent_before(header.fragment, again);
         is_new

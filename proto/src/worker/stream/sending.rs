@@ -2,14 +2,14 @@
 
 use core::ops::Range;
 
-use super::{Ask, Stream};
+use super::{Nack, Stream};
 use crate::congestion::Congestion;
 use crate::geometry::Geometry;
 use crate::ids::{OpId, WindowId};
 use crate::rtt::Rtt;
 use crate::sequence::StreamOp;
 use crate::time::Time;
-use crate::wire::{AskEntries, AskEntry};
+use crate::wire::{NackEntries, NackEntry};
 
 impl Stream {
     /// Returns the windows of one op to open next.
@@ -72,31 +72,31 @@ impl Stream {
         true
     }
 
-    /// Returns the ask to send, if one is due.
+    /// Returns the nack to send, if one is due.
     #[inline]
-    pub(in crate::worker) const fn poll_ask(&mut self) -> Option<Ask> {
-        self.ask.take()
+    pub(in crate::worker) const fn poll_nack(&mut self) -> Option<Nack> {
+        self.nack.take()
     }
 
-    /// Writes the body of an ask. Returns its length, or `None` if it has no entries. A probe also
+    /// Writes the body of a nack. Returns its length, or `None` if it has no entries. A probe also
     /// requests a wait, which arrives behind all results on the path, so that no result is repeated
     /// needlessly.
-    pub(in crate::worker) fn write_ask(
+    pub(in crate::worker) fn write_nack(
         &mut self,
         now: Time,
-        ask: Ask,
-        asks: &Rtt,
+        nack: Nack,
+        nacks: &Rtt,
         body: &mut [u8],
     ) -> Option<usize> {
-        let (search, ops) = (self.search(now, asks), self.progress.ops());
-        let wait = (ask == Ask::Probe)
-            .then(|| AskEntry { window: ops.window(self.progress.cursor()), fragments: 0 });
-        let len = AskEntries::encode(self.results.missing(ops, search).chain(wait), body);
-        if len == AskEntries::NONE_LEN {
+        let (search, ops) = (self.search(now, nacks), self.progress.ops());
+        let wait = (nack == Nack::Probe)
+            .then(|| NackEntry { window: ops.window(self.progress.cursor()), fragments: 0 });
+        let len = NackEntries::encode(self.results.missing(ops, search).chain(wait), body);
+        if len == NackEntries::NONE_LEN {
             return None;
         }
-        self.results.note_asked(search, &mut self.backoff);
-        if ask == Ask::Probe {
+        self.results.note_nacked(search, &mut self.backoff);
+        if nack == Nack::Probe {
             self.probes.note_sent(now, self.progress.sent());
         }
         Some(len)

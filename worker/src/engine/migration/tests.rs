@@ -21,7 +21,7 @@ fn message(kind: Kind, low: OpId, body: &[u8]) -> Vec<u8> {
         mask: u64::from(kind == Kind::Result),
         previous: if kind == Kind::Result { Header::NO_PREVIOUS } else { 0 },
         length,
-        ..Header::probe(JobId(1), Generation(0), 0)
+        ..Header::ping(JobId(1), Generation(0), 0)
     };
     let mut head = [0; Header::LEN];
     header.encode(&mut head);

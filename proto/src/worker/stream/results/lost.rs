@@ -4,11 +4,11 @@
 use core::ops::Range;
 
 use super::{Arrival, Results};
-use crate::recovery::{self, Asked};
+use crate::recovery::{self, Nacked};
 use crate::rtt::Rtt;
 use crate::sequence::Sequence;
 use crate::time::Time;
-use crate::wire::{AskEntries, AskEntry};
+use crate::wire::{NackEntries, NackEntry};
 use crate::worker::stream::backoff::Backoff;
 
 /// The circumstances of a search for lost results.
@@ -17,9 +17,9 @@ pub(in crate::worker::stream) struct Search<'a> {
     /// The first window without a result.
     cursor: u64,
     now: Time,
-    /// The round trip of asks.
-    asks: &'a Rtt,
-    /// Whether asks are delayed because several in a row brought nothing.
+    /// The round trip of nacks.
+    nacks: &'a Rtt,
+    /// Whether nacks are delayed because several in a row brought nothing.
     held_back: bool,
 }
 
@@ -27,10 +27,10 @@ impl<'a> Search<'a> {
     pub(in crate::worker::stream) fn new(
         cursor: u64,
         now: Time,
-        asks: &'a Rtt,
+        nacks: &'a Rtt,
         backoff: &Backoff,
     ) -> Self {
-        Self { cursor, now, asks, held_back: backoff.holds_back(now) }
+        Self { cursor, now, nacks, held_back: backoff.holds_back(now) }
     }
 }
 
@@ -44,7 +44,7 @@ struct Lack {
 }
 
 impl Lack {
-    /// Returns how many entries the lack takes in an ask.
+    /// Returns how many entries the lack takes in a nack.
     const fn entries(&self) -> usize {
         let gap = match self.gap.end.saturating_sub(self.gap.start) {
             0 => 0,
@@ -55,11 +55,11 @@ impl Lack {
     }
 }
 
-/// The end of the windows after the last arrival that were asked for, and the asks.
+/// The end of the windows after the last arrival that were asked for, and the nacks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Tail {
     to: u64,
-    asked: Asked,
+    nacked: Nacked,
 }
 
 impl Results {
@@ -70,7 +70,7 @@ impl Results {
 
     /// Returns whether to ask for lost results now: the first lost one holds up all others, or
     /// enough windows lack some (wire: W-38).
-    pub(in crate::worker::stream) fn is_to_ask(&self, search: Search<'_>) -> bool {
+    pub(in crate::worker::stream) fn is_to_nack(&self, search: Search<'_>) -> bool {
         let first = self.lacking(search).enumerate().find(|(_, lack)| lack.entries() > 0);
         first.is_some_and(|(at, lack)| {
             at == 0 || self.sent >= lack.position + recovery::GATHERED_WINDOWS
@@ -79,22 +79,22 @@ impl Results {
 
     /// Returns whether to ask now for fragments of the first arrival that later ones have
     /// overtaken.
-    pub(in crate::worker::stream) fn is_to_ask_of_first(&self, search: Search<'_>) -> bool {
+    pub(in crate::worker::stream) fn is_to_nack_of_first(&self, search: Search<'_>) -> bool {
         self.arrivals.front().is_some_and(|first| {
             let hole = first.sent & first.all & !first.have != 0;
             hole && self.lack(first, 0..0, search).entries() > 0
         })
     }
 
-    /// Returns the entries of an ask: results that must have been lost, except those whose answer
+    /// Returns the entries of a nack: results that must have been lost, except those whose answer
     /// may still arrive.
     pub(in crate::worker::stream) fn missing<'a>(
         &'a self,
         ops: &'a Sequence,
         search: Search<'a>,
-    ) -> impl Iterator<Item = AskEntry> + 'a {
+    ) -> impl Iterator<Item = NackEntry> + 'a {
         let entry =
-            |position: u64, fragments: u64| AskEntry { window: ops.window(position), fragments };
+            |position: u64, fragments: u64| NackEntry { window: ops.window(position), fragments };
         self.lacking(search).chain([self.lack_of_tail(search)]).flat_map(
             move |Lack { position, gap, fragments }| {
                 // A gap is known only by its last window, and may hold more results.
@@ -107,21 +107,21 @@ impl Results {
         )
     }
 
-    /// Notes that the entries of [`Self::missing`] were asked for, as many as fit an ask.
-    pub(in crate::worker::stream) fn note_asked(
+    /// Notes that the entries of [`Self::missing`] were asked for, as many as fit a nack.
+    pub(in crate::worker::stream) fn note_nacked(
         &mut self,
         search: Search<'_>,
         backoff: &mut Backoff,
     ) {
-        let mut room = AskEntries::MAX;
+        let mut room = NackEntries::MAX;
         let mut expected = search.cursor;
         let tail = self.lack_of_tail(search);
         if tail.entries() > 0 || self.lacking(search).any(|lack| lack.entries() > 0) {
-            backoff.note_asked(search.now);
+            backoff.note_nacked(search.now);
         }
-        // While asks are held back, the pause alone decides when results are asked for again.
-        let Search { cursor, now, asks, .. } = search;
-        let search = Search::new(cursor, now, asks, backoff);
+        // While nacks are held back, the pause alone decides when results are asked for again.
+        let Search { cursor, now, nacks, .. } = search;
+        let search = Search::new(cursor, now, nacks, backoff);
         for at in 0..self.arrivals.len() {
             let arrival = self.arrivals[at];
             let lack = self.lack(&arrival, expected..arrival.start, search);
@@ -129,26 +129,26 @@ impl Results {
             room = left;
             expected = arrival.position + 1;
             let arrival = &mut self.arrivals[at];
-            arrival.asked.note(lack.fragments, now);
+            arrival.nacked.note(lack.fragments, now);
             if !lack.gap.is_empty() {
-                arrival.gap_asked.note(u64::MAX, now);
+                arrival.gap_nacked.note(u64::MAX, now);
             }
         }
         if !tail.gap.is_empty() && room >= tail.entries() {
             if self.tail.to <= expected {
-                self.tail.asked = Asked::default();
+                self.tail.nacked = Nacked::default();
             }
             self.tail.to = tail.gap.end;
-            self.tail.asked.note(u64::MAX, now);
+            self.tail.nacked.note(u64::MAX, now);
         }
     }
 
-    /// Returns the asks that cover the window at `position`, which had not arrived, and those that
+    /// Returns the nacks that cover the window at `position`, which had not arrived, and those that
     /// cover the gap between the last arrival and the window.
-    pub(super) fn asked_behind(&self, position: u64, cursor: u64) -> (Asked, Asked) {
+    pub(super) fn nacked_behind(&self, position: u64, cursor: u64) -> (Nacked, Nacked) {
         match self.tail {
-            Tail { to, asked } if position < to => (asked, Asked::default()),
-            Tail { to, asked } if self.tail_start(cursor) < to => (Asked::default(), asked),
+            Tail { to, nacked } if position < to => (nacked, Nacked::default()),
+            Tail { to, nacked } if self.tail_start(cursor) < to => (Nacked::default(), nacked),
             _ => Default::default(),
         }
     }
@@ -169,26 +169,26 @@ impl Results {
 
     /// Returns what to ask for after the last arrival: results that were sent and never arrived.
     fn lack_of_tail(&self, search: Search<'_>) -> Lack {
-        let Search { cursor, now, asks, held_back } = search;
+        let Search { cursor, now, nacks, held_back } = search;
         let start = self.tail_start(cursor);
-        let Tail { to, asked } = self.tail;
-        let again = !held_back && asked.due(u64::MAX, start, self.answered, now, asks) != 0;
+        let Tail { to, nacked } = self.tail;
+        let again = !held_back && nacked.due(u64::MAX, start, self.answered, now, nacks) != 0;
         let start = if again { start } else { start.max(to) };
         Lack { position: start, gap: start..self.sent.max(start), fragments: 0 }
     }
 
     /// Returns what to ask for of an arrival and of the gap before it.
     fn lack(&self, arrival: &Arrival, gap: Range<u64>, search: Search<'_>) -> Lack {
-        let Arrival { position, all, have, sent, asked, gap_asked, .. } = *arrival;
-        let Search { now, asks, held_back, .. } = search;
+        let Arrival { position, all, have, sent, nacked, gap_nacked, .. } = *arrival;
+        let Search { now, nacks, held_back, .. } = search;
         if held_back {
             return Lack { position, gap: 0..0, fragments: 0 };
         }
         let missing = all & !have;
         let lost = if position < self.sent { missing } else { missing & sent };
-        let fragments = asked.due(lost, position, self.answered, now, asks);
+        let fragments = nacked.due(lost, position, self.answered, now, nacks);
         let lost = if position <= self.sent { u64::MAX } else { 0 };
-        let due = gap_asked.due(lost, gap.start, self.answered, now, asks) != 0;
+        let due = gap_nacked.due(lost, gap.start, self.answered, now, nacks) != 0;
         Lack { position, gap: if due { gap } else { 0..0 }, fragments }
     }
 }

@@ -1,4 +1,4 @@
-//! How an aggregator answers asks.
+//! How an aggregator answers nacks.
 
 use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
@@ -6,21 +6,21 @@ use racksum_proto::dtype::DType;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::Rank;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{AskEntry, Header, Kind, MissingRanks};
+use racksum_proto::wire::{Header, Kind, MissingRanks, NackEntry};
 
-use crate::shard::{Shard, ack, ask, block, entries, everything_from, names, sum};
+use crate::shard::{Shard, ack, block, entries, everything_from, nack, names, sum};
 use crate::support::{datagram, header, open, shard, window};
 
 #[test]
-fn an_ask_is_answered_with_what_it_takes() {
+fn a_nack_is_answered_with_what_it_takes() {
     // wire: W-22
     let mut shard = Shard::new();
     let start = window(0, 0);
-    let probe = ask(0, start, &everything_from(start));
+    let probe = nack(0, start, &everything_from(start));
 
     // The aggregator lacks the rank's own open.
     shard.take(&probe);
-    let (_, body) = shard.says_to(0, Kind::Ask);
+    let (_, body) = shard.says_to(0, Kind::Nack);
     assert_eq!(entries(&body), everything_from(start));
 
     // The aggregator lacks the other rank's open.
@@ -36,9 +36,9 @@ fn an_ask_is_answered_with_what_it_takes() {
     shard.unheard.clear();
     shard.take(&open(1, 0, 0, &sum(2), None, &[true; 2]));
     shard.take(&probe);
-    let (_, body) = shard.says_to(0, Kind::Ask);
+    let (_, body) = shard.says_to(0, Kind::Nack);
     let all = u64::MAX;
-    let lacks = [0, 1].map(|index| AskEntry { window: window(0, index), fragments: all });
+    let lacks = [0, 1].map(|index| NackEntry { window: window(0, index), fragments: all });
     assert_eq!(entries(&body), lacks);
 
     // The result exists, so a wait shows it, although the rank owes the next window.
@@ -65,7 +65,7 @@ fn a_wait_names_others_than_the_rank_that_asks() {
     // wire: W-22
     let mut shard = Shard::new();
     let start = window(0, 0);
-    let probe = ask(0, start, &everything_from(start));
+    let probe = nack(0, start, &everything_from(start));
     let missing = |shard: &mut Shard| {
         shard.now = shard.now + Span::from_secs(1);
         shard.take(&probe);
@@ -88,7 +88,7 @@ fn a_wait_promises_no_result_of_windows_that_nobody_owes() {
     shard.finish(window(0, 0));
     shard.said();
     for from in [window(0, 0), window(0, 1)] {
-        shard.take(&ask(0, from, &everything_from(from)));
+        shard.take(&nack(0, from, &everything_from(from)));
         // The aggregator asks for the rank's own data of the last window, or sends a wait.
         let said = shard.said();
         let waits = said.iter().filter(|(_, header, _)| header.kind == Kind::Wait);
@@ -108,7 +108,7 @@ fn a_wait_names_the_ranks_that_keep_the_pool_full() {
     }
     shard.take(&ack(0, window(0, 8)));
     shard.said();
-    shard.take(&ask(0, window(0, 8), &everything_from(window(0, 8))));
+    shard.take(&nack(0, window(0, 8), &everything_from(window(0, 8))));
     let (_, body) = shard.says_to(0, Kind::Wait);
     assert_eq!(names(&body), [(Rank(1), Span::ZERO)]);
 }
@@ -139,8 +139,8 @@ fn a_result_that_is_asked_for_twice_is_sent_once() {
     shard.fold();
     shard.said();
     for fragments in [0b01, 0b11, 0b10] {
-        let lost = [AskEntry { window: window(0, 0), fragments }];
-        shard.take(&ask(0, window(0, 0), &lost));
+        let lost = [NackEntry { window: window(0, 0), fragments }];
+        shard.take(&nack(0, window(0, 0), &lost));
     }
     let (_, fragments) = shard.says_to(0, Kind::Result);
     assert_eq!(fragments, 0b11u64.to_be_bytes());
@@ -148,15 +148,15 @@ fn a_result_that_is_asked_for_twice_is_sent_once() {
 }
 
 #[test]
-fn an_ask_costs_no_more_than_64_windows_and_no_other_rank_its_turn() {
+fn a_nack_costs_no_more_than_64_windows_and_no_other_rank_its_turn() {
     let mut shard = of_many_results();
-    let [start, end] = [0, 128].map(|index| AskEntry { window: window(0, index), fragments: 0 });
+    let [start, end] = [0, 128].map(|index| NackEntry { window: window(0, index), fragments: 0 });
     let greedy = [[start, end]; 32].concat();
     for _ in 0..5 {
-        shard.take(&ask(0, window(0, 0), &greedy));
+        shard.take(&nack(0, window(0, 0), &greedy));
     }
-    let one = [AskEntry { window: window(0, 100), fragments: 1 }];
-    shard.take(&ask(1, window(0, 100), &one));
+    let one = [NackEntry { window: window(0, 100), fragments: 1 }];
+    shard.take(&nack(1, window(0, 100), &one));
     let said = shard.said();
     let results = said.iter().filter(|(_, header, _)| header.kind == Kind::Result);
     let ranks: Vec<_> = results.map(|(to, ..)| *to).collect();
@@ -176,7 +176,7 @@ fn a_window_that_is_no_more_is_not_taken_for_another() {
     shard.open(1, Some(0), &[true]);
     shard.finish(window(1, 0));
     shard.said();
-    shard.take(&ask(0, window(1, 0), &[AskEntry { window: window(0, 0), fragments: 1 }]));
+    shard.take(&nack(0, window(1, 0), &[NackEntry { window: window(0, 0), fragments: 1 }]));
     assert!(shard.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
 }
 
@@ -190,10 +190,10 @@ fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
     shard.machine.handle_left(Rank(1), &mut ());
     assert_eq!(shard.machine.results_held(0), 1, "the other has yet to acknowledge it");
     let lacks = window(0, 1);
-    shard.take(&ask(0, lacks, &everything_from(lacks)));
+    shard.take(&nack(0, lacks, &everything_from(lacks)));
     shard.said();
     shard.store(&block(0, lacks));
-    shard.take(&ask(0, lacks, &everything_from(lacks)));
+    shard.take(&nack(0, lacks, &everything_from(lacks)));
     let (_, body) = shard.says_to(0, Kind::Wait);
     assert_eq!(names(&body), [(Rank(1), MissingRanks::LEFT)]);
     shard.take(&ack(0, lacks));
@@ -217,10 +217,10 @@ fn a_result_goes_again_once_a_round_trip_at_most() {
     shard.finish(window(0, 0));
     shard.finish(window(0, 1));
     shard.said();
-    let lost = [AskEntry { window: window(0, 1), fragments: 1 }];
+    let lost = [NackEntry { window: window(0, 1), fragments: 1 }];
     let resent_after = |shard: &mut Shard, wait: Span| {
         shard.now = shard.now + wait;
-        shard.take(&ask(0, window(0, 1), &lost));
+        shard.take(&nack(0, window(0, 1), &lost));
         again(shard, 0) > 0
     };
     let [trip, less] = [300, 299].map(Span::from_micros);
@@ -231,16 +231,16 @@ fn a_result_goes_again_once_a_round_trip_at_most() {
     assert!(resent_after(&mut shard, Span::from_micros(1)));
     assert!(!resent_after(&mut shard, less));
     // Each rank has its own round-trip time.
-    shard.take(&ask(1, window(0, 1), &lost));
+    shard.take(&nack(1, window(0, 1), &lost));
     assert!(again(&mut shard, 1) > 0);
 }
 
 #[test]
-fn a_rank_that_repeats_a_small_ask_is_sent_no_more_than_it_has_earned() {
+fn a_rank_that_repeats_a_small_nack_is_sent_no_more_than_it_has_earned() {
     // wire: W-68
     let mut shard = of_many_results();
-    let [start, end] = [0, 64].map(|index| AskEntry { window: window(0, index), fragments: 0 });
-    let question = ask(0, window(0, 0), &[start, end]);
+    let [start, end] = [0, 64].map(|index| NackEntry { window: window(0, index), fragments: 0 });
+    let question = nack(0, window(0, 0), &[start, end]);
     let (mut heard, mut sent) = (0, 0);
     for _ in 0..1_000 {
         shard.now = shard.now + Span::from_millis(5);
@@ -248,14 +248,14 @@ fn a_rank_that_repeats_a_small_ask_is_sent_no_more_than_it_has_earned() {
         heard += question.len();
         sent += again(&mut shard, 0);
     }
-    // The budget is the initial one, the first transmissions, the bytes of the asks, and 16 KiB/s
+    // The budget is the initial one, the first transmissions, the bytes of the nacks, and 16 KiB/s
     // for 5 s.
     let first = 128 * (Header::LEN + 1024);
     let most = 8 * WINDOW_BYTES + first + heard + 5 * (16 << 10);
     assert!(sent > first, "losses are made good: {sent}");
     assert!(sent <= most, "{sent} bytes for {heard}");
     // Each rank has its own budget.
-    shard.take(&ask(1, window(0, 0), &[start, end]));
+    shard.take(&nack(1, window(0, 0), &[start, end]));
     assert_eq!(again(&mut shard, 1), 64 * (Header::LEN + 1024));
 }
 
@@ -265,7 +265,7 @@ fn a_rank_that_has_spent_its_budget_is_told_of_fewer_ranks() {
     let config = aggregator::Config { world: 100, ..shard(0, 1) };
     let mut shard = Shard::of(Aggregation::new(config, Time(0)));
     let start = window(0, 0);
-    let probe = ask(0, start, &everything_from(start));
+    let probe = nack(0, start, &everything_from(start));
     shard.take(&open(0, 0, 0, &sum(1), None, &[true]));
     shard.said();
     let (mut heard, mut sent) = (0, 0);

@@ -1,34 +1,34 @@
-//! The asks of ranks: requests for lost results, and probes.
+//! The nacks of ranks: requests for lost results, and probes.
 
 use super::Aggregation;
 use crate::ids::Rank;
 use crate::reject::Reject;
 use crate::time::Time;
-use crate::wire::{AskEntries, Header};
+use crate::wire::{Header, NackEntries};
 
 impl Aggregation {
-    /// Handles an ask: queues the results that the rank lacks, and an answer that says what the
+    /// Handles a nack: queues the results that the rank lacks, and an answer that says what the
     /// next window waits for.
-    pub(super) fn handle_ask(
+    pub(super) fn handle_nack(
         &mut self,
         now: Time,
         header: &Header,
         body: &[u8],
     ) -> Result<(), Reject> {
-        let entries = AskEntries::decode(body)?;
+        let entries = NackEntries::decode(body)?;
         let (lane, rank) = (header.lane, header.sender);
-        let from = self.resend_asked(now, lane, rank, &entries);
+        let from = self.resend_nacked(now, lane, rank, &entries);
         // wire: W-22
         let stream = &self.streams[usize::from(lane)];
-        let asked = header.window.op;
-        let failed = self.agreement.disagreement(asked).is_some();
+        let reached = header.window.op;
+        let failed = self.agreement.disagreement(reached).is_some();
         let at = stream.sequence.position_from(header.window);
         let opened = stream.ranks[rank.index()].opened;
         let next = stream.next;
         let may_lack = |from: u64| stream.folded.back().is_some_and(|newest| *newest >= from);
         let probed = from.map(may_lack);
         self.queue.note(lane, rank, |due| {
-            due.failed = failed.then_some(asked).or(due.failed);
+            due.failed = failed.then_some(reached).or(due.failed);
             due.open |= !failed && opened <= at.max(next);
             due.sign |= probed == Some(true);
             due.stalled |= probed == Some(false);
@@ -37,19 +37,19 @@ impl Aggregation {
     }
 
     /// Queues the results that the rank certainly lacks, as far as its budget allows. Returns the
-    /// position from which on the rank does not know what it lacks, if the ask ends with such an
+    /// position from which on the rank does not know what it lacks, if the nack ends with such an
     /// entry.
-    fn resend_asked(
+    fn resend_nacked(
         &mut self,
         now: Time,
         lane: u8,
         rank: Rank,
-        entries: &AskEntries<'_>,
+        entries: &NackEntries<'_>,
     ) -> Option<u64> {
         let stream = &mut self.streams[usize::from(lane)];
         let mut entries = entries.iter().peekable();
-        // Limits how many windows an ask may cost, even if its entries overlap.
-        let mut left = AskEntries::MAX;
+        // Limits how many windows a nack may cost, even if its entries overlap.
+        let mut left = NackEntries::MAX;
         while let Some(entry) = entries.next() {
             let (from, to) = match entries.peek() {
                 _ if entry.fragments != 0 => {
