@@ -46,13 +46,13 @@ fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
                 "{again}"
             );
             let world = refusal(&of(1, 3));
-            assert_eq!(world, "job \"job\" was opened with world 2, but rank 1 says 3");
+            assert_eq!(world, "job \"job\" was opened with world 2, but rank 1 has 3");
             let lanes = refusal(&ConnectOptions { lanes: 2, ..of(1, 2) });
-            assert_eq!(lanes, "job \"job\" was opened with lanes 1, but rank 1 says 2");
+            assert_eq!(lanes, "job \"job\" was opened with lanes 1, but rank 1 has 2");
             let second = Client::connect(&of(1, 2)).unwrap();
             let late = refusal(&of(1, 2));
             let why =
-                "job \"job\" is running in generation 0, begun by 127.0.0.1: all its ranks (2)";
+                "job \"job\" is running in generation 0, begun by 127.0.0.1, and all its ranks (2)";
             assert!(late.starts_with(why), "{late}");
             check(&second, 2.0);
             first.join().unwrap();

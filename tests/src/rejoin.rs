@@ -129,7 +129,7 @@ fn who_cannot_come_back_is_told_why() {
             drop(other);
             assert!(refused(&options(1)).contains("rank 1 has left job \"job\"; it can rejoin"));
             let world = ConnectOptions { world: 3, ..back(1) };
-            assert!(refused(&world).contains("was opened with world 2, but rank 1 says 3"));
+            assert!(refused(&world).contains("was opened with world 2, but rank 1 has 3"));
             let small = ConnectOptions { mtu: Some(1280), ..back(1) };
             assert!(refused(&small).contains("give the rank its former MTU"));
             let goes_on = ConnectOptions { on_rank_loss: OnRankLoss::Continue, ..back(1) };

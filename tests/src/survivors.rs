@@ -122,6 +122,7 @@ fn ranks_that_want_different_things_of_a_loss_are_no_job() {
         let mut other = Impostor::connect(&rig);
         let wish = Join { on_rank_loss: GO_ON, ..other.wish("job", 1, 2) };
         let why = "job \"job\" was opened with `on_rank_loss` abort, but rank 1 has continue";
-        assert_eq!(other.refused(wish), why);
+        let refused = other.refused(wish);
+        assert!(refused.starts_with(why), "{refused}");
     });
 }

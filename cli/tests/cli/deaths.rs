@@ -111,7 +111,7 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 2, "60");
     signal(serving.process.id(), "TERM");
-    await_that("it drains", || serving.process.out().contains("drains"));
+    await_that("it drains", || serving.process.out().contains("is draining"));
     signal(serving.process.id(), "TERM");
     serving.process.end(10).ok();
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect::<Vec<_>>());

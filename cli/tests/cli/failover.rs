@@ -156,7 +156,7 @@ fn a_second_signal_stops_an_aggregator_whose_job_stays() {
     let options = ConnectOptions::new(serving.addr.clone(), "stays");
     let client = Client::connect(&options).unwrap();
     signal(serving.process.id(), "TERM");
-    await_that("it drains", || serving.process.out().contains("drains"));
+    await_that("it drains", || serving.process.out().contains("is draining"));
     let one = Descriptor::sum(1, DType::I32);
     client.reduce(&mut [1, 0, 0, 0], one).unwrap();
     let (ended, ms) = timed(|| serving.end());

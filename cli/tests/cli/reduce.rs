@@ -228,8 +228,8 @@ fn what_cannot_be_reduced_is_refused_in_a_sentence_and_nothing_is_written() {
             vec![fewer.clone(), good.clone()],
             format!("{good} has tensor \"b\", which {fewer} lacks"),
         ),
-        (of(&bytes), format!("tensor \"a\" of {bytes} is U8, which racksum cannot reduce")),
-        (vec![bytes.clone()], format!("tensor \"a\" of {bytes} is U8")),
+        (of(&bytes), format!("tensor \"a\" of {bytes} has dtype U8, which racksum cannot reduce")),
+        (vec![bytes.clone()], format!("tensor \"a\" of {bytes} has dtype U8")),
     ] {
         let ended = reduce(&files, &folder.path("sum"), &[]);
         assert!(ended.failed(2).contains(&why), "{why}: {ended:?}");

@@ -288,7 +288,7 @@ fn a_rank_that_finds_no_aggregator_says_so() {
 fn an_aggregator_that_starts_after_its_ranks_is_found() {
     let port = own_port().to_string();
     let rank = bench_rank(&format!("127.0.0.1:{port}"), 0, 1, &["-e", "4K"]);
-    await_that("the rank says that it tries again", || rank.err().contains("trying again"));
+    await_that("the rank says that it retries", || rank.err().contains("retrying"));
     let args = ["aggregator", "--port", &port, "--pool-mib", "64"];
     let _serving = Serving::of(Process::start(&args));
     let ended = rank.end(60).ok();
@@ -330,7 +330,7 @@ fn ranks_that_name_aggregators_in_other_orders_are_told_so() {
     };
     // At least one of the two gets the reason; the other may have left by then.
     let spread = pair([format!("{one}+{two}"), format!("{two}+{one}")]);
-    let order = "name the same aggregators in the same order";
+    let order = "the same aggregators in the same order";
     assert!(spread.iter().any(|ended| ended.err.contains(order)), "{spread:?}");
     for ended in pair([format!("{one},{two}"), format!("{two},{one}")]) {
         let why = ended.failed(1);
@@ -390,7 +390,7 @@ fn a_rank_that_does_not_fit_says_why() {
     let second = rank(0, 2, &["-e", "4K", "--join-timeout", "3"]);
     let wrong = rank(1, 3, &["-e", "4K", "--join-timeout", "3"]);
     let refused = wrong.end(30);
-    let why = "rank 1 says 3";
+    let why = "rank 1 has 3";
     assert!(refused.failed(3).contains(why), "{refused:?}");
     let last = rank(1, 2, &["-e", "4K"]);
     first.end(60).ok();

@@ -176,7 +176,10 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
     handle.wait().unwrap();
     rank.close();
     let ended = sidecar.process.end(10).ok();
-    assert!(ended.out.contains("drains: 1 job is to end; another signal stops it"), "{ended:?}");
+    assert!(
+        ended.out.contains("is draining: 1 job is to end; another signal stops it"),
+        "{ended:?}"
+    );
     assert!(!std::fs::exists(&sidecar.socket).unwrap());
 }
 
@@ -222,7 +225,7 @@ fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
     let handle = ranks[0].submit(vec![0u8; 4], one()).unwrap();
     // SIGINT stands for Ctrl-C, and SIGQUIT for the end of the terminal.
     signal(sidecar.process.id(), "INT");
-    await_that("it drains", || sidecar.process.out().contains("drains"));
+    await_that("it drains", || sidecar.process.out().contains("is draining"));
     signal(sidecar.process.id(), "QUIT");
     let why = handle.wait().unwrap_err().to_string();
     assert!(why.contains("no aggregator is left: the sidecar at"), "{why}");

@@ -111,7 +111,7 @@ fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
     // `status` does not accept the file as a socket either.
     for which in [&socket, &folder.path("."), &format!("unix:{socket}")] {
-        let why = format!("cannot ask {}: it is no socket;", which.trim_start_matches("unix:"));
+        let why = format!("cannot ask {}: not a socket;", which.trim_start_matches("unix:"));
         let ended = run(&["status", which]);
         assert!(ended.failed(2).starts_with(&why), "{ended:?}");
     }
@@ -152,7 +152,8 @@ fn an_aggregator_without_a_place_for_its_status_socket_names_the_folder() {
     let nowhere = folder.path("none");
     command.args(["aggregator", "--port", "0", "--pool-mib", "16"]);
     let serving = Serving::of(Process::spawn(command.env("XDG_RUNTIME_DIR", &nowhere)));
-    let why = format!("no status socket: cannot use the folder {nowhere}/racksum: No such file");
+    let why =
+        format!("without a status socket: cannot use the folder {nowhere}/racksum: No such file");
     let err = serving.end().err;
     assert!(err.contains(&why), "{err}");
 }
