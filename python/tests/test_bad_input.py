@@ -36,10 +36,10 @@ def refusals():
         "numpy's scalar": (one.mean(), {}, "is a scalar, which cannot be reduced in place"),
         "masked array": (np.ma.masked_array(one, one == 1), {}, r"is masked; pass x\.filled"),
         "what only looks like an array": (LooksLikeAnArray(), {}, "not LooksLikeAnArray"),
-        "unknown op": (np.ones(4, np.float32), {"op": "prod"}, 'no reduction "prod"'),
-        "unknown wire": (np.ones(4, np.float32), {"wire": "f8"}, 'no wire type "f8"'),
+        "unknown op": (np.ones(4, np.float32), {"op": "prod"}, 'unknown reduction "prod"'),
+        "unknown wire": (np.ones(4, np.float32), {"wire": "f8"}, 'unknown wire type "f8"'),
         "wide wire": (np.ones(4, np.float16), {"wire": "f32"}, "cannot carry a tensor of f16"),
-        "block": (np.ones(4, np.float32), {"block": 100}, "power of two; 100 is not"),
+        "block": (np.ones(4, np.float32), {"block": 100}, "power of two of elements, from 32 to 1024, not 100"),
         "block below": (one, {"block": -1}, "block must be a whole number from 32 to 1024, not -1"),
         "block of no number": (one, {"block": 64.0}, "block must be a whole .* not 64.0"),
         "lane": (np.ones(4, np.float32), {"lane": 3}, "lane 3 does not exist"),
@@ -228,7 +228,7 @@ def test_memory_that_a_tensor_had_is_there_until_its_op_has_ended(place, how):
 @pytest.mark.parametrize("index", [-1, 2**32, 2**40])
 def test_a_block_that_cannot_be_is_named_as_it_is(place, index):
     with place.connect() as session:
-        with pytest.raises(racksum.BadArgument, match=f"no block {index}: they are numbered"):
+        with pytest.raises(racksum.BadArgument, match=f"no block {index}; blocks are numbered"):
             session.allreduce_blocks(np.array([0, index]), np.ones(64, np.float32), 64, block=32)
         assert session.allreduce(np.ones(4, np.float32)).tolist() == [1.0] * 4
 

@@ -77,7 +77,7 @@ def test_what_is_listed_twice_is_combined(cluster):
     [
         ([5], 32, "block 5 is beyond the tensor's 3 blocks"),
         ([-1], 32, "there is no block -1"),
-        ([0], 31, "have 128 bytes of values, not 124"),
+        ([0], 31, "need 128 bytes of values, not 124"),
     ],
 )
 def test_blocks_that_cannot_be_are_refused_and_the_session_goes_on(place, indices, values, match):
