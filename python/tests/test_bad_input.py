@@ -39,7 +39,11 @@ def refusals():
         "unknown op": (np.ones(4, np.float32), {"op": "prod"}, 'unknown reduction "prod"'),
         "unknown wire": (np.ones(4, np.float32), {"wire": "f8"}, 'unknown wire type "f8"'),
         "wide wire": (np.ones(4, np.float16), {"wire": "f32"}, "cannot carry a tensor of f16"),
-        "block": (np.ones(4, np.float32), {"block": 100}, "power of two of elements, from 32 to 1024, not 100"),
+        "block": (
+            np.ones(4, np.float32),
+            {"block": 100},
+            "a power of two .* not 100",
+        ),
         "block below": (one, {"block": -1}, "block must be a whole number from 32 to 1024, not -1"),
         "block of no number": (one, {"block": 64.0}, "block must be a whole .* not 64.0"),
         "lane": (np.ones(4, np.float32), {"lane": 3}, "lane 3 does not exist"),

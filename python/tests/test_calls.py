@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 import racksum
 import racksum.torch
 from conftest import Cluster
-from racksum.session import PartOf
+from racksum.call import PartOf
 from ranks import Ranks, backend_options, group_on_backend, in_group
 
 WORLD = 2

@@ -5,8 +5,8 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from racksum.call import Call, PartOf
 from racksum.options import ConnectOptions
-from racksum.session import Call, PartOf
 
 VERSION: str
 

@@ -5,28 +5,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
 from racksum import _racksum
+from racksum.call import ONE_OP, PartOf, checked_call
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument, Error, SessionClosed
 from racksum.handle import Handle, Outcome
 from racksum.log import logger, pass_on, pass_on_until
 from racksum.options import (
-    MAX_ELEMENTS,
-    MAX_LANES,
     ConnectOptions,
     limits_of_group,
-    text,
-    whole_from,
 )
-from racksum.shared import tensor_in
-from racksum.tensor import check_unmoved, empty_like, memory_of, tag_of
+from racksum.shared import sides_of, tensor_in
+from racksum.tensor import check_unmoved, empty_like, memory_of
 from racksum.threads import end_all
 
 if TYPE_CHECKING:
@@ -34,9 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    from typing_extensions import Self
+    import numpy as np
+    import torch
+    from numpy.typing import DTypeLike, NDArray
+    from typing_extensions import Self, Unpack
 
-__all__ = ["Handle", "PartOf", "Session", "begin_ops_here", "checked_session", "connect"]
+__all__ = ["Handle", "Session", "begin_ops_here", "checked_session", "connect"]
 
 T = TypeVar("T")
 
@@ -126,6 +125,16 @@ def connect(
     return Session(ConnectOptions.resolve(**{**limits_of_group(_seconds_of_group()), **given}))
 
 
+class _OpOptions(TypedDict, total=False):
+    """The arguments of an op that all its overloads share."""
+
+    wire: str | None
+    block: int
+    lane: int
+    tag: int | str | None
+    part_of: PartOf | None
+
+
 class Session:
     """The membership of a rank in a job. :func:`connect` makes one.
 
@@ -212,6 +221,19 @@ class Session:
         """True if the session takes no more ops: it is closed or forked, or the job is over."""
         return self._closed or self._session.is_forked or self._session.is_over
 
+    @overload
+    def allreduce(
+        self, x: T, op: str = ..., *, async_op: Literal[False] = ..., **options: Unpack[_OpOptions]
+    ) -> T: ...
+    @overload
+    def allreduce(
+        self, x: T, op: str = ..., *, async_op: Literal[True], **options: Unpack[_OpOptions]
+    ) -> Handle[T]: ...
+    @overload
+    def allreduce(
+        self, x: T, op: str = ..., *, async_op: bool, **options: Unpack[_OpOptions]
+    ) -> T | Handle[T]: ...
+
     def allreduce(
         self,
         x: T,
@@ -223,7 +245,7 @@ class Session:
         tag: int | str | None = None,
         async_op: bool = False,
         part_of: PartOf | None = None,
-    ) -> Any:
+    ) -> T | Handle[T]:
         """Reduces a numpy array or a torch tensor in place with those of all other ranks.
 
         Ops on the same memory take turns in the order of the calls. If a call fails at this rank
@@ -262,7 +284,7 @@ class Session:
         with self._turn(part_of) as turn:
             try:
                 memory = memory_of(x)
-                call = _call(
+                call = checked_call(
                     elements=memory.elements,
                     dtype=memory.dtype,
                     wire=wire,
@@ -286,6 +308,29 @@ class Session:
         handle = Handle(started.wait, make)
         return handle if async_op else handle.wait()
 
+    @overload
+    def allreduce_blocks(
+        self,
+        indices: T,
+        values: T,
+        elements: int,
+        op: str = ...,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[_OpOptions],
+    ) -> tuple[T, T]: ...
+    @overload
+    def allreduce_blocks(
+        self,
+        indices: T,
+        values: T,
+        elements: int,
+        op: str = ...,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[_OpOptions],
+    ) -> Handle[tuple[T, T]]: ...
+
     def allreduce_blocks(
         self,
         indices: T,
@@ -296,10 +341,10 @@ class Session:
         wire: str | None = None,
         block: int = DEFAULT_BLOCK,
         lane: int = 0,
-        tag: int | str = 0,
+        tag: int | str | None = None,
         async_op: bool = False,
         part_of: PartOf | None = None,
-    ) -> Any:
+    ) -> tuple[T, T] | Handle[tuple[T, T]]:
         """Reduces a tensor of which each rank passes only some blocks; all others count as zeros.
 
         The arguments that are not listed here are those of :meth:`allreduce`, as are the errors.
@@ -323,14 +368,14 @@ class Session:
                 places, memory = memory_of(indices), memory_of(values)
                 if places.dtype != "i64":
                     raise BadArgument(f"indices must be int64, not {indices.dtype}")  # type: ignore[attr-defined]
-                call = _call(
+                call = checked_call(
                     elements=elements,
                     dtype=memory.dtype,
                     wire=wire,
                     op=op,
                     block=block,
                     lane=lane,
-                    tag=tag,
+                    tag=0 if tag is None else tag,
                 )
             except BaseException:
                 self._tell_of(turn)
@@ -388,7 +433,7 @@ class Session:
         If the block raises before the op begins, the session owes the other ranks a notice, which
         it sends before the next op at the latest.
         """
-        return self._session.turn(part_of or _ONE_OP, _thread.begins_ops)
+        return self._session.turn(part_of or ONE_OP, _thread.begins_ops)
 
     def _tell_of(self, turn: _racksum.Turn) -> None:
         """Tells the other ranks at once of a call that has failed here.
@@ -414,6 +459,13 @@ class Session:
         if not _thread.begins_ops:
             self._session.settle()
 
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]: ...
+    @overload
+    def empty(self, shape: int | Sequence[int]) -> torch.Tensor | NDArray[np.float32]: ...
+
     def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
         """Returns an uninitialized tensor in memory that is shared with the sidecar.
 
@@ -428,7 +480,7 @@ class Session:
         :raises racksum.BadArgument: The shape or the dtype is invalid.
         :raises racksum.Error: The sidecar has no memory left for the tensor. The session goes on.
         """
-        return tensor_in(self._session.lend, _sides(shape), dtype)
+        return tensor_in(self._session.lend, sides_of(shape), dtype)
 
     def empty_like(self, x: T) -> T:
         """Returns an uninitialized tensor of the shape and the dtype of ``x``, as :meth:`empty`."""
@@ -508,63 +560,6 @@ def checked_session(session: Any) -> Session:
         "session must be a racksum.Session, as racksum.torch.connect returns, not "
         f"{type(session).__name__}"
     )
-
-
-class PartOf(NamedTuple):
-    """The call of a collective that an op belongs to. Ops of different calls never pair."""
-
-    #: The name of the collective in docs/wire.md.
-    collective: str = "op"
-    #: The root rank of the collective.
-    root: int = 0
-    #: The number of the call in its group.
-    number: int = 0
-
-
-#: The value for an op that belongs to no collective.
-_ONE_OP = PartOf()
-
-
-class Call(NamedTuple):
-    """The arguments of an op, which must be the same at all ranks."""
-
-    elements: int
-    dtype: str
-    wire: str
-    op: str
-    block: int
-    lane: int
-    tag: int
-
-
-#: The check of each argument of an op.
-_CHECKS = {
-    "elements": whole_from(0, MAX_ELEMENTS),
-    "wire": text,
-    "op": text,
-    "block": whole_from(32, 1024),
-    "lane": whole_from(0, MAX_LANES - 1),
-    "tag": whole_from(0, 2**64 - 1),
-}
-
-
-def _call(*, dtype: str, wire: str | None, tag: int | str, **given: Any) -> Call:
-    """Returns the checked arguments of an op, or raises :class:`BadArgument`."""
-    given["wire"] = dtype if wire is None else wire
-    given["tag"] = tag_of(text("tag", tag)) if isinstance(tag, str) else tag
-    checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
-    return Call(dtype=dtype, **checked)
-
-
-def _sides(shape: Any) -> tuple[int, ...]:
-    try:
-        sides = tuple(shape)
-    except TypeError:
-        sides = (shape,)
-    check = whole_from(0, MAX_ELEMENTS)
-    sides = tuple(check("a side of the shape", side) for side in sides)
-    check("the number of elements of the shape", math.prod(sides))
-    return sides
 
 
 def _leave_alone() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from racksum.errors import BadArgument
 from racksum.extras import needed
+from racksum.options import MAX_ELEMENTS, whole_from
 from racksum.tensor import checked_dtype
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from racksum._racksum import Lent
 
-__all__ = ["tensor_in"]
+__all__ = ["sides_of", "tensor_in"]
 
 
 def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype: Any = None) -> Any:
@@ -52,3 +53,15 @@ def _lent(lend: Callable[[int], Lent | None], nbytes: int) -> Any:
     buffer = (ctypes.c_char * nbytes).from_address(lent.address)
     buffer.lent = lent  # type: ignore[attr-defined]
     return buffer
+
+
+def sides_of(shape: Any) -> tuple[int, ...]:
+    """Returns a checked shape. A number stands for a tensor of one dimension."""
+    try:
+        sides = tuple(shape)
+    except TypeError:
+        sides = (shape,)
+    check = whole_from(0, MAX_ELEMENTS)
+    sides = tuple(check("a side of the shape", side) for side in sides)
+    check("the number of elements of the shape", math.prod(sides))
+    return sides

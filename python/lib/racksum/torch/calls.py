@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from racksum.call import PartOf
 from racksum.errors import WaitTimeout
 from racksum.futures import as_exception, own_streams_on
-from racksum.session import PartOf, begin_ops_here
+from racksum.session import begin_ops_here
 from racksum.tensor import address_of, check_unmoved
 from racksum.threads import SerialExecutor
 from racksum.torch.staging import so_far

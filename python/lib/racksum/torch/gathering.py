@@ -17,7 +17,8 @@ from racksum.torch.work import write
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from racksum.session import Handle, PartOf, Session
+    from racksum.call import PartOf
+    from racksum.session import Handle, Session
     from racksum.torch.staging import Staged
     from racksum.torch.work import Ends
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from racksum.call import PartOf
 from racksum.errors import Error, JoinTimeout, SessionClosed
 from racksum.options import ConnectOptions, limits_of_group
-from racksum.session import PartOf, Session
+from racksum.session import Session
 from racksum.threads import let_go
 from racksum.torch.departures import sentence
 from racksum.torch.groups import (

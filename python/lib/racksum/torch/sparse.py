@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from racksum.call import PartOf
 from racksum.eager import eager
 from racksum.errors import BadArgument
 from racksum.options import MAX_ELEMENTS
-from racksum.session import DEFAULT_BLOCK, PartOf, Session, checked_session
+from racksum.session import DEFAULT_BLOCK, Session, checked_session
 from racksum.torch.staging import staging_of, to_host
 
 if TYPE_CHECKING:

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from racksum.call import PartOf
 from racksum.errors import BadArgument, WaitTimeout
 from racksum.futures import as_exception, future_of
-from racksum.session import DEFAULT_BLOCK, Handle, PartOf, Session, begin_ops_here
+from racksum.session import DEFAULT_BLOCK, Handle, Session, begin_ops_here
 from racksum.tensor import tag_of_shape
 from racksum.threads import SerialExecutor
 from racksum.torch.work import Ends
