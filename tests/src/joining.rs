@@ -421,8 +421,9 @@ fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
                 break;
             }
             // The call had not arrived yet, or the missing ranks had not been reported yet.
-            let is_early =
-                error.starts_with("no answer from ") || error.contains("aggregator stops");
+            // On a busy machine the connection may also break before its end has a reason.
+            let is_early = error.starts_with("no answer from ")
+                || error.contains("the aggregator closed the connection");
             assert!(is_early, "{error}");
             stays *= 2;
         }

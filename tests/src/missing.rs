@@ -94,7 +94,8 @@ fn an_op_that_rank_1_does_not_call(
         let error = called.unwrap_err();
         let sentence = error.to_string();
         let Error::Op(OpError::Timeout { missing, .. }) = error else { panic!("{sentence}") };
-        if missing.is_empty() {
+        // On a busy machine no rank has had the time to be silent, or to call.
+        if missing.iter().all(|(_, silent)| silent.as_millis() < 200) {
             return Err(sentence);
         }
         time("an op gives up after its time", past(limit, ms), 1_800);

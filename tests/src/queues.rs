@@ -66,7 +66,10 @@ async fn gather_all(at: SocketAddr, from: &[IpAddr]) -> Waiters {
         let more = gather(at, from, &format!("crowd-{round}"), CROWD - crowd.waiting.len()).await;
         crowd.waiting.extend(more.waiting);
         crowd.refused = more.refused;
-        if !crowd.refused.iter().any(|why| why.contains("closed during the handshake")) {
+        let is_late = |why: &String| {
+            why.contains("closed during the handshake") || why.starts_with("no answer from ")
+        };
+        if !crowd.refused.iter().any(is_late) {
             break;
         }
     }
