@@ -1,6 +1,7 @@
 //! The interface between a client and the transport that carries its ops, and the types that both
 //! use.
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 use std::io;
 use std::ops::Range;
@@ -12,6 +13,7 @@ use std::time::Duration;
 use racksum_proto::call::Call;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
+use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
 
 use crate::blocks::Blocks;
@@ -160,3 +162,6 @@ pub(crate) trait Transport: Debug + Send + Sync {
         self.leave();
     }
 }
+
+/// The error for an op that was waited for and no longer exists.
+pub(crate) const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };

@@ -1,6 +1,5 @@
 //! A rank's membership in a job at aggregators, over UDP.
 
-use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
 use std::sync::mpsc::Sender;
@@ -34,7 +33,7 @@ use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload};
 use crate::span::span;
 use crate::supervisor::Supervisor;
-use crate::transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
+use crate::transport::{GONE, Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
 
 /// The transport of a rank that exchanges datagrams with aggregators.
 ///
@@ -356,9 +355,5 @@ const LINGER: Duration = Duration::from_secs(5);
 
 /// Rate limit for the warning about unverified aggregators: a sidecar logs it for every job.
 static INSECURE: LogLimit = LogLimit::new(4);
-
-/// The error for an op that was waited for and no longer exists.
-const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };
-
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,6 @@
 
 mod flights;
 
-use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
@@ -33,7 +32,7 @@ use crate::join::check_name;
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 use crate::span::span;
-use crate::transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
+use crate::transport::{GONE, Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
 
 /// How long to wait before offering a message again after the sidecar's queue was full.
 const FULL: Duration = Duration::from_millis(20);
@@ -89,18 +88,18 @@ impl UnixTransport {
         mailbox.awaited.set(format!("the sidecar at {}", path.display()));
         let clock = Clock::start();
         let deadline = clock.now() + span(options.join_timeout);
-        let mut absence = None;
+        let mut is_absent = false;
         let transport = loop {
             match Self::call(path, options) {
                 Ok(transport) => break transport,
                 Err(error) if error.may_pass() => {
-                    if absence.is_none() {
+                    if !is_absent {
                         tracing::warn!("{error}; retrying until join_timeout is over");
                     }
                     if clock.now() >= deadline {
                         return Err(error);
                     }
-                    absence = Some(error);
+                    is_absent = true;
                 }
                 Err(error) => return Err(error),
             }
@@ -462,9 +461,6 @@ pub(crate) fn unanswered() -> io::Error {
     let why = format!("no answer within {} s", SIDECAR_TIMEOUT.as_secs());
     io::Error::new(io::ErrorKind::TimedOut, why)
 }
-
-/// The error for an op that was waited for and no longer exists.
-const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };
 
 /// Returns why the call to the sidecar at `path` failed.
 fn not_called(path: &Path, error: CallError) -> ConnectError {
