@@ -321,15 +321,18 @@ fn give_way() {
 /// Runs an attack by ranks that send control messages without end.
 fn talk(name: &str, ranks: u16, word: &FromWorker) {
     let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
-    let connect = || {
-        give_way();
-        (0..ranks).map(|_| Impostor::connect(&rig)).collect::<Vec<_>>()
-    };
-    let mut talkers = std::thread::scope(|scope| scope.spawn(connect).join().unwrap());
-    for (rank, talker) in (0..).zip(&mut talkers) {
+    // A caller that does not ask to join soon is turned away.
+    let join = |rank| {
+        let mut talker = Impostor::connect(&rig);
         let join = talker.wish("attacker", rank, ranks);
         talker.say(&FromWorker::Join(join));
-    }
+        talker
+    };
+    let all = || {
+        give_way();
+        (0..ranks).map(join).collect::<Vec<_>>()
+    };
+    let mut talkers = std::thread::scope(|scope| scope.spawn(all).join().unwrap());
     for talker in &mut talkers {
         talker.granted();
     }

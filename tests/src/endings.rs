@@ -4,10 +4,12 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
+use racksum_net::clock::Clock;
 use racksum_proto::control::{FromAggregator, FromWorker, Join, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::time::Span;
 use racksum_proto::wire::{Header, Kind, NackEntries, NackEntry, OpenEncoder, Opening};
 
 use crate::impostor::Impostor;
@@ -50,10 +52,10 @@ fn welcomed(impostor: &mut Impostor) -> Welcome {
     }
 }
 
-/// Rank 1 repeats its ask for the result of its op, as if the result were lost, while `end` ends
-/// the job. After 100 more asks it acknowledges the result. Returns the last message that rank 1
-/// receives, and whether it had acknowledged the result by then.
-fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggregator, bool) {
+/// Rank 1 repeats its nack for the result of its op, as if the result were lost, while `end` ends
+/// the job. Half a second later it acknowledges the result. Returns the last message that rank 1
+/// receives, unless it arrives before the acknowledgment.
+fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> Option<FromAggregator> {
     let rig = Rig::start(|_| {});
     let ([zero, mut one], job) = ranks(&rig);
     let said = |kind| Header { kind, ..header(job, Generation(0), Rank(1)) };
@@ -78,7 +80,11 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
                 send();
             }
             // A job that did not wait would end during these nacks.
-            (0..100).for_each(|_| send());
+            let clock = Clock::start();
+            let until = clock.now() + Span::from_millis(500);
+            while clock.now() < until {
+                send();
+            }
             acknowledged.store(true, SeqCst);
             while !over.load(SeqCst) {
                 socket.send_to(&ack, shard).unwrap();
@@ -93,14 +99,21 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> (FromAggre
         let had = acknowledged.load(SeqCst);
         over.store(true, SeqCst);
         drop(next);
-        (word, had)
+        had.then_some(word)
     })
+}
+
+/// Tries a few times until the end does not overtake the result, since the job does not wait for a
+/// rank that is silent for half a second, as all ranks are at times on a busy machine.
+fn last_word_after_the_result(end: impl Fn(&Rig, Impostor) -> Option<Impostor>) -> FromAggregator {
+    let word = (0..5).find_map(|_| last_word(&end));
+    word.expect("the end has overtaken the result each time")
 }
 
 #[test]
 fn a_new_generation_begins_once_the_ranks_of_the_old_have_the_results_that_were_sent() {
     bounded(60, || {
-        let (word, had) = last_word(|rig, mut zero| {
+        let word = last_word_after_the_result(|rig, mut zero| {
             zero.say(&FromWorker::Leave { next_op: Some(OpId(1)) });
             let mut next = Impostor::connect(rig);
             let wish = next.wish("ends", 0, 2);
@@ -108,18 +121,16 @@ fn a_new_generation_begins_once_the_ranks_of_the_old_have_the_results_that_were_
             Some(next)
         });
         assert!(matches!(word, FromAggregator::Superseded { by: Generation(1), .. }), "{word:?}");
-        assert!(had, "the end has overtaken the result");
     });
 }
 
 #[test]
 fn a_job_that_has_lost_a_rank_ends_once_the_others_have_the_results_that_were_sent() {
     bounded(60, || {
-        let (word, had) = last_word(|_, zero| {
+        let word = last_word_after_the_result(|_, zero| {
             zero.vanish();
             None
         });
         assert!(matches!(word, FromAggregator::PeerLost { .. }), "{word:?}");
-        assert!(had, "the end has overtaken the result");
     });
 }
