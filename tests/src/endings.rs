@@ -54,8 +54,9 @@ fn welcomed(impostor: &mut Impostor) -> Welcome {
 
 /// Rank 1 repeats its nack for the result of its op, as if the result were lost, while `end` ends
 /// the job. Half a second later it acknowledges the result. Returns the last message that rank 1
-/// receives, unless it arrives before the acknowledgment.
-fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> Option<FromAggregator> {
+/// receives, unless it arrives before the acknowledgment. `end` returns the connections that must
+/// stay open until then.
+fn last_word<T>(end: impl FnOnce(&Rig, Impostor) -> T) -> Option<FromAggregator> {
     let rig = Rig::start(|_| {});
     let ([zero, mut one], job) = ranks(&rig);
     let said = |kind| Header { kind, ..header(job, Generation(0), Rank(1)) };
@@ -94,18 +95,18 @@ fn last_word(end: impl FnOnce(&Rig, Impostor) -> Option<Impostor>) -> Option<Fro
         // The job does not wait for a silent rank.
         await_that("the rank is heard", || heard() > before);
         ending.store(true, SeqCst);
-        let next = end(&rig, zero);
+        let open = end(&rig, zero);
         let word = one.hear().unwrap();
         let had = acknowledged.load(SeqCst);
         over.store(true, SeqCst);
-        drop(next);
+        drop(open);
         had.then_some(word)
     })
 }
 
 /// Tries a few times until the end does not overtake the result, since the job does not wait for a
 /// rank that is silent for half a second, as all ranks are at times on a busy machine.
-fn last_word_after_the_result(end: impl Fn(&Rig, Impostor) -> Option<Impostor>) -> FromAggregator {
+fn last_word_after_the_result<T>(end: impl Fn(&Rig, Impostor) -> T) -> FromAggregator {
     let word = (0..5).find_map(|_| last_word(&end));
     word.expect("the end has overtaken the result each time")
 }
@@ -118,7 +119,7 @@ fn a_new_generation_begins_once_the_ranks_of_the_old_have_the_results_that_were_
             let mut next = Impostor::connect(rig);
             let wish = next.wish("ends", 0, 2);
             next.say(&FromWorker::Join(Join { generation: Generation(1), ..wish }));
-            Some(next)
+            [zero, next]
         });
         assert!(matches!(word, FromAggregator::Superseded { by: Generation(1), .. }), "{word:?}");
     });
@@ -127,10 +128,7 @@ fn a_new_generation_begins_once_the_ranks_of_the_old_have_the_results_that_were_
 #[test]
 fn a_job_that_has_lost_a_rank_ends_once_the_others_have_the_results_that_were_sent() {
     bounded(60, || {
-        let word = last_word_after_the_result(|_, zero| {
-            zero.vanish();
-            None
-        });
+        let word = last_word_after_the_result(|_, zero| zero.vanish());
         assert!(matches!(word, FromAggregator::PeerLost { .. }), "{word:?}");
     });
 }
