@@ -355,5 +355,6 @@ const LINGER: Duration = Duration::from_secs(5);
 
 /// Rate limit for the warning about unverified aggregators: a sidecar logs it for every job.
 static INSECURE: LogLimit = LogLimit::new(4);
+
 #[cfg(test)]
 mod tests;
