@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compares the training losses of `workloads` with racksum and with Gloo.
+"""Compares the losses of the `workloads` when they train with racksum and with Gloo.
 
     python learning.py --racksum target/release/racksum --out target/learning
 
-`cargo xtask bench learning` installs what this needs and runs it. Each example trains with four
-ranks on this host: with Gloo, with racksum, and with racksum again, from the same seed. Then the
-transformer of letters trains with compressors. Losses are those on samples that no rank trains on.
-The output is tables, `learning.jsonl` with every curve, and `learning.png`.
+`cargo xtask bench learning` installs what this script needs, and runs it. Each example trains with
+four ranks on this host: with Gloo, with racksum, and with racksum again, from the same seed. Then
+the transformer of letters trains with compressors. Losses are measured on samples that no rank
+trains on. The output is tables, `learning.jsonl` with every curve, and `learning.png`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ EXACT = [
     ("letters", []),
     ("letters", ["--whole"]),
 ]
-#: The most by which the final loss may differ from Gloo's, as a share of that.
+#: Limit on the difference between the final loss and Gloo's, as a share of Gloo's loss.
 MOST_OFF = 1e-3
 
 #: The example that trains with compressors, and its flags.
 COMPRESSED = ("letters", ["--whole", "--block=32"])
-#: For each run: the factor on the steps, further flags, and compressors. Each compressor has its
-#: amount, and the most by which the final loss may exceed that of dense gradients, as a share.
-#: If random-k keeps one block in a hundred, a block waits for a hundred steps and then carries a
-#: hundred gradients at once. That needs a smaller rate, and so more steps.
+#: Each entry has a factor for the number of steps, further flags, and compressors. Each compressor
+#: has its argument, and the share by which the final loss may exceed that of dense gradients. If
+#: random-k keeps one block in a hundred, a block waits for about a hundred steps and then carries
+#: the sum of a hundred gradients. Such a sum needs a smaller learning rate, and so more steps.
 COMPRESSORS = [
     (
         1,
@@ -75,7 +75,7 @@ class Learnt:
     sent_bytes_per_step: int | None
 
     def off(self, other: Learnt) -> float:
-        """Returns how far the final loss is above another's, as a share of the other."""
+        """Returns how far the final loss exceeds the other's, as a share of the other's loss."""
         return self.final_loss / other.final_loss - 1
 
     def most_off(self, other: Learnt) -> float:
@@ -129,11 +129,14 @@ class Bench:
 
 
 def exact(bench: Bench, steps: int, figure: Figure) -> bool:
-    """Trains every example with Gloo and twice with racksum. Returns whether losses agree."""
+    """Trains every example with Gloo and twice with racksum.
+
+    Returns whether the losses agree and both runs with racksum end with the same weights.
+    """
     print(
-        f"\n{steps} steps of f32, {RANKS} ranks: the final loss is Gloo's within {MOST_OFF:g}"
+        f"\n{steps} steps of f32, {RANKS} ranks: the final loss may be off by {MOST_OFF:g}"
     )
-    print(f"{'example':<22}{'gloo':>10}{'racksum':>10}{'off':>10}{'most':>10}   again")
+    print(f"{'example':<22}{'gloo':>10}{'racksum':>10}{'off':>10}{'most':>10}   rerun")
     good = True
     all_axes = figure.subplots(2, 4).flatten()
     for (example, flags), axes in zip(EXACT, all_axes, strict=False):
@@ -154,10 +157,13 @@ def exact(bench: Bench, steps: int, figure: Figure) -> bool:
 
 
 def compressed(bench: Bench, steps: int, figure: Figure) -> bool:
-    """Trains with compressors, with and without error feedback. Returns whether limits hold."""
+    """Trains with compressors, with and without error feedback.
+
+    Returns whether the losses stay within their limits and feedback lowers each of them.
+    """
     example, flags = COMPRESSED
     print(
-        f"\n{example} with compressors: off is from the loss of dense gradients after as many steps"
+        f"\n{example} with compressors: off is relative to dense gradients after as many steps"
     )
     head = ("compressor", "steps", "sent", "loss", "off", "must", "without feedback")
     print("{:<16}{:>7}{:>9}{:>9}{:>8}{:>7}{:>20}".format(*head))
@@ -206,29 +212,29 @@ def plot(axes: Axes, lines: list[tuple[Learnt, str, str]]) -> None:
 
 @contextmanager
 def aggregator(racksum: Path) -> Iterator[str]:
-    """Runs an aggregator during the block, which receives its address."""
+    """Runs an aggregator during the ``with`` block, and yields its address."""
     command = [str(racksum), "aggregator", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        said = process.stdout.readline() if process.stdout else ""
-        found = re.match(r"racksum aggregator on (\S+?): ", said)
+        line = process.stdout.readline() if process.stdout else ""
+        found = re.match(r"racksum aggregator on (\S+?): ", line)
         if not found:
-            sys.exit(f"error: the aggregator said {said!r}")
+            sys.exit(f"error: the aggregator did not print its address, but {line!r}")
         try:
             yield found[1]
         finally:
             process.terminate()
-            # Read its last lines, so that it can end.
+            # Read the aggregator's last lines, because a full pipe would keep it from ending.
             process.communicate()
 
 
 def main() -> int:
-    """Trains as the flags say, and returns the exit status."""
+    """Runs all trainings, and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--racksum", type=Path, required=True, help="the program racksum"
+        "--racksum", type=Path, required=True, help="path of the program racksum"
     )
-    parser.add_argument("--out", type=Path, required=True, help="where results go")
-    parser.add_argument("--steps", type=int, default=500, help="of each example")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--steps", type=int, default=500, help="steps of an example")
     parser.add_argument("--compressed-steps", type=int, default=1000)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

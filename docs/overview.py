@@ -9,15 +9,15 @@ RANKS = [[1, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]]
 BLOCK, GAP, ROW = 22, 4, 80
 
 
-def text(x: int, y: int, words: str, size: int = 14, anchor: str = "start") -> str:
+def text(x: int, y: int, content: str, size: int = 14, anchor: str = "start") -> str:
     return (
         f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{INK}">'
-        f"{words}</text>"
+        f"{content}</text>"
     )
 
 
 def blocks(x: int, y: int, filled: list[int]) -> list[str]:
-    """Draws a tensor: its blocks that are zero are pale."""
+    """Draws the blocks of a tensor. Blocks of zeros are pale."""
     return [
         f'<rect x="{x + i * (BLOCK + GAP)}" y="{y}" width="{BLOCK}" height="{BLOCK}" rx="3" '
         f'fill="{INK if is_full else ZERO}"/>'

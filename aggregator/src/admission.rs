@@ -1,107 +1,205 @@
-//! Admission rules: which identities may open and join which jobs.
+//! Admission of a rank to its seat: waiting for room, and rejoining a running job.
 
-use serde::Deserialize;
-use wildmatch::WildMatch;
+use std::sync::Arc;
+use std::time::Duration;
 
-/// An admission rule: matching identities may open and join matching jobs.
-///
-/// In patterns `*` stands for any characters and `?` for one.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Admit {
-    /// The pattern that the identity must match.
-    pub identity: String,
-    /// The patterns of which the job's name must match one.
-    pub jobs: Vec<String>,
-    /// The maximum number of concurrent jobs that the rule admits.
-    pub max_jobs: Option<u16>,
-    /// The maximum total number of ranks of these jobs.
-    pub max_ranks: Option<u32>,
-    /// The maximum number of slots granted to a stream of such a job.
-    pub pool_slots: Option<u32>,
-    /// The share of each shard's packet buffers granted to such a job, in per cent.
-    pub share_percent: Option<u8>,
+use racksum_net::quic::quinn;
+use racksum_proto::control::{FromAggregator, FromWorker, Join};
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
+
+use crate::caller_limits::Permit;
+use crate::control_stream::{ControlReader, JOIN_TIMEOUT, WAITING_PERIOD, send_message};
+use crate::queue;
+use crate::quotas::Refusal;
+use crate::registry::{
+    Caller, Joined, Progress, Returning, Seat, SharedRegistry, lock, settle, watch,
+};
+
+/// Admits a rank to its job, and waits for room if the rank asks for that. Returns `None` if the
+/// rank leaves first. A rank that starts to wait gives up its permit for callers that have not
+/// joined, and counts as a waiting rank from then on.
+pub(crate) async fn admit(
+    registry: &SharedRegistry,
+    (send, reader): (&mut quinn::SendStream, &mut ControlReader),
+    permit: &mut Option<Permit>,
+    join: Join,
+    caller: Caller,
+) -> Option<Result<(Seat, Joined), Refusal>> {
+    let mut queued: Option<Queued> = None;
+    loop {
+        let joined = if join.rejoin {
+            rejoin(registry, &join, &caller, LONGEST_RETURN).await
+        } else {
+            let ending = lock(registry).ending_by_join(&join, &caller);
+            let _fence = settle(registry, ending).await;
+            lock(registry).join(join.clone(), caller.clone(), Instant::now())
+        };
+        let why = match joined {
+            Err(Refusal::NoRoom(why)) if join.wait => why,
+            joined => return Some(joined),
+        };
+        if queued.is_none() {
+            match Queued::new(registry, &join, &caller) {
+                Ok(new) => (queued, *permit) = (Some(new), None),
+                Err(full) => return Some(Err(Refusal::NoWait(format!("{why}; {full}")))),
+            }
+        }
+        if let Some(queued) = &queued {
+            queued.wait(&why, (send, reader), join.aggregates).await?;
+        }
+    }
 }
 
-/// Checks whether an identity may be a rank of a job. Without rules, any caller may join any job.
-///
-/// # Errors
-/// A sentence for the refused caller that reveals nothing about other jobs or identities.
-pub(crate) fn admit(rules: &[Admit], identity: Option<&str>, job: &str) -> Result<(), String> {
-    if rules.is_empty() {
-        return Ok(());
+/// A rank's ticket in the queue for room, given up on drop.
+struct Queued {
+    registry: SharedRegistry,
+    ticket: queue::Ticket,
+}
+
+impl Queued {
+    fn new(registry: &SharedRegistry, join: &Join, caller: &Caller) -> Result<Self, String> {
+        let ticket = lock(registry).enter_queue(join, caller)?;
+        Ok(Self { registry: Arc::clone(registry), ticket })
     }
-    let Some(identity) = identity else {
-        return Err(
-            "this aggregator requires an identity that its [[admit]] rules name, and the rank has \
-             none; set `identity`"
-                .into(),
-        );
+
+    /// Waits for the job's turn, and tells the rank how many jobs are served before its own. Stops
+    /// after [`WAIT_PERIODS`] without a turn, because another limit may apply by then. Returns
+    /// `None` if the rank leaves first.
+    async fn wait(
+        &self,
+        why: &str,
+        (send, reader): (&mut quinn::SendStream, &mut ControlReader),
+        aggregates: bool,
+    ) -> Option<()> {
+        let mut announced = None;
+        for _ in 0..WAIT_PERIODS {
+            let (_, before) = lock(&self.registry).turn(&self.ticket);
+            if announced.replace(before) != Some(before)
+                && !send_message(send, &FromAggregator::Queued { before, why: why.into() }).await
+            {
+                return None;
+            }
+            await_turn(&self.ticket.room, send, reader, aggregates).await?;
+            if lock(&self.registry).turn(&self.ticket).0 {
+                break;
+            }
+        }
+        Some(())
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        lock(&self.registry).leave_queue(&self.ticket);
+    }
+}
+
+/// Waits until the job's turn may have come, but no longer than one waiting period. Returns `None`
+/// if the rank leaves first.
+async fn await_turn(
+    room: &Notify,
+    send: &mut quinn::SendStream,
+    reader: &mut ControlReader,
+    aggregates: bool,
+) -> Option<()> {
+    // If the turn came before this wait began, `Queued::wait` notices that after the waiting
+    // period.
+    let mut turn = std::pin::pin!(timeout(WAITING_PERIOD, room.notified()));
+    loop {
+        tokio::select! {
+            _ = &mut turn => return Some(()),
+            // Read nothing from an aggregator: it may not withdraw, and its messages about its
+            // ranks are handled once it has joined.
+            message = reader.next(), if !aggregates => match message {
+                // wire: W-67
+                Some(FromWorker::Withdraw) => hold_back(send, reader).await?,
+                Some(FromWorker::Stay) => {}
+                _ => return None,
+            }
+        }
+    }
+}
+
+/// Allows a rank that waits for room to withdraw. Returns `Some` if the rank stays after all, and
+/// `None` if it leaves or does not answer in time.
+async fn hold_back(send: &mut quinn::SendStream, reader: &mut ControlReader) -> Option<()> {
+    if !send_message(send, &FromAggregator::MayLeave).await {
+        return None;
+    }
+    // Limit the wait, because other ranks wait behind this one.
+    let message = timeout(JOIN_TIMEOUT, reader.next()).await.ok()?;
+    (message == Some(FromWorker::Stay)).then_some(())
+}
+
+/// Lets a rank rejoin its job. If the job may move, the rank waits until every rank has the results
+/// of all earlier ops, because the rejoined rank could not supply these results to another rank
+/// after a move.
+async fn rejoin(
+    registry: &SharedRegistry,
+    join: &Join,
+    caller: &Caller,
+    limit: Duration,
+) -> Result<(Seat, Joined), Refusal> {
+    let mut returns = Returns::begin(registry, join, caller)?;
+    let Returning { seat, replaced, may_move, .. } = &mut returns.returning;
+    let settled = async {
+        // If the job has ended, there is no progress to watch.
+        let mut watched = watch(registry, seat.id())?;
+        loop {
+            let Progress { sealed, settled, .. } = watched.next().await?;
+            if settled || !*may_move {
+                return Some(sealed);
+            }
+        }
     };
-    if rule_of(rules, Some(identity), job).is_some() {
-        return Ok(());
-    }
-    Err(format!(
-        "identity {identity:?} may not join job {job:?} here; set `job` to one that it may join, \
-         or ask the operator to admit it in the [[admit]] rules of the aggregator's configuration"
-    ))
+    let Join { job, rank, .. } = join;
+    let sealed = tokio::select! {
+        sealed = settled => sealed,
+        Ok(()) = replaced => {
+            return Err(Refusal::Never(format!(
+                "another process is rejoining job {job:?} as rank {rank}; start only one process \
+                 for the rank"
+            )));
+        }
+        () = tokio::time::sleep(limit) => {
+            return Err(Refusal::Never(format!(
+                "a rank of job {job:?} has not acknowledged a result for {} s, and rank {rank} \
+                 cannot rejoin before it does; find the silent rank with `racksum status`, and \
+                 start rank {rank} again",
+                limit.as_secs()
+            )));
+        }
+    };
+    let mut registry = lock(registry);
+    registry.rejoin(join.clone(), caller.clone(), sealed.unwrap_or_default(), Instant::now())
 }
 
-/// Returns the index of the first rule that lets an identity join a job.
-pub(crate) fn rule_of(rules: &[Admit], identity: Option<&str>, job: &str) -> Option<usize> {
-    let identity = identity?;
-    rules.iter().position(|rule| {
-        WildMatch::new(&rule.identity).matches(identity)
-            && rule.jobs.iter().any(|name| WildMatch::new(name).matches(job))
-    })
+/// A caller that is rejoining as a rank. When this guard is dropped, another caller may rejoin as
+/// that rank.
+struct Returns {
+    registry: SharedRegistry,
+    returning: Returning,
 }
+
+impl Returns {
+    fn begin(registry: &SharedRegistry, join: &Join, caller: &Caller) -> Result<Self, Refusal> {
+        let returning = lock(registry).begin_return(join, caller)?;
+        Ok(Self { registry: Arc::clone(registry), returning })
+    }
+}
+
+impl Drop for Returns {
+    fn drop(&mut self) {
+        lock(&self.registry).end_return(&self.returning);
+    }
+}
+
+/// The number of waiting periods after which a waiting rank tries to join even if its turn has not
+/// come.
+const WAIT_PERIODS: usize = 10;
+/// The time limit for rejoining. It exceeds the 20 s of silence after which a rank is lost.
+const LONGEST_RETURN: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn rule(identity: &str, jobs: &[&str]) -> Admit {
-        let jobs = jobs.iter().map(|&name| name.to_owned()).collect();
-        Admit { identity: identity.to_owned(), jobs, ..Admit::default() }
-    }
-
-    #[test]
-    fn without_rules_everyone_may_join_any_job() {
-        assert_eq!(admit(&[], Some("node"), "job"), Ok(()));
-        assert_eq!(admit(&[], None, "job"), Ok(()));
-    }
-
-    #[test]
-    fn with_rules_only_those_may_that_one_of_them_names() {
-        let rules = [rule("vision-*", &["vision/*", "shared"]), rule("speech-?", &["speech*"])];
-        let may = |identity, job| admit(&rules, Some(identity), job).is_ok();
-        for (identity, job) in [
-            ("vision-1", "vision/resnet"),
-            ("vision-", "shared"),
-            ("speech-7", "speech"),
-            ("speech-7", "speech/large"),
-        ] {
-            assert!(may(identity, job), "{identity} {job}");
-        }
-        for (identity, job) in [
-            ("vision-1", "speech"),
-            ("speech-77", "speech"),
-            ("speech-7", "shared"),
-            ("my-vision-1", "shared"),
-            ("vision-1", "shared2"),
-            ("Vision-1", "shared"),
-            ("", ""),
-        ] {
-            assert!(!may(identity, job), "{identity} {job}");
-        }
-        assert!(admit(&rules, None, "shared").is_err());
-    }
-
-    #[test]
-    fn a_refusal_names_nobody_else() {
-        let rules = [rule("alice", &["secret-project"])];
-        let told = admit(&rules, Some("bob"), "other").unwrap_err();
-        assert!(told.contains("\"bob\"") && told.contains("\"other\""), "{told}");
-        assert!(!told.contains("alice") && !told.contains("secret"), "{told}");
-    }
-}
+mod tests;

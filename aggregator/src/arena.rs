@@ -1,16 +1,16 @@
-//! The shard's packet buffers: allocated at start, passed by value, never copied.
+//! A shard's packet buffers: allocated at start, passed by value, never copied.
 
 use std::collections::TryReserveError;
 
 use bytes::{Bytes, BytesMut};
 use racksum_net::udp::RECV_CAPACITY;
 
-/// Allocates an empty buffer. Unlike `BytesMut`, it returns an error when memory runs out instead
-/// of aborting.
+/// Allocates an empty buffer. Unlike `BytesMut::with_capacity`, this function returns an error
+/// instead of aborting when memory runs out.
 fn buffer() -> Result<BytesMut, TryReserveError> {
     let mut bytes = Vec::<u8>::new();
     bytes.try_reserve_exact(RECV_CAPACITY)?;
-    Ok(Bytes::from(bytes).try_into_mut().expect("nobody else has it"))
+    Ok(Bytes::from(bytes).try_into_mut().expect("the new buffer has no other owner"))
 }
 
 /// A stack of free buffers. The buffer returned last is handed out first, while it is still in the
@@ -22,7 +22,8 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Allocates `total` buffers of one message each. Their pages are touched on first use.
+    /// Allocates `total` buffers, each for one received message. The kernel provides their pages on
+    /// first use.
     ///
     /// # Errors
     /// The system refuses to give this process more memory.
@@ -52,7 +53,10 @@ impl Arena {
 
     /// Returns a buffer to the arena.
     pub(crate) fn give(&mut self, mut buffer: BytesMut) {
-        debug_assert!(buffer.capacity() >= RECV_CAPACITY, "buffers go around whole");
+        debug_assert!(
+            buffer.capacity() >= RECV_CAPACITY,
+            "a returned buffer has its full capacity"
+        );
         buffer.clear();
         self.free.push(buffer);
     }

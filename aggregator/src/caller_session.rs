@@ -1,5 +1,6 @@
-//! A session with a caller, from the end of its handshake until it joins or disconnects. Until then
-//! the caller may have to give its place to another; after joining, it is served as a rank.
+//! A session with a caller, from the end of the handshake until the caller joins or disconnects.
+//! Until then the caller may have to give its permit to another caller; after joining, it is served
+//! as a rank.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -13,52 +14,56 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::admission::admit;
+use crate::admit_rule;
+use crate::caller_limits::{CallerKey, CallerLimits, Permit};
 use crate::control_stream::{ControlReader, JOIN_TIMEOUT, end, send_message};
-use crate::door::{Doors, Party, Place};
-use crate::entry::enter;
 use crate::handshake::STRANGERS;
 use crate::lifelines::Lifelines;
-use crate::paths::{answers_elsewhere, hear_proof};
+use crate::paths::{answers_elsewhere, serve_proof};
+use crate::quotas::Refusal;
 use crate::rank_session::RankSession;
-use crate::registry::{Caller, MEMBER_QUEUE, NOT_JOINED, Shared, lock};
+use crate::registry::{Caller, MEMBER_QUEUE, NOT_JOINED, SharedRegistry, lock};
 use crate::status::{parts, status};
-use crate::tenancy::Refusal;
 
-/// The state that every caller session shares.
+/// The state that all caller sessions share.
 #[derive(Clone)]
 pub(crate) struct Server {
-    pub(crate) registry: Shared,
+    pub(crate) registry: SharedRegistry,
     pub(crate) lifelines: Lifelines,
-    pub(crate) doors: Doors,
+    pub(crate) limits: CallerLimits,
     /// The address of the control server.
     pub(crate) addr: Option<SocketAddr>,
-    /// Signals that some certificates that were trusted are no longer trusted.
-    pub(crate) disbelieved: watch::Receiver<()>,
+    /// Signals that an authority is no longer trusted.
+    pub(crate) authorities_changed: watch::Receiver<()>,
 }
 
-/// Serves one caller. Until it has joined it may have to give its place to another caller.
-pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place, server: Server) {
+/// Serves one caller until it disconnects. Closes the connection if another caller needs the permit
+/// before this caller has joined.
+pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Permit, server: Server) {
     let (knows, certificate) = identify(&server.registry, &connection);
     let from = connection.remote_address();
-    let party = Party::new(certificate.as_ref().map(|it| &*it.name), from.ip());
-    let Some((place, mut needed)) = server.doors.strangers.enter(party.clone()) else {
+    let key = CallerKey::new(certificate.as_ref().map(|it| &*it.name), from.ip());
+    let Some((permit, mut revoked)) = server.limits.unjoined.acquire(key.clone()) else {
         STRANGERS.note(|left_out| {
             tracing::warn!(
                 %from,
                 left_out,
-                "connection closed: too many callers with its identity or address have not joined"
+                "connection closed: too many callers with this identity or address have not joined"
             );
         });
         return connection.close(1u32.into(), BUSY);
     };
     drop(handshake);
-    let (partings, mut disbelieved) = (server.doors.partings.clone(), server.disbelieved.clone());
+    let (departing, mut authorities_changed) =
+        (server.limits.departing.clone(), server.authorities_changed.clone());
     let mut session =
-        CallerSession { server, connection: &connection, knows, certificate, place: Some(place) };
+        CallerSession { server, connection: &connection, knows, certificate, permit: Some(permit) };
     let turned = tokio::select! {
-        turned = session.hear() => turned,
-        () = needed.wait() => return connection.close(1u32.into(), BUSY),
-        Ok(()) = disbelieved.changed() => return connection.close(1u32.into(), DISBELIEVED),
+        turned = session.handle_request() => turned,
+        () = revoked.wait() => return connection.close(1u32.into(), BUSY),
+        Ok(()) = authorities_changed.changed() => {
+            return connection.close(1u32.into(), AUTHORITIES_CHANGED);
+        }
     };
     let send = match turned {
         CallerOutcome::Away => return,
@@ -70,11 +75,11 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
             }
         }
     };
-    // A caller without a place in `partings` has its connection closed at once.
-    if let Some((_place, mut needed)) = partings.enter(party) {
+    // If the caller gets no permit in `departing`, its connection closes immediately.
+    if let Some((_permit, mut revoked)) = departing.acquire(key) {
         tokio::select! {
             () = end(&connection, send) => {}
-            () = needed.wait() => {}
+            () = revoked.wait() => {}
         }
     }
 }
@@ -83,7 +88,7 @@ pub(crate) async fn serve_caller(connection: quinn::Connection, handshake: Place
 const BUSY: &[u8] = b"too many callers have not joined yet; retry later";
 
 /// The close reason for a caller that must authenticate again.
-const DISBELIEVED: &[u8] = b"the aggregator now trusts other authorities; connect again";
+const AUTHORITIES_CHANGED: &[u8] = b"the aggregator now trusts other authorities; connect again";
 
 /// A caller that has not joined.
 struct CallerSession<'a> {
@@ -92,16 +97,16 @@ struct CallerSession<'a> {
     /// Whether callers are identified by their certificates.
     knows: bool,
     certificate: Option<Certificate>,
-    /// The caller's place among callers that have not joined; `None` once it waits for room as a
-    /// rank.
-    place: Option<Place>,
+    /// The permit of a caller that has not joined; `None` once the caller waits for room or has
+    /// joined.
+    permit: Option<Permit>,
 }
 
 /// The outcome of a caller session.
 enum CallerOutcome<'a> {
-    /// The caller has disconnected.
+    /// The conversation is over.
     Away,
-    /// The caller was told why it cannot join, and has given up its place.
+    /// The caller gave up its permit to wait for room, and then did not join.
     Refused(quinn::SendStream),
     /// The caller has joined as a rank.
     Rank(Box<RankSession<'a>>),
@@ -109,23 +114,23 @@ enum CallerOutcome<'a> {
 
 impl<'a> CallerSession<'a> {
     /// Handles the caller's request. The future may be dropped at any time before it completes.
-    async fn hear(&mut self) -> CallerOutcome<'a> {
+    async fn handle_request(&mut self) -> CallerOutcome<'a> {
         let connection = self.connection;
-        let first = timeout(JOIN_TIMEOUT, hear_first(connection)).await;
+        let first = timeout(JOIN_TIMEOUT, recv_first(connection)).await;
         let Ok(Some((message, send, recv))) = first else { return CallerOutcome::Away };
-        let said = match message {
+        let next = match message {
             FromWorker::Prove { version } => {
-                hear_proof(connection, &self.server.registry, version, (send, recv)).await
+                serve_proof(connection, &self.server.registry, version, (send, recv)).await
             }
             message => Some((message, send, recv)),
         };
-        let Some((message, mut send, recv)) = said else { return CallerOutcome::Away };
-        let told = match message {
+        let Some((message, mut send, recv)) = next else { return CallerOutcome::Away };
+        let sent = match message {
             FromWorker::Join(join) => return self.join(join, (send, recv)).await,
-            FromWorker::Look(join) => self.tell_present(&join, &mut send).await,
+            FromWorker::AskPresent(join) => self.send_present(&join, &mut send).await,
             FromWorker::AskStatus { version } => {
                 match self.server.addr.filter(|_| version == CONTROL_VERSION) {
-                    Some(addr) => self.tell_status(addr, &mut send).await,
+                    Some(addr) => self.send_status(addr, &mut send).await,
                     None => {
                         let wrong = FromAggregator::WrongVersion { speaks: CONTROL_VERSION };
                         send_message(&mut send, &wrong).await
@@ -134,12 +139,13 @@ impl<'a> CallerSession<'a> {
             }
             _ => false,
         };
-        if told { self.end(send).await } else { CallerOutcome::Away }
+        if sent { self.end(send).await } else { CallerOutcome::Away }
     }
 
-    /// Ends the conversation. If the caller still holds its place, it keeps the place meanwhile.
+    /// Ends the conversation. A caller that still holds its permit keeps it until the conversation
+    /// has ended.
     async fn end(&self, send: quinn::SendStream) -> CallerOutcome<'a> {
-        if self.place.is_none() {
+        if self.permit.is_none() {
             return CallerOutcome::Refused(send);
         }
         end(self.connection, send).await;
@@ -153,7 +159,7 @@ impl<'a> CallerSession<'a> {
 
     /// Sends the list of a job's ranks that are present. Returns false if the caller has
     /// disconnected.
-    async fn tell_present(&self, join: &Join, send: &mut quinn::SendStream) -> bool {
+    async fn send_present(&self, join: &Join, send: &mut quinn::SendStream) -> bool {
         let registry = &self.server.registry;
         let ranks = match answers_elsewhere(registry, self.connection) {
             Some(_) => Vec::new(),
@@ -167,14 +173,14 @@ impl<'a> CallerSession<'a> {
 
     /// Sends the aggregator's status. Another aggregator sees all jobs; other callers see the jobs
     /// that the rules let them join. Returns false if the caller has disconnected.
-    async fn tell_status(&self, addr: SocketAddr, send: &mut quinn::SendStream) -> bool {
+    async fn send_status(&self, addr: SocketAddr, send: &mut quinn::SendStream) -> bool {
         let registry = &self.server.registry;
-        let mut told = status(registry, addr).await;
+        let mut status = status(registry, addr).await;
         if self.certificate.as_ref().is_none_or(|it| it.role != Role::Aggregator) {
             let rules = lock(registry).config().admit.clone();
-            told.keep_only(|job| admit(&rules, self.identity(), job).is_ok());
+            status.keep_only(|job| admit_rule::check(&rules, self.identity(), job).is_ok());
         }
-        let mut parts = parts(&told).into_iter().peekable();
+        let mut parts = parts(&status).into_iter().peekable();
         while let Some(part) = parts.next() {
             let more = parts.peek().is_some();
             if !send_message(send, &FromAggregator::Status { part: Unshown(part), more }).await {
@@ -190,9 +196,9 @@ impl<'a> CallerSession<'a> {
         join: Join,
         (mut send, recv): (quinn::SendStream, quinn::RecvStream),
     ) -> CallerOutcome<'a> {
-        let (tell, inbox) = channel(MEMBER_QUEUE);
+        let (outbox, inbox) = channel(MEMBER_QUEUE);
         let (connection, addr) = (self.connection, self.connection.remote_address());
-        let (name, rank, relays) = (join.job.clone(), join.rank, join.relays);
+        let (name, rank, aggregates) = (join.job.clone(), join.rank, join.aggregates);
         let mut reader = ControlReader::of(recv);
         let offered = offer(&self.server.lifelines, &mut send).await;
         let Ok(lifeline) = offered else { return CallerOutcome::Away };
@@ -200,15 +206,15 @@ impl<'a> CallerSession<'a> {
             Box::pin(dead(connection, lifeline));
         let registry = &self.server.registry;
         let stranger =
-            if relays && self.knows { no_aggregator(self.certificate.as_ref()) } else { None };
+            if aggregates && self.knows { no_aggregator(self.certificate.as_ref()) } else { None };
         let identity = self.identity().map(str::to_owned);
         let joined = match stranger.or_else(|| answers_elsewhere(registry, connection)) {
             Some(reason) => Err(Refusal::Never(reason)),
             None => {
-                let caller = Caller { identity: identity.clone(), addr, tell };
+                let caller = Caller { identity: identity.clone(), addr, outbox };
                 let streams = (&mut send, &mut reader);
                 let entered = tokio::select! {
-                    entered = enter(registry, streams, &mut self.place, join, caller) => entered,
+                    entered = admit(registry, streams, &mut self.permit, join, caller) => entered,
                     () = &mut dead => return CallerOutcome::Away,
                     _ = connection.closed() => return CallerOutcome::Away,
                 };
@@ -225,7 +231,7 @@ impl<'a> CallerSession<'a> {
                     let job = &name;
                     tracing::warn!(?job, rank, %addr, identity, reason, left_out, "join refused");
                 });
-                let refused = refused(&refusal, reason, rank, relays);
+                let refused = refused(&refusal, reason, rank, aggregates);
                 if send_message(&mut send, &refused).await {
                     self.end(send).await
                 } else {
@@ -233,7 +239,7 @@ impl<'a> CallerSession<'a> {
                 }
             }
             Ok((seat, joined)) => {
-                self.place = None;
+                self.permit = None;
                 tracing::info!(job = ?name, rank, %addr, identity, "rank joined");
                 CallerOutcome::Rank(Box::new(RankSession {
                     seat,
@@ -248,12 +254,12 @@ impl<'a> CallerSession<'a> {
     }
 }
 
-/// Returns the message that tells a rank that it is refused, and why.
-fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAggregator {
+/// Returns the message that reports a refusal to the rank.
+fn refused(refusal: &Refusal, reason: String, rank: u16, aggregates: bool) -> FromAggregator {
     match refusal {
         Refusal::Draining => FromAggregator::Drain,
-        // An aggregator may call again for its other ranks.
-        Refusal::Never(_) | Refusal::WrongVersion(_) if relays => {
+        // Refuse only this rank, so that the aggregator can call again for its other ranks.
+        Refusal::Never(_) | Refusal::WrongVersion(_) if aggregates => {
             FromAggregator::RefusedRank { rank, reason }
         }
         Refusal::WrongVersion(_) => FromAggregator::WrongVersion { speaks: CONTROL_VERSION },
@@ -263,8 +269,11 @@ fn refused(refusal: &Refusal, reason: String, rank: u16, relays: bool) -> FromAg
     }
 }
 
-/// Returns whether callers are identified by certificates, and this caller's certificate.
-fn identify(registry: &Shared, connection: &quinn::Connection) -> (bool, Option<Certificate>) {
+/// Returns whether callers are identified by certificates and, if so, this caller's certificate.
+fn identify(
+    registry: &SharedRegistry,
+    connection: &quinn::Connection,
+) -> (bool, Option<Certificate>) {
     let knows = lock(registry).knows_identities();
     (knows, knows.then(|| Certificate::of_peer(connection)).flatten())
 }
@@ -282,7 +291,8 @@ fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
     ))
 }
 
-/// Offers a rank a lifeline connection. An error means that the rank has disconnected.
+/// Offers a rank a lifeline, and returns a future that yields the connection. An error means that
+/// the rank has disconnected.
 async fn offer(
     lifelines: &Lifelines,
     send: &mut quinn::SendStream,
@@ -304,7 +314,7 @@ async fn offer(
 }
 
 /// Receives the first message of a connection, with the stream that carried it.
-async fn hear_first(
+async fn recv_first(
     connection: &quinn::Connection,
 ) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
     let (send, mut recv) = connection.accept_bi().await.ok()?;

@@ -1,4 +1,4 @@
-//! The operator's configuration.
+//! The aggregator's configuration: its keys, their ranges, and its errors.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::ops::{Range, RangeInclusive};
@@ -14,7 +14,7 @@ use toml::de::DeTable;
 use toml::{Table, Value};
 
 use crate::Options;
-use crate::admission::Admit;
+use crate::admit_rule::Admit;
 
 /// The maximum number of shards of an aggregator.
 pub const MAX_SHARDS: u8 = 64;
@@ -26,50 +26,54 @@ const MOST_SLOTS: u64 = *POOL_SLOTS.end() as u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fanout {
-    /// Multicast to the ranks that receive a ping at join, and a copy to each other rank.
+    /// Multicast to the ranks that receive a ping before the job runs, and a copy to every other
+    /// rank.
     Auto,
-    /// Multicast only; a rank that does not receive the ping is refused.
+    /// Multicast only; a job is refused if one of its ranks receives no ping.
     Multicast,
     /// One copy to each rank.
     Unicast,
 }
 
-/// An aggregator's configuration: the defaults, a file, or flags.
+/// An aggregator's configuration, from the defaults, a file, or flags.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// The address to serve on.
     #[serde(deserialize_with = "read_bind_address")]
     pub bind: IpAddr,
-    /// The UDP port of the control plane; shard `i` takes `port + 1 + i`. 0 lets the system
-    /// choose all of them.
+    /// The UDP port of the control plane; shard `i` takes `port + 1 + i`. 0 lets the system choose
+    /// all ports.
     pub port: u16,
-    /// How many shards: threads, each with a socket of its own.
+    /// The number of shards: threads, each with a socket of its own.
     pub shards: u8,
-    /// Most slots that a stream of a job is granted.
+    /// The maximum number of slots of each stream of a job.
     pub pool_slots: u32,
-    /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs.
+    /// The size in MiB of the packet buffers that each shard allocates at start. Without rules, the
+    /// jobs share them equally.
     pub pool_mib: u32,
-    /// Most jobs at a time.
+    /// The maximum number of jobs at a time.
     pub max_jobs: u16,
-    /// Most ranks that all jobs have together.
+    /// The maximum number of ranks of all jobs together.
     pub max_ranks: u32,
-    /// Seconds that a job may wait for its last rank, from its first on.
+    /// The maximum time in seconds between the joins of a job's first and last ranks.
     pub join_timeout_s: u32,
     /// How results reach the ranks.
     pub fanout: Fanout,
-    /// The identity file to serve with; only identities of its authorities are served then.
+    /// The file with the aggregator's identity. If it is set, the aggregator serves only callers
+    /// with an identity from an authority that it trusts.
     pub identity: Option<PathBuf>,
-    /// Serve beyond loopback without identities.
+    /// Whether to serve beyond loopback without identities.
     pub insecure: bool,
-    /// Where the unix socket is that tells what the aggregator is doing; without it, nowhere.
+    /// The path of the unix socket that reports the aggregator's status; `None` for no socket.
     pub status_socket: Option<PathBuf>,
-    /// How datagrams are authenticated; by default with `mac`, and on loopback not at all.
+    /// How datagrams are authenticated. The default is `none` on loopback, and `mac` elsewhere.
     pub data_auth: Option<DataAuth>,
-    /// The aggregator to send sums to, `HOST:PORT`, which has the results for this one's ranks and
-    /// for others; without it the sums are the results.
+    /// The parent, as `HOST:PORT`: the aggregator that adds this aggregator's sums to those of
+    /// other aggregators. Without a parent, the sums are the results.
     pub parent: Option<String>,
-    /// Which identities may join which jobs; without a rule all that are served may join any.
+    /// The rules that say which identities may join which jobs. Without rules, every caller may
+    /// join any job.
     pub admit: Vec<Admit>,
 }
 
@@ -101,23 +105,24 @@ pub enum ConfigError {
     /// The file is not TOML, or contains an unknown key or a wrong value.
     #[error("line {line}: {why}")]
     Parse {
-        /// The line, from 1.
+        /// The line number, counted from 1.
         line: usize,
-        /// The reason, as the parser gives it.
+        /// The parser's reason.
         why: String,
     },
-    /// Another error about a value, with its line in the file.
+    /// Any other error about a value, with its line in the file.
     #[error("line {line}: {error}")]
     At {
-        /// The line, from 1.
+        /// The line number, counted from 1.
         line: usize,
         /// The error about the value.
         error: Box<Self>,
     },
-    /// A number is out of its range.
+    /// A number is out of range.
     #[error("{key} must be from {min} to {max}, not {value}")]
     Range {
-        /// The key, as in the file, and its rule; the flag is the same with dashes.
+        /// The key as it appears in the file, followed by its rule's number if it belongs to a
+        /// rule. The command-line flag has dashes instead of underscores.
         key: String,
         /// The value that was given.
         value: i64,
@@ -126,10 +131,10 @@ pub enum ConfigError {
         /// The largest allowed value.
         max: u64,
     },
-    /// The value of a key is not a number.
-    #[error("{key} must be a whole number from {min} to {max}, not a {what}")]
+    /// The value of a numeric key is not a whole number.
+    #[error("{key} must be a whole number from {min} to {max}, but its type is {what}")]
     NoNumber {
-        /// The key, as in the file, and its rule.
+        /// The key as it appears in the file, followed by the number of its rule, if any.
         key: String,
         /// The TOML type of the value.
         what: &'static str,
@@ -141,13 +146,13 @@ pub enum ConfigError {
     /// The rules are written as one table instead of a list of tables.
     #[error("line {line}: the rules must be a list of tables; write [[admit]], not [admit]")]
     AdmitTable {
-        /// The line, from 1.
+        /// The line number, counted from 1.
         line: usize,
     },
     /// A required value is empty.
     #[error("{key} must be {what}, not empty")]
     Empty {
-        /// The key, as in the file, and its rule.
+        /// The key as it appears in the file, followed by the number of its rule, if any.
         key: String,
         /// A description of the required value.
         what: &'static str,
@@ -162,16 +167,19 @@ pub enum ConfigError {
         bind: Ipv6Addr,
     },
     /// Rules name identities, but no identity file is given.
-    #[error("[[admit]] rules match names of identities; pass --identity, or remove the rules")]
+    #[error(
+        "[[admit]] rules match names of identities, but no identity is set; pass --identity, or \
+         remove the rules"
+    )]
     AdmitWithoutIdentity,
-    /// The `parent` value is not the address of one aggregator.
+    /// The value of `parent` is not the address of another aggregator.
     #[error("parent must be the HOST:PORT of another aggregator, not {parent:?}")]
     Parent {
         /// The value that was given.
         parent: String,
     },
-    /// The pools are larger than this host's memory.
-    #[error("{}", self.told_with(Options::USUAL.memory))]
+    /// The pools together are larger than this host's memory.
+    #[error("{}", self.message_with_options(Options::USUAL.memory))]
     Memory {
         /// The number of pools, one per shard.
         shards: u8,
@@ -194,17 +202,18 @@ impl ConfigError {
         }
     }
 
-    /// Returns the error message for a program with these options for the amount of memory.
+    /// Returns the error message for a program whose users set the amount of memory with these
+    /// options.
     #[must_use]
-    pub fn told_with(&self, options: &[&str]) -> String {
+    pub fn message_with_options(&self, options: &[&str]) -> String {
         let Self::Memory { shards, pool_mib, host_mib } = self else { return self.to_string() };
         let advice = match options {
-            [] => "start it on a host with more memory".to_owned(),
+            [] => "use a host with more memory".to_owned(),
             options => format!("lower {}", options.join(" or ")),
         };
         format!(
-            "{} with pools of {pool_mib} MiB exceed the {host_mib} MiB of memory of this host; \
-             {advice}",
+            "the pools of {}, {pool_mib} MiB each, exceed the {host_mib} MiB of memory of this \
+             host; {advice}",
             counted(*shards, "shard")
         )
     }
@@ -214,7 +223,7 @@ impl Config {
     /// Reads a configuration file; missing keys keep their defaults.
     ///
     /// # Errors
-    /// The line, the key, and the reason why its value is wrong.
+    /// The file is invalid. The error names the line, the key, and the reason.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
         let no_toml = |error: toml::de::Error| {
             let why = error.message().replace('\n', "; ");
@@ -227,7 +236,8 @@ impl Config {
             Some(line) => ConfigError::At { line, error: Box::new(error) },
             None => error,
         };
-        // If a number does not fit its type, the deserializer names the type and not the key.
+        // Check the numbers first: if a number does not fit its type, the deserializer's error
+        // names the type instead of the key.
         check_numbers(&toml::from_str(text).map_err(no_toml)?).map_err(at_line)?;
         let config: Self =
             toml::from_str(text).map_err(|error| match parse_error(text, &error) {
@@ -240,10 +250,9 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks that numbers are in range and that the options are consistent.
+    /// Checks that each value is valid, and that the values are consistent.
     ///
-    /// # Errors
-    /// The first problem found.
+    /// # Errors The configuration is invalid. The error describes the first problem found.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         if !self.admit.is_empty() && self.identity.is_none() {
@@ -257,7 +266,7 @@ impl Config {
         }
     }
 
-    /// Returns whether `parent` can be the address of one other aggregator. A host name need not
+    /// Returns whether `parent` can be the address of another aggregator. A host name need not
     /// resolve yet.
     fn may_be_parent(&self, parent: &str) -> bool {
         let Some((host, port)) = parent.rsplit_once(':') else { return false };
@@ -270,10 +279,9 @@ impl Config {
         is_one && port.parse::<u16>().is_ok_and(|port| port > 0) && !is_self
     }
 
-    /// Checks that numbers are in range.
+    /// Checks each value on its own, for example that a number is within its range.
     ///
-    /// # Errors
-    /// The first number out of range.
+    /// # Errors A value is invalid. The error names the first invalid value.
     fn check_ranges(&self) -> Result<(), ConfigError> {
         let numbers = [
             i64::from(self.shards),
@@ -300,8 +308,9 @@ impl Config {
         (1..).zip(&self.admit).try_for_each(|(number, rule)| check_rule(number, rule))
     }
 
-    /// Checks that the pools fit the host's memory. Pools are filled page by page as jobs arrive,
-    /// so an oversized pool would end the process in the middle of a job.
+    /// Checks that the pools fit the host's memory. The kernel provides a pool's memory page by
+    /// page as jobs use it. With an oversized pool, the kernel would therefore kill the process in
+    /// the middle of a job.
     ///
     /// # Errors
     /// The pools are larger than the host's memory.
@@ -313,12 +322,11 @@ impl Config {
         Ok(())
     }
 
-    /// Shrinks pools of the default size to half of the host's memory, since other programs need
-    /// some too. The default size never prevents an aggregator from starting. Returns a warning if
-    /// the pools have shrunk.
+    /// Shrinks pools of the default size until they take at most half of the host's memory, since
+    /// other programs need memory too. The default size never prevents an aggregator from starting.
+    /// Returns a warning if the pools have shrunk.
     ///
-    /// # Errors
-    /// Pools of another size do not fit.
+    /// # Errors The pools do not have the default size, and do not fit the host's memory.
     pub(crate) fn fit_memory(&mut self, host_mib: u64) -> Result<Option<String>, ConfigError> {
         let usual = Self::default().pool_mib;
         if self.pool_mib != usual {
@@ -328,8 +336,8 @@ impl Config {
         self.pool_mib = u32::try_from(each).unwrap_or(usual).clamp(1, usual);
         Ok((self.pool_mib < usual).then(|| {
             format!(
-                "{} get pools of {} MiB instead of {usual}, because this host has {host_mib} MiB \
-                 of memory",
+                "the pools of {} have {} MiB each instead of {usual} MiB, because this host has \
+                 {host_mib} MiB of memory",
                 counted(self.shards, "shard"),
                 self.pool_mib
             )
@@ -343,7 +351,8 @@ impl Config {
         self.data_auth.unwrap_or(usual)
     }
 
-    /// Returns the keys that differ from the running aggregator's configuration and need a restart.
+    /// Returns the keys that differ from the running aggregator's configuration and take effect
+    /// only after a restart.
     #[must_use]
     pub fn fixed_changes(&self, running: &Self) -> Vec<&'static str> {
         let changes = [
@@ -355,13 +364,15 @@ impl Config {
             ("insecure", self.insecure != running.insecure),
             ("status_socket", self.status_socket != running.status_socket),
             ("parent", self.parent != running.parent),
-            // A new identity file is read, but certificates are checked from the start or never.
+            // Another identity file can replace the first, but only a restart turns the checks of
+            // certificates on or off.
             ("identity", self.identity.is_some() != running.identity.is_some()),
         ];
         changes.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key).collect()
     }
 
-    /// Returns this configuration with the keys that need a restart copied from the running one.
+    /// Returns this configuration, but with the running configuration's values for the keys that
+    /// need a restart.
     pub(crate) fn with_fixed_of(self, running: &Self) -> Self {
         let Self { bind, port, shards, pool_mib, fanout, insecure, .. } = *running;
         let (status_socket, parent) = (running.status_socket.clone(), running.parent.clone());
@@ -389,10 +400,11 @@ impl Config {
     }
 }
 
-/// A key, its smallest and its largest allowed value.
+/// A key, with its smallest and its largest allowed value.
 type Bounds = (&'static str, u64, u64);
 
-/// Returns the ranges of the numbers outside rules, in the order in which they are checked.
+/// Returns the ranges of the numeric keys outside `[[admit]]` rules, in the order in which they are
+/// checked.
 fn ranges(shards: u8) -> [Bounds; 7] {
     // The shards take the ports after the control port.
     let ports = u64::from(u16::MAX) - u64::from(shards);
@@ -407,15 +419,15 @@ fn ranges(shards: u8) -> [Bounds; 7] {
     ]
 }
 
-/// Returns the range of a numeric key outside rules, and `None` for any other key. For `port` it is
-/// the range with one shard.
+/// Returns the range of a numeric key outside `[[admit]]` rules, or `None` for any other key. The
+/// range of `port` assumes one shard.
 #[must_use]
 pub fn bounds(key: &str) -> Option<RangeInclusive<u64>> {
     let all = ranges(Config::default().shards);
     all.into_iter().find(|(name, ..)| *name == key).map(|(_, min, max)| min..=max)
 }
 
-/// The ranges of the numbers in a rule.
+/// The ranges of the numeric keys in an `[[admit]]` rule.
 const RULE_RANGES: [Bounds; 4] = [
     ("max_jobs", 1, 1024),
     ("max_ranks", 1, 1 << 18),
@@ -434,19 +446,19 @@ fn check_range(
     Err(ConfigError::Range { key: named(key), value, min, max })
 }
 
-/// Returns a function that names a key of the `number`th rule of a file, for errors.
+/// Returns a function that names a key of a file's `number`th rule, for error messages.
 fn of_rule(number: usize) -> impl Fn(&str) -> String {
     move |key| format!("{key} of [[admit]] rule {number}")
 }
 
-/// Returns the line of a file with the value of a key. The key may be named as part of a rule.
+/// Returns the line number of a key's value. The key may name its rule as [`of_rule`] does.
 fn line_of(text: &str, key: &str) -> Option<usize> {
     let file = DeTable::parse(text).ok()?;
     let (key, rule) = match key.split_once(" of [[admit]] rule ") {
         Some((key, number)) => (key, Some(number.parse::<usize>().ok()?)),
         None => (key, None),
     };
-    // For an element of a list, the element is named before its list.
+    // In "a name in jobs", the key is the last word.
     let key = key.rsplit(' ').next()?;
     let value = match rule {
         None => file.get_ref().get(key)?,
@@ -458,7 +470,7 @@ fn line_of(text: &str, key: &str) -> Option<usize> {
     Some(line_at(text, Some(value.span())))
 }
 
-/// Returns the line number of a span in a text, from 1.
+/// Returns the line number of a span in a text, counted from 1.
 fn line_at(text: &str, span: Option<Range<usize>>) -> usize {
     let at = span.map_or(0, |span| span.start.min(text.len()));
     1 + text.get(..at).unwrap_or_default().matches('\n').count()
@@ -498,7 +510,7 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     let rest = text.get(at..).unwrap_or_default();
     let key = match begun.split_once('=') {
         Some((key, _)) => Some(key.trim()),
-        // For a table where another type was expected, the table's name is the key.
+        // If the file has a table where another type was expected, the table's name is the key.
         None if begun.trim().is_empty() && error.message().starts_with("invalid type") => {
             rest.lines().next().and_then(|line| line.trim().strip_prefix('[')?.strip_suffix(']'))
         }
@@ -509,11 +521,11 @@ fn parse_error(text: &str, error: &toml::de::Error) -> ConfigError {
     ConfigError::Parse { line, why }
 }
 
-/// Reads the address to serve on. A link-local address may have a zone, as in `fe80::1%eth0`;
-/// [`Config::validate`] refuses it.
+/// Parses the address to serve on. A link-local address may have a zone, as in `fe80::1%eth0`.
+/// [`Config::validate`] rejects all link-local addresses.
 ///
 /// # Errors
-/// The text is not an IP address, or the address belongs to no host.
+/// The text is not an IP address, or is one that no host can have, such as a multicast address.
 pub fn bind_address(text: &str) -> Result<IpAddr, String> {
     let zoned = text.split_once('%').and_then(|(addr, _)| addr.parse().ok());
     if let Some(zoned) = zoned.filter(Ipv6Addr::is_unicast_link_local) {
@@ -531,7 +543,7 @@ pub fn bind_address(text: &str) -> Result<IpAddr, String> {
             format!("{text:?} is not an IP address; give an address of this host, such as 10.0.0.1")
         }
     })?;
-    // Binding to the unspecified address means all addresses of this host.
+    // Accept the unspecified address, which means all addresses of this host.
     match no_host(addr).filter(|_| !addr.is_unspecified()) {
         Some(why) => Err(format!("cannot serve at {addr}, {why}; give an address of this host")),
         None => Ok(addr),
@@ -569,8 +581,8 @@ fn check_rule(number: usize, rule: &Admit) -> Result<(), ConfigError> {
 /// Returns the memory of this host in MiB, or `None` if the system does not report it.
 #[must_use]
 pub fn host_mib() -> Option<u64> {
-    let told = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let total = told.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     Some(total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? / 1024)
 }
 

@@ -9,9 +9,10 @@ use tokio::sync::mpsc::{Receiver, channel};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until, timeout};
 
-/// The time limit of a handshake, and then of a connection's first message.
+/// The time limit for a handshake, and for the first message after it.
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a message may wait for a rank to read earlier messages; then the rank is lost.
+/// The time limit for sending a message. A rank that does not read earlier messages within this
+/// time is lost.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval at which a waiting rank is told which ranks are missing.
 pub(crate) const WAITING_PERIOD: Duration = Duration::from_millis(500);
@@ -20,33 +21,33 @@ const QUEUE: usize = 16;
 /// The number of messages handled without delay: an aggregator sends two for each of its ranks, and
 /// the largest jobs have 256 ranks.
 const AT_ONCE: u32 = 512;
-/// The interval at which further messages are handled. A well-behaved rank sends a few messages an
-/// hour.
+/// The interval at which messages beyond that number are handled. A well-behaved rank sends a few
+/// messages an hour.
 const PERIOD: Duration = Duration::from_millis(10);
 
 /// A reader of a rank's messages. It runs in its own task, because reading a frame must not be
-/// cancelled half-way. It reads no faster than messages may be handled.
+/// cancelled half-way. It reads no faster than `Pace` allows.
 pub(crate) struct ControlReader(Receiver<FromWorker>, AbortHandle);
 
 impl ControlReader {
     pub(crate) fn of(mut recv: quinn::RecvStream) -> Self {
-        let (heard, words) = channel(QUEUE);
+        let (sender, receiver) = channel(QUEUE);
         let reader = tokio::spawn(async move {
             let mut pace = Pace(Instant::now());
-            while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
+            while let Ok(Some(message)) = frames::recv::<FromWorker>(&mut recv).await {
                 if let Some(due) = pace.next(Instant::now()) {
                     sleep_until(due).await;
                 }
-                if heard.send(word).await.is_err() {
+                if sender.send(message).await.is_err() {
                     return;
                 }
             }
         });
-        Self(words, reader.abort_handle())
+        Self(receiver, reader.abort_handle())
     }
 
     /// Returns the rank's next message, or `None` once the rank has closed the stream or broken the
-    /// protocol. The future may be dropped before it completes without losing a message.
+    /// protocol. Dropping the future before it completes loses no message.
     pub(crate) async fn next(&mut self) -> Option<FromWorker> {
         self.0.recv().await
     }
@@ -58,12 +59,13 @@ impl Drop for ControlReader {
     }
 }
 
-/// The time at which all messages so far would have been handled at one per period: the generic
-/// cell rate algorithm (ITU-T I.371).
+/// The time by which all messages so far would have been handled at a rate of one per period, as in
+/// the generic cell rate algorithm (ITU-T I.371).
 struct Pace(Instant);
 
 impl Pace {
-    /// Counts a message. Returns when it may be handled, or `None` if it may be handled now.
+    /// Counts a message. Returns the time at which to handle it, or `None` if it may be handled
+    /// now.
     fn next(&mut self, now: Instant) -> Option<Instant> {
         self.0 = self.0.max(now) + PERIOD;
         let ahead = self.0 - now;
@@ -78,23 +80,23 @@ pub(crate) async fn end(connection: &quinn::Connection, mut send: quinn::SendStr
     drop(timeout(JOIN_TIMEOUT, connection.closed()).await);
 }
 
-/// Sends a message to a rank; returns false if it has disconnected or does not read. A message too
-/// long for one frame is replaced by a refusal, so that the rank learns what is wrong.
+/// Sends a message to a rank; returns false if the rank has disconnected or does not read. A
+/// message too long for one frame is replaced by a refusal, so that the rank learns the reason.
 pub(crate) async fn send_message(send: &mut quinn::SendStream, message: &FromAggregator) -> bool {
-    let said = async {
+    let sending = async {
         match frames::send(send, message).await {
-            // The oversized message was not sent at all.
+            // The stream is intact, because no part of the oversized message was sent.
             Err(FrameError::TooLong { len }) => {
                 let reason = format!(
-                    "the aggregator's message has {len} bytes, more than one message may have"
+                    "the aggregator's message of {len} bytes exceeds the limit for one message"
                 );
                 tracing::error!("{reason}; this is a bug in racksum");
                 frames::send(send, &FromAggregator::Refused { reason }).await
             }
-            said => said,
+            result => result,
         }
     };
-    matches!(timeout(READ_TIMEOUT, said).await, Ok(Ok(())))
+    matches!(timeout(READ_TIMEOUT, sending).await, Ok(Ok(())))
 }
 
 #[cfg(test)]

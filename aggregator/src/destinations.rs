@@ -1,4 +1,4 @@
-//! The destination addresses of a job's datagrams at a shard, and the keys that seal them.
+//! The addresses that a shard sends a job's datagrams to, and the keys that seal them.
 
 use std::net::SocketAddr;
 
@@ -37,8 +37,8 @@ impl Destinations {
         self.ranks.contains(&addr) || self.parent == Some(addr)
     }
 
-    /// Returns the sealer and the addresses of a message. For all ranks these are the group, if
-    /// there is one, and the ranks that do not receive it.
+    /// Returns the sealer and the addresses of a message. A message to all ranks goes to the group,
+    /// if there is one, and to each rank that does not receive multicast.
     pub(crate) fn to(
         &mut self,
         to: To,
@@ -54,11 +54,11 @@ impl Destinations {
         (sealer.as_mut(), one.into_iter().chain(ranks.iter().copied()))
     }
 
-    /// Sends copies to the ranks that do not receive multicast. Drops the group if no rank receives
-    /// it.
-    pub(crate) fn set_listeners(&mut self, hears: &[bool]) {
-        let deaf = self.ranks.iter().zip(hears).filter(|(_, hears)| !**hears);
-        self.unicast = deaf.map(|(addr, _)| *addr).collect();
+    /// Notes which ranks receive multicast; each of the other ranks gets its own copy of every
+    /// result. Drops the group if no rank receives multicast.
+    pub(crate) fn set_listeners(&mut self, receives: &[bool]) {
+        let unreached = self.ranks.iter().zip(receives).filter(|(_, receives)| !**receives);
+        self.unicast = unreached.map(|(addr, _)| *addr).collect();
         if self.unicast.len() == self.ranks.len() {
             self.group = None;
         }

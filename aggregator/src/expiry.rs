@@ -6,18 +6,19 @@ use std::time::Duration;
 use racksum_net::quic::{Certificate, Credentials};
 
 /// Checks the current identity every hour for as long as the future is polled. Warns when the
-/// identity is about to expire and when it has expired, and then once a day.
+/// identity is about to expire and when it has expired, and repeats the warning once a day.
 pub(crate) async fn watch(credentials: Arc<Mutex<Credentials>>) {
-    let look = || {
+    let current = || {
         let credentials = credentials.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        // The identity was readable at the start or at the last reload, so it is readable now.
+        // The certificate was parsed at the start or at the last reload, so parsing it again
+        // succeeds.
         credentials.certificate().ok()
     };
-    // The start-up checks already reported any concern that exists now.
-    let mut reminder = Reminder { said: look().as_ref().and_then(Concern::of), hours: 0 };
+    // The start-up checks have already reported any concern that exists now.
+    let mut reminder = Reminder { logged: current().as_ref().and_then(Concern::of), hours: 0 };
     loop {
         tokio::time::sleep(HOUR).await;
-        let Some(certificate) = look() else { continue };
+        let Some(certificate) = current() else { continue };
         match reminder.next(Concern::of(&certificate)) {
             Some(Concern::EndsSoon) => tracing::warn!(
                 name = certificate.name,
@@ -55,8 +56,8 @@ impl Concern {
 
 /// The most recently logged concern.
 struct Reminder {
-    said: Option<Concern>,
-    /// Hours since the concern was logged.
+    logged: Option<Concern>,
+    /// The number of hours since the concern was logged.
     hours: u32,
 }
 
@@ -64,10 +65,10 @@ impl Reminder {
     /// Returns the concern to log this hour: a new one, or one that was logged a day ago.
     fn next(&mut self, concern: Option<Concern>) -> Option<Concern> {
         self.hours += 1;
-        if concern == self.said && self.hours < HOURS_OF_A_DAY {
+        if concern == self.logged && self.hours < HOURS_OF_A_DAY {
             return None;
         }
-        *self = Self { said: concern, hours: 0 };
+        *self = Self { logged: concern, hours: 0 };
         concern
     }
 }
@@ -83,7 +84,7 @@ mod tests {
 
     #[test]
     fn what_is_new_is_said_at_once_and_then_once_a_day() {
-        let mut reminder = Reminder { said: None, hours: 0 };
+        let mut reminder = Reminder { logged: None, hours: 0 };
         let mut hours = |concern, count: u32| -> Vec<u32> {
             (1..=count).filter(|_| reminder.next(concern).is_some()).collect()
         };

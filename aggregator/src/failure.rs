@@ -11,29 +11,29 @@ use tokio::sync::watch::{Receiver, Sender};
 /// Starts threads, and reports the first one that fails.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
-    told: Sender<Option<String>>,
+    reason: Sender<Option<String>>,
 }
 
 impl Failure {
     pub(crate) fn new() -> Self {
-        Self { told: Sender::new(None) }
+        Self { reason: Sender::new(None) }
     }
 
-    /// Returns a receiver of the failure.
+    /// Returns a receiver for the reason why the first thread failed.
     pub(crate) fn subscribe(&self) -> Receiver<Option<String>> {
-        self.told.subscribe()
+        self.reason.subscribe()
     }
 
     /// Reports why the aggregator cannot continue, unless a failure was already reported.
-    pub(crate) fn tell(&self, why: String) {
-        self.told.send_if_modified(|told| {
-            let first = told.is_none();
-            told.get_or_insert(why);
+    pub(crate) fn report(&self, why: String) {
+        self.reason.send_if_modified(|reason| {
+            let first = reason.is_none();
+            reason.get_or_insert(why);
             first
         });
     }
 
-    /// Starts a thread and reports its panic.
+    /// Starts a thread, and reports a failure if the thread panics.
     pub(crate) fn spawn(
         &self,
         name: String,
@@ -59,7 +59,7 @@ impl Drop for Guard {
             return;
         }
         let thread = &self.thread;
-        self.failure.tell(format!(
+        self.failure.report(format!(
             "the thread {thread} panicked, which is a bug in racksum; all jobs are lost"
         ));
     }

@@ -7,30 +7,30 @@ use racksum_net::quic::quinn;
 use racksum_proto::time::Span;
 use tokio::time::timeout;
 
+use crate::caller_limits::{CallerKey, CallerLimits, Permit, Revoked};
 use crate::control_stream::JOIN_TIMEOUT;
-use crate::door::{Doors, Needed, Party, Place};
 
 /// How long a caller may be silent during a handshake.
 const SILENCE: Span = Span::from_secs(2);
 
-/// The log limit for unknown callers: those that were not answered, found no place, or failed the
-/// handshake. One limit covers them all, since anyone can cause each of these entries.
+/// The log limit for unknown callers: those that were not answered, got no permit, or failed the
+/// handshake. One limit covers them all, since anyone can cause such entries.
 pub(crate) static STRANGERS: LogLimit = LogLimit::new(3);
-/// Answers a caller's packet. Returns the handshake and its place. Returns `None` if the caller
-/// must first validate its address, or finds no place for the handshake or after it. If `knows` is
-/// true, callers have identities, and places after the handshake are assigned only once the
-/// identity is known.
+/// Answers a caller's packet. Returns the handshake and its permit. Returns `None` if the caller
+/// must first validate its address, or if no permit is free for the handshake or for the time after
+/// it. If `knows` is true, callers have identities, and permits for the time after the handshake
+/// are assigned once the identity is known.
 pub(crate) fn answer(
     incoming: quinn::Incoming,
-    doors: &Doors,
+    limits: &CallerLimits,
     knows: bool,
-) -> Option<(quinn::Connecting, (Place, Needed))> {
+) -> Option<(quinn::Connecting, (Permit, Revoked))> {
     let from = incoming.remote_address();
-    let party = Party::new(None, from.ip());
+    let key = CallerKey::new(None, from.ip());
     // An unvalidated address causes no log entry, and gets no reply longer than its packet.
     if !incoming.remote_address_validated() {
-        if doors.handshakes.has_room(&party) {
-            // A failed retry means that the caller has already disconnected.
+        if limits.handshakes.has_room(&key) {
+            // A retry fails only for an address that is already validated.
             drop(incoming.retry());
         } else {
             incoming.ignore();
@@ -38,41 +38,41 @@ pub(crate) fn answer(
         return None;
     }
     let note = |why| STRANGERS.note(|left_out| tracing::warn!(%from, left_out, "{why}"));
-    let has_room = knows || doors.strangers.has_room(&party);
-    if !has_room && doors.strangers.is_full() {
+    let has_room = knows || limits.unjoined.has_room(&key);
+    if !has_room && limits.unjoined.is_full() {
         note("connection refused: too many connections have not joined");
         incoming.refuse();
         return None;
     }
-    let place = if has_room { doors.handshakes.enter(party) } else { None };
-    let Some(place) = place else {
-        note("connection ignored: too many connections from its address have not joined");
-        // QUIC retries by itself, so an honest host that is too early gets its turn.
+    let permit = if has_room { limits.handshakes.acquire(key) } else { None };
+    let Some(permit) = permit else {
+        note("connection ignored: too many connections from this address have not joined");
+        // QUIC clients resend by themselves, so an honest caller gets its turn later.
         incoming.ignore();
         return None;
     };
-    // A failed accept means that the caller has already disconnected.
-    Some((incoming.accept().ok()?, place))
+    // A failed accept means that the caller's packet is invalid or too old.
+    Some((incoming.accept().ok()?, permit))
 }
 
 /// Completes a handshake. Returns `None` if the caller falls silent, takes too long, or has to give
-/// its place to another.
+/// its permit to another caller.
 pub(crate) async fn shake_hands(
     connecting: quinn::Connecting,
-    (place, mut needed): (Place, Needed),
-) -> Option<Result<(quinn::Connection, Place), quinn::ConnectionError>> {
-    // The connection exists before the handshake ends, so received packets can be counted. Nothing
-    // is sent on it yet.
+    (permit, mut revoked): (Permit, Revoked),
+) -> Option<Result<(quinn::Connection, Permit), quinn::ConnectionError>> {
+    // Use the connection before the handshake ends, to count received packets. Nothing is sent on
+    // it yet.
     let (connection, done) = connecting.into_0rtt().ok()?;
     tokio::select! {
         done = timeout(JOIN_TIMEOUT, done) => {
             done.ok()?;
             Some(match connection.close_reason() {
-                None => Ok((connection, place)),
+                None => Ok((connection, permit)),
                 Some(cause) => Err(cause),
             })
         }
-        () = needed.wait() => None,
+        () = revoked.wait() => None,
         () = silence(&connection, SILENCE) => None,
     }
 }

@@ -6,12 +6,12 @@ use racksum_proto::aggregator::Config;
 use racksum_proto::auth::{DataAuth, Key, Keys};
 use racksum_proto::ids::Rank;
 
-/// The keys of one generation of a job. They are created when it starts and are never written
-/// anywhere.
+/// The keys of one generation of a job. They are created when the generation starts, and are never
+/// written to disk.
 #[derive(Debug, Clone)]
 pub(crate) struct JobKeys {
     auth: DataAuth,
-    /// The keys for what each rank sends, and the key for what the aggregator sends.
+    /// The key of each rank's datagrams, and the key of the aggregator's datagrams.
     keys: Option<(Vec<Key>, Key)>,
 }
 
@@ -47,19 +47,20 @@ impl JobKeys {
         Ok(())
     }
 
-    /// Returns the sealer for what a shard sends, if datagrams are authenticated.
+    /// Returns the sealer for the datagrams of a shard, if datagrams are authenticated.
     pub(crate) fn sealer(&self, config: &Config) -> Option<Sealer> {
         let (_, down) = self.keys.as_ref()?;
         Sealer::of_shard(self.auth, down, config.shard)
     }
 
-    /// Returns the openers for what a shard receives, by rank; empty if datagrams are not
-    /// authenticated.
+    /// Returns the openers for the datagrams that a shard receives, by rank; empty if datagrams are
+    /// not authenticated.
     pub(crate) fn openers(&self, config: &Config) -> Vec<Opener> {
         (0..config.world).filter_map(|rank| self.opener(config, Rank(rank))).collect()
     }
 
-    /// Returns the opener for what a shard receives from one rank, if datagrams are authenticated.
+    /// Returns the opener for the datagrams that a shard receives from one rank, if datagrams are
+    /// authenticated.
     pub(crate) fn opener(&self, config: &Config, rank: Rank) -> Option<Opener> {
         let (up, _) = self.keys.as_ref()?;
         let up = up.get(rank.index())?;

@@ -2,18 +2,18 @@
 //! in rank order, and sends the sums back.
 //!
 //! A shard is one thread with one socket. Each shard runs the aggregator half of `racksum-proto`
-//! for every job, and owns its packet buffers, which are allocated at start. The control server
-//! joins ranks over QUIC. The protocol's decisions are in `racksum-proto`, and the packet system
-//! calls in `racksum-net`. Read [`Aggregator`] and [`Config`] first.
+//! for every job, and owns packet buffers that it allocates at start. Ranks join by calling the
+//! control server over QUIC. `racksum-proto` makes the protocol's decisions, and `racksum-net`
+//! makes the system calls. Read [`Aggregator`] and [`Config`] first.
 
 mod admission;
+mod admit_rule;
 mod arena;
+mod caller_limits;
 mod caller_session;
 mod config;
 mod control_stream;
 mod destinations;
-mod door;
-mod entry;
 mod expiry;
 mod failure;
 mod handshake;
@@ -21,16 +21,16 @@ mod job_keys;
 mod lifelines;
 mod multicast_ping;
 mod network;
-mod parent;
+mod parent_session;
 mod paths;
 mod queue;
+mod quotas;
 mod rank_session;
 mod registry;
 mod server;
 mod shard;
 mod slots;
 mod status;
-mod tenancy;
 mod wall_clock;
 
 use std::collections::BTreeSet;
@@ -41,16 +41,16 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-pub use admission::Admit;
+pub use admit_rule::Admit;
 pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, bounds, host_mib};
 use failure::Failure;
 use racksum_net::clock::Clock;
 use racksum_net::quic::{Credentials, change_credentials, quinn, server as endpoint};
 use racksum_net::{NetError, with_limit};
 pub use registry::MAX_LANES;
-use registry::{Registry, Shared, lock};
+use registry::{Registry, SharedRegistry, lock};
 pub use shard::ShardStats;
-use shard::{ShardHandle, make_siblings};
+use shard::{ShardHandle, connect_shards};
 pub use slots::MAX_WORLD;
 use status::StatusSocket;
 use tokio::sync::watch;
@@ -81,16 +81,16 @@ pub enum StartError {
         /// The requested packet buffers of each shard, in MiB.
         mib: usize,
     },
-    /// A thread could not be started.
+    /// A thread, or the descriptor that wakes it, could not be created.
     #[error(
-        "cannot start a thread: {0}; raise the limits on threads (ulimit -u) and on open files \
-         (ulimit -n)"
+        "cannot create a thread or its descriptors: {0}; raise the limits on threads (ulimit -u) \
+         and on open files (ulimit -n)"
     )]
     Thread(#[from] io::Error),
-    /// The parent's address can never be used.
+    /// The parent's address is unusable, and a retry would not help.
     #[error("--parent: {0}")]
     Parent(String),
-    /// Multicast is required, but the bind address is not that of one interface.
+    /// Multicast is required, but the bind address is not the address of one interface.
     #[error("--fanout multicast needs --bind with the address of one interface, not {0}")]
     NoMulticast(std::net::IpAddr),
     /// Multicast is required, but the interface does not support it.
@@ -118,10 +118,10 @@ impl Options {
 impl StartError {
     /// Returns the error message for a user of these options.
     #[must_use]
-    pub fn told_with(&self, options: &Options) -> String {
+    pub fn message_with_options(&self, options: &Options) -> String {
         match self {
-            Self::Net(error) => error.told_with(options.port, options.identity),
-            Self::Config(error) => error.told_with(options.memory),
+            Self::Net(error) => error.message_with_options(options.port, options.identity),
+            Self::Config(error) => error.message_with_options(options.memory),
             Self::Memory { mib } => no_memory(*mib, options.memory),
             other => other.to_string(),
         }
@@ -143,19 +143,19 @@ fn no_memory(mib: usize, options: &[&str]) -> String {
 #[derive(Debug)]
 pub struct Aggregator {
     addr: SocketAddr,
-    registry: Shared,
+    registry: SharedRegistry,
     endpoint: quinn::Endpoint,
-    /// The credentials that authenticate callers.
+    /// The current credentials: this aggregator's identity, and the authorities that it trusts.
     credentials: Arc<Mutex<Credentials>>,
-    /// Signals that some certificates that were trusted are no longer trusted.
-    disbelieve: watch::Sender<()>,
+    /// Signals that an authority is no longer trusted.
+    change_authorities: watch::Sender<()>,
     control: Option<JoinHandle<()>>,
     failure: Failure,
     warnings: Vec<String>,
 }
 
 impl Aggregator {
-    /// Starts the shards and the control server; returns once they serve.
+    /// Starts the shards and the control server, and returns once they are ready.
     ///
     /// # Errors
     /// The configuration is invalid, or a resource is not available.
@@ -192,31 +192,40 @@ impl Aggregator {
             Some(Err(why)) if config.fanout == Fanout::Multicast => {
                 return Err(StartError::Multicast(why));
             }
-            // Without multicast, results go out as copies.
+            // Without multicast, each rank is sent its own copy of the results.
             Some(Err(_)) | None => false,
         };
         let registry = Registry::new(config, shards, can_multicast, any_number());
         let registry = Arc::new(Mutex::new(registry));
-        let disbelieve = watch::Sender::new(());
+        let change_authorities = watch::Sender::new(());
         let serving = server::serve(
             endpoint.clone(),
             Arc::clone(&registry),
             server::MAX_STRANGERS,
             failure.subscribe(),
-            disbelieve.subscribe(),
+            change_authorities.subscribe(),
         );
-        let telling = status.map(|status| status.serve(Arc::clone(&registry), addr));
+        let status_server = status.map(|status| status.serve(Arc::clone(&registry), addr));
         let credentials = Arc::new(Mutex::new(credentials));
         let expiry = expiry::watch(Arc::clone(&credentials));
         let control = failure.spawn("control".into(), move || {
             // These tasks run until `serving` ends and the runtime is dropped.
-            let _telling = telling.map(|telling| runtime.spawn(telling));
+            let _status_server = status_server.map(|status_server| runtime.spawn(status_server));
             let _watching = runtime.spawn(wall_clock::watch(clock));
             let _reminding = runtime.spawn(expiry);
             runtime.block_on(serving);
         })?;
         let control = Some(control);
-        Ok(Self { addr, registry, endpoint, credentials, disbelieve, control, failure, warnings })
+        Ok(Self {
+            addr,
+            registry,
+            endpoint,
+            credentials,
+            change_authorities,
+            control,
+            failure,
+            warnings,
+        })
     }
 
     /// Returns the address of the control plane, which workers connect to.
@@ -225,7 +234,7 @@ impl Aggregator {
         self.addr
     }
 
-    /// Returns each shard's counters, which may lag slightly.
+    /// Returns each shard's counters, which may be slightly out of date.
     #[must_use]
     pub fn stats(&self) -> Vec<ShardStats> {
         lock(&self.registry).shards().iter().map(ShardHandle::stats).collect()
@@ -244,8 +253,8 @@ impl Aggregator {
     }
 
     /// Applies another configuration. Running jobs keep what they were granted. If an authority is
-    /// no longer trusted, callers that have not joined must call again. Returns the keys that
-    /// differ but need a restart; those keep their old values.
+    /// no longer trusted, callers that have not joined must connect again. Returns the
+    /// configuration keys that differ but need a restart; those keep their old values.
     ///
     /// # Errors
     /// The new credentials cannot be used; the configuration is unchanged.
@@ -258,16 +267,15 @@ impl Aggregator {
         change_credentials(&self.endpoint, &credentials)?;
         lock(&self.registry).reconfigure(config);
         let mut before = self.credentials.lock().unwrap_or_else(PoisonError::into_inner);
-        if !credentials.believe_like(&before) {
-            self.disbelieve.send_replace(());
+        if !credentials.accept_all_of(&before) {
+            self.change_authorities.send_replace(());
         }
         *before = credentials;
         Ok(fixed)
     }
 
     /// Stops accepting jobs, and asks the ranks of running jobs to move to another aggregator. Jobs
-    /// that know no other aggregator are served to their end; [`Self::jobs`] returns how many jobs
-    /// are left.
+    /// without a standby are served until they end; [`Self::jobs`] returns how many jobs are left.
     pub fn drain(&self) {
         lock(&self.registry).drain();
     }
@@ -277,17 +285,18 @@ impl Aggregator {
         self.endpoint.wait_idle().await;
     }
 
-    /// Returns why the aggregator stopped serving, if one of its threads has failed. Its ranks were
-    /// told.
+    /// Returns why the aggregator stopped serving, if one of its threads has failed. After such a
+    /// failure, the control server closes the connections of all ranks.
     #[must_use]
     pub fn failure(&self) -> Option<String> {
         self.failure.subscribe().borrow().clone()
     }
 
-    /// Waits for [`Aggregator::failure`], possibly forever.
+    /// Waits until one of the threads fails, possibly forever. Returns the reason, like
+    /// [`Aggregator::failure`].
     pub async fn failed(&self) -> String {
-        let mut told = self.failure.subscribe();
-        match told.wait_for(Option::is_some).await.as_deref() {
+        let mut failure = self.failure.subscribe();
+        match failure.wait_for(Option::is_some).await.as_deref() {
             Ok(Some(why)) => why.clone(),
             // The channel cannot close, because `self` holds the sender.
             _ => std::future::pending().await,
@@ -311,26 +320,26 @@ impl Aggregator {
     }
 }
 
-/// A new configuration for a running aggregator, with its identity.
+/// A new configuration for a running aggregator, with the credentials that it names.
 #[derive(Debug)]
 pub struct Reload {
     config: Config,
     fixed: Vec<&'static str>,
-    /// The new credentials; `None` if the new configuration names no identity. Removing an identity
-    /// needs a restart. Until then the present one stays in use, even if its file no longer exists.
+    /// The new credentials; `None` if the new configuration removes the identity, which needs a
+    /// restart. Until then the present identity stays in use, even if its file no longer exists.
     credentials: Option<Credentials>,
 }
 
 impl Reload {
     /// Checks a configuration against the `running` one, and reads the identity file again. The
     /// read may block forever, for example on an unreachable network file system. Do not call this
-    /// from a thread that others wait for.
+    /// function from a thread that other threads wait for.
     ///
     /// # Errors
     /// The configuration is invalid, or the identity file cannot be used.
     pub fn read(mut config: Config, running: &Config) -> Result<Self, StartError> {
         config.validate()?;
-        // The start already reported smaller pools.
+        // Ignore the warning about smaller pools: it was reported when the aggregator started.
         let _smaller = host_mib().map_or(Ok(None), |mib| config.fit_memory(mib))?;
         let fixed = config.fixed_changes(running);
         let stays = config.identity.is_none() && running.identity.is_some();
@@ -346,7 +355,7 @@ impl Drop for Aggregator {
         lock(&self.registry).stop();
         self.endpoint.close(0u32.into(), b"the aggregator stops");
         if let Some(control) = self.control.take() {
-            // A panic in the control server was printed where it happened.
+            // Ignore a panic of the control thread: the panic hook has already printed it.
             drop(control.join());
         }
     }
@@ -359,19 +368,20 @@ async fn check_parent(
     credentials: &Credentials,
 ) -> Result<Vec<String>, StartError> {
     let Some(parent) = &config.parent else { return Ok(Vec::new()) };
-    match parent::find(SocketAddr::new(config.bind, config.port), parent).await {
+    match parent_session::find(SocketAddr::new(config.bind, config.port), parent).await {
         Ok(addrs) => {
             addrs.into_iter().try_for_each(|to| credentials.check(to))?;
             Ok(Vec::new())
         }
-        Err(parent::Unfound::Yet(why)) => {
-            Ok(vec![format!("the parent cannot be reached yet: {why}")])
+        Err(parent_session::NotFound::Temporary(why)) => {
+            Ok(vec![format!("{why}; this aggregator tries again for each job")])
         }
-        Err(parent::Unfound::Ever(why)) => Err(StartError::Parent(why)),
+        Err(parent_session::NotFound::Permanent(why)) => Err(StartError::Parent(why)),
     }
 }
 
-/// Starts the shards on the ports after the control port, or on any ports if that is 0.
+/// Starts the shards on the ports after the control port, or on any free ports if the control port
+/// is 0.
 fn start_shards(
     config: &Config,
     clock: Clock,
@@ -388,19 +398,18 @@ fn start_shards(
             ShardHandle::start(bind, number, config.buffers(), clock, failure)
         })
         .collect::<Result<Vec<_>, StartError>>()?;
-    make_siblings(&shards);
-    // The rest of the process allocates from what is left, and a failed allocation there would
-    // abort.
+    connect_shards(&shards);
+    // A failed allocation elsewhere would abort the process, so check that enough memory is left.
     let no_memory = |_| StartError::Memory { mib: config.pool_mib as usize };
     Vec::<u8>::new().try_reserve_exact(HEADROOM).map_err(no_memory)?;
     Ok(shards)
 }
 
-/// Bytes of memory that must remain beside the packet buffers.
+/// The bytes of memory that must remain free after the packet buffers are allocated.
 const HEADROOM: usize = 64 << 20;
 
-/// Returns a random number, so that a restarted aggregator does not repeat earlier job numbers. The
-/// randomness is the seed of a hash table.
+/// Returns a random start for the job numbers, so that a restarted aggregator does not repeat
+/// earlier ones. The randomness comes from the seed of a hash table.
 fn any_number() -> u32 {
     let hash = RandomState::new().build_hasher().finish();
     u32::try_from(hash >> 32).unwrap_or(0)

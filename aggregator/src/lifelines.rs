@@ -1,4 +1,5 @@
-//! The lifelines of ranks: offers, and connections that arrive.
+//! Lifelines: TCP connections whose end shows immediately that a rank's process has died. Each
+//! lifeline is offered to a rank with a token; the rank claims the lifeline by sending the token.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,9 +11,9 @@ use racksum_proto::auth::Key;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 
-use crate::door::{Door, HANDSHAKES_OF_ONE, Party};
+use crate::caller_limits::{CallerKey, CallerLimit, HANDSHAKES_OF_ONE};
 
-/// The offered lifelines, by the token that each will present.
+/// The offered lifelines, by the token that claims each.
 type Offers = Arc<Mutex<BTreeMap<[u8; Key::LEN], oneshot::Sender<TcpStream>>>>;
 
 /// The listener for the ranks' lifelines.
@@ -24,9 +25,9 @@ pub(crate) struct Lifelines {
 }
 
 impl Lifelines {
-    /// Accepts lifelines until the runtime ends, at the endpoint's port if that is free for TCP. At
-    /// most `strangers` connections at a time may be without a token.
-    pub(crate) async fn serve(endpoint: &quinn::Endpoint, strangers: usize) -> Self {
+    /// Accepts lifelines until the runtime ends, at the endpoint's port if that port is free for
+    /// TCP. At most `unjoined` connections at a time may be open without having sent a token.
+    pub(crate) async fn serve(endpoint: &quinn::Endpoint, unjoined: usize) -> Self {
         let offers = Offers::default();
         let listener = match endpoint.local_addr() {
             Ok(addr) => lifeline::listen(addr).await,
@@ -34,14 +35,14 @@ impl Lifelines {
         };
         let port = match listener.and_then(|listener| Ok((listener.local_addr()?, listener))) {
             Ok((addr, listener)) => {
-                tokio::spawn(take(listener, Arc::clone(&offers), strangers));
+                tokio::spawn(take(listener, Arc::clone(&offers), unjoined));
                 Some(addr.port())
             }
             Err(error) => {
                 let error = with_limit(&error);
                 tracing::warn!(
                     error,
-                    "cannot accept lifelines; ranks that die are lost only after 20 s of silence"
+                    "cannot listen for lifelines; a dead rank is noticed only after 20 s of silence"
                 );
                 None
             }
@@ -49,8 +50,8 @@ impl Lifelines {
         Self { port, offers }
     }
 
-    /// Offers a lifeline. Returns its token, the port, and a receiver of the connection. An offer
-    /// is forgotten once its receiver is dropped.
+    /// Offers a lifeline. Returns its token, the port, and a receiver for the connection, or `None`
+    /// if the aggregator cannot listen. An offer is forgotten once its receiver is dropped.
     pub(crate) fn offer(&self) -> Option<(Key, u16, oneshot::Receiver<TcpStream>)> {
         let (port, token) = (self.port?, new_key().ok()?);
         let (come, lifeline) = oneshot::channel();
@@ -62,18 +63,19 @@ impl Lifelines {
 }
 
 /// Passes each accepted lifeline to the session that offered it.
-async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
-    let door = Door::new(strangers, HANDSHAKES_OF_ONE);
-    let mut told = false;
+async fn take(listener: TcpListener, offers: Offers, unjoined: usize) {
+    let limit = CallerLimit::new(unjoined, HANDSHAKES_OF_ONE);
+    let mut warned = false;
     loop {
         let (stream, from) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                if !std::mem::replace(&mut told, true) {
+                if !std::mem::replace(&mut warned, true) {
                     tracing::warn!(
                         %error,
-                        "cannot accept a lifeline; a rank without one that dies is lost only after \
-                         20 s of silence; if too many files are open, raise the limit (ulimit -n)"
+                        "cannot accept a lifeline; a dead rank that has no lifeline is noticed \
+                         only after 20 s of silence; if too many files are open, raise the limit \
+                         (ulimit -n)"
                     );
                 }
                 tokio::time::sleep(RETRY).await;
@@ -81,19 +83,19 @@ async fn take(listener: TcpListener, offers: Offers, strangers: usize) {
             }
         };
         // A connection that sends no token must not keep others out.
-        let entered = door.enter(Party::new(None, from.ip()));
-        let Some((place, mut needed)) = entered else { continue };
+        let entered = limit.acquire(CallerKey::new(None, from.ip()));
+        let Some((permit, mut revoked)) = entered else { continue };
         let offers = Arc::clone(&offers);
         tokio::spawn(async move {
-            let said = tokio::select! {
-                said = lifeline::token_of(stream) => said,
-                () = needed.wait() => return,
+            let received = tokio::select! {
+                received = lifeline::token_of(stream) => received,
+                () = revoked.wait() => return,
             };
-            drop(place);
-            let Some((token, stream)) = said else { return };
+            drop(permit);
+            let Some((token, stream)) = received else { return };
             let mut offers = offers.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(offered) = offers.remove(&token.0) {
-                // The session that made the offer may have ended.
+                // Ignore a failed send: the session that made the offer may have ended.
                 drop(offered.send(stream));
             }
         });
@@ -118,11 +120,11 @@ mod tests {
     #[tokio::test]
     async fn a_lifeline_goes_to_whom_it_was_offered_and_no_other_is_kept() {
         let credentials = Credentials::new(None, false).unwrap();
-        // The port is already taken for TCP, so the lifelines must use another.
+        // The port is already taken for TCP, so the lifelines must use another port.
         let (endpoint, to, _taken) = loop {
             let endpoint = server("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
             let to = endpoint.local_addr().unwrap();
-            // Another process may hold the port for a while.
+            // Retry, because another process may hold the port for a while.
             if let Ok(taken) = TcpListener::bind(to).await {
                 break (endpoint, to, taken);
             }
@@ -136,7 +138,10 @@ mod tests {
         };
         let mut stranger = laid(lifeline::lay(to, port, Key([9; Key::LEN])).await);
         let end = timeout(Duration::from_secs(5), stranger.read(&mut [0; 8])).await;
-        assert!(matches!(end, Ok(Ok(0) | Err(_))), "what nobody waits for is closed: {end:?}");
+        assert!(
+            matches!(end, Ok(Ok(0) | Err(_))),
+            "a connection with an unknown token is closed: {end:?}"
+        );
         let own = laid(lifeline::lay(to, port, token).await);
         let came = timeout(Duration::from_secs(5), come).await.unwrap().unwrap();
         assert_eq!(came.peer_addr().unwrap(), own.local_addr().unwrap());

@@ -10,7 +10,7 @@ use std::time::Duration;
 use racksum_net::auth::new_key;
 use racksum_net::clock::Clock;
 use racksum_net::interface::{local_addr_towards, max_datagram};
-use racksum_net::quic::{Line, SILENT, frames, quinn};
+use racksum_net::quic::{ControlConnection, SILENT, frames, quinn};
 use racksum_proto::auth::Key;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker};
 use racksum_proto::path::{Blocked, COMMON_MTUS, Prover, SMALL};
@@ -18,7 +18,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
 use crate::control_stream::{end, send_message};
-use crate::registry::{Shared, lock, other_ip_version};
+use crate::registry::{SharedRegistry, lock, other_ip_version};
 use crate::shard::{Command, Proof};
 
 /// The time limit for a caller to prove its data path and then join.
@@ -30,15 +30,15 @@ const ARRIVED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A proof in progress; the shards forget it when this is dropped.
 struct Proving {
-    registry: Shared,
+    registry: SharedRegistry,
     token: Key,
 }
 
 impl Proving {
-    /// Begins a proof at all shards; `proof` returns the task of each shard.
-    fn begin(registry: &Shared, token: Key, proof: impl Fn(usize) -> Proof) -> Self {
+    /// Begins a proof at all shards; `proof` creates each shard's part, given the shard's number.
+    fn begin(registry: &SharedRegistry, token: Key, proof: impl Fn(usize) -> Proof) -> Self {
         for (number, shard) in lock(registry).shards().iter().enumerate() {
-            shard.tell(Command::Prove(token, proof(number)));
+            shard.send(Command::Prove(token, proof(number)));
         }
         Self { registry: Arc::clone(registry), token }
     }
@@ -47,15 +47,16 @@ impl Proving {
 impl Drop for Proving {
     fn drop(&mut self) {
         for shard in lock(&self.registry).shards() {
-            shard.tell(Command::Proven(self.token));
+            shard.send(Command::Proven(self.token));
         }
     }
 }
 
-/// Lets a caller prove its data path. Returns the caller's next message, if it continues.
-pub(crate) async fn hear_proof(
+/// Lets a caller prove its data path. Returns the caller's next message and the streams, or `None`
+/// if the conversation has ended.
+pub(crate) async fn serve_proof(
     connection: &quinn::Connection,
-    registry: &Shared,
+    registry: &SharedRegistry,
     version: u16,
     (mut send, mut recv): (quinn::SendStream, quinn::RecvStream),
 ) -> Option<(FromWorker, quinn::SendStream, quinn::RecvStream)> {
@@ -85,25 +86,25 @@ pub(crate) async fn hear_proof(
         return None;
     }
     let answer = async {
-        let word = frames::recv::<FromWorker>(&mut recv).await.ok()??;
-        if word != FromWorker::Arrived {
-            return Some(word);
+        let message = frames::recv::<FromWorker>(&mut recv).await.ok()??;
+        if message != FromWorker::AskPingSizes {
+            return Some(message);
         }
         let sizes = arrived.iter().map(|size| size.load(Relaxed)).collect();
-        if !send_message(&mut send, &FromAggregator::Arrived { sizes }).await {
+        if !send_message(&mut send, &FromAggregator::PingSizes { sizes }).await {
             return None;
         }
         frames::recv(&mut recv).await.ok()?
     };
-    let word = timeout(PROOF_TIMEOUT, answer).await.ok()??;
-    Some((word, send, recv))
+    let message = timeout(PROOF_TIMEOUT, answer).await.ok()??;
+    Some((message, send, recv))
 }
 
-/// Returns why a rank would reject the shards' datagrams as foreign. An aggregator bound to all
-/// addresses sends from the address that the routing table selects, which may differ from the
-/// called one.
+/// Returns why a rank would reject the shards' datagrams as foreign, or `None` if it would accept
+/// them. An aggregator bound to all addresses sends from the address that the routing table
+/// selects, which may differ from the address that the rank called.
 pub(crate) fn answers_elsewhere(
-    registry: &Shared,
+    registry: &SharedRegistry,
     connection: &quinn::Connection,
 ) -> Option<String> {
     let on_all = lock(registry).shards().iter().any(|shard| shard.addr.ip().is_unspecified());
@@ -121,16 +122,16 @@ pub(crate) fn answers_elsewhere(
 /// bytes of the largest datagrams that pass, at most `wanted`. An error says why no useful size
 /// passes.
 pub(crate) async fn prove(
-    registry: &Shared,
-    line: &mut Line,
+    registry: &SharedRegistry,
+    line: &mut ControlConnection,
     parent: SocketAddr,
     wanted: u16,
 ) -> Result<u16, String> {
     let (data_ports, token, ip) = ask(line).await?;
-    let (tell, mut answers) = unbounded_channel();
+    let (sender, mut answers) = unbounded_channel();
     let _proving =
-        Proving::begin(registry, token, |shard| Proof::AtParent { shard, tell: tell.clone() });
-    // If the shard counts differ, the parent reports it when this aggregator joins.
+        Proving::begin(registry, token, |shard| Proof::AtParent { shard, sender: sender.clone() });
+    // If the shard counts differ, the parent reports the difference when this aggregator joins.
     let own: Vec<u16> = lock(registry).shards().iter().map(|shard| shard.addr.port()).collect();
     let paths: Vec<(u16, SocketAddr)> =
         own.iter().copied().zip(data_ports.iter().map(|port| with_port(parent, *port))).collect();
@@ -143,7 +144,8 @@ pub(crate) async fn prove(
     for mtu in COMMON_MTUS {
         ladder.push(size(mtu)?);
     }
-    // On one host no hop has a smaller MTU than the interface.
+    // On loopback, prove only the smallest common size, because no hop has a smaller MTU than the
+    // interface.
     let largest = if parent.ip().is_loopback() { least } else { wanted };
     let clock = Clock::start();
     let mut prover = Prover::new(clock.now(), paths.len(), largest, least, &ladder);
@@ -151,7 +153,7 @@ pub(crate) async fn prove(
         while let Some((shard, size)) = prover.poll_transmit(clock.now()) {
             let (_, to) = paths[shard];
             if let Some(shard) = lock(registry).shards().get(shard) {
-                shard.tell(Command::SendPing { to, token, size });
+                shard.send(Command::SendPing { to, token, size });
             }
         }
         let left = Duration::from_nanos(prover.poll_timeout().since(clock.now()).0);
@@ -169,9 +171,9 @@ pub(crate) async fn prove(
         })
     };
     if blocked(&[]).is_some() {
-        line.say(&FromWorker::Arrived).await.map_err(|ended| ended.to_string())?;
-        let sizes = match timeout(ARRIVED_TIMEOUT, line.hear()).await {
-            Ok(Ok(FromAggregator::Arrived { sizes })) => sizes,
+        line.send(&FromWorker::AskPingSizes).await.map_err(|ended| ended.to_string())?;
+        let sizes = match timeout(ARRIVED_TIMEOUT, line.recv()).await {
+            Ok(Ok(FromAggregator::PingSizes { sizes })) => sizes,
             _ => Vec::new(),
         };
         if let Some(why) = blocked(&sizes) {
@@ -183,27 +185,32 @@ pub(crate) async fn prove(
     }
     let narrowest = passed.iter().map(|passed| passed.size).min().unwrap_or(wanted);
     if narrowest < wanted {
-        tracing::warn!(%parent, "the path passes datagrams of {narrowest} bytes, not of {wanted}");
+        tracing::warn!(
+            %parent,
+            "the path to the parent passes datagrams of {narrowest} bytes, but not of {wanted}"
+        );
     }
     Ok(narrowest)
 }
 
-/// Asks the parent to start a proof. Returns its shards' ports, the token that pings show, and the
-/// address from which the parent sees this aggregator.
-async fn ask(line: &mut Line) -> Result<(Vec<u16>, Key, IpAddr), String> {
-    let heard = async {
-        line.say(&FromWorker::Prove { version: CONTROL_VERSION }).await?;
-        line.hear().await
+/// Asks the parent to start a proof. Returns the ports of the parent's shards, the token for the
+/// pings, and this aggregator's address as the parent sees it.
+async fn ask(line: &mut ControlConnection) -> Result<(Vec<u16>, Key, IpAddr), String> {
+    let answer = async {
+        line.send(&FromWorker::Prove { version: CONTROL_VERSION }).await?;
+        line.recv().await
     };
-    let heard = timeout(PROVE_TIMEOUT, heard).await;
-    match heard.map_err(|_late| SILENT)?.map_err(|ended| ended.to_string())? {
+    let answer = timeout(PROVE_TIMEOUT, answer).await;
+    match answer.map_err(|_late| SILENT)?.map_err(|ended| ended.to_string())? {
         FromAggregator::Prove { data_ports, token, ip } => Ok((data_ports, token, ip)),
         FromAggregator::Refused { reason } => Err(format!("the parent refused: {reason}")),
         FromAggregator::WrongVersion { speaks } => Err(format!(
             "the parent speaks protocol version {speaks}, and this aggregator version \
              {CONTROL_VERSION}; install the same release on both"
         )),
-        other => Err(format!("the parent sent {other:?} instead of a path proof")),
+        other => Err(format!(
+            "the parent sent {other:?} instead of a path proof; install the same release on both"
+        )),
     }
 }
 

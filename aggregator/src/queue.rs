@@ -3,8 +3,9 @@
 //! Tenants take turns round by round, so a tenant with many waiting jobs does not keep out a tenant
 //! with a single one. Jobs that move here from another aggregator go first, since their ranks have
 //! work in flight. No job can prove that it moves, so only [`MOST_FIRST`] jobs of a tenant go
-//! first; further ones take turns with all others. A job has its turn when there is room for it
-//! beside the earlier jobs that have their turn. A job without room keeps out no other job.
+//! first; its other moving jobs take turns with all other jobs. A job's turn comes once there is
+//! room for it in addition to all earlier jobs whose turn has come. A job that does not fit does
+//! not keep out other jobs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -14,50 +15,51 @@ use racksum_proto::control::Join;
 use racksum_proto::job_name::JobName;
 use tokio::sync::Notify;
 
-use crate::admission::rule_of;
+use crate::admit_rule::rule_of;
 use crate::config::Config;
 use crate::network::network;
-use crate::tenancy::{Tally, Tenant};
+use crate::quotas::{Tally, Tenant};
 
-/// The maximum number of waiting ranks: those of 16 of the largest jobs.
+/// The maximum number of waiting ranks: as many as 16 of the largest jobs have.
 pub(crate) const MAX_WAITING: usize = 4096;
 /// The maximum number of waiting ranks of one identity, of one rule, or from one address.
 pub(crate) const MAX_WAITING_EACH: usize = 1024;
-/// The maximum number of a tenant's moving jobs that go first before other tenants have had a turn.
-/// It covers all jobs that fail over from two aggregators at once, with the default `max_jobs` of
-/// each.
+/// The maximum number of a tenant's moving jobs that go first until other tenants have had a turn.
+/// It covers all jobs that fail over from two aggregators at once, if both have the default
+/// `max_jobs`.
 const MOST_FIRST: u64 = 16;
-/// The maximum number of lines with a remembered last round.
+/// The maximum number of flows whose last round is remembered.
 const MAX_SERVED: usize = 4096;
 
 /// The jobs that wait for room.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    jobs: BTreeMap<Turn, Waiting>,
-    turns: BTreeMap<Key, Turn>,
+    jobs: BTreeMap<Position, Waiting>,
+    positions: BTreeMap<Key, Position>,
     /// The number of waiting ranks in each category.
     counts: BTreeMap<Common, usize>,
-    /// The latest round in which a job was served, not counting jobs that went first. It is at most
-    /// the round of every job that waits for its round.
+    /// The current round. Each job that is served in turn advances it, but not past a job that
+    /// still waits for its round. It also advances when too many flows are remembered.
     round: u64,
-    /// The last round in which each line was served, unless that round is over. Empty while no job
+    /// The last round in which each flow was served, unless that round is over. Empty while no job
     /// waits.
-    served: BTreeMap<Line, u64>,
+    served: BTreeMap<Flow, u64>,
     arrivals: u64,
 }
 
 /// A job's place in the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Turn {
-    /// Whether the job waits for its round. False sorts first.
+struct Position {
+    /// Whether the job waits for its round. False sorts first, so jobs that need not wait are
+    /// ahead.
     in_turn: bool,
-    /// The job's round. Each further job of a line gets a later round.
+    /// The job's round. Each further job of a flow gets a later round.
     round: u64,
     arrival: u64,
 }
 
 /// The key that groups the waiting ranks of a job. Ranks of one job that different rules admit wait
-/// separately, since only one of the rules may have room.
+/// separately, since it may be that only one of these rules has room.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     name: JobName,
@@ -65,9 +67,10 @@ struct Key {
     moves: bool,
 }
 
-/// A line of jobs: a tenant's new jobs, or its moving jobs. Each job of a line is in a later round.
+/// A flow: a tenant's new jobs, or its moving jobs. Each job of a flow is in a later round than the
+/// flow's previous job.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Line {
+struct Flow {
     tenant: Common,
     moves: bool,
 }
@@ -84,24 +87,24 @@ enum Common {
 #[derive(Debug)]
 struct Waiting {
     key: Key,
-    line: Line,
+    flow: Flow,
     identity: Option<String>,
     /// The index of the rule that currently admits the job.
     rule: Option<usize>,
     world: u16,
     lanes: u8,
-    /// The number of its ranks that wait.
+    /// The number of the job's ranks that wait.
     ranks: usize,
-    /// Whether there is room for the job.
+    /// Whether the job's turn has come.
     called: bool,
     /// The number of jobs that are served before this one.
     before: usize,
     room: Arc<Notify>,
 }
 
-/// A rank's place in the queue.
+/// A waiting rank's ticket, with which it leaves the queue.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Ticket {
     key: Key,
     counted: Vec<Common>,
     /// Notifies the rank that there may be room.
@@ -112,14 +115,14 @@ impl Queue {
     /// Adds a rank that calls from `addr` to the queue.
     ///
     /// # Errors
-    /// Too many ranks wait already.
+    /// Too many ranks are already waiting.
     pub(crate) fn enter(
         &mut self,
         config: &Config,
         join: &Join,
         identity: Option<&str>,
         addr: IpAddr,
-    ) -> Result<Place, String> {
+    ) -> Result<Ticket, String> {
         let key = Key::of(config, join, identity);
         let of_identity = identity.map(|name| Common::Identity(name.to_owned()));
         let (rule, address) = (key.rule.map(Common::Rule), Common::Address(network(addr)));
@@ -140,21 +143,21 @@ impl Queue {
         for common in &counted {
             *self.counts.entry(common.clone()).or_default() += 1;
         }
-        let turn = match self.turns.get(&key) {
-            Some(turn) => *turn,
-            None => self.append(&key, Line::of(join, identity, addr), identity, join),
+        let position = match self.positions.get(&key) {
+            Some(position) => *position,
+            None => self.append(&key, Flow::of(join, identity, addr), identity, join),
         };
-        let waiting = self.jobs.get_mut(&turn).expect("appended above");
+        let waiting = self.jobs.get_mut(&position).expect("each position holds a waiting job");
         waiting.ranks += 1;
-        Ok(Place { key, counted, room: Arc::clone(&waiting.room) })
+        Ok(Ticket { key, counted, room: Arc::clone(&waiting.room) })
     }
 
-    fn append(&mut self, key: &Key, line: Line, identity: Option<&str>, join: &Join) -> Turn {
+    fn append(&mut self, key: &Key, flow: Flow, identity: Option<&str>, join: &Join) -> Position {
         self.arrivals += 1;
-        let turn = Turn { arrival: self.arrivals, ..self.last_turn(&line) };
+        let position = Position { arrival: self.arrivals, ..self.last_position(&flow) };
         let waiting = Waiting {
             key: key.clone(),
-            line,
+            flow,
             identity: identity.map(str::to_owned),
             rule: key.rule,
             world: join.world,
@@ -164,18 +167,19 @@ impl Queue {
             before: 0,
             room: Arc::default(),
         };
-        self.jobs.insert(turn, waiting);
-        self.turns.insert(key.clone(), turn);
-        turn
+        self.jobs.insert(position, waiting);
+        self.positions.insert(key.clone(), position);
+        position
     }
 
-    /// Returns a turn for one more job of a line, after all other jobs of its round.
-    fn last_turn(&self, line: &Line) -> Turn {
-        let own = self.jobs.iter().filter(|(_, job)| job.line == *line);
-        let last = own.map(|(turn, _)| turn.round).chain(self.served.get(line).copied()).max();
+    /// Returns the position for one more job of a flow, after all other jobs of its round.
+    fn last_position(&self, flow: &Flow) -> Position {
+        let own = self.jobs.iter().filter(|(_, job)| job.flow == *flow);
+        let last =
+            own.map(|(position, _)| position.round).chain(self.served.get(flow).copied()).max();
         let round = self.round.max(last.map_or(0, |last| last + 1));
-        let in_turn = !line.moves || round >= self.round + MOST_FIRST;
-        Turn { in_turn, round, arrival: u64::MAX }
+        let in_turn = !flow.moves || round >= self.round + MOST_FIRST;
+        Position { in_turn, round, arrival: u64::MAX }
     }
 
     /// Notes that a job was opened for a rank that calls from `addr`, whether or not the rank has
@@ -190,26 +194,28 @@ impl Queue {
         if self.jobs.is_empty() {
             return;
         }
-        let own = self.turns.get(&Key::of(config, join, identity)).copied();
-        let waiting = own.and_then(|turn| Some((turn, self.jobs.get(&turn)?.line.clone())));
-        let (turn, line) = waiting.unwrap_or_else(|| {
-            let line = Line::of(join, identity, addr);
-            (self.last_turn(&line), line)
+        let own = self.positions.get(&Key::of(config, join, identity)).copied();
+        let waiting =
+            own.and_then(|position| Some((position, self.jobs.get(&position)?.flow.clone())));
+        let (position, flow) = waiting.unwrap_or_else(|| {
+            let flow = Flow::of(join, identity, addr);
+            (self.last_position(&flow), flow)
         });
-        if turn.in_turn {
-            // A job that fits at once may be of a late round. Jobs of earlier rounds keep their
-            // places ahead of the next newcomer.
+        if position.in_turn {
+            // Do not advance the round past a job that still waits. A job that never had to wait
+            // may be in a late round. If the round advanced that far, newcomers would wait behind
+            // all earlier rounds of other tenants.
             let others = self.jobs.keys().filter(|other| other.in_turn && Some(**other) != own);
             let first = others.map(|other| other.round).min().unwrap_or(u64::MAX);
-            self.round = self.round.max(turn.round.min(first));
+            self.round = self.round.max(position.round.min(first));
         }
-        let last = self.served.entry(line).or_default();
-        *last = turn.round.max(*last);
+        let last = self.served.entry(flow).or_default();
+        *last = position.round.max(*last);
         self.forget_served();
     }
 
-    /// Forgets lines served in rounds that are over, and ends rounds while too many lines are
-    /// remembered.
+    /// Forgets flows that were last served in a past round, and ends rounds early while too many
+    /// flows are remembered.
     fn forget_served(&mut self) {
         self.served.retain(|_, last| *last >= self.round);
         while self.served.len() > MAX_SERVED {
@@ -220,8 +226,8 @@ impl Queue {
     }
 
     /// Removes a waiting rank from the queue.
-    pub(crate) fn leave(&mut self, place: &Place) {
-        for common in &place.counted {
+    pub(crate) fn leave(&mut self, ticket: &Ticket) {
+        for common in &ticket.counted {
             if let Some(count) = self.counts.get_mut(common) {
                 *count -= 1;
                 if *count == 0 {
@@ -229,20 +235,20 @@ impl Queue {
                 }
             }
         }
-        let Some(turn) = self.turns.get(&place.key).copied() else { return };
-        let Some(waiting) = self.jobs.get_mut(&turn) else { return };
+        let Some(position) = self.positions.get(&ticket.key).copied() else { return };
+        let Some(waiting) = self.jobs.get_mut(&position) else { return };
         waiting.ranks -= 1;
         if waiting.ranks == 0 {
-            self.jobs.remove(&turn);
-            self.turns.remove(&place.key);
+            self.jobs.remove(&position);
+            self.positions.remove(&ticket.key);
         }
         if self.jobs.is_empty() {
             self.served.clear();
         }
     }
 
-    /// Finds the jobs that have their turn beside the `held` jobs, and notifies their ranks. Called
-    /// whenever a job is added or removed, here or at the aggregator.
+    /// Finds the jobs for which there is room in addition to the `held` jobs, and notifies their
+    /// ranks. Call this whenever a job is added to or removed from the queue or the aggregator.
     pub(crate) fn call(&mut self, config: &Config, held: &[Tenant<'_>]) {
         let found = self.whose_turn(config, held);
         for (job, (called, before)) in self.jobs.values_mut().zip(found) {
@@ -253,7 +259,7 @@ impl Queue {
         }
     }
 
-    /// Returns for each waiting job whether it has its turn, and how many jobs are served before
+    /// Returns for each waiting job whether its turn has come, and how many jobs are served before
     /// it.
     fn whose_turn(&self, config: &Config, held: &[Tenant<'_>]) -> Vec<(bool, usize)> {
         let mut tally = Tally::of(config, held);
@@ -263,7 +269,7 @@ impl Queue {
         for job in self.jobs.values() {
             let tenant = job.tenant();
             let own = tally.check_own(config, &tenant).is_ok();
-            // A job that runs already, or waits under two rules, counts once.
+            // A job that already runs, or that waits under two rules, counts once.
             let is_there = there.contains(&job.key.name);
             let called = is_there || own && tally.check(config, &tenant).is_ok();
             found.push((called, before));
@@ -275,7 +281,8 @@ impl Queue {
         found
     }
 
-    /// Returns the jobs that have their turn before the job of a rank that joins now from `addr`.
+    /// Returns the jobs whose turn has come and that are ahead of a job whose rank now joins from
+    /// `addr`.
     pub(crate) fn called_before(
         &self,
         config: &Config,
@@ -283,18 +290,19 @@ impl Queue {
         identity: Option<&str>,
         addr: IpAddr,
     ) -> impl Iterator<Item = Tenant<'_>> {
-        let own = self.turns.get(&Key::of(config, join, identity)).copied();
-        let last = own.unwrap_or_else(|| self.last_turn(&Line::of(join, identity, addr)));
-        // A job that has not waited comes after all called jobs, unless it goes first.
+        let own = self.positions.get(&Key::of(config, join, identity)).copied();
+        let last = own.unwrap_or_else(|| self.last_position(&Flow::of(join, identity, addr)));
+        // A job that has not waited comes after all jobs whose turn has come, unless it goes first.
         let is_after_all = own.is_none() && last.in_turn;
-        let is_before = move |turn: &Turn| is_after_all || *turn < last;
-        let called = self.jobs.iter().filter(move |(turn, job)| job.called && is_before(turn));
+        let is_before = move |position: &Position| is_after_all || *position < last;
+        let called =
+            self.jobs.iter().filter(move |(position, job)| job.called && is_before(position));
         called.map(|(_, job)| job.tenant()).filter(|tenant| *tenant.name != join.job)
     }
 
-    /// Returns whether a rank's job has its turn, and how many jobs are served before it.
-    pub(crate) fn turn(&self, place: &Place) -> (bool, u16) {
-        let waiting = self.turns.get(&place.key).and_then(|turn| self.jobs.get(turn));
+    /// Returns whether the turn of a rank's job has come, and how many jobs are served before it.
+    pub(crate) fn turn(&self, ticket: &Ticket) -> (bool, u16) {
+        let waiting = self.positions.get(&ticket.key).and_then(|position| self.jobs.get(position));
         let before = |job: &Waiting| u16::try_from(job.before).unwrap_or(u16::MAX);
         waiting.map_or((true, 0), |job| (job.called, before(job)))
     }
@@ -330,7 +338,7 @@ impl Key {
     }
 }
 
-impl Line {
+impl Flow {
     fn of(join: &Join, identity: Option<&str>, addr: IpAddr) -> Self {
         let tenant = identity.map(|name| Common::Identity(name.to_owned()));
         let tenant = tenant.unwrap_or_else(|| Common::Address(network(addr)));

@@ -1,4 +1,4 @@
-//! The session of a rank that has joined: its control connection, until the rank or its job ends.
+//! The session of a rank that has joined: its control connection, until the rank and its job part.
 
 use std::ops::ControlFlow;
 use std::pin::Pin;
@@ -13,8 +13,8 @@ use tokio::time::{Instant, interval};
 
 use crate::control_stream::{ControlReader, WAITING_PERIOD, send_message};
 use crate::multicast_ping::ping;
-use crate::parent::call;
-use crate::registry::{Joined, Seat, Shared, lock, settle};
+use crate::parent_session::call;
+use crate::registry::{Joined, Seat, SharedRegistry, lock, settle};
 
 /// The session of a rank that has joined.
 pub(crate) struct RankSession<'a> {
@@ -28,11 +28,11 @@ pub(crate) struct RankSession<'a> {
 }
 
 impl RankSession<'_> {
-    /// Serves the rank until it parts from its job. Returns the stream for its last messages,
-    /// unless the rank is lost.
+    /// Serves the rank until it leaves its job or the job ends. Returns the stream for the last
+    /// messages to the rank, or `None` if the rank is lost.
     pub(crate) async fn serve(
         self: Box<Self>,
-        registry: &Shared,
+        registry: &SharedRegistry,
         connection: &quinn::Connection,
     ) -> Option<quinn::SendStream> {
         let Self { seat, joined, mut send, mut reader, mut inbox, dead } = *self;
@@ -47,9 +47,9 @@ impl RankSession<'_> {
     }
 }
 
-/// Reports to the registry how a rank parted from its job.
+/// Reports to the registry how a rank and its job parted.
 async fn note_parting(
-    registry: &Shared,
+    registry: &SharedRegistry,
     seat: &Seat,
     parting: Parting,
     connection: &quinn::Connection,
@@ -80,9 +80,9 @@ fn timed_out(connection: &quinn::Connection) -> bool {
 enum Parting {
     /// The rank is lost.
     Lost(Loss),
-    /// The rank has left, and may rejoin at this op.
+    /// The rank has left. It may rejoin at this op, or not at all if this is `None`.
     Left(Option<OpId>),
-    /// The rank that was rejoining has given up.
+    /// The rank has rejoined, and leaves again before it has done anything.
     Retreated,
     /// The rank continues its job at another aggregator.
     Moved,
@@ -90,9 +90,9 @@ enum Parting {
     Over,
 }
 
-/// Passes messages both ways until the rank parts from its job.
+/// Passes messages both ways until the rank and its job part.
 async fn pass_messages(
-    registry: &Shared,
+    registry: &SharedRegistry,
     seat: &Seat,
     connection: &quinn::Connection,
     (send, reader): (&mut quinn::SendStream, &mut ControlReader),
@@ -119,17 +119,17 @@ async fn pass_messages(
             now = tick.tick() => {
                 let received = connection.stats().udp_rx.datagrams;
                 if std::mem::replace(&mut received_before, received) != received {
-                    lock(registry).hear_from(seat, now);
+                    lock(registry).note_received(seat, now);
                 }
-                let looked = lock(registry).look_after(seat, now);
-                if let Joined::Waiting(missing) = looked {
+                let next_step = lock(registry).check_timeouts(seat, now);
+                if let Joined::Waiting(missing) = next_step {
                     let waited = now.saturating_duration_since(joined);
                     let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
                     if !send_message(send, &FromAggregator::Waiting { missing, waited_ms }).await {
                         break Parting::Lost(Loss::Broke);
                     }
                 } else {
-                    take_next_step(registry, seat, looked);
+                    take_next_step(registry, seat, next_step);
                 }
             }
         }
@@ -138,23 +138,23 @@ async fn pass_messages(
 
 /// Handles a message from a member.
 async fn handle_message(
-    registry: &Shared,
+    registry: &SharedRegistry,
     seat: &Seat,
     send: &mut quinn::SendStream,
     message: FromWorker,
 ) -> ControlFlow<Parting> {
     const BROKE: ControlFlow<Parting> = ControlFlow::Break(Parting::Lost(Loss::Broke));
     match message {
-        FromWorker::Heard => lock(registry).heard(seat),
-        FromWorker::Also(join) => {
+        FromWorker::PingArrived => lock(registry).handle_ping_arrived(seat),
+        FromWorker::AddRank(join) => {
             let joined = lock(registry).also(seat, join, Instant::now());
             let Some(joined) = joined else { return BROKE };
             take_next_step(registry, seat, joined);
         }
-        FromWorker::Parted(absent) if lock(registry).is_only(seat, absent.rank) => {
+        FromWorker::RankLost(absent) if lock(registry).is_only(seat, absent.rank) => {
             return ControlFlow::Break(Parting::Lost(loss_of_only(absent.why)));
         }
-        FromWorker::Parted(absent) => {
+        FromWorker::RankLost(absent) => {
             if !lock(registry).may_part(seat, absent.rank) {
                 return BROKE;
             }
@@ -163,10 +163,10 @@ async fn handle_message(
             lock(registry).parted(seat, absent);
         }
         FromWorker::Leave { next_op } => return ControlFlow::Break(Parting::Left(next_op)),
-        FromWorker::Retreat => return ControlFlow::Break(Parting::Retreated),
+        FromWorker::CancelRejoin => return ControlFlow::Break(Parting::Retreated),
         FromWorker::Withdraw => {
             let is_free = lock(registry).withdraw(seat);
-            if is_free && !send_message(send, &FromAggregator::Free).await {
+            if is_free && !send_message(send, &FromAggregator::MayLeave).await {
                 return BROKE;
             }
         }
@@ -176,31 +176,31 @@ async fn handle_message(
         }
         FromWorker::Move => return ControlFlow::Break(Parting::Moved),
         FromWorker::Prove { .. }
-        | FromWorker::Arrived
+        | FromWorker::AskPingSizes
         | FromWorker::Join(_)
-        | FromWorker::Look(_)
+        | FromWorker::AskPresent(_)
         | FromWorker::AskStatus { .. }
         | FromWorker::Stop => return BROKE,
     }
     ControlFlow::Continue(())
 }
 
-/// Returns why a member lost its only rank, from the member's own report. A report of a lost
-/// aggregator counts as a broken connection, since such a member has no aggregator behind it.
-const fn loss_of_only(said: Loss) -> Loss {
-    match said {
-        Loss::Relay => Loss::Broke,
-        // A rank that leaves can also report that with its own message, `Leave`.
-        Loss::Died | Loss::Silent | Loss::Broke | Loss::Left => said,
+/// Returns why a member lost its only rank, according to the member's own report. A report of a
+/// lost aggregator counts as a broken connection, since such a member has no aggregator below it.
+const fn loss_of_only(reported: Loss) -> Loss {
+    match reported {
+        Loss::Aggregator => Loss::Broke,
+        // A rank may report with `RankLost`, instead of `Leave`, that it leaves.
+        Loss::Died | Loss::Silent | Loss::Broke | Loss::Left => reported,
     }
 }
 
 /// Starts the next step of a job.
-fn take_next_step(registry: &Shared, seat: &Seat, joined: Joined) {
+fn take_next_step(registry: &SharedRegistry, seat: &Seat, joined: Joined) {
     let (registry, seat) = (Arc::clone(registry), seat.clone());
     match joined {
         Joined::Ping => drop(tokio::spawn(ping(registry, seat))),
-        Joined::Call => drop(tokio::spawn(call(registry, seat))),
+        Joined::CallParent => drop(tokio::spawn(call(registry, seat))),
         Joined::Waiting(_) | Joined::Ready => {}
     }
 }
@@ -211,8 +211,8 @@ mod tests {
 
     #[test]
     fn a_member_with_one_rank_has_no_aggregator_below_to_lose() {
-        let said = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Relay];
+        let reported = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Aggregator];
         let taken = [Loss::Died, Loss::Silent, Loss::Broke, Loss::Left, Loss::Broke];
-        assert_eq!(said.map(loss_of_only), taken);
+        assert_eq!(reported.map(loss_of_only), taken);
     }
 }

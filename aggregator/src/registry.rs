@@ -24,7 +24,7 @@ use member::Member;
 use parent_link::ParentLink;
 pub(crate) use progress::{Progress, watch};
 use racksum_net::log_limit::LogLimit;
-use racksum_proto::control::{Absent, FromAggregator, Join, Welcome};
+use racksum_proto::control::{FromAggregator, Join, LostRank, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
@@ -36,37 +36,38 @@ use tokio::time::Instant;
 
 use crate::config::{Config, Fanout};
 use crate::job_keys::JobKeys;
-use crate::queue::{Place, Queue};
+use crate::queue::{Queue, Ticket};
+use crate::quotas::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_room};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
-use crate::tenancy::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_room};
-pub(crate) use tree::Call;
+pub(crate) use tree::ParentCall;
 use tree::lost_with;
 
 /// The maximum number of lanes of a job.
 pub const MAX_LANES: u8 = 8;
-/// The smallest world for which `auto` tries multicast: a single rank needs no copies.
+/// The smallest world for which `auto` tries multicast, which saves nothing for a single rank.
 const MULTICAST_WORLD: u16 = 2;
-/// The number of pings of a group where copies are the fallback; they take 300 ms.
+/// The number of pings of a multicast group if the fallback is to send copies; together they take
+/// 300 ms.
 const PINGS: u32 = 15;
-/// The number of pings where there is no fallback; they take 5 s. A new link, or a switch that has
-/// just learned of the group, may need seconds to forward multicast.
+/// The number of pings of a multicast group if there is no fallback; together they take 5 s. A new
+/// link, or a switch that has just learned of the group, may need seconds to forward multicast.
 const DEMANDED_PINGS: u32 = 250;
 
-/// The log limit for lost ranks, and for jobs that ended by a loss. A tenant may lose any number of
-/// ranks, and a host failure loses ranks of several jobs at once.
+/// The log limit for lost ranks, and for jobs that ended because of a loss. A tenant may lose any
+/// number of ranks, and a host failure loses ranks of several jobs at once.
 static LOST: LogLimit = LogLimit::new(64);
 
 /// The log limit for refused joins: all ranks of a large job may be refused at once.
 pub(crate) static NOT_JOINED: LogLimit = LogLimit::new(64);
 
 /// The registry, shared by all connections. No lock is held across an await.
-pub(crate) type Shared = Arc<Mutex<Registry>>;
+pub(crate) type SharedRegistry = Arc<Mutex<Registry>>;
 
-pub(crate) fn lock(registry: &Shared) -> MutexGuard<'_, Registry> {
+pub(crate) fn lock(registry: &SharedRegistry) -> MutexGuard<'_, Registry> {
     registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A rank's place in one life of a job; a later job of the same name has other seats.
+/// A rank's place in one run of a job; a later job with the same name has other seats.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seat {
     job: JobName,
@@ -94,10 +95,10 @@ pub(crate) struct Registry {
 pub(crate) struct Caller {
     /// The name in the caller's certificate, if it is verified.
     pub(crate) identity: Option<String>,
-    /// The address that it calls from.
+    /// The address that the caller calls from.
     pub(crate) addr: SocketAddr,
     /// The queue for messages to the caller about its job.
-    pub(crate) tell: Sender<FromAggregator>,
+    pub(crate) outbox: Sender<FromAggregator>,
 }
 
 /// The next step of a job after a join.
@@ -108,7 +109,7 @@ pub(crate) enum Joined {
     /// All ranks have joined, and the multicast group must be pinged.
     Ping,
     /// The parent must be called.
-    Call,
+    CallParent,
     /// The job needs no further step: all ranks have joined, or the job has ended.
     Ready,
 }
@@ -128,8 +129,8 @@ impl Seat {
 }
 
 impl Registry {
-    /// Creates a registry that numbers jobs from after `last_id` on. Numbers from an earlier life
-    /// of the aggregator should not repeat, since its datagrams may still arrive.
+    /// Creates a registry whose first job gets the number after `last_id`. Numbers of an earlier
+    /// run of the aggregator should not repeat, since datagrams of that run may still arrive.
     pub(crate) fn new(
         config: Config,
         shards: Vec<ShardHandle>,
@@ -145,9 +146,9 @@ impl Registry {
         &self.shards
     }
 
-    /// Removes all jobs because the aggregator stops. This reports no rank as lost.
+    /// Removes all jobs because the aggregator stops, without reporting any rank as lost.
     pub(crate) fn stop(&mut self) {
-        self.jobs.values().for_each(Job::tell_parent_of_stop);
+        self.jobs.values().for_each(Job::send_stop_to_parent);
         self.jobs.clear();
     }
 
@@ -167,34 +168,34 @@ impl Registry {
     ///
     /// # Errors
     /// Too many ranks wait already.
-    pub(crate) fn enter_queue(&mut self, join: &Join, caller: &Caller) -> Result<Place, String> {
+    pub(crate) fn enter_queue(&mut self, join: &Join, caller: &Caller) -> Result<Ticket, String> {
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
-        let place = self.queue.enter(&self.config, join, identity, ip)?;
+        let ticket = self.queue.enter(&self.config, join, identity, ip)?;
         self.call_waiting();
-        Ok(place)
+        Ok(ticket)
     }
 
     /// Removes a rank from the queue for room.
-    pub(crate) fn leave_queue(&mut self, place: &Place) {
-        self.queue.leave(place);
+    pub(crate) fn leave_queue(&mut self, ticket: &Ticket) {
+        self.queue.leave(ticket);
         self.call_waiting();
     }
 
     /// Returns whether a waiting rank should try again, and how many jobs are served before its
     /// own.
-    pub(crate) fn turn(&self, place: &Place) -> (bool, u16) {
-        let (is_called, before) = self.queue.turn(place);
+    pub(crate) fn turn(&self, ticket: &Ticket) -> (bool, u16) {
+        let (is_called, before) = self.queue.turn(ticket);
         (is_called || self.draining, before)
     }
 
-    /// Finds the waiting jobs that have room now, and notifies their ranks.
+    /// Finds the waiting jobs for which there is room now, and notifies their ranks.
     fn call_waiting(&mut self) {
         let Self { config, jobs, queue, .. } = self;
         let held: Vec<_> = jobs.iter().map(|(name, job)| job.tenant(config, name)).collect();
         queue.call(config, &held);
     }
 
-    /// Returns all jobs but one as tenants.
+    /// Returns all jobs except `job`, as tenants.
     fn held_beside(&self, job: &JobName) -> Vec<Tenant<'_>> {
         let others = self.jobs.iter().filter(|(name, _)| *name != job);
         others.map(|(name, job)| job.tenant(&self.config, name)).collect()
@@ -203,7 +204,7 @@ impl Registry {
     /// Removes a job, which frees its room.
     fn remove(&mut self, name: &JobName) -> Option<Job> {
         let job = self.jobs.remove(name)?;
-        self.tell_shards(|| Command::Remove(job.id));
+        self.send_to_shards(|| Command::Remove(job.id));
         self.call_waiting();
         Some(job)
     }
@@ -254,7 +255,7 @@ impl Registry {
     /// Admits a rank to its job.
     ///
     /// # Errors
-    /// The reason for the refusal, as a sentence for the user.
+    /// Returns the reason for the refusal, as a sentence for the user.
     pub(crate) fn join(
         &mut self,
         mut join: Join,
@@ -277,7 +278,7 @@ impl Registry {
         if present != Some(join.generation) {
             self.open(&join, &caller, now)?;
         }
-        let job = self.jobs.get_mut(&name).ok_or("the job ended while it was opened")?;
+        let job = self.jobs.get_mut(&name).ok_or("the job ended while it was being opened")?;
         job.check(&join)?;
         job.check_place(&join)?;
         let seat = Seat { job: name, id: job.id, rank: join.rank };
@@ -288,7 +289,7 @@ impl Registry {
         let place = usize::from(join.rank);
         job.members[place] = Some(Member::new(join.clone(), caller, now));
         resume.iter().for_each(|resume| job.note_resume(&seat.job, resume));
-        // If all earlier ranks are lost to this one, the gathering begins anew.
+        // If no other rank is present, the time limit for gathering starts over.
         if job.members.iter().flatten().count() == 1 {
             job.opened = now;
         }
@@ -305,7 +306,7 @@ impl Registry {
         if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
     }
 
-    /// Opens a job for its first rank, and replaces the job's earlier life if there is one.
+    /// Opens a job for its first rank, and replaces the job's earlier generation if there is one.
     fn open(&mut self, join: &Join, caller: &Caller, now: Instant) -> Result<(), Refusal> {
         self.check_succession(join)?;
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
@@ -314,7 +315,7 @@ impl Registry {
         check_room(&self.config, &held, &wanted)?;
         let mut parent = self.config.parent.is_some().then(ParentLink::default);
         if !self.jobs.contains_key(&join.job) {
-            // Not all ranks of the jobs that have their turn have joined yet.
+            // A job whose turn has come keeps its room although none of its ranks has joined yet.
             let called = self.queue.called_before(&self.config, join, identity, ip);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
@@ -362,7 +363,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Returns the next free job number. There are far more numbers than jobs.
+    /// Returns the next free job number. There are far more numbers than jobs, so one is always
+    /// free.
     fn free_id(&mut self) -> JobId {
         loop {
             self.last_id = self.last_id.wrapping_add(1).max(1);
@@ -373,7 +375,8 @@ impl Registry {
         }
     }
 
-    /// Grants a complete job its share and tells all its ranks.
+    /// Grants a complete job its share, and sends the grant to all its ranks. If the grant fails,
+    /// refuses all ranks.
     fn start(&mut self, name: &JobName) -> Result<Joined, String> {
         let gone = "the job ended before it could start";
         self.jobs.get_mut(name).ok_or(gone)?.number();
@@ -404,14 +407,14 @@ impl Registry {
             let (ranks, names) = (job.data_addrs(i), names.clone());
             let (parent, job_keys, share) = (job.new_parent(&config), job_keys.clone(), job.share);
             let new = NewJob { config, ranks, names, parent, group, job_keys, share };
-            shard.tell(Command::Add(Box::new(new)));
+            shard.send(Command::Add(Box::new(new)));
         }
         for (number, member) in (0..).map(Rank).zip(job.numbered()) {
             let Some(member) = member else { continue };
             let group = group.filter(|_| member.join.multicast);
             let (rank, keys) = (number, job_keys.keys_of(number));
             let welcome = Welcome { group, rank, rack: member.rack(), keys, ..welcome.clone() };
-            member.tell(FromAggregator::Welcome(welcome));
+            member.send(FromAggregator::Welcome(welcome));
         }
         let buffers = job.members.iter().flatten().map(|member| member.join.receive_buffer);
         job.least_buffer = buffers.min().unwrap_or(0);
@@ -424,11 +427,15 @@ impl Registry {
         Ok(Joined::Ready)
     }
 
-    /// Returns the slots of each stream of a job: its share of the packet buffers, at most what it
-    /// asks for.
+    /// Returns the number of slots of each stream of a job: as many as its share of the packet
+    /// buffers holds, but no more than its ranks ask for or its limit allows.
     fn slots(&self, name: &JobName, job: &Job) -> u32 {
         let tenant = job.tenant(&self.config, name);
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a count from 0 to 2^24"
+        )]
         let share = (self.config.buffers() as f64 * job.share / 100.0 + ROUNDING) as u32;
         let ranks = u16::try_from(job.order.len()).unwrap_or(job.world);
         let affordable = share / (u32::from(job.lanes) * buffers_of_slot(&self.config, ranks));
@@ -455,19 +462,20 @@ impl Registry {
     pub(crate) fn ping(&mut self, seat: &Seat) -> bool {
         let pinging = self.job(seat).is_some_and(|job| job.state == JobState::Probing);
         if let Some(shard) = self.shards.first().filter(|_| pinging) {
-            shard.tell(Command::Ping(seat.id));
+            shard.send(Command::Ping(seat.id));
         }
         pinging
     }
 
-    /// Notes that a rank receives the group. The job runs once all listening ranks do.
-    pub(crate) fn heard(&mut self, seat: &Seat) {
+    /// Notes that a rank has received a ping to the group. The job runs once all listening ranks
+    /// have received one.
+    pub(crate) fn handle_ping_arrived(&mut self, seat: &Seat) {
         let Some(job) = self.job(seat) else { return };
         if let Some(member) = &mut job.members[usize::from(seat.rank)] {
-            member.hears = true;
+            member.receives_multicast = true;
         }
         let mut listening = job.members.iter().flatten().filter(|member| member.join.multicast);
-        if job.state == JobState::Probing && listening.all(|member| member.hears) {
+        if job.state == JobState::Probing && listening.all(|member| member.receives_multicast) {
             self.run(&seat.job);
         }
     }
@@ -477,8 +485,8 @@ impl Registry {
     pub(crate) fn end_pings(&mut self, seat: &Seat) {
         let demanded = self.config.fanout == Fanout::Multicast;
         let Some(job) = self.job(seat).filter(|job| job.state == JobState::Probing) else { return };
-        let deaf = job.members.iter().flatten().find(|member| !member.hears);
-        match deaf.filter(|_| demanded).map(Member::unreached) {
+        let unreached = job.members.iter().flatten().find(|member| !member.receives_multicast);
+        match unreached.filter(|_| demanded).map(Member::unreached) {
             Some(reason) => self.refuse_all(&seat.job, &reason),
             None => self.run(&seat.job),
         }
@@ -487,18 +495,18 @@ impl Registry {
     fn run(&mut self, name: &JobName) {
         let Some(job) = self.jobs.get_mut(name) else { return };
         job.state = JobState::Running;
-        let hears = job.hears();
+        let receives_multicast = job.receives_multicast();
         for shard in &self.shards {
-            shard.tell(Command::Listeners(job.id, hears.clone()));
+            shard.send(Command::Listeners(job.id, receives_multicast.clone()));
         }
         for member in job.members.iter().flatten() {
-            member.tell(FromAggregator::Ready { multicast: member.hears });
+            member.send(FromAggregator::Ready { multicast: member.receives_multicast });
         }
         // These ranks were lost before the job ran.
         for absent in &job.absent {
-            job.tell(&FromAggregator::Without(*absent));
+            job.send_to_all(&FromAggregator::ContinueWithout(*absent));
             for shard in &self.shards {
-                shard.tell(Command::Gone(job.id, Rank(absent.rank)));
+                shard.send(Command::Gone(job.id, Rank(absent.rank)));
             }
         }
         tracing::info!(job = ?name, world = job.world, id = job.id.0, "job started");
@@ -506,13 +514,14 @@ impl Registry {
 
     fn refuse_all(&mut self, name: &JobName, reason: &str) {
         if let Some(job) = self.remove(name) {
-            job.tell_parent_of_stop();
-            job.tell(&FromAggregator::Refused { reason: reason.to_owned() });
+            job.send_stop_to_parent();
+            job.send_to_all(&FromAggregator::Refused { reason: reason.to_owned() });
         }
     }
 
-    /// Removes a rank that has left or is lost. A job that has started ends when it loses a rank,
-    /// unless its policy lets it continue; its room is then free at once. Leaving does not end it.
+    /// Removes a rank that has left or is lost. A loss ends a job that has started and frees its
+    /// room immediately, unless the job's policy lets the job continue. A rank that leaves ends its
+    /// job only if it is the last one.
     pub(crate) fn leave(&mut self, seat: &Seat, why: Loss, now: Instant) {
         let is_member = |job: &mut Job| job.members[usize::from(seat.rank)].is_some();
         if self.job(seat).is_some_and(is_member) {
@@ -526,9 +535,9 @@ impl Registry {
         let number = job.number_of(rank);
         let member = job.members[usize::from(rank)].take();
         let (ranks, why) = lost_with(member, rank, why);
-        job.tell_parent_of(&ranks, why);
-        let absent = Absent { rank, why };
-        let goes_on = job.goes_on_without(&[absent], now);
+        job.send_lost_to_parent(&ranks, why);
+        let absent = LostRank { rank, why };
+        let goes_on = job.continues_without(&[absent], now);
         let over = match (why, job.state) {
             // The remaining ranks keep waiting for the missing one.
             (_, JobState::Gathering) => false,
@@ -538,20 +547,20 @@ impl Registry {
                 false
             }
             (why, JobState::Running) if goes_on => {
-                job.tell(&FromAggregator::Without(absent));
+                job.send_to_all(&FromAggregator::ContinueWithout(absent));
                 job.absent.push(absent);
                 if why != Loss::Left {
                     LOST.note(|left_out| {
-                        let why = format_args!("rank lost, job continues: {}", why.name());
+                        let why = format_args!("rank lost: {}; the job continues", why.name());
                         tracing::warn!(job = ?name, rank, left_out, "{why}");
                     });
                 }
-                self.tell_shards(|| Command::Gone(seat.id, Rank(rank)));
+                self.send_to_shards(|| Command::Gone(seat.id, Rank(rank)));
                 false
             }
             (Loss::Left, JobState::Probing | JobState::Running) => {
                 if let Some(number) = number {
-                    self.tell_shards(|| Command::Left(seat.id, number));
+                    self.send_to_shards(|| Command::Left(seat.id, number));
                 }
                 false
             }
@@ -559,7 +568,7 @@ impl Registry {
                 LOST.note(|left_out| {
                     tracing::warn!(job = ?name, ?ranks, left_out, "rank lost: {}", why.name());
                 });
-                job.tell(&FromAggregator::PeerLost { ranks, why });
+                job.send_to_all(&FromAggregator::PeerLost { ranks, why });
                 true
             }
         };
@@ -570,9 +579,9 @@ impl Registry {
         }
     }
 
-    fn tell_shards(&self, command: impl Fn() -> Command) {
+    fn send_to_shards(&self, command: impl Fn() -> Command) {
         for shard in &self.shards {
-            shard.tell(command());
+            shard.send(command());
         }
     }
 }

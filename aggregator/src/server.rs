@@ -6,29 +6,29 @@ use racksum_net::quic::{not_connected, quinn};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
+use crate::caller_limits::CallerLimits;
 use crate::caller_session::{Server, serve_caller};
-use crate::door::Doors;
 use crate::handshake::{STRANGERS, answer, shake_hands};
 use crate::lifelines::Lifelines;
-use crate::registry::{Shared, lock};
+use crate::registry::{SharedRegistry, lock};
 
-/// The maximum number of callers that have not joined yet, whatever they do. It is twice the ranks
-/// of a large job.
+/// The maximum number of callers that have not joined yet: twice the number of ranks of the largest
+/// job.
 pub(crate) const MAX_STRANGERS: usize = 512;
-/// The time limit for telling the ranks that the server stops.
+/// The time limit for sending the close message to the ranks.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// Serves until the endpoint is closed or the aggregator has failed. At most `strangers` callers at
+/// Serves until the endpoint is closed or the aggregator has failed. At most `unjoined` callers at
 /// a time may be connected without having joined.
 pub(crate) async fn serve(
     endpoint: quinn::Endpoint,
-    registry: Shared,
-    strangers: usize,
+    registry: SharedRegistry,
+    unjoined: usize,
     mut failure: watch::Receiver<Option<String>>,
-    disbelieved: watch::Receiver<()>,
+    authorities_changed: watch::Receiver<()>,
 ) {
-    let lifelines = Lifelines::serve(&endpoint, strangers).await;
-    let (doors, addr) = (Doors::new(strangers), endpoint.local_addr().ok());
-    let server = Server { registry, lifelines, doors, addr, disbelieved };
+    let lifelines = Lifelines::serve(&endpoint, unjoined).await;
+    let (limits, addr) = (CallerLimits::new(unjoined), endpoint.local_addr().ok());
+    let server = Server { registry, lifelines, limits, addr, authorities_changed };
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
@@ -41,12 +41,14 @@ pub(crate) async fn serve(
         let Some(incoming) = incoming else { break };
         let from = incoming.remote_address();
         let mut server = server.clone();
-        server.disbelieved.mark_unchanged();
+        server.authorities_changed.mark_unchanged();
         let knows = lock(&server.registry).knows_identities();
-        let Some((connecting, place)) = answer(incoming, &server.doors, knows) else { continue };
+        let Some((connecting, permit)) = answer(incoming, &server.limits, knows) else {
+            continue;
+        };
         tokio::spawn(async move {
-            match shake_hands(connecting, place).await {
-                Some(Ok((connection, place))) => serve_caller(connection, place, server).await,
+            match shake_hands(connecting, permit).await {
+                Some(Ok((connection, permit))) => serve_caller(connection, permit, server).await,
                 Some(Err(cause)) => STRANGERS.note(|left_out| {
                     tracing::warn!(left_out, "connection refused: {}", not_connected(from, cause));
                 }),
@@ -54,8 +56,8 @@ pub(crate) async fn serve(
             }
         });
     }
-    // The close message must still be sent; otherwise the ranks would learn of the end only by
-    // silence.
+    // Wait until the close message is sent; otherwise the ranks would notice the end only after a
+    // period of silence.
     drop(timeout(CLOSE_TIMEOUT, endpoint.wait_idle()).await);
 }
 

@@ -3,7 +3,7 @@
 mod floods;
 mod handle;
 mod outbox;
-mod parent;
+mod parent_stream;
 mod proof;
 mod receive;
 mod report;
@@ -36,11 +36,11 @@ use crate::job_keys::JobKeys;
 use crate::slots::Slots;
 
 use floods::Floods;
-use handle::Siblings;
-pub(crate) use handle::{ShardHandle, make_siblings};
+use handle::OtherShards;
+pub(crate) use handle::{ShardHandle, connect_shards};
 use outbox::Outbox;
-pub(crate) use parent::NewParent;
-use parent::ParentStream;
+pub(crate) use parent_stream::NewParent;
+use parent_stream::ParentStream;
 pub(crate) use proof::Proof;
 use proof::Proofs;
 pub use report::ShardStats;
@@ -52,7 +52,8 @@ pub(crate) struct NewJob {
     pub(crate) config: Config,
     /// The data address of each rank.
     pub(crate) ranks: Vec<SocketAddr>,
-    /// The numbers by which messages name the ranks.
+    /// The number that identifies each rank in messages: its number in the whole job or, for an
+    /// aggregator below this one, the smallest of its ranks.
     pub(crate) names: Vec<Rank>,
     /// The link to the parent, if there is one.
     pub(crate) parent: Option<NewParent>,
@@ -74,8 +75,8 @@ pub(crate) enum Command {
     Listeners(JobId, Vec<bool>),
     /// Note that a rank of the job has left.
     Left(JobId, Rank),
-    /// Note that a rank of a member aggregator has left: `rank` is the aggregator, and `name` its
-    /// rank.
+    /// Note that a rank of a member aggregator has left: `rank` identifies the aggregator, and
+    /// `name` the rank that has left.
     LeftBelow { job: JobId, rank: Rank, name: Rank },
     /// Fail an op of the job that has failed at another shard.
     Failed(JobId, Failed),
@@ -83,15 +84,15 @@ pub(crate) enum Command {
     Rejoin(Box<Rejoin>),
     /// Continue the job without a rank.
     Gone(JobId, Rank),
-    /// Raise a fence around a job that may be about to end, or lower it. Nothing is folded
-    /// meanwhile.
+    /// Raise (true) or lower a fence around a job that may be about to end. While a fence stands,
+    /// no window of the job is folded, unless the job has a parent.
     Fence(JobId, bool),
     /// Remove a job that has ended.
     Remove(JobId),
     /// Report the progress of one job, or of all jobs.
     Report(Option<JobId>, oneshot::Sender<ShardReport>),
-    /// Begin a proof of a data path, of a caller here or of this aggregator at its parent. Its
-    /// pings carry this token.
+    /// Begin a proof of the data path from a caller to this shard, or from this shard to the
+    /// parent. The pings of the proof carry this token.
     Prove(Key, Proof),
     /// Send a ping of this size in bytes to the parent.
     SendPing { to: SocketAddr, token: Key, size: u16 },
@@ -99,7 +100,7 @@ pub(crate) enum Command {
     Proven(Key),
     /// Stop the shard, because the aggregator stops.
     Stop,
-    /// Panic, as a bug would make the shard do.
+    /// Panic, to simulate a bug.
     #[cfg(test)]
     Panic,
 }
@@ -109,7 +110,7 @@ pub(crate) enum Command {
 pub(crate) struct Rejoin {
     pub(crate) job: JobId,
     pub(crate) rank: Rank,
-    /// The new address of its data.
+    /// The address from which the rank's data now comes.
     pub(crate) addr: SocketAddr,
     /// The job's keys, with the rank's new key.
     pub(crate) job_keys: JobKeys,
@@ -117,19 +118,23 @@ pub(crate) struct Rejoin {
 
 /// A job at this shard.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct ShardJob {
     pub(crate) machine: Aggregation,
+    /// The events of the aggregator half and the worker half, and the rejected datagrams that reach
+    /// neither.
+    events: EventCounts,
     pub(crate) slots: Slots,
     pub(crate) destinations: Destinations,
     /// The link to the parent, if there is one.
     pub(crate) parent: Option<ParentStream>,
-    /// When a window was last folded, or when no window was waiting.
+    /// The last time at which a window was folded or no window was waiting.
     pub(crate) moved: Time,
-    /// The debt, in bytes, above which the job counts as flooded by its own ranks.
+    /// The debt, in bytes, above which the shard rejects the job's datagrams, because the job's own
+    /// ranks flood the shard.
     pub(crate) most_debt: usize,
-    /// Whether its last turn ended in the middle of sending.
+    /// Whether the job's last turn ended in the middle of sending.
     pub(crate) sending: bool,
-    /// The number of fences: reasons for which the job may be about to end.
+    /// The number of fences, each for one reason why the job may be about to end.
     pub(crate) fences: u32,
     /// Openers of received datagrams, by rank; empty if datagrams are not authenticated.
     pub(crate) openers: Vec<Opener>,
@@ -142,24 +147,27 @@ struct Shard {
     inbox: Receiver<Command>,
     waker: Waker,
     gather: Gather,
-    jobs: BTreeMap<JobId, Job>,
+    jobs: BTreeMap<JobId, ShardJob>,
     schedule: DeficitRoundRobin<JobId>,
-    /// The jobs with a parent, by their job numbers at the parent and the addresses of its shards.
+    /// The jobs with a parent, by the job's number at the parent and the address of the parent's
+    /// shard.
     parent_jobs: BTreeMap<(JobId, SocketAddr), JobId>,
     /// The proofs of data paths that are in progress, by token.
     proofs: Proofs,
     floods: Floods,
     /// The other shards of the aggregator.
-    siblings: Siblings,
+    other_shards: OtherShards,
     arena: Arena,
     incoming: Vec<BytesMut>,
     recv: RecvRing,
     out: Outbox,
+    /// The counters of this thread. The events are those of ended jobs and of datagrams without a
+    /// job; [`Self::publish`] adds those of present jobs.
     stats: ShardStats,
     shared: Arc<Mutex<ShardStats>>,
     published: Time,
     failure: Failure,
-    /// Whether some job's turn ended with work left.
+    /// Whether the turn of some job ended with work left to do.
     unserved: bool,
     /// Whether more commands may be waiting.
     more_commands: bool,
@@ -168,13 +176,13 @@ struct Shard {
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
-            // A full batch means that more messages may be waiting. A batch of large messages holds
-            // few, so each is worth waking for.
+            // A full batch means that more messages may be waiting, so the thread does not pause
+            // after it. A batch of large messages is full with only two messages.
             if self.unserved || self.more_commands {
                 continue;
             }
             if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
-                // An error counts as readiness: the next receive reports it.
+                // Ignore an error: the next receive reports it.
                 drop(self.gather.pause(&self.waker));
             }
             if received == 0 {
@@ -189,9 +197,9 @@ impl Shard {
 
     /// Returns the longest time that the thread may sleep.
     fn patience(&self) -> Span {
-        let of_jobs = self.jobs.values().map(Job::timeout).min().unwrap_or(Time::NEVER);
+        let of_jobs = self.jobs.values().map(ShardJob::timeout).min().unwrap_or(Time::NEVER);
         let due = of_jobs.min(self.floods.timeout());
-        // This only bounds how stale the published counters can be.
+        // Wake at least once a second to publish the counters.
         let most = Span::from_secs(1);
         if due == Time::NEVER { most } else { due.since(self.clock.now()).min(most) }
     }
@@ -199,11 +207,11 @@ impl Shard {
     /// Returns whether a timeout is due.
     fn is_due(&self) -> bool {
         let parent_jobs = !self.parent_jobs.is_empty();
-        let of_jobs = self.jobs.values().map(Job::timeout).min().filter(|_| parent_jobs);
+        let of_jobs = self.jobs.values().map(ShardJob::timeout).min().filter(|_| parent_jobs);
         of_jobs.unwrap_or(Time::NEVER).min(self.floods.timeout()) <= self.clock.now()
     }
 
-    /// Returns about how many bytes of sums are outstanding for the job with the most.
+    /// Returns an estimate of the bytes of outstanding sums, for the job that has the most.
     fn backlog(&self) -> u64 {
         self.jobs.values().map(|job| job.machine.backlog_bytes()).max().unwrap_or(0)
     }
@@ -234,14 +242,14 @@ impl Shard {
                     self.out.ping(&self.socket, job);
                 }
             }
-            Command::Listeners(id, hears) => {
+            Command::Listeners(id, receives) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    job.destinations.set_listeners(&hears);
+                    job.destinations.set_listeners(&receives);
                 }
             }
             Command::Left(id, rank) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    job.machine.handle_left(rank, &mut self.stats.events);
+                    job.machine.handle_left(rank, &mut job.events);
                 }
             }
             Command::LeftBelow { job, rank, name } => {
@@ -251,30 +259,30 @@ impl Shard {
             }
             Command::Failed(id, Failed { op, why, .. }) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
-                    job.machine.handle_failed_beside(op, why, &mut self.stats.events);
+                    job.machine.handle_failed_beside(op, why, &mut job.events);
                     self.unserved = true;
                 }
             }
             Command::Rejoin(back) => self.let_back(*back),
-            Command::Gone(id, rank) => self.go_on_without(id, rank),
+            Command::Gone(id, rank) => self.continue_without(id, rank),
             Command::Fence(id, begins) => {
                 if let Some(job) = self.jobs.get_mut(&id) {
                     let fences = job.fences;
                     job.fences = if begins { fences + 1 } else { fences.saturating_sub(1) };
-                    // Windows that became complete during the fence can be folded now.
+                    // Windows that became complete while the fence stood can be folded now.
                     self.unserved = true;
                 }
             }
             Command::Remove(id) => self.remove(id),
-            Command::Report(of, tell) => {
+            Command::Report(of, reply) => {
                 let now = self.clock.now();
-                let report = |(id, job): (&JobId, &Job)| (*id, job.report(now));
+                let report = |(id, job): (&JobId, &ShardJob)| (*id, job.report(now));
                 let jobs = match of {
                     Some(id) => self.jobs.get_key_value(&id).into_iter().map(report).collect(),
                     None => self.jobs.iter().map(report).collect(),
                 };
-                // The requester may have given up waiting.
-                drop(tell.send(ShardReport { jobs }));
+                // Ignore a failed send: the requester may have stopped waiting.
+                drop(reply.send(ShardReport { jobs }));
             }
             Command::Prove(token, proof) => self.proofs.begin(token, proof),
             Command::SendPing { to, token, size } => {
@@ -283,7 +291,7 @@ impl Shard {
             Command::Proven(token) => self.proofs.end(token),
             Command::Stop => return false,
             #[cfg(test)]
-            Command::Panic => panic!("the test said so"),
+            Command::Panic => panic!("the test requested this panic"),
         }
         true
     }
@@ -294,27 +302,33 @@ impl Shard {
             self.parent_jobs.insert((parent.config.job, parent.addr), id);
         }
         self.schedule.add(id, new.share / 100.0);
-        if let Some(mut old) = self.jobs.insert(id, Job::new(new, now)) {
-            old.slots.release(&mut self.arena);
+        if let Some(old) = self.jobs.insert(id, ShardJob::new(new, now)) {
+            self.release(old);
         }
     }
 
     fn remove(&mut self, id: JobId) {
-        let Some(mut job) = self.jobs.remove(&id) else { return };
+        let Some(job) = self.jobs.remove(&id) else { return };
         self.schedule.remove(id);
         self.parent_jobs.retain(|_, below| *below != id);
+        self.release(job);
+    }
+
+    /// Frees the packet buffers of a job that has ended, and keeps its counts.
+    fn release(&mut self, mut job: ShardJob) {
         job.slots.release(&mut self.arena);
+        self.stats.events.add(&job.events);
     }
 
     /// Continues a job without a rank.
-    fn go_on_without(&mut self, id: JobId, rank: Rank) {
+    fn continue_without(&mut self, id: JobId, rank: Rank) {
         let now = self.clock.now();
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.machine.handle_gone(rank, &mut self.stats.events);
+        job.machine.handle_gone(rank, &mut job.events);
         let gone = job.destinations.ranks.get(rank.index());
         job.destinations.unicast.retain(|addr| Some(addr) != gone);
-        // The windows that waited for the rank can be folded now, and no further message may come
-        // to trigger that.
+        // The windows that waited for the rank can be folded now, even if no further message
+        // arrives.
         job.moved = now;
         self.unserved = true;
     }
@@ -332,8 +346,8 @@ impl Shard {
         }
     }
 
-    /// Handles received datagrams, and sends what they make due. Returns the number of received
-    /// messages, or `None` if the socket has failed.
+    /// Handles received datagrams, and gives every job a turn to fold and send. Returns the number
+    /// of received messages, or `None` if the socket has failed.
     fn receive(&mut self) -> Option<usize> {
         while self.incoming.len() < RECV_BATCH {
             let Some(buffer) = self.arena.take() else { break };
@@ -344,7 +358,8 @@ impl Shard {
             Ok(count) => count,
             Err(error) => {
                 let addr = self.socket.local_addr();
-                self.failure.tell(format!("the data socket {addr} failed: {error}"));
+                self.failure
+                    .report(format!("the data socket {addr} failed: {error}; all jobs are lost"));
                 return None;
             }
         };
@@ -355,10 +370,10 @@ impl Shard {
         }
         let is_peer = |addr| self.jobs.values().any(|job| job.destinations.is_peer(addr));
         let is_full = || self.socket.is_full();
-        if let Some(senders) = self.floods.look(now, self.socket.drops(), is_full, is_peer)
+        if let Some(senders) = self.floods.check(now, self.socket.drops(), is_full, is_peer)
             && let Err(error) = self.socket.refuse(&senders)
         {
-            tracing::debug!(%error, "the kernel takes no filter");
+            tracing::debug!(%error, "cannot set the filter that drops flooding senders");
         }
         self.serve(now);
         Some(count)
@@ -380,18 +395,17 @@ impl Shard {
         self.out.flush_counts(&mut self.stats);
     }
 
-    /// Works for a job until its turn is over or it has nothing left to do.
+    /// Serves a job until its turn is over or nothing is left to do.
     fn serve_job(&mut self, now: Time, turn: &mut Turn<JobId>) {
-        let Self { jobs, arena, socket, out, siblings, stats, .. } = self;
-        let events = &mut stats.events;
+        let Self { jobs, arena, socket, out, other_shards, .. } = self;
         let Some(job) = jobs.get_mut(&turn.job) else { return };
         let mut failed = Vec::new();
         loop {
-            job.poll_parent(now, events);
-            job.serve(now, turn, arena, socket, out, events);
-            let any = job.send_to_parent(now, turn, socket, out, &mut failed, events);
+            job.poll_parent(now);
+            job.serve(now, turn, arena, socket, out);
+            let any = job.send_to_parent(now, turn, socket, out, &mut failed);
             for failed in failed.drain(..) {
-                siblings.tell(|| Command::Failed(turn.job, failed));
+                other_shards.send(|| Command::Failed(turn.job, failed));
             }
             if turn.is_over() || !any {
                 return;
@@ -399,7 +413,7 @@ impl Shard {
         }
     }
 
-    /// Publishes the counters to the other threads, at most every 100 ms.
+    /// Publishes the counters to the other threads, at most once every 100 ms.
     fn publish(&mut self) {
         let now = self.clock.now();
         if now.since(self.published) < Span::from_millis(100) {
@@ -407,6 +421,7 @@ impl Shard {
         }
         self.published = now;
         let mut stats = self.stats.clone();
+        self.jobs.values().for_each(|job| stats.events.add(&job.events));
         stats.kernel_drops = self.socket.drops();
         stats.send_failures = self.socket.send_failures();
         let free = self.arena.available() + self.incoming.len();
@@ -417,7 +432,7 @@ impl Shard {
     }
 }
 
-impl Job {
+impl ShardJob {
     fn new(new: NewJob, now: Time) -> Self {
         let NewJob { config, ranks, names, parent, group, job_keys, .. } = new;
         let windows = usize::from(config.world) * usize::from(config.lanes);
@@ -434,6 +449,7 @@ impl Job {
         });
         Self {
             machine,
+            events: EventCounts::default(),
             slots: Slots::new(&config),
             destinations,
             parent,
@@ -453,57 +469,49 @@ impl Job {
         arena: &mut Arena,
         socket: &UdpSocket,
         out: &mut Outbox,
-        events: &mut EventCounts,
     ) {
         let mut any = true;
         while any && !turn.is_over() {
             if !std::mem::take(&mut self.sending) {
-                any = !self.is_fenced() && self.fold(now, turn, arena, events);
+                any = !self.is_fenced() && self.fold(now, turn, arena);
             }
-            // Sending follows even if there was nothing to fold: finding that out may have freed
-            // credits.
-            self.sending = self.send(now, turn, socket, out, events);
+            // Send even if there was nothing to fold, because `poll_fold` may have freed credits.
+            self.sending = self.send(now, turn, socket, out);
         }
         out.send_joined(socket, self);
         turn.spend(out.take_cost());
     }
 
-    /// Returns whether folding is suspended because the job is about to end. With a parent it is
-    /// not, since results of the parent are passed on.
+    /// Returns whether folding is suspended because the job may be about to end. A job with a
+    /// parent is never suspended, since it passes on the parent's results.
     const fn is_fenced(&self) -> bool {
         self.fences > 0 && self.parent.is_none()
     }
 
-    /// Folds the next complete window, if there is one. Returns whether there was.
-    fn fold(
-        &mut self,
-        now: Time,
-        turn: &mut Turn<JobId>,
-        arena: &mut Arena,
-        events: &mut EventCounts,
-    ) -> bool {
+    /// Folds the next complete window. Returns false if there is none.
+    fn fold(&mut self, now: Time, turn: &mut Turn<JobId>, arena: &mut Arena) -> bool {
         let fold = self.machine.poll_fold();
         if fold.is_some() || self.machine.backlog() == 0 {
             self.moved = now;
         }
         if let Some(fold) = &fold {
             turn.spend(self.slots.fold(fold, &self.machine, arena));
-            self.machine.handle_folded(fold, events);
+            self.machine.handle_folded(fold, &mut self.events);
         }
         fold.is_some()
     }
 
-    /// Sends what is due. Returns whether the turn ended before everything was sent.
+    /// Sends what is due. Returns true if the turn ended first, in which case more may remain to be
+    /// sent.
     fn send(
         &mut self,
         now: Time,
         turn: &mut Turn<JobId>,
         socket: &UdpSocket,
         out: &mut Outbox,
-        events: &mut EventCounts,
     ) -> bool {
         while !turn.is_over() {
-            match self.machine.poll_transmit(now, &mut out.datagram[..], events) {
+            match self.machine.poll_transmit(now, &mut out.datagram[..], &mut self.events) {
                 Some(Transmit::Datagram { to, len }) => {
                     out.send_datagram(socket, self, To::Ranks(to), len);
                 }
@@ -534,7 +542,8 @@ impl Job {
         udp::tos_of_lane(lane, self.machine.config().lanes)
     }
 
-    /// Returns the type-of-service value for a datagram, by the lane of its first message.
+    /// Returns the type-of-service value for a datagram, which depends on the lane of its first
+    /// message.
     pub(crate) fn tos(&self, datagram: &[u8]) -> Option<u8> {
         if self.machine.config().lanes < 2 {
             return None;
@@ -544,12 +553,14 @@ impl Job {
     }
 }
 
-/// Bytes that all jobs together may spend in a round: a few windows for each of many jobs.
+/// The bytes that all jobs together may spend in a round: enough for many jobs with a few windows
+/// each.
 const QUANTUM: usize = 16 << 20;
-/// The maximum number of commands handled between two receives. Joining and leaving ranks must not
-/// leave the others' data in the socket.
+/// The maximum number of commands handled between two receives. A burst of ranks that join and
+/// leave must not delay the data that waits in the socket.
 const MOST_COMMANDS: usize = 16;
-/// The longest time for which contributions to bulk ops are gathered to fold them in batches.
+/// The longest pause before a receive. Contributions to bulk ops accumulate during the pause, and
+/// are folded as a batch after it.
 const LONGEST_PAUSE: Span = Span::from_micros(50);
 /// The multicast TTL: results go to hosts of one rack.
 const MULTICAST_TTL: u8 = 1;

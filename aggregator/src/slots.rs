@@ -3,14 +3,16 @@
 //! A contribution stays in its buffer as it arrived: fragment after fragment, each with its header.
 //! A buffer that holds a whole window is swapped into its slot. Fragments that arrive separately
 //! are copied to the positions they would have in such a buffer. Results have the same layout, so a
-//! buffer is sent as one segmented message.
+//! result's buffer is sent as one segmented message.
 
 use std::collections::VecDeque;
 
 use bytes::BytesMut;
 use racksum_kernels::fold;
-use racksum_proto::aggregator::{Aggregation, Config, Fold, Place, ResultFragments};
-use racksum_proto::arith::Fold as Terms;
+use racksum_proto::aggregator::{
+    Aggregation, CompleteWindow, Config, FragmentPlace, ResultFragments,
+};
+use racksum_proto::arith::FoldTerms;
 use racksum_proto::dtype::WireType;
 use racksum_proto::fold::{FoldPlan, Run};
 use racksum_proto::geometry::Fragmentation;
@@ -24,10 +26,10 @@ use crate::arena::Arena;
 pub const MAX_WORLD: u16 = 256;
 
 /// The reason why every result and contribution finds a free buffer, whatever other jobs hold.
-const ADMITTED: &str = "admission leaves a buffer for every slot and rank";
+const ADMITTED: &str = "admission reserves a buffer for every slot and rank";
 
 /// The reason why a result exists: results are sent only while some rank has not acknowledged them.
-const FOLDED: &str = "what is sent is folded and held";
+const FOLDED: &str = "a result that is sent has been folded and is still held";
 
 /// The maximum size in bytes of a scaled block.
 const MAX_SCALED: usize = WireType::Fixed32.block_len(1024);
@@ -44,12 +46,13 @@ pub(crate) struct Slots {
     results: Box<[Option<BytesMut>]>,
     /// The slots that hold results, by lane, in fold order.
     held: Box<[VecDeque<u32>]>,
-    /// Buffers that held results. They keep their length, since growing a buffer means filling it.
+    /// Buffers that held results. They keep their length, because growing a buffer again would fill
+    /// it with zeros.
     spare: Vec<BytesMut>,
     /// The layouts of the contributions to the window that is being folded, by rank.
     layouts: Vec<Layout>,
     plan: FoldPlan,
-    /// Scratch space to assemble scaled contributions, and their result.
+    /// Scratch space for assembled scaled contributions and their result.
     linear: Box<[u8]>,
 }
 
@@ -70,16 +73,17 @@ impl Layout {
         self.cut.stride()
     }
 
-    /// Returns the buffer position of payload byte `offset`, and how many payload bytes from there
-    /// on are contiguous.
+    /// Returns the buffer position of payload byte `offset`, and how many payload bytes are
+    /// contiguous from there.
     fn locate(&self, offset: usize) -> (usize, usize) {
         let fragment = offset / self.cut.payload();
         let within = offset % self.cut.payload();
         (fragment * self.stride() + Header::LEN + within, self.cut.payload() - within)
     }
 
-    /// Visits the contiguous pieces of `len` payload bytes from `offset` on. The callback gets the
-    /// buffer position of each piece and its range within those bytes.
+    /// Visits the contiguous pieces of the `len` payload bytes that start at `offset`. The callback
+    /// gets the buffer position of each piece, and the range of payload bytes, counted from
+    /// `offset`, that the piece holds.
     fn each_piece(
         &self,
         offset: usize,
@@ -95,15 +99,15 @@ impl Layout {
         }
     }
 
-    /// Returns the total size in bytes of the datagrams of a payload of `len` bytes.
+    /// Returns the total size in bytes of the datagrams that carry `len` payload bytes.
     pub(crate) const fn total(&self, len: usize) -> usize {
         self.cut.count(len) * (self.stride() - self.cut.payload()) + len
     }
 }
 
 impl Slots {
-    /// Creates slots without buffers. Each buffer is taken when it is needed and reused at once, so
-    /// that few buffers circulate and stay in the processor's cache.
+    /// Creates slots without buffers. A slot takes a buffer only when it needs one, and gives it
+    /// back soon, so that few buffers circulate and they stay in the processor's cache.
     pub(crate) fn new(config: &Config) -> Self {
         let world = usize::from(config.world);
         let senders = world + usize::from(config.has_parent);
@@ -129,7 +133,7 @@ impl Slots {
         held.chain(spare.drain(..)).for_each(|buffer| arena.give(buffer));
     }
 
-    /// Recycles the results that every rank of `lane` has acknowledged.
+    /// Recycles the buffers of the results of `lane` that every rank has acknowledged.
     fn release_results(&mut self, lane: u8, machine: &Aggregation) {
         let held = &mut self.held[usize::from(lane)];
         while held.len() > machine.results_held(lane)
@@ -145,19 +149,19 @@ impl Slots {
         &mut self.contributions[slot * self.senders + rank.index()]
     }
 
-    /// Returns whether a buffer of datagrams `stride` apart can serve as the contribution that it
-    /// holds.
-    pub(crate) const fn fits(place: &Place, stride: usize) -> bool {
+    /// Returns whether a buffer whose datagrams lie `stride` bytes apart can be kept as a
+    /// contribution.
+    pub(crate) const fn fits(place: &FragmentPlace, stride: usize) -> bool {
         place.fragments == 1 || stride == Layout::new(place.cut).stride()
     }
 
     /// Stores a buffer that holds a whole contribution; returns the buffer it replaces.
-    pub(crate) fn keep(&mut self, place: Place, buffer: BytesMut) -> Option<BytesMut> {
+    pub(crate) fn keep(&mut self, place: FragmentPlace, buffer: BytesMut) -> Option<BytesMut> {
         self.contribution(place.lane, place.slot, place.rank).replace(buffer)
     }
 
-    /// Copies the body of a fragment to its place.
-    pub(crate) fn copy(&mut self, place: Place, body: &[u8], arena: &mut Arena) {
+    /// Copies the body of a fragment to its place in the contribution's buffer.
+    pub(crate) fn copy(&mut self, place: FragmentPlace, body: &[u8], arena: &mut Arena) {
         let start = usize::from(place.fragment) * Layout::new(place.cut).stride() + Header::LEN;
         let held = self.contribution(place.lane, place.slot, place.rank);
         let buffer = held.get_or_insert_with(|| arena.take().expect(ADMITTED));
@@ -170,10 +174,15 @@ impl Slots {
         buffer.extend_from_slice(&body[over..]);
     }
 
-    /// Folds a window into its result, and returns the contributions' buffers to the arena. Returns
-    /// the cost of the fold.
-    pub(crate) fn fold(&mut self, fold: &Fold, machine: &Aggregation, arena: &mut Arena) -> usize {
-        // With a parent, a slot's buffer holds the sum first, and then the result.
+    /// Folds a window into its result, gives the contributions' buffers back to the arena, and
+    /// returns the cost of the fold.
+    pub(crate) fn fold(
+        &mut self,
+        fold: &CompleteWindow,
+        machine: &Aggregation,
+        arena: &mut Arena,
+    ) -> usize {
+        // With a parent, a slot's buffer first holds the sum, and later the result.
         if !machine.config().has_parent {
             self.release_results(fold.lane, machine);
             self.held[usize::from(fold.lane)].push_back(fold.slot);
@@ -197,7 +206,7 @@ impl Slots {
         }
         let masks = (0..machine.config().world).map(|r| machine.contribution(fold, Rank(r)));
         let scaled = fold.descriptor.wire.is_scaled();
-        let Fold { geometry, window, .. } = fold;
+        let CompleteWindow { geometry, window, .. } = fold;
         layouts.clear();
         layouts.extend(masks.clone().map(|mask| {
             let len = geometry.payload_len(window.index, mask);
@@ -254,7 +263,7 @@ struct Pieces<'a> {
     /// The layout of the result.
     layout: Layout,
     layouts: &'a [Layout],
-    fold: &'a Fold,
+    fold: &'a CompleteWindow,
     contributions: &'a [Option<BytesMut>],
 }
 
@@ -280,8 +289,8 @@ impl Pieces<'_> {
         }
     }
 
-    /// Folds one scaled block. It is assembled first, since fragment boundaries may lie anywhere in
-    /// it.
+    /// Folds one scaled block. Each contribution is assembled first, since fragment boundaries may
+    /// lie anywhere in a block.
     fn fold_block(&self, run: &Run<'_>, result: &mut BytesMut, linear: &mut [u8]) {
         let len = run.out.len();
         let (out, ins) = linear.split_at_mut(len);
@@ -302,10 +311,10 @@ impl Pieces<'_> {
     }
 
     fn apply(&self, run: &Run<'_>, inputs: &[&[u8]], out: &mut [u8]) {
-        let terms = Terms { world: u32::from(self.fold.weight), absent: run.absent };
+        let terms = FoldTerms { world: u32::from(self.fold.weight), absent: run.absent };
         let descriptor = &self.fold.descriptor;
         fold::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
-            .expect("the plan gives runs of one length, of a descriptor that is valid");
+            .expect("the runs of the plan have equal lengths and a valid descriptor");
     }
 
     fn held(&self, rank: Rank) -> &[u8] {

@@ -1,5 +1,5 @@
-//! The aggregator's status: gathered here, and written as one JSON object to each client of its
-//! unix socket.
+//! The aggregator's status: gathered here, and written as one JSON object to each client of the
+//! status socket.
 
 use std::io;
 use std::net::SocketAddr;
@@ -13,13 +13,13 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::UnixListener;
 use tokio::time::timeout;
 
-use crate::registry::{Shared, lock};
+use crate::registry::{SharedRegistry, lock};
 use crate::shard::ShardReport;
 
 /// The time limit for a shard to report its progress, and for a client to read the status.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Splits the JSON of a status into parts that each fit a message.
+/// Splits the JSON of a status into parts that each fit into a message.
 pub(crate) fn parts(status: &AggregatorStatus) -> Vec<String> {
     let json = serde_json::to_string(status).unwrap_or_default();
     let mut parts = Vec::new();
@@ -32,7 +32,8 @@ pub(crate) fn parts(status: &AggregatorStatus) -> Vec<String> {
     parts
 }
 
-/// The size of a part in bytes. Encoding it as a JSON string makes it at most six times as long.
+/// The maximum size of a part in bytes. Encoded as a JSON string, a part becomes at most six times
+/// as long.
 const MAX_PART: usize = 8 << 10;
 
 /// Merges the shards' progress reports into the status of a job.
@@ -54,9 +55,9 @@ fn merge(job: &mut JobStatus, reports: &[ShardReport]) {
 /// The status socket, removed on drop.
 #[derive(Debug)]
 pub(crate) struct StatusSocket {
-    /// The name of the socket. Fields drop in declaration order, and the name must go first. If the
-    /// socket stopped listening while its name existed, a successor would take it for a stale
-    /// socket.
+    /// The name of the socket. Fields drop in declaration order, and the name must be removed
+    /// first: if the socket stopped listening while its name existed, a successor would take it for
+    /// a stale socket.
     _name: Name,
     listener: UnixListener,
 }
@@ -66,7 +67,7 @@ impl StatusSocket {
     /// left behind.
     ///
     /// # Errors
-    /// The system's error; `AddrInUse` if another process serves there.
+    /// Returns the kernel's error, such as `AddrInUse` if another process listens at the path.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let (listener, name) = listen_for_streams(path, 0o600)?;
         listener.set_nonblocking(true)?;
@@ -74,14 +75,14 @@ impl StatusSocket {
     }
 
     /// Writes the status to every client that opens the socket.
-    pub(crate) async fn serve(self, registry: Shared, addr: SocketAddr) {
+    pub(crate) async fn serve(self, registry: SharedRegistry, addr: SocketAddr) {
         loop {
             // An accept error, such as too many open files, must not end the server.
             let Ok((mut stream, _)) = self.listener.accept().await else {
                 tokio::time::sleep(PATIENCE).await;
                 continue;
             };
-            let registry = Shared::clone(&registry);
+            let registry = SharedRegistry::clone(&registry);
             tokio::spawn(async move {
                 let json = serde_json::to_vec(&status(&registry, addr).await).unwrap_or_default();
                 // Clients that have disconnected or do not read are ignored.
@@ -92,7 +93,7 @@ impl StatusSocket {
 }
 
 /// Gathers the status from the registry and the shards.
-pub(crate) async fn status(registry: &Shared, addr: SocketAddr) -> AggregatorStatus {
+pub(crate) async fn status(registry: &SharedRegistry, addr: SocketAddr) -> AggregatorStatus {
     let (mut status, asked) = {
         let registry = lock(registry);
         (registry.status(addr), registry.ask_shards(None))
@@ -125,7 +126,7 @@ mod tests {
         std::fs::create_dir(&folder).unwrap();
         let path = folder.join("socket");
         let socket = StatusSocket::bind(&path).unwrap();
-        // The socket's name stays for as long as the folder is locked.
+        // The name of the socket cannot be removed while the folder is locked.
         let locked = File::open(&folder).unwrap();
         locked.lock().unwrap();
         let dropping = tokio::task::spawn_blocking(move || drop(socket));
@@ -134,13 +135,14 @@ mod tests {
             match UnixStream::connect(&path) {
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::NotFound => break,
-                Err(error) => panic!("a successor would take the name for a dead one: {error}"),
+                Err(error) => panic!("a successor would take the socket for a stale one: {error}"),
             }
             calls += 1;
             if calls == 20 {
                 locked.unlock().unwrap();
             }
-            // Calls that are not accepted fill the queue of 128.
+            // Slow down, because calls that have not been accepted yet fill the listen queue of
+            // 128.
             let pause = if calls < 20 { 1 } else { 50 };
             tokio::time::sleep(Duration::from_millis(pause)).await;
         }

@@ -16,7 +16,7 @@ fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
     assert_eq!(aggregator.failure(), None);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let why = "the thread shard-1 panicked, which is a bug in racksum; all jobs are lost";
-    let told = runtime.block_on(async {
+    let ended = runtime.block_on(async {
         let credentials = Credentials::new(None, false).unwrap();
         let patience = Span::from_secs(100);
         let rank = connect(aggregator.addr(), &credentials, patience).await.unwrap();
@@ -24,12 +24,12 @@ fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
         while rank.quic().stats().frame_rx.handshake_done == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        lock(&aggregator.registry).shards()[1].tell(Command::Panic);
+        lock(&aggregator.registry).shards()[1].send(Command::Panic);
         let both = async { (aggregator.failed().await, rank.quic().closed().await) };
         tokio::time::timeout(Duration::from_secs(200), both).await.unwrap()
     });
-    assert_eq!(told.0, why);
-    assert!(told.1.to_string().contains("the aggregator failed"), "{}", told.1);
+    assert_eq!(ended.0, why);
+    assert!(ended.1.to_string().contains("the aggregator failed"), "{}", ended.1);
     assert_eq!(aggregator.failure().as_deref(), Some(why));
 }
 

@@ -1,13 +1,14 @@
-//! Warnings when the host's wall clock is set.
+//! Warnings about steps of the host's wall clock.
 //!
-//! No timeout here depends on that clock, so jobs are unaffected. Operators notice: log timestamps
-//! jump, and certificates expire or are not valid yet.
+//! The aggregator's timeouts do not depend on that clock, so jobs are unaffected. Operators should
+//! know of a step, because log timestamps jump, and certificates may expire or become invalid.
 
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 
-/// Watches for steps of the wall clock for as long as the future is polled, and warns once of each.
+/// Watches for steps of the wall clock for as long as the future is polled, and warns once about
+/// each.
 pub(crate) async fn watch(clock: Clock) {
     let mut before = clock.wall_at_boot();
     loop {
@@ -19,7 +20,8 @@ pub(crate) async fn watch(clock: Clock) {
                  certificates are checked by this clock"
             );
         }
-        // Small changes by slewing add up, and are not a step.
+        // Each reading is compared with the one before it, so the small changes from slewing never
+        // add up to a step.
         before = now;
     }
 }

@@ -1,8 +1,8 @@
-//! Measures the kernels in bytes a second, beside the machine's own memory copy.
+//! Measures the kernels in bytes per second. The machine's own memory copy is the reference.
 //!
-//! A fold counts the bytes of its inputs, a scan those of the tensor, a conversion those of the f32
-//! tensor, a copy the copied bytes, and a header its own. To run a part, use `cargo bench -p
-//! racksum-benches --bench kernels -- fold/f32`.
+//! The counted bytes are those of all inputs for a fold, of the tensor for a scan, of the f32
+//! tensor for a conversion, of the source for a copy, and of the header itself for a header. To run
+//! a part, use `cargo bench -p racksum-benches --bench kernels -- fold/f32`.
 
 mod setting;
 
@@ -11,7 +11,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use racksum_benches::{WORLD, contribution, gradient, sparse};
 use racksum_kernels::{codec, fold};
-use racksum_proto::arith::Fold;
+use racksum_proto::arith::FoldTerms;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
 use racksum_proto::wire::{Header, Kind};
@@ -108,7 +108,7 @@ fn bench_fold(
     ranks: u64,
     len: usize,
 ) {
-    let fold = Fold { world: WORLD, absent: false };
+    let fold = FoldTerms { world: WORLD, absent: false };
     let buffers: Vec<Vec<u8>> =
         (0..ranks).map(|rank| contribution(wire, BLOCK_ELEMENTS, len, rank)).collect();
     let len = buffers[0].len();
@@ -122,7 +122,7 @@ fn bench_fold(
         bencher.iter(|| {
             for (inputs, out) in runs.iter().zip(out.chunks_mut(step)) {
                 let inputs = black_box(inputs.as_slice());
-                fold::fold_run(wire, reduction, fold, inputs, out).expect("the inputs are alike");
+                fold::fold_run(wire, reduction, fold, inputs, out).expect("the lengths are equal");
             }
             black_box(&mut out);
         });
@@ -138,7 +138,7 @@ fn elementwise_conversions(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("encode", wire.name()), |bencher| {
             bencher.iter(|| {
                 codec::encode_run(DType::F32, wire, black_box(&src), &mut encoded)
-                    .expect("f32 travels as the wire type");
+                    .expect("f32 converts to and from the wire type");
                 black_box(&mut encoded);
             });
         });
@@ -146,7 +146,7 @@ fn elementwise_conversions(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("decode", wire.name()), |bencher| {
             bencher.iter(|| {
                 codec::decode_run(wire, DType::F32, black_box(&encoded), &mut decoded)
-                    .expect("f32 travels as the wire type");
+                    .expect("f32 converts to and from the wire type");
                 black_box(&mut decoded);
             });
         });
@@ -167,7 +167,7 @@ fn scaled_conversions(criterion: &mut Criterion) {
                 let blocks = black_box(&src).chunks(tensor_block);
                 for (x, block) in blocks.zip(encoded.chunks_mut(wire_block)) {
                     codec::encode_block(DType::F32, wire, WORLD, x, block)
-                        .expect("f32 travels as the wire type");
+                        .expect("f32 converts to and from the wire type");
                 }
                 black_box(&mut encoded);
             });
@@ -178,7 +178,7 @@ fn scaled_conversions(criterion: &mut Criterion) {
                 let blocks = black_box(&encoded).chunks(wire_block);
                 for (block, y) in blocks.zip(decoded.chunks_mut(tensor_block)) {
                     codec::decode_block(wire, DType::F32, block, y)
-                        .expect("f32 travels as the wire type");
+                        .expect("f32 converts to and from the wire type");
                 }
                 black_box(&mut decoded);
             });
@@ -187,7 +187,7 @@ fn scaled_conversions(criterion: &mut Criterion) {
     }
 }
 
-/// Measures headers, which are read and written once a fragment, in their own bytes.
+/// Measures the encoding and decoding of a fragment's header, in header bytes per second.
 fn headers(criterion: &mut Criterion) {
     let header = Header {
         kind: Kind::Data,
@@ -212,7 +212,7 @@ fn headers(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Default number of elements of a block.
+/// Default number of elements in a block.
 const BLOCK_ELEMENTS: usize = 256;
 
 /// Number of bytes in a window of f32.
@@ -221,5 +221,5 @@ const WINDOW_LEN: usize = 64 * BLOCK_ELEMENTS * 4;
 /// Number of bytes that fit in a core's cache.
 const CACHED_LEN: usize = 32 * 1024;
 
-/// Buffer sizes that fit in the cache and that do not.
+/// A buffer size that fits in the cache, and one that does not.
 const SIZES: [(&str, usize); 2] = [("32 KiB", CACHED_LEN), ("64 MiB", 64 * 1024 * 1024)];

@@ -1,6 +1,6 @@
-//! Measures the authentication and encryption of a datagram in bytes a second, at the sender and at
-//! the receiver, beside the machine's own memory copy. Run `cargo bench -p racksum-benches --bench
-//! sealing`.
+//! Measures the authentication and encryption of datagrams in bytes per second, at the sender and
+//! at the receiver. The machine's own memory copy is the reference. Run `cargo bench -p
+//! racksum-benches --bench sealing`.
 
 mod setting;
 
@@ -40,8 +40,8 @@ fn copies(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Seals datagrams in place, as a shard seals results. `aead` copies them, because they may be sent
-/// again.
+/// Measures sealing as a shard seals results: `mac` in place, and `aead` in a copy, because the
+/// original may be sent again.
 fn seals(criterion: &mut Criterion, auth: DataAuth) {
     let mut group = criterion.benchmark_group(format!("seal {}", auth.name()));
     for len in SIZES {
@@ -73,7 +73,7 @@ fn opens(criterion: &mut Criterion, auth: DataAuth) {
         group.bench_function(BenchmarkId::from_parameter(len), |bencher| {
             bencher.iter_batched_ref(
                 &mut sealed,
-                |datagram| opener.open(black_box(datagram)).expect("it is authentic").len(),
+                |datagram| opener.open(black_box(datagram)).expect("the keys match").len(),
                 BatchSize::SmallInput,
             );
         });
@@ -86,7 +86,7 @@ fn both(auth: DataAuth) -> (Sealer, Opener) {
     let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
     let sealer = Sealer::of_rank(auth, &keys, Rank(0), 0);
     let opener = Opener::of_rank(auth, &keys.up, Generation(0), Rank(0), 0);
-    sealer.zip(opener).expect("there is something to seal with")
+    sealer.zip(opener).expect("the mode is not `none`")
 }
 
 fn datagram(len: usize) -> Vec<u8> {
@@ -97,5 +97,5 @@ fn datagram(len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Size of an Ethernet datagram, and of a loopback datagram that holds a window.
+/// Sizes of an Ethernet datagram, and of a loopback datagram that holds a window.
 const SIZES: [usize; 2] = [1440, 61_500];

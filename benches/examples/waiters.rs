@@ -1,7 +1,7 @@
 //! Attacks an aggregator with jobs that wait for room: `waiters ADDR COUNT SECONDS`.
 //!
-//! Says how many wait and how many were refused, and holds the places for so long. Meant for an
-//! aggregator on loopback that takes callers without identities.
+//! Prints how many jobs wait and how many were refused, and keeps the waiting jobs connected for
+//! SECONDS. The aggregator must be on loopback and accept callers without identities.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -16,14 +16,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut next = || arguments.next().ok_or(usage);
     let to: SocketAddr = next()?.parse()?;
     let (count, seconds): (usize, u64) = (next()?.parse()?, next()?.parse()?);
-    // Each caller has a socket of its own.
+    // Each caller has a socket of its own, which counts as an open file.
     racksum_net::local::raise_open_files()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let waiters = waiters::gather(to, &[to.ip()], "crowd", count).await;
         println!("{} wait, {} refused", waiters.waiting.len(), waiters.refused.len());
         if let Some(why) = waiters.refused.first() {
-            println!("for example: {why}");
+            println!("first refusal: {why}");
         }
         tokio::time::sleep(Duration::from_secs(seconds)).await;
     });

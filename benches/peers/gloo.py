@@ -8,7 +8,7 @@ dense    in-place all_reduce of one tensor without zeros
 sparse   all_reduce of a coalesced sparse COO tensor whose rows are the non-zero blocks
 small    dense, with the defaults of a small tensor: few bytes, many iterations
 
-Before every iteration the input is made anew and all ranks meet at a barrier; neither is timed.
+Before every iteration the input is filled again and all ranks meet at a barrier; neither is timed.
 The first iteration of a case is never timed: its result is compared with the exact sum.
 
 Without --interactive a rank prints one JSON line at the end. With it, a rank prints a "ready" line
@@ -45,9 +45,9 @@ DTYPES = {
     "i64": torch.int64,
 }
 SPARSE_DTYPES = ("f32", "f64", "bf16", "i32", "i64")
-"""Gloo's sparse all-reduce adds no f16 tensors (torch 2.15)."""
+"""The dtypes of Gloo's sparse all-reduce, which does not support f16 (torch 2.15)."""
 EXACT_BELOW = {"f16": 2_048, "bf16": 256}
-"""The checked sums are whole numbers; beyond this they are no longer exact."""
+"""The checked sums are whole numbers, which these dtypes hold exactly only up to this limit."""
 DEFAULT_BYTES = {"dense": 100_000_000, "sparse": 100_000_000, "small": 4_096}
 DEFAULT_ITERATIONS = {"dense": 10, "sparse": 10, "small": 200}
 
@@ -109,7 +109,7 @@ class Case:
         )
         require(
             PERIOD * world <= EXACT_BELOW.get(self.dtype, 1 << 24),
-            f"a world of {world} is too large to check sums of {self.dtype} exactly.",
+            f"{world} ranks are too many to check sums of {self.dtype} exactly.",
         )
 
 
@@ -146,7 +146,7 @@ def occupied_blocks(case: Case, rank: int) -> npt.NDArray[np.int64]:
 
 
 def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scrambles 64-bit numbers by the output function of SplitMix64."""
+    """Scrambles 64-bit numbers with the output function of SplitMix64."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -154,7 +154,7 @@ def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def rows(case: Case, rank: int, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Returns a rank's elements of the listed blocks, one row each, with zeros past the end."""
+    """Returns a rank's elements of the listed blocks, a row per block, with zeros past the end."""
     table = torch.tensor(
         [[value(case, rank, phase + i) for i in range(case.block)] for phase in range(PERIOD)],
         dtype=DTYPES[case.dtype],
@@ -172,7 +172,7 @@ class Operation(Protocol):
     """One all-reduce that can be repeated."""
 
     def refill(self) -> None:
-        """Makes the input anew, because the all-reduce overwrites it."""
+        """Fills the input again, because the all-reduce overwrites it."""
 
     def all_reduce(self) -> None:
         """Runs the collective; only this is timed."""
@@ -281,24 +281,24 @@ def run_once(case: Case, rank: int, world: int, iterations: int) -> None:
 
 def run_interactive(case: Case, rank: int, world: int) -> None:
     """Obeys the lines of standard input until `quit` or the end of input."""
-    operation = prepare_and_say_ready(case, rank, world)
+    operation = prepare_and_print_ready(case, rank, world)
     for line in sys.stdin:
-        word, _, argument = line.strip().partition(" ")
-        if word == "go" and not argument:
+        command, _, argument = line.strip().partition(" ")
+        if command == "go" and not argument:
             start_ns, end_ns = measure(operation)
             us = (end_ns - start_ns) / 1000
             emit({"us": us, "start_ns": start_ns, "end_ns": end_ns})
-        elif word == "set":
+        elif command == "set":
             case = changed(case, argument)
-            del operation  # Two cases at once need not fit into memory.
-            operation = prepare_and_say_ready(case, rank, world)
-        elif word == "quit" and not argument:
+            del operation  # Two cases may not fit into memory at the same time.
+            operation = prepare_and_print_ready(case, rank, world)
+        elif command == "quit" and not argument:
             break
-        elif word:
+        elif command:
             raise CaseError(f"{line.strip()!r} is not a command; use go, set {{...}} or quit.")
 
 
-def prepare_and_say_ready(case: Case, rank: int, world: int) -> Operation:
+def prepare_and_print_ready(case: Case, rank: int, world: int) -> Operation:
     """Prepares a case and prints its "ready" line."""
     operation = prepare(case, rank, world)
     emit({"ready": True, **describe(case, rank, world, operation), "checked": True})
@@ -314,7 +314,7 @@ def changed(case: Case, argument: str) -> Case:
     require(isinstance(changes, dict), "set needs a JSON object.")
     former = dataclasses.asdict(case)
     for key, given in changes.items():
-        require(key in former, f"set knows no key {key!r}.")
+        require(key in former, f"set has no key {key!r}.")
         wanted = (int, float) if key == "density" else type(former[key])
         right = isinstance(given, wanted) and not isinstance(given, bool)
         require(right, f"{given!r} is not of the right type for {key}.")
@@ -322,7 +322,7 @@ def changed(case: Case, argument: str) -> Case:
 
 
 def describe(case: Case, rank: int, world: int, operation: Operation) -> dict[str, object]:
-    """Returns the fields that all long lines share, without those of sparse cases if dense."""
+    """Returns the fields that all long lines share; omits those that only sparse cases use."""
     facts = {"peer": "gloo", "rank": rank, "world": world, **dataclasses.asdict(case)}
     if case.mode != "sparse":
         facts |= {"density": 1.0}
@@ -350,7 +350,7 @@ def main() -> int:
             run_interactive(case, args.rank, args.world)
         else:
             run_once(case, args.rank, args.world, args.iters)
-        dist.barrier()  # No rank closes its sockets while another still reads from them.
+        dist.barrier()  # No rank may close its sockets while another still reads from them.
         dist.destroy_process_group()
     except CaseError as error:
         leave(args.rank, str(error), status=2)
@@ -360,7 +360,7 @@ def main() -> int:
 
 
 def leave(rank: int, reason: str, status: int) -> NoReturn:
-    """Reports a failure and exits at once, because the other ranks may no longer answer."""
+    """Reports a failure and exits immediately, because the other ranks may no longer answer."""
     emit({"peer": "gloo", "rank": rank, "error": reason})
     print(f"gloo.py: rank {rank}: {reason}", file=sys.stderr, flush=True)
     os._exit(status)
@@ -381,7 +381,7 @@ def join(args: argparse.Namespace) -> None:
 
 
 def case_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Case:
-    """Returns the case, with the defaults of its mode, or rejects what cannot work."""
+    """Returns the case, with the defaults of its mode. Exits if an argument is invalid."""
     if args.bytes is None:
         args.bytes = DEFAULT_BYTES[args.mode]
     if args.iters is None:
@@ -407,8 +407,8 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time Gloo's all-reduce as one rank of a group.")
     add = parser.add_argument
     add("--rank", type=int, required=True, help="number of this process")
-    add("--world", type=int, required=True, help="how many processes there are")
-    add("--master", required=True, metavar="HOST:PORT", help="where rank 0 listens")
+    add("--world", type=int, required=True, help="number of processes")
+    add("--master", required=True, metavar="HOST:PORT", help="address of rank 0")
     add("--iface", metavar="NAME", help="network interface Gloo binds (GLOO_SOCKET_IFNAME)")
     add("--bytes", type=int, help="size of the whole tensor (default: 100000000; small: 4096)")
     add("--mode", choices=tuple(DEFAULT_BYTES), default="dense", help="what to measure")

@@ -1,6 +1,6 @@
 """A transformer with the 124 million parameters of GPT-2, on a GPU that ranks may share.
 
-The text is random, because only the path of the gradients is timed. All gradients are dense.
+The text is random, because only the time of steps is measured. All gradients are dense.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH = 4
 
 
 class Gpt(nn.Module):
-    """A transformer that attends to the words before."""
+    """A transformer that attends to the preceding words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Gpt(nn.Module):
 def main() -> None:
     arguments = flags(__doc__, steps=3).parse_args()
     if not torch.cuda.is_available():
-        print(json.dumps({"peer": "gpt", "error": "there is no GPU that CUDA could use"}))
+        print(json.dumps({"peer": "gpt", "error": "CUDA finds no GPU"}))
         sys.exit(2)
     run = Run(arguments)
     device = torch.device("cuda", run.rank % torch.cuda.device_count())

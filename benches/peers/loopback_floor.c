@@ -1,13 +1,13 @@
-/* Times what sockets alone take: the floor of a sum through loopback UDP.
+/* Times the sockets alone: the lower bound for a sum over loopback UDP.
  *
  *     cc -O3 -march=native -pthread -o loopback_floor loopback_floor.c
  *     ./loopback_floor --world 2 --bytes 100000000
  *
  * Every rank sends its array to the shards, in datagrams that hold one window each; a shard adds
- * up the ranks' windows and multicasts the sum; every rank receives it into its array. That is
- * racksum's way of the bytes with nothing else on it: no blocks are looked for, nothing that is
- * lost is sent again, nobody joins, and no header says more than a window's index and rank. So it
- * sums nothing that anybody should rely on, and ends when a datagram is lost.
+ * up the ranks' windows and multicasts the sum; every rank receives it into its array. The bytes
+ * take the same path as with racksum. Nothing else happens: there is no search for blocks of zeros,
+ * no retransmission and no join. A header holds only the index of a window and a rank. So the sums
+ * are not reliable, and the program fails if a datagram is lost.
  *
  * Timing, data, output and commands are those of README.md beside this file; only `go` and `quit`
  * are understood.
@@ -35,7 +35,7 @@ enum { MAX_WORLD = 64, PERIOD = 7, LINE_BYTES = 256, SOCKET_BUFFER = 32 << 20 };
 enum { STATUS_FAILED = 1, STATUS_BAD_CASE = 2 };
 enum { LOST_MS = 10000, PREFETCH = 2048, LINE = 64 };
 
-/* What stands before the payload of a datagram. */
+/* The header of a datagram. */
 struct header {
     uint32_t window;
     uint32_t rank;
@@ -43,7 +43,7 @@ struct header {
 
 enum verb { VERB_GO, VERB_QUIT };
 
-/* Memory of all processes. */
+/* The memory that all processes share. */
 struct shared {
     pthread_barrier_t barrier;
     enum verb verb;
@@ -64,7 +64,7 @@ static struct shared *shared;
 static int shard_socket[MAX_SHARDS];
 static struct sockaddr_in shard_addr[MAX_SHARDS], group;
 
-/* Ends all processes: the ranks end with the first one. */
+/* Ends all processes: a rank kills its parent, and all ranks end with the parent. */
 static void leave(int status, const char *why)
 {
     printf("{\"peer\": \"floor\", \"error\": \"%s\"}\n", why);
@@ -97,7 +97,7 @@ static float load(uint16_t half)
     return x;
 }
 
-/* To nearest, ties to even. There are no NaN here. */
+/* Rounds to nearest, ties to even. The data hold no NaN. */
 static uint16_t store(float x)
 {
     uint32_t bits;
@@ -127,7 +127,8 @@ static void decode(const uint16_t *restrict from, float *restrict to, int64_t el
     }
 }
 
-/* Adds up the windows of a slot. Windows are filled up to whole lines, so no element is left. */
+/* Adds up the windows of a slot. A buffer has room for a full window, which is a whole number of
+ * lines. So a short window is folded with the bytes that follow it, whose sums are not sent. */
 static void fold(const struct slot *slot, unsigned char *sum)
 {
     float lane[LINE];
@@ -158,8 +159,9 @@ static int open_socket(struct sockaddr_in *at)
     int fd = socket(AF_INET, SOCK_DGRAM, 0), one = 1, size = SOCKET_BUFFER;
     socklen_t len = sizeof *at;
     if (fd < 0)
-        fail("no socket");
-    /* Forced where allowed; without, some kernels give too little, and what is lost ends all. */
+        fail("cannot create a socket");
+    /* Force the size where this is allowed: otherwise some kernels grant too little, and the loss
+     * of a datagram ends the program. */
     if (setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &size, sizeof size) != 0)
         setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
     if (setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size) != 0)
@@ -167,7 +169,7 @@ static int open_socket(struct sockaddr_in *at)
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (bind(fd, (struct sockaddr *)at, len) != 0 ||
         getsockname(fd, (struct sockaddr *)at, &len) != 0)
-        fail("a socket could not be bound");
+        fail("cannot bind a socket");
     return fd;
 }
 
@@ -186,7 +188,7 @@ static void open_shards(void)
         shard_socket[s] = open_socket(&shard_addr[s]);
         setsockopt(shard_socket[s], IPPROTO_IP, IP_MULTICAST_IF, &loopback, sizeof loopback);
     }
-    /* A group of this process's own; its port is free now, and shared by the ranks. */
+    /* Choose a multicast group for this process, and a free port, which all ranks then bind. */
     group.sin_family = AF_INET;
     group.sin_addr.s_addr = htonl(0xefff0000u | (uint32_t)getpid() % 0xffff);
     close(open_socket(&group));
@@ -198,7 +200,7 @@ static int join_group(void)
     int fd = open_socket(&at), no = 0;
     struct ip_mreq member = {group.sin_addr, {htonl(INADDR_LOOPBACK)}};
     if (setsockopt(fd, IPPROTO_IP, IP_ADD_MEMBERSHIP, &member, sizeof member) != 0)
-        fail("the multicast group cannot be joined");
+        fail("cannot join the multicast group");
     setsockopt(fd, IPPROTO_IP, IP_MULTICAST_ALL, &no, sizeof no);
     return fd;
 }
@@ -242,7 +244,7 @@ static void *run_shard(void *argument)
             spare[spares++] = slot->contribution[r];
         slot->count = 0;
         if (sendto(fd, sum, (size_t)length, 0, (struct sockaddr *)&group, sizeof group) != length)
-            fail("a sum could not be sent");
+            fail("cannot send a sum");
     }
     return NULL;
 }
@@ -256,7 +258,7 @@ struct rank {
     unsigned char *buffer;
 };
 
-/* Elements of a window, and of one of them. */
+/* The number of elements in a full window, and in the window with this index. */
 static int64_t window_elements(void) { return WINDOW / (bf16 ? 2 : 4); }
 static int64_t elements_of(int64_t window)
 {
@@ -278,10 +280,10 @@ static void send_window(struct rank *rank, int64_t window)
                              .msg_namelen = sizeof shard_addr[0], .msg_iov = parts,
                              .msg_iovlen = 2};
     if (sendmsg(rank->tx, &message, 0) < 0)
-        fail("a window could not be sent");
+        fail("cannot send a window");
 }
 
-/* Receives a sum, if one is there. */
+/* Receives a sum and returns true, or returns false if none has arrived. */
 static bool receive_window(struct rank *rank)
 {
     struct header header;
@@ -294,7 +296,7 @@ static bool receive_window(struct rank *rank)
         parts[1] = (struct iovec){rank->buffer, (size_t)elements * 2};
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
     if (recvmsg(rank->rx, &message, MSG_DONTWAIT) < 0)
-        fail("a sum could not be received");
+        fail("cannot receive a sum");
     if (bf16)
         decode((const uint16_t *)rank->buffer, to, elements);
     return true;
@@ -359,9 +361,9 @@ static void run_rank(uint32_t nth)
     }
 }
 
-/* ---- All of them ---- */
+/* ---- All processes ---- */
 
-/* Has the ranks do one iteration; returns from the first start to the last end. */
+/* Makes the ranks run one iteration; returns the ns from the first start to the last end. */
 static int64_t go(int64_t *start, int64_t *end)
 {
     shared->verb = VERB_GO;
@@ -387,14 +389,14 @@ static void start(void)
     for (int r = 0; r < world; r++) {
         pid_t child = fork();
         if (child < 0)
-            fail("a rank could not be started");
+            fail("cannot start a rank");
         if (child == 0)
             run_rank((uint32_t)r);
     }
     for (int s = 0; s < shards; s++) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, run_shard, &shard_socket[s]) != 0)
-            fail("a shard could not be started");
+            fail("cannot start a shard");
     }
     pthread_barrier_wait(&shared->barrier);
 }
@@ -405,7 +407,7 @@ static void obey(void)
     int64_t start_ns, end_ns;
     while (fgets(line, sizeof line, stdin) != NULL && strcmp(line, "quit\n") != 0) {
         if (strcmp(line, "go\n") != 0)
-            leave(STATUS_BAD_CASE, "that is not a command: say go or quit");
+            leave(STATUS_BAD_CASE, "unknown command; use go or quit");
         int64_t span = go(&start_ns, &end_ns);
         printf("{\"us\": %.3f, \"start_ns\": %" PRId64 ", \"end_ns\": %" PRId64 "}\n",
                (double)span / 1000.0, start_ns, end_ns);
@@ -441,10 +443,10 @@ static void parse_options(int argc, char **argv)
         else if (known && strcmp(name, "--shards") == 0 && number <= MAX_SHARDS)
             shards = (int)number;
         else
-            leave(STATUS_BAD_CASE, "an option is unknown or has no such value; README.md lists them");
+            leave(STATUS_BAD_CASE, "an option or its value is invalid; see README.md");
     }
     if (bytes % 4 != 0)
-        leave(STATUS_BAD_CASE, "--bytes must be a whole number of f32");
+        leave(STATUS_BAD_CASE, "--bytes must be a multiple of 4");
 }
 
 int main(int argc, char **argv)

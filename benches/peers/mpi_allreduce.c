@@ -3,10 +3,10 @@
  *     mpicc -O2 -o mpi_allreduce mpi_allreduce.c
  *     mpirun -n 2 ./mpi_allreduce --bytes 1000000 --mode dense
  *
- * dense    in-place sum of one array with no zeroes
- * small    the same, with the defaults of a small array: few bytes, many iterations
+ * dense    in-place sum of one array without zeros
+ * small    dense, with the defaults of a small array: few bytes, many iterations
  *
- * Before every iteration the input is made afresh and all ranks meet at a barrier; neither is
+ * Before every iteration the input is filled again and all ranks meet at a barrier; neither is
  * timed. The first iteration of a case is never timed: its result is compared with the exact sum.
  *
  * Only rank 0 reads and writes. Without --interactive it prints one JSON line at the end. With it,
@@ -42,7 +42,7 @@ struct test_case {
 
 enum verb { VERB_GO, VERB_SET, VERB_QUIT };
 
-/* What rank 0 tells the others to do; sent as bytes, for all ranks run the same program. */
+/* A command, which rank 0 sends to all ranks as raw bytes, because all run the same program. */
 struct command {
     enum verb verb;
     struct test_case args;
@@ -54,7 +54,7 @@ struct options {
     bool interactive;
 };
 
-/* A case made ready: the input that is kept and the array that the all-reduce overwrites. */
+/* A prepared case: the original input, and the array that the all-reduce overwrites. */
 struct operation {
     struct test_case args;
     MPI_Datatype datatype;
@@ -72,10 +72,10 @@ struct span {
 static int rank;
 static int world;
 
-/* ---- Failing ---- */
+/* ---- Failures ---- */
 
-/* Prints a sentence at rank 0 and ends this rank. All ranks see the same bad case, so each calls
- * this by itself and MPI can end in good order. */
+/* Prints a sentence at rank 0 and ends this rank. All ranks see the same bad case and call this, so
+ * MPI_Finalize returns at every rank. */
 static void leave(int status, const char *format, ...)
 {
     if (rank == 0) {
@@ -92,7 +92,7 @@ static void leave(int status, const char *format, ...)
     exit(status);
 }
 
-/* Ends all ranks at once, for a failure that the others do not share. */
+/* Ends all ranks immediately, because only this rank knows of the failure. */
 static void abort_all(int status, const char *reason)
 {
     printf("{\"peer\": \"openmpi\", \"rank\": %d, \"error\": \"%s\"}\n", rank, reason);
@@ -104,7 +104,7 @@ static void abort_all(int status, const char *reason)
 
 /* ---- The case and its data ---- */
 
-/* Returns the size of an element, or 0 for a type that is not known. */
+/* Returns the size of an element and sets its type, or returns 0 for an unknown name. */
 static int64_t find_type(const char *dtype, MPI_Datatype *datatype)
 {
     if (strcmp(dtype, "f32") == 0) {
@@ -126,7 +126,7 @@ static int64_t find_type(const char *dtype, MPI_Datatype *datatype)
     return 0;
 }
 
-/* Returns why a case cannot be measured, or NULL. */
+/* Returns the reason why a case cannot be measured, or NULL if it can. */
 static const char *fault_of(const struct test_case *args)
 {
     MPI_Datatype datatype;
@@ -150,7 +150,7 @@ static const char *fault_of(const struct test_case *args)
     return NULL;
 }
 
-/* The element of a rank at an index: a whole number from 1 to 7, so that sums are exact. */
+/* Returns a rank's element at an index: a whole number from 1 to 7, so that sums are exact. */
 static int64_t value(const struct test_case *args, int64_t of_rank, int64_t index)
 {
     return 1 + (index + 3 * of_rank + args->seed) % PERIOD;
@@ -241,7 +241,7 @@ static struct span measure(struct operation *op)
     return span;
 }
 
-/* Returns the longest time of any rank, in us; right at rank 0 only. */
+/* Returns the longest time of any rank, in us. The result is valid only at rank 0. */
 static double slowest_us(struct span span)
 {
     int64_t mine_ns = span.end_ns - span.start_ns;
@@ -250,8 +250,8 @@ static double slowest_us(struct span span)
     return (double)slowest_ns / 1000.0;
 }
 
-/* Returns from the first rank's start to the last one's end; right at rank 0 only, and only if all
- * ranks share one monotonic clock. */
+/* Returns the span from the first rank's start to the last rank's end. The result is valid only at
+ * rank 0, and only if all ranks share one monotonic clock. */
 static struct span widest(struct span span)
 {
     struct span all = {0, 0};
@@ -315,7 +315,7 @@ static const char *skip_spaces(const char *text)
     return text + strspn(text, " \t\r\n");
 }
 
-/* Reads a JSON string without escapes; returns what follows it, or NULL. */
+/* Reads a JSON string without escapes; returns the text after the string, or NULL. */
 static const char *read_string(const char *text, char *out, size_t out_bytes)
 {
     if (*text != '"')
@@ -328,7 +328,7 @@ static const char *read_string(const char *text, char *out, size_t out_bytes)
     return text + length + 2;
 }
 
-/* Reads a JSON number that must be whole; returns what follows it, or NULL. */
+/* Reads a JSON number that must be whole; returns the text after the number, or NULL. */
 static const char *read_whole(const char *text, int64_t *out)
 {
     char *end;
@@ -341,7 +341,7 @@ static const char *read_whole(const char *text, int64_t *out)
     return end;
 }
 
-/* Reads past a number or a string that does not concern MPI; returns what follows it, or NULL. */
+/* Skips a number or a string that does not concern MPI; returns the text after it, or NULL. */
 static const char *skip_value(const char *text)
 {
     char ignored[LINE_BYTES];
@@ -352,7 +352,7 @@ static const char *skip_value(const char *text)
     return end == text ? NULL : end;
 }
 
-/* Reads the value of one key into a case; returns what follows it, or NULL. */
+/* Reads the value of one key into a case; returns the text after the value, or NULL. */
 static const char *read_value(const char *key, const char *text, struct test_case *args)
 {
     if (strcmp(key, "bytes") == 0)
@@ -370,7 +370,7 @@ static const char *read_value(const char *key, const char *text, struct test_cas
     return NULL;
 }
 
-/* Applies a flat JSON object to a case; tells whether it could be read to its end. */
+/* Applies a flat JSON object to a case; returns whether the whole text is such an object. */
 static bool read_object(const char *text, struct test_case *args)
 {
     text = skip_spaces(text);
@@ -411,7 +411,7 @@ static struct command read_command(const struct test_case *args)
             return command;
         }
         if (strncmp(line, "set ", 4) != 0)
-            abort_all(STATUS_BAD_CASE, "that is not a command: say go, set {...} or quit.");
+            abort_all(STATUS_BAD_CASE, "unknown command; use go, set {...} or quit.");
         if (!read_object(line + 4, &command.args))
             abort_all(STATUS_BAD_CASE, "set needs a flat JSON object with known keys.");
         command.verb = VERB_SET;
@@ -420,8 +420,8 @@ static struct command read_command(const struct test_case *args)
     return command;
 }
 
-/* Hands the next command to every rank. The others sleep between looks: a blocking receive would
- * spin, and take the cores from whatever is measured in turn with this program. */
+/* Returns the next command, which rank 0 reads and sends to the other ranks. They sleep between
+ * polls: a blocking receive would spin, and take cores from the other programs of the race. */
 static struct command next_command(const struct test_case *args)
 {
     struct command command;
@@ -502,7 +502,7 @@ static struct options parse_options(int argc, char **argv)
             continue;
         }
         if (i + 1 == argc)
-            leave(STATUS_BAD_CASE, "%s is no option, or lacks its value.", name);
+            leave(STATUS_BAD_CASE, "%s is not an option, or its value is missing.", name);
         const char *text = argv[++i];
         if (strcmp(name, "--bytes") == 0)
             options.args.bytes = whole_option(name, text);
@@ -517,12 +517,12 @@ static struct options parse_options(int argc, char **argv)
         else if (strcmp(name, "--dtype") == 0)
             name_option(name, text, options.args.dtype);
         else
-            leave(STATUS_BAD_CASE, "%s is no option.", name);
+            leave(STATUS_BAD_CASE, "%s is not an option.", name);
     }
     return options;
 }
 
-/* Fills in the defaults that depend on the mode and rejects what cannot work. */
+/* Fills in the defaults that depend on the mode, and rejects cases that cannot be measured. */
 static void complete_options(struct options *options)
 {
     bool small = strcmp(options->args.mode, "small") == 0;

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Times how a GPU finds and packs the blocks of a tensor that are not zero.
+"""Measures how fast a GPU finds and packs the non-zero blocks of a tensor.
 
     python packing.py --density 0.01
 
-find     finds the blocks, in one reading of the tensor
+find     finds the blocks, in one pass over the tensor
 pack     finds and packs the blocks, as for the copy to the host
-copy     copies the tensor to another on the GPU, at the speed of its memory
+copy     copies the tensor to another tensor on the GPU, at the speed of its memory
 
-Each round runs all three in turn, and the time of a round is the mean of its iterations. The output
-has the median over the rounds of the time, of the bytes read and written per second, and of their
-ratio to the copy's. Packing must reach half of the copy. First, the packed blocks are unpacked and
-compared with the tensor.
+Before the rounds, the packed blocks are unpacked and compared with the tensor. Each round runs all
+three in turn, and the time of a round is the mean of its iterations. The output has the times of
+all rounds, the bytes read and written per second at the median time, and the ratio of this speed
+to the copy's. Packing must reach half of the copy's speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from racksum.torch.staging import find, pack, unpack
 
 ELEMENT = 4
-#: Iterations in a turn.
+#: Iterations of each measurement in a round.
 ITERATIONS = 20
 WARM_UP = 2
 #: The share of the copy's speed that packing must reach.
@@ -34,7 +34,7 @@ LEAST = 0.5
 
 
 class Packing:
-    """A tensor of which a random share of blocks is not zero."""
+    """A tensor in which each block is non-zero with the probability ``density``."""
 
     def __init__(self, elements: int, block: int, density: float, seed: int) -> None:
         draw = torch.Generator("cuda").manual_seed(seed)
@@ -58,13 +58,13 @@ class Packing:
         return torch.equal(self.other, self.x)
 
     def moved(self) -> dict[str, int]:
-        """Returns the bytes that each way reads and writes."""
+        """Returns how many bytes each of find, pack and copy reads and writes."""
         whole, packed = self.x.nbytes, self.pack()[1].nbytes
         return {"find": whole, "pack": whole + 2 * packed, "copy": 2 * whole}
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns the seconds of one iteration, by the clock of the GPU."""
+    """Returns the mean duration of an iteration in seconds, by the clock of the GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(ITERATIONS):
@@ -79,14 +79,14 @@ def main() -> int:
     parser.add_argument("--bytes", type=int, default=400_000_000, help="size of the tensor")
     parser.add_argument("--block", type=int, default=256, help="elements of a block")
     parser.add_argument("--density", type=float, default=0.01, help="share of non-zero blocks")
-    parser.add_argument("--rounds", type=int, default=7, help="turns that count")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds")
     parser.add_argument("--seed", type=int, default=1, help="seed of the data")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        return leave("there is no GPU that CUDA could use", status=2)
+        return leave("CUDA finds no GPU", status=2)
     packing = Packing(args.bytes // ELEMENT, args.block, args.density, args.seed)
     if not packing.is_correct():
-        return leave("the unpacked tensor differs from the packed one", status=1)
+        return leave("the unpacked tensor differs from the original", status=1)
     ways = {"find": packing.find, "pack": packing.pack, "copy": packing.copy}
     rounds = [
         {way: seconds(work) for way, work in ways.items()} for _ in range(WARM_UP + args.rounds)

@@ -6,9 +6,9 @@
     python sidecar.py --way shared --sidecar /tmp/racksum.sock --rank 1 --world 2 ...
 
 shared   reduces a tensor in memory that is shared with the sidecar: `session.empty`
-own      reduces a tensor in the process's own memory, which is copied there and back
-hook     reduces a bucket in the process's own memory, by the hook for DDP
-memcpy   reduces nothing: copies the tensor to another and back
+own      reduces a tensor in the process's own memory, which is copied to shared memory and back
+hook     reduces a bucket in the process's own memory, with the hook for DDP
+memcpy   reduces nothing: copies the tensor to another tensor and back
 
 The other options, the data, the checks and the printed lines are those of gloo.py. The ranks meet
 at a barrier of Gloo before each iteration.
@@ -27,7 +27,7 @@ import racksum.torch
 
 
 class Bucket:
-    """The part of a bucket of gradients that the hook uses."""
+    """Stands in for DDP's bucket of gradients, with the methods that the hook calls."""
 
     def __init__(self, gradients: torch.Tensor) -> None:
         self._gradients = gradients
@@ -42,8 +42,8 @@ class Bucket:
         return True
 
 
-class Beside(gloo.Dense):
-    """An in-place all-reduce of a dense tensor through the sidecar, in one of the ways."""
+class ThroughSidecar(gloo.Dense):
+    """An in-place all-reduce of a dense tensor through the sidecar, as ``--way`` selects."""
 
     way: str
     session: racksum.Session
@@ -73,11 +73,11 @@ def main() -> int:
     ranks, _ = gloo.argument_parser().parse_known_args(rest)
     job = f"{own.way} of {ranks.master}"
     at = f"unix:{own.sidecar}"
-    Beside.way = own.way
-    Beside.session = racksum.connect(at, job=job, rank=ranks.rank, world=ranks.world)
-    gloo.Dense = Beside
+    ThroughSidecar.way = own.way
+    ThroughSidecar.session = racksum.connect(at, job=job, rank=ranks.rank, world=ranks.world)
+    gloo.Dense = ThroughSidecar
     sys.argv[1:] = rest
-    with Beside.session:
+    with ThroughSidecar.session:
         return gloo.main()
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Times training steps. One process is one rank; torchrun's variables give its number.
+"""Times training steps. One process is one rank; torchrun's variables set its number.
 
     python training.py words --backend gloo --steps 5
 
 The script is one of ../workloads, or one beside this file: `layers`, a dense model of 42 MB, or
-`gpt`, one of 496 MB on a GPU. It sets up as usual, and makes steps when it reads `go`. README.md
+`gpt`, a model of 496 MB on a GPU. It sets up as usual, and runs steps when it reads `go`. README.md
 states the contract.
 """
 
@@ -28,14 +28,14 @@ import common  # noqa: E402 - from the workloads.
 
 import racksum.torch  # noqa: E402
 
-#: Steps before the first that is timed. DDP rebuilds its buckets after the first step.
+#: Steps before the first timed step. DDP rebuilds its buckets after the first step.
 WARM_UP = 3
-#: Gbit/s of a rank's link. If set, the first line has the step time that a study predicts for it.
+#: Gbit/s of a rank's link. If set, the first printed line contains the time that a study predicts.
 LINK = float(os.environ["LINK_GBIT_PER_S"]) if "LINK_GBIT_PER_S" in os.environ else None
 
 
 class Timed(common.Run):
-    """A run that makes steps on command."""
+    """A run that takes its steps on command."""
 
     def train(self, model, optimizer, loss, batch, held_out) -> None:
         draw = torch.Generator().manual_seed(self.rank)
@@ -53,10 +53,10 @@ class Timed(common.Run):
         for line in sys.stdin:
             if line.strip() == "quit":
                 break
-            drawn = [next(batches) for _ in range(arguments.steps)]
+            step_batches = [next(batches) for _ in range(arguments.steps)]
             dist.barrier()
             start = time.monotonic_ns()
-            for one in drawn:
+            for one in step_batches:
                 common.step(model, optimizer, loss, one)
             settle(model)
             end = time.monotonic_ns()
@@ -65,13 +65,13 @@ class Timed(common.Run):
         self.end()
 
     def predicted(self, model, optimizer, loss, batches) -> float | None:
-        """Returns the predicted seconds of a step, or None if the ranks' link is unknown."""
+        """Returns the predicted duration of a step in seconds, or None without a known link."""
         if LINK is None:
             return None
         found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
         if self.session is not None:
             return found.step_time(LINK, self.arguments.wire or "f32", self.arguments.block)
-        # Gloo does not reduce sparse tensors in a ring.
+        # A study predicts only rings for Gloo, and Gloo does not reduce sparse tensors in a ring.
         sparse = any(bucket.sparse for bucket in found.buckets)
         return None if sparse else found.ring_time(LINK)
 

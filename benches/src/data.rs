@@ -7,13 +7,13 @@ use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_sim::random::{mix, output};
 use serde::Serialize;
 
-/// Input of an op.
+/// Form of an op's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Input {
     /// A whole tensor.
     Dense,
-    /// A list of its non-zero blocks.
+    /// A list of the tensor's non-zero blocks.
     Blocks,
 }
 
@@ -28,13 +28,13 @@ impl Input {
     }
 }
 
-/// Where the non-zero blocks of the ranks lie.
+/// How the non-zero blocks of the ranks overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Overlap {
-    /// Each rank draws its own.
+    /// Each rank has random blocks of its own.
     Random,
-    /// All ranks have the same.
+    /// All ranks have the same blocks.
     All,
     /// No two ranks have the same block.
     None,
@@ -57,19 +57,19 @@ impl Overlap {
 pub struct Pattern {
     /// Number of ranks.
     pub world: u16,
-    /// Elements of a block.
+    /// Number of elements in a block.
     pub block: usize,
     /// Share of each rank's blocks that are not zero; at 1 the tensors are dense.
     pub density: f64,
-    /// Where the non-zero blocks of the ranks lie.
+    /// How the non-zero blocks of the ranks overlap.
     pub overlap: Overlap,
-    /// Seed of blocks and elements.
+    /// Seed of the blocks and elements.
     pub seed: u64,
 }
 
 impl Pattern {
-    /// Returns a hash of the pattern. With the hash in the descriptor, different patterns are a
-    /// mismatch between ranks instead of wrong sums.
+    /// Returns a hash of the pattern. The hash is part of the descriptor, so that different
+    /// patterns cause a mismatch between ranks instead of wrong sums.
     #[must_use]
     pub fn tag(&self) -> u64 {
         let Self { density, overlap, seed, .. } = *self;
@@ -162,7 +162,7 @@ impl Pattern {
             WireType::I32 | WireType::I64 => 0.0,
             WireType::F64 => 1e-15,
             WireType::F32 => 1e-6,
-            // Rounding of the sum to 11 and 8 significant bits.
+            // The sum is rounded to 11 significant bits in f16, and to 8 in bf16.
             WireType::F16 => 1.0 / 1024.0,
             WireType::Bf16 => 1.0 / 128.0,
             // One quantum of each rank's scale, and one of the sum's.

@@ -1,8 +1,9 @@
 //! Inputs for the benches, the same in every run.
 //!
-//! The functions here make tensors and blocks that look like gradients, for the benches in
-//! `benches/`. `kernels` measures folds, scans and conversions beside the machine's own memory
-//! copy. [`data`] defines the tensors that `racksum bench` and its peers reduce.
+//! The functions in this module return tensors and blocks that look like gradients, for the benches
+//! in `benches/`. `kernels` measures folds, scans and conversions, and `sealing` measures
+//! authentication and encryption. [`data`] defines the tensors that `racksum bench` and its peers
+//! reduce.
 
 pub mod data;
 
@@ -10,7 +11,7 @@ use racksum_proto::arith;
 use racksum_proto::dtype::{DType, WireType};
 use racksum_sim::random::Random;
 
-/// Returns `len` bytes of f32 with the spread of a gradient, none of them zero.
+/// Returns `len` bytes of f32 values with the spread of a gradient, without zeros.
 #[must_use]
 pub fn gradient(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
@@ -22,11 +23,12 @@ pub fn gradient(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Returns `len` bytes of f32 where one block of `block_len` bytes in `every` is not zero. If
-/// `every` is zero, all bytes are zero.
+/// Returns `len` bytes of f32 in blocks of `block_len` bytes. One block in `every` is not zero. If
+/// `every` is zero, all blocks are zero.
 #[must_use]
 pub fn sparse(len: usize, block_len: usize, every: usize) -> Vec<u8> {
-    // The write gives the buffer pages of its own.
+    // Write the zeros, so that the buffer has pages of its own: `vec![0; len]` may map a shared
+    // page.
     let mut bytes = vec![1; len];
     bytes.fill(0);
     if every > 0 {
@@ -38,12 +40,13 @@ pub fn sparse(len: usize, block_len: usize, every: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns a gradient in wire form. An elementwise wire type gets `len` bytes; a scaled one gets
-/// the blocks of `block_elements` elements that fit in `len`. Integers have arbitrary bits.
+/// Returns a gradient in wire form. It has `len` bytes for an elementwise wire type, and as many
+/// blocks of `block_elements` elements as fit in `len` bytes for a scaled one. Integers have
+/// arbitrary bits.
 ///
 /// # Panics
 ///
-/// If `len` is not a number of whole elements.
+/// If `len` bytes are not a whole number of elements.
 #[must_use]
 pub fn contribution(wire: WireType, block_elements: usize, len: usize, seed: u64) -> Vec<u8> {
     let tensor = |elements: usize| gradient(elements * DType::F32.size(), seed);
@@ -64,7 +67,7 @@ pub fn contribution(wire: WireType, block_elements: usize, len: usize, seed: u64
             })
         }
     };
-    made.expect("whole elements, of a type that f32 travels as");
+    made.expect("`len` is a whole number of elements, and f32 converts to the wire type");
     out
 }
 

@@ -49,17 +49,17 @@ def flags(description: str | None, *, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--curve", type=int, metavar="N", help="print the loss every N steps")
     whole = parser.add_argument_group("for models that DDP wraps")
     whole.add_argument("--checkpoint", type=Path, help="resume from this file, if it exists")
-    whole.add_argument("--save-every", type=int, metavar="N", help="save it every N steps")
-    whole.add_argument("--compressor", choices=COMPRESSORS, help="leave blocks out")
-    whole.add_argument("--keep", type=float, default=0.1, help="share of blocks, or threshold")
+    whole.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints")
+    whole.add_argument("--compressor", choices=COMPRESSORS, help="leave out blocks")
+    whole.add_argument("--keep", type=float, default=0.1, help="share to keep, or threshold")
     whole.add_argument("--block", type=int, default=256, help="elements of a block")
-    whole.add_argument("--no-feedback", action="store_true", help="drop what is left out")
+    whole.add_argument("--no-feedback", action="store_true", help="discard residuals")
     whole.add_argument("--study", action="store_true", help="print a study of the model, and stop")
     return parser
 
 
 def step(model: nn.Module, optimizer: Optimizer, loss: Loss, batch: Batch) -> None:
-    """Makes an ordinary training step."""
+    """Runs an ordinary training step."""
     optimizer.zero_grad()
     loss(model, batch).backward()
     optimizer.step()
@@ -71,7 +71,8 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         # DDP needs a process group for everything but the gradients.
         store, self.rank, self.world = next(rendezvous("env://"))
-        # Ranks that torchrun 2.15 starts again find the old store, with addresses of the last life.
+        # torchrun 2.15 gives restarted ranks the old store, with the addresses of their earlier
+        # life.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"life {life}", store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
@@ -84,18 +85,18 @@ class Run:
     def wrap(
         self, model: nn.Module, *, sparse: bool = False, **options: Any
     ) -> DistributedDataParallel:
-        """Returns the model, wrapped for all ranks, as a script for racksum does it."""
+        """Wraps a model in DDP, as a script that uses racksum does."""
         wrapped = DistributedDataParallel(model, **options)
         if self.arguments.backend == "racksum":
             self.session = racksum.torch.connect()
             wrapped.register_comm_hook(self._state(), racksum.torch.allreduce_hook)
         gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        # Gloo has no counters. Its ring sends each byte of dense gradients this often.
+        # Gloo has no counters, so compute the bytes that its ring sends for dense gradients.
         self.ring_bytes = None if sparse else 2 * (self.world - 1) * gradient_bytes // self.world
         return wrapped
 
     def _state(self) -> racksum.torch.HookState:
-        """Returns the state of the hook, as the flags say."""
+        """Returns the state of the hook that the flags select."""
         arguments = self.arguments
         compressor = None
         if arguments.compressor is not None:
@@ -110,7 +111,7 @@ class Run:
         )
 
     def shard(self, model: nn.Module, parts: Iterable[nn.Module], replicas: int) -> None:
-        """Shards a model over the ranks of each of several replicas."""
+        """Shards a model over the ranks of each replica."""
         shape = replicas, self.world // replicas
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         over = mesh
@@ -147,23 +148,23 @@ class Run:
         keeps = {"model": model, "optimizer": optimizer}
         first, took, before, samples = self._load(keeps), 0.0, 0, 0
         for i in range(first, arguments.steps):
-            drawn = batch(torch.Generator().manual_seed(hash((arguments.seed, self.rank, i))))
+            data = batch(torch.Generator().manual_seed(hash((arguments.seed, self.rank, i))))
             start = time.perf_counter()
-            step(model, optimizer, loss, drawn)
+            step(model, optimizer, loss, data)
             if i == first:
-                # Do not count the time and the bytes of the first step.
+                # Do not count the time and bytes of the first step, which includes set-up.
                 before = self._sent()
             else:
                 took += time.perf_counter() - start
-                samples += len(drawn[0]) if isinstance(drawn, tuple) else len(drawn)
+                samples += len(data[0]) if isinstance(data, tuple) else len(data)
             done = i + 1
             if arguments.curve and done % arguments.curve == 0:
-                self._say(step=done, loss=self._mean(loss, model, held_out))
+                self._print_json(step=done, loss=self._mean(loss, model, held_out))
             if arguments.save_every and done % arguments.save_every == 0:
                 self._save(keeps, done)
         steps = max(arguments.steps - first - 1, 1)
         sent = self.ring_bytes if self.session is None else (self._sent() - before) // steps
-        self._say(
+        self._print_json(
             backend=arguments.backend,
             ranks=self.world,
             steps_per_s=round(steps / took, 2) if took else None,
@@ -213,7 +214,7 @@ class Run:
         return saved["step"]
 
     def _save(self, keeps: dict[str, Any], step: int) -> None:
-        """Writes a checkpoint as a whole. Rank 0 writes it, since all ranks have the same state."""
+        """Replaces the checkpoint atomically, at rank 0 only: all ranks have the same state."""
         if self.rank == 0:
             path = self.arguments.checkpoint
             partial = path.with_suffix(".partial")
@@ -231,9 +232,9 @@ class Run:
         dist.all_reduce(mean)
         return round(mean.item() / self.world, 6)
 
-    def _say(self, **what: Any) -> None:
+    def _print_json(self, **fields: Any) -> None:
         if self.rank == 0:
-            print(json.dumps(what), flush=True)
+            print(json.dumps(fields), flush=True)
 
 
 def _digest(model: nn.Module) -> str:

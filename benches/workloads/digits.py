@@ -39,7 +39,7 @@ def main() -> None:
     labels = torch.tensor(digits.target)
     model = run.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    # Each rank has its own images, to train on and to test.
+    # Each rank trains and tests on images of its own.
     own = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     own = own[run.rank :: run.world]
     images, labels = images[own], labels[own]

@@ -1,8 +1,8 @@
-"""A transformer learns which letter comes next, sharded by FSDP2 over some ranks of each replica.
+"""A transformer learns which letter comes next, sharded by FSDP2 over the ranks of each replica.
 
 The text is the source of the standard library, which every machine with Python has. Replicas
-average the gradients of their shards, with gloo by PyTorch's own HSDP. With --whole, each rank has
-the whole model, and DDP wraps it.
+average the gradients of their shards; with --backend gloo, PyTorch's own HSDP does that. With
+--whole, each rank has the whole model, and DDP wraps it.
 
 racksum aggregator &
 export RACKSUM_AGGREGATOR=127.0.0.1:7177
@@ -27,7 +27,7 @@ FILES = 60
 
 
 class Letters(nn.Module):
-    """A transformer that attends to the letters before."""
+    """A transformer that attends to the preceding letters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def main() -> None:
     def batch(draw: torch.Generator) -> torch.Tensor:
         return torch.randint(int(0.9 * places) - CONTEXT, (BATCH,), generator=draw)
 
-    # Each rank has its own places, to train on and to test. The last tenth of the text is held out.
+    # Each rank tests at places of its own in the last tenth of the text, which no rank trains on.
     held_out = torch.linspace(0.9 * places, places - 1, HELD_OUT).long()[run.rank :: run.world]
     run.train(model, optimizer, loss, batch, held_out)
 

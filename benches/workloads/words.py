@@ -1,4 +1,4 @@
-"""A model of words with a large embedding learns which word comes next in Python's own library.
+"""A model with a large embedding of words learns which word comes next in Python's own library.
 
 The text is the source of the standard library, which every machine with Python has. Each step
 touches few rows of the embedding, so most blocks of its gradient are zeros. With --sparse, the
@@ -23,7 +23,7 @@ from torch import nn
 from common import Run, flags
 
 ROWS, WIDTH = 50_000, 256
-#: The number of words to predict: the most common ones.
+#: Number of words that the model can predict, which are the most common ones.
 CLASSES = 100
 CONTEXT = 16
 HELD_OUT = 4000
@@ -53,7 +53,7 @@ def text() -> list[str]:
 def main() -> None:
     parser = flags(__doc__, steps=100)
     parser.add_argument("--sparse", action="store_true", help="sparse gradients of the embedding")
-    parser.add_argument("--batch", type=int, default=16, help="samples of a rank in a step")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a rank per step")
     run = Run(parser.parse_args())
     samples = run.arguments.batch
     words = text()
@@ -61,7 +61,7 @@ def main() -> None:
     rows = torch.tensor([zlib.crc32(word.encode()) % ROWS for word in words])
     nexts = torch.tensor([common.get(word, -1) for word in words])
     places = torch.nonzero(nexts[CONTEXT:] >= 0).flatten()
-    # Each rank has its own places, to train on and to test. The last places are held out.
+    # Each rank trains and tests at places of its own in the text. The last places are held out.
     held_out = places[-HELD_OUT:][run.rank :: run.world]
     places = places[:-HELD_OUT][run.rank :: run.world]
 

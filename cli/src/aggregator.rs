@@ -11,11 +11,11 @@ use racksum_net::file::read_text;
 use racksum_net::local::raise_open_files;
 use racksum_net::with_limit;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::counted::{are, counted};
+use racksum_proto::counted::counted;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, Fanout};
-use crate::exit::{Failure, tell};
+use crate::exit::{Failure, print_or_warn};
 use crate::signals::cannot_wait;
 use crate::{environment, status, stderr};
 
@@ -26,56 +26,58 @@ pub(crate) struct Args {
     /// The address to serve on [default: 127.0.0.1].
     #[arg(long, value_name = "IP", value_parser = bind_address)]
     bind: Option<IpAddr>,
-    /// UDP port of the control plane; shard i takes the port i + 1 after it; with 0 all take free
-    /// ones [default: 7177].
+    /// UDP port of the control plane; shard i uses this port + i + 1; with 0, the control plane and
+    /// the shards use free ports [default: 7177].
     #[arg(long, value_name = "PORT")]
     #[arg(value_parser = args::number::<u16>(args::of_configuration("port")))]
     port: Option<u16>,
-    /// Threads, each with a socket of its own [default: 1].
+    /// Number of shards, each a thread with a socket of its own [default: 1].
     #[arg(long, value_name = "K", value_parser = args::number::<u8>(args::SHARDS))]
     shards: Option<u8>,
-    /// Most slots that a stream of a job is granted [default: 256].
+    /// Maximum number of slots that a stream of a job is granted [default: 256].
     #[arg(long, value_name = "P")]
     #[arg(value_parser = args::number::<u32>(args::of_configuration("pool_slots")))]
     pool_slots: Option<u32>,
-    /// MiB of packet buffers that each shard allocates at start, shared equally by the jobs
-    /// [default: 1024].
+    /// MiB of packet buffers that each shard allocates at start; without [[admit]] rules, the jobs
+    /// share them equally [default: 1024].
     #[arg(long, value_name = "MIB")]
     #[arg(value_parser = args::number::<u32>(args::of_configuration("pool_mib")))]
     pool_mib: Option<u32>,
-    /// Most jobs at a time [default: 8].
+    /// Maximum number of jobs at a time [default: 8].
     #[arg(long, value_name = "N")]
     #[arg(value_parser = args::number::<u16>(args::of_configuration("max_jobs")))]
     max_jobs: Option<u16>,
-    /// Most ranks that all jobs have together [default: 4096].
+    /// Maximum number of ranks at a time, over all jobs [default: 4096].
     #[arg(long, value_name = "N")]
     #[arg(value_parser = args::number::<u32>(args::of_configuration("max_ranks")))]
     max_ranks: Option<u32>,
-    /// Seconds that a job may wait for its last rank [default: 600].
+    /// Maximum time in seconds that a job waits for its last rank [default: 600].
     #[arg(long, value_name = "S")]
     #[arg(value_parser = args::number::<u32>(args::of_configuration("join_timeout_s")))]
     join_timeout_s: Option<u32>,
     /// How results reach the ranks [default: auto].
     #[arg(long, value_enum, ignore_case = true)]
     fanout: Option<Fanout>,
-    /// The identity file to serve with, as `racksum identity issue` writes it; only identities of
-    /// its authority are served then [env: RACKSUM_IDENTITY].
+    /// The identity file to serve with, as `racksum identity issue` writes it; then only callers
+    /// with an identity from the same authority are served [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Serve beyond loopback without identities.
     #[arg(long)]
     insecure: bool,
-    /// Where the unix socket is that `racksum status` asks [default: one that it finds by itself].
+    /// Path of the unix socket that `racksum status` connects to [default: a path that `racksum
+    /// status` finds by itself].
     #[arg(long, value_name = "PATH")]
     status_socket: Option<PathBuf>,
-    /// The aggregator to send sums to: its ranks and this one's are then of the same jobs
+    /// The aggregator to send sums to; the ranks of both aggregators can then join the same jobs
     /// [default: none].
     #[arg(long, value_name = "HOST:PORT")]
     parent: Option<String>,
-    /// How datagrams are authenticated: none, mac or aead [default: mac, on loopback none].
+    /// How datagrams are authenticated: none, mac or aead [default: mac, or none on loopback].
     #[arg(long, value_name = "HOW")]
     data_auth: Option<DataAuth>,
-    /// Read the configuration from a TOML file with the same keys.
+    /// TOML file to read the configuration from; its keys are the names of these flags, with
+    /// underscores instead of dashes.
     #[arg(long, value_name = "F.toml")]
     config: Option<PathBuf>,
 }
@@ -117,7 +119,8 @@ impl Args {
         config.status_socket = self.status_socket.clone().or(config.status_socket);
         config.parent = self.parent.clone().or(config.parent);
         config.data_auth = self.data_auth.or(config.data_auth);
-        // A size that the user gives explicitly is refused if it does not fit, even if it is the
+        // Pools of the default size shrink to fit the host's memory. Never shrink a size that the
+        // user gives on the command line: refuse it if it does not fit, even if it equals the
         // default.
         if let (Some(_), Some(mib)) = (self.pool_mib, host_mib()) {
             config.check_memory(mib).map_err(|error| Failure::usage(error.to_string()))?;
@@ -132,7 +135,8 @@ const MAX_CONFIG: u64 = 1 << 20;
 /// Serves until a signal or an internal failure stops the aggregator.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let config = args.config()?;
-    // Each rank keeps a connection open, which shows when the rank dies.
+    // Each rank's process keeps a lifeline open: a TCP connection, for which the aggregator needs a
+    // file descriptor.
     if let Err(error) = raise_open_files() {
         stderr::warn(format_args!("cannot raise the limit on open files: {error}"));
     }
@@ -167,9 +171,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             let reload = || reloader.reload();
             runtime.block_on(async {
                 let mut signals = Signals::listen()?;
-                tell(&ready);
+                print_or_warn(&ready);
                 match signals.stopped(aggregator.failed(), reload).await {
-                    Stop::Told if aggregator.jobs() > 0 => {
+                    Stop::Signaled if aggregator.jobs() > 0 => {
                         Ok(drained(&aggregator, &mut signals).await)
                     }
                     stop => Ok(stop),
@@ -178,8 +182,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         })
         .map_err(|error| Failure::unavailable(cannot_wait(&error)))?;
     match stop {
-        Stop::Told => {
-            tell("racksum aggregator stops");
+        Stop::Signaled => {
+            print_or_warn("racksum aggregator stops");
             Ok(())
         }
         Stop::Failed(why) => Err(Failure::failed(format!("{why}; start the aggregator again"))),
@@ -211,8 +215,8 @@ fn start(config: &Config) -> Result<Aggregator, Failure> {
 /// Reason why an aggregator stopped.
 #[derive(Debug, PartialEq, Eq)]
 enum Stop {
-    /// A signal told the aggregator to stop.
-    Told,
+    /// The aggregator received a signal to stop.
+    Signaled,
     /// The aggregator failed with this error.
     Failed(String),
 }
@@ -222,20 +226,20 @@ struct Reloader<'a> {
     aside: Aside,
     args: &'a Args,
     aggregator: &'a Aggregator,
-    /// Whether the status socket has its default path because the configuration named none at
-    /// start.
+    /// Whether the configuration named no status socket at start. A reload then keeps the socket
+    /// that is in use.
     is_usual: bool,
 }
 
-/// Name of a reload in errors.
+/// Name of a reload in error messages.
 const RELOADING: &str = "reloading the configuration and the identity";
 
 /// Timeout for reading the configuration and the identity.
 const RELOAD_PATIENCE: Duration = Duration::from_secs(10);
 
 impl Reloader<'_> {
-    /// Reads both files on another thread, so that signals are handled even if a file hangs. An
-    /// error in either file leaves everything unchanged.
+    /// Reads the configuration and the identity on another thread, so that signals are handled even
+    /// if a read hangs, and applies them. An error in either leaves both unchanged.
     async fn reload(&self) {
         let (args, running) = (self.args.clone(), self.aggregator.config());
         let is_usual = self.is_usual;
@@ -249,11 +253,13 @@ impl Reloader<'_> {
         let read = self.aside.run(RELOAD_PATIENCE, read).await;
         let read = read.unwrap_or_else(|error| Err(Failure::unavailable(error.to_string())));
         match read.and_then(|read| Ok(self.aggregator.reload(read)?)) {
-            Ok(fixed) if fixed.is_empty() => tell("racksum aggregator: configuration reloaded"),
+            Ok(fixed) if fixed.is_empty() => {
+                print_or_warn("racksum aggregator: configuration reloaded")
+            }
             Ok(fixed) => {
-                tell("racksum aggregator: configuration reloaded");
+                print_or_warn("racksum aggregator: configuration reloaded");
                 let keys = fixed.join(", ");
-                stderr::warn(format_args!("restart the aggregator to apply the changes of {keys}"));
+                stderr::warn(format_args!("restart the aggregator to apply the changes to {keys}"));
             }
             Err(failure) => {
                 stderr::warn(format_args!("nothing was reloaded: {failure}"));
@@ -262,25 +268,25 @@ impl Reloader<'_> {
     }
 }
 
-/// Stops accepting jobs. Returns once all running jobs have ended or moved, or at the next signal.
+/// Stops accepting jobs, and waits until all running jobs have ended or moved. Returns early at
+/// another signal to stop, or if the aggregator fails.
 async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     let jobs = aggregator.jobs();
     aggregator.drain();
-    tell(&format!(
-        "racksum aggregator is draining: {} {} to end or move; another signal stops it",
-        counted(jobs, "job"),
-        are(jobs)
+    print_or_warn(&format!(
+        "racksum aggregator is draining: waiting for {} to end or move; another signal stops it",
+        counted(jobs, "job")
     ));
     let over = async {
         while aggregator.jobs() > 0 {
             tokio::time::sleep(DRAIN_POLL).await;
         }
-        // Ranks of jobs that had not started get a message and then disconnect.
-        drop(tokio::time::timeout(LAST_WORDS, aggregator.idle()).await);
+        // The ranks of jobs that had not started must still receive the refusal and disconnect.
+        drop(tokio::time::timeout(REFUSAL_TIMEOUT, aggregator.idle()).await);
     };
     let reload = async || stderr::warn("nothing was reloaded: the aggregator is draining");
     tokio::select! {
-        () = over => Stop::Told,
+        () = over => Stop::Signaled,
         stop = signals.stopped(aggregator.failed(), reload) => stop,
     }
 }
@@ -288,8 +294,8 @@ async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
 /// How often a draining aggregator checks whether its jobs have ended or moved.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
 
-/// How long to wait for ranks to learn that their job will not start here.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long to wait for ranks to receive the refusal of a job that had not started.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A listener for the signals that an aggregator handles. It misses no signal after
 /// [`Signals::listen`].
@@ -310,9 +316,9 @@ impl Signals {
         })
     }
 
-    /// Returns at SIGINT, SIGTERM or SIGQUIT, or when the aggregator has failed. At SIGHUP, reloads
-    /// and still handles the other signals. Another SIGHUP during a reload starts one more reload
-    /// afterwards.
+    /// Waits for SIGINT, SIGTERM or SIGQUIT, or for a failure of the aggregator, and returns the
+    /// reason. Calls `reload` at each SIGHUP, and still handles the other signals during a reload.
+    /// If SIGHUP arrives during a reload, one more reload follows.
     async fn stopped(
         &mut self,
         failed: impl Future<Output = String>,
@@ -326,9 +332,9 @@ impl Signals {
             std::future::pending::<Stop>().await
         };
         tokio::select! {
-            _ = interrupt.recv() => Stop::Told,
-            _ = terminate.recv() => Stop::Told,
-            _ = quit.recv() => Stop::Told,
+            _ = interrupt.recv() => Stop::Signaled,
+            _ = terminate.recv() => Stop::Signaled,
+            _ = quit.recv() => Stop::Signaled,
             why = failed => Stop::Failed(why),
             stop = reloads => stop,
         }
@@ -355,7 +361,7 @@ mod tests {
         keys.split(", ").map(|key| key.trim_matches('`').to_owned()).collect()
     }
 
-    /// Returns the values that a key accepts.
+    /// Returns the values that a flag accepts, as docs/configuration.md lists them.
     fn values(argument: &clap::Arg) -> String {
         let key = argument.get_id().as_str();
         if let Some(bounds) = racksum_aggregator::bounds(key) {
@@ -396,8 +402,9 @@ mod tests {
         let rows = rows();
         assert!(document.contains(&rows), "docs/configuration.md lacks these rows:\n{rows}");
         let (_, rules) = document.split_once("## `[[admit]]`").unwrap();
-        let told = rules.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
-        assert_eq!(told.collect::<Vec<_>>(), keys_of("[[admit]]\n"));
+        let documented =
+            rules.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        assert_eq!(documented.collect::<Vec<_>>(), keys_of("[[admit]]\n"));
     }
 
     #[test]

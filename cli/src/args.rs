@@ -14,13 +14,17 @@ Exit codes:
   0  success
   1  the work failed: a wrong sum, a lost rank, ranks that disagree, a timeout
   2  the command line, the configuration or an input is wrong
-  3  the network, the aggregator or open files could not be had: no answer, a refusal, no room
-  128 + N  ended by signal N, as 130 by SIGINT; an aggregator or sidecar told to stop ends with 0
-  141  nobody reads standard output any more, as where `head` has enough: nothing is said";
+  3  the network, the aggregator or file descriptors are unavailable: no answer, a refusal, no room
+  128 + N  ended by signal N (SIGINT: 130); an aggregator or sidecar told to stop ends with 0
+  141  the reader of standard output has closed it, as `head` does; no message is printed";
 
-/// Parses a size: a number of bytes, or a number with K, M, G or T for powers of 1024.
+/// Parses a size: a whole number of bytes, or of the units K, M, G or T, which are powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("{text:?} is not a size; give bytes, or a number with K, M, G or T");
+    let bad = || {
+        format!(
+            "{text:?} is not a size; give a whole number of bytes, optionally with K, M, G or T"
+        )
+    };
     let (digits, unit) = match text.trim().to_ascii_uppercase() {
         upper if upper.ends_with('K') => (text.len() - 1, 1 << 10),
         upper if upper.ends_with('M') => (text.len() - 1, 1 << 20),
@@ -32,7 +36,8 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     number.checked_mul(unit).ok_or_else(bad)
 }
 
-/// Returns a parser of whole numbers in a range. Unlike clap's parser, its error names the range.
+/// Returns a parser of whole numbers in a range. Every error names the range, unlike the error of
+/// clap's own parser for text that is not a number.
 pub(crate) fn number<T: TryFrom<u64>>(
     range: RangeInclusive<u64>,
 ) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
@@ -66,26 +71,27 @@ pub(crate) const WORLDS: RangeInclusive<u64> = 1..=MAX_WORLD as u64;
 pub(crate) const RANKS: RangeInclusive<u64> = 0..=MAX_WORLD as u64 - 1;
 /// Range of an aggregator's number of shards.
 pub(crate) const SHARDS: RangeInclusive<u64> = 1..=MAX_SHARDS as u64;
-/// Range of a number of threads. More threads would exceed the mappings that a process may have.
+/// Range of a number of threads. Far more threads would need more memory mappings than the kernel
+/// allows a process.
 pub(crate) const THREADS: RangeInclusive<u64> = 1..=1024;
 /// Range of a sidecar's limits on jobs and ranks.
 pub(crate) const PLACES: RangeInclusive<u64> = 1..=1 << 18;
 /// Range of a timeout in seconds, up to a year.
 pub(crate) const SECONDS: RangeInclusive<u64> = 1..=365 * 24 * 3600;
-/// Range of a path's MTU.
+/// Range of a path's MTU in bytes.
 pub(crate) const MTUS: RangeInclusive<u64> = MIN_MTU as u64..=MAX_MTU as u64;
-/// Range of a block's number of elements. The descriptor rejects numbers that are not powers of
-/// two.
+/// Range of a block's number of elements. `Descriptor::with_block` rejects numbers that are not
+/// powers of two.
 pub(crate) const BLOCKS: RangeInclusive<u64> = 32..=1024;
 /// Range of an unsigned 32-bit number.
-pub(crate) const WORDS: RangeInclusive<u64> = 0..=u32::MAX as u64;
+pub(crate) const ANY_U32: RangeInclusive<u64> = 0..=u32::MAX as u64;
 
-/// Returns the range of a number in an aggregator's configuration.
+/// Returns the range of a numeric key in an aggregator's configuration.
 pub(crate) fn of_configuration(key: &str) -> RangeInclusive<u64> {
     bounds(key).unwrap_or(0..=u64::MAX)
 }
 
-/// Parses the number of slots that a rank asks for. With 0 the aggregator decides.
+/// Parses the number of slots that a rank requests. With 0 the aggregator chooses.
 pub(crate) fn slots(text: &str) -> Result<u32, String> {
     if text == "0" {
         return Ok(0);
@@ -113,8 +119,9 @@ pub(crate) enum Format {
 /// How results reach the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Fanout {
-    /// Multicast to ranks that a ping reaches, copies to the others. Any host on the network can
-    /// join the group and read results, unless datagrams are encrypted (--data-auth aead).
+    /// Multicast to ranks that a multicast ping reaches, and a copy to every other rank. Any host
+    /// on the network can join the group and read results, unless datagrams are encrypted
+    /// (--data-auth aead).
     Auto,
     /// Multicast only; ranks that multicast does not reach are refused.
     Multicast,

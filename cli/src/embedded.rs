@@ -1,5 +1,5 @@
-//! The aggregator of a run on this host. It accepts only the ranks of this run, because any user of
-//! the host could otherwise join the job or pose as the aggregator.
+//! The aggregator of a run on this host. The aggregator and the ranks of the run accept only each
+//! other, because any user of the host could otherwise join the job or pose as the aggregator.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
@@ -17,19 +17,19 @@ use crate::exit::Failure;
 use crate::stderr;
 use crate::unnamed::open_at;
 
-/// An aggregator in this process, and an identity for its ranks. The authority that issued both
-/// issues no other identities.
+/// An aggregator in this process, and the identity file of its ranks. The authority that issues
+/// both identities is discarded, so nobody else can obtain one.
 #[derive(Debug)]
 pub(crate) struct Embedded {
     aggregator: Aggregator,
-    /// The identity file of the ranks. It is in memory, and the ranks inherit it.
+    /// The identity file of the ranks: a file in memory, which their processes inherit.
     ranks: File,
 }
 
 impl Embedded {
     /// Starts the aggregator with an identity of its own.
     pub(crate) fn start(config: Config) -> Result<Self, Failure> {
-        // Otherwise ranks would try to connect over loopback until they time out.
+        // Without this check, ranks would try to connect over loopback until they time out.
         if interfaces().is_ok_and(|all| is_loopback_down(&all)) {
             return Err(Failure::unavailable(
                 "a run of all ranks on this host needs the loopback interface, which is down; run \
@@ -55,7 +55,7 @@ impl Embedded {
         Ok(Self { aggregator, ranks: of_ranks })
     }
 
-    /// Adds the flags for a rank's number, world and connection to its command.
+    /// Adds to a rank's command the flags for its number, world and connection.
     pub(crate) fn call(&self, command: &mut Command, rank: u16, world: u16) {
         command
             .args(["--aggregator", &self.aggregator.addr().to_string()])
@@ -65,7 +65,7 @@ impl Embedded {
     }
 }
 
-/// Returns whether this host has loopback interfaces but all are down.
+/// Returns whether this host has loopback interfaces, but all of them are down.
 fn is_loopback_down(interfaces: &[Interface]) -> bool {
     let mut loopback = interfaces.iter().filter(|interface| interface.is_loopback).peekable();
     loopback.peek().is_some() && !loopback.any(|interface| interface.is_up)
@@ -78,11 +78,11 @@ fn issue(authority: &Authority, role: Role) -> Result<String, Failure> {
 }
 
 /// Writes a secret to a file in memory that only this user may read. The file disappears when the
-/// last process that has it open ends, even by a crash.
+/// last process that has it open ends, even if that process crashes.
 fn in_memory(secret: &str) -> Result<File, Failure> {
     let write = || -> io::Result<File> {
         let mut file = File::from(memfd_create("racksum-identity", MemfdFlags::CLOEXEC)?);
-        // A new file in memory is readable by every user.
+        // By default, the permissions of a file in memory include all users.
         file.set_permissions(Permissions::from_mode(0o600))?;
         file.write_all(secret.as_bytes())?;
         Ok(file)
@@ -90,16 +90,16 @@ fn in_memory(secret: &str) -> Result<File, Failure> {
     write().map_err(|error| cannot(&error))
 }
 
-/// Returns the failure to report when the ranks' identity cannot be stored.
+/// Returns the failure to report when an identity of this run cannot be stored.
 fn cannot(error: &io::Error) -> Failure {
     let why = with_limit(error);
-    Failure::of_host(format!("cannot store the ranks' identity in memory: {why}"), error)
+    Failure::of_host(format!("cannot store an identity of this run in memory: {why}"), error)
 }
 
-/// Returns the failure for this aggregator's start error. It names the flags of the commands that
-/// embed an aggregator.
+/// Returns the failure for an embedded aggregator that did not start. The message names only flags
+/// that the commands with an embedded aggregator have.
 fn of_own(error: &StartError, shards: u8) -> Failure {
-    // These commands have no flag for the pool size, and one shard is the minimum.
+    // These commands have no flag for the pool size, so only a lower `--shards` can save memory.
     let memory: &[_] = if shards == 1 { &[] } else { &["--shards"] };
     Failure::of_start(error, &Options { memory, ..Options::USUAL })
 }

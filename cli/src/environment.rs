@@ -1,5 +1,5 @@
-//! Environment variables that stand in for flags that are not given. A variable only completes a
-//! command: none turns a run on this host into one rank of a distributed run.
+//! Environment variables that stand in for omitted flags. They only complete a command: no variable
+//! turns a run on this host into one rank of a distributed run.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ fn bytes(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// Returns the aggregators that the variable names, parsed with the flag's parser.
+/// Returns the aggregators that the variable names, parsed with `read`, the flag's parser.
 ///
 /// # Errors
 /// A message that names the variable, if its value is invalid.
@@ -45,7 +45,8 @@ pub(crate) fn aggregator<T>(
     read(&value).map_err(of_variable).map(Some)
 }
 
-/// Returns the interfaces to connect from: those of the flag, or else those of the variable.
+/// Returns the interfaces to connect from: those that the flag names, or else those that the
+/// variable names.
 ///
 /// # Errors
 /// A message that names the variable, if its value is not UTF-8.
@@ -60,10 +61,11 @@ pub(crate) fn interface(named: Option<String>) -> Result<Option<String>, Failure
     Ok(value)
 }
 
-/// Returns the identity file of the flag or the configuration, or else that of the variable.
+/// Returns the identity file that the flag or the configuration names, or else the one that the
+/// variable names.
 ///
 /// # Errors
-/// A message that names the variable, if it is set and `--insecure` is given.
+/// A message that names the variable, if only the variable names a file and `--insecure` is given.
 pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<PathBuf>, Failure> {
     match (named, bytes(IDENTITY)) {
         (Some(named), _) => Ok(Some(named)),
@@ -86,20 +88,20 @@ mod tests {
 
     use super::*;
 
-    /// Returns the variables that the help of a command and its subcommands names.
-    fn told_of(command: &mut clap::Command) -> BTreeSet<String> {
+    /// Returns the variables that appear in the help of a command and of its subcommands.
+    fn variables_of(command: &mut clap::Command) -> BTreeSet<String> {
         let help = command.render_long_help().to_string();
         let words = help.split(|c: char| !c.is_ascii_uppercase() && c != '_');
         let own = words.filter(|word| word.starts_with("RACKSUM_")).map(str::to_owned);
         let mut all: BTreeSet<String> = own.collect();
-        command.get_subcommands_mut().for_each(|sub| all.append(&mut told_of(sub)));
+        command.get_subcommands_mut().for_each(|sub| all.append(&mut variables_of(sub)));
         all
     }
 
     #[test]
     fn document_and_help_name_the_variables_that_there_are() {
         let there_are = BTreeSet::from([AGGREGATOR, IDENTITY, INTERFACE, LOG].map(str::to_owned));
-        assert_eq!(told_of(&mut crate::Cli::command()), there_are);
+        assert_eq!(variables_of(&mut crate::Cli::command()), there_are);
         let document = include_str!("../../docs/operating.md");
         let rows = document.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
         let rows = rows.filter(|name| name.starts_with("RACKSUM_")).map(str::to_owned);

@@ -27,14 +27,13 @@ impl Exit {
     pub(crate) const FAILED: Self = Self(1);
     /// The command line, the configuration or an input is wrong.
     pub(crate) const USAGE: Self = Self(2);
-    /// The network or the aggregator is unavailable.
+    /// The network, the aggregator or file descriptors are unavailable.
     pub(crate) const UNAVAILABLE: Self = Self(3);
     /// The reader of standard output has closed it. This is the code that a shell reports for
     /// SIGPIPE. No message is printed, because a reader such as `head` has all it needs.
     pub(crate) const UNREAD: Self = Self(128 + 13);
 
-    /// Returns the exit code of this process for the exit status of a process that does part of its
-    /// work.
+    /// Returns the exit code of this process after the process of a rank has exited with `status`.
     pub(crate) fn of(status: ExitStatus) -> Self {
         let own = [Self::USAGE, Self::UNAVAILABLE];
         own.into_iter().find(|exit| status.code() == Some(exit.0.into())).unwrap_or(Self::FAILED)
@@ -44,27 +43,29 @@ impl Exit {
 /// Prints a line on standard output and flushes it.
 ///
 /// # Errors
-/// If the write fails, for example because the reader has closed the pipe. `println!` would panic.
-pub(crate) fn say(line: &str) -> Result<(), Failure> {
+/// If the write fails, for example because the reader has closed the pipe. In that case, `println!`
+/// would panic.
+pub(crate) fn print_line(line: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(unheard)
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(stdout_failure)
 }
 
-/// Prints a line that is not essential. A server keeps running if its log is closed or full.
-pub(crate) fn tell(line: &str) {
-    let said = if stderr::has_room(io::stdout()) {
-        // The line may contain paths, which may contain any character.
-        say(&PeerText::of(line))
+/// Prints a line, or a warning if that fails. A server keeps running if its standard output is
+/// closed or full.
+pub(crate) fn print_or_warn(line: &str) {
+    let printed = if stderr::has_room(io::stdout()) {
+        // Escape the line: a path in it may contain control characters.
+        print_line(&PeerText::of(line))
     } else {
-        Err(unheard(io::Error::other("its reader does not read")))
+        Err(stdout_failure(io::Error::other("its reader has stopped reading")))
     };
-    if let Err(unheard) = said {
-        stderr::warn(unheard);
+    if let Err(failure) = printed {
+        stderr::warn(failure);
     }
 }
 
-/// Returns the failure for an error of standard output.
-pub(crate) fn unheard(error: io::Error) -> Failure {
+/// Returns the failure for an error from writing to standard output.
+pub(crate) fn stdout_failure(error: io::Error) -> Failure {
     let exit = if error.kind() == ErrorKind::BrokenPipe { Exit::UNREAD } else { Exit::FAILED };
     Failure { exit, ..Failure::failed(format!("cannot write to standard output: {error}")) }
 }
@@ -80,7 +81,7 @@ impl Termination for Exit {
 pub(crate) struct Failure {
     pub(crate) why: String,
     pub(crate) exit: Exit,
-    /// The lost ranks that stopped the work. Their own messages may name the cause.
+    /// The ranks whose loss stopped the work. Their own messages may name the cause.
     pub(crate) lost: Vec<u16>,
 }
 
@@ -108,10 +109,10 @@ impl Failure {
 }
 
 impl Failure {
-    /// Returns the failure for a path that could not be used. All subcommands use it to tell a
-    /// wrong path from failed work, such as a full disk.
+    /// Returns the failure for a path that could not be used. The exit code is `USAGE` if the path
+    /// itself is wrong. Any other error, such as a full disk, is treated as an error of the host.
     pub(crate) fn of_path(why: impl Into<String>, error: &io::Error) -> Self {
-        // `ErrorKind` has no stable kind for a loop of links.
+        // `ErrorKind` has no stable kind for ELOOP (too many symbolic links).
         let is_wrong = matches!(
             error.kind(),
             ErrorKind::NotFound
@@ -126,13 +127,14 @@ impl Failure {
         if is_wrong { Self::usage(why) } else { Self::of_host(why, error) }
     }
 
-    /// Returns the failure for an error of the host. It is `UNAVAILABLE` if the host lacks file
-    /// descriptors, which may be free later.
+    /// Returns the failure for an error of the host. The exit code is `UNAVAILABLE` if file
+    /// descriptors are exhausted, because some may be free later.
     pub(crate) fn of_host(why: impl Into<String>, error: &io::Error) -> Self {
         if lacks_descriptor(error) { Self::unavailable(why) } else { Self::failed(why) }
     }
 
-    /// Returns the failure for a file that the user names and that could not be read.
+    /// Returns the failure for a file that could not be read. The exit code is `UNAVAILABLE` if
+    /// file descriptors are exhausted. Otherwise it is `USAGE`, because the user named the file.
     pub(crate) fn of_file(why: impl Into<String>, error: &FileError) -> Self {
         match error {
             FileError::Io(error) if lacks_descriptor(error) => Self::unavailable(why),
@@ -140,8 +142,8 @@ impl Failure {
         }
     }
 
-    /// Returns the failure for a socket path that could not be bound: it is in use, or the path is
-    /// wrong.
+    /// Returns the failure for a socket path that could not be bound. The exit code is
+    /// `UNAVAILABLE` if another process serves there.
     pub(crate) fn of_serving(why: impl Into<String>, error: &io::Error) -> Self {
         match error.kind() {
             ErrorKind::AddrInUse => Self::unavailable(why),
@@ -149,9 +151,9 @@ impl Failure {
         }
     }
 
-    /// Returns the failure for a call to a socket path. It is `UNAVAILABLE`, because a server may
-    /// start there later. It is `USAGE` if no socket can have this path or if the path names
-    /// another file.
+    /// Returns the failure for a failed call to a socket path. The exit code is `USAGE` if no
+    /// socket can have this path or if the path names a file that is not a socket. Otherwise it is
+    /// `UNAVAILABLE`, because a server may start there later.
     pub(crate) fn of_call(why: impl Into<String>, error: &CallError) -> Self {
         use ErrorKind::{InvalidFilename, InvalidInput};
         match error {
@@ -175,16 +177,16 @@ impl fmt::Display for Failure {
 
 /// Rewrites the option names in a library's message as flags of this command line.
 ///
-/// The libraries write an option as `name` in backticks, because Python has the same options as
-/// keywords. Do not pass messages about the contents of a file: there a name in backticks may be a
-/// key.
+/// The libraries write an option as `name` in backticks, because the Python package takes the same
+/// options as keyword arguments. Do not pass a message about the contents of a file, in which a
+/// name in backticks may be a key of the file.
 pub(crate) fn with_flags(why: impl fmt::Display) -> String {
     let flag = |name: &str| format!("--{}", name.replace('_', "-"));
     let why = why.to_string();
     OPTIONS.iter().fold(why, |why, name| why.replace(&format!("`{name}`"), &flag(name)))
 }
 
-/// Option names that appear in messages of the libraries.
+/// Option names that appear in the libraries' messages.
 const OPTIONS: [&str; 8] =
     ["data_auth", "generation", "identity", "insecure", "job", "on_rank_loss", "rank", "wait"];
 
@@ -205,9 +207,10 @@ impl From<StartError> for Failure {
 }
 
 impl Failure {
-    /// Returns the failure for an aggregator that did not start with these options.
+    /// Returns the failure for an aggregator that did not start. The message calls the options by
+    /// the names in `options`.
     pub(crate) fn of_start(error: &StartError, options: &Options) -> Self {
-        let why = with_flags(error.told_with(options));
+        let why = with_flags(error.message_with_options(options));
         let why = match error {
             StartError::Net(error) => option_source::with_variable(error.options(), why),
             _ => why,
@@ -284,7 +287,7 @@ mod tests {
             (ConnectError::Unresolved { host, why: why.clone() }, Exit::UNAVAILABLE),
             (ConnectError::Refused(why), Exit::UNAVAILABLE),
             (ConnectError::Draining, Exit::UNAVAILABLE),
-            // This is a refusal, even after a wait.
+            // `NoRoom` is a refusal, even after a wait.
             (no_room, Exit::UNAVAILABLE),
             (lost, Exit::FAILED),
             (ConnectError::Incomplete { missing, waited: late, elsewhere }, Exit::FAILED),
@@ -334,9 +337,10 @@ mod tests {
     #[test]
     fn a_message_of_a_library_names_flags() {
         let why = "it is running; choose another `job`, or `on_rank_loss` continue; see `racksum`";
-        let told = "it is running; choose another --job, or --on-rank-loss continue; see `racksum`";
+        let expected =
+            "it is running; choose another --job, or --on-rank-loss continue; see `racksum`";
         let failure = Failure::from(ConnectError::Refused(why.into()));
-        assert_eq!(failure.to_string(), format!("the aggregator refused: {told}"));
+        assert_eq!(failure.to_string(), format!("the aggregator refused: {expected}"));
         assert_eq!(Failure::usage("unknown key `job`").to_string(), "unknown key `job`");
     }
 

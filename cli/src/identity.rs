@@ -13,7 +13,7 @@ use racksum_proto::peer_text::PeerText;
 use serde_json::json;
 
 use crate::args::{self, Format};
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, print_line};
 use crate::stderr;
 use crate::unnamed::{Unnamed, beside, folder_of, link, random, unnamed};
 
@@ -28,13 +28,13 @@ pub(crate) struct Args {
 const HELP: &str = "\
 An authority issues the identities of a cluster. Each node has an identity file: its certificate,
 its key, and the authority's certificate, which verifies the other nodes. Keep the authority's own
-file where identities are issued.
+file only where identities are issued.
 
 Examples:
   racksum identity init                          writes authority.pem
   racksum identity issue agg-1 --role aggregator writes agg-1.pem, for the aggregator's host
   racksum identity issue node-7                  writes node-7.pem, for a worker's host
-  racksum identity show node-7.pem               its name, role and expiry
+  racksum identity show node-7.pem               shows its name, role and expiry
 
   racksum aggregator --bind 10.0.0.1 --identity agg-1.pem
   racksum bench --aggregator 10.0.0.1:7177 --identity node-7.pem --rank 0 --world 2";
@@ -43,10 +43,10 @@ Examples:
 enum Command {
     /// Create an authority.
     Init {
-        /// Name of the authority, which its certificates show.
+        /// Name of the authority, as its certificates show it.
         #[arg(long, default_value = "racksum")]
         name: String,
-        /// Days until it expires.
+        /// Number of days until the authority expires.
         #[arg(long, default_value_t = 3650, value_parser = args::number::<u32>(DAYS))]
         days: u32,
         /// File to write, which must not exist yet.
@@ -61,8 +61,8 @@ enum Command {
         /// Role of the node.
         #[arg(long, value_enum, ignore_case = true, default_value_t = NodeRole::Worker)]
         role: NodeRole,
-        /// Days until it expires, at most until its authority expires [default: 365, or until
-        /// then].
+        /// Number of days until the identity expires, at most until its authority expires
+        /// [default: 365, or fewer if the authority expires earlier].
         #[arg(long, value_parser = args::number::<u32>(DAYS))]
         days: Option<u32>,
         /// File of the authority.
@@ -108,9 +108,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     match &args.command {
         Command::Init { name, days, out } => {
             write_secret(out, &Authority::create(name, *days)?)?;
-            say(&format!(
-                "wrote {}, the authority {name:?}; the file can issue identities, so keep it off \
-                 the nodes",
+            print_line(&format!(
+                "wrote {}, the authority {name:?}; anyone who has the file can issue identities, \
+                 so keep it off the nodes",
                 out.display()
             ))
         }
@@ -120,7 +120,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             let (pem, not_after) = authority.issue(&Subject { name, role, days: *days })?;
             let out = out.clone().unwrap_or_else(|| PathBuf::from(format!("{name}.pem")));
             write_secret(&out, &pem)?;
-            say(&format!(
+            print_line(&format!(
                 "wrote {}, the identity of {role} {name:?}, valid until {not_after}",
                 out.display()
             ))
@@ -129,8 +129,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// Prints the certificates of each file. A file without certificates does not stop the others: its
-/// error is printed, or returned if it is the last one.
+/// Prints the certificates of each file. If a file cannot be shown, continues with the next one.
+/// Returns the last error, and prints the earlier ones.
 fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
     let mut failed: Option<Failure> = None;
     for path in files {
@@ -138,7 +138,7 @@ fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
             Ok(certificates) => show_all(path, certificates, format)?,
             Err(error) => {
                 if let Some(before) = failed.replace(error.into()) {
-                    stderr::say(&before);
+                    stderr::print_line(&before);
                 }
             }
         }
@@ -146,13 +146,13 @@ fn show(files: &[PathBuf], format: Format) -> Result<(), Failure> {
     failed.map_or(Ok(()), Err)
 }
 
-/// Prints what the certificates of a file say.
+/// Prints the fields of a file's certificates.
 fn show_all(path: &Path, certificates: Vec<Certificate>, format: Format) -> Result<(), Failure> {
     for certificate in certificates {
         let Certificate { name, role, issuer, not_before, not_after, valid, fingerprint, .. } =
             certificate;
         let file = path.display().to_string();
-        say(&match format {
+        print_line(&match format {
             Format::Json => json!({
                 "file": file,
                 "name": name,
@@ -183,7 +183,7 @@ fn write_secret(path: &Path, contents: &str) -> Result<(), Failure> {
     write_secret_by(path, contents, unnamed)
 }
 
-/// Writes the secret to an unnamed file first if `unnamed` can create one.
+/// Writes the file as `write_secret` does, and uses `unnamed` to create the unnamed file.
 fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), Failure> {
     let path_shown = path.display();
     let failed = |error: io::Error| {
@@ -192,8 +192,8 @@ fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), 
     };
     let cannot = |error: io::Error| match error.kind() {
         ErrorKind::AlreadyExists => Failure::usage(format!(
-            "{path_shown} already exists, and racksum overwrites no key; choose another --out, or \
-             remove the file"
+            "{path_shown} already exists, and racksum never overwrites a key; choose another \
+             --out, or remove the file"
         )),
         _ => failed(error),
     };
@@ -201,14 +201,14 @@ fn write_secret_by(path: &Path, contents: &str, unnamed: Unnamed) -> Result<(), 
     options.write(true).mode(0o600);
     let write =
         |mut file: &File| file.write_all(contents.as_bytes()).and_then(|()| file.sync_all());
-    // Unlike rename(2), a link does not replace an existing file.
+    // Unlike rename(2), link(2) never replaces an existing file.
     if let Some(file) = unnamed(folder_of(path), options.clone()) {
         return write(&file).and_then(|()| link(&file, path)).map_err(cannot);
     }
     options.create_new(true);
     let (hidden, file) = beside(path, random, |hidden| options.open(hidden)).map_err(failed)?;
     let written = write(&file).and_then(|()| fs::hard_link(&hidden, path));
-    // The file keeps its final name if `hard_link` succeeded.
+    // Remove only the temporary name: after a successful `hard_link`, the file keeps its final one.
     drop(fs::remove_file(&hidden));
     written.map_err(cannot)
 }
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn a_secret_is_its_owner_s_alone_and_never_written_over_another() {
         let folder = std::env::temp_dir().join(format!("racksum-secret-{}", std::process::id()));
-        // With unnamed files, where this file system supports them, and with temporary names.
+        // Test unnamed files, where this file system supports them, and temporary names.
         let ways: [Unnamed; 2] = [unnamed, |_, _| None];
         for unnamed in ways {
             fs::create_dir_all(&folder).unwrap();

@@ -29,14 +29,14 @@ pub(crate) fn start(flag: Option<String>) -> Result<(), Failure> {
 }
 
 /// Turns off a library's warnings about datagrams that the kernel rejected. The warnings lack the
-/// destination; the caller's own error names it.
+/// destination, but the caller's own error names it.
 const QUIET: &str = "quinn_udp=off";
 
 const VALID: &str = "use off, error, warn, info, debug or trace, or module=level";
 
-/// Parses a log filter. Modules that it does not name log warnings.
+/// Parses a log filter, whose default level is `warn`.
 fn filter(log: &str) -> Result<EnvFilter, String> {
-    // `EnvFilter` would take an unknown level as the name of a module.
+    // `EnvFilter` would treat an unknown level as the name of a module.
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     let mut words = log.split(',').map(str::trim).filter(|word| !word.is_empty());
     if let Some(word) = words.find(|word| !word.contains(['=', '[', ']']) && !is_level(word)) {

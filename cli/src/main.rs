@@ -1,6 +1,6 @@
 //! The `racksum` binary. Each subcommand has a module.
 
-// A full or closed standard error must not stop a server, so all code writes through module
+// A full or closed standard error must not stop a server, so all code writes to it through module
 // `stderr`.
 #![warn(clippy::print_stderr)]
 
@@ -32,7 +32,7 @@ use std::io;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use exit::{Exit, Failure, unheard};
+use exit::{Exit, Failure, stdout_failure};
 use racksum_net::local::fail_at_file_limit;
 use racksum_net::runtime::single_threaded;
 
@@ -59,7 +59,7 @@ enum Command {
     Bench(Box<bench::Args>),
     /// Sum the gradients in safetensors files, one file per rank.
     Reduce(Box<reduce::Args>),
-    /// Show the jobs of this host's aggregators, and the ranks that they wait for.
+    /// Show the jobs of aggregators or of a sidecar, and the ranks that the jobs wait for.
     Status(status::Args),
     /// Run a sidecar, which sums the tensors of this host's ranks in shared memory.
     Worker(worker::Args),
@@ -71,7 +71,7 @@ fn main() -> Exit {
     fail_at_file_limit();
     let cli = match parse() {
         Ok(cli) => cli,
-        Err(error) => return end(told(error)),
+        Err(error) => return end(print_parse_error(error)),
     };
     let started = logs::start(cli.log).and_then(|()| check_descriptors());
     let done = started.and_then(|()| match cli.command {
@@ -86,24 +86,24 @@ fn main() -> Exit {
     end(done.map(|()| Exit::OK))
 }
 
-/// Prints why a command failed, if it did, and returns the exit code.
+/// Returns the exit code of a command. If the command failed, first prints the reason.
 fn end(done: Result<Exit, Failure>) -> Exit {
     match done {
         Ok(exit) => exit,
         Err(Failure { exit: Exit::UNREAD, .. }) => Exit::UNREAD,
         Err(failure) => {
-            stderr::say(&failure);
+            stderr::print_line(&failure);
             failure.exit
         }
     }
 }
 
-/// Prints an error of the command line, or the help or version that the user asked for. Help and
-/// version succeed.
-fn told(mut error: clap::Error) -> Result<Exit, Failure> {
+/// Prints a command-line error, or the help or version that the user asked for. Returns success for
+/// help and version.
+fn print_parse_error(mut error: clap::Error) -> Result<Exit, Failure> {
     let hidden = hidden_flags(&Cli::command());
-    let is_hidden = |told: &str| hidden.iter().any(|flag| told.contains(flag));
-    // Hidden flags would mean nothing to a user who mistyped a flag.
+    let is_hidden = |text: &str| hidden.iter().any(|flag| text.contains(flag));
+    // Do not suggest hidden flags: they are not meant for users.
     match error.get(ContextKind::SuggestedArg) {
         Some(ContextValue::String(flag)) if is_hidden(flag) => {
             error.remove(ContextKind::SuggestedArg);
@@ -123,10 +123,10 @@ fn told(mut error: clap::Error) -> Result<Exit, Failure> {
     if error.use_stderr() {
         return Ok(Exit::USAGE);
     }
-    printed.map(|()| Exit::OK).map_err(unheard)
+    printed.map(|()| Exit::OK).map_err(stdout_failure)
 }
 
-/// Returns whether a flag for one rank of a distributed run is given without the rank.
+/// Returns whether a flag for one rank of a distributed run is given without `--rank` or `--world`.
 fn lacks_rank(error: &clap::Error) -> bool {
     let lacking = error.get(ContextKind::InvalidArg);
     let of_rank = |flag: &String| flag.starts_with("--rank ") || flag.starts_with("--world ");
@@ -134,12 +134,13 @@ fn lacks_rank(error: &clap::Error) -> bool {
         && matches!(lacking, Some(ContextValue::Strings(flags)) if flags.iter().any(of_rank))
 }
 
-/// Tip for a user who gives a flag of one rank without `--rank`.
+/// Tip for a user who gives a flag for one rank without `--rank` or `--world`.
 const OF_ONE_RANK: &str = "these flags configure one rank of a distributed run; add --rank and \
                            --world, or leave the flags out to run all ranks on this host";
 
-/// Builds the command line. Its flags accept negative numbers so that their own parsers reject them
-/// with the valid range. clap would report a negative number as an unknown flag.
+/// Builds the clap command. Each flag with a value also accepts a negative number, so that its own
+/// parser can reject the number and name the valid range. Otherwise clap would report the number as
+/// an unknown flag.
 fn command() -> clap::Command {
     fn taking_numbers(command: clap::Command) -> clap::Command {
         let takes = |arg: &clap::Arg| arg.get_action().takes_values() && !arg.is_positional();
@@ -157,23 +158,24 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
-/// Returns the flags that the help of a command and its subcommands hides.
+/// Returns the flags that are hidden in the help of a command and of its subcommands.
 fn hidden_flags(command: &clap::Command) -> Vec<String> {
     let own = command.get_arguments().filter(|flag| flag.is_hide_set());
     let own = own.filter_map(|flag| Some(format!("--{}", flag.get_long()?)));
     own.chain(command.get_subcommands().flat_map(hidden_flags)).collect()
 }
 
-/// File descriptors that every subcommand needs. Code that needs more reports its own errors.
+/// Number of file descriptors that every subcommand needs. Code that needs more reports its own
+/// errors.
 const DESCRIPTORS: usize = 8;
 
-/// Checks that this process may open the files that all subcommands rely on.
+/// Checks that this process can open as many files as every subcommand needs.
 fn check_descriptors() -> Result<(), Failure> {
     let opened: io::Result<Vec<File>> =
         std::iter::repeat_with(|| File::open("/dev/null")).take(DESCRIPTORS).collect();
-    // The first runtime opens descriptors that all later runtimes share.
+    // Start a runtime too: the first one opens descriptors that all later ones share.
     opened.map(drop).and_then(|()| single_threaded().map(drop)).map_err(|error| {
-        let few = "the limit on open files is too low; raise it (ulimit -n)";
-        Failure::unavailable(format!("{few}: {error}"))
+        let advice = "raise the limit on open files (ulimit -n)";
+        Failure::unavailable(format!("cannot open {DESCRIPTORS} files: {error}; {advice}"))
     })
 }

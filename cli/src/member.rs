@@ -16,8 +16,8 @@ use crate::{args, environment};
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct MemberArgs {
     /// Run one rank of a distributed run at this aggregator, HOST:PORT; needs --rank and --world.
-    /// A+B spreads the job over both; with A,B the job moves to B when A is gone or draining, and
-    /// then to A again [env, with --rank and --world: RACKSUM_AGGREGATOR].
+    /// A+B spreads the job over both; with A,B the job moves to B when A fails or drains, and back
+    /// to A when B does [env, with --rank and --world: RACKSUM_AGGREGATOR].
     #[arg(
         long,
         value_name = "HOST:PORT",
@@ -25,7 +25,7 @@ pub(crate) struct MemberArgs {
         requires_all = ["rank", "world"]
     )]
     aggregator: Option<Aggregators>,
-    /// Name of the job in a distributed run [default: the subcommand's].
+    /// Name of the job in a distributed run [default: the name of the subcommand].
     #[arg(long, requires = "rank", value_parser = job)]
     job: Option<String>,
     /// Generation of the job; increase it at each restart.
@@ -33,7 +33,7 @@ pub(crate) struct MemberArgs {
         long,
         requires = "rank",
         default_value_t = 0,
-        value_parser = args::number::<u32>(args::WORDS)
+        value_parser = args::number::<u32>(args::ANY_U32)
     )]
     generation: u32,
     /// Number of this rank, from 0.
@@ -53,11 +53,10 @@ pub(crate) struct MemberArgs {
     /// RACKSUM_INTERFACE].
     #[arg(long, value_name = "NAMES", requires = "rank")]
     interface: Option<String>,
-    /// Wait while the aggregator has no room for the job, instead of failing, at most for
-    /// --join-timeout.
+    /// Wait up to --join-timeout for room at the aggregator, instead of failing if there is none.
     #[arg(long, requires = "rank")]
     wait: bool,
-    /// Seconds to join: until an aggregator answers and has room, and all ranks have joined.
+    /// Maximum time in seconds until an aggregator answers and has room, and all ranks have joined.
     #[arg(
         long,
         value_name = "S",
@@ -68,8 +67,8 @@ pub(crate) struct MemberArgs {
     join_timeout: u64,
     /// Data authentication: none, mac or aead. An aggregator with another mode refuses the rank;
     /// without --rank this sets the mode of the aggregator on this host, where `racksum reduce`
-    /// defaults to aead [default: as the aggregator does; its own default is mac, on loopback
-    /// none].
+    /// defaults to aead [default: the aggregator's setting, which defaults to mac, or to none on
+    /// loopback].
     #[arg(long)]
     pub(crate) data_auth: Option<DataAuth>,
 }
@@ -91,7 +90,7 @@ fn job(name: &str) -> Result<String, String> {
     JobName::from(name).check().map(|()| name.to_owned())
 }
 
-/// The identity of a rank in its job, and its connection options.
+/// A rank's place in its job, and its connection options.
 #[derive(Debug, Clone)]
 pub(crate) struct Member {
     pub(crate) rank: u16,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::sync::{Mutex, PoisonError};
 
-/// The options that variables have set. Each maps to the variable as `NAME="value"`.
+/// Maps each option that a variable has set to that variable, as `NAME="value"`.
 static TAKEN: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
 
 /// Records that a variable sets an option.
@@ -14,7 +14,7 @@ pub(crate) fn take(option: &'static str, name: &str, value: &OsStr) {
 }
 
 /// Prefixes an error about options with the variable that set one of them, because the user might
-/// not look for the fault there.
+/// not look for the cause in the environment.
 pub(crate) fn with_variable(options: &[&str], why: String) -> String {
     let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
     match options.iter().find_map(|option| taken.get(option)) {

@@ -12,22 +12,23 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::environment;
-use crate::exit::{Exit, Failure, say};
+use crate::exit::{Exit, Failure, print_line};
 use crate::thread::spawn;
 
 /// One process for each rank. Dropping the group kills the ranks that still run.
 #[derive(Debug)]
 pub(crate) struct ProcessGroup {
     ranks: Vec<Child>,
-    /// Standard input of each rank, open while the rank should run. See [`end_with_parent`].
+    /// The pipe to each rank's standard input. A rank ends when its pipe closes; see
+    /// [`end_with_parent`].
     _leashes: Vec<ChildStdin>,
-    said: Receiver<(usize, Option<String>)>,
+    output: Receiver<(usize, Option<String>)>,
 }
 
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
         for rank in &mut self.ranks {
-            // Killing a rank that has ended fails, which is harmless.
+            // Ignore errors: the rank may have ended already.
             drop(rank.kill());
             drop(rank.wait());
         }
@@ -37,10 +38,11 @@ impl Drop for ProcessGroup {
 impl ProcessGroup {
     /// Starts this program once for each rank, with the arguments that `command` adds.
     pub(crate) fn start(world: u16, command: impl Fn(u16, &mut Command)) -> Result<Self, Failure> {
-        let program = std::env::current_exe()
-            .map_err(|error| Failure::failed(format!("cannot find this program: {error}")))?;
-        let (tell, said) = channel();
-        let mut process_group = Self { ranks: Vec::new(), _leashes: Vec::new(), said };
+        let program = std::env::current_exe().map_err(|error| {
+            Failure::failed(format!("cannot find the racksum executable: {error}"))
+        })?;
+        let (sender, output) = channel();
+        let mut process_group = Self { ranks: Vec::new(), _leashes: Vec::new(), output };
         for rank in 0..world {
             let cannot = |error: io::Error| cannot_start(rank, &program, &error);
             let mut start = Command::new(&program);
@@ -50,18 +52,19 @@ impl ProcessGroup {
             command(rank, &mut start);
             let mut child =
                 start.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
-            // Waiting for a child closes the pipes that it still owns.
+            // Take the pipes, because `Child::wait` closes a standard input that the `Child` still
+            // holds.
             let pipes = child.stdin.take().zip(child.stdout.take());
             process_group.ranks.push(child);
             let (leash, out) =
                 pipes.ok_or_else(|| cannot(io::Error::other("its pipes are missing")))?;
             process_group._leashes.push(leash);
-            let tell = tell.clone();
+            let sender = sender.clone();
             spawn(move || {
                 // A read error counts as the end of the output. Sending fails once another rank has
                 // failed and the receiver is dropped.
                 let lines = BufReader::new(out).lines().map_while(Result::ok).map(Some);
-                lines.chain([None]).try_for_each(|line| tell.send((rank.into(), line))).ok();
+                lines.chain([None]).try_for_each(|line| sender.send((rank.into(), line))).ok();
             })?;
         }
         Ok(process_group)
@@ -72,12 +75,13 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// The reason why the job failed, if a rank reports a failure.
-    pub(crate) fn hear<T: DeserializeOwned>(&mut self) -> Result<(usize, Option<T>), Failure> {
-        let heard = self.said.recv();
-        let (rank, line) = heard.map_err(|_| Failure::failed("the ranks ended without output"))?;
+    pub(crate) fn recv<T: DeserializeOwned>(&mut self) -> Result<(usize, Option<T>), Failure> {
+        let received = self.output.recv();
+        let (rank, line) = received
+            .map_err(|_| Failure::failed("the ranks ended before they reported all results"))?;
         let Some(line) = line else { return Ok((rank, None)) };
         match serde_json::from_str(&line) {
-            Ok(Ok(told)) => Ok((rank, Some(told))),
+            Ok(Ok(message)) => Ok((rank, Some(message))),
             Ok(Err(failure)) => Err(self.cause(rank, failure)),
             Err(error) => Err(Failure::failed(format!(
                 "cannot parse the output {line:?} of rank {rank}: {error}"
@@ -85,19 +89,21 @@ impl ProcessGroup {
         }
     }
 
-    /// Waits until a rank's process exits and returns its exit status.
+    /// Waits until a rank's process exits, and returns its exit status.
     pub(crate) fn end(&mut self, rank: usize) -> Result<ExitStatus, Failure> {
-        self.ranks[rank].wait().map_err(|error| Failure::failed(error.to_string()))
+        let cannot =
+            |error: io::Error| Failure::failed(format!("cannot wait for rank {rank}: {error}"));
+        self.ranks[rank].wait().map_err(cannot)
     }
 
-    /// Returns the failure for a rank that exited before it finished its work. Exit codes for usage
-    /// and unavailability carry over, because their causes apply to all ranks.
+    /// Returns the failure for a rank that exited before it finished its work. The exit codes
+    /// `USAGE` and `UNAVAILABLE` are kept, because their causes apply to all ranks.
     pub(crate) fn ended_early(&mut self, rank: usize) -> Failure {
         match self.end(rank) {
             Err(failure) => failure,
             Ok(status) => {
-                let said = if status.code().is_some() { "; its message is above" } else { "" };
-                let why = format!("rank {rank} exited early ({status}){said}");
+                let hint = if status.code().is_some() { "; its message is above" } else { "" };
+                let why = format!("rank {rank} exited early ({status}){hint}");
                 Failure { exit: Exit::of(status), ..Failure::failed(why) }
             }
         }
@@ -107,7 +113,8 @@ impl ProcessGroup {
 /// Returns the failure for a rank's process that could not be started.
 fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
     match error.kind() {
-        // fork(2) returns this at a process limit of the user, the control group or the host.
+        // fork(2) fails with this error at a process limit of the user, the control group or the
+        // host.
         ErrorKind::WouldBlock => Failure::unavailable(format!(
             "cannot start a process for rank {rank}: {error}; use fewer ranks, or raise the limit \
              on processes (ulimit -u)"
@@ -125,8 +132,8 @@ fn cannot_start(rank: u16, program: &Path, error: &io::Error) -> Failure {
 }
 
 /// Reports a rank's result or failure to the process that started its [`ProcessGroup`].
-pub(crate) fn tell_parent<T: Serialize>(told: &Result<T, Failure>) -> Result<(), Failure> {
-    say(&serde_json::to_string(told).unwrap_or_default())
+pub(crate) fn send_to_parent<T: Serialize>(result: &Result<T, Failure>) -> Result<(), Failure> {
+    print_line(&serde_json::to_string(result).unwrap_or_default())
 }
 
 /// Ends this rank of a [`ProcessGroup`] when its parent process exits. Otherwise the rank would
@@ -134,7 +141,8 @@ pub(crate) fn tell_parent<T: Serialize>(told: &Result<T, Failure>) -> Result<(),
 pub(crate) fn end_with_parent() -> Result<(), Failure> {
     spawn(|| {
         let ended = io::copy(&mut io::stdin().lock(), &mut io::sink());
-        // The parent never writes to this pipe, so the copy ends when the pipe closes or breaks.
+        // The parent never writes to this pipe, so the copy ends only when the pipe closes or
+        // breaks.
         drop(ended);
         std::process::exit(1);
     })?;
@@ -148,10 +156,10 @@ mod tests {
     #[test]
     fn why_a_rank_has_no_process_says_what_to_do() {
         // EAGAIN and EMFILE.
-        for (limited, told) in [(11, "processes (ulimit -u)"), (24, "open files (ulimit -n)")] {
+        for (limited, advice) in [(11, "processes (ulimit -u)"), (24, "open files (ulimit -n)")] {
             let error = io::Error::from_raw_os_error(limited);
             let failure = cannot_start(0, Path::new("racksum"), &error);
-            assert!(failure.why.contains(told), "{failure}");
+            assert!(failure.why.contains(advice), "{failure}");
             assert!(failure.exit == Exit::UNAVAILABLE, "{failure:?}");
         }
         let removed = Command::new("/none/racksum").spawn().unwrap_err();

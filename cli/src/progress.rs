@@ -17,7 +17,7 @@ use rustix::termios::tcgetwinsize;
 use crate::stderr;
 use crate::thread::spawn;
 
-/// Delay before the line is first drawn, so that short work draws none.
+/// Delay before the line is first drawn, so that short work shows no line.
 const SOON: Duration = Duration::from_secs(2);
 /// Interval at which the line is redrawn.
 const PERIOD: Duration = Duration::from_millis(500);
@@ -32,7 +32,7 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    /// Starts to redraw the line with `text(elapsed)`, after a delay of [`SOON`].
+    /// Starts a thread that draws `text(elapsed)`, first after [`SOON`] and then every [`PERIOD`].
     pub(crate) fn start(text: impl Fn(Duration) -> String + Send + 'static) -> Self {
         let turn = Arc::<Mutex<()>>::default();
         // A dumb terminal cannot overwrite a line.
@@ -41,7 +41,7 @@ impl Line {
             return Self { turn, end: None, thread: None };
         }
         let (end, ended) = channel::<()>();
-        let drawn = Arc::clone(&turn);
+        let shared = Arc::clone(&turn);
         // If the thread cannot start, the line is not drawn.
         let thread = spawn(move || {
             let clock = Clock::start();
@@ -51,18 +51,19 @@ impl Line {
                 pause = PERIOD;
                 let passed = Duration::from_nanos(clock.now().since(began).0);
                 let text = text(passed);
-                let _turn = drawn.lock().unwrap_or_else(PoisonError::into_inner);
-                stderr::draw(format_args!("\r{}\x1b[K", within(columns(), &text)));
+                let _turn = shared.lock().unwrap_or_else(PoisonError::into_inner);
+                stderr::overwrite_line(format_args!("\r{}\x1b[K", within(columns(), &text)));
             }
         });
         Self { turn, end: Some(end), thread: thread.ok() }
     }
 
-    /// Prints other output in place of the line.
+    /// Clears the line and calls `print`, which prints other output. The line is later drawn again
+    /// below that output.
     pub(crate) fn print<T>(&self, print: impl FnOnce() -> T) -> T {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.thread.is_some() {
-            stderr::draw(CLEAR);
+            stderr::overwrite_line(CLEAR);
         }
         print()
     }
@@ -74,7 +75,7 @@ impl Drop for Line {
         if let Some(thread) = self.thread.take() {
             // The thread has already printed its own panic.
             drop(thread.join());
-            stderr::draw(CLEAR);
+            stderr::overwrite_line(CLEAR);
         }
     }
 }
@@ -99,7 +100,7 @@ fn within(columns: usize, text: &str) -> Cow<'_, str> {
 /// Control sequence that moves to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Joins a job. While it waits, the progress line names the process or rank that it waits for.
+/// Joins a job, while a progress line shows what the join waits for, such as missing ranks.
 pub(crate) fn connect(options: &ConnectOptions) -> Result<Client, ConnectError> {
     let connecting = Connecting::new();
     let awaited = connecting.awaited();

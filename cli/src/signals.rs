@@ -1,12 +1,12 @@
-//! The signals that end a process that has to clean up first. An aggregator has its own signal
-//! handling, because SIGHUP makes it reload.
+//! Signals that end this process once it has cleaned up. An aggregator handles signals itself,
+//! because SIGHUP makes it reload.
 
 use std::io;
 
 use racksum_net::with_limit;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Formats the error of waiting for signals.
+/// Formats an error from waiting for signals.
 pub(crate) fn cannot_wait(error: &io::Error) -> String {
     format!("cannot wait for signals: {}", with_limit(error))
 }
@@ -21,10 +21,10 @@ pub(crate) struct Ending {
 }
 
 impl Ending {
-    /// Starts to listen for the signals.
+    /// Starts listening for the signals.
     ///
     /// # Errors
-    /// The error of registering a signal handler.
+    /// The error from registering a signal handler.
     ///
     /// # Panics
     /// If called outside of a tokio runtime.
@@ -42,7 +42,7 @@ impl Ending {
     /// signal's number.
     pub(crate) async fn next(&mut self) -> i32 {
         let Self { interrupt, terminate, quit, hangup } = self;
-        let hung_up = async {
+        let next_hangup = async {
             match hangup {
                 Some(hangup) => hangup.recv().await,
                 None => std::future::pending().await,
@@ -52,7 +52,7 @@ impl Ending {
             _ = interrupt.recv() => SignalKind::interrupt(),
             _ = terminate.recv() => SignalKind::terminate(),
             _ = quit.recv() => SignalKind::quit(),
-            _ = hung_up => SignalKind::hangup(),
+            _ = next_hangup => SignalKind::hangup(),
         };
         128 + kind.as_raw_value()
     }

@@ -8,11 +8,11 @@ use racksum_proto::counted::counted;
 use racksum_sim::swarm::{self, Summary};
 
 use crate::args::{self, Format};
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, print_line};
 use crate::stderr;
 use crate::thread::not_started;
 
-/// Runs the protocol's own code, packet by packet, on simulated links with faults.
+/// Runs the protocol's own code, packet by packet, on faulty simulated links.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run one plan per seed, each with its own world, sizes, links and faults, and check the
-    /// invariants. A failed seed prints the command that replays it.
+    /// invariants. If a seed fails, print the command that replays it.
     Swarm {
         /// Seeds from A up to, but not including, B.
         #[arg(long, value_name = "A..B", value_parser = seeds, default_value = "0..100")]
@@ -31,7 +31,7 @@ enum Command {
         /// Number of threads [default: one per core].
         #[arg(long, value_parser = args::number::<usize>(args::THREADS))]
         threads: Option<usize>,
-        /// Also print how many seeds covered each feature; JSON output always has it.
+        /// Also print how many seeds covered each feature; JSON output always includes this.
         #[arg(long)]
         coverage: bool,
         /// Output format.
@@ -42,7 +42,7 @@ enum Command {
 
 /// Parses a range of seeds, `A..B`.
 fn seeds(text: &str) -> Result<Range<u64>, String> {
-    let bad = || format!("{text:?} is not a range of seeds; give A..B, with A below B");
+    let bad = || format!("{text:?} is not a range of seeds; give A..B, with A less than B");
     let (from, to) = text.split_once("..").ok_or_else(bad)?;
     let [from, to] = [from, to].map(|seed| seed.trim().parse::<u64>());
     match (from, to) {
@@ -56,16 +56,16 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let progress = *format == Format::Text && std::io::stderr().is_terminal();
     let total = seeds.end - seeds.start;
-    let (mut told, mut said) = (0, Ok(()));
+    let (mut reported, mut printed) = (0, Ok(()));
     let summary = swarm::run(seeds.clone(), threads.unwrap_or(cores), |summary| {
-        if *format == Format::Text && summary.failed > told {
-            told = summary.failed;
-            if let (Some(failure), Ok(())) = (summary.failures.last(), &said) {
-                said = say(&failure.to_string());
+        if *format == Format::Text && summary.failed > reported {
+            reported = summary.failed;
+            if let (Some(failure), Ok(())) = (summary.failures.last(), &printed) {
+                printed = print_line(&failure.to_string());
             }
         }
         if progress && summary.seeds.is_multiple_of(100) {
-            stderr::draw(format_args!(
+            stderr::overwrite_line(format_args!(
                 "\r{} of {} …\x1b[K\r",
                 summary.seeds,
                 counted(total, "seed")
@@ -74,14 +74,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     });
     let summary = summary.map_err(|error| not_started(&error))?;
     if progress {
-        stderr::draw("\x1b[K");
+        stderr::overwrite_line("\x1b[K");
     }
-    said?;
+    printed?;
     match format {
-        Format::Json => say(&serde_json::to_string(&summary).unwrap_or_default())?,
+        Format::Json => print_line(&serde_json::to_string(&summary).unwrap_or_default())?,
         Format::Text => {
-            say(&format!(
-                "{}, {} failed; {} at all ranks in {} s of simulated time",
+            print_line(&format!(
+                "{}, {} failed; {} over all ranks in {} s of simulated time",
                 counted(summary.seeds, "seed"),
                 summary.failed,
                 counted(summary.ops, "op"),
@@ -101,9 +101,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 
 fn print_coverage(summary: &Summary) -> Result<(), Failure> {
     let totals = &summary.totals;
-    say(&format!(
+    print_line(&format!(
         "{} datagrams sent, {} lost, {} duplicated, {} delayed, {} dropped at a full queue, {} \
-         marked; {} fragments retransmitted, {} arrived twice, {} asks, {} probes",
+         marked; {} fragments retransmitted, {} arrived twice, {} nacks, {} of them probes",
         totals.sent,
         totals.lost,
         totals.doubled,
@@ -115,7 +115,10 @@ fn print_coverage(summary: &Summary) -> Result<(), Failure> {
         totals.asks,
         totals.probes
     ))?;
-    summary.coverage.iter().try_for_each(|(feature, seeds)| say(&format!("{seeds:>9}  {feature}")))
+    summary
+        .coverage
+        .iter()
+        .try_for_each(|(feature, seeds)| print_line(&format!("{seeds:>9}  {feature}")))
 }
 
 #[cfg(test)]

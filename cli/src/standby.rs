@@ -1,5 +1,5 @@
-//! A standby: an aggregator in a rank's own process, to which the job moves when its aggregator
-//! fails.
+//! A standby: an aggregator in a rank's own process, which takes over the job when the job's
+//! aggregator fails.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,8 +16,8 @@ use crate::stderr;
 /// The flags of a standby.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct StandbyArgs {
-    /// Also run a standby aggregator at this address, which --aggregator lists too; the job moves
-    /// to it when the aggregators before it are gone.
+    /// Also run a standby aggregator at this address, which --aggregator must list too; the job
+    /// moves to it when the aggregators before it in the list have failed.
     #[arg(long, value_name = "IP:PORT", requires = "rank", value_parser = address)]
     standby: Option<SocketAddr>,
     /// Identity file of the standby, as `racksum identity issue --role aggregator` writes it.
@@ -57,29 +57,30 @@ impl StandbyArgs {
     }
 }
 
-/// Returns the failure for a standby that did not start. It names the flags of a standby instead of
-/// an aggregator's.
+/// Returns the failure for a standby that did not start. The message names the flags of a standby
+/// instead of those of an aggregator.
 fn of_standby(error: &StartError) -> Failure {
     let options = Options { port: "--standby", identity: "--standby-identity", memory: &[] };
     let failure = Failure::of_start(error, &options);
     Failure { why: format!("cannot start the standby: {failure}"), ..failure }
 }
 
-/// A standby that is running.
+/// A running standby.
 pub(crate) struct Standby {
     aggregator: Aggregator,
 }
 
 impl Standby {
-    /// Stops the standby once the job that moved here has ended at all other ranks, or after
-    /// `patience_s` seconds.
+    /// Stops the standby. If the job has moved to it, first waits until the job has ended at all
+    /// other ranks, for at most `patience_s` seconds.
     pub(crate) fn finish(self, patience_s: u64) {
         let clock = Clock::start();
         let end = clock.now() + Span::from_secs(patience_s);
         while self.aggregator.jobs() > 0 {
             if clock.now() >= end {
                 stderr::warn(format_args!(
-                    "standby: stopping although its job still runs after {patience_s} s"
+                    "standby: stopping although its job still runs after {patience_s} s; the job \
+                     loses this aggregator"
                 ));
                 return;
             }
@@ -103,13 +104,16 @@ mod tests {
         let here = Config { port: taken.local_addr().unwrap().port(), ..Config::default() };
         let open = Config { bind: "0.0.0.0".parse().unwrap(), port: 0, ..Config::default() };
         let large = Config { pool_mib: 1 << 20, ..Config::default() };
-        for (config, told) in [
-            (here, "address in use; choose another with --standby, "),
+        for (config, expected) in [
+            (here, "address in use; choose another port with --standby, "),
             (open, "set --standby-identity to an"),
-            (large, "; start it on a host with more"),
+            (large, "; use a host with more"),
         ] {
             let why = of_standby(&Aggregator::start(config).unwrap_err()).to_string();
-            assert!(why.starts_with("cannot start the standby: ") && why.contains(told), "{why}");
+            assert!(
+                why.starts_with("cannot start the standby: ") && why.contains(expected),
+                "{why}"
+            );
         }
         // Other text that looks like a flag stays unchanged.
         let path: PathBuf = "/none/--identity/--port".into();

@@ -1,5 +1,5 @@
-//! `racksum status`: prints the state of this host's aggregators or of a sidecar, and the ranks
-//! that their jobs wait for.
+//! `racksum status`: prints the state of aggregators or of a sidecar, and the ranks that their jobs
+//! wait for.
 
 mod remote;
 mod sidecar;
@@ -24,18 +24,19 @@ use racksum_proto::status::{AggregatorStatus, JobStatus, RankStatus, ShardStatus
 use racksum_worker::{aggregator_sets, check_address};
 
 use crate::args::{self, Format};
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, print_line};
 use crate::stderr;
 
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// Aggregator as HOST:PORT, several as A,B or A+B, its status socket, or a sidecar as unix:PATH
-    /// [default: all aggregators of this user on this host; for root, of all users].
+    /// Aggregator as HOST:PORT or as the path of its status socket, several as A,B or A+B, or a
+    /// sidecar as unix:PATH [default: all aggregators of this user on this host; for root, of all
+    /// users].
     #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
-    /// Identity file for an aggregator at HOST:PORT: the aggregator role sees all jobs, the worker
-    /// role those that it may join [env: RACKSUM_IDENTITY].
+    /// Identity file for an aggregator at HOST:PORT. An identity with the aggregator role sees all
+    /// jobs, and one with the worker role only the jobs that it may join [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without an identity.
@@ -52,14 +53,15 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let addr = named.filter(|named| beside.is_none() && !is_path(named));
     if addr.is_none() && (args.identity.is_some() || args.insecure) {
         return Err(Failure::usage(
-            "--identity and --insecure apply only to an aggregator at HOST:PORT; leave them out \
-             for aggregators of this host",
+            "--identity and --insecure apply only to an aggregator at HOST:PORT; leave them out, \
+             or pass HOST:PORT",
         ));
     }
     if let Some(path) = beside {
         if path.is_empty() {
             return Err(Failure::usage(
-                "unix: lacks the path of a sidecar; give unix:PATH, its --socket",
+                "unix: lacks the path of a sidecar; give unix:PATH, with the path of the sidecar's \
+                 --socket",
             ));
         }
         return sidecar::print(Path::new(path), args.format);
@@ -73,7 +75,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
                 let question = "check that the path is the --status-socket of a running \
                                 aggregator; for a sidecar give unix:PATH";
                 let advice = advice(&error, "aggregator", question);
-                let why = format!("cannot ask {}: {error}; {advice}", socket.display());
+                let why = format!("cannot query {}: {error}; {advice}", socket.display());
                 Failure::of_call(why, &error)
             })?;
             print(&status, args.format)
@@ -82,23 +84,23 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// Asks each aggregator of a list in the format of a job's `--aggregator`, and prints each answer.
-/// Returns the first failure and prints the others.
+/// Queries the aggregators in `addrs`, which has the format of a job's `--aggregator`, and prints
+/// each answer. Returns the first failure, and prints the others.
 fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
     let addrs = aggregator_sets(addrs).map_err(Failure::usage)?;
     let mut failed: Option<Failure> = None;
     for addr in addrs.iter().flatten() {
         match remote::ask(addr, args) {
             Ok(status) => print(&status, args.format)?,
-            Err(failure) if failed.is_some() => stderr::say(&failure),
+            Err(failure) if failed.is_some() => stderr::print_line(&failure),
             Err(failure) => failed = Some(failure),
         }
     }
     failed.map_or(Ok(()), Err)
 }
 
-/// Returns advice about a socket that could not be asked. The advice is `question` if the socket
-/// may belong to another program.
+/// Returns advice about a socket that could not be queried. The advice is `question` if the error
+/// does not show the cause; for example, another program may own the socket.
 fn advice(error: &CallError, whose: &str, question: &str) -> String {
     match error {
         CallError::Io(error) if error.kind() == ErrorKind::PermissionDenied => {
@@ -107,7 +109,7 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
         CallError::Io(error) if error.kind() == ErrorKind::ConnectionRefused => {
             format!("the {whose} has exited; start it again")
         }
-        CallError::NotBelieved(_) => {
+        CallError::Untrusted(_) => {
             format!(
                 "only a process of this user or of root is trusted; run this as the {whose}'s user"
             )
@@ -116,26 +118,27 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
     }
 }
 
-/// Asks all aggregators of this host and prints their answers.
+/// Queries all aggregators of this host and prints their answers.
 fn ask_all(format: Format) -> Result<(), Failure> {
-    let (mut told, mut silent, mut dead) = (false, Vec::new(), Vec::new());
+    let (mut answered, mut silent, mut dead) = (false, Vec::new(), Vec::new());
     let unasked = ask_each(in_turns(sockets()?), PATIENCE, 2 * PATIENCE, |socket, answer| {
         match answer {
             Ok(status) => {
-                told = true;
+                answered = true;
                 print(&status, format)?;
             }
             Err(error) if error.is_absence() => dead.push(socket.to_owned()),
             // A file that is not a socket belongs to no aggregator.
             Err(CallError::NoSocket) => {}
-            Err(error) => silent.push(format!("cannot ask {}: {error}", socket.display())),
+            Err(error) => silent.push(format!("cannot query {}: {error}", socket.display())),
         }
         Ok(())
     })?;
     if unasked > 0 {
         silent.push(format!(
-            "{} not asked, because earlier ones took {} s; name the socket to ask",
-            counted(unasked, "more socket"),
+            "{} had to be skipped, because the others took {} s; pass the path of a socket to \
+             query it alone",
+            counted(unasked, "socket"),
             2 * PATIENCE.as_secs()
         ));
     }
@@ -144,11 +147,11 @@ fn ask_all(format: Format) -> Result<(), Failure> {
     let folder = folder();
     dead.retain(|socket| socket.starts_with(&folder));
     remove_dead(&folder, dead);
-    match (told, &silent[..]) {
+    match (answered, &silent[..]) {
         (true, []) => Ok(()),
         (false, []) => Err(Failure::unavailable(format!(
-            "no aggregator of this user has a status socket in {}; start one, or name its \
-             --status-socket or its HOST:PORT",
+            "no aggregator of this user has a status socket in {}; start one, or pass the path of \
+             its --status-socket or its HOST:PORT",
             folder.display()
         ))),
         (_, silent) => Err(Failure::unavailable(silent.join("; "))),
@@ -168,14 +171,14 @@ fn in_turns(sockets: Vec<(PathBuf, u32)>) -> Vec<(PathBuf, u32)> {
     sockets.into_iter().map(|(_, socket)| socket).collect()
 }
 
-/// Asks the server at each socket and passes each answer to `hear`. One socket takes at most
-/// `patience`, and all together take at most `total`. Returns how many sockets were left out for
-/// lack of time.
+/// Queries the server at each socket and passes each answer to `on_answer`. Waits at most
+/// `patience` for one socket and at most `total` for all. Returns the number of sockets that were
+/// skipped for lack of time.
 fn ask_each(
     sockets: Vec<(PathBuf, u32)>,
     patience: Duration,
     total: Duration,
-    mut hear: impl FnMut(&Path, Result<AggregatorStatus, CallError>) -> Result<(), Failure>,
+    mut on_answer: impl FnMut(&Path, Result<AggregatorStatus, CallError>) -> Result<(), Failure>,
 ) -> Result<usize, Failure> {
     let (clock, mut unasked) = (Clock::start(), 0);
     let started = clock.now();
@@ -191,7 +194,8 @@ fn ask_each(
                 let (socket, owner) = (socket.clone(), *owner);
                 Builder::new().spawn_scoped(scope, move || ask(&socket, owner, patience))
             };
-            // Ask all at once, because each silent socket takes the whole timeout.
+            // Query all at the same time, because the query of a silent socket ends only at the
+            // timeout.
             let asked: Vec<_> = sockets.iter().map(ask).collect();
             let answer = |asked: io::Result<ScopedJoinHandle<'_, _>>| match asked?.join() {
                 Ok(answer) => answer,
@@ -200,17 +204,17 @@ fn ask_each(
             asked.into_iter().map(answer).collect::<Vec<_>>()
         });
         for ((socket, _), answer) in sockets.iter().zip(answers) {
-            hear(socket, answer)?;
+            on_answer(socket, answer)?;
         }
     }
     Ok(unasked)
 }
 
-/// Number of aggregators to ask at the same time.
+/// Maximum number of aggregators to query at the same time.
 const AT_A_TIME: usize = 64;
 
-/// Returns the default path of an aggregator's status socket, in a folder that only this user may
-/// enter.
+/// Returns the default path of an aggregator's status socket, in this user's own folder. Creates
+/// the folder, and removes the sockets of dead aggregators from it.
 ///
 /// # Errors
 /// A message that names the folder.
@@ -221,7 +225,8 @@ pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     Ok(folder.join(format!("{}.sock", std::process::id())))
 }
 
-/// Creates a folder, or checks that an existing one belongs to this user.
+/// Creates a folder that only this user may enter, unless the folder exists. Checks that it belongs
+/// to this user.
 fn own(folder: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
@@ -229,7 +234,7 @@ fn own(folder: &Path) -> io::Result<()> {
     }
     // In /tmp, any user may have created the folder.
     if fs::symlink_metadata(folder)?.uid() != own_uid() {
-        return Err(ErrorKind::PermissionDenied.into());
+        return Err(io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user"));
     }
     Ok(())
 }
@@ -242,8 +247,8 @@ fn folder() -> PathBuf {
     folder_in(std::env::var_os("XDG_RUNTIME_DIR"), own_uid())
 }
 
-/// Returns the socket folder of a user with this value of XDG_RUNTIME_DIR. An empty or relative
-/// value counts as unset, because it would name a different folder for each process.
+/// Returns the socket folder of user `uid` if XDG_RUNTIME_DIR is `runtime`. An empty or relative
+/// value counts as unset, because it would name a different folder in each working directory.
 fn folder_in(runtime: Option<OsString>, uid: u32) -> PathBuf {
     let runtime = runtime.map(PathBuf::from).filter(|runtime| runtime.is_absolute());
     if let Some(runtime) = runtime {
@@ -265,8 +270,8 @@ fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
         let others_write = found.mode() & 0o022 != 0;
         if !found.is_dir() || !is_trusted(found.uid(), own_uid()) || others_write {
             return Err(Failure::unavailable(format!(
-                "{} is not a folder that only this user or root can write to (user {}, mode {:o}), \
-                 so its sockets are not trusted; remove it, or name a --status-socket",
+                "{} is not a folder that only this user or root can write to (owner {}, mode \
+                 {:o}), so its sockets are not trusted; remove it, or pass a --status-socket path",
                 folder.display(),
                 found.uid(),
                 found.mode() & 0o7777
@@ -291,14 +296,15 @@ fn sockets_in(folder: &Path) -> impl Iterator<Item = PathBuf> {
     paths.filter(|path| path.extension().is_some_and(|end| end == "sock"))
 }
 
-/// Returns whether to trust a process or file of user `uid` where one of `owner` is expected. Root
-/// is always trusted.
+/// Returns whether to trust a process or file that belongs to user `uid` and should belong to
+/// `owner`. Root is always trusted.
 fn is_trusted(uid: u32, owner: u32) -> bool {
     uid == 0 || uid == owner
 }
 
-/// Returns the socket folders of users other than root: one in each user's folder in `each`, and
-/// those in `shared`. A folder counts only if it belongs to the user that its path names.
+/// Returns the socket folders of users other than root: `racksum` in each user's folder in `each`,
+/// and `racksum-UID` in `shared`. A folder counts only if it belongs to the user that its path
+/// names.
 fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
     let list = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
     let own = list(each).filter_map(|entry| {
@@ -316,20 +322,23 @@ fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
     own.chain(in_shared).filter(is_theirs).map(swapped).collect()
 }
 
-/// Returns whether a text names a socket rather than an aggregator's address.
+/// Returns whether a text is the path of a socket rather than an aggregator's address.
 fn is_path(text: &str) -> bool {
     text.contains('/') || check_address(text).is_err() && Path::new(text).exists()
 }
 
 /// Parses an aggregator's answer.
-fn parse(told: &[u8]) -> Result<AggregatorStatus, String> {
-    serde_json::from_slice(told).map_err(|error| {
+fn parse(json: &[u8]) -> Result<AggregatorStatus, String> {
+    serde_json::from_slice(json).map_err(|error| {
         let error = PeerText::of(error);
-        format!("cannot parse its answer ({error}); check that it is of the same release")
+        format!(
+            "cannot parse the answer ({error}); check that the aggregator has the same release as \
+             this program"
+        )
     })
 }
 
-/// Asks the server at a socket. The server must be a process of `owner` or of root.
+/// Queries the server at a socket. The server must be a process of `owner` or of root.
 fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus, CallError> {
     let clock = Clock::start();
     let started = clock.now();
@@ -338,21 +347,21 @@ fn ask(socket: &Path, owner: u32, patience: Duration) -> Result<AggregatorStatus
     if !is_trusted(peer.uid, owner) {
         let uid = peer.uid;
         let why = format!("a process of user {uid} listens there");
-        return Err(CallError::NotBelieved(why));
+        return Err(CallError::Untrusted(why));
     }
     let waited = Duration::from_nanos(clock.now().since(started).0);
-    let told = read(stream, patience.saturating_sub(waited))?;
-    Ok(parse(&told).map_err(io::Error::other)?)
+    let json = read(stream, patience.saturating_sub(waited))?;
+    Ok(parse(&json).map_err(io::Error::other)?)
 }
 
-/// Reads an answer to its end. Fails if that takes longer than `patience` or exceeds [`MAX_ANSWER`]
-/// bytes.
+/// Reads an answer to its end. Fails if the read takes longer than `patience`, or if the answer
+/// exceeds [`MAX_ANSWER`] bytes.
 fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
     let late = || {
         let waited = patience.as_secs_f64().ceil();
-        io::Error::other(format!("no answer within {waited} s; its process may be suspended"))
+        io::Error::other(format!("no answer within {waited} s; the aggregator may be suspended"))
     };
-    let (clock, mut told, mut piece) = (Clock::start(), Vec::new(), [0; 64 << 10]);
+    let (clock, mut answer, mut piece) = (Clock::start(), Vec::new(), [0; 64 << 10]);
     let started = clock.now();
     loop {
         let waited = Duration::from_nanos(clock.now().since(started).0);
@@ -362,14 +371,14 @@ fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
         }
         stream.set_read_timeout(Some(left))?;
         match stream.read(&mut piece) {
-            Ok(0) => return Ok(told),
-            Ok(len) => told.extend_from_slice(&piece[..len]),
+            Ok(0) => return Ok(answer),
+            Ok(len) => answer.extend_from_slice(&piece[..len]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(late()),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        if told.len() > MAX_ANSWER {
-            return Err(io::Error::other(format!("its answer is longer than {MAX_ANSWER} bytes")));
+        if answer.len() > MAX_ANSWER {
+            return Err(io::Error::other(format!("the answer is longer than {MAX_ANSWER} bytes")));
         }
     }
 }
@@ -377,16 +386,17 @@ fn read(mut stream: UnixStream, patience: Duration) -> io::Result<Vec<u8>> {
 /// Timeout for an aggregator's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Largest answer that is read, in bytes: many times the status of the most jobs and ranks.
+/// Largest accepted answer in bytes. The status of an aggregator with the maximum numbers of jobs
+/// and ranks is many times smaller.
 const MAX_ANSWER: usize = 16 << 20;
 
 fn print(status: &AggregatorStatus, format: Format) -> Result<(), Failure> {
     match format {
         Format::Json => {
             let json = serde_json::to_string(status);
-            say(&json.map_err(|error| Failure::failed(error.to_string()))?)
+            print_line(&json.map_err(|error| Failure::failed(error.to_string()))?)
         }
-        Format::Text => say(text(status).trim_end()),
+        Format::Text => print_line(text(status).trim_end()),
     }
 }
 
@@ -407,7 +417,8 @@ fn text(status: &AggregatorStatus) -> String {
     let parent = status.parent.as_ref();
     let parent = parent.map_or_else(String::new, |parent| format!(", parent {parent}"));
     let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
-    let insecure = if *insecure { ", INSECURE: whoever reaches it may join any job" } else { "" };
+    let insecure =
+        if *insecure { ", INSECURE: any host that reaches it may join any job" } else { "" };
     let (up, count) = (up_ms / 1000, jobs.len());
     let mut text = format!(
         "racksum {version} on {addr}, up {up} s, data auth {data_auth}, {count} of {max_jobs} \
@@ -416,19 +427,19 @@ fn text(status: &AggregatorStatus) -> String {
     jobs.iter().for_each(|job| text += &job_text(job));
     if !queued.is_empty() {
         let names: Vec<_> = queued.iter().map(|name| format!("{name:?}")).collect();
-        text += &format!("waiting for room, the first first: {}\n", names.join(", "));
+        text += &format!("waiting for room, in queue order: {}\n", names.join(", "));
     }
     shards.iter().for_each(|shard| text += &shard_text(shard));
     text
 }
 
-/// Returns the full name of a job, with its group.
+/// Returns the full name of a job, including its group.
 fn job_name(job: &str, group: &str) -> JobName {
     JobName::new(job, group)
 }
 
-/// Names the ranks that the next window waits for. For a child aggregator, lists all of its ranks,
-/// because it sends only their sum.
+/// Names the ranks that the next window waits for, if any. For a child aggregator, lists all of its
+/// ranks, because it sends only their sum.
 fn behind(ranks: &[RankStatus]) -> Option<String> {
     let (alone, racks): (Vec<_>, Vec<_>) =
         ranks.iter().filter(|rank| rank.behind).partition(|rank| rank.rack.is_empty());
@@ -447,13 +458,13 @@ fn job_text(job: &JobStatus) -> String {
         counted(*world, "rank")
     );
     if !missing.is_empty() {
-        text += &format!("; not there: {}", list(missing));
+        text += &format!("; missing: {}", list(missing));
     }
     if !absent.is_empty() {
-        text += &format!("; goes on without: {}", list(absent));
+        text += &format!("; continues without: {}", list(absent));
     }
     if let Some((behind, stalled)) = behind(ranks).zip(job.stalled_ms) {
-        text += &format!("; waits for {behind} since {stalled} ms");
+        text += &format!("; has waited {stalled} ms for {behind}");
     }
     text += "\n  rank  next op     opened  delivered     silent  address, identity\n";
     for rank in ranks {

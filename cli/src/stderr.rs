@@ -1,4 +1,4 @@
-//! Standard error, which may be full or closed. Neither may stop a running server.
+//! Writes to standard error. A full or closed standard error must not stop a running server.
 
 use std::fmt::Display;
 use std::io::{self, StderrLock, Write};
@@ -14,8 +14,8 @@ use racksum_proto::time::Span;
 /// Number of lines that could not be written.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// A writer of lines that never fails. It counts the lines that it cannot write and reports the
-/// count before the next line that it can.
+/// A writer of lines that never fails. It counts the lines that it cannot write, and reports the
+/// count before the next line that it writes.
 #[derive(Debug)]
 pub(crate) struct Lines<'a, W> {
     to: W,
@@ -27,7 +27,7 @@ pub(crate) fn lines() -> Lines<'static, StderrLock<'static>> {
     Lines { to: io::stderr().lock(), lost: &LOST }
 }
 
-/// An output that may be full for a while. A write to it would then block.
+/// An output that may be full for a time, during which a write would block.
 pub(crate) trait Room {
     /// Returns whether [`ROOM`] bytes can be written without blocking.
     fn has_room(&self) -> bool;
@@ -39,14 +39,14 @@ impl Room for StderrLock<'_> {
     }
 }
 
-/// Returns whether [`ROOM`] bytes can be written without blocking. A pipe without a reader fills up
-/// eventually.
+/// Returns whether [`ROOM`] bytes can be written without blocking. A pipe fills up if its reader
+/// stops reading.
 pub(crate) fn has_room(at: impl AsFd) -> bool {
     // A pipe is writable when it has room for `PIPE_BUF` bytes; see pipe(7).
     wait_writable(at.as_fd(), Some(Span::ZERO)).unwrap_or(true)
 }
 
-/// Size of one write in bytes.
+/// Largest size of one write in bytes.
 const ROOM: usize = 4096;
 
 impl<W: Write + Room> Write for Lines<'_, W> {
@@ -56,10 +56,11 @@ impl<W: Write + Room> Write for Lines<'_, W> {
             0 => String::new(),
             _ => {
                 let lines = counted(lost, "line");
-                format!("racksum: cannot write {lines} of the log here\n")
+                format!("racksum: {lines} of the log could not be written here\n")
             }
         };
-        // The ranks of a benchmark share standard error, so a line goes out in one piece.
+        // Write the note and the line together: the ranks of a benchmark share standard error, so
+        // another rank's line could come between them.
         let whole = [note.as_bytes(), line].concat();
         let piece = |piece: &[u8]| self.to.has_room() && self.to.write_all(piece).is_ok();
         if !whole.chunks(ROOM).all(piece) {
@@ -74,24 +75,24 @@ impl<W: Write + Room> Write for Lines<'_, W> {
 }
 
 /// Prints a message on its own line.
-pub(crate) fn say(what: impl Display) {
+pub(crate) fn print_line(what: impl Display) {
     // `Lines::write` never fails.
     drop(lines().write_all(line_of(what).as_bytes()));
 }
 
-/// Formats a line and escapes control characters: paths and files may contain any.
+/// Formats a line, and escapes control characters, which paths and files may contain.
 fn line_of(what: impl Display) -> String {
     format!("racksum: {}\n", PeerText::of(what))
 }
 
-/// Draws over the current line of a terminal.
-pub(crate) fn draw(what: impl Display) {
+/// Writes text that replaces the current line of a terminal.
+pub(crate) fn overwrite_line(what: impl Display) {
     drop(lines().write_all(what.to_string().as_bytes()));
 }
 
 /// Prints a warning.
 pub(crate) fn warn(what: impl Display) {
-    say(format_args!("warning: {what}"));
+    print_line(format_args!("warning: {what}"));
 }
 
 #[cfg(test)]
@@ -119,7 +120,7 @@ mod tests {
 
     impl Write for Disk<'_> {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            assert!(self.room > 0, "it would wait");
+            assert!(self.room > 0, "a write without room would block");
             if bytes.len() > self.room {
                 return Err(io::ErrorKind::StorageFull.into());
             }
@@ -140,7 +141,7 @@ mod tests {
             let mut lines = Lines { to: Disk { room, has: &mut has }, lost: &lost };
             lines.write_all(line.as_bytes()).unwrap();
         }
-        let note = "racksum: cannot write 2 lines of the log here";
+        let note = "racksum: 2 lines of the log could not be written here";
         assert_eq!(String::from_utf8(has).unwrap(), format!("one\n{note}\nfour\n5\n"));
     }
 }

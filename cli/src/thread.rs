@@ -1,4 +1,4 @@
-//! Threads. If a limit prevents a new thread, the user gets a message instead of a panic.
+//! Starts threads. If the system refuses a thread, the user gets a message instead of a panic.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
@@ -16,7 +16,7 @@ pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 /// Returns the failure to report when a thread cannot start.
 pub(crate) fn not_started(error: &io::Error) -> Failure {
     Failure::unavailable(format!(
-        "cannot start a thread: {error}; use fewer threads, or raise the limit on them (ulimit -u)"
+        "cannot start a thread: {error}; use fewer threads, or raise their limit (ulimit -u)"
     ))
 }
 

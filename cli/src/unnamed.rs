@@ -12,18 +12,18 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, OFlags, linkat};
 
-/// Opens an unnamed file in a folder, which `link` can name later. Returns `None` if the file
+/// Opens an unnamed file in a folder; [`link`] can name the file later. Returns `None` if the file
 /// system does not support unnamed files.
 pub(crate) type Unnamed = fn(&Path, OpenOptions) -> Option<File>;
 
-/// The [`Unnamed`] for production use: opens with `O_TMPFILE`.
+/// Opens an unnamed file with `O_TMPFILE`. Tests also use other functions of type [`Unnamed`].
 pub(crate) fn unnamed(folder: &Path, mut options: OpenOptions) -> Option<File> {
     let file = options.custom_flags(OFlags::TMPFILE.bits().cast_signed()).open(folder).ok()?;
-    // `link` names the file through this path.
+    // `link` needs this path, which is missing if /proc is not mounted.
     open_at("self", &file).exists().then_some(file)
 }
 
-/// Gives an unnamed file a name that no other file has.
+/// Gives an unnamed file a name. Fails if another file already has that name.
 ///
 /// # Errors
 /// The error of linkat(2).
@@ -44,11 +44,11 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// How many names [`beside`] tries for a temporary file.
+/// Number of names that [`beside`] tries for a temporary file.
 pub(crate) const ATTEMPTS: u32 = 16;
 
-/// Most bytes of the file's name that a temporary name repeats. File systems allow names of 255
-/// bytes.
+/// Maximum number of bytes that a temporary name repeats from the file's name. Most file systems
+/// allow names of at most 255 bytes.
 const LONGEST_NAME: usize = 200;
 
 /// Makes a temporary file beside a path, under an unused name that contains a number from `draw`.
@@ -60,7 +60,7 @@ pub(crate) fn beside<T>(
     let name = path.file_name().unwrap_or_default();
     for _ in 0..ATTEMPTS {
         let mut hidden = OsString::from(".");
-        // The path's own name may be as long as the file system allows.
+        // The path's own name may be as long as the file system allows, so repeat only its start.
         let len = name.len().min(LONGEST_NAME);
         hidden.push(OsStr::from_bytes(&name.as_bytes()[..len]));
         hidden.push(format!(".{:016x}.tmp", draw()));
@@ -74,14 +74,14 @@ pub(crate) fn beside<T>(
     Err(io::Error::new(
         io::ErrorKind::AlreadyExists,
         format!(
-            "{ATTEMPTS} temporary files in its folder have the names that this one needs; remove \
-             them"
+            "all {ATTEMPTS} temporary names that were tried in its folder are taken; remove old \
+             temporary files there"
         ),
     ))
 }
 
-/// Returns a random number that other users cannot predict, so that they cannot occupy the name in
-/// advance.
+/// Returns a random number for a name. Other users cannot predict the number, so they cannot occupy
+/// the name in advance.
 pub(crate) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -108,7 +108,7 @@ mod tests {
             assert_eq!(name, folder.join(format!(".sum.{number:016x}.tmp")));
         }
         let why = beside(&path, in_order(), make).unwrap_err().to_string();
-        assert!(why.contains("16 temporary files in its folder"), "{why}");
+        assert!(why.contains("all 16 temporary names that were tried"), "{why}");
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

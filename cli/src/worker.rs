@@ -8,14 +8,14 @@ use std::thread::available_parallelism;
 use std::time::Duration;
 
 use racksum_aggregator::host_mib;
-use racksum_net::local::{Listener, listener_of_systemd, raise_open_files, tell_systemd};
+use racksum_net::local::{Listener, listener_of_systemd, notify_systemd, raise_open_files};
 use racksum_net::with_limit;
 use racksum_proto::auth::DataAuth;
-use racksum_proto::counted::{are, counted};
+use racksum_proto::counted::counted;
 use racksum_worker::sidecar::{Limits, Sidecar};
 use racksum_worker::{ConnectOptions, aggregator_sets, check_sidecar};
 
-use crate::exit::{Failure, tell, with_flags};
+use crate::exit::{Failure, print_or_warn, with_flags};
 use crate::signals::{Ending, cannot_wait};
 use crate::stderr;
 use crate::thread::not_started;
@@ -25,10 +25,11 @@ use crate::{args, environment};
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
-    /// Path of the socket that ranks call as unix:PATH. Leave it out if systemd opens the socket.
+    /// Path of the socket that ranks connect to as unix:PATH. Leave it out if systemd opens the
+    /// socket.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Permissions of the socket; users who may write to it may call [default: 600].
+    /// Permissions of the socket; users who may write to it can connect [default: 600].
     #[arg(long, value_name = "OCTAL", value_parser = mode)]
     mode: Option<u32>,
     /// Number of summing threads [default: one per core].
@@ -42,12 +43,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "256")]
     #[arg(value_parser = args::number::<usize>(args::PLACES))]
     max_ranks: usize,
-    /// Maximum memory that ranks share, and that holds sums of lists, with K, M, G or T; at least
-    /// 1M [default: half of the host's].
+    /// Maximum memory for tensors that ranks share and for sums of block lists: bytes, or with K,
+    /// M, G or T; at least 1M [default: half of the host's memory].
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     memory: Option<u64>,
     /// Aggregator for jobs that have ranks on other hosts, HOST:PORT; with A,B a job moves to B
-    /// when A is gone. RACKSUM_AGGREGATOR does not apply here, because ranks may use it to name
+    /// when A fails. RACKSUM_AGGREGATOR does not apply here, because ranks may use it to name
     /// this sidecar.
     #[arg(long, value_name = "HOSTS")]
     aggregator: Option<String>,
@@ -59,7 +60,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "aggregator")]
     insecure: bool,
     /// Data authentication: none, mac or aead. An aggregator with another mode refuses the sidecar
-    /// [default: as the aggregator does; its own default is mac, on loopback none].
+    /// [default: the aggregator's setting, which defaults to mac, or to none on loopback].
     #[arg(long, value_name = "HOW", requires = "aggregator")]
     data_auth: Option<DataAuth>,
     /// Interfaces of this host to connect from, in the syntax of NCCL_SOCKET_IFNAME [env:
@@ -72,7 +73,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Returns how to join jobs that have ranks on other hosts.
+    /// Returns the options for joining jobs that have ranks on other hosts.
     fn upstream(&self) -> Result<Option<ConnectOptions>, Failure> {
         let Some(aggregators) = &self.aggregator else { return Ok(None) };
         let sets = aggregator_sets(aggregators).map_err(Failure::usage)?;
@@ -98,14 +99,13 @@ impl Args {
         // Check now: otherwise the ranks would get these errors when the first job joins.
         for later in check_sidecar(&options)? {
             let later = with_flags(later);
-            stderr::warn(format_args!("{later}; jobs with ranks on other hosts must wait"));
+            stderr::warn(format_args!("{later}; jobs with ranks on other hosts cannot start yet"));
         }
         Ok(Some(options))
     }
 
     fn limits(&self) -> Result<Limits, Failure> {
-        // If the system does not report its memory, any size is accepted and the default is
-        // unlimited.
+        // If the system does not report its memory, accept any size, and set no limit by default.
         let host_mib = host_mib();
         let memory = match (self.memory, host_mib) {
             (Some(asked), Some(mib)) if asked.div_ceil(1 << 20) > mib => {
@@ -128,13 +128,13 @@ impl Args {
 fn memory(text: &str) -> Result<u64, String> {
     match args::size(text)? {
         few if few < LEAST_MEMORY => {
-            Err(format!("{few} bytes are too few for the memory that ranks share; give 1M or more"))
+            Err(format!("{few} B is too little memory for ranks to share; give 1M or more"))
         }
         bytes => Ok(bytes),
     }
 }
 
-/// Least limit on memory in bytes: enough for one or two tensors of a small model.
+/// Smallest limit on memory in bytes: enough for one or two tensors of a small model.
 const LEAST_MEMORY: u64 = 1 << 20;
 
 fn mode(text: &str) -> Result<u32, String> {
@@ -144,7 +144,7 @@ fn mode(text: &str) -> Result<u32, String> {
     }
 }
 
-/// Runs the sidecar until a signal ends the process.
+/// Runs the sidecar until a signal stops it.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let passed = listener_of_systemd().map_err(Failure::usage)?;
     let (limits, upstream) = (args.limits()?, args.upstream()?);
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         (None, Some(path)) => {
             if path.as_os_str().as_bytes().starts_with(b"unix:") {
                 return Err(Failure::usage(format!(
-                    "--socket {} must be a path without unix:, which only ranks use",
+                    "--socket {} must be a path without unix:; only ranks write unix:PATH",
                     path.display()
                 )));
             }
@@ -184,7 +184,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let ready = format!("racksum worker at {at}: {summing}{}", beyond.unwrap_or_default());
     serve(&sidecar, &ready).map_err(|error| Failure::unavailable(cannot_wait(&error)))?;
     drop(sidecar);
-    tell("racksum worker stops");
+    print_or_warn("racksum worker stops");
     Ok(())
 }
 
@@ -201,23 +201,22 @@ fn not_served(path: &Path, error: &io::Error) -> Failure {
     Failure::of_serving(why, error)
 }
 
-/// Reports that the sidecar is ready. After a signal to stop, returns once no job is left or at the
-/// next signal.
+/// Reports that the sidecar is ready, and waits for a signal. Then waits until no job is left, or
+/// for another signal.
 fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
     let runtime = racksum_net::runtime::single_threaded()?;
     runtime.block_on(async {
         let mut signals = Ending::listen()?;
-        tell(ready);
+        print_or_warn(ready);
         notify("READY=1");
         signals.next().await;
         notify("STOPPING=1");
         sidecar.drain();
         let jobs = sidecar.jobs();
         if jobs > 0 {
-            tell(&format!(
-                "racksum worker is draining: {} {} to end; another signal stops it",
-                counted(jobs, "job"),
-                are(jobs)
+            print_or_warn(&format!(
+                "racksum worker is draining: waiting for {} to end; another signal stops it",
+                counted(jobs, "job")
             ));
         }
         let over = async {
@@ -234,7 +233,7 @@ fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
 }
 
 fn notify(state: &str) {
-    if let Err(error) = tell_systemd(state) {
+    if let Err(error) = notify_systemd(state) {
         stderr::warn(format_args!("cannot notify systemd of {state}: {error}"));
     }
 }

@@ -3,18 +3,17 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use racksum_proto::aggregator::{self, Aggregation, Fold, Place, Recipient};
+use racksum_proto::aggregator::{self, Aggregation, CompleteWindow, FragmentPlace, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
 use racksum_proto::ids::{OpId, Rank, WindowId};
-use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Scan, Worker};
 
 use super::script::{GENERATION, JOB};
 
-/// Size of a job.
+/// The size of a job.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     /// Number of ranks.
@@ -25,7 +24,7 @@ pub struct Shape {
     pub shards: u8,
     /// Number of slots of each stream.
     pub pool_slots: u32,
-    /// Limit on the ops in flight.
+    /// The maximum number of ops in flight.
     pub max_ops: u16,
     /// How windows are cut into fragments.
     pub cut: Fragmentation,
@@ -40,21 +39,18 @@ pub enum End {
     Shard(usize),
 }
 
-/// A message of a datagram, or the reason why it is invalid.
-type Message<'a> = Result<(Header, &'a [u8]), Reject>;
-
 /// The machines and the datagrams in flight between them.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Size of the job.
+    /// The size of the job.
     pub shape: Shape,
     /// The ranks of the job.
     pub workers: Vec<Worker>,
     shards: Vec<Aggregation>,
     now: Time,
-    /// Datagrams in flight, oldest first. A datagram beyond `MAX_WIRE` is lost.
+    /// Datagrams in flight, oldest first. Datagrams beyond `MAX_WIRE` are lost.
     pub wire: VecDeque<(End, Vec<u8>)>,
-    /// Datagrams of the past, for scripts that change and resend them.
+    /// Copies of earlier datagrams, which scripts change and send again.
     pub seen: Vec<Vec<u8>>,
     next_seen: usize,
     /// The last window that each stream folded.
@@ -79,7 +75,7 @@ impl Cluster {
             first_op: OpId(0),
             may_move: false,
             acks_at_rest: false,
-            relay: None,
+            child: None,
         };
         let shard = |shard| aggregator::Config {
             job: JOB,
@@ -109,10 +105,10 @@ impl Cluster {
         }
     }
 
-    /// Starts an op at a rank, unless the rank has too many.
+    /// Starts an op at a rank, unless the rank refuses it.
     pub fn submit(&mut self, rank: usize, descriptor: Descriptor) {
         let timeout = Span::from_secs(20);
-        // A refusal is a sentence for the caller and changes nothing.
+        // A refusal changes nothing, so its error is ignored.
         let _refused = self.workers[rank].submit(self.now, descriptor, timeout).is_err();
     }
 
@@ -132,39 +128,27 @@ impl Cluster {
         self.wait(due.since(self.now).min(Span::from_secs(1)));
     }
 
-    /// Delivers the messages of a datagram to a machine, and checks the outcome.
+    /// Delivers the valid messages of a datagram to a machine, and checks the outcome.
     pub fn deliver(&mut self, to: End, bytes: &[u8], congested: bool) {
-        for message in wire::messages(bytes) {
+        for (header, body) in wire::messages(bytes).flatten() {
             match to {
-                End::Worker(rank) => self.deliver_to_worker(rank, message, congested),
-                End::Shard(shard) => self.deliver_to_shard(shard, message, congested),
+                End::Worker(rank) => self.deliver_to_worker(rank, &header, body, congested),
+                End::Shard(shard) => self.deliver_to_shard(shard, &header, body, congested),
             }
         }
     }
 
-    fn deliver_to_shard(&mut self, shard: usize, message: Message<'_>, congested: bool) {
+    fn deliver_to_shard(&mut self, shard: usize, header: &Header, body: &[u8], congested: bool) {
         let machine = &mut self.shards[shard];
-        let verdict = match message {
-            Ok((header, body)) => {
-                machine.handle_decoded(self.now, &header, body, congested, &mut ())
-            }
-            Err(reject) => machine.reject(reject, &mut ()),
-        };
+        let verdict = machine.handle_decoded(self.now, header, body, congested, &mut ());
         if let aggregator::Verdict::Store(place) = verdict {
             self.check_place(&place);
         }
     }
 
-    fn deliver_to_worker(&mut self, rank: usize, message: Message<'_>, congested: bool) {
+    fn deliver_to_worker(&mut self, rank: usize, header: &Header, body: &[u8], congested: bool) {
         let machine = &mut self.workers[rank];
-        let (header, body) = match message {
-            Ok(message) => message,
-            Err(reject) => {
-                machine.reject(reject, &mut ());
-                return;
-            }
-        };
-        let verdict = machine.handle_decoded(self.now, &header, body, congested, &mut ());
+        let verdict = machine.handle_decoded(self.now, header, body, congested, &mut ());
         let worker::Verdict::Deliver(delivery) = verdict else { return };
         check_delivery(&delivery, body.len());
         if delivery.complete {
@@ -172,7 +156,7 @@ impl Cluster {
         }
     }
 
-    fn check_place(&self, place: &Place) {
+    fn check_place(&self, place: &FragmentPlace) {
         let Shape { world, lanes, pool_slots, .. } = self.shape;
         assert!(place.lane < lanes && place.slot < pool_slots && place.rank.0 < world);
         assert!(place.fragment < place.fragments);
@@ -191,7 +175,7 @@ impl Cluster {
 
     fn drive_worker(&mut self, rank: usize) {
         for polls in 0.. {
-            assert!(polls < MAX_POLLS, "rank {rank} is never done");
+            assert!(polls < MAX_POLLS, "rank {rank} has work left after {MAX_POLLS} polls");
             let machine = &mut self.workers[rank];
             if let Some(transmit) = machine.poll_transmit(self.now, &mut self.buffer, &mut ()) {
                 match transmit {
@@ -222,7 +206,7 @@ impl Cluster {
     fn drive_shard(&mut self, shard: usize) {
         let mut folded_all = false;
         for polls in 0.. {
-            assert!(polls < MAX_POLLS, "shard {shard} is never done");
+            assert!(polls < MAX_POLLS, "shard {shard} has work left after {MAX_POLLS} polls");
             let machine = &mut self.shards[shard];
             if let Some(transmit) = machine.poll_transmit(self.now, &mut self.buffer, &mut ()) {
                 self.send(&transmit);
@@ -231,7 +215,8 @@ impl Cluster {
             } else if let Some(fold) = machine.poll_fold() {
                 self.fold(shard, &fold);
             } else {
-                // The empty poll may have freed credits.
+                // Poll for output once more: even a poll that returns no fold may make a credit
+                // due.
                 folded_all = true;
             }
         }
@@ -265,8 +250,8 @@ impl Cluster {
         }
     }
 
-    /// Checks that folds come in window order and that the contributions make up the union.
-    fn fold(&mut self, shard: usize, fold: &Fold) {
+    /// Checks that windows are folded in order and that the contributions make up the union.
+    fn fold(&mut self, shard: usize, fold: &CompleteWindow) {
         let machine = &mut self.shards[shard];
         assert!(fold.slot < self.shape.pool_slots);
         assert!(fold.len <= WINDOW_BYTES);
@@ -275,10 +260,14 @@ impl Cluster {
         assert_eq!(fold.len, fold.geometry.payload_len(index, fold.union));
         let union = (0..self.shape.world)
             .fold(0, |union, rank| union | machine.contribution(fold, Rank(rank)));
-        assert_eq!(union, fold.union, "the union is that of the contributions");
+        assert_eq!(union, fold.union, "a fold's union must be the union of its contributions");
         machine.handle_folded(fold, &mut ());
         let before = self.folded.insert((shard, fold.lane), fold.window);
-        assert!(before < Some(fold.window), "{:?} after {before:?}", fold.window);
+        assert!(
+            before < Some(fold.window),
+            "shard {shard} folded {:?} after {before:?}",
+            fold.window
+        );
     }
 
     fn post_fragments(
@@ -290,11 +279,11 @@ impl Cluster {
     ) {
         assert!(cut.payload() <= self.shape.cut.payload());
         assert!(len <= WINDOW_BYTES);
-        assert_eq!(fragments & !cut.all(len), 0, "no fragment beyond the payload");
+        assert_eq!(fragments & !cut.all(len), 0, "every fragment lies within the payload");
         for fragment in (0..cut.count(len)).filter(|i| fragments >> i & 1 == 1) {
             let body = cut.range(len, fragment).len();
             let mut bytes = vec![0; Header::LEN + body];
-            let head = bytes.first_chunk_mut().expect("a header fits");
+            let head = bytes.first_chunk_mut().expect("the buffer has room for a header");
             header.of_fragment(fragment, body).encode(head);
             for end in to {
                 self.post(*end, bytes.clone());
@@ -305,7 +294,7 @@ impl Cluster {
     /// Puts a datagram onto the wire, after checking that it decodes.
     fn post(&mut self, to: End, bytes: Vec<u8>) {
         let decoded = Header::decode(&bytes);
-        assert!(decoded.is_ok(), "{to:?} is sent what is no datagram: {decoded:?}");
+        assert!(decoded.is_ok(), "a datagram to {to:?} does not decode: {decoded:?}");
         if self.seen.len() < MAX_SEEN {
             self.seen.push(bytes.clone());
         } else {
@@ -317,7 +306,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the size of the machines' debug output, a proxy for memory that needs no allocator.
+    /// Returns the size of the machines' debug output. It stands for their memory use, so that no
+    /// counting allocator is needed.
     pub fn footprint(&self) -> usize {
         format!("{:?}{:?}", self.workers, self.shards).len()
     }
@@ -354,11 +344,12 @@ fn check_delivery(delivery: &Delivery, body_len: usize) {
     }
 }
 
-/// Smallest datagram size without tensor data: an MTU of 1280 less IPv6 and UDP headers.
+/// The size of the buffer for datagrams without tensor data: the minimum MTU of IPv6, 1280, minus
+/// the IPv6 and UDP headers.
 const SMALLEST_DATAGRAM: usize = 1280 - 48;
-/// Limit on the polls of one machine in a row; more means an endless loop.
+/// The maximum number of consecutive polls of one machine. More polls indicate an endless loop.
 const MAX_POLLS: usize = 100_000;
-/// Limit on the datagrams in flight.
+/// The maximum number of datagrams in flight.
 const MAX_WIRE: usize = 512;
-/// Limit on the datagrams remembered.
+/// The maximum number of copies of earlier datagrams.
 const MAX_SEEN: usize = 64;

@@ -1,5 +1,5 @@
-//! Runs any bytes through every decoder. No decoder panics, and accepted input is valid and
-//! survives its encoder.
+//! Runs any bytes through every decoder, and checks that no decoder panics. Accepted input must be
+//! valid, and must decode to the same value after re-encoding.
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{
@@ -14,9 +14,9 @@ pub fn run(bytes: &[u8]) {
         let Ok((header, body)) = message else { break };
         let mut again = [0xa5; Header::LEN];
         header.encode(&mut again);
-        assert_eq!(again, bytes[at..at + Header::LEN], "a header is written as it was read");
+        assert_eq!(again, bytes[at..at + Header::LEN], "a header re-encodes to the same bytes");
         at += Header::LEN;
-        assert_eq!(body, &bytes[at..at + body.len()], "the body is what follows the header");
+        assert_eq!(body, &bytes[at..at + body.len()], "the body follows the header");
         at += body.len();
         match header.kind {
             Kind::Open => open(body, header.flags.has(Flags::RESUMED)),
@@ -27,7 +27,7 @@ pub fn run(bytes: &[u8]) {
         }
     }
     if let Ok((_, body)) = Header::decode(bytes) {
-        assert_eq!(Header::LEN + body.len(), bytes.len(), "the only message is the datagram");
+        assert_eq!(Header::LEN + body.len(), bytes.len(), "a single message fills its datagram");
     }
     open(bytes, false);
     open(bytes, true);
@@ -56,26 +56,26 @@ fn open(body: &[u8], resumed: bool) {
         OpenEncoder::new().encode(&open.descriptor, open.after, windows, resumed, &mut again);
     assert_eq!(windows, open.windows);
     let again = OpenDecoder::new().decode(&again[..len], resumed);
-    assert_eq!(again, Ok(open), "an open survives its encoder");
+    assert_eq!(again, Ok(open), "an open decodes to the same value after re-encoding");
 }
 
 fn nacks(body: &[u8]) {
     let Ok(entries) = NackEntries::decode(body) else { return };
     let mut again = [0xa5; 2 + 16 * NackEntries::MAX];
     let len = NackEntries::encode(entries.iter(), &mut again);
-    assert_eq!(&again[..len], body, "a nack is written as it was read");
+    assert_eq!(&again[..len], body, "a nack re-encodes to the same bytes");
 }
 
 fn waits(body: &[u8]) {
     let Ok(ranks) = MissingRanks::decode(body) else { return };
     let mut again = [0xa5; 2 + 6 * MissingRanks::MAX];
     let len = MissingRanks::encode(ranks.iter(), &mut again);
-    assert_eq!(&again[..len], body, "a wait is written as it was read");
+    assert_eq!(&again[..len], body, "a wait re-encodes to the same bytes");
 }
 
 fn fails(body: &[u8]) {
     let Ok(disagreement) = Disagreement::decode(body) else { return };
     let mut again = [0xa5; Disagreement::LEN];
     disagreement.encode(&mut again);
-    assert_eq!(again, body, "a fail is written as it was read");
+    assert_eq!(again, body, "a fail re-encodes to the same bytes");
 }

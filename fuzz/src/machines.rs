@@ -1,5 +1,5 @@
-//! Runs a job from a script. Ops start, time passes, and datagrams arrive, get lost, repeat, change
-//! or are made up. No machine panics, sends something invalid or loops for ever.
+//! Runs a job from a script. Ops start, time passes, and datagrams arrive, get lost, are repeated,
+//! are changed or are made up. No machine may panic, send an invalid datagram or loop forever.
 
 use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::Rank;
@@ -15,7 +15,7 @@ pub fn run(script: &[u8]) {
 }
 
 /// Returns the sizes of the machines' debug output before the first step of a script and after the
-/// last. The size is a proxy for memory that needs no allocator.
+/// last. The size stands for the machines' memory use, so that no counting allocator is needed.
 pub fn footprints(script: &[u8]) -> (usize, usize) {
     let fresh = Cluster::new(shape(&mut Script(script)));
     (fresh.footprint(), play(script).footprint())
@@ -31,7 +31,7 @@ fn play(script: &[u8]) -> Cluster {
     cluster
 }
 
-/// Reads the job's size from the first two bytes.
+/// Reads the job's size from the first two bytes of a script.
 fn shape(script: &mut Script<'_>) -> Shape {
     let payload = [1408, 960, 8936, 61_440][script.below(4)];
     let size = script.byte();
@@ -41,7 +41,7 @@ fn shape(script: &mut Script<'_>) -> Shape {
         shards: 1 + size / 6 % 2,
         pool_slots: 2 + u32::from(size / 12 % 7),
         max_ops: 1 + u16::from(size / 84) * 3,
-        cut: Fragmentation::new(payload).expect("all of these are large enough"),
+        cut: Fragmentation::new(payload).expect("every payload is large enough"),
     }
 }
 
@@ -55,7 +55,8 @@ fn step(cluster: &mut Cluster, script: &mut Script<'_>) {
         }
         2 => drop(cluster.wire.pop_front()),
         3 => {
-            // Deliver it twice, or marked as congested, or joined with the next one.
+            // Deliver a copy of the next datagram: unchanged, marked as congested, or joined with
+            // the datagram after it. The original stays in flight.
             let how = script.below(3);
             let Some((to, mut bytes)) = cluster.wire.front().cloned() else { return };
             if let Some((_, next)) = cluster.wire.get(1).filter(|next| how == 2 && next.0 == to) {
@@ -101,7 +102,7 @@ fn end(cluster: &Cluster, script: &mut Script<'_>) -> End {
     }
 }
 
-/// Delivers a datagram of the past with one byte or its length changed.
+/// Delivers an earlier datagram with one byte or its length changed.
 fn change_one(cluster: &mut Cluster, script: &mut Script<'_>) {
     let to = end(cluster, script);
     let Some(nth) = script.below(256).checked_rem(cluster.seen.len()) else { return };
@@ -121,7 +122,7 @@ fn make_one_up(cluster: &mut Cluster, script: &mut Script<'_>) {
     cluster.deliver(to, &bytes, false);
 }
 
-/// Ends a session, for a few values of the next byte.
+/// Ends a rank's session if the next byte is 1 or 2.
 fn end_session(cluster: &mut Cluster, script: &mut Script<'_>) {
     let rank = script.below(cluster.workers.len());
     match script.byte() {

@@ -12,9 +12,9 @@ use racksum_proto::wire::{
     Opening,
 };
 
-/// Job of every script.
+/// The job of every script.
 pub const JOB: JobId = JobId(7);
-/// Generation of the job.
+/// The generation of the job.
 pub const GENERATION: Generation = Generation(3);
 
 /// The unread rest of a script.
@@ -22,7 +22,7 @@ pub const GENERATION: Generation = Generation(3);
 pub struct Script<'a>(pub &'a [u8]);
 
 impl Script<'_> {
-    /// Returns whether everything has been read.
+    /// Returns whether the whole script has been read.
     pub const fn is_over(&self) -> bool {
         self.0.is_empty()
     }
@@ -43,7 +43,7 @@ impl Script<'_> {
         (0..8).fold(0, |word, _| (word << 8) | u64::from(self.byte()))
     }
 
-    /// Returns at most as many bytes as the next byte says.
+    /// Reads a length byte, and returns that many bytes, or all that are left if those are fewer.
     pub fn bytes(&mut self) -> Vec<u8> {
         let len = usize::from(self.byte()).min(self.0.len());
         let (bytes, rest) = self.0.split_at(len);
@@ -59,14 +59,14 @@ impl Script<'_> {
         let block = 32 << self.below(6);
         let lane = u8::try_from(self.below(2)).unwrap_or(0);
         let descriptor = Descriptor { wire, reduction, lane, ..Descriptor::sum(elements, dtype) };
-        // A few values make the rank refuse its call or make a different one.
+        // Two values of the next byte stand for a refused call and for a different call.
         let call = Call { number: u32::from(lane), ..Call::NONE };
         let descriptor = match self.byte() {
             255 => return Descriptor::refused(call),
             254 => Descriptor { call, ..descriptor },
             _ => descriptor,
         };
-        descriptor.with_block(block).expect("32 to 1024, a power of two")
+        descriptor.with_block(block).expect("the block size is a power of two from 32 to 1024")
     }
 
     fn window(&mut self) -> WindowId {
@@ -188,7 +188,7 @@ impl Script<'_> {
     }
 }
 
-/// Dtypes with the wire types that they use.
+/// Pairs of a dtype and a wire type that carries it.
 const TYPES: [(DType, WireType); 8] = [
     (DType::F32, WireType::F32),
     (DType::F32, WireType::Int8),
@@ -200,8 +200,8 @@ const TYPES: [(DType, WireType); 8] = [
     (DType::I64, WireType::I64),
 ];
 
-/// Kinds of made-up datagrams; data, opens and nacks are more frequent than the rest.
-const KINDS: [Kind; 14] = [
+/// The kinds of made-up datagrams. A kind that is listed several times is drawn more often.
+const KINDS: [Kind; 15] = [
     Kind::Open,
     Kind::Open,
     Kind::Open,
@@ -216,4 +216,5 @@ const KINDS: [Kind; 14] = [
     Kind::Credit,
     Kind::Wait,
     Kind::Fail,
+    Kind::Ping,
 ];

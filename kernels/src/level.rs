@@ -1,8 +1,8 @@
 //! Vector instruction sets of this machine, and the compilation of kernels for each set.
 //!
 //! A kernel is a [`Task`], which is generic over the instruction set and always inlined.
-//! [`Level::run`] inlines it into a function that may use the instructions of a level. Plain loops
-//! in the kernel also become vectors of that width.
+//! [`Level::run`] inlines it into a function that may use the instructions of a level, so the
+//! compiler also vectorizes the kernel's plain loops with those instructions.
 #![cfg_attr(
     target_arch = "x86_64",
     expect(unsafe_code, reason = "calls functions compiled for instructions found at run time")

@@ -1,8 +1,8 @@
-//! Branch-free operations on single numbers, so that the compiler can vectorise them.
+//! Branch-free operations on single numbers, so that the compiler can vectorize them.
 
 /// Number type in which contributions are folded.
 pub(crate) trait Number: Copy {
-    /// The value of an absent rank.
+    /// Element that an absent rank contributes.
     const ZERO: Self;
 
     /// Adds two numbers. Integers wrap around.
@@ -42,8 +42,8 @@ macro_rules! float_number {
 
             #[inline(always)]
             fn least(self, other: Self) -> Self {
-                // Two zeros differ only in sign, and the OR keeps a minus. A NaN in `other` fails
-                // both tests.
+                // Two zeros differ only in sign, and the OR keeps a minus sign. A NaN in `other`
+                // fails both comparisons, so `lesser` is that NaN.
                 let either = Self::from_bits(self.to_bits() | other.to_bits());
                 let lesser = if self < other { self } else { other };
                 let lesser = if self == other { either } else { lesser };
@@ -106,7 +106,7 @@ macro_rules! integer_number {
 
             #[inline(always)]
             fn of_world(world: u32) -> Self {
-                // check_fold rejects a world this large.
+                // `check_fold` rejects a world that does not fit into this type.
                 Self::try_from(world).unwrap_or(Self::MAX)
             }
         }
@@ -127,8 +127,8 @@ pub(crate) fn bf16_to_f32(x: u16) -> f32 {
 #[expect(clippy::cast_possible_truncation, reason = "the upper half of 32 bits")]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
-    // Add half a step, less one bit if the upper half is even, so that ties round to even. Above
-    // the largest value, the carry gives infinity.
+    // Add half a step, minus one if the upper half is even, so that ties round to even. Above the
+    // largest value, the carry turns the result into infinity.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     (if x.is_nan() { 0x7fc0 } else { rounded }) as u16
 }
@@ -138,7 +138,7 @@ pub(crate) fn f32_to_bf16(x: f32) -> u16 {
 pub(crate) fn f16_to_f32(x: u16) -> f32 {
     let x = u32::from(x);
     // The exponent and fraction move to their f32 places, where the exponent is 112 too small.
-    // Multiplying by 2^112 is exact and turns denormals into normal numbers.
+    // Multiplication by 2^112 is exact and turns denormals into normal numbers.
     let shifted = (x & 0x7fff) << 13;
     let scaled = f32::from_bits(shifted) * f32::from_bits((112 + 127) << 23);
     let special = shifted | 0x7f80_0000;
@@ -152,13 +152,13 @@ pub(crate) fn f16_to_f32(x: u16) -> f32 {
 pub(crate) fn f32_to_f16(x: f32) -> u16 {
     let sign = (x.to_bits() >> 16) & 0x8000;
     let bits = x.to_bits() & 0x7fff_ffff;
-    // Denormals: f32 values near 0.5 are one smallest f16 apart, so the sum rounds to a multiple of
-    // it and holds the result in its low bits.
+    // Denormals: between 0.5 and 1, adjacent f32 values differ by the smallest positive f16. So the
+    // sum rounds to a multiple of the smallest f16 and holds the result in its low bits.
     let denormal = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
     // Normal numbers: reduce the exponent by 112, and round as `f32_to_bf16` does.
     let rounded = bits.wrapping_add(0x0fff + ((bits >> 13) & 1)).wrapping_sub(112 << 23) >> 13;
     let finite = if bits < (113 << 23) { denormal } else { rounded };
-    // From 65520 on, the nearest f16 is infinity.
+    // The f16 nearest to 65520, and to any larger number, is infinity.
     let ordered = if bits >= 0x477f_f000 { 0x7c00 } else { finite };
     (if bits > 0x7f80_0000 { 0x7e00 } else { ordered | sign }) as u16
 }

@@ -1,7 +1,9 @@
 //! Vectors of numbers: the operations that kernels need, and their portable implementation.
+#![expect(unsafe_code, reason = "vectors are copied from memory that processes share")]
 
 use std::array::from_fn;
 
+use crate::copy::{self, LINE};
 use crate::number::{Number, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// Instruction set. A value of this type proves that the machine supports the set.
@@ -10,7 +12,42 @@ pub(crate) trait Simd:
 {
     /// Length of a vector in bytes.
     const BYTES: usize;
+
+    /// The bytes of [`SPAN`] vectors.
+    type Span: AsRef<[u8]> + AsMut<[u8]>;
+
+    /// Returns a span of zeros.
+    fn zero_span(self) -> Self::Span;
+
+    /// Returns a copy of the span at `start` plus `at`, which another process may write during the
+    /// copy.
+    ///
+    /// # Safety
+    ///
+    /// The bytes of the span can be read.
+    unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span;
+
+    /// Returns a copy like [`copy_span`](Self::copy_span), made with registers of half a vector.
+    /// The 16-bit floats of such a register convert to one vector of f32, without an instruction
+    /// that splits a vector first.
+    ///
+    /// # Safety
+    ///
+    /// The bytes of the span can be read.
+    unsafe fn copy_span_by_halves(self, start: *const u8, at: usize) -> Self::Span;
+
+    /// Returns a copy of the line at `start` plus `at`, like [`copy_span`](Self::copy_span).
+    ///
+    /// # Safety
+    ///
+    /// The bytes of the line can be read.
+    unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE];
 }
+
+/// Number of vectors in a span. A fold processes one span at a time. Four are enough for additions
+/// to overlap, and few enough that 16 registers hold the sums of 16-bit floats and the next
+/// operands.
+pub(crate) const SPAN: usize = 4;
 
 /// Vectors whose lanes are of type `N`.
 pub(crate) trait Lanes<N>: Copy {
@@ -50,19 +87,21 @@ pub(crate) trait Lanes<N>: Copy {
 
 /// Vectors of 16-bit floats, each split into two vectors of f32.
 ///
-/// For bf16, the two vectors hold the even and the odd lanes: a shift or a mask separates them, and
-/// no lane has to move.
+/// The two vectors of a bf16 vector hold its even and its odd lanes: a shift and a mask separate
+/// them, and no lane has to move.
 pub(crate) trait Halves: Lanes<f32> {
     /// Loads the f16 values at the start of `bytes`.
     fn load_f16(self, bytes: &[u8]) -> [Self::Vector; 2];
 
-    /// Rounds to f16 and writes to `bytes`, with the canonical quiet NaN for any NaN.
+    /// Rounds the numbers to f16, replaces any NaN with the canonical quiet NaN, and writes the
+    /// result to the start of `bytes`.
     fn store_f16(self, x: [Self::Vector; 2], bytes: &mut [u8]);
 
     /// Loads the bf16 values at the start of `bytes`.
     fn load_bf16(self, bytes: &[u8]) -> [Self::Vector; 2];
 
-    /// Rounds to bf16 and writes to `bytes`, with the canonical quiet NaN for any NaN.
+    /// Rounds the numbers to bf16, replaces any NaN with the canonical quiet NaN, and writes the
+    /// result to the start of `bytes`.
     fn store_bf16(self, x: [Self::Vector; 2], bytes: &mut [u8]);
 }
 
@@ -72,6 +111,31 @@ pub(crate) struct Portable;
 
 impl Simd for Portable {
     const BYTES: usize = 16;
+
+    type Span = [u8; LINE];
+
+    #[inline(always)]
+    fn zero_span(self) -> Self::Span {
+        [0; LINE]
+    }
+
+    #[inline(always)]
+    unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span {
+        // SAFETY: a span of this level is a line, and the caller allows the read.
+        unsafe { copy::line(start, at) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy_span_by_halves(self, start: *const u8, at: usize) -> Self::Span {
+        // SAFETY: the caller allows the read.
+        unsafe { self.copy_span(start, at) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE] {
+        // SAFETY: the caller allows the read.
+        unsafe { copy::line(start, at) }
+    }
 }
 
 macro_rules! portable_lanes {

@@ -4,8 +4,11 @@
 //! [`Avx2::assume`] and [`Avx512::assume`] are unsafe, because they create the proof.
 #![expect(unsafe_code, reason = "vendor intrinsics")]
 
+use std::arch::asm;
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
+use crate::copy::LINE;
 use crate::simd::{Halves, Lanes, Simd};
 
 /// Proof that the machine has AVX2 and F16C.
@@ -40,11 +43,138 @@ impl Avx512 {
 
 impl Simd for Avx2 {
     const BYTES: usize = 32;
+
+    type Span = [u8; 128];
+
+    #[inline(always)]
+    fn zero_span(self) -> Self::Span {
+        [0; 128]
+    }
+
+    #[inline(always)]
+    unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span {
+        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
+        // read. Any bytes are a valid array.
+        unsafe { transmute(copy_4_of_256(start, at)) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy_span_by_halves(self, start: *const u8, at: usize) -> Self::Span {
+        // SAFETY: as for `copy_span`.
+        unsafe { transmute(copy_8_of_128(start, at)) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE] {
+        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
+        // read. Any bytes are a valid array.
+        unsafe { transmute(copy_2_of_256(start, at)) }
+    }
 }
 
 impl Simd for Avx512 {
     const BYTES: usize = 64;
+
+    type Span = [u8; 256];
+
+    #[inline(always)]
+    fn zero_span(self) -> Self::Span {
+        [0; 256]
+    }
+
+    #[inline(always)]
+    unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span {
+        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
+        // read. Any bytes are a valid array.
+        unsafe { transmute(copy_4_of_512(start, at)) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy_span_by_halves(self, start: *const u8, at: usize) -> Self::Span {
+        // SAFETY: as for `copy_span`.
+        unsafe { transmute(copy_8_of_256(start, at)) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE] {
+        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
+        // read. Any bytes are a valid array.
+        unsafe { transmute(copy_1_of_512(start, at)) }
+    }
 }
+
+/// Defines a function that returns a copy of consecutive vectors, at `start` plus `at`. The caller
+/// of the function guarantees that the bytes can be read. Another process may write them during the
+/// copy.
+macro_rules! copy_vectors {
+    (
+        $name:ident, $feature:literal, $vector:ident, $count:literal, $class:ident,
+        $($out:ident: $load:literal),+
+    ) => {
+        #[inline]
+        #[target_feature(enable = $feature)]
+        unsafe fn $name(start: *const u8, at: usize) -> [$vector; $count] {
+            $(let $out: $vector;)+
+            // SAFETY: the instructions read what the caller allows, and need no alignment.
+            unsafe {
+                asm!(
+                    $($load,)+
+                    $($out = out($class) $out,)+
+                    start = in(reg) start,
+                    at = in(reg) at,
+                    options(nostack, preserves_flags, readonly),
+                );
+            }
+            [$($out),+]
+        }
+    };
+}
+
+copy_vectors!(
+    copy_4_of_512, "avx512f", __m512i, 4, zmm_reg,
+    a: "vmovdqu64 {a}, [{start} + {at}]",
+    b: "vmovdqu64 {b}, [{start} + {at} + 64]",
+    c: "vmovdqu64 {c}, [{start} + {at} + 128]",
+    d: "vmovdqu64 {d}, [{start} + {at} + 192]"
+);
+copy_vectors!(
+    copy_1_of_512, "avx512f", __m512i, 1, zmm_reg,
+    a: "vmovdqu64 {a}, [{start} + {at}]"
+);
+copy_vectors!(
+    copy_4_of_256, "avx2", __m256i, 4, ymm_reg,
+    a: "vmovdqu {a}, [{start} + {at}]",
+    b: "vmovdqu {b}, [{start} + {at} + 32]",
+    c: "vmovdqu {c}, [{start} + {at} + 64]",
+    d: "vmovdqu {d}, [{start} + {at} + 96]"
+);
+copy_vectors!(
+    copy_2_of_256, "avx2", __m256i, 2, ymm_reg,
+    a: "vmovdqu {a}, [{start} + {at}]",
+    b: "vmovdqu {b}, [{start} + {at} + 32]"
+);
+copy_vectors!(
+    copy_8_of_256, "avx2", __m256i, 8, ymm_reg,
+    a: "vmovdqu {a}, [{start} + {at}]",
+    b: "vmovdqu {b}, [{start} + {at} + 32]",
+    c: "vmovdqu {c}, [{start} + {at} + 64]",
+    d: "vmovdqu {d}, [{start} + {at} + 96]",
+    e: "vmovdqu {e}, [{start} + {at} + 128]",
+    f: "vmovdqu {f}, [{start} + {at} + 160]",
+    g: "vmovdqu {g}, [{start} + {at} + 192]",
+    h: "vmovdqu {h}, [{start} + {at} + 224]"
+);
+copy_vectors!(
+    copy_8_of_128, "avx2", __m128i, 8, xmm_reg,
+    a: "vmovdqu {a}, [{start} + {at}]",
+    b: "vmovdqu {b}, [{start} + {at} + 16]",
+    c: "vmovdqu {c}, [{start} + {at} + 32]",
+    d: "vmovdqu {d}, [{start} + {at} + 48]",
+    e: "vmovdqu {e}, [{start} + {at} + 64]",
+    f: "vmovdqu {f}, [{start} + {at} + 80]",
+    g: "vmovdqu {g}, [{start} + {at} + 96]",
+    h: "vmovdqu {h}, [{start} + {at} + 112]"
+);
 
 /// Implements [`Lanes`]. The arguments that look like closures are not closures: a closure would be
 /// compiled without the instructions, and might then not be inlined.
@@ -123,9 +253,9 @@ macro_rules! lanes {
 }
 
 // If either operand is a NaN or both are zeros, the minimum and maximum instructions return their
-// second operand. So the code computes both orders. For the minimum, the OR of both results keeps a
-// NaN, or the sign of a negative zero. For the maximum, the AND keeps a positive zero, and a NaN is
-// inserted separately.
+// second operand. So the code executes the instruction with both orders of the operands. For the
+// minimum, the OR of both results keeps a NaN, or the sign of a negative zero. For the maximum, the
+// AND keeps a positive zero, and a NaN is inserted separately.
 
 lanes!(
     Avx512, f32, __m512,
@@ -290,7 +420,8 @@ impl Halves for Avx512 {
 }
 
 impl Avx512 {
-    /// Rounds each lane to bf16, in its upper half; see `f32_to_bf16`.
+    /// Rounds each lane to bf16 like `f32_to_bf16`, and leaves the result in the upper half of the
+    /// lane. The lower half is arbitrary.
     #[inline(always)]
     fn round_bf16(self, x: __m512) -> __m512i {
         // SAFETY: `self` proves that the machine has the instructions.
@@ -359,7 +490,8 @@ impl Halves for Avx2 {
 }
 
 impl Avx2 {
-    /// Rounds each lane to bf16, in its upper half; see `f32_to_bf16`.
+    /// Rounds each lane to bf16 like `f32_to_bf16`, and leaves the result in the upper half of the
+    /// lane. The lower half is arbitrary.
     #[inline(always)]
     fn round_bf16(self, x: __m256) -> __m256i {
         // SAFETY: `self` proves that the machine has the instructions.

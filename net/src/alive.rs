@@ -1,7 +1,9 @@
-//! Sockets that show peers that this process is alive: the kernel closes them when it dies.
+//! Sockets that show peers that this process is alive: the kernel closes them when the process
+//! dies.
 //!
-//! A forked child inherits these sockets and would keep them open for as long as it lives itself,
-//! as the workers of a data loader may. So a fork handler replaces them in every child at once.
+//! A forked child, such as a worker of a data loader, inherits these sockets and would keep them
+//! open for as long as it lives. So a fork handler replaces them with `/dev/null` in every child,
+//! right after the fork.
 
 #![expect(unsafe_code, reason = "libc registers the fork handler")]
 
@@ -13,15 +15,15 @@ use std::sync::Once;
 use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Limit on tracked sockets. Children keep any further ones open, so that peers notice a death
-/// late.
+/// Limit on tracked sockets. Forked children keep all further sockets open, so the peers of those
+/// sockets detect the death of this process late.
 const MOST: usize = 1024;
 
 /// Value of a free entry in `ALL`.
 const NONE: RawFd = -1;
 
-/// Descriptors to replace in children. A lock cannot guard them: the thread that holds it would not
-/// exist in the child.
+/// Descriptors to replace in children. A lock cannot guard them, because the thread that holds it
+/// may not exist in the child.
 static ALL: [AtomicI32; MOST] = [const { AtomicI32::new(NONE) }; MOST];
 
 /// Descriptor of `/dev/null`, which replaces the sockets in a child. The parent opens it early,
@@ -37,15 +39,15 @@ pub(crate) struct Alive<T> {
 }
 
 impl<T: AsRawFd> Alive<T> {
-    /// Tracks a socket, so that children forked from now on replace it with `/dev/null`.
+    /// Tracks a socket, so that children forked later replace it with `/dev/null`.
     pub(crate) fn new(socket: T) -> Self {
         static FORKS: Once = Once::new();
         FORKS.call_once(|| {
             if let Err(error) = prepare() {
                 tracing::warn!(
                     %error,
-                    "cannot register a fork handler; forked children keep this process's sockets \
-                     open"
+                    "cannot set up the fork handler; forked children keep this process's sockets \
+                     open, so peers may detect its death late"
                 );
             }
         });
@@ -56,7 +58,7 @@ impl<T: AsRawFd> Alive<T> {
     }
 }
 
-/// Registers the fork handler that closes the sockets in children.
+/// Opens `/dev/null`, and registers the fork handler that closes the sockets in children.
 fn prepare() -> io::Result<()> {
     let nothing = File::options().read(true).write(true).open("/dev/null")?;
     // SAFETY: the handler calls only async-signal-safe functions.
@@ -69,7 +71,7 @@ fn prepare() -> io::Result<()> {
 }
 
 /// Replaces the sockets with `/dev/null` in a child. The descriptor numbers stay in use, because
-/// the child's copies of the socket objects may still close them.
+/// the child's copies of the socket objects may still close them, and must not close another file.
 extern "C" fn let_go() {
     let nothing = NOTHING.load(Relaxed);
     for note in &ALL {

@@ -2,7 +2,7 @@
 //!
 //! A hung network file system or a silent name server blocks the thread that uses it, and nothing
 //! can interrupt that thread. A thread that others depend on therefore hands such work to [`Aside`]
-//! and waits for it only up to a limit.
+//! and waits for the result for a limited time.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 /// Failure of work that was given to [`Aside`].
 #[derive(Debug, thiserror::Error)]
 pub enum AsideError {
-    /// The work exceeded its time limit. Its thread goes on, and its result is dropped.
+    /// The work exceeded its time limit. Its thread continues, and its result is dropped.
     #[error(
         "{what} takes longer than {} s; check whether a file system or a name server hangs",
         limit.as_secs()
@@ -56,11 +56,11 @@ pub struct Aside {
 }
 
 impl Aside {
-    /// Default limit on work that runs at once. Work that hangs must not take threads without
-    /// bound.
+    /// Default limit on the pieces of work that run at the same time, so that hanging work takes a
+    /// bounded number of threads.
     pub const MOST: usize = 16;
 
-    /// Creates a runner. Its errors name the work by `what`, such as `reading the identity`.
+    /// Creates a runner. Its error messages begin with `what`, such as `reading the identity`.
     #[must_use]
     pub fn new(what: &'static str) -> Self {
         Self::one_of(what, Self::MOST)
@@ -86,9 +86,9 @@ impl Aside {
         limit: Duration,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, AsideError> {
-        let (tell, told) = oneshot::channel();
-        self.spawn(move || drop(tell.send(work())))?;
-        match tokio::time::timeout(limit, told).await {
+        let (sender, receiver) = oneshot::channel();
+        self.spawn(move || drop(sender.send(work())))?;
+        match tokio::time::timeout(limit, receiver).await {
             Ok(Ok(done)) => Ok(done),
             Ok(Err(_)) => Err(self.failed("it panicked".into())),
             Err(_) => Err(AsideError::Late { what: self.what, limit }),
@@ -105,9 +105,9 @@ impl Aside {
         limit: Duration,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, AsideError> {
-        let (tell, told) = mpsc::sync_channel(1);
-        self.spawn(move || drop(tell.send(work())))?;
-        told.recv_timeout(limit).map_err(|error| match error {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.spawn(move || drop(sender.send(work())))?;
+        receiver.recv_timeout(limit).map_err(|error| match error {
             mpsc::RecvTimeoutError::Timeout => AsideError::Late { what: self.what, limit },
             mpsc::RecvTimeoutError::Disconnected => self.failed("it panicked".into()),
         })
@@ -118,7 +118,7 @@ impl Aside {
         if self.under_way.fetch_update(Relaxed, Relaxed, take).is_err() {
             return Err(AsideError::Busy { what: self.what });
         }
-        let place = Place(Arc::clone(&self.under_way));
+        let place = Permit(Arc::clone(&self.under_way));
         let done = move || {
             let _place = place;
             work();
@@ -136,10 +136,10 @@ impl Aside {
     }
 }
 
-/// Share of the limit that one piece of work holds until it ends.
-struct Place(Arc<AtomicUsize>);
+/// One unit of the limit, which a piece of work holds until it ends.
+struct Permit(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Relaxed);
     }

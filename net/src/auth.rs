@@ -1,10 +1,11 @@
-//! Authentication of datagrams: only a holder of the key can make them, and each is accepted once.
+//! Authentication of datagrams: only a holder of the key can produce them, and each is accepted at
+//! most once.
 //!
 //! A [`Sealer`] numbers the datagrams of one sender and appends a tag to each. An [`Opener`]
-//! accepts datagrams with a correct tag and a new number. The tag is that of AEGIS-128X2 (RFC
-//! 10032). With [`DataAuth::Mac`] the whole datagram is associated data. With [`DataAuth::Aead`]
-//! the first header is associated data, and the rest is encrypted. `docs/wire.md` defines the
-//! layout.
+//! accepts datagrams with a correct tag and a new number. The tags are computed with AEGIS-128X2
+//! (RFC 10032). With [`DataAuth::Mac`] the whole datagram is associated data. With
+//! [`DataAuth::Aead`] the first header is associated data, and the rest is encrypted.
+//! `docs/wire.md` defines the layout.
 
 mod replay;
 
@@ -32,11 +33,11 @@ pub fn new_key() -> Result<Key, NetError> {
     Ok(key)
 }
 
-/// Cipher of one datagram, with the longest tag that a datagram carries.
+/// Cipher of one datagram, whose tag is as long as the longest trailer.
 type Cipher = Aegis128X2<TAG>;
 const TAG: usize = DataAuth::MAX_TRAILER;
 
-/// Key, with the sender and the shard whose datagrams it authenticates.
+/// Key, with the sender and the shard of the datagrams that it authenticates.
 #[derive(Debug)]
 struct Lock {
     auth: DataAuth,
@@ -54,8 +55,9 @@ impl Lock {
         Some(Self { auth, key: *key, sender, shard })
     }
 
-    /// Returns the cipher for one datagram. No nonce repeats under one key: it contains the sender,
-    /// the shard and the number, and no sender reuses a number towards a shard.
+    /// Returns the cipher for one datagram. No nonce repeats under one key, because the nonce
+    /// contains the sender, the shard and the number, and no sender reuses a number towards a
+    /// shard.
     fn cipher(&self, number: u64) -> Cipher {
         let mut nonce = Nonce::default();
         nonce[0..2].copy_from_slice(&self.sender.0.to_be_bytes());
@@ -75,13 +77,13 @@ impl Lock {
         (plain, hidden)
     }
 
-    /// Returns the tag of a datagram. With [`DataAuth::Aead`], it also encrypts the datagram.
+    /// Computes the tag of a datagram and, with [`DataAuth::Aead`], encrypts the datagram.
     fn seal(&self, number: u64, messages: &mut [u8]) -> Tag<TAG> {
         let (plain, hidden) = self.parts(messages);
         self.cipher(number).encrypt_in_place(hidden, plain)
     }
 
-    /// Checks whether a datagram ends with its tag. With [`DataAuth::Aead`], it also decrypts the
+    /// Checks whether a datagram ends with its tag and, with [`DataAuth::Aead`], decrypts the
     /// datagram.
     fn open(&self, number: u64, datagram: &mut [u8]) -> bool {
         let Some(at) = datagram.len().checked_sub(self.auth.trailer()) else { return false };
@@ -116,7 +118,7 @@ impl Sealer {
         Some(Self { lock: Lock::new(auth, down, Rank::AGGREGATOR, shard)?, next: 0 })
     }
 
-    /// Returns how many datagrams were sealed, which is the next datagram's number.
+    /// Returns how many datagrams have been sealed, which is also the number of the next datagram.
     #[must_use]
     pub const fn sealed(&self) -> u64 {
         self.next
@@ -128,26 +130,29 @@ impl Sealer {
         self.lock.auth
     }
 
-    /// Appends the datagrams of a transmit to `out`, each with its number and tag. Returns their
-    /// stride there.
+    /// Seals the datagrams of a transmit, whose bytes must be contiguous, and appends them to `out`
+    /// with their tags. Returns their stride in `out`.
     pub fn seal(&mut self, transmit: &Transmit<'_>, out: &mut Vec<u8>) -> usize {
-        let Transmit { contents, tail, stride, .. } = *transmit;
-        debug_assert!(transmit.trailer.is_empty(), "only sealing adds a trailer");
-        let trailer = self.lock.auth.trailer();
+        let Transmit { contents, stride, .. } = *transmit;
+        debug_assert!(transmit.is_in_one(), "the transmit must be contiguous");
+        debug_assert!(transmit.trailer.is_empty(), "only sealing may add a trailer");
         for datagram in contents.chunks(stride.max(1)) {
             let start = out.len();
             append(out, datagram);
-            // A transmit with a tail is a single datagram.
-            append(out, tail);
-            let tag = self.seal_one(&mut out[start..]);
-            out.extend_from_slice(&tag[..trailer]);
+            self.seal_last(out, start);
         }
-        stride + trailer
+        stride + self.lock.auth.trailer()
     }
 
-    /// Seals datagrams that lie `stride` apart, each with room for its tag at its end, and returns
-    /// them. [`DataAuth::Aead`] encrypts a copy in `out`, because the originals may have to be sent
-    /// again. [`DataAuth::Mac`] seals them in place.
+    /// Seals the last datagram of `out`, which starts at `start`, and appends its tag.
+    pub fn seal_last(&mut self, out: &mut Vec<u8>, start: usize) {
+        let tag = self.seal_one(&mut out[start..]);
+        out.extend_from_slice(&tag[..self.lock.auth.trailer()]);
+    }
+
+    /// Seals datagrams that lie `stride` bytes apart, each with space for its tag at the end, and
+    /// returns them. [`DataAuth::Aead`] encrypts a copy in `out`, because the originals may have to
+    /// be sent again. [`DataAuth::Mac`] seals them in place.
     pub fn seal_with_room<'a>(
         &mut self,
         contents: &'a mut [u8],
@@ -233,13 +238,14 @@ impl Opener {
     ///
     /// # Errors
     ///
-    /// [`Reject::Forged`] if the tag is wrong, [`Reject::Replayed`] if the datagram was accepted
-    /// before or is too old to check.
+    /// [`Reject::Forged`] if the datagram is too short or its tag is wrong, and
+    /// [`Reject::Replayed`] if it was accepted before or is too old to check.
     pub fn open<'a>(&mut self, datagram: &'a mut [u8]) -> Result<&'a mut [u8], Reject> {
         // wire: W-58
         let low = Header::number(datagram).ok_or(Reject::Forged)?;
         // wire: W-59
-        // The replay check comes first because it costs less, but only the tag proves the number.
+        // The replay check comes first because it costs less. Only the tag proves the number, so
+        // the number counts as accepted only after the tag is verified.
         let number = self.window.number(low).ok_or(Reject::Replayed)?;
         if !self.lock.open(number, datagram) {
             return Err(Reject::Forged);
@@ -247,17 +253,17 @@ impl Opener {
         self.window.take(number);
         let len = datagram.len() - self.lock.auth.trailer();
         let messages = &mut datagram[..len];
-        // The key belongs to one generation, so the number takes the place of the generation on
-        // the wire.
+        // Restore the generation. On the wire, the number takes its place, because the key already
+        // identifies the generation.
         Header::put_number(messages, self.generation.0);
         Ok(messages)
     }
 }
 
-/// Appends a copy of `bytes`, in pieces too short for glibc to use `rep movsb` (2,112 bytes with
-/// AVX-512). On AMD's Zen 4, `rep movsb` takes up to eight times as long if the copy begins less
-/// than 32 bytes behind its source, modulo a page.
-fn append(out: &mut Vec<u8>, bytes: &[u8]) {
+/// Appends a copy of `bytes` in short pieces, because glibc copies 2,112 bytes or more with `rep
+/// movsb` if the processor has AVX-512. On AMD's Zen 4, `rep movsb` takes up to eight times as long
+/// if the copy begins less than 32 bytes after its source, modulo a page.
+pub fn append(out: &mut Vec<u8>, bytes: &[u8]) {
     const PIECE: usize = 2048;
     out.reserve(bytes.len());
     bytes.chunks(PIECE).for_each(|piece| out.extend_from_slice(piece));

@@ -32,7 +32,8 @@ impl Clock {
         for _ in 0..MAX_READINGS {
             at_boot = nanos_of(libc::CLOCK_REALTIME).saturating_sub(before);
             let after = nanos_of(libc::CLOCK_BOOTTIME);
-            // A longer gap means that this process was stopped between the two readings.
+            // A longer gap means that this process was stopped between the two readings, so read
+            // both clocks again.
             if after.saturating_sub(before) < APART {
                 break;
             }
@@ -44,16 +45,16 @@ impl Clock {
 
 /// Limit on attempts to read the two clocks close together.
 const MAX_READINGS: u32 = 8;
-/// Gap, in nanoseconds, from which two readings count as too far apart.
+/// Shortest gap, in nanoseconds, at which two readings count as too far apart.
 const APART: i64 = 10_000_000;
 
-/// Returns the time of a clock of the host, in nanoseconds since its epoch.
+/// Returns the time of one of the host's clocks, in nanoseconds since the epoch of that clock.
 fn nanos_of(clock: libc::clockid_t) -> i64 {
     let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `spec` is a valid timespec to write to for the whole call.
     let rc = unsafe { libc::clock_gettime(clock, &raw mut spec) };
     // The call fails only for an unknown clock or a bad pointer, and neither can occur here.
-    debug_assert_eq!(rc, 0, "these clocks are always there");
+    debug_assert_eq!(rc, 0, "Linux always has these clocks");
     spec.tv_sec.saturating_mul(1_000_000_000).saturating_add(spec.tv_nsec)
 }
 

@@ -1,4 +1,4 @@
-//! Errors of this crate. Each is one sentence that tells the user what to do.
+//! Errors of this crate, with messages that state what failed and, where possible, what to do.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,10 +12,11 @@ use racksum_proto::time::Span;
 use crate::aside::AsideError;
 use crate::interface::MIN_MTU;
 
-/// Failure of this crate. Each `Display` says what failed, where, and what to do.
+/// Error of this crate. Its message states what failed, at which address, file or interface, and,
+/// where possible, what to do.
 ///
-/// The sentence already contains its cause. The cause is a plain field and not the `Error::source`,
-/// because a printed chain would repeat it.
+/// The message already contains the cause. So the cause is a plain field instead of the
+/// `Error::source`, which a printed chain of errors would repeat.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetError {
@@ -59,7 +60,7 @@ pub enum NetError {
     /// The kernel refused a socket option that the protocol needs.
     #[error("cannot set {option} on the UDP socket for {addr}: {cause}")]
     Option {
-        /// The option by its C name.
+        /// The option's C name.
         option: &'static str,
         /// The address that the socket was for.
         addr: SocketAddr,
@@ -95,7 +96,7 @@ pub enum NetError {
          multicast off"
     )]
     Multicast {
-        /// The interface by name.
+        /// The name of the interface.
         interface: String,
         /// The error of the kernel.
         cause: io::Error,
@@ -120,20 +121,20 @@ pub enum NetError {
         /// The pattern as it was given.
         pattern: String,
     },
-    /// An address beyond loopback was used without an identity.
+    /// An address beyond loopback was used without an identity and without `insecure`.
     #[error("{}", unprotected(*addr, "`identity`"))]
     Unprotected {
         /// The address to listen on or to connect to.
         addr: SocketAddr,
     },
-    /// Nothing answered in time.
+    /// The peer did not answer in time.
     #[error("{}{}", unanswered(*addr, *waited, *narrow), advice(*narrow))]
     NobodyThere {
         /// The address of the peer.
         addr: SocketAddr,
         /// How long this side waited for an answer.
         waited: Span,
-        /// The path's MTU, if that is known to be too small.
+        /// The path's MTU, if it is known to be too small.
         narrow: Option<usize>,
     },
     /// The peer runs another program or another version of racksum.
@@ -159,7 +160,7 @@ pub enum NetError {
         "{addr} rejected this identity: its certificate {why}; inspect it with `racksum identity \
          show`, and have the authority that both sides trust issue another"
     )]
-    NotBelieved {
+    IdentityRejected {
         /// The address of the peer.
         addr: SocketAddr,
         /// The reason for the rejection.
@@ -180,7 +181,7 @@ pub enum NetError {
          this side's authority and without `insecure`, or start both sides without identities"
     )]
     NoneShown {
-        /// The address of the peer, which called or was called.
+        /// The address of the peer, which may have called this side or been called by it.
         addr: SocketAddr,
     },
     /// We reject the peer's certificate.
@@ -188,7 +189,7 @@ pub enum NetError {
         "rejected the certificate of {addr}: it {why}; both sides need identities from one \
          authority, and the called side needs one of role aggregator"
     )]
-    Unbelievable {
+    CertificateRejected {
         /// The address of the peer.
         addr: SocketAddr,
         /// The reason for the rejection.
@@ -199,7 +200,7 @@ pub enum NetError {
         "`identity` conflicts with `insecure`, which accepts every peer; leave one of them out"
     )]
     InsecureIdentity,
-    /// A file does not hold the identity or the authority that it should.
+    /// A file cannot be read, or does not hold the expected identity, authority or certificates.
     #[error("{what} {}: {why}", path.display())]
     IdentityFile {
         /// The expected content of the file.
@@ -236,10 +237,10 @@ pub enum NetError {
         /// The error of the certificate library.
         reason: String,
     },
-    /// A certificate and its key cannot be used for TLS.
+    /// TLS cannot be set up, or the system provides no randomness for a key.
     #[error("cannot set up TLS: {reason}")]
     Tls {
-        /// The error of the TLS library.
+        /// The reason, such as the error of the TLS library.
         reason: String,
     },
 }
@@ -259,7 +260,7 @@ pub enum FileKind {
 }
 
 impl FileKind {
-    /// Creates the error for a file that does not hold the expected content.
+    /// Creates the error for a file that cannot be read or does not hold the expected content.
     pub(crate) fn wrong(self, path: &Path, why: impl Into<String>) -> NetError {
         NetError::IdentityFile { what: self, path: path.into(), why: why.into() }
     }
@@ -286,17 +287,17 @@ impl NetError {
     pub const fn options(&self) -> &'static [&'static str] {
         match self {
             Self::Unprotected { .. } => &["aggregator"],
-            Self::IdentityFile { .. } | Self::Certificate { .. } | Self::NotBelieved { .. } => {
-                &["identity"]
-            }
+            Self::IdentityFile { .. }
+            | Self::Certificate { .. }
+            | Self::IdentityRejected { .. } => &["identity"],
             Self::InsecureIdentity => &["identity", "insecure"],
             Self::NoInterface { .. } | Self::EmptyPattern { .. } => &["interface"],
             _ => &[],
         }
     }
 
-    /// Returns the message without the advice of [`NetError::NobodyThere`]. Other errors keep
-    /// theirs.
+    /// Returns the message without the advice of [`NetError::NobodyThere`]. The messages of other
+    /// errors stay unchanged.
     #[must_use]
     pub fn without_advice(&self) -> String {
         match self {
@@ -313,10 +314,10 @@ impl NetError {
             | Self::NobodyThere { addr, .. }
             | Self::WrongProtocol { addr }
             | Self::Connect { addr, .. }
-            | Self::NotBelieved { addr, .. }
+            | Self::IdentityRejected { addr, .. }
             | Self::NoIdentity { addr }
             | Self::NoneShown { addr }
-            | Self::Unbelievable { addr, .. }
+            | Self::CertificateRejected { addr, .. }
             | Self::NotCallable { addr, .. } => Some(addr),
             _ => None,
         }
@@ -324,7 +325,7 @@ impl NetError {
 
     /// Returns the message with the given names for the port option and the identity option.
     #[must_use]
-    pub fn told_with(&self, port: &str, identity: &str) -> String {
+    pub fn message_with_options(&self, port: &str, identity: &str) -> String {
         match self {
             Self::PortTaken { addr } => port_taken(*addr, port),
             Self::PortNotPermitted { addr } => port_not_permitted(*addr, port),
@@ -344,7 +345,7 @@ impl NetError {
     }
 }
 
-/// Formats a system error, and names the limit of the process to raise if that is the cause.
+/// Formats a system error. If this process has too many open files, adds which limit to raise.
 ///
 /// ```
 /// # use racksum_net::with_limit;
@@ -364,8 +365,8 @@ const PORT: &str = "--port";
 
 fn port_taken(addr: SocketAddr, option: &str) -> String {
     format!(
-        "cannot bind {addr}: address in use; choose another with {option}, or stop the process \
-         that holds it"
+        "cannot bind {addr}: address in use; choose another port with {option}, or stop the \
+         process that holds it"
     )
 }
 
@@ -389,13 +390,14 @@ fn seconds(span: Span) -> f64 {
     (span.as_millis() as f64 / 100.0).round() / 10.0
 }
 
-/// Formats the message for a peer that does not answer, with the path's MTU if that is too small.
+/// Formats the message for a peer that does not answer, without advice. Includes the path's MTU if
+/// it is too small.
 fn unanswered(addr: SocketAddr, waited: Span, narrow: Option<usize>) -> String {
-    let told = format!("no answer from {addr} within {} s", seconds(waited));
+    let text = format!("no answer from {addr} within {} s", seconds(waited));
     match narrow {
-        None => told,
+        None => text,
         Some(mtu) => format!(
-            "{told}; the path passes no IP packet larger than {mtu} bytes, and racksum needs \
+            "{text}; the path passes no IP packet larger than {mtu} bytes, and racksum needs \
              {MIN_MTU}"
         ),
     }
@@ -460,7 +462,7 @@ mod tests {
         let addr: SocketAddr = "127.0.0.1:7000".parse().unwrap();
         let sentence =
             |errno| NetError::bind(addr, io::Error::from_raw_os_error(errno)).to_string();
-        let taken = "cannot bind 127.0.0.1:7000: address in use; choose another with --port";
+        let taken = "cannot bind 127.0.0.1:7000: address in use; choose another port with --port";
         assert!(sentence(libc::EADDRINUSE).starts_with(taken));
         assert!(sentence(libc::EADDRNOTAVAIL).contains("no interface of this host"));
         assert!(sentence(libc::EACCES).contains("1024 or above"));

@@ -1,4 +1,4 @@
-//! Access to files that a user names, without hanging on a pipe.
+//! Access to files that a user names. A pipe is rejected instead of blocking the caller.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -48,14 +48,25 @@ pub fn open(path: &Path) -> Result<File, FileError> {
 ///
 /// # Errors
 ///
-/// [`FileError`]. A file that is not UTF-8 gives [`FileError::Io`].
+/// [`FileError`], which is [`FileError::Io`] if the file is not UTF-8.
 pub fn read_text(path: &Path, most: u64) -> Result<String, FileError> {
-    let mut text = String::new();
-    open(path)?.take(most.saturating_add(1)).read_to_string(&mut text)?;
-    if text.len() as u64 > most {
+    let bytes = read_all(open(path)?, most)?;
+    let text = String::from_utf8(bytes);
+    text.map_err(|error| FileError::Io(io::Error::new(io::ErrorKind::InvalidData, error)))
+}
+
+/// Reads an open file of at most `most` bytes.
+///
+/// # Errors
+///
+/// [`FileError::TooLarge`], or the system's error.
+pub fn read_all(file: File, most: u64) -> Result<Vec<u8>, FileError> {
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most {
         return Err(FileError::TooLarge { most });
     }
-    Ok(text)
+    Ok(bytes)
 }
 
 #[cfg(test)]

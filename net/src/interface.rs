@@ -8,14 +8,14 @@ use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 
 use crate::NetError;
 
-/// The largest UDP payload over IPv4: 65,535 bytes less the IP header and the UDP header.
+/// The largest UDP payload over IPv4: 65,535 bytes minus the IP header and the UDP header.
 pub const MAX_DATAGRAM: usize = 65_507;
 
 mod list;
 
 pub use list::interfaces;
 
-/// Network interface of this host, with its properties when it was listed.
+/// Network interface of this host, with its properties at the time it was listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface {
     /// The name, as `ip link` shows it.
@@ -50,10 +50,10 @@ impl Interface {
     }
 }
 
-/// Returns the interface that owns the local address `ip`; `None` if the host has no such address.
+/// Returns the interface that owns the local address `ip`; `None` if the host has no such address,
+/// or if its interfaces cannot be listed.
 #[must_use]
 pub fn interface_of(ip: IpAddr) -> Option<Interface> {
-    // If the host cannot list its interfaces, this function cannot name one.
     let all = interfaces().ok()?;
     let owns = |interface: &Interface| interface.addrs.contains(&ip);
     // Loopback owns all of 127.0.0.0/8, although only 127.0.0.1 is listed.
@@ -61,8 +61,7 @@ pub fn interface_of(ip: IpAddr) -> Option<Interface> {
     all.iter().find(|i| owns(i)).or_else(|| all.iter().find(|i| holds(i))).cloned()
 }
 
-/// Returns the local address that packets to `peer` leave from. Asks the routing table and sends
-/// nothing.
+/// Returns the local address from which the kernel would send packets to `peer`. Sends nothing.
 ///
 /// # Errors
 ///
@@ -75,9 +74,9 @@ pub fn local_addr_towards(peer: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket_towards(any, peer)?.local_addr()?.ip())
 }
 
-/// Returns the size of the largest IP packet that the kernel expects to reach `peer` from this
-/// address. The kernel knows the size from its routes and from routers that dropped larger packets.
-/// Sends nothing.
+/// Returns the size of the largest IP packet that the kernel expects to reach `peer` from the
+/// address `from`. The kernel learns the size from its routes, and from routers that report dropped
+/// packets. Sends nothing.
 ///
 /// # Errors
 ///
@@ -88,20 +87,20 @@ pub fn path_mtu(from: IpAddr, peer: SocketAddr) -> io::Result<usize> {
     Ok(mtu as usize)
 }
 
-/// Checks whether packets from this address can reach `peer` at all. Packets from a loopback
-/// address cannot leave this host. Sends nothing.
+/// Checks whether packets from the local address `from` can reach `peer` at all. Packets from a
+/// loopback address cannot leave this host. Sends nothing.
 #[must_use]
 pub fn leads_to(from: IpAddr, peer: SocketAddr) -> bool {
     let invalid = |error: io::Error| error.kind() == io::ErrorKind::InvalidInput;
-    // An address that cannot be bound is another fault, which the later bind reports.
+    // If `from` cannot be bound, return true: the caller's later bind reports the error.
     !UdpSocket::bind((from, 0)).is_ok_and(|socket| socket.connect(peer).is_err_and(invalid))
 }
 
-/// Returns why an address cannot belong to a host, so that nobody can connect to it or serve there;
-/// `None` if it can. Sends nothing.
+/// Returns the reason why an address cannot belong to a host, as a relative clause for a message;
+/// `None` if it can. No process can serve at such an address or connect to it. Sends nothing.
 #[must_use]
 pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
-    // IPv6 sockets of this crate are IPv6-only.
+    // IPv6 sockets of this crate are IPv6-only, so IPv4-mapped addresses do not work with them.
     if let IpAddr::V6(ip) = ip
         && let Some(mapped) = ip.to_ipv4_mapped()
     {
@@ -118,13 +117,15 @@ pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
     why.map(Cow::Borrowed)
 }
 
-/// Checks whether an address is a broadcast address. Only the kernel knows those of its networks:
-/// without `SO_BROADCAST`, it forbids a socket to connect to one.
+/// Checks whether an address is a broadcast address. Only the kernel knows the broadcast addresses
+/// of its networks. Unless a socket has `SO_BROADCAST`, the kernel forbids it to connect to such an
+/// address.
 fn is_broadcast(ip: Ipv4Addr) -> io::Result<bool> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
     let forbidden = socket.connect((ip, 9)).is_err_and(|error| error.kind() == PermissionDenied);
     socket.set_broadcast(true)?;
-    // A route may also forbid an address, with or without `SO_BROADCAST`.
+    // A route may forbid an address too, but then the kernel also forbids it to a socket with
+    // `SO_BROADCAST`.
     Ok(forbidden && socket.connect((ip, 9)).is_ok())
 }
 
@@ -139,7 +140,8 @@ fn socket_towards(from: IpAddr, peer: SocketAddr) -> io::Result<UdpSocket> {
 ///
 /// # Errors
 ///
-/// [`NetError::MtuTooSmall`] below 1280, the minimum of IPv6: a window must fit into 64 fragments.
+/// [`NetError::MtuTooSmall`] if `mtu` is below 1280, the minimum MTU of IPv6. The limit ensures
+/// that a window fits into 64 fragments.
 pub fn max_datagram(mtu: usize, ipv6: bool) -> Result<usize, NetError> {
     if mtu < MIN_MTU {
         return Err(NetError::MtuTooSmall { mtu });
@@ -150,9 +152,9 @@ pub fn max_datagram(mtu: usize, ipv6: bool) -> Result<usize, NetError> {
 
 /// Returns the usable interfaces that match `pattern`, in the order of `all`.
 ///
-/// The grammar is that of `NCCL_SOCKET_IFNAME`, so that one setting serves both. A pattern holds
-/// comma-separated prefixes (`eth,ens`) or exact names (`=eth0,eth1`), or excludes either
-/// (`^docker,lo`, `^=docker0`). A blank pattern selects what NCCL selects by default: all
+/// The grammar is that of `NCCL_SOCKET_IFNAME`, so that one setting serves NCCL and racksum. A
+/// pattern holds comma-separated prefixes (`eth,ens`) or exact names (`=eth0,eth1`), or excludes
+/// either (`^docker,lo`, `^=docker0`). A blank pattern selects what NCCL selects by default: all
 /// interfaces but Docker's bridges and loopback. If that leaves none, it selects all usable
 /// interfaces.
 ///
@@ -213,11 +215,11 @@ fn strip(text: &str, mark: char) -> (bool, &str) {
     text.strip_prefix(mark).map_or((false, text), |rest| (true, rest))
 }
 
-/// Prefixes of interfaces that a blank pattern excludes.
+/// Name prefixes of the interfaces that a blank pattern excludes.
 const UNASKED: [&str; 2] = ["docker", "lo"];
 /// The smallest MTU that IPv6 permits for a link, and the smallest that this protocol supports.
 pub const MIN_MTU: usize = 1280;
-/// The largest MTU of an interface that carries IP packets unfragmented: the MTU of loopback.
+/// The largest MTU that racksum supports, which is the MTU of loopback.
 pub const MAX_MTU: usize = 65_536;
 const IPV4_HEADER: usize = 20;
 const IPV6_HEADER: usize = 40;

@@ -1,9 +1,8 @@
-//! Packet syscalls and the clock: all of racksum's access to the kernel's network.
+//! System calls for packets: all of racksum's access to the kernel's network stack.
 //!
-//! This crate contains UDP batches with GSO and GRO, multicast, socket sizing, the interfaces of
-//! the host, QUIC endpoints with their TLS identities, and the one clock of the project. It
-//! contains no rules of the protocol, which are in `racksum-proto`, and no event loops, which the
-//! callers own.
+//! This crate contains UDP batches with GSO and GRO, multicast, the sizing of socket buffers, the
+//! interfaces of the host, QUIC endpoints with their TLS identities, and the clock. It contains no
+//! protocol rules, which are in `racksum-proto`, and no event loops, which the callers own.
 //!
 //! [`local`] connects processes of one host and shares memory between them.
 //!

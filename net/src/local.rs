@@ -19,4 +19,4 @@ pub use listener::Listener;
 pub use memory::SharedMemory;
 pub use name::{Name, listen_for_streams, remove_dead};
 pub use sealed::Sealed;
-pub use systemd::{listener_of_systemd, tell_systemd};
+pub use systemd::{listener_of_systemd, notify_systemd};

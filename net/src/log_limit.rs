@@ -1,4 +1,4 @@
-//! Rate limits for log lines that anyone who reaches this host can trigger.
+//! Rate limits for log lines that anyone who can reach this host can trigger.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,12 +6,13 @@ use racksum_proto::time::{Span, Time};
 
 use crate::clock::Clock;
 
-/// Rate limit for one kind of log line: up to `most` lines at once, and `most` more a minute.
+/// Rate limit for one kind of log line: a burst of up to `most` lines, and `most` more lines a
+/// minute.
 ///
 /// ```
 /// # use racksum_net::log_limit::LogLimit;
 /// static REFUSED: LogLimit = LogLimit::new(1);
-/// // `left_out` counts the lines suppressed since the last one; it is `None` if there were none.
+/// // `left_out` is the number of lines suppressed since the last written one, or `None`.
 /// REFUSED.note(|left_out| println!("refused, and {} times before", left_out.unwrap_or(0)));
 /// ```
 #[derive(Debug)]
@@ -22,7 +23,7 @@ pub struct LogLimit {
 
 #[derive(Debug)]
 struct State {
-    /// Lines that may be written now.
+    /// Number of lines that may be written now.
     left: u32,
     /// Time of the last refill.
     filled: Option<Time>,
@@ -36,9 +37,9 @@ impl LogLimit {
         Self { most, state: Mutex::new(State { left: most, filled: None, left_out: 0 }) }
     }
 
-    /// Calls `line` to write a line, if the limit allows one. The argument counts the lines
-    /// suppressed since the last one. It is `None` instead of 0, because a log omits fields that
-    /// are `None`.
+    /// Calls `line` to write a line, if the limit allows one. The argument is the number of lines
+    /// suppressed since the last written line, or `None` instead of 0, because a log omits fields
+    /// that are `None`.
     pub fn note(&self, line: impl FnOnce(Option<u64>)) {
         if let Some(left_out) = self.admit(Clock::start().now()) {
             line(Some(left_out).filter(|lines| *lines > 0));
@@ -87,13 +88,13 @@ mod tests {
     #[test]
     fn a_line_is_told_of_lines_that_were_left_out_and_of_none_else() {
         let limit = LogLimit::new(1);
-        let mut told = Vec::new();
-        limit.note(|left_out| told.push(left_out));
-        assert_eq!(told, [None]);
+        let mut logged = Vec::new();
+        limit.note(|left_out| logged.push(left_out));
+        assert_eq!(logged, [None]);
         let later = limit.state.lock().unwrap().filled.unwrap();
         assert_eq!(limit.admit(later), None);
         limit.state.lock().unwrap().left = 1;
-        limit.note(|left_out| told.push(left_out));
-        assert_eq!(told, [None, Some(1)]);
+        limit.note(|left_out| logged.push(left_out));
+        assert_eq!(logged, [None, Some(1)]);
     }
 }

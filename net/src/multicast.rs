@@ -1,7 +1,7 @@
 //! Multicast: the sender sends one datagram, and each member of the group receives a copy.
 //!
-//! All calls select the interface by its index. A member joins on one interface only, and the
-//! sender sends through one only, whichever interface the routing table would pick.
+//! All calls select the interface by its index. A member joins on one interface only, and a sender
+//! sends through one interface only, regardless of the routing table.
 
 use std::io;
 use std::net::SocketAddr;
@@ -51,7 +51,8 @@ pub(crate) fn join(socket: &Socket, group: &Multicast) -> Result<(), NetError> {
     let joined = match group.group {
         SocketAddr::V4(v4) => {
             let interface = InterfaceIndexOrAddress::Index(index);
-            // By default, Linux gives a socket the datagrams of every group joined on the host.
+            // Turn off Linux's default, which gives a socket the datagrams of every group joined on
+            // the host.
             socket
                 .set_multicast_all_v4(false)
                 .and_then(|()| socket.join_multicast_v4_n(v4.ip(), &interface))
@@ -71,7 +72,8 @@ pub(crate) fn prepare_sender(
     interface: &Interface,
     ttl: u8,
 ) -> io::Result<()> {
-    // The kernel accepts these options for such an interface, but then nothing arrives.
+    // Check this first: the kernel accepts the options below for an interface without multicast,
+    // but then no datagram arrives.
     if !interface.carries_multicast(is_ipv6) {
         return Err(io::Error::new(
             io::ErrorKind::Unsupported,

@@ -28,10 +28,10 @@ pub(crate) fn get_int(fd: BorrowedFd<'_>, level: c_int, name: c_int) -> io::Resu
     if rc == 0 { Ok(value) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Sets the interface `index` for the IPv4 multicast that this socket sends.
+/// Makes this socket send IPv4 multicast through the interface with the index `index`.
 ///
-/// The index identifies the interface, because several interfaces may share an address and an
-/// interface may have none.
+/// The interface is given by its index, because several interfaces may share an address and an
+/// interface may have no address.
 pub(crate) fn set_multicast_interface_v4(fd: BorrowedFd<'_>, index: u32) -> io::Result<()> {
     let index = c_int::try_from(index).map_err(|_| io::ErrorKind::InvalidInput)?;
     let any = libc::in_addr { s_addr: 0 };
@@ -51,7 +51,7 @@ fn set<T: Copy>(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: &T) -> io:
 }
 
 const fn size_of_option<T>() -> socklen_t {
-    assert!(size_of::<T>() <= 128, "option values are small");
+    assert!(size_of::<T>() <= 128, "an option value has at most 128 bytes");
     #[expect(clippy::cast_possible_truncation, reason = "at most 128, asserted just above")]
     let len = size_of::<T>() as socklen_t;
     len

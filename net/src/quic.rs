@@ -23,11 +23,13 @@ mod trust;
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
 pub use control_session::{
-    Caller, Ended, LEAVE, Line, SILENT, ask_status, call, converse, look, talk,
+    CallOptions, ControlConnection, Ended, LEAVE, SILENT, ask_present, ask_status, call,
+    run_session, run_session_on,
 };
 pub use endpoint::{Connection, change_credentials, connect, connect_from, not_connected, server};
 pub use identity::Identity;
-/// The QUIC implementation. Its connections and streams appear in this interface.
+/// The QUIC implementation, re-exported because its connections and streams appear in this
+/// interface.
 pub use quinn;
 pub use trust::Credentials;
 
@@ -35,14 +37,14 @@ pub use trust::Credentials;
 pub const PROTOCOL: &str = "racksum/1";
 
 /// DNS name in every aggregator's certificate, which clients require. The certificate proves that a
-/// server is an aggregator; the address only says where to find it.
+/// server is an aggregator; its address proves nothing.
 const NAME: &str = "racksum";
 
 /// Interval at which an idle connection sends a keep-alive.
 pub const KEEP_ALIVE: Span = Span::from_millis(500);
 
-/// Silence after which a connection is closed. The limit tolerates a process that is stopped for a
-/// while and a network that is down for a moment; [`lifeline`] detects dead processes sooner.
+/// Silence after which a connection is closed. The limit tolerates a short network outage, or a
+/// process that is stopped for several seconds; [`lifeline`] detects dead processes sooner.
 pub const IDLE_TIMEOUT: Span = Span::from_secs(20);
 
 const fn duration(span: Span) -> Duration {

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use crate::aside::{Aside, AsideError};
 
-/// Time limit for a name. A first name server that is silent costs 5 s twice (resolv.conf(5)).
+/// Time limit for resolving a name. If the first name server is silent, a resolver may wait for it
+/// twice, 5 s each time (resolv.conf(5)).
 pub const PATIENCE: Duration = Duration::from_secs(12);
 
 static NAMES: LazyLock<Aside> = LazyLock::new(|| Aside::new("looking up the name"));
@@ -21,7 +22,7 @@ static NAMES: LazyLock<Aside> = LazyLock::new(|| Aside::new("looking up the name
 ///
 /// # Panics
 ///
-/// If called with a name outside of a tokio runtime.
+/// If `host` contains a name and the caller is outside of a tokio runtime.
 pub async fn resolve(host: &str) -> io::Result<Vec<SocketAddr>> {
     match parsed(host) {
         Some(addr) => callable(vec![addr]),
@@ -42,18 +43,18 @@ pub fn resolve_blocking(host: &str) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
-/// Checks whether an address is valid on one link only. QUIC's address validation lacks the link,
+/// Checks whether an address is valid on one link only. QUIC's address validation omits the link,
 /// so no handshake from such an address succeeds.
 #[must_use]
 pub const fn is_link_local(addr: &SocketAddr) -> bool {
     matches!(addr, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local())
 }
 
-/// Reason why a [link-local](is_link_local) address is not called.
+/// Error text for a [link-local](is_link_local) address.
 pub const LINK_LOCAL: &str =
     "link-local addresses (fe80::/10) are not supported; give another address of that host";
 
-/// Parses a text as an address; `None` if it is a name.
+/// Parses `HOST:PORT` as an address; `None` if the host is a name.
 fn parsed(host: &str) -> Option<SocketAddr> {
     host.parse().ok().or_else(|| without_zone(host).parse().ok())
 }
@@ -73,7 +74,7 @@ fn found(done: Result<io::Result<Vec<SocketAddr>>, AsideError>) -> io::Result<Ve
     callable(done.unwrap_or_else(|error| Err(io::Error::other(error)))?)
 }
 
-/// Removes the link-local addresses. Fails if there were addresses and none is left.
+/// Removes the link-local addresses. Fails if there were only link-local addresses.
 fn callable(mut addrs: Vec<SocketAddr>) -> io::Result<Vec<SocketAddr>> {
     let any = !addrs.is_empty();
     addrs.retain(|addr| !is_link_local(addr));

@@ -1,4 +1,5 @@
-//! Tokio runtimes that return an error, and do not panic, when too few open files are left.
+//! Creation of tokio runtimes, which returns an error instead of panicking if too few descriptors
+//! are left.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -6,13 +7,13 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::runtime::{Builder, Runtime};
 
-/// Builds a runtime that runs on the thread that blocks on it.
+/// Builds a runtime that runs its tasks on the thread that blocks on it.
 ///
 /// # Errors
 ///
 /// The kernel's error if the limit on open files is reached.
 pub fn single_threaded() -> io::Result<Runtime> {
-    // The guard is held so that no other runtime takes the reserved files.
+    // Hold the lock, so that no other runtime takes the descriptors that `reserve` has freed.
     let mut has_built = HAS_BUILT.lock().unwrap_or_else(PoisonError::into_inner);
     if !*has_built {
         reserve()?;
@@ -25,11 +26,12 @@ pub fn single_threaded() -> io::Result<Runtime> {
 /// Whether this process has built a runtime.
 static HAS_BUILT: Mutex<bool> = Mutex::new(false);
 
-/// Opens as many files as the first runtime of a process needs, and closes them again. That runtime
-/// creates a socket pair for signals, and tokio panics if it cannot. All later runtimes use the
-/// same pair.
+/// Checks that the first runtime of a process can open as many files as it needs, by opening that
+/// many and closing them again. The first runtime creates a socket pair for signals, and tokio
+/// panics if it cannot. All later runtimes use the same pair.
 fn reserve() -> io::Result<()> {
-    // A runtime opens an epoll descriptor, an eventfd, the pair, and a copy of one end.
+    // A runtime opens an epoll descriptor, an eventfd, the socket pair, and a copy of one end of
+    // the pair.
     let pairs: io::Result<Vec<_>> = std::iter::repeat_with(UnixStream::pair).take(3).collect();
     pairs.map(drop)
 }

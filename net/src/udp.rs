@@ -1,10 +1,11 @@
 //! UDP sockets of the data path, which send and receive batches of datagrams with few system calls.
 //!
 //! [`UdpSocket`] is opened from a [`UdpConfig`]. A [`SendRing`] sends [`Transmit`]s, each of up to
-//! 64 equal datagrams that the kernel cuts from one buffer (GSO). A [`RecvRing`] receives messages
-//! into the caller's buffers, each of several datagrams that the kernel joined (GRO). The rings own
-//! the storage of the system calls, so no call allocates. Only [`wait()`] and similar functions
-//! block, and a [`Waker`] ends them from another thread.
+//! 64 datagrams that the kernel cuts from one buffer (GSO). A [`RecvRing`] receives messages into
+//! the caller's buffers. Each message may hold several datagrams that the kernel joined (GRO). The
+//! rings own the storage of the system calls, so no call allocates. Only [`wait()`],
+//! [`wait_writable`], [`Gather::pause`] and [`UdpSocket::send_patiently`] block. A [`Waker`] ends a
+//! wait or a pause from another thread.
 
 mod buffers;
 mod cmsg;
@@ -21,19 +22,19 @@ pub use buffers::BufferReport;
 pub use gather::Gather;
 pub use gso_batch::GsoBatch;
 pub use recv::{Received, RecvRing};
-pub use send::{SendError, SendOutcome, SendRing, Transmit};
+pub use send::{SendError, SendOutcome, SendRing, Tail, Transmit};
 pub use socket::{UdpConfig, UdpSocket};
 pub use wait::{MAX_FDS, Waker, wait, wait_writable};
 
 pub use crate::interface::MAX_DATAGRAM;
 
-/// How many datagrams the kernel cuts from one message; newer kernels allow more.
+/// Limit on the datagrams that the kernel cuts from one message. Newer kernels allow more.
 pub const MAX_SEGMENTS: usize = 64;
 
-/// How many messages one system call sends at most.
+/// Limit on the messages that one system call sends.
 pub const SEND_BATCH: usize = 32;
 
-/// How many messages one system call receives at most.
+/// Limit on the messages that one system call receives.
 pub const RECV_BATCH: usize = 8;
 
 /// Recommended spare capacity of a receive buffer: more than the kernel ever joins into one
@@ -49,8 +50,8 @@ pub const CE: u8 = 0b11;
 /// Returns the TOS byte for a lane of a job with several lanes. Returns `None` for a job with one
 /// lane, which needs no priority.
 ///
-/// Lanes 0 to 3 are AF41, AF31, AF21 and AF11 (RFC 2597), by falling priority; the others are best
-/// effort.
+/// Lanes 0 to 3 get AF41, AF31, AF21 and AF11 (RFC 2597), in order of decreasing priority; all
+/// other lanes are best effort.
 #[must_use]
 pub const fn tos_of_lane(lane: u8, lanes: u8) -> Option<u8> {
     match lane {
@@ -60,7 +61,8 @@ pub const fn tos_of_lane(lane: u8, lanes: u8) -> Option<u8> {
     }
 }
 
-/// DSCP of AF11, the lowest class of assured forwarding; the next classes follow at distances of 8.
+/// DSCP of AF11, the lowest class of assured forwarding. The DSCP of each higher class is greater
+/// by 8.
 const AF11: u8 = 10;
 
 /// Returns the TOS byte for a DSCP (0..=63), marked ECT(0).

@@ -24,16 +24,16 @@ impl DataAuth {
     /// All modes.
     pub const ALL: [Self; 3] = [Self::None, Self::Mac, Self::Aead];
 
-    /// The most bytes that a datagram has after its messages.
+    /// The maximum number of bytes that authentication adds after the messages of a datagram.
     pub const MAX_TRAILER: usize = 16;
 
-    /// Returns the number of bytes after the messages of a datagram.
+    /// Returns the number of bytes that authentication adds after the messages of a datagram.
     #[must_use]
     pub const fn trailer(self) -> usize {
         match self {
             Self::None => 0,
-            // With the 48 bytes of the header, 12 bytes stay within 6 % of a 1 KiB block (invariant
-            // I3). A forged tag passes with probability 2^-96.
+            // Together with the 48-byte header, a tag of 12 bytes adds less than 6 % to a 1 KiB
+            // block (invariant I3). A forged tag passes with probability 2^-96.
             Self::Mac => 12,
             Self::Aead => Self::MAX_TRAILER,
         }

@@ -2,7 +2,7 @@
 //!
 //! Ops of different collectives may look alike on the wire: a broadcast is a sum of one rank's
 //! elements and zeros. Ranks that pair such ops would compute a wrong sum. So every op names its
-//! call, and the aggregator compares it like the rest of the descriptor.
+//! call, and the aggregator compares the calls like the rest of the descriptors.
 
 use core::fmt;
 
@@ -13,18 +13,19 @@ pub struct Call {
     pub number: u32,
     /// The collective that was called.
     pub collective: Collective,
-    /// The root of the call, to or from which data flows; 0 if the collective has no root.
+    /// The root: the rank to or from which the call's data flows; 0 if the collective has no root.
     pub root: u16,
 }
 
-/// The kind of collective: how it uses the ranks' tensors.
+/// The kind of a collective, which determines how it uses the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
 pub enum Collective {
-    /// A plain op, outside any other collective.
+    /// A plain op, which is not part of a collective.
     #[default]
     Op = 0,
-    /// The rank refused its own call. The op has no elements and only keeps the op numbers in step.
+    /// The rank refused its own call. The op has no elements and only keeps the rank's op numbers
+    /// in step with those of the other ranks.
     Refused = 1,
     /// Every rank gets the reduction of a tensor.
     AllReduce = 2,
@@ -56,7 +57,7 @@ impl Collective {
         Self::Barrier,
     ];
 
-    /// Returns the name that users write.
+    /// Returns the collective's name, as users write it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -95,7 +96,7 @@ impl Call {
     /// The call of a plain op.
     pub const NONE: Self = Self { number: 0, collective: Collective::Op, root: 0 };
 
-    /// Returns the call that the other ranks see when this rank refuses it.
+    /// Returns the call that the other ranks see if a rank refuses this call.
     #[must_use]
     pub const fn refused(self) -> Self {
         Self { collective: Collective::Refused, root: 0, ..self }

@@ -1,10 +1,10 @@
 //! Congestion control: how many bytes may be in flight to one receiver.
 //!
 //! The algorithm is slow start, additive increase and multiplicative decrease (RFC 5681), with two
-//! changes for this traffic. First, the receiver's stated buffer limits the window, since incast at
-//! one socket is the normal case. Second, a cut needs more than a few lost fragments in a round.
-//! Stray loss does not indicate a queue, and a window that is cut for it collapses (the argument
-//! for BBRv2's loss threshold).
+//! changes for this traffic. First, the buffer size that the receiver states limits the window,
+//! since incast at one socket is the normal case. Second, a cut needs more than a few lost
+//! fragments in a round. Stray loss does not indicate a queue, and a cut for each stray loss would
+//! collapse the window (the argument for BBRv2's loss threshold).
 
 /// A congestion window, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -14,9 +14,10 @@ pub struct Congestion {
     max: usize,
     slow_start_below: usize,
     in_flight: usize,
-    /// The most bytes in flight since the round began.
+    /// The maximum number of bytes in flight since the round began.
     peak: usize,
-    /// Bytes delivered since the round began; a round is one window's worth.
+    /// The number of bytes delivered since the round began. A round ends once a window's worth of
+    /// bytes is delivered.
     delivered: usize,
     lost: usize,
     /// The number of finished rounds.
@@ -25,7 +26,8 @@ pub struct Congestion {
 }
 
 impl Congestion {
-    /// Creates a window that stays between `least` and `max` bytes.
+    /// Creates a window that stays between `least` and `max` bytes. A `max` below [`Self::LEAST`]
+    /// is raised to it, and a `least` above `max` is lowered to `max`.
     #[must_use]
     pub fn new(least: usize, max: usize) -> Self {
         let max = max.max(Self::LEAST);
@@ -67,7 +69,8 @@ impl Congestion {
 
     /// Records that `len` bytes were delivered.
     pub fn on_delivered(&mut self, len: usize) {
-        // A window that is not used says nothing about the path, and would burst later (RFC 7661).
+        // An unused window says nothing about the path. If it grew, it would allow a burst later
+        // (RFC 7661).
         let used = 2 * self.peak >= self.window;
         self.in_flight = self.in_flight.saturating_sub(len);
         self.delivered += len;
@@ -85,7 +88,7 @@ impl Congestion {
         }
     }
 
-    /// Records that `len` bytes were never sent, or need not arrive any more.
+    /// Records that `len` bytes were never sent, or no longer need to arrive.
     pub const fn on_forgotten(&mut self, len: usize) {
         self.in_flight = self.in_flight.saturating_sub(len);
     }
@@ -96,14 +99,14 @@ impl Congestion {
         self.on_lost_in_round(self.lost);
     }
 
-    /// Records that one of several receivers has lacked `len` bytes since [`Self::round`] began.
+    /// Records that one of several receivers has lacked `len` bytes since the current round began.
     pub fn on_lost_in_round(&mut self, len: usize) {
         if len > (self.window / Self::LOSS_DIVISOR).max(Self::STRAY_LOSS) {
             self.cut(7, 10);
         }
     }
 
-    /// Returns the number of the round.
+    /// Returns the number of the current round, from 0.
     #[must_use]
     pub const fn round(&self) -> u64 {
         self.round
@@ -124,19 +127,20 @@ impl Congestion {
         self.slow_start_below = self.window;
     }
 
-    /// The least window: two full windows of data, so that a stream never stops and waits.
+    /// The least congestion window, in bytes. It holds two full windows of data, so that a stream
+    /// never stops and waits.
     pub const LEAST: usize = 2 * crate::geometry::WINDOW_BYTES;
-    /// The initial window as a multiple of the least window. A switch's queue may hold much less
-    /// than the receiver's buffer.
+    /// The initial congestion window as a multiple of the least one. A switch's queue may hold much
+    /// less than the receiver's buffer, so the congestion window starts small.
     const START_TIMES: usize = 2;
-    /// Growth per round after slow start, in bytes. A switch's queue may hold only a few windows of
-    /// all ranks, and it overflows by whole batches. Growth by a whole window per round would
-    /// overflow it every other round.
+    /// Growth per round after slow start, in bytes. A switch's queue may hold only a few windows
+    /// from all ranks together, and an overflow drops whole batches. If the congestion window grew
+    /// by a whole window of data per round, the queue would overflow every other round.
     const STEP: usize = 2 << 10;
-    /// The divisor that gives the tolerated loss in a round, as a share of the window.
+    /// The tolerated loss in a round is the congestion window divided by this number.
     const LOSS_DIVISOR: usize = 16;
-    /// The least tolerated loss in a round, in bytes. In a small window, a few stray datagrams are
-    /// a large share.
+    /// The least tolerated loss in a round, in bytes: a few stray datagrams are a large part of a
+    /// small window.
     const STRAY_LOSS: usize = crate::geometry::WINDOW_BYTES / 2;
 }
 

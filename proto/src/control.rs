@@ -4,8 +4,8 @@
 //! [`FromWorker::Prove`] and proves its data path with the contents of [`FromAggregator::Prove`]
 //! (see [`path`](crate::path)). Then the worker sends [`FromWorker::Join`]. It receives
 //! [`FromAggregator::Waiting`] until all ranks have joined, and then [`FromAggregator::Welcome`].
-//! With a multicast group, the worker sends [`FromWorker::Heard`] once a ping arrives.
-//! [`FromAggregator::Ready`] starts the ops.
+//! If the job has a multicast group, the worker sends [`FromWorker::PingArrived`] once a ping
+//! arrives. [`FromAggregator::Ready`] starts the ops.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -25,7 +25,7 @@ use crate::peer_text::{PeerText, Unshown};
 
 /// The version of the control protocol. An aggregator refuses joins with another version.
 pub const CONTROL_VERSION: u16 = 1;
-/// The least and the most slots of a stream.
+/// The permitted numbers of slots in a stream.
 pub const POOL_SLOTS: RangeInclusive<u32> = 2..=4096;
 /// The most ops that a rank may have in flight.
 pub const MAX_OPS: u16 = 64;
@@ -34,47 +34,47 @@ pub const MAX_OPS: u16 = 64;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromWorker {
-    /// The worker asks to prove its data path before it joins. This is the first message.
+    /// The worker asks to prove its data path before it joins. This is the first message of a rank.
     Prove {
         /// [`CONTROL_VERSION`] of the worker.
         version: u16,
     },
-    /// The worker asks for the size of the largest ping that arrived, since not all were answered.
-    Arrived,
+    /// The worker asks for the size of the largest ping that arrived at each shard, since it lacks
+    /// some answers.
+    AskPingSizes,
     /// The worker asks to join a job as a rank.
     Join(Join),
     /// Another rank has joined the sender. The sender sums for its ranks and joins for them at its
     /// parent, which receives this message.
-    Also(Join),
+    AddRank(Join),
     /// A rank that had joined the sender is lost.
-    Parted(Absent),
+    RankLost(LostRank),
     /// A multicast ping arrived.
-    Heard,
+    PingArrived,
     /// The worker leaves the job.
     Leave {
-        /// The op that the rank would start next, and at which it may come back. `None` if the rank
-        /// leaves in the middle of an op.
+        /// The op that the rank would start next, at which it may rejoin. `None` if the rank leaves
+        /// in the middle of an op.
         next_op: Option<OpId>,
     },
-    /// The worker gives up its attempt to rejoin before it has done anything, and may try again
-    /// later.
-    Retreat,
-    /// The worker waits at another aggregator, and asks which ranks wait here in the job that it
-    /// would join. This is the worker's first and only message.
-    Look(Join),
+    /// The worker gives up its attempt to rejoin before it has rejoined, and may try again later.
+    CancelRejoin,
+    /// A worker that waits at another aggregator asks which ranks of its job wait at this
+    /// aggregator. This is the worker's first and only message.
+    AskPresent(Join),
     /// The caller asks for the aggregator's status. This is the caller's first and only message.
     AskStatus {
         /// [`CONTROL_VERSION`] of the caller.
         version: u16,
     },
-    /// The worker would prefer another aggregator, and waits for [`FromAggregator::Free`]. The
-    /// aggregator does not answer once the job has begun.
+    /// The worker would prefer another aggregator, and waits for [`FromAggregator::MayLeave`]. The
+    /// aggregator does not answer if the job has begun or the aggregator has a parent.
     Withdraw,
-    /// The worker stays after a [`FromWorker::Withdraw`].
+    /// The worker stays at this aggregator after a [`FromWorker::Withdraw`].
     Stay,
     /// The worker continues the job at another aggregator.
     Move,
-    /// The sender is an aggregator that stops, so its ranks are lost.
+    /// The sender is an aggregator that is stopping, so its ranks are lost.
     Stop,
 }
 
@@ -82,7 +82,7 @@ impl FromWorker {
     /// Returns whether the sender sends nothing after this message.
     #[must_use]
     pub const fn is_last(&self) -> bool {
-        matches!(self, Self::Leave { .. } | Self::Retreat | Self::Move | Self::Stop)
+        matches!(self, Self::Leave { .. } | Self::CancelRejoin | Self::Move | Self::Stop)
     }
 }
 
@@ -95,59 +95,60 @@ pub struct Join {
     pub job: JobName,
     /// The job's generation.
     pub generation: Generation,
-    /// The job's secret, if it has one. All lives of the job share it, and nobody else knows it.
+    /// The job's secret, if it has one. All lives of the job share it, and no other job knows it.
     pub secret: Option<Key>,
     /// The identity or address of the rank, if an aggregator joins for it; `None` if the rank joins
     /// by itself.
-    pub begun_by: Option<Beginner>,
+    pub begun_by: Option<CallerId>,
     /// The rank's number.
     pub rank: u16,
     /// The number of ranks in the job.
     pub world: u16,
-    /// The number of lanes that the job wants.
+    /// The number of lanes that the job requests.
     pub lanes: u8,
     /// The UDP ports on which the worker sends and receives data: one for all shards, or one per
     /// shard.
     pub data_ports: Vec<u16>,
     /// The size of the rank's receive buffer, in bytes.
     pub receive_buffer: u32,
-    /// The size of the largest datagram that passes to every shard and back, in bytes.
+    /// The size of the largest datagram that every shard has received and answered, in bytes.
     pub max_datagram: u16,
     /// Whether the rank can listen to a multicast group.
     pub multicast: bool,
     /// The required authentication of datagrams; `None` leaves it to the aggregator.
     pub data_auth: Option<DataAuth>,
-    /// The index of this aggregator among the job's aggregators, and their number. The job's
-    /// windows are spread over the shards of all of them.
+    /// The index of this aggregator among the job's aggregators, and the number of these
+    /// aggregators. The job's windows are spread over the shards of all of them.
     pub stripe: (u8, u8),
-    /// The most slots per stream that the rank asks for; 0 leaves the number to the aggregator.
+    /// The most slots per stream that the rank requests; 0 leaves the number to the aggregator.
     pub pool_slots: u32,
-    /// Whether the rank waits for room for the job, instead of being refused.
+    /// Whether the rank waits until the aggregator has room for the job, instead of being refused.
     pub wait: bool,
     /// The policy for a lost rank.
     pub on_rank_loss: OnRankLoss,
     /// Whether the rank knows other aggregators that it can move to.
     pub may_move: bool,
-    /// Whether the sender is an aggregator that joins for this rank, and for others that join it.
-    /// The sender contributes the sum of all of them.
-    pub relays: bool,
+    /// Whether the sender is an aggregator that joins on behalf of this rank and others. The sender
+    /// contributes the sum of all of them.
+    pub aggregates: bool,
     /// Whether the rank has left the job and now rejoins it.
     pub rejoin: bool,
-    /// The place where the job resumes, if it has run at another aggregator before.
+    /// The point at which the job resumes, if it has run at another aggregator before.
     pub resume: Option<Resume>,
 }
 
-/// The identity of a caller that joins a job: its certificate's name, if certificates are in use.
+/// The identity of a caller that joins a job: the name in its certificate or, without certificates,
+/// its address.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Beginner {
+pub enum CallerId {
     /// The name in the caller's certificate.
     Identity(IdentityName),
-    /// The address from which the caller called.
+    /// The IP address from which the caller connects.
     Address(IpAddr),
 }
 
-impl Beginner {
+impl CallerId {
     /// Checks that an identity name from a peer is valid.
     ///
     /// # Errors
@@ -160,7 +161,7 @@ impl Beginner {
     }
 }
 
-impl fmt::Display for Beginner {
+impl fmt::Display for CallerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Identity(name) => write!(f, "identity {name:?}"),
@@ -169,19 +170,19 @@ impl fmt::Display for Beginner {
     }
 }
 
-/// The place where a job resumes after a move to another aggregator.
+/// The point at which a job resumes after a move to another aggregator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
-    /// The oldest op of which some rank may lack results, as far as this rank knows. The job
-    /// resumes with the greatest op that a rank names.
+    /// The oldest op whose results some rank may lack, as far as this rank knows. The job resumes
+    /// with the greatest op that a rank names.
     pub first_op: OpId,
-    /// The lost ranks that the job goes on without, as far as this rank knows.
-    pub absent: Vec<Absent>,
+    /// The lost ranks, without which the job continues, as far as this rank knows.
+    pub absent: Vec<LostRank>,
 }
 
-/// A lost rank that a job goes on without.
+/// A lost rank, without which a job continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Absent {
+pub struct LostRank {
     /// The lost rank.
     pub rank: u16,
     /// The reason for the loss.
@@ -195,7 +196,7 @@ pub enum OnRankLoss {
     /// The job's ops fail, and the job ends.
     #[default]
     Abort,
-    /// The job goes on, and nobody contributes in place of the lost rank.
+    /// The job continues without the contributions of the lost rank.
     Continue,
 }
 
@@ -203,7 +204,7 @@ impl OnRankLoss {
     /// All policies.
     pub const ALL: [Self; 2] = [Self::Abort, Self::Continue];
 
-    /// Returns the name that users write.
+    /// Returns the policy's name, as users write it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -228,8 +229,8 @@ pub enum FromAggregator {
         /// [`CONTROL_VERSION`] of the aggregator.
         speaks: u16,
     },
-    /// The aggregator refuses a rank that had joined the receiving aggregator. The conversation
-    /// ends, and the receiver may call again for its other ranks.
+    /// The aggregator refuses a rank that had joined the receiving aggregator. The connection ends,
+    /// and the receiver may call again for its other ranks.
     RefusedRank {
         /// The refused rank.
         rank: u16,
@@ -237,22 +238,22 @@ pub enum FromAggregator {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
     },
-    /// The data with which the worker proves its data path.
+    /// The information with which the worker proves its data path.
     Prove {
         /// The UDP port of each shard, at the aggregator's address.
         data_ports: Vec<u16>,
         /// The token that the worker's pings carry.
         token: Key,
-        /// The address of the worker's call, as the aggregator sees it.
+        /// The IP address that the worker calls from, as the aggregator sees it.
         ip: IpAddr,
     },
-    /// The sizes of the largest pings of the worker that arrived, as the answer to
-    /// [`FromWorker::Arrived`].
-    Arrived {
+    /// The sizes of the worker's largest pings that arrived. This answers
+    /// [`FromWorker::AskPingSizes`].
+    PingSizes {
         /// The size at each shard, in bytes; 0 if no ping arrived.
         sizes: Vec<u16>,
     },
-    /// The place for a lifeline: a connection that soon reveals the death of the rank or the
+    /// The port for a lifeline: a TCP connection that quickly reveals the death of the rank or the
     /// aggregator.
     Lifeline {
         /// A TCP port at the aggregator's address.
@@ -275,7 +276,7 @@ pub enum FromAggregator {
         /// Milliseconds since this rank joined.
         waited_ms: u64,
     },
-    /// The ranks of the job that wait for others. This answers [`FromWorker::Look`].
+    /// The ranks of the job that wait for other ranks. This answers [`FromWorker::AskPresent`].
     Present {
         /// The waiting ranks. The list is empty if the job does not exist, has begun, or would
         /// refuse the caller.
@@ -290,17 +291,17 @@ pub enum FromAggregator {
     },
     /// The rank may leave. The job has not begun, and does not begin with this rank until the rank
     /// sends [`FromWorker::Stay`].
-    Free,
-    /// All ranks have joined; the message has the rank's grant.
+    MayLeave,
+    /// All ranks have joined; the message carries the rank's grant.
     Welcome(Welcome),
     /// Ops may start.
     Ready {
         /// Whether this rank receives results by multicast.
         multicast: bool,
     },
-    /// A rank is lost, and the job goes on without it. A result that lacks *n* ranks lacks those
-    /// named by the first *n* of these messages.
-    Without(Absent),
+    /// A rank is lost, and the job continues without it. If a result lacks *n* ranks, the first *n*
+    /// of these messages name them.
+    ContinueWithout(LostRank),
     /// The aggregator is about to stop; the rank should move to another aggregator if it knows one.
     Drain,
     /// Ranks are lost, which ends the job.
@@ -326,7 +327,7 @@ pub enum FromAggregator {
     },
 }
 
-/// The grant of a job to a rank.
+/// The aggregator's grant to a rank of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     /// The job's number in datagrams.
@@ -345,8 +346,8 @@ pub struct Welcome {
     pub fragment_payload: u16,
     /// The most bytes in flight to each shard.
     pub in_flight: u32,
-    /// The rank's first op here. It is not 0 if the job has moved here, or if the rank was here
-    /// before.
+    /// The rank's first op at this aggregator. It is greater than 0 only if the job has moved to
+    /// this aggregator, or if the rank has rejoined.
     pub first_op: OpId,
     /// The multicast group for results, if the rank should listen.
     pub group: Option<SocketAddr>,
@@ -354,8 +355,8 @@ pub struct Welcome {
     pub data_auth: DataAuth,
     /// The keys for authentication; `None` without authentication.
     pub keys: Option<Keys>,
-    /// The number of datagrams that each shard had sealed before a rank rejoined. The rank accepts
-    /// none of them. Empty for a rank that has not left before.
+    /// The number of datagrams that each shard had sealed before this rank rejoined. The rank
+    /// accepts none of these datagrams. Empty for a rank that has not rejoined.
     pub sealed: Vec<u64>,
     /// Whether some rank knows other aggregators that the job can move to.
     pub may_move: bool,

@@ -8,7 +8,7 @@ pub(crate) struct Density {
 }
 
 impl Density {
-    /// Records `windows` results that have `bytes` bytes in total.
+    /// Records `windows` windows, whose results have `bytes` bytes in total.
     pub(crate) fn note(&mut self, windows: u64, bytes: usize) {
         if self.windows > Self::MEMORY {
             self.windows /= 2;
@@ -18,7 +18,8 @@ impl Density {
         self.bytes += bytes as u64;
     }
 
-    /// Returns the expected bytes of `windows` more windows, or 0 if none is recorded yet.
+    /// Returns the expected bytes of `windows` more windows, or 0 if no window has been recorded
+    /// yet.
     pub(crate) const fn of(&self, windows: u64) -> u64 {
         match self.windows {
             0 => 0,
@@ -26,7 +27,7 @@ impl Density {
         }
     }
 
-    /// The number of windows after which earlier windows count half.
+    /// The number of windows after which the weight of earlier windows is halved.
     const MEMORY: u64 = 64;
 }
 

@@ -19,9 +19,9 @@ pub struct Descriptor {
     pub wire: WireType,
     /// The reduction over the ranks.
     pub reduction: Reduction,
-    /// The binary logarithm of the elements in a block: 5 to 10.
+    /// The binary logarithm of the number of elements in a block: 5 to 10.
     pub block_log2: u8,
-    /// The lane the op runs in.
+    /// The lane in which the op runs.
     pub lane: u8,
     /// The call that the op is part of.
     pub call: Call,
@@ -63,8 +63,8 @@ impl Descriptor {
         }
     }
 
-    /// Returns the descriptor that a rank opens instead of a call that it refused. All ranks then
-    /// number later ops alike, and the other ranks learn of the refusal.
+    /// Returns the descriptor with which a rank opens an op in place of a call that it refused. All
+    /// ranks then number later ops alike, and the other ranks learn of the refusal.
     #[must_use]
     pub const fn refused(call: Call) -> Self {
         Self { call: call.refused(), ..Self::sum(0, DType::F32) }
@@ -161,8 +161,8 @@ impl Descriptor {
 }
 
 impl Descriptor {
-    /// Formats the descriptor for comparison with `other`: leaves out the lane or the tag if they
-    /// are equal.
+    /// Formats the descriptor for comparison with `other`. Leaves out the lane if both have the
+    /// same lane, and the tag if both have the same tag.
     pub fn beside(&self, other: &Self) -> impl fmt::Display {
         let (lane, tag) = (self.lane != other.lane, self.tag != other.tag);
         Shown { descriptor: *self, lane, tag }
@@ -183,7 +183,7 @@ impl fmt::Display for Shown {
             ..
         } = *self;
         if self.descriptor.is_refused() {
-            return write!(f, "a call that it rejected (see its own error)");
+            return write!(f, "a call that it rejected (see that rank's error)");
         }
         if call != Call::NONE {
             write!(f, "{call}: ")?;
@@ -209,9 +209,10 @@ impl fmt::Display for Descriptor {
 
 /// The reason why a descriptor is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum DescriptorError {
     /// The block size is not a power of two from 32 to 1024.
-    #[error("a block must have a power of two of elements, from 32 to 1024, not {0}")]
+    #[error("the number of elements in a block must be a power of two from 32 to 1024, not {0}")]
     Block(usize),
     /// The wire type cannot carry the dtype.
     #[error("wire type {wire} cannot carry a tensor of {dtype}")]
@@ -221,13 +222,13 @@ pub enum DescriptorError {
         /// The wire type, by name.
         wire: &'static str,
     },
-    /// The op has more elements than its windows can be numbered for.
+    /// The op has so many elements that its windows cannot be numbered.
     #[error("a tensor of {0} elements is too large for one op; split it")]
     TooLarge(u64),
-    /// The call has a root, but the collective has none.
-    #[error("{0} has no root")]
+    /// The root is not 0, but the collective has no root.
+    #[error("{0} has no root, so `root` must be 0")]
     Root(&'static str),
-    /// The refused call has elements.
+    /// The descriptor belongs to a refused call but has elements.
     #[error("a refused call must have no elements, not {0}")]
     Refused(u64),
 }

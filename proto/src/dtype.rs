@@ -39,9 +39,9 @@ pub enum WireType {
     I32 = 5,
     /// Elements as [`DType::I64`].
     I64 = 6,
-    /// Blocks of an f32 scale and one signed byte per element.
+    /// Blocks, each with an f32 scale and one signed byte per element.
     Int8 = 7,
-    /// Blocks of a power-of-two exponent and one i32 per element (SwitchML's arithmetic).
+    /// Blocks, each with a power-of-two exponent and one i32 per element (SwitchML's arithmetic).
     Fixed32 = 8,
 }
 
@@ -52,11 +52,12 @@ pub enum WireType {
 pub enum Reduction {
     /// The sum, in rank order.
     Sum = 1,
-    /// The sum divided once by the world; integers are rounded toward zero.
+    /// The sum, divided once by the number of ranks that took part; integers are rounded toward
+    /// zero.
     Avg = 2,
-    /// The least value; a NaN anywhere gives NaN.
+    /// The least value, or NaN if any value is NaN.
     Min = 3,
-    /// The greatest value; a NaN anywhere gives NaN.
+    /// The greatest value, or NaN if any value is NaN.
     Max = 4,
 }
 
@@ -93,7 +94,7 @@ impl DType {
         }
     }
 
-    /// Returns the name that users write.
+    /// Returns the dtype's name, as users write it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -151,8 +152,8 @@ impl WireType {
         scale + elements * self.element_size()
     }
 
-    /// Returns whether a tensor of `dtype` may travel as this type: unchanged, or as a narrower
-    /// float.
+    /// Returns whether a tensor of `dtype` may travel as this type: unchanged, or, if its elements
+    /// are floats, as a narrower or scaled type.
     #[must_use]
     pub const fn carries(self, dtype: DType) -> bool {
         if self as u8 == dtype as u8 {
@@ -167,7 +168,7 @@ impl WireType {
             }
     }
 
-    /// Returns the name that users write.
+    /// Returns the wire type's name, as users write it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -193,7 +194,7 @@ impl Reduction {
     /// All reductions, in the order of their codes.
     pub const ALL: [Self; 4] = [Self::Sum, Self::Avg, Self::Min, Self::Max];
 
-    /// Returns the name that users write.
+    /// Returns the reduction's name, as users write it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

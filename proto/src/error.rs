@@ -1,4 +1,5 @@
-//! Errors of submitted ops: one enum per boundary.
+//! Errors of ops: [`SubmitError`] if an op does not start, and [`OpError`] if it ends without a
+//! result.
 
 use alloc::borrow::Cow;
 use alloc::string::String;
@@ -12,14 +13,15 @@ use crate::time::Span;
 
 /// The reason why an op was not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum SubmitError {
     /// The descriptor is invalid.
     #[error("{0}")]
     Descriptor(#[from] DescriptorError),
     /// The job already has as many ops in flight as it was granted.
     #[error(
-        "{max} ops have started since the oldest unfinished op, the most that the job was granted; \
-         wait for that op first"
+        "the job already has {max} ops in flight, the most that it was granted; wait for the \
+         oldest op first"
     )]
     TooManyOps {
         /// The most ops that the job may have in flight.
@@ -62,6 +64,7 @@ impl SubmitError {
 
 /// The reason why an op ended without a result.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum OpError {
     /// The ranks called the op with different descriptors. The job may continue.
     Mismatch {
@@ -78,8 +81,8 @@ pub enum OpError {
         op: OpId,
         /// The time since the op began.
         after: Span,
-        /// The ranks that the op waits for, as the aggregator last reported, and how long each was
-        /// silent.
+        /// The ranks that the op waits for, as the aggregator last reported, and how long each had
+        /// been silent.
         missing: Vec<(Rank, Span)>,
         /// The time since the last result of any op.
         idle: Span,
@@ -98,12 +101,12 @@ pub enum OpError {
         /// The reason for the loss.
         why: Loss,
     },
-    /// Every aggregator that the job could use is gone, so the session has ended.
+    /// The job has lost every aggregator that it could use, so the session has ended.
     NoAggregator {
         /// The last error of each aggregator.
         tried: String,
     },
-    /// The session ended while the op was in flight, because of another op or of the link.
+    /// The session ended while the op was in flight, because another op or the connection failed.
     Ended {
         /// The reason why the session ended.
         why: Cow<'static, str>,
@@ -111,8 +114,8 @@ pub enum OpError {
 }
 
 impl OpError {
-    /// The age of the last result below which results count as still coming. The result must also
-    /// be later than the op's start.
+    /// The time without a result after which results no longer count as still arriving. A result
+    /// that arrived before the op began does not count.
     const STILL_COMING: Span = Span::from_secs(1);
 }
 

@@ -11,27 +11,28 @@ use crate::ids::Rank;
 pub struct Input {
     /// The contributing rank.
     pub rank: Rank,
-    /// Bytes of the rank's payload before the run.
+    /// The number of bytes of the rank's payload before the run.
     pub offset: usize,
 }
 
 /// A run of elements with the same contributors: one range of bytes in each packed payload.
 #[derive(Debug)]
 pub struct Run<'a> {
-    /// The run's bytes in the result's packed payload; each input has the same length.
+    /// The run's range of bytes in the result's packed payload. The run is equally long in each
+    /// input.
     pub out: Range<usize>,
     /// The contributors in rank order.
     pub inputs: &'a [Input],
-    /// Whether some participating rank contributes nothing here, which counts as zeros.
+    /// Whether some participating rank contributes nothing to the run, and so counts as zeros.
     pub absent: bool,
 }
 
 /// A planner of folds that allocates its buffers once.
 #[derive(Debug)]
 pub struct FoldPlan {
-    /// The blocks that each rank contributes.
+    /// For each rank, the mask of the blocks that it contributes.
     masks: Vec<u64>,
-    /// Bytes of each rank's payload that are planned so far.
+    /// The number of bytes of each rank's payload that the runs so far cover.
     offsets: Vec<usize>,
     inputs: Vec<Input>,
 }
@@ -47,9 +48,10 @@ impl FoldPlan {
         }
     }
 
-    /// Calls `visit` for each run of window `index`, in order. `masks` has the blocks that each
-    /// rank contributes, and `present` is the number of ranks that take part. Neighbouring blocks
-    /// with the same contributors form one run, unless the wire type scales each block.
+    /// Calls `visit` for each run of window `index`, in order. `masks` holds, for each rank, the
+    /// mask of the blocks that it contributes, and `present` is the number of ranks that take part.
+    /// Neighbouring blocks with the same contributors form one run, unless the wire type scales
+    /// each block.
     pub fn runs(
         &mut self,
         geometry: &Geometry,
@@ -73,7 +75,8 @@ impl FoldPlan {
             } else {
                 let alike = |mask: &u64| if holds(*mask) { *mask } else { !*mask };
                 let other = ranks.iter().map(alike).fold(rest, |run, alike| run & alike) ^ rest;
-                // The blocks before the first one with other contributors, or all remaining blocks.
+                // The blocks before the first one with other contributors, or all remaining blocks
+                // if all have the same contributors.
                 rest & (other & other.wrapping_neg()).wrapping_sub(1)
             };
             rest ^= run;
@@ -100,7 +103,7 @@ mod tests {
     use crate::descriptor::Descriptor;
     use crate::dtype::{DType, WireType};
 
-    /// The bytes of a run in the result, and its offset at each rank.
+    /// The bytes of a run in the result, and each contributor with the run's offset in its payload.
     type Seen = (Range<usize>, Vec<(u16, usize)>);
 
     fn runs(descriptor: &Descriptor, masks: &[u64]) -> Vec<Seen> {
@@ -141,7 +144,8 @@ mod tests {
         let contributors = |masks: [u64; 3], block: u32| masks.map(|mask| mask >> block & 1 == 1);
         let mut random = 1_u64;
         for _ in 0..2_000 {
-            // Products of two random words have long runs with the same contributors.
+            // Masks that are products of two random words have long runs with the same
+            // contributors.
             let masks = [(); 3].map(|()| {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let (one, other) = (random >> 32, random >> (random >> 58));

@@ -9,16 +9,17 @@ use crate::dtype::WireType;
 use crate::ids::OpId;
 use crate::wire::Header;
 
-/// The most bytes of a full window's payload. With the headers of its fragments, a window fits one
-/// segmented send of 65,507 bytes at every MTU from 1280 on; 64 KiB would not fit.
+/// The maximum payload of a window, in bytes. With the headers of its fragments, a window fits in
+/// one segmented send, of at most 65,507 bytes, at every MTU of at least 1280. A window of 64 KiB
+/// would not fit.
 pub const WINDOW_BYTES: usize = 60 * 1024;
-/// The most blocks of a window: the mask has one bit for each.
+/// The maximum number of blocks in a window: the mask has one bit for each.
 pub const MAX_WINDOW_BLOCKS: usize = 64;
-/// The most fragments of a window: one `u64` records which have arrived.
+/// The maximum number of fragments of a window: one `u64` records which have arrived.
 pub const MAX_FRAGMENTS: usize = 64;
 /// The least payload of a fragment in bytes, so that a window has at most 64 fragments.
 pub const MIN_FRAGMENT_PAYLOAD: usize = WINDOW_BYTES / MAX_FRAGMENTS;
-/// The most overhead of a datagram, in percent of its payload (invariant I3).
+/// The maximum overhead of a datagram, in percent of its payload (invariant I3).
 const MAX_OVERHEAD_PERCENT: usize = 6;
 
 /// The blocks and windows of one op.
@@ -46,7 +47,7 @@ impl Geometry {
             wire: descriptor.wire,
             block_elements,
             window_blocks,
-            // A valid descriptor has at most 2^36 elements and a window at least 32.
+            // A valid descriptor has at most 2^36 elements, and a window has at least 32.
             windows: u32::try_from(windows).unwrap_or(u32::MAX),
         }
     }
@@ -97,8 +98,8 @@ impl Geometry {
         if blocks == 64 { u64::MAX } else { (1 << blocks) - 1 }
     }
 
-    /// Returns the elements of block `block` of window `index`; only the tensor's last block can be
-    /// short.
+    /// Returns the number of elements of block `block` of window `index`; only the tensor's last
+    /// block can be short.
     #[must_use]
     pub fn block_elements_of(&self, index: u32, block: usize) -> usize {
         let range = self.elements_of(index);
@@ -107,7 +108,7 @@ impl Geometry {
             .min(self.block_elements)
     }
 
-    /// Returns the bytes on the wire of the blocks in `mask` of window `index`.
+    /// Returns the size on the wire of the blocks in `mask` of window `index`, in bytes.
     #[must_use]
     pub fn payload_len(&self, index: u32, mask: u64) -> usize {
         let full = self.wire.block_len(self.block_elements);
@@ -121,8 +122,8 @@ impl Geometry {
 
     /// Returns how to cut a payload of `len` bytes in a job with the fragmentation `job`. A payload
     /// of at most half a window is cut between blocks, if that keeps the overhead within the limit.
-    /// The datagrams of sparse windows then have one size, and the kernel takes many of one size at
-    /// a time.
+    /// The datagrams of sparse windows then have the same size, and the kernel accepts many
+    /// datagrams of one size in one call.
     #[must_use]
     pub const fn cut(&self, job: Fragmentation, len: usize) -> Fragmentation {
         // wire: W-55
@@ -162,16 +163,16 @@ impl Geometry {
         })
     }
 
-    /// Returns the stretches of the tensor in the bytes `range` of window `index`'s packed payload,
-    /// in order. Neighbouring blocks form one stretch. The wire type must have no scale, `range`
-    /// must not split an element, and `mask` must have only blocks of the window.
+    /// Returns, in order, the stretches of the tensor that lie in the bytes `range` of the packed
+    /// payload of window `index`. Neighbouring blocks form one stretch. The wire type must have no
+    /// scale, `range` must not split an element, and `mask` must contain only blocks of the window.
     pub fn stretches(
         &self,
         index: u32,
         mask: u64,
         range: Range<usize>,
     ) -> impl Iterator<Item = Packed> + Clone + use<> {
-        debug_assert_eq!(mask & !self.full_mask(index), 0, "blocks that the window has not");
+        debug_assert_eq!(mask & !self.full_mask(index), 0, "the window lacks these blocks");
         let size = self.wire.element_size();
         // All blocks of a payload except the last have full length, so the blocks before the range
         // are skipped without a search.
@@ -181,7 +182,8 @@ impl Geometry {
         let (from, to) = (range.start - skipped * full, range.end - skipped * full);
         let (block_elements, elements) = (self.block_elements, self.elements_of(index));
         let mut offset = 0;
-        // A run outside the range is the only run, so `None` may end the iterator here.
+        // A run lies outside the range only if the range is empty. That run is then the only one,
+        // so `None` may end the iterator.
         core::iter::from_fn(move || {
             let run = take_lowest_run(&mut rest)?;
             let element = elements.start + (run.start * block_elements) as u64;
@@ -198,14 +200,14 @@ impl Geometry {
     }
 }
 
-/// A stretch of elements and where it lies among packed bytes.
+/// A stretch of elements, with its place in the tensor and in the packed payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packed {
     /// The place of the first element in the tensor.
     pub element: u64,
     /// The number of elements.
     pub elements: usize,
-    /// Bytes before the stretch in the packed payload.
+    /// The number of bytes before the stretch in the packed payload.
     pub offset: usize,
 }
 
@@ -240,7 +242,7 @@ impl Stripe {
         self.windows == 0
     }
 
-    /// Returns the place in the tensor of the shard's `nth` window.
+    /// Returns the index, within the tensor, of the shard's `nth` window.
     #[must_use]
     pub const fn index(&self, nth: u32) -> u32 {
         self.first + nth * self.step
@@ -266,7 +268,7 @@ impl Stripe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fragmentation {
     payload: usize,
-    /// Bytes of each datagram after its payload.
+    /// The number of bytes that authentication adds after the payload of each datagram.
     trailer: usize,
 }
 
@@ -293,13 +295,13 @@ impl Fragmentation {
         Header::LEN + self.payload + self.trailer
     }
 
-    /// Returns the number of bytes after the messages of a datagram.
+    /// Returns the number of bytes that authentication adds after the messages of a datagram.
     #[must_use]
     pub const fn trailer(&self) -> usize {
         self.trailer
     }
 
-    /// Returns the size of every datagram but the last, before the datagram is sealed.
+    /// Returns the size of every datagram but the last, without the authentication trailer.
     #[must_use]
     pub const fn unsealed(&self) -> usize {
         Header::LEN + self.payload
@@ -326,7 +328,7 @@ impl Fragmentation {
         if count >= 64 { u64::MAX } else { (1 << count) - 1 }
     }
 
-    /// Returns the range that fragment `fragment` carries of a payload of `len` bytes.
+    /// Returns the range of bytes that fragment `fragment` carries, in a payload of `len` bytes.
     #[must_use]
     pub fn range(&self, len: usize, fragment: usize) -> Range<usize> {
         let start = (fragment * self.payload).min(len);
@@ -360,7 +362,8 @@ const fn take_lowest_run(mask: &mut u64) -> Option<Range<usize>> {
     Some(start as usize..end as usize)
 }
 
-/// Narrows a count that is bounded by a window or by the machine's memory.
+/// Converts a count to `usize`. A window or the machine's memory limits the count, so the count
+/// fits.
 fn to_usize(n: u64) -> usize {
     usize::try_from(n).unwrap_or(usize::MAX)
 }
@@ -425,7 +428,7 @@ mod tests {
     #[test]
     fn stretches_are_the_packed_blocks_cut_anywhere() {
         let short = f32s(60 * 256 + 256 * 3 + 10);
-        // Two windows of 64 blocks; the last block of the second is short.
+        // The tensor has two windows of 64 blocks; the last block of the second is short.
         let blocks_of_32 = Descriptor::sum(2 * 64 * 32 - 5, DType::F32).with_block(32).unwrap();
         let full = Geometry::new(&blocks_of_32);
         let mut cases = vec![];

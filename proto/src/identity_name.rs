@@ -7,9 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::peer_text::{PeerText, Unshown};
 
-/// The most characters of a name: the limit of an X.509 common name (RFC 5280, `ub-common-name`).
+/// The maximum length of a name in characters: the limit of an X.509 common name (RFC 5280,
+/// `ub-common-name`).
 pub const MAX_NAME: usize = 64;
-/// The most bytes of a name: a character may have four bytes.
+/// The maximum length of a name in bytes: a character may have four bytes.
 pub const MAX_NAME_BYTES: usize = 4 * MAX_NAME;
 
 /// The name of an identity, from its certificate or from a message of another process.
@@ -17,8 +18,8 @@ pub const MAX_NAME_BYTES: usize = 4 * MAX_NAME;
 #[serde(from = "Unshown", into = "Unshown")]
 pub struct IdentityName {
     name: String,
-    /// The reason why the name from a peer is invalid, if it is. `name` is then escaped, and may
-    /// differ from the peer's name.
+    /// The reason why the name from a peer is invalid; `None` if it is valid. An invalid name is
+    /// escaped in `name`, which may then differ from the peer's name.
     unfit: Option<String>,
 }
 
@@ -78,8 +79,8 @@ impl From<&str> for IdentityName {
 impl From<Unshown> for IdentityName {
     /// Checks the name before it is escaped. An escaped name would pass the check and could be the
     /// name of another identity.
-    fn from(said: Unshown) -> Self {
-        Self { name: PeerText::of(&said.0).into(), unfit: check(&said.0).err() }
+    fn from(raw: Unshown) -> Self {
+        Self { name: PeerText::of(&raw.0).into(), unfit: check(&raw.0).err() }
     }
 }
 

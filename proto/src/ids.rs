@@ -1,4 +1,4 @@
-//! Identifiers, each its own newtype, so that a rank cannot be mistaken for a job.
+//! Identifiers: each is a separate newtype, so that a rank cannot be mistaken for a job.
 
 use alloc::string::{String, ToString};
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct JobId(pub u32);
 
-/// The number of a job's life; each restart uses a greater one.
+/// The number of one life of a job; each restart uses a greater number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Generation(pub u32);
 
@@ -21,8 +21,8 @@ pub struct Rank(pub u16);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct OpId(pub u32);
 
-/// The identifier of a window. Windows are ordered by op, then by place in the tensor; none is
-/// reused in a generation.
+/// The identifier of a window. Windows are ordered by op, then by place in the tensor. No
+/// identifier is reused within a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WindowId {
     /// The op.
@@ -35,7 +35,7 @@ impl Rank {
     /// The sender number that stands for the aggregator.
     pub const AGGREGATOR: Self = Self(u16::MAX);
 
-    /// Returns the rank as an index into a table with one entry per rank of the world.
+    /// Returns the rank as an index into a table with one entry for each rank of the job.
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
@@ -65,7 +65,7 @@ pub fn listed(ranks: impl IntoIterator<Item = u16>) -> String {
     }
 }
 
-/// The most ranks that [`listed`] names.
+/// The maximum number of ranks that [`listed`] names.
 pub const MAX_LISTED: usize = 64;
 
 #[cfg(test)]

@@ -8,38 +8,38 @@ use serde::{Deserialize, Serialize};
 
 use crate::peer_text::{PeerText, Unshown};
 
-/// The most bytes of a job's name, and of a group's name.
+/// The maximum length of a job's name and of a group's name, in bytes.
 pub const MAX_NAME: usize = 128;
 
-/// The name of a job and of one of its groups of ranks. Each group sums separately. Rules and
-/// limits apply to a job with all its groups.
+/// The name of a job, and of one of its groups of ranks if it has groups. Each group sums
+/// separately. A rule or limit for a job covers the job and all its groups together.
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(from = "Said")]
+#[serde(from = "RawNames")]
 pub struct JobName {
     /// The job's name, as its user writes it.
     pub name: String,
     /// The group's name; empty for a job without groups.
     pub group: String,
-    /// The reason why the names from a peer are invalid, if they are. `name` and `group` are then
-    /// escaped, and may differ from the peer's names.
+    /// The reason why the names from a peer are invalid; `None` if they are valid. Invalid names
+    /// are escaped in `name` and `group`, which may then differ from the peer's names.
     #[serde(skip)]
     unfit: Option<String>,
 }
 
 /// The names as a peer sent them.
 #[derive(Deserialize)]
-struct Said {
+struct RawNames {
     name: Unshown,
     group: Unshown,
 }
 
-impl From<Said> for JobName {
+impl From<RawNames> for JobName {
     /// Checks the names before they are escaped. An escaped name would pass the check and could be
     /// the name of another job.
-    fn from(said: Said) -> Self {
-        let said = Self::new(said.name.0, said.group.0);
+    fn from(raw: RawNames) -> Self {
+        let raw = Self::new(raw.name.0, raw.group.0);
         let plain = |name| PeerText::of(name).as_str().to_owned();
-        Self { name: plain(&said.name), group: plain(&said.group), unfit: said.check().err() }
+        Self { name: plain(&raw.name), group: plain(&raw.group), unfit: raw.check().err() }
     }
 }
 
@@ -111,14 +111,14 @@ mod tests {
         for name in ["train", "a b", "..", "vision/\"big\"", &"x".repeat(MAX_NAME)] {
             assert_eq!(check(name, name), Ok(()));
         }
-        let told = |what: &str| {
+        let expected = |what: &str| {
             let name = r#""a\nb""#;
             Err(alloc::format!(
                 "the {what}'s name {name} has unprintable characters; choose another"
             ))
         };
-        assert_eq!(check("a\nb", ""), told("job"));
-        assert_eq!(check("a", "a\nb"), told("group"));
+        assert_eq!(check("a\nb", ""), expected("job"));
+        assert_eq!(check("a", "a\nb"), expected("group"));
         assert!(check("", "").is_err() && check(&"x".repeat(MAX_NAME + 1), "").is_err());
     }
 

@@ -42,6 +42,7 @@ pub mod reject;
 pub mod rtt;
 pub mod schedule;
 mod sequence;
+pub mod stats;
 pub mod status;
 pub mod time;
 mod waited;

@@ -1,8 +1,8 @@
 //! The rules for the lives of a job: which ranks may join a life, and which may end it by starting
 //! the next.
 //!
-//! Aggregators and sidecars share these rules. Each gathers the other evidence about a caller
-//! ([`Known`]) itself.
+//! Aggregators and sidecars share these rules. Besides the caller's secret, each of them gathers
+//! its own evidence about the caller ([`Known`]).
 
 use crate::auth::Key;
 
@@ -11,20 +11,22 @@ use crate::auth::Key;
 pub enum Known {
     /// The caller is unknown.
     Not,
-    /// A rank of the life has called from the same place. Other jobs may call from there too.
+    /// A rank of the life has called from the same network address or host. Ranks of other jobs may
+    /// share that address or host.
     ByPlace,
     /// The caller has the identity of a rank of the life.
     ByIdentity,
 }
 
-/// Returns whether a rank that shows the secret `shown` may join the life that began with `own`.
+/// Returns whether a rank that shows the secret `shown` may join the life that began with the
+/// secret `own`.
 #[must_use]
 pub fn may_join(own: Option<Key>, shown: Option<Key>) -> bool {
     own.is_none() || own == shown
 }
 
-/// Returns whether a rank that shows the secret `shown` may end the life that began with `own`.
-/// [`Known::ByPlace`] is enough only if neither life has a secret.
+/// Returns whether a rank that shows the secret `shown` may end the life that began with the secret
+/// `own`. [`Known::ByPlace`] is enough only if both `own` and `shown` are `None`.
 #[must_use]
 pub fn may_end(own: Option<Key>, shown: Option<Key>, known: Known) -> bool {
     match (own, shown) {

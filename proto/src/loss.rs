@@ -15,12 +15,13 @@ pub enum Loss {
     /// The rank left the job, and an op of other ranks needs it.
     Left,
     /// The aggregator that the rank had joined is lost and no longer contributes the rank's share.
-    Relay,
+    Aggregator,
 }
 
 impl Loss {
-    /// Returns whether a rank lost for this reason is certainly out of the job. Otherwise it may go
-    /// on at another aggregator: silence here does not mean that it has stopped.
+    /// Returns whether a rank lost for this reason is certainly out of the job. Otherwise the rank
+    /// may continue at another aggregator: silence toward this aggregator does not mean that the
+    /// rank has stopped.
     #[must_use]
     pub const fn is_certain(self) -> bool {
         matches!(self, Self::Died | Self::Left)
@@ -34,10 +35,10 @@ impl Loss {
             Self::Silent => {
                 "it is silent; its process is suspended, or its host is down or unreachable"
             }
-            Self::Broke => "it broke the connection; check its log",
+            Self::Broke => "it dropped the connection or violated the protocol; check its log",
             Self::Left => "it left the job, and this op needs it",
-            Self::Relay => {
-                "its rack's aggregator is gone or ended the job; check the aggregator's log"
+            Self::Aggregator => {
+                "its rack's aggregator is lost or ended the job; check the aggregator's log"
             }
         }
     }

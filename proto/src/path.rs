@@ -1,8 +1,8 @@
 //! Proof of a data path: before a rank joins, full-size datagrams travel to every shard and back.
 //!
-//! [`Datagram`] is the layout of a ping and its answer. [`Prover`] decides when to send which
-//! ping, and evaluates the answers. The caller of an aggregator drives a prover: a worker, or an
-//! aggregator that calls its parent. The driver owns addresses and sockets.
+//! [`Datagram`] is the layout of a ping and its answer. [`Prover`] decides when to send which ping,
+//! and evaluates the answers. The caller of an aggregator drives a prover; the caller is a worker,
+//! or an aggregator that calls its parent. The driver owns addresses and sockets.
 
 use alloc::collections::VecDeque;
 use alloc::string::String;
@@ -13,7 +13,7 @@ use core::net::{IpAddr, Ipv6Addr, SocketAddr};
 use crate::auth::Key;
 use crate::time::{Span, Time};
 
-/// "RP", the magic number of pings and answers, which are not messages of a job.
+/// The magic number "RP" of pings and answers, which are not messages of a job.
 const MAGIC: [u8; 2] = *b"RP";
 const VERSION: u8 = 1;
 
@@ -76,7 +76,7 @@ impl Datagram {
     }
 }
 
-/// The result of the pings of one shard.
+/// The result of the pings to one shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Passed {
     /// The size of the largest ping that was answered, in bytes; 0 if none was.
@@ -88,12 +88,12 @@ pub struct Passed {
 /// Finds the largest datagrams that pass to each shard and back.
 ///
 /// The prover first tries the wanted size alone, which proves most paths in one round trip. Then it
-/// tries a ladder of sizes in rounds with doubling pauses. The driver sends what
-/// [`Prover::poll_transmit`] returns until that is `None`, waits for answers until
+/// tries a ladder of sizes in rounds with doubling pauses. The driver sends each ping that
+/// [`Prover::poll_transmit`] returns until that method returns `None`, waits for answers until
 /// [`Prover::poll_timeout`], and stops once [`Prover::is_over`].
 #[derive(Debug)]
 pub struct Prover {
-    /// The sizes to try, descending; the first is the wanted size.
+    /// The sizes to try, in descending order; the first is the wanted size.
     sizes: Vec<u16>,
     /// The least useful size.
     least: u16,
@@ -106,8 +106,8 @@ pub struct Prover {
 
 impl Prover {
     /// Creates a prover for the paths to `shards` shards. The prover tries datagrams of `wanted`
-    /// bytes and the smaller sizes of `ladder`. Sizes less than `least` only show that some
-    /// datagrams pass.
+    /// bytes and the smaller sizes of `ladder`. Sizes below `least` are too small for data and only
+    /// show that some datagrams pass.
     #[must_use]
     pub fn new(now: Time, shards: usize, wanted: u16, least: u16, ladder: &[u16]) -> Self {
         let mut sizes: Vec<u16> = ladder.iter().copied().filter(|size| *size < wanted).collect();
@@ -148,15 +148,16 @@ impl Prover {
         self.next.min(self.began + self.patience())
     }
 
-    /// Returns whether the proof is over: the wanted size passes to all shards, or the time for
-    /// larger sizes has run out.
+    /// Returns whether the proof is over: datagrams of the wanted size pass to all shards, or the
+    /// time for larger sizes has run out.
     #[must_use]
     pub fn is_over(&self, now: Time) -> bool {
         let all = |size: u16| self.shards.iter().all(|passed| passed.size >= size);
         all(self.sizes[0]) || now.since(self.began) >= self.patience()
     }
 
-    /// Returns how long the prover tries. It tries longer until every shard has a useful size.
+    /// Returns how long the prover tries. The time is longer while some shard has no useful size
+    /// yet.
     fn patience(&self) -> Span {
         let is_useful = self.shards.iter().all(|passed| passed.size >= self.least);
         if is_useful { NARROW_PATIENCE } else { BLOCKED_PATIENCE }
@@ -174,7 +175,7 @@ impl Prover {
 pub struct Blocked {
     /// The shard's address.
     pub shard: SocketAddr,
-    /// The caller's expected address: the IP address of its calls, and its data port.
+    /// The caller's expected address: the IP address that it calls from, and its data port.
     pub caller: SocketAddr,
     /// The cause of the block.
     pub what: Obstacle,
@@ -190,8 +191,8 @@ pub enum Obstacle {
         /// The size of the largest ping that arrived, in bytes.
         arrived: u16,
     },
-    /// Datagrams of the needed `size` do not pass to the shard and back. The largest datagrams that
-    /// do have `passed` bytes.
+    /// Datagrams of the needed `size` do not pass to the shard and back. `passed` is the largest
+    /// size that does.
     Size {
         /// The needed size, in bytes.
         size: u16,
@@ -209,10 +210,10 @@ pub enum Obstacle {
 }
 
 impl Blocked {
-    /// Returns the obstacle on the path to a shard, or `None` if datagrams of `least` bytes pass.
-    /// `passed` is the result of the pings. `arrived` is the size of the largest ping that
-    /// arrived at the shard. `caller` has the IP address of the caller's calls, as the aggregator
-    /// sees it, and the port that data must come from.
+    /// Returns the obstacle on the path to a shard, or `None` if datagrams of `least` bytes pass
+    /// and no address is translated. `passed` is the result of the pings. `arrived` is the size of
+    /// the largest ping that arrived at the shard. `caller` is the caller's expected address: its
+    /// IP address, as the aggregator sees it, and the port from which its data must come.
     #[must_use]
     pub fn find(
         shard: SocketAddr,
@@ -236,7 +237,8 @@ impl Blocked {
     }
 }
 
-/// Returns whether two addresses are the same. IPv4 may be written as IPv6 (`::ffff:a.b.c.d`).
+/// Returns whether two addresses are the same. An IPv4 address may be written as IPv6
+/// (`::ffff:a.b.c.d`).
 fn is_same(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() == other.port() && one.ip().to_canonical() == other.ip().to_canonical()
 }
@@ -255,8 +257,8 @@ impl fmt::Display for Blocked {
             Obstacle::Down { arrived } => write!(
                 f,
                 "no datagram from the aggregator's data port {shard} reaches UDP port {port} of \
-                 this host, although datagrams of up to {arrived} bytes from here arrive there; \
-                 allow UDP from {shard} in the firewall of this host and on the path"
+                 this host, although datagrams of up to {arrived} bytes from this host arrive at \
+                 that port; allow UDP from {shard} in the firewall of this host and on the path"
             ),
             Obstacle::Size { size, passed, arrives } => {
                 let way: String = if *arrives {
@@ -292,8 +294,8 @@ const FIRST_PAUSE: Span = Span::from_millis(100);
 const MOST_DOUBLED: u32 = 3;
 /// The time after which a path counts as narrow if the wanted size was not answered.
 const NARROW_PATIENCE: Span = Span::from_millis(2_300);
-/// The time after which a path counts as blocked. A failed proof, including the call and the
-/// request for the reason, takes less than five seconds.
+/// The time after which a path counts as blocked. It is short enough that a failed proof, including
+/// the call and the request for the reason, takes less than five seconds.
 const BLOCKED_PATIENCE: Span = Span::from_millis(3_000);
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Text from another process, made safe to show on a terminal, in a log or in an error.
 //!
-//! Every text field of a message is read with [`PeerText::string`] or a similar function, which
-//! `cargo xtask tidy` checks. Every error that may quote a peer is shown with [`PeerText::of`]. So
-//! no text from outside is shown unescaped.
+//! Every text field of a message is read with [`PeerText::string`] or a similar function. The
+//! command `cargo xtask tidy` checks this. Every error that may quote a peer is shown with
+//! [`PeerText::of`]. So no text from outside is shown unescaped.
 
 use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
@@ -16,24 +16,24 @@ use serde::{Deserialize, Serialize, Serializer};
 /// Text from a peer: one line of printable characters, at most [`PeerText::MAX`] bytes.
 ///
 /// Control characters, line ends, and characters that reorder or hide text are written as Rust
-/// escapes (`\n`, `\u{1b}`). If text is cut off, its end says how many bytes are missing.
+/// escapes (`\n`, `\u{1b}`). If the text was cut, its end says how many bytes are missing.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PeerText(String);
 
 impl PeerText {
-    /// The most bytes of a text.
+    /// The maximum length of a text, in bytes.
     pub const MAX: usize = 4096;
 
-    /// Makes safe text from a peer's message, or from an error that may quote one.
+    /// Escapes and shortens text from a peer's message, or from an error that may quote a peer.
     #[must_use]
     pub fn of(what: impl fmt::Display) -> Self {
         let mut plain = Plain::default();
         let whole = write!(plain, "{what}").is_ok();
-        debug_assert!(whole, "a `Plain` takes all that is written");
+        debug_assert!(whole, "a `Plain` accepts any text");
         Self(plain.finish())
     }
 
-    /// Returns whether `text` is shown unchanged.
+    /// Returns whether [`Self::of`] leaves `text` unchanged.
     #[must_use]
     pub fn is_plain(text: &str) -> bool {
         *Self::of(text) == *text
@@ -49,14 +49,14 @@ impl PeerText {
     ///
     /// # Errors
     ///
-    /// Returns the deserializer's error if the field is not a text.
+    /// Returns the deserializer's error if the field is not a string.
     pub fn string<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
         Self::deserialize(from).map(String::from)
     }
 
     /// Writes a text field of a message as its reader will show it, for `#[serde(serialize_with)]`.
     /// The limit on its length keeps the message short enough to send, even if the text quotes
-    /// others.
+    /// other texts.
     ///
     /// # Errors
     ///
@@ -69,25 +69,25 @@ impl PeerText {
     ///
     /// # Errors
     ///
-    /// Returns the deserializer's error if the field is neither a text nor empty.
+    /// Returns the deserializer's error if the field is neither a string nor null.
     pub fn option<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
         Ok(Option::<Self>::deserialize(from)?.map(String::from))
     }
 
-    /// Reads a list of texts of a message, for `#[serde(deserialize_with)]`.
+    /// Reads a list of strings from a message, for `#[serde(deserialize_with)]`.
     ///
     /// # Errors
     ///
-    /// Returns the deserializer's error if the field is not a list of texts.
+    /// Returns the deserializer's error if the field is not a list of strings.
     pub fn list<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
         Ok(Vec::<Self>::deserialize(from)?.into_iter().map(String::from).collect())
     }
 
-    /// Reads named counts of a message, for `#[serde(deserialize_with)]`.
+    /// Reads named counts from a message, for `#[serde(deserialize_with)]`.
     ///
     /// # Errors
     ///
-    /// Returns the deserializer's error if the field is not a map from texts to counts.
+    /// Returns the deserializer's error if the field is not a map from strings to counts.
     pub fn counts<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, u64>, D::Error> {
         let counts = BTreeMap::<Self, u64>::deserialize(from)?;
         Ok(counts.into_iter().map(|(what, count)| (what.into(), count)).collect())
@@ -151,7 +151,7 @@ impl<'de> Deserialize<'de> for PeerText {
             type Value = PeerText;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a text")
+                f.write_str("a string")
             }
 
             fn visit_str<E>(self, text: &str) -> Result<PeerText, E> {
@@ -163,13 +163,13 @@ impl<'de> Deserialize<'de> for PeerText {
     }
 }
 
-/// A writer that keeps printable text and counts the bytes that it cuts off.
+/// A writer that escapes unprintable characters and counts the bytes that it cuts off.
 #[derive(Default)]
 struct Plain {
     text: String,
-    /// Bytes of `text` that stay if the text is cut.
+    /// The number of bytes of `text` that stay if the text is cut.
     kept: usize,
-    /// Bytes of the original text after `kept`.
+    /// The number of bytes of the original text that the kept part leaves out.
     behind: usize,
     cut: bool,
 }
@@ -204,7 +204,7 @@ impl Plain {
             self.text.truncate(self.kept);
             self.text.push_str(" [and ");
             self.text.push_str(&self.behind.to_string());
-            self.text.push_str(" bytes more]");
+            self.text.push_str(" more bytes]");
         }
         self.text
     }
@@ -217,8 +217,8 @@ impl fmt::Write for Plain {
     }
 }
 
-/// The bytes that a cut text keeps. The count after it fits in the rest of [`PeerText::MAX`], so
-/// that a cut text is not cut again.
+/// The maximum length of the kept part of a cut text, in bytes. The note about the missing bytes
+/// fits in the rest of [`PeerText::MAX`], so that a cut text is not cut again.
 const ROOM: usize = PeerText::MAX - 48;
 
 #[cfg(test)]
@@ -240,7 +240,7 @@ mod tests {
         );
         assert!(!PeerText::is_plain(evil));
         assert!(PeerText::is_plain("job \"ä\\b\" of 10.0.0.1:7177"));
-        assert_eq!(PeerText::of(&*text), text, "what is plain stays as it is");
+        assert_eq!(PeerText::of(&*text), text, "plain text stays unchanged");
     }
 
     #[test]
@@ -251,9 +251,9 @@ mod tests {
             let long = unit.repeat((1 << 20) / unit.len());
             let text = PeerText::of(&long);
             assert!(text.len() <= PeerText::MAX, "{}", text.len());
-            assert_eq!(PeerText::of(&*text), text, "what was cut is not cut again");
+            assert_eq!(PeerText::of(&*text), text, "a cut text is not cut again");
             let (kept, rest) = text.split_once(" [and ").unwrap();
-            let more: usize = rest.strip_suffix(" bytes more]").unwrap().parse().unwrap();
+            let more: usize = rest.strip_suffix(" more bytes]").unwrap().parse().unwrap();
             let shown = if unit == "\u{1b}" { kept.len() / "\\u{1b}".len() } else { kept.len() };
             assert_eq!(shown + more, long.len());
         }

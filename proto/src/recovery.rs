@@ -1,22 +1,23 @@
-//! Recovery of lost datagrams: which fragments were asked for, and whether the answers are lost
+//! Recovery of lost datagrams: which fragments were requested, and whether the answers are lost
 //! too.
 //!
 //! Both sides send a window's fragments in order, and answer nacks in order of arrival. So a
 //! fragment is lost if later fragments have overtaken it, and an answer is lost if the answer to a
-//! later nack has overtaken it. Neither needs a timer.
+//! later nack has overtaken it. Neither conclusion needs a timer. A timer is needed only for an
+//! answer that no later answer overtakes.
 
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 
-/// The fragments of one window that nacks have asked for.
+/// The fragments of one window that nacks have requested.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Nacked {
     /// Nacked fragments that have not arrived yet.
     fragments: u64,
     /// The time of the last nack.
     at: Time,
-    /// The number of repeated nacks. The answer to a repeated nack is not measured (Karn), and its
-    /// timeout is longer.
+    /// The number of repeated nacks. The answer to a repeated nack is not measured (Karn), and the
+    /// next timeout is longer.
     repeated: u32,
 }
 
@@ -33,7 +34,7 @@ impl Answered {
 }
 
 impl Nacked {
-    /// Records that `fragments` are asked for.
+    /// Records that `fragments` are requested.
     pub(crate) const fn note(&mut self, fragments: u64, now: Time) {
         if fragments == 0 {
             return;
@@ -48,8 +49,8 @@ impl Nacked {
         self.fragments &= all;
     }
 
-    /// Returns which of the `lost` fragments to ask for now: all except those whose answer may
-    /// still arrive.
+    /// Returns which of the `lost` fragments to request now: all except those that were requested
+    /// and may still arrive.
     pub(crate) fn due(
         &self,
         lost: u64,
@@ -67,10 +68,11 @@ impl Nacked {
         if overtaken || late { lost } else { fresh }
     }
 
-    /// Takes a fragment that arrived at `now`, if it was asked for. Once all nacked fragments have
-    /// arrived, returns how long the answer took: all fragments of one answer are one measurement.
-    /// The inner value is `None` if a nack was repeated. A fragment without `again` was asked for
-    /// too early. It settles the nack, so no answer is awaited, but it gives no measurement.
+    /// Notes the arrival of a fragment at `now`, if it was requested. Once all nacked fragments
+    /// have arrived, returns how long the answer took: all fragments of one answer are one
+    /// measurement. The inner value is `None` if a nack was repeated. A fragment without `again` is
+    /// the original, so it was requested too early. It settles the nack, so no answer is awaited,
+    /// but yields no measurement.
     pub(crate) fn answer(
         &mut self,
         fragment: u64,
@@ -92,7 +94,8 @@ impl Nacked {
     }
 }
 
-/// The fragments of a window that were sent again to one receiver, and the time of the last.
+/// The fragments of a window that were sent again to one receiver, and when the last of them was
+/// sent.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Again {
     fragments: u64,
@@ -100,7 +103,8 @@ pub(crate) struct Again {
 }
 
 impl Again {
-    /// Returns which of the `wanted` fragments may be lost again: all except those still in flight.
+    /// Returns which of the `wanted` fragments may be lost: all except those that were sent again
+    /// and may still be in flight.
     pub(crate) fn may_be_lost(&self, wanted: u64, now: Time, round_trip: Span) -> u64 {
         let under_way = now.since(self.at) < round_trip;
         if under_way { wanted & !self.fragments } else { wanted }
@@ -116,9 +120,10 @@ impl Again {
     }
 }
 
-/// Returns the fragments of a window that must have been overtaken when `fragment` arrives for the
-/// first time or `again`. The nearest earlier fragments are left out, since networks reorder (the
-/// packet threshold of RFC 9002). Fragments are sent again only after the whole window was sent.
+/// Returns the fragments of a window that must have been overtaken when `fragment` arrives. The
+/// nearest earlier fragments are left out, since networks reorder (the packet threshold of RFC
+/// 9002). If `fragment` was sent `again`, all fragments count, since no fragment is sent again
+/// before the whole window has been sent.
 pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
     match fragment.checked_sub(REORDERING - 1) {
         _ if again => u64::MAX,
@@ -127,8 +132,8 @@ pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
     }
 }
 
-/// Returns whether all earlier windows must have been overtaken when this fragment arrives.
-/// `complete` is set if the fragment completes its window, and `again` if it was sent again.
+/// Returns whether all earlier windows must have been overtaken when `fragment` arrives. `complete`
+/// is set if the fragment completes its window, and `again` if it was sent again.
 pub(crate) const fn proves_earlier(fragment: u8, complete: bool, again: bool) -> bool {
     complete || again || fragment + 1 >= REORDERING
 }
@@ -137,7 +142,7 @@ pub(crate) const fn proves_earlier(fragment: u8, complete: bool, again: bool) ->
 const REORDERING: u8 = 3;
 
 /// The number of windows whose losses are gathered into one nack. A nack and its answer cost a host
-/// as much as a whole window. A window that holds up all others is asked for at once.
+/// as much as a whole window. A window that holds up all others is requested immediately.
 pub(crate) const GATHERED_WINDOWS: u64 = 2;
 
 #[cfg(test)]
@@ -159,7 +164,7 @@ mod tests {
         let mut earlier = Nacked::default();
         earlier.note(1, NACKED_AT);
         let due = earlier.due(1, 6, answered, NOW, &Rtt::new(Span::from_millis(100)));
-        assert_eq!(due, 1, "it was overtaken, however patient one is");
+        assert_eq!(due, 1, "the answer was overtaken, however long the timeout is");
     }
 
     #[test]

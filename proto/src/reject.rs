@@ -1,10 +1,11 @@
 //! Reasons for rejected datagrams, and a counter for each.
 
-/// The reason why a datagram changed nothing but a counter. The discriminant indexes the counters.
+/// The reason why a datagram was rejected. A rejected datagram changes nothing but a counter, whose
+/// index is the discriminant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Reject {
-    /// The datagram is shorter than a header, or than its header says.
+    /// The datagram is shorter than a header, or its length does not match its headers.
     Truncated,
     /// The magic number belongs to another protocol.
     Magic,
@@ -16,13 +17,14 @@ pub enum Reject {
     Reserved,
     /// The datagram belongs to another job.
     Job,
-    /// The authentication failed: no holder of the key made the datagram.
+    /// Authentication failed: no holder of the key made the datagram.
     Forged,
     /// The datagram is authentic, but was accepted before, or is too old to tell.
     Replayed,
     /// The datagram belongs to another generation, such as an earlier life of the job.
     Generation,
-    /// The rank does not exist, or the address differs from the one the rank joined with.
+    /// The sender is unknown or of the wrong kind, or its address differs from the one that the
+    /// rank joined with.
     Sender,
     /// The lane or shard does not exist.
     Stream,
@@ -32,17 +34,17 @@ pub enum Reject {
     Descriptor,
     /// The op or window is already settled.
     Stale,
-    /// The data is of a window that the sender has not opened, or whose open was lost.
+    /// The data belongs to a window that the sender has not opened, or whose open was lost.
     Unopened,
-    /// The data is of a window that the sender opened as zero.
+    /// The data belongs to a window that the sender opened as zero.
     Unowed,
     /// The window is beyond the reach of the pool.
     BeyondPool,
-    /// The op is further ahead than the job was granted.
+    /// The op is further ahead than the job's limit on ops in flight allows.
     BeyondOps,
     /// The block mask, the length or the fragment number does not fit the window.
     Shape,
-    /// The job's messages cost the shard more than the job's share of its time.
+    /// The job's messages have cost more than the job's share of the shard's time.
     Overdrawn,
 }
 

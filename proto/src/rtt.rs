@@ -1,8 +1,9 @@
 //! Round-trip estimate and retransmission timeout with Jacobson's estimator (RFC 6298).
 //!
 //! The round trip of a window's result includes the wait for other ranks and for their lost
-//! datagrams. So the wait for a result is bounded by a multiple of the round trip of a nack, which
-//! waits for no rank. An early nack costs one small datagram; a late nack stalls every rank.
+//! datagrams. So the wait for a result is bounded by a multiple of the round trip from a nack to
+//! its answer, which waits for no rank. An early nack costs one small datagram; a late nack stalls
+//! every rank.
 
 use crate::time::Span;
 
@@ -12,12 +13,12 @@ pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
     measured: bool,
-    /// A nack was repeated since the last measurement.
+    /// Whether a nack was repeated since the last measurement.
     repeated: bool,
 }
 
 impl Rtt {
-    /// Creates an estimate that starts at `initial`, until the first measurement replaces it.
+    /// Creates an estimate that equals `initial` until the first measurement replaces it.
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
@@ -38,8 +39,9 @@ impl Rtt {
 
     /// Records how long an answer took, or `None` if its nack was repeated. A repeated nack gives
     /// no sample; instead the timeout doubles until the next sample (Karn and Partridge, SIGCOMM
-    /// 1987). Otherwise an estimate that is too short would repeat every nack. The timeout doubles
-    /// only once: under heavy loss, few nacks are sent only once.
+    /// 1987). Without the doubling, an estimate that is too short would cause every nack to be
+    /// repeated. The timeout doubles only once: under heavy loss most nacks are repeated, so
+    /// samples are rare.
     pub(crate) fn answered(&mut self, took: Option<Span>) {
         match took {
             Some(took) => self.sample(took),
@@ -62,8 +64,8 @@ impl Rtt {
     }
 
     /// Returns how long to wait after `attempts` nacks, if answers also wait for other ranks.
-    /// `alone` is the estimate for answers that wait for no rank: a few times its round trip bounds
-    /// the timeout.
+    /// `alone` is the estimate for answers that wait for no rank; a small multiple of its round
+    /// trip bounds the timeout.
     #[must_use]
     pub fn patience(&self, alone: &Self, attempts: u32) -> Span {
         let most = Span(Self::MOST_TIMES * alone.smoothed_ns).max(Self::PATIENCE);
@@ -78,14 +80,15 @@ impl Rtt {
     /// The least margin over the smoothed round trip: a scheduling delay is not a loss.
     const GRANULARITY: Span = Span::from_micros(500);
     const MIN_TIMEOUT: Span = Span::from_millis(2);
-    /// The bound of the timeout in `patience`, as a multiple of the other round trip.
+    /// The bound on the timeout in `patience`, as a multiple of the round trip of `alone`.
     /// [`Self::PATIENCE`] applies if it is longer.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
     const MAX_TIMEOUT: Span = Span::from_millis(100);
     const MAX_BACKOFF: Span = Span::from_millis(100);
-    /// The longest backoff of `patience`, unless the timeout itself is longer. A probe and its
-    /// answer are small, and only the next probe reveals a loss during the wait for other ranks.
+    /// The longest backoff of `patience`, unless the timeout itself is longer. It is short because
+    /// a probe and its answer cost little, and because only the next probe reveals a loss during
+    /// the wait for other ranks.
     const MAX_PATIENCE: Span = Span::from_millis(25);
 }
 
@@ -97,7 +100,7 @@ mod tests {
     fn the_first_sample_replaces_the_guess() {
         let mut rtt = Rtt::new(Span::from_millis(100));
         rtt.sample(Span::from_millis(4));
-        // The first sample plus four times half of it.
+        // The timeout is the first sample plus four times half of it.
         assert_eq!(rtt.timeout(), Span::from_millis(12));
     }
 
@@ -130,7 +133,7 @@ mod tests {
         assert!(rtt.timeout() > Span::from_millis(8));
         rtt.answered(None);
         rtt.sample(Span::from_millis(8));
-        assert!(rtt.timeout() < Span::from_millis(20), "measured again");
+        assert!(rtt.timeout() < Span::from_millis(20), "a sample ends the doubling");
     }
 
     #[test]

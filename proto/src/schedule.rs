@@ -22,7 +22,7 @@
 //!         turn.spend(250); // for some work of the job
 //!     }
 //!     order.push((turn.job, turn.spent()));
-//!     schedule.enqueue(turn.job); // which has more of it
+//!     schedule.enqueue(turn.job); // the job has more work
 //!     schedule.finish(turn);
 //! }
 //! assert_eq!(order, [("a", 500), ("b", 500), ("a", 500), ("b", 500)]);
@@ -33,14 +33,15 @@ mod deficit_round_robin;
 
 pub use deficit_round_robin::DeficitRoundRobin;
 
-/// An order of the jobs that share a thread. `J` names a job.
+/// An order of the jobs that share a thread. A `J` identifies a job.
 ///
-/// Jobs that were never added, or were removed, have no turns: calls that name them do nothing.
+/// A job that was never added, or was removed, has no turns: calls for that job do nothing.
 pub trait Schedule<J> {
-    /// Adds a job that may use this share of the thread, between 0 and 1.
+    /// Adds a job that may use `share` of the thread's time, from 0 to 1. If the schedule already
+    /// has the job, the job begins afresh.
     fn add(&mut self, job: J, share: f64);
 
-    /// Removes a job. A turn of it that is handed back later is ignored.
+    /// Removes a job. If one of its turns is handed back later, that turn is ignored.
     fn remove(&mut self, job: J);
 
     /// Notes that a job has work. A job that already waits for its turn keeps its place.
@@ -52,22 +53,23 @@ pub trait Schedule<J> {
     /// Begins the next turn, or returns `None` if no job waits.
     ///
     /// The job no longer waits: if it has work left after the turn, it must be enqueued again. A
-    /// turn that pays for earlier work is over at once.
+    /// turn that only pays the job's debt is over immediately.
     fn next(&mut self) -> Option<Turn<J>>;
 
-    /// Ends a turn, and charges the job for what it spent beyond its budget.
+    /// Ends a turn, and charges the job for the bytes that it spent beyond the turn's budget.
     fn finish(&mut self, turn: Turn<J>);
 
-    /// Charges a job for work of this many bytes outside its turns, such as receiving a message.
+    /// Charges a job for `bytes` bytes of work outside its turns, such as receiving a message.
     fn charge(&mut self, job: J, bytes: usize);
 
-    /// Returns the bytes that a job has been charged for and has not paid by its turns yet.
+    /// Returns the job's debt: the bytes that it was charged and that its turns have not paid off
+    /// yet.
     fn debt(&self, job: J) -> usize;
 }
 
-/// The turn of a job: what it may spend before the next job has its turn.
+/// The turn of a job: the bytes that the job may spend before the next job has its turn.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "a turn is handed back by `Schedule::finish`"]
+#[must_use = "hand the turn back with `Schedule::finish`"]
 pub struct Turn<J> {
     /// The job whose turn it is.
     pub job: J,
@@ -76,7 +78,7 @@ pub struct Turn<J> {
 }
 
 impl<J> Turn<J> {
-    /// Creates a turn of this many bytes.
+    /// Creates a turn with a budget of `budget` bytes.
     pub const fn new(job: J, budget: usize) -> Self {
         Self { job, budget, spent: 0 }
     }

@@ -1,10 +1,10 @@
 //! The ops of one stream in order, and the stream's window positions.
 //!
-//! On the wire, a window is identified by its op and its place in the tensor, which stays
+//! On the wire, a window is identified by its op and its place in the tensor. This identifier stays
 //! unambiguous after any error. Within a stream, windows also have consecutive numbers over all
-//! ops: slots and credits count these *positions*. Each side numbers for itself. After an op fails
-//! because the descriptors differ, the counts of both sides may differ, which costs at most a
-//! retransmission.
+//! ops: slots and credits count these *positions*. Each side numbers its windows itself. After an
+//! op fails because the descriptors differ, the numbers of the two sides may diverge, which costs
+//! at most a retransmission.
 
 use alloc::collections::VecDeque;
 
@@ -22,7 +22,7 @@ pub(crate) struct StreamOp {
     pub(crate) geometry: Geometry,
     /// Whether the op failed, so that its positions are skipped.
     pub(crate) failed: bool,
-    /// Whether this side, a worker, has opened some of the op.
+    /// At a worker, whether it has opened some windows of the op; unused at an aggregator.
     pub(crate) opened: bool,
 }
 
@@ -35,7 +35,7 @@ impl StreamOp {
     /// Returns the window at `position`, which must lie within the op.
     pub(crate) fn window(&self, position: u64) -> WindowId {
         debug_assert!((self.base..self.end()).contains(&position));
-        // A stripe's length is a u32, so the difference fits one.
+        // A stripe's length is a u32, so the difference fits a u32.
         let nth = u32::try_from(position - self.base).unwrap_or(u32::MAX);
         WindowId::new(self.op, self.stripe.index(nth))
     }
@@ -51,7 +51,7 @@ pub(crate) struct Sequence {
     settled: Option<OpId>,
     /// The last removed op that was opened and did not fail.
     opened: Option<OpId>,
-    /// The most ops that the sequence may hold.
+    /// The maximum number of ops that the sequence may hold.
     capacity: usize,
 }
 
@@ -67,9 +67,9 @@ impl Sequence {
         self.make_room_for(1, passed)
     }
 
-    /// Makes room for `ops` more ops, and returns whether there is enough. If necessary, removes
-    /// the failed ops for which `passed` returns true, since nothing looks up their positions
-    /// again. The last op stays, since the next op follows it.
+    /// Makes room for `ops` more ops, and returns whether there is enough room. If necessary,
+    /// removes the failed ops for which `passed` returns true, since nothing looks up their
+    /// positions again. The last op stays, since the next op follows it.
     pub(crate) fn make_room_for(&mut self, ops: usize, passed: impl Fn(&StreamOp) -> bool) -> bool {
         if self.ops.len().saturating_add(ops) > self.capacity {
             let last = self.last();
@@ -80,7 +80,7 @@ impl Sequence {
 
     /// Appends an op and returns its first position. The caller makes room first.
     pub(crate) fn push(&mut self, op: OpId, descriptor: &Descriptor, stripe: Stripe) -> u64 {
-        debug_assert!(self.ops.len() < self.capacity, "make_room said so");
+        debug_assert!(self.ops.len() < self.capacity, "the caller makes room first");
         let base = self.end;
         let geometry = Geometry::new(descriptor);
         self.end += u64::from(stripe.len());
@@ -88,9 +88,9 @@ impl Sequence {
         base
     }
 
-    /// Inserts a failed op without windows in op order. The caller makes room first.
+    /// Inserts, in op order, a failed op that has no windows. The caller makes room first.
     pub(crate) fn insert_failed(&mut self, op: OpId, descriptor: &Descriptor) {
-        debug_assert!(self.ops.len() < self.capacity, "make_room said so");
+        debug_assert!(self.ops.len() < self.capacity, "the caller makes room first");
         let i = self.ops.partition_point(|entry| entry.op < op);
         let base = self.ops.get(i).map_or(self.end, |next| next.base);
         let stripe = Stripe::new(op, 0, 0, 1);
@@ -109,7 +109,7 @@ impl Sequence {
         self.ops.back().map(|entry| entry.op).or(self.settled)
     }
 
-    /// Returns whether `op`, or a later op, was settled here.
+    /// Returns whether `op`, or a later op, was settled in this stream.
     pub(crate) fn is_settled(&self, op: OpId) -> bool {
         self.settled.is_some_and(|settled| op <= settled)
     }
@@ -126,14 +126,14 @@ impl Sequence {
         opened.next().map(|entry| entry.op).or(self.opened)
     }
 
-    /// Records that some of `op` was opened.
+    /// Records that some windows of `op` were opened.
     pub(crate) fn note_opened(&mut self, op: OpId) {
         if let Ok(i) = self.ops.binary_search_by_key(&op, |entry| entry.op) {
             self.ops[i].opened = true;
         }
     }
 
-    /// Returns the unsettled ops after `after`, oldest first, for changes.
+    /// Returns the unsettled ops after `after`, oldest first, as mutable references.
     pub(crate) fn iter_after_mut(
         &mut self,
         after: Option<OpId>,
@@ -152,7 +152,7 @@ impl Sequence {
         self.ops.get(i).filter(|entry| entry.base <= position)
     }
 
-    /// Returns the position of `window`, if the window is an unsettled window of this stream.
+    /// Returns the position of `window`, if it is an unsettled window of this stream.
     pub(crate) fn position(&self, window: WindowId) -> Option<u64> {
         let entry = self.get(window.op)?;
         Some(entry.base + u64::from(entry.stripe.nth(window.index)?))
@@ -194,7 +194,7 @@ impl Sequence {
         })
     }
 
-    /// Returns whether there are positions to skip.
+    /// Returns whether any op has failed, so that its positions are skipped.
     pub(crate) fn has_failed(&self) -> bool {
         self.ops.iter().any(|entry| entry.failed)
     }
@@ -206,7 +206,7 @@ impl Sequence {
         }
     }
 
-    /// Removes the oldest op if all its positions are before `position`.
+    /// Removes and returns the oldest op if all its positions are before `position`.
     pub(crate) fn settle_before(&mut self, position: u64) -> Option<StreamOp> {
         self.ops.front().filter(|entry| entry.end() <= position)?;
         let entry = self.ops.pop_front()?;
@@ -275,7 +275,7 @@ mod tests {
         assert!(sequence.get(OpId(2)).is_some(), "the next op comes after the last");
         assert_eq!(push(&mut sequence, 3, 1), 3);
         sequence.fail(OpId(3));
-        assert!(sequence.make_room(passed), "op 2 is not the last any more");
+        assert!(sequence.make_room(passed), "op 2 is no longer the last");
         assert_eq!(push(&mut sequence, 4, 1), 4);
         assert!(!sequence.make_room(passed), "op 3 is not passed");
         assert_eq!(sequence.position(WindowId::new(OpId(4), 0)), Some(4));

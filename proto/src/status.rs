@@ -1,7 +1,7 @@
 //! The status of an aggregator or a sidecar, as `racksum status` shows it.
 //!
-//! Both programs write these types as JSON. Readers treat every text as a peer's, so it is safe to
-//! show.
+//! Both programs write these types as JSON. Readers make every text safe to show, like other text
+//! from a peer ([`PeerText`]).
 
 use alloc::collections::BTreeMap;
 use alloc::string::String;
@@ -67,7 +67,7 @@ pub struct JobStatus {
     pub age_ms: u64,
     /// The ranks that have not joined, or are no longer connected.
     pub missing: Vec<u16>,
-    /// The lost ranks that the job goes on without.
+    /// The lost ranks, without which the job continues.
     pub absent: Vec<u16>,
     /// Milliseconds since the last fold, while windows are due: how long the job has waited for the
     /// ranks that are behind.
@@ -86,19 +86,20 @@ pub struct RankStatus {
     /// The ranks for which this rank sends a sum, if this rank is an aggregator that joined for
     /// them.
     pub rack: Vec<u16>,
-    /// The address that the rank's data comes from.
+    /// The address from which the rank's data comes.
     #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
     /// The name in the rank's certificate.
     #[serde(default, deserialize_with = "PeerText::option")]
     pub identity: Option<String>,
-    /// The first op that the rank has not opened at some shard.
+    /// The op after the last one that the rank has opened at any shard.
     pub next_op: u32,
     /// The number of windows that the rank has opened, over all shards.
     pub opened: u64,
-    /// The number of windows whose result the rank has, or that had no result.
+    /// The number of windows that the rank has finished: it has their results, or they have no
+    /// result.
     pub delivered: u64,
-    /// Milliseconds since any shard received from the rank.
+    /// Milliseconds since any shard last received a datagram from the rank.
     pub silent_ms: u64,
     /// Whether the next window waits for this rank.
     pub behind: bool,
@@ -110,7 +111,7 @@ pub struct ShardStatus {
     /// The address of the shard's data socket.
     #[serde(deserialize_with = "PeerText::string")]
     pub addr: String,
-    /// The number of datagrams.
+    /// The number of datagrams that the shard has received and sent.
     pub datagrams: Traffic,
     /// The number of bytes in those datagrams.
     pub bytes: Traffic,
@@ -122,9 +123,10 @@ pub struct ShardStatus {
     pub fragments_again: u64,
     /// The number of nacks that asked for missing fragments.
     pub asks: u64,
-    /// The number of messages that the kernel dropped because the receive buffer was full.
+    /// The number of datagrams that the kernel dropped, because the receive buffer was full or the
+    /// sender was refused for flooding.
     pub kernel_drops: u64,
-    /// The number of messages that could not be sent.
+    /// The number of sends that the kernel refused, or had no room for in time.
     pub send_failures: u64,
     /// The number of rejected datagrams for each reason that has occurred.
     #[serde(deserialize_with = "PeerText::counts")]
@@ -136,9 +138,9 @@ pub struct ShardStatus {
 /// A counter for each direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
-    /// The count of what was received.
+    /// The number received.
     pub received: u64,
-    /// The count of what was sent.
+    /// The number sent.
     pub sent: u64,
 }
 
@@ -147,7 +149,7 @@ pub struct Traffic {
 pub struct Buffers {
     /// The number of buffers.
     pub total: usize,
-    /// How many of them are free.
+    /// The number of free buffers.
     pub free: usize,
 }
 
@@ -216,7 +218,7 @@ pub struct SidecarStatus {
     pub max_ranks: usize,
     /// The number of ranks, over all jobs.
     pub ranks: usize,
-    /// The memory that ranks lend and the memory for sums of lists, together.
+    /// The memory that ranks have lent, plus the memory in which lists of blocks are summed.
     pub memory: Memory,
     /// The jobs that the caller may see, by name.
     pub jobs: Vec<SidecarJobStatus>,
@@ -246,12 +248,12 @@ pub struct SidecarJobStatus {
     pub state: String,
     /// Milliseconds since the job's first rank joined.
     pub age_ms: u64,
-    /// The number of ranks of this host that have not joined, or are no longer connected.
+    /// The number of this host's ranks that have not joined, or are no longer connected.
     pub awaited: usize,
-    /// The number of ops that some rank of this host has not called yet.
+    /// The number of ops that some ranks of this host have called and others have not.
     pub awaited_ops: usize,
-    /// The number of ops that all ranks of this host have called, and that are being summed here or
-    /// with other hosts.
+    /// The number of ops that all ranks of this host have called, and that are being summed on this
+    /// host or with other hosts.
     pub summed_ops: usize,
     /// Milliseconds since a rank called the oldest op that other ranks still have to call: how long
     /// the op has waited for the ranks that are behind.
@@ -265,7 +267,7 @@ pub struct SidecarJobStatus {
 pub enum SidecarJobState {
     /// Some ranks of this host have not joined.
     Gathering,
-    /// Some ranks of other hosts have not joined.
+    /// The sidecar is joining an aggregator, and waits for it or for ranks of other hosts.
     Calling,
     /// Ops may run.
     Running,
@@ -296,9 +298,9 @@ pub struct SidecarRankStatus {
     pub rank: u16,
     /// The rank's process id, as the sidecar sees it.
     pub pid: i32,
-    /// The next op that the rank calls.
+    /// The next op that the rank will call.
     pub next_op: u32,
-    /// Bytes of memory that the rank has lent.
+    /// The bytes of memory that the rank has lent.
     pub lent_bytes: u64,
     /// Whether the oldest op waits for this rank.
     pub behind: bool,

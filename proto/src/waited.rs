@@ -1,4 +1,5 @@
-//! The ranks that a stream waits for, as the other side last reported. A timeout error names them.
+//! The ranks that a stream waits for, as the other side last reported them. A timeout error names
+//! them.
 
 use alloc::vec::Vec;
 
@@ -6,28 +7,28 @@ use crate::ids::{OpId, Rank};
 use crate::time::{Span, Time};
 use crate::wire::MissingRanks;
 
-/// The ranks of the last wait message. Its buffer is allocated at start and never grows.
+/// The ranks in the last wait message. Their buffer is allocated once and never grows.
 #[derive(Debug)]
 pub(crate) struct Waited {
-    heard: Time,
+    reported_at: Time,
     op: OpId,
     ranks: Vec<(Rank, Span)>,
 }
 
 impl Waited {
     pub(crate) fn new() -> Self {
-        Self { heard: Time(0), op: OpId(0), ranks: Vec::with_capacity(MissingRanks::MAX) }
+        Self { reported_at: Time(0), op: OpId(0), ranks: Vec::with_capacity(MissingRanks::MAX) }
     }
 
     /// Records that a window of `op` waits for these ranks.
     pub(crate) fn set(&mut self, now: Time, op: OpId, ranks: MissingRanks<'_>) {
-        self.heard = now;
+        self.reported_at = now;
         self.op = op;
         self.ranks.clear();
         self.ranks.extend(ranks.iter());
     }
 
-    /// Forgets the ranks of `op`: a result of it has arrived, so the wait is over.
+    /// Forgets the ranks that `op` waits for: a result of the op has arrived, so the wait is over.
     pub(crate) fn forget(&mut self, op: OpId) {
         if self.op == op {
             self.ranks.clear();
@@ -39,15 +40,15 @@ impl Waited {
         self.ranks.clear();
     }
 
-    /// Returns the ranks and how long each had been silent. Returns an empty list if the report is
-    /// too old to explain the wait.
+    /// Returns the ranks, and how long each had been silent when it was reported. Returns an empty
+    /// list if the report is too old to explain the wait.
     pub(crate) fn ranks(&self, now: Time) -> &[(Rank, Span)] {
-        if now.since(self.heard) <= Self::FRESH { &self.ranks } else { &[] }
+        if now.since(self.reported_at) <= Self::FRESH { &self.ranks } else { &[] }
     }
 
     /// Returns the ranks and how long each has been silent by `now`.
     pub(crate) fn ranks_now(&self, now: Time) -> impl Iterator<Item = (Rank, Span)> + '_ {
-        let since = now.since(self.heard);
+        let since = now.since(self.reported_at);
         self.ranks(now).iter().map(move |(rank, silent)| {
             let left = *silent == MissingRanks::LEFT;
             (*rank, if left { *silent } else { Span(silent.0.saturating_add(since.0)) })

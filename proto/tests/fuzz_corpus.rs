@@ -1,11 +1,14 @@
 //! Runs the fuzz targets on stable Rust, with the committed corpus and random mutations of it. Each
-//! run prints its seed; `SEED=` repeats it.
+//! run prints its seed; setting `SEED` to it repeats the run.
 
 use std::fs;
 use std::path::PathBuf;
 
 #[path = "../../fuzz/src/lib.rs"]
-#[expect(unreachable_pub, reason = "a crate of its own elsewhere")]
+#[expect(
+    unreachable_pub,
+    reason = "the file is also the root of a crate, where these items are public"
+)]
 mod fuzz;
 
 /// A SplitMix64 random number generator (Steele, Lea, Flood 2014).
@@ -21,7 +24,7 @@ impl Dice {
     }
 
     fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.roll() % end.max(1) as u64).expect("less than a usize")
+        usize::try_from(self.roll() % end.max(1) as u64).expect("the remainder fits in a usize")
     }
 
     fn byte(&mut self) -> u8 {
@@ -31,7 +34,7 @@ impl Dice {
 
 /// Returns the seed in `SEED`, or 1, and prints it.
 fn seed() -> u64 {
-    let seed = std::env::var("SEED").map_or(1, |seed| seed.parse().expect("SEED is a number"));
+    let seed = std::env::var("SEED").map_or(1, |seed| seed.parse().expect("SEED must be a number"));
     println!("SEED={seed}");
     seed
 }
@@ -40,10 +43,11 @@ fn seed() -> u64 {
 fn corpus(target: &str) -> Vec<Vec<u8>> {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
     let entries = fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
-    let mut paths: Vec<_> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    let mut paths: Vec<_> =
+        entries.map(|entry| entry.expect("the folder can be listed").path()).collect();
     paths.sort();
     assert!(!paths.is_empty(), "{} is empty", dir.display());
-    paths.iter().map(|path| fs::read(path).expect("a file of the corpus")).collect()
+    paths.iter().map(|path| fs::read(path).expect("a file of the corpus can be read")).collect()
 }
 
 /// Changes some bytes of an input, and sometimes truncates or extends it.
@@ -94,10 +98,13 @@ fn random_scripts_break_no_machine_and_fill_no_memory() {
     for _ in 0..120 {
         let script: Vec<u8> = (0..8192).map(|_| dice.byte()).collect();
         let (fresh, after) = fuzz::machines::footprints(&script);
-        assert!(after < fresh + MOST_GROWTH, "from {fresh} to {after}");
+        assert!(
+            after < fresh + MOST_GROWTH,
+            "the debug output grew from {fresh} to {after} characters"
+        );
     }
 }
 
 /// Limit on the growth of the machines' debug output, in characters. Machines may fill the buffers
-/// they allocated, and hold the masks of ops in flight.
+/// that they allocated, and hold the masks of ops in flight.
 const MOST_GROWTH: usize = 1 << 20;

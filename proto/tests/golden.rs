@@ -1,5 +1,5 @@
 //! The golden datagrams of `docs/wire.md`. The code must write and read the datagrams in the
-//! document, so that the two cannot drift apart.
+//! document, so that code and document cannot drift apart.
 
 mod support;
 
@@ -24,7 +24,8 @@ fn documented() -> Vec<(&'static str, Vec<u8>)> {
     while let Some(line) = lines.next() {
         let Some(name) = line.strip_prefix("```hex ") else { continue };
         let hex = lines.by_ref().take_while(|line| *line != "```").flat_map(str::split_whitespace);
-        let bytes = hex.map(|byte| u8::from_str_radix(byte, 16).expect("two hexadecimal digits"));
+        let bytes = hex
+            .map(|byte| u8::from_str_radix(byte, 16).expect("a byte has two hexadecimal digits"));
         found.push((name, bytes.collect()));
     }
     found
@@ -32,10 +33,10 @@ fn documented() -> Vec<(&'static str, Vec<u8>)> {
 
 fn golden(name: &str) -> Vec<u8> {
     let mut all = documented().into_iter();
-    all.find(|(found, _)| *found == name).unwrap_or_else(|| panic!("no {name} in wire.md")).1
+    all.find(|(found, _)| *found == name).unwrap_or_else(|| panic!("docs/wire.md has no {name}")).1
 }
 
-/// Returns the op of most of the datagrams: a sum of four elements.
+/// Returns the descriptor of the op that most of the datagrams belong to: a sum of four elements.
 fn four() -> Descriptor {
     Descriptor { tag: 0x6772_6164, ..Descriptor::sum(4, DType::F32) }
 }
@@ -109,7 +110,7 @@ fn hex(bytes: &[u8]) -> String {
 #[test]
 fn the_document_shows_what_the_encoders_write() {
     for (name, bytes) in encoded() {
-        assert!(golden(name) == bytes, "{name} is\n{}", hex(&bytes));
+        assert!(golden(name) == bytes, "the encoder writes {name} as\n{}", hex(&bytes));
     }
     // The output of zstd depends on its version, so the tests only read `open-zstd`.
     assert_eq!(documented().len(), encoded().len() + 1);
@@ -159,7 +160,7 @@ fn the_machines_say_what_the_document_shows() {
     let first = rank.poll_transmit(now, &mut out, &mut ());
     assert_eq!(polled(first, &out), golden("open"));
     let Some(worker::Transmit::Data(fragments)) = rank.poll_transmit(now, &mut out, &mut ()) else {
-        panic!("the data goes out with the open")
+        panic!("no data follows the open")
     };
     assert_eq!((fragments.len, fragments.fragments), (16, 1));
     assert_eq!(datagram(fragments.header, &contribution()), golden("data"));
@@ -178,7 +179,7 @@ fn the_machines_say_what_the_document_shows() {
     let Some(aggregator::Transmit::Result { to: Recipient::All, result }) =
         shard.poll_transmit(now, &mut out, &mut ())
     else {
-        panic!("a result goes to all")
+        panic!("no result goes to all ranks")
     };
     let sums = floats([1.5, 2.0, -3.5, 0.5]);
     assert_eq!(datagram(result.header, &sums), golden("result"));
@@ -199,7 +200,11 @@ fn messages_share_a_datagram() {
     for ((header, body), bytes) in read.into_iter().zip(&all) {
         assert_eq!(datagram(header, body), *bytes);
     }
-    assert_eq!(Header::decode(&joined), Err(Reject::Truncated), "it is not one message");
+    assert_eq!(
+        Header::decode(&joined),
+        Err(Reject::Truncated),
+        "the datagram has several messages"
+    );
     // After a broken message, the start of the next one is unknown.
     let broken = [&all[0][..], &[0; Header::LEN], &all[0]].concat();
     let read: Vec<_> = wire::messages(&broken).map(|message| message.err()).collect();
@@ -264,7 +269,7 @@ fn take(rank: &mut Worker, shard: &mut Aggregation, bytes: &[u8]) {
 fn drain(rank: &mut Worker, shard: &mut Aggregation) {
     let mut out = [0xa5; 2048];
     for polls in 0.. {
-        assert!(polls < 10_000, "the machines never fall silent");
+        assert!(polls < 10_000, "the machines never stop sending");
         let fold = shard.poll_fold();
         if let Some(fold) = &fold {
             shard.handle_folded(fold, &mut ());

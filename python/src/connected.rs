@@ -7,8 +7,9 @@ use racksum_worker::{Blocks, Client};
 
 use crate::errors::raise;
 
-/// A client, bound to the process that connected it. A forked child has none of the client's
-/// threads, and these may hold the client's locks forever.
+/// A client, bound to the process that connected it. A forked child must not use the client: the
+/// child has none of the client's threads, and a lock that one of them held at the fork stays
+/// locked in the child forever.
 #[derive(Debug, Clone)]
 pub(crate) struct Connected {
     client: Option<Arc<Client>>,
@@ -25,7 +26,7 @@ impl Connected {
         std::process::id() != self.pid
     }
 
-    /// Returns the client, or an error in a process that was forked since.
+    /// Returns the client, or an error in a forked child of the process that connected it.
     pub(crate) fn get(&self, py: Python<'_>) -> PyResult<&Client> {
         match &self.client {
             Some(client) if !self.is_forked() => Ok(client),
@@ -33,8 +34,8 @@ impl Connected {
                 py,
                 "SessionClosed",
                 format!(
-                    "the session was connected by process {}, from which this one, {}, was \
-                     forked; connect after the fork",
+                    "process {} connected the session, and this process, {}, was forked from it; \
+                     connect after the fork",
                     self.pid,
                     std::process::id()
                 ),
@@ -42,7 +43,7 @@ impl Connected {
         }
     }
 
-    /// Gives the client the memory of sums that are no longer needed.
+    /// Lets the client reuse the memory of sums that are no longer needed.
     pub(crate) fn recycle(&self, blocks: Blocks) {
         if let Some(client) = self.client.as_ref().filter(|_| !self.is_forked()) {
             client.recycle(blocks);
@@ -51,7 +52,7 @@ impl Connected {
 }
 
 impl Drop for Connected {
-    #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be closed")]
+    #[expect(clippy::mem_forget, reason = "a forked child cannot close the parent's client")]
     fn drop(&mut self) {
         let client = self.client.take();
         if self.is_forked() {

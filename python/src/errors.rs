@@ -1,4 +1,4 @@
-//! Conversion of worker errors to exceptions of the package.
+//! Conversion of the worker's errors to the package's exceptions.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::Rank;
 use racksum_worker::{ConnectError, Error};
 
-/// Converts a failure to join a job to an exception.
+/// Converts a failure to join a job into an exception.
 pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
     let text = error.to_string();
     match error {
@@ -35,14 +35,15 @@ pub(crate) fn of_connect(py: Python<'_>, error: &ConnectError) -> PyErr {
         | ConnectError::Silent
         | ConnectError::Closed(_)
         | ConnectError::NoSidecar { .. }
-        | ConnectError::ImpostorBeside { .. }
+        | ConnectError::UntrustedSidecar { .. }
         | ConnectError::NoAggregator(_) => raise(py, "NoAggregator", text),
         ConnectError::GivenUp => raise(py, "SessionClosed", text),
-        ConnectError::Protocol(_) | ConnectError::Io(_) => raise(py, "Error", text),
+        // Only `Protocol` and `Io` remain, which have no exceptions of their own.
+        _ => raise(py, "Error", text),
     }
 }
 
-/// Converts the failure of an op to an exception.
+/// Converts the failure of an op into an exception.
 pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
@@ -62,10 +63,9 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
         Error::Op(OpError::NoAggregator { .. }) => raise(py, "NoAggregator", text),
         Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)
         | Error::Op(OpError::Ended { .. }) => raise(py, "SessionClosed", text),
-        // Callers wait for room, so `TooManyOps` should not get here.
-        Error::Submit(SubmitError::TooManyOps { .. }) | Error::Memory(_) => {
-            raise(py, "Error", text)
-        }
+        // Only `Memory` and `TooManyOps` remain. `TooManyOps` should not occur, because callers
+        // wait for room.
+        _ => raise(py, "Error", text),
     }
 }
 
@@ -98,7 +98,7 @@ pub(crate) fn raise<'py>(py: Python<'py>, name: &str, args: impl IntoArgs<'py>) 
     }
 }
 
-/// The arguments of an exception.
+/// Values that can become the arguments of an exception.
 pub(crate) trait IntoArgs<'py> {
     fn into_args(self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>>;
 }
@@ -115,5 +115,5 @@ impl<'py, T: IntoPyObject<'py>> IntoArgs<'py> for (String, T) {
     }
 }
 
-/// An explanation of default tags, which users have not seen.
-const OF_TAGS: &str = " (a tag that was not given stands for the tensor's shape, dtype and layout)";
+/// An explanation of default tags, because a message may name tags although no user has set any.
+const OF_TAGS: &str = " (the default tag is derived from the tensor's shape, dtype and layout)";

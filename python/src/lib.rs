@@ -1,5 +1,5 @@
-//! The Python extension `racksum._racksum`, a thin binding of the worker. Users import the package
-//! `racksum`, which wraps this extension. Read `session` first.
+//! The Python extension `racksum._racksum`, a thin binding to the worker. Users import the package
+//! `racksum`, which wraps this extension. To read the code, start with `session`.
 
 mod connected;
 mod errors;

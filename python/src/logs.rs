@@ -1,5 +1,6 @@
-//! A buffer of the worker's log records, until the package passes them to `logging`. The worker's
-//! threads must not wait for the GIL, because other threads wait for them while holding it.
+//! A buffer that holds the worker's log records until the package passes them to `logging`. The
+//! worker's threads must not pass records directly, because they would wait for the GIL, and a
+//! thread that holds the GIL may be waiting for them.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write as _};
@@ -12,31 +13,31 @@ use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-/// The most records to keep; later ones are dropped.
+/// The maximum number of records in the buffer. A full buffer drops new records.
 const MOST: usize = 1000;
 
-/// A record: the number of its level in `logging`, its source, and its text.
+/// A record: its level number in `logging`, its source, and its text.
 type Record = (u8, String, String);
 
 static KEPT: Mutex<VecDeque<Record>> = Mutex::new(VecDeque::new());
 static ANY: AtomicBool = AtomicBool::new(false);
-/// The number in `logging` of the lowest level to keep.
+/// The lowest level to keep, as a `logging` level number.
 static LEAST: AtomicU8 = AtomicU8::new(WARNING);
 static INSTALLED: Once = Once::new();
 
 const WARNING: u8 = 30;
 
-/// Keeps records from level `least` of `logging` upwards from now on.
+/// Sets the lowest level to keep, as a `logging` level number. The first call installs the buffer.
 #[pyfunction]
 pub(crate) fn keep_logs(least: u8) {
     LEAST.store(least, Relaxed);
     INSTALLED.call_once(|| {
-        // If the process has another subscriber already, leave that one in place.
+        // If the process already has a subscriber, leave it in place.
         drop(tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Keeper)));
     });
 }
 
-/// Returns and removes the kept records, oldest first.
+/// Removes and returns the kept records, oldest first.
 #[pyfunction]
 pub(crate) fn take_logs() -> Vec<Record> {
     if !ANY.swap(false, Relaxed) {
@@ -49,7 +50,7 @@ struct Keeper;
 
 impl<S: Subscriber> Layer<S> for Keeper {
     fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
-        // The levels to keep may change.
+        // Call `enabled` for every event, because the lowest level to keep may change.
         Interest::sometimes()
     }
 
@@ -76,7 +77,8 @@ fn name_of<'a>(metadata: &Metadata<'a>) -> &'a str {
     metadata.target().trim_start_matches('_')
 }
 
-/// Returns the number of a level in `logging`, which has no name for tracing's finest.
+/// Converts a level to a `logging` level number. `TRACE`, for which `logging` has no name, becomes
+/// 5.
 fn level_of(level: Level) -> u8 {
     match level {
         Level::ERROR => 40,

@@ -1,7 +1,7 @@
 //! Access to memory that Python passes by address. The package passes the addresses of contiguous
-//! tensors and keeps the tensors alive meanwhile.
+//! tensors, and keeps the tensors alive while this module uses them.
 
-#![expect(unsafe_code, reason = "tensors come as addresses: Python has no borrow to lend")]
+#![expect(unsafe_code, reason = "Python passes tensors as addresses, without borrows")]
 
 use std::ptr::NonNull;
 
@@ -12,8 +12,8 @@ use racksum_worker::Region;
 
 use crate::errors::{raise, read};
 
-/// Returns which blocks of the tensor at an address are not zero: one bit for each block, lowest
-/// bit first, padded to whole words of 64 bits. Turns -0.0 into +0.0 in zero blocks.
+/// Returns a mask of the non-zero blocks of the tensor at `address`: one bit for each block, lowest
+/// bit first, padded to whole 64-bit words. Turns -0.0 into +0.0 in the other blocks.
 #[pyfunction]
 pub(crate) fn scan<'py>(
     py: Python<'py>,
@@ -31,12 +31,12 @@ pub(crate) fn scan<'py>(
     Ok(PyBytes::new(py, &bytes))
 }
 
-/// Creates the region of a tensor that an op reduces in place. As with every collective, the caller
-/// must order other accesses to the tensor.
+/// Creates the region of a tensor that an op reduces in place. As with every collective, nothing
+/// else may access the tensor while the op runs.
 pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region {
     assert_is_somewhere(address, len);
     let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
-    // SAFETY: the bytes are a contiguous tensor of the package, which `owner` keeps in place.
+    // SAFETY: the package passes a contiguous tensor, and `owner` keeps its memory in place.
     unsafe { Region::new(start, len, owner) }
 }
 
@@ -45,8 +45,8 @@ pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
     assert_is_somewhere(address, len);
     let mut bytes = Vec::with_capacity(len);
     if len > 0 {
-        // SAFETY: the source is a contiguous tensor, which the package holds during the call. The
-        // vector has room for `len` bytes, and the copy initialises them.
+        // SAFETY: the source is a contiguous tensor, which the package keeps alive during the call.
+        // The vector has room for `len` bytes, and the copy initialises them.
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), len);
             bytes.set_len(len);
@@ -59,15 +59,16 @@ pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
 pub(crate) fn write_to(address: usize, bytes: &[u8]) {
     assert_is_somewhere(address, bytes.len());
     if !bytes.is_empty() {
-        // SAFETY: the target is a contiguous tensor, which the package holds during the call and
-        // which it made with room for these bytes.
+        // SAFETY: the target is a contiguous tensor that the package created with room for these
+        // bytes and keeps alive during the call.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
         }
     }
 }
 
-/// Asserts that bytes have an address: the package refuses tensors without memory.
+/// Asserts that the address is not 0, unless there are no bytes. The package has already rejected
+/// tensors without memory.
 fn assert_is_somewhere(address: usize, len: usize) {
-    assert!(address != 0 || len == 0, "{len} bytes that are nowhere");
+    assert!(address != 0 || len == 0, "a tensor of {len} bytes has no address");
 }

@@ -12,17 +12,19 @@ use crate::errors::of_op;
 use crate::memory::write_to;
 use crate::patience::wait_in_slices;
 
-/// An op in flight. The op continues after this is dropped, since the other ranks need it.
+/// An op in flight. The op continues after this object is dropped, because the other ranks need the
+/// op.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Op {
     session: Connected,
-    /// The handle of the op; `None` once the op has an outcome.
+    /// The handle of the op; `None` once a thread has taken it to finish the op.
     handle: RwLock<Option<Handle<Operand>>>,
     outcome: OnceLock<Result<Ended, Error>>,
 }
 
-/// The outcome of an op: the ranks that the result lacks, and the sums of an op on blocks.
+/// The outcome of an op: the ranks whose contributions the result lacks and, for an op on blocks,
+/// its sums.
 type Ended = (Vec<u16>, Option<Arc<Kept>>);
 
 impl Op {
@@ -30,11 +32,12 @@ impl Op {
         Self { session, handle: RwLock::new(Some(handle)), outcome: OnceLock::new() }
     }
 
-    /// Returns the outcome of an op that has ended.
+    /// Waits for the op to end, and returns its outcome.
     fn finish(&self) -> &Result<Ended, Error> {
         self.outcome.get_or_init(|| {
             let handle = self.handle.write().unwrap_or_else(PoisonError::into_inner).take();
-            let Reduced { tensor, absent } = handle.expect("taken only here, once").wait()?;
+            let Reduced { tensor, absent } =
+                handle.expect("only the first call takes the handle").wait()?;
             let sums = match tensor {
                 Operand::Blocks(blocks) => {
                     Some(Arc::new(Kept { session: self.session.clone(), blocks: Some(blocks) }))
@@ -48,11 +51,12 @@ impl Op {
 
 #[pymethods]
 impl Op {
-    /// Waits up to `seconds` for the op to end. Returns whether it has ended.
+    /// Waits until the op ends or, if `seconds` is given, until that many seconds have passed.
+    /// Returns whether the op has ended.
     #[pyo3(signature = (seconds = None))]
     fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<bool> {
         self.session.get(py)?;
-        // A longer wait than `Duration` can hold never times out.
+        // A wait that is longer than `Duration` can hold never times out.
         let limit = seconds
             .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
         let ended = wait_in_slices(py, limit, |slice| {
@@ -67,8 +71,9 @@ impl Op {
         Ok(true)
     }
 
-    /// Returns the outcome of an op that has ended: the ranks that the result lacks, and the sums
-    /// of an op on blocks. Callers may ask again, because a signal may lose an answer.
+    /// Returns the outcome of an op that has ended: the ranks whose contributions the result lacks
+    /// and, for an op on blocks, its sums. This method may be called again, because a signal may
+    /// have discarded the first result.
     fn outcome<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Option<Sums>)> {
         self.session.get(py)?;
         let outcome = py.detach(|| self.finish());
@@ -77,7 +82,7 @@ impl Op {
     }
 }
 
-/// The sums of an op on blocks: the union of all ranks' blocks, sorted.
+/// The sums of an op on blocks: the union of all ranks' blocks, sorted by index.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Sums(Arc<Kept>);
@@ -86,7 +91,7 @@ pub(crate) struct Sums(Arc<Kept>);
 #[derive(Debug)]
 struct Kept {
     session: Connected,
-    /// The sums; `None` only while they are dropped.
+    /// The sums; `None` only while this object is being dropped.
     blocks: Option<Blocks>,
 }
 
@@ -104,8 +109,8 @@ impl Sums {
         self.0.blocks.as_ref().map_or(0, |blocks| blocks.values.len())
     }
 
-    /// Writes the blocks' indices, `count` integers of 64 bits, and their values, `nbytes` bytes,
-    /// to memory with room for them.
+    /// Writes the indices of the blocks to the address `indices`, as `count` 64-bit integers, and
+    /// their values to the address `values`, as `nbytes` bytes.
     fn copy_to(&self, py: Python<'_>, indices: usize, values: usize) {
         let Some(blocks) = &self.0.blocks else { return };
         py.detach(|| {
@@ -119,7 +124,8 @@ impl Sums {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // Recycle the memory: fresh memory for the sums of later ops would cost more than summing.
+        // Recycle the memory: allocating new memory for the sums of later ops would cost more than
+        // the summing.
         if let Some(blocks) = self.blocks.take() {
             Python::attach(|py| py.detach(|| self.session.recycle(blocks)));
         }
@@ -127,13 +133,13 @@ impl Drop for Kept {
 }
 
 impl Drop for Op {
-    #[expect(clippy::mem_forget, reason = "what a fork has copied cannot be let go")]
+    #[expect(clippy::mem_forget, reason = "a forked child cannot drop the parent's handle")]
     fn drop(&mut self) {
         let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.session.is_forked() {
             std::mem::forget(handle);
         } else {
-            // Dropping notifies the engine, which may be busy, so release the GIL.
+            // Dropping the handle notifies the engine, which may be busy, so release the GIL.
             Python::attach(|py| py.detach(|| drop(handle)));
         }
     }

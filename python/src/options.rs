@@ -1,4 +1,4 @@
-//! The connect options of a session, from the package's `ConnectOptions`.
+//! Conversion of the package's `ConnectOptions` to the worker's.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -70,7 +70,7 @@ impl Options {
     }
 }
 
-/// Converts seconds to a duration. The package has rejected NaN and negative values.
+/// Converts seconds to a duration. The package has already rejected NaN and negative values.
 fn seconds(seconds: f64) -> Duration {
     // Values beyond the range of `Duration` mean no limit.
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)

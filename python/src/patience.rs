@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::{PyResult, Python};
 
-/// The longest time for which a signal may go unnoticed.
+/// The maximum time for which a signal may go unnoticed.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// Waits without the GIL, in slices, until `wait` returns a result. `wait` must return within the
@@ -46,7 +46,7 @@ pub(crate) fn wait_in_checked_slices<T: Send>(
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "how long a caller waits is no time of the protocol")]
+#[expect(clippy::disallowed_methods, reason = "the time of a caller's wait is not protocol time")]
 fn now() -> Instant {
     Instant::now()
 }

@@ -19,7 +19,7 @@ use crate::memory::{read_from, region_of};
 use crate::op::Op;
 use crate::options::Options;
 use crate::patience::{wait_in_checked_slices, wait_in_slices};
-use crate::turn::{PartOf, Turn, Unsaid};
+use crate::turn::{PartOf, Turn, Unreported};
 
 /// A session of one rank in a job.
 #[pyclass(frozen, module = "racksum._racksum")]
@@ -27,13 +27,13 @@ use crate::turn::{PartOf, Turn, Unsaid};
 pub(crate) struct Session {
     client: Connected,
     /// The calls that were refused before their ops began. Ranks pair ops by their order, so this
-    /// rank tells the others of these calls before the next op.
-    unsaid: Arc<Unsaid>,
+    /// rank reports these calls to the other ranks before the next op.
+    unreported: Arc<Unreported>,
 }
 
 /// The parameters of an op, as Python passes them.
 #[derive(Debug, FromPyObject)]
-pub(crate) struct Call {
+pub(crate) struct OpArgs {
     elements: u64,
     dtype: String,
     wire: String,
@@ -43,7 +43,7 @@ pub(crate) struct Call {
     tag: u64,
 }
 
-impl Call {
+impl OpArgs {
     fn descriptor(&self, py: Python<'_>, part_of: call::Call) -> PyResult<Descriptor> {
         let descriptor = Descriptor {
             call: part_of,
@@ -59,12 +59,12 @@ impl Call {
 }
 
 impl Session {
-    /// Starts an op, once fewer ops are in flight than the job allows.
+    /// Starts an op as soon as fewer ops are in flight than the job allows.
     fn start<T: Into<Operand> + Send>(
         &self,
         py: Python<'_>,
         part_of: call::Call,
-        call: &Call,
+        call: &OpArgs,
         operand: impl Fn(Python<'_>) -> T,
     ) -> PyResult<Op> {
         let client = self.client.get(py)?;
@@ -75,7 +75,8 @@ impl Session {
         self.begin(py, call.lane, part_of, || {
             let operand = operand(py).into();
             let memory = operand.extent();
-            // Wait here for memory that earlier ops use, because signals can interrupt this wait.
+            // `submit` also waits for memory that earlier ops use, but signals can interrupt only
+            // this wait.
             let is_free = |slice| client.is_free_within(&memory, slice).then_some(());
             wait_in_slices(py, None, is_free)?;
             Ok(py.detach(|| client.submit(operand, descriptor)))
@@ -83,7 +84,8 @@ impl Session {
         .map(|handle| Op::new(self.client.clone(), handle))
     }
 
-    /// Begins an op of a call once there is room for it, after the refused calls that are due.
+    /// Begins an op of a call once there is room for it. First reports the refused calls that are
+    /// due.
     fn begin<T>(
         &self,
         py: Python<'_>,
@@ -92,11 +94,11 @@ impl Session {
         begin: impl Fn() -> PyResult<Result<T, Error>>,
     ) -> PyResult<T> {
         let client = self.client.get(py)?;
-        let begun = self.say_unsaid(py, client);
+        let begun = self.report_refused(py, client);
         match begun.and_then(|()| once_there_is_room(py, client, lane, begin)) {
             Ok(begun) => begun.map_err(|error| of_op(py, &error)),
             Err(raised) => {
-                self.unsaid.add_next(call);
+                self.unreported.add_next(call);
                 Err(raised)
             }
         }
@@ -105,17 +107,18 @@ impl Session {
     /// Tells the other ranks that a call is refused. Returns `why`, or the exception that
     /// interrupted this method.
     fn refuse(&self, py: Python<'_>, call: call::Call, why: PyErr) -> PyErr {
-        self.unsaid.add_next(call);
+        self.unreported.add_next(call);
         self.tell(py).err().unwrap_or(why)
     }
 
-    /// Tells the other ranks of the refused calls that are due before the next op.
-    fn say_unsaid(&self, py: Python<'_>, client: &Client) -> PyResult<()> {
-        while let Some(call) = self.unsaid.take_next() {
+    /// Tells the other ranks of the refused calls that are due.
+    fn report_refused(&self, py: Python<'_>, client: &Client) -> PyResult<()> {
+        while let Some(call) = self.unreported.take_next() {
             // A session that is over has no ops to keep in step, so ignore its errors.
-            let said = once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))));
-            if let Err(raised) = said.map(drop) {
-                self.unsaid.put_back(call);
+            let refused =
+                once_there_is_room(py, client, 0, || Ok(py.detach(|| client.refuse(call))));
+            if let Err(raised) = refused.map(drop) {
+                self.unreported.put_back(call);
                 return Err(raised);
             }
         }
@@ -123,11 +126,11 @@ impl Session {
     }
 }
 
-/// Calls `start` until it returns anything but `TooManyOps`, and waits for room in between.
+/// Calls `start` until it returns anything but `TooManyOps`, and waits for room between the calls.
 ///
 /// # Errors
 /// Returns the exception that `start` or a signal handler raised. In this case, no op has begun,
-/// and no call was refused.
+/// and no refusal was sent.
 fn once_there_is_room<T>(
     py: Python<'_>,
     client: &Client,
@@ -147,8 +150,8 @@ fn once_there_is_room<T>(
 
 #[pymethods]
 impl Session {
-    /// Joins a job, and returns once all its ranks have joined. Meanwhile calls `check` repeatedly,
-    /// if given, and gives up when `check` raises an exception.
+    /// Joins a job, and returns once all its ranks have joined. Calls `check`, if given, repeatedly
+    /// during the wait, and cancels the attempt if `check` raises an exception.
     #[staticmethod]
     #[pyo3(signature = (options, check=None))]
     fn connect(py: Python<'_>, options: Options, check: Option<Py<PyAny>>) -> PyResult<Self> {
@@ -156,29 +159,32 @@ impl Session {
         let options = options.into_connect_options(py)?;
         let connecting = Connecting::new();
         let cancel = connecting.cancel_handle();
-        let (tell, hear) = channel();
+        let (sender, receiver) = channel();
         let attempt = std::thread::Builder::new()
             .name("racksum-connect".into())
-            .spawn(move || drop(tell.send(connecting.run(&options))))?;
-        // A panic of the attempt has printed its message already; treat it as a cancelled attempt.
-        let heard = move |slice| match hear.recv_timeout(slice) {
+            .spawn(move || drop(sender.send(connecting.run(&options))))?;
+        // If the attempt panics, the panic hook prints the message. Treat the panic as a cancelled
+        // attempt.
+        let received = move |slice| match receiver.recv_timeout(slice) {
             Ok(connected) => Some(connected),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => Some(Err(ConnectError::GivenUp)),
         };
-        let connected = wait_in_checked_slices(py, None, check, heard);
+        let connected = wait_in_checked_slices(py, None, check, received);
         if connected.is_err() {
             cancel.cancel();
         }
         drop(py.detach(|| attempt.join()));
         match connected? {
-            Some(Ok(client)) => Ok(Self { client: Connected::new(client), unsaid: Arc::default() }),
+            Some(Ok(client)) => {
+                Ok(Self { client: Connected::new(client), unreported: Arc::default() })
+            }
             Some(Err(error)) => Err(of_connect(py, &error)),
             None => Err(of_connect(py, &ConnectError::GivenUp)),
         }
     }
 
-    /// Creates the turn of a call. `begins_next` says that no other thread still has to begin ops
+    /// Creates the turn of a call. `begins_next` means that no other thread still has to begin ops
     /// of earlier calls.
     fn turn(
         &self,
@@ -187,31 +193,33 @@ impl Session {
         begins_next: bool,
     ) -> PyResult<Turn> {
         let call = part_of.extract::<PartOf>()?.call(py)?;
-        Ok(Turn::new(Arc::clone(&self.unsaid), call, begins_next))
+        Ok(Turn::new(Arc::clone(&self.unreported), call, begins_next))
     }
 
-    /// Notes that all ops have begun that were called before the refused calls.
+    /// Makes all refused calls due. Call this once the ops of all earlier calls have begun.
     fn settle(&self) {
-        self.unsaid.settle();
+        self.unreported.settle();
     }
 
-    /// Returns whether refused calls wait for another thread to begin earlier ops.
+    /// Returns whether any refused call must wait until another thread has begun the ops of earlier
+    /// calls.
     #[getter]
     fn owes(&self) -> bool {
-        self.unsaid.owes()
+        self.unreported.owes()
     }
 
-    /// Tells the other ranks of the refused calls that are due, with one empty op each.
+    /// Tells the other ranks of the refused calls that are due, with one empty op for each call.
     fn tell(&self, py: Python<'_>) -> PyResult<()> {
-        self.say_unsaid(py, self.client.get(py)?)
+        self.report_refused(py, self.client.get(py)?)
     }
 
-    /// Starts reducing the bytes at an address in place. Keeps `owner` until the op has ended.
+    /// Starts an in-place reduction of the bytes at `address`. Keeps `owner` alive until the op has
+    /// ended.
     fn submit(
         &self,
         py: Python<'_>,
         turn: &Bound<'_, Turn>,
-        call: Call,
+        call: OpArgs,
         address: usize,
         nbytes: usize,
         owner: Py<PyAny>,
@@ -220,14 +228,15 @@ impl Session {
         self.start(py, turn.get().begin(), &call, region)
     }
 
-    /// Starts reducing some blocks of a tensor. Copies their indices, `count` integers of 64 bits,
-    /// and their values, `nbytes` bytes.
-    #[expect(clippy::too_many_arguments, reason = "Python says each by itself")]
+    /// Starts reducing some blocks of a tensor. Copies their indices from the address `indices`,
+    /// which holds `count` 64-bit integers, and their values from the address `values`, which holds
+    /// `nbytes` bytes.
+    #[expect(clippy::too_many_arguments, reason = "Python passes each value separately")]
     fn submit_blocks(
         &self,
         py: Python<'_>,
         turn: &Bound<'_, Turn>,
-        call: Call,
+        call: OpArgs,
         indices: usize,
         count: usize,
         values: usize,
@@ -256,9 +265,9 @@ impl Session {
         self.start(py, part_of, &call, blocks)
     }
 
-    /// Returns whether `ops` ops of lane 0 would begin without a wait for earlier ops to end or for
-    /// all ranks to agree on exponents. Returns true for a session that is over, which refuses ops
-    /// at once.
+    /// Returns whether `ops` ops of lane 0 would begin without waiting for earlier ops to end or
+    /// for all ranks to agree on exponents. Also returns true for a session that is over, because
+    /// it refuses ops immediately.
     #[pyo3(signature = (ops, wire=None))]
     fn would_begin(&self, py: Python<'_>, ops: usize, wire: Option<&str>) -> PyResult<bool> {
         let Ok(client) = self.client.get(py) else { return Ok(true) };
@@ -266,8 +275,8 @@ impl Session {
         if wire.is_some_and(|wire| client.must_agree(wire)) {
             return Ok(false);
         }
-        // The empty ops of refused calls go first.
-        let ops = ops.saturating_add(self.unsaid.len());
+        // The empty ops of refused calls begin first.
+        let ops = ops.saturating_add(self.unreported.len());
         Ok(py.detach(|| client.has_room_for(0, ops)))
     }
 
@@ -285,8 +294,8 @@ impl Session {
         Ok(Some(lent))
     }
 
-    /// Leaves the job. Ops in flight fail, except those that a sidecar has received from all its
-    /// ranks.
+    /// Leaves the job. Ops in flight fail. With a sidecar, however, ops that all its ranks have
+    /// called continue.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(client) = self.client.get(py) else { return Ok(()) };
         let may_leave = |slice| client.may_leave_within(slice).then_some(());
@@ -301,22 +310,11 @@ impl Session {
         refresh_stats(py, client)?;
         let (stats, sidecar) = py.detach(|| (client.stats(), client.sidecar_stats()));
         let dict = PyDict::new(py);
-        for (name, value) in [
-            ("tx_bytes", stats.tx_bytes),
-            ("rx_bytes", stats.rx_bytes),
-            ("tx_datagrams", stats.tx_datagrams),
-            ("rx_datagrams", stats.rx_datagrams),
-            ("retransmits", stats.retransmits),
-            ("asks", stats.asks),
-            ("probes", stats.probes),
-            ("rejects", stats.rejects),
-            ("kernel_drops", stats.kernel_drops),
-            ("send_failures", stats.send_failures),
-            ("sidecar_ops", sidecar.ops),
-            ("sidecar_shared_bytes", sidecar.shared_bytes),
-            ("sidecar_copied_bytes", sidecar.copied_bytes),
-        ] {
+        for (name, value) in stats.named() {
             dict.set_item(name, value)?;
+        }
+        for (name, value) in sidecar.named() {
+            dict.set_item(format!("sidecar_{name}"), value)?;
         }
         Ok(dict)
     }
@@ -333,13 +331,13 @@ impl Session {
         Ok(self.client.get(py)?.grant().multicast)
     }
 
-    /// Returns whether this process was forked from the one that connected.
+    /// Returns whether this process was forked from the one that connected the session.
     #[getter]
     fn is_forked(&self) -> bool {
         self.client.is_forked()
     }
 
-    /// Returns whether the session takes no more ops: it was closed, or the job is over.
+    /// Returns whether the session accepts no more ops, because it was closed or the job is over.
     #[getter]
     fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
         let client = self.client.get(py)?;
@@ -347,24 +345,26 @@ impl Session {
     }
 }
 
-/// Asks a sidecar for its traffic counters. If the sidecar does not answer in time, the counters of
-/// its last answer remain in use.
+/// Asks the sidecar, if there is one, for its traffic counters. If the sidecar does not answer in
+/// time, the counters of its last answer remain in use.
 fn refresh_stats(py: Python<'_>, client: &Client) -> PyResult<()> {
     let mut query = StatsQuery::default();
     let is_fresh = |slice| client.refreshes_stats_within(&mut query, slice).then_some(());
     if wait_in_slices(py, Some(Client::SIDECAR_TIMEOUT), is_fresh)?.is_none() {
-        tracing::warn!("the sidecar does not answer: the counters are those of its last answer");
+        tracing::warn!(
+            "the sidecar did not answer in time; its counters are those of its last answer"
+        );
     }
     Ok(())
 }
 
-/// Memory that is shared with the sidecar as long as this object lives.
+/// Memory that is shared with the sidecar for as long as this object lives.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Lent {
-    /// The memory; `None` only while it is dropped.
+    /// The memory; `None` only while this object is being dropped.
     memory: Option<Arc<dyn LentMemory>>,
-    /// The process that the memory was lent to.
+    /// The id of the process that lent the memory to the sidecar.
     pid: u32,
 }
 
@@ -378,11 +378,12 @@ impl Lent {
 }
 
 impl Drop for Lent {
-    #[expect(clippy::mem_forget, reason = "what a fork has copied is not its to take back")]
+    #[expect(clippy::mem_forget, reason = "a forked child must not take back the parent's memory")]
     fn drop(&mut self) {
         let memory = self.memory.take();
         if std::process::id() == self.pid {
-            // Dropping notifies the sidecar, which may block, so release the GIL.
+            // Dropping the memory sends the sidecar a message. The send may block, so release the
+            // GIL.
             Python::attach(|py| py.detach(|| drop(memory)));
         } else {
             std::mem::forget(memory);

@@ -1,9 +1,8 @@
 //! The turn of a call: either its op begins, or the other ranks learn that the call is refused.
 //!
-//! Ranks pair ops by their order. So if a call ends before its op begins, with an error or by
-//! Ctrl-C, this rank owes the others a notice, which it sends before a later op begins. Python may
-//! run a signal handler between any two of its instructions, so this module keeps the state in
-//! Rust.
+//! Ranks pair ops by their order. So if an error or Ctrl-C ends a call before its op begins, this
+//! rank owes the other ranks a notice, which it sends before any later op begins. Python may run a
+//! signal handler between any two of its instructions, so this module keeps the state in Rust.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +13,7 @@ use racksum_proto::call::{self, Collective};
 
 use crate::errors::raise;
 
-/// A reference to the call of a collective that an op is part of.
+/// The collective call that an op is part of, as Python passes it.
 #[derive(Debug, FromPyObject)]
 pub(crate) struct PartOf {
     collective: String,
@@ -32,22 +31,22 @@ impl PartOf {
     }
 }
 
-/// The refused calls that the other ranks do not know of yet.
+/// The refused calls that this rank has not reported to the other ranks yet.
 #[derive(Debug, Default)]
-pub(crate) struct Unsaid {
+pub(crate) struct Unreported {
     calls: Mutex<Calls>,
 }
 
 #[derive(Debug, Default)]
 struct Calls {
-    /// The calls to report before the next op of any kind.
+    /// The calls to report before the next op.
     next: VecDeque<call::Call>,
-    /// The calls to report only after another thread has begun ops of earlier calls.
+    /// The calls to report only after another thread has begun the ops of earlier calls.
     later: VecDeque<call::Call>,
 }
 
-impl Unsaid {
-    /// Adds a refused call. The ops of all earlier calls have begun.
+impl Unreported {
+    /// Adds a refused call that is already due: the ops of all earlier calls have begun.
     pub(crate) fn add_next(&self, call: call::Call) {
         self.lock().next.push_back(call);
     }
@@ -56,7 +55,7 @@ impl Unsaid {
         self.lock().later.push_back(call);
     }
 
-    /// Makes all refused calls due: the ops that were called before them have begun.
+    /// Makes all refused calls due. Call this once the ops of all earlier calls have begun.
     pub(crate) fn settle(&self) {
         let mut calls = self.lock();
         let Calls { next, later } = &mut *calls;
@@ -86,20 +85,20 @@ impl Unsaid {
     }
 }
 
-/// The turn of a call. As a context manager, it reports the call as refused later if an exception
-/// leaves the block.
+/// The turn of a call. Used in a `with` statement, the turn adds its call to the refused calls if
+/// the block raises an exception before the turn is taken.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
 pub(crate) struct Turn {
-    unsaid: Arc<Unsaid>,
+    unreported: Arc<Unreported>,
     call: call::Call,
     begins_next: bool,
     is_open: AtomicBool,
 }
 
 impl Turn {
-    pub(crate) fn new(unsaid: Arc<Unsaid>, call: call::Call, begins_next: bool) -> Self {
-        Self { unsaid, call, begins_next, is_open: AtomicBool::new(true) }
+    pub(crate) fn new(unreported: Arc<Unreported>, call: call::Call, begins_next: bool) -> Self {
+        Self { unreported, call, begins_next, is_open: AtomicBool::new(true) }
     }
 
     /// Takes the turn for an op of the call. The caller then begins the op or refuses the call.
@@ -111,8 +110,8 @@ impl Turn {
 
 #[pymethods]
 impl Turn {
-    /// Takes the turn; returns false if it was taken before. Only the first taker begins the op or
-    /// refuses the call.
+    /// Takes the turn; returns false if it was taken before. Only the first taker may begin the op
+    /// or refuse the call.
     fn take(&self) -> bool {
         self.is_open.swap(false, Ordering::Relaxed)
     }
@@ -123,9 +122,9 @@ impl Turn {
             return;
         }
         if self.begins_next {
-            self.unsaid.add_next(self.call);
+            self.unreported.add_next(self.call);
         } else {
-            self.unsaid.add_later(self.call);
+            self.unreported.add_later(self.call);
         }
     }
 

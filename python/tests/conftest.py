@@ -23,19 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def binary() -> Path:
-    """The program `racksum`: of RACKSUM_BINARY, or the newest that cargo has built here."""
+    """Returns the path of the program `racksum`: RACKSUM_BINARY, or the newest in ``target/``."""
     named = os.environ.get("RACKSUM_BINARY")
     if named:
         return Path(named)
     built = [ROOT / "target" / profile / "racksum" for profile in ("release", "debug")]
     built = [path for path in built if path.exists()]
     if not built:
-        pytest.exit("there is no program racksum; run `cargo build` first", returncode=1)
+        pytest.exit("target/ has no program racksum; run `cargo build` first", returncode=1)
     return max(built, key=lambda path: path.stat().st_mtime)
 
 
 class Aggregator:
-    """An aggregator process of its own."""
+    """An aggregator in a process of its own."""
 
     def __init__(self, *arguments: str, port: int = 0) -> None:
         command = [binary(), "aggregator", "--port", str(port), "--pool-mib", "64", *arguments]
@@ -46,7 +46,7 @@ class Aggregator:
         assert self.process.stdout is not None
         ready = self.process.stdout.readline()
         found = re.match(r"racksum aggregator on (\S+?): ", ready)
-        assert found, f"the aggregator said {ready!r}"
+        assert found, f"the aggregator did not print its address, but {ready!r}"
         self.address = found[1]
 
     def kill(self) -> None:
@@ -60,7 +60,7 @@ class Aggregator:
 
 @pytest.fixture(scope="session")
 def shared_aggregator() -> Iterator[Aggregator]:
-    """One that tests share which do it no harm."""
+    """An aggregator that tests share if they do not disturb it."""
     aggregator = Aggregator("--max-jobs", "64")
     yield aggregator
     aggregator.stop()
@@ -68,7 +68,7 @@ def shared_aggregator() -> Iterator[Aggregator]:
 
 @pytest.fixture
 def aggregator() -> Iterator[Aggregator]:
-    """One that the test may kill."""
+    """An aggregator that the test may kill."""
     aggregator = Aggregator()
     yield aggregator
     if aggregator.process.poll() is None:
@@ -79,13 +79,13 @@ _jobs = count()
 
 
 class Cluster:
-    """Jobs at an aggregator."""
+    """Runs jobs at an aggregator."""
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def connect(self, **options: Any) -> racksum.Session:
-        """A session of a job of one rank, unless options say otherwise."""
+        """Joins a job, by default a new one with one rank, and returns the session."""
         options = {"job": self.new_job(), "rank": 0, "world": 1, "timeout": 20.0, **options}
         return racksum.connect(options.pop("aggregator", self.address), **options)
 
@@ -94,7 +94,7 @@ class Cluster:
         return f"job-{os.getpid()}-{next(_jobs)}"
 
     def run(self, world: int, work: Callable[[racksum.Session], T], **options: Any) -> list[T]:
-        """Has every rank of a new job do the work, and returns what each came to."""
+        """Runs ``work`` at every rank of a new job, and returns the result of each rank."""
         options = {"job": self.new_job(), "world": world, **options}
 
         def be(rank: int) -> T:
@@ -112,7 +112,7 @@ def cluster(shared_aggregator: Aggregator) -> Cluster:
 
 @pytest.fixture
 def racks() -> Iterator[list[Cluster]]:
-    """Two racks below one aggregator."""
+    """Two racks, whose aggregators have the same parent."""
     root = Aggregator()
     below = [Aggregator("--parent", root.address) for _ in range(2)]
     yield [Cluster(rack.address) for rack in below]
@@ -121,7 +121,7 @@ def racks() -> Iterator[list[Cluster]]:
 
 
 class Sidecar(Cluster):
-    """A sidecar process, and jobs at it."""
+    """Runs a sidecar process, and jobs at the sidecar."""
 
     def __init__(self, path: Path, *arguments: str) -> None:
         super().__init__(f"unix:{path}")
@@ -138,7 +138,7 @@ class Sidecar(Cluster):
 
 @pytest.fixture(params=["aggregator", "sidecar"])
 def place(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
-    """Where ranks may be: at an aggregator, and at the sidecar of their host."""
+    """Each place where ranks may join: an aggregator, or the sidecar of their host."""
     if request.param == "aggregator":
         yield cluster
         return
@@ -158,7 +158,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    # Whoever only tests other things need not wait until torch is imported.
+    # Import torch only if there are such tests, because the import takes long.
     if gpu and not importlib.import_module("torch").cuda.is_available():
         for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="there is no GPU that CUDA could use"))
+            item.add_marker(pytest.mark.skip(reason="CUDA finds no GPU"))

@@ -1,4 +1,4 @@
-"""Ranks as processes with a Gloo group, which tests of PyTorch hand functions to."""
+"""Ranks as processes with a Gloo group. Tests of PyTorch run functions in these processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT = 30.0
 
 
 class Ranks:
-    """A process for each rank, for as long as the tests run: importing torch takes long."""
+    """A process for each rank. Tests share the processes, because importing torch takes long."""
 
     def __init__(self, world: int) -> None:
         port = new_port()
@@ -34,17 +34,17 @@ class Ranks:
         ]
 
     def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
-        """Has every rank do the work, which is a function of a module, and returns what it gave."""
+        """Runs ``work``, a module-level function, at every rank, and returns the results."""
         running = [pool.submit(work, *arguments, **named) for pool in self._pools]
         try:
             return [rank.result(timeout=100) for rank in running]
         except TimeoutError:
-            # What hangs would hang for whoever comes next as well.
+            # End the processes: a rank that hangs would still hang in the next test.
             self.close()
             raise
 
     def outcomes(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Like ``run``, with the error in the place of what a rank gave that failed or ended."""
+        """Like ``run``, but returns the errors of ranks that failed, and ends all processes."""
         running = [pool.submit(work, *arguments) for pool in self._pools]
         try:
             return [rank.exception(timeout=100) or rank.result() for rank in running]
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def new_port() -> int:
-    """One that nobody has."""
+    """Returns a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -73,21 +73,21 @@ def _initialize(rank: int, world: int, port: int) -> None:
 
 
 def session_of_group(address: str, job: str, **options: Any) -> racksum.Session:
-    """A session of the ranks of the group."""
+    """Joins a job with the ranks of the default group."""
     options = {"timeout": TIMEOUT, "join_timeout": TIMEOUT, **options}
     rank, world = dist.get_rank(), dist.get_world_size()
     return racksum.connect(address, job=job, rank=rank, world=world, **options)
 
 
 def backend_options(address: str, job: str, **options: Any) -> racksum.torch.Options:
-    """Of a group on the backend."""
+    """Returns the options of a group on the backend."""
     options = {"timeout": TIMEOUT, "join_timeout": TIMEOUT, **options}
     return racksum.torch.Options(aggregator=address, job=job, **options)
 
 
 @cache
 def group_on_backend(address: str, job: str) -> dist.ProcessGroup:
-    """A group of all ranks, for as long as they are there."""
+    """Returns a group of all ranks, which tests share until the processes end."""
     return dist.new_group(backend="racksum", pg_options=backend_options(address, job))
 
 
@@ -95,16 +95,16 @@ Check = Callable[[dist.ProcessGroup], Any]
 
 
 class Checks(list[Check]):
-    """Behaviours that all ranks of a group check."""
+    """The checks that all ranks of a group run."""
 
     def add(self, behaviour: Check) -> Check:
-        """Has a behaviour checked: a decorator."""
+        """Adds a check, as a decorator."""
         self.append(behaviour)
         return behaviour
 
 
 def in_group(check: Check, address: str, job: str) -> Any:
-    """Checks something in a group that others are checked in as well, and still can be."""
+    """Runs a check in a group that other checks share, and checks that the group still works."""
     group = group_on_backend(address, job)
     result = check(group)
     x = torch.ones(3)
@@ -117,7 +117,7 @@ def in_group(check: Check, address: str, job: str) -> Any:
 def wrapped(
     net: nn.Module, through: str, address: str, job: str, state: dict[str, Any], **options: Any
 ) -> Iterator[DistributedDataParallel]:
-    """A model whose gradients go through this: the hook, the backend or Gloo."""
+    """Wraps a model whose gradients go through the hook, the backend or Gloo."""
     if through == "backend":
         pg_options = backend_options(address, job, **state)
         group = dist.new_group(backend="racksum", pg_options=pg_options)

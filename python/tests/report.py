@@ -1,4 +1,4 @@
-"""What tests tell the run that they are part of; the lines are those of `tests/report` in Rust."""
+"""Reports of tests, in the format of the Rust crate `tests/report`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def append(entry: dict[str, Any]) -> None:
-    """Appends a line in one write, so that processes may share the file."""
+    """Appends a line to the report in one write, so that processes may share the file."""
     path = os.environ.get("RACKSUM_TEST_REPORT")
     if path:
         with open(path, "a") as file:
@@ -23,7 +23,7 @@ def skip(test: str, why: str) -> None:
 def time(what: str, seconds: float, most: float) -> None:
     """Records how long something took, and how long it may take on a quiet machine.
 
-    No test asserts on time: `cargo xtask bench failures` judges these.
+    No test asserts on time: `cargo xtask bench failures` judges the times.
     """
     test = os.environ.get("RACKSUM_TEST_NAME") or os.environ.get("PYTEST_CURRENT_TEST", "")
     ms, most_ms = round(seconds * 1000), round(most * 1000)

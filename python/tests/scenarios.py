@@ -1,4 +1,4 @@
-"""Scenarios of DDP, which are to come to the same whatever gradients go through."""
+"""Scenarios of DDP, which must have the same results with Gloo, the hook and the backend."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from conftest import Cluster
 from ranks import Ranks, wrapped
 
-#: Wraps a model, with options of DDP.
+#: A function that wraps a model in DDP with the given options.
 Wrap = Callable[..., DistributedDataParallel]
 Scenario = Callable[[Wrap], list[Any]]
 
 
 def comes_to_the_same(ranks: Ranks, cluster: Cluster, behaviour: Scenario, through: str) -> None:
-    """Has a scenario come to what it comes to with Gloo."""
+    """Checks that a scenario has the same result as with Gloo."""
     gloo = ranks.run(come_to, behaviour, "gloo", "", "")
     ours = ranks.run(come_to, behaviour, through, cluster.address, cluster.new_job())
     torch.testing.assert_close(ours, gloo)
 
 
 def come_to(behaviour: Scenario, through: str, address: str, job: str) -> list[Any]:
-    """What a scenario comes to at this rank."""
+    """Returns the result of a scenario at this rank."""
     numbers = itertools.count()
     torch.manual_seed(1)
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def weights(model: nn.Module) -> list[Any]:
 
 
 def batch(*shape: int) -> Tensor:
-    """Of this rank's own."""
+    """Returns a batch of this rank's own data."""
     data = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(*shape, generator=data)
 
@@ -64,7 +64,7 @@ def step(model: nn.Module, *inputs: Any, lr: float = 0.1) -> None:
 
 
 class Tasks(nn.Module):
-    """A layer for each task, of which a step uses some."""
+    """A model with a layer for each task. A step uses some of the layers."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()

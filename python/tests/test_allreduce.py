@@ -1,8 +1,9 @@
-"""What an allreduce computes, of which tensors, and how it is waited for."""
+"""The results of allreduce, the tensors that it accepts, and waits for its ops."""
 
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import racksum
+
 WORLD = 3
 
 FLOATS = [np.float32, np.float64, np.float16]
@@ -18,7 +21,7 @@ INTEGERS = [np.int32, np.int64]
 
 
 def inputs(dtype, shape=(1000,)):
-    """A tensor of small whole numbers for each rank: their sums are exact in every dtype."""
+    """Returns a tensor of small whole numbers for each rank, with exact sums in every dtype."""
     return [
         np.random.default_rng(rank).integers(-8, 9, shape).astype(dtype) for rank in range(WORLD)
     ]
@@ -113,6 +116,12 @@ def test_blocks_of_zeros_are_not_sent(cluster):
         return session.stats()["tx_bytes"] - before
 
     assert all(sent < 4096 for sent in cluster.run(WORLD, work))
+
+
+def test_the_counters_are_those_that_the_documentation_names(place):
+    named = re.findall(r"``(\w+)``", racksum.Session.stats.__doc__)
+    with place.connect() as session:
+        assert list(session.stats()) == named
 
 
 def test_ops_in_flight_end_in_any_order(cluster):

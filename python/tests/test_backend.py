@@ -1,4 +1,4 @@
-"""The c10d backend: every collective gives what Gloo gives."""
+"""The c10d backend: every collective has the same result as with Gloo."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_group(address: str) -> None:
 
 
 def both(collective: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """What a collective gives with either backend: with Gloo, of the host."""
+    """Returns the results of a collective with racksum and with Gloo, which runs on the host."""
     made = []
     for backend, device in (("racksum", torch.get_default_device()), ("gloo", "cpu")):
         torch.manual_seed(dist.get_rank())
@@ -54,7 +54,7 @@ def same(collective: Callable[..., Any], *arguments: Any) -> None:
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     drawn = torch.randint(-4, 5, shape, device="cpu").to(torch.get_default_device(), dtype)
-    # One element is contiguous whatever its stride says, as in a column of a batch of one.
+    # A single element is contiguous with any stride, as in a column of a batch of one.
     return drawn.as_strided(shape, (6,)) if shape == (1,) else drawn
 
 
@@ -106,7 +106,11 @@ def test_complex_factors_scale_complex_tensors(ranks: Ranks) -> None:
 
 
 def check_complex_factor() -> None:
-    """Gloo has no such sums to compare with. `dist.all_reduce` hands on real tensors alone."""
+    """Compares with computed sums, because Gloo does not support factors.
+
+    Calls the group's own `allreduce`, because `dist.all_reduce` passes complex tensors on as real
+    ones.
+    """
     group, by = _groups["racksum"], dist._make_nccl_premul_sum(torch.tensor(1 + 2j))
     options = c10d.AllreduceOptions()
     options.reduceOp = by
@@ -127,7 +131,7 @@ def test_negative_zero_of_all_ranks_becomes_positive(ranks: Ranks, op: str) -> N
 
 
 def check_negative_zero(op: str) -> None:
-    """In a block of zeros, which is not sent; in one that is sent, the sign is kept."""
+    """Checks the sign of zeros: a block of zeros is not sent, and a sent block keeps signs."""
     x = torch.full((1000,), -0.0)
     x[0] = 1.0
     dist.all_reduce(x, getattr(dist.ReduceOp, op), group=_groups["racksum"])
@@ -173,7 +177,9 @@ def check_average_of_integers() -> None:
         averages = [torch.div(total, WORLD, rounding_mode="trunc") for total in sums]
         dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
         assert torch.equal(x, averages[0])
-        assert not torch.equal(x, sums[0] // WORLD), "some are not whole, and negative"
+        assert not torch.equal(x, sums[0] // WORLD), (
+            "the sums cannot show whether averages are rounded down or toward zero"
+        )
         dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group=group)
         assert torch.equal(part, averages[1].view(WORLD, 4)[dist.get_rank()])
 
@@ -207,7 +213,7 @@ def scattered_of_one(group: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     whole = numbers((WORLD * (shape[0] if shape else 1), *shape[1:]), dtype)
     before = whole.clone()
     dist.reduce_scatter_tensor(own, whole, group=group)
-    assert torch.equal(whole, before), "what is given stays as it is"
+    assert torch.equal(whole, before), "the collective changed its input"
     return own
 
 
@@ -239,13 +245,13 @@ def test_what_is_broadcast_and_gathered_keeps_its_bits(ranks: Ranks) -> None:
 
 def check_bits() -> None:
     odd = torch.tensor([-0.0, float("nan"), 1e-45, float("-inf")])
-    words = odd.view(torch.int32).tolist()
+    bits = odd.view(torch.int32).tolist()
     got = odd.clone() if dist.get_rank() == 1 else torch.ones(4)
     dist.broadcast(got, 1, group=_groups["racksum"])
-    assert got.view(torch.int32).tolist() == words
+    assert got.view(torch.int32).tolist() == bits
     parts = [torch.ones(4) for _ in range(WORLD)]
     dist.all_gather(parts, odd, group=_groups["racksum"])
-    assert [part.view(torch.int32).tolist() for part in parts] == [words] * WORLD
+    assert [part.view(torch.int32).tolist() for part in parts] == [bits] * WORLD
 
 
 def test_gathering_in_place(ranks: Ranks) -> None:
@@ -417,7 +423,7 @@ def check_inherited(address: str) -> None:
     scaled = torch.ones(2, 1).expand(2, 3)
     with pytest.raises(racksum.BadArgument, match="several of its elements share one place"):
         dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
-    assert scaled.eq(1).all(), "what is refused stays as it is"
+    assert scaled.eq(1).all(), "the refused call changed its tensor"
     dist.destroy_process_group()
 
 

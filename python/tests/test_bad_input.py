@@ -1,4 +1,7 @@
-"""Bad input gets an exception of the right type, one sentence, and a session that goes on."""
+"""Bad input raises an exception of the right type, whose message is one sentence.
+
+The session continues.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def refusals():
         "a list": ([1.0, 2.0], {}, "not list"),
         "bool": (np.ones(4, bool), {}, "not of bool"),
         "complex": (torch.ones(4, dtype=torch.complex64), {}, "not of complex64"),
-        "big-endian": (np.ones(4, ">f4"), {}, "big-endian"),
+        "big-endian": (np.ones(4, ">f4"), {}, "not in this host's byte order"),
         "read-only": (read_only, {}, "read-only"),
         "strided array": (np.ones((4, 4), np.float32)[:, 1], {}, "ascontiguousarray"),
         "strided tensor": (torch.ones(4, 4).t()[1:], {}, r"x\.contiguous\(\)"),
@@ -35,7 +38,7 @@ def refusals():
         "a tensor of tensors": (OfTensors(), {}, r"for a DTensor, pass x\.to_local\(\)"),
         "numpy's scalar": (one.mean(), {}, "is a scalar, which cannot be reduced in place"),
         "masked array": (np.ma.masked_array(one, one == 1), {}, r"is masked; pass x\.filled"),
-        "what only looks like an array": (LooksLikeAnArray(), {}, "not LooksLikeAnArray"),
+        "an object that only looks like an array": (LooksLikeAnArray(), {}, "not LooksLikeAnArray"),
         "unknown op": (np.ones(4, np.float32), {"op": "prod"}, 'unknown reduction "prod"'),
         "unknown wire": (np.ones(4, np.float32), {"wire": "f8"}, 'unknown wire type "f8"'),
         "wide wire": (np.ones(4, np.float16), {"wire": "f32"}, "cannot carry a tensor of f16"),
@@ -45,20 +48,20 @@ def refusals():
             "a power of two .* not 100",
         ),
         "block below": (one, {"block": -1}, "block must be a whole number from 32 to 1024, not -1"),
-        "block of no number": (one, {"block": 64.0}, "block must be a whole .* not 64.0"),
+        "fractional block": (one, {"block": 64.0}, "block must be a whole .* not 64.0"),
         "lane": (np.ones(4, np.float32), {"lane": 3}, "lane 3 does not exist"),
         "lane below": (one, {"lane": -1}, "lane must be a whole number from 0 to 7, not -1"),
         "lane beyond": (one, {"lane": 300}, "lane must be a whole number from 0 to 7, not 300"),
-        "lane of no number": (one, {"lane": "a"}, "lane must be a whole number .* not 'a'"),
+        "lane that is not a number": (one, {"lane": "a"}, "lane must be a whole number .* not 'a'"),
         "tag below": (one, {"tag": -1}, "tag must be a whole number from 0 to 1844.*, not -1"),
         "tag beyond": (one, {"tag": 1 << 64}, "tag must be a whole number .* not 1844"),
         "no op": (one, {"op": None}, "op must be a valid Unicode string, not None"),
-        "wire of no name": (one, {"wire": 3}, "wire must be a valid Unicode string, not 3"),
+        "wire that is not a name": (one, {"wire": 3}, "wire must be a valid Unicode string, not 3"),
     }
 
 
 class OfTensors(torch.Tensor):
-    """What DTensors are: none of its elements are its own."""
+    """A tensor without memory of its own, like a DTensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -67,7 +70,7 @@ class OfTensors(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_):
-        raise AssertionError("nobody is to compute with it")
+        raise AssertionError("racksum must not compute with a tensor that has no memory")
 
 
 class LooksLikeAnArray:
@@ -193,7 +196,7 @@ def test_agreeing_on_exponents_takes_the_last_place_of_an_op_and_keeps_it(racks)
             tensors = [np.ones(300, np.float32) for _ in range(session.max_ops + 2)]
             handles = [session.allreduce(x, async_op=True) for x in tensors[: session.max_ops - 1]]
             full.set()
-            # The exponents are the last op that may be in flight: the sum waits for room.
+            # The op on exponents takes the last place in flight, so the sum waits for room.
             for x in tensors[session.max_ops - 1 :]:
                 session.allreduce(x, wire="fixed32")
             for handle in handles:
@@ -209,7 +212,7 @@ def test_memory_that_a_tensor_had_is_there_until_its_op_has_ended(place, how):
     moved = threading.Event()
 
     def work(session):
-        # Large enough that the kernel has it back at once when it is freed.
+        # The memory of so large a tensor returns to the kernel as soon as it is freed.
         x = torch.ones(8 << 20)
         if session.rank == 1:
             assert moved.wait(30)
@@ -222,7 +225,7 @@ def test_memory_that_a_tensor_had_is_there_until_its_op_has_ended(place, how):
             else:
                 x.set_(torch.zeros(3))
             moved.set()
-            with pytest.raises(racksum.BadArgument, match="got other memory, by"):
+            with pytest.raises(racksum.BadArgument, match="was replaced, by"):
                 handle.wait()
         return session.allreduce(torch.ones(3)).sum().item()
 

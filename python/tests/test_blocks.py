@@ -1,4 +1,4 @@
-"""Lists of blocks, and sparse tensors, are reduced as the dense tensors that they are of."""
+"""Lists of blocks and sparse tensors are reduced like the equivalent dense tensors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_listed_twice_is_combined(cluster):
     [
         ([5], 32, "block 5 is beyond the tensor's 3 blocks"),
         ([-1], 32, "there is no block -1"),
-        ([0], 31, "need 128 bytes of values, not 124"),
+        ([0], 31, "the values have 124 bytes, but the listed blocks need 128"),
     ],
 )
 def test_blocks_that_cannot_be_are_refused_and_the_session_goes_on(place, indices, values, match):
@@ -115,7 +115,7 @@ def test_sparse_tensors_are_reduced_as_dense_ones(cluster, shape, sparse_dim):
         assert found.is_coalesced()
         dense = session.allreduce(x.to_dense().contiguous(), "avg")
         torch.testing.assert_close(found.to_dense(), dense)
-        # Coalesced it says so only if it is.
+        # `is_coalesced` only reads a flag, so check the indices too.
         assert found.indices().unique(dim=1).shape == found.indices().shape
 
     cluster.run(WORLD, work)
@@ -133,7 +133,7 @@ def test_a_sparse_tensor_that_is_empty_everywhere(cluster):
 
 def test_sparse_tensors_of_odd_shapes(cluster):
     with cluster.connect() as session:
-        # Indices that lie column by column, as those of a transposed list do.
+        # The indices are in memory column by column, as in a transposed list.
         indices = torch.tensor([[0, 2], [1, 0]]).t()
         assert not indices.is_contiguous()
         x = torch.sparse_coo_tensor(indices, torch.ones(2), (3, 3), check_invariants=True)
@@ -142,5 +142,5 @@ def test_sparse_tensors_of_odd_shapes(cluster):
         nothing = racksum.torch.allreduce_sparse(session, torch.zeros(4, 0).to_sparse(1)).wait()
         assert nothing.shape == (4, 0)
         for odd in (torch.tensor(3.0).to_sparse(), torch.ones(3), torch.eye(3).to_sparse_csr()):
-            with pytest.raises(racksum.BadArgument, match="is not sparse COO in any dimension"):
+            with pytest.raises(racksum.BadArgument, match="has no sparse COO dimension"):
                 racksum.torch.allreduce_sparse(session, odd)

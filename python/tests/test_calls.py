@@ -1,4 +1,4 @@
-"""What becomes of calls that a rank refuses, that differ, or that share memory; docs/c10d.md."""
+"""Calls that a rank refuses, that differ between ranks, or that share memory; see docs/c10d.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job(shared_aggregator: Any) -> tuple[str, str]:
 
 
 def overlapping() -> Tensor:
-    """A tensor of which several elements have one place."""
+    """Returns a tensor in which several elements share one place."""
     return torch.ones(4, 1).expand(4, 3)
 
 
@@ -47,11 +47,11 @@ def reduce_scatter_wrongly(x: Tensor, group: Group) -> None:
 
 
 def several_reduced(*tensors: Tensor, group: Group) -> Any:
-    """One all_reduce of several tensors, which `torch.distributed` has no function for."""
+    """Calls one all_reduce of several tensors. `torch.distributed` has no function for this."""
     return group.allreduce(list(tensors), c10d.AllreduceOptions())
 
 
-#: Calls that are refused of tensors that are alike elsewhere.
+#: Calls that a rank refuses. The other ranks make the calls of the same names in `MADE`.
 REFUSED: dict[str, Callable[[Group], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(overlapping(), group=group),
     "all_reduce_of_int16": lambda group: dist.all_reduce(
@@ -85,7 +85,7 @@ REFUSED: dict[str, Callable[[Group], Any]] = {
     "several": lambda group: several_reduced(torch.ones(12), overlapping(), group=group),
 }
 
-#: The same as they are called elsewhere.
+#: Calls with valid tensors, which match the refused calls.
 MADE: dict[str, Callable[[Group], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(4, 3), group=group),
     "all_reduce_of_int16": lambda group: dist.all_reduce(torch.ones(12), group=group),
@@ -165,7 +165,7 @@ def use_first_in_turn(address: str, job: str) -> None:
     tensors = [torch.ones(3) for _ in groups]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
     works = [dist.all_reduce(tensors[at], group=groups[at], async_op=True) for at in order]
-    # In its turn after the op that has yet to join.
+    # This refused call takes its turn after the earlier call, for which the rank has yet to join.
     with pytest.raises(racksum.BadArgument):
         REFUSED["all_reduce"](groups[0])
     dist.barrier(groups[1])
@@ -190,7 +190,7 @@ def go_on_without_a_rank(address: str, job: str) -> None:
     assert x.tolist() == [WORLD] * 3
     if dist.get_rank() == 0:
         dist.all_reduce(x, group=group)
-        assert x.tolist() == [WORLD] * 3, "the other has left"
+        assert x.tolist() == [WORLD] * 3, "the sum is not that of rank 0 alone"
         for call in (
             lambda: dist.broadcast(x, group_src=1, group=group),
             lambda: dist.all_gather([torch.ones(3), torch.ones(3)], x, group=group),
@@ -214,7 +214,7 @@ def call_from_threads(address: str, job: str) -> None:
 
     def call(_: int) -> list[float]:
         x = torch.ones(100)
-        # Alike in all threads, so that it does not matter whose call is whose.
+        # All threads make the same call, so any of their calls may pair.
         for _ in range(100):
             dist.all_reduce(x, OP.AVG, group=group)
         return x.unique().tolist()
@@ -253,7 +253,7 @@ def test_a_group_may_be_destroyed_before_its_ranks_have_joined(
 
 
 def destroy_before_joining(address: str, job: str, caller: int) -> None:
-    """What one rank has called has ended, by an error that names the other, which never calls."""
+    """Checks that the call of one rank ends with an error that names the other rank."""
     group = dist.new_group(backend="racksum", pg_options=backend_options(address, job))
     other = 1 - caller
     if dist.get_rank() == caller:
@@ -294,7 +294,7 @@ def test_calls_that_differ_in_anything_are_a_mismatch_and_never_a_sum(
     assert place.run(2, work) == [[3.0] * 8] * 2
 
 
-#: Collectives in flight, and what they come to.
+#: Collectives in flight, and a function that returns their result.
 InFlight = tuple[list[Any], Callable[[], Tensor]]
 
 
@@ -363,13 +363,13 @@ _rounds = count()
 
 
 def chained(chain: Callable[[Group], InFlight], late: int, address: str, job: str) -> Tensor:
-    """What a chain comes to where one rank has made all its calls before the other begins."""
+    """Returns the result of a chain if one rank makes all its calls before the other begins."""
     group, key = group_on_backend(address, job), f"called-{next(_rounds)}"
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == late:
         store.wait([key])
     works, result = chain(group)
-    # Nothing that was called has waited for the other rank.
+    # The calls returned without waiting for the other rank.
     store.set(key, "1")
     for work in works:
         work.wait()
@@ -383,7 +383,7 @@ def of_one_tensor_twice(group: Group | None) -> list[Tensor]:
     return [t, u]
 
 
-#: As `memory_format`s and views have them.
+#: Tensors with the layouts that `memory_format` and views produce.
 SHAPED: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
     "channels_last": lambda: (
@@ -407,12 +407,12 @@ def reduced(group: Group | None, shaped: str) -> list[Tensor]:
         call(x)
         assert x.stride() == before
         made.append(x)
-    # Gloo leaves at other ranks what it came to on the way.
+    # Gloo's `reduce` leaves intermediate results at other ranks, so return only the root's.
     return made[: 3 + dist.get_rank()]
 
 
 def both(call: Callable[..., Any], address: str, job: str, *arguments: Any) -> tuple[Any, Any]:
-    """What a call comes to on the backend, and with Gloo."""
+    """Returns the results of a call on the backend and with Gloo."""
     return call(group_on_backend(address, job), *arguments), call(None, *arguments)
 
 
@@ -424,7 +424,7 @@ def test_tensors_that_share_memory_are_reduced_together_as_with_gloo(
 
 
 def of_columns(group: Group) -> None:
-    """Gloo writes beside tensors with gaps, and reduces what lies there."""
+    """Checks tensors with gaps. Gloo would write into the gaps, and reduce their contents."""
     session = group._get_backend(torch.device("cpu")).session
     before = session.stats()["copied_bytes"]
     whole = torch.ones(4, 6)
@@ -440,7 +440,7 @@ def test_a_tensor_with_gaps_is_reduced_through_a_copy_that_is_counted(
     ranks.run(in_group, of_columns, *job)
 
 
-#: Tensors of a row for each rank, whose elements do not lie one after the other.
+#: Non-contiguous tensors with a row for each rank.
 ROWS: dict[str, Callable[[], Tensor]] = {
     "columns": lambda: torch.full((WORLD, 8), -1.0)[:, ::2],
     "transposed": lambda: torch.full((4, WORLD), -1.0).t(),
@@ -483,7 +483,7 @@ def numbers(how_many: int = 4) -> Tensor:
 
 
 def versions(group: Group | None, name: str) -> list[int]:
-    """How often autograd counts a write to each tensor of a collective."""
+    """Returns how often autograd counts a write to each tensor of a collective."""
     tensors, before = [], []
 
     def given(*made: Tensor) -> tuple[Tensor, ...]:
@@ -612,7 +612,7 @@ def test_autograd_counts_writes_as_it_does_with_gloo(
 
 
 def backward_through_a_broadcast(group: Group) -> None:
-    """As tensor parallelism does it: what is broadcast was saved for backward."""
+    """Broadcasts a tensor that was saved for backward, as tensor parallelism does."""
     weight = torch.ones(4, requires_grad=True)
     x = torch.ones(4)
     product = weight * x

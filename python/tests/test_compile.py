@@ -1,4 +1,4 @@
-"""`torch.compile` around DDP: in each of its modes, training is as it is without."""
+"""`torch.compile` around DDP: training has the same result in each mode as uncompiled training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from racksum.torch.backend import RacksumBackend
 from racksum.torch.compress import BlockTopKRatio
 from ranks import Ranks, group_on_backend, session_of_group, wrapped
 
-#: What `torch._dynamo.config.optimize_ddp` may say, and whether compiled autograd runs backward.
-#: The Python reducer exists to be traced by compiled autograd.
+#: The values of `torch._dynamo.config.optimize_ddp`, and whether compiled autograd runs backward.
+#: Compiled autograd traces the hooks of the Python reducer, which otherwise run uncompiled.
 MODES = [
     ("ddp_optimizer", False),
     ("ddp_optimizer", True),
@@ -38,12 +38,12 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def gloo(ranks: Ranks) -> list[list[torch.Tensor]]:
-    """What training comes to that nobody compiles."""
+    """The weights after uncompiled training."""
     return ranks.run(train, "gloo", "", "", "no_optimization", False)
 
 
 class Net(nn.Module):
-    """Layers of more than one bucket, and statistics that each step broadcasts."""
+    """A model with layers in several buckets, and statistics that each step broadcasts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Net(nn.Module):
 def train(
     through: str, address: str, job: str, mode: str, autograd: bool, **state: Any
 ) -> list[torch.Tensor]:
-    """Trains a model for a few steps of several sizes, compiled but with Gloo."""
+    """Trains a model on a few batches of several sizes. The model is compiled except with Gloo."""
     config = torch._dynamo.config
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -73,7 +73,7 @@ def train(
         wrapped(net, through, address, job, state, bucket_cap_mb=1) as model,
     ):
         compiled = model if through == "gloo" else torch.compile(model, backend="aot_eager")
-        # Sizes that differ have Dynamo take them for symbols.
+        # Batches of different sizes make Dynamo treat the size as a symbol.
         for rows in (8, 8, 6, 10):
             compiled(torch.randn(rows, 16, generator=data)).square().mean().backward()
             with torch.no_grad():
@@ -97,7 +97,7 @@ def test_the_python_reducers_gradients_are_compressed(ranks, cluster, gloo):
 
 
 def step_that_reduces(address: str, job: str) -> int:
-    """How often Dynamo compiled what stands between C++ and racksum."""
+    """Returns how often Dynamo compiled the code between C++ and racksum."""
     torch._dynamo.reset()
     group = group_on_backend(address, job)
 
@@ -133,7 +133,7 @@ def test_dynamo_stands_between_only_where_a_thread_compiles():
 
 
 def reduce_in_a_compiled_step(address: str, job: str) -> list[Any]:
-    """A step that calls the session itself, with tensors of several sizes."""
+    """Runs a compiled step that calls the session itself, with tensors of several sizes."""
     torch._dynamo.reset()
     with session_of_group(address, job) as session:
 

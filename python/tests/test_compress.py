@@ -1,4 +1,4 @@
-"""Compressors keep what they say, and the memory has what they leave out."""
+"""Compressors keep the blocks that they promise, and the memory stores the rest."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BLOCK = 32
 
 
 def tensor(*greatest: float) -> torch.Tensor:
-    """A tensor of blocks, each with one element that is not zero; the last block is short."""
+    """Returns a tensor with one of these values in each block; the last block is short."""
     x = torch.zeros(len(greatest), BLOCK)
     x[:, 3] = torch.tensor(greatest)
     return x.flatten()[:-5]
 
 
 def kept(compressor, x: torch.Tensor, name: str = "x") -> list[int]:
-    """Which blocks are left of a tensor; they are as they were."""
+    """Returns the numbers of the blocks that are kept, after checking that they are unchanged."""
     left = compressor.decompress(*compressor.compress(x, name))
     assert left.shape == x.shape
     marks = [bool(block.any()) for block in left.split(BLOCK)]
@@ -45,7 +45,7 @@ def test_the_heaviest_blocks_are_kept():
     assert kept(BlockTopK(2, BLOCK), x) == [1, 3]
     assert kept(BlockTopK(100, BLOCK), x) == [0, 1, 3, 4]
     assert kept(BlockTopKRatio(0.6, BLOCK), x) == [1, 3, 4]
-    assert kept(BlockTopKRatio(0.001, BLOCK), x) == [1], "one at least"
+    assert kept(BlockTopKRatio(0.001, BLOCK), x) == [1], "one block must be kept"
     assert kept(BlockThreshold(2.0, BLOCK), x) == [1, 3, 4]
 
 
@@ -63,7 +63,7 @@ def test_blocks_at_random_are_the_same_at_all_ranks_and_others_each_step():
     assert [kept(other, x) for _ in range(3)] == steps
     assert all(len(step) == 20 for step in steps)
     assert steps[0] != steps[1]
-    assert kept(one, x, "y") != kept(other, x, "z"), "each tensor has its own"
+    assert kept(one, x, "y") != kept(other, x, "z"), "two tensors have the same random blocks"
     again = BlockRandomK(0.2, seed=7, block=BLOCK)
     again.load_state_dict({"x": 2})
     assert kept(again, x) == steps[2]
@@ -80,7 +80,7 @@ def test_what_is_left_out_comes_with_the_next_step():
         memory.update(x, "x", compressor, tensors, ctx)
         sent += compressor.decompress(tensors, ctx)
         torch.testing.assert_close(sent + memory.residuals["x"], given)
-    assert sent.split(BLOCK)[0].any(), "in the end the lightest was sent as well"
+    assert sent.split(BLOCK)[0].any(), "the lightest block was never sent"
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -94,7 +94,7 @@ def test_what_is_no_number_is_not_remembered(bad, place):
     memory.update(x, "x", compressor, *compressor.compress(x, "x"))
     left = memory.residuals["x"]
     assert left.isfinite().all()
-    assert left[BLOCK : 2 * BLOCK].any(), "numbers are"
+    assert left[BLOCK : 2 * BLOCK].any(), "the finite elements were not stored"
 
 
 def test_a_tensor_that_changes_its_size_is_refused():
@@ -114,7 +114,7 @@ def test_rounding_is_that_of_the_wire(cluster, wire):
     with cluster.connect() as session:
         sent = session.allreduce(x.clone(), wire=wire, block=BLOCK)
     if wire == "int8":
-        # What comes back is rounded as well, to a scale that may be one in the last bit off.
+        # The result is rounded too, with a scale that may differ in its last bit.
         torch.testing.assert_close(rounded, sent, rtol=1e-6, atol=0)
     else:
         assert torch.equal(rounded, sent)
@@ -162,7 +162,7 @@ def test_a_state_is_pickled_without_its_session(cluster):
         state.iteration = 5
         again = pickle.loads(pickle.dumps(state))
         assert again.session is None
-        assert again.iteration == 0, "a new DDP has buckets of another order at first"
+        assert again.iteration == 0, "a loaded state must count steps from 0"
         assert again.memory.residuals["bucket 0"].tolist() == [1, 1, 1]
 
 
@@ -238,7 +238,7 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
     def work(session):
         state = racksum.torch.HookState(session, compressor=Rounded("int8"), start_iter=2)
         of_steps = [sent(session, state) for _ in range(3)]
-        # Only the last was compressed, and int8 is sent for the float32 that is handed on.
+        # Only the last step was compressed. Its float32 tensor is sent as int8.
         assert state.compression_stats() == (1.0, 4 << 16, 4 << 16)
         return of_steps
 
@@ -258,6 +258,7 @@ def test_what_a_compressor_rounds_travels_so_and_nothing_else(cluster):
         (lambda: racksum.torch.HookState(None, block="64"), "block must be a power of two"),
         (lambda: racksum.torch.HookState(None, wire="bogus"), "wire must be one of .* 'bogus'"),
         (lambda: racksum.torch.HookState(None, wire=3), "wire must be one of f32"),
+        (lambda: racksum.torch.HookState(None, wire="i32"), "wire must be one of .* 'i32'"),
         (
             lambda: racksum.torch.HookState(None, compressor=BlockTopK(1, 64), block=256),
             "block is 256, but the compressor leaves out blocks of 64 elements",

@@ -38,7 +38,7 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
     }
     gloo = {name: value for name, value in torchrun.items() if name != "NCCL_SOCKET_IFNAME"}
     found = ConnectOptions.resolve({**gloo, "GLOO_SOCKET_IFNAME": "eth1,ib0"})
-    assert found.interface == "=eth1,ib0", "Gloo's names are whole ones"
+    assert found.interface == "=eth1,ib0", "Gloo's names must match exactly"
     found = ConnectOptions.resolve(torchrun)
     assert (found.rank, found.world, found.job, found.generation) == (3, 8, "run", 2)
     assert (found.aggregator, found.interface) == ("a:1,b:2", "=eth0")
@@ -57,8 +57,8 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
         ConnectOptions.resolve({**gloo, "GLOO_SOCKET_IFNAME": "^lo"})
 
 
-#: What each variable may say, and what it comes to.
-SAID = {
+#: For each option, a valid text of its variable, and the value that the option gets.
+VALUES = {
     "aggregator": ("b:2", "b:2"),
     "job": ("named", "named"),
     "rank": ("1", 1),
@@ -83,9 +83,9 @@ SAID = {
 
 @pytest.mark.parametrize("name", inspect.signature(racksum.connect).parameters)
 def test_every_argument_has_a_variable(name):
-    said, value = SAID[name]
+    text, value = VALUES[name]
     given = {key: value for key, value in FULL.items() if key != name}
-    found = ConnectOptions.resolve({f"RACKSUM_{name.upper()}": said}, **given)
+    found = ConnectOptions.resolve({f"RACKSUM_{name.upper()}": text}, **given)
     assert getattr(found, name) == value
 
 
@@ -106,7 +106,7 @@ def test_numbers_of_numpy_and_paths_are_taken():
 
 
 def at(host: str) -> dict[str, str]:
-    """The environment of a rank of torchrun's without a rendezvous of its own."""
+    """Returns the environment of a rank that torchrun starts without a rendezvous id."""
     return {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": host, "MASTER_PORT": "29500"}
 
 
@@ -201,8 +201,7 @@ def test_what_cannot_be_is_refused(given, environment, sentence):
         ConnectOptions.resolve(environment, **{**FULL, **given})
 
 
-#: A text of each variable that cannot be, and what is said of it. Those of the last seven are found
-#: out by the extension.
+#: An invalid text of each variable, and its error. The extension raises the last seven errors.
 WRONG = {
     "RACKSUM_JOB": ("x" * 129, "job must be a name of 1 to 128 bytes"),
     "TORCHELASTIC_RUN_ID": ("x" * 129, "job must be a name of 1 to 128 bytes"),
@@ -223,7 +222,7 @@ WRONG = {
     "RACKSUM_TIMEOUT": ("nan", "timeout must be a finite number of seconds >= 0.001, not nan"),
     "RACKSUM_MTU": ("big", "must be a whole number"),
     "GLOO_SOCKET_IFNAME": ("^lo", "Gloo takes plain names only"),
-    "RANK": ("1", "rank 1 must be below the world of 1"),
+    "RANK": ("1", "rank 1 must be below the number of ranks, 1"),
     "RACKSUM_AGGREGATOR": ("here", "is not an aggregator address (HOST:PORT)"),
     "RACKSUM_IDENTITY": ("/nowhere", "/nowhere: "),
     "RACKSUM_DATA_AUTH": ("rot13", "one of none, mac, aead"),
@@ -262,11 +261,11 @@ def test_an_aggregator_of_the_environment_that_does_not_answer_is_named_with_it(
         racksum.connect(job="job", rank=0, world=1, join_timeout=0.5)
     with pytest.raises(racksum.NoAggregator) as error:
         racksum.connect(aggregator, job="job", rank=0, world=1, join_timeout=0.5)
-    assert "RACKSUM" not in str(error.value), "who gives it need not be told of variables"
+    assert "RACKSUM" not in str(error.value), "no variable set this option"
 
 
 def joined_late(connect: Callable[[int], Any]) -> tuple[int, racksum.JoinTimeout]:
-    """The limit, and the error, of a join that reached the aggregator, which knows who is missing.
+    """Returns the limit and the error of a join that reached the aggregator.
 
     A busy machine may take longer than the first limit for the handshake.
     """
@@ -306,7 +305,7 @@ def test_an_error_about_two_variables_names_both(monkeypatch):
     [
         ({"aggregator": "here"}, racksum.BadArgument, "HOST:PORT"),
         ({"aggregator": "a:1,,b:2"}, racksum.BadArgument, "in the list is empty"),
-        ({"rank": 1}, racksum.BadArgument, "rank 1 must be below the world of 1"),
+        ({"rank": 1}, racksum.BadArgument, "rank 1 must be below the number of ranks, 1"),
         ({"data_auth": "rot13"}, racksum.BadArgument, "one of none, mac, aead"),
         ({"on_rank_loss": "cry"}, racksum.BadArgument, "one of abort, continue"),
         ({"interface": "nope"}, racksum.BadArgument, 'no usable interface matches "nope"'),

@@ -1,4 +1,4 @@
-"""DDP with the hook, and on the backend: the same training as on Gloo."""
+"""DDP with the hook and on the backend: training has the same result as with Gloo."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 class Net(nn.Module):
-    """An embedding, of which a step touches few rows, and a part that not every step uses."""
+    """A model with a layer that only some steps use, and an embedding. A batch uses few rows."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 def wrapped(
     through: str, address: str, job: str, state: dict[str, Any], **options: Any
 ) -> AbstractContextManager[DistributedDataParallel]:
-    """A model whose gradients go through this."""
+    """Wraps a model whose gradients go through the hook, the backend or Gloo."""
     torch.manual_seed(1)
     net = Net(options.pop("sparse", False)).to(torch.get_default_device())
     return ranks_of.wrapped(net, through, address, job, state, **options)
@@ -66,7 +66,7 @@ def train(
     state: dict[str, Any] | None = None,
     **ddp: Any,
 ) -> list[torch.Tensor]:
-    """Trains a few steps, and returns the weights."""
+    """Trains for a few steps, and returns the weights."""
     with wrapped(through, address, job, state or {}, bucket_cap_mb=0.05, **ddp) as model:
         return _train(model, steps, uneven, accumulate)
 
@@ -115,7 +115,7 @@ def test_training_is_as_with_gloo(ranks, cluster, through, options):
     gloo = ranks.run(train, "gloo", "", "", **options)
     ours = ranks.run(train, through, cluster.address, cluster.new_job(), **options)
     for of_gloo, of_one, of_other in zip(gloo[0], ours[0], ours[1], strict=True):
-        assert torch.equal(of_one, of_other), "the ranks have parted"
+        assert torch.equal(of_one, of_other), "the weights of the ranks differ"
         torch.testing.assert_close(of_one, of_gloo)
 
 
@@ -141,7 +141,7 @@ TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Typed(nn.Module):
-    """Parameters of every type, so that there is a bucket of each."""
+    """A model with parameters of every type, so that there is a bucket of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_a_narrow_wire_serves_parameters_of_every_type(ranks, cluster, through, 
 
 
 def lose_a_rank(through: str, address: str, job: str, static: bool) -> str:
-    """Trains until rank 1 leaves; returns what rank 0 is told by backward."""
+    """Trains until rank 1 leaves. At rank 0, returns the error that backward raises."""
     with wrapped(through, address, job, {}, static_graph=static) as model:
         for step in range(3):
             loss = model(torch.zeros(4, 8, dtype=torch.long)).sum()
@@ -202,12 +202,12 @@ def lose_a_rank(through: str, address: str, job: str, static: bool) -> str:
 @pytest.mark.parametrize("through", THROUGH)
 @pytest.mark.parametrize("static", [False, True])
 def test_a_lost_rank_is_an_error_of_backward_with_its_type(ranks, cluster, through, static):
-    told = ranks.run(lose_a_rank, through, cluster.address, cluster.new_job(), static)
-    assert told == ["lost (1,)", "left"]
+    results = ranks.run(lose_a_rank, through, cluster.address, cluster.new_job(), static)
+    assert results == ["lost (1,)", "left"]
 
 
 def fall_back(addresses: str, job: str) -> list[torch.Tensor]:
-    """Trains; before the third step the aggregator is told to be killed. Returns the weights."""
+    """Trains, kills the aggregator before the third step, and returns the weights."""
     state = {"fallback": "process_group"}
     with wrapped("hook", addresses, job, state, bucket_cap_mb=0.05) as model:
         _train(model, 2, uneven=False, accumulate=False)
@@ -233,9 +233,9 @@ def train_twice() -> list[torch.Tensor]:
 def train_on_uneven_data(
     through: str, address: str, job: str, *, fallback: str = "raise"
 ) -> list[torch.Tensor]:
-    """Ranks have batches in different numbers, and those that are done join the others.
+    """Trains ranks with different numbers of batches. Ranks without data join the others.
 
-    If they can fall back, the aggregator is killed once one has.
+    With a fallback, the aggregator is killed once rank 0 has no data left.
     """
     state = {"fallback": fallback} if through == "hook" else {}
     with wrapped(through, address, job, state, bucket_cap_mb=0.01) as model:
@@ -269,7 +269,7 @@ def test_ranks_that_have_joined_others_fall_back_with_them(ranks, aggregator):
 
 
 class Constant(nn.Module):
-    """Layers whose gradients are those of the rank, whatever the weights are."""
+    """A model whose gradients depend on the rank and not on the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Constant(nn.Module):
 
 
 def fall_back_from_a_compressor(address: str, job: str) -> tuple[list[torch.Tensor], int]:
-    """Weights that are the sum of all gradients, and how many of them were left out at a time."""
+    """Returns the weights, which are sums of gradients, and the number of non-zero residuals."""
     model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
     x = torch.linspace(1, 2, 4000) + dist.get_rank()
     with session_of_group(address, job) as session:
@@ -309,7 +309,7 @@ def test_what_compressors_left_out_is_averaged_by_the_process_group(ranks, aggre
 
 
 class Breaks:
-    """A compressor that fails at rank 1 in some step, after so many buckets."""
+    """A compressor that fails at rank 1 after a number of buckets."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -325,7 +325,7 @@ class Breaks:
 
 
 def fail_alone(address: str, job: str, after: int) -> str:
-    """Trains until rank 1 fails for a reason of its own; returns what a rank is told."""
+    """Trains until rank 1, and no other rank, fails. Returns the error at this rank."""
     model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
     own = dist.new_group(backend="gloo")
     with session_of_group(address, job, timeout=3.0) as session:
@@ -337,25 +337,25 @@ def fail_alone(address: str, job: str, after: int) -> str:
             for _ in range(4):
                 model(torch.ones(4000)).backward()
         except racksum.Error as error:
-            # Rank 1 is there as long as rank 0 waits.
+            # Rank 1 must not end while rank 0 waits.
             dist.barrier()
             return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 @pytest.mark.parametrize(
-    ("after", "told"),
-    [(0, "Mismatch: op "), (1, "Error: the ranks cannot agree whether all have bucket 0: ")],
+    ("after", "error"),
+    [(0, "Mismatch: op "), (1, "Error: the ranks cannot agree whether all averaged bucket 0: ")],
     ids=["the op fails", "the op ends"],
 )
-def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster, after, told):
+def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster, after, error):
     of_others, own = ranks.run(fail_alone, cluster.address, cluster.new_job(), after)
-    assert of_others.startswith(told)
+    assert of_others.startswith(error)
     assert own == "BadArgument: it breaks"
 
 
 class Crossed(nn.Module):
-    """Layers of the same shape, used in the one order or in the other."""
+    """A model with layers of the same shape, which it uses in a given order."""
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Crossed(nn.Module):
 
 
 def crossed(order: list[int], state: racksum.torch.HookState) -> DistributedDataParallel:
-    """The model, whose layers are in a bucket each."""
+    """Returns the model, with each layer in a bucket of its own."""
     model = DistributedDataParallel(Crossed(order), bucket_cap_mb=0.01)
     model.register_comm_hook(state, racksum.torch.allreduce_hook)
     return model
@@ -387,13 +387,13 @@ def steps_of(model: DistributedDataParallel, seed: int, count: int) -> None:
 
 
 def resume(address: str, job: str, order: list[int]) -> bool:
-    """Whether training comes to the same weights with a break and without."""
+    """Returns whether training has the same result with and without a break."""
     with session_of_group(address, job) as session:
         state = racksum.torch.HookState(session, compressor=BlockTopK(8, block=32))
         model = crossed(order, state)
         steps_of(model, 0, 5)
         weights, pickled = pickle.dumps(model.module.state_dict()), pickle.dumps(state)
-        # What is sent whole after a break is sent whole here as well.
+        # After a break, some steps are sent uncompressed. Send the same steps uncompressed here.
         state.start_iter = 7
         steps_of(model, 10, 5)
 
@@ -407,7 +407,7 @@ def resume(address: str, job: str, order: list[int]) -> bool:
         state.session = session
         other = crossed(order[::-1], state)
         steps_of(other, 10, 2)
-        with pytest.raises(racksum.BadArgument, match="not all of the same parameters"):
+        with pytest.raises(racksum.BadArgument, match="which belong to other parameters"):
             steps_of(other, 10, 1)
     pairs = zip(model.parameters(), resumed.parameters(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""What documents say of tests is so."""
+"""Checks of what documents say about tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERDICTS = {"passes", "delegated", "differs", "refused"}
 
 
 def rows() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """What docs/c10d.md lists: a behaviour, what becomes of it, and the tests that show it."""
+    """Returns the rows of docs/c10d.md: a behaviour, its result, and the tests that show it."""
     return [
         (behaviour, verdict, re.findall(r"`(\w+)::(\w+)`", shown))
         for behaviour, verdict, shown in cells()
@@ -32,17 +32,17 @@ def rows() -> list[tuple[str, str, list[tuple[str, str]]]]:
     ]
 
 
-#: A line of torch's own source.
+#: A reference to a line of torch's own source.
 SOURCE = re.compile(r"`([\w/]+\.\w+):(\d+)`")
 
 
-#: Of the tables that tests of racksum's own show, and how their heads begin.
+#: The number of columns of the tables that name racksum's tests, and the prefixes of header rows.
 COLUMNS = 3
 HEADS = ("upstream", "line of", "---")
 
 
 def cells() -> list[list[str]]:
-    """The rows of the tables of docs/c10d.md."""
+    """Returns the cells of the tables of docs/c10d.md, by row."""
     found = []
     for line in (ROOT / "docs" / "c10d.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -61,13 +61,13 @@ def test_what_is_listed_of_gloo_is_shown_by_a_test(row):
         assert re.search(rf'def {name}\(|^    "{name}": ', text, re.MULTILINE), f"{file}::{name}"
 
 
-LINES = [(SOURCE.fullmatch(line), says) for line, says, _ in cells() if SOURCE.fullmatch(line)]
+LINES = [(SOURCE.fullmatch(line), code) for line, code, _ in cells() if SOURCE.fullmatch(line)]
 
 
-@pytest.mark.parametrize(("line", "says"), LINES, ids=lambda cell: cell if cell else "")
-def test_lines_of_torch_say_what_is_said_of_them(line, says):
+@pytest.mark.parametrize(("line", "code"), LINES, ids=lambda cell: cell if cell else "")
+def test_lines_of_torch_say_what_is_said_of_them(line, code):
     path = Path(torch.__file__).parent / line[1]
-    assert says.strip("`") in path.read_text().splitlines()[int(line[2]) - 1]
+    assert code.strip("`") in path.read_text().splitlines()[int(line[2]) - 1]
 
 
 def ended(gloo: str, racksum: str) -> dict[str, dict[str, str]]:
@@ -75,7 +75,7 @@ def ended(gloo: str, racksum: str) -> dict[str, dict[str, str]]:
 
 
 def test_what_only_gloo_passes_needs_a_reason_and_only_that():
-    """What the run of torch's own tests is held to."""
+    """Checks how a run of torch's own tests is compared with docs/c10d.md."""
     [explained, *_] = table.reasons()
     [both, *_] = re.findall(r"`(test_\w+)`[,.]", table.written().split("Both pass:")[1])
     wrong = {
@@ -83,10 +83,10 @@ def test_what_only_gloo_passes_needs_a_reason_and_only_that():
         explained: (ended("passed", "passed"), "take it out"),
         "test_that_is_new": (ended("passed", "passed"), "does not list it"),
     }
-    for name, (end, says) in wrong.items():
+    for name, (end, text) in wrong.items():
         [sentence] = table.compared({name: end})
         assert sentence.startswith(f"{name}: ")
-        assert says in sentence
+        assert text in sentence
     fine = {
         explained: ended("passed", "timed out"),
         both: ended("passed", "passed"),

@@ -25,7 +25,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "ranks", "flags"), RUNS, ids=str)
 def test_an_example_learns(cluster: Cluster, tmp_path, name, ranks, flags):
-    """From a folder of its own, as a reader copies it, by the command that it names."""
+    """Runs a copy of the example with the command from its docstring, as a reader would."""
     script = tmp_path / f"{name}.py"
     shutil.copy(EXAMPLES / script.name, script)
     command = f"torchrun --standalone --nproc-per-node {ranks} {' '.join([script.name, *flags])}"

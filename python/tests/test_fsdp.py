@@ -1,4 +1,4 @@
-"""FSDP2: on the backend, and with replicas whose gradients racksum averages."""
+"""FSDP on the backend, and FSDP2 with replicas whose gradients racksum averages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def trained(shards: DeviceMesh, session: racksum.Session | None) -> list[torch.Tensor]:
-    """The weights after some steps of a model that is sharded over these ranks."""
+    """Returns the weights after some steps of a model that is sharded over these ranks."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(30, 50), nn.GELU(), nn.Linear(50, 7))
     for part in model:
@@ -80,7 +80,7 @@ def test_fsdp1_trains_on_the_backend(ranks, cluster):
 def hooks_with_fsdp1(address: str, job: str) -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     with session_of_group(address, job) as session:
-        with pytest.raises(racksum.BadArgument, match="shard by fully_shard, or give FSDP"):
+        with pytest.raises(racksum.BadArgument, match="shard with fully_shard, or give FSDP"):
             racksum.torch.set_all_reduce_hook(model, session)
         state = racksum.torch.HookState(session)
         model.register_comm_hook(state, racksum.torch.allreduce_hook)

@@ -1,4 +1,4 @@
-"""Training, and collectives, of tensors that go by way of the host: as with Gloo."""
+"""Training and collectives with tensors that are staged on the host, compared with Gloo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from test_ddp import THROUGH, keywords
 
 
 class Devices(Ranks):
-    """Ranks that have their tensors on a device. Of the host, they go the way of a GPU's."""
+    """Ranks with tensors on a device. Host tensors take the path of GPU tensors."""
 
     def __init__(self, world: int, device: str) -> None:
         super().__init__(world)
@@ -28,7 +28,7 @@ class Devices(Ranks):
         super().run(be_of, device)
 
     def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
-        """What it gives is of the host."""
+        """Like the base method, but copies the results to the host."""
         return super().run(on_host, work, *arguments, **named)
 
 
@@ -84,7 +84,7 @@ def test_training_is_as_with_gloo(two, cluster, through, options):
     gloo = two.run(test_ddp.train, "gloo", "", "", **options)
     ours = two.run(test_ddp.train, through, cluster.address, cluster.new_job(), **options)
     for of_gloo, of_one, of_other in zip(gloo[0], ours[0], ours[1], strict=True):
-        assert torch.equal(of_one, of_other), "the ranks have parted"
+        assert torch.equal(of_one, of_other), "the weights of the ranks differ"
         torch.testing.assert_close(of_one, of_gloo)
 
 
@@ -114,8 +114,8 @@ def test_what_a_compressor_keeps(two, cluster):
 
 @pytest.mark.parametrize("through", THROUGH)
 def test_a_lost_rank_is_an_error_of_backward_with_its_type(two, cluster, through):
-    told = two.run(test_ddp.lose_a_rank, through, cluster.address, cluster.new_job(), False)
-    assert told == ["lost (1,)", "left"]
+    results = two.run(test_ddp.lose_a_rank, through, cluster.address, cluster.new_job(), False)
+    assert results == ["lost (1,)", "left"]
 
 
 def test_the_process_group_averages_when_the_aggregator_is_gone(two, aggregator):

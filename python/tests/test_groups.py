@@ -1,4 +1,4 @@
-"""Sessions of the ranks of process groups: what is said of the group, and what is not."""
+"""Sessions of process groups: their generations, names, memory and ends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def destroy_without_a_collection(address: str, job: str) -> None:
 
 
 def test_a_group_that_is_destroyed_keeps_nothing_of_the_store(ranks, cluster):
-    """Its port may be the next one's at once."""
+    """Checks that nothing keeps the store alive, because the next group may need its port."""
     ranks.run(destroy_without_a_collection, cluster.address, cluster.new_job())
 
 
@@ -106,7 +106,7 @@ def mesh() -> Iterator[Ranks]:
 
 
 def groups_of_a_mesh(address: str, times: int) -> None:
-    """Rows and columns of two by two ranks, which all sum and are then destroyed."""
+    """Makes groups for rows and columns of two by two ranks, sums in each, and destroys them."""
     lines = [[0, 1], [2, 3], [0, 2], [1, 3]] * times
     groups = [
         dist.new_group(line, backend="racksum", pg_options=backend_options(address, "mesh"))
@@ -124,6 +124,6 @@ def groups_of_a_mesh(address: str, times: int) -> None:
 def test_a_job_has_many_groups_at_once_and_their_places_are_given_back(
     mesh: Ranks, aggregator: Aggregator
 ) -> None:
-    """64 groups at a time: those of the second time have the memory of the first."""
+    """Runs 64 groups twice. The second 64 groups need the memory of the first 64."""
     for _ in range(2):
         mesh.run(groups_of_a_mesh, aggregator.address, 16)

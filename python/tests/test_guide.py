@@ -1,4 +1,4 @@
-"""The guide's commands and code are tried: run where that takes no cluster, or parsed."""
+"""The guide's commands and code are run if they need no cluster, or else parsed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from racksum.options import _VARIABLES
 from ranks import Ranks, wrapped
 
 GUIDES = ["docs/pytorch.md", "python/README.md"]
-#: What the guide's authority is made of, as it says.
-PKI = "Identities of a PKI that is there"
+#: The section of the guide that creates a certificate authority with other tools.
+PKI = "Identities of an existing PKI"
 
 
 def blocks(path: str, language: str) -> list[tuple[str, str]]:
-    """Blocks of code, each with the heading above it."""
+    """Returns the blocks of code, each with the heading above it."""
     found, heading, inside = [], "", None
     for line in (ROOT / path).read_text().splitlines():
         if inside is not None:
@@ -48,7 +48,7 @@ def blocks(path: str, language: str) -> list[tuple[str, str]]:
 
 
 def commands() -> list[Any]:
-    """Every command of a guide."""
+    """Returns every command of the guides."""
     return [
         pytest.param(command, id=f"{Path(path).stem}-{command[:40]}")
         for path in GUIDES
@@ -61,56 +61,56 @@ def commands() -> list[Any]:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_is_one(command):
-    words = shlex.split(command.removesuffix("&"))
-    CHECKS[words[0]](words[1:])
+    arguments = shlex.split(command.removesuffix("&"))
+    CHECKS[arguments[0]](arguments[1:])
 
 
-def check_racksum(words: list[str]) -> None:
-    """Its help knows the flags."""
-    told = subprocess.run(
-        [binary(), words[0], "--help"],
+def check_racksum(arguments: list[str]) -> None:
+    """Checks that the command's help lists the flags."""
+    text = subprocess.run(
+        [binary(), arguments[0], "--help"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    for flag in [word for word in words if word.startswith("--")]:
-        assert re.search(rf"{flag}\b", told), flag
+    for flag in [argument for argument in arguments if argument.startswith("--")]:
+        assert re.search(rf"{flag}\b", text), flag
 
 
-def check_torchrun(words: list[str]) -> None:
-    """Its parser takes them, and the script is there, but for one that stands for the user's."""
-    parsed = get_args_parser().parse_args(words)
+def check_torchrun(arguments: list[str]) -> None:
+    """Checks that torchrun parses the arguments, and that the script exists or is a user's."""
+    parsed = get_args_parser().parse_args(arguments)
     assert parsed.training_script == "train.py" or (ROOT / parsed.training_script).exists()
 
 
-def check_export(words: list[str]) -> None:
-    """The package reads the variables."""
+def check_export(arguments: list[str]) -> None:
+    """Checks that the package reads the variables."""
     known = {name for variables in _VARIABLES.values() for name in variables}
-    assert {word.split("=")[0] for word in words} <= known
+    assert {argument.split("=")[0] for argument in arguments} <= known
 
 
-def check_pip(words: list[str]) -> None:
-    """The extra is one of the package's."""
-    assert words[0] in ("install", "uninstall")
+def check_pip(arguments: list[str]) -> None:
+    """Checks that the package has the extra."""
+    assert arguments[0] in ("install", "uninstall")
     text = (ROOT / "python" / "pyproject.toml").read_text()
-    for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
+    for extra in re.findall(r"\[(\w+)\]", " ".join(arguments)):
         assert f"\n{extra} = [" in text
 
 
-def check_python(words: list[str]) -> None:
-    """The file or folder is there."""
-    paths = [word for word in words if "/" in word]
+def check_python(arguments: list[str]) -> None:
+    """Checks that the file or folder exists."""
+    paths = [argument for argument in arguments if "/" in argument]
     assert paths
     assert all((ROOT / path).exists() for path in paths)
 
 
-def check_cargo(words: list[str]) -> None:
-    """The binary is what it says, and the benches' case is listed."""
-    if words[:3] == ["xtask", "bench", "peers"]:
+def check_cargo(arguments: list[str]) -> None:
+    """Checks that the command builds the binary, or runs a case that the benches have."""
+    if arguments[:3] == ["xtask", "bench", "peers"]:
         sources = (ROOT / "benches" / "harness" / "src").glob("*.rs")
-        assert any(f"{words[-1].removesuffix('-w2')}" in path.read_text() for path in sources)
+        assert any(f"{arguments[-1].removesuffix('-w2')}" in path.read_text() for path in sources)
     else:
-        assert words == ["build", "--release"]
+        assert arguments == ["build", "--release"]
 
 
 CHECKS = {
@@ -201,7 +201,7 @@ def test_a_loop_of_the_guide_trains_as_with_gloo(ranks, cluster, heading):
 
 
 def test_the_picture_is_what_its_script_draws() -> None:
-    drawn = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, ROOT / "docs/overview.py"], capture_output=True, text=True, check=True
     )
-    assert drawn.stdout == (ROOT / "docs/overview.svg").read_text()
+    assert ran.stdout == (ROOT / "docs/overview.svg").read_text()

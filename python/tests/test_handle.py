@@ -1,4 +1,4 @@
-"""What a handle gives to whom, and how often."""
+"""Handles: their results, waits from several threads, and errors."""
 
 from __future__ import annotations
 

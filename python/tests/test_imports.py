@@ -1,4 +1,4 @@
-"""What racksum has a process import: of torch, only what it needs."""
+"""Imports of racksum: a process imports only the parts of torch that it needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from conftest import Cluster
 from ranks import new_port
 
-#: Parts of torch that take long to import, and much memory.
+#: Parts of torch whose import takes long and needs much memory.
 LARGE = ("torch.distributed.fsdp", "torch._dynamo", "sympy")
 
 IMPORT = "import racksum.torch"
 
-#: A rank alone, which reduces tensors of both kinds.
+#: The script of a single rank, which reduces a dense and a sparse tensor.
 REDUCE = """
     import sys
     import torch

@@ -1,4 +1,4 @@
-"""Ranks of a process group that wait for one which does not join: why, and which one it is."""
+"""Ranks learn which rank of their process group does not join, and why."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from racksum.torch.membership import Membership
 from racksum.torch.staging import Staging
 from ranks import Ranks, backend_options
 
-#: Seconds that no test waits for.
+#: A time in seconds that no test reaches.
 LONG = 3600.0
 
 
@@ -56,7 +56,7 @@ def until_only_these_are_absent(group: dist.ProcessGroup, absent: list[int]) -> 
     """Returns once all other ranks have begun to join, and have waited a moment."""
     backend: Any = group._get_backend(torch.device("cpu"))
     watch = backend._membership._departures.watch(LONG)
-    assert watch.look(), "an answer of none would look like nobody absent"
+    assert watch.poll(), "without an answer from the store, no rank would count as absent"
     while watch.absent() != absent:
         time.sleep(0.05)
 
@@ -65,7 +65,7 @@ def end_before_joining(address: str, job: str, doomed: int) -> None:
     options = backend_options(address, job, timeout=LONG, join_timeout=LONG)
     group = dist.new_group(backend="racksum", pg_options=options)
     if dist.get_rank() == doomed:
-        # The others wait, each in another stage of joining.
+        # The other ranks wait, each at a different stage of joining.
         until_only_these_are_absent(group, [])
         os.kill(os.getpid(), signal.SIGKILL)
     reduced(group)
@@ -75,16 +75,19 @@ def end_before_joining(address: str, job: str, doomed: int) -> None:
 def test_a_rank_that_is_killed_before_it_joins_is_named_to_all_others(
     cluster: Cluster, doomed: int
 ) -> None:
-    told = Ranks(4).outcomes(end_before_joining, cluster.address, cluster.new_job(), doomed)
-    assert isinstance(told.pop(doomed), BrokenProcessPool)
-    for error in told:
+    outcomes = Ranks(4).outcomes(end_before_joining, cluster.address, cluster.new_job(), doomed)
+    assert isinstance(outcomes.pop(doomed), BrokenProcessPool)
+    for error in outcomes:
         assert isinstance(error, racksum.PeerLost), error
         assert error.ranks == (doomed,), error
         assert f"rank {doomed} ended before joining" in str(error)
 
 
 def stall(address: str, job: str, stalled: int) -> None:
-    """The rank that serves the store is killed; another one runs again once the rest has left."""
+    """Stops one rank, and kills rank 0, which serves the store.
+
+    The stopped rank continues once the call of the third rank has failed.
+    """
     options = backend_options(address, job, timeout=LONG, join_timeout=LONG)
     group = dist.new_group(backend="racksum", pg_options=options)
     pids: list[Any] = [None] * dist.get_world_size()
@@ -105,9 +108,9 @@ def stall(address: str, job: str, stalled: int) -> None:
 def test_ranks_that_live_are_not_named_as_ended_once_they_have_left(
     cluster: Cluster, stalled: int
 ) -> None:
-    told = Ranks(3).outcomes(stall, cluster.address, cluster.new_job(), stalled)
-    assert isinstance(told.pop(0), BrokenProcessPool)
-    for error in told:
+    outcomes = Ranks(3).outcomes(stall, cluster.address, cluster.new_job(), stalled)
+    assert isinstance(outcomes.pop(0), BrokenProcessPool)
+    for error in outcomes:
         assert isinstance(error, racksum.PeerLost), error
         assert error.ranks == (0,), error
         assert "rank 0 ended before joining" in str(error)
@@ -120,7 +123,7 @@ def come_after_the_server_has_gone(address: str, job: str) -> None:
         until_only_these_are_absent(group, [2])
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 2:
-        # It comes once rank 1 has left.
+        # Join only once rank 1 has left.
         dist.recv(torch.zeros(1), src=1)
     try:
         reduced(group)
@@ -130,21 +133,21 @@ def come_after_the_server_has_gone(address: str, job: str) -> None:
 
 
 def test_a_rank_that_comes_late_blames_no_rank_that_lives(cluster: Cluster) -> None:
-    told = Ranks(3).outcomes(come_after_the_server_has_gone, cluster.address, cluster.new_job())
-    assert isinstance(told[0], BrokenProcessPool)
-    assert isinstance(told[1], racksum.PeerLost), told[1]
-    assert told[1].ranks == (0,), told[1]
-    assert isinstance(told[2], racksum.PeerLost), told[2]
-    assert told[2].ranks == (), told[2]
-    assert "ranks 0, 1 left the process group" in str(told[2])
+    outcomes = Ranks(3).outcomes(come_after_the_server_has_gone, cluster.address, cluster.new_job())
+    assert isinstance(outcomes[0], BrokenProcessPool)
+    assert isinstance(outcomes[1], racksum.PeerLost), outcomes[1]
+    assert outcomes[1].ranks == (0,), outcomes[1]
+    assert isinstance(outcomes[2], racksum.PeerLost), outcomes[2]
+    assert outcomes[2].ranks == (), outcomes[2]
+    assert "ranks 0, 1 left the process group" in str(outcomes[2])
 
 
 def failing_late(
     group: dist.ProcessGroup, late: int, first: Callable[[], None] = lambda: None
 ) -> racksum.Error:
-    """How a group fails that one rank comes to once it has failed at the others."""
+    """Returns the error of a group if one rank joins after the group has failed at the others."""
     if dist.get_rank() == late:
-        # Of the default group.
+        # Wait in the default group until the others have failed.
         dist.barrier()
     first()
     with pytest.raises(racksum.Error) as error:
@@ -155,7 +158,7 @@ def failing_late(
 
 
 def fail_before_joining(address: str, job: str) -> str:
-    """A collective of Gloo's runs into its timeout, and the group reduces after that."""
+    """Lets a collective of Gloo time out, and then reduces in the group."""
     options = backend_options(address, job, join_timeout=LONG)
     limit = timedelta(seconds=0.5)
     group = dist.new_group(backend="racksum", timeout=limit, pg_options=options)
@@ -165,7 +168,7 @@ def fail_before_joining(address: str, job: str) -> str:
             dist.all_to_all_single(torch.zeros(2), torch.ones(2), group=group)
 
     error = failing_late(group, 1, exchange)
-    # Both have heard before any leaves.
+    # Neither rank may leave before both have the error.
     dist.barrier()
     dist.destroy_process_group(group)
     return f"{type(error).__name__}: {error}"
@@ -182,29 +185,29 @@ def test_who_has_closed_its_connections_and_lives_is_not_said_to_have_ended(
 
 
 def refuse_before_one_comes(address: str, job: str, refused: int, late: int) -> str:
-    # Nobody waits for a number of the first rank.
+    # With a generation, no rank waits for the number of the first rank.
     given: dict[str, Any] = {"generation": 1, "timeout": LONG, "join_timeout": LONG}
     if dist.get_rank() == refused:
         given["interface"] = "none0"
     options = backend_options(address, job, **given)
     group = dist.new_group(backend="racksum", pg_options=options)
     error = failing_late(group, late)
-    # All have heard before any leaves.
+    # No rank may leave before all have the error.
     dist.barrier()
     dist.destroy_process_group(group)
     return f"{type(error).__name__}: {error}"
 
 
 def test_why_a_rank_has_left_is_told_to_one_that_comes_late(three: Ranks, cluster: Cluster) -> None:
-    told = three.run(refuse_before_one_comes, cluster.address, cluster.new_job(), 2, 0)
-    why = told[2].removeprefix("BadArgument: ")
-    for heard in told[:2]:
-        assert heard.startswith("PeerLost: rank 2 left the process group ")
-        assert heard.endswith(f" before joining it: {why}")
+    errors = three.run(refuse_before_one_comes, cluster.address, cluster.new_job(), 2, 0)
+    why = errors[2].removeprefix("BadArgument: ")
+    for error in errors[:2]:
+        assert error.startswith("PeerLost: rank 2 left the process group ")
+        assert error.endswith(f" before joining it: {why}")
 
 
 def refuse_at_one(address: str, job: str, refused: int) -> tuple[str, str]:
-    """What two calls of a rank end with, of which one cannot join."""
+    """Returns the errors of two calls in a group that one rank cannot join."""
     wrong = {"interface": "none0"} if dist.get_rank() == refused else {}
     options = backend_options(address, job, timeout=LONG, join_timeout=LONG, **wrong)
     group = dist.new_group(backend="racksum", pg_options=options)
@@ -221,14 +224,14 @@ def refuse_at_one(address: str, job: str, refused: int) -> tuple[str, str]:
 def test_a_rank_that_cannot_join_tells_the_others_why(
     ranks: Ranks, cluster: Cluster, refused: int
 ) -> None:
-    told = ranks.run(refuse_at_one, cluster.address, cluster.new_job(), refused)
-    assert all(first == second for first, second in told), "joining is tried once"
-    why, heard = told[refused][0], told[1 - refused][0]
+    errors = ranks.run(refuse_at_one, cluster.address, cluster.new_job(), refused)
+    assert all(first == second for first, second in errors), "a rank tried to join again"
+    why, of_other = errors[refused][0], errors[1 - refused][0]
     kind, text = why.split(": ", 1)
     assert kind == "BadArgument"
     assert "none0" in text
-    assert heard.startswith(f"PeerLost: rank {refused} left the process group ")
-    assert heard.endswith(f" before joining it: {text}")
+    assert of_other.startswith(f"PeerLost: rank {refused} left the process group ")
+    assert of_other.endswith(f" before joining it: {text}")
 
 
 def come_late(address: str, job: str, late: int) -> tuple[str, tuple[int, ...]]:
@@ -243,21 +246,21 @@ def come_late(address: str, job: str, late: int) -> tuple[str, tuple[int, ...]]:
 def test_the_limit_of_joining_is_that_of_agreeing_too(
     ranks: Ranks, cluster: Cluster, late: int
 ) -> None:
-    told = ranks.run(come_late, cluster.address, cluster.new_job(), late)
-    assert told[1 - late] == ("JoinTimeout", (late,))
-    assert told[late] == ("PeerLost", ())
+    errors = ranks.run(come_late, cluster.address, cluster.new_job(), late)
+    assert errors[1 - late] == ("JoinTimeout", (late,))
+    assert errors[late] == ("PeerLost", ())
 
 
 def join_without_the_first(address: str, job: str) -> list[float]:
     options = backend_options(address, job)
     group = dist.new_group([1, 2], backend="racksum", pg_options=options)
-    # All have made it.
+    # Wait until all ranks have made the group.
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     store = dist.distributed_c10d._get_default_store()
     with suppress(RuntimeError):
-        while not store.check(["said by nobody"]):
+        while not store.check(["never set"]):
             time.sleep(0.01)
     with pytest.raises(racksum.PeerLost, match="the store of the process groups does not answer"):
         racksum.torch.connect(address, group=group, generation=1)
@@ -265,12 +268,12 @@ def join_without_the_first(address: str, job: str) -> list[float]:
 
 
 def test_a_group_joins_although_the_store_has_gone_meanwhile(cluster: Cluster) -> None:
-    told = Ranks(3).outcomes(join_without_the_first, cluster.address, cluster.new_job())
-    assert told[1:] == [[2.0] * 3] * 2
+    outcomes = Ranks(3).outcomes(join_without_the_first, cluster.address, cluster.new_job())
+    assert outcomes[1:] == [[2.0] * 3] * 2
 
 
-def join_beside(address: str, job: str) -> None:
-    """One rank waits at the store for the other, which waits for it to join."""
+def join_while_a_thread_waits(address: str, job: str) -> None:
+    """Joins while a thread of rank 0 waits at the store for rank 1, which waits for rank 0."""
     group = dist.new_group(backend="racksum", pg_options=backend_options(address, job))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -288,17 +291,17 @@ def join_beside(address: str, job: str) -> None:
 def until_it_is_held(store: dist.Store) -> None:
     """Returns once another thread waits at the connection to the store."""
     while True:
-        asked = threading.Thread(target=store.check, args=(["said by nobody"],), daemon=True)
-        asked.start()
-        asked.join(0.5)
-        if asked.is_alive():
+        query = threading.Thread(target=store.check, args=(["never set"],), daemon=True)
+        query.start()
+        query.join(0.5)
+        if query.is_alive():
             return
 
 
 def test_joining_does_not_wait_for_a_thread_that_waits_at_the_store(
     ranks: Ranks, cluster: Cluster
 ) -> None:
-    ranks.run(join_beside, cluster.address, cluster.new_job())
+    ranks.run(join_while_a_thread_waits, cluster.address, cluster.new_job())
 
 
 def test_all_groups_of_a_world_draw_one_name(cluster: Cluster) -> None:
@@ -323,7 +326,7 @@ def names_of_groups(address: str) -> list[str]:
 
 @pytest.fixture
 def alone() -> Membership:
-    """The membership of a group of one rank, which has not joined."""
+    """The membership of the only rank of a group, before it has joined."""
     store = dist.HashStore()
     group = SimpleNamespace(group_rank=0, group_size=1, group_id="g", store=store)
     options = racksum.torch.Options(aggregator="127.0.0.1:1", generation=1, job="j")
@@ -332,7 +335,7 @@ def alone() -> Membership:
 
 
 class Joining:
-    """A join that takes until it may end, and that is counted."""
+    """A join that lasts until the test lets it end, and counts how often it is called."""
 
     def __init__(self) -> None:
         self.session = object()
@@ -342,7 +345,7 @@ class Joining:
 
     def __call__(self) -> Any:
         self.count += 1
-        assert self.count == 1, "another thread joins already"
+        assert self.count == 1, "another thread is already joining"
         self.begun.set()
         assert self.may_end.wait(60)
         return self.session
@@ -362,7 +365,7 @@ def test_a_thread_that_wants_the_session_waits_for_the_one_that_joins(alone, mon
                 second.result(60)
             joining.may_end.set()
             return
-        # It waits, or has failed by then.
+        # Within half a second, the second thread either waits or has failed.
         with suppress(TimeoutError):
             second.result(0.5)
         alone._session = joining.session
@@ -372,7 +375,7 @@ def test_a_thread_that_wants_the_session_waits_for_the_one_that_joins(alone, mon
 
 
 class Refusals:
-    """A session that keeps what it is told of refused ops."""
+    """A session that records the refused ops that it receives."""
 
     def __init__(self, options: Any, check: Any) -> None:
         self.kept: list[Any] = []
@@ -385,15 +388,15 @@ def test_an_op_that_is_refused_while_the_rank_joins_is_told_of(alone, monkeypatc
     monkeypatch.setattr(membership, "Session", Refusals)
     threads: list[threading.Thread] = []
 
-    class Unsaid(list[Any]):
+    class PendingRefusals(list[Any]):
         def clear(self) -> None:
             threads.append(threading.Thread(target=alone.refuse, args=("second",)))
             threads[0].start()
-            # With nothing to wait for it has refused by then.
+            # If nothing blocks the thread, it refuses its op within half a second.
             threads[0].join(0.5)
             super().clear()
 
-    monkeypatch.setattr(alone, "_unsaid", Unsaid())
+    monkeypatch.setattr(alone, "_pending_refusals", PendingRefusals())
     alone.refuse("first")
     session: Any = alone.session
     threads[0].join(60)

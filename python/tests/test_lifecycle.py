@@ -1,4 +1,4 @@
-"""From import to exit: threads, signals, forks, closing, and what becomes of lost ranks."""
+"""From import to exit: threads, signals, forks, closing and lost ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conftest import binary
 
 
 def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a Python of its own."""
+    """Runs a script in a new Python process."""
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, **options
@@ -39,8 +39,8 @@ def test_importing_starts_no_thread_and_needs_neither_numpy_nor_torch():
 
 
 def test_the_package_and_the_program_are_of_one_release():
-    said = subprocess.run([binary(), "--version"], capture_output=True, text=True, check=True)
-    assert said.stdout == f"racksum {racksum.__version__}\n"
+    ran = subprocess.run([binary(), "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"racksum {racksum.__version__}\n"
     assert importlib.metadata.version("racksum") == racksum.__version__
 
 
@@ -92,7 +92,7 @@ def test_waiting_leaves_other_threads_alone(place):
         waiter.start()
         while waiter.is_alive():
             counted += 1
-        assert counted > 1000, "this thread had to wait as well"
+        assert counted > 1000, "the wait blocked this thread too"
         return handle.wait().item()
 
     assert place.run(2, work) == [2, 2]
@@ -114,7 +114,7 @@ def test_ctrl_c_works_while_waiting(place, blocked):
         import signal, sys, threading
         import numpy, racksum
 
-        # Whoever started the tests may ignore it.
+        # The process that started the tests may ignore SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def connected():
@@ -146,8 +146,8 @@ def test_ctrl_c_works_while_waiting(place, blocked):
         assert process.stdout.readline() == "connected\n"
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=20)
-    assert said == "interrupted\n"
+    output, _ = process.communicate(timeout=20)
+    assert output == "interrupted\n"
     assert process.returncode == 0
 
 
@@ -177,7 +177,7 @@ INTERRUPTED = """
             try:
                 reduced(session, 1000).wait()
             except racksum.Mismatch:
-                print("told", flush=True)
+                print("mismatch", flush=True)
             print(reduced(session, 2000).wait().item(), flush=True)
             assert [handle.wait().item() for handle in handles] == expected
 
@@ -189,7 +189,7 @@ INTERRUPTED = """
     signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
-        # There is no room for it.
+        # There is no room for this op, so the call waits until the signal.
         reduced(session, 1000)
     except Interrupted:
         left_out.set()
@@ -210,7 +210,7 @@ def test_a_call_that_a_handler_interrupts_is_told_and_the_next_pairs(place, base
         check=False,
         timeout=600,
     )
-    assert (ran.returncode, ran.stdout) == (0, "told\n4000.0\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, "mismatch\n4000.0\n"), ran.stderr
 
 
 CALLS = {
@@ -227,7 +227,7 @@ CALLS = {
 def test_a_call_that_is_interrupted_twice_is_told_and_the_next_pairs(place, call):
     def work(session):
         if session.rank == 0:
-            # The wait for ops that another thread has yet to start.
+            # Ctrl-C ends the first two waits for ops that another thread has yet to start.
             interrupts = [KeyboardInterrupt, KeyboardInterrupt]
 
             def wait_for_earlier():
@@ -237,7 +237,7 @@ def test_a_call_that_is_interrupted_twice_is_told_and_the_next_pairs(place, call
             session._before_op = wait_for_earlier
             with pytest.raises(KeyboardInterrupt):
                 CALLS[call](session)
-            # Each interrupt ends a call: none waits for the same ops again.
+            # Each interrupt ends one call, so the second one ends this call.
             with pytest.raises(KeyboardInterrupt):
                 session.allreduce(np.ones(4, np.float32))
         else:
@@ -254,7 +254,7 @@ def test_a_fork_after_connecting_is_told_to_connect_itself(place):
     held.append(held[0].allreduce(np.ones(1, np.float32), async_op=True))
     child = os.fork()
     if child == 0:
-        # The child must not run the rest of the tests, whatever comes.
+        # The child must never run the rest of the tests.
         code = 1
         try:
             code = in_child(*held)
@@ -271,7 +271,7 @@ def test_a_fork_after_connecting_is_told_to_connect_itself(place):
 
 
 def in_child(session: racksum.Session, handle: racksum.Handle) -> int:
-    """Returns 0 if the session of the parent says that it is not the child's."""
+    """Returns 0 if the parent's session refuses to work in the child."""
     if not session.closed:
         return 2
     calls = [lambda: session.allreduce(np.ones(1, np.float32)), handle.wait, session.stats]
@@ -393,7 +393,7 @@ def test_a_rank_that_is_killed_is_missed_although_its_child_lives(place):
         child = int(doomed.stdout.readline())
         doomed.kill()
         try:
-            # Otherwise it would be silent, or its op late.
+            # If the exit went unnoticed, the error would be about a silent rank or a late op.
             with pytest.raises(racksum.PeerLost, match="lost rank 1: its process exited"):
                 session.allreduce(np.ones(10, np.float32))
         finally:
@@ -409,8 +409,8 @@ def test_what_is_logged_reaches_logging(cluster, caplog):
     with caplog.at_level("DEBUG"), cluster.connect():
         pass
     of_worker = [record for record in caplog.records if record.name.startswith("racksum.worker.")]
-    said = [record.getMessage() for record in of_worker]
-    assert any(line.startswith("racksum: client closes") for line in said), caplog.text
+    messages = [record.getMessage() for record in of_worker]
+    assert any(line.startswith("racksum: client closes") for line in messages), caplog.text
 
 
 def test_a_rank_that_does_not_call_is_named_when_time_is_up(place):

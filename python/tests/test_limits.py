@@ -1,4 +1,4 @@
-"""How long sessions wait beside a process group."""
+"""Timeouts of sessions: by default a session has those of its process group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connected(address: str, job: str, **options: Any) -> racksum.Session:
     return racksum.connect(address, job=job, **own, **options)
 
 
-def limits_beside_groups(address: str, job: str) -> list[tuple[float, float]]:
+def limits_with_groups(address: str, job: str) -> list[tuple[float, float]]:
     dist.set_timeout(timedelta(seconds=77))
     other = dist.new_group(timeout=timedelta(seconds=55))
     seconds = timedelta(seconds=44)
@@ -76,7 +76,7 @@ def test_limits_are_those_of_the_group_unless_given(ranks: Ranks, cluster: Clust
         (44, 44),
         (17, 77),
     ]
-    assert ranks.run(limits_beside_groups, cluster.address, cluster.new_job()) == [expected] * 2
+    assert ranks.run(limits_with_groups, cluster.address, cluster.new_job()) == [expected] * 2
 
 
 def busy_for_longer_than_without_a_group(address: str, job: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the package says speaks of its own options, and says whose it is."""
+"""Messages of the package mention the package and its options."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_what_the_package_logs_and_warns_of_begins_with_its_name():
         assert path.name == "log.py" or "getLogger(" not in text, path
         warned = re.findall(r'warnings\.warn\(\s*f?"([^"]*)', text)
         assert text.count("warnings.warn(") == len(warned), path
-        assert all(said.startswith("racksum: ") for said in warned), path
+        assert all(message.startswith("racksum: ") for message in warned), path
 
 
-#: What a rank may say of itself, as the command line spells it.
+#: The options of a rank, as the command line spells them.
 FLAGS = [field.replace("_", "-") for field in ConnectOptions.__dataclass_fields__]
 FLAG = re.compile(rf"--({'|'.join(FLAGS)})\b(?!-)")
 COMMAND = re.compile(r"`racksum [^`]*")
@@ -52,7 +52,7 @@ COMMAND = re.compile(r"`racksum [^`]*")
     "room", ["proto", "net", "worker", "aggregator/src/registry", "python/src"]
 )
 def test_libraries_name_options_as_their_callers_do(room):
-    """Their messages reach Python: `identity`, and no flag but with the program that has it."""
+    """Messages of libraries reach Python users, so they name flags only with their program."""
     for path in (ROOT / room).rglob("*.rs"):
         if "tests" in path.parts or path.name == "tests.rs":
             continue
@@ -72,7 +72,7 @@ def test_libraries_name_options_as_their_callers_do(room):
         (
             "SimpleNamespace(__version__='2.6.0+cpu')",
             "ImportError: racksum.torch needs PyTorch 2.15 or newer, but 2.6.0+cpu is installed; "
-            "upgrade it, or use racksum.connect, which works with any",
+            "upgrade it, or use racksum.connect, which works with any version",
         ),
         (
             "SimpleNamespace(__version__='2.15.0', "
@@ -94,8 +94,8 @@ def test_a_torch_that_does_not_do_is_named(torch, sentence):
             print(f"{{type(error).__name__}}: {{error}}")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert told == f"{sentence}\n"
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert printed == f"{sentence}\n"
 
 
 def test_an_extra_that_is_not_installed_is_named(monkeypatch):
@@ -116,14 +116,14 @@ def test_extras_and_their_floors_are_those_of_the_project():
 
 
 def refused(at: Aggregator, **options: Any) -> racksum.Error:
-    """What a rank is told."""
-    options = {"job": "told", "rank": 0, "world": 1, "join_timeout": 20.0, **options}
-    with pytest.raises(racksum.Error) as told:
+    """Returns the error of a rank that cannot join."""
+    options = {"job": "errors", "rank": 0, "world": 1, "join_timeout": 20.0, **options}
+    with pytest.raises(racksum.Error) as error:
         racksum.connect(options.pop("aggregator", at.address), **options)
-    return told.value
+    return error.value
 
 
-TOLD: dict[str, tuple[Callable[[Aggregator], racksum.Error], str]] = {
+ERRORS: dict[str, tuple[Callable[[Aggregator], racksum.Error], str]] = {
     "beyond loopback": (
         lambda at: refused(at, aggregator="192.0.2.1:7177"),
         "set `identity` to",
@@ -139,12 +139,12 @@ def test_errors_name_keywords():
     aggregator = Aggregator("--max-jobs", "1")
     try:
         with racksum.connect(
-            aggregator.address, job="told", rank=0, world=1, generation=2
+            aggregator.address, job="errors", rank=0, world=1, generation=2
         ) as session:
             session.allreduce(np.ones(1, np.float32))
-            told = {name: str(provoke(aggregator)) for name, (provoke, _) in TOLD.items()}
+            messages = {name: str(provoke(aggregator)) for name, (provoke, _) in ERRORS.items()}
     finally:
         aggregator.stop()
-    for name, (_, says) in TOLD.items():
-        assert says in told[name]
-        assert not FLAG.search(COMMAND.sub("", told[name]))
+    for name, (_, text) in ERRORS.items():
+        assert text in messages[name]
+        assert not FLAG.search(COMMAND.sub("", messages[name]))

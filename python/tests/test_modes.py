@@ -1,4 +1,4 @@
-"""In which mode tensors are that a collective wrote to: inference mode, or that of autograd."""
+"""The mode of tensors that a collective wrote to: inference mode, or autograd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(shared_aggregator: Any) -> tuple[str, str]:
 
 
 def sparse() -> Tensor:
-    """A sparse tensor with entries of its own at each rank."""
+    """Returns a sparse tensor with different entries at each rank."""
     rank = dist.get_rank()
     return torch.sparse_coo_tensor([[0, rank + 1], [1, 1]], [1.0, 2.0 + rank], (5, 3))
 
@@ -59,11 +59,11 @@ def objects(group: Group, given: Any) -> None:
     dist.all_gather_object(gathered, sparse(), group=group)
     handed = [sparse()]
     dist.broadcast_object_list(handed, group_src=0, group=group)
-    # torch makes them in the mode of the call.
+    # torch makes these tensors in the mode of the call.
     assert all(x.is_inference() == torch.is_inference_mode_enabled() for x in [*gathered, *handed])
 
 
-#: Beside those whose writes autograd counts as with Gloo.
+#: Collectives to check in addition to the `CALLS` of `test_calls`.
 MORE: dict[str, Callable[..., Any]] = {
     "all_reduce_sparse_avg": by(OP.AVG, sparse),
     "all_reduce_sparse_with_a_factor": by(dist._make_nccl_premul_sum(0.5), sparse),
@@ -75,12 +75,12 @@ MORE: dict[str, Callable[..., Any]] = {
 }
 
 
-#: What Gloo refuses to write of tensors that were made in inference mode.
+#: Collectives in which Gloo refuses to write to tensors that were made in inference mode.
 REFUSED_BY_GLOO = {"gather", "all_to_all"}
 
 
 class Given:
-    """Hands tensors to a collective that were made in a mode, and keeps what the user then has."""
+    """Makes the tensors of a collective in one mode, and holds them for checks."""
 
     def __init__(self, made_in: bool) -> None:
         self.made_in = made_in
@@ -94,7 +94,7 @@ class Given:
 
 
 def inner(x: Tensor) -> list[Tensor]:
-    """A tensor and those that it consists of."""
+    """Returns a tensor and the tensors that it consists of."""
     return [x, x._indices(), x._values()] if x.is_sparse else [x]
 
 
@@ -121,7 +121,7 @@ def test_what_a_collective_writes_to_stays_in_the_mode_it_was_made_in(
 
 
 def train_an_embedding(through: str, address: str, job: str) -> Tensor:
-    """Reads what sums have for entries, as optimizers and clipping of users do."""
+    """Reads the entries of sums, as optimizers and gradient clipping do."""
     torch.manual_seed(1)
     net = nn.Embedding(10, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(net.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What a job is called unless its user says so, and how its next life shows that it is the same."""
+"""Default names of jobs, and the proof that a new generation belongs to the same job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import racksum
 from racksum.torch.groups import drawn_in
 from ranks import TIMEOUT, Ranks
 
-#: What a rank of these tests has joined, in its process.
+#: The sessions of the rank in this process.
 _sessions: list[racksum.Session] = []
 
 
 @pytest.fixture
 def launches() -> Iterator[list[Ranks]]:
-    """Two launches of two ranks each, as of two hosts."""
+    """Two launches of two ranks each, as on two hosts."""
     launches = [Ranks(2), Ranks(2)]
     yield launches
     for ranks in launches:
@@ -28,7 +28,7 @@ def launches() -> Iterator[list[Ranks]]:
 
 
 def begin(address: str, **options: object) -> tuple[str, str | None]:
-    """Joins a job that nobody names, as under `torchrun --master-port 29500` on one host."""
+    """Joins a job without a name, as under `torchrun --master-port 29500` on one host."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
     session = racksum.torch.connect(address, timeout=TIMEOUT, join_timeout=TIMEOUT, **options)
     _sessions.append(session)
@@ -72,7 +72,7 @@ def test_only_the_next_life_of_the_same_job_ends_one(shared_aggregator, launches
 
 
 def refusal(address: str, generation: int) -> str:
-    """Why a rank cannot be of a job whose name another has."""
+    """Returns the refusal of a rank whose job has the name of another job."""
     drawn = drawn_in(dist.distributed_c10d._get_default_store())
     options = racksum.ConnectOptions.resolve(
         drawn=drawn,

@@ -1,4 +1,4 @@
-"""What PyTorch's profiler shows of the backend."""
+"""Events of the backend in PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def shown(address: str, job: str, key: str) -> dict[str, Any]:
-    """When each event of racksum began and ended, by its name, and what a rank did meanwhile."""
+    """Returns the times of racksum's events by name, and of the rank's other work."""
     group = group_on_backend(address, job)
     store = dist.distributed_c10d._get_default_store()
     x, parts = torch.ones(3), torch.zeros(WORLD * 3)
@@ -40,7 +40,7 @@ def shown(address: str, job: str, key: str) -> dict[str, Any]:
         work = dist.all_reduce(x, group=group, async_op=True)
         with record_function("meanwhile"):
             torch.ones(3).sum()
-        # The other rank calls after this.
+        # The other rank makes its call only once this key is set.
         store.set(key, "1")
         work.wait()
         work.wait()
@@ -67,7 +67,7 @@ def test_the_profiler_shows_each_call_and_each_wait(
 
 
 def outlived(address: str, job: str, count: int) -> list[float]:
-    """What comes of collectives that are waited for once the profile that began them is over."""
+    """Returns the results of collectives whose profile has ended before the wait."""
     group = group_on_backend(address, job)
     results = []
     for _ in range(count):
@@ -84,12 +84,12 @@ def test_collectives_outlive_the_profile_that_they_begin_in(
     ranks: Ranks, job: tuple[str, str]
 ) -> None:
     profiles = 10
-    # Ending an event beside the end of its profile has torch crash.
+    # torch crashes if another thread ends an event while the profile ends.
     assert ranks.run(outlived, *job, profiles) == [[4.0 * WORLD] * 10 * profiles] * WORLD
 
 
 def recorded(address: str, job: str) -> list[Any]:
-    """What is done for an event where nobody profiles."""
+    """Returns the events that are recorded without a profiler."""
     group = group_on_backend(address, job)
     with mock.patch("racksum.torch.profiled.record_function") as event:
         dist.all_reduce(torch.ones(3), group=group)

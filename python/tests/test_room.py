@@ -1,4 +1,4 @@
-"""More collectives than a session has room for: whoever calls one does not wait; docs/c10d.md."""
+"""Callers that start more collectives than may be in flight do not wait; see docs/c10d.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def coalesced(group: Group, how_many: int) -> tuple[list[Any], list[Tensor]]:
 
 
 def with_refusals(group: Group, how_many: int) -> tuple[list[Any], list[Tensor]]:
-    """Each refused call takes the room of an op as well."""
+    """Adds refused calls, each of which also takes the place of an op."""
     works, tensors = by_all_reduce(group, how_many)
     for _ in range(3):
         with pytest.raises(racksum.BadArgument):
@@ -54,7 +54,7 @@ def with_refusals(group: Group, how_many: int) -> tuple[list[Any], list[Tensor]]
 
 
 def of_a_device_and_of_the_host(group: Group, how_many: int) -> tuple[list[Any], list[Tensor]]:
-    """Tensors of the host that go by the threads of a GPU's, and others after them."""
+    """Reduces host tensors on the path of GPU tensors, and then others on the usual path."""
     staging = group._get_backend(torch.device("cpu"))._staging
     staging.takes = lambda device: True
     try:
@@ -90,13 +90,13 @@ def test_who_calls_more_than_there_is_room_for_does_not_wait(
     ranks.run(call_many, many, meet, cluster.address, cluster.new_job())
 
 
-#: Seconds that an op may take on a busy machine. Ranks that wait for each other are found all the
-#: same: `Ranks.run` waits no longer.
+#: Seconds that an op may take on a busy machine. A deadlock of ranks is still detected, because
+#: `Ranks.run` waits no longer than this.
 PATIENCE = 100.0
 
 
 def call_many(many: Many, meet: Callable[..., None], address: str, job: str) -> None:
-    """One rank makes its calls before it meets the other elsewhere, and the other after that."""
+    """Makes many calls, and meets the other rank: rank 0 after its calls, rank 1 before them."""
     one, other = (
         dist.new_group(
             backend="racksum", pg_options=backend_options(address, f"{job}-{of}", timeout=PATIENCE)
@@ -128,7 +128,7 @@ def test_who_calls_what_all_ranks_agree_on_first_does_not_wait(
 
 
 def agree_later(addresses: list[str], job: str) -> None:
-    """Below different aggregators ranks agree on exponents, each when it has called."""
+    """Reduces below different aggregators, where ranks agree on exponents once all have called."""
     rank = dist.get_rank()
     exact = {"wire": "fixed32", "timeout": PATIENCE}
     one, other = (
@@ -140,7 +140,7 @@ def agree_later(addresses: list[str], job: str) -> None:
     )
     for group in (one, other):
         dist.barrier(group)
-    # They meet in different orders.
+    # The ranks use the groups in different orders.
     groups = (one, other) if rank == 0 else (other, one)
     tensors = [torch.ones(300) for _ in groups]
     works = [
@@ -180,7 +180,7 @@ def test_what_was_called_of_a_device_begins_before_what_waits_for_it(
 
 
 def wait_for_a_device(address: str, job: str) -> None:
-    """A call on the memory of one that the device is not done with."""
+    """Starts collectives on memory that an earlier collective on the device still uses."""
     group = group_on_backend(address, job)
     dist.barrier(group)
     staging = group._get_backend(torch.device("cpu"))._staging

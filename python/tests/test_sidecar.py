@@ -78,7 +78,7 @@ def test_an_average_and_a_list_of_blocks(sidecar):
 
 
 def shared_bytes(pid="self"):
-    """Bytes of shared memory that a process has mapped."""
+    """Returns the bytes of shared memory that a process has mapped."""
     ranges = [
         line.split()[0].split("-")
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -105,7 +105,7 @@ def test_a_sparse_gradient_costs_its_rows_and_not_its_table(sidecar):
     for found, _, peak in of_ranks:
         torch.testing.assert_close(found.to_dense().double(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(found.values(), of_ranks[0][0].values())
-        assert peak < rows * width * 4 / 50, "of the table itself it would be 51 MB each"
+        assert peak < rows * width * 4 / 50, "the ranks shared the dense table of 51 MB"
 
 
 def test_a_tensor_and_a_list_are_the_same_op(sidecar):
@@ -145,7 +145,7 @@ def test_memory_that_is_shared_goes_with_its_tensors(sidecar):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:racksum")
 
-    # What other tests have left in cycles.
+    # Free the objects that other tests have left in cycles.
     gc.collect()
     with sidecar.connect() as session:
         x = session.empty(1000)
@@ -153,7 +153,7 @@ def test_memory_that_is_shared_goes_with_its_tensors(sidecar):
         assert mapped() == 1
         del x
         gc.collect()
-        assert mapped() == 1, "a part of it is there"
+        assert mapped() == 1, "the memory of a live view was unmapped"
         part.fill_(1)
         assert session.allreduce(part).tolist() == [1.0] * 10
         del part
@@ -214,13 +214,13 @@ def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
     with sidecar.connect() as session:
         waiter = threading.Thread(target=call, args=(sidecar, session))
         pid = sidecar.process.pid
-        # If this thread is held up, another process lets the sidecar go on.
+        # If this thread is blocked, another process lets the sidecar continue.
         going_on = subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {pid}"])
         try:
             sidecar.process.send_signal(signal.SIGSTOP)
             waiter.start()
             time.sleep(0.3)
-            assert going_on.poll() is None, "this thread had to wait as well"
+            assert going_on.poll() is None, "the wait blocked this thread too"
         finally:
             going_on.terminate()
             going_on.wait()
@@ -241,14 +241,14 @@ def test_waiting_for_a_sidecar_that_is_stopped_may_be_interrupted(sidecar, call)
 
 
 def states_of_threads(pid):
-    """What the threads of a process do: `T` if they are stopped."""
+    """Returns the states of a process's threads: `T` if stopped."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
 @contextmanager
 def interrupted(sidecar):
-    """Stops a sidecar, and checks that what waits for it can be interrupted."""
+    """Stops a sidecar, and checks that a wait for it can be interrupted."""
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -295,7 +295,7 @@ def test_a_rank_that_has_not_joined_may_try_again_at_once(sidecar):
 
 
 def on_hosts(hosts, cluster, work, ranks=((0, 0), (0, 1), (1, 2), (1, 3), (None, 4))):
-    """What a job comes to of which some ranks are at sidecars, and some are not."""
+    """Returns the results of a job in which some ranks use a sidecar and some do not."""
     job = cluster.new_job()
 
     def be(host, rank):
@@ -368,7 +368,7 @@ def test_a_rank_that_is_lost_on_one_host_is_named_on_the_other(hosts, cluster):
 
     *of_hosts, alone = on_hosts(hosts, cluster, work)
     assert of_hosts == [(2,), (2,), None, (2,)]
-    # A rank that calls late may also hear of ranks that have left since.
+    # A rank that calls late may also learn of ranks that have left in the meantime.
     assert alone is not None
     assert 2 in alone
 
@@ -391,7 +391,7 @@ def test_a_rank_that_closes_a_job_that_is_over_has_its_memory_to_itself(hosts, c
             return None
         x = session.empty(64 << 20, torch.int32).fill_(1)
         first = session.allreduce(x, async_op=True)
-        # They disagree about the next op while the first is folded.
+        # The ranks disagree about the next op while the first is folded.
         with pytest.raises(racksum.Mismatch):
             session.allreduce(np.ones(1 + session.rank, np.float32))
         session.close()
@@ -413,7 +413,7 @@ def test_a_sidecar_that_starts_after_its_ranks_is_found(tmp_path, caplog):
     path = tmp_path / "late"
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(racksum.connect, f"unix:{path}", job="job", rank=0, world=1)
-        while "retrying until join_timeout is over" not in caplog.text:
+        while "retrying until join_timeout expires" not in caplog.text:
             assert not joined.done(), joined.exception()
             time.sleep(0.01)
         sidecar = Sidecar(path)
@@ -423,7 +423,7 @@ def test_a_sidecar_that_starts_after_its_ranks_is_found(tmp_path, caplog):
 
 @contextmanager
 def fake_sidecar(path: Path, *answers: bytes) -> Iterator[Cluster]:
-    """Hears who wants to join, answers this, and stays until the test ends."""
+    """Receives a join, sends these answers, and keeps the connection open until the test ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(str(path))
         server.listen()
@@ -457,10 +457,10 @@ def test_a_sidecar_of_another_version_says_which_it_speaks(tmp_path):
 
 
 def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
-    gone = pytest.raises(racksum.NoAggregator, match=r"^the sidecar at .*socket: ")
-    with fake_sidecar(tmp_path / "socket", b"{]") as other, gone as told:
+    raises = pytest.raises(racksum.NoAggregator, match=r"^the sidecar at .*socket: ")
+    with fake_sidecar(tmp_path / "socket", b"{]") as other, raises as error:
         other.connect()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_sidecar_that_says_nothing_is_waited_for_within_the_limit(tmp_path):
@@ -476,7 +476,7 @@ def test_ranks_that_do_not_come_are_named(sidecar):
 
 
 def test_what_a_sidecar_does_not_do_is_refused(sidecar, monkeypatch):
-    with pytest.raises(racksum.BadArgument, match="neither rejoin nor go on"):
+    with pytest.raises(racksum.BadArgument, match="neither rejoin nor continue"):
         sidecar.connect(on_rank_loss="continue")
     for option in ({"data_auth": "aead"}, {"mtu": 1500}, {"wait": True}, {"identity": "node.pem"}):
         with pytest.raises(racksum.BadArgument, match=f"{next(iter(option))} cannot be set with"):
@@ -485,7 +485,7 @@ def test_what_a_sidecar_does_not_do_is_refused(sidecar, monkeypatch):
     with pytest.raises(racksum.BadArgument, match="data_auth cannot be set with unix"):
         sidecar.connect()
     monkeypatch.delenv("RACKSUM_DATA_AUTH")
-    with pytest.raises(racksum.Refused, match="start it with `racksum worker --aggregator`"):
+    with pytest.raises(racksum.Refused, match="restart the sidecar with `racksum worker --agg"):
         sidecar.connect(world=2, local_world=1)
 
 
@@ -515,19 +515,20 @@ def test_memory_that_there_is_no_room_for_is_refused_and_the_session_goes_on(tmp
     sidecar.stop()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change its user ID")
 def test_users_that_share_a_socket_hear_of_their_own_jobs():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         sidecar = Sidecar(Path(folder) / "socket", "--mode", "666")
         program = shutil.copy(binary(), Path(folder) / "racksum")
-        ask = [program, "status", sidecar.address, "--format", "json"]
+        command = [program, "status", sidecar.address, "--format", "json"]
         with sidecar.connect():
-            told = [
-                json.loads(subprocess.check_output(ask, user=user))["jobs"] for user in (0, 65534)
+            jobs_by_user = [
+                json.loads(subprocess.check_output(command, user=user))["jobs"]
+                for user in (0, 65534)
             ]
         sidecar.stop()
-    assert [len(jobs) for jobs in told] == [1, 0]
+    assert [len(jobs) for jobs in jobs_by_user] == [1, 0]
 
 
 def test_systemd_may_open_the_socket(tmp_path):
@@ -535,7 +536,7 @@ def test_systemd_may_open_the_socket(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as opened:
         opened.bind(str(path))
         opened.listen()
-        # Descriptor 3 is the one that systemd would pass.
+        # Like systemd, pass the socket as descriptor 3.
         command = f'exec 3<&{opened.fileno()}; LISTEN_PID=$$ LISTEN_FDS=1 exec "{binary()}" worker'
         process = subprocess.Popen(
             ["bash", "-c", command],
@@ -543,13 +544,13 @@ def test_systemd_may_open_the_socket(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
-    # Who calls before it runs is answered once it does.
+    # A caller that connects before the sidecar runs is answered once it runs.
     with racksum.connect(f"unix:{path}", job="job", rank=0, world=1) as session:
         assert session.allreduce(np.ones(1, np.float32)).item() == 1
     process.terminate()
-    said, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert said.startswith("racksum worker at the socket of systemd: ")
+    assert output.startswith("racksum worker at the socket of systemd: ")
 
 
 def test_a_socket_where_somebody_serves_is_not_taken(sidecar):

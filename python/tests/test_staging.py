@@ -1,4 +1,4 @@
-"""Tensors of a GPU on their way to the host and back; and those of the host, sent the same way."""
+"""Staging of GPU tensors on the host, and of host tensors on the same path."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ INTEGERS = [torch.int32, torch.int64]
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch) -> str:
-    """Where tensors are. Those of the host go by the threads and copies of a GPU's."""
+    """The device of the tensors. Host tensors take the path of GPU tensors."""
     monkeypatch.setattr(Staging, "takes", staticmethod(lambda device: True))
     return request.param
 
 
 def of_blocks(*marks: int, rest: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of blocks that each have one element, and a short one."""
+    """Returns a tensor with one of these values in each block, and ``rest`` zeros at the end."""
     x = torch.zeros(len(marks) * BLOCK + rest, dtype=dtype)
     x[3 : len(marks) * BLOCK : BLOCK] = torch.tensor(marks, dtype=dtype)
     return x
@@ -69,7 +69,7 @@ def allreduced(session: racksum.Session, x: torch.Tensor, *args: Any, **named: A
 
 
 def at_rank(rank: int, dtype: torch.dtype, elements: int = 4000) -> torch.Tensor:
-    """A tensor that is dense at the first rank, of some blocks at the second, zeros at others."""
+    """Returns a tensor: dense at rank 0, zero except for a few blocks at rank 1, zero at others."""
     x = torch.zeros(elements, dtype=dtype)
     draw = torch.Generator().manual_seed(rank)
     if rank == 0:
@@ -85,7 +85,7 @@ def at_rank(rank: int, dtype: torch.dtype, elements: int = 4000) -> torch.Tensor
 def test_sums_are_those_of_the_host_whatever_each_rank_gives(cluster, device, op, dtype):
     def work(session):
         for first in (0, 1):
-            # Dense at one, sparse at another; and sparse at all.
+            # The tensor is dense at one rank and sparse at others, and then sparse at all.
             x = at_rank(session.rank + first, dtype)
             expected = session.allreduce(x.clone(), op, block=BLOCK)
             found = allreduced(session, x.to(device), op, block=BLOCK)
@@ -161,7 +161,7 @@ def test_many_in_flight_are_used_at_once(cluster, device):
         xs = [torch.full((1000,), float(i), device=device) for i in range(100)]
         ops = [staging.allreduce(session, x) for x in xs]
         futures = [op.get_future() for op in ops[::2]]
-        # On the current stream, with nothing between.
+        # These additions run on the current stream, without a synchronization.
         odd = [(op.wait() + 1).sum().item() for op in ops[1::2]]
         even = [(future.wait() + 1).sum().item() for future in futures]
         return even, odd
@@ -174,7 +174,7 @@ def test_many_in_flight_are_used_at_once(cluster, device):
 @pytest.mark.gpu
 def test_streams_wait_for_what_they_use_and_the_host_does_not(cluster):
     def late(value: float) -> torch.Tensor:
-        """A tensor that is there some time after this returns."""
+        """Returns a tensor whose elements are computed some time later."""
         x = torch.zeros(5_000_000, device="cuda")
         torch.cuda._sleep(100_000_000)
         return x.fill_(value)
@@ -183,7 +183,7 @@ def test_streams_wait_for_what_they_use_and_the_host_does_not(cluster):
         for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
             with torch.cuda.stream(stream):
                 op = staging.allreduce(session, late(3))
-                assert not stream.query(), "the call has waited"
+                assert not stream.query(), "the call waited for the stream"
                 assert (op.wait() * 2).eq(6).all()
                 future = staging.allreduce(session, late(4)).get_future()
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -196,7 +196,7 @@ def test_ops_of_the_host_come_after_those_before_them(cluster, device):
         if session.rank == 0:
             own._up.do(lambda: time.sleep(0.3))
         late = staging.allreduce(session, torch.ones(5, device=device))
-        # Of one shape, so that nothing else would tell them apart.
+        # The tensors have the same shape, so only the order distinguishes them.
         first = session.allreduce(torch.full((5,), 10.0))
         return first.tolist(), late.wait().tolist()
 
@@ -249,15 +249,15 @@ def test_the_others_are_told_of_a_tensor_that_its_device_fails_to_make(
                 failed = started(session)
             with pytest.raises(RuntimeError, match="device-side assert"):
                 failed.wait()
-        # After the first rank's, for which what it calls is replaced.
+        # Start only once rank 0 has failed, because its patch of `so_far` affects both ranks.
         else:
-            told.wait(60)
+            first_failed.wait(60)
             with pytest.raises(racksum.Mismatch):
                 started(session).wait()
-        told.set()
+        first_failed.set()
         return allreduced(session, torch.ones(3, device=device)).tolist()
 
-    told = threading.Event()
+    first_failed = threading.Event()
     assert cluster.run(2, work) == [[2.0] * 3] * 2
 
 
@@ -286,6 +286,36 @@ def test_what_comes_after_an_op_is_done_before_anyone_has_it(cluster, device):
         op = staging.allreduce(session, torch.ones(5, device=device)).then(lambda x: x.add_(1))
         assert [op.wait().tolist(), op.wait().tolist()] == [[2.0] * 5] * 2
         assert op.done()
+
+
+def test_ops_of_a_device_have_the_handle_of_the_host(cluster, device):
+    with cluster.connect() as session:
+        x = torch.ones(5, device=device)
+        ops = [
+            staging.allreduce(session, x.clone()),
+            racksum.torch.allreduce_sparse(session, x.to_sparse()),
+            staging.allreduce(session, x.clone()).then(lambda sums: sums * 2),
+        ]
+        for op in ops:
+            assert type(op) is racksum.Handle
+            with pytest.raises(racksum.BadArgument, match="timeout must be a finite number"):
+                op.wait(-1)
+            assert op.absent == ()
+            assert op.done()
+        assert [op.wait().sum().item() for op in ops[::2]] == [5, 10]
+        assert ops[1].wait().to_dense().tolist() == [1] * 5
+
+
+def test_a_copy_that_fails_after_its_op_has_ended_fails_the_next_wait():
+    transfer = staging._Transfer(torch.device("cpu"))
+    handle = racksum.Handle(transfer.ended.wait, transfer.outcome)
+    with transfer.capturing_errors():
+        transfer.end("sums", staging.so_far(torch.device("cpu")), ())
+        assert handle.wait() == "sums"
+        raise RuntimeError("device-side assert")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            handle.wait()
 
 
 def test_errors_have_their_types(cluster, device):

@@ -1,4 +1,4 @@
-"""What a study says of a model, and that it changes nothing."""
+"""Studies report the right figures, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_study_changes_nothing(sparse):
 
 
 class Fine(torch.optim.SGD):
-    """Keeps more digits than its parameters have, as mixed precision does."""
+    """An optimizer whose state is more precise than its parameters, as in mixed precision."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -118,7 +118,7 @@ def test_times_of_a_gpu_are_of_what_it_does_and_not_of_giving_it_work():
     ready = [bucket.ready for bucket in found.buckets]
     assert len(ready) > 1
     assert sorted(ready) == ready
-    # Backward is two thirds of a step, and a layer a quarter of that.
+    # Backward takes two thirds of a step, and a layer a quarter of backward.
     assert ready[0] < 0.8 * ready[-1] <= found.compute
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
@@ -130,7 +130,8 @@ def test_density_is_the_share_of_blocks_that_are_not_zero(sparse):
     [bucket] = found.buckets
     assert bucket.elements == ROWS * WIDTH
     assert bucket.sparse == sparse
-    # Three rows of 64: six blocks of 32, three of 64; two of 256, of four rows each.
+    # The three rows of 64 elements fill six blocks of 32, or three of 64. They lie in two blocks of
+    # 256, each of which has four rows.
     assert bucket.density[32] == pytest.approx(6 / (ROWS * 2))
     assert bucket.density[64] == pytest.approx(3 / ROWS)
     assert bucket.density[256] == pytest.approx(2 / (ROWS / 4))
@@ -153,7 +154,7 @@ def union_of_ranks() -> tuple[bool, int, float]:
 
 
 class Moving(nn.Module):
-    """Puts new tensors in the places of its buffers."""
+    """A model that replaces its buffers with new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,13 +179,13 @@ def test_buffers_that_forward_replaces_are_put_back():
 
 def one_loader_is_short() -> str:
     batches = [torch.ones(1, 2)] * (3 + dist.get_rank())
-    with pytest.raises(racksum.BadArgument) as told:
+    with pytest.raises(racksum.BadArgument) as error:
         racksum.torch.study(nn.Linear(2, 2), batches, loss, steps=1)
-    return str(told.value)
+    return str(error.value)
 
 
 class Alternating(nn.Module):
-    """Its graph has another order at each rank."""
+    """A model that applies its layers in a different order at each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ def other_buckets() -> bool:
 
 
 def buffers_of_ranks() -> bool:
-    """Whether the ranks' own buffers are left alone: DDP's are those of the first rank."""
+    """Returns whether ranks keep their own buffers. DDP alone would copy the first rank's."""
     model = Moving()
     model.mean += dist.get_rank()
     wrapped = nn.parallel.DistributedDataParallel(model, init_sync=False)
@@ -215,9 +216,9 @@ def test_ranks_make_their_steps_alone():
     ranks = Ranks(2)
     try:
         assert ranks.run(one_loader_is_short) == [
-            f"{said}the loader has fewer than 4 batches: steps, 2 to warm up, and one to look at "
-            "its gradients; pass a longer loader, or fewer steps"
-            for said in ("", "the study failed at rank 0: ")
+            f"{start}the loader has fewer than 4 batches: 1 to time, 2 to warm up, and one whose "
+            "gradients are examined; pass a longer loader, or fewer steps"
+            for start in ("", "the study failed at rank 0: ")
         ]
         assert ranks.run(other_buckets) == [False, False]
         assert ranks.run(buffers_of_ranks) == [True, True]
@@ -248,7 +249,7 @@ def test_time_on_the_link_is_added_to_what_it_does_not_overlap():
     assert dense.ring_time(1) == pytest.approx(0.1 + 1.2 * headers)
     assert dense.step_time(1, "bf16") == pytest.approx(0.1 + 0.4 * headers)
     early = study_of(bucket(5, ready=0.02), bucket(1, ready=0.1))
-    assert early.step_time(1) == pytest.approx(0.1 + 0.008 * headers), "the first went meanwhile"
+    assert early.step_time(1) == pytest.approx(0.1 + 0.008 * headers), "no transfer overlapped"
     late = study_of(bucket(100, ready=0.02), bucket(1, ready=0.1), after=0.01)
     assert late.step_time(1) == pytest.approx(0.02 + 0.808 * headers + 0.01)
     sparse = study_of(bucket(100, ready=0.1, density=0.01, union=0.04))
@@ -291,7 +292,7 @@ def test_a_picture_that_cannot_be_written_leaves_what_was_there(tmp_path):
     picture = tmp_path / "study.png"
     picture.write_bytes(b"an earlier one")
     sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As a full disk does, this lets a part of it be written.
+    # Like a full disk, this limit lets only a part be written.
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, sizes[1]))
     try:
@@ -305,14 +306,14 @@ def test_a_picture_that_cannot_be_written_leaves_what_was_there(tmp_path):
 
 
 class Around(torch.optim.SGD):
-    """An optimizer that has another do its steps."""
+    """An optimizer that contains another optimizer."""
 
     def __init__(self, parameters: Any, kept: Callable[[Any], Any]) -> None:
         super().__init__(parameters, lr=0.1)
         self.kept = kept(torch.optim.Adam(self.param_groups[0]["params"]))
 
     def step(self, closure: Any = None) -> None:
-        raise AssertionError("it was refused")
+        raise AssertionError("the study stepped an optimizer that it must refuse")
 
 
 def test_what_cannot_be_studied_is_refused():
@@ -324,7 +325,7 @@ def test_what_cannot_be_studied_is_refused():
     with pytest.raises(racksum.BadArgument, match="no parameter of the model requires gradients"):
         racksum.torch.study(nn.ReLU(), [], loss)
     for link in (0, -1, float("nan")):
-        with pytest.raises(racksum.BadArgument, match="links must hold finite Gbit/s"):
+        with pytest.raises(racksum.BadArgument, match="links must be finite and above 0"):
             racksum.torch.study(model, [], loss, links=[10, link])
     with pytest.raises(racksum.BadArgument, match="run it on a batch first"):
         racksum.torch.study(nn.LazyLinear(2), [], loss)

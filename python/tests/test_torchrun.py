@@ -1,4 +1,4 @@
-"""The workloads of the benches under torchrun, whose ranks and aggregators are killed."""
+"""The workloads of the benches under torchrun. Some tests kill a rank or the aggregator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKLOADS = ROOT / "benches" / "workloads"
 
 
 class Torchrun:
-    """A workload with two ranks."""
+    """A workload with two ranks under torchrun."""
 
     def __init__(
         self, example: str, *arguments: str, restarts: int = 0, **environment: str
@@ -40,23 +40,23 @@ class Torchrun:
         )
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What it prints."""
+        """Yields the lines that the workload prints."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             yield json.loads(line)
 
     def until(self, step: int) -> dict[str, Any]:
-        """What it prints of a step."""
+        """Returns the first line of this step or a later one."""
         return next(line for line in self.lines() if line.get("step", 0) >= step)
 
     def end(self) -> dict[str, Any]:
-        """The last that it prints."""
+        """Waits until the workload has ended, and returns the last line."""
         last = list(self.lines())[-1]
         assert self.process.wait(timeout=60) == 0
         return last
 
     def ranks(self) -> list[int]:
-        """The processes of its ranks."""
+        """Returns the ranks' process ids."""
         return [
             int(stat.parent.name)
             for stat in Path("/proc").glob("[0-9]*/stat")

@@ -1,6 +1,6 @@
-"""What PyTorch's own tests ask of Gloo's collectives, asked of the backend; docs/c10d.md lists it.
+"""Collectives on the backend have the behaviours that PyTorch's own tests check for Gloo.
 
-What they ask that `test_backend.py` shows already is not here.
+docs/c10d.md lists them. `test_backend.py` covers some of them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def ranks() -> Iterator[Ranks]:
 
 
 def own(value: float = 0.0, **options: Any) -> Tensor:
-    """A tensor of this rank's own."""
+    """Returns a tensor that depends on this rank."""
     return torch.tensor([dist.get_rank() + value + 0.0], **options)
 
 
-#: Collectives, each with what a rank gives and what the first element of the result then is.
+#: Functions that start a collective, and return its work, its result and the expected element.
 STRESS: dict[str, Callable[[dist.ProcessGroup, int], tuple[dist.Work, Tensor, float]]] = {}
 
 
@@ -134,12 +134,12 @@ def a_work_is_waited_for_within_a_limit(group: dist.ProcessGroup) -> None:
     x = own()
     work = dist.all_reduce(x, group=group, async_op=True)
     if dist.get_rank() == 0:
-        # Gloo's is a RuntimeError.
+        # Gloo raises a RuntimeError, from which WaitTimeout derives.
         with pytest.raises(racksum.WaitTimeout) as late:
             work.wait(timedelta(milliseconds=10))
         assert isinstance(late.value, racksum.WaitTimeout)
         assert isinstance(late.value, TimeoutError)
-        # What comes later has to know of it.
+        # This collective must stay in flight, because later ones on its memory wait for it.
         assert len(group._get_backend(torch.device("cpu"))._in_flight) == 1
         store.set("rank 0 has waited", "")
     work.wait(timedelta(seconds=20))
@@ -157,7 +157,7 @@ def what_is_gloos_goes_on_after_a_wait_with_a_limit(group: dist.ProcessGroup) ->
         with pytest.raises(racksum.WaitTimeout):
             work.wait(timedelta(milliseconds=10))
         store.set("rank 0 has waited for Gloo", "")
-    # It comes after the first, which it would take half of.
+    # This collective must begin after the first has ended, or it would read a partial result.
     dist.all_reduce(x, group=group)
     assert x.item() == 3 * 6
 
@@ -285,7 +285,7 @@ def booleans_and_complex_numbers_are_broadcast_and_gathered(group: dist.ProcessG
     parts = [torch.empty(1, dtype=torch.complex64) for _ in range(WORLD)]
     dist.all_gather(parts, own(1j), group=group)
     assert [part.item() for part in parts] == [rank + 1j for rank in range(WORLD)]
-    # As pairs of real numbers.
+    # Gather the numbers as pairs of real numbers.
     pairs = [torch.empty(2) for _ in range(WORLD)]
     dist.all_gather(pairs, own(1j), group=group)
     assert [part.tolist() for part in pairs] == [[rank, 1] for rank in range(WORLD)]
@@ -397,7 +397,7 @@ def gloo_receives_from_anybody_and_torch_cannot_say_whom(group: dist.ProcessGrou
 
 @check
 def the_future_of_what_is_sent_or_received_answers(group: dist.ProcessGroup) -> None:
-    """And a barrier does not wait for it: what is sent after the barrier may be what it awaits."""
+    """A barrier does not wait for a receive, whose message may be sent after the barrier."""
     right, left, x = (dist.get_rank() + 1) % WORLD, (dist.get_rank() - 1) % WORLD, torch.empty(1)
     receiving = dist.irecv(x, left, group)
     came = receiving.get_future()
@@ -458,7 +458,7 @@ def gloo_gathers_columns_and_scatters_objects(group: dist.ProcessGroup) -> None:
 def gloo_watches_a_barrier_and_names_who_is_not_there(group: dist.ProcessGroup) -> None:
     dist.monitored_barrier(group, timedelta(seconds=20))
     if dist.get_rank() != 2:
-        # The first rank names it; the others are not answered.
+        # Only rank 0's error names rank 2. Rank 1 just gets no answer.
         match = "Rank 2|Rank 0" if dist.get_rank() == 0 else None
         with pytest.raises(RuntimeError, match=match):
             dist.monitored_barrier(group, timedelta(milliseconds=500))

@@ -1,6 +1,6 @@
-"""What PyTorch's own tests ask of DDP on CPUs, asked of the hook and of the backend.
+"""With the hook and the backend, DDP has the behaviours that PyTorch's own tests check.
 
-docs/c10d.md lists it.
+docs/c10d.md lists them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SCENARIOS: list[Scenario] = []
 
 
 def scenario(behaviour: Scenario) -> Scenario:
-    """Something that is to come to the same as with Gloo."""
+    """Adds a scenario that must have the same result as with Gloo."""
     SCENARIOS.append(behaviour)
     return behaviour
 
 
 class Typed(nn.Module):
-    """Layers of every type that gradients have."""
+    """A model with a layer of every type that gradients can have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,17 +304,17 @@ def test_ddp_does_as_with_gloo(ranks, cluster, behaviour, through):
 
 
 def models_that_differ(address: str, job: str) -> list[str]:
-    """What each rank is told."""
-    rank, told = dist.get_rank(), []
+    """Wraps models that differ between the ranks, and returns this rank's errors."""
+    rank, errors = dist.get_rank(), []
     nets = [nn.Linear(4, 4 + rank), nn.Sequential(*[nn.Linear(4, 4) for _ in range(1 + rank)])]
     for i, net in enumerate(nets):
         pg_options = backend_options(address, f"{job}-{i}")
         group = dist.new_group(backend="racksum", pg_options=pg_options)
         with pytest.raises(RuntimeError) as raised:
             DistributedDataParallel(net, process_group=group)
-        told.append(str(raised.value))
+        errors.append(str(raised.value))
         dist.destroy_process_group(group)
-    return told
+    return errors
 
 
 def test_ranks_whose_models_differ_are_told(ranks, cluster):

@@ -1,6 +1,6 @@
-"""What PyTorch's own tests ask of DDP where a step does not use all of a model, or all once.
+"""DDP in steps that use a part of a model, or a part more than once, as in PyTorch's own tests.
 
-docs/c10d.md lists it.
+docs/c10d.md lists the behaviours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCENARIOS: list[Scenario] = []
 
 
 def scenario(behaviour: Scenario) -> Scenario:
-    """Something that is to come to the same as with Gloo."""
+    """Adds a scenario that must have the same result as with Gloo."""
     SCENARIOS.append(behaviour)
     return behaviour
 
@@ -123,7 +123,7 @@ def a_layer_whose_gradient_is_undefined(wrap: Wrap) -> list[Any]:
 
 
 class Checkpointed(nn.Module):
-    """Layers of which some are computed again in backward."""
+    """A model that computes some of its layers again in backward."""
 
     def __init__(self, plan: str, reentrant: bool, shared: bool = False) -> None:
         super().__init__()
@@ -144,8 +144,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-#: The layers that are checkpointed ("-" is the first, which is not), whether the checkpoint is
-#: reentrant, whether layers share a weight, and options of DDP.
+#: The plan of a forward pass, whether checkpoints are reentrant, whether the layers share a weight,
+#: and options of DDP. In a plan, "-" stands for the first layer without a checkpoint, and a digit
+#: for a checkpointed layer. The plan "turns" checkpoints the layers in turn, one in each pass.
 CHECKPOINTS: list[tuple[str, bool, bool, dict[str, bool]]] = [
     ("-1", False, False, {}),
     ("-1", True, False, {}),

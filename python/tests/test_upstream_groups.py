@@ -1,4 +1,4 @@
-"""What PyTorch's own tests ask of groups: subsets, their order, and groups that come and go."""
+"""The behaviours of groups that PyTorch's own tests check: subsets, order, and destruction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_group(address: str, ranks: list[int] | None, **options: Any) -> Any:
 
 
 def gathered(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of the world in the group's order."""
+    """Returns the ranks of the world in the group's order."""
     mine = torch.tensor([dist.get_rank()])
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)
@@ -38,7 +38,7 @@ def gathered(group: dist.ProcessGroup) -> list[int]:
 
 
 def subsets(address: str) -> None:
-    """Ranks are in groups that overlap, and use them in another order than they made them."""
+    """Makes overlapping groups, and uses them in reverse order."""
     pairs = list(itertools.combinations(range(WORLD), 2))
     groups = [new_group(address, list(pair)) for pair in pairs]
     mine = [i for i, pair in enumerate(pairs) if dist.get_rank() in pair]
@@ -64,7 +64,7 @@ def in_the_order_given(address: str) -> None:
 
 
 def made_by_their_members_alone(address: str) -> None:
-    """Twice the same ranks, in groups that other ranks hear nothing of."""
+    """Makes two groups of the same ranks, while the other ranks take no part."""
     first = dist.get_rank() // 2 * 2
     members = [first, first + 1]
     groups = [new_group(address, members, use_local_synchronization=True) for _ in range(2)]
@@ -111,7 +111,7 @@ def enumerated(address: str) -> None:
 
 
 def watched_by_torch(address: str) -> None:
-    """In debug mode torch compares what ranks call before they do."""
+    """Reduces in debug mode, where torch compares the ranks' calls first."""
     try:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
@@ -144,7 +144,7 @@ def test_groups(ranks, shared_aggregator, behaviour):
 
 
 def come_and_go(address: str, path: str) -> list[float]:
-    """The default group is made and destroyed, several times a second."""
+    """Makes and destroys the default group several times in a row."""
     rank, sums = dist.get_rank(), []
     store = dist.FileStore(path, WORLD)
     dist.destroy_process_group()
@@ -161,7 +161,7 @@ def come_and_go(address: str, path: str) -> list[float]:
         dist.all_reduce(x)
         sums.append(x.item())
         dist.destroy_process_group()
-    # What other tests expect.
+    # Other tests expect this group.
     store = dist.PrefixStore("end", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     return sums

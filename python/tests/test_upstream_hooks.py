@@ -1,9 +1,9 @@
-"""What PyTorch's own tests ask of communication hooks, of the reducer and of what averages models.
+"""The behaviours of hooks, the reducer and model averaging that PyTorch's own tests check.
 
-docs/c10d.md lists it.
+docs/c10d.md lists them.
 """
 
-# DDP looks at the annotations of hooks themselves, so that they are not put off here.
+# DDP compares the annotations of hooks with types, so this module does not postpone annotations.
 import copy
 import itertools
 import pickle
@@ -77,7 +77,7 @@ def net() -> nn.Module:
 
 
 def trained(model: nn.Module, steps: int = 6) -> list[Tensor]:
-    """The weights after some steps on data of this rank's own."""
+    """Returns the weights after some steps on this rank's own data."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
@@ -107,7 +107,7 @@ def the_result_of_a_hook_is_the_gradient(group: dist.ProcessGroup) -> None:
 
 
 def same_as_without(group: dist.ProcessGroup, state: Any, hook: Any, far: float = 1e-6) -> None:
-    """Training with a hook comes to the same as without."""
+    """Checks that training has the same result with and without a hook."""
     without = trained(DistributedDataParallel(net(), process_group=group))
     model = DistributedDataParallel(net(), process_group=group)
     model.register_comm_hook(state, hook)
@@ -131,7 +131,7 @@ def the_hooks_that_torch_brings(group: dist.ProcessGroup) -> None:
 
 
 def with_builtin_hook(group: dist.ProcessGroup | None, hook: str) -> list[Tensor]:
-    """The weights after training with a hook that torch has in C++."""
+    """Returns the weights after training with a hook that torch implements in C++."""
     model = DistributedDataParallel(net(), process_group=group)
     model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, hook))
     return trained(model)
@@ -245,7 +245,7 @@ def a_session_in_place_of_a_state_is_an_error_of_backward(group: dist.ProcessGro
 
 
 def reducer(group: dist.ProcessGroup, model: nn.Module, **options: Any) -> dist.Reducer:
-    """With a bucket for each type in a row."""
+    """Returns a reducer with a bucket for each run of parameters of one type."""
     parameters = list(model.parameters())
     by_type = itertools.groupby(range(len(parameters)), key=lambda i: parameters[i].dtype)
     buckets = [list(indices) for _, indices in by_type]
@@ -304,7 +304,7 @@ def gradients_are_divided_by_the_ranks_that_have_data(group: dist.ProcessGroup) 
             for _ in range(steps):
                 model.zero_grad()
                 model(torch.ones(1, 1)).sum().backward()
-        # At its last step the second rank is alone.
+        # In its last step the second rank is alone.
         if dist.get_rank() == 1:
             assert model.module.weight.grad.item() == (0.5 if by_all else 1.0)
 
@@ -319,7 +319,7 @@ def ddp_on_a_mesh(group: dist.ProcessGroup) -> None:
 
 
 def another_group(address: str, job: str) -> None:
-    """DDP goes on in a group that was made later."""
+    """Continues DDP in a group that was made later."""
     groups = [
         dist.new_group(backend="racksum", pg_options=backend_options(address, f"{job}-{i}"))
         for i in range(2)
@@ -341,7 +341,7 @@ def test_ddp_goes_on_in_another_group(ranks, cluster):
 
 
 def smaller_buckets(address: str, job: str) -> None:
-    """A compressor remembers what it left out of buckets that have another size now."""
+    """Checks the error that is raised if a bucket's size differs from its residual's."""
     with session_of_group(address, job) as session:
         state = racksum.torch.HookState(session, compressor=BlockTopK(1))
         model = DistributedDataParallel(net())
@@ -359,7 +359,7 @@ def test_a_bucket_that_changes_its_size_is_refused_and_the_session_goes_on(ranks
 
 
 def wrapped_by_torch(address: str, job: str) -> None:
-    """Torch's wrapper casts gradients, and racksum sums what is cast."""
+    """Wraps the hook in torch's wrapper, which casts gradients before racksum sums them."""
     with session_of_group(address, job) as session:
         model = DistributedDataParallel(net())
         hook = default_hooks.bf16_compress_wrapper(racksum.torch.allreduce_hook)

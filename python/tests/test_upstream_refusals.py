@@ -1,6 +1,7 @@
-"""What PyTorch's own tests have Gloo refuse, and what only the backend does; docs/c10d.md lists it.
+"""Calls that Gloo refuses in PyTorch's own tests, and calls that only the backend refuses.
 
-Each is an error of one sentence at every rank, and the group goes on.
+docs/c10d.md lists them. Each raises an error of one sentence at every rank, and the group remains
+usable.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def reduce_by(name: str) -> Callable[[Group, Tensor], Any]:
 
 
 def on(collective: str, *tensors: Any, **options: Any) -> Callable[[Group], Any]:
-    """A call of the group's own method, which torch does not check before the backend does."""
+    """Returns a call of the group's own method, which torch does not check first."""
 
     def call(group: Group) -> None:
         opts = OPTIONS[collective]()
@@ -63,7 +64,7 @@ def on(collective: str, *tensors: Any, **options: Any) -> Callable[[Group], Any]
 
 
 def entry(shape: tuple[int, ...], sparse_dim: int) -> Tensor:
-    """A sparse tensor with one entry."""
+    """Returns a sparse tensor with one entry."""
     indices = torch.zeros(sparse_dim, 1, dtype=torch.long)
     values = torch.ones(1, *shape[sparse_dim:])
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
@@ -75,7 +76,7 @@ def by_rank(group: Group, *xs: Tensor) -> None:
 
 BAD, MISMATCH = racksum.BadArgument, racksum.Mismatch
 
-#: Names of what is refused; the call, the error and what it says.
+#: By name: a refused call, the type of the error, and a part of its text.
 REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "broadcast_from_no_rank": (on("broadcast", [ONE], rootRank=-1), BAD, "0 to 1, not -1"),
     "broadcast_from_beyond": (on("broadcast", [ONE], rootRank=2), BAD, "0 to 1, not 2"),
@@ -149,7 +150,7 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "sparse_by_an_operator": (
         lambda group: reduce_by("MIN")(group, entry((4,), 1)),
         BAD,
-        "sparse tensors have no MIN; they can be summed or averaged",
+        "sparse tensors cannot be reduced by MIN; sum or average them",
     ),
     "sparse_booleans": (
         lambda group: dist.all_reduce(entry((4,), 1).to(torch.bool), group=group),
@@ -278,24 +279,24 @@ def test_what_is_refused_and_the_group_goes_on(ranks, shared_aggregator, name):
 
 
 def a_rank_that_is_missing(address: str) -> list[Any]:
-    """What the others are told, by a barrier."""
+    """Returns the ranks that a barrier names as missing."""
     limit = timedelta(seconds=1)
     options = racksum.torch.Options(aggregator=address, job="missing")
     group = dist.new_group(backend="racksum", timeout=timedelta(seconds=60), pg_options=options)
     dist.distributed_c10d.set_timeout(limit, group)
     dist.barrier(group)
-    with pytest.warns(UserWarning, match="its ranks have joined"):
+    with pytest.warns(UserWarning, match="this rank has joined"):
         dist.distributed_c10d.set_timeout(timedelta(seconds=50), group)
-    told: list[Any] = []
+    missing: list[Any] = []
     if dist.get_rank() == 0:
         with pytest.raises(racksum.OpTimeout, match="waiting for rank 1") as late:
             dist.barrier(group)
-        told = [late.value.missing]
+        missing = [late.value.missing]
         with pytest.raises(racksum.Error):
             dist.barrier(group)
     dist.barrier()
     dist.destroy_process_group(group)
-    return told
+    return missing
 
 
 def test_a_barrier_names_who_is_missing_after_the_groups_timeout(ranks, shared_aggregator):
@@ -303,13 +304,13 @@ def test_a_barrier_names_who_is_missing_after_the_groups_timeout(ranks, shared_a
 
 
 def after_the_end(address: str) -> None:
-    """Of a group that was left, and of one that a process was forked from."""
+    """Checks the errors of calls in a forked process, and in a group that the rank has left."""
     options = backend_options(address, "ended")
     group = dist.new_group(backend="racksum", pg_options=options)
     dist.all_reduce(ONE.clone(), group=group)
     child = os.fork()
     if child == 0:
-        # The child must not run the rest of the tests, whatever comes.
+        # The child must never run the rest of the tests.
         try:
             for call in (
                 lambda: dist.all_reduce(ONE.clone(), group=group),

@@ -1,6 +1,6 @@
-"""What Gloo does beyond single tensors: several in a call, groups that are split, options.
+"""Behaviours of Gloo beyond single tensors: several tensors in a call, split groups, options.
 
-`docs/c10d.md` names what torch cannot ask of a backend that is written in Python.
+`docs/c10d.md` names the queries that torch does not forward to a backend in Python.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def ranks() -> Iterator[Ranks]:
 
 
 def as_gloo(group: dist.ProcessGroup, call: Callable[[Any], list[Tensor]]) -> None:
-    """Has the backend come to what Gloo comes to."""
+    """Checks that the backend has the same result as Gloo."""
     torch.testing.assert_close(call(group), call(dist.group.WORLD))
 
 
 def own(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    drawn = torch.Generator().manual_seed(dist.get_rank())
+    draw = torch.Generator().manual_seed(dist.get_rank())
     shape = (count, 5, 3)
-    return list(torch.randint(-4, 5, shape, generator=drawn).to(dtype).unbind())
+    return list(torch.randint(-4, 5, shape, generator=draw).to(dtype).unbind())
 
 
 @check
@@ -59,7 +59,7 @@ def several_tensors_are_reduced_together(group: dist.ProcessGroup) -> None:
             as_gloo(group, partial(reduced, getattr(dist.ReduceOp, name), dtype))
     for name in ("BAND", "BOR", "BXOR"):
         as_gloo(group, partial(reduced, getattr(dist.ReduceOp, name), torch.int32))
-    # Gloo divides the first of them only.
+    # Gloo divides only the first of the tensors.
     averages, sums = (
         reduced(by, torch.float32, group) for by in (dist.ReduceOp.AVG, dist.ReduceOp.SUM)
     )
@@ -102,17 +102,18 @@ def several_tensors_are_gathered_into_as_many_lists(group: dist.ProcessGroup) ->
 @check
 def what_a_backend_says_of_itself(group: dist.ProcessGroup) -> None:
     backend, gloo = group._get_backend(CPU), dist.group.WORLD._get_backend(CPU)
-    said: dict[str, list[Any]] = {}
+    values: dict[str, list[Any]] = {}
     for which in (backend, gloo):
         for name in (name for name in dir(c10d.Backend) if not name.startswith("__")):
             try:
                 value = getattr(which, name)
             except RuntimeError as error:
-                # Of what neither has; never for want of an end.
+                # Both backends must raise the same error. If torch recurses forever for one backend
+                # alone, that backend's RecursionError differs.
                 value = type(error).__name__
-            said.setdefault(name, []).append(value if not callable(value) else callable)
-    differ = {name for name, (ours, gloos) in said.items() if ours != gloos}
-    # Gloo takes in other ranks while it runs, which a job does by `rejoin`.
+            values.setdefault(name, []).append(value if not callable(value) else callable)
+    differ = {name for name, (ours, gloos) in values.items() if ours != gloos}
+    # Gloo lets ranks join a running group. A job permits that only with `rejoin`.
     assert differ == {"options", "supports_reconfigure"}, differ
     assert backend.options is backend.options
     assert backend.options.backend == "racksum"
@@ -122,7 +123,7 @@ def what_a_backend_says_of_itself(group: dist.ProcessGroup) -> None:
 
 @check
 def a_work_is_waited_for_and_torch_does_not_ask_it_more(group: dist.ProcessGroup) -> None:
-    """Once torch asks, docs/c10d.md is to say so."""
+    """If this fails, torch forwards the queries: change docs/c10d.md."""
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     work.wait()
     assert work.get_future().done()
@@ -168,7 +169,7 @@ def test_a_group_is_split(ranks, cluster):
 
 
 def given_options_of_others(address: str, job: str) -> None:
-    """As of "cpu:racksum,cuda:nccl", where both get them."""
+    """Passes options of another backend, as "cpu:racksum,cuda:nccl" does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RACKSUM_AGGREGATOR", address)
         patch.setenv("RACKSUM_JOB", job)

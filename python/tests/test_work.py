@@ -1,10 +1,13 @@
-"""Threads that begin and wait for collectives: none is lost, whatever they are given fails with."""
+"""Threads that begin collectives or wait for them survive any failure of their tasks."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,18 +23,19 @@ from racksum.futures import future_of
 from racksum.threads import SerialExecutor
 from racksum.torch import calls
 from racksum.torch.calls import Chain, Deferred
+from racksum.torch.work import handle_of
 from ranks import Ranks, in_group
 
-#: Seconds after which something counts as hanging.
+#: Seconds after which a wait counts as hanging.
 PATIENCE = 60.0
 
 
 class Panic(BaseException):
-    """As the extension raises it: no ``Exception``."""
+    """A panic as the extension raises it, which is not an ``Exception``."""
 
 
 class Failing:
-    """An event of a device that has failed."""
+    """An event on a device that has failed."""
 
     def synchronize(self) -> None:
         raise RuntimeError("device-side assert")
@@ -42,7 +46,7 @@ def panic() -> Any:
 
 
 def begins(chain: Chain) -> None:
-    """Checks that a chain is done with what it had, and begins what comes next."""
+    """Checks that a chain has begun all its collectives, and that it begins another one."""
     assert not chain.is_behind()
     chain.defer([], lambda: [], []).wait(PATIENCE)
 
@@ -82,17 +86,17 @@ def test_what_fails_on_the_chain_is_told_and_the_next_begins(
     fail: Callable[[Chain, Callable[[], None]], Deferred],
 ) -> None:
     chain, refused = Chain(), threading.Event()
-    why = r"device-side assert|at the worst moment|got other memory, by"
+    why = r"device-side assert|at the worst moment|was replaced, by"
     with pytest.raises(RuntimeError, match=why) as error:
         fail(chain, refused.set).wait(PATIENCE)
     assert not isinstance(error.value, WaitTimeout)
-    assert refused.is_set(), "the other ranks hear of it"
+    assert refused.is_set(), "the other ranks were not told"
     begins(chain)
 
 
 @pytest.fixture
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A process that may start no thread, until this is called."""
+    """Prevents the process from starting threads until the fixture's value is called."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -108,7 +112,7 @@ def test_a_thread_that_does_not_start_is_started_for_the_next(
     chain = Chain()
     with pytest.raises(RuntimeError, match="new thread"):
         chain.defer([], lambda: [], [])
-    # Nothing to end.
+    # These calls must do nothing, because there is no thread to end.
     chain._thread.end()
     chain._thread.join(PATIENCE)
     no_threads()
@@ -119,11 +123,11 @@ def test_what_only_helps_goes_without_a_thread(
     no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "_waiters", threads.Waiters("none"))
-    threads.let_go(object())
+    threads.drop_in_background(object())
 
 
 def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
-    """A signal's handler raises once the thread has what is to begin."""
+    """Simulates a signal handler that raises once the thread has received the collective."""
     chain, begun = Chain(), threading.Event()
     busy = threading.Event()
     chain._thread.do(lambda: busy.wait(PATIENCE))
@@ -143,12 +147,73 @@ def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
 
 
 def test_a_future_of_what_panics_has_the_error() -> None:
-    class Op:
-        wait = staticmethod(panic)
-
-    future = future_of(Op())  # type: ignore[arg-type]
+    future = future_of(panic)
     with pytest.raises(RuntimeError, match="at the worst moment"):
         future.wait()
+
+
+class OfGloo:
+    """An op of another backend. Like Gloo, it raises if a wait takes too long."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waits += 1
+        assert timeout != timedelta(0), "to Gloo, a timeout of zero means no limit"
+        if not self.ended.wait(PATIENCE if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("timed out")
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_op_of_gloo_is_waited_for_until_it_ends_and_then_never_again() -> None:
+    op, made = OfGloo(), []
+    handle = handle_of(op)
+    child = handle.then(lambda result: made.append(result) or "made")
+    for one in (handle, child):
+        for seconds in (0, 0.01):
+            with pytest.raises(WaitTimeout, match="it continues, so wait again"):
+                one.wait(seconds)
+        assert not one.done()
+    op.ended.set()
+    op.waits = 0
+    for _ in range(2):
+        assert child.wait() == "made"
+        assert handle.wait(0.0) is None
+        assert child.done()
+        assert child.absent == ()
+    assert (made, op.waits) == ([None], 1)
+
+
+def test_an_op_of_gloo_that_fails_has_ended_and_says_so_to_every_caller() -> None:
+    op = OfGloo()
+    handle = handle_of(op)
+    op.error = ConnectionError("connection reset by peer")
+    op.ended.set()
+    assert handle.done()
+    for seconds in (None, 0, 0.01):
+        with pytest.raises(ConnectionError, match="connection reset"):
+            handle.wait(seconds)
+
+
+def test_of_the_callers_of_an_op_of_gloo_one_waits() -> None:
+    op = OfGloo()
+    handle = handle_of(op)
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(handle.wait) for _ in range(2)]
+        while not op.waits:
+            time.sleep(0.001)
+        with pytest.raises(WaitTimeout):
+            handle.wait(0.01)
+        op.ended.set()
+        assert [one.result(PATIENCE) for one in running] == [None, None]
+    assert op.waits == 1
 
 
 def test_all_stuck_threads_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +245,7 @@ def test_a_call_that_fails_before_its_turn_is_told_to_the_others(
 
 
 def fail_before_the_turn(address: str, job: str) -> None:
-    """The first call waits on the chain to join; at one rank it fails before that."""
+    """Lets the first call fail on the chain at one rank, before the rank joins."""
 
     def check(group: dist.ProcessGroup) -> None:
         if dist.get_rank() == 1:

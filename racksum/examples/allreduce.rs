@@ -1,5 +1,5 @@
-//! Sums one tensor of each of four ranks. The ranks are threads, and the aggregator runs in this
-//! process: `cargo run --example allreduce`.
+//! Sums one tensor from each of four ranks. The ranks are threads, and the aggregator runs in this
+//! process. Run it with `cargo run --example allreduce`.
 
 use std::error::Error;
 use std::thread;

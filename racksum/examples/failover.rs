@@ -1,5 +1,5 @@
-//! Stops the aggregator of a job between two ops. The job moves to its standby, and each sum has
-//! the same bits as before: `cargo run --example failover`.
+//! Stops the aggregator of a job between two ops. The job moves to its standby, and the next sum
+//! has the same bits as the one before. Run it with `cargo run --example failover`.
 
 use std::error::Error;
 use std::sync::Barrier;

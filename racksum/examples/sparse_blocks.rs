@@ -1,5 +1,6 @@
-//! Sums lists of blocks, as an embedding's gradient has them. Each of two ranks touched two rows of
-//! a table, and receives the three rows of the union: `cargo run --example sparse_blocks`.
+//! Sums lists of blocks. A list suits the gradient of an embedding, in which only a few rows are
+//! non-zero. Each of two ranks passes two rows of a table, and receives the three rows of the
+//! union. Run it with `cargo run --example sparse_blocks`.
 
 use std::error::Error;
 use std::thread;
@@ -7,8 +8,9 @@ use std::thread;
 use racksum::{Blocks, ConnectOptions, Descriptor, Element};
 use racksum_aggregator::{Aggregator, Config};
 
-/// The rows of the table, and the elements of a row.
+/// The number of rows in the table.
 const ROWS: u64 = 1_000_000;
+/// The number of elements in a row.
 const ROW: usize = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -29,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 .join()
                 .expect("a rank does not panic")
                 .map_err(|error| error as Box<dyn Error>)?;
-            let values = sums.elements::<f32>().expect("the op is of f32");
+            let values = sums.elements::<f32>().expect("the elements of the op are f32");
             for (row, values) in sums.indices.iter().zip(values.chunks(ROW)) {
                 println!("rank {rank}: row {row} is {}", values[0]);
             }

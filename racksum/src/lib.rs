@@ -1,6 +1,6 @@
-//! racksum sums the tensors of distributed training near the rack. An aggregator on an ordinary
-//! host receives the non-zero blocks of each rank's tensor over UDP, sums them, and sends the sum
-//! to all ranks. This crate is the client for Rust programs; `pip install racksum` has the one for
+//! For distributed training, racksum sums tensors near the rack. An aggregator on an ordinary host
+//! receives the non-zero blocks of each rank's tensor over UDP, sums them, and sends the sum to all
+//! ranks. This crate is the client for Rust programs; `pip install racksum` installs the client for
 //! PyTorch.
 //!
 //! Each process of a job is a rank. [`ConnectOptions`] joins a job, and [`Client::allreduce`] sums
@@ -31,8 +31,8 @@
 //!
 //! # Several ops at once, and async code
 //!
-//! [`Client::submit`] starts an op and returns a [`Handle`]. [`Handle::wait`] blocks the thread. A
-//! handle is also a future, which needs no particular runtime:
+//! [`Client::submit`] starts an op and returns a [`Handle`]. [`Handle::wait`] blocks the calling
+//! thread. A handle is also a future, which needs no particular runtime:
 //!
 //! ```
 //! use racksum::{Client, Descriptor, Element, Error};
@@ -63,25 +63,25 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! All ranks start the same ops in the same order. Ops end in any order.
+//! All ranks must start the same ops in the same order. Ops may end in any order.
 //!
 //! # Sparse tensors
 //!
 //! The client never sends blocks that are zero. If a tensor exists only as a list of blocks, such
-//! as the rows of an embedding, [`Blocks`] is the operand, and the result is the union of all
-//! ranks' blocks.
+//! as the rows of an embedding, pass [`Blocks`] as the operand. The result then holds the sum of
+//! every block that any rank passed.
 //!
 //! # Wire types and other reductions
 //!
 //! A [`Descriptor`] says how an op reduces: its [`Reduction`], its [`WireType`], the size of a
-//! block and the lane. [`Client::reduce`] takes one for a tensor in place.
+//! block and the lane. [`Client::reduce`] takes a descriptor and reduces a tensor in place.
 //!
 //! # Failures
 //!
 //! Every op ends within its timeout, with a result or an [`Error`] that names the cause. With
-//! several sets of aggregators, as in `"a:7177,b:7177"`, a job moves to the next one when its
-//! aggregator fails, and each op still has the same bits. The examples `allreduce`, `sparse_blocks`
-//! and `failover` run against aggregators in their own process.
+//! several sets of aggregators, as in `"a:7177,b:7177"`, a job moves to the next set when its
+//! aggregator fails, and each op still has the same result bits. The examples `allreduce`,
+//! `sparse_blocks` and `failover` run against aggregators in their own process.
 
 mod options;
 

@@ -1,4 +1,4 @@
-//! The builder of a rank's connect options.
+//! A builder for the options with which a rank joins a job.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use racksum_worker::{Client, ConnectError, Connecting};
 /// use std::time::Duration;
 /// use racksum::{ConnectOptions, ConnectError};
 ///
-/// // Port 9 of this host has no aggregator.
+/// // No aggregator listens on port 9 of this host.
 /// let options = ConnectOptions::new("127.0.0.1:9", "my-job")
 ///     .rank(1)
 ///     .world(4)
@@ -34,16 +34,16 @@ pub struct ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// Creates the options of rank 0 of a world of 1.
+    /// Creates options with defaults: rank 0 of a job with one rank.
     ///
     /// `aggregators` is the `HOST:PORT` of an aggregator. `A+B` spreads the job over two
     /// aggregators, and `A,B` moves it to B when A fails. `unix:PATH` joins through the sidecar of
-    /// this host. All ranks give the same aggregators in the same order.
+    /// this host. All ranks must pass the same aggregators in the same order.
     pub fn new(aggregators: impl Into<String>, job: impl Into<String>) -> Self {
         Self { aggregators: aggregators.into(), options: worker::ConnectOptions::new("", job) }
     }
 
-    /// Sets the number of this rank, from 0.
+    /// Sets the number of this rank. Ranks are numbered from 0.
     pub const fn rank(mut self, rank: u16) -> Self {
         self.options.rank = rank;
         self
@@ -55,21 +55,22 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets how many of the job's ranks are on this host. A sidecar waits for that many. The
-    /// default is all ranks.
+    /// Sets how many of the job's ranks are on this host. A sidecar waits for that many ranks to
+    /// join. The default is all ranks.
     pub const fn local_world(mut self, local_world: u16) -> Self {
         self.options.local_world = Some(local_world);
         self
     }
 
-    /// Sets the group of ranks within the job. Each group sums on its own.
+    /// Sets the name of this client's process group within the job. Each group has its own ops.
     pub fn group(mut self, group: impl Into<String>) -> Self {
         self.options.group = group.into();
         self
     }
 
-    /// Sets the life of the job. A restarted job has a greater generation, which ends the one
-    /// before if both have the same [`secret`](Self::secret).
+    /// Sets the generation, which numbers the lives of the job. A restarted job must have a greater
+    /// generation than before. It ends the earlier life if both lives have the same
+    /// [`secret`](Self::secret).
     pub const fn generation(mut self, generation: u32) -> Self {
         self.options.generation = Generation(generation);
         self
@@ -81,7 +82,7 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets the number of lanes. Ops of a lower lane go first. The default is 1.
+    /// Sets the number of lanes. Ops of a lower lane have priority. The default is 1.
     pub const fn lanes(mut self, lanes: u8) -> Self {
         self.options.lanes = lanes;
         self
@@ -93,15 +94,15 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets the identity file, which aggregators beyond loopback need. The rank then joins only
-    /// aggregators that the file's authorities certify.
+    /// Sets the identity file, which the rank needs to join aggregators beyond loopback. With an
+    /// identity, the rank joins only aggregators that the file's authorities certify.
     pub fn identity(mut self, path: impl Into<PathBuf>) -> Self {
         self.options.identity = Some(path.into());
         self
     }
 
-    /// Sets whether the rank joins aggregators beyond loopback without an identity. Anyone on the
-    /// path can then read and change the sums.
+    /// Sets whether the rank may join aggregators beyond loopback without an identity. Anyone on
+    /// the path can then read and change the sums.
     pub const fn insecure(mut self, insecure: bool) -> Self {
         self.options.insecure = insecure;
         self
@@ -113,21 +114,21 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets whether the rank waits while an aggregator has no room for the job. Without it, the
-    /// rank is refused.
+    /// Sets whether the rank waits while an aggregator has no room for the job. Otherwise the rank
+    /// is refused.
     pub const fn wait(mut self, wait: bool) -> Self {
         self.options.wait = wait;
         self
     }
 
-    /// Sets whether this rank left the job between two ops and now returns. It resumes with the op
-    /// [`Grant::first_op`](crate::Grant::first_op).
+    /// Sets whether this rank left the job between two ops and now returns. The rank resumes with
+    /// the op [`Grant::first_op`](crate::Grant::first_op).
     pub const fn rejoin(mut self, rejoin: bool) -> Self {
         self.options.rejoin = rejoin;
         self
     }
 
-    /// Sets the reaction of the job to the loss of a rank. All ranks choose the same.
+    /// Sets how the job reacts to the loss of a rank. All ranks must choose the same reaction.
     pub const fn on_rank_loss(mut self, on_rank_loss: OnRankLoss) -> Self {
         self.options.on_rank_loss = on_rank_loss;
         self
@@ -146,20 +147,20 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets the MTU of the path in bytes. The default is the interface's.
+    /// Sets the MTU of the path in bytes. The default is the MTU of the interface.
     pub const fn mtu(mut self, mtu: usize) -> Self {
         self.options.mtu = Some(mtu);
         self
     }
 
-    /// Sets the interfaces of this host from which to call aggregators, by name or address. The
-    /// default is the kernel's choice.
+    /// Sets the interfaces of this host from which to call aggregators, in the syntax of NCCL's
+    /// `NCCL_SOCKET_IFNAME`. The default is the kernel's choice.
     pub fn interface(mut self, pattern: impl Into<String>) -> Self {
         self.options.interface = Some(pattern.into());
         self
     }
 
-    /// Joins the job and returns once all its ranks have joined.
+    /// Joins the job, and returns once all its ranks have joined.
     ///
     /// # Errors
     /// Returns [`ConnectError`] if the job cannot be joined, or is not complete in time.
@@ -167,7 +168,7 @@ impl ConnectOptions {
         Client::connect(&self.parsed()?)
     }
 
-    /// Joins the job like [`connect`](Self::connect), on a thread of its own, so that the future
+    /// Joins the job like [`connect`](Self::connect), on a separate thread, so that the future
     /// needs no particular runtime. Dropping the future cancels the attempt.
     ///
     /// # Errors

@@ -1,9 +1,9 @@
 //! Compares the time that ops take in simulation with the limit that the links set:
 //! `cargo run --release -p racksum-sim --example rates`.
 //!
-//! Ranks have links of 1 Gbit/s and the shard one of 10 Gbit/s. The switch queues 1 MB per port.
-//! The limit is the time that the busiest link needs for its bytes, including headers, plus a round
-//! trip and the transfer of the first window.
+//! Unless the scenario says otherwise, ranks have links of 1 Gbit/s and shards have links of 10
+//! Gbit/s. The switch queues 1 MB per port. The limit is the time that the busiest link needs for
+//! its bytes, including headers, plus a round trip and the transfer of the first window.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -39,7 +39,8 @@ fn main() {
         "probes",
         "idle ms"
     );
-    // An argument names one scenario by its index, to print a trace of its first seed.
+    // Given an argument, trace the first seed of the scenario with that index, and print nothing
+    // else.
     let traced = std::env::args().nth(1).and_then(|arg| arg.parse::<usize>().ok());
     if let Some(scenario) = traced.and_then(|number| scenarios().into_iter().nth(number)) {
         let plan = plan(&scenario, 0);
@@ -169,7 +170,7 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
         quantum: 1 << 24,
         work: Picos::ZERO,
     };
-    let cut = Fragmentation::new(1424).expect("a valid payload");
+    let cut = Fragmentation::new(1424).expect("1424 bytes are a valid payload");
     let inputs = Inputs {
         density_ppm: scenario.density_ppm,
         aligned: scenario.aligned,
@@ -211,7 +212,7 @@ fn limit(plan: &Plan) -> f64 {
     let own = (0..plan.jobs[0].world)
         .map(|rank| bytes(&|truth, window| truth.mask(Rank(rank), window)))
         .max()
-        .expect("a world has ranks");
+        .expect("a job has ranks");
     let network = &plan.network;
     let shards = u64::from(network.shards);
     let seconds = |bytes: u64, rate_bps: u64| bytes as f64 * 8.0 / rate_bps as f64;
@@ -260,5 +261,5 @@ impl Checker for Shared {
 const WORLD: u16 = 8;
 const RECEIVE_BUFFER: usize = 8 << 20;
 const SEND_BUFFER: usize = 256 << 10;
-/// The number of runs per scenario. The example prints the median.
+/// The number of runs of each scenario. Only the run with the median time is printed.
 const SEEDS: u64 = 5;

@@ -1,4 +1,4 @@
-//! Prints a trace of the run of a seed:
+//! Prints a trace of a seed's run:
 //! `cargo run --release -p racksum-sim --example trace -- SEED [LINES]`.
 
 use racksum_proto::geometry::Geometry;

@@ -36,7 +36,7 @@ impl Picos {
         Time(self.0 / 1_000)
     }
 
-    /// Returns the time since `earlier`, or zero when `earlier` is later.
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Self {
         Self(self.0.saturating_sub(earlier.0))
@@ -69,7 +69,7 @@ impl Add for Picos {
     }
 }
 
-/// A queue of events and the instant of the last event taken from it.
+/// A queue of events, and the time of the last event that was taken.
 #[derive(Debug)]
 pub struct Engine<E> {
     now: Picos,
@@ -90,7 +90,7 @@ impl<E> Engine<E> {
         self.now
     }
 
-    /// Returns how many events were ever scheduled.
+    /// Returns how many events have been scheduled so far.
     #[must_use]
     pub const fn scheduled(&self) -> u64 {
         self.scheduled

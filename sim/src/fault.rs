@@ -1,7 +1,9 @@
-//! Rules that inject faults: which datagrams are lost, duplicated or delayed, and how likely.
+//! Rules that inject faults: which datagrams are lost, duplicated or delayed, and with what
+//! probability.
 //!
-//! A rule has a match, a time range, a probability and an effect. All rules that apply to a
-//! datagram take effect in turn, until one drops it. Links themselves model loss by full queues.
+//! A rule has a match, a time range, a probability, an effect, and a limit on how often it takes
+//! effect. All rules that apply to a datagram take effect in turn, until a rule drops it. The links
+//! themselves model loss due to full queues.
 
 use std::ops::Range;
 
@@ -21,7 +23,7 @@ pub enum Leg {
     Down,
 }
 
-/// The datagrams that a rule applies to. A field of `None` matches everything.
+/// The datagrams that a rule applies to. A field that is `None` matches everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Match {
     /// The direction of the datagram.
@@ -63,9 +65,9 @@ impl Match {
 pub enum Effect {
     /// The datagram is lost.
     Drop,
-    /// A copy of the datagram arrives as well, later by a time in this range.
+    /// A copy of the datagram arrives as well, delayed by a time in this range.
     Copy(Range<Picos>),
-    /// The datagram arrives later by a time in this range, so that others may overtake it.
+    /// The datagram is delayed by a time in this range, so that others may overtake it.
     Delay(Range<Picos>),
 }
 
@@ -78,7 +80,7 @@ pub struct Rule {
     pub during: Range<Picos>,
     /// The probability of the effect, in parts per million.
     pub chance_ppm: u32,
-    /// The largest number of times that the rule takes effect.
+    /// The maximum number of times that the rule takes effect.
     pub times: u32,
     /// The effect of the rule.
     pub effect: Effect,
@@ -106,7 +108,7 @@ impl Rule {
         Self { chance_ppm, ..Self::always(to, effect) }
     }
 
-    /// Limits the rule to take effect at most `times` times.
+    /// Limits how often the rule takes effect to `times`.
     #[must_use]
     pub fn at_most(self, times: u32) -> Self {
         Self { times, ..self }

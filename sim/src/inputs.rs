@@ -22,7 +22,7 @@ pub struct Inputs {
 /// A distribution of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
-    /// Numbers of many magnitudes, so that the order of a sum shows in its bits.
+    /// Numbers of many magnitudes, so that the order of summation shows in the bits of a sum.
     Wide,
     /// [`Self::Wide`] mixed with NaNs, infinities, denormals and zeros of either sign.
     Wild,
@@ -39,7 +39,8 @@ impl Inputs {
     #[must_use]
     pub fn tensor(&self, descriptor: &Descriptor, rank: Rank) -> Vec<u8> {
         let size = descriptor.dtype.size();
-        let elements = usize::try_from(descriptor.elements).expect("a plan's tensors fit memory");
+        let elements =
+            usize::try_from(descriptor.elements).expect("a plan's tensors fit in memory");
         let mut tensor = vec![0; elements * size];
         let of_rank = Random::new(self.seed).nth(u64::from(rank.0));
         let mut values = of_rank.child("values");
@@ -69,12 +70,12 @@ impl Inputs {
 /// Makes one element of a zero block negative zero.
 fn negate(dtype: DType, block: &mut [u8], draw: u64) {
     let elements = block.len() / dtype.size();
-    let at = usize::try_from(draw % elements as u64).expect("below a length");
+    let at = usize::try_from(draw % elements as u64).expect("the remainder is below a length");
     block[(at + 1) * dtype.size() - 1] = 0x80;
 }
 
-/// Returns a float with the sign and fraction of `bits` and an exponent within [`SPREAD`] of 1.0's.
-/// For an integer type it returns `bits`.
+/// Returns a float that has the sign and fraction of `bits`, and an exponent within [`SPREAD`] of
+/// that of 1.0. For an integer type, returns `bits`.
 fn ordinary(dtype: DType, bits: u64) -> u64 {
     let Some((exponent_bits, fraction_bits)) = layout(dtype) else { return bits };
     let one = (1 << (exponent_bits - 1)) - 1;
@@ -85,8 +86,8 @@ fn ordinary(dtype: DType, bits: u64) -> u64 {
     (sign << (exponent_bits + fraction_bits)) | (exponent << fraction_bits) | fraction
 }
 
-/// Returns a NaN, an infinity, a denormal or a zero. For an integer type it returns zero or an
-/// extreme.
+/// Returns a NaN, an infinity, a denormal or a zero. For an integer type, returns zero, the least
+/// or the greatest value.
 fn special(dtype: DType, bits: u64) -> u64 {
     let choice = bits >> 60;
     let Some((exponent_bits, fraction_bits)) = layout(dtype) else {
@@ -108,7 +109,7 @@ fn special(dtype: DType, bits: u64) -> u64 {
     }
 }
 
-/// Returns the number of exponent and fraction bits, or `None` for integers.
+/// Returns the numbers of exponent bits and of fraction bits, or `None` for an integer type.
 const fn layout(dtype: DType) -> Option<(u32, u32)> {
     match dtype {
         DType::F32 => Some((8, 23)),
@@ -119,9 +120,9 @@ const fn layout(dtype: DType) -> Option<(u32, u32)> {
     }
 }
 
-/// Largest distance of an ordinary float's exponent from that of 1.0, in powers of two.
+/// The maximum difference between the exponent of an ordinary float and that of 1.0.
 const SPREAD: u64 = 20;
-/// One element in this many is special when values are wild.
+/// With wild values, one in this many elements is special on average.
 const WILD_ONCE_IN: u64 = 5_000;
 
 #[cfg(test)]

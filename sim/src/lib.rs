@@ -1,14 +1,15 @@
 //! A discrete-event simulator that runs the protocol's own code, packet by packet.
 //!
-//! A [`plan::Plan`] describes a run. A [`cluster::Cluster`] runs it on links with rates and queues
-//! and injects faults by the rules in [`fault`]. The checkers in [`check`] verify the run.
-//! [`swarm`] draws a plan from each seed.
+//! A [`plan::Plan`] describes a run. A [`cluster::Cluster`] simulates the run on links with finite
+//! rates and queues, and injects faults according to the rules in [`fault`]. The checkers in
+//! [`check`] verify the run. [`swarm`] draws a plan from each seed.
 //!
 //! [`node`] wraps the two state machines of `racksum-proto` with tensors and slots, as the real
 //! drivers do, but with the scalar reference arithmetic. The simulator has no protocol
 //! implementation of its own, reads no clock, and takes all randomness from a seed.
 
 pub mod check;
+pub mod child;
 pub mod cluster;
 pub mod engine;
 pub mod fault;
@@ -18,7 +19,6 @@ pub mod link;
 pub mod node;
 pub mod plan;
 pub mod random;
-pub mod relay;
 pub mod run;
 pub mod swarm;
 

@@ -1,8 +1,8 @@
 //! Links. A link has a rate, a delay and a finite queue. It drops datagrams when the queue is full
 //! and marks them when the queue is long.
 //!
-//! A link stores no datagrams. It only knows when it is next free; the queue is the data it still
-//! has to send until then.
+//! A link stores no datagrams. It knows only when it will next be free; the queue is the data that
+//! it sends until then.
 
 use crate::engine::Picos;
 
@@ -32,7 +32,7 @@ impl LinkConfig {
 pub enum Passage {
     /// The datagram arrives.
     Arrives {
-        /// When it arrives.
+        /// The time at which it arrives.
         at: Picos,
         /// Whether it carries a congestion mark.
         marked: bool,
@@ -70,7 +70,7 @@ impl Link {
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
 
-    /// Returns when the queue falls to `len_bytes`, if nothing is added.
+    /// Returns the time at which the queue falls to `len_bytes`, if nothing is added.
     #[must_use]
     pub fn falls_to(&self, len_bytes: u64) -> Picos {
         let takes =

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use racksum_proto::aggregator::{self, Aggregation, Place, Recipient};
-use racksum_proto::arith::{self, Fold};
+use racksum_proto::aggregator::{self, Aggregation, FragmentPlace, Recipient};
+use racksum_proto::arith::{self, FoldTerms};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::fold::FoldPlan;
 use racksum_proto::geometry::{Fragmentation, Geometry};
 use racksum_proto::ids::{OpId, Rank, WindowId};
-use racksum_proto::observer::Observer;
+use racksum_proto::observer::{Event, Observer};
 use racksum_proto::schedule::{Turn, cost};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{self, Header};
@@ -43,13 +43,13 @@ pub struct WorkerNode {
     pub machine: Worker,
     world: u32,
     tensors: BTreeMap<OpId, Vec<u8>>,
-    /// Packed results of windows that have arrived in part. Results wait here if the wire type is
-    /// scaled or the job may move; other results are written to the tensor at once.
+    /// The packed results that have arrived in part, by window. A fragment is kept here if the wire
+    /// type is scaled or the job may move; otherwise it is written directly to the tensor.
     partial: BTreeMap<WindowId, Vec<u8>>,
     /// Packed results that other ranks may lack when the job moves.
     kept: BTreeMap<WindowId, Vec<u8>>,
     buffer: Box<[u8]>,
-    /// The ranks whose contributions a result lacks, by ended op.
+    /// For each ended op, the ranks whose contributions its result lacks.
     pub absent: BTreeMap<OpId, Vec<Rank>>,
     /// Ended ops, each with its tensor or error.
     pub done: Vec<(OpId, Result<Vec<u8>, OpError>)>,
@@ -107,7 +107,7 @@ impl WorkerNode {
             let (header, body) = match message {
                 Ok(message) => message,
                 Err(reject) => {
-                    self.machine.reject(reject, observer);
+                    observer.on_event(&Event::Rejected(reject));
                     continue;
                 }
             };
@@ -128,8 +128,8 @@ impl WorkerNode {
         self.collect();
     }
 
-    /// Scans and sends everything due to `out`, until the datagrams hold at least `room` bytes.
-    /// Returns false if it stopped for lack of room.
+    /// Scans windows and appends to `out` the datagrams that are due, until these hold at least
+    /// `room` bytes. Returns false if it stopped for lack of room.
     pub fn drive(
         &mut self,
         now: Time,
@@ -203,12 +203,12 @@ impl WorkerNode {
             } else {
                 arith::encode_run(dtype, wire, src, out)
             };
-            encoded.expect("a valid descriptor has an encoding");
+            encoded.expect("the blocks of a valid descriptor can be encoded");
         }
         payload
     }
 
-    /// Writes a fragment of a result into the tensor.
+    /// Writes a fragment of a result into the tensor, or keeps it until its window is complete.
     fn deliver(&mut self, delivery: &Delivery, body: &[u8]) {
         let descriptor = delivery.descriptor;
         let Some(tensor) = self.tensors.get_mut(&delivery.window.op) else { return };
@@ -222,7 +222,7 @@ impl WorkerNode {
                     &mut tensor[bytes_of(&descriptor, elements(stretch.element, stretch.elements))];
                 let src = &body[stretch.offset..][..stretch.elements * size];
                 arith::decode_run(descriptor.wire, descriptor.dtype, src, dst)
-                    .expect("a valid descriptor has a decoding");
+                    .expect("the blocks of a valid descriptor can be decoded");
             }
         };
         if !descriptor.wire.is_scaled() && !may_move {
@@ -245,7 +245,7 @@ impl WorkerNode {
             let src = &payload[packed.offset..][..len];
             let dst = &mut tensor[bytes_of(&descriptor, elements(packed.element, packed.elements))];
             arith::decode_block(descriptor.wire, descriptor.dtype, src, dst)
-                .expect("a valid descriptor has a decoding");
+                .expect("the blocks of a valid descriptor can be decoded");
             let fixed = descriptor.wire == racksum_proto::dtype::WireType::Fixed32;
             if fixed && arith::fixed32_overflowed(src) {
                 self.machine.handle_overflow(delivery.window.op, packed.element);
@@ -253,7 +253,8 @@ impl WorkerNode {
         }
     }
 
-    /// Collects the ops that have ended into `done`.
+    /// Moves the ops that have ended to `done`, and drops the payloads that no other rank can lack
+    /// any more.
     pub fn collect(&mut self) {
         while let Some(worker::Outcome { op, result, absent }) = self.machine.poll_outcome() {
             let tensor = self.tensors.remove(&op).unwrap_or_default();
@@ -271,7 +272,7 @@ pub struct ShardNode {
     /// The protocol's state machine.
     pub machine: Aggregation,
     plan: FoldPlan,
-    /// Fragments by lane, slot, rank and fragment.
+    /// The fragments of contributions, by lane, slot, rank and fragment number.
     slots: BTreeMap<(u8, u32, u16, u8), Vec<u8>>,
     results: BTreeMap<(u8, u32), Vec<u8>>,
     multicast: bool,
@@ -313,7 +314,7 @@ impl ShardNode {
             let (header, body) = match message {
                 Ok(message) => message,
                 Err(reject) => {
-                    self.machine.reject(reject, observer);
+                    observer.on_event(&Event::Rejected(reject));
                     continue;
                 }
             };
@@ -325,8 +326,8 @@ impl ShardNode {
     }
 
     /// Stores a fragment of a contribution.
-    pub(crate) fn store(&mut self, place: Place, body: &[u8]) {
-        let Place { lane, slot, rank, fragment, .. } = place;
+    pub(crate) fn store(&mut self, place: FragmentPlace, body: &[u8]) {
+        let FragmentPlace { lane, slot, rank, fragment, .. } = place;
         self.slots.insert((lane, slot, rank.0, fragment), body.to_vec());
     }
 
@@ -335,12 +336,13 @@ impl ShardNode {
         &self.results[&(lane, slot)]
     }
 
-    /// Folds and sends everything due to `out`.
+    /// Folds windows and appends to `out` the datagrams that are due.
     pub fn drive(&mut self, now: Time, out: &mut Vec<Datagram>, observer: &mut impl Observer) {
         self.serve(now, &mut Turn::new((), usize::MAX), out, observer);
     }
 
-    /// Folds and sends what is due to `out`, until the turn is over, at a real shard's costs.
+    /// Folds windows and appends to `out` the datagrams that are due, until the turn is over.
+    /// Charges the turn as a real shard would.
     pub fn serve<J>(
         &mut self,
         now: Time,
@@ -361,8 +363,8 @@ impl ShardNode {
                 }
                 any = fold.is_some();
             }
-            // Sending follows even without a fold, because the search for one may have freed
-            // credits.
+            // Send even if no window was folded, because the search for a fold may have made a
+            // credit due.
             self.sending = self.transmit(now, turn, &mut joined, observer);
         }
         for (to, bytes) in joined.datagrams {
@@ -370,8 +372,8 @@ impl ShardNode {
         }
     }
 
-    /// Collects what is due into `joined`. Returns whether the turn ended before everything was
-    /// collected.
+    /// Collects in `joined` the messages that are due. Returns whether the turn ended before
+    /// everything was collected.
     fn transmit<J>(
         &mut self,
         now: Time,
@@ -392,7 +394,7 @@ impl ShardNode {
         true
     }
 
-    fn fold(&mut self, fold: &aggregator::Fold) {
+    fn fold(&mut self, fold: &aggregator::CompleteWindow) {
         let config = self.machine.config();
         // The parent counts as one more contributor.
         let world = config.world + u16::from(config.has_parent);
@@ -421,15 +423,15 @@ impl ShardNode {
                 .iter()
                 .map(|input| &contributions[input.rank.index()][input.offset..][..run.out.len()])
                 .collect();
-            let of = Fold { world: u32::from(fold.weight), absent: run.absent };
+            let of = FoldTerms { world: u32::from(fold.weight), absent: run.absent };
             arith::fold_run(wire, reduction, of, &inputs, &mut out[run.out])
-                .expect("the plan's runs fit");
+                .expect("every input of a run is as long as the run");
         });
         self.results.insert((fold.lane, fold.slot), out);
     }
 
-    /// Removes a rank's fragments from a slot, which frees it for the next window. Returns the
-    /// first `len` bytes of them, because a failed op may have left more fragments there.
+    /// Removes a rank's fragments from a slot, and so frees the slot for the next window. Returns
+    /// only their first `len` bytes, because a failed op may have left more fragments in the slot.
     fn take(&mut self, lane: u8, slot: u32, rank: u16, len: usize) -> Vec<u8> {
         let range = (lane, slot, rank, 0)..=(lane, slot, rank, u8::MAX);
         let fragments: Vec<_> = self.slots.range(range).map(|(key, _)| *key).collect();
@@ -455,7 +457,7 @@ impl ShardNode {
         }
     }
 
-    /// Returns to how many addresses a message to this recipient is sent.
+    /// Returns the number of addresses that a message to this recipient goes to.
     fn copies(&self, to: Recipient) -> usize {
         match to {
             Recipient::All if !self.multicast => usize::from(self.machine.config().world),
@@ -508,7 +510,7 @@ pub(crate) fn buffer(cut: Fragmentation) -> Box<[u8]> {
     vec![0xa5; Header::LEN + cut.payload()].into()
 }
 
-/// Passes the message of each wanted fragment of a window to `send`.
+/// Calls `send` with the message for each wanted fragment of a window.
 pub(crate) fn fragments(
     cut: Fragmentation,
     header: &Header,
@@ -519,7 +521,7 @@ pub(crate) fn fragments(
     for fragment in (0..cut.count(payload.len())).filter(|i| wanted >> i & 1 == 1) {
         let range = cut.range(payload.len(), fragment);
         let mut bytes = vec![0xa5; Header::LEN + range.len()];
-        let (head, body) = bytes.split_first_chunk_mut().expect("a header fits");
+        let (head, body) = bytes.split_first_chunk_mut().expect("the buffer has room for a header");
         header.of_fragment(fragment, range.len()).encode(head);
         body.copy_from_slice(&payload[range]);
         send(bytes);
@@ -530,10 +532,10 @@ fn elements(first: u64, count: usize) -> std::ops::Range<u64> {
     first..first + count as u64
 }
 
-/// Returns the range of a tensor's bytes that holds `elements`.
+/// Returns the byte range that `elements` occupy in a tensor.
 fn bytes_of(descriptor: &Descriptor, elements: std::ops::Range<u64>) -> std::ops::Range<usize> {
     let at = |element: u64| {
-        usize::try_from(element).expect("a tensor fits memory") * descriptor.dtype.size()
+        usize::try_from(element).expect("a tensor fits in memory") * descriptor.dtype.size()
     };
     at(elements.start)..at(elements.end)
 }

@@ -28,9 +28,9 @@ struct Cluster {
     steps: u64,
     now: Time,
     faults: Faults,
-    /// The largest datagrams that pass, in bytes: to a shard, and to a worker.
+    /// The sizes of the largest datagrams that arrive, in bytes: at a shard, and at a worker.
     largest: [usize; 2],
-    /// The number of datagrams lost because they were larger.
+    /// The number of datagrams that were lost because they exceeded `largest`.
     too_large: u64,
 }
 
@@ -73,7 +73,7 @@ impl Grant {
             first_op: self.moved_at.unwrap_or(OpId(0)),
             may_move: true,
             acks_at_rest: false,
-            relay: None,
+            child: None,
         }
     }
 
@@ -170,7 +170,7 @@ impl Cluster {
         self.run_until(|cluster| cluster.workers.iter().all(|worker| worker.done.len() >= ops));
     }
 
-    /// Runs until `done` returns true. It calls `done` before each step.
+    /// Runs until `done` returns true. Calls `done` before each step.
     fn run_until(&mut self, mut done: impl FnMut(&mut Self) -> bool) {
         self.drive();
         while !done(self) {
@@ -178,8 +178,8 @@ impl Cluster {
             let arrival = self.wire.first_key_value().map_or(u64::MAX, |((at, _), _)| *at);
             self.now = Time(timer.0.min(arrival).max(self.now.0));
             self.steps += 1;
-            assert!(self.steps < 3_000_000, "livelock");
-            assert!(self.now < Time::NEVER, "nothing is due and nothing is done");
+            assert!(self.steps < 3_000_000, "livelock: not done after 3,000,000 steps");
+            assert!(self.now < Time::NEVER, "deadlock: nothing is due, but the run is not done");
             if arrival <= timer.0 {
                 let ((_, _), datagram) = self.wire.pop_first().unwrap();
                 match datagram.to {
@@ -371,9 +371,12 @@ fn what_never_arrives_is_sent_again_more_and_more_rarely() {
         }
         cluster.run(1);
         assert!(cluster.workers.iter().all(|worker| worker.done[0].1.is_err()));
-        // Each rank, and the shard for each rank, has 8 windows of 44 fragments in flight and sends
-        // them at most 25 times.
+        // Each rank, and the shard for each rank, has 8 windows of 44 fragments in flight, and
+        // sends each fragment at most 25 times.
         let sent = cluster.too_large;
-        assert!((44..2 * 25 * 8 * 44).contains(&sent), "{largest:?}: {sent} datagrams for nothing");
+        assert!(
+            (44..2 * 25 * 8 * 44).contains(&sent),
+            "{largest:?}: {sent} datagrams were too large"
+        );
     }
 }

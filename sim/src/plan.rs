@@ -1,4 +1,4 @@
-//! Plans: complete descriptions of runs. The same plan gives the same run.
+//! Plans: complete descriptions of runs. Running the same plan again repeats the run exactly.
 
 use racksum_proto::aggregator;
 use racksum_proto::descriptor::Descriptor;
@@ -45,11 +45,12 @@ pub struct Network {
     pub worker: PortPlan,
     /// The connection of a shard to the switch.
     pub shard: PortPlan,
-    /// Whether the switch copies datagrams for all ranks. If not, the shard sends one to each rank.
+    /// Whether the switch copies a shard's datagram to all ranks. If not, the shard sends one to
+    /// each rank.
     pub multicast: bool,
-    /// Bytes that all jobs together may spend at a shard before the next job has its turn.
+    /// Bytes that a job with a share of 1 may spend at a shard in one turn.
     pub quantum: usize,
-    /// Time for which a shard is busy with a KiB of its turns' work, besides receiving.
+    /// Time that a shard needs for 1 KiB of work in its turns. Receiving is not part of this work.
     pub work: Picos,
 }
 
@@ -63,8 +64,8 @@ pub struct PortPlan {
     /// Capacity of the socket in bytes, for datagrams that the host has not taken yet.
     pub receive_buffer: usize,
     /// Bytes that may wait for the uplink. A rank that has filled the buffer sends again once half
-    /// of it is free, as with a real socket. Shards ignore this limit, because they only send what
-    /// ranks can buffer.
+    /// of it is free, as with a real socket. Shards ignore this limit, because they send no more
+    /// than the ranks can buffer.
     pub send_buffer: usize,
     /// Time for which each received datagram occupies the host.
     pub service: Picos,
@@ -81,17 +82,17 @@ pub struct JobPlan {
     pub share: f64,
     /// The number of slots of each stream.
     pub pool_slots: u32,
-    /// The largest number of ops in flight.
+    /// The maximum number of ops in flight.
     pub max_ops: u16,
     /// The rule that cuts windows into datagrams.
     pub cut: Fragmentation,
-    /// The most bytes that a rank may have in flight to each shard.
+    /// The maximum number of bytes that a rank may have in flight to each shard.
     pub in_flight: usize,
-    /// The most bytes of results that a shard may have in flight.
+    /// The maximum number of bytes of results that a shard may have in flight.
     pub results_in_flight: usize,
     /// The ops, in call order.
     pub ops: Vec<OpPlan>,
-    /// A rank that does not take part until the end.
+    /// A rank that stops taking part before the end of the run.
     pub missing: Option<Missing>,
 }
 
@@ -123,7 +124,7 @@ pub struct Missing {
 /// A kind of absence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Absence {
-    /// The rank calls only this many ops, but still answers.
+    /// The rank calls only this many ops, but continues to handle datagrams.
     Calls(usize),
     /// The rank dies at this time.
     Dies(Picos),
@@ -132,7 +133,7 @@ pub enum Absence {
 /// A death of all shards, after which the jobs move to new ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Move {
-    /// When the shards die.
+    /// The time at which the shards die.
     pub at: Picos,
     /// Time from the death until the jobs continue at new shards.
     pub lasts: Picos,
@@ -143,7 +144,7 @@ pub struct Move {
 pub struct Pause {
     /// The host that pauses.
     pub host: Host,
-    /// When the pause begins.
+    /// The time at which the pause begins.
     pub at: Picos,
     /// How long the pause lasts.
     pub lasts: Picos,
@@ -159,7 +160,7 @@ pub struct Life {
 }
 
 impl Life {
-    /// The life in which a run starts.
+    /// The life in which a run begins.
     pub const FIRST: Self = Self { number: 0, first_op: OpId(0) };
 }
 
@@ -227,7 +228,7 @@ impl Plan {
             first_op: life.first_op,
             may_move: !self.moves.is_empty(),
             acks_at_rest: false,
-            relay: None,
+            child: None,
         }
     }
 
@@ -252,7 +253,8 @@ impl Plan {
         }
     }
 
-    /// Returns the sum of all pauses and moves, an upper bound on how long a host stands still.
+    /// Returns the total length of all pauses and moves, an upper bound on how long a host stands
+    /// still.
     #[must_use]
     pub fn paused(&self) -> Picos {
         let lasts = self.pauses.iter().map(|pause| pause.lasts);
@@ -301,7 +303,7 @@ impl JobPlan {
         }
     }
 
-    /// Returns when `rank` dies, if it does.
+    /// Returns the time at which `rank` dies, if it does.
     #[must_use]
     pub fn dies(&self, rank: Rank) -> Option<Picos> {
         match self.missing {

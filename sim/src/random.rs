@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 
 /// A SplitMix64 generator (Steele, Lea, Flood 2014).
 ///
-/// Each user takes its own child by name, so that extra draws in one place do not change the draws
-/// of others.
+/// Each user takes its own child by name, so that extra draws by one user do not change those of
+/// another.
 #[derive(Debug, Clone)]
 pub struct Random {
     seed: u64,
@@ -28,7 +28,7 @@ impl Random {
         Self::new(mix(self.seed ^ mix(name)))
     }
 
-    /// Returns the child of index `number`, for users that need several of the same kind.
+    /// Returns the child with index `number`, for users that need several of the same kind.
     #[must_use]
     pub const fn nth(&self, number: u64) -> Self {
         Self::new(mix(self.seed ^ mix(number.wrapping_add(GOLDEN))))
@@ -43,7 +43,7 @@ impl Random {
 
     /// Draws a number below `end`, which must not be zero.
     pub const fn below(&mut self, end: u64) -> u64 {
-        // The bias of the remainder is below 2^-30 for the ranges drawn here.
+        // The bias of the remainder is below 2^-25 for the ranges drawn here.
         self.bits() % end
     }
 
@@ -52,7 +52,7 @@ impl Random {
         range.start() + self.below((range.end() - range.start()).saturating_add(1))
     }
 
-    /// Draws a number in `range`, with each power of two equally likely.
+    /// Draws a number in `range`, with each binary order of magnitude equally likely.
     pub fn across(&mut self, range: RangeInclusive<u64>) -> u64 {
         let (first, last) = ((*range.start()).max(1), (*range.end()).max(1));
         let log2 = self.within(u64::from(first.ilog2())..=u64::from(last.ilog2()));
@@ -73,11 +73,13 @@ impl Random {
 
     /// Draws one of `options`, which must not be empty.
     pub fn pick<T: Copy>(&mut self, options: &[T]) -> T {
-        options[usize::try_from(self.below(options.len() as u64)).expect("below a length")]
+        options[usize::try_from(self.below(options.len() as u64))
+            .expect("the remainder is below a length")]
     }
 }
 
-/// Returns output `index` of a SplitMix64 generator with this seed, without the outputs before it.
+/// Returns output `index` of a SplitMix64 generator with this seed, without computing the earlier
+/// outputs.
 #[must_use]
 pub const fn output(seed: u64, index: u64) -> u64 {
     mix(seed.wrapping_add(index.wrapping_add(1).wrapping_mul(GOLDEN)))

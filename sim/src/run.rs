@@ -11,11 +11,12 @@ use crate::engine::Picos;
 /// The outcome of a run.
 #[derive(Debug, Clone)]
 pub struct Run {
-    /// A hash of every datagram sent, its time and its sender. Equal traces mean equal runs.
+    /// A hash of the time, the sender, the size and the first header of every datagram sent. Equal
+    /// traces mean equal runs.
     pub trace: u64,
     /// How each op ended at each rank.
     pub ended: BTreeMap<(Machine, OpId), Ended>,
-    /// When the last op ended.
+    /// The time at which the last op ended.
     pub took: Picos,
     /// Counters of the network and the machines.
     pub totals: Totals,
@@ -24,15 +25,15 @@ pub struct Run {
 /// How an op ended at a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {
-    /// When the rank called it.
+    /// The time at which the rank called the op.
     pub called: Picos,
-    /// When the op ended.
+    /// The time at which the op ended.
     pub at: Picos,
     /// A hash of the op's result, or its error.
     pub result: Result<u64, OpError>,
 }
 
-/// Counters of a run, summed over all hosts.
+/// Counters of a run, summed over all hosts and all their lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Totals {
     /// Events that the engine scheduled.
@@ -49,7 +50,7 @@ pub struct Totals {
     pub delayed: u64,
     /// Datagrams dropped because a queue or a socket was full.
     pub dropped: u64,
-    /// Datagrams with a congestion mark.
+    /// Datagrams that arrived with a congestion mark.
     pub marked: u64,
     /// Datagrams from strangers.
     pub foreign: u64,
@@ -59,7 +60,8 @@ pub struct Totals {
     pub again: u64,
     /// Fragments that had arrived before.
     pub duplicates: u64,
-    /// Nacks: those of ranks for results and those of shards for fragments.
+    /// Nacks that ranks sent for results, including probes, and nacks that shards sent for
+    /// fragments.
     pub asks: u64,
     /// Probes: the nacks of ranks that had received nothing for a while.
     pub probes: u64,

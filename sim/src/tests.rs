@@ -1,4 +1,4 @@
-//! Scenarios that test each invariant by name, and traces that break other systems.
+//! Scenarios that test the invariants, and sequences of events that break other systems.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -17,7 +17,7 @@ use crate::cluster::Cluster;
 use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Match, Rule};
 use crate::inputs::{Inputs, Values};
-use crate::plan::{Absence, JobPlan, Missing, Network, Plan};
+use crate::plan::{Absence, JobPlan, Missing, Move, Network, Plan};
 use crate::run::Run;
 use crate::run::{Ended, Machine};
 use crate::swarm;
@@ -31,13 +31,15 @@ fn job(world: u16) -> JobPlan {
     JobPlan { pool_slots: 8, ..JobPlan::new(world, cut) }
 }
 
-/// Returns a sum of `elements` floats in blocks of 32, half of them zero at each rank.
+/// Returns the descriptor of a sum of `elements` floats in blocks of 32, and inputs in which about
+/// half of each rank's blocks are zero.
 fn floats(elements: u64, seed: u64) -> (Descriptor, Inputs) {
     let descriptor = Descriptor::sum(elements, DType::F32).with_block(32).unwrap();
     (descriptor, Inputs { density_ppm: 500_000, ..Inputs::dense(seed) })
 }
 
-/// Returns a job of three ops: sparse with many windows, dense, and a single element.
+/// Returns a job of three ops: a sparse one with many windows, a dense one, and one with a single
+/// element.
 fn busy_job(world: u16) -> JobPlan {
     let (sparse, halves) = floats(60_000, 1);
     let dense = Descriptor::sum(40_000, DType::F32);
@@ -47,8 +49,8 @@ fn busy_job(world: u16) -> JobPlan {
         .with(Descriptor::sum(1, DType::F32), Inputs::dense(3), Picos::from_micros(200))
 }
 
-/// Returns loss, copies and delays in both directions. Copies arrive up to 20 ms later, among later
-/// ops.
+/// Returns rules that drop, duplicate and delay datagrams in both directions. Copies arrive up to
+/// 20 ms later, among the datagrams of later ops.
 fn faults(loss_ppm: u32) -> Vec<Rule> {
     let late = Picos::ZERO..Picos::from_millis(20);
     [Leg::Up, Leg::Down]
@@ -99,14 +101,14 @@ fn i2_turns_at_a_shard_do_not_change_the_bits() {
     let whole = run(1 << 24);
     for bits in [12, 14, 16] {
         let run = run(1 << bits);
-        assert_ne!(run.trace, whole.trace, "the turns are in another order");
+        assert_ne!(run.trace, whole.trace, "smaller turns change the order of events");
         SameBits::compare(&whole, &run).unwrap();
     }
 }
 
 #[test]
 fn i7_a_busy_job_delays_another_by_no_more_than_its_share() {
-    // The shard works off 1 GB/s, far less than the links bring.
+    // The shard processes 1 GB/s, far less than the links deliver.
     let (rate, work) = (100_000_000_000, Picos(1_024_000));
     let busy = Descriptor::sum(1_000_000, DType::F32);
     let busy = JobPlan { pool_slots: 64, ..job(4) }.with(busy, Inputs::dense(1), Picos::ZERO);
@@ -123,8 +125,11 @@ fn i7_a_busy_job_delays_another_by_no_more_than_its_share() {
     let [fair, unfair] = [1 << 17, 1 << 40].map(|quantum| latency(quantum, &[&busy, &small]));
     // A window of the busy job, 5 * 64 KiB, takes 0.33 ms.
     let window = Picos::from_micros(330).0;
-    assert!(fair <= alone + 3 * window, "{fair} ps beside a busy job, {alone} ps alone");
-    assert!(unfair > alone + 6 * window, "without turns it waits: {unfair} ps, {alone} ps alone");
+    assert!(fair <= alone + 3 * window, "took {fair} ps beside a busy job, and {alone} ps alone");
+    assert!(
+        unfair > alone + 6 * window,
+        "took only {unfair} ps without turns, and {alone} ps alone"
+    );
 }
 
 #[test]
@@ -255,7 +260,7 @@ fn an_old_duplicate_is_not_taken_for_a_later_window_of_its_slot() {
         ..Match::default()
     };
     // Rank 1 is always late, so rank 0's part of a window waits alone in the slot for a while. Each
-    // run delivers a copy of rank 0's first window at a different time.
+    // run delivers another copy of rank 0's data for the first window at a different time.
     let window = WindowId::new(OpId(0), 0);
     let late = Picos::from_micros(300)..Picos::from_micros(300);
     plan.faults = vec![Rule::always(data(1, None), Effect::Delay(late))];
@@ -268,7 +273,7 @@ fn an_old_duplicate_is_not_taken_for_a_later_window_of_its_slot() {
         let watch = Late { window, folded: false, count: Rc::clone(&count) };
         Cluster::new(&plan, Checkers::of(&plan).with(watch)).run().unwrap();
     }
-    assert!(count.get() > 100, "{} copies came late", count.get());
+    assert!(count.get() > 100, "only {} copies arrived late", count.get());
 }
 
 #[test]
@@ -303,7 +308,8 @@ fn every_dtype_wire_type_and_reduction_comes_to_the_right_bits() {
 
 #[test]
 fn queues_that_are_longer_than_anyones_patience_make_nothing_be_sent_twice() {
-    // Copies for 16 ranks occupy a link of 100 Mbit/s for 0.4 s. A window is one datagram.
+    // Sending the results of both ops to 16 ranks occupies the shard's link of 100 Mbit/s for 0.4
+    // s. A window is one datagram.
     let mut network = Network { multicast: false, ..network() };
     network.shard.up.rate_bps = 100_000_000;
     let cut = Fragmentation::new(65_456).unwrap();
@@ -316,6 +322,17 @@ fn queues_that_are_longer_than_anyones_patience_make_nothing_be_sent_twice() {
     let run = check(&Plan::new(1, network, vec![job]));
     assert!(run.totals.probes > 100, "{:?}", run.totals);
     assert_eq!(run.totals.again, 0, "{:?}", run.totals);
+}
+
+#[test]
+fn the_counts_of_a_shard_outlive_it() {
+    let plan = Plan::new(1, network(), vec![busy_job(3)]);
+    let quiet = check(&plan);
+    let (at, lasts) = (Picos(quiet.took.0 / 2), Picos::from_millis(1));
+    let moved = check(&Plan { moves: vec![Move { at, lasts }], ..plan });
+    // Each life of the shard folds only some windows, so the total must include both lives.
+    let [quiet, moved] = [quiet, moved].map(|run| run.totals.folds);
+    assert!(moved >= quiet, "{moved} windows folded with a move, {quiet} without");
 }
 
 #[test]

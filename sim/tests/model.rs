@@ -29,7 +29,7 @@ enum Message {
     /// A rank's own contribution to a window, or the window's sum if the rank had it before the
     /// move.
     Data { rank: usize, window: u8, sum: Sum },
-    /// The sums that a rank holds when the job moves, and those it can still send to others.
+    /// The sums that a rank holds when the job moves, and those of them that it can still send.
     Open { rank: usize, held: Windows, lent: Windows },
     /// A rank's acknowledgement that it has all sums before this window.
     Ack { rank: usize, ack: u8 },
@@ -47,7 +47,8 @@ struct Aggregator {
     acked: [u8; RANKS],
     /// The window in each slot, and the data received from each rank.
     slots: [Option<(u8, [Option<Sum>; RANKS])>; POOL as usize],
-    /// The contents of each rank's open: the sums that it holds, and those it would send.
+    /// The contents of each rank's open: the sums that the rank holds, and those that it would
+    /// send.
     opened: [Option<(Windows, Windows)>; RANKS],
     /// Results that some rank has not acknowledged.
     results: [Option<Sum>; WINDOWS],
@@ -130,9 +131,9 @@ impl Aggregator {
         }
         let at = usize::from(window);
         let mut opened = [(false, false); RANKS];
-        for (said, open) in opened.iter_mut().zip(&self.opened) {
+        for (entry, open) in opened.iter_mut().zip(&self.opened) {
             let (held, lent) = open.as_ref()?;
-            *said = (held[at], lent[at]);
+            *entry = (held[at], lent[at]);
         }
         let holder = opened.iter().position(|(held, _)| *held);
         Some(match holder {
@@ -172,8 +173,8 @@ impl Aggregator {
         }
     }
 
-    /// Returns the sum of the next window once it can be folded, or an inner `None` if no rank owes
-    /// it.
+    /// Returns `None` until the next window can be folded. Then returns its sum, or an inner `None`
+    /// if no rank owes the window.
     fn ready(&self, moved: bool, protocol: &Protocol) -> Option<Option<Sum>> {
         if usize::from(self.next) == WINDOWS || self.next >= self.low() + POOL {
             return None;
@@ -196,7 +197,7 @@ impl Aggregator {
 }
 
 impl State {
-    /// Adds every message that may be sent now to the network.
+    /// Adds to the network every message that may be sent now.
     fn send(mut self, protocol: &Protocol) -> Self {
         let (low, results) = (self.aggregator.low(), self.aggregator.results);
         for (rank, own) in self.ranks.iter().enumerate() {
@@ -239,7 +240,8 @@ impl State {
         }
     }
 
-    /// Kills the aggregator, drops all messages in flight and moves the ranks to another.
+    /// Kills the aggregator, drops all messages in flight and moves the ranks to another
+    /// aggregator.
     fn die(&mut self) {
         self.moved = true;
         self.aggregator = Aggregator::default();
@@ -281,7 +283,7 @@ impl Model for Protocol {
             }
             Action::Die => state.die(),
         }
-        // An action without effect is no transition, so a path ends only when nothing more can
+        // An action without effect is not a transition, so a path ends only when nothing more can
         // happen.
         (state != *before).then(|| state.send(self))
     }
@@ -300,7 +302,7 @@ impl Model for Protocol {
                 state.ranks.iter().all(|rank| rank.sums.iter().all(Option::is_some))
             }),
             Property::sometimes(
-                "recovery: a sum that some have goes to the others",
+                "recovery: the only rank that held a sum passes it to the other rank",
                 |_, state: &State| {
                     let given = |at: usize| {
                         let held = state.ranks.iter().filter(|rank| rank.held[at]).count();

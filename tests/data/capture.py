@@ -2,11 +2,11 @@
 """Capture the gradients of two small models in real data-parallel training.
 
     python tests/data/capture.py --out tests/data      # train and write the files anew
-    python tests/data/capture.py --describe            # print what the committed files hold
+    python tests/data/capture.py --describe            # describe the committed files
 
-Each model is trained for a few steps by four ranks: every rank computes the gradient of its own
-batch from its own shard of the data, the mean of the four updates the weights. At the last step
-the four local gradients are written, one safetensors file per rank, before anything averages them.
+Four ranks train each model together. In each step, every rank computes the gradient of its own
+batch from its own shard of the data, and the mean of the four gradients updates the weights. After
+the last step, the script writes each rank's own gradient of the next step to a safetensors file.
 
 digits   a convolutional network on scikit-learn's bundled digits: dense gradients
 words    a next-word model on the text of the Python standard library: an embedding table and a
@@ -55,11 +55,11 @@ NEGATIVES = 16
 
 Gradients = dict[str, torch.Tensor]
 LossOf = Callable[[int, int], torch.Tensor]
-"""The loss of one (rank, step): reads that rank's batch for that step."""
+"""Computes a loss from (rank, step): the loss of that rank's batch at that step."""
 
 
 def main() -> int:
-    """Parse the command line, then describe the files or make them."""
+    """Parse the command line, then describe the files or create them."""
     args = parse_arguments()
     if args.describe:
         return describe(args.out)
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         default=Path(__file__).resolve().parent,
         metavar="DIR",
-        help="directory that holds digits/ and words/ (default: the one of this script)",
+        help="directory that holds digits/ and words/ (default: the script's own)",
     )
     parser.add_argument(
         "--describe",
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(name: str, model: nn.Module, loss_of: LossOf, steps: int, rate: float) -> list[Gradients]:
-    """Run `steps` data-parallel SGD steps, then return each rank's own gradient of the next one."""
+    """Run `steps` data-parallel SGD steps; return each rank's gradient of the following step."""
     for step in range(steps):
         losses, gradients = gradients_of_ranks(model, loss_of, step)
         if step == 0:
@@ -108,7 +108,7 @@ def train(name: str, model: nn.Module, loss_of: LossOf, steps: int, rate: float)
 def gradients_of_ranks(
     model: nn.Module, loss_of: LossOf, step: int
 ) -> tuple[list[float], list[Gradients]]:
-    """Compute every rank's loss and local gradient at the model's present weights."""
+    """Compute every rank's loss and local gradient at the model's current weights."""
     losses: list[float] = []
     gradients: list[Gradients] = []
     for rank in range(RANKS):
@@ -135,7 +135,7 @@ def apply_mean(model: nn.Module, gradients: Sequence[Gradients], rate: float) ->
 
 
 def report(name: str, step: int, losses: Sequence[float]) -> None:
-    """Say on stderr how training goes."""
+    """Print the mean loss of a step to stderr."""
     print(f"{name}: mean loss {np.mean(losses):.3f} at step {step}", file=sys.stderr)
 
 
@@ -143,7 +143,7 @@ def report(name: str, step: int, losses: Sequence[float]) -> None:
 
 
 def capture_digits() -> list[Gradients]:
-    """Train the digits network; rank r holds every fourth image from the r-th on."""
+    """Train the digits network; rank r holds every fourth image of a random order."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(digits.target, dtype=torch.int64)
@@ -160,7 +160,7 @@ def capture_digits() -> list[Gradients]:
 
 
 def digits_model() -> nn.Sequential:
-    """Two convolutions and two linear layers for 8x8 images: 21 546 parameters."""
+    """Create a network of two convolutions and two linear layers: 21 546 parameters."""
     model = nn.Sequential()
     model.add_module("conv1", nn.Conv2d(1, 16, kernel_size=3, padding=1))
     model.add_module("relu1", nn.ReLU())
@@ -178,7 +178,7 @@ def digits_model() -> nn.Sequential:
 
 
 class WordModel(nn.Module):
-    """Predict a word from the `CONTEXT` words before it, among a sample of the vocabulary."""
+    """A model that predicts a word from the `CONTEXT` words before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class WordModel(nn.Module):
     def loss(
         self, context: torch.Tensor, target: torch.Tensor, negatives: torch.Tensor
     ) -> torch.Tensor:
-        """Score each true word against the negatives, which the batch shares: a sampled softmax."""
+        """Return the loss of a sampled softmax over each true word and the batch's negatives."""
         hidden = torch.tanh(self.hidden(self.embedding(context).flatten(1)))
         true_score = (hidden * self.output.weight[target]).sum(1) + self.output.bias[target]
         false_scores = hidden @ self.output.weight[negatives].T + self.output.bias[negatives]
@@ -200,7 +200,7 @@ class WordModel(nn.Module):
 
 
 def capture_words() -> list[Gradients]:
-    """Train the word model; rank r reads every fourth module of the standard library."""
+    """Train the word model; rank r reads every fourth library module, starting at index r."""
     modules = [words_of(path) for path in standard_library_modules()]
     vocabulary, frequencies = build_vocabulary(modules)
     shards = [encode(modules[rank::RANKS], vocabulary) for rank in range(RANKS)]
@@ -217,7 +217,7 @@ def capture_words() -> list[Gradients]:
 
 
 def standard_library_modules() -> list[Path]:
-    """List the top-level modules of the standard library, in an order that is always the same."""
+    """List the top-level modules of the standard library, sorted by path."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
@@ -228,9 +228,9 @@ def words_of(path: Path) -> list[str]:
 
 
 def build_vocabulary(modules: Sequence[Sequence[str]]) -> tuple[dict[str, int], torch.Tensor]:
-    """Number the commonest words, commonest first, and weigh each by its count to the 3/4.
+    """Number the most common words by descending count; weigh each by its count to the power 3/4.
 
-    Number 0 stands for all the other words.
+    Number 0 stands for all other words.
     """
     counts = Counter(word for module in modules for word in module)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -260,19 +260,19 @@ def write_set(directory: Path, gradients: Sequence[Gradients], step: int) -> Non
     """Write one file per rank."""
     directory.mkdir(parents=True, exist_ok=True)
     for rank, of_rank in enumerate(gradients):
-        # One key only: the library writes several in no fixed order.
+        # Use a single key, because the library writes several keys in no fixed order.
         about = {"rank": rank, "world": RANKS, "step": step, "made_with": versions()}
         metadata = {"about": json.dumps(about, sort_keys=True)}
         save_file(of_rank, file_of(directory, rank), metadata=metadata)
 
 
 def file_of(directory: Path, rank: int) -> Path:
-    """Name the file of one rank."""
+    """Return the path of one rank's file."""
     return directory / f"rank{rank}.safetensors"
 
 
 def versions() -> dict[str, str]:
-    """Name the versions that the numbers depend on."""
+    """Return the versions of the software that the gradients depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -289,7 +289,7 @@ def describe(directory: Path) -> int:
     sets = [directory / name for name in ("digits", "words")]
     missing = [file_of(s, r) for s in sets for r in range(RANKS) if not file_of(s, r).is_file()]
     if missing:
-        print(f"{missing[0]} does not exist: capture it first, with --out.", file=sys.stderr)
+        print(f"{missing[0]} does not exist; first run without --describe.", file=sys.stderr)
         return 2
     for part in sets:
         print("\n".join(describe_set(part)), end="\n\n")
@@ -323,14 +323,14 @@ def describe_row(name: str, shape: str, elements: int, occupied: npt.NDArray[np.
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[str, list[npt.NDArray[np.float32]]]]:
-    """Yield every tensor's name with its value at each rank."""
+    """Yield the name of every tensor, with its value at each rank."""
     files = [safe_open(file_of(directory, rank), framework="numpy") for rank in range(RANKS)]
     for name in sorted(files[0].keys()):
         yield name, [file.get_tensor(name) for file in files]
 
 
 def about_of(path: Path) -> str:
-    """Say in words which run made a file."""
+    """Describe the run that created a file."""
     with safe_open(path, framework="numpy") as file:
         about = json.loads(file.metadata()["about"])
     made_with = ", ".join(f"{name} {version}" for name, version in about["made_with"].items())
@@ -338,7 +338,7 @@ def about_of(path: Path) -> str:
 
 
 def occupied_blocks(tensor: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Tell for each block of the tensor, the short last one included, whether it is non-zero."""
+    """Return whether each block of the tensor is non-zero, including a short last block."""
     flat = tensor.reshape(-1)
     padded = np.zeros(-(-flat.size // BLOCK_ELEMENTS) * BLOCK_ELEMENTS, dtype=flat.dtype)
     padded[: flat.size] = flat

@@ -1,4 +1,4 @@
-//! Floods an aggregator's control port with calls that fall silent, and prints what it sent: `cargo
+//! Floods an aggregator's control port with calls that fall silent, and prints their number: `cargo
 //! run -p racksum-tests --example initials -- TO ADDRESSES RATE SECONDS`. The calls come from
 //! ADDRESSES addresses, starting with 127.0.1.1, at RATE a second in total.
 
@@ -10,8 +10,8 @@ use std::time::Duration;
 mod initials;
 
 fn main() -> ExitCode {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let Some(flood) = flood(&words) else {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let Some(flood) = flood(&args) else {
         eprintln!("usage: initials TO ADDRESSES(1-250) RATE(1-100000) SECONDS(1-600)");
         return ExitCode::from(2);
     };
@@ -28,8 +28,8 @@ fn main() -> ExitCode {
 }
 
 /// Parses the arguments of a flood, which may only target this host.
-fn flood(words: &[String]) -> Option<initials::Flood> {
-    let [to, addresses, rate, seconds] = words else { return None };
+fn flood(args: &[String]) -> Option<initials::Flood> {
+    let [to, addresses, rate, seconds] = args else { return None };
     let to: SocketAddr = to.parse().ok().filter(|to: &SocketAddr| to.ip().is_loopback())?;
     let addresses: u8 = addresses.parse().ok().filter(|count| (1..=250).contains(count))?;
     let rate = rate.parse().ok().filter(|rate| (1..=100_000).contains(rate))?;

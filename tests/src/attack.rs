@@ -1,6 +1,6 @@
 //! Attacks by an admitted tenant. Each attack runs beside another tenant's job and prints a line of
 //! figures: the bytes that the attacker sent and received, and the other tenant's ops before and
-//! during the attack. `RACKSUM_ATTACK_S` sets the seconds that each attack lasts.
+//! during the attack. `RACKSUM_ATTACK_S` sets how many seconds each attack lasts.
 
 use std::net::UdpSocket;
 use std::sync::Barrier;
@@ -29,10 +29,11 @@ use crate::strangers::{datagram, header};
 
 /// Default duration of an attack, in seconds.
 const LASTS: u64 = 1;
-/// Ranks of the attacked job, and elements of its ops, which are 64 KiB.
+/// Number of ranks of the other tenant's job.
 const WORLD: u16 = 2;
+/// Number of elements of the other tenant's ops: 64 KiB of i32.
 const ELEMENTS: u64 = 16 << 10;
-/// Windows of the attacker's op.
+/// Number of windows of the attacker's op.
 const WINDOWS: u32 = 64;
 
 /// The only rank of a job. It sends its own data but acknowledges nothing.
@@ -40,7 +41,7 @@ struct Attacker {
     impostor: Impostor,
     welcome: Welcome,
     sealer: Option<Sealer>,
-    /// Socket that replaces the shard as the destination, if set. Nobody reads what it sends, so
+    /// Socket to send on instead of sending to the shard, if set. No thread reads its datagrams, so
     /// the host has the same work as in an attack, and the aggregator has none.
     aside: Option<UdpSocket>,
     /// Bytes sent to the shard.
@@ -57,7 +58,7 @@ impl Attacker {
         Self { impostor, welcome, sealer, aside: None, sent: 0 }
     }
 
-    fn say(&mut self, header: &Header, body: &[u8]) {
+    fn send(&mut self, header: &Header, body: &[u8]) {
         let plain = datagram(header, body);
         let mut sealed = Vec::new();
         if let Some(sealer) = &mut self.sealer {
@@ -66,7 +67,7 @@ impl Attacker {
         }
         let bytes = if self.sealer.is_some() { &sealed } else { &plain };
         match &self.aside {
-            // The receive buffer is soon full, so errors are expected.
+            // Ignore errors, because no thread reads these datagrams.
             Some(nobody) => drop(nobody.send(bytes)),
             None => {
                 self.impostor.send(0, bytes);
@@ -80,37 +81,37 @@ impl Attacker {
         Header { kind, window, ..header(self.welcome.job, Generation(0), Rank(0)) }
     }
 
-    /// Opens an op and sends all of it, so that results exist to ask for.
+    /// Opens an op and sends all of it, so that there are results to request.
     fn work(&mut self) {
         let sum = Descriptor::sum(u64::from(WINDOWS) * WINDOW_BYTES as u64 / 4, DType::F32);
         let mut body = [0; 1200];
         let windows = (0..WINDOWS).map(|_| Opening::of(true));
         let (len, _) = OpenEncoder::new().encode(&sum, None, windows, false, &mut body);
-        self.say(&self.header(Kind::Open, 0), &body[..len]);
+        self.send(&self.header(Kind::Open, 0), &body[..len]);
         let payload = usize::from(self.welcome.fragment_payload);
-        let cut = Fragmentation::new(payload).expect("a shard grants what it can send");
+        let cut = Fragmentation::new(payload).expect("an aggregator grants a valid fragment size");
         let mask = Geometry::new(&sum).full_mask(0);
         let window = vec![1; WINDOW_BYTES];
         for index in 0..WINDOWS {
             for (fragment, body) in (0..).zip(window.chunks(cut.payload())) {
-                self.say(&Header { mask, fragment, ..self.header(Kind::Data, index) }, body);
+                self.send(&Header { mask, fragment, ..self.header(Kind::Data, index) }, body);
             }
-            // A receive buffer holds only a part of the op.
+            // Pause, because a receive buffer holds only a part of the op.
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Asks for every result of the op.
+    /// Requests every result of the op with one nack.
     fn ask(&mut self) {
         let all = [0, WINDOWS]
             .map(|index| NackEntry { window: WindowId::new(OpId(0), index), fragments: 0 });
         let mut body = [0; 64];
         let len = NackEntries::encode(all.into_iter(), &mut body);
-        self.say(&self.header(Kind::Nack, 0), &body[..len]);
+        self.send(&self.header(Kind::Nack, 0), &body[..len]);
     }
 }
 
-/// Returns a socket that is connected to a socket that nobody reads.
+/// Returns a socket whose peer is never read.
 fn nobody() -> UdpSocket {
     let bound = || UdpSocket::bind("127.0.0.1:0").unwrap();
     let (from, to) = (bound(), bound());
@@ -120,9 +121,9 @@ fn nobody() -> UdpSocket {
     from
 }
 
-/// Runs `start` on the first core and later threads on the others, if there are several. The
-/// aggregator then has a host of its own. With shared cores, the figures would depend on the
-/// scheduler.
+/// Runs `start` on the first core, and later threads on the other cores, if there are any. The
+/// aggregator that `start` starts then has a core to itself, as on another host. With shared cores,
+/// the figures would depend on the scheduler.
 fn apart<T>(start: impl FnOnce() -> T) -> T {
     let all = sched_getaffinity(None).unwrap();
     let on = |is_ours: &dyn Fn(usize) -> bool| {
@@ -142,7 +143,7 @@ fn apart<T>(start: impl FnOnce() -> T) -> T {
 
 /// The ops of the other tenant.
 struct Ops {
-    /// Duration of each op, in ascending order.
+    /// Durations of the ops, in ascending order.
     took: Vec<Span>,
     lasted: Span,
 }
@@ -168,7 +169,7 @@ impl Ops {
         }
     }
 
-    /// Returns the quantile in microseconds.
+    /// Returns a percentile of the durations in microseconds.
     fn quantile(&self, percent: usize) -> u64 {
         self.took[(self.took.len() - 1) * percent / 100].0 / 1000
     }
@@ -187,8 +188,8 @@ struct Other {
     done: AtomicBool,
 }
 
-/// Aborts this process if the thread panics, because other threads would wait for it. The test has
-/// the process to itself.
+/// Aborts this process if the thread panics, because other threads would wait for it. No other test
+/// is affected, because this one has a process of its own.
 struct EndsAll;
 
 impl Drop for EndsAll {
@@ -215,7 +216,7 @@ impl Other {
     }
 }
 
-/// Returns the duration of the ops and of an attack.
+/// Returns the duration of each of the two phases, the quiet ops and the attack.
 fn lasts() -> Span {
     let seconds = std::env::var("RACKSUM_ATTACK_S").map_or(LASTS, |text| text.parse().unwrap());
     Span::from_secs(seconds)
@@ -233,8 +234,8 @@ impl Figures {
     fn print(&self, name: &str, rig: &Rig) {
         let Self { bytes, ops: [quiet, attacked] } = self;
         print!("attack={name} seconds={}", lasts().0 / Span::from_secs(1).0);
-        if let Some([heard, sent]) = bytes {
-            print!(" bytes_in={heard} bytes_out={sent}");
+        if let Some([received, sent]) = bytes {
+            print!(" bytes_in={received} bytes_out={sent}");
         }
         println!(
             " quiet_p50_us={} quiet_p99_us={} attacked_p50_us={} attacked_p99_us={} \
@@ -246,14 +247,18 @@ impl Figures {
             attacked.a_second() / quiet.a_second(),
             rig.aggregator.stats().iter().map(|shard| shard.kernel_drops).sum::<u64>(),
         );
-        assert!(!quiet.took.is_empty() && !attacked.took.is_empty(), "the other tenant's ops end");
+        assert!(
+            !quiet.took.is_empty() && !attacked.took.is_empty(),
+            "an op must end in each phase"
+        );
     }
 }
 
 /// Runs an attack, first while the other tenant is idle, to count the bytes, and then beside its
-/// ops. It calls `attack` `rate` times a second, or as often as possible. Before the attack, during
-/// the tenant's quiet ops, the attacker sends the same messages to nobody. The two measurements
-/// then differ by the aggregator's work, and not by the use of the cores.
+/// ops. Calls `attack` `rate` times a second, or as often as possible if there is no rate. Before
+/// the attack, during the tenant's quiet ops, the attacker sends the same messages to a socket that
+/// is never read. The two measurements then differ by the aggregator's work, not by the attacker's
+/// use of the cores.
 fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> Figures {
     let rig = apart(|| Rig::start(|config| config.data_auth = Some(DataAuth::Mac)));
     let mut attacker = Attacker::join(&rig);
@@ -288,7 +293,7 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
         attacker.aside = None;
         phases.wait();
         let sent = || rig.aggregator.stats().iter().map(|shard| shard.bytes.sent).sum::<u64>();
-        // The counters show earlier sends a moment later.
+        // Wait, because the counters include earlier sends only after a moment.
         std::thread::sleep(Duration::from_millis(300));
         let before = sent();
         attacker.work();
@@ -304,12 +309,12 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
     figures
 }
 
-/// Asks for all results `rate` times a second, and acknowledges none.
+/// Requests all results `rate` times a second, and acknowledges none.
 fn ask_again_and_again(name: &str, rate: Option<u64>) {
-    let [heard, sent] = run(name, rate, Attacker::ask).bytes.unwrap();
-    // The budget's initial value, and its growth over time.
+    let [received, sent] = run(name, rate, Attacker::ask).bytes.unwrap();
+    // Allow for the initial value of the aggregator's budget, and for its growth over time.
     let more = 8 * WINDOW_BYTES as u64 + (1 << 20);
-    assert!(sent <= 2 * heard + more, "{sent} bytes for {heard}");
+    assert!(sent <= 2 * received + more, "{sent} bytes in answer to {received}");
 }
 
 /// Lowers the priority of this thread and the threads that it starts. The attackers stand for
@@ -319,22 +324,23 @@ fn give_way() {
 }
 
 /// Runs an attack by ranks that send control messages without end.
-fn talk(name: &str, ranks: u16, word: &FromWorker) {
+fn send_without_end(name: &str, ranks: u16, message: &FromWorker) {
     let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
-    // A caller that does not ask to join soon is turned away.
+    // Each rank joins as soon as it has connected, because the aggregator refuses a caller that
+    // delays its join.
     let join = |rank| {
-        let mut talker = Impostor::connect(&rig);
-        let join = talker.wish("attacker", rank, ranks);
-        talker.say(&FromWorker::Join(join));
-        talker
+        let mut sender = Impostor::connect(&rig);
+        let join = sender.wish("attacker", rank, ranks);
+        sender.send_message(&FromWorker::Join(join));
+        sender
     };
     let all = || {
         give_way();
         (0..ranks).map(join).collect::<Vec<_>>()
     };
-    let mut talkers = std::thread::scope(|scope| scope.spawn(all).join().unwrap());
-    for talker in &mut talkers {
-        talker.granted();
+    let mut senders = std::thread::scope(|scope| scope.spawn(all).join().unwrap());
+    for sender in &mut senders {
+        sender.granted();
     }
     let other = Other::default();
     let rested = Barrier::new(usize::from(WORLD + ranks));
@@ -344,15 +350,15 @@ fn talk(name: &str, ranks: u16, word: &FromWorker) {
                 rested.wait();
             })
         });
-        for talker in &mut talkers {
+        for sender in &mut senders {
             let (other, rested) = (&other, &rested);
             scope.spawn(move || {
                 let _ends_all = EndsAll;
                 give_way();
                 rested.wait();
-                // The send blocks while the aggregator does not read, until the connection ends
-                // with the ops.
-                talker.say_until(word, || other.done.load(SeqCst));
+                // The send blocks while the aggregator does not read, and gives up once the ops
+                // have ended.
+                sender.send_message_until(message, || other.done.load(SeqCst));
             });
         }
         ops.join().unwrap()
@@ -375,5 +381,5 @@ fn a_tenant_that_asks_as_fast_as_it_can_leaves_others_their_share() {
 #[test]
 fn ranks_that_say_words_without_end_leave_others_their_share() {
     let test = "attack::ranks_that_say_words_without_end_leave_others_their_share";
-    in_a_process_of_its_own(test, || talk("words", 64, &FromWorker::Heard));
+    in_a_process_of_its_own(test, || send_without_end("words", 64, &FromWorker::PingArrived));
 }

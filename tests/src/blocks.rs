@@ -24,7 +24,7 @@ fn run(client: &Client, descriptor: Descriptor, blocks: Blocks) -> Result<Blocks
     Ok(client.submit(blocks, descriptor)?.wait()?.tensor)
 }
 
-/// Returns the expected blocks for the expected tensor.
+/// Returns the expected result as a list of blocks.
 fn expected(descriptor: &Descriptor, of: &Expected) -> Blocks {
     list(descriptor, &of.tensor, &of.union)
 }
@@ -74,7 +74,7 @@ fn lists_are_reduced_as_the_tensors_they_stand_for() {
                         let blocks = list(descriptor, tensor, &indices);
                         let got = run(client, *descriptor, blocks).unwrap();
                         assert_eq!(got, expected(descriptor, sums), "{descriptor}");
-                        // Remains of these sums must not show in the next op.
+                        // Remains of these sums must not appear in the result of the next op.
                         client.recycle(got);
                         // A whole tensor must give the same result as the list.
                         let mut dense = tensor.clone();
@@ -221,7 +221,7 @@ fn a_listed_block_of_zeros_is_like_one_that_is_not_listed() {
                 let sums = run(client, descriptor, Blocks { indices: vec![0, 1, 2], values });
                 assert_eq!(sums, Ok(Blocks { indices: vec![1], values: block(1.0) }));
                 let stats = client.stats();
-                // On a starved machine, ranks ask and retransmit.
+                // On a busy machine, ranks also send nacks and retransmissions.
                 let again = stats.retransmits + stats.asks;
                 let most = 1024 * u64::from(rank) + 500 + 1100 * again;
                 assert!(stats.tx_bytes < most, "rank {rank}: {stats:?}");
@@ -245,9 +245,15 @@ fn a_list_that_cannot_be_is_refused_and_the_session_goes_on() {
                     (
                         vec![0, 1],
                         2048,
-                        "2 blocks of 256 elements need 1200 bytes of values, not 2048",
+                        "the values have 2048 bytes, but the listed blocks need 1200 (2 listed, \
+                         256 elements in a full block)",
                     ),
-                    (vec![0], 0, "1 blocks of 256 elements need 1024 bytes of values, not 0"),
+                    (
+                        vec![0],
+                        0,
+                        "the values have 0 bytes, but the listed blocks need 1024 (1 listed, \
+                         256 elements in a full block)",
+                    ),
                     (
                         vec![1; 65_536],
                         65_536 * 44 * 4,

@@ -1,4 +1,4 @@
-//! Equal inputs give equal bits for all shards, fan-outs and faults (I2).
+//! Equal inputs give equal result bits for every shard count, fan-out and fault (I2).
 
 use racksum_aggregator::Fanout;
 use racksum_proto::auth::DataAuth;
@@ -26,7 +26,7 @@ fn twenty_runs_end_with_the_same_bits() {
         let expected = reduce(&descriptor, &inputs).tensor;
         let mut backwards = inputs.clone();
         backwards.reverse();
-        assert_ne!(reduce(&descriptor, &backwards).tensor, expected, "the order matters");
+        assert_ne!(reduce(&descriptor, &backwards).tensor, expected, "the order must matter");
         let mut again = 0;
         for run in 0..20 {
             let shards = u8::try_from(run % 4 + 1).unwrap();
@@ -52,11 +52,11 @@ fn twenty_runs_end_with_the_same_bits() {
                 },
             );
             for (rank, (tensor, retransmits)) in ends.into_iter().enumerate() {
-                assert!(tensor == expected, "run {run}, rank {rank}: other bits; seed {seed}");
+                assert!(tensor == expected, "run {run}, rank {rank}: wrong bits; seed {seed}");
                 again += retransmits;
             }
         }
-        assert!(again > 0, "the faults struck");
+        assert!(again > 0, "no fault caused a retransmission");
     });
 }
 

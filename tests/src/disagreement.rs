@@ -1,5 +1,5 @@
-//! Ranks that call an op with different descriptors: every rank gets the mismatch, and the job goes
-//! on.
+//! Ranks that call an op with different descriptors: every rank gets the mismatch error, and the
+//! job continues.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -31,7 +31,7 @@ fn differences() -> Vec<(Descriptor, Descriptor)> {
     ]
 }
 
-/// Returns a tensor of the descriptor's length, filled with zero bytes or with one bytes.
+/// Returns a tensor of the descriptor's length. Each of its bytes is 0 if `zero`, and otherwise 1.
 fn tensor(descriptor: &Descriptor, zero: bool) -> Vec<u8> {
     let len = usize::try_from(descriptor.elements).unwrap() * descriptor.dtype.size();
     vec![u8::from(!zero); len]

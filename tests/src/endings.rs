@@ -17,33 +17,33 @@ use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, header};
 use crate::waits::await_that;
 
-/// Joins both ranks of a job and runs its only op, whose result neither has acknowledged.
+/// Joins both ranks of a job and runs its only op, whose result neither rank acknowledges.
 fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
     let mut ranks = [Impostor::connect(rig), Impostor::connect(rig)];
     for (rank, impostor) in (0..).zip(&mut ranks) {
         let wish = impostor.wish("ends", rank, 2);
-        impostor.say(&FromWorker::Join(wish));
+        impostor.send_message(&FromWorker::Join(wish));
     }
     let [first, second] = ranks.each_mut().map(welcomed);
     assert_eq!(first.job, second.job);
     for (rank, impostor) in (0..).zip(&ranks) {
-        let said = |kind| Header { kind, ..header(first.job, Generation(0), Rank(rank)) };
+        let of_kind = |kind| Header { kind, ..header(first.job, Generation(0), Rank(rank)) };
         let sum = Descriptor::sum(256, DType::F32);
         let mut body = [0; 100];
         let windows = std::iter::once(Opening::of(true));
         let (len, _) = OpenEncoder::new().encode(&sum, None, windows, false, &mut body);
-        impostor.send(0, &datagram(&said(Kind::Open), &body[..len]));
-        impostor.send(0, &datagram(&Header { mask: 1, ..said(Kind::Data) }, &[0; 1024]));
+        impostor.send(0, &datagram(&of_kind(Kind::Open), &body[..len]));
+        impostor.send(0, &datagram(&Header { mask: 1, ..of_kind(Kind::Data) }, &[0; 1024]));
     }
     rig.await_stats("the op is folded", |shards| shards[0].events.folds == 1);
     (ranks, first.job)
 }
 
-/// Returns the welcome that a rank receives when all have joined.
+/// Waits until all ranks have joined, and returns the welcome of this rank.
 fn welcomed(impostor: &mut Impostor) -> Welcome {
     let mut welcome = None;
     loop {
-        match impostor.hear() {
+        match impostor.recv_message() {
             Some(FromAggregator::Welcome(granted)) => welcome = Some(granted),
             Some(FromAggregator::Ready { .. }) => return welcome.unwrap(),
             Some(FromAggregator::Waiting { .. }) => {}
@@ -52,23 +52,23 @@ fn welcomed(impostor: &mut Impostor) -> Welcome {
     }
 }
 
-/// Rank 1 repeats its nack for the result of its op, as if the result were lost, while `end` ends
-/// the job. Half a second later it acknowledges the result. Returns the last message that rank 1
-/// receives, unless it arrives before the acknowledgment. `end` returns the connections that must
-/// stay open until then.
-fn last_word<T>(end: impl FnOnce(&Rig, Impostor) -> T) -> Option<FromAggregator> {
+/// Ends a job with `end` while rank 1 lacks a result. Rank 1 repeats its nack, as if the result
+/// were lost, and half a second after the end it acknowledges the result. Returns the last message
+/// that rank 1 receives, or `None` if that message arrives before the acknowledgement. `end`
+/// returns the connections that must stay open until the message has arrived.
+fn last_message<T>(end: impl FnOnce(&Rig, Impostor) -> T) -> Option<FromAggregator> {
     let rig = Rig::start(|_| {});
     let ([zero, mut one], job) = ranks(&rig);
-    let said = |kind| Header { kind, ..header(job, Generation(0), Rank(1)) };
+    let of_kind = |kind| Header { kind, ..header(job, Generation(0), Rank(1)) };
     let window = WindowId::new(OpId(0), 0);
     let lost = std::iter::once(NackEntry { window, fragments: 1 });
     let mut body = [0; 100];
     let len = NackEntries::encode(lost, &mut body);
-    let nack = datagram(&Header { window, ..said(Kind::Nack) }, &body[..len]);
-    let ack = datagram(&Header { ack: WindowId::new(OpId(1), 0), ..said(Kind::Ack) }, &[]);
+    let nack = datagram(&Header { window, ..of_kind(Kind::Nack) }, &body[..len]);
+    let ack = datagram(&Header { ack: WindowId::new(OpId(1), 0), ..of_kind(Kind::Ack) }, &[]);
     let [ending, acknowledged, over] = [(); 3].map(|()| AtomicBool::new(false));
-    let heard = || rig.aggregator.stats()[0].datagrams.received;
-    let before = heard();
+    let received = || rig.aggregator.stats()[0].datagrams.received;
+    let before = received();
     let socket = one.socket.try_clone().unwrap();
     let shard = rig.aggregator.data_addrs()[0];
     std::thread::scope(|scope| {
@@ -92,43 +92,46 @@ fn last_word<T>(end: impl FnOnce(&Rig, Impostor) -> T) -> Option<FromAggregator>
                 std::thread::sleep(Duration::from_millis(5));
             }
         });
-        // The job does not wait for a silent rank.
-        await_that("the rank is heard", || heard() > before);
+        // Wait for a nack, because the job does not wait for a silent rank.
+        await_that("a nack has arrived", || received() > before);
         ending.store(true, SeqCst);
         let open = end(&rig, zero);
-        let word = one.hear().unwrap();
+        let message = one.recv_message().unwrap();
         let had = acknowledged.load(SeqCst);
         over.store(true, SeqCst);
         drop(open);
-        had.then_some(word)
+        had.then_some(message)
     })
 }
 
-/// Tries a few times until the end does not overtake the result, since the job does not wait for a
-/// rank that is silent for half a second, as all ranks are at times on a busy machine.
-fn last_word_after_the_result<T>(end: impl Fn(&Rig, Impostor) -> T) -> FromAggregator {
-    let word = (0..5).find_map(|_| last_word(&end));
-    word.expect("the end has overtaken the result each time")
+/// Calls [`last_message`] up to five times, because on a busy machine the end may overtake the
+/// result: the job does not wait for a rank that is silent for half a second.
+fn last_message_after_result<T>(end: impl Fn(&Rig, Impostor) -> T) -> FromAggregator {
+    let message = (0..5).find_map(|_| last_message(&end));
+    message.expect("the end overtook the result in every attempt")
 }
 
 #[test]
 fn a_new_generation_begins_once_the_ranks_of_the_old_have_the_results_that_were_sent() {
     bounded(60, || {
-        let word = last_word_after_the_result(|rig, mut zero| {
-            zero.say(&FromWorker::Leave { next_op: Some(OpId(1)) });
+        let message = last_message_after_result(|rig, mut zero| {
+            zero.send_message(&FromWorker::Leave { next_op: Some(OpId(1)) });
             let mut next = Impostor::connect(rig);
             let wish = next.wish("ends", 0, 2);
-            next.say(&FromWorker::Join(Join { generation: Generation(1), ..wish }));
+            next.send_message(&FromWorker::Join(Join { generation: Generation(1), ..wish }));
             [zero, next]
         });
-        assert!(matches!(word, FromAggregator::Superseded { by: Generation(1), .. }), "{word:?}");
+        assert!(
+            matches!(message, FromAggregator::Superseded { by: Generation(1), .. }),
+            "{message:?}"
+        );
     });
 }
 
 #[test]
 fn a_job_that_has_lost_a_rank_ends_once_the_others_have_the_results_that_were_sent() {
     bounded(60, || {
-        let word = last_word_after_the_result(|_, zero| zero.vanish());
-        assert!(matches!(word, FromAggregator::PeerLost { .. }), "{word:?}");
+        let message = last_message_after_result(|_, zero| zero.vanish());
+        assert!(matches!(message, FromAggregator::PeerLost { .. }), "{message:?}");
     });
 }

@@ -1,5 +1,5 @@
-//! Jobs that go on at another aggregator: they keep the same bits, or fail with an error that names
-//! every aggregator.
+//! Jobs that continue at another aggregator: their sums keep the same bits, or an error names every
+//! aggregator.
 
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::waits::{await_that, timed};
 
 const WORLD: u16 = 3;
 
-/// Returns ops of every kind that a migration treats differently.
+/// Returns descriptors that cover each kind of op that needs special care in a migration.
 fn descriptors() -> Vec<Descriptor> {
     let sum = |elements, dtype| Descriptor::sum(elements, dtype);
     let narrow = |elements, wire| Descriptor { wire, ..sum(elements, DType::F32) };
@@ -52,7 +52,7 @@ fn cases(seed: u64) -> Vec<Case> {
     (0..).zip(descriptors()).map(case).collect()
 }
 
-/// Reduces all tensors again and again, several in flight, one of which is a list of blocks.
+/// Reduces all tensors and a list of blocks in each round, with all these ops in flight together.
 fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
     for round in 0..rounds {
         let started: Vec<_> = cases
@@ -90,12 +90,12 @@ fn blocks(descriptor: &Descriptor, tensor: &[u8], indices: &[u32]) -> Blocks {
     Blocks { indices: indices.to_vec(), values: indices.iter().flat_map(block).collect() }
 }
 
-/// Starts a rig for one job, at a port where it can start again.
+/// Starts a rig with room for one job, at a port where a later rig can start again.
 fn lone(port: u16) -> Rig {
     Rig::start(|config| (config.port, config.max_jobs) = (port, 1))
 }
 
-/// Returns the options of ranks that may move from the first rig to the next ones.
+/// Returns the options of a rank that may move from the first rig to the next ones.
 fn options(rigs: &[&Rig], job: &str, rank: u16) -> ConnectOptions {
     let addr = |rig: &&Rig| vec![rig.aggregator.addr().to_string()];
     ConnectOptions {
@@ -169,7 +169,7 @@ fn an_aggregator_that_drains_hands_its_jobs_over_and_takes_no_others() {
                 let error = Client::connect(&new).unwrap_err().to_string();
                 if error == why { Ok(()) } else { Err(error) }
             });
-            // A rank that knows another aggregator goes there.
+            // A rank that also knows the other aggregator joins that one.
             drop(Client::connect(&ConnectOptions {
                 world: 1,
                 ..options(&[&one, &other], "new", 0)
@@ -206,7 +206,7 @@ fn ranks_that_passed_over_an_aggregator_come_back_to_it_when_it_is_there() {
         std::thread::scope(|scope| {
             for (rank, options) in (0..WORLD).zip(all) {
                 if rank == WORLD - 1 {
-                    await_that("the first have come to the second aggregator", || {
+                    await_that("the first ranks wait at the second aggregator", || {
                         other.aggregator.jobs() == 1
                     });
                     // The last rank finds the first aggregator running again, and waits there for
@@ -241,13 +241,14 @@ fn a_rank_that_waits_leaves_its_place_for_no_aggregator_where_it_would_wait_alon
         drop(one);
         std::thread::scope(|scope| {
             let joined = scope.spawn(|| Client::connect(&first).unwrap());
-            await_that("the first waits", || other.aggregator.jobs() == 1);
+            await_that("the first rank waits", || other.aggregator.jobs() == 1);
             // Another job takes the only place of the preferred aggregator.
             let one = lone(port);
             let another = one.options("another", 0, 2);
             let another = scope.spawn(move || Client::connect(&another));
-            await_that("another is there", || one.aggregator.jobs() == 1);
-            // Another rank waits for the first job's place, while that job looks for its last rank.
+            await_that("the other job has begun to join", || one.aggregator.jobs() == 1);
+            // Another rank waits for the first job's place, while the first job waits for its last
+            // rank.
             let next = ConnectOptions { wait: true, ..other.options("next", 0, 1) };
             let next = scope.spawn(move || drop(Client::connect(&next).unwrap()));
             std::thread::sleep(Duration::from_secs(2));
@@ -270,7 +271,7 @@ fn a_rank_that_waits_for_room_goes_to_where_others_wait_and_leaves_the_queue() {
             let joined = scope.spawn(|| Client::connect(&first).unwrap());
             let both = (Client::connect(&last).unwrap(), joined.join().unwrap());
             drop(holds);
-            // The queue is empty.
+            // The full aggregator has room again, and its queue is empty.
             drop(Client::connect(&full.options("next", 0, 1)).unwrap());
             drop(both);
             [full, other].iter().for_each(Rig::await_peace);
@@ -304,7 +305,9 @@ fn ranks_that_move_meet_although_some_of_them_passed_over_an_aggregator() {
             }
             done.wait();
             drop(one);
-            await_that("others wait at the last", || last.aggregator.jobs() == 1);
+            await_that("the other ranks wait at the last aggregator", || {
+                last.aggregator.jobs() == 1
+            });
             let next = lone(port);
             done.wait();
             [next, last].iter().for_each(Rig::await_peace);

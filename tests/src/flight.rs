@@ -12,7 +12,7 @@ use crate::inputs::{floats, seed};
 use crate::rig::{Rig, bounded};
 use crate::waits::await_that;
 
-/// Returns the length of op `i`: some ops are small, some have many windows.
+/// Returns the number of elements of op `i`. Some ops are small, and some have many windows.
 fn elements(i: u16) -> u64 {
     [1, 300, 60 * 256 * 4 + 1, 17, 60 * 256][usize::from(i) % 5]
 }
@@ -83,7 +83,7 @@ fn one_thread_submits_while_others_wait() {
                     for i in 0..50 {
                         waiters[usize::from(i) % 3].send((i, submit(client, i, rank))).unwrap();
                         if i % 10 == 9 {
-                            // The waiters run out of work now and then.
+                            // Pause, so that the waiters sometimes have nothing to wait for.
                             std::thread::sleep(Duration::from_millis(5));
                         }
                     }
@@ -146,7 +146,8 @@ fn no_more_ops_are_taken_than_were_granted() {
                     full.clone().send(()).unwrap();
                     assert!(client.has_room_within(0, Duration::from_secs(200)));
                 }
-                // A refused submit takes no op number, so both ranks give the next op the same one.
+                // An op beyond the limit takes no number, so both ranks give the next op the same
+                // number.
                 let last = handles.split_off(1);
                 for (i, handle) in handles {
                     check(i, handle, 2);
@@ -198,7 +199,7 @@ fn a_client_that_is_dropped_with_ops_in_flight_ends() {
             },
         );
         rig.await_peace();
-        // The client's threads and its socket have ended.
+        // The client has left the job although its ops had not ended.
         await_that("the job's name is free", || rig.aggregator.jobs() == 0);
     });
 }

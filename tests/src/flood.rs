@@ -1,4 +1,4 @@
-//! Floods from forged addresses. Raw sockets send with the ranks' addresses, as anyone in the same
+//! Floods from forged addresses. Raw sockets send with the ranks' addresses, as anyone on the same
 //! network could.
 
 use std::io::Read;
@@ -18,7 +18,7 @@ use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use crate::inputs::floats;
 use crate::rig::{Rig, in_a_process_of_its_own};
 
-/// Datagrams a second.
+/// Number of datagrams per second.
 const RATE: u64 = 50_000;
 const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
 /// Length of the IPv4 and UDP headers of a datagram.
@@ -27,7 +27,7 @@ const HEADERS: usize = 28;
 /// Raw sockets that send datagrams with any source, and receive all datagrams of this host.
 struct Wire {
     out: Socket,
-    heard: Socket,
+    incoming: Socket,
 }
 
 impl Wire {
@@ -37,22 +37,22 @@ impl Wire {
             |protocol: i32| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(protocol)));
         // IPPROTO_RAW takes packets with their IP header.
         let out = raw(255)?;
-        let heard = raw(17)?;
-        heard.bind(&SockAddr::from(SocketAddrV4::new(LOOPBACK, 0)))?;
-        heard.set_read_timeout(Some(Duration::from_millis(20)))?;
-        heard.set_recv_buffer_size(8 << 20)?;
-        Ok(Self { out, heard })
+        let incoming = raw(17)?;
+        incoming.bind(&SockAddr::from(SocketAddrV4::new(LOOPBACK, 0)))?;
+        incoming.set_read_timeout(Some(Duration::from_millis(20)))?;
+        incoming.set_recv_buffer_size(8 << 20)?;
+        Ok(Self { out, incoming })
     }
 
-    /// Receives a datagram to a port; returns its source port and its contents.
-    fn hear(&mut self, to: u16) -> Option<(u16, Vec<u8>)> {
+    /// Receives one datagram. Returns its source port and its contents if it was sent to port `to`.
+    fn recv(&mut self, to: u16) -> Option<(u16, Vec<u8>)> {
         let mut packet = vec![0; 65_536];
-        let len = self.heard.read(&mut packet).ok().filter(|len| *len >= HEADERS)?;
+        let len = self.incoming.read(&mut packet).ok().filter(|len| *len >= HEADERS)?;
         let port = |at: usize| u16::from_be_bytes([packet[at], packet[at + 1]]);
         (port(22) == to).then(|| (port(20), packet[HEADERS..len].to_vec()))
     }
 
-    /// Sends a datagram with another's source port.
+    /// Sends a datagram with the source port of another socket.
     fn send(&mut self, from: u16, to: u16, contents: &[u8]) {
         let len = |bytes: usize| u16::try_from(bytes).unwrap().to_be_bytes();
         let [total, udp] = [HEADERS, 8].map(|head| len(head + contents.len()));
@@ -61,7 +61,7 @@ impl Wire {
         let ports = [from.to_be_bytes(), to.to_be_bytes(), udp, [0, 0]].concat();
         let packet = [&ip[..], &own, &own, &ports, contents].concat();
         let to = SockAddr::from(SocketAddrV4::new(LOOPBACK, to));
-        // A full buffer drops datagrams, which is part of a flood.
+        // Ignore the error of a full buffer: a flood may lose some of its datagrams.
         drop(self.out.send_to(&packet, &to));
     }
 }
@@ -71,7 +71,7 @@ impl Wire {
 fn flood(mut wire: Wire, shard: u16, sent: &AtomicU64, stop: &AtomicBool) {
     let mut genuine = Vec::new();
     while genuine.len() < 200 {
-        genuine.extend(wire.hear(shard).filter(|(_, datagram)| datagram.len() < 2_000));
+        genuine.extend(wire.recv(shard).filter(|(_, datagram)| datagram.len() < 2_000));
     }
     let clock = Clock::start();
     let start = clock.now();
@@ -84,7 +84,8 @@ fn flood(mut wire: Wire, shard: u16, sent: &AtomicU64, stop: &AtomicBool) {
             match nth / genuine.len() % 5 {
                 // Replayed unchanged.
                 0 => {}
-                // Forged: another sequence number, or another byte.
+                // Forged: with another sequence number, a flipped bit, a missing end, or other
+                // bytes.
                 1 => bytes[8..12].copy_from_slice(&u32::MAX.to_be_bytes()),
                 2 => bytes[nth % datagram.len()] ^= 1 << (nth % 8),
                 3 => bytes.truncate(nth % datagram.len()),
@@ -128,11 +129,11 @@ fn ops(client: &Client, rank: u16, enough: impl Fn(Span) -> bool) -> (u64, Span)
 
 #[test]
 fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
-    // Memory is measured per process, so this test must not share one with other tests.
+    // Memory is measured per process, so this test must not share its process with other tests.
     let test = "flood::fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum";
     in_a_process_of_its_own(test, || {
         let Ok(wire) = Wire::open() else {
-            racksum_test_report::skip("raw sockets take root");
+            racksum_test_report::skip("raw sockets need root");
             return;
         };
         let rig = Rig::start(|config| config.data_auth = Some(DataAuth::Mac));
@@ -149,22 +150,25 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
             });
             let options = |options: &mut racksum_worker::ConnectOptions| options.mtu = Some(1500);
             let counts = rig.ranks("flooded", 3, options, |client, rank| {
-                let before = told(&rig);
+                let before = datagrams_sent(&rig);
                 let quiet = ops(client, rank, |took| took > lasts);
-                let (between, memory) = (told(&rig), resident());
-                // The flood first records datagrams for a moment.
+                let (between, memory) = (datagrams_sent(&rig), resident());
+                // The flooding thread first records genuine datagrams, so the flood starts a moment
+                // later.
                 begin.store(true, SeqCst);
-                // A busy machine takes longer to send the flood.
+                // Wait for enough of the flood, which takes longer on a busy machine.
                 let flooded = |took| took > lasts && sent.load(SeqCst) > RATE;
                 let noisy = ops(client, rank, flooded);
                 let grown = resident().saturating_sub(memory);
-                let each = [(between - before) / quiet.0, (told(&rig) - between) / noisy.0];
+                let each =
+                    [(between - before) / quiet.0, (datagrams_sent(&rig) - between) / noisy.0];
                 (quiet, noisy, each, grown)
             });
             stop.store(true, SeqCst);
             flooder.join().unwrap();
-            let [(quiet, noisy, _, memory), ..] = counts[..] else { panic!("nobody ran") };
-            // Ops account for all datagrams sent: the aggregator never answers a stranger.
+            let [(quiet, noisy, _, memory), ..] = counts[..] else { panic!("no rank ran") };
+            // An op must cost about as many datagrams as before, because the aggregator answers no
+            // stranger.
             let [before, flooded] = counts[0].2;
             assert!(flooded <= before + before / 2, "{before} datagrams an op, then {flooded}");
             (quiet, noisy, memory)
@@ -184,6 +188,6 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
 }
 
 /// Returns the number of datagrams that the aggregator has sent.
-fn told(rig: &Rig) -> u64 {
+fn datagrams_sent(rig: &Rig) -> u64 {
     rig.aggregator.stats().iter().map(|shard| shard.datagrams.sent).sum()
 }

@@ -1,4 +1,4 @@
-//! A rank that a test controls: it joins and sends exactly as told.
+//! A rank that a test controls: it joins and sends only when the test makes it do so.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::thread::JoinHandle;
@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use crate::rig::Rig;
 
-/// A control connection and a data socket that do only what the test says.
+/// A control connection and a data socket that send only what the test asks for.
 pub(crate) struct Impostor {
     runtime: Handle,
     connection: Option<Connection>,
@@ -61,7 +61,7 @@ impl Impostor {
             world,
             lanes: 1,
             data_ports: vec![self.socket.local_addr().unwrap().port()],
-            relays: false,
+            aggregates: false,
             receive_buffer: 1 << 20,
             max_datagram: 1472,
             multicast: false,
@@ -76,21 +76,22 @@ impl Impostor {
         }
     }
 
-    pub(crate) fn say(&mut self, word: &FromWorker) {
-        self.runtime.block_on(frames::send(&mut self.send, word)).unwrap();
+    pub(crate) fn send_message(&mut self, message: &FromWorker) {
+        self.runtime.block_on(frames::send(&mut self.send, message)).unwrap();
     }
 
-    /// Sends a control message whenever the aggregator takes it, until `enough` returns true.
-    pub(crate) fn say_until(&mut self, word: &FromWorker, enough: impl Fn() -> bool) {
+    /// Sends a control message again and again, as fast as the aggregator reads, until `enough`
+    /// returns true.
+    pub(crate) fn send_message_until(&mut self, message: &FromWorker, enough: impl Fn() -> bool) {
         let Self { runtime, send, .. } = self;
         let pause = Duration::from_millis(100);
         runtime.block_on(async {
             while !enough() {
-                // A message that waits continues where it stopped, so that none is cut.
-                let mut said = std::pin::pin!(frames::send(send, word));
+                // A send that has timed out continues where it stopped, so that no message is cut.
+                let mut sending = std::pin::pin!(frames::send(send, message));
                 loop {
-                    match tokio::time::timeout(pause, &mut said).await {
-                        Ok(said) => break said.unwrap(),
+                    match tokio::time::timeout(pause, &mut sending).await {
+                        Ok(sending) => break sending.unwrap(),
                         Err(_) if enough() => return,
                         Err(_) => {}
                     }
@@ -100,35 +101,35 @@ impl Impostor {
     }
 
     /// Writes arbitrary bytes to the control stream.
-    pub(crate) fn babble(&mut self, bytes: &[u8]) {
+    pub(crate) fn send_bytes(&mut self, bytes: &[u8]) {
         self.runtime.block_on(self.send.write_all(bytes)).unwrap();
     }
 
     /// Returns the aggregator's next message other than `Lifeline`, or `None` after the last.
-    pub(crate) fn hear(&mut self) -> Option<FromAggregator> {
+    pub(crate) fn recv_message(&mut self) -> Option<FromAggregator> {
         let Self { runtime, recv, .. } = self;
         loop {
-            let heard = runtime.block_on(async {
+            let received = runtime.block_on(async {
                 tokio::time::timeout(Duration::from_secs(10), frames::recv(recv)).await
             });
-            match heard.expect("the aggregator is silent").ok().flatten() {
+            match received.expect("the aggregator is silent").ok().flatten() {
                 Some(FromAggregator::Lifeline { .. }) => {}
-                heard => return heard,
+                received => return received,
             }
         }
     }
 
     /// Joins; returns the welcome once ops may start.
     pub(crate) fn join(&mut self, join: Join) -> Welcome {
-        self.say(&FromWorker::Join(join));
+        self.send_message(&FromWorker::Join(join));
         self.granted()
     }
 
-    /// Returns the welcome of a join that was already sent, once ops may start.
+    /// Waits until ops may start after a join that was already sent; returns the welcome.
     pub(crate) fn granted(&mut self) -> Welcome {
         let mut welcome = None;
         loop {
-            match self.hear() {
+            match self.recv_message() {
                 Some(FromAggregator::Welcome(granted)) => welcome = Some(granted),
                 Some(FromAggregator::Ready { .. }) => return welcome.unwrap(),
                 Some(FromAggregator::Waiting { .. }) => {}
@@ -137,16 +138,16 @@ impl Impostor {
         }
     }
 
-    /// Asks for the status as the first message; returns the JSON.
+    /// Asks for the status, as the first message of the connection; returns the JSON.
     pub(crate) fn status(&mut self) -> String {
-        self.say(&FromWorker::AskStatus { version: CONTROL_VERSION });
-        let mut told = String::new();
+        self.send_message(&FromWorker::AskStatus { version: CONTROL_VERSION });
+        let mut json = String::new();
         loop {
-            match self.hear() {
+            match self.recv_message() {
                 Some(FromAggregator::Status { part, more }) => {
-                    told.push_str(&part.0);
+                    json.push_str(&part.0);
                     if !more {
-                        return told;
+                        return json;
                     }
                 }
                 other => panic!("{other:?}"),
@@ -156,8 +157,8 @@ impl Impostor {
 
     /// Sends a join that the aggregator refuses; returns the reason.
     pub(crate) fn refused(&mut self, join: Join) -> String {
-        self.say(&FromWorker::Join(join));
-        match self.hear() {
+        self.send_message(&FromWorker::Join(join));
+        match self.recv_message() {
             Some(FromAggregator::Refused { reason }) => reason,
             other => panic!("{other:?}"),
         }

@@ -1,5 +1,5 @@
-//! Callers that fall silent. Each proves that it receives packets (QUIC Retry), so that the server
-//! begins a handshake, and then sends nothing more.
+//! Callers that fall silent. Each caller proves that it receives packets (QUIC Retry), so that the
+//! server begins a handshake, and then sends nothing more.
 //!
 //! The tests of the control port use this module, and `examples/initials.rs` floods an aggregator
 //! on this host.
@@ -27,7 +27,7 @@ pub(crate) struct Flood {
     pub(crate) to: SocketAddr,
     /// Addresses of this host that the calls come from, in turn.
     pub(crate) from: Vec<IpAddr>,
-    /// First packets a second, over all addresses.
+    /// Number of first packets per second, over all addresses.
     pub(crate) rate: u32,
     /// Duration of the flood.
     pub(crate) lasts: Duration,
@@ -38,12 +38,12 @@ pub(crate) struct Flood {
 pub(crate) struct Flooded {
     /// Number of first packets sent.
     pub(crate) calls: u64,
-    /// Calls that the server answered with a Retry and that were then sent again.
+    /// Number of calls that the server answered with a Retry and that were then sent again.
     pub(crate) shown: u64,
 }
 
 impl Flood {
-    /// Floods in this thread, until the time is over or `stop` returns true.
+    /// Floods in this thread, until `lasts` has passed or `stop` returns true.
     pub(crate) fn run(&self, stop: impl Fn() -> bool) -> io::Result<Flooded> {
         let config = config();
         let callers = self.from.iter().map(|from| Caller::new(*from, self.to));
@@ -57,7 +57,7 @@ impl Flood {
                 flooded.calls += 1;
             }
             for caller in &mut callers {
-                flooded.shown += caller.hear()?;
+                flooded.shown += caller.answer_retries()?;
             }
             std::thread::sleep(PAUSE);
         }
@@ -102,14 +102,14 @@ impl Caller {
         Ok(())
     }
 
-    /// Repeats the first packets that got a Retry, and forgets their connections. Returns their
-    /// number.
-    fn hear(&mut self) -> io::Result<u64> {
+    /// Repeats the first packets that got a Retry, and forgets their connections. Returns the
+    /// number of repeated packets.
+    fn answer_retries(&mut self) -> io::Result<u64> {
         let (mut shown, mut datagram, mut answer) = (0, [0; 2048], Vec::new());
         while let Ok(len) = self.socket.recv(&mut datagram) {
             let now = now();
-            let heard = BytesMut::from(&datagram[..len]);
-            let event = self.endpoint.handle(now, self.to, None, None, heard, &mut answer);
+            let received = BytesMut::from(&datagram[..len]);
+            let event = self.endpoint.handle(now, self.to, None, None, received, &mut answer);
             let Some(DatagramEvent::ConnectionEvent(handle, event)) = event else { continue };
             let Some(mut connection) = self.pending.remove(&handle) else { continue };
             connection.handle_event(event);
@@ -148,7 +148,7 @@ fn config() -> ClientConfig {
         .with_root_certificates(rustls::RootCertStore::empty())
         .with_no_client_auth();
     tls.alpn_protocols = vec![PROTOCOL.as_bytes().to_vec()];
-    let crypto = QuicClientConfig::try_from(tls).expect("TLS 1.3 has what QUIC needs");
+    let crypto = QuicClientConfig::try_from(tls).expect("TLS 1.3 has QUIC's initial cipher suite");
     ClientConfig::new(Arc::new(crypto))
 }
 
@@ -163,7 +163,7 @@ mod tests {
     use crate::rig::{Rig, bounded};
     use crate::waits::await_that;
 
-    /// Joins twenty jobs one after the other, while a flood comes from these addresses.
+    /// Joins twenty jobs one after the other, during a flood from the addresses `from`.
     fn join_beside(from: Vec<IpAddr>, rate: u32) {
         bounded(120, move || {
             let rig = Rig::start(|_| {});
@@ -187,7 +187,7 @@ mod tests {
                 }
                 stop.store(true, SeqCst);
                 let flooded = flooding.join().unwrap().unwrap();
-                assert!(flooded.shown >= 64, "the flood takes all places: {flooded:?}");
+                assert!(flooded.shown >= 64, "the flood must take all places: {flooded:?}");
             });
         });
     }

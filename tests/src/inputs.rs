@@ -30,7 +30,8 @@ impl Random {
     }
 }
 
-/// Returns the seed of a test: the variable `SEED`, or `own`. It prints the seed.
+/// Returns and prints the seed of a test: the environment variable `SEED`, or `own` if it is not
+/// set.
 pub(crate) fn seed(own: u64) -> u64 {
     let seed = std::env::var("SEED").map_or(own, |seed| seed.parse().unwrap());
     println!("SEED={seed}");
@@ -61,7 +62,7 @@ pub(crate) fn tensor(
     let mut tensor = Vec::new();
     let own = seed ^ (u64::from(rank) + 1).wrapping_mul(0x5851_f42d_4c95_7f2d);
     let mut random = Random::new(own);
-    // All ranks draw the blocks that nobody holds from the same seed.
+    // All ranks use the same seed to choose the blocks that no rank holds.
     let mut common = Random::new(seed);
     // A few tensors are zero at one rank.
     let silent = common.below(4) == 0 && common.below(3) == u64::from(rank);
@@ -113,7 +114,7 @@ fn wide(unit: f64, random: &mut Random) -> f64 {
     unit * 2f64.powi(exponent)
 }
 
-/// Appends an element. Integers take any value of their type.
+/// Appends an element. An integer is zero if `value` is zero, and otherwise random.
 fn push(dtype: DType, value: f64, random: &mut Random, tensor: &mut Vec<u8>) {
     let integer = |random: &mut Random| if value == 0.0 { 0 } else { random.next() };
     match dtype {
@@ -126,7 +127,7 @@ fn push(dtype: DType, value: f64, random: &mut Random, tensor: &mut Vec<u8>) {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "rounding is what this is for")]
+#[expect(clippy::cast_possible_truncation, reason = "the purpose is to round")]
 pub(crate) const fn to_f32(value: f64) -> f32 {
     value as f32
 }

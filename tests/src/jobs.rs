@@ -1,4 +1,5 @@
-//! Jobs beside and after one another. Each job has its own sums, and returns its resources.
+//! Jobs that run at the same time and one after another. Each job has its own sums, and returns its
+//! resources.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use crate::impostor::Impostor;
 use crate::inputs::floats;
 use crate::rig::{Rig, bounded};
 
-/// Runs ops of a job with inputs of its own, and checks the sums.
+/// Runs ops with inputs that differ from those of other jobs, and checks the sums.
 fn work(client: &Client, job: u16, ops: u16, world: u16) {
     for op in 0..ops {
         let elements = 60 * 256 * u64::from(op % 4 + 1) + 9;
@@ -102,15 +103,16 @@ fn twenty_jobs_in_sequence_leave_nothing_behind() {
         rig.await_peace();
         let after: Vec<_> = rig.aggregator.stats().iter().map(|shard| shard.buffers).collect();
         assert_eq!(after, before);
-        // Other tests of this process open some files meanwhile, but not ten a job.
-        assert!(files() < open + 200, "{open} files became {}", files());
+        // Other tests of this process open some files meanwhile, but fewer than ten per job.
+        assert!(files() < open + 200, "{open} files were open, and now {} are", files());
     });
 }
 
 #[test]
 fn two_aggregators_share_a_job() {
     bounded(30, || {
-        // The two aggregators number the job differently, because the second has had others before.
+        // The two aggregators number the job differently, because the second has served another job
+        // before.
         let rigs = [2, 1].map(|shards| {
             Rig::start(|config| {
                 config.shards = shards;
@@ -118,7 +120,7 @@ fn two_aggregators_share_a_job() {
             })
         });
         rigs[1].ranks("earlier", 1, |_| {}, |client, _| work(client, 1, 2, 1));
-        // The connect fails, because the aggregators have different shard counts.
+        // Connecting fails, because the aggregators have different shard counts.
         let both = |options: &mut racksum_worker::ConnectOptions| {
             options.aggregators =
                 rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
@@ -147,7 +149,7 @@ fn two_aggregators_share_a_job() {
         });
         let folds = |rig: &Rig| rig.aggregator.stats().iter().all(|shard| shard.events.folds > 0);
         for rig in &rigs {
-            rig.await_stats("each shard folded", |_| folds(rig));
+            rig.await_stats("each shard has folded", |_| folds(rig));
             rig.await_peace();
         }
     });
@@ -159,11 +161,12 @@ fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
     let beyond = all.iter().filter(|interface| interface.is_usable() && !interface.is_loopback);
     let mut addrs = beyond.flat_map(|interface| &interface.addrs);
     let Some(own) = addrs.find(|addr| addr.is_ipv4()).copied() else {
-        racksum_test_report::skip("this host has no IPv4 address but loopback's");
+        racksum_test_report::skip("this host has only loopback IPv4 addresses");
         return;
     };
     bounded(30, move || {
-        // A rank's data to each aggregator must come from the address of its control connection.
+        // A rank must send its data to each aggregator from the address of its control connection
+        // to that aggregator.
         let rigs = [std::net::Ipv4Addr::LOCALHOST.into(), own].map(|bind| {
             Rig::start(|config| {
                 config.bind = bind;
@@ -178,7 +181,9 @@ fn two_aggregators_that_are_reached_by_different_ways_share_a_job() {
         };
         rigs[0].ranks("both", 2, both, |client, _| work(client, 7, 12, 2));
         for rig in &rigs {
-            rig.await_stats("each shard folded", |_| rig.aggregator.stats()[0].events.folds > 0);
+            rig.await_stats("each shard has folded", |_| {
+                rig.aggregator.stats()[0].events.folds > 0
+            });
             rig.await_peace();
         }
     });
@@ -228,16 +233,16 @@ fn a_rank_that_hears_the_group_late_is_waited_for_only_where_multicast_is_demand
             let mut ranks: Vec<_> = (0..world).map(|_| Impostor::connect(&rig)).collect();
             for (impostor, rank) in ranks.iter_mut().zip(0..) {
                 let wish = impostor.wish("late", rank, world);
-                impostor.say(&FromWorker::Join(Join { multicast: true, ..wish }));
+                impostor.send_message(&FromWorker::Join(Join { multicast: true, ..wish }));
             }
-            // A new link takes about a second until it forwards multicast.
+            // Wait, because a new link takes about a second before it forwards multicast.
             std::thread::sleep(Duration::from_millis(1200));
             for impostor in &mut ranks {
-                impostor.say(&FromWorker::Heard);
+                impostor.send_message(&FromWorker::PingArrived);
             }
             for impostor in &mut ranks {
                 let ready = loop {
-                    match impostor.hear() {
+                    match impostor.recv_message() {
                         Some(FromAggregator::Ready { multicast }) => break multicast,
                         Some(FromAggregator::Refused { reason }) => panic!("{reason}"),
                         other => assert!(other.is_some()),
@@ -256,12 +261,12 @@ fn an_aggregator_that_is_ready_late_costs_no_other_its_multicast() {
         let other = Rig::start(|config| config.fanout = Fanout::Auto);
         let mut peer = Impostor::connect(&other);
         let wish = Join { multicast: true, stripe: (1, 2), ..peer.wish("job", 1, 2) };
-        peer.say(&FromWorker::Join(wish));
-        peer.say(&FromWorker::Heard);
+        peer.send_message(&FromWorker::Join(wish));
+        peer.send_message(&FromWorker::PingArrived);
         let mut options = late.options("job", 0, 2);
         options.aggregators.push(other.aggregator.addr().to_string());
         let client = std::thread::spawn(move || Client::connect(&options));
-        // The first aggregator begins to ping its group long after the second has stopped.
+        // The first aggregator is ready long after the second has stopped pinging its group.
         std::thread::sleep(Duration::from_millis(1_000));
         let mut peer = Impostor::connect(&late);
         peer.join(Join { stripe: (0, 2), ..peer.wish("job", 1, 2) });
@@ -273,10 +278,10 @@ fn an_aggregator_that_is_ready_late_costs_no_other_its_multicast() {
 fn ranks_that_hear_the_group_and_ranks_that_do_not_end_alike() {
     bounded(30, || {
         let rig = Rig::start(|config| config.fanout = Fanout::Auto);
-        let deaf = |options: &mut racksum_worker::ConnectOptions| {
+        let unicast_only = |options: &mut racksum_worker::ConnectOptions| {
             options.multicast = options.rank != 1;
         };
-        rig.ranks("some", 4, deaf, |client, rank| {
+        rig.ranks("some", 4, unicast_only, |client, rank| {
             assert_eq!(client.grant().multicast, rank != 1);
             work(client, 3, 12, 4);
         });

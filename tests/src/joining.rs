@@ -75,8 +75,7 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let waiting = Client::connect(&of(0, 2, 0)).unwrap();
             let old = old.join().unwrap();
             let handle = waiting.submit(vec![0u8; 4], Descriptor::sum(1, DType::F32)).unwrap();
-            // The second generation gathers with another world, and its first rank waits for the
-            // others.
+            // The second generation begins to join, and its first rank waits for the other.
             let second = scope.spawn(|| Client::connect(&of(0, 2, 3)));
             let lives = |new, old| {
                 format!(
@@ -87,15 +86,15 @@ fn a_new_generation_fences_the_one_before_and_no_earlier_one_comes_back() {
             let error = handle.wait().unwrap_err();
             assert_eq!(error, Error::Op(OpError::Ended { why: lives(3, 0).into() }));
             let late = refusal(&of(1, 2, 0));
-            let told = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 has \
-                        ended; start the rank with the job's current `generation`";
-            assert_eq!(late, told);
+            let expected = "job \"job\" is in generation 3, begun by 127.0.0.1, and generation 0 \
+                            has ended; start the rank with the job's current `generation`";
+            assert_eq!(late, expected);
             // The third generation begins before the second is complete.
             let third = Client::connect(&of(0, 1, 4)).unwrap();
-            let told = second.join().unwrap().unwrap_err().to_string();
-            assert_eq!(told, format!("the aggregator refused: {}", lives(4, 3)));
+            let error = second.join().unwrap().unwrap_err().to_string();
+            assert_eq!(error, format!("the aggregator refused: {}", lives(4, 3)));
             drop((old, waiting));
-            // Ranks of earlier generations that leave change nothing.
+            // When ranks of earlier generations leave, the running job must not change.
             check(&third, 1.0);
         });
         rig.await_peace();
@@ -169,9 +168,9 @@ fn another_version_of_the_protocol_is_refused() {
         let mut impostor = Impostor::connect(&rig);
         let wish = impostor.wish("job", 0, 1);
         let version = wish.version + 1;
-        impostor.say(&FromWorker::Join(Join { version, ..wish }));
-        let told = impostor.hear();
-        assert_eq!(told, Some(FromAggregator::WrongVersion { speaks: version - 1 }));
+        impostor.send_message(&FromWorker::Join(Join { version, ..wish }));
+        let answer = impostor.recv_message();
+        assert_eq!(answer, Some(FromAggregator::WrongVersion { speaks: version - 1 }));
     });
 }
 
@@ -182,10 +181,10 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        let told = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" \
-                    with 1 rank, \"two\" with 1 rank; try again later, set `wait`, or ask the \
-                    operator of the aggregator";
-        assert_eq!(reason, told);
+        let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \
+                        \"one\" with 1 rank, \"two\" with 1 rank; try again later, set `wait`, or \
+                        ask the operator of the aggregator";
+        assert_eq!(reason, expected);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);
         let three = Client::connect(&rig.options("three", 0, 1)).unwrap();
@@ -194,13 +193,14 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
     });
 }
 
-/// Returns the number of jobs that wait for room, as one more waiting job gets it.
+/// Returns the number of jobs that wait for room, as the aggregator reports it to one more waiting
+/// job.
 fn jobs_that_wait(rig: &Rig) -> u16 {
     let mut asks = Impostor::connect(rig);
     let wish = asks.wish("asks", 0, 1);
-    asks.say(&FromWorker::Join(Join { wait: true, ..wish }));
+    asks.send_message(&FromWorker::Join(Join { wait: true, ..wish }));
     loop {
-        match asks.hear() {
+        match asks.recv_message() {
             Some(FromAggregator::Queued { before, .. }) => return before,
             Some(FromAggregator::Lifeline { .. }) => {}
             other => panic!("{other:?}"),
@@ -229,11 +229,11 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
                 }
                 await_that("its job waits", || jobs_that_wait(&rig) == waiting);
             }
-            // A job that does not wait is not admitted before them.
-            let told = refusal(&rig.options("hasty", 0, 1));
+            // A job that does not set `wait` is not admitted before the waiting jobs.
+            let error = refusal(&rig.options("hasty", 0, 1));
             assert!(
-                told.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1"),
-                "{told}"
+                error.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1"),
+                "{error}"
             );
             // A rank whose join times out gets the reason.
             let nobody = format!("127.0.0.1:{}", own_port());
@@ -324,7 +324,7 @@ fn a_control_connection_that_babbles_harms_nobody() {
             let len = u32::try_from(text.len()).unwrap();
             [&len.to_be_bytes()[..], text.as_bytes()].concat()
         };
-        for words in [
+        for bytes in [
             vec![0; 100],
             vec![0xff; 100],
             json("{}"),
@@ -333,20 +333,20 @@ fn a_control_connection_that_babbles_harms_nobody() {
             json("[[[[[["),
         ] {
             let mut impostor = Impostor::connect(&rig);
-            impostor.babble(&words);
-            assert_eq!(impostor.hear(), None, "{words:?}");
+            impostor.send_bytes(&bytes);
+            assert_eq!(impostor.recv_message(), None, "{bytes:?}");
             check(&client, 1.0);
         }
         // A rank that joins and then sends garbage is lost, as if it had vanished.
         let mut impostor = Impostor::connect(&rig);
         impostor.join(impostor.wish("other", 0, 1));
-        impostor.babble(&json("nonsense"));
+        impostor.send_bytes(&json("nonsense"));
         await_that("its job is gone", || rig.aggregator.jobs() == 1);
         // A rank that joins twice is lost in the same manner.
         let mut impostor = Impostor::connect(&rig);
         let wish = impostor.wish("other", 0, 1);
         impostor.join(wish.clone());
-        impostor.say(&FromWorker::Join(wish));
+        impostor.send_message(&FromWorker::Join(wish));
         await_that("its job is gone", || rig.aggregator.jobs() == 1);
         check(&client, 1.0);
     });
@@ -358,9 +358,9 @@ fn a_rank_is_told_whom_it_waits_for() {
         let rig = Rig::start(|_| {});
         let mut impostor = Impostor::connect(&rig);
         let wish = impostor.wish("job", 1, 3);
-        impostor.say(&FromWorker::Join(wish));
-        let Some(FromAggregator::Waiting { missing, waited_ms }) = impostor.hear() else {
-            panic!("it is told nothing")
+        impostor.send_message(&FromWorker::Join(wish));
+        let Some(FromAggregator::Waiting { missing, waited_ms }) = impostor.recv_message() else {
+            panic!("the aggregator does not report the missing ranks")
         };
         assert_eq!(missing, [0, 2]);
         assert!(waited_ms < 1000, "{waited_ms}");
@@ -370,13 +370,13 @@ fn a_rank_is_told_whom_it_waits_for() {
             Client::connect(&ConnectOptions { join_timeout: short, ..second })
         });
         loop {
-            match impostor.hear() {
+            match impostor.recv_message() {
                 Some(FromAggregator::Waiting { missing, .. }) if missing == [0] => break,
                 Some(FromAggregator::Waiting { missing, .. }) => assert_eq!(missing, [0, 2]),
                 other => panic!("{other:?}"),
             }
         }
-        impostor.say(&FromWorker::Leave { next_op: None });
+        impostor.send_message(&FromWorker::Leave { next_op: None });
         let error = second.join().unwrap().unwrap_err().to_string();
         assert_eq!(error, "after 3 s ranks 0, 1 had not joined");
         await_that("the job is gone", || rig.aggregator.jobs() == 0);
@@ -420,8 +420,8 @@ fn an_aggregator_that_goes_while_ranks_are_missing_is_told_of_with_them() {
             {
                 break;
             }
-            // The call had not arrived yet, or the missing ranks had not been reported yet.
-            // On a busy machine the connection may also break before its end has a reason.
+            // The call had not arrived yet, or the missing ranks had not been reported yet. On a
+            // busy machine the connection may also break before the aggregator gives a reason.
             let is_early = error.starts_with("no answer from ")
                 || error.contains("the aggregator closed the connection");
             assert!(is_early, "{error}");

@@ -1,4 +1,4 @@
-//! End-to-end tests of racksum over real sockets, one module a subject.
+//! End-to-end tests of racksum over real sockets, one module per subject.
 //!
 //! An aggregator and its ranks run in threads of the test. `rig` starts them, `oracle` computes the
 //! expected bits, and `impostor` is a rank that a test controls. Tests that need processes or

@@ -21,10 +21,12 @@ fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
     client.reduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32)).map(|_| ())
 }
 
-/// Returns how many milliseconds after its limit an op gave up; panics if it was before.
+/// Returns how many milliseconds after its limit an op gave up; panics if it gave up before its
+/// limit.
 fn past(limit: Duration, ms: u64) -> u64 {
     let limit = u64::try_from(limit.as_millis()).unwrap();
-    ms.checked_sub(limit).unwrap_or_else(|| panic!("after {ms} ms of {limit}"))
+    ms.checked_sub(limit)
+        .unwrap_or_else(|| panic!("gave up after {ms} ms, before the limit of {limit} ms"))
 }
 
 #[test]
@@ -43,7 +45,7 @@ fn ranks_that_do_not_join_are_named() {
             for (error, ms) in refusals {
                 let sentence = error.to_string();
                 let ConnectError::Incomplete { missing, .. } = error else { return Err(sentence) };
-                time("a join gives up after its time", past(limit, ms), 2_500);
+                time("a join gives up after its timeout", past(limit, ms), 2_500);
                 // The other rank may have given up a moment earlier.
                 assert!(missing.starts_with(&[1]) || missing.starts_with(&[0, 1]), "{sentence}");
                 assert!(missing.ends_with(&[3]), "{sentence}");
@@ -94,11 +96,12 @@ fn an_op_that_rank_1_does_not_call(
         let error = called.unwrap_err();
         let sentence = error.to_string();
         let Error::Op(OpError::Timeout { missing, .. }) = error else { panic!("{sentence}") };
-        // On a busy machine no rank has had the time to be silent, or to call.
+        // On a busy machine, the limit may pass before a rank has been silent for long, or has
+        // called the op.
         if missing.iter().all(|(_, silent)| silent.as_millis() < 200) {
             return Err(sentence);
         }
-        time("an op gives up after its time", past(limit, ms), 1_800);
+        time("an op gives up after its timeout", past(limit, ms), 1_800);
         let [(Rank(1), silent)] = missing[..] else { panic!("{sentence}") };
         assert!(silent.as_millis() >= 200, "{sentence}");
         assert!(sentence.contains("waiting for rank 1 (silent for "), "{sentence}");
@@ -123,8 +126,8 @@ fn a_rank_that_left_is_named_by_an_op_that_needs_it_long_before_its_timeout() {
                         let (error, ms) = timed(|| sum_of(client, elements).unwrap_err());
                         let (ranks, why) = (vec![Rank(1)], Loss::Left);
                         assert_eq!(error, Error::Op(OpError::PeerLost { ranks, why }));
-                        let told = "lost rank 1: it left the job, and this op needs it";
-                        assert_eq!(error.to_string(), told);
+                        let expected = "lost rank 1: it left the job, and this op needs it";
+                        assert_eq!(error.to_string(), expected);
                         time("a rank that left is named", ms, 3_000);
                     }
                 },
@@ -139,7 +142,7 @@ fn ranks_may_leave_as_soon_as_they_have_what_they_need() {
     bounded(60, || {
         let seed = seed(71);
         let rig = Rig::start(|config| config.shards = 2);
-        // The last rank to leave still asks for missing results and gets them.
+        // The last rank to leave still requests missing results and gets them.
         for round in 0..20 {
             let faults = Faults { drop: 0.1, duplicate: 0.0, reorder: 0.0, seed: seed + round };
             rig.ranks(
@@ -182,7 +185,7 @@ fn a_rank_that_vanishes_fails_the_ops_of_the_others_at_once() {
             impostor.vanish();
         });
         rig.await_peace();
-        // The job's name is free for its next generation.
+        // The job's name is free again.
         let sums = rig.ranks("lost", 2, |_| {}, |client, _| sum_of(client, 10));
         assert!(sums.iter().all(Result::is_ok));
     });

@@ -16,7 +16,7 @@ const WORLD: u16 = 3;
 /// An op of the mixture.
 struct Op {
     descriptor: Descriptor,
-    /// A rank with a different descriptor, and the descriptor.
+    /// A rank that calls the op with a different descriptor, and that descriptor.
     odd: Option<(u16, Descriptor)>,
     inputs: Vec<Vec<u8>>,
     expected: Expected,
@@ -85,7 +85,7 @@ impl Op {
             (Ok(right), None) => assert!(right, "{what}: {descriptor}: wrong sums"),
             (Err(Error::Op(OpError::Mismatch { .. })), Some(_)) => {}
             (Err(error), _) => panic!("{what}: {descriptor}: {error}"),
-            (Ok(_), Some(_)) => panic!("{what}: {descriptor}: no disagreement"),
+            (Ok(_), Some(_)) => panic!("{what}: {descriptor}: no mismatch"),
         }
     }
 }
@@ -93,7 +93,7 @@ impl Op {
 enum Running {
     Whole(Handle<Vec<u8>>),
     List(Handle<Blocks>),
-    /// The submit failed, because the ranks could not agree on exponents.
+    /// `submit` failed, because the ranks could not agree on exponents.
     Failed(Error),
 }
 
@@ -114,7 +114,7 @@ fn run(seed: u64, shape: &Shape) {
     let share = [0.0, 0.01, 0.05][usize::try_from(random.below(3)).unwrap()];
     let pool_slots = [0, 2, 7][usize::try_from(random.below(3)).unwrap()];
     let auth = DataAuth::ALL[usize::try_from(random.below(3)).unwrap()];
-    // Datagrams carry whole windows, or few blocks.
+    // A datagram carries a whole window, or few blocks if the MTU is 1500.
     let mtu = [None, Some(1500)][usize::try_from(random.below(2)).unwrap()];
     let faults = Faults { drop: share, duplicate: share, reorder: share, seed };
     let ops: Vec<_> = (0..40).map(|_| Op::draw(&mut random, lanes, &shape.place())).collect();

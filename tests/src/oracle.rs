@@ -1,7 +1,7 @@
 //! Expected results of reductions. They follow the definition of the arithmetic, block by block and
 //! rank by rank, without windows, fragments, kernels or packets.
 
-use racksum_proto::arith::{self, Fold};
+use racksum_proto::arith::{self, FoldTerms};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 
@@ -13,7 +13,7 @@ pub(crate) struct Expected {
     pub(crate) tensor: Vec<u8>,
     /// Whether a block holds a value that the wire type cannot carry, so that the op fails.
     pub(crate) overflows: bool,
-    /// The blocks that some rank holds.
+    /// The indices of the blocks that are non-zero at some rank.
     pub(crate) union: Vec<u32>,
 }
 
@@ -109,7 +109,7 @@ fn fold(
         return None;
     }
     let world = u32::try_from(blocks.len()).unwrap();
-    let fold = Fold { world, absent: parts.len() < places.len() };
+    let fold = FoldTerms { world, absent: parts.len() < places.len() };
     let Descriptor { wire, reduction, .. } =
         if is_root { *descriptor } else { descriptor.of_partial_sum() };
     let mut folded = vec![0; wire.block_len(elements)];
@@ -133,8 +133,8 @@ pub(crate) fn kinds() -> Vec<Descriptor> {
     kinds
 }
 
-/// Returns the largest error of a floating-point result against a reduction in f64, as a share of
-/// the error that its type and the wire type allow. The inputs must be finite.
+/// Returns the largest error of a floating-point result against a reduction in f64, as a multiple
+/// of the error that the dtype and the wire type allow. The inputs must be finite.
 pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) -> f64 {
     let Descriptor { dtype, wire, reduction, .. } = *descriptor;
     let world = inputs.len() as f64;
@@ -162,7 +162,7 @@ pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) 
             let coarse = match wire {
                 // The error is one quantum of the scale at each rank, and one for the sum.
                 WireType::Int8 => 2.0 * greatest / 127.0,
-                // The ranks share 31 bits.
+                // The sum of all ranks must fit 31 bits, which limits the precision of each.
                 WireType::Fixed32 => 2.0 * world * greatest / f64::from(1 << 30),
                 _ => 0.0,
             };

@@ -1,17 +1,19 @@
-//! Ports that a test can bind more than once. The tests of the program share this file.
+//! Ports that a test can bind more than once. The CLI's tests (`cli/tests/cli`) include this file
+//! too.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// First port of the range. It lies below the ephemeral ports, so that the system gives none of
-/// them away while a server restarts.
+/// First port of the range. The range lies below the ephemeral ports, so that the system assigns
+/// none of its ports while a server restarts.
 const FIRST: u32 = 12_000;
 const BLOCKS: u32 = 2_500;
-/// Ports of one server: its control plane, and its shards after it.
+/// Number of ports of one server: one for its control plane, and the next ones for its shards.
 const BLOCK: u16 = 8;
 
-/// Returns the first of some ports that no other test uses.
+/// Reserves [`BLOCK`] consecutive free ports, which no other test of this process gets, and returns
+/// the first.
 pub(crate) fn own_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     // Tests in several processes start at different blocks.
@@ -24,5 +26,5 @@ pub(crate) fn own_port() -> u16 {
         .map(|_| (first + NEXT.fetch_add(1, Relaxed)) % BLOCKS * u32::from(BLOCK) + FIRST)
         .filter_map(|port| u16::try_from(port).ok())
         .find(is_free)
-        .expect("no ports are free")
+        .expect("the range has no block of free ports")
 }

@@ -16,8 +16,8 @@ use crate::rig::{Rig, in_a_process_of_its_own};
 use crate::waiters::{Waiters, gather};
 use crate::waits::{await_that, timed};
 
-/// Size of the crowd: more than the limit on connections without a rank, and about the limit of the
-/// addresses.
+/// Number of ranks in the crowd: more than the number of callers that may be connected without
+/// having joined, and almost as many as may wait from the crowd's two addresses.
 const CROWD: usize = 2000;
 
 fn reduce(client: &Client) {
@@ -51,15 +51,15 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
         drop(first);
         let ((), ms) = timed(|| reduce(&moving));
         time("a job fails over beside a crowd that waits", ms, 3_000);
-        // After this, there is room for two ranks.
+        // This frees three places, so one two-rank job of the crowd fits.
         drop((moving, there));
-        await_that("one of the crowd has its turn", || crowded.aggregator.jobs() == 1);
+        await_that("a job of the crowd gets room", || crowded.aggregator.jobs() == 1);
         crowd.leave();
     });
 }
 
-/// Connects until the whole crowd waits or some are refused. On a busy host a slow handshake times
-/// out, and the ranks connect again.
+/// Connects ranks until the whole crowd waits, or the aggregator refuses some. On a busy host, slow
+/// handshakes time out, and their ranks connect again.
 async fn gather_all(at: SocketAddr, from: &[IpAddr]) -> Waiters {
     let mut crowd = Waiters::default();
     for round in 0..10 {
@@ -76,7 +76,7 @@ async fn gather_all(at: SocketAddr, from: &[IpAddr]) -> Waiters {
     crowd
 }
 
-/// A thread with jobs of two ranks that wait for room.
+/// A thread in which jobs of two ranks each wait for room.
 struct Crowd {
     over: oneshot::Sender<()>,
     thread: JoinHandle<()>,
@@ -85,14 +85,14 @@ struct Crowd {
 impl Crowd {
     fn gather(at: SocketAddr) -> Self {
         let (over, is_over) = oneshot::channel::<()>();
-        let (tell, gathered) = channel();
+        let (sender, gathered) = channel();
         let thread = std::thread::spawn(move || {
             let runtime =
                 tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 let from = [1, 2].map(|last| IpAddr::from([127, 0, 0, last]));
                 let crowd = gather_all(at, &from).await;
-                tell.send((crowd.waiting.len(), crowd.refused.clone())).unwrap();
+                sender.send((crowd.waiting.len(), crowd.refused.clone())).unwrap();
                 drop(is_over.await);
             });
         });

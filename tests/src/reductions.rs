@@ -30,7 +30,7 @@ impl Case {
         case.expected = reduce(&descriptor, &inputs);
         if descriptor.dtype.is_float() && values != Values::Special {
             let error = oracle::error(&descriptor, &inputs, &case.expected.tensor);
-            assert!(error <= 1.0, "{descriptor}: {error} of the error that is allowed");
+            assert!(error <= 1.0, "{descriptor}: the error is {error} times the limit");
         }
         case
     }
@@ -67,13 +67,13 @@ impl Case {
     }
 }
 
-/// Returns lengths whose last block or window has one element, or lacks one.
+/// Returns lengths whose last block or window has only one element, or lacks one.
 fn lengths(block: u64) -> [u64; 5] {
     [1, block - 1, block + 1, 64 * block + 1, 60 * 256 + 1]
 }
 
-/// Returns all cases for a world. Lengths rotate through blocks and values, so that every
-/// combination occurs.
+/// Returns all cases for a job of `world` ranks, `lengths_each` lengths for each kind of op. Block
+/// sizes and lengths rotate over the kinds, so that every combination of the two occurs.
 fn cases(world: u16, lengths_each: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     let seed = seed(u64::from(world));
@@ -81,7 +81,7 @@ fn cases(world: u16, lengths_each: usize) -> Vec<Case> {
         for j in 0..lengths_each {
             let block = [256, 32, 1024, 256][(i + j) % 4];
             let descriptor = kind.with_block(block).unwrap();
-            // A window of 1024-element blocks has at most 30 of them.
+            // Shorten the longest case, which has 64 blocks of 1024 elements, to save time.
             let length = lengths(block as u64)[(i + 2 * j) % 5].min(20_000);
             let descriptor = Descriptor { elements: length, ..descriptor };
             let number = cases.len() as u64;
@@ -261,7 +261,7 @@ fn a_tensor_without_elements_is_reduced() {
 
 #[test]
 fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
-    // I3 allows 6 % and a datagram.
+    // I3 allows a surplus of 6 % and one datagram.
     bounded(30, || {
         let rig = Rig::start(|_| {});
         let (world, elements) = (3, 60 * 256 * 20 + 5);
@@ -284,7 +284,8 @@ fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
                     let after = client.stats();
                     let tx = (after.tx_bytes - before.tx_bytes) as f64;
                     let rx = (after.rx_bytes - before.rx_bytes) as f64;
-                    // Recovery costs bytes, and on a starved machine ranks ask again.
+                    // Recovery costs bytes, and on a busy machine ranks send nacks even without
+                    // loss.
                     let recovery = |stats: &Stats| stats.retransmits + stats.asks;
                     if recovery(&after) == recovery(&before) {
                         assert!(tx <= len_of(own), "{tx} bytes for {own} blocks");
@@ -295,7 +296,7 @@ fn a_rank_sends_its_own_bytes_and_receives_the_unions_and_little_else() {
                 undisturbed
             },
         );
-        assert!(undisturbed.iter().sum::<u32>() > 0, "a rank in trouble all the time");
+        assert!(undisturbed.iter().sum::<u32>() > 0, "every op of every rank needed recovery");
     });
 }
 

@@ -58,7 +58,8 @@ fn ranks_leave_between_ops_and_come_back_as_often_as_they_like() {
                             sum(&client, 1);
                             sum(&client, 200_000);
                             between.wait();
-                            // Each of the two ranks leaves in turn, and in the end both.
+                            // In each life, rank 2 leaves together with rank 0 or rank 1, in turn.
+                            // In the last life, ranks 0 and 1 leave.
                             if [life % 2, 2 - life / 4].contains(&u32::from(rank)) {
                                 drop(client);
                                 let options = ConnectOptions { rejoin: true, ..options.clone() };

@@ -17,7 +17,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// Starts a small aggregator that unicasts, with the settings that `change` changes.
+    /// Starts a small aggregator that unicasts. `change` may change its settings.
     pub(crate) fn start(change: impl FnOnce(&mut Config)) -> Self {
         let mut config =
             Config { port: 0, pool_mib: 64, fanout: Fanout::Unicast, ..Config::default() };
@@ -87,9 +87,9 @@ pub(crate) struct Tree {
 /// The shape of a tree.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
-    /// Parent of each aggregator but the root, by index. The root is aggregator 0.
+    /// Index of the parent of each aggregator except the root, which is aggregator 0.
     pub(crate) parents: Vec<usize>,
-    /// Aggregator of each rank, by index.
+    /// Index of each rank's aggregator.
     pub(crate) at: Vec<usize>,
 }
 
@@ -190,8 +190,8 @@ pub(crate) fn in_a_process_of_its_own(name: &str, test: impl FnOnce() + Send + '
     assert!(ended.status.success() && out.contains("1 passed"), "{}", ended.status);
 }
 
-/// Tries something with time limits that double from the first, as long as the attempt reports that
-/// its limit was too short. On a busy machine, a short limit may pass before the threads have run.
+/// Repeats an attempt with time limits that double from the first, as long as the attempt reports
+/// that its limit was too short. On a busy machine, a short limit may pass before the threads run.
 pub(crate) fn with_limits<T>(
     first: Duration,
     mut attempt: impl FnMut(Duration) -> Result<T, String>,
@@ -200,7 +200,7 @@ pub(crate) fn with_limits<T>(
     loop {
         match attempt(limit) {
             Ok(done) => return done,
-            Err(why) => assert!(limit < first * 64, "in {limit:?}: {why}"),
+            Err(why) => assert!(limit < first * 64, "gave up at a limit of {limit:?}: {why}"),
         }
         limit *= 2;
     }

@@ -35,7 +35,7 @@ fn sealer(welcome: &Welcome) -> Sealer {
     Sealer::of_rank(welcome.data_auth, &welcome.keys.unwrap(), Rank(0), 0).unwrap()
 }
 
-/// Returns the header of an acknowledgement of rank 0, unsealed.
+/// Returns the header of an acknowledgement by rank 0, unsealed.
 fn ack(welcome: &Welcome) -> Header {
     header(welcome.job, Generation(0), Rank(0))
 }
@@ -56,17 +56,17 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
             let keys = welcome.keys.unwrap();
             let guessed = Keys { up: Key([7; Key::LEN]), ..keys };
             let mut wrong_key = Sealer::of_rank(auth, &guessed, Rank(0), 0).unwrap();
-            // A datagram of the aggregator that comes back to it.
+            // The shard's own sealer, as if an attacker sent the shard's datagrams back to it.
             let mut reflected = Sealer::of_shard(auth, &keys.down, 0).unwrap();
             let mut other_shard = Sealer::of_rank(auth, &keys, Rank(0), 1).unwrap();
-            // New sequence numbers make the aggregator check the tag.
+            // Use up sequence numbers: the aggregator checks the tag only if the number is new.
             for sealer in [&mut wrong_key, &mut reflected, &mut other_shard] {
                 (0..99).for_each(|_| drop(sealed(sealer, &plain)));
             }
             let spoofed = Header { sender: Rank(1), ..ack(&welcome) };
             // An unsealed datagram's generation would pass as a new sequence number.
             let bare = datagram(&Header { generation: Generation(999), ..ack(&welcome) }, &[]);
-            let told = [
+            let datagrams = [
                 (Reject::Forged, bare),
                 (Reject::Forged, plain[..47].to_vec()),
                 (Reject::Forged, changed),
@@ -80,7 +80,7 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
             impostor.send(0, &genuine);
             disturbed(&rig, || {
                 for _ in 0..10 {
-                    told.iter().for_each(|(_, datagram)| impostor.send(0, datagram));
+                    datagrams.iter().for_each(|(_, datagram)| impostor.send(0, datagram));
                     // wire: W-60
                     let both = [&plain[..], &datagram(&spoofed, &[])].concat();
                     impostor.send(0, &sealed(&mut own, &both));
@@ -88,10 +88,11 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
                 for (reason, more) in
                     [(Reject::Forged, 0), (Reject::Replayed, 0), (Reject::Sender, 10)]
                 {
-                    // A datagram that is shorter than a header belongs to no job.
+                    // Exclude a datagram shorter than a header: it belongs to no job, so it does
+                    // not count as forged.
                     let of = |it: &&(Reject, Vec<u8>)| it.0 == reason && it.1.len() >= Header::LEN;
-                    let due = more + 10 * told.iter().filter(of).count() as u64;
-                    let what = format!("{due} rejected for {reason:?}, {auth}");
+                    let due = more + 10 * datagrams.iter().filter(of).count() as u64;
+                    let what = format!("{due} datagrams are rejected for {reason:?}, {auth}");
                     rig.await_stats(&what, |_| rig.rejects().of(reason) >= due);
                 }
                 impostor.vanish();
@@ -101,7 +102,7 @@ fn what_is_forged_replayed_or_spoofed_is_counted_and_changes_nothing() {
 }
 
 /// Returns how many datagrams arrive before 300 ms of silence.
-fn heard(impostor: &Impostor) -> usize {
+fn count_received(impostor: &Impostor) -> usize {
     impostor.socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     let mut datagram = [0; 2048];
     std::iter::from_fn(|| impostor.socket.recv(&mut datagram).ok()).count()
@@ -114,27 +115,27 @@ fn a_question_that_a_stranger_repeats_is_answered_once() {
         let mut impostor = Impostor::connect(&rig);
         let welcome = impostor.join(impostor.wish("own", 0, 1));
         let mut own = sealer(&welcome);
-        let mut say = |header: Header, body: &[u8]| {
-            let said = sealed(&mut own, &datagram(&header, body));
-            impostor.send(0, &said);
-            said
+        let mut send = |header: Header, body: &[u8]| {
+            let bytes = sealed(&mut own, &datagram(&header, body));
+            impostor.send(0, &bytes);
+            bytes
         };
         let mut descriptor = [0; Descriptor::LEN];
         Descriptor::sum(4, DType::F32).encode(&mut descriptor);
         // The op's first and only window, which the rank will send.
         let rest = [u32::MAX.to_be_bytes(), 1_u32.to_be_bytes(), [0; 4], 1_u32.to_be_bytes()];
         let open = [&descriptor[..], &rest.concat()].concat();
-        say(Header { kind: Kind::Open, ..ack(&welcome) }, &open);
-        say(Header { kind: Kind::Data, mask: 1, ..ack(&welcome) }, &[0x3f; 16]);
-        assert!(heard(&impostor) > 0, "the sum");
+        send(Header { kind: Kind::Open, ..ack(&welcome) }, &open);
+        send(Header { kind: Kind::Data, mask: 1, ..ack(&welcome) }, &[0x3f; 16]);
+        assert!(count_received(&impostor) > 0, "the sum must arrive");
         let mut entry = [0; 64];
         let lacks = NackEntry { window: WindowId::new(OpId(0), 0), fragments: u64::MAX };
         let len = NackEntries::encode(std::iter::once(lacks), &mut entry);
-        let question = say(Header { kind: Kind::Nack, ..ack(&welcome) }, &entry[..len]);
-        assert!(heard(&impostor) > 0, "the sum again");
+        let question = send(Header { kind: Kind::Nack, ..ack(&welcome) }, &entry[..len]);
+        assert!(count_received(&impostor) > 0, "the sum must arrive again");
         (0..20).for_each(|_| impostor.send(0, &question));
-        assert_eq!(heard(&impostor), 0, "a stranger's copies");
-        rig.await_stats("they are counted", |_| rig.rejects().of(Reject::Replayed) == 20);
+        assert_eq!(count_received(&impostor), 0, "copies must get no answer");
+        rig.await_stats("the copies are counted", |_| rig.rejects().of(Reject::Replayed) == 20);
         impostor.vanish();
     });
 }

@@ -1,4 +1,4 @@
-//! Hosts whose ranks use sidecars, and a job of several hosts that goes on at a standby.
+//! Hosts whose ranks use sidecars, and a job of several hosts that continues at a standby.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -86,8 +86,8 @@ fn descriptors() -> [Descriptor; 6] {
     ]
 }
 
-/// Returns the operands of a rank: of each kind a tensor and a list of its blocks, and one operand
-/// that is a tensor at some ranks and a list at others.
+/// Returns the operands of a rank: for each descriptor a tensor, a list of some of its blocks, and
+/// an operand that is a tensor at some ranks and a list at others.
 fn operands(rank: u16, seed: u64) -> Vec<(Operand, Descriptor)> {
     let each = (0..).zip(descriptors()).flat_map(|(i, descriptor)| {
         let block = descriptor.block_elements();
@@ -128,12 +128,12 @@ fn bytes(operand: Operand) -> Vec<u8> {
         Operand::Blocks(Blocks { indices, values }) => {
             indices.into_iter().flat_map(u32::to_ne_bytes).chain(values).collect()
         }
-        Operand::Region(_) => unreachable!("tensors were handed over"),
+        Operand::Region(_) => unreachable!("no operand is a region"),
     }
 }
 
-/// Runs all ranks of a job for some rounds, and checks that all rounds have the bits of the first.
-/// Returns the results of each rank.
+/// Runs all ranks of a job for some rounds, and checks that every round has the same bits as the
+/// first. Returns the results of each rank.
 fn run(
     options: &ConnectOptions,
     rounds: usize,
@@ -154,7 +154,7 @@ fn run(
                     if first.is_empty() {
                         first = reduced;
                     } else {
-                        assert!(reduced == first, "rank {rank}, round {round}: other bits");
+                        assert!(reduced == first, "rank {rank}, round {round}: wrong bits");
                     }
                 }
                 first
@@ -175,7 +175,10 @@ fn a_job_of_hosts_goes_on_at_standbys_with_the_same_bits() {
         for kind in 0..descriptors().len() {
             let of = |rank: usize, form: usize| &undisturbed[rank][3 * kind + form];
             assert!((1..6).all(|rank| of(rank, 0) == of(0, 0) && of(rank, 1) == of(0, 1)));
-            assert!((2..6).all(|rank| of(rank, 2) == of(rank % 2, 2)), "as tensors, as lists");
+            assert!(
+                (2..6).all(|rank| of(rank, 2) == of(rank % 2, 2)),
+                "ranks of equal parity must agree"
+            );
         }
         let rigs = [1, 2, 1, 3].map(|shards| Rig::start(|config| config.shards = shards));
         let addr = |rig: &Rig| vec![rig.aggregator.addr().to_string()];
@@ -193,8 +196,8 @@ fn a_job_of_hosts_goes_on_at_standbys_with_the_same_bits() {
     });
 }
 
-/// Returns blocks of which many are zero, of either sign, and many cancel on one host or between
-/// hosts.
+/// Returns blocks with many zeroes of either sign, and with many values that cancel on one host or
+/// between hosts.
 fn cancelling(rank: u16, round: u64) -> Vec<u8> {
     let value = |block: u64, element: u64| {
         let mut state = seed(94) ^ round << 32 ^ block << 8 ^ u64::from(rank);
@@ -254,7 +257,7 @@ fn what_cancels_on_a_host_has_the_bits_that_it_has_without_sidecars() {
         let beside = reduce_cancelling(&hosts, &options);
         for (rank, (direct, beside)) in direct.iter().zip(&beside).enumerate() {
             for (nth, (direct, beside)) in direct.iter().zip(beside).enumerate() {
-                assert!(direct == beside, "rank {rank}, op {nth}: other bits");
+                assert!(direct == beside, "rank {rank}, op {nth}: wrong bits");
             }
         }
     });
@@ -366,7 +369,7 @@ fn a_rank_that_calls_late_hears_of_the_first_loss_and_not_only_of_those_that_lef
                 });
             }
         });
-        // The ranks of the first host have left because of the lost rank.
+        // Wait until the ranks of the first host have left because of the lost rank.
         await_that("the first host has left", || {
             !Impostor::connect(&rig).status().contains(r#""rank":0,"#)
         });
@@ -393,9 +396,9 @@ fn ranks_of_a_host_whose_aggregator_is_gone_are_told_so() {
                     drop(rig.lock().unwrap().take());
                     let mut errors = std::iter::repeat_with(|| reduce(&member, one()));
                     let error = errors.find_map(Result::err).unwrap();
-                    let told = error.to_string();
+                    let text = error.to_string();
                     let gone = format!("the aggregator {} is gone", options.aggregators[0]);
-                    assert!(told.contains(&gone), "rank {rank}: {told}");
+                    assert!(text.contains(&gone), "rank {rank}: {text}");
                     let typed = matches!(error, Error::Op(OpError::NoAggregator { .. }));
                     assert_eq!(typed, rank != 3, "rank {rank}: {error:?}");
                 });
@@ -412,20 +415,20 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
         let rig = Rig::start(|_| {});
         let options = ConnectOptions { op_timeout: TIMEOUT, ..rig.options("late", 0, 3) };
         let host = Host::start("late", options.clone());
-        // This host calls no op.
+        // The third rank, on another host, calls no op.
         let (ranks, _third) = two_and_one(&host, &options);
         let first = one_of(&ranks[0]);
         std::thread::sleep(3 * TIMEOUT / 4);
         drop(one_of(&ranks[1]));
-        assert!(first.ends_within(TIMEOUT / 2), "it has more time");
+        assert!(first.ends_within(TIMEOUT / 2), "the op must end at its timeout");
         let error = first.wait().unwrap_err();
         let Error::Op(OpError::Timeout { missing, after, .. }) = error else { panic!("{error}") };
         assert_eq!(missing[0].0, Rank(2));
-        assert!(after.as_millis() >= 12_000, "{after:?} of its time");
+        assert!(after.as_millis() >= 12_000, "the op ended after {after:?}");
     });
 }
 
-/// Connects two ranks beside a sidecar, and one without.
+/// Connects two ranks through a sidecar, and one rank without it.
 fn two_and_one(host: &Host, options: &ConnectOptions) -> ([Client; 2], Client) {
     let of = |rank| ConnectOptions { rank, ..options.clone() };
     let all = [host.options(of(0), 2), host.options(of(1), 2), of(2)];
@@ -487,7 +490,8 @@ fn what_a_rank_that_has_closed_makes_of_its_memory_is_no_sum_of_others() {
             std::thread::yield_now();
         }
         first.close();
-        // The call comes later than the sidecar waits for ranks that have not called the op.
+        // The third rank calls after the sidecar has stopped waiting for ranks that have not called
+        // the op.
         let error = third.reduce(&mut ones.clone(), descriptor).unwrap_err();
         assert!(error.to_string().contains("lost rank 0"), "{error}");
         for handle in handles {
@@ -514,7 +518,7 @@ fn a_rank_that_closes_has_its_memory_to_itself() {
                 let mut one = 1_i32.to_le_bytes();
                 third.reduce(&mut one, Descriptor::sum(1, DType::I32)).unwrap();
             });
-            // `close` returns only after the op has ended, which waits for the third rank.
+            // `close` returns only after the op has ended, and the op waits for the third rank.
             first.close();
         });
         for handle in handles {

@@ -23,7 +23,7 @@ fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {
     let one = || floats((0..elements).map(|i| (i % 11) as f32));
     let sum = floats((0..elements).map(|i| (i % 11) as f32 * world));
     loop {
-        // The last op sums the stop flags, so that all ranks stop after the same op.
+        // The second op of each round sums the stop flags, so that all ranks stop together.
         let mut tensor = one();
         client.reduce(&mut tensor, Descriptor::sum(elements, DType::F32)).unwrap();
         assert!(tensor == sum, "a stranger changed a sum");
@@ -36,14 +36,14 @@ fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {
     }
 }
 
-/// Runs a job of three ranks while `disturb` runs.
+/// Runs a job of three ranks, and `disturb` meanwhile.
 pub(crate) fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
     let (done, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let job = scope.spawn(|| {
             rig.ranks("victim", 3, |_| {}, |client, _| work(client, 3.0, &done, &stop));
         });
-        // A panic in `disturb` must not leave the job running for ever.
+        // A panic in `disturb` must not leave the job running forever.
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             await_that("the job runs", || done.load(Ordering::Relaxed) > 0);
             disturb();
@@ -110,7 +110,7 @@ fn noise_at_every_port_of_an_aggregator_is_counted_and_changes_nothing() {
             }
         });
         let rejects = rig.rejects();
-        // Some datagrams of a flood are lost.
+        // Half of the noise suffices, because some datagrams of a flood are lost.
         assert!(rejects.total() > 2 * count / 2, "{rejects:?}; seed {seed}");
         for reason in [Reject::Magic, Reject::Truncated, Reject::Kind] {
             assert!(rejects.of(reason) > 0, "{reason:?}: {rejects:?}; seed {seed}");
@@ -130,7 +130,8 @@ fn a_stranger_who_knows_the_protocol_changes_nothing() {
         let victim = last.wrapping_add(1);
         disturbed(&rig, || {
             let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
-            // The aggregator knows the victim's ranks by their addresses.
+            // The aggregator identifies the victim's ranks by their addresses, and the stranger has
+            // another one.
             for round in 0..300u32 {
                 for sender in [0, 1, 2, 3, u16::MAX] {
                     for job in [0, last, victim, victim.wrapping_add(1)] {
@@ -174,7 +175,7 @@ fn a_rank_of_another_job_changes_nothing_and_each_reason_is_counted() {
         wrong_kind[3] = 99;
         let mut reserved = datagram(&own, &[]);
         reserved[46] = 1;
-        let told = [
+        let datagrams = [
             (Reject::Truncated, datagram(&own, &[])[..47].to_vec()),
             (Reject::Magic, wrong_magic),
             (Reject::Version, wrong_version),
@@ -195,14 +196,14 @@ fn a_rank_of_another_job_changes_nothing_and_each_reason_is_counted() {
         ];
         disturbed(&rig, || {
             for _ in 0..10 {
-                for (_, datagram) in &told {
+                for (_, datagram) in &datagrams {
                     impostor.send(0, datagram);
                 }
                 std::thread::sleep(Duration::from_millis(2));
             }
-            for (reason, _) in &told {
-                let due = 10 * told.iter().filter(|(why, _)| why == reason).count() as u64;
-                let what = format!("{due} rejected for {reason:?}");
+            for (reason, _) in &datagrams {
+                let due = 10 * datagrams.iter().filter(|(why, _)| why == reason).count() as u64;
+                let what = format!("{due} datagrams are rejected for {reason:?}");
                 rig.await_stats(&what, |_| rig.rejects().of(*reason) >= due);
             }
             impostor.vanish();

@@ -1,4 +1,5 @@
-//! Jobs that go on after they lose a rank: the others' sums, and the contributors of each sum.
+//! Jobs that continue after they lose a rank: the sums of the other ranks, and the contributors of
+//! each sum.
 
 use std::sync::Barrier;
 use std::time::Duration;
@@ -42,7 +43,7 @@ fn an_op_that_loses_a_rank_ends_with_the_average_of_the_others() {
                             let (got, ms) = timed(|| average(&client, value, elements));
                             let fives = floats((0..elements).map(|_| 5.0));
                             assert!(got == (fives, vec![Rank(1)]), "{elements}");
-                            time("an op goes on without a lost rank", ms, 3_000);
+                            time("an op continues without a lost rank", ms, 3_000);
                         }
                     });
                 }
@@ -101,7 +102,7 @@ fn whoever_is_left_of_many_goes_on_elsewhere_and_knows_whom_it_lacks() {
                     drained.wait();
                     let ((_, absent), ms) = timed(|| average(&client, 1.0, 1));
                     assert_eq!(absent, (LEFT..WORLD).map(Rank).collect::<Vec<_>>());
-                    time("a job moves that has lost most of its ranks", ms, 5_000);
+                    time("a job that has lost most of its ranks moves", ms, 5_000);
                 });
             }
             drained.wait();
@@ -117,8 +118,8 @@ fn ranks_that_want_different_things_of_a_loss_are_no_job() {
         let rig = Rig::start(|_| {});
         let mut first = Impostor::connect(&rig);
         let wish = first.wish("job", 0, 2);
-        first.say(&FromWorker::Join(wish));
-        assert!(first.hear().is_some());
+        first.send_message(&FromWorker::Join(wish));
+        assert!(first.recv_message().is_some());
         let mut other = Impostor::connect(&rig);
         let wish = Join { on_rank_loss: GO_ON, ..other.wish("job", 1, 2) };
         let why = "job \"job\" was opened with `on_rank_loss` abort, but rank 1 has continue";

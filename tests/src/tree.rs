@@ -52,7 +52,7 @@ fn a_rank_that_leaves_is_named_in_every_rack() {
     bounded(60, || {
         for shards in [1, 3] {
             let tree = Tree::start(&racks(), |config| config.shards = shards);
-            let told = Barrier::new(3);
+            let barrier = Barrier::new(3);
             tree.ranks(
                 "leaves",
                 |_| {},
@@ -61,7 +61,7 @@ fn a_rank_that_leaves_is_named_in_every_rack() {
                     if rank != 3 {
                         let error = until_the_end(client);
                         assert_eq!(lost(&error), (vec![3], Loss::Left), "rank {rank}: {error}");
-                        told.wait();
+                        barrier.wait();
                     }
                 },
             );
@@ -82,7 +82,7 @@ fn the_largest_job_is_summed_through_racks_and_names_whom_it_loses() {
         let racks = parents.len() + 1;
         let at: Vec<_> = (0..usize::from(WORLD)).map(|rank| rank * 7 % racks).collect();
         let tree = Tree::start(&Shape::new(&parents, &at), |_| {});
-        let told = Barrier::new(usize::from(WORLD) - 1);
+        let barrier = Barrier::new(usize::from(WORLD) - 1);
         tree.ranks(
             "largest",
             |_| {},
@@ -91,7 +91,7 @@ fn the_largest_job_is_summed_through_racks_and_names_whom_it_loses() {
                 if rank != WORLD - 1 {
                     let error = until_the_end(client);
                     assert_eq!(lost(&error), (vec![WORLD - 1], Loss::Left), "rank {rank}: {error}");
-                    told.wait();
+                    barrier.wait();
                 }
             },
         );
@@ -188,15 +188,15 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
             );
         }
         tree.await_peace();
-        // One rack joins later than the other, and rank 4 never joins. The root has one timeout for
-        // all.
+        // One rack joins later than the other, and rank 4 never joins. The root's one timeout
+        // covers both racks.
         let tree = Tree::start(&Shape::new(&[0, 0], &[1, 1, 2, 2, 2]), |config| {
             config.join_timeout_s = 3;
         });
         let late = |rank| if rank < 2 { Duration::ZERO } else { Duration::from_secs(2) };
         for (sentence, after) in refusals(&tree, 4, late) {
             assert!(sentence.contains("waited 3 s for rank 4;"), "{sentence}");
-            time("a root tells its racks who is missing after 3 s", after, 5_000);
+            time("a root reports a missing rank to its racks after 3 s", after, 5_000);
         }
         tree.await_peace();
         // The root has no room, and refuses the whole job.
@@ -246,21 +246,24 @@ fn an_aggregator_that_stops_is_lost_with_its_rack_and_the_root_with_all() {
                 drop(rigs.remove(stops));
                 for (rank, ended) in ranks.into_iter().enumerate() {
                     let (error, ms) = ended.join().unwrap();
-                    time("a rack or root that stops is noticed, 0.7 s in", ms, 3_700);
+                    time("a rack or root that stops after 0.7 s is noticed", ms, 3_700);
                     let sentence = error.to_string();
                     let own = if stops == 0 || rank % 2 == 0 {
                         let own = &options[rank].aggregators[0];
                         let what = match stops {
-                            0 => "parent of the aggregator".to_owned(),
-                            _ => format!("aggregator {own}"),
+                            0 => "the aggregator lost its parent".to_owned(),
+                            _ => format!("the aggregator {own} is gone"),
                         };
-                        sentence.contains(&format!("the {what} is gone"))
+                        sentence.contains(&what)
                     } else {
                         false
                     };
-                    let told = || lost(&error) == (vec![0, 2], Loss::Relay);
-                    assert!(own || told(), "rank {rank}: {sentence}");
-                    assert!(sentence.matches("parent").count() <= 1, "it is said once: {sentence}");
+                    let is_reported = || lost(&error) == (vec![0, 2], Loss::Aggregator);
+                    assert!(own || is_reported(), "rank {rank}: {sentence}");
+                    assert!(
+                        sentence.matches("parent").count() <= 1,
+                        "the parent is named twice: {sentence}"
+                    );
                 }
             });
             rigs.iter().for_each(Rig::await_peace);
@@ -295,7 +298,7 @@ fn a_new_generation_of_a_rack_ends_the_one_before_in_all() {
                     assert!(error.contains("a greater generation of the job has begun"), "{error}");
                 });
             }
-            await_that("the first life runs", || {
+            await_that("the first generation runs", || {
                 tree.rigs[0].aggregator.stats()[0].events.folds > 5
             });
             let next = |options: &mut ConnectOptions| options.generation = Generation(1);
@@ -314,12 +317,12 @@ fn what_a_tree_does_not_have_is_refused_with_what_to_do() {
         Client::connect(&options).unwrap_err().to_string()
     };
     let addr = tree.rigs[2].aggregator.addr().to_string();
-    let told = refused(&|options| options.standbys = vec![vec![addr.clone()]]);
-    assert!(told.contains("cannot move to a standby; set one aggregator"), "{told}");
-    let told = refused(&|options| options.on_rank_loss = OnRankLoss::Continue);
-    assert!(told.contains("set `on_rank_loss` to abort"), "{told}");
-    let told = refused(&|options| options.rejoin = true);
-    assert!(told.contains("cannot let a rank rejoin"), "{told}");
+    let error = refused(&|options| options.standbys = vec![vec![addr.clone()]]);
+    assert!(error.contains("cannot move to a standby; set one aggregator"), "{error}");
+    let error = refused(&|options| options.on_rank_loss = OnRankLoss::Continue);
+    assert!(error.contains("set `on_rank_loss` to `abort`"), "{error}");
+    let error = refused(&|options| options.rejoin = true);
+    assert!(error.contains("cannot let a rank rejoin"), "{error}");
     tree.await_peace();
 }
 
@@ -361,11 +364,11 @@ fn a_rank_that_is_started_twice_in_two_racks_costs_the_job_nothing() {
                 scope.spawn(|| {
                     assert_eq!(ones(&Client::connect(&first).unwrap(), 40).unwrap(), [2; 40]);
                 });
-                await_that("rank 0 is there", || tree.rigs[0].aggregator.jobs() == 1);
+                await_that("rank 0 has joined", || tree.rigs[0].aggregator.jobs() == 1);
                 std::thread::sleep(Duration::from_millis(nth));
                 scope.spawn(|| {
                     let error = Client::connect(&again).unwrap_err().to_string();
-                    // If the job is over already, this rank begins another one, which no other rank
+                    // If the job is over already, this rank begins another job, which no other rank
                     // joins.
                     let why =
                         ["already joined", "is running", "is already running", "had not joined"];

@@ -1,6 +1,6 @@
 //! Crowds of ranks that wait for room, as an attacker could use them to keep others out.
 //!
-//! `benches/examples/waiters.rs` makes a program of this.
+//! `benches/examples/waiters.rs` is a program that uses this module.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -10,7 +10,7 @@ use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
 use tokio::task::JoinSet;
 
-/// Timeout of the aggregator's answer to a caller.
+/// Time limit for a caller to connect to the aggregator.
 const PATIENCE: Span = Span::from_secs(20);
 /// Number of joins in progress at a time.
 const AT_ONCE: usize = 16;
@@ -30,8 +30,8 @@ pub(crate) struct Waiters {
     pub(crate) refused: Vec<String>,
 }
 
-/// Makes `count` jobs of one rank each wait for room at an aggregator. Their names begin with
-/// `name`, and they call from these addresses of this host in turn.
+/// Makes `count` jobs of two ranks wait for room at an aggregator; only one rank of each job calls.
+/// The jobs' names begin with `name`, and the calls come from these addresses of this host in turn.
 pub(crate) async fn gather(to: SocketAddr, from: &[IpAddr], name: &str, count: usize) -> Waiters {
     let (mut waiters, mut calls) = (Waiters::default(), JoinSet::new());
     for (number, from) in (0..count).zip(from.iter().copied().cycle()) {
@@ -57,17 +57,17 @@ impl Waiters {
     }
 }
 
-/// Joins a job of one rank, and returns once the rank waits for room.
+/// Joins a job of two ranks as rank 0, and returns once the rank waits for room or for rank 1.
 async fn wait_as(to: SocketAddr, from: IpAddr, job: &str) -> Result<Waiter, String> {
-    let said = |error: &dyn std::fmt::Display| error.to_string();
-    let credentials = Credentials::new(None, true).map_err(|error| said(&error))?;
+    let text = |error: &dyn std::fmt::Display| error.to_string();
+    let credentials = Credentials::new(None, true).map_err(|error| text(&error))?;
     let connection = connect_from(Some(from), to, &credentials, PATIENCE).await;
-    let connection = connection.map_err(|error| said(&error))?;
-    let (mut send, mut recv) = connection.quic().open_bi().await.map_err(|error| said(&error))?;
+    let connection = connection.map_err(|error| text(&error))?;
+    let (mut send, mut recv) = connection.quic().open_bi().await.map_err(|error| text(&error))?;
     let join = FromWorker::Join(wish(job));
-    frames::send(&mut send, &join).await.map_err(|error| said(&error))?;
+    frames::send(&mut send, &join).await.map_err(|error| text(&error))?;
     loop {
-        match frames::recv(&mut recv).await.map_err(|error| said(&error))? {
+        match frames::recv(&mut recv).await.map_err(|error| text(&error))? {
             Some(FromAggregator::Lifeline { .. }) => {}
             Some(FromAggregator::Queued { .. } | FromAggregator::Waiting { .. }) => {
                 return Ok(Waiter { _connection: connection, _streams: (send, recv) });
@@ -97,7 +97,7 @@ fn wish(job: &str) -> Join {
         wait: true,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
-        relays: false,
+        aggregates: false,
         rejoin: false,
         resume: None,
     }

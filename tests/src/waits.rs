@@ -1,18 +1,22 @@
-//! Waits for conditions and measures times. The tests of the program share this file.
+//! Waits for conditions and measures times. The CLI's tests (`cli/tests/cli`) include this file
+//! too.
 
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
 
-/// Factor over a quiet machine's time after which a test counts as hung.
+/// A test counts as hung after this multiple of its time on a quiet machine.
 pub(crate) const BUSY: u64 = 20;
 
-/// Waits for a condition, and panics if it does not come true in time.
+/// Waits for a condition, and panics with `what` if it does not come true in time.
 pub(crate) fn await_that(what: &str, mut done: impl FnMut() -> bool) {
     let clock = Clock::start();
     let start = clock.now();
     while !done() {
-        assert!(clock.now().since(start).as_millis() < 10_000 * BUSY, "in vain: {what}");
+        assert!(
+            clock.now().since(start).as_millis() < 10_000 * BUSY,
+            "timed out waiting until {what}"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -18,31 +18,33 @@ use crate::peer_poll::{Candidate, PeerPoll};
 use crate::route::check_address;
 use crate::span::span;
 
-/// The initial pause before the rank polls a set again where other ranks wait, but which rejected
-/// this rank. Each later pause is twice as long.
+/// How long the rank avoids a set that has rejected it although other ranks wait there. The time
+/// doubles with each further rejection, up to [`LONGEST_SHUN`].
 const FIRST_SHUN: Duration = Duration::from_secs(4);
-/// The maximum of that pause. It exceeds the time for which aggregators wait for moving ranks, so
-/// that they detect lost ranks meanwhile.
+/// The longest time for which the rank avoids a set that keeps rejecting it. This exceeds the time
+/// for which an aggregator waits for the ranks of a moving job, so that the aggregator has detected
+/// any lost rank by then.
 const LONGEST_SHUN: Duration = Duration::from_secs(30);
 /// How long an aggregator that is reachable again may still count a rank as present, and so refuse
 /// it as a duplicate. This is slightly longer than the aggregator may take to detect a lost rank.
 const DOUBLES: Span = Span::from_secs(IDLE_TIMEOUT.as_millis() / 1_000 + 1);
 
-/// The first pause after all aggregators were tried without success, while a rank joins.
+/// The first pause of a joining rank between two rounds of tries.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest pause between such rounds; the pause doubles after each round.
+/// The longest pause of a joining rank between two rounds of tries; the pause doubles after each
+/// round.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
-/// The minimum time for a try. A shorter try would give no useful result.
+/// The minimum time that must be left for another try. A shorter try could hardly succeed.
 const LEAST_TRY: Duration = Duration::from_millis(500);
 
 /// The note about an aggregator that was reachable once and has not answered since.
-const SILENT_SINCE: &str = "; no answer from it since; start it again, or set another";
+const SILENT_SINCE: &str = "; no answer from it since; restart it, or set another aggregator";
 
-/// Rate limit for failed joins: a user of a sidecar may start any number of jobs.
+/// Rate limit for log records of failed joins: a user of a sidecar can start any number of jobs.
 static NOT_JOINED: LogLimit = LogLimit::new(64);
 
-/// A search in progress.
+/// A search for aggregators, in progress.
 #[derive(Debug)]
 pub(crate) struct AggregatorSelector<'a> {
     options: &'a ConnectOptions,
@@ -65,12 +67,13 @@ struct Set<'a> {
     name: String,
     hosts: &'a [String],
     /// The outcome of the tries, as text; `None` before the first try.
-    said: Option<String>,
+    outcome: Option<String>,
     /// The most informative error of the recent tries.
     error: Option<ConnectError>,
     /// The end and the length of the pause during which the rank does not poll this set.
     shunned: Option<(Time, Duration)>,
-    /// When the last try found that a previously reachable aggregator is gone.
+    /// The time at which an aggregator that had once been reachable was last found to be gone or
+    /// unreachable.
     gone_at: Option<Time>,
     /// Whether no aggregator of the set has answered since one was found to be gone.
     is_silent: bool,
@@ -83,7 +86,7 @@ impl<'a> AggregatorSelector<'a> {
         let set = |hosts: &'a Vec<String>| Set {
             name: hosts.join("+"),
             hosts,
-            said: None,
+            outcome: None,
             error: None,
             shunned: None,
             gone_at: None,
@@ -100,9 +103,9 @@ impl<'a> AggregatorSelector<'a> {
         Self { limit: Some(limit), ..self }
     }
 
-    /// Checks that every address is valid, since retries cannot fix it, and that no aggregator is
-    /// named twice. Ranks at an aggregator of two sets could belong to either set, and would wait
-    /// there for each other.
+    /// Checks that every address is valid, since retries cannot fix an invalid one, and that no
+    /// aggregator is listed twice. If two sets shared an aggregator, ranks that join through
+    /// different sets would wait for each other there.
     pub(crate) fn check(&self) -> Result<(), ConnectError> {
         self.sets.iter().flat_map(|set| set.hosts).try_for_each(|host| check_address(host))?;
         let mut seen = BTreeSet::new();
@@ -121,7 +124,7 @@ impl<'a> AggregatorSelector<'a> {
 
     /// Returns whether any set was tried.
     pub(crate) fn has_tried(&self) -> bool {
-        self.sets.iter().any(|set| set.said.is_some())
+        self.sets.iter().any(|set| set.outcome.is_some())
     }
 
     /// Returns the index of the current set.
@@ -136,7 +139,7 @@ impl<'a> AggregatorSelector<'a> {
 
     /// Records the outcome at the current set.
     fn note(&mut self, what: String) {
-        self.sets[self.at].said = Some(what);
+        self.sets[self.at].outcome = Some(what);
     }
 
     /// Describes the outcome at each set.
@@ -154,9 +157,9 @@ impl<'a> AggregatorSelector<'a> {
     fn text_with(&self, instead: impl Fn(usize) -> Option<&'static str>) -> String {
         let each = self.sets.iter().enumerate().map(|(at, set)| {
             let since = if set.is_silent { SILENT_SINCE } else { "" };
-            match (instead(at), &set.said) {
+            match (instead(at), &set.outcome) {
                 (Some(text), _) => format!("{}: {text}", set.name),
-                (None, Some(said)) => format!("{}: {said}{since}", set.name),
+                (None, Some(outcome)) => format!("{}: {outcome}{since}", set.name),
                 (None, None) => format!("{}: not tried", set.name),
             }
         });
@@ -166,19 +169,20 @@ impl<'a> AggregatorSelector<'a> {
     /// Describes the outcome at each tried set except the current one.
     pub(crate) fn text_of_others(&self) -> String {
         let others = self.sets.iter().enumerate().filter(|(at, _)| *at != self.at);
-        let tried = others.filter_map(|(_, set)| Some((&set.name, set.said.as_ref()?)));
-        tried.map(|(name, said)| format!("; {name}: {said}")).collect()
+        let tried = others.filter_map(|(_, set)| Some((&set.name, set.outcome.as_ref()?)));
+        tried.map(|(name, outcome)| format!("; {name}: {outcome}")).collect()
     }
 
-    /// Leaves the current set, where the job was. Rounds then begin at the next set.
+    /// Leaves the current set, where the job ran, and makes the next set current. Later rounds
+    /// begin at the new set.
     pub(crate) fn leave(&mut self, why: String) {
         self.note(why);
         self.at = (self.at + 1) % self.sets.len();
         self.first = self.at;
     }
 
-    /// Joins the job at the current set. All ranks must join within `patience`. Returns `None` if
-    /// others wait at another set, which is then the current one.
+    /// Joins the job at the current set. All ranks must join within `patience`. If other ranks wait
+    /// at another set, makes that set the current one and returns `None`.
     pub(crate) fn join(
         &mut self,
         patience: Duration,
@@ -186,7 +190,7 @@ impl<'a> AggregatorSelector<'a> {
         mailbox: &mut Mailbox,
     ) -> Result<Option<Session>, ConnectError> {
         let options = ConnectOptions { join_timeout: patience, ..self.options.clone() };
-        // A rejoining rank must join where its job runs, so it looks for no other ranks.
+        // A rejoining rank must join where its job runs, so it does not look for other ranks.
         let candidates =
             if options.rejoin && resume.is_none() { Vec::new() } else { self.candidates() };
         let mut peer_poll = PeerPoll::new(&options, resume, self.at, candidates);
@@ -201,8 +205,8 @@ impl<'a> AggregatorSelector<'a> {
                     "moving to the aggregator where other ranks wait"
                 );
                 self.note(format!("left because other ranks waited at {to}"));
-                // Rounds now begin at the new set, so the set that was left is tried again within
-                // the round.
+                // Rounds now begin at the new set, so the set that the rank left is still tried in
+                // the same round.
                 (self.at, self.first) = (place, place);
                 self.goes_to_others = true;
                 Ok(None)
@@ -210,7 +214,7 @@ impl<'a> AggregatorSelector<'a> {
         }
     }
 
-    /// Returns the sets where the rank looks for others.
+    /// Returns the sets where the rank looks for other ranks.
     fn candidates(&self) -> Vec<Candidate> {
         let candidate = |(place, set): (usize, &Set<'_>)| {
             let from = set.shunned.map_or(self.began, |(until, _)| until);
@@ -235,7 +239,7 @@ impl<'a> AggregatorSelector<'a> {
         let next = (self.at + 1) % self.sets.len();
         let is_round_over = next == self.first;
         if let Some(why) = self.keep(error)
-            // The caller reports the error that ends the search.
+            // Do not log an error that ends the search: the caller reports it.
             && !(is_round_over && self.next_try().is_none())
         {
             NOT_JOINED.note(|left_out| {
@@ -251,13 +255,13 @@ impl<'a> AggregatorSelector<'a> {
     fn keep(&mut self, error: ConnectError) -> Option<String> {
         let left = self.limit.map(|limit| limit.saturating_sub(self.waited()));
         let set = &mut self.sets[self.at];
-        if set.error.as_ref().is_some_and(|before| says_more(before, &error)) {
+        if set.error.as_ref().is_some_and(|before| is_more_informative(before, &error)) {
             tracing::debug!(aggregator = set.name, %error, "still cannot join");
             set.is_silent |= set.error.as_ref().is_some_and(ConnectError::is_gone);
             return None;
         }
         let why = match left.filter(|left| error.may_pass() && !left.is_zero()) {
-            // The advice follows only if all tries fail.
+            // Leave out the advice, which is shown only if all tries fail.
             Some(left) => {
                 let (what, left) = (error.without_advice(), left.as_secs_f64().ceil());
                 format!("{what}; retrying for up to {left} s")
@@ -268,10 +272,10 @@ impl<'a> AggregatorSelector<'a> {
             Some(limit) => error.within(limit),
             None => error,
         };
-        let said = error.to_string();
-        let is_news = set.said.as_ref() != Some(&said);
+        let outcome = error.to_string();
+        let is_news = set.outcome.as_ref() != Some(&outcome);
         set.is_silent = false;
-        (set.said, set.error) = (Some(said), Some(error));
+        (set.outcome, set.error) = (Some(outcome), Some(error));
         is_news.then_some(why)
     }
 
@@ -283,8 +287,8 @@ impl<'a> AggregatorSelector<'a> {
         left.filter(|_| self.may_succeed())
     }
 
-    /// Returns whether another round may succeed: an aggregator may answer later, or a returned one
-    /// may only have refused this rank as a duplicate.
+    /// Returns whether another round may succeed: an aggregator may answer later, or one that is
+    /// back may have refused this rank only as a duplicate.
     fn may_succeed(&self) -> bool {
         let is_double = |set: &Set<'_>| {
             let gone_at =
@@ -308,8 +312,8 @@ impl<'a> AggregatorSelector<'a> {
 }
 
 /// Joins a job at the first available set of aggregators. Returns the set's index and the session.
-/// Retries until `join_timeout`, because an aggregator that does not answer, or fails during the
-/// wait for ranks, may be about to start.
+/// Retries until `join_timeout` expires, because an aggregator that does not answer, or fails while
+/// ranks are missing, may soon be back.
 pub(crate) fn join_first(
     options: &ConnectOptions,
     mailbox: &mut Mailbox,
@@ -336,7 +340,7 @@ pub(crate) fn join_first(
                 return Err(ConnectError::NoRoom { why, waited, elsewhere });
             }
             ConnectError::Incomplete { missing, .. } => {
-                let order = "; do all ranks name the same aggregators, in the same order?";
+                let order = "; check that all ranks list the same aggregators in the same order";
                 let elsewhere = match options.standbys.is_empty() {
                     true => elsewhere,
                     false => elsewhere + order,
@@ -357,10 +361,10 @@ pub(crate) fn join_first(
     }
 }
 
-/// Returns whether an earlier error is more informative than a new one, which only reports silence.
-/// The earlier error either had a longer timeout, or shows that an aggregator was reachable and is
-/// gone.
-fn says_more(before: &ConnectError, now: &ConnectError) -> bool {
+/// Returns whether an earlier error is more informative than a new one that only reports silence.
+/// Such an earlier error comes from a try with a longer timeout, or shows that an aggregator was
+/// reachable and is gone.
+fn is_more_informative(before: &ConnectError, now: &ConnectError) -> bool {
     now.is_silence() && (before.is_gone() || before.is_silence())
 }
 

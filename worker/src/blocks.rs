@@ -1,7 +1,7 @@
 //! Sparse input: a list of blocks and their values, which is never expanded to a dense tensor.
 //!
 //! This is OmniReduce's key-value case (Fei et al., SIGCOMM 2021), with blocks as keys. The blocks
-//! may be the rows that an embedding's batch touched, for example. The result has the same form,
+//! may be the rows of an embedding that a batch touched, for example. The result has the same form,
 //! and covers the union of all ranks' blocks.
 
 use std::num::NonZeroU32;
@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use racksum_kernels::codec;
 use racksum_kernels::fold::fold_run;
-use racksum_proto::arith::{ArithError, Fold, MAX_WORLD};
+use racksum_proto::arith::{ArithError, FoldTerms, MAX_WORLD};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::geometry::{Geometry, Packed};
@@ -24,7 +24,7 @@ pub struct Blocks {
     /// The index of each block in the tensor.
     pub indices: Vec<u32>,
     /// The values of each block, in the order of the indices. Every block has the descriptor's
-    /// number of elements; only the tensor's last block may be shorter.
+    /// block size; only the tensor's last block may be shorter.
     pub values: Vec<u8>,
 }
 
@@ -35,8 +35,8 @@ impl Blocks {
         Self { indices, values: as_bytes(values).to_vec() }
     }
 
-    /// Returns the elements of the blocks, block after block. Returns `None` if `T` is not their
-    /// type: the bytes are not a whole number of elements.
+    /// Returns the elements of the blocks, block after block. Returns `None` if the bytes are not a
+    /// whole number of elements of type `T`.
     ///
     /// ```
     /// # use racksum_worker::Blocks;
@@ -58,7 +58,7 @@ pub(crate) struct BlockSet {
     input: Blocks,
     /// Where each window's results are in `values`, in order of arrival.
     arrived: Vec<Arrived>,
-    /// For each window, one more than its index in `arrived`; `None` before it arrives.
+    /// The index of each window in `arrived`, plus one; `None` before sums of the window arrive.
     places: Box<[Option<NonZeroU32>]>,
     /// The sums, up to `used`. The rest is left over from an earlier op.
     values: Vec<u8>,
@@ -74,7 +74,7 @@ struct Arrived {
 }
 
 impl BlockSet {
-    /// Checks and sorts a block list.
+    /// Creates the state of an op from its block list, which it checks and sorts.
     pub(crate) fn new(descriptor: &Descriptor, blocks: Blocks) -> Result<Self, Error> {
         let input = blocks.sorted(descriptor)?;
         let windows = Geometry::new(descriptor).windows() as usize;
@@ -82,14 +82,16 @@ impl BlockSet {
         Ok(Self { input, arrived: Vec::new(), places, values: Vec::new(), used: 0 })
     }
 
-    /// Stores the sums in the memory of an earlier op, which need not be allocated or cleared.
+    /// Uses the memory of an earlier op for the sums, which saves allocating and clearing new
+    /// memory.
     pub(crate) fn reuse(&mut self, memory: Vec<u8>) {
         self.values = memory;
-        // The union holds at least this rank's own blocks, and often few more.
+        // The union holds all blocks of this rank and often only a few others, so room for twice as
+        // many is usually enough.
         self.values.reserve((2 * self.input.values.len()).saturating_sub(self.values.len()));
     }
 
-    /// Returns a mask of the non-zero blocks of each window. Listed blocks may be zero too.
+    /// Returns one mask per window, with a bit set for each listed block that is not zero.
     pub(crate) fn masks(&mut self, descriptor: &Descriptor, geometry: &Geometry) -> Vec<u64> {
         let mut masks = vec![0; geometry.windows() as usize];
         for (index, _) in self.input.nonzero(descriptor) {
@@ -141,7 +143,7 @@ impl BlockSet {
     /// Returns the given bytes of a window's sums. [`Self::expect_window`] must have made room for
     /// them.
     pub(crate) fn sums(&mut self, window: u32, bytes: Range<usize>) -> &mut [u8] {
-        let nth = self.places[window as usize].expect("a window is expected before it is written");
+        let nth = self.places[window as usize].expect("`expect_window` has made room for the sums");
         let start = self.arrived[nth.get() as usize - 1].start;
         &mut self.values[start + bytes.start..start + bytes.end]
     }
@@ -191,7 +193,8 @@ impl Blocks {
         if need != self.values.len() {
             let (have, blocks) = (self.values.len(), self.indices.len());
             return Err(Error::Blocks(format!(
-                "{blocks} blocks of {block} elements need {need} bytes of values, not {have}"
+                "the values have {have} bytes, but the listed blocks need {need} ({blocks} \
+                 listed, {block} elements in a full block)"
             )));
         }
         let is_sorted = self.indices.is_sorted_by(|a, b| a < b);
@@ -226,12 +229,13 @@ pub(crate) struct Listed {
 pub(crate) struct Union {
     /// The entries, sorted by index, then by list.
     listed: Vec<Listed>,
-    /// Where the entries of each index begin in `listed`, and where the last ones end.
+    /// The positions in `listed` at which the entries of each block begin, followed by the length
+    /// of `listed`.
     begins: Vec<usize>,
 }
 
 impl Union {
-    /// Creates the union of entries that come list by list.
+    /// Creates the union of these entries, which must be in the order of their lists.
     pub(crate) fn new(mut listed: Vec<Listed>) -> Self {
         // A stable sort keeps duplicates in the order in which they are listed, and is cheap for
         // lists that are already sorted.
@@ -248,7 +252,7 @@ impl Union {
         self.begins.len() - 1
     }
 
-    /// Returns the entries of the `nth` block of the union, of which there is at least one.
+    /// Returns the entries of the union's `nth` block; there is at least one.
     pub(crate) fn of(&self, nth: usize) -> &[Listed] {
         &self.listed[self.begins[nth]..self.begins[nth + 1]]
     }
@@ -270,17 +274,17 @@ pub(crate) const fn count_of(descriptor: &Descriptor) -> u64 {
     descriptor.elements.div_ceil(descriptor.block_elements() as u64)
 }
 
-/// Returns the bytes of a full block. Only a tensor's last block may be shorter.
+/// Returns the length of a full block in bytes. Only a tensor's last block may be shorter.
 pub(crate) const fn full_len(descriptor: &Descriptor) -> usize {
     descriptor.block_elements() * descriptor.dtype.size()
 }
 
-/// Returns the bytes of the values of several blocks.
+/// Returns the total length of several blocks' values in bytes.
 pub(crate) fn values_len(descriptor: &Descriptor, indices: &[u32]) -> usize {
     indices.iter().map(|index| len_of(descriptor, *index)).sum()
 }
 
-/// Returns the bytes of a block's values.
+/// Returns the length of a block's values in bytes.
 pub(crate) fn len_of(descriptor: &Descriptor, index: u32) -> usize {
     let block = descriptor.block_elements() as u64;
     let left = descriptor.elements - (u64::from(index) * block).min(descriptor.elements);
@@ -336,8 +340,9 @@ fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Result<Blocks, Error> {
     Ok(combined)
 }
 
-/// Combines the values of one block. An average adds them, because one rank listed them all. Fails
-/// only if there are more parts than a fold may have.
+/// Combines the values of one block that is listed several times. Adds them even for an average,
+/// because they all come from the same rank. Fails only if there are more parts than a fold may
+/// have inputs.
 fn sum(
     dtype: DType,
     reduction: Reduction,
@@ -345,6 +350,6 @@ fn sum(
     out: &mut [u8],
 ) -> Result<(), ArithError> {
     let reduction = if reduction == Reduction::Avg { Reduction::Sum } else { reduction };
-    let fold = Fold { world: u32::try_from(parts.len()).unwrap_or(u32::MAX), absent: false };
+    let fold = FoldTerms { world: u32::try_from(parts.len()).unwrap_or(u32::MAX), absent: false };
     fold_run(dtype.native_wire(), reduction, fold, parts, out)
 }

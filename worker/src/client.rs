@@ -16,35 +16,37 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::stats::{SidecarStats, Stats};
 
 use crate::blocks::Blocks;
-use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::sidecar::{self, SIDECAR_TIMEOUT};
 use crate::tensor::{Element, as_bytes_mut, lend};
-use crate::transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
+use crate::transport::{Grant, LentMemory, Reduced, StatsQuery, Transport};
 
 pub use self::connecting::Connecting;
 
-/// A rank of a job. Ops end in any order, but each rank must start the same ops in the same order.
+/// A rank of a job. Ops may end in any order, but all ranks must start the same ops in the same
+/// order.
 ///
 /// The client sends its tensors to aggregators over UDP, or hands them to the sidecar of its host
-/// through shared memory, as [`ConnectOptions::aggregators`] says. Its methods are the same for
-/// both.
+/// through shared memory, depending on [`ConnectOptions::aggregators`]. Its methods are the same
+/// for both.
 #[derive(Debug)]
 pub struct Client {
     transport: Arc<dyn Transport>,
 }
 
-/// An op in flight. If the handle is dropped, the op goes on, since the other ranks need it. Its
-/// operand is then freed once the op ends.
+/// An op in flight. If the handle is dropped, the op continues, since the other ranks need it, and
+/// frees its operand when it ends.
 #[derive(Debug)]
-#[must_use = "an op's result is had by waiting for it"]
+#[must_use = "call `wait` or await the handle to get the op's result"]
 pub struct Handle<T> {
     pub(crate) op: OpId,
-    /// The reference is weak, because a closed client has no ops.
+    /// A weak reference, because a handle need not keep its client alive: a closed client has no
+    /// ops.
     transport: Weak<dyn Transport>,
     result: PhantomData<fn() -> T>,
 }
@@ -63,7 +65,7 @@ impl Client {
     }
 
     /// Sums `tensor` in place with the tensors of all other ranks, and waits for the result.
-    /// Returns the ranks that the sum lacks.
+    /// Returns the ranks that are missing from the sum.
     ///
     /// # Errors
     /// Returns an error if there is no result. The tensor then holds sums in some places only.
@@ -91,12 +93,12 @@ impl Client {
     /// ended. With a sidecar, this method waits for them, and copies operands that are not in
     /// [lent](Self::lend) memory.
     ///
-    /// A call that this rank refuses gets an op number too. Ranks that made the same call get a
-    /// mismatch error.
+    /// If this rank refuses the call, the call still gets an op number. Other ranks that made the
+    /// same call then get a mismatch error.
     ///
     /// If aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
-    /// called it, because they must first agree on its exponents. This method waits for that, and
-    /// returns an error if it fails.
+    /// called it, because they must first agree on its exponents. This method waits for that
+    /// agreement, and returns an error if it fails.
     ///
     /// # Errors
     /// Returns an error if the op does not start: for example [`SubmitError::TooManyOps`], until
@@ -121,37 +123,37 @@ impl Client {
         self.transport.refuse(call)
     }
 
-    /// Waits up to `limit` until [`submit`](Self::submit) would not wait for earlier ops on the
-    /// memory at these addresses. Returns whether it would not.
+    /// Waits up to `limit` until [`submit`](Self::submit) need not wait for earlier ops on the
+    /// memory at these addresses. Returns false on timeout.
     #[must_use]
     pub fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool {
         self.transport.is_free_within(memory, limit)
     }
 
-    /// Waits until one more op of a lane may be in flight, for at most `limit`. Returns whether it
-    /// may. Another thread may still use that room first.
+    /// Waits up to `limit` for room for one more op in a lane. Returns whether there is room.
+    /// Another thread may still use that room first.
     #[must_use]
     pub fn has_room_within(&self, lane: u8, limit: Duration) -> bool {
         self.transport.has_room_within(lane, limit)
     }
 
-    /// Returns at once whether `ops` more ops of a lane may be in flight. Another thread may still
-    /// use that room first. Returns true for a client that takes no more ops, since it refuses them
-    /// at once.
+    /// Returns, without waiting, whether `ops` more ops of a lane may be in flight. Another thread
+    /// may still use that room first. Returns true for a client that takes no more ops, because it
+    /// refuses them without waiting.
     #[must_use]
     pub fn has_room_for(&self, lane: u8, ops: usize) -> bool {
         self.transport.has_room_for(lane, ops)
     }
 
-    /// Returns whether [`submit`](Self::submit) waits until all ranks have called an op of this
-    /// wire type. With a sidecar, the sidecar waits instead.
+    /// Returns whether [`submit`](Self::submit) of an op of this wire type waits until all ranks
+    /// have called that op. With a sidecar, the sidecar waits instead.
     #[must_use]
     pub fn must_agree(&self, wire: WireType) -> bool {
         self.transport.must_agree(wire)
     }
 
-    /// Takes back the memory of sums that the caller no longer needs, for the sums of later ops.
-    /// Fresh memory costs more than the sums themselves.
+    /// Takes the memory of sums that the caller no longer needs, and reuses it for the sums of
+    /// later ops. Allocating fresh memory would take longer than computing the sums.
     pub fn recycle(&self, blocks: Blocks) {
         self.transport.recycle(blocks);
     }
@@ -205,32 +207,32 @@ impl Client {
     /// Leaves the job, as dropping the client does. Ops in flight end with an error, and so do
     /// later ops.
     ///
-    /// If other ranks may lack this rank's sums, the client first stays for at most
-    /// [`linger`](Self::linger). With a sidecar, ops in flight end well if all ranks of the host
-    /// have called them. Afterwards the sidecar no longer uses this rank's memory, unless it is
-    /// stuck, or other hosts delay it for more than five seconds.
+    /// If other ranks may lack sums that this rank has, the client first stays for at most
+    /// [`linger`](Self::linger). With a sidecar, an op in flight still ends with its result if all
+    /// ranks of the host have called it. Afterwards the sidecar no longer uses this rank's memory,
+    /// unless the sidecar is stuck, or other hosts delay the op for more than five seconds.
     pub fn close(&self) {
         self.transport.close();
     }
 
-    /// Returns how long a closing client stays at most for ranks that may lack its sums. This is
-    /// longer than it takes to detect that an aggregator is gone, and to move. The time is limited
-    /// because another rank may be stopped, or may have left during the move, when no rank lacked a
-    /// sum.
+    /// Returns the longest time that a closing client stays for ranks that may lack its sums. It
+    /// exceeds the time that a job needs to detect a dead aggregator process and to move. It is
+    /// limited because the last acknowledgement may never arrive: another rank may be stopped, or
+    /// may have left during the move.
     #[must_use]
     pub fn linger(&self) -> Duration {
         self.transport.linger()
     }
 
-    /// Waits until no other rank can lack a sum that this one has, for at most `limit`. Returns
-    /// whether none can. With a sidecar, starts no more ops, and waits until the sidecar has
+    /// Waits up to `limit` until no other rank can lack a sum that this rank has. Returns false on
+    /// timeout. With a sidecar, the client starts no more ops and waits until the sidecar has
     /// released the rank.
     #[expect(clippy::must_use_candidate, reason = "a caller may leave either way")]
     pub fn may_leave_within(&self, limit: Duration) -> bool {
         self.transport.may_leave_within(limit)
     }
 
-    /// Leaves the job at once, even if other ranks may lack its sums.
+    /// Leaves the job without waiting, even if other ranks may lack sums that this rank has.
     pub fn leave(&self) {
         self.transport.leave();
     }
@@ -241,20 +243,21 @@ impl Client {
         self.transport.is_over()
     }
 
-    /// Returns the network's counters so far. With a sidecar they count the traffic of all ranks of
+    /// Returns the network counters so far. With a sidecar, they count the traffic of all ranks of
     /// the host, as of the last [refresh](Self::refreshes_stats_within).
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.transport.stats()
     }
 
-    /// Waits up to `limit` until [`stats`](Self::stats) are as of now or the sidecar is gone.
+    /// Waits up to `limit` until [`stats`](Self::stats) is up to date or the sidecar is gone.
     /// Returns false on timeout; the caller may then wait again with the same query.
     pub fn refreshes_stats_within(&self, query: &mut StatsQuery, limit: Duration) -> bool {
         self.transport.refreshes_stats_within(query, limit)
     }
 
-    /// Returns the counters of the exchange with a sidecar; zero without one.
+    /// Returns the counters of the exchange with the sidecar. Without a sidecar, all of them are
+    /// zero.
     #[must_use]
     pub fn sidecar_stats(&self) -> SidecarStats {
         self.transport.sidecar_stats()
@@ -274,8 +277,8 @@ impl Drop for Client {
 }
 
 impl<T> Handle<T> {
-    /// Waits for the op to end, for at most `limit`. Returns whether it has ended; if so,
-    /// [`wait`](Self::wait) returns at once.
+    /// Waits up to `limit` for the op to end. Returns whether it has ended; if so,
+    /// [`wait`](Self::wait) returns immediately.
     #[must_use]
     pub fn ends_within(&self, limit: Duration) -> bool {
         self.transport.upgrade().is_none_or(|transport| transport.ends_within(self.op, limit))

@@ -21,7 +21,7 @@ use crate::engine::{Engine, Next};
 #[derive(Debug)]
 pub(crate) struct Driver {
     state: Mutex<State>,
-    /// The number of threads that want the state.
+    /// The number of threads that wait to lock the state.
     wanted: AtomicUsize,
     /// Signals that an op ended, or that no thread drives any more.
     changed: Condvar,
@@ -45,7 +45,7 @@ pub(crate) struct State {
     /// The number of woken threads that have not looked at the state yet. The driver yields to
     /// them.
     woken: usize,
-    /// The tasks that await an op, by op.
+    /// The wakers of the tasks that await an op, by op.
     wakers: BTreeMap<OpId, task::Waker>,
     pub(crate) closed: bool,
     /// Set once the engine has panicked: every op has ended, and the engine is never used again.
@@ -77,7 +77,7 @@ impl State {
         self.run(start).unwrap_or_else(|| Err(SubmitError::Ended { why: PANICKED.into() }))
     }
 
-    /// Returns whether an op has ended. If it has not, calls `waker` once it has.
+    /// Returns whether an op has ended. If not, stores `waker`, which is woken when the op ends.
     pub(crate) fn poll_ended(&mut self, op: OpId, waker: &task::Waker) -> bool {
         let has_ended = !self.engine.is_in_flight(op);
         if !has_ended {
@@ -132,7 +132,7 @@ impl Driver {
         state
     }
 
-    /// Drives the sockets until `done`, or sleeps while another waiting thread drives them.
+    /// Drives the sockets, or sleeps while another thread drives them, until `done` returns true.
     pub(crate) fn await_that<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
@@ -141,7 +141,8 @@ impl Driver {
         self.await_until(Time::NEVER, state, done)
     }
 
-    /// Like [`await_that`](Self::await_that), but returns at `deadline` even if it is not `done`.
+    /// Like [`await_that`](Self::await_that), but returns at `deadline` even if `done` has not
+    /// returned true.
     pub(crate) fn await_until<'a>(
         &'a self,
         deadline: Time,
@@ -172,7 +173,7 @@ impl Driver {
         state
     }
 
-    /// Sleeps until the state has changed, for at most `limit`.
+    /// Sleeps until the state changes or `limit` has passed.
     fn sleep<'a>(
         &self,
         state: MutexGuard<'a, State>,
@@ -187,7 +188,8 @@ impl Driver {
         }
     }
 
-    /// Drives the sockets until `done`, or until `deadline`. No other thread may drive meanwhile.
+    /// Drives the sockets until `done` returns true, or until `deadline`. No other thread may drive
+    /// meanwhile.
     fn drive<'a>(
         &'a self,
         deadline: Time,
@@ -210,26 +212,27 @@ impl Driver {
 
     /// Runs `work` on the engine, and wakes all waiting threads so that they check its effect.
     /// Returns `None` if the engine is broken.
-    pub(crate) fn tell<T>(&self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+    pub(crate) fn with_engine<T>(&self, work: impl FnOnce(&mut Engine) -> T) -> Option<T> {
         let mut state = self.lock();
-        let told = state.run(work);
+        let result = state.run(work);
         self.wake_waiting(&mut state);
         drop(state);
         self.work.notify_all();
         self.waker.wake();
-        told
+        result
     }
 
-    /// Waits until no other rank can lack a sum that this one has, for at most `limit`. Returns
-    /// whether none can. In a job that may move, a rank without that sum would need this rank after
-    /// the move.
-    pub(crate) fn is_unneeded_within(&self, limit: Duration) -> bool {
+    /// Waits up to `limit` until no other rank can lack a sum that this rank has. In a job that may
+    /// move, a rank without that sum would need this rank after the move. Returns false on timeout.
+    /// Returns true without waiting while an op is in flight or after the session has ended.
+    pub(crate) fn is_done_within(&self, limit: Duration) -> bool {
         let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
         let waited = self.changed.wait_timeout_while(self.lock(), limit, is_needed);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    /// Wakes all sleeping threads to check what they wait for, and the tasks whose ops have ended.
+    /// Wakes the tasks whose ops have ended, and all sleeping threads, which check their own
+    /// conditions.
     pub(crate) fn wake_waiting(&self, state: &mut State) {
         let State { wakers, engine, .. } = state;
         wakers.extract_if(.., |op, _| !engine.is_in_flight(*op)).for_each(|(_, it)| it.wake());
@@ -247,8 +250,8 @@ impl Driver {
         Some(progress?.next)
     }
 
-    /// Does the due work, or waits for an event for at most `limit`. The lock is free during the
-    /// wait.
+    /// Does the due work and, if no more is due, waits up to `limit` for an event. The lock is free
+    /// during the wait.
     pub(crate) fn step<'a>(
         &'a self,
         limit: Option<Span>,
@@ -256,7 +259,7 @@ impl Driver {
     ) -> MutexGuard<'a, State> {
         let limited = |patience: Option<Span>| limit.into_iter().chain(patience).min();
         let Some(next) = self.advance(&mut state) else { return state };
-        // An error of a wait counts as readiness: the next step detects it.
+        // Treat an error of a wait as readiness: the next step detects the error.
         match next {
             Next::Gather(backlog) if self.gather.is_due(backlog) => {
                 drop(state);
@@ -312,8 +315,8 @@ impl Driver {
             if needless(&mut state) {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
             } else {
-                let told = |state: &mut State| state.closed || needless(state);
-                state = self.drive(Time::NEVER, state, told);
+                let is_done = |state: &mut State| state.closed || needless(state);
+                state = self.drive(Time::NEVER, state, is_done);
             }
         }
     }
@@ -326,5 +329,5 @@ fn left_until(deadline: Time) -> Option<Span> {
 
 /// The error text of ops once the engine has panicked.
 const PANICKED: &str = "a thread of the client panicked";
-/// The maximum delay of results, which are gathered to receive them in batches.
+/// The longest time that results wait in the sockets, so that they are received in batches.
 const LONGEST_PAUSE: Span = Span::from_micros(200);

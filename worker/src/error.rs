@@ -13,18 +13,19 @@ use racksum_proto::loss::Loss;
 
 use crate::span::span;
 
-/// Why a worker could not connect.
+/// The reason why a worker could not connect.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ConnectError {
-    /// The arguments contradict each other.
+    /// An argument is invalid, or arguments contradict each other.
     #[error("{why}")]
     Arguments {
-        /// The contradicting options, by name.
+        /// The options at fault, by name.
         options: &'static [&'static str],
-        /// The contradiction in words.
+        /// The fault, as a sentence.
         why: String,
     },
-    /// The text given as an aggregator's address can never be one.
+    /// The text given as an aggregator's address is malformed.
     #[error("{host:?} is not an aggregator address (HOST:PORT): {why}")]
     NoAddress {
         /// The address as it was given.
@@ -68,12 +69,12 @@ pub enum ConnectError {
     Refused(String),
     /// The aggregator speaks another version of the protocol.
     #[error(
-        "the aggregator speaks protocol version {speaks}, and this worker version {own}; install \
+        "the aggregator speaks protocol version {theirs}, and this worker version {own}; install \
          the same release on both"
     )]
     Version {
         /// The aggregator's version.
-        speaks: u16,
+        theirs: u16,
         /// The worker's version.
         own: u16,
     },
@@ -84,12 +85,12 @@ pub enum ConnectError {
         path: PathBuf,
         /// The reason why the call failed.
         why: String,
-        /// Whether no process listens there, at least for now.
+        /// Whether no process listens at the path, at least for now.
         absent: bool,
     },
     /// The process that listens at the sidecar's path may be an impostor.
     #[error("the sidecar at {} is not trusted: {why}", path.display())]
-    ImpostorBeside {
+    UntrustedSidecar {
         /// The path of the sidecar's socket.
         path: PathBuf,
         /// The reason why it is not trusted.
@@ -100,19 +101,19 @@ pub enum ConnectError {
     SidecarRefused(String),
     /// The sidecar is from another release.
     #[error(
-        "the sidecar speaks protocol version {speaks}, and this rank version {own}; install the \
+        "the sidecar speaks protocol version {theirs}, and this rank version {own}; install the \
          same release on both"
     )]
     SidecarVersion {
         /// The sidecar's version.
-        speaks: u16,
+        theirs: u16,
         /// The rank's version.
         own: u16,
     },
     /// The aggregator is about to stop and takes no more jobs.
     #[error("{DRAINING}; use another")]
     Draining,
-    /// Some ranks of the world did not join in time.
+    /// Some ranks of the job did not join in time.
     #[error("{}{elsewhere}", incomplete(missing, *waited))]
     Incomplete {
         /// The missing ranks.
@@ -216,7 +217,7 @@ impl ConnectError {
         }
     }
 
-    /// Returns whether no aggregator answered.
+    /// Returns whether an aggregator could not be reached, at least at one of its addresses.
     pub(crate) fn is_unanswered(&self) -> bool {
         match self {
             Self::Net(NetError::NobodyThere { .. } | NetError::Connect { .. })
@@ -260,14 +261,17 @@ impl ConnectError {
         }
     }
 
-    /// Returns whether an aggregator answered the call. Its other addresses would then give the
-    /// same error.
+    /// Returns whether an aggregator answered the call. Calls to its other addresses would then
+    /// fail with the same error.
     pub(crate) const fn is_answered(&self) -> bool {
-        use NetError::{NoIdentity, NoneShown, NotBelieved, Unbelievable};
+        use NetError::{CertificateRejected, IdentityRejected, NoIdentity, NoneShown};
         matches!(
             self,
             Self::Net(
-                NotBelieved { .. } | NoIdentity { .. } | NoneShown { .. } | Unbelievable { .. }
+                IdentityRejected { .. }
+                    | NoIdentity { .. }
+                    | NoneShown { .. }
+                    | CertificateRejected { .. }
             )
         )
     }
@@ -290,8 +294,9 @@ impl ConnectError {
     }
 }
 
-/// Why an op gave no result.
+/// The reason why an op has no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The op was not started.
     #[error("{0}")]
@@ -308,7 +313,7 @@ pub enum Error {
         /// The bytes that these elements take.
         need: u64,
     },
-    /// No memory can be shared.
+    /// Memory to share with the sidecar cannot be allocated.
     #[error("cannot allocate memory to share with the sidecar: {0}")]
     Memory(String),
     /// The block list is invalid.
@@ -332,8 +337,8 @@ impl Error {
 }
 
 /// Describes the outcome at each address of a name.
-fn each(name: &str, tried: &[ConnectError], say: impl Fn(&ConnectError) -> String) -> String {
-    format!("{name}: {}", tried.iter().map(say).collect::<Vec<_>>().join("; "))
+fn each(name: &str, tried: &[ConnectError], describe: impl Fn(&ConnectError) -> String) -> String {
+    format!("{name}: {}", tried.iter().map(describe).collect::<Vec<_>>().join("; "))
 }
 
 const DRAINING: &str = "the aggregator refused: it is draining and takes no more jobs";

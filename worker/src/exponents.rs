@@ -3,16 +3,17 @@
 //! A fold rounds the integers of all ranks to the greatest exponent, but an aggregator that folds a
 //! rack does not know the greatest exponent of all ranks. The result must have the same bits as
 //! with one aggregator. The ranks therefore first find the greatest exponents in a separate op, and
-//! round as the fold would. A sum is then exact at every level of the tree. SwitchML agrees in the
-//! same way, packet by packet (Sapio et al., NSDI 2021).
+//! round as the fold would. A sum is then exact at every level of the tree. In SwitchML, workers
+//! agree in the same way, packet by packet (Sapio et al., NSDI 2021).
 
 use racksum_proto::arith::fixed32_counting_exponent;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::error::OpError;
 
-/// Returns the op that finds the greatest exponents of the blocks of another op. Its tag encodes
-/// the other op, so that a mismatch error can name the op that each rank called.
+/// Returns the op that finds the greatest exponents of the blocks of another op. The tag of the
+/// returned op encodes the other op, so that a mismatch error can name the op that each rank
+/// called.
 pub(crate) fn agreement(of: &Descriptor) -> Descriptor {
     let blocks = of.elements.div_ceil(of.block_elements() as u64);
     let Descriptor { lane, dtype, reduction, block_log2, elements, call, .. } = *of;
@@ -25,8 +26,8 @@ pub(crate) fn agreement(of: &Descriptor) -> Descriptor {
     Descriptor { reduction: Reduction::Max, lane, tag, call, ..of_blocks }
 }
 
-/// Returns the op whose exponents `agreement` finds, except for the tag. Returns `agreement` itself
-/// if it finds none.
+/// Returns the op whose exponents `agreement` finds, without that op's tag. Returns `agreement`
+/// itself if it is not an agreement.
 fn meant_by(agreement: Descriptor) -> Descriptor {
     let Descriptor { lane, tag, call, .. } = agreement;
     let nibble = |at: u32| usize::try_from(tag >> at & 0xf).unwrap_or(0);
@@ -40,7 +41,7 @@ fn meant_by(agreement: Descriptor) -> Descriptor {
     if is_one { of } else { agreement }
 }
 
-/// Returns whether ranks must agree on the exponents of an op in a tree.
+/// Returns whether, in a tree, ranks must agree on the exponents of ops of this wire type.
 pub(crate) const fn are_due(wire: WireType) -> bool {
     matches!(wire, WireType::Fixed32)
 }
@@ -56,13 +57,13 @@ pub(crate) fn as_meant(error: OpError) -> OpError {
     }
 }
 
-/// The exponents of an op's blocks, and later the greatest of all ranks: one i32 for each block, or
-/// 0 if the block has no exponent.
+/// The exponents of an op's blocks at this rank or, after the agreement, the greatest exponents at
+/// any rank: one i32 for each block, which is 0 if the block has no exponent.
 #[derive(Debug)]
 pub(crate) struct Exponents(Vec<u8>);
 
 impl Exponents {
-    /// Creates exponents for as many blocks as the agreement has elements. All of them are absent.
+    /// Creates one absent exponent for each element of the agreement.
     pub(crate) fn none(agreement: &Descriptor) -> Self {
         Self(vec![0; usize::try_from(agreement.elements).unwrap_or(usize::MAX).saturating_mul(4)])
     }
@@ -76,7 +77,7 @@ impl Exponents {
         self.0
     }
 
-    /// Records the exponent of an encoded block, if it counts.
+    /// Records the exponent of an encoded block, unless the block overflowed or is zero.
     pub(crate) fn note(&mut self, index: usize, block: &[u8]) {
         let place = self.0.as_chunks_mut().0.get_mut(index);
         if let (Some(place), Some(exponent)) = (place, fixed32_counting_exponent(block)) {
@@ -92,7 +93,8 @@ impl Exponents {
     }
 }
 
-/// The offset that makes every exponent positive. The exponents are about those of f64.
+/// The offset that makes every exponent positive. They span about the same range as the exponents
+/// of f64.
 const ABOVE_ZERO: i32 = 1 << 12;
 /// The first byte of an agreement's tag.
 const MARK: u64 = 0xe5;

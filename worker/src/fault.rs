@@ -55,7 +55,7 @@ impl Dice {
         Self { faults, state: faults.seed ^ stream.wrapping_mul(0xd134_2543_de82_ef95) }
     }
 
-    /// Draws the fate of one datagram.
+    /// Chooses the fate of one datagram at random.
     pub(crate) fn roll(&mut self) -> Fate {
         let Faults { drop, duplicate, reorder, .. } = self.faults;
         let roll = self.uniform();
@@ -70,7 +70,8 @@ impl Dice {
         }
     }
 
-    /// Returns a number from 0 to 1: the upper 53 bits of SplitMix64 (Steele, Lea, Flood 2014).
+    /// Returns a number from 0 (included) to 1 (excluded), made of the upper 53 bits of SplitMix64
+    /// (Steele, Lea, Flood 2014).
     fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;

@@ -29,7 +29,7 @@ pub(crate) struct Granted {
 /// The connections of a rank to the aggregators of a session.
 #[derive(Debug)]
 pub(crate) struct Membership {
-    /// The control connections. When they are dropped, the aggregators consider the rank lost.
+    /// The control connections. When they are dropped, the rank leaves the job.
     pub(crate) controls: Vec<Control>,
     /// Events that arrived while the rank was joining.
     pub(crate) early: VecDeque<(u8, Event)>,
@@ -43,7 +43,7 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
     if welcomes().any(|other| other.fragment_payload != first.fragment_payload) {
         return Err(ConnectError::of_aggregators(
             "the paths to the aggregators pass datagrams of different sizes; set `mtu` to the \
-             smallest",
+             smallest MTU of these paths",
         ));
     }
     if welcomes().any(|other| other.data_ports.len() != first.data_ports.len()) {
@@ -80,7 +80,7 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
         first_op: welcomes().map(|welcome| welcome.first_op).max().unwrap_or(OpId(0)),
         may_move: !options.standbys.is_empty(),
         acks_at_rest: welcomes().any(|welcome| welcome.may_move),
-        relay: None,
+        child: None,
     };
     let (welcome, aggregators) = (first.clone(), session.controls.len());
     let Session { mut controls, early, socket, groups, .. } = session;
@@ -97,7 +97,8 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
 /// Returns the links to the shards of all aggregators.
 fn links(options: &ConnectOptions, session: &Session) -> Vec<Link> {
     let each = session.welcomes.iter().flat_map(|(addr, welcome)| {
-        // Datagrams sealed before this rank rejoined were meant for its earlier process.
+        // Reject datagrams that were sealed before this rank rejoined: they were meant for its
+        // earlier process.
         let sealed = welcome.sealed.iter().copied().chain(std::iter::repeat(0));
         shard_addrs(*addr, welcome).zip(sealed).map(move |(addr, sealed)| (addr, welcome, sealed))
     });

@@ -1,4 +1,5 @@
-//! Joining a job, with one control connection to each aggregator for as long as the worker lives.
+//! Joining a job, over one control connection to each of its aggregators. The connections stay open
+//! until the rank leaves or the job moves.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::SocketAddr;
@@ -29,17 +30,17 @@ use crate::route::{Route, data_addr, find_ways};
 
 /// How often a joining worker checks for multicast pings.
 const PING_POLL: Duration = Duration::from_millis(2);
-/// The time limit for an aggregator to release a rank that wants to withdraw. After it, the rank
-/// stays. The limit is shorter than the time for which an aggregator with a queue keeps the place
-/// of a released rank.
+/// The time limit for an aggregator to release a rank that wants to withdraw. When the limit has
+/// passed, the rank stays. The limit is shorter than the time for which an aggregator with a queue
+/// keeps the place of a released rank.
 const FREE_TIMEOUT: Span = Span::from_secs(3);
 /// Rate limits for log lines that an aggregator can trigger by changing its messages again and
 /// again.
 static QUEUED: LogLimit = LogLimit::new(16);
 static WAITING: LogLimit = LogLimit::new(64);
 static NO_GROUP: LogLimit = LogLimit::new(4);
-/// The maximum number of aggregators of a job. The worker polls their groups, the data socket and a
-/// waker at once.
+/// The maximum number of aggregators of a job. The worker waits for their groups, the data socket
+/// and a waker in one call, which takes at most 64 file descriptors.
 const MAX_AGGREGATORS: usize = 62;
 
 /// The connections and grants of a worker whose job is complete.
@@ -61,19 +62,20 @@ pub(crate) struct Session {
 pub(crate) enum Outcome {
     /// Every rank has joined.
     Complete(Session),
-    /// The rank has left, because others of its job wait at the set of aggregators with this index.
+    /// The rank has left, because other ranks of its job wait at the set of aggregators with this
+    /// index.
     Elsewhere(usize),
 }
 
 impl Session {
-    fn say_to_all(&self, word: &FromWorker) {
-        self.controls.iter().for_each(|control| control.say(word.clone()));
+    fn send_to_all(&self, message: &FromWorker) {
+        self.controls.iter().for_each(|control| control.send(message.clone()));
     }
 }
 
 /// Joins a job at all of `aggregators`. Returns once every rank has joined, or earlier if
-/// `peer_poll` finds other ranks at another set. A job that has run at other aggregators before
-/// resumes at the op in `resume`.
+/// `peer_poll` finds other ranks at another set. A job that moves from other aggregators resumes at
+/// the op in `resume`.
 pub(crate) fn join(
     options: &ConnectOptions,
     aggregators: &[String],
@@ -86,8 +88,8 @@ pub(crate) fn join(
     join_by(options, aggregators, ways, resume, peer_poll, mailbox)
 }
 
-/// Joins over the first of `ways` at which an aggregator answers. Each of the `ways` has one route
-/// to each aggregator.
+/// Joins over the first entry of `ways` over which an aggregator answers. Each entry holds one
+/// route to each aggregator.
 pub(crate) fn join_by(
     options: &ConnectOptions,
     aggregators: &[String],
@@ -135,7 +137,8 @@ fn join_at(
         && mtu > narrowest
     {
         let why = format!(
-            "MTU {mtu} exceeds the {narrowest} of the interface towards the aggregator; lower `mtu`"
+            "MTU {mtu} exceeds {narrowest}, the MTU of the interface towards the aggregator; lower \
+             `mtu`"
         );
         return Err(ConnectError::Arguments { options: &["mtu"], why });
     }
@@ -164,9 +167,9 @@ fn join_at(
             multicast: options.multicast && route.interface.is_some(),
             ..wish
         };
-        control.say(FromWorker::Join(join.clone()));
+        control.send(FromWorker::Join(join.clone()));
         for rank in &options.also {
-            control.say(FromWorker::Also(Join { rank: *rank, ..join.clone() }));
+            control.send(FromWorker::AddRank(Join { rank: *rank, ..join.clone() }));
         }
     }
     let (groups, welcomes, early) = Default::default();
@@ -179,9 +182,9 @@ fn join_at(
     })
 }
 
-/// Waits until every aggregator reports that ops may start. It waits for all at once, because each
-/// aggregator tests its multicast group for a limited time only. Returns the index of another set
-/// if `peer_poll` finds other ranks there and all aggregators release this rank.
+/// Waits until every aggregator reports that ops may start. Waits for all of them at the same time,
+/// because each aggregator tests its multicast group for a limited time only. Returns the index of
+/// another set if `peer_poll` finds other ranks there and all aggregators release this rank.
 fn complete(
     session: &mut Session,
     mut parts: Vec<Joining<'_>>,
@@ -191,11 +194,11 @@ fn complete(
     let clock = Clock::start();
     let (started, mut goal) = (clock.now(), None);
     while parts.iter().any(|part| !part.ready) {
-        let heard = mailbox.hear(Some(PING_POLL));
+        let received = mailbox.recv(Some(PING_POLL));
         if mailbox.closed.is_some() {
             return Err(ConnectError::GivenUp);
         }
-        if let Some((place, event)) = heard {
+        if let Some((place, event)) = received {
             match parts.get_mut(usize::from(place)).filter(|part| !part.ready) {
                 Some(part) => {
                     part.take(event, session)?;
@@ -204,7 +207,7 @@ fn complete(
                 None => session.early.push_back((place, event)),
             }
         }
-        parts.iter_mut().for_each(|part| part.look_for_ping(session));
+        parts.iter_mut().for_each(|part| part.report_ping(session));
         goal = pursue(goal, &mut parts, session, peer_poll, clock.now());
         if let Some(goal) = &goal
             && parts.iter().all(|part| part.unanswered == 0)
@@ -259,7 +262,8 @@ fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), Connect
     check_name(options)?;
     if options.rank >= options.world {
         let ConnectOptions { rank, world, .. } = options;
-        let why = format!("rank {rank} must be below the world of {world}; ranks count from 0");
+        let why =
+            format!("rank {rank} must be below the number of ranks, {world}; ranks count from 0");
         return Err(ConnectError::Arguments { options: &["rank", "world"], why });
     }
     Ok(())
@@ -271,15 +275,15 @@ pub(crate) fn check_name(options: &ConnectOptions) -> Result<(), ConnectError> {
     options.job_name().check().map_err(refused)
 }
 
-/// Checks that the grant has keys exactly if data is authenticated, and that it has the mode that
-/// the rank asked for.
+/// Checks that the grant has keys if and only if data is authenticated, and that the authentication
+/// mode is the one that the rank asked for.
 fn check_auth(granted: &Welcome, wanted: Option<DataAuth>) -> Result<(), ConnectError> {
     let Welcome { data_auth, ref keys, .. } = *granted;
     if (data_auth == DataAuth::None) != keys.is_none() {
         return Err(ConnectError::Protocol(format!("its keys do not match data auth {data_auth}")));
     }
     match wanted {
-        // The join asked for it, so an honest aggregator has already refused the rank.
+        // The join asked for this mode, so an honest aggregator would have refused the rank.
         Some(wanted) if wanted != data_auth => Err(ConnectError::Protocol(format!(
             "it granted data auth {data_auth} instead of {wanted}"
         ))),
@@ -299,7 +303,7 @@ pub(crate) fn shard_addrs(
 struct Goal {
     place: usize,
     state: JoinState,
-    /// When the rank asked to withdraw.
+    /// The time at which the rank asked to withdraw.
     asked: Time,
 }
 
@@ -316,17 +320,17 @@ fn pursue(
     let state = state(parts);
     let Some(goal) = goal else {
         let place = peer_poll.seen(state)?;
-        session.say_to_all(&FromWorker::Withdraw);
+        session.send_to_all(&FromWorker::Withdraw);
         parts.iter_mut().for_each(|part| part.unanswered += 1);
         return Some(Goal { place, state, asked: now });
     };
-    // The rank stays in three cases. An aggregator has begun the job, so all ranks are here. Or the
-    // rank has received a place here, and others may join it. Or an aggregator does not answer,
+    // The rank stays in three cases: an aggregator has begun the job, so all ranks are here; the
+    // rank has received a place here, where others may join it; or an aggregator does not answer
     // while others reserve a place for the rank.
     let is_held = parts.iter().any(|part| part.unanswered > 0);
     if goal.state != state || is_held && now.since(goal.asked) >= FREE_TIMEOUT {
-        session.say_to_all(&FromWorker::Stay);
-        peer_poll.look_again();
+        session.send_to_all(&FromWorker::Stay);
+        peer_poll.restart();
         return None;
     }
     Some(goal)
@@ -349,7 +353,7 @@ struct Joining<'a> {
     route: &'a Route,
     welcome: Option<Welcome>,
     group: Option<UdpSocket>,
-    heard: bool,
+    ping_arrived: bool,
     missing: Vec<u16>,
     /// Whether the aggregator has a place for the rank and waits for other ranks.
     waits: bool,
@@ -369,7 +373,7 @@ impl<'a> Joining<'a> {
             route,
             welcome: None,
             group: None,
-            heard: false,
+            ping_arrived: false,
             missing: Vec::new(),
             waits: false,
             unanswered: 0,
@@ -379,18 +383,18 @@ impl<'a> Joining<'a> {
     }
 
     /// Reports to the aggregator once a multicast ping has arrived.
-    fn look_for_ping(&mut self, session: &Session) {
-        if !self.heard && self.pinged() {
-            self.heard = true;
-            session.controls[self.place].say(FromWorker::Heard);
+    fn report_ping(&mut self, session: &Session) {
+        if !self.ping_arrived && self.pinged() {
+            self.ping_arrived = true;
+            session.controls[self.place].send(FromWorker::PingArrived);
         }
     }
 
     /// Handles an event of the aggregator.
     fn take(&mut self, event: Event, session: &mut Session) -> Result<(), ConnectError> {
         let message = match event {
-            Event::Said(message) => message,
-            // The missing ranks may be the reason why the job has failed.
+            Event::Received(message) => message,
+            // Name the missing ranks, which may be the reason why the job has failed.
             Event::Closed(ConnectError::Closed(why)) if !self.missing.is_empty() => {
                 let missing = not_joined(&self.missing);
                 return Err(ConnectError::Closed(format!("{why}; until then {missing}")));
@@ -402,15 +406,15 @@ impl<'a> Joining<'a> {
                 return Err(ConnectError::Refused(reason));
             }
             FromAggregator::WrongVersion { speaks } => {
-                return Err(ConnectError::Version { speaks, own: CONTROL_VERSION });
+                return Err(ConnectError::Version { theirs: speaks, own: CONTROL_VERSION });
             }
-            // `converse` handles lifelines, and the proof of the data path is over.
+            // `run_session` handles lifelines, and the proof of the data path is over.
             FromAggregator::Lifeline { .. }
             | FromAggregator::Prove { .. }
-            | FromAggregator::Arrived { .. } => {}
+            | FromAggregator::PingSizes { .. } => {}
             FromAggregator::Queued { before, why } => self.wait_for_room(before, why),
             FromAggregator::Waiting { missing, .. } => self.wait_for_ranks(missing),
-            FromAggregator::Free => self.unanswered = self.unanswered.saturating_sub(1),
+            FromAggregator::MayLeave => self.unanswered = self.unanswered.saturating_sub(1),
             FromAggregator::Present { .. } | FromAggregator::Status { .. } => {
                 return Err(ConnectError::Protocol("it sent an answer without a request".into()));
             }
@@ -427,9 +431,9 @@ impl<'a> Joining<'a> {
             }
             FromAggregator::ParentLost { reason } => return Err(ConnectError::Closed(reason)),
             // The engine needs this message once ops run.
-            FromAggregator::Without(_) => {
+            FromAggregator::ContinueWithout(_) => {
                 let place = u8::try_from(self.place).unwrap_or(u8::MAX);
-                session.early.push_back((place, Event::Said(message)));
+                session.early.push_back((place, Event::Received(message)));
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = ranks.into_iter().map(Rank).collect();
@@ -502,9 +506,9 @@ impl<'a> Joining<'a> {
         })
     }
 
-    /// Returns whether a datagram is a ping for this rank, and not for another rank that shares
-    /// the group. Results are accepted from these addresses only, so a ping from elsewhere proves
-    /// nothing.
+    /// Returns whether a datagram is a ping for this rank's job, and not for another job that
+    /// shares the group. The ping must come from a shard's address, because the worker accepts
+    /// results only from there.
     fn is_ping(&self, welcome: &Welcome, datagram: &mut [u8], from: SocketAddr) -> bool {
         let first = self.place * welcome.data_ports.len();
         let mut shards = (first..).zip(shard_addrs(self.route.to, welcome));

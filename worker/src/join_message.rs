@@ -28,7 +28,7 @@ pub(crate) fn join_message(
         wait: options.wait,
         on_rank_loss: options.on_rank_loss,
         may_move: !options.standbys.is_empty(),
-        relays: !options.also.is_empty(),
+        aggregates: !options.also.is_empty(),
         secret: options.secret,
         begun_by: None,
         rejoin: options.rejoin && resume.is_none(),

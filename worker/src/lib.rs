@@ -2,8 +2,9 @@
 //!
 //! [`Client`] joins a job at an aggregator and reduces tensors. [`Client::allreduce`] reduces one
 //! tensor in place. [`Client::submit`] starts several ops at a time and also takes lists of blocks.
-//! The worker scans, encodes and sends a tensor window by window as credit allows, and never copies
-//! it whole. `racksum-proto` makes the decisions; `racksum-net` sends and receives the packets.
+//! Over UDP, the worker scans, encodes and sends a tensor window by window as credit allows, and
+//! never copies it whole. With a sidecar, the tensor goes through shared memory. `racksum-proto`
+//! makes the decisions; `racksum-net` sends and receives the packets.
 
 mod aggregator_selector;
 mod blocks;
@@ -34,14 +35,14 @@ mod udp_transport;
 pub use blocks::Blocks;
 pub use client::{Client, Connecting, Handle};
 pub use control::{Awaited, CancelHandle};
-pub use engine::Stats;
 pub use error::{ConnectError, Error};
 pub use fault::Faults;
 pub use operand::Operand;
 pub use options::{ConnectOptions, aggregator_sets};
+pub use racksum_proto::stats::{SidecarStats, Stats};
 pub use route::{addresses, check_address};
 
 pub use scan::scan;
 pub use sidecar::check_sidecar;
 pub use tensor::Region;
-pub use transport::{Grant, LentMemory, Reduced, SidecarStats, StatsQuery};
+pub use transport::{Grant, LentMemory, Reduced, StatsQuery};

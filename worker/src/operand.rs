@@ -7,9 +7,9 @@ use racksum_proto::descriptor::Descriptor;
 use crate::blocks::{BlockSet, Blocks};
 use crate::error::Error;
 use crate::payload::{Data, Payload, bytes_of};
-use crate::tensor::{Element, Region};
+use crate::tensor::{Element, Region, TensorBytes, TensorBytesMut};
 
-/// The input of an op. Each variant converts to and from its payload.
+/// The input of an op. Each variant converts to and from the type that it holds.
 #[derive(Debug)]
 pub enum Operand {
     /// A tensor that the op owns.
@@ -92,21 +92,30 @@ impl Operand {
         self.region().map(Region::extent).unwrap_or_default()
     }
 
-    /// Returns the bytes of a tensor or a region; an empty slice for a list of blocks.
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// Returns the length in bytes of a tensor or a region; zero for a list of blocks.
+    pub(crate) const fn len(&self) -> usize {
         match self {
-            Self::Tensor(tensor) => tensor,
-            Self::Region(region) => region.bytes(0..region.len()),
-            Self::Blocks(_) => &[],
+            Self::Tensor(tensor) => tensor.len(),
+            Self::Region(region) => region.len(),
+            Self::Blocks(_) => 0,
         }
     }
 
-    /// Returns the bytes of a tensor or a region, mutable; an empty slice for a list of blocks.
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+    /// Returns the bytes of a tensor or a region; no bytes for a list of blocks.
+    pub(crate) fn bytes(&self) -> TensorBytes<'_> {
         match self {
-            Self::Tensor(tensor) => tensor,
+            Self::Tensor(tensor) => TensorBytes::Own(tensor),
+            Self::Region(region) => region.bytes(0..region.len()),
+            Self::Blocks(_) => TensorBytes::Own(&[]),
+        }
+    }
+
+    /// Returns the bytes of a tensor or a region, mutable; no bytes for a list of blocks.
+    pub(crate) fn bytes_mut(&mut self) -> TensorBytesMut<'_> {
+        match self {
+            Self::Tensor(tensor) => TensorBytesMut::Own(tensor),
             Self::Region(region) => region.bytes_mut(0..region.len()),
-            Self::Blocks(_) => &mut [],
+            Self::Blocks(_) => TensorBytesMut::Own(&mut []),
         }
     }
 

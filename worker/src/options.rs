@@ -11,7 +11,7 @@ use racksum_proto::job_name::JobName;
 use crate::error::ConnectError;
 use crate::fault::Faults;
 
-/// The prefix of a sidecar's path where an aggregator's address may stand.
+/// The prefix that marks an entry in the list of aggregators as the path of a sidecar.
 const SIDECAR: &str = "unix:";
 
 /// Parses the sets of aggregators that a job tries in order, as users write them: `A+B,C` spreads a
@@ -42,15 +42,16 @@ pub fn aggregator_sets(text: &str) -> Result<Vec<Vec<String>>, String> {
     Ok(sets)
 }
 
-/// The identity of a worker, its job, and the addresses of its aggregators.
+/// The options of a worker: its rank and job, its aggregators, and the limits that it asks for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConnectOptions {
     /// The aggregators, `HOST:PORT`. The job's windows spread over the shards of all of them. A
     /// single `unix:PATH` is the sidecar of this host, which joins the job for the rank.
     pub aggregators: Vec<String>,
-    /// The standby sets. When an aggregator fails or is about to stop, the job moves to the first
-    /// set that accepts it on all its aggregators, tried in this order and then from the start. All
-    /// ranks list the same sets, and no aggregator twice.
+    /// The standby sets. When an aggregator fails or is about to stop, the job tries the sets in
+    /// this order, beginning with the one after its current set. After the last set, it starts over
+    /// with `aggregators`. It moves to the first set whose aggregators all accept it. All ranks
+    /// must list the same sets, and no aggregator twice.
     pub standbys: Vec<Vec<String>>,
     /// The job's name.
     pub job: String,
@@ -59,15 +60,17 @@ pub struct ConnectOptions {
     /// The life of the job that this worker belongs to.
     pub generation: Generation,
     /// The secret that all lives of the job share. With the same secret, a greater generation ends
-    /// the one before.
+    /// the earlier one.
     pub secret: Option<Key>,
-    /// This worker's number, from 0.
+    /// This worker's number, counted from 0.
     pub rank: u16,
-    /// Other ranks that this worker represents: it contributes the sum of all of them and its own.
+    /// Other ranks that this worker represents: it contributes one sum, of their tensors and its
+    /// own.
     pub also: Vec<u16>,
     /// The number of ranks in the job.
     pub world: u16,
-    /// How many of the job's ranks are on this host, which a sidecar waits for; `None` if all are.
+    /// The number of the job's ranks on this host, for which a sidecar waits; `None` if all ranks
+    /// of the job are on this host.
     pub local_world: Option<u16>,
     /// The number of priority classes; ops of a lower lane go first.
     pub lanes: u8,
@@ -85,17 +88,17 @@ pub struct ConnectOptions {
     /// Whether to wait while an aggregator has no room for the job, instead of being refused.
     pub wait: bool,
     /// Whether this rank left the job between two ops, by closing its client, and now returns. It
-    /// resumes with the op that it would have started next, `Client::welcome().first_op`. Ops that
-    /// the other ranks start in the meantime fail, as after any rank leaves.
+    /// resumes with the op that it would have started next, `Grant::first_op`. Ops that the other
+    /// ranks start in the meantime fail, as they do after any rank leaves.
     pub rejoin: bool,
-    /// The reaction of the job to the loss of a rank; all ranks choose the same.
+    /// The reaction of the job to the loss of a rank; all ranks must choose the same one.
     pub on_rank_loss: OnRankLoss,
-    /// How long to wait for an answer of an aggregator, for room and for the other ranks.
+    /// How long to wait for an answer from an aggregator, for room and for the other ranks.
     pub join_timeout: Duration,
     /// How long an op may take. With a sidecar, the smallest value of all ranks of the host
     /// applies.
     pub op_timeout: Duration,
-    /// The path's MTU, in bytes; `None` uses the interface's.
+    /// The path's MTU, in bytes; `None` selects the MTU of the interface.
     pub mtu: Option<usize>,
     /// The interfaces of this host from which to call aggregators on other hosts, in the grammar of
     /// [`select`](racksum_net::interface::select). `None` leaves the choice to the kernel's routes.
@@ -115,7 +118,7 @@ impl ConnectOptions {
     /// and defaults for the rest.
     ///
     /// # Errors
-    /// Returns [`ConnectError::Arguments`] if the text is no list of aggregators.
+    /// Returns [`ConnectError::Arguments`] if the text is not a valid list of aggregators.
     pub fn parse(aggregators: &str, job: impl Into<String>) -> Result<Self, ConnectError> {
         let sets = aggregator_sets(aggregators).map_err(ConnectError::of_aggregators)?;
         let mut sets = sets.into_iter();

@@ -1,10 +1,9 @@
 //! The bytes of an op in flight. The worker gathers them from the tensor as it sends, and scatters
-//! results into it as they arrive.
+//! results into the tensor as they arrive.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use racksum_kernels::codec;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
@@ -15,7 +14,7 @@ use racksum_proto::worker::{DataFragments, Delivery};
 
 use crate::blocks::{BlockSet, place};
 use crate::exponents::{Exponents, agreement};
-use crate::tensor::Region;
+use crate::tensor::{Region, TensorBytes, TensorBytesMut};
 
 /// The data that an op reads and writes.
 #[derive(Debug)]
@@ -39,27 +38,28 @@ impl Data {
         }
     }
 
-    /// Returns a range of the tensor; an empty slice if the data is not a tensor.
-    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+    /// Returns a range of the tensor; no bytes if the data is not a tensor.
+    pub(crate) fn bytes(&self, range: Range<usize>) -> TensorBytes<'_> {
         match self {
             Self::InPlace(region) => region.bytes(range),
-            Self::Owned(tensor) => &tensor[range],
-            Self::Blocks(_) | Self::Returned => &[],
+            Self::Owned(tensor) => TensorBytes::Own(&tensor[range]),
+            Self::Blocks(_) | Self::Returned => TensorBytes::Own(&[]),
         }
     }
 
-    /// Returns a mutable range of the tensor; an empty slice if the data is not a tensor.
-    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+    /// Returns a mutable range of the tensor; no bytes if the data is not a tensor.
+    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> TensorBytesMut<'_> {
         match self {
             Self::InPlace(region) => region.bytes_mut(range),
-            Self::Owned(tensor) => &mut tensor[range],
-            Self::Blocks(_) | Self::Returned => &mut [],
+            Self::Owned(tensor) => TensorBytesMut::Own(&mut tensor[range]),
+            Self::Blocks(_) | Self::Returned => TensorBytesMut::Own(&mut []),
         }
     }
 
     /// Calls `to` with `head` and a range of the tensor as one slice. During the call, `head` takes
-    /// the place of the bytes before the range. Returns false, without the call, if these bytes are
-    /// too few or the data is not a tensor.
+    /// the place of the bytes before the range. Returns false without calling `to` if there are too
+    /// few bytes before the range, if other processes may write to them, or if the data is not a
+    /// tensor.
     pub(crate) fn show_behind(
         &mut self,
         head: &mut [u8],
@@ -67,7 +67,7 @@ impl Data {
         to: impl FnOnce(&mut [u8]),
     ) -> bool {
         let Some(start) = range.start.checked_sub(head.len()) else { return false };
-        let whole = self.bytes_mut(start..range.end);
+        let TensorBytesMut::Own(whole) = self.bytes_mut(start..range.end) else { return false };
         let Some(before) = whole.get_mut(..head.len()) else { return false };
         before.swap_with_slice(head);
         to(&mut *whole);
@@ -76,7 +76,7 @@ impl Data {
     }
 }
 
-/// The data of an op, and packed results beside it.
+/// The data of an op, and packed results that are kept apart from the data.
 #[derive(Debug)]
 pub(crate) struct Payload {
     pub(crate) descriptor: Descriptor,
@@ -84,9 +84,11 @@ pub(crate) struct Payload {
     pub(crate) data: Data,
     world: u32,
     /// Whether the job may move to another aggregator. If so, this rank's share of a window stays
-    /// intact until the window's sum is whole; after that, an aggregator may request the sum.
+    /// intact until the window's sum is complete, because a new aggregator may need the share.
+    /// Later it may request the sum instead.
     may_move: bool,
-    /// The blocks to send of each window, if chosen. Otherwise the op sends non-zero blocks.
+    /// The blocks of each window to send, if the caller chose them. Otherwise the op sends the
+    /// non-zero blocks.
     sent: Option<Vec<u64>>,
     /// The exponents that the ranks agreed on, if any.
     agreed: Option<Exponents>,
@@ -129,7 +131,7 @@ impl Payload {
         }
     }
 
-    /// Drops incomplete windows: another aggregator will send them again.
+    /// Drops the sums of incomplete windows: another aggregator will send them again.
     pub(crate) fn forget_partial(&mut self) {
         self.partial.clear();
     }
@@ -144,7 +146,7 @@ impl Payload {
         let range = self.bytes_of(self.geometry.elements_of(index));
         let block_elements = self.geometry.block_elements();
         // A list of blocks is scanned as a whole before its op starts.
-        codec::scan_window(dtype, block_elements, self.data.bytes_mut(range))
+        self.data.bytes_mut(range).scan_window(dtype, block_elements)
     }
 
     /// Makes the op send exactly these blocks, whether they are zero or not.
@@ -157,8 +159,9 @@ impl Payload {
         self.sent = Some(masks);
     }
 
-    /// Returns the blocks to send of each window, if they are known in advance. Those of a list are
-    /// its non-zero blocks. A tensor is scanned as it is sent.
+    /// Returns the blocks of each window to send, if they are known in advance: the chosen blocks,
+    /// or the non-zero blocks of a list. Otherwise returns `None`, because a tensor is scanned as
+    /// it is sent.
     pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
         if let Some(sent) = &self.sent {
             return Some(sent.clone());
@@ -203,8 +206,8 @@ impl Payload {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         let block = &mut whole[..wire.block_len(packed.elements)];
         self.each_source(packed, |src, _| {
-            codec::encode_block(dtype, wire, self.world, src, block)
-                .expect("a valid descriptor encodes");
+            src.encode_block(dtype, wire, self.world, block)
+                .expect("a block of a valid descriptor can be encoded");
         });
         block
     }
@@ -264,7 +267,8 @@ impl Payload {
     }
 
     /// Returns the bytes of the tensor that a result's payload can be received into, like
-    /// [`Self::in_place`]. Checks the header first, which may hold anything; `cut` is the job's.
+    /// [`Self::in_place`]. Checks the header first, because the network may have sent any values.
+    /// `cut` is the job's fragmentation.
     pub(crate) fn result_in_place(
         &self,
         header: &Header,
@@ -285,7 +289,8 @@ impl Payload {
             self.each_source(stretch, |src, offset| {
                 let len = src.len() / dtype.size() * wire.element_size();
                 let out = &mut body[offset..offset + len];
-                codec::encode_run(dtype, wire, src, out).expect("a valid descriptor encodes");
+                src.encode_run(dtype, wire, out)
+                    .expect("elements of a valid descriptor can be encoded");
             });
         }
     }
@@ -309,11 +314,15 @@ impl Payload {
         }
     }
 
-    /// Visits the memory of a stretch: whole for a tensor, block by block for a list of blocks.
-    fn each_source(&self, stretch: Packed, mut visit: impl FnMut(&[u8], usize)) {
+    /// Visits the memory of a stretch: all at once for a tensor, block by block for a list of
+    /// blocks.
+    fn each_source(&self, stretch: Packed, mut visit: impl FnMut(TensorBytes<'_>, usize)) {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &self.data {
-            Data::Blocks(blocks) => blocks.each_source(&self.descriptor, stretch, visit),
+            Data::Blocks(blocks) => {
+                let visit = |src: &[u8], offset| visit(TensorBytes::Own(src), offset);
+                blocks.each_source(&self.descriptor, stretch, visit);
+            }
             Data::InPlace(_) | Data::Owned(_) => visit(self.data.bytes(range), stretch.offset),
             Data::Returned => {}
         }
@@ -341,8 +350,8 @@ impl Payload {
         self.scatter_whole(delivery, &payload)
     }
 
-    /// Makes room for a window's sums in a list of blocks. If the job may move, the caller waits
-    /// until the sums are whole: after a move, they may cover other blocks.
+    /// Makes room for a window's sums in a list of blocks. If the job may move, the caller must
+    /// first have all of the window's sums, because after a move they may cover other blocks.
     fn expect(&mut self, delivery: &Delivery) {
         if let Data::Blocks(blocks) = &mut self.data {
             blocks.expect_window(&self.descriptor, &self.geometry, delivery);
@@ -354,8 +363,8 @@ impl Payload {
         self.expect(delivery);
         let scaled = self.descriptor.wire.is_scaled();
         if self.may_move && (scaled || matches!(self.data, Data::Blocks(_))) {
-            // Encoding the decoded sums again may give other bits, and `gather` reads a list's
-            // input, not its sums.
+            // Keep the packed sums: encoding the decoded sums again may yield other bits, and
+            // `gather` reads a list's input, not its sums.
             self.kept.insert(delivery.window.index, payload.to_vec());
         }
         if scaled {
@@ -368,23 +377,24 @@ impl Payload {
     fn scatter_run(&mut self, delivery: &Delivery, range: Range<usize>, body: &[u8]) {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         let size = wire.element_size();
-        let decode = |src: &[u8], dst: &mut [u8]| {
-            codec::decode_run(wire, dtype, src, dst).expect("a valid descriptor decodes");
+        let decode = |src: &[u8], dst: TensorBytesMut<'_>| {
+            dst.decode_run(wire, dtype, src)
+                .expect("elements of a valid descriptor can be decoded");
         };
         if let Data::Blocks(blocks) = &mut self.data {
             // A list stores a window's sums in the order of the payload.
             let [from, to] = [range.start, range.end].map(|at| at / size * dtype.size());
-            return decode(body, blocks.sums(delivery.window.index, from..to));
+            return decode(body, TensorBytesMut::Own(blocks.sums(delivery.window.index, from..to)));
         }
         let stretches = self.geometry.stretches(delivery.window.index, delivery.mask, range);
         // The stretches of a sparse window lie apart, so prefetch some while one is written.
         let mut ahead = stretches.clone().skip(1);
         for next in ahead.by_ref().take(STRETCHES_AHEAD) {
-            codec::prefetch_to_write(self.target(delivery.window, next, 0));
+            self.target(delivery.window, next, 0).prefetch();
         }
         for stretch in stretches {
             if let Some(next) = ahead.next() {
-                codec::prefetch_to_write(self.target(delivery.window, next, 0));
+                self.target(delivery.window, next, 0).prefetch();
             }
             let src = &body[stretch.offset..][..stretch.elements * size];
             decode(src, self.target(delivery.window, stretch, 0));
@@ -401,17 +411,20 @@ impl Payload {
             }
             let dst = self.target(window, packed, before);
             before += dst.len();
-            codec::decode_block(wire, dtype, src, dst).expect("a valid descriptor decodes");
+            dst.decode_block(wire, dtype, src)
+                .expect("a block of a valid descriptor can be decoded");
         }
         overflow
     }
 
     /// Returns the memory for a stretch of a window's sums. In a list of blocks, it starts `before`
     /// bytes into the window's sums.
-    fn target(&mut self, window: WindowId, stretch: Packed, before: usize) -> &mut [u8] {
+    fn target(&mut self, window: WindowId, stretch: Packed, before: usize) -> TensorBytesMut<'_> {
         let range = self.bytes_of(stretch.element..stretch.element + stretch.elements as u64);
         match &mut self.data {
-            Data::Blocks(blocks) => blocks.sums(window.index, before..before + range.len()),
+            Data::Blocks(blocks) => {
+                TensorBytesMut::Own(blocks.sums(window.index, before..before + range.len()))
+            }
             tensor => tensor.bytes_mut(range),
         }
     }
@@ -438,8 +451,8 @@ fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
     (at, cut.payload() - within)
 }
 
-/// The size of the smallest payload that is sent from and received into the tensor, in bytes.
-/// Smaller payloads are copied, so that several cross the kernel as one.
+/// The size of the smallest payload that is sent from the tensor or received into it, in bytes.
+/// Smaller payloads are copied, so that the kernel can handle several as one batch.
 const MIN_IN_PLACE: usize = 16 << 10;
 /// The number of stretches to prefetch before the first is written.
 const STRETCHES_AHEAD: usize = 4;

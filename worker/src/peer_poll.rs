@@ -1,20 +1,20 @@
-//! Polls of other aggregators, by a rank that waits at one.
+//! Polls of other aggregators, by a rank that waits at an aggregator.
 //!
 //! Ranks try their aggregators in the same order, but at different times. If the first aggregator
-//! is down, early ranks wait at the next one. Ranks that start after it has returned wait at the
-//! first. So a waiting rank polls the aggregators that come earlier in the order. If others of its
-//! job wait there, it moves to them.
+//! is down, early ranks wait at the next one. Ranks that start once the first aggregator is back
+//! wait there instead. So a waiting rank polls the aggregators that come earlier in the order. If
+//! other ranks of its job wait there, it moves to them.
 //!
 //! All ranks move towards the first aggregator, so they meet. A rank never moves to an aggregator
-//! without ranks of its job, which may be full. A rank that waits only for room has no place to
-//! lose, and no rank moves to it. So it polls all other sets.
+//! without ranks of its job, because that aggregator may be full. A rank that waits only for room
+//! has no place to lose, and no rank moves to it. So such a rank polls all other aggregators.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_net::quic::{Caller, Credentials, look};
+use racksum_net::quic::{CallOptions, Credentials, ask_present};
 use racksum_net::runtime::single_threaded;
 use racksum_proto::control::{Join, Resume};
 use racksum_proto::time::{Span, Time};
@@ -26,9 +26,11 @@ use crate::join_message::join_message;
 use crate::options::ConnectOptions;
 use crate::route::{Route, find_ways};
 
-/// The base pause before the first poll; the pause doubles before each further poll.
+/// The pause of rank 0 before its first poll; a higher rank pauses up to twice as long. The pause
+/// doubles before each further poll.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
-/// The longest pause. It leaves time for several polls before the others may count as lost.
+/// The longest pause between polls. It leaves time for several polls before the other ranks may
+/// count as lost.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
 /// A set of aggregators to poll.
@@ -44,7 +46,7 @@ pub(crate) struct Candidate {
 /// The state of a rank at its current set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum JoinState {
-    /// The rank has no answer yet, or its job begins.
+    /// The rank has no answer yet, or its job is beginning.
     Busy,
     /// The rank waits for room.
     Queued,
@@ -61,11 +63,12 @@ pub(crate) struct PeerPoll<'a> {
     /// The index of the rank's current set.
     at: usize,
     candidates: Vec<Candidate>,
-    /// The latest poll and the state that it was started for; `None` inside if it failed to start.
-    looking: Option<(JoinState, Option<Polling>)>,
+    /// The latest poll, with the state that it was started for. The inner `None` means that it
+    /// failed to start.
+    polling: Option<(JoinState, Option<Polling>)>,
 }
 
-/// A thread that polls candidates. It ends soon after this handle is dropped.
+/// A handle to a thread that polls candidates. The thread ends soon after the handle is dropped.
 #[derive(Debug)]
 struct Polling {
     seen: Receiver<usize>,
@@ -73,26 +76,26 @@ struct Polling {
 }
 
 impl<'a> PeerPoll<'a> {
-    /// Creates the polls of a rank at the set with index `at`; starts none.
+    /// Creates the polls of a rank at the set with index `at`, without starting one.
     pub(crate) const fn new(
         options: &'a ConnectOptions,
         resume: Option<&'a Resume>,
         at: usize,
         candidates: Vec<Candidate>,
     ) -> Self {
-        Self { options, resume, at, candidates, looking: None }
+        Self { options, resume, at, candidates, polling: None }
     }
 
     /// Forgets the latest poll, so that the next call of [`Self::seen`] starts a new one.
-    pub(crate) fn look_again(&mut self) {
-        self.looking = None;
+    pub(crate) fn restart(&mut self) {
+        self.polling = None;
     }
 
-    /// Returns the index of a set where others wait and a rank in `state` may go, if a poll found
-    /// one. Starts a poll when the state has changed.
+    /// Returns the index of a set where others wait and to which a rank in `state` may move, if a
+    /// poll found one. Starts a new poll if the state has changed since the last call.
     pub(crate) fn seen(&mut self, state: JoinState) -> Option<usize> {
-        if self.looking.as_ref().is_none_or(|(before, _)| *before != state) {
-            self.looking = None;
+        if self.polling.as_ref().is_none_or(|(before, _)| *before != state) {
+            self.polling = None;
             let at = self.at;
             let is_reached = |candidate: &&Candidate| match state {
                 JoinState::Busy => false,
@@ -103,12 +106,12 @@ impl<'a> PeerPoll<'a> {
             if candidates.is_empty() {
                 return None;
             }
-            let looking = Polling::start(self.options, self.resume, candidates)
+            let polling = Polling::start(self.options, self.resume, candidates)
                 .inspect_err(|error| tracing::warn!(%error, "cannot look for other ranks"));
-            self.looking = Some((state, looking.ok()));
+            self.polling = Some((state, polling.ok()));
         }
-        let (_, looking) = self.looking.as_ref()?;
-        looking.as_ref()?.seen.try_recv().ok()
+        let (_, polling) = self.polling.as_ref()?;
+        polling.as_ref()?.seen.try_recv().ok()
     }
 }
 
@@ -131,15 +134,15 @@ impl Polling {
         let (options, resume) = (options.clone(), resume.cloned());
         let task = Arc::new(PollTask { options, resume, credentials, patience });
         let runtime = single_threaded()?;
-        let (tell, seen) = channel();
+        let (sender, seen) = channel();
         let (over, is_over) = oneshot::channel::<()>();
-        std::thread::Builder::new().name("lookout".into()).spawn(move || {
+        std::thread::Builder::new().name("peer-poll".into()).spawn(move || {
             for candidate in candidates {
-                let (task, tell) = (Arc::clone(&task), tell.clone());
+                let (task, sender) = (Arc::clone(&task), sender.clone());
                 runtime.spawn(async move {
-                    task.keep_looking(&candidate).await;
+                    task.poll(&candidate).await;
                     // Sending fails if the rank has stopped polling.
-                    tell.send(candidate.place).unwrap_or_default();
+                    sender.send(candidate.place).unwrap_or_default();
                 });
             }
             drop(runtime.block_on(is_over));
@@ -151,7 +154,7 @@ impl Polling {
 
 impl PollTask {
     /// Polls a set until others of the job wait at each of its aggregators.
-    async fn keep_looking(&self, candidate: &Candidate) {
+    async fn poll(&self, candidate: &Candidate) {
         let ConnectOptions { rank, world, .. } = self.options;
         let early = candidate.from.since(Clock::start().now());
         tokio::time::sleep(Duration::from_nanos(early.0)).await;
@@ -174,8 +177,9 @@ impl PollTask {
             let find = move || find_ways(&hosts, interface.as_deref());
             let Ok(Ok(ways)) = tokio::task::spawn_blocking(find).await else { return false };
             let join = join_message(options, (place, count), self.resume.as_ref());
-            match self.look_at(host, &ways.concat(), &join).await {
-                // A list with this rank in it is from an earlier attempt.
+            match self.present_at(host, &ways.concat(), &join).await {
+                // A list that contains this rank is out of date: it shows the rank's own earlier
+                // attempt.
                 Some(ranks) if ranks.is_empty() || ranks.contains(&options.rank) => return false,
                 Some(_) => {}
                 None => return false,
@@ -185,14 +189,17 @@ impl PollTask {
     }
 
     /// Returns the ranks that wait at a host, from the first of its addresses that answers.
-    async fn look_at(&self, host: &str, ways: &[Route], join: &Join) -> Option<Vec<u16>> {
+    async fn present_at(&self, host: &str, ways: &[Route], join: &Join) -> Option<Vec<u16>> {
         for route in ways {
             let (from, credentials) = (route.caller(), self.credentials.clone());
-            let caller = Caller { from, credentials, patience: self.patience };
-            match look(route.to, join.clone(), &caller).await {
+            let caller = CallOptions { from, credentials, patience: self.patience };
+            match ask_present(route.to, join.clone(), &caller).await {
                 Ok(ranks) => return Some(ranks),
-                Err(error) => tracing::debug!(aggregator = host, %error, "cannot look for ranks \
-                                                                          there"),
+                Err(error) => tracing::debug!(
+                    aggregator = host,
+                    %error,
+                    "cannot ask this aggregator which ranks wait there"
+                ),
             }
         }
         None

@@ -1,5 +1,5 @@
 //! The proof of the data path before a rank joins: full-size datagrams travel to every shard and
-//! back. `racksum_proto::path` decides which pings to send when.
+//! back. `racksum_proto::path` decides which pings to send, and when.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -20,7 +20,7 @@ use crate::options::ConnectOptions;
 use crate::route::Route;
 
 /// How often to check `join_timeout` while waiting for the aggregators.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// How long an aggregator may take to report which pings arrived.
 const ARRIVED_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -40,7 +40,7 @@ struct Path {
     token: Key,
     /// The IP address of this host, as the aggregator sees it.
     ip: IpAddr,
-    /// The reason why the last ping could not be sent, if any.
+    /// The reason why the last ping could not be sent; `None` if it was sent.
     refused: Option<String>,
 }
 
@@ -62,22 +62,23 @@ impl Proof<'_> {
             ladder.push(size(mtu)?);
         }
         let lowest = size(COMMON_MTUS[COMMON_MTUS.len() - 1])?;
-        // Never lower an MTU that the user chose without an error.
+        // If the user chose an MTU, fail instead of lowering it.
         let least = if self.options.mtu.is_some() { wanted } else { lowest };
         let is_here = |route: &Route| route.to.ip().is_loopback();
-        // On this host, no path is narrower than its interface.
+        // A path within this host passes every size that its interface allows, so test only the
+        // lowest size.
         let here = self.routes.iter().all(is_here);
         let (largest, least) = if here { (lowest, lowest) } else { (wanted, least) };
         let clock = Clock::start();
         let mut prover = Prover::new(clock.now(), paths.len(), largest, least, &ladder);
-        let mut heard = Heard::new();
+        let mut received = RecvBuffers::new();
         while !prover.is_over(clock.now()) {
             while let Some((shard, size)) = prover.poll_transmit(clock.now()) {
                 paths[shard].send(self.socket, size);
             }
             let left = prover.poll_timeout().since(clock.now());
-            heard.wait(self.socket, left, &paths, &mut prover);
-            self.look(mailbox)?;
+            received.wait(self.socket, left, &paths, &mut prover);
+            self.check_mailbox(mailbox)?;
         }
         // wire: W-76
         self.check(prover.passed(), &paths, least, mailbox)?;
@@ -86,7 +87,7 @@ impl Proof<'_> {
         let aggregators = self.options.aggregators.join("+");
         tracing::warn!(
             "the path to {aggregators} passes datagrams of {narrowest} bytes, but the interface \
-             {wanted}; the job sends no larger ones"
+             allows {wanted}; the job sends datagrams of at most {narrowest} bytes"
         );
         Ok(narrowest)
     }
@@ -102,7 +103,7 @@ impl Proof<'_> {
                 let (missing, elsewhere) = (Vec::new(), String::new());
                 return Err(ConnectError::Incomplete { missing, waited, elsewhere });
             }
-            match self.hear(LOOK, mailbox)? {
+            match self.recv(POLL_INTERVAL, mailbox)? {
                 Some((place, FromAggregator::Prove { data_ports, token, ip })) => {
                     if let Some(of_place) = of_places.get_mut(place) {
                         *of_place = Some((data_ports, token, ip));
@@ -144,10 +145,10 @@ impl Proof<'_> {
         };
         let Some((_, path)) = find(&[]) else { return Ok(()) };
         let place = path.place;
-        self.controls[place].say(FromWorker::Arrived);
+        self.controls[place].send(FromWorker::AskPingSizes);
         let mut arrived = vec![0; paths.len()];
-        if let Some((_, FromAggregator::Arrived { sizes })) =
-            self.hear(ARRIVED_PATIENCE, mailbox)?
+        if let Some((_, FromAggregator::PingSizes { sizes })) =
+            self.recv(ARRIVED_PATIENCE, mailbox)?
         {
             let of_place = paths.iter().zip(&mut arrived).filter(|(path, _)| path.place == place);
             of_place.zip(sizes).for_each(|((_, arrived), size)| *arrived = size);
@@ -165,22 +166,22 @@ impl Proof<'_> {
     }
 
     /// Waits up to `within` for a message from an aggregator.
-    fn hear(
+    fn recv(
         &self,
         within: Duration,
         mailbox: &mut Mailbox,
     ) -> Result<Option<(usize, FromAggregator)>, ConnectError> {
-        let heard = mailbox.hear(Some(within));
+        let received = mailbox.recv(Some(within));
         if mailbox.closed.is_some() {
             return Err(ConnectError::GivenUp);
         }
-        match heard {
+        match received {
             None => Ok(None),
             Some((_, Event::Closed(error))) => Err(error),
-            Some((place, Event::Said(message))) => match message {
+            Some((place, Event::Received(message))) => match message {
                 FromAggregator::Refused { reason } => Err(ConnectError::Refused(reason)),
                 FromAggregator::WrongVersion { speaks } => {
-                    Err(ConnectError::Version { speaks, own: CONTROL_VERSION })
+                    Err(ConnectError::Version { theirs: speaks, own: CONTROL_VERSION })
                 }
                 FromAggregator::Drain => Err(ConnectError::Draining),
                 message => Ok(Some((usize::from(place), message))),
@@ -188,10 +189,10 @@ impl Proof<'_> {
         }
     }
 
-    /// Returns an error if the user gave up, or an aggregator hung up or sent an unexpected
-    /// message. Does not wait.
-    fn look(&self, mailbox: &mut Mailbox) -> Result<(), ConnectError> {
-        match self.hear(Duration::ZERO, mailbox)? {
+    /// Returns an error if the attempt was cancelled, or if an aggregator closed the connection or
+    /// sent an unexpected message. Does not wait.
+    fn check_mailbox(&self, mailbox: &mut Mailbox) -> Result<(), ConnectError> {
+        match self.recv(Duration::ZERO, mailbox)? {
             Some((_, other)) => Err(out_of_turn(&other)),
             None => Ok(()),
         }
@@ -211,12 +212,12 @@ impl Path {
 }
 
 /// The buffers for datagrams that the proof receives on the data socket.
-struct Heard {
+struct RecvBuffers {
     ring: RecvRing,
     buffers: [BytesMut; RECV_BATCH],
 }
 
-impl Heard {
+impl RecvBuffers {
     fn new() -> Self {
         let buffers = [(); RECV_BATCH].map(|()| BytesMut::with_capacity(RECV_CAPACITY));
         Self { ring: RecvRing::new(), buffers }
@@ -225,7 +226,7 @@ impl Heard {
     /// Waits up to `limit`, at most 100 ms, for answers and passes them to the prover.
     fn wait(&mut self, socket: &UdpSocket, limit: Span, paths: &[Path], prover: &mut Prover) {
         let limit = limit.min(Span::from_millis(100));
-        // An error counts as readiness: the next receive returns it.
+        // Treat an error as readiness: the receive call then returns it and finds no answers.
         if udp::wait(&[socket.as_fd()], Some(limit)).unwrap_or(1) == 0 {
             return;
         }

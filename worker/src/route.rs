@@ -86,8 +86,8 @@ fn routes_to(
 }
 
 /// Returns the combinations of aggregator addresses to call, in the order in which to try them. A
-/// worker has one data socket, so a combination has one IP version wherever all aggregators have an
-/// address of it.
+/// worker has one data socket, so all addresses of a combination have the same IP version, if the
+/// aggregators share one.
 fn choices(addrs: &[Vec<SocketAddr>]) -> Vec<Vec<SocketAddr>> {
     let of_version = |is_ipv6: bool| {
         let fitting = |all: &Vec<SocketAddr>| {
@@ -130,7 +130,7 @@ pub(crate) fn resolve(host: &str) -> Result<Vec<SocketAddr>, ConnectError> {
 /// Checks that a text has the form `HOST:PORT`, without resolving the name.
 ///
 /// # Errors
-/// Returns the defect of the text.
+/// Returns an error that names the defect.
 pub fn check_address(text: &str) -> Result<(), ConnectError> {
     let wrong = |why: &str| Err(ConnectError::NoAddress { host: text.into(), why: why.into() });
     if text.contains("://") {
@@ -157,7 +157,7 @@ pub fn check_address(text: &str) -> Result<(), ConnectError> {
         Ok(0) => wrong("its port must not be 0"),
         Ok(_) => Ok(()),
         Err(_) if host == "unix" => {
-            wrong("unix:PATH names a sidecar, which only the Python package can use")
+            wrong("unix:PATH names a sidecar; give the HOST:PORT of an aggregator here")
         }
         Err(_) => wrong("its port must be a number from 1 to 65535"),
     }
@@ -185,8 +185,8 @@ fn is_name(text: &str) -> bool {
 }
 
 /// Returns the local address to call `to` from, on an interface that fits the pattern. Prefers the
-/// address that the kernel would use, and otherwise takes the first. Returns `None` if `to` is a
-/// loopback address, which leaves no choice.
+/// address that the kernel would use; if the pattern rules that one out, returns the first that has
+/// a route. Returns `None` if `to` is a loopback address, which leaves no choice.
 fn choose(
     all: &[Interface],
     pattern: &str,
@@ -206,8 +206,8 @@ fn choose(
     best.copied().map(Some).ok_or_else(|| {
         let names: Vec<&str> = fitting.iter().map(|interface| interface.name.as_str()).collect();
         let why = format!(
-            "cannot reach {to} from {}, which {pattern:?} selects: none of its addresses has a \
-             route there; choose another interface",
+            "cannot reach {to} from the interfaces that {pattern:?} selects ({}): none of their \
+             addresses has a route to it; choose another interface",
             names.join(", ")
         );
         ConnectError::Arguments { options: &["interface"], why }
@@ -235,7 +235,7 @@ fn check_routes(routes: &[Route]) -> Result<(), ConnectError> {
 
 /// Returns the address to bind the data socket to. An aggregator takes a rank's data only from the
 /// address of the rank's control connection. If the routes begin at different addresses, the socket
-/// is bound to none, and the kernel chooses one for each route.
+/// is bound to the unspecified address, and the kernel chooses one for each route.
 pub(crate) fn data_addr(routes: &[Route]) -> Result<SocketAddr, ConnectError> {
     let Route { to, from, .. } = routes[0];
     if let Some(other) = routes.iter().find(|route| route.to.is_ipv6() != to.is_ipv6()) {

@@ -11,9 +11,9 @@ use crate::tensor::Region;
 #[must_use]
 pub fn scan(tensor: &mut Region, descriptor: &Descriptor) -> Vec<u64> {
     let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
-    let words =
-        tensor.bytes_mut(0..tensor.len()).chunks_mut(MAX_WINDOW_BLOCKS * elements * dtype.size());
-    words.map(|blocks| codec::scan_window(dtype, elements, blocks)).collect()
+    // Read by address, because the tensor may lie in memory that its process has lent to a sidecar.
+    let words = tensor.as_shared().chunks(MAX_WINDOW_BLOCKS * elements * dtype.size());
+    words.map(|blocks| codec::scan_shared(dtype, elements, blocks)).collect()
 }
 
 #[cfg(test)]
@@ -31,7 +31,7 @@ mod tests {
         let bytes = tensor.iter().flat_map(|element| element.to_ne_bytes()).collect();
         let mut region = region_of(bytes, ());
         assert_eq!(scan(&mut region, &sum), [1 << 3, 1 << 6]);
-        assert_eq!(region.bytes(32 * 64 * 4..32 * 64 * 4 + 4), [0; 4]);
+        assert_eq!(region.bytes(32 * 64 * 4..32 * 64 * 4 + 4).to_vec(), [0; 4]);
         assert!(scan(&mut region_of(Vec::new(), ()), &sum).is_empty());
     }
 }

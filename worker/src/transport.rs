@@ -15,9 +15,9 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::stats::{SidecarStats, Stats};
 
 use crate::blocks::Blocks;
-use crate::engine::Stats;
 use crate::error::Error;
 use crate::operand::Operand;
 
@@ -28,7 +28,8 @@ pub struct Reduced<T> {
     pub tensor: T,
     /// The ranks that were lost before they had contributed to the whole tensor, in ascending
     /// order. All other ranks have contributed. The list is empty unless the job has
-    /// [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss), and always with a sidecar.
+    /// [`OnRankLoss::Continue`](racksum_proto::control::OnRankLoss). With a sidecar, it is always
+    /// empty.
     pub absent: Vec<Rank>,
 }
 
@@ -45,28 +46,17 @@ pub struct Grant {
     pub shards: usize,
     /// Whether results arrive by multicast.
     pub multicast: bool,
-    /// The slots of a stream; 0 with a sidecar.
+    /// The number of slots of a stream; 0 with a sidecar.
     pub pool_slots: u32,
-    /// The bytes of a window that fit a datagram; 0 with a sidecar.
+    /// The number of bytes of a window that fit in one datagram; 0 with a sidecar.
     pub fragment_payload: u16,
 }
 
 /// A request for the current counters, which a caller repeats until it is answered.
 #[derive(Debug, Default)]
 pub struct StatsQuery {
-    /// The number of the request at the sidecar, once it is sent.
+    /// The number that identifies the request at the sidecar; `None` before it is sent.
     pub(crate) number: Option<u64>,
-}
-
-/// Counts of the ops and bytes that a rank has exchanged with its sidecar.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SidecarStats {
-    /// Ops that the rank has started.
-    pub ops: u64,
-    /// Bytes of tensors that lie in shared memory, where they are reduced in place.
-    pub shared_bytes: u64,
-    /// Bytes copied to and from shared memory.
-    pub copied_bytes: u64,
 }
 
 /// Memory that a rank lends to its sidecar, which reduces tensors in it without a copy. On drop,
@@ -100,7 +90,7 @@ pub(crate) trait Transport: Debug + Send + Sync {
         reduced
     }
 
-    /// Notes that no caller waits for an op any more. Ignores ops that were finished.
+    /// Notes that no caller waits for an op any more. Ignores an op whose result was already taken.
     fn abandon(&self, op: OpId);
 
     /// Starts an empty op in place of a refused call.
@@ -109,21 +99,21 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Waits up to `limit` for an op to end. Returns whether it has.
     fn ends_within(&self, op: OpId, limit: Duration) -> bool;
 
-    /// Returns whether an op has ended. If it has not, calls `waker` once it has.
+    /// Returns whether an op has ended. If not, stores `waker`, which is woken when the op ends.
     fn poll_ended(&self, op: OpId, waker: &Waker) -> bool;
 
-    /// Waits up to `limit` until [`submit`](Self::submit) would not wait for earlier ops on this
-    /// memory. Returns whether it would not.
+    /// Waits up to `limit` until [`submit`](Self::submit) need not wait for earlier ops on this
+    /// memory. Returns false on timeout.
     fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool;
 
     /// Waits up to `limit` until one more op of a lane may be in flight. Returns whether it may.
     fn has_room_within(&self, lane: u8, limit: Duration) -> bool;
 
-    /// Returns at once whether `ops` more ops of a lane may be in flight.
+    /// Returns, without waiting, whether `ops` more ops of a lane may be in flight.
     fn has_room_for(&self, lane: u8, ops: usize) -> bool;
 
-    /// Returns whether [`submit`](Self::submit) waits until all ranks have called an op of this
-    /// wire type.
+    /// Returns whether [`submit`](Self::submit) of an op of this wire type waits until all ranks
+    /// have called that op.
     fn must_agree(&self, wire: WireType) -> bool;
 
     /// Reuses the memory of sums for the sums of later ops.
@@ -138,7 +128,7 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Returns the network's counters, as of the last refresh.
     fn stats(&self) -> Stats;
 
-    /// Waits up to `limit` until the counters are as of now. Returns whether they are.
+    /// Waits up to `limit` until the counters are up to date. Returns whether they are.
     fn refreshes_stats_within(&self, query: &mut StatsQuery, limit: Duration) -> bool;
 
     /// Returns the counters of the exchange with a sidecar.
@@ -147,13 +137,13 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Returns whether no more ops can start.
     fn is_over(&self) -> bool;
 
-    /// Returns how long a closing rank stays at most.
+    /// Returns the longest time that a closing rank stays.
     fn linger(&self) -> Duration;
 
     /// Waits up to `limit` until the rank may leave. Returns whether it may.
     fn may_leave_within(&self, limit: Duration) -> bool;
 
-    /// Leaves the job at once. Ops in flight end with an error, and so do later ops.
+    /// Leaves the job without waiting. Ops in flight end with an error, and so do later ops.
     fn leave(&self);
 
     /// Leaves the job once no other rank needs this one, or after [`linger`](Self::linger).
@@ -163,5 +153,6 @@ pub(crate) trait Transport: Debug + Send + Sync {
     }
 }
 
-/// The error for an op that was waited for and no longer exists.
-pub(crate) const GONE: SubmitError = SubmitError::Ended { why: Cow::Borrowed("the op is gone") };
+/// The error for a caller that waits for an op that no longer exists.
+pub(crate) const GONE: SubmitError =
+    SubmitError::Ended { why: Cow::Borrowed("the op no longer exists") };

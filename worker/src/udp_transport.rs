@@ -11,19 +11,20 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::log_limit::LogLimit;
 use racksum_proto::call::Call;
-use racksum_proto::control::{Absent, Welcome};
+use racksum_proto::control::{LostRank, Welcome};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::OpId;
 use racksum_proto::loss::Loss;
+use racksum_proto::stats::{SidecarStats, Stats};
 use racksum_proto::time::Span;
 
 use crate::aggregator_selector::join_first;
 use crate::blocks::Blocks;
 use crate::control::{Closed, ControlSenders, Mailbox, Message};
 use crate::driver::{Driver, State};
-use crate::engine::{Engine, Finished, Stats};
+use crate::engine::{Engine, Finished};
 use crate::error::{ConnectError, Error};
 use crate::exponents::{self, Exponents, agreement};
 use crate::grant::{Granted, grant};
@@ -33,7 +34,7 @@ use crate::options::ConnectOptions;
 use crate::payload::{Data, Payload};
 use crate::span::span;
 use crate::supervisor::Supervisor;
-use crate::transport::{GONE, Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
+use crate::transport::{GONE, Grant, LentMemory, Reduced, StatsQuery, Transport};
 
 /// The transport of a rank that exchanges datagrams with aggregators.
 ///
@@ -48,9 +49,10 @@ pub(crate) struct UdpTransport {
     shards: usize,
     multicast: bool,
     op_timeout: Span,
-    /// Lock for the start of an op, which in a tree may take several ops.
+    /// Held while an op starts, so that in a tree no op comes between an op and its agreement on
+    /// exponents.
     turn: Mutex<()>,
-    /// Sends messages to the job's aggregators.
+    /// Reports lost ranks to the job's aggregators.
     senders: ControlSenders,
     /// Sends the message that ends the session.
     stop: Sender<Message>,
@@ -76,7 +78,11 @@ impl UdpTransport {
     ) -> Result<Self, ConnectError> {
         if options.insecure {
             INSECURE.note(|left_out| {
-                tracing::warn!(left_out, "insecure: the aggregator's identity is not verified");
+                tracing::warn!(
+                    left_out,
+                    "insecure: the aggregator's identity is not verified; pass `identity` to \
+                     verify it"
+                );
             });
         }
         let stop = mailbox.sender();
@@ -166,7 +172,8 @@ impl UdpTransport {
         if self.must_agree(descriptor.wire) {
             let (clock, lane) = (Clock::start(), descriptor.lane);
             let began = clock.now();
-            // The exponents depend on the results of earlier ops on the same memory.
+            // Wait for earlier ops on the same memory, because the exponents depend on their
+            // results.
             let is_free = |state: &mut State| state.engine.users_of(&payload.data).is_empty();
             drop(self.driver.await_that(state, is_free));
             let agreed = self.agree(&descriptor, payload.exponents(), timeout)?;
@@ -201,7 +208,7 @@ impl UdpTransport {
 
     /// Reports the loss of another rank that this client represents. The job then loses that rank.
     pub(crate) fn part(&self, rank: u16, why: Loss) {
-        self.senders.part(Absent { rank, why });
+        self.senders.part(LostRank { rank, why });
     }
 
     /// Waits for an op to end and takes its result. The caller holds the lock of the state.
@@ -258,7 +265,8 @@ impl Transport for UdpTransport {
         self.driver.lock().poll_ended(op, waker)
     }
 
-    /// Returns true, because an op waits for its memory after it has started.
+    /// Returns true, because `submit` does not wait for the memory; the op itself waits once it has
+    /// started.
     fn is_free_within(&self, _memory: &Range<usize>, _limit: Duration) -> bool {
         true
     }
@@ -311,7 +319,7 @@ impl Transport for UdpTransport {
     }
 
     fn may_leave_within(&self, limit: Duration) -> bool {
-        self.driver.is_unneeded_within(limit)
+        self.driver.is_done_within(limit)
     }
 
     fn leave(&self) {
@@ -341,7 +349,7 @@ impl Drop for UdpTransport {
     }
 }
 
-/// Returns the tensor that an op was started with.
+/// Returns the operand that an op was started with.
 fn taken_back<T: TryFrom<Operand>>(payload: Payload) -> Result<T, Error> {
     Operand::of(payload).and_then(|operand| operand.try_into().ok()).ok_or_else(|| GONE.into())
 }

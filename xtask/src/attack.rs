@@ -20,13 +20,13 @@ use racksum_tools::shell::{Cmd, path, target};
 
 use crate::bench;
 
-/// Duration and number of the rounds.
+/// Duration of an attack and number of rounds.
 #[derive(Debug, Args)]
 pub(crate) struct AttackArgs {
     /// Seconds that each attack lasts.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=60))]
     seconds: u64,
-    /// Rounds. The median of each figure counts.
+    /// Number of rounds; the bounds apply to the median of each figure.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
 }
@@ -51,7 +51,7 @@ impl Figure {
     }
 }
 
-/// Runs all attacks; returns `true` if every figure keeps its bound.
+/// Runs all attacks; returns `true` if every figure is within its bound.
 pub(crate) fn run(root: &Path, args: &AttackArgs) -> Result<bool> {
     interrupt::listen()?;
     let mut figures = tenant(root, args)?;
@@ -62,16 +62,17 @@ pub(crate) fn run(root: &Path, args: &AttackArgs) -> Result<bool> {
     Ok(crowd && figures.iter().all(Figure::is_kept))
 }
 
-/// Measures a tenant that requests results again and again, beside another tenant's job.
+/// Measures the effect of a tenant's attacks on another tenant's job.
 fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
-    let words = ["test", "--release", "--locked", "-p", "racksum-tests", "--lib", "attack"];
-    let command = Cmd::cargo(&[&words[..], &["--", "--nocapture", "--test-threads=1"]].concat())
-        .env("RACKSUM_ATTACK_S", args.seconds.to_string());
+    let cargo_args = ["test", "--release", "--locked", "-p", "racksum-tests", "--lib", "attack"];
+    let command =
+        Cmd::cargo(&[&cargo_args[..], &["--", "--nocapture", "--test-threads=1"]].concat())
+            .env("RACKSUM_ATTACK_S", args.seconds.to_string());
     let mut figures: Vec<Figure> = Vec::new();
     for _ in 0..args.rounds {
         interrupt::check()?;
-        let said = command.output(root)?;
-        let found: Vec<_> = said.lines().map(attack_line).collect::<Result<_>>()?;
+        let printed = command.output(root)?;
+        let found: Vec<_> = printed.lines().map(attack_line).collect::<Result<_>>()?;
         let found: Vec<_> = found.into_iter().flatten().collect();
         if found.is_empty() {
             bail!("{command} printed no figures");
@@ -87,11 +88,11 @@ fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
 }
 
 /// Returns the figures of a line that an attack prints, `attack=NAME key=value ...`, and the bound
-/// of each. Any other line has no figures. Only the byte counts may be missing, and only both of
-/// them, because some attacks have no answers.
+/// of each. Any other line has no figures. Both byte counts may be missing, because some attacks
+/// get no answers; any other missing value is an error.
 fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
-    let Some((_, said)) = line.split_once("attack=") else { return Ok(Vec::new()) };
-    let (name, fields) = said.split_once(' ').unwrap_or((said, ""));
+    let Some((_, rest)) = line.split_once("attack=") else { return Ok(Vec::new()) };
+    let (name, fields) = rest.split_once(' ').unwrap_or((rest, ""));
     let fields: BTreeMap<_, f64> = fields
         .split_whitespace()
         .filter_map(|field| field.split_once('='))
@@ -105,7 +106,8 @@ fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
     if ["bytes_out", "bytes_in"].iter().any(|key| fields.contains_key(key)) {
         figures.push(("bytes out / in", ratio("bytes_out", "bytes_in")?, 2.0));
     }
-    // Two tenants share, so half of the throughput of one alone is fair. The bound is 80 % of that.
+    // Two tenants share the aggregator, so half of a lone tenant's throughput is fair. The bound is
+    // 80 % of that half.
     let fair = 0.5 / of("throughput_share")?.max(1e-9);
     figures.push(("other tenant's p99 / quiet", ratio("attacked_p99_us", "quiet_p99_us")?, 3.0));
     figures.push(("fair half / other tenant's ops", fair, 1.0 / 0.8));
@@ -116,7 +118,7 @@ fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
     Ok(named.collect())
 }
 
-/// Measures callers that fall silent, beside ranks that join.
+/// Measures how callers that fall silent affect ranks that join.
 fn strangers(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     let example = ["-p", "racksum-tests", "--example", "initials"];
@@ -138,7 +140,7 @@ fn strangers(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// The effect of a flood on ranks.
+/// The effect of a flood on joining ranks.
 struct Flooded {
     failed: f64,
     longest: f64,
@@ -171,10 +173,12 @@ fn flood(root: &Path, addresses: u32, rate: u32, seconds: u64) -> Result<Flooded
     for number in 0..JOINS {
         interrupt::check()?;
         let job = format!("join-{number}");
-        let words = ["bench", "--aggregator", &addr, "--rank", "0", "--world", "1", "--job", &job];
+        let bench_args =
+            ["bench", "--aggregator", &addr, "--rank", "0", "--world", "1", "--job", &job];
         let size = ["-b", "4K", "-e", "4K", "-n", "1", "-w", "0"];
         let took = Deadline::after(Duration::from_secs(3));
-        let joined = Cmd::new(path(&program)?, &[&words[..], &size[..]].concat()).succeeds(root);
+        let joined =
+            Cmd::new(path(&program)?, &[&bench_args[..], &size[..]].concat()).succeeds(root);
         failed += u32::from(!joined);
         longest = longest.max(took.elapsed());
     }
@@ -197,11 +201,11 @@ impl Running {
         Ok(Self(started.with_context(|| format!("cannot start {command:?}"))?))
     }
 
-    /// Returns the address that an aggregator prints.
+    /// Returns the address that an aggregator prints on its first line.
     fn address(&mut self) -> Result<String> {
         let out = self.0.stdout.take().context("the aggregator's output is not captured")?;
         let mut line = String::new();
-        BufReader::new(out).read_line(&mut line).context("the aggregator printed nothing")?;
+        BufReader::new(out).read_line(&mut line).context("cannot read the aggregator's output")?;
         let addr = line.split_once(" on ").and_then(|(_, rest)| rest.split_once(": "));
         Ok(addr
             .with_context(|| format!("unexpected first line of the aggregator: {line:?}"))?
@@ -223,7 +227,7 @@ fn table(figures: &[Figure]) -> String {
     let width = figures.iter().map(|figure| figure.what.chars().count()).max().unwrap_or(0);
     let mut text = format!("{:<width$} {:>9} {:>9}\n", "figure", "median", "must be <=");
     for figure in figures {
-        let verdict = if figure.is_kept() { "PASS" } else { "BELOW" };
+        let verdict = if figure.is_kept() { "PASS" } else { "FAIL" };
         let (what, most) = (&figure.what, figure.most);
         text += &format!("{what:<width$} {:>9.2} {most:>9.2}  {verdict}\n", figure.median());
     }
@@ -247,7 +251,7 @@ mod tests {
         let figure = |values: &[f64]| Figure { what: "a".into(), values: values.into(), most: 3.0 };
         assert!(figure(&[9.0, 3.0, 1.0]).is_kept());
         assert!(!figure(&[9.0, 3.1, 1.0]).is_kept());
-        assert!(!figure(&[]).is_kept(), "nothing was measured");
+        assert!(!figure(&[]).is_kept(), "a figure without values must fail");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! `cargo xtask bench` builds and starts the harness of `benches/harness`, which has the command
-//! line of the benches.
+//! `cargo xtask bench` builds and starts the harness of `benches/harness`, and passes its arguments
+//! on.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -32,28 +32,28 @@ pub(crate) fn with_own_help(words: impl IntoIterator<Item = OsString>) -> Vec<Os
     words
 }
 
-/// Replaces this process with the harness. Signals then reach the harness, and its exit status is
-/// the one that the caller sees. Returns only if the harness cannot start.
+/// Replaces this process with the harness. Signals then reach the harness, and the caller sees its
+/// exit status. Returns only if the harness cannot start.
 pub(crate) fn exec(root: &Path, args: &BenchArgs) -> Error {
     let error = harness(root).args(&args.words).exec();
     Error::new(error).context("cannot start cargo")
 }
 
-/// Runs small races of racksum with itself, which append what they skip to `report`.
+/// Runs small races of racksum with itself, and appends the skipped ones to `report`.
 pub(crate) fn smoke(root: &Path, report: &Path) -> Result<()> {
     if !succeeds(harness(root).arg("smoke").env(report::FILE, report))? {
-        bail!("cargo xtask bench peers --case smoke --strict");
+        bail!("a race failed; repeat with `cargo xtask bench peers --case smoke --strict`");
     }
     Ok(())
 }
 
 /// Runs the tests whose path contains `test` and prints the times that they record. Returns `true`
-/// if every median keeps its bound.
+/// if every median is within its bound.
 pub(crate) fn failures(root: &Path, test: &str, rounds: u32) -> Result<bool> {
     succeeds(harness(root).args(["failures", "--test", test, "--rounds", &rounds.to_string()]))
 }
 
-/// Returns the command that builds and starts the harness, which needs arguments.
+/// Returns the command that builds and starts the harness. The caller adds the harness's arguments.
 fn harness(root: &Path) -> Command {
     let mut command = Command::new("cargo");
     command
@@ -63,8 +63,8 @@ fn harness(root: &Path) -> Command {
     command
 }
 
-/// Returns whether the harness succeeds. After a signal, the harness still removes its processes
-/// and namespaces.
+/// Returns whether the harness succeeds. After a signal, waits until the harness has removed its
+/// processes and namespaces.
 fn succeeds(harness: &mut Command) -> Result<bool> {
     interrupt::listen()?;
     let mut child = harness.spawn().context("cannot start cargo")?;

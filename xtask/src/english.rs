@@ -25,10 +25,10 @@ pub(crate) fn comments(source: &Source) -> Vec<(usize, String)> {
     blocks(source).into_iter().map(|block| (block.line, block.text.join("\n"))).collect()
 }
 
-/// Comment lines of one kind that follow each other.
+/// Consecutive comment lines of one kind.
 #[derive(Debug, Default)]
 struct Block {
-    /// The number of its first line, from 1.
+    /// The number of the block's first line, from 1.
     line: usize,
     /// The mark that starts each line: `//`, `///` or `//!`.
     mark: String,
@@ -66,18 +66,17 @@ impl Block {
         let unclear = UNCLEAR_STARTS.iter().find(begins).filter(|_| is_doc).map(|start| {
             problem(format!(
                 "a doc comment that begins with {start:?} does not stand alone; begin with a verb \
-                 or with the noun that it describes"
+                 or a noun phrase"
             ))
         });
         let long = self.sentences().into_iter().find(|words| *words > MAX_WORDS);
-        let long = long.map(|words| {
-            problem(format!("a sentence of {words} words; split it below {MAX_WORDS}"))
-        });
+        let long = long
+            .map(|words| problem(format!("a sentence of {words} words; use at most {MAX_WORDS}")));
         unclear.into_iter().chain(long).collect()
     }
 
-    /// Returns the words of each sentence. Code, tables and headings have none; each item of a list
-    /// begins a sentence.
+    /// Returns the number of words of each sentence. Code, tables and headings contain no
+    /// sentences; each list item begins one.
     fn sentences(&self) -> Vec<usize> {
         let (mut sentences, mut words, mut is_code) = (Vec::new(), 0, false);
         for line in &self.text {
@@ -135,9 +134,9 @@ mod tests {
         let long = format!("// {}\n// {}end.\n", words(20), words(20));
         assert_eq!(
             found(&long),
-            ["net/src/a.rs:1: [english] a sentence of 41 words; split it below 40"]
+            ["net/src/a.rs:1: [english] a sentence of 41 words; use at most 40"]
         );
-        // A list, and code, are no sentence.
+        // Neither a list nor code is a sentence.
         let list = format!("//! - {}\n//! - {}\n", words(30), words(30));
         assert_eq!(found(&list), [""; 0]);
         let code = format!("/// ```\n/// {}\n/// ```\n", words(60));

@@ -2,17 +2,18 @@
 //!
 //! [`steps`] holds the steps of a test run and [`tidy`] the rules that rustfmt and clippy do not
 //! check. [`mod@bench`] starts the harness that races racksum against other programs, and [`soak`]
-//! is the long run. A new chore is a module here and a variant of [`Chore`]. A new step of the test
-//! run is a variant of [`steps::Step`].
+//! is the long run. [`sanitize`] needs a nightly toolchain. A new chore needs a module here and a
+//! variant of [`Chore`]. A new step of the test run needs a variant of [`steps::Step`].
 
-mod arrows;
 mod attack;
 mod bench;
-mod circles;
+mod crate_imports;
 mod english;
+mod import_cycles;
 mod problem;
 mod python;
 mod sample;
+mod sanitize;
 mod soak;
 mod source;
 mod steps;
@@ -59,12 +60,14 @@ enum Chore {
     Sample(SampleArgs),
     /// Start and end jobs for a while, and kill ranks and aggregators.
     Soak(SoakArgs),
+    /// Test the code for shared memory with ThreadSanitizer and Miri. Needs a nightly toolchain.
+    Sanitize,
 }
 
-/// The steps of the test run to do.
+/// The selected steps of the test run.
 #[derive(Debug, Args)]
 struct TestArgs {
-    /// Run this step alone; may be given more than once.
+    /// Run only this step; may be given more than once.
     #[arg(long, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -77,6 +80,7 @@ fn run(chore: &Chore) -> Result<ExitCode> {
         Chore::Bench(args) => return Err(bench::exec(root(), args)),
         Chore::Attack(args) => attack::run(root(), args)?,
         Chore::Soak(args) => soak::run(root(), args)?,
+        Chore::Sanitize => sanitize::run(root())?,
     };
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

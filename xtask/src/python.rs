@@ -6,11 +6,12 @@ use anyhow::Result;
 use racksum_tools::python::installed;
 use racksum_tools::shell::{Cmd, path};
 
-/// Installs the package as a user does, checks it and runs its tests, which append to `report`.
+/// Installs the package as a user does, checks it and runs its tests, which append their skips and
+/// times to `report`.
 pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     let python = installed(root)?;
     let package = root.join("python");
-    // The tests start this aggregator.
+    // Build the aggregator that the tests start.
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     for check in ["ruff check", "ruff format --check", "mypy", "pytest"] {
         let module: Vec<&str> = ["-m"].into_iter().chain(check.split(' ')).collect();

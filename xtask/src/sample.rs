@@ -15,7 +15,7 @@ use crate::english::comments;
 use crate::source::Source;
 use crate::tidy;
 
-/// The fewest words of a sentence that is worth a reading.
+/// The fewest words of a sentence that is worth reading.
 const MIN_WORDS: usize = 5;
 
 /// The sentences to draw.
@@ -24,10 +24,10 @@ pub(crate) struct SampleArgs {
     /// Seed of the draw; another seed draws other sentences.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Number of sentences of comments and docstrings.
+    /// Number of sentences to draw from comments and docstrings.
     #[arg(long, default_value_t = 90)]
     comments: usize,
-    /// Number of sentences of messages: errors, log lines and other output.
+    /// Number of sentences to draw from messages: errors, log lines and other output.
     #[arg(long, default_value_t = 40)]
     messages: usize,
 }
@@ -69,7 +69,7 @@ pub(crate) fn run(root: &Path, args: &SampleArgs) -> Result<()> {
 /// Draws `count` sentences.
 fn draw(mut all: Vec<Sentence>, count: usize, seed: u64) -> Vec<Sentence> {
     all.sort_by_cached_key(|sentence| {
-        // A hasher without a key of its own gives every run the same order.
+        // This hasher has a fixed key, so every run has the same order.
         let mut hasher = DefaultHasher::new();
         (seed, sentence).hash(&mut hasher);
         hasher.finish()
@@ -78,7 +78,7 @@ fn draw(mut all: Vec<Sentence>, count: usize, seed: u64) -> Vec<Sentence> {
     all
 }
 
-/// Splits texts, each with its line, into sentences that are worth a reading.
+/// Splits texts, each with its line, into the sentences that are worth reading.
 fn sentences(path: &Path, texts: Vec<Text>) -> Vec<Sentence> {
     let mut found = Vec::new();
     for (line, text) in texts {
@@ -91,10 +91,10 @@ fn sentences(path: &Path, texts: Vec<Text>) -> Vec<Sentence> {
     found
 }
 
-/// Returns the string literals of a file's code, without its tests and its docs.
+/// Returns the string literals of a file's code, without those of its tests and docs.
 fn messages(source: &Source) -> Vec<Text> {
     let mut found = Vec::new();
-    // A file that does not parse fails the build, which says more than an error here.
+    // Ignore a file that does not parse, because the build reports a better error.
     if let (false, Ok(tokens)) = (source.is_test_file(), source.text.parse()) {
         literals(tokens, &mut found);
     }
@@ -103,7 +103,8 @@ fn messages(source: &Source) -> Vec<Text> {
     found
 }
 
-/// Collects the string literals of `tokens`. The text of a doc comment follows `doc =`.
+/// Collects the string literals of `tokens`. The text of a doc comment follows `doc =` and is left
+/// out.
 fn literals(tokens: TokenStream, found: &mut Vec<Text>) {
     let mut before = [String::new(), String::new()];
     for token in tokens {
@@ -124,8 +125,8 @@ fn literals(tokens: TokenStream, found: &mut Vec<Text>) {
     }
 }
 
-/// Returns the comments and docstrings of a Python file, and its other strings. Knows only the
-/// forms that the formatter leaves.
+/// Returns the comments and docstrings of a Python file, and its other strings. Recognises only the
+/// layout that the formatter writes.
 fn python(text: &str) -> (Vec<Text>, Vec<Text>) {
     let (mut comments, mut messages) = (Vec::new(), Vec::new());
     let mut docstring: Option<Text> = None;

@@ -1,14 +1,15 @@
-//! `cargo xtask soak` starts and ends jobs for a chosen time and kills ranks of some. The jobs run
-//! on two aggregators that are killed or drained in turn, on one steady aggregator, or through
-//! racks to a root.
+//! `cargo xtask soak` starts and ends jobs for a chosen time and kills ranks of some of them. The
+//! jobs run on two aggregators that are killed or drained in turn, on one steady aggregator, or
+//! through racks to a root.
 //!
 //! The ranks check the sums of every op (`racksum bench -n 1`). The soak checks three more rules:
 //!
 //! - A job that loses no rank succeeds, even when its aggregators restart.
 //! - A job with a victim runs until the victim is killed. It then ends in time with an error that
 //!   names the victim.
-//! - The steady aggregators, which are the root and the racks', end with the memory, open files and
-//!   free buffers that they had near the beginning.
+//! - The steady aggregators (the root and those of the racks) end with all buffers free, with no
+//!   more open files than before the first rank joined, and with about the memory that they had
+//!   near the beginning.
 
 mod job;
 mod served;
@@ -34,7 +35,7 @@ pub(crate) struct SoakArgs {
     /// Minutes that the soak lasts.
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..))]
     minutes: u64,
-    /// Jobs at a time.
+    /// Number of jobs at a time.
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..=32))]
     jobs: u64,
     /// Seed of the random choices.
@@ -46,11 +47,11 @@ pub(crate) struct SoakArgs {
 #[derive(Debug, Default)]
 struct Tally {
     jobs: u64,
-    /// Ops whose sums were checked, over all ranks.
+    /// Number of ops whose sums were checked, over all ranks.
     ops: u64,
     ranks_killed: u64,
-    /// Jobs that ended with an error that names the killed rank.
-    told: u64,
+    /// Number of jobs that ended with an error that names the killed rank.
+    losses_named: u64,
     aggregators_killed: u64,
     aggregators_drained: u64,
     /// Expectations that did not hold.
@@ -58,7 +59,7 @@ struct Tally {
 }
 
 impl Tally {
-    /// Notes a fault and prints it at once, because its traces may soon disappear.
+    /// Records a fault and prints it at once, because later runs soon overwrite the logs.
     fn fault(&mut self, what: String) {
         println!("fault: {what}");
         self.faults.push(what);
@@ -163,7 +164,7 @@ fn in_mb(all: Vec<Resources>) -> String {
     format!("{} MB", each.join(", "))
 }
 
-/// Kills or drains one of two aggregators and starts it again, over and over.
+/// Kills or drains one of the two aggregators in turn and starts it again, until the soak is over.
 fn trouble(
     pair: &mut [Served; 2],
     program: &Path,
@@ -173,7 +174,8 @@ fn trouble(
     over: &AtomicBool,
 ) {
     for turn in 0.. {
-        // Jobs need one aggregator of the two, so the other one must have been back for a while.
+        // Jobs need one of the two aggregators, so the restarted one must run for a while before
+        // the other is stopped.
         let pause = Deadline::after(Duration::from_millis(draw.between(5_000, 9_000)));
         while !pause.is_over() && !over.load(Relaxed) {
             sleep(Duration::from_millis(50));
@@ -195,11 +197,18 @@ fn trouble(
 }
 
 fn report(tally: &Tally, steady: &[Served], before: &[Resources]) -> Result<bool> {
-    let Tally { jobs, ops, ranks_killed, told, aggregators_killed, aggregators_drained, faults } =
-        tally;
+    let Tally {
+        jobs,
+        ops,
+        ranks_killed,
+        losses_named,
+        aggregators_killed,
+        aggregators_drained,
+        faults,
+    } = tally;
     println!("jobs run                       {jobs}");
     println!("ops, every sum checked         {ops}");
-    println!("ranks killed                   {ranks_killed}, {told} jobs named theirs");
+    println!("ranks killed                   {ranks_killed}, named by {losses_named} jobs");
     println!("aggregators killed, drained    {aggregators_killed}, {aggregators_drained}");
     println!("undisturbed aggregators, near the start and at the end:");
     let mut clean = true;
@@ -234,5 +243,5 @@ const FIRST_PORT: u16 = 17_170;
 const PORTS_EACH: u16 = 10;
 /// Time until the aggregators have touched the memory that they use.
 const WARM_UP: Duration = Duration::from_secs(45);
-/// Growth in memory that a steady aggregator is allowed after the warm-up.
+/// Growth in memory, in MB, that a steady aggregator is allowed after the warm-up.
 const SPARE_MB: u64 = 32;

@@ -1,8 +1,8 @@
-//! A Rust source file as the tidy rules see it. Each line's code is apart from its comments;
+//! A Rust source file as the tidy rules see it. Each line's code is kept apart from its comments;
 //! neither holds the text of literals.
 //!
-//! This is a scanner, not a parser. Of the language it knows only comments, strings, raw strings,
-//! characters and lifetimes.
+//! This is a scanner, not a parser. It recognizes only comments, strings, raw strings, characters
+//! and lifetimes.
 
 use std::path::{Path, PathBuf};
 
@@ -34,12 +34,12 @@ impl Source {
         Self { path: path.into(), lines: split(&text), text }
     }
 
-    /// Returns whether a program wrote the file, which the first line must state.
+    /// Returns whether the first line says that a program generated the file.
     pub(crate) fn is_generated(&self) -> bool {
         self.text.lines().next().is_some_and(|line| line.contains("@generated"))
     }
 
-    /// Returns whether the whole file is tests, by its name or its folder.
+    /// Returns whether the whole file consists of tests, judging by its name and its folder.
     pub(crate) fn is_test_file(&self) -> bool {
         let stem = self.path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         stem == "tests"
@@ -76,7 +76,7 @@ pub(crate) fn has_word(text: &str, word: &str) -> bool {
     })
 }
 
-/// Returns whether `path` is `room`, the module file `room.rs` or something inside `room`.
+/// Returns whether `path` is `room`, the module file `room.rs` or a path inside `room`.
 pub(crate) fn is_in(path: &Path, room: &str) -> bool {
     path.starts_with(room) || path == Path::new(room).with_extension("rs")
 }
@@ -136,8 +136,8 @@ fn token(chars: &[char], at: usize) -> (Kind, usize) {
     }
 }
 
-/// Returns whether a word starts at `at`. The `b` or `c` of a raw byte or C string counts as text
-/// before the word.
+/// Returns whether a word starts at `at`. The prefix `b` or `c` of a raw byte or C string may
+/// precede it.
 fn starts_word(chars: &[char], at: usize) -> bool {
     let inside = |c: char| c.is_alphanumeric() || c == '_';
     match &chars[..at] {

@@ -13,14 +13,14 @@ use racksum_tools::machine;
 use racksum_tools::shell::{Cmd, path, target};
 use serde::{Deserialize, Serialize};
 
-use crate::{arrows, bench, python, tidy};
+use crate::{bench, crate_imports, python, tidy};
 
 /// A step of the test run. Steps run in this order, so that cheap checks fail first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
-    /// Check what the tests need of the machine, and install it if permitted.
+    /// Check for the tools that the tests need, and install missing ones if permitted.
     Setup,
-    /// Check that source is formatted.
+    /// Check that the source is formatted.
     Fmt,
     /// Check that clippy has no warnings.
     Clippy,
@@ -28,7 +28,7 @@ pub(crate) enum Step {
     Doc,
     /// Check the rules of `cargo xtask tidy`.
     Tidy,
-    /// Package every crate that would be published.
+    /// Package every crate that may be published.
     Package,
     /// Run every test of the workspace.
     Test,
@@ -36,7 +36,7 @@ pub(crate) enum Step {
     Python,
     /// Run the tests of process groups that torch ships, with Gloo and with racksum.
     Upstream,
-    /// Run 2000 fixed seeds through the simulator, optimised.
+    /// Run 2000 fixed seeds through an optimised simulator.
     Swarm,
     /// Run every bench once.
     Bench,
@@ -45,8 +45,8 @@ pub(crate) enum Step {
 }
 
 impl Step {
-    /// Runs the step. Its tests and races append to `report`; the result lists everything else that
-    /// it skipped.
+    /// Runs the step. Its tests and races append their skips to `report`; the result lists all
+    /// other skips.
     fn run(self, root: &Path, report: &Path) -> Result<Vec<Skip>> {
         let done = match self {
             Self::Setup => return set_up(root).map(|why| skips("slow links", why)),
@@ -55,7 +55,9 @@ impl Step {
             Self::Upstream => python::upstream(root),
             Self::Tidy => match tidy::report(root)? {
                 true => Ok(()),
-                false => bail!("cargo xtask tidy"),
+                false => bail!(
+                    "the tree breaks rules; fix the errors above and rerun `cargo xtask tidy`"
+                ),
             },
             Self::Fmt => Cmd::cargo(&["fmt", "--all", "--check"]).run(root),
             Self::Clippy => Cmd::cargo(&[
@@ -78,7 +80,7 @@ impl Step {
             .env("RUSTDOCFLAGS", "-D warnings")
             .run(root),
             Self::Package => package(root),
-            // The other test binaries still run after one fails.
+            // With `--no-fail-fast`, the other test binaries still run after one fails.
             Self::Test => Cmd::cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])
                 .env(report::FILE, path(report)?)
                 .run(root),
@@ -95,7 +97,7 @@ impl Step {
                 "0..2000",
             ])
             .run(root),
-            // Without `--bench` cargo would run every unit test a second time.
+            // Without `--bench`, cargo would run every unit test a second time.
             Self::Bench => {
                 Cmd::cargo(&["bench", "--workspace", "--locked", "--bench", "*", "--", "--test"])
                     .run(root)
@@ -116,16 +118,16 @@ fn set_up(root: &Path) -> Result<Option<String>> {
     Ok(lacks)
 }
 
-/// Packages every crate that would be published. Does not build the packages, which have the same
+/// Packages every crate that may be published. Does not build the packages, which have the same
 /// sources as the workspace.
 fn package(root: &Path) -> Result<()> {
-    let published = arrows::published(root)?;
+    let published = crate_imports::published(root)?;
     let mut args = vec!["package", "--no-verify", "--allow-dirty", "--locked", "--quiet"];
     args.extend(published.iter().flat_map(|name| ["-p", name]));
     Cmd::cargo(&args).run(root)
 }
 
-/// Returns the list of skips for one thing that may have been skipped.
+/// Returns one skip of `what` if there is a reason, and otherwise no skip.
 fn skips(what: &str, why: Option<String>) -> Vec<Skip> {
     why.map(|why| Skip { what: what.to_owned(), why }).into_iter().collect()
 }
@@ -207,7 +209,8 @@ impl History {
 
     fn store(&self, root: &Path) -> Result<()> {
         let file = Self::file(root);
-        let text = serde_json::to_string(self).context("the recorded times are not JSON")?;
+        let text =
+            serde_json::to_string(self).context("cannot encode the recorded times as JSON")?;
         fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
     }
 
@@ -236,7 +239,7 @@ fn summary(records: &[Record]) -> String {
     text + &format!("{} in {}\n", if passed { "passed" } else { "FAILED" }, Wall(total))
 }
 
-/// Formats a line for each reason for which a step skipped something.
+/// Formats one line for each reason why a step skipped something.
 fn skip_lines(record: &Record) -> Vec<String> {
     let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
     for Skip { what, why } in &record.skips {
@@ -247,7 +250,7 @@ fn skip_lines(record: &Record) -> Vec<String> {
     }
     let line = |(why, whats): (&str, Vec<&str>)| match whats[..] {
         [what] => format!("{}: {what}: {why}", record.step),
-        _ => format!("{}: {} tests, from {}: {why}", record.step, whats.len(), whats[0]),
+        _ => format!("{}: {} tests, the first {}: {why}", record.step, whats.len(), whats[0]),
     };
     reasons.into_iter().map(line).collect()
 }
@@ -316,15 +319,15 @@ mod tests {
 
     #[test]
     fn a_summary_names_what_failed_how_to_run_it_again_and_every_reason_for_a_skip() {
-        let [gpu, raw] = ["no CUDA device", "raw sockets take root"];
+        let [gpu, raw] = ["no CUDA device", "raw sockets need root"];
         let python = record(Step::Python, true, &[("t::a", gpu), ("t::b", raw), ("t::c", gpu)]);
         assert_eq!(
             summary(&[record(Step::Doc, false, &[]), python]),
             "doc      FAILED   1 min 01 s   (again: cargo xtask test --only doc)\n\
              python   passed   1 min 01 s\n\
              skipped:\n  \
-             python: 2 tests, from t::a: no CUDA device\n  \
-             python: t::b: raw sockets take root\n\
+             python: 2 tests, the first t::a: no CUDA device\n  \
+             python: t::b: raw sockets need root\n\
              FAILED in 2 min 03 s\n"
         );
     }

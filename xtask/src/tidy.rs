@@ -10,10 +10,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::arrows::Graph;
+use crate::crate_imports::Graph;
 use crate::problem::Problem;
 use crate::source::{Source, has_word, is_in};
-use crate::{circles, english, wire};
+use crate::{english, import_cycles, wire};
 
 /// The findings of a check of the tree.
 #[derive(Debug, Default)]
@@ -70,9 +70,9 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
     } else {
         findings.skipped.push(format!("wire: {} does not exist", wire::SPEC));
     }
-    findings.problems.extend(circles::in_crates(&sources));
+    findings.problems.extend(import_cycles::in_crates(&sources));
     if root.join(PACKAGE).exists() {
-        findings.problems.extend(circles::in_package(Path::new(PACKAGE), &package(root)?));
+        findings.problems.extend(import_cycles::in_package(Path::new(PACKAGE), &package(root)?));
     } else {
         findings.skipped.push(format!("circles: {PACKAGE} does not exist"));
     }
@@ -90,7 +90,7 @@ pub(crate) fn check(root: &Path) -> Result<Findings> {
 
 /// Returns the subjects of the newest commits, each after its hash.
 fn subjects(root: &Path) -> Option<String> {
-    // Without this folder, git would look for one above the tree.
+    // If `.git` is missing, git would search the folders above the tree for one.
     root.join(".git").exists().then_some(())?;
     let log = ["log", "-10", "--no-merges", "--format=%h %s"];
     let output = Command::new("git").args(log).current_dir(root).output().ok()?;
@@ -101,9 +101,8 @@ fn subjects(root: &Path) -> Option<String> {
 fn subject_length(commit: &str) -> Option<Problem> {
     let (hash, subject) = commit.split_once(' ')?;
     let length = subject.chars().count();
-    let message = || {
-        format!("the subject of {hash} has {length} characters; say it in {MAX_SUBJECT} or fewer")
-    };
+    let message =
+        || format!("the subject of {hash} has {length} characters; shorten it to {MAX_SUBJECT}");
     (length > MAX_SUBJECT).then(|| Problem::new(".git", None, "subject", message()))
 }
 
@@ -114,31 +113,31 @@ const MAX_SUBJECT: usize = 72;
 const FILE_RULES: [fn(&Source) -> Vec<Problem>; 7] =
     [line_length, module_doc, leftovers, unsafe_place, timed_assert, peer_text, english::check];
 
-/// The width that rustfmt.toml sets. This rule holds it for comments and strings too.
+/// The width that rustfmt.toml sets. This rule applies it to comments and strings too.
 const MAX_WIDTH: usize = 100;
 
-/// Lines that a file may have before it should be split.
+/// Number of lines that a file may have before it should be split.
 const MAX_LINES: usize = 600;
 
-/// Lines that a file may have at all, which leaves room to finish a change before a split.
+/// Number of lines that no file may exceed. The margin above [`MAX_LINES`] leaves room to finish a
+/// change before a split.
 const HARD_MAX_LINES: usize = 700;
 
 /// The Python package.
 const PACKAGE: &str = "python/lib/racksum";
 
 /// The places that may hold unsafe code, behind safe types or for tests only.
-const UNSAFE_ROOMS: [&str; 8] = [
+const UNSAFE_ROOMS: [&str; 7] = [
     "net",
     "kernels/src",
     "worker/src/tensor",
-    "worker/src/sidecar/fold",
-    "worker/src/sidecar/lent",
+    "worker/src/sidecar/lent/copier",
     "cli/tests/cli/tun",
     "tests/preload",
     "python/src/memory",
 ];
 
-/// The files that define messages of other processes.
+/// The files that define messages from other processes.
 const MESSAGES: [&str; 3] =
     ["proto/src/control.rs", "proto/src/status.rs", "worker/src/sidecar/message.rs"];
 
@@ -155,7 +154,7 @@ fn line_length(source: &Source) -> Vec<Problem> {
         let width = line.chars().count();
         // A URL cannot be broken.
         if width > MAX_WIDTH && !line.contains("://") && !source.is_generated() {
-            let message = format!("the line is {width} wide, over {MAX_WIDTH}");
+            let message = format!("the line has {width} characters; use at most {MAX_WIDTH}");
             problems.push(Problem::new(&source.path, Some(index + 1), "line-length", message));
         }
     }
@@ -169,7 +168,7 @@ fn module_doc(source: &Source) -> Vec<Problem> {
     if exempt || source.text.starts_with("//!") {
         return Vec::new();
     }
-    let message = "the file does not open with a `//!` that says why it exists";
+    let message = "the file does not begin with a `//!` comment that says why it exists";
     vec![Problem::new(&source.path, Some(1), "module-doc", message)]
 }
 
@@ -202,7 +201,7 @@ fn unsafe_place(source: &Source) -> Vec<Problem> {
         .collect()
 }
 
-/// Patterns of assertions that something was quick; a busy machine breaks these.
+/// Patterns of assertions that something was quick. Such assertions fail on a busy machine.
 const QUICK: [&str; 4] = ["assert!(ms <", "contains(&ms)", "elapsed() <", "assert!(took <"];
 
 fn timed_assert(source: &Source) -> Vec<Problem> {
@@ -212,7 +211,7 @@ fn timed_assert(source: &Source) -> Vec<Problem> {
             line.code.contains("assert!(") && QUICK.iter().any(|q| line.code.contains(q))
         })
         .map(|(index, _)| {
-            let message = "no test asserts on time; record it with racksum_test_report::time";
+            let message = "do not assert on time; record it with racksum_test_report::time";
             Problem::new(&source.path, Some(index + 1), "timed-assert", message)
         })
         .collect()
@@ -229,11 +228,12 @@ fn peer_text(source: &Source) -> Vec<Problem> {
     for (index, line) in source.text.lines().enumerate() {
         let field = line.trim_start();
         let is_field = field.ends_with(',') && !field.starts_with("//") && !field.contains('(');
-        // A variant with a text has no place for the attribute. An error's variant is never read.
+        // A tuple variant has no line for the attribute. A variant of an error is never
+        // deserialised.
         let is_variant = field.ends_with("(String),") && !above.contains("#[error(");
         let is_text = is_variant || is_field && has_word(field, "String") && field.contains(": ");
         if is_text && !above.contains("deserialize_with = \"PeerText::") {
-            let message = "a text of a message is read with PeerText: put \
+            let message = "a text field of a message must be read with PeerText: put \
                            #[serde(deserialize_with = \"PeerText::string\")] above it, or give \
                            it a type of its own";
             problems.push(Problem::new(&source.path, Some(index + 1), "peer-text", message));
@@ -255,7 +255,7 @@ fn file_length(source: &Source) -> Option<Length> {
     if count <= MAX_LINES || source.is_generated() {
         return None;
     }
-    let message = format!("the file has {count} lines; split it near {MAX_LINES}");
+    let message = format!("the file has {count} lines; split it into files of at most {MAX_LINES}");
     let problem = Problem::new(&source.path, None, "file-length", message);
     Some(if count > HARD_MAX_LINES {
         Length::OverLimit(problem)
@@ -443,7 +443,7 @@ mod tests {
         assert_eq!(file_length(&Source::new("a/src/a.rs", generated)), None);
     }
 
-    /// Creates a workspace with one crate whose file holds `text`; everything else keeps the rules.
+    /// Creates a workspace with one crate whose file holds `text`; everything else obeys the rules.
     fn workspace(text: &str) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let put = |path: &str, text: &str| {

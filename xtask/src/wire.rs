@@ -1,9 +1,10 @@
 //! Checks the citations of the wire spec. `docs/wire.md` must define every id that source cites,
-//! and code and a test must cite every MUST there.
+//! and both code and a test must cite every MUST of the spec.
 //!
 //! An item of the spec starts with its id (`W-<n>`, in bold or not): a list item, a table row, a
 //! paragraph or a heading. A heading's item runs to the next heading or id, and any other item to
-//! the next blank line or id. Source cites in a comment: `wire:`, then one id or several.
+//! the next blank line or id. A citation in source is a comment with `wire:` and one or several
+//! ids.
 
 use crate::problem::Problem;
 use crate::source::{Line, Source, has_word};

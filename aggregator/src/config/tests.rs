@@ -9,14 +9,14 @@ fn a_file_overrides_what_it_names() {
 
 #[test]
 fn unknown_keys_and_bad_numbers_are_named() {
-    let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
-    let unknown = told("\nshrads = 3");
+    let error_of = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+    let unknown = error_of("\nshrads = 3");
     assert!(unknown.starts_with("line 2: unknown field `shrads`, expected one of"), "{unknown}");
-    assert!(told("insecure = \"x\"").starts_with("line 1: insecure: invalid type: string"));
-    assert!(told("\n\nport = =").starts_with("line 3: "));
+    assert!(error_of("insecure = \"x\"").starts_with("line 1: insecure: invalid type: string"));
+    assert!(error_of("\n\nport = =").starts_with("line 3: "));
     let error = Config::from_toml("shards = 0").unwrap_err().to_string();
     assert_eq!(error, "line 1: shards must be from 1 to 64, not 0");
-    let syntax = told("port = 1\nshards 3\n[x");
+    let syntax = error_of("port = 1\nshards 3\n[x");
     assert!(syntax.starts_with("line 2: invalid TOML: ") && !syntax.contains('\n'), "{syntax}");
 }
 
@@ -39,7 +39,7 @@ fn rules_of_admission_are_read_and_need_an_identity() {
     let expected = Admit { identity: "team-*".to_owned(), jobs, ..Admit::default() };
     assert_eq!(config.admit, [expected]);
     assert_eq!(config.validate(), Ok(()));
-    // The identity may come from the command line.
+    // A file may have rules but no identity, because the command line may add one.
     let bare = Config::from_toml(rules).unwrap();
     assert_eq!(bare.validate(), Err(ConfigError::AdmitWithoutIdentity));
     let wrong = Config::from_toml("[[admit]]\nidentity = \"x\"\n").unwrap_err().to_string();
@@ -48,9 +48,9 @@ fn rules_of_admission_are_read_and_need_an_identity() {
 
 #[test]
 fn a_key_that_names_nothing_is_refused_with_its_rule() {
-    let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+    let error_of = |text: &str| Config::from_toml(text).unwrap_err().to_string();
     let second = |rule: &str| {
-        told(&format!("[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n[[admit]]\n{rule}"))
+        error_of(&format!("[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n[[admit]]\n{rule}"))
     };
     for (rule, why) in [
         (
@@ -69,35 +69,35 @@ fn a_key_that_names_nothing_is_refused_with_its_rule() {
     ] {
         assert!(second(rule).starts_with(why), "{}", second(rule));
     }
-    assert_eq!(told("identity = \"\""), "line 1: identity must be a file path, not empty");
-    assert!(told("status_socket = \"\"").starts_with("line 1: status_socket must be "));
+    assert_eq!(error_of("identity = \"\""), "line 1: identity must be a file path, not empty");
+    assert!(error_of("status_socket = \"\"").starts_with("line 1: status_socket must be "));
 }
 
 #[test]
 fn a_link_local_address_is_refused_with_the_reason() {
     for bind in ["fe80::1", "fe80::1%eth0"] {
         let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-        let told = "line 1: bind must not be a link-local address such as fe80::1; ";
-        assert!(why.starts_with(told), "{why}");
+        let expected = "line 1: bind must not be a link-local address such as fe80::1; ";
+        assert!(why.starts_with(expected), "{why}");
     }
     for bind in ["224.0.0.1", "ff15::1", "255.255.255.255", "127.255.255.255"] {
         let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-        let told = format!("line 1: bind: cannot serve at {bind}, which is a ");
-        assert!(why.starts_with(&told), "{why}");
+        let expected = format!("line 1: bind: cannot serve at {bind}, which is a ");
+        assert!(why.starts_with(&expected), "{why}");
     }
     for bind in ["0.0.0.0", "::"] {
         assert!(Config::from_toml(&format!("bind = {bind:?}")).is_ok());
     }
     for bind in ["fd00::1%eth0", "eth0", "127.0.0.1%lo"] {
         let why = Config::from_toml(&format!("bind = {bind:?}")).unwrap_err().to_string();
-        let told = format!("line 1: bind: {bind:?} is not an IP address; ");
-        assert!(why.starts_with(&told), "{why}");
+        let expected = format!("line 1: bind: {bind:?} is not an IP address; ");
+        assert!(why.starts_with(&expected), "{why}");
     }
 }
 
 #[test]
 fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
-    let told = |text: &str| Config::from_toml(text).unwrap_err().to_string();
+    let error_of = |text: &str| Config::from_toml(text).unwrap_err().to_string();
     let rule = "[[admit]]\nidentity = \"a\"\njobs = [\"b\"]\n";
     for (text, why) in [
         ("port = 70000", "line 1: port must be from 0 to 65534, not 70000"),
@@ -105,8 +105,14 @@ fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
         ("shards = -1", "line 1: shards must be from 1 to 64, not -1"),
         ("shards = 2\nport = -1", "line 2: port must be from 0 to 65533, not -1"),
         ("max_ranks = 5000000000", "line 1: max_ranks must be from 1 to 262144, not 5000000000"),
-        ("port = \"x\"", "line 1: port must be a whole number from 0 to 65534, not a string"),
-        ("shards = 1.5", "line 1: shards must be a whole number from 1 to 64, not a float"),
+        (
+            "port = \"x\"",
+            "line 1: port must be a whole number from 0 to 65534, but its type is string",
+        ),
+        (
+            "shards = 1.5",
+            "line 1: shards must be a whole number from 1 to 64, but its type is float",
+        ),
         ("\n[admit]\nidentity = \"a\"", "line 2: the rules must be a list of tables;"),
         ("bind = \"\"", "line 1: bind: \"\" is not an IP address; "),
         (
@@ -117,13 +123,13 @@ fn a_value_that_its_type_cannot_hold_is_told_with_its_key_and_range() {
         ("fanout = \"x\"", "line 1: fanout: unknown variant `x`, expected"),
         ("parent = 1", "line 1: parent: invalid type: integer `1`, expected"),
     ] {
-        assert!(told(text).starts_with(why), "{text:?}: {}", told(text));
+        assert!(error_of(text).starts_with(why), "{text:?}: {}", error_of(text));
     }
     for (limit, why) in [
         ("share_percent = 300", "line 4: share_percent of [[admit]] rule 1 must be from 1 "),
         ("max_jobs = true", "line 4: max_jobs of [[admit]] rule 1 must be a whole "),
     ] {
-        assert!(told(&format!("{rule}{limit}")).starts_with(why), "{limit}");
+        assert!(error_of(&format!("{rule}{limit}")).starts_with(why), "{limit}");
     }
 }
 
@@ -185,7 +191,7 @@ fn every_key_that_stays_at_a_reload_is_named() {
         change(&mut wanted);
         wanted
     };
-    // A new key does not compile until it is listed here too.
+    // A new key breaks compilation until it is listed here, as a reminder to add it to this test.
     let Config {
         bind: _,
         port: _,
@@ -232,8 +238,8 @@ fn pools_that_no_memory_holds_are_refused() {
     let config = Config { shards: 2, pool_mib: 2000, ..Config::default() };
     assert_eq!(config.check_memory(4000), Ok(()));
     let error = config.check_memory(3999).unwrap_err().to_string();
-    let expected = "2 shards with pools of 2000 MiB exceed the 3999 MiB of memory of this host; \
-                    lower --pool-mib or --shards";
+    let expected = "the pools of 2 shards, 2000 MiB each, exceed the 3999 MiB of memory of this \
+                    host; lower --pool-mib or --shards";
     assert_eq!(error, expected);
     let mut small = Config { shards: 64, pool_mib: 16, ..Config::default() };
     assert!(small.fit_memory(512).is_err());

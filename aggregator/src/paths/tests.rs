@@ -4,7 +4,7 @@ use racksum_net::quic::{Credentials, server};
 
 use super::*;
 use crate::config::{Config, Fanout};
-use crate::parent::call;
+use crate::parent_session::call;
 use crate::registry::tests::{join, registry, wish};
 
 #[test]
@@ -20,14 +20,14 @@ fn a_life_that_ends_while_its_path_is_proven_hangs_up_and_has_not_joined() {
         let called = tokio::spawn(call(Arc::clone(&registry), seat));
         let connection = parent.accept().await.unwrap().await.unwrap();
         let (_send, mut recv) = connection.accept_bi().await.unwrap();
-        let word = frames::recv::<FromWorker>(&mut recv).await.unwrap();
-        assert!(matches!(word, Some(FromWorker::Prove { .. })), "{word:?}");
-        // The task waits for the parent's answer about its shards.
+        let message = frames::recv::<FromWorker>(&mut recv).await.unwrap();
+        assert!(matches!(message, Some(FromWorker::Prove { .. })), "{message:?}");
+        // End the job while the task waits for the parent's answer.
         lock(&registry).stop();
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
-        assert!(called.is_finished(), "it does not wait for the parent");
+        assert!(called.is_finished(), "the task does not wait for the parent");
         let more = frames::recv::<FromWorker>(&mut recv).await;
         assert!(!matches!(more, Ok(Some(_))), "{more:?}");
         connection.closed().await;

@@ -4,9 +4,9 @@ use racksum_proto::control::Resume;
 use racksum_proto::ids::OpId;
 
 use super::*;
-use crate::admission::Admit;
+use crate::admit_rule::Admit;
+use crate::quotas::least_share;
 use crate::registry::tests::wish;
-use crate::tenancy::least_share;
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -15,7 +15,7 @@ fn rule(identity: &str, jobs: &str) -> Admit {
 }
 
 /// Adds a job of one rank to the queue, for an identity if one is given.
-fn enter(queue: &mut Queue, config: &Config, job: &str, identity: Option<&str>) -> Place {
+fn enter(queue: &mut Queue, config: &Config, job: &str, identity: Option<&str>) -> Ticket {
     queue.enter(config, &wish(job, 0, 1), identity, HERE).unwrap()
 }
 
@@ -38,29 +38,29 @@ fn jobs_that_wait_have_their_turn_one_after_the_other_as_there_is_room() {
     let mut queue = Queue::default();
     let [a, again, b, c] =
         ["a", "a", "b", "c"].map(|job| enter(&mut queue, &config, job, Some("x")));
-    let turns = |queue: &mut Queue, there: &[JobName]| {
+    let positions = |queue: &mut Queue, there: &[JobName]| {
         queue.call(&config, &held(&config, there, "x"));
-        [&a, &b, &c].map(|place| queue.turn(place))
+        [&a, &b, &c].map(|ticket| queue.turn(ticket))
     };
     let full = names(["one", "two"]);
-    assert_eq!(turns(&mut queue, &full), [(false, 0), (false, 1), (false, 2)]);
-    assert_eq!(turns(&mut queue, &full[..1]), [(true, 0), (false, 1), (false, 2)]);
-    assert_eq!(turns(&mut queue, &[]), [(true, 0), (true, 1), (false, 2)]);
+    assert_eq!(positions(&mut queue, &full), [(false, 0), (false, 1), (false, 2)]);
+    assert_eq!(positions(&mut queue, &full[..1]), [(true, 0), (false, 1), (false, 2)]);
+    assert_eq!(positions(&mut queue, &[]), [(true, 0), (true, 1), (false, 2)]);
     // Another rank of the same job still waits.
     queue.leave(&again);
     assert_eq!((&queue.names()[..], queue.ranks()), (&names(["a", "b", "c"])[..], 3));
     queue.leave(&a);
     assert_eq!((&queue.names()[..], queue.ranks()), (&names(["b", "c"])[..], 2));
-    assert_eq!(turns(&mut queue, &full[..1])[1..], [(true, 0), (false, 1)]);
+    assert_eq!(positions(&mut queue, &full[..1])[1..], [(true, 0), (false, 1)]);
 }
 
 #[test]
 fn a_job_that_runs_or_has_its_turn_calls_all_its_ranks() {
     let config = Config { max_jobs: 1, ..Config::default() };
     let mut queue = Queue::default();
-    let place = enter(&mut queue, &config, "job", Some("x"));
+    let ticket = enter(&mut queue, &config, "job", Some("x"));
     queue.call(&config, &held(&config, &names(["job"]), "x"));
-    assert_eq!(queue.turn(&place), (true, 0), "its other ranks may join it");
+    assert_eq!(queue.turn(&ticket), (true, 0), "the other ranks of the job may join");
 }
 
 #[test]
@@ -74,8 +74,8 @@ fn who_waits_for_room_of_a_rule_of_its_own_holds_up_nobody_else() {
     assert_eq!([queue.turn(&vision), queue.turn(&speech)], [(false, 0), (true, 0)]);
     let new =
         |identity| queue.called_before(&config, &wish("s-2", 0, 1), Some(identity), HERE).count();
-    assert_eq!(new("speech"), 1, "who comes now takes no room from it");
-    // Changed rules apply from then on.
+    assert_eq!(new("speech"), 1, "a new caller takes no room from the waiting job");
+    // New rules also apply to jobs that already wait.
     let config = Config { admit: vec![rule("vision", "v-*")], ..Config::default() };
     queue.reconfigure(&config);
     queue.call(&config, &held(&config, &names(["v-1"]), "vision"));
@@ -96,7 +96,7 @@ fn a_job_that_fits_is_not_kept_out_by_one_that_does_not() {
 
 #[test]
 fn a_name_that_two_rules_admit_waits_under_each() {
-    // Another identity waits under the name of a job that has room.
+    // Two identities wait with jobs of the same name, and only one of their rules has room.
     let full = Admit { max_jobs: Some(1), ..rule("crowd", "*") };
     let config = Config { admit: vec![full, rule("team", "train")], ..Config::default() };
     let mut queue = Queue::default();
@@ -114,18 +114,18 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
         enter(&mut queue, &config, &format!("crowd-{job}"), Some("crowd"));
     }
     enter(&mut queue, &config, "small", Some("team"));
-    let place = queue.enter(&config, &moving_join("moves"), Some("late"), HERE).unwrap();
+    let ticket = queue.enter(&config, &moving_join("moves"), Some("late"), HERE).unwrap();
     assert_eq!(queue.names()[..4], names(["moves", "crowd-0", "small", "crowd-1"]));
     queue.call(&config, &held(&config, &names(["there"]), "x"));
-    assert_eq!(queue.turn(&place), (false, 0));
+    assert_eq!(queue.turn(&ticket), (false, 0));
     queue.call(&config, &[]);
-    assert_eq!(queue.turn(&place), (true, 0));
-    // A new job comes after all jobs that have their turn; a moving job comes after other moving
-    // jobs only.
+    assert_eq!(queue.turn(&ticket), (true, 0));
+    // A new job comes after all jobs whose turn has come. A moving job comes only after other
+    // moving jobs.
     let before = |join: &Join| queue.called_before(&config, join, Some("y"), HERE).count();
     assert_eq!((before(&wish("new", 0, 1)), before(&moving_join("other"))), (1, 1));
     // A later tenant does not go before jobs that have waited for many rounds.
-    queue.leave(&place);
+    queue.leave(&ticket);
     queue.round = 50;
     enter(&mut queue, &config, "later", Some("newcomer"));
     let order = queue.names();
@@ -135,9 +135,9 @@ fn tenants_take_turns_and_a_job_that_moves_goes_first() {
 
 /// Opens a job, after it has waited if `waits` is true.
 fn serve(queue: &mut Queue, config: &Config, join: &Join, identity: &str, waits: bool) {
-    let place = waits.then(|| queue.enter(config, join, Some(identity), HERE).unwrap());
+    let ticket = waits.then(|| queue.enter(config, join, Some(identity), HERE).unwrap());
     queue.note_served(config, join, Some(identity), HERE);
-    place.iter().for_each(|place| queue.leave(place));
+    ticket.iter().for_each(|ticket| queue.leave(ticket));
 }
 
 #[test]
@@ -149,24 +149,25 @@ fn a_tenant_whose_jobs_all_move_does_not_keep_out_others_for_ever() {
         let mut served = Vec::new();
         for nth in 0..100 {
             let join = moving_join(&format!("job-{nth}"));
-            let place = waits.then(|| queue.enter(&config, &join, Some("greedy"), HERE).unwrap());
+            let ticket = waits.then(|| queue.enter(&config, &join, Some("greedy"), HERE).unwrap());
             queue.call(&config, &[]);
-            let joins = match &place {
-                Some(place) => queue.turn(place).0,
+            let joins = match &ticket {
+                Some(ticket) => queue.turn(ticket).0,
                 None => queue.called_before(&config, &join, Some("greedy"), HERE).count() == 0,
             };
             if joins {
                 queue.note_served(&config, &join, Some("greedy"), HERE);
             } else {
-                served.extend(others.iter().position(|place| queue.turn(place).0));
+                served.extend(others.iter().position(|ticket| queue.turn(ticket).0));
             }
-            place.iter().for_each(|place| queue.leave(place));
+            ticket.iter().for_each(|ticket| queue.leave(ticket));
             if !joins {
                 break;
             }
         }
         assert_eq!(served, [0], "waits: {waits}");
-        // Moving jobs of a tenant that was served less often still go first, and are counted.
+        // Moving jobs of a tenant that was served less often still go first, and count as jobs that
+        // are served before the waiting ones.
         let late = queue.enter(&config, &moving_join("late"), Some("modest"), HERE).unwrap();
         queue.call(&config, &[]);
         assert_eq!([&late, &others[0]].map(|it| queue.turn(it)), [(true, 0), (false, 1)]);
@@ -188,7 +189,8 @@ fn tenants_whose_jobs_move_take_turns_among_themselves() {
     }
     let order = queue.names();
     assert_eq!(order[..5], names(["many-0", "few-0", "many-1", "few-1", "many-2"]));
-    // The moving jobs of a failover go first, and further ones are served in later rounds.
+    // The first 16 moving jobs of a tenant go first, and its other moving jobs wait for their
+    // rounds.
     assert_eq!(order[17..20], names(["many-15", "begins", "many-16"]));
 }
 
@@ -223,7 +225,7 @@ fn a_job_that_fits_at_once_moves_nobody_behind_those_of_its_tenant_that_wait() {
     assert_eq!(queue.names()[..4], names(["large-0", "first", "second", "large-1"]));
     // A round ends only once all of its jobs have been served.
     serve(&mut queue, &config, &wish("large-0", 0, 2), "crowd", false);
-    assert_eq!(queue.round, 0, "others wait for it still");
+    assert_eq!(queue.round, 0, "other jobs of this round still wait");
 }
 
 #[test]
@@ -233,12 +235,12 @@ fn a_group_of_several_lanes_waits_for_as_much_room_as_it_is_granted() {
     let there = Tenant::new(&config, &there, None, (8, 1));
     let held = [Tenant { granted: Some(100.0 - least_share(&config, 8, 4)), ..there }];
     let mut queue = Queue::default();
-    let places = [1, 8].map(|lanes| {
+    let tickets = [1, 8].map(|lanes| {
         let join = Join { lanes, job: JobName::new("train", lanes.to_string()), ..wish("", 0, 8) };
         queue.enter(&config, &join, None, HERE).unwrap()
     });
     queue.call(&config, &held);
-    assert_eq!(places.each_ref().map(|place| queue.turn(place).0), [true, false]);
+    assert_eq!(tickets.each_ref().map(|ticket| queue.turn(ticket).0), [true, false]);
 }
 
 #[test]
@@ -246,14 +248,14 @@ fn who_was_served_is_remembered_of_few_and_while_others_wait() {
     let (config, mut queue) = (Config::default(), Queue::default());
     serve(&mut queue, &config, &wish("alone", 0, 1), "alone", false);
     assert!(queue.served.is_empty());
-    let place = enter(&mut queue, &config, "waits", Some("patient"));
+    let ticket = enter(&mut queue, &config, "waits", Some("patient"));
     for nth in 0..=MAX_SERVED {
         serve(&mut queue, &config, &moving_join("job"), &format!("tenant-{nth}"), false);
         assert!(!queue.served.is_empty() || nth == MAX_SERVED);
     }
     assert!(queue.served.len() <= MAX_SERVED);
     serve(&mut queue, &config, &wish("job", 0, 1), "other", false);
-    queue.leave(&place);
+    queue.leave(&ticket);
     assert!(queue.served.is_empty());
 }
 
@@ -263,12 +265,12 @@ fn ranks_that_wait_are_few_of_each_identity_rule_and_address() {
     let mut queue = Queue::default();
     let full = |queue: &mut Queue, identity: Option<&str>, ip: [u8; 4]| {
         let config = if identity.is_some() { &config } else { &Config::default() };
-        let mut places = Vec::new();
+        let mut tickets = Vec::new();
         loop {
-            let join = wish(&format!("job-{}", places.len()), 0, 1);
+            let join = wish(&format!("job-{}", tickets.len()), 0, 1);
             match queue.enter(config, &join, identity, ip.into()) {
-                Ok(place) => places.push(place),
-                Err(why) => return (places, why),
+                Ok(ticket) => tickets.push(ticket),
+                Err(why) => return (tickets, why),
             }
         }
     };
@@ -286,8 +288,8 @@ fn ranks_that_wait_are_few_of_each_identity_rule_and_address() {
     }
     let (none, why) = full(&mut queue, None, [10, 0, 1, 3]);
     assert_eq!((none.len(), &*why), (0, "4096 ranks already wait for room"));
-    for place in first.iter().chain(&second) {
-        queue.leave(place);
+    for ticket in first.iter().chain(&second) {
+        queue.leave(ticket);
     }
     assert_eq!(queue.ranks(), 2048);
     assert_eq!(full(&mut queue, Some("crowd-2"), [10, 0, 0, 2]).0.len(), 1024);

@@ -2,23 +2,23 @@
 
 use std::net::IpAddr;
 
-use racksum_proto::control::{Beginner, CONTROL_VERSION, Join};
+use racksum_proto::control::{CONTROL_VERSION, CallerId, Join};
 
 use super::job::fragmentation_of;
 use super::member::unreached;
 use super::migration::check_resume;
 use super::{Caller, MAX_LANES, Registry};
-use crate::admission::admit;
+use crate::admit_rule;
 use crate::config::{Fanout, MAX_SHARDS};
+use crate::quotas::Refusal;
 use crate::slots::MAX_WORLD;
-use crate::tenancy::Refusal;
 
 impl Registry {
     /// Checks all parts of a rank's join that do not depend on what other jobs hold.
     pub(super) fn check_caller(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
         self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
         self.check_data(join)?;
-        self.check_hears(join, caller.addr.ip())?;
+        self.check_multicast(join, caller.addr.ip())?;
         Ok(())
     }
 
@@ -37,7 +37,7 @@ impl Registry {
         if self.draining {
             return Err(Refusal::Draining);
         }
-        Ok(admit(&self.config.admit, identity, &join.job.name)?)
+        Ok(admit_rule::check(&self.config.admit, identity, &join.job.name)?)
     }
 
     /// Checks the parts of a join that do not depend on the job.
@@ -47,7 +47,7 @@ impl Registry {
             return Err(format!("a job must have 1 to {MAX_WORLD} ranks, not {world}"));
         }
         if rank >= world {
-            return Err(format!("rank {rank} must be below the world of {world}"));
+            return Err(format!("rank {rank} must be below the number of ranks, {world}"));
         }
         if join.lanes == 0 || join.lanes > MAX_LANES {
             return Err(format!("a job must have 1 to {MAX_LANES} lanes, not {}", join.lanes));
@@ -67,7 +67,7 @@ impl Registry {
         }
         self.check_auth(join)?;
         join.job.check()?;
-        join.begun_by.as_ref().map_or(Ok(()), Beginner::check)?;
+        join.begun_by.as_ref().map_or(Ok(()), CallerId::check)?;
         check_resume(join)?;
         if join.pool_slots == 1 {
             return Err("`pool_slots` must be at least 2, not 1".into());
@@ -79,7 +79,7 @@ impl Registry {
     fn check_auth(&self, join: &Join) -> Result<(), String> {
         let own = self.config.data_auth();
         match join.data_auth {
-            Some(wanted) if wanted != own && join.relays => Err(format!(
+            Some(wanted) if wanted != own && join.aggregates => Err(format!(
                 "this aggregator authenticates data with {:?}, and the caller that joins for rank \
                  {} with {:?}; set the same `data_auth` for both",
                 own.name(),
@@ -97,8 +97,8 @@ impl Registry {
         }
     }
 
-    /// Checks the data ports and datagram size of a rank. A rank that only asks who is present
-    /// gives none.
+    /// Checks the data ports and datagram size of a rank. A caller that only asks which ranks are
+    /// present gives neither.
     pub(super) fn check_data(&self, join: &Join) -> Result<(), String> {
         let (ports, datagram) = (&join.data_ports, join.max_datagram);
         if ports.is_empty() || ports.len() > usize::from(MAX_SHARDS) || ports.contains(&0) {
@@ -108,8 +108,8 @@ impl Registry {
         }
         if fragmentation_of(datagram.into()).is_none() {
             return Err(format!(
-                "rank {} can only have datagrams of {datagram} bytes, which is too small; its MTU \
-                 must be at least 1280",
+                "rank {} supports datagrams of at most {datagram} bytes, which is too small; raise \
+                 its MTU to at least 1280",
                 join.rank
             ));
         }
@@ -117,7 +117,7 @@ impl Registry {
     }
 
     /// Checks that a rank at `ip` listens to multicast, if results are sent only by multicast.
-    pub(super) fn check_hears(&self, join: &Join, ip: IpAddr) -> Result<(), String> {
+    pub(super) fn check_multicast(&self, join: &Join, ip: IpAddr) -> Result<(), String> {
         match self.config.fanout {
             Fanout::Multicast if !join.multicast => Err(unreached(join, ip)),
             _ => Ok(()),
@@ -126,7 +126,8 @@ impl Registry {
 }
 
 /// Returns why data could not arrive from the address of a call, or `None` if it can. The control
-/// socket accepts both IP versions. The data sockets accept one, so that a peer has one address.
+/// socket accepts both IP versions. Each data socket accepts only one, so that a peer has a single
+/// address.
 pub(crate) fn other_ip_version(addr: IpAddr) -> Option<String> {
     let is_mapped = matches!(addr, IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some());
     is_mapped.then(|| {

@@ -1,10 +1,10 @@
-//! Jobs that are about to end. An op whose result was sent must still end with that result. Before
-//! the ranks learn of the end, the aggregator therefore resends results to the ranks that lack
-//! them.
+//! Jobs that are about to end. If a result was sent to any rank, every rank must end the op with
+//! that result. Before the ranks learn that the job ends, the aggregator therefore resends results
+//! to the ranks that lack them.
 
 use std::time::Duration;
 
-use racksum_proto::control::{Absent, FromAggregator, Join};
+use racksum_proto::control::{FromAggregator, Join, LostRank};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::status::JobState;
@@ -13,9 +13,9 @@ use tokio::time::{Instant, timeout};
 use super::job::Job;
 use super::lives::beginner_of;
 use super::progress::watch;
-use super::{Caller, Registry, Seat, Shared, lock};
+use super::{Caller, Registry, Seat, SharedRegistry, lock};
+use crate::quotas::{Tenant, check_room};
 use crate::shard::Command;
-use crate::tenancy::{Tenant, check_room};
 
 /// The maximum time to wait for ranks that lack results.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ending {
     id: JobId,
-    /// The rank whose loss ends the job, by its number in datagrams.
+    /// The number, as used in datagrams, of the rank whose loss ends the job.
     lost: Option<Rank>,
 }
 
@@ -47,11 +47,11 @@ impl Registry {
     pub(crate) fn ending_by_loss(&self, seat: &Seat, why: Loss, now: Instant) -> Option<Ending> {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id)?;
         let there = job.members.get(usize::from(seat.rank)).is_some_and(Option::is_some);
-        let absent = Absent { rank: seat.rank, why };
+        let absent = LostRank { rank: seat.rank, why };
         let ends = job.state == JobState::Running
             && there
             && why != Loss::Left
-            && !job.goes_on_without(&[absent], now);
+            && !job.continues_without(&[absent], now);
         ends.then(|| Ending { id: job.id, lost: job.number_of(seat.rank) })
     }
 
@@ -79,29 +79,31 @@ impl Registry {
     }
 }
 
-/// A fence around a job: while it exists, the shards fold no more windows of the job.
+/// A fence around a job: while it exists, the shards fold no windows of the job, unless the job has
+/// a parent.
 pub(crate) struct Fence {
-    registry: Shared,
+    registry: SharedRegistry,
     id: JobId,
 }
 
 impl Fence {
-    fn new(registry: &Shared, id: JobId) -> Self {
-        lock(registry).tell_shards(|| Command::Fence(id, true));
-        Self { registry: Shared::clone(registry), id }
+    fn new(registry: &SharedRegistry, id: JobId) -> Self {
+        lock(registry).send_to_shards(|| Command::Fence(id, true));
+        Self { registry: SharedRegistry::clone(registry), id }
     }
 }
 
 impl Drop for Fence {
     fn drop(&mut self) {
-        // A job that has ended ignores the command; a job that goes on resumes.
-        lock(&self.registry).tell_shards(|| Command::Fence(self.id, false));
+        // If the job has ended, the command has no effect. Otherwise the shards fold its windows
+        // again.
+        lock(&self.registry).send_to_shards(|| Command::Fence(self.id, false));
     }
 }
 
-/// Waits until no rank lacks a result that was sent, or until the timeout. No further results are
-/// folded until the returned fence is dropped.
-pub(crate) async fn settle(registry: &Shared, ending: Option<Ending>) -> Option<Fence> {
+/// Waits until no rank except the lost one still asks for a result that was sent, or until the
+/// timeout. Returns the fence around the job; dropping the fence removes it.
+pub(crate) async fn settle(registry: &SharedRegistry, ending: Option<Ending>) -> Option<Fence> {
     let Ending { id, lost } = ending?;
     let fence = Fence::new(registry, id);
     let settled = async {
@@ -113,7 +115,7 @@ pub(crate) async fn settle(registry: &Shared, ending: Option<Ending>) -> Option<
             }
         }
     };
-    // The job may have ended already, or may not settle in time.
+    // Ignore the outcome: the job may have ended already, or may not settle in time.
     drop(timeout(PATIENCE, settled).await);
     Some(fence)
 }

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use racksum_proto::aggregator::Config;
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
-    Absent, Beginner, FromAggregator, Join, MAX_OPS, OnRankLoss, POOL_SLOTS, Welcome,
+    CallerId, FromAggregator, Join, LostRank, MAX_OPS, OnRankLoss, POOL_SLOTS, Welcome,
 };
 use racksum_proto::counted::counted;
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
@@ -22,8 +22,8 @@ use super::parent_link::ParentLink;
 use super::progress::Progress;
 use crate::config::Config as AggregatorConfig;
 use crate::job_keys::JobKeys;
+use crate::quotas::Tenant;
 use crate::shard::ShardHandle;
-use crate::tenancy::Tenant;
 
 /// A job that is gathering its ranks or running.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(super) struct Job {
     pub(super) identity: Option<String>,
     /// The callers that have joined this generation, the opener first. Only the most recent of
     /// those that have disconnected are kept.
-    pub(super) callers: Vec<Beginner>,
+    pub(super) callers: Vec<CallerId>,
     /// The secret that all generations of the job share, if any.
     pub(super) secret: Option<Key>,
     /// The job's granted share of each shard's packet buffers, in per cent.
@@ -42,31 +42,33 @@ pub(super) struct Job {
     pub(super) world: u16,
     pub(super) lanes: u8,
     pub(super) on_rank_loss: OnRankLoss,
-    /// Whether some rank knows a standby to move to.
+    /// Whether any rank knows a standby to which the job can move.
     pub(super) may_move: bool,
     /// The lost ranks that the job continues without, in the order of their loss.
-    pub(super) absent: Vec<Absent>,
-    /// The ranks that have left and may rejoin.
+    pub(super) absent: Vec<LostRank>,
+    /// The ranks that have left, with the op at which each may rejoin.
     pub(super) left: BTreeMap<u16, Left>,
-    /// The ranks that are rejoining, with the caller that rejoins as each.
+    /// The ranks that are rejoining, each with its caller.
     pub(super) returns: BTreeMap<u16, Return>,
     pub(super) last_return: u64,
     /// The channel for the job's progress, while it is watched.
     pub(super) progress: Option<watch::Sender<Progress>>,
-    /// The size in bytes of the smallest receive buffer of its ranks at the start.
+    /// The size in bytes of the smallest receive buffer among the job's members when the job
+    /// started.
     pub(super) least_buffer: u32,
-    /// The grant and the keys, once the job was complete.
+    /// The grant and the keys, once the job has started.
     pub(super) granted: Option<(Welcome, JobKeys)>,
-    /// The ranks that have moved to another aggregator. `departed_at` is when the first one did.
+    /// The ranks that have moved to another aggregator. `departed_at` is the time at which the
+    /// first of them moved.
     pub(super) departed: Vec<u16>,
     pub(super) departed_at: Option<Instant>,
-    /// The first op here, if the job has moved here.
+    /// The first op at this aggregator, if the job has moved to it.
     pub(super) moved_at: Option<OpId>,
     /// The index of this aggregator among the job's aggregators, and their number.
     pub(super) stripe: (u8, u8),
     /// The members by rank. An aggregator has the place of the first rank that it joined for.
     pub(super) members: Vec<Option<Member>>,
-    /// The places of the members with a number in datagrams, in the order of those numbers.
+    /// The places of the members that have a number in datagrams, in the order of those numbers.
     pub(super) order: Vec<u16>,
     /// The link to the parent, if this aggregator has one.
     pub(super) parent: Option<ParentLink>,
@@ -75,7 +77,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Checks that a join fits the parameters that the job was opened with.
+    /// Checks that a join matches the parameters that the job was opened with.
     pub(super) fn check(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
         self.check_secret(join)?;
@@ -84,8 +86,8 @@ impl Job {
         }
         if self.state != JobState::Gathering && self.left.contains_key(&join.rank) {
             return Err(format!(
-                "rank {} has left job {name:?}; it can rejoin between two ops with `rejoin`; or \
-                 restart all ranks with a greater `generation`",
+                "rank {} has left job {name:?}; it can rejoin between two ops with `rejoin`; \
+                 otherwise restart all ranks with a greater `generation`",
                 join.rank
             ));
         }
@@ -115,7 +117,7 @@ impl Job {
         if mine != theirs {
             return Err(format!(
                 "job {name:?} was opened with `on_rank_loss` {mine}, but rank {} has {theirs}; set \
-                 the same at all ranks",
+                 the same value at all ranks",
                 join.rank
             ));
         }
@@ -127,7 +129,7 @@ impl Job {
         Ok(())
     }
 
-    /// Checks that a rank's job has the shape of this one.
+    /// Checks that the world, the lanes and the aggregators of a join match those of the job.
     pub(super) fn check_shape(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
         let (stripe, its) = (self.stripe, join.stripe);
@@ -148,8 +150,8 @@ impl Job {
         Ok(())
     }
 
-    /// Returns the ranks that have not joined, here or elsewhere, or that have withdrawn. Ranks
-    /// that are known to be lost are not included.
+    /// Returns the ranks that have joined neither here nor at another aggregator of the tree, and
+    /// those that have withdrawn. Ranks that are known to be lost are not included.
     pub(super) fn missing(&self) -> Vec<u16> {
         if let Some(missing) = self.parent.as_ref().and_then(|parent| parent.missing.as_ref()) {
             return missing.clone();
@@ -165,8 +167,8 @@ impl Job {
         self.members.iter().flatten().find(|member| member.ranks().any(|other| other == rank))
     }
 
-    /// Assigns the members their numbers in datagrams. Ranks keep their own numbers. In a tree,
-    /// members are numbered in the order of their first ranks.
+    /// Assigns the members their numbers in datagrams. Outside a tree, ranks keep their own
+    /// numbers. In a tree, members are numbered in the order of their smallest ranks.
     pub(super) fn number(&mut self) {
         self.order = (0..self.world).collect();
         if self.is_of_tree() {
@@ -178,18 +180,18 @@ impl Job {
         }
     }
 
-    /// Returns the number in datagrams of the member at this place.
+    /// Returns the number that the member at this place has in datagrams.
     pub(super) fn number_of(&self, at: u16) -> Option<Rank> {
         let number = self.order.iter().position(|other| *other == at)?;
         u16::try_from(number).ok().map(Rank)
     }
 
-    /// Returns the members that have numbers, in the order of those numbers.
+    /// Returns the members in the order of their numbers; `None` for a lost member.
     pub(super) fn numbered(&self) -> impl Iterator<Item = Option<&Member>> + '_ {
         self.order.iter().map(|at| self.members[usize::from(*at)].as_ref())
     }
 
-    /// Returns the tenant that the job's share is counted for.
+    /// Returns the job as a tenant, with its granted share.
     pub(super) fn tenant<'a>(&'a self, config: &AggregatorConfig, name: &'a JobName) -> Tenant<'a> {
         let tenant = Tenant::new(config, name, self.identity.as_deref(), (self.world, self.lanes));
         Tenant { granted: Some(self.share), ..tenant }
@@ -226,16 +228,19 @@ impl Job {
     }
 
     /// Sends a message to all members.
-    pub(super) fn tell(&self, message: &FromAggregator) {
-        self.members.iter().flatten().for_each(|member| member.tell(message.clone()));
+    pub(super) fn send_to_all(&self, message: &FromAggregator) {
+        self.members.iter().flatten().for_each(|member| member.send(message.clone()));
     }
 
-    /// Returns whether each member receives multicast, by number; false for lost members.
-    pub(super) fn hears(&self) -> Vec<bool> {
-        self.numbered().map(|member| member.is_some_and(|member| member.hears)).collect()
+    /// Returns, by number, whether each member receives multicast; false for lost members.
+    pub(super) fn receives_multicast(&self) -> Vec<bool> {
+        self.numbered()
+            .map(|member| member.is_some_and(|member| member.receives_multicast))
+            .collect()
     }
 
-    /// Returns where the data of a shard goes, by number; the unspecified address for lost members.
+    /// Returns, by number, the data address of each member at a shard; the unspecified address for
+    /// lost members.
     pub(super) fn data_addrs(&self, shard: usize) -> Vec<SocketAddr> {
         let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
         let addr = |member: Option<&Member>| member.map_or(nowhere, |it| it.data_addr(shard));
@@ -251,9 +256,9 @@ impl Job {
     ) -> Result<(Welcome, Vec<Config>), String> {
         if pool_slots < *POOL_SLOTS.start() {
             return Err(format!(
-                "{} with {} need more packet buffers than the job's share, or than its other \
-                 groups leave of it; raise --pool-mib or lower --max-jobs at the aggregator, or \
-                 raise share_percent of the job's [[admit]] rule",
+                "{} with {} would take more packet buffers than the job's share holds, or than \
+                 its other groups leave free; raise --pool-mib or lower --max-jobs at the \
+                 aggregator, or raise share_percent of the job's [[admit]] rule",
                 counted(self.order.len(), "rank"),
                 counted(self.lanes, "lane")
             ));
@@ -262,7 +267,8 @@ impl Job {
         let joins = members().flat_map(Member::joins);
         let datagram = joins.map(|join| usize::from(join.max_datagram)).min().unwrap_or(0);
         let parent = self.parent.as_ref().and_then(|parent| parent.granted.as_ref());
-        // Contributions are forwarded to the parent, and its results to the ranks, with this cut.
+        // Windows are cut as at the parent, both for the sums that go to the parent and for the
+        // results that go to the ranks.
         let cut = match parent {
             Some((_, parent)) => Fragmentation::new(parent.fragment_payload.into()),
             None => fragmentation_of(datagram),
@@ -320,7 +326,8 @@ impl Job {
     }
 }
 
-/// Returns how a window is cut into datagrams of at most this size, or `None` if that is too small.
+/// Returns how a window is cut into datagrams of at most this size, or `None` if the size is too
+/// small.
 pub(super) fn fragmentation_of(datagram: usize) -> Option<Fragmentation> {
     let payload = datagram.saturating_sub(Header::LEN + DataAuth::MAX_TRAILER);
     Fragmentation::new(payload.min(WINDOW_BYTES))
@@ -342,13 +349,13 @@ pub(super) fn group_of(id: JobId, shard: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, shard.port())
 }
 
-/// Bytes that a rank may have in flight towards a shard if datagrams hold whole windows, as between
-/// processes of one host. Copies limit the speed there, and the data in flight of two ranks should
-/// stay in the processor's cache. Slower links use small datagrams, and recover from losses sooner
-/// with more in flight.
+/// The maximum number of bytes that a rank may have in flight towards a shard if a datagram holds a
+/// whole window, as between processes of one host. Copying limits the speed in this case, so the
+/// data in flight of two ranks should stay in the processor's cache. Other links use small
+/// datagrams, and recover from losses sooner if more bytes are in flight.
 const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
 
-/// Returns why a job cannot continue without so many ranks.
+/// Returns the error for a job that has lost too many ranks to continue.
 pub(super) fn too_many_absent() -> String {
     format!("a job can lose at most {} ranks and continue", Flags::MAX_ABSENT)
 }
@@ -361,7 +368,7 @@ pub(super) fn given_up(job: &JobName, rank: u16) -> String {
     )
 }
 
-/// Returns the milliseconds since an instant.
+/// Returns the number of milliseconds since an instant.
 pub(super) fn millis(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,11 +1,11 @@
 //! Generations of a job: which joins may end the present one.
 //!
-//! A join with a greater generation ends the present one. It must therefore prove that it is of the
-//! same job, and not of another job with the same name.
+//! A join with a greater generation ends the present one. The join must therefore prove that it
+//! belongs to the same job, and not to another job with the same name.
 
 use std::collections::BTreeSet;
 
-use racksum_proto::control::{Beginner, FromAggregator, Join};
+use racksum_proto::control::{CallerId, FromAggregator, Join};
 use racksum_proto::lives::{self, Known};
 
 use super::job::Job;
@@ -13,11 +13,11 @@ use super::member::{Member, who};
 use super::parent_link::ParentLink;
 use super::{Caller, Registry};
 
-/// Returns the identity or address of the joining rank. An aggregator or a sidecar reports it for
-/// its ranks. The identity of an aggregator proves nothing about the jobs of its ranks.
-pub(super) fn beginner_of(join: &Join, caller: &Caller) -> Beginner {
+/// Returns the identity or address of the joining rank. An aggregator or a sidecar reports those of
+/// its ranks, since its own identity proves nothing about their jobs.
+pub(super) fn beginner_of(join: &Join, caller: &Caller) -> CallerId {
     let own = who(caller.identity.as_deref(), caller.addr);
-    if join.relays { join.begun_by.clone().unwrap_or(own) } else { own }
+    if join.aggregates { join.begun_by.clone().unwrap_or(own) } else { own }
 }
 
 impl Registry {
@@ -29,8 +29,8 @@ impl Registry {
         }
     }
 
-    /// Ends the present generation of a job because the next one begins. Returns its link to the
-    /// parent.
+    /// Ends the present generation of a job because the next one begins. Returns the ended
+    /// generation's link to the parent.
     pub(super) fn supersede(&mut self, join: &Join) -> Option<ParentLink> {
         let mut job = self.remove(&join.job)?;
         let why = format!(
@@ -42,36 +42,37 @@ impl Registry {
             job.begun_by()
         );
         tracing::info!(job = ?join.job, "{why}");
-        job.tell(&FromAggregator::Superseded { by: join.generation, why });
+        job.send_to_all(&FromAggregator::Superseded { by: join.generation, why });
         job.parent.take()
     }
 }
 
 impl Job {
-    /// Returns whether a join is of the same job. The proof is the secret of the job, or an
-    /// identity that has joined or rejoined this generation. The address suffices where jobs have
-    /// no secret and callers have no identities.
+    /// Returns whether a join belongs to the same job. The proof is the secret of the job, or an
+    /// identity that has joined or rejoined this generation. An address that has joined is enough
+    /// only if the caller has no identity, and neither the job nor the join has a secret.
     pub(super) fn may_be_ended_by(&self, join: &Join) -> bool {
         let known = match join.begun_by.as_ref().filter(|by| self.callers.contains(by)) {
-            Some(Beginner::Identity(_)) => Known::ByIdentity,
-            Some(Beginner::Address(_)) => Known::ByPlace,
+            Some(CallerId::Identity(_)) => Known::ByIdentity,
+            Some(CallerId::Address(_)) => Known::ByPlace,
             None => Known::Not,
         };
         lives::may_end(self.secret, join.secret, known)
     }
 
-    /// Checks that a join of the same generation is of this job, and not of another with its name.
+    /// Checks that a join of the same generation belongs to this job, and not to another job with
+    /// the same name.
     pub(super) fn check_secret(&self, join: &Join) -> Result<(), String> {
         let is_same = lives::may_join(self.secret, join.secret);
         if is_same { Ok(()) } else { Err(self.is_another(join)) }
     }
 
-    /// Checks that a rejoining rank proves as much as a rank that may end this generation, or has
-    /// the identity that left.
+    /// Checks that a rejoining rank has the identity that it had when it left, or gives the proof
+    /// that a rank needs in order to end this generation.
     pub(super) fn check_return(&self, join: &Join, caller: &Caller) -> Result<(), String> {
         let by = who(caller.identity.as_deref(), caller.addr);
         let left = self.left.get(&join.rank).is_some_and(|left| left.by == by);
-        let is_same = left && matches!(by, Beginner::Identity(_));
+        let is_same = left && matches!(by, CallerId::Identity(_));
         let join = Join { begun_by: Some(by), ..join.clone() };
         if is_same || self.may_be_ended_by(&join) { Ok(()) } else { Err(self.is_another(&join)) }
     }
@@ -91,8 +92,8 @@ impl Job {
     }
 
     /// Records the caller of a rank that joins or rejoins. When there are too many callers, this
-    /// forgets the oldest caller without a present rank. An aggregator that joins for its ranks
-    /// could otherwise name ever new callers.
+    /// method removes the oldest one without a present rank. The limit is needed because an
+    /// aggregator that joins for its ranks could name any number of callers.
     pub(super) fn note_caller(&mut self, join: &Join) {
         let Some(by) = join.begun_by.as_ref().filter(|by| !self.callers.contains(by)) else {
             return;
@@ -109,7 +110,7 @@ impl Job {
         }
     }
 
-    /// Returns the name of the caller that began the job.
+    /// Returns the name of the caller that began this generation.
     pub(super) fn begun_by(&self) -> String {
         named(self.callers.first())
     }
@@ -119,8 +120,8 @@ impl Job {
 /// the opener.
 const CALLERS_OF_RANK: usize = 4;
 
-fn named(by: Option<&Beginner>) -> String {
-    by.map_or_else(|| "somebody".to_owned(), Beginner::to_string)
+fn named(by: Option<&CallerId>) -> String {
+    by.map_or_else(|| "an unknown caller".to_owned(), CallerId::to_string)
 }
 
 #[cfg(test)]

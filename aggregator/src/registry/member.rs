@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use racksum_proto::control::{Beginner, FromAggregator, Join};
+use racksum_proto::control::{CallerId, FromAggregator, Join};
 use racksum_proto::ids::OpId;
 use racksum_proto::wire::Flags;
 use tokio::sync::mpsc::Sender;
@@ -11,8 +11,9 @@ use tokio::time::Instant;
 
 use super::Caller;
 
-/// The maximum number of messages queued for a member. It is more than twice the sum of a welcome,
-/// a start, each rank that the job can continue without, a drain and a final message.
+/// The maximum number of messages queued for a member. It is more than twice what a job sends: a
+/// welcome, a start, a message for each rank that the job can continue without, a drain, and a
+/// final message.
 pub(crate) const MEMBER_QUEUE: usize = 2 * (Flags::MAX_ABSENT + 8);
 
 /// A rank that has joined, or an aggregator that has joined for its ranks.
@@ -21,34 +22,45 @@ pub(super) struct Member {
     pub(super) join: Join,
     /// The joins of the member's other ranks, if it is an aggregator.
     pub(super) also: Vec<Join>,
-    /// The name in the member's certificate.
+    /// The name in the member's certificate, if it is verified.
     pub(super) identity: Option<String>,
     /// The address that the member calls from; its data comes from other ports of the same host.
     addr: SocketAddr,
-    tell: Sender<FromAggregator>,
-    pub(super) hears: bool,
+    outbox: Sender<FromAggregator>,
+    pub(super) receives_multicast: bool,
     /// Whether the member has withdrawn and was told that it may leave.
     pub(super) withdraws: bool,
-    /// When the member was last heard from.
-    pub(super) heard: Instant,
-    /// The state with which the rank had left, if it has rejoined.
+    /// The time at which the member was last heard from.
+    pub(super) last_received: Instant,
+    /// The record of the rank's earlier departure, if the rank has rejoined.
     pub(super) came_back: Option<Left>,
 }
 
 impl Member {
     pub(super) fn new(join: Join, caller: Caller, now: Instant) -> Self {
-        let Caller { identity, addr, tell } = caller;
+        let Caller { identity, addr, outbox } = caller;
         let (also, came_back) = (Vec::new(), None);
-        let (hears, withdraws) = (false, false);
-        Self { join, also, identity, addr, tell, hears, withdraws, heard: now, came_back }
+        let (receives_multicast, withdraws) = (false, false);
+        Self {
+            join,
+            also,
+            identity,
+            addr,
+            outbox,
+            receives_multicast,
+            withdraws,
+            last_received: now,
+            came_back,
+        }
     }
 
-    /// Returns the name in the member's certificate, or its address where callers have none.
-    pub(super) fn beginner(&self) -> Beginner {
+    /// Returns the name in the member's certificate, or the member's IP address if there is no such
+    /// name.
+    pub(super) fn beginner(&self) -> CallerId {
         who(self.identity.as_deref(), self.addr)
     }
 
-    /// Returns the joins of all its ranks.
+    /// Returns the joins of all the member's ranks.
     pub(super) fn joins(&self) -> impl Iterator<Item = &Join> {
         std::iter::once(&self.join).chain(&self.also)
     }
@@ -67,16 +79,16 @@ impl Member {
 
     /// Returns the ranks that an aggregator has joined for; empty for a rank.
     pub(super) fn rack(&self) -> Vec<u16> {
-        if self.join.relays { self.sorted_ranks() } else { Vec::new() }
+        if self.join.aggregates { self.sorted_ranks() } else { Vec::new() }
     }
 
-    /// Returns the rank that names the member in messages: for an aggregator, the smallest of its
-    /// ranks.
+    /// Returns the rank that identifies the member in messages: for an aggregator, the smallest of
+    /// its ranks.
     pub(super) fn name(&self) -> u16 {
         self.ranks().min().unwrap_or(self.join.rank)
     }
 
-    /// Returns the address from which the member's data to this shard comes.
+    /// Returns the source address of the member's data for this shard.
     pub(super) fn data_addr(&self, shard: usize) -> SocketAddr {
         let ports = &self.join.data_ports;
         let port = ports.get(shard).or_else(|| ports.first()).copied().unwrap_or(0);
@@ -89,13 +101,14 @@ impl Member {
     }
 
     /// Queues a message for the member. The queue has room: a member gets fewer than
-    /// [`MEMBER_QUEUE`] messages in a job, not counting its place in the queue for room. That place
-    /// is sent only while half of the queue is free.
-    pub(super) fn tell(&self, message: FromAggregator) {
+    /// [`MEMBER_QUEUE`] messages in a job, apart from those about the job's place in the parent's
+    /// queue. Such messages are sent only while more than half of the member's queue is free.
+    pub(super) fn send(&self, message: FromAggregator) {
         let queued = matches!(message, FromAggregator::Queued { .. });
-        if !queued || self.tell.capacity() > MEMBER_QUEUE / 2 {
-            // If the member has disconnected or does not read, its session ends and reports it.
-            drop(self.tell.try_send(message));
+        if !queued || self.outbox.capacity() > MEMBER_QUEUE / 2 {
+            // If the member has disconnected or does not read, its session ends and reports the
+            // loss.
+            drop(self.outbox.try_send(message));
         }
     }
 }
@@ -106,32 +119,32 @@ pub(super) struct Left {
     /// The op at which the rank would continue, or `None` if it left in the middle of an op.
     pub(super) next_op: Option<OpId>,
     /// The caller that had the seat.
-    pub(super) by: Beginner,
+    pub(super) by: CallerId,
 }
 
 /// A caller that is rejoining as a rank.
 #[derive(Debug)]
 pub(super) struct Return {
     pub(super) number: u64,
-    pub(super) by: Beginner,
+    pub(super) by: CallerId,
     /// Signals that another caller is preferred.
     pub(super) replaced: oneshot::Sender<()>,
 }
 
 /// Returns the caller's identity, or its address if it has none.
-pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> Beginner {
+pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> CallerId {
     identity.map_or_else(
-        || Beginner::Address(addr.ip().to_canonical()),
-        |name| Beginner::Identity(name.into()),
+        || CallerId::Address(addr.ip().to_canonical()),
+        |name| CallerId::Identity(name.into()),
     )
 }
 
 /// Returns why a join from `ip` is refused in a job that requires multicast.
 pub(super) fn unreached(join: &Join, ip: IpAddr) -> String {
-    if join.relays {
+    if join.aggregates {
         return format!(
-            "the aggregator at {ip} has this one as parent and needs unicast results; start the \
-             parent with --fanout auto or unicast"
+            "the aggregator at {ip} has this one as its parent and needs unicast results; start \
+             the parent with --fanout auto or unicast"
         );
     }
     format!(

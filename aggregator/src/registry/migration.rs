@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use racksum_proto::control::{Absent, FromAggregator, Join, OnRankLoss, Resume};
+use racksum_proto::control::{FromAggregator, Join, LostRank, OnRankLoss, Resume};
 use racksum_proto::ids::listed;
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
@@ -17,17 +17,17 @@ use super::{Joined, LOST, Registry, Seat};
 
 /// How long a job that moves waits for its ranks: as long as a rank may be silent.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The maximum silence of a rank that is reported as present: several signs of life.
-const HEARD: Duration = Duration::from_secs(2);
-/// The extra time that an aggregator waits beyond its parent, if both have the same timeout. An
-/// aggregator that gave up first would itself count as missing at the parent.
+/// The maximum silence of a rank that is reported as present: several keep-alive intervals.
+const MAX_SILENCE: Duration = Duration::from_secs(2);
+/// The extra time that an aggregator with a parent waits, so that a parent with the same timeout
+/// gives up first. Otherwise, the parent would report the ranks of this aggregator as missing.
 const PARENT_FIRST: Duration = Duration::from_secs(2);
 
 impl Registry {
     /// Checks the timeouts of a job whose ranks join or leave, and returns its next step. A job
     /// that gathers for too long ends, and its ranks learn which ranks are missing. A job that has
-    /// moved here may continue without them.
-    pub(crate) fn look_after(&mut self, seat: &Seat, now: Instant) -> Joined {
+    /// moved here may continue without the missing ranks.
+    pub(crate) fn check_timeouts(&mut self, seat: &Seat, now: Instant) -> Joined {
         let patience = Duration::from_secs(self.config.join_timeout_s.into());
         let draining = self.draining;
         let Some(job) = self.job(seat) else { return Joined::Ready };
@@ -43,7 +43,7 @@ impl Registry {
                     return Joined::Waiting(missing);
                 }
                 if job.moved_at.is_some() {
-                    return self.lose_on_the_way(&seat.job, &missing, now);
+                    return self.lose_missing(&seat.job, &missing, now);
                 }
                 self.give_up(seat, &missing, patience);
             }
@@ -51,7 +51,7 @@ impl Registry {
                 let late = |since| now.saturating_duration_since(since) >= PATIENCE;
                 if job.departed_at.is_some_and(late) {
                     job.departed_at = None;
-                    // These ranks have moved alone.
+                    // These ranks have moved, but the others have not followed.
                     for rank in std::mem::take(&mut job.departed) {
                         self.lose(&Seat { rank, ..seat.clone() }, Loss::Broke, now);
                     }
@@ -82,43 +82,43 @@ impl Registry {
     }
 
     /// Continues without the ranks that did not move here with the job, or ends the job.
-    fn lose_on_the_way(&mut self, name: &JobName, missing: &[u16], now: Instant) -> Joined {
+    fn lose_missing(&mut self, name: &JobName, missing: &[u16], now: Instant) -> Joined {
         let Some(job) = self.jobs.get_mut(name) else { return Joined::Ready };
         let why = Loss::Silent;
-        let lost: Vec<_> = missing.iter().map(|rank| Absent { rank: *rank, why }).collect();
+        let lost: Vec<_> = missing.iter().map(|rank| LostRank { rank: *rank, why }).collect();
         // Withdrawn ranks may join elsewhere, but are no longer members here.
         let may_leave: Vec<_> = missing
             .iter()
             .filter_map(|rank| Some((*rank, job.members[usize::from(*rank)].take()?)))
             .collect();
-        let goes_on = job.goes_on_without(&lost, now);
+        let goes_on = job.continues_without(&lost, now);
         LOST.note(|left_out| {
             let what = "ranks did not follow the job to this aggregator";
             tracing::warn!(job = ?name, ?missing, goes_on, left_out, "{what}");
         });
         for (rank, member) in may_leave {
-            member.tell(if goes_on {
+            member.send(if goes_on {
                 FromAggregator::Refused { reason: given_up(name, rank) }
             } else {
                 FromAggregator::PeerLost { ranks: missing.to_vec(), why }
             });
         }
         if !goes_on {
-            job.tell(&FromAggregator::PeerLost { ranks: missing.to_vec(), why });
+            job.send_to_all(&FromAggregator::PeerLost { ranks: missing.to_vec(), why });
             self.remove(name);
             return Joined::Ready;
         }
         job.absent.extend(lost);
-        // If the start fails, all members have been told.
+        // If the start fails, it has already refused all members.
         self.start(name).unwrap_or(Joined::Ready)
     }
 
     /// Records that a rank was heard from.
-    pub(crate) fn hear_from(&mut self, seat: &Seat, now: Instant) {
+    pub(crate) fn note_received(&mut self, seat: &Seat, now: Instant) {
         if let Some(job) = self.job(seat)
             && let Some(member) = &mut job.members[usize::from(seat.rank)]
         {
-            member.heard = now;
+            member.last_received = now;
         }
     }
 
@@ -135,15 +135,15 @@ impl Registry {
             self.jobs.iter().filter(|(_, job)| gathering(job)).map(|(name, _)| name.clone());
         for name in names.collect::<Vec<_>>() {
             if let Some(job) = self.remove(&name) {
-                job.tell_parent_of_stop();
-                job.tell(&FromAggregator::Drain);
+                job.send_stop_to_parent();
+                job.send_to_all(&FromAggregator::Drain);
             }
         }
-        self.jobs.values().for_each(|job| job.tell(&FromAggregator::Drain));
+        self.jobs.values().for_each(|job| job.send_to_all(&FromAggregator::Drain));
     }
 
-    /// Returns the ranks that wait in the job that this caller could join. Ranks that the caller
-    /// has lost are left out. The result is empty if the caller could not join.
+    /// Returns the ranks that wait in the job that this caller asks about, except those that the
+    /// caller has lost. Returns no ranks if the caller could not join the job.
     pub(crate) fn present(
         &self,
         join: &Join,
@@ -158,9 +158,10 @@ impl Registry {
         let lost = |rank: &u16| {
             join.resume.iter().flat_map(|it| &it.absent).any(|absent| absent.rank == *rank)
         };
-        // Other ranks may have died while this process was stopped.
+        // Leave out silent ranks: if this process was suspended, they may have died without being
+        // reported as lost.
         let waits = |member: &&Member| {
-            !member.withdraws && now.saturating_duration_since(member.heard) < HEARD
+            !member.withdraws && now.saturating_duration_since(member.last_received) < MAX_SILENCE
         };
         job.members
             .iter()
@@ -171,9 +172,10 @@ impl Registry {
             .collect()
     }
 
-    /// Handles a rank's request to withdraw, and returns whether it may. It may if its job has not
-    /// begun; the job then counts it as missing. Otherwise the other ranks depend on it, or the job
-    /// has ended, and it is told so.
+    /// Handles a rank's request to withdraw, and returns whether the rank may leave. A rank may
+    /// withdraw while its job gathers ranks, unless this aggregator has a parent; the job then
+    /// counts the rank as missing. After that, a rank may not withdraw, because other ranks depend
+    /// on it, or because the job has ended and the rank was told why.
     pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
         // wire: W-67
         let gathers = |job: &&mut Job| job.state == JobState::Gathering && job.parent.is_none();
@@ -197,7 +199,7 @@ impl Registry {
             return Joined::Ready;
         };
         member.withdraws = false;
-        // If the start fails, all members have been told.
+        // If the start fails, it has already refused all members.
         self.start_if_complete(&seat.job).unwrap_or(Joined::Ready)
     }
 
@@ -226,32 +228,37 @@ impl Job {
         self.absent.iter().any(|absent| absent.rank == rank)
     }
 
-    /// Returns whether the job continues when it loses these ranks as well, which are no longer
-    /// members.
+    /// Returns whether the job continues if it also loses these ranks, which may already have been
+    /// removed from the registry.
     ///
-    /// Silent ranks may be together at another aggregator, and must not continue there too. In a
-    /// job that may move, the ranks heard here must therefore be the majority of all ranks that are
-    /// not certainly lost.
-    pub(super) fn goes_on_without(&self, lost: &[Absent], now: Instant) -> bool {
+    /// Silent ranks may have gathered at another aggregator, and the job must not continue at both.
+    /// In a job that may move, the ranks that are still heard here must therefore be a majority of
+    /// the ranks that are not certainly lost.
+    pub(super) fn continues_without(&self, lost: &[LostRank], now: Instant) -> bool {
         let gone = || self.absent.iter().chain(lost);
         let certain = gone().filter(|absent| absent.why.is_certain()).count();
-        let is_heard =
-            |member: &&Member| now.saturating_duration_since(member.heard) < PATIENCE / 2;
-        let here = self.members.iter().flatten().filter(is_heard).count() + self.departed.len();
+        let is_lost = |rank: u16| lost.iter().any(|lost| lost.rank == rank);
+        let is_recent =
+            |member: &Member| now.saturating_duration_since(member.last_received) < PATIENCE / 2;
+        let recent = (0..)
+            .zip(&self.members)
+            .filter(|(rank, member)| !is_lost(*rank) && member.as_ref().is_some_and(is_recent));
+        let here = recent.count() + self.departed.len();
         let is_most = 2 * here > usize::from(self.world) - certain;
         let splits = self.may_move && certain < gone().count();
-        // Results cannot name more lost ranks than this.
+        // Results cannot name more than `MAX_ABSENT` lost ranks.
         let nameable = gone().count() <= Flags::MAX_ABSENT;
         self.on_rank_loss == OnRankLoss::Continue && nameable && (is_most || !splits)
     }
 
-    /// Returns whether the absent ranks that a rank reports fit, together with the known ones.
+    /// Returns whether results can name all absent ranks: those that a rank reports, and those that
+    /// are already known.
     pub(super) fn has_names_for(&self, resume: &Resume) -> bool {
         let more = resume.absent.iter().filter(|absent| !self.is_absent(absent.rank)).count();
         self.absent.len() + more <= Flags::MAX_ABSENT
     }
 
-    /// Applies a rank's statement of where the job resumes, which has been checked.
+    /// Applies a rank's statement of where the job resumes. The statement has already been checked.
     pub(super) fn note_resume(&mut self, name: &JobName, resume: &Resume) {
         self.moved_at = self.moved_at.max(Some(resume.first_op));
         for absent in &resume.absent {
@@ -259,9 +266,9 @@ impl Job {
                 continue;
             }
             self.absent.push(*absent);
-            // The other ranks have lost this rank, but it has joined here.
+            // The other ranks have lost this rank, but the rank has joined here.
             if let Some(member) = self.members[usize::from(absent.rank)].take() {
-                member.tell(FromAggregator::Refused { reason: given_up(name, absent.rank) });
+                member.send(FromAggregator::Refused { reason: given_up(name, absent.rank) });
             }
         }
     }
@@ -273,7 +280,7 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
     let mut ranks: Vec<u16> = resume.absent.iter().map(|absent| absent.rank).collect();
     ranks.sort_unstable();
     ranks.dedup();
-    // This check precedes the opening of a job for the rank.
+    // Check this here, before a job is opened for the rank.
     if ranks.len() > Flags::MAX_ABSENT {
         return Err(too_many_absent());
     }

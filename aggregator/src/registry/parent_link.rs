@@ -14,25 +14,26 @@ pub(super) struct ParentLink {
     /// The queue for messages to the parent, while it is connected.
     pub(super) messages: Option<UnboundedSender<FromWorker>>,
     /// The queues of the job's earlier generations, kept open until the parent ends those
-    /// connections. Closing one here would tell the other racks that a rank of this rack has left.
+    /// connections. If this side closed one, the parent would tell the other racks that a rank of
+    /// this rack has left.
     pub(super) before: Vec<UnboundedSender<FromWorker>>,
-    /// When dropped, ends a call that the parent has not answered yet. After the answer, messages
-    /// end the call.
+    /// Dropping this sender ends a call that the parent has not answered yet. After the answer,
+    /// dropping `messages` ends the call.
     pub(super) _over: Option<oneshot::Sender<()>>,
-    /// The ranks that have joined nowhere, as the parent reports.
+    /// The ranks that have joined nowhere, according to the parent.
     pub(super) missing: Option<Vec<u16>>,
-    /// The reason why there is no room at the parent, as the parent reports.
+    /// The reason why there is no room at the parent, in the parent's words.
     pub(super) queued: Option<String>,
     /// The parent's address, and its grant.
     pub(super) granted: Option<(SocketAddr, Welcome)>,
 }
 
 impl ParentLink {
-    /// Creates the link of a job whose previous generation had this one.
+    /// Creates the link of a job whose previous generation had the link `before`.
     pub(super) fn after(before: Option<Self>) -> Self {
         let Self { mut before, messages, .. } = before.unwrap_or_default();
         before.extend(messages);
-        // If the parent ends none of these connections, their number must still stay bounded.
+        // Keep the number of these connections bounded, even if the parent ends none of them.
         before.drain(..before.len().saturating_sub(MOST_BEFORE));
         Self { before, ..Self::default() }
     }

@@ -1,5 +1,6 @@
 //! The progress of jobs, for tasks that wait for it. One task per job asks the shards, whatever the
-//! number of watchers. A job with many joining and leaving ranks therefore costs the others little.
+//! number of watchers. A job with many joining and leaving ranks therefore costs the other jobs
+//! little.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use racksum_proto::ids::{JobId, Rank};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use super::{Registry, Shared, lock};
+use super::{Registry, SharedRegistry, lock};
 use crate::shard::{JobReport, ShardReport};
 
 /// The interval at which the shards are asked.
@@ -51,13 +52,13 @@ fn lacking(job: &JobReport) -> impl Iterator<Item = Rank> + '_ {
 #[derive(Debug)]
 pub(crate) struct Watched {
     progress: watch::Receiver<Progress>,
-    /// Whether the first report may come from before this subscription.
+    /// Whether the first report may have been requested before this subscription began.
     is_late: bool,
 }
 
 impl Watched {
-    /// Returns the job's progress, as asked after this subscription and after the last call.
-    /// Returns `None` once the job has ended.
+    /// Waits for the next report of the job's progress that was requested after the subscription
+    /// began. Returns `None` once the job has ended.
     pub(crate) async fn next(&mut self) -> Option<Progress> {
         loop {
             self.progress.changed().await.ok()?;
@@ -70,16 +71,16 @@ impl Watched {
 }
 
 /// Subscribes to the progress of a job; returns `None` if no such job exists.
-pub(crate) fn watch(registry: &Shared, id: JobId) -> Option<Watched> {
+pub(crate) fn watch(registry: &SharedRegistry, id: JobId) -> Option<Watched> {
     let (watched, feed) = lock(registry).watch(id)?;
     if let Some(feed) = feed {
-        tokio::spawn(tell_progress(Arc::clone(registry), id, feed));
+        tokio::spawn(publish_progress(Arc::clone(registry), id, feed));
     }
     Some(watched)
 }
 
 /// Asks the shards for the progress of a job while it has subscribers.
-async fn tell_progress(registry: Shared, id: JobId, feed: watch::Sender<Progress>) {
+async fn publish_progress(registry: SharedRegistry, id: JobId, feed: watch::Sender<Progress>) {
     loop {
         let asked = {
             let mut registry = lock(&registry);
@@ -113,8 +114,8 @@ impl Registry {
         Some((Watched { progress, is_late: feed.is_none() }, feed))
     }
 
-    /// Stops the feed of a job without subscribers. Returns whether it has stopped; a later
-    /// subscriber starts another task.
+    /// Stops the feed of a job if the job has no subscribers. Returns whether the feed has stopped;
+    /// a later subscriber starts another task.
     fn stop_if_unwatched(&mut self, id: JobId) -> bool {
         let Some(job) = self.jobs.values_mut().find(|job| job.id == id) else { return true };
         job.progress.take_if(|feed| feed.receiver_count() == 0);

@@ -1,7 +1,7 @@
 //! Ranks that leave a job between two ops and rejoin it later.
 //!
-//! Several callers may claim to be one rank, but only one at a time waits to rejoin, and the rank
-//! rejoins once.
+//! Several callers may claim to be the same rank, but only one at a time waits to rejoin, and only
+//! one of them rejoins.
 
 use racksum_proto::control::{FromAggregator, Join, OnRankLoss, Welcome};
 use racksum_proto::ids::{JobId, OpId, Rank};
@@ -17,8 +17,8 @@ use super::lives::beginner_of;
 use super::member::{Left, Member, Return, who};
 use super::{Caller, Joined, Registry, Seat};
 use crate::config::Fanout;
+use crate::quotas::Refusal;
 use crate::shard::{Command, Rejoin};
-use crate::tenancy::Refusal;
 
 /// The state that a rejoining caller holds until its rank has rejoined.
 #[derive(Debug)]
@@ -33,11 +33,11 @@ pub(crate) struct Returning {
 
 impl Registry {
     /// Registers a caller that rejoins as a rank, until [`Self::end_return`]. The caller that held
-    /// the rank before is preferred to others. Of several attempts by one caller, the latest is
-    /// preferred, since earlier ones may be dead.
+    /// the rank before is preferred to others. If one caller tries several times, its latest
+    /// attempt is preferred, since earlier ones may be dead.
     ///
     /// # Errors
-    /// The reason for the refusal, as a sentence for the user.
+    /// Returns the reason for the refusal, as a sentence for the user.
     pub(crate) fn begin_return(
         &mut self,
         join: &Join,
@@ -53,16 +53,16 @@ impl Registry {
             && present.by != by
         {
             return Err(Refusal::Never(format!(
-                "{} already rejoins as rank {} of job {:?}; start only one process for the rank",
-                present.by, join.rank, join.job
+                "{} is already rejoining job {:?} as rank {}; start only one process for the rank",
+                present.by, join.job, join.rank
             )));
         }
         job.last_return += 1;
         let number = job.last_return;
-        let (tell, replaced) = oneshot::channel();
-        let before = job.returns.insert(join.rank, Return { number, by, replaced: tell });
+        let (sender, replaced) = oneshot::channel();
+        let before = job.returns.insert(join.rank, Return { number, by, replaced: sender });
         if let Some(before) = before {
-            // The replaced caller may have disconnected.
+            // Ignore a failed send: the replaced caller may have disconnected.
             before.replaced.send(()).ok();
         }
         Ok(Returning { seat, number, may_move, replaced })
@@ -77,8 +77,8 @@ impl Registry {
         }
     }
 
-    /// Handles a rank that leaves, either in the middle of an op or before its `next_op`, where it
-    /// may rejoin.
+    /// Handles a rank that leaves: before `next_op`, at which it may rejoin, or in the middle of an
+    /// op if `next_op` is `None`.
     pub(crate) fn part(&mut self, seat: &Seat, next_op: Option<OpId>, now: Instant) {
         let Some(job) = self.job(seat) else { return };
         if job.state == JobState::Running
@@ -100,7 +100,7 @@ impl Registry {
     /// Checks whether a rank may rejoin. Returns the job's number, and whether the job may move.
     ///
     /// # Errors
-    /// The reason for the refusal, as a sentence for the user.
+    /// Returns the reason for the refusal, as a sentence for the user.
     pub(crate) fn may_rejoin(
         &self,
         join: &Join,
@@ -131,7 +131,7 @@ impl Registry {
     /// has sealed.
     ///
     /// # Errors
-    /// The reason for the refusal, as a sentence for the user.
+    /// Returns the reason for the refusal, as a sentence for the user.
     pub(crate) fn rejoin(
         &mut self,
         mut join: Join,
@@ -144,7 +144,7 @@ impl Registry {
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job ended")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
-        let (welcome, job_keys) = job.granted.as_mut().ok_or("the job was granted nothing")?;
+        let (welcome, job_keys) = job.granted.as_mut().ok_or("the job has no grant")?;
         job_keys.renew(rank).map_err(|error| error.to_string())?;
         let keys = job_keys.keys_of(rank);
         let welcome =
@@ -155,13 +155,13 @@ impl Registry {
         let mut member = Member::new(join, caller, now);
         member.came_back = came_back;
         let rejoin = Rejoin { job: id, rank, addr: member.data_addr(0), job_keys };
-        member.tell(FromAggregator::Welcome(welcome));
-        member.tell(FromAggregator::Ready { multicast: false });
+        member.send(FromAggregator::Welcome(welcome));
+        member.send(FromAggregator::Ready { multicast: false });
         job.members[rank.index()] = Some(member);
-        let heard = job.hears();
+        let receives_multicast = job.receives_multicast();
         for shard in &self.shards {
-            shard.tell(Command::Rejoin(Box::new(rejoin.clone())));
-            shard.tell(Command::Listeners(id, heard.clone()));
+            shard.send(Command::Rejoin(Box::new(rejoin.clone())));
+            shard.send(Command::Listeners(id, receives_multicast.clone()));
         }
         Ok((seat, Joined::Ready))
     }
@@ -200,12 +200,12 @@ impl Job {
         if usize::from(join.max_datagram) < fragment {
             return Err(format!(
                 "datagrams of job {name:?} have up to {fragment} bytes, and rank {rank} now takes \
-                 {}; give the rank its former MTU",
+                 at most {}; give the rank its former MTU",
                 join.max_datagram
             ));
         }
-        // The amount of results in flight was fixed for the receive buffers of the ranks at the
-        // start.
+        // When the job started, its results in flight were limited to what the smallest receive
+        // buffer of its ranks holds.
         if join.receive_buffer < self.least_buffer {
             return Err(format!(
                 "rank {rank} now has a receive buffer of {} bytes, and job {name:?} needs {}; give \

@@ -1,15 +1,15 @@
 //! Trees of aggregators: jobs whose sums go to a parent, and jobs that other aggregators join here.
 //!
-//! An aggregator with a parent joins it for each rank of each of its jobs as the rank arrives. Only
-//! the parent sees when the world is complete. The job therefore starts there, and all ranks get
-//! what the parent grants.
+//! An aggregator with a parent joins the job at the parent for each of its ranks, as the rank
+//! arrives. Only the parent sees when the world is complete. The job therefore starts at the
+//! parent, and all ranks get what the parent grants.
 
 use std::net::SocketAddr;
 
 use racksum_net::auth::{Opener, Sealer};
 use racksum_proto::aggregator::Config;
 use racksum_proto::control::{
-    Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss, Welcome,
+    CONTROL_VERSION, FromAggregator, FromWorker, Join, LostRank, OnRankLoss, Welcome,
 };
 use racksum_proto::counted::counted;
 use racksum_proto::ids::{OpId, Rank};
@@ -29,67 +29,73 @@ use crate::shard::{Command, NewParent};
 
 /// A call to the parent: the join, and the messages that follow it.
 #[derive(Debug)]
-pub(crate) struct Call {
+pub(crate) struct ParentCall {
     pub(crate) join: Join,
     pub(crate) messages: UnboundedReceiver<FromWorker>,
     /// Signals that the calling generation of the job is over.
     pub(crate) over: oneshot::Receiver<()>,
 }
 
-/// Returns the ranks that a job loses with a member, and why.
+/// Returns the ranks that a job loses when it loses a member, and the reason.
 pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u16>, Loss) {
-    match member.filter(|member| member.join.relays && why != Loss::Left) {
-        Some(member) => (member.sorted_ranks(), Loss::Relay),
+    match member.filter(|member| member.join.aggregates && why != Loss::Left) {
+        Some(member) => (member.sorted_ranks(), Loss::Aggregator),
         None => (vec![rank], why),
     }
 }
 
 impl Registry {
-    /// Checks that a rank's wishes can be met in a tree, if its job is in one.
+    /// Checks that a tree supports what a rank wants, if its job is part of a tree.
     pub(super) fn check_relay(&self, join: &Join) -> Result<(), String> {
         let (mine, theirs) = (self.shards.len(), join.data_ports.len());
         // A sidecar has one port for all shards.
-        if join.relays && theirs != mine && theirs != 1 {
+        if join.aggregates && theirs != mine && theirs != 1 {
             return Err(other_shards(mine, theirs));
         }
         match &self.config.parent {
-            Some(_) => check_wish(join, false),
-            None if join.relays => check_wish(join, join.may_move),
+            Some(_) => check_join(join, false),
+            None if join.aggregates => check_join(join, join.may_move),
             None => Ok(()),
         }
     }
 
     /// Begins a call to the parent for a job that gathers ranks. Returns `None` if there is no
     /// longer a reason to call.
-    pub(crate) fn call(&mut self, seat: &Seat) -> Option<Call> {
+    pub(crate) fn call(&mut self, seat: &Seat) -> Option<ParentCall> {
         let data_ports = self.shards.iter().map(|shard| shard.addr.port()).collect();
         let buffers = self.shards.iter().map(|shard| shard.receive_buffer).min().unwrap_or(0);
         let receive_buffer = u32::try_from(buffers).unwrap_or(u32::MAX);
         let data_auth = Some(self.config.data_auth());
         let job = self.job(seat).filter(|job| job.state == JobState::Gathering)?;
-        let (tell, messages) = unbounded_channel();
+        let (sender, messages) = unbounded_channel();
         let mut joins = job.members.iter().flatten().flat_map(Member::joins).cloned();
         let first = joins.next()?;
-        // The receiver still exists here.
-        joins.for_each(|join| drop(tell.send(FromWorker::Also(join))));
+        // These sends cannot fail, because the receiver still exists.
+        joins.for_each(|join| drop(sender.send(FromWorker::AddRank(join))));
         let before = std::mem::take(&mut job.parent.get_or_insert_default().before);
         let (ends, over) = oneshot::channel();
-        let (words_to, ends) = (Some(tell), Some(ends));
+        let (to_parent, ends) = (Some(sender), Some(ends));
         let parent = ParentLink {
             called: true,
-            messages: words_to,
+            messages: to_parent,
             before,
             _over: ends,
             ..ParentLink::default()
         };
         job.parent = Some(parent);
-        let join =
-            Join { data_ports, receive_buffer, data_auth, multicast: false, relays: true, ..first };
-        Some(Call { join, messages, over })
+        let join = Join {
+            data_ports,
+            receive_buffer,
+            data_auth,
+            multicast: false,
+            aggregates: true,
+            ..first
+        };
+        Some(ParentCall { join, messages, over })
     }
 
     /// Handles a message from the parent at `parent_addr`.
-    pub(crate) fn hear_from_parent(
+    pub(crate) fn handle_parent_message(
         &mut self,
         seat: &Seat,
         parent_addr: SocketAddr,
@@ -97,7 +103,8 @@ impl Registry {
     ) -> Joined {
         let name = &seat.job;
         let Some(job) = self.job(seat) else { return Joined::Ready };
-        // Messages that arrive after hang-up are ignored: a member has left.
+        // Ignore messages that arrive after this side has ended the connection because a member
+        // left.
         let Some(parent) = job.parent.as_mut().filter(|parent| parent.messages.is_some()) else {
             return Joined::Ready;
         };
@@ -113,7 +120,7 @@ impl Registry {
             }
             FromAggregator::Refused { reason } if job.state != JobState::Gathering => {
                 let reason = parent_gone(&format!("{parent_addr} refused: {reason}"));
-                job.tell(&FromAggregator::ParentLost { reason });
+                job.send_to_all(&FromAggregator::ParentLost { reason });
                 self.remove(name);
             }
             FromAggregator::Refused { reason } => {
@@ -128,7 +135,7 @@ impl Registry {
             }
             FromAggregator::Queued { ref why, .. } => {
                 parent.queued = Some(why.clone());
-                job.tell(&message);
+                job.send_to_all(&message);
             }
             FromAggregator::Welcome(_) if job.state != JobState::Gathering => {}
             FromAggregator::Welcome(granted) => return self.welcomed(seat, parent_addr, granted),
@@ -137,35 +144,35 @@ impl Registry {
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = of_world(ranks, job.world);
-                job.tell(&FromAggregator::PeerLost { ranks, why });
+                job.send_to_all(&FromAggregator::PeerLost { ranks, why });
                 self.remove(name);
             }
             FromAggregator::ParentLost { .. } | FromAggregator::Superseded { .. } => {
-                job.tell(&message);
+                job.send_to_all(&message);
                 self.remove(name);
             }
-            // The shards handle the effects of the other messages. If the parent drains, ranks
-            // without a standby are still served to their end.
+            // The other messages need no action here. A parent that drains still serves a running
+            // job to its end.
             FromAggregator::Drain
             | FromAggregator::Ready { .. }
             | FromAggregator::Lifeline { .. }
             | FromAggregator::Prove { .. }
-            | FromAggregator::Arrived { .. }
+            | FromAggregator::PingSizes { .. }
             | FromAggregator::Present { .. }
             | FromAggregator::Status { .. }
-            | FromAggregator::Free
-            | FromAggregator::Without(_) => {}
+            | FromAggregator::MayLeave
+            | FromAggregator::ContinueWithout(_) => {}
         }
         Joined::Ready
     }
 
-    /// Starts a job with the grant of its parent.
+    /// Starts a job with the grant from the parent.
     fn welcomed(&mut self, seat: &Seat, parent_addr: SocketAddr, granted: Welcome) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
         let (mine, theirs) = (self.shards.len(), granted.data_ports.len());
         if mine != theirs {
             let reason = other_shards(theirs, mine);
-            self.refuse_all(name, &format!("its parent at {parent_addr} refused: {reason}"));
+            self.refuse_all(name, &format!("its parent at {parent_addr} does not fit: {reason}"));
             return Joined::Ready;
         }
         if !may_grant(&granted, self.shards.len()) {
@@ -192,16 +199,21 @@ impl Registry {
             parent.before.clear();
             (parent.missing, parent.granted) = (Some(Vec::new()), Some((parent_addr, granted)));
         }
-        // If the start fails, all members have been told.
+        // If the start fails, it has already refused all members.
         self.start(name).unwrap_or(Joined::Ready)
     }
 
-    /// Handles the end of the connection to the parent. Returns whether to call it again, since a
-    /// rank of the call has left meanwhile.
-    pub(crate) fn hung_up(&mut self, seat: &Seat, parent_addr: &str, why: &str) -> bool {
+    /// Handles the end of the connection to the parent. Returns true if the parent must be called
+    /// again, because a rank that the call included has left.
+    pub(crate) fn handle_parent_disconnect(
+        &mut self,
+        seat: &Seat,
+        parent_addr: &str,
+        why: &str,
+    ) -> bool {
         let Some(job) = self.job(seat) else { return false };
-        let hung_up_here = job.parent.as_ref().is_some_and(|parent| parent.messages.is_none());
-        if job.state == JobState::Gathering && hung_up_here {
+        let closed_here = job.parent.as_ref().is_some_and(|parent| parent.messages.is_none());
+        if job.state == JobState::Gathering && closed_here {
             return true;
         }
         let reason = if job.state == JobState::Gathering {
@@ -214,7 +226,7 @@ impl Registry {
         if job.state == JobState::Gathering {
             self.refuse_all(&seat.job, &reason);
         } else if let Some(job) = self.remove(&seat.job) {
-            job.tell(&FromAggregator::ParentLost { reason });
+            job.send_to_all(&FromAggregator::ParentLost { reason });
         }
         false
     }
@@ -229,7 +241,8 @@ impl Registry {
             member.as_ref().is_some_and(|member| member.ranks().any(|other| other == rank))
         };
         let member = job.members.iter_mut().find(|member| with(member)).and_then(Option::take);
-        // After a rank has left, messages about it are no longer handled.
+        // The parent names a rank that it was never told of. If the rank had left, this message
+        // would have been ignored.
         let Some(member) = member else { return self.refuse_all(&seat.job, &strange(parent_addr)) };
         job.hang_up();
         let reason = PeerText::of(format!("its parent at {parent_addr} refused: {reason}"));
@@ -237,10 +250,10 @@ impl Registry {
         NOT_JOINED.note(|left_out| {
             tracing::warn!(job = ?seat.job, rank, reason, left_out, "join refused");
         });
-        if member.join.relays {
-            member.tell(FromAggregator::RefusedRank { rank, reason });
+        if member.join.aggregates {
+            member.send(FromAggregator::RefusedRank { rank, reason });
         } else {
-            member.tell(FromAggregator::Refused { reason });
+            member.send(FromAggregator::Refused { reason });
         }
         if job.members.iter().all(Option::is_none) {
             self.remove(&seat.job);
@@ -248,14 +261,14 @@ impl Registry {
     }
 
     /// Adds another rank of an aggregator that is a member. A rank that cannot join is refused, and
-    /// the aggregator calls again for its others. Returns `None` if the member is not an
+    /// the aggregator calls again for its other ranks. Returns `None` if the member is not an
     /// aggregator.
     pub(crate) fn also(&mut self, seat: &Seat, join: Join, now: Instant) -> Option<Joined> {
         let place = usize::from(seat.rank);
         let Some(job) = self.job(seat) else { return Some(Joined::Ready) };
-        // A refused aggregator may have sent this before it learned of the refusal.
+        // A refused aggregator may have sent this join before it learned of the refusal.
         let Some(member) = job.members[place].as_ref() else { return Some(Joined::Ready) };
-        if !member.join.relays {
+        if !member.join.aggregates {
             return None;
         }
         // Once the job runs, the aggregator knows from its welcome which of its ranks take part.
@@ -266,13 +279,13 @@ impl Registry {
         match self.admit_also(seat, join) {
             Ok(joined) => Some(joined),
             Err(reason) => {
-                // If the whole job cannot be served, its members have been told.
+                // If the whole job could not be served, all its members have already been refused.
                 let job = self.job(seat);
                 if let Some(member) = job.and_then(|job| job.members[place].as_ref()) {
                     NOT_JOINED.note(|left_out| {
                         tracing::warn!(job = ?seat.job, rank, reason, left_out, "join refused");
                     });
-                    member.tell(FromAggregator::RefusedRank { rank, reason });
+                    member.send(FromAggregator::RefusedRank { rank, reason });
                 }
                 self.leave(seat, Loss::Broke, now);
                 Some(Joined::Ready)
@@ -288,10 +301,10 @@ impl Registry {
         let Some(member) = job.members[place].as_ref() else { return Ok(Joined::Ready) };
         self.check(&join, member.data_addr(0).ip())?;
         self.check_data(&join)?;
-        check_wish(&join, member.join.may_move)?;
+        check_join(&join, member.join.may_move)?;
         if (&join.job, join.generation) != (&seat.job, job.generation) {
             return Err(format!(
-                "rank {} belongs to job {:?} in generation {}, but its aggregator joined it to job \
+                "rank {} belongs to job {:?} in generation {}, but its aggregator has joined job \
                  {:?} in generation {}",
                 join.rank, join.job, join.generation.0, seat.job, job.generation.0
             ));
@@ -310,16 +323,16 @@ impl Registry {
         self.start_if_complete(&seat.job)
     }
 
-    /// Returns whether a rank is the only one of a member that is no aggregator. The member then
+    /// Returns whether `rank` is the only rank of a member that is not an aggregator. Such a member
     /// leaves with its rank.
     pub(crate) fn is_only(&self, seat: &Seat, rank: u16) -> bool {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id);
         let member = job.and_then(|job| job.members.get(usize::from(seat.rank))?.as_ref());
-        member.is_some_and(|member| !member.join.relays && member.join.rank == rank)
+        member.is_some_and(|member| !member.join.aggregates && member.join.rank == rank)
     }
 
-    /// Returns whether a member may report a rank as lost. An aggregator may for the ranks that
-    /// joined it. Reports about a job that has ended are accepted and have no effect.
+    /// Returns whether a member may report a rank as lost. An aggregator may report the ranks that
+    /// have joined through it. Reports about a job that has ended are accepted and have no effect.
     pub(crate) fn may_part(&self, seat: &Seat, rank: u16) -> bool {
         let job = self.jobs.get(&seat.job).filter(|job| job.id == seat.id);
         let member = job.and_then(|job| job.members.get(usize::from(seat.rank))?.as_ref());
@@ -327,8 +340,8 @@ impl Registry {
     }
 
     /// Handles the loss of a rank that had joined through a member aggregator.
-    pub(crate) fn parted(&mut self, seat: &Seat, absent: Absent) {
-        let Absent { rank, why } = absent;
+    pub(crate) fn parted(&mut self, seat: &Seat, absent: LostRank) {
+        let LostRank { rank, why } = absent;
         let Some(job) = self.job(seat).filter(|job| job.state != JobState::Gathering) else {
             return;
         };
@@ -336,49 +349,49 @@ impl Registry {
         if !member.is_some_and(|member| member.ranks().any(|other| other == rank)) {
             return;
         }
-        job.tell_parent_of(&[rank], why);
+        job.send_lost_to_parent(&[rank], why);
         if why == Loss::Left {
             let (id, number) = (job.id, job.number_of(seat.rank));
             if let Some(number) = number {
                 let left = || Command::LeftBelow { job: id, rank: number, name: Rank(rank) };
-                self.tell_shards(left);
+                self.send_to_shards(left);
             }
             return;
         }
         LOST.note(|left_out| {
             tracing::warn!(job = ?seat.job, rank, left_out, "rank lost: {}", why.name());
         });
-        job.tell(&FromAggregator::PeerLost { ranks: vec![rank], why });
+        job.send_to_all(&FromAggregator::PeerLost { ranks: vec![rank], why });
         self.remove(&seat.job);
         tracing::info!(job = ?seat.job, "job ended");
     }
 }
 
 impl Job {
-    /// Returns whether aggregators have joined for their ranks.
+    /// Returns whether any aggregator has joined for its ranks.
     pub(super) fn has_racks(&self) -> bool {
-        self.members.iter().flatten().any(|member| member.join.relays)
+        self.members.iter().flatten().any(|member| member.join.aggregates)
     }
 
-    /// Returns whether the job's sums pass through several aggregators in turn.
+    /// Returns whether the job's sums pass through several aggregators, one after another.
     pub(super) fn is_of_tree(&self) -> bool {
         self.parent.is_some() || self.has_racks()
     }
 
-    /// Checks that the rank wants nothing that a tree does not support, if the job is in one.
-    /// Members with several ranks that may move, such as sidecars with standbys, do not keep others
-    /// from moving.
+    /// Checks that the rank asks only for features that a tree supports, if the job is part of one.
+    /// A member with several ranks does not keep others from moving if the member may itself move,
+    /// as a sidecar with standbys may.
     pub(super) fn check_tree(&self, join: &Join) -> Result<(), String> {
         if self.has_racks() {
-            let racks = self.members.iter().flatten().filter(|member| member.join.relays);
+            let racks = self.members.iter().flatten().filter(|member| member.join.aggregates);
             let all_move = racks.clone().all(|member| member.join.may_move);
-            check_wish(join, all_move)?;
+            check_join(join, all_move)?;
         }
-        if join.relays && !join.may_move && self.may_move {
+        if join.aggregates && !join.may_move && self.may_move {
             return Err(format!(
-                "ranks of job {:?} here have standbys, but other ranks joined at an aggregator \
-                 with a parent, or at a sidecar, without standbys; set one aggregator, or the same \
-                 ones everywhere",
+                "ranks of job {:?} have standbys, but others joined without standbys through an \
+                 aggregator with a parent, or through a sidecar; set one aggregator, or the same \
+                 aggregators at all ranks",
                 join.job
             ));
         }
@@ -391,7 +404,7 @@ impl Job {
         let Some(member) = self.member_with(rank) else { return Ok(()) };
         let there = member.data_addr(0);
         let (ip, port) = (there.ip(), there.port());
-        let by = if member.join.relays { "through the aggregator at" } else { "from" };
+        let by = if member.join.aggregates { "through the aggregator at" } else { "from" };
         let round =
             if self.is_of_tree() { ", and check that the parents form no cycle" } else { "" };
         Err(format!(
@@ -401,27 +414,29 @@ impl Job {
         ))
     }
 
-    /// Tells the parent that a rank has joined, or returns that the parent must be called first.
+    /// Tells the parent that a rank has joined, or returns [`Joined::CallParent`] if the parent
+    /// must be called first.
     pub(super) fn note_joined(&mut self, join: &Join) -> Joined {
         let Some(parent) = &mut self.parent else { return Joined::Ready };
         if !std::mem::replace(&mut parent.called, true) {
-            return Joined::Call;
+            return Joined::CallParent;
         }
         if let Some(messages) = &parent.messages {
-            // A closed connection is reported by `hung_up`.
-            drop(messages.send(FromWorker::Also(join.clone())));
+            // Ignore a failed send: `handle_parent_disconnect` handles a closed connection.
+            drop(messages.send(FromWorker::AddRank(join.clone())));
         }
         Joined::Waiting(self.missing())
     }
 
-    /// Tells the parent that ranks have left. While ranks are gathered, this side also hangs up,
-    /// and calls again for the remaining ranks. The parent may have started the job by then.
-    pub(super) fn tell_parent_of(&mut self, ranks: &[u16], why: Loss) {
+    /// Tells the parent that ranks are lost, since the parent may already have started the job.
+    /// While the job gathers ranks, this also ends the connection, and the parent is called again
+    /// for the remaining ranks.
+    pub(super) fn send_lost_to_parent(&mut self, ranks: &[u16], why: Loss) {
         let Some(parent) = &mut self.parent else { return };
         for rank in ranks {
             if let Some(messages) = &parent.messages {
-                // A closed connection is reported by `hung_up`.
-                drop(messages.send(FromWorker::Parted(Absent { rank: *rank, why })));
+                // Ignore a failed send: `handle_parent_disconnect` handles a closed connection.
+                drop(messages.send(FromWorker::RankLost(LostRank { rank: *rank, why })));
             }
         }
         if self.state == JobState::Gathering {
@@ -440,27 +455,29 @@ impl Job {
     fn keep_only(&mut self, rack: &[u16]) {
         for place in &mut self.members {
             if let Some(member) = place {
-                // A member aggregator drops them itself once its welcome lists the remaining ranks.
+                // A member aggregator drops its late ranks itself, once its welcome lists the
+                // remaining ones.
                 member.also.retain(|join| rack.contains(&join.rank));
             }
             let late = |member: &mut Member| !rack.contains(&member.join.rank);
             if let Some(member) = place.take_if(late) {
                 let name = &member.join.job;
                 let reason = format!("job {name:?} is already running without this rank");
-                member.tell(FromAggregator::Refused { reason });
+                member.send(FromAggregator::Refused { reason });
             }
         }
     }
 
-    /// Tells the parent that this aggregator stops.
-    pub(super) fn tell_parent_of_stop(&self) {
+    /// Tells the parent that this aggregator stops serving the job.
+    pub(super) fn send_stop_to_parent(&self) {
         if let Some(messages) = self.parent.as_ref().and_then(|parent| parent.messages.as_ref()) {
-            // A closed connection needs no message.
+            // Ignore a failed send: a closed connection needs no message.
             drop(messages.send(FromWorker::Stop));
         }
     }
 
-    /// Returns the ranks that name the members in messages, by number in datagrams.
+    /// Returns, by number in datagrams, the rank that identifies each member in messages. An
+    /// aggregator is identified by the smallest of its ranks.
     pub(super) fn names(&self) -> Vec<Rank> {
         let name = |(rank, member): (u16, Option<&Member>)| Rank(member.map_or(rank, Member::name));
         (0..).zip(self.numbered()).map(name).collect()
@@ -489,18 +506,18 @@ impl Job {
             first_op: OpId(0),
             may_move: false,
             acks_at_rest: granted.may_move,
-            relay: Some(worker::Relay { shard: below.shard, slots: below.pool_slots }),
+            child: Some(worker::ChildShard { shard: below.shard, slots: below.pool_slots }),
         };
         Some(NewParent { config, addr, sealer, opener })
     }
 }
 
-/// Returns whether a grant of a parent is valid for an aggregator of so many shards.
+/// Returns whether a parent's grant is valid for an aggregator with this many shards.
 fn may_grant(granted: &Welcome, shards: usize) -> bool {
     granted.is_sound() && granted.data_ports.len() == shards && !granted.rack.is_empty()
 }
 
-/// Returns why an aggregator cannot be another's parent.
+/// Returns the error for a parent and a calling aggregator with different numbers of shards.
 fn other_shards(parent_addr: usize, calling: usize) -> String {
     format!(
         "the parent has {}, and the aggregator that calls it {calling}; start both with the same \
@@ -509,8 +526,8 @@ fn other_shards(parent_addr: usize, calling: usize) -> String {
     )
 }
 
-/// Returns the ranks that a parent names, sorted and limited to the world of the job, since all
-/// ranks here are told of them.
+/// Returns the ranks that a parent names, sorted and limited to the job's world. The list must be
+/// bounded, because all of this aggregator's ranks receive it.
 fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
     ranks.retain(|rank| *rank < world);
     ranks.sort_unstable();
@@ -518,9 +535,9 @@ fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
     ranks
 }
 
-/// Returns why a job that has lost its parent is over, as its ranks are told.
+/// Returns the message to the ranks of a job that ends because the parent is lost.
 fn parent_gone(how: &str) -> String {
-    format!("the parent of the aggregator is gone: {how}")
+    format!("the aggregator lost its parent: {how}")
 }
 
 /// Returns the error for a parent that breaks the protocol.
@@ -528,22 +545,22 @@ fn strange(parent_addr: SocketAddr) -> String {
     format!("its parent at {parent_addr} violated the protocol; install the same release on both")
 }
 
-/// Checks that a join wants nothing that a job with members of several ranks does not support.
+/// Checks that a join asks only for features that a job with members of several ranks supports.
 /// Moving is supported only if all such members may move.
-fn check_wish(join: &Join, all_move: bool) -> Result<(), String> {
+fn check_join(join: &Join, all_move: bool) -> Result<(), String> {
     let moves = !all_move && (join.may_move || join.resume.is_some());
     let wants = [
         (moves, "move to a standby; set one aggregator"),
         (join.rejoin, "let a rank rejoin; restart all ranks with a greater `generation`"),
         (
             join.on_rank_loss == OnRankLoss::Continue,
-            "continue without a rank; set `on_rank_loss` to abort",
+            "continue without a rank; set `on_rank_loss` to `abort`",
         ),
         (join.stripe.1 > 1, "use several aggregators at once; set one aggregator"),
     ];
     match wants.iter().find(|(wants, _)| *wants) {
         Some((_, what)) => Err(format!(
-            "job {:?} uses an aggregator with a parent, or a sidecar, and so cannot {what}",
+            "job {:?} uses a sidecar, or an aggregator with a parent, so it cannot {what}",
             join.job
         )),
         None => Ok(()),

@@ -2,10 +2,10 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 
 use racksum_net::quic::{
-    self, Connection, Credentials, Ended, Line, connect, frames, server as endpoint,
+    self, Connection, ControlConnection, Credentials, Ended, connect, frames, server as endpoint,
 };
 use racksum_proto::control::{
-    Absent, CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss,
+    CONTROL_VERSION, FromAggregator, FromWorker, Join, LostRank, OnRankLoss,
 };
 use racksum_proto::ids::Generation;
 use racksum_proto::loss::Loss;
@@ -13,41 +13,44 @@ use racksum_proto::time::Span;
 use tokio::time::Instant;
 
 use super::*;
+use crate::caller_limits::UNJOINED_OF_ONE;
 use crate::config::Config;
 use crate::control_stream::send_message;
-use crate::door::STRANGERS_OF_ONE;
 use crate::failure::Failure;
 use crate::registry::{Registry, Seat};
 
-/// Runs a test on one thread, and fails it if it hangs.
+/// Runs a test on one thread. The test fails if it does not end in time.
 fn bounded<T>(test: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { timeout(Duration::from_secs(300), test).await.expect("ends in time") })
+    runtime.block_on(async {
+        timeout(Duration::from_secs(300), test).await.expect("the test ends in time")
+    })
 }
 
-/// Serves a registry without shards; returns its address.
-fn serving(strangers: usize) -> (SocketAddr, Shared, Failure) {
-    serving_as(Config::default(), strangers)
+/// Serves a registry without shards. Returns the server's address, the registry, and the failure
+/// that stops the server.
+fn serving(unjoined: usize) -> (SocketAddr, SharedRegistry, Failure) {
+    serving_as(Config::default(), unjoined)
 }
 
-fn serving_as(config: Config, strangers: usize) -> (SocketAddr, Shared, Failure) {
-    let (addr, registry, failure, _) = serving_with(config, strangers);
+fn serving_as(config: Config, unjoined: usize) -> (SocketAddr, SharedRegistry, Failure) {
+    let (addr, registry, failure, _) = serving_with(config, unjoined);
     (addr, registry, failure)
 }
 
-/// Like `serving_as`, and also returns the sender that signals distrusted certificates.
+/// Like `serving_as`, and also returns the sender that signals a change of the trusted authorities.
 fn serving_with(
     config: Config,
-    strangers: usize,
-) -> (SocketAddr, Shared, Failure, watch::Sender<()>) {
+    unjoined: usize,
+) -> (SocketAddr, SharedRegistry, Failure, watch::Sender<()>) {
     let (credentials, failure) = (Credentials::new(None, false).unwrap(), Failure::new());
     let served = endpoint("127.0.0.1:0".parse().unwrap(), &credentials).unwrap();
     let addr = served.local_addr().unwrap();
     let registry = Arc::new(Mutex::new(Registry::new(config, Vec::new(), false, 0)));
-    let disbelieve = watch::Sender::new(());
-    let (told, disbelieved) = (failure.subscribe(), disbelieve.subscribe());
-    tokio::spawn(serve(served, Arc::clone(&registry), strangers, told, disbelieved));
-    (addr, registry, failure, disbelieve)
+    let change_authorities = watch::Sender::new(());
+    let (failures, authorities_changed) = (failure.subscribe(), change_authorities.subscribe());
+    tokio::spawn(serve(served, Arc::clone(&registry), unjoined, failures, authorities_changed));
+    (addr, registry, failure, change_authorities)
 }
 
 async fn call(addr: SocketAddr) -> Result<Connection, racksum_net::NetError> {
@@ -55,7 +58,7 @@ async fn call(addr: SocketAddr) -> Result<Connection, racksum_net::NetError> {
     connect(addr, &credentials, Span::from_secs(100)).await
 }
 
-/// Returns the join of rank 0 of a job of two.
+/// Returns the join of rank 0 of a job of two ranks.
 fn wish(job: &str) -> Join {
     Join {
         version: CONTROL_VERSION,
@@ -67,7 +70,7 @@ fn wish(job: &str) -> Join {
         world: 2,
         lanes: 1,
         data_ports: vec![9],
-        relays: false,
+        aggregates: false,
         receive_buffer: 1 << 20,
         max_datagram: 1472,
         multicast: false,
@@ -82,7 +85,8 @@ fn wish(job: &str) -> Join {
     }
 }
 
-/// Joins; returns the streams, which keep the seat, and the first message received.
+/// Joins a job. Returns the streams, and the first message after the lifeline's offer. The rank
+/// keeps its seat until the streams are dropped.
 async fn join_as(
     connection: &Connection,
     wish: Join,
@@ -91,20 +95,20 @@ async fn join_as(
     frames::send(&mut send, &FromWorker::Join(wish)).await.unwrap();
     let offered = frames::recv(&mut recv).await.unwrap();
     assert!(matches!(offered, Some(FromAggregator::Lifeline { .. })), "{offered:?}");
-    let heard = frames::recv(&mut recv).await.unwrap().unwrap();
-    (send, recv, heard)
+    let received = frames::recv(&mut recv).await.unwrap().unwrap();
+    (send, recv, received)
 }
 
-/// Joins as rank 0 of a job of two, and waits for the other rank.
+/// Joins as rank 0 of a job of two ranks, which then waits for the other rank.
 async fn join(connection: &Connection, job: &str) -> (quinn::SendStream, quinn::RecvStream) {
-    let (send, recv, heard) = join_as(connection, wish(job)).await;
-    assert!(matches!(heard, FromAggregator::Waiting { .. }), "{heard:?}");
+    let (send, recv, received) = join_as(connection, wish(job)).await;
+    assert!(matches!(received, FromAggregator::Waiting { .. }), "{received:?}");
     (send, recv)
 }
 
 /// Returns the first message that is not about the queue, and the number of queue messages before
 /// it.
-async fn heard_behind_the_queue(recv: &mut quinn::RecvStream) -> (FromAggregator, usize) {
+async fn recv_after_queue(recv: &mut quinn::RecvStream) -> (FromAggregator, usize) {
     let mut queued = 0;
     loop {
         match frames::recv(recv).await.unwrap().unwrap() {
@@ -119,13 +123,13 @@ fn a_rank_that_says_why_it_is_lost_is_lost_for_that() {
     bounded(async {
         let (addr, _registry, _failure) = serving(MAX_STRANGERS);
         // A rank may report its own loss, but not the loss of another rank.
-        for (nth, of, told) in [(0, 1, Loss::Died), (1, 0, Loss::Broke)] {
+        for (nth, of, expected) in [(0, 1, Loss::Died), (1, 0, Loss::Broke)] {
             let (first, second) = (call(addr).await.unwrap(), call(addr).await.unwrap());
             let job = format!("job-{nth}");
             let (_send, mut recv) = join(&first, &job).await;
             let other = Join { rank: 1, data_ports: vec![10], ..wish(&job) };
             let (mut send, _recv, _welcome) = join_as(&second, other).await;
-            let gone = FromWorker::Parted(Absent { rank: of, why: Loss::Died });
+            let gone = FromWorker::RankLost(LostRank { rank: of, why: Loss::Died });
             frames::send(&mut send, &gone).await.unwrap();
             let lost = loop {
                 match frames::recv(&mut recv).await.unwrap().unwrap() {
@@ -133,7 +137,7 @@ fn a_rank_that_says_why_it_is_lost_is_lost_for_that() {
                     _ => continue,
                 }
             };
-            assert_eq!(lost, (vec![1], told));
+            assert_eq!(lost, (vec![1], expected));
         }
     });
 }
@@ -146,24 +150,28 @@ fn a_rank_in_a_queue_is_let_go_and_may_stay_and_is_not_looked_at_more_often_for_
             serving_as(Config { max_jobs: 1, ..Config::default() }, MAX_STRANGERS);
         let (holder, waits) = (call(addr).await.unwrap(), call(addr).await.unwrap());
         let held = join(&holder, "holder").await;
-        let (mut send, mut recv, heard) =
+        let (mut send, mut recv, received) =
             join_as(&waits, Join { wait: true, ..wish("waits") }).await;
-        assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
-        // The aggregator did not ask whether the rank stays.
+        assert!(matches!(received, FromAggregator::Queued { .. }), "{received:?}");
+        // The rank sends many answers to a question that the aggregator has not asked. They must
+        // not make the aggregator check the queue more often.
         for _ in 0..1_000 {
             frames::send(&mut send, &FromWorker::Stay).await.unwrap();
         }
         frames::send(&mut send, &FromWorker::Withdraw).await.unwrap();
-        let (heard, queued) = heard_behind_the_queue(&mut recv).await;
-        assert!(heard == FromAggregator::Free && queued < 100, "{heard:?} after {queued}");
-        // A rank that may withdraw does not use free room.
+        let (received, queued) = recv_after_queue(&mut recv).await;
+        assert!(
+            received == FromAggregator::MayLeave && queued < 100,
+            "{received:?} after {queued}"
+        );
+        // A rank that has been told that it may leave takes no free room.
         drop((held, holder));
         while lock(&registry).jobs() > 0 {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         frames::send(&mut send, &FromWorker::Stay).await.unwrap();
-        let (heard, _) = heard_behind_the_queue(&mut recv).await;
-        assert!(matches!(heard, FromAggregator::Waiting { .. }), "{heard:?}");
+        let (received, _) = recv_after_queue(&mut recv).await;
+        assert!(matches!(received, FromAggregator::Waiting { .. }), "{received:?}");
     });
 }
 
@@ -177,8 +185,8 @@ fn a_rank_in_a_queue_that_was_let_go_and_says_nothing_more_has_left() {
         let (mut send, mut recv, _) = join_as(&waits, Join { wait: true, ..wish("waits") }).await;
         assert_eq!(lock(&registry).connections(), 2);
         frames::send(&mut send, &FromWorker::Withdraw).await.unwrap();
-        let (heard, _) = heard_behind_the_queue(&mut recv).await;
-        assert_eq!(heard, FromAggregator::Free);
+        let (received, _) = recv_after_queue(&mut recv).await;
+        assert_eq!(received, FromAggregator::MayLeave);
         assert_eq!(frames::recv::<FromAggregator>(&mut recv).await.unwrap(), None);
         assert_eq!(lock(&registry).connections(), 1);
     });
@@ -188,12 +196,12 @@ fn a_rank_in_a_queue_that_was_let_go_and_says_nothing_more_has_left() {
 fn whoever_has_not_joined_shows_anew_who_it_is_once_other_authorities_are_believed() {
     bounded(async {
         let config = Config { max_jobs: 1, ..Config::default() };
-        let (addr, registry, _failure, disbelieve) = serving_with(config, MAX_STRANGERS);
+        let (addr, registry, _failure, change_authorities) = serving_with(config, MAX_STRANGERS);
         let (holder, waits) = (call(addr).await.unwrap(), call(addr).await.unwrap());
         let _held = join(&holder, "holder").await;
-        let (_send, _recv, heard) = join_as(&waits, Join { wait: true, ..wish("waits") }).await;
-        assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
-        disbelieve.send_replace(());
+        let (_send, _recv, received) = join_as(&waits, Join { wait: true, ..wish("waits") }).await;
+        assert!(matches!(received, FromAggregator::Queued { .. }), "{received:?}");
+        change_authorities.send_replace(());
         let why = waits.quic().closed().await.to_string();
         assert!(why.contains("the aggregator now trusts other authorities"), "{why}");
         // The waiting rank has left the queue, and later callers are served.
@@ -201,8 +209,8 @@ fn whoever_has_not_joined_shows_anew_who_it_is_once_other_authorities_are_believ
             tokio::task::yield_now().await;
         }
         let again = call(addr).await.unwrap();
-        let (_send, _recv, heard) = join_as(&again, Join { wait: true, ..wish("waits") }).await;
-        assert!(matches!(heard, FromAggregator::Queued { .. }), "{heard:?}");
+        let (_send, _recv, received) = join_as(&again, Join { wait: true, ..wish("waits") }).await;
+        assert!(matches!(received, FromAggregator::Queued { .. }), "{received:?}");
         assert_eq!((holder.quic().close_reason(), again.quic().close_reason()), (None, None));
     });
 }
@@ -232,12 +240,16 @@ fn connections_that_do_not_join_are_few_and_those_that_joined_do_not_count() {
 }
 
 /// Calls from an address, and sends a first message.
-async fn call_from(from: [u8; 4], to: SocketAddr, first: &FromWorker) -> Result<Line, Ended> {
+async fn call_from(
+    from: [u8; 4],
+    to: SocketAddr,
+    first: &FromWorker,
+) -> Result<ControlConnection, Ended> {
     let credentials = Credentials::new(None, false).unwrap();
     let patience = Span::from_secs(100);
-    let caller = quic::Caller { from: Some(from.into()), credentials, patience };
+    let caller = quic::CallOptions { from: Some(from.into()), credentials, patience };
     let mut line = quic::call(to, &caller).await?;
-    line.say(first).await?;
+    line.send(first).await?;
     Ok(line)
 }
 
@@ -246,7 +258,7 @@ fn callers_that_do_not_join_keep_nobody_from_joining_whatever_they_do() {
     bounded(async {
         for asked in [
             FromWorker::Prove { version: CONTROL_VERSION },
-            FromWorker::Look(wish("job")),
+            FromWorker::AskPresent(wish("job")),
             FromWorker::AskStatus { version: CONTROL_VERSION },
             FromWorker::Join(Join { world: 0, ..wish("job") }),
         ] {
@@ -255,15 +267,15 @@ fn callers_that_do_not_join_keep_nobody_from_joining_whatever_they_do() {
             for _ in 0..2 {
                 let mut line = call_from([127, 0, 0, 9], addr, &asked).await.unwrap();
                 // The server has answered the caller, which stays connected.
-                line.hear().await.unwrap();
+                line.recv().await.unwrap();
                 crowd.push(line);
             }
             let joins = FromWorker::Join(wish("job"));
-            let mut joins = call_from([127, 0, 0, 1], addr, &joins).await.expect("is let in");
-            while !matches!(joins.hear().await.unwrap(), FromAggregator::Waiting { .. }) {}
+            let mut joins = call_from([127, 0, 0, 1], addr, &joins).await.expect("a place is free");
+            while !matches!(joins.recv().await.unwrap(), FromAggregator::Waiting { .. }) {}
             if matches!(asked, FromWorker::Prove { .. }) {
                 // The oldest caller has given up its place.
-                let why = crowd[0].hear().await.unwrap_err().to_string();
+                let why = crowd[0].recv().await.unwrap_err().to_string();
                 assert!(why.contains("too many callers have not joined yet"), "{why}");
             }
         }
@@ -276,16 +288,16 @@ fn a_refusal_arrives_although_the_connection_ends_with_it() {
         let (addr, registry, _failure) = serving(2);
         let connection = call(addr).await.unwrap();
         let (_send, mut recv) = join(&connection, "job").await;
-        // The job ends as if it had gathered ranks for too long.
+        // Pretend that the job has gathered ranks for too long, which ends it.
         let late = Instant::now() + Duration::from_secs(1 << 20);
-        lock(&registry).look_after(&Seat::of("job", 1, 0), late);
-        let heard = loop {
+        lock(&registry).check_timeouts(&Seat::of("job", 1, 0), late);
+        let received = loop {
             match frames::recv(&mut recv).await.unwrap() {
                 Some(FromAggregator::Waiting { .. }) => {}
                 other => break other,
             }
         };
-        assert!(matches!(heard, Some(FromAggregator::Refused { .. })), "{heard:?}");
+        assert!(matches!(received, Some(FromAggregator::Refused { .. })), "{received:?}");
         assert_eq!(frames::recv::<FromAggregator>(&mut recv).await.unwrap(), None);
     });
 }
@@ -309,7 +321,7 @@ fn what_is_sent_to_an_address_that_may_be_forged_is_no_longer_than_what_came() {
             answers += 1;
             answered += len.unwrap();
         }
-        assert_eq!(answers, 1, "the caller is asked whether it hears");
+        assert_eq!(answers, 1, "the caller is asked to validate its address");
         assert!(answered < len, "{answered} bytes for {len}");
     });
 }
@@ -320,8 +332,8 @@ async fn prove(
 ) -> (quinn::SendStream, quinn::RecvStream, Option<FromAggregator>) {
     let (mut send, mut recv) = connection.quic().open_bi().await.unwrap();
     frames::send(&mut send, &FromWorker::Prove { version: CONTROL_VERSION }).await.unwrap();
-    let heard = frames::recv(&mut recv).await.ok().flatten();
-    (send, recv, heard)
+    let received = frames::recv(&mut recv).await.ok().flatten();
+    (send, recv, received)
 }
 
 #[test]
@@ -329,31 +341,31 @@ fn an_address_proves_few_paths_at_a_time_each_for_a_while_and_asks_once_what_arr
     bounded(async {
         let (addr, _registry, _failure) = serving(MAX_STRANGERS);
         let mut proving = Vec::new();
-        for _ in 0..STRANGERS_OF_ONE {
+        for _ in 0..UNJOINED_OF_ONE {
             let connection = call(addr).await.unwrap();
-            let (send, recv, heard) = prove(&connection).await;
-            assert!(matches!(heard, Some(FromAggregator::Prove { .. })), "{heard:?}");
+            let (send, recv, received) = prove(&connection).await;
+            assert!(matches!(received, Some(FromAggregator::Prove { .. })), "{received:?}");
             proving.push((connection, send, recv));
         }
-        // A further caller is not answered, and retries until a place is free.
+        // Another caller gets no answer, and retries until a place is free.
         let more = timeout(Duration::from_secs(2), call(addr)).await;
         assert!(more.is_err(), "{more:?}");
         // A caller that joins or disconnects frees its place.
         let (joins, mut send, mut recv) = proving.pop().unwrap();
-        frames::send(&mut send, &FromWorker::Arrived).await.unwrap();
+        frames::send(&mut send, &FromWorker::AskPingSizes).await.unwrap();
         let sizes = frames::recv(&mut recv).await.unwrap();
-        assert_eq!(sizes, Some(FromAggregator::Arrived { sizes: Vec::new() }));
+        assert_eq!(sizes, Some(FromAggregator::PingSizes { sizes: Vec::new() }));
         frames::send(&mut send, &FromWorker::Join(wish("job"))).await.unwrap();
         let offered = frames::recv(&mut recv).await.unwrap();
         assert!(matches!(offered, Some(FromAggregator::Lifeline { .. })), "{offered:?}");
         let other = call(addr).await.unwrap();
-        let (mut asks, mut answers, heard) = prove(&other).await;
-        assert!(matches!(heard, Some(FromAggregator::Prove { .. })), "{heard:?}");
+        let (mut asks, mut answers, received) = prove(&other).await;
+        assert!(matches!(received, Some(FromAggregator::Prove { .. })), "{received:?}");
         let mut answers_to = [true; 2];
         for answered in &mut answers_to {
-            frames::send(&mut asks, &FromWorker::Arrived).await.unwrap();
-            let heard = frames::recv::<FromAggregator>(&mut answers).await;
-            *answered = matches!(heard, Ok(Some(FromAggregator::Arrived { .. })));
+            frames::send(&mut asks, &FromWorker::AskPingSizes).await.unwrap();
+            let received = frames::recv::<FromAggregator>(&mut answers).await;
+            *answered = matches!(received, Ok(Some(FromAggregator::PingSizes { .. })));
         }
         assert_eq!(answers_to, [true, false]);
         // A caller that sends nothing more is disconnected after a while.
@@ -371,13 +383,13 @@ fn what_is_too_long_to_be_said_is_refused_in_its_place() {
         let (caller, connection) =
             tokio::join!(call(addr), async { served.accept().await.unwrap().await.unwrap() });
         let caller = caller.unwrap();
-        let (mut asks, mut hears) = caller.quic().open_bi().await.unwrap();
-        frames::send(&mut asks, &FromWorker::Look(wish("job"))).await.unwrap();
+        let (mut asks, mut answers) = caller.quic().open_bi().await.unwrap();
+        frames::send(&mut asks, &FromWorker::AskPresent(wish("job"))).await.unwrap();
         let (mut send, _recv) = connection.accept_bi().await.unwrap();
         let ranks = vec![10_000; frames::MAX_FRAME / 4];
         assert!(send_message(&mut send, &FromAggregator::Present { ranks }).await);
-        let heard = frames::recv::<FromAggregator>(&mut hears).await.unwrap();
-        let Some(FromAggregator::Refused { reason }) = heard else { panic!("{heard:?}") };
-        assert!(reason.ends_with("more than one message may have"), "{reason}");
+        let received = frames::recv::<FromAggregator>(&mut answers).await.unwrap();
+        let Some(FromAggregator::Refused { reason }) = received else { panic!("{received:?}") };
+        assert!(reason.ends_with("exceeds the limit for one message"), "{reason}");
     });
 }

@@ -1,13 +1,14 @@
 //! Detection of senders that flood a shard. The kernel drops what they send, so that the receive
 //! buffer has room for all other senders.
 //!
-//! All jobs share one receive buffer. When it overflows, a sender of many datagrams keeps out
-//! senders of few, however fairly the shard serves what it has received. While the buffer
-//! overflows, the shard therefore looks for a sender of useless messages: repeated nacks,
-//! duplicates, messages of unknown jobs. If one sender's useless messages are more than half of all
-//! messages, the kernel drops what that sender sends, for longer each time. Unproven senders count
-//! together, and the one that sends most is refused first, so a flood from several ports is refused
-//! port by port. Ranks do not count together, since after losses many of them ask again at once.
+//! All jobs share one receive buffer. When it overflows, a sender of many datagrams crowds out
+//! senders of few, however fairly the shard serves the datagrams that it has received. While the
+//! buffer overflows, the shard therefore looks for a sender of useless messages, such as repeated
+//! nacks, duplicates and messages of unknown jobs. If one sender's useless messages are more than
+//! half of all messages, the kernel drops what that sender sends, for longer each time. Strangers,
+//! which are neither ranks nor parents, are counted together. The stranger with the most useless
+//! messages is refused first, so a flood from several ports is refused port by port. Ranks are
+//! counted one by one, since after losses many of them send nacks at once.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -19,15 +20,16 @@ use racksum_proto::time::{Span, Time};
 #[derive(Debug, Default)]
 pub(super) struct Floods {
     /// The time of the last check.
-    looked: Time,
-    /// The number of datagrams that the kernel had dropped by the last check.
+    checked_at: Time,
+    /// The number of messages that the kernel had dropped by the last check.
     drops: u64,
-    /// Whether there were new drops. Messages are counted only then.
+    /// Whether the last check found that the receive buffer had overflowed. Messages are counted
+    /// only if it had.
     overflows: bool,
     messages: u32,
     /// The useless messages, by sender.
     useless: BTreeMap<SocketAddr, Useless>,
-    /// The useless messages of senders beyond those counted one by one.
+    /// The number of useless messages from senders that are not counted one by one.
     of_others: u32,
     refused: BTreeMap<SocketAddr, Refusal>,
 }
@@ -35,7 +37,7 @@ pub(super) struct Floods {
 /// The useless messages of one sender.
 #[derive(Debug, Clone, Copy, Default)]
 struct Useless {
-    /// Messages that are certainly the sender's own.
+    /// Messages that count as the sender's own; see [`Floods::note_useless`].
     proven: u32,
     /// Messages that anyone may have sent with this source address.
     unproven: u32,
@@ -46,7 +48,7 @@ struct Refusal {
     until: Time,
     lasts: Span,
     is_on: bool,
-    /// Whether the messages it was refused for were certainly its own.
+    /// Whether the messages that led to the refusal count as the sender's own.
     proven: bool,
 }
 
@@ -58,15 +60,16 @@ impl Floods {
         }
     }
 
-    /// Counts a received message as useless. It is certainly the sender's own, or its job is not
-    /// authenticated.
+    /// Counts a useless message. The message must be proven to come from `from`, unless the job is
+    /// not authenticated. If the job is beyond its maximum debt, a rank's address is enough,
+    /// although it may be forged.
     pub(super) fn note_useless(&mut self, from: SocketAddr) {
         if let Some(useless) = self.of(from) {
             useless.proven += 1;
         }
     }
 
-    /// Counts a received message as useless. Anyone may have sent it.
+    /// Counts a useless message that anyone may have sent with this source address.
     pub(super) fn note_unproven(&mut self, from: SocketAddr) {
         if let Some(useless) = self.of(from) {
             useless.unproven += 1;
@@ -81,29 +84,29 @@ impl Floods {
         counts.then(|| self.useless.entry(from).or_default())
     }
 
-    /// Returns when the next refusal ends.
+    /// Returns the time at which the first active refusal ends, or `Time::NEVER` if there is none.
     pub(super) fn timeout(&self) -> Time {
         let on = self.refused.values().filter(|refusal| refusal.is_on);
         on.map(|refusal| refusal.until).min().unwrap_or(Time::NEVER)
     }
 
-    /// Checks at intervals whether a sender floods the shard. `drops` counts the datagrams that the
+    /// Checks at intervals whether a sender floods the shard. `drops` counts the messages that the
     /// kernel has dropped, and `is_full` returns whether the buffer is full. `is_peer` returns
     /// whether an address belongs to a rank or a parent; a peer is not refused for messages that
     /// others may have forged. Returns the senders to refuse, if they have changed.
-    pub(super) fn look(
+    pub(super) fn check(
         &mut self,
         now: Time,
         drops: u64,
         is_full: impl Fn() -> bool,
         is_peer: impl Fn(SocketAddr) -> bool,
     ) -> Option<Vec<SocketAddr>> {
-        if now.since(self.looked) < INTERVAL {
+        if now.since(self.checked_at) < INTERVAL {
             return None;
         }
         let flooder = self.flooder(&is_peer);
-        self.looked = now;
-        // Refused datagrams count as dropped too, even if the buffer has room.
+        self.checked_at = now;
+        // Datagrams of refused senders also count as dropped, even if the buffer has room.
         let is_refusing = self.refused.values().any(|refusal| refusal.is_on);
         self.overflows = drops > self.drops && (!is_refusing || is_full());
         self.drops = drops;
@@ -116,9 +119,10 @@ impl Floods {
         changed.then(|| on.map(|(from, _)| *from).collect())
     }
 
-    /// Returns the sender to refuse, and whether its messages are certainly its own.
+    /// Returns the sender to refuse, and whether its useless messages count as its own.
     fn flooder(&self, is_peer: impl Fn(SocketAddr) -> bool) -> Option<(SocketAddr, bool)> {
-        // Messages of a refused sender were in the buffer before the refusal.
+        // Senders that are already refused do not count, because their messages were in the buffer
+        // before the refusal.
         let is_on = |from| self.refused.get(from).is_some_and(|refusal| refusal.is_on);
         let (before, senders): (Vec<_>, Vec<_>) =
             self.useless.iter().partition(|(from, _)| is_on(from));
@@ -135,8 +139,8 @@ impl Floods {
         of_one.map(|(from, _)| (**from, true)).or_else(|| Some((of_strangers()?.1, false)))
     }
 
-    /// Ends refusals whose time is over. Also ends those of senders that have become peers, if the
-    /// messages may have been forged. Returns whether any refusal ended.
+    /// Ends refusals whose time is over. Also ends the refusal of a sender that has become a peer,
+    /// if the messages that led to it may have been forged. Returns whether any refusal ended.
     fn let_back(&mut self, now: Time, is_peer: impl Fn(SocketAddr) -> bool) -> bool {
         let mut any = false;
         for (from, refusal) in self.refused.iter_mut().filter(|(_, it)| it.is_on) {
@@ -144,12 +148,12 @@ impl Floods {
                 (refusal.is_on, any) = (false, true);
             }
         }
-        // A sender without a refusal for a long time begins anew.
+        // After a long time without a refusal, the next one is as short as the first.
         self.refused.retain(|_, it| it.is_on || now.since(it.until) < FORGOTTEN);
         any
     }
 
-    /// Refuses a sender from now on. Returns false if too many senders are refused already.
+    /// Starts to refuse a sender. Returns false if too many senders are refused already.
     fn refuse(&mut self, now: Time, from: SocketAddr, proven: bool) -> bool {
         let lasts = self.refused.get(&from).map_or(FIRST, |it| Span(it.lasts.0 * 4).min(LONGEST));
         if self.refused.len() >= MOST_SENDERS && !self.refused.contains_key(&from) {
@@ -166,7 +170,7 @@ impl Floods {
                 ms = lasts.0 / 1_000_000,
                 left_out,
                 "a sender floods the receive buffer with useless messages; the kernel drops its \
-                 datagrams for this long"
+                 datagrams for a while"
             );
         });
         true
@@ -175,18 +179,20 @@ impl Floods {
 
 /// The interval between checks.
 const INTERVAL: Span = Span::from_millis(5);
-/// The number of useless messages per interval that may be a flood. It is more than small ops ever
-/// cause.
+/// The smallest number of useless messages per interval that counts as a flood. Small ops never
+/// cause so many.
 const LEAST: u32 = 250;
-/// The number of useless messages for which a stranger is refused in a joint flood. It is more than
-/// a path proof sends.
+/// The smallest number of useless messages per interval for which a stranger is refused, if
+/// strangers together flood the shard. A path proof sends fewer.
 const LEAST_OF_ONE: u32 = 16;
-/// How long a sender is refused the first time; `LONGEST` is the maximum.
+/// How long a sender is refused the first time. Each refusal lasts four times as long as the one
+/// before, up to `LONGEST`.
 const FIRST: Span = Span::from_millis(100);
 const LONGEST: Span = Span::from_secs(60);
 /// How long a sender is remembered after its refusal ends.
 const FORGOTTEN: Span = Span::from_secs(600);
-/// The maximum number of senders that are counted, and that may be refused.
+/// The maximum number of senders that are counted one by one, and the maximum number of refusals
+/// that are remembered.
 const MOST_SENDERS: usize = 64;
 static REFUSED: LogLimit = LogLimit::new(4);
 
@@ -202,10 +208,10 @@ mod tests {
         Time(0) + Span::from_millis(ms)
     }
 
-    /// Returns the state of a shard whose buffer has overflowed, checked at `ms`.
+    /// Returns the flood state of a shard whose check at `ms` has found an overflow.
     fn overflowing(ms: u64) -> Floods {
         let mut floods = Floods::default();
-        assert_eq!(floods.look(at(ms), 1, || true, |_| false), None);
+        assert_eq!(floods.check(at(ms), 1, || true, |_| false), None);
         floods
     }
 
@@ -221,7 +227,7 @@ mod tests {
         let mut floods = Floods::default();
         for ms in (10..100).step_by(10) {
             flood(&mut floods, 1, 10 * LEAST);
-            assert_eq!(floods.look(at(ms), 0, || true, |_| false), None);
+            assert_eq!(floods.check(at(ms), 0, || true, |_| false), None);
         }
     }
 
@@ -230,10 +236,10 @@ mod tests {
         let mut floods = overflowing(10);
         for (from, until) in [(20, 120), (130, 530), (540, 2140)] {
             flood(&mut floods, 1, LEAST);
-            assert_eq!(floods.look(at(from), 1 + from, || true, |_| true), Some(vec![addr(1)]));
+            assert_eq!(floods.check(at(from), 1 + from, || true, |_| true), Some(vec![addr(1)]));
             assert_eq!(floods.timeout(), at(until));
-            assert_eq!(floods.look(at(until - 1), 2 + from, || true, |_| true), None);
-            assert_eq!(floods.look(at(until + 5), 3 + from, || true, |_| true), Some(vec![]));
+            assert_eq!(floods.check(at(until - 1), 2 + from, || true, |_| true), None);
+            assert_eq!(floods.check(at(until + 5), 3 + from, || true, |_| true), Some(vec![]));
             assert_eq!(floods.timeout(), Time::NEVER);
         }
     }
@@ -243,9 +249,13 @@ mod tests {
         let mut floods = overflowing(10);
         flood(&mut floods, 1, LEAST);
         (0..LEAST).for_each(|_| floods.note_arrived());
-        assert_eq!(floods.look(at(20), 2, || true, |_| true), None);
+        assert_eq!(floods.check(at(20), 2, || true, |_| true), None);
         flood(&mut floods, 1, LEAST - 1);
-        assert_eq!(floods.look(at(30), 3, || true, |_| true), None, "so little is no flood");
+        assert_eq!(
+            floods.check(at(30), 3, || true, |_| true),
+            None,
+            "so few messages are not a flood"
+        );
     }
 
     #[test]
@@ -257,7 +267,7 @@ mod tests {
                 flood(&mut floods, port, messages);
             }
             let refused = refused.into_iter().map(addr).collect();
-            assert_eq!(floods.look(at(ms), ms, || true, |_| false), Some(refused));
+            assert_eq!(floods.check(at(ms), ms, || true, |_| false), Some(refused));
         }
     }
 
@@ -273,8 +283,8 @@ mod tests {
                     floods.note_unproven(addr(port));
                 }
             }
-            let refused = floods.look(at(20), 2, || true, |_| false);
-            assert_eq!(refused.is_some(), is_refused, "{of_each} of each");
+            let refused = floods.check(at(20), 2, || true, |_| false);
+            assert_eq!(refused.is_some(), is_refused, "{of_each} messages from each sender");
             assert!(refused.is_none_or(|senders| senders != [addr(0)]));
         }
     }
@@ -283,7 +293,7 @@ mod tests {
     fn ranks_that_all_ask_again_are_no_flood() {
         let mut floods = overflowing(10);
         (1..4).for_each(|rank| flood(&mut floods, rank, 2 * LEAST));
-        assert_eq!(floods.look(at(20), 2, || true, |_| true), None);
+        assert_eq!(floods.check(at(20), 2, || true, |_| true), None);
     }
 
     #[test]
@@ -294,7 +304,7 @@ mod tests {
                 floods.note_arrived();
                 floods.note_unproven(addr(1));
             }
-            assert_eq!(floods.look(at(20), 2, || true, |_| is_peer), refused);
+            assert_eq!(floods.check(at(20), 2, || true, |_| is_peer), refused);
         }
     }
 
@@ -306,8 +316,8 @@ mod tests {
                 floods.note_arrived();
                 if proven { floods.note_useless(addr(1)) } else { floods.note_unproven(addr(1)) }
             }
-            assert_eq!(floods.look(at(20), 2, || true, |_| false), Some(vec![addr(1)]));
-            assert_eq!(floods.look(at(30), 3, || true, |_| true), refused);
+            assert_eq!(floods.check(at(20), 2, || true, |_| false), Some(vec![addr(1)]));
+            assert_eq!(floods.check(at(30), 3, || true, |_| true), refused);
         }
     }
 
@@ -316,10 +326,10 @@ mod tests {
         for (is_full, refused) in [(false, None), (true, Some(vec![addr(1), addr(2)]))] {
             let mut floods = overflowing(10);
             flood(&mut floods, 1, LEAST);
-            assert_eq!(floods.look(at(20), 2, || true, |_| true), Some(vec![addr(1)]));
-            assert_eq!(floods.look(at(30), 3, || is_full, |_| true), None);
+            assert_eq!(floods.check(at(20), 2, || true, |_| true), Some(vec![addr(1)]));
+            assert_eq!(floods.check(at(30), 3, || is_full, |_| true), None);
             flood(&mut floods, 2, LEAST);
-            assert_eq!(floods.look(at(40), 4, || is_full, |_| true), refused);
+            assert_eq!(floods.check(at(40), 4, || is_full, |_| true), refused);
         }
     }
 
@@ -328,9 +338,9 @@ mod tests {
         let mut floods = overflowing(0);
         for (port, ms) in (1..200).zip((200..).step_by(200)) {
             // The refusals of the earlier senders have ended, but are still remembered.
-            assert_ne!(floods.look(at(ms), ms, || true, |_| true), Some(vec![addr(port)]));
+            assert_ne!(floods.check(at(ms), ms, || true, |_| true), Some(vec![addr(port)]));
             flood(&mut floods, port, LEAST);
-            let refused = floods.look(at(ms + 10), ms + 1, || true, |_| true);
+            let refused = floods.check(at(ms + 10), ms + 1, || true, |_| true);
             assert_eq!(refused, Some(vec![addr(port)]));
             assert!(floods.refused.len() <= MOST_SENDERS);
         }

@@ -25,41 +25,41 @@ use crate::failure::Failure;
 
 /// The command channel of a shard.
 #[derive(Debug, Clone)]
-struct Mouth {
+struct CommandSender {
     commands: Sender<Command>,
     waker: Waker,
 }
 
-impl Mouth {
-    fn tell(&self, command: Command) {
-        // A shard that has ended needs no commands.
+impl CommandSender {
+    fn send(&self, command: Command) {
+        // Ignore a failed send: a shard that has ended needs no commands.
         drop(self.commands.send(command));
         self.waker.wake();
     }
 }
 
-/// The shards of an aggregator, as each of them knows the others once all have started.
+/// A shard's view of the other shards. The command channels are set once all shards have started.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Siblings {
+pub(super) struct OtherShards {
     number: usize,
-    all: Arc<OnceLock<Vec<Mouth>>>,
+    all: Arc<OnceLock<Vec<CommandSender>>>,
 }
 
-impl Siblings {
+impl OtherShards {
     /// Sends a command to all other shards.
-    pub(super) fn tell(&self, command: impl Fn() -> Command) {
+    pub(super) fn send(&self, command: impl Fn() -> Command) {
         let all = self.all.get().map_or(&[][..], Vec::as_slice);
         let others = all.iter().enumerate().filter(|(i, _)| *i != self.number);
-        others.for_each(|(_, other)| other.tell(command()));
+        others.for_each(|(_, other)| other.send(command()));
     }
 }
 
-/// Introduces the shards to each other.
-pub(crate) fn make_siblings(shards: &[ShardHandle]) {
-    let mouths: Vec<_> = shards.iter().map(|shard| shard.mouth.clone()).collect();
+/// Gives each shard the command channels of all shards.
+pub(crate) fn connect_shards(shards: &[ShardHandle]) {
+    let senders: Vec<_> = shards.iter().map(|shard| shard.sender.clone()).collect();
     for shard in shards {
-        // Each value is set only once.
-        drop(shard.siblings.set(mouths.clone()));
+        // This cannot fail, because the channels of each shard are set only once.
+        drop(shard.other_shards.set(senders.clone()));
     }
 }
 
@@ -69,17 +69,17 @@ pub(crate) struct ShardHandle {
     pub(crate) addr: SocketAddr,
     /// The size of the receive buffer in bytes.
     pub(crate) receive_buffer: usize,
-    /// A warning if the receive buffer is smaller than requested.
+    /// A warning if the receive or send buffer is smaller than requested.
     pub(crate) shortfall: Option<String>,
     socket: Arc<UdpSocket>,
-    mouth: Mouth,
-    siblings: Arc<OnceLock<Vec<Mouth>>>,
+    sender: CommandSender,
+    other_shards: Arc<OnceLock<Vec<CommandSender>>>,
     stats: Arc<Mutex<ShardStats>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl ShardHandle {
-    /// Opens the socket and starts the thread.
+    /// Starts a shard: allocates its packet buffers, opens its socket and starts its thread.
     pub(crate) fn start(
         bind: SocketAddr,
         number: usize,
@@ -95,7 +95,7 @@ impl ShardHandle {
         let waker = Waker::new()?;
         let (commands, inbox) = channel();
         let stats = Arc::new(Mutex::new(ShardStats::default()));
-        let siblings = Arc::default();
+        let other_shards = Arc::default();
         let (receive_buffer, shortfall) =
             (socket.report().got_receive, socket.report().shortfall());
         let mut shard = Shard {
@@ -109,7 +109,7 @@ impl ShardHandle {
             parent_jobs: BTreeMap::new(),
             proofs: Proofs::default(),
             floods: Floods::default(),
-            siblings: Siblings { number, all: Arc::clone(&siblings) },
+            other_shards: OtherShards { number, all: Arc::clone(&other_shards) },
             arena,
             incoming: Vec::with_capacity(RECV_BATCH),
             recv: RecvRing::new(),
@@ -122,29 +122,29 @@ impl ShardHandle {
             more_commands: false,
         };
         let thread = failure.spawn(format!("shard-{number}"), move || shard.run())?;
-        let (thread, mouth) = (Some(thread), Mouth { commands, waker });
-        Ok(Self { addr, receive_buffer, shortfall, socket, mouth, siblings, stats, thread })
+        let (thread, sender) = (Some(thread), CommandSender { commands, waker });
+        Ok(Self { addr, receive_buffer, shortfall, socket, sender, other_shards, stats, thread })
     }
 
-    /// Sets the interface that results are multicast from.
+    /// Sets the interface from which results are multicast.
     pub(crate) fn set_multicast(&self, interface: &Interface) -> Result<(), NetError> {
         let set = self.socket.set_multicast_sender(interface, MULTICAST_TTL);
         set.inspect_err(|error| tracing::debug!(%error, "cannot multicast from this interface"))
     }
 
     /// Sends the shard a command.
-    pub(crate) fn tell(&self, command: Command) {
-        self.mouth.tell(command);
+    pub(crate) fn send(&self, command: Command) {
+        self.sender.send(command);
     }
 
     /// Asks the shard for the progress of one job, or of all its jobs.
     pub(crate) fn ask(&self, job: Option<JobId>) -> oneshot::Receiver<ShardReport> {
-        let (tell, report) = oneshot::channel();
-        self.tell(Command::Report(job, tell));
+        let (sender, report) = oneshot::channel();
+        self.send(Command::Report(job, sender));
         report
     }
 
-    /// Returns the shard's counters, which may lag slightly.
+    /// Returns the shard's counters, which may be slightly out of date.
     pub(crate) fn stats(&self) -> ShardStats {
         self.stats.lock().map_or_else(|broken| broken.into_inner().clone(), |stats| stats.clone())
     }
@@ -152,9 +152,9 @@ impl ShardHandle {
 
 impl Drop for ShardHandle {
     fn drop(&mut self) {
-        self.tell(Command::Stop);
+        self.send(Command::Stop);
         if let Some(thread) = self.thread.take() {
-            // A panic in the shard was printed where it happened.
+            // Ignore a panic of the shard: the panic hook has already printed it.
             drop(thread.join());
         }
     }

@@ -8,7 +8,7 @@ use racksum_proto::aggregator::{Recipient, ResultFragments};
 use racksum_proto::schedule::cost;
 use racksum_proto::wire::{Flags, Header};
 
-use super::Job;
+use super::ShardJob;
 use super::report::ShardStats;
 use crate::destinations::To;
 
@@ -46,8 +46,15 @@ impl Outbox {
         }
     }
 
-    pub(crate) fn send_datagram(&mut self, socket: &UdpSocket, job: &mut Job, to: To, len: usize) {
-        // A wait states that all earlier results were sent, so it must not overtake any.
+    pub(crate) fn send_datagram(
+        &mut self,
+        socket: &UdpSocket,
+        job: &mut ShardJob,
+        to: To,
+        len: usize,
+    ) {
+        // A wait message states that all earlier results were sent, so it must not overtake any of
+        // them.
         self.send_joined(socket, job);
         let Self { post, datagram, .. } = self;
         let contents = &datagram[..len];
@@ -57,7 +64,7 @@ impl Outbox {
     }
 
     /// Sends the results that wait to be sent together.
-    pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &mut Job) {
+    pub(crate) fn send_joined(&mut self, socket: &UdpSocket, job: &mut ShardJob) {
         let Self { post, joined, joined_to, gso_batch, .. } = self;
         if !joined.is_empty() {
             post.ring.set_tos(job.tos(joined));
@@ -71,7 +78,7 @@ impl Outbox {
     pub(crate) fn send_result(
         &mut self,
         socket: &UdpSocket,
-        job: &mut Job,
+        job: &mut ShardJob,
         to: To,
         result: &ResultFragments,
     ) {
@@ -80,7 +87,7 @@ impl Outbox {
         let again = result.header.flags.has(Flags::AGAIN);
         let small = again || result.len <= MAX_JOINED;
         if !small || to != self.joined_to || tos != job.tos(&self.joined) {
-            // Results must stay in order: one that overtakes another looks like a loss.
+            // Results must stay in order: if one overtook another, the other would seem to be lost.
             self.send_joined(socket, job);
         }
         if !small {
@@ -101,7 +108,7 @@ impl Outbox {
     fn join(
         &mut self,
         socket: &UdpSocket,
-        job: &mut Job,
+        job: &mut ShardJob,
         to: To,
         result: &ResultFragments,
         fragment: Option<usize>,
@@ -119,7 +126,7 @@ impl Outbox {
         if !self.gso_batch.try_append(len, stride, cut.unsealed()) {
             self.send_joined(socket, job);
             let first = self.gso_batch.try_append(len, stride, cut.unsealed());
-            debug_assert!(first, "an empty train takes any message");
+            debug_assert!(first, "an empty batch has room for any message");
         }
         self.joined_to = to;
         let (contents, stride) = job.slots.datagrams(result);
@@ -129,8 +136,8 @@ impl Outbox {
         }
     }
 
-    /// Sends the ping that shows which ranks receive the group.
-    pub(crate) fn ping(&mut self, socket: &UdpSocket, job: &mut Job) {
+    /// Sends the ping that shows which ranks receive multicast.
+    pub(crate) fn ping(&mut self, socket: &UdpSocket, job: &mut ShardJob) {
         let Some(group) = job.destinations.group else { return };
         let config = job.machine.config();
         let header = Header::ping(config.job, config.generation, config.shard);
@@ -153,7 +160,8 @@ impl Outbox {
 }
 
 impl Post {
-    /// Sends datagrams `stride` apart that have room for their authentication trailers.
+    /// Sends datagrams that lie `stride` bytes apart, each with space for its authentication
+    /// trailer.
     fn send_with_room(
         &mut self,
         socket: &UdpSocket,
@@ -171,8 +179,9 @@ impl Post {
         self.sealed = sealed;
     }
 
-    /// Sends datagrams `stride` apart to each address, and waits briefly for room in the send
-    /// buffer. Datagrams that still cannot be sent are lost, and will be asked for again.
+    /// Sends datagrams that lie `stride` bytes apart to each address, and waits briefly for room in
+    /// the send buffer. Datagrams that still cannot be sent are lost, and their receivers request
+    /// them again.
     fn send(
         &mut self,
         socket: &UdpSocket,

@@ -1,5 +1,5 @@
-//! Proofs of data paths at a shard: it answers pings of callers, and passes on the answers of a
-//! parent.
+//! Proofs of data paths at a shard: the shard answers pings of callers, and passes on the answers
+//! of a parent.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -18,18 +18,19 @@ use super::ShardStats;
 /// A proof that is in progress.
 #[derive(Debug)]
 pub(crate) enum Proof {
-    /// A caller proves its path: the size in bytes of its largest ping that arrived.
+    /// A caller proves its path. The value is the size in bytes of the largest ping that has
+    /// arrived.
     OfCaller(Arc<AtomicU16>),
-    /// This aggregator proves the path of one of its shards to the parent.
+    /// This aggregator proves the path from one of its shards to the parent.
     AtParent {
         /// The shard's number.
         shard: usize,
-        /// The receiver of the answers.
-        tell: UnboundedSender<Answer>,
+        /// The channel for the answers.
+        sender: UnboundedSender<Answer>,
     },
 }
 
-/// An answer of a parent's shard.
+/// An answer from a shard of the parent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
     /// The number of the shard that sent the ping.
@@ -38,7 +39,7 @@ pub(crate) struct Answer {
     pub(crate) size: u16,
     /// The source address of the answer.
     pub(crate) from: SocketAddr,
-    /// The address from which the parent sees this shard.
+    /// This shard's address, as the parent sees it.
     pub(crate) seen: SocketAddr,
 }
 
@@ -92,10 +93,10 @@ impl Proofs {
                     tracing::debug!(%from, size = ping.size, %error, "cannot answer a ping");
                 }
             }
-            (Some((Proof::AtParent { shard, tell }, _)), Some(seen)) => {
-                // The proof may have ended already.
+            (Some((Proof::AtParent { shard, sender }, _)), Some(seen)) => {
+                // Ignore a failed send: the proof may have ended already.
                 let answer = Answer { shard: *shard, size: ping.size, from, seen };
-                tell.send(answer).unwrap_or_default();
+                sender.send(answer).unwrap_or_default();
             }
             _ => {
                 stats.events.rejects.count(Reject::Sender);
@@ -106,5 +107,5 @@ impl Proofs {
     }
 }
 
-/// The maximum number of a caller's pings that a shard answers. It is more than a prover sends.
+/// The maximum number of a caller's pings that a shard answers. A prover sends fewer.
 const MOST_ANSWERS: u32 = 128;

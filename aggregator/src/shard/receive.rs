@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use racksum_net::udp::{self, Received};
-use racksum_proto::aggregator::{Place, Verdict};
+use racksum_proto::aggregator::{FragmentPlace, Verdict};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::observer::EventCounts;
 use racksum_proto::path;
@@ -13,11 +13,12 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{self, Header, Kind};
 
 use super::floods::Floods;
-use super::{Job, Shard, parent};
+use super::{Shard, ShardJob, parent_stream};
 use crate::slots::Slots;
 
 impl Shard {
-    /// Handles a buffer that the kernel joined: datagrams of one sender, `stride` apart.
+    /// Handles a buffer of datagrams that the kernel joined. They come from one sender and lie
+    /// `stride` bytes apart.
     pub(super) fn take_datagrams(&mut self, now: Time, i: usize, meta: &Received) {
         let Self { jobs, schedule, parent_jobs, stats, incoming, arena, proofs, floods, .. } = self;
         let buffer = &mut incoming[i];
@@ -46,8 +47,8 @@ impl Shard {
             let origin = Header::origin(datagram);
             let below = below(origin);
             let opened = match below.and_then(|id| jobs.get_mut(&id)) {
-                Some(job) => parent::open(job, datagram, &mut stats.events),
-                None => open(jobs, schedule, floods, &mut stats.events, datagram, meta),
+                Some(job) => parent_stream::open(job, datagram),
+                None => open(jobs, schedule, floods, datagram, meta),
             };
             let Some(messages) = opened else {
                 floods.note_arrived();
@@ -65,7 +66,7 @@ impl Shard {
                         if let Ok((header, _)) = &message {
                             schedule.charge(id, cost::of_message(header.kind));
                         }
-                        let taken = parent::take(job, now, message, meta.ce, &mut stats.events);
+                        let taken = parent_stream::take(job, now, message, meta.ce);
                         taken.map(|(place, body)| (id, place, body))
                     }
                     None => {
@@ -87,7 +88,7 @@ impl Shard {
     }
 
     /// Keeps a buffer that holds a whole contribution; otherwise copies the wanted fragments.
-    fn keep_or_copy(&mut self, i: usize, stride: usize, stores: &[Option<(JobId, Place)>]) {
+    fn keep_or_copy(&mut self, i: usize, stride: usize, stores: &[Option<(JobId, FragmentPlace)>]) {
         let Self { jobs, incoming, arena, .. } = self;
         if let Some((id, place)) = whole_window(stores)
             && let Some(job) = jobs.get_mut(&id)
@@ -113,14 +114,14 @@ impl Shard {
 
 /// Hands a message to its job. Returns its body and where to store it, if the body is wanted.
 fn take_message<'a>(
-    jobs: &mut BTreeMap<JobId, Job>,
+    jobs: &mut BTreeMap<JobId, ShardJob>,
     schedule: &mut DeficitRoundRobin<JobId>,
     floods: &mut Floods,
     events: &mut EventCounts,
     now: Time,
     message: Result<(Header, &'a [u8]), Reject>,
     meta: &Received,
-) -> Option<(JobId, Place, &'a [u8])> {
+) -> Option<(JobId, FragmentPlace, &'a [u8])> {
     let (header, body) = match message {
         Ok(message) => message,
         Err(reject) => {
@@ -137,18 +138,19 @@ fn take_message<'a>(
     // wire: W-9
     if job.destinations.ranks.get(header.sender.index()) != Some(&meta.from) {
         floods.note_unproven(meta.from);
-        job.machine.reject(Reject::Sender, events);
+        job.events.rejects.count(Reject::Sender);
         return None;
     }
     let cost = cost::of_message(header.kind);
-    match job.machine.handle_decoded(now, &header, body, meta.ce, events) {
-        // The fold will be charged for the stored bytes.
+    match job.machine.handle_decoded(now, &header, body, meta.ce, &mut job.events) {
+        // The job is charged for the stored bytes when they are folded.
         Verdict::Store(place) => {
             schedule.charge(header.job, cost);
             Some((header.job, place, body))
         }
         verdict @ (Verdict::Duplicate | Verdict::Control | Verdict::Reject(_)) => {
-            // Every op begins with an open, and small ops consist of little else.
+            // Opens do not count as useless: every op begins with one, and small ops consist of
+            // little else.
             let begins = header.kind == Kind::Open && verdict == Verdict::Control;
             if !begins {
                 floods.note_useless(meta.from);
@@ -159,12 +161,12 @@ fn take_message<'a>(
     }
 }
 
-/// Returns the messages of a datagram, if it is authentic or its job is not authenticated.
+/// Returns the messages of a datagram, if the datagram is authentic or its job does not
+/// authenticate datagrams.
 fn open<'a>(
-    jobs: &mut BTreeMap<JobId, Job>,
+    jobs: &mut BTreeMap<JobId, ShardJob>,
     schedule: &DeficitRoundRobin<JobId>,
     floods: &mut Floods,
-    events: &mut EventCounts,
     datagram: &'a mut [u8],
     meta: &Received,
 ) -> Option<&'a [u8]> {
@@ -172,19 +174,21 @@ fn open<'a>(
     let Some((id, rank)) = Header::origin(datagram) else { return Some(datagram) };
     let Some(job) = jobs.get_mut(&id) else { return Some(datagram) };
     if schedule.debt(id) > job.most_debt {
-        // Only messages proven to come from the job's ranks make it flooded.
+        // Only messages that pass the checks below, and the work that they cause, increase the
+        // debt. Beyond the maximum debt, the tag is not checked, so a datagram from a rank's
+        // address counts against the rank, although the address may be forged.
         match job.destinations.ranks.get(rank.index()) {
             Some(addr) if *addr == meta.from => floods.note_useless(meta.from),
             _ => floods.note_unproven(meta.from),
         }
-        job.machine.reject(Reject::Overdrawn, events);
+        job.events.rejects.count(Reject::Overdrawn);
         return None;
     }
     if job.openers.is_empty() {
         return Some(datagram);
     }
     // wire: W-9
-    // The address is checked first, since that costs less than the tag.
+    // The address is checked first, since that costs less than checking the tag.
     let sender = job.destinations.ranks.get(rank.index()).filter(|addr| **addr == meta.from);
     let opened = match (sender, job.openers.get_mut(rank.index())) {
         (Some(_), Some(opener)) => opener.open(datagram),
@@ -194,7 +198,7 @@ fn open<'a>(
         Ok(messages) => Some(messages),
         Err(reject) => {
             floods.note_unproven(meta.from);
-            job.machine.reject(reject, events);
+            job.events.rejects.count(reject);
             None
         }
     }
@@ -208,8 +212,9 @@ fn may_be_whole(buffer: &[u8], stride: usize, trailer: usize) -> bool {
     })
 }
 
-/// Returns the window that a buffer holds whole and in order, if it does.
-fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
+/// Returns the window that a buffer holds, if the buffer holds all fragments of one window in
+/// order.
+fn whole_window(stores: &[Option<(JobId, FragmentPlace)>]) -> Option<(JobId, FragmentPlace)> {
     let (job, first) = (*stores.first()?)?;
     if first.fragment != 0 || usize::from(first.fragments) != stores.len() {
         return None;
@@ -217,6 +222,6 @@ fn whole_window(stores: &[Option<(JobId, Place)>]) -> Option<(JobId, Place)> {
     let in_order = stores
         .iter()
         .zip(0..)
-        .all(|(store, fragment)| *store == Some((job, Place { fragment, ..first })));
+        .all(|(store, fragment)| *store == Some((job, FragmentPlace { fragment, ..first })));
     in_order.then_some((job, first))
 }

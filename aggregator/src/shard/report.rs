@@ -11,18 +11,19 @@ use racksum_proto::time::Span;
 /// The counters of a shard.
 #[derive(Debug, Clone, Default)]
 pub struct ShardStats {
-    /// Datagrams.
+    /// The numbers of received and sent datagrams.
     pub datagrams: Traffic,
-    /// Bytes in those datagrams.
+    /// The numbers of bytes in the received and sent datagrams.
     pub bytes: Traffic,
-    /// Events of all jobs, including those that have ended, and datagrams that belong to no job.
+    /// The events of all jobs, including ended ones, and of datagrams that belong to no job.
     pub events: EventCounts,
-    /// Messages that the kernel dropped because the receive buffer was full.
+    /// Messages that the kernel dropped because the receive buffer was full or their sender was
+    /// refused.
     pub kernel_drops: u64,
-    /// Messages that the kernel refused to send, or had no room for over too long a time. They are
-    /// also counted as sent.
+    /// Messages that the kernel refused to send, or for which the send buffer stayed full too long.
+    /// They also count as sent.
     pub send_failures: u64,
-    /// Packet buffers.
+    /// The total number of packet buffers, and the number of free ones.
     pub buffers: Buffers,
 }
 
@@ -35,7 +36,7 @@ pub(crate) struct ShardReport {
 /// The progress of a job at a shard.
 #[derive(Debug)]
 pub(crate) struct JobReport {
-    /// How long no window has been folded, if windows are outstanding.
+    /// How long windows have waited without any fold; `None` if no window waits.
     pub(crate) stalled: Option<Span>,
     /// The progress of each rank.
     pub(crate) ranks: Vec<RankProgress>,
@@ -49,7 +50,7 @@ impl ShardStats {
     /// Returns the counters in their status form, for the shard with the data socket at `addr`.
     pub(crate) fn status(&self, addr: String) -> ShardStatus {
         let Self { datagrams, bytes, events, kernel_drops, send_failures, buffers } = self;
-        let EventCounts { folds, duplicates, fragments_again, asks, rejects } = events;
+        let EventCounts { folds, duplicates, fragments_again, asks, probes: _, rejects } = events;
         let rejects = rejects.iter().filter(|(_, count)| *count > 0);
         ShardStatus {
             addr,

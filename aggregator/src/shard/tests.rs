@@ -28,7 +28,7 @@ fn shard() -> (Shard, Sender<Command>) {
         parent_jobs: BTreeMap::new(),
         proofs: Proofs::default(),
         floods: Floods::default(),
-        siblings: Siblings::default(),
+        other_shards: OtherShards::default(),
         arena: Arena::new(2 * RECV_BATCH + 4 * usize::try_from(WINDOWS).unwrap()).unwrap(),
         incoming: Vec::with_capacity(RECV_BATCH),
         recv: RecvRing::new(),
@@ -68,7 +68,7 @@ fn a_shard_that_is_never_idle_shows_its_counters_all_the_same() {
     let (mut shard, commands) = shard();
     let stranger = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     stranger.send_to(b"noise", shard.socket.local_addr()).unwrap();
-    // Counters are published ten times a second.
+    // Counters are published every 100 ms.
     std::thread::sleep(Duration::from_millis(150));
     assert_eq!(shard.turn(), Some(1));
     assert_eq!(shard.shared.lock().unwrap().datagrams.received, 1);
@@ -94,12 +94,12 @@ fn a_ping_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
         while shard.stats.datagrams.received == before.received {
             shard.turn().unwrap();
         }
-        let mut heard = [0; 2000];
-        let heard = (answers(&shard) > 0).then(|| {
-            let len = caller.recv(&mut heard).unwrap();
-            Datagram::decode(&heard[..len]).unwrap()
+        let mut answer = [0; 2000];
+        let answer = (answers(&shard) > 0).then(|| {
+            let len = caller.recv(&mut answer).unwrap();
+            Datagram::decode(&answer[..len]).unwrap()
         });
-        (heard, shard.stats.events.rejects.total())
+        (answer, shard.stats.events.rejects.total())
     };
     let seen = Some(caller.local_addr().unwrap());
     for size in [200, 1472, 900] {
@@ -108,7 +108,7 @@ fn a_ping_is_answered_alike_where_its_token_is_known_and_not_for_ever() {
     assert_eq!(arrived.load(std::sync::atomic::Ordering::Relaxed), 1472);
     assert_eq!(ask(stranger, 900), (None, 1));
     let answers = (0..200).filter(|_| ask(token, 200).0.is_some()).count();
-    assert_eq!(answers, 125, "and three before");
+    assert_eq!(answers, 125, "three of the 128 answers were already used");
     assert!(shard.handle_command(Command::Proven(token)));
 }
 
@@ -173,7 +173,7 @@ impl Tenant {
         Header { kind, sender, window, ..Header::ping(self.id, Generation(0), 0) }
     }
 
-    /// Opens an op at all ranks; only the first sends data: one block of each window.
+    /// Opens an op at all ranks. Only the first rank sends data, one block for each window.
     fn work(&self, shard: &mut Shard, world: u16) {
         let sum = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
         for rank in 0..world {
@@ -198,7 +198,7 @@ impl Tenant {
     }
 }
 
-/// Serves each job one turn, and returns the number of bytes sent.
+/// Gives each job one turn, and returns the number of bytes sent.
 fn sent(shard: &mut Shard) -> u64 {
     let before = shard.stats.bytes.sent;
     shard.serve(Time(0));
@@ -211,7 +211,7 @@ fn settle(shard: &mut Shard) {
         shard.serve(Time(0));
         shard.unserved
     });
-    assert!(turns.count() < 10_000, "there is an end to what is due");
+    assert!(turns.count() < 10_000, "the work ends");
 }
 
 #[test]
@@ -222,25 +222,25 @@ fn a_job_that_only_asks_is_answered_within_its_turns_and_another_has_its_own() {
     let other = Tenant::new(&mut shard, 2, 1, 99.0);
     asker.work(&mut shard, world);
     settle(&mut shard);
-    // All of its ranks ask for everything at once.
+    // All ranks of the first job request all results at once.
     (0..world).for_each(|rank| asker.nack(&mut shard, rank));
     other.work(&mut shard, 1);
-    let folds = |shard: &Shard, id| shard.jobs[&id].machine.counters().folds;
-    // The other job's results are 64 datagrams of one block.
+    let folds = |shard: &Shard, id| shard.jobs[&id].events.folds;
+    // The other job's results are 64 datagrams of one block each.
     let others = u64::from(WINDOWS) * (1024 + Header::LEN as u64);
     let most = (QUANTUM / 100 + udp::MAX_DATAGRAM) as u64;
     let first = sent(&mut shard);
-    assert!(first <= others + most, "{first} bytes in one turn, of at most {most}");
-    assert_eq!(folds(&shard, other.id), u64::from(WINDOWS), "the other has its turn");
+    assert!(first <= others + most, "{first} bytes in one turn, more than {others} + {most}");
+    assert_eq!(folds(&shard, other.id), u64::from(WINDOWS), "the other job has its turn");
     let mut turns = 1;
     while shard.unserved {
         let sent = sent(&mut shard);
-        assert!(sent <= most, "{sent} bytes in one turn, of at most {most}");
+        assert!(sent <= most, "{sent} bytes in one turn, more than {most}");
         turns += 1;
-        assert!(turns < 1000, "the answers have an end");
+        assert!(turns < 1000, "the answers end");
     }
-    let again = shard.jobs[&asker.id].machine.counters().fragments_again;
-    assert_eq!(again, u64::from(world) * u64::from(WINDOWS), "all is answered in the end");
+    let again = shard.jobs[&asker.id].events.fragments_again;
+    assert_eq!(again, u64::from(world) * u64::from(WINDOWS), "every nack is answered in the end");
 }
 
 #[test]
@@ -248,23 +248,22 @@ fn a_job_that_is_flooded_by_its_rank_is_not_heard_until_it_has_paid() {
     let (mut shard, _commands) = shard();
     let flooder = Tenant::new(&mut shard, 1, 1, 50.0);
     let other = Tenant::new(&mut shard, 2, 1, 50.0);
-    let overdrawn =
-        |shard: &Shard, id| shard.jobs[&id].machine.counters().rejects.of(Reject::Overdrawn);
+    let overdrawn = |shard: &Shard, id| shard.jobs[&id].events.rejects.of(Reject::Overdrawn);
     let mut asks = 0;
     while overdrawn(&shard, flooder.id) == 0 {
         flooder.nack(&mut shard, 0);
         asks += 1;
-        assert!(asks < 100_000, "there is an end to what is taken");
+        assert!(asks < 100_000, "datagrams of a job in debt are rejected in the end");
     }
     other.work(&mut shard, 1);
     assert_eq!(overdrawn(&shard, other.id), 0);
     settle(&mut shard);
     let before = overdrawn(&shard, flooder.id);
     flooder.work(&mut shard, 1);
-    assert_eq!(overdrawn(&shard, flooder.id), before, "it has paid");
+    assert_eq!(overdrawn(&shard, flooder.id), before, "the job has paid its debt");
     settle(&mut shard);
     for id in [flooder.id, other.id] {
-        assert_eq!(shard.jobs[&id].machine.counters().folds, u64::from(WINDOWS));
+        assert_eq!(shard.jobs[&id].events.folds, u64::from(WINDOWS));
     }
 }
 
@@ -273,7 +272,7 @@ fn opens_are_no_flood_and_asks_may_be_one() {
     const MANY: usize = 300;
     let overflow = |shard: &mut Shard, ms, drops| {
         let now = Time(0) + Span::from_millis(ms);
-        shard.floods.look(now, drops, || true, |_| false)
+        shard.floods.check(now, drops, || true, |_| false)
     };
     let (mut shard, _commands) = shard();
     let tenant = Tenant::new(&mut shard, 1, 1, 100.0);
@@ -311,25 +310,25 @@ fn data_is_taken_between_commands_however_many_there_are() {
     let tenant = Tenant::new(&mut shard, 1, 1, 100.0);
     let mut reports = Vec::new();
     for job in [None, Some(tenant.id), Some(JobId(7))].into_iter().cycle().take(2 * MOST_COMMANDS) {
-        let (tell, report) = oneshot::channel();
-        commands.send(Command::Report(job, tell)).unwrap();
+        let (sender, report) = oneshot::channel();
+        commands.send(Command::Report(job, sender)).unwrap();
         reports.push(report);
     }
     let to = shard.socket.local_addr();
     tenant.socket.send_to(&[0; Header::LEN], to).unwrap();
-    let is_told = |reports: &mut [oneshot::Receiver<ShardReport>]| {
+    let received = |reports: &mut [oneshot::Receiver<ShardReport>]| {
         reports.iter_mut().map(|report| report.try_recv().map(|it| it.jobs.len())).collect()
     };
-    assert_eq!(shard.turn(), Some(1), "it has come");
-    let told: Vec<_> = is_told(&mut reports[..=MOST_COMMANDS]);
-    assert_eq!(told[..3], [Ok(1), Ok(1), Ok(0)], "of all jobs, of one, of one that is not there");
-    assert!(told[..MOST_COMMANDS].iter().all(Result::is_ok));
+    assert_eq!(shard.turn(), Some(1), "the datagram has arrived");
+    let counts: Vec<_> = received(&mut reports[..=MOST_COMMANDS]);
+    assert_eq!(counts[..3], [Ok(1), Ok(1), Ok(0)], "all jobs, one job, an unknown job");
+    assert!(counts[..MOST_COMMANDS].iter().all(Result::is_ok));
     assert!(
-        told[MOST_COMMANDS].is_err() && shard.more_commands,
-        "the shard does not sleep before that"
+        counts[MOST_COMMANDS].is_err() && shard.more_commands,
+        "the shard does not sleep while commands wait"
     );
     shard.turn();
-    assert!(is_told(&mut reports[MOST_COMMANDS..]).iter().all(Result::is_ok));
+    assert!(received(&mut reports[MOST_COMMANDS..]).iter().all(Result::is_ok));
     shard.turn();
     assert!(!shard.more_commands);
 }
@@ -343,7 +342,24 @@ fn counters_outlive_their_job() {
     let stranger = "127.0.0.1:9".parse().unwrap();
     shard.jobs.get_mut(&tenant.id).unwrap().destinations.ranks = vec![stranger];
     tenant.nack(&mut shard, 0);
-    shard.remove(tenant.id);
-    let events = &shard.stats.events;
+    let events = published(&mut shard).events;
     assert_eq!((events.folds, events.rejects.of(Reject::Sender)), (u64::from(WINDOWS), 1));
+    shard.remove(tenant.id);
+    assert_eq!(published(&mut shard).events, events);
+    // The second of these jobs replaces the first, which has the same number.
+    for _ in 0..2 {
+        let tenant = Tenant::new(&mut shard, 1, 1, 100.0);
+        tenant.work(&mut shard, 1);
+        settle(&mut shard);
+    }
+    assert_eq!(published(&mut shard).events.folds, 3 * u64::from(WINDOWS));
+}
+
+/// Waits for the next publication, and returns the published counters.
+fn published(shard: &mut Shard) -> ShardStats {
+    let before = shard.published;
+    while shard.published == before {
+        shard.publish();
+    }
+    shard.shared.lock().unwrap().clone()
 }

@@ -1,10 +1,10 @@
-//! Settings of the benches' measurements.
+//! Settings that the benches share.
 
 use std::time::Duration;
 
 use criterion::Criterion;
 
-/// Returns short rounds as the default, which command-line arguments override.
+/// Returns a configuration with short rounds, which command-line arguments override.
 pub(crate) fn criterion() -> Criterion {
     Criterion::default()
         .sample_size(30)

@@ -27,7 +27,7 @@ pub(crate) struct BackgroundJob {
 }
 
 impl BackgroundJob {
-    /// Creates a neighbour that is ready and quiet.
+    /// Creates a neighbour that is ready but does not send yet.
     pub(crate) fn new(mut process_group: ProcessGroup) -> Self {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
@@ -38,7 +38,7 @@ impl BackgroundJob {
                 if !wanted {
                     sleep(POLL);
                 } else if process_group.ask("go", ITERATION_TIMEOUT).is_err() {
-                    // The ranks have ended; `set` detects this when it waits for `busy`.
+                    // The ranks have failed. `set` detects that this thread has ended.
                     break;
                 }
             }
@@ -47,8 +47,8 @@ impl BackgroundJob {
         Self { shared, thread: Some(thread) }
     }
 
-    /// Starts or stops the neighbour's sending and waits until it has. Returns false if the
-    /// neighbour's thread has ended.
+    /// Starts or stops the neighbour's sending, and waits until the change has taken effect.
+    /// Returns false if the neighbour's thread has ended.
     pub(crate) fn set(&self, sends: bool) -> bool {
         self.shared.wanted.store(sends, SeqCst);
         while self.shared.busy.load(SeqCst) != sends {
@@ -68,12 +68,12 @@ impl Drop for BackgroundJob {
     fn drop(&mut self) {
         self.shared.quit.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {
-            // The thread has already printed its panic.
+            // Ignore a panic, because the thread has already printed it.
             drop(thread.join());
         }
     }
 }
 
 const POLL: Duration = Duration::from_millis(5);
-/// Time that the neighbour sends before a measurement begins.
+/// Time for which the neighbour sends before a measurement begins.
 const WARM_UP: Duration = Duration::from_millis(300);

@@ -25,7 +25,8 @@ impl Case {
         }
     }
 
-    /// Turns the case into a race of racksum against an earlier build of itself.
+    /// Turns a race into one of racksum against an earlier build of itself. Leaves other cases
+    /// unchanged.
     pub(crate) fn against_before(&mut self) {
         const MOST: f64 = 0.02;
         if let Self::Race(race) = self {
@@ -51,7 +52,7 @@ pub(crate) struct Race {
     /// Shards of each aggregator.
     pub(crate) shards: u8,
     pub(crate) data: Data,
-    /// Iterations of each side in a round. Their median counts.
+    /// Number of iterations that each side runs in a round. The round counts with their median.
     pub(crate) iterations: u32,
     pub(crate) sides: Vec<Side>,
     #[serde(skip)]
@@ -82,8 +83,8 @@ impl Race {
         format!("{world} ranks, {bytes} B of f32, {data}, {net}, {shards} shard(s){blocks}")
     }
 
-    /// Keeps only racksum's sides and adds the earlier build of each as its neighbour. No side may
-    /// take longer by more than the share `most`.
+    /// Keeps only racksum's sides, and adds the earlier build of each side after it. No side may
+    /// take longer than its earlier build by more than the share `most`.
     fn against_before(&mut self, most: f64) {
         let sides = std::mem::take(&mut self.sides);
         self.bounds.clear();
@@ -98,13 +99,13 @@ impl Race {
         }
     }
 
-    /// Returns whether its ranks have their tensors on a GPU.
+    /// Returns whether the race's ranks have their tensors on a GPU.
     pub(crate) fn needs_gpu(&self) -> bool {
         let trains = |side: &Side| matches!(side.program, Program::Training(it) if it.gpu);
         self.sides.iter().any(trains)
     }
 
-    /// Returns the side that a bound or a table names, with its index.
+    /// Returns the index of the side with this name, and the side itself.
     pub(crate) fn side(&self, name: &str) -> Option<(usize, &Side)> {
         self.sides.iter().enumerate().find(|(_, side)| side.name == name)
     }
@@ -116,7 +117,7 @@ impl Race {
 pub(crate) enum Net {
     /// All processes use the loopback interface.
     Loopback,
-    /// Each rank has a host of its own behind 1 Gbit/s in each direction.
+    /// Each rank has a host of its own, whose link carries 1 Gbit/s in each direction.
     Gigabit {
         aggregators: u8,
         /// Whether the aggregators' hosts are limited to 1 Gbit/s as well.
@@ -124,7 +125,7 @@ pub(crate) enum Net {
     },
 }
 
-/// A participant of a race.
+/// A participant in a race.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Side {
     pub(crate) name: &'static str,
@@ -147,7 +148,7 @@ pub(crate) enum Program {
     OpenMpi {
         shared: bool,
     },
-    /// Bare sockets, the lower bound; dense only, loopback only.
+    /// Bare sockets, whose time is a lower bound; dense only, loopback only.
     Floor {
         wire: WireType,
     },
@@ -203,7 +204,7 @@ impl Way {
 /// Gloo.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Training {
-    /// Name of a script in `benches/workloads` or of the peers.
+    /// Name of a script in `benches/workloads` or `benches/peers`.
     pub(crate) script: &'static str,
     pub(crate) flags: &'static [&'static str],
     pub(crate) racksum: Option<Racksum>,
@@ -227,19 +228,19 @@ pub(crate) struct Racksum {
     pub(crate) build: Build,
     /// Wire type of the elements.
     pub(crate) wire: WireType,
-    /// Elements of a block.
+    /// Number of elements in a block.
     pub(crate) block: usize,
     /// Form of an op's operand.
     pub(crate) input: Input,
-    /// Share of datagrams that each rank drops on purpose, in each direction. Any value but `None`
-    /// makes the ranks send each datagram by itself.
+    /// Share of datagrams that each rank drops on purpose, in each direction. With any value but
+    /// `None`, a rank generates a random number for each datagram.
     pub(crate) drop: Option<f64>,
     /// Number of the network's aggregators that serve the job.
     pub(crate) aggregators: u8,
     /// Authentication of datagrams; `None` leaves the default.
     pub(crate) data_auth: Option<DataAuth>,
-    /// Op size in bytes of another job, with as many ranks, that runs at the same aggregator
-    /// meanwhile.
+    /// Op size in bytes of a neighbour: another job with as many ranks, which uses the same
+    /// aggregator during the measurement. `None` means no neighbour.
     pub(crate) beside: Option<u64>,
 }
 
@@ -254,8 +255,9 @@ impl Racksum {
         data_auth: None,
         beside: None,
     };
-    /// Racksum in bf16 with blocks of 512. A window has at most 64 blocks of 2 bytes an element:
-    /// blocks of 256 fill half of its 60 KiB, blocks of 512 fill all.
+    /// Racksum in bf16 with blocks of 512 elements. A window has at most 64 blocks and 60 KiB. With
+    /// elements of 2 bytes, 64 blocks of 256 elements fill only half of a window, and blocks of 512
+    /// elements fill it.
     pub(crate) const BF16: Self = Self { wire: WireType::Bf16, block: 512, ..Self::PLAIN };
 }
 
@@ -301,9 +303,11 @@ pub(crate) enum Figure {
     Gain(&'static str, &'static str),
     /// The first side's time divided by the second's; smaller is better.
     Cost(&'static str, &'static str),
-    /// The median cost of a round and its mirror, for small differences. The mirror is the round of
-    /// the same number in the next set-up, where the sides have swapped places. The sides take
-    /// their turns of a round close together, so the machine changes little between them.
+    /// Like [`Self::Cost`], but precise enough for small differences. Each pair of rounds yields
+    /// the geometric mean of its two costs, and the figure is the median of these means. A pair is
+    /// a round and its mirror: the round of the same number in the next set-up, where the sides
+    /// have swapped places. The sides take their turns of a round close together, so the machine
+    /// changes little between them.
     CostInTurn(&'static str, &'static str),
     /// The relative error of a side's predicted time; smaller is better.
     Miss(&'static str),
@@ -313,9 +317,9 @@ pub(crate) enum Figure {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Took<'a> {
     pub(crate) measured: f64,
-    /// The median of each round.
+    /// Median time of each round.
     pub(crate) rounds: &'a [f64],
-    /// Rounds that count in a set-up.
+    /// Number of measured rounds in a set-up.
     pub(crate) counted: u32,
     pub(crate) predicted: Option<f64>,
 }
@@ -330,10 +334,10 @@ impl Figure {
             Self::Cost(side, other) => time(side)? / time(other)?,
             Self::CostInTurn(side, other) => {
                 let (own, its) = (took(side)?.rounds, took(other)?.rounds);
-                // If a side lacks rounds, the remaining ones do not pair up.
+                // If one side lacks rounds, the rounds of the two sides cannot be paired.
                 let rounds = (own.len() == its.len()).then(|| own.iter().zip(its))?;
                 let ratios: Vec<_> = rounds.map(|(own, its)| own / its).collect();
-                // Each round of a set-up has its mirror in the next one.
+                // Each round of a set-up has its mirror in the next set-up.
                 let counted = took(side)?.counted as usize;
                 let mirrored = ratios.chunks_exact(2 * counted).flat_map(|two| {
                     let (one, other) = two.split_at(counted);
@@ -364,7 +368,7 @@ impl Figure {
         }
     }
 
-    /// Returns the sign between a value and its bound.
+    /// Returns the comparison sign between a value and its bound.
     pub(crate) const fn sign(self) -> &'static str {
         match self {
             Self::Time(_) | Self::Cost(..) | Self::CostInTurn(..) | Self::Miss(_) => "<=",
@@ -380,10 +384,10 @@ impl Figure {
     }
 }
 
-/// The judgement of a figure.
+/// The result of comparing a figure with its limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Verdict {
+pub(crate) enum Grade {
     /// The figure meets the stricter goal, `reach`.
     Reach,
     /// The figure meets its bound, `must`.
@@ -394,7 +398,7 @@ pub(crate) enum Verdict {
     NotMeasured,
 }
 
-impl Verdict {
+impl Grade {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Reach => "PASS, reach",
@@ -406,12 +410,12 @@ impl Verdict {
 }
 
 impl Bound {
-    pub(crate) fn judge(&self, value: Option<f64>) -> Verdict {
+    pub(crate) fn judge(&self, value: Option<f64>) -> Grade {
         match value {
-            None => Verdict::NotMeasured,
-            Some(value) if self.figure.keeps(value, self.reach) => Verdict::Reach,
-            Some(value) if self.figure.keeps(value, self.must) => Verdict::Pass,
-            Some(_) => Verdict::Below,
+            None => Grade::NotMeasured,
+            Some(value) if self.figure.keeps(value, self.reach) => Grade::Reach,
+            Some(value) if self.figure.keeps(value, self.must) => Grade::Pass,
+            Some(_) => Grade::Below,
         }
     }
 }
@@ -451,12 +455,12 @@ mod tests {
     fn a_race_against_an_earlier_build_has_each_side_of_racksum_twice_and_nobody_else() {
         let mut cases = crate::cases::all(1);
         cases.iter_mut().for_each(Case::against_before);
-        let Case::Race(race) = &cases[0] else { panic!("a race") };
+        let Case::Race(race) = &cases[0] else { panic!("the case is not a race") };
         let sides: Vec<_> = race.sides.iter().map(|side| side.name).collect();
         assert_eq!(sides, ["racksum", "racksum, before"]);
         let build = |side: &Side| side.program.racksum().unwrap().build;
         assert_eq!(race.sides.iter().map(build).collect::<Vec<_>>(), [Build::Own, Build::Before]);
-        let [bound] = race.bounds[..] else { panic!("one bound") };
+        let [bound] = race.bounds[..] else { panic!("the race must have one bound") };
         assert_eq!((bound.figure.name(), bound.must), ("racksum / racksum, before".into(), 1.02));
     }
 
@@ -464,12 +468,12 @@ mod tests {
     fn small_times_and_large_gains_pass() {
         let judge = |figure, must, reach| Bound { figure, must, reach }.judge(figure.value(took));
         let of_time = |must, reach| judge(Figure::Time("racksum"), must, reach);
-        assert_eq!(of_time(200.0, 199.0), Verdict::Pass);
-        assert_eq!(of_time(250.0, 200.0), Verdict::Reach);
-        assert_eq!(of_time(199.0, 150.0), Verdict::Below);
+        assert_eq!(of_time(200.0, 199.0), Grade::Pass);
+        assert_eq!(of_time(250.0, 200.0), Grade::Reach);
+        assert_eq!(of_time(199.0, 150.0), Grade::Below);
         let of_gain = |must, reach| judge(Figure::Gain("racksum", "gloo"), must, reach);
-        assert_eq!(of_gain(1.5, 1.6), Verdict::Pass);
-        assert_eq!(of_gain(1.6, 2.0), Verdict::Below);
-        assert_eq!(judge(Figure::Time("openmpi"), 1.0, 1.0), Verdict::NotMeasured);
+        assert_eq!(of_gain(1.5, 1.6), Grade::Pass);
+        assert_eq!(of_gain(1.6, 2.0), Grade::Below);
+        assert_eq!(judge(Figure::Time("openmpi"), 1.0, 1.0), Grade::NotMeasured);
     }
 }

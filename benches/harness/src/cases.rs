@@ -1,4 +1,4 @@
-//! The cases: one for each line of the table of bounds, and small ones of every mechanism.
+//! The cases: one for each line of the table of bounds, and small ones that cover every mechanism.
 
 use racksum_benches::data::{Input, Overlap};
 use racksum_proto::auth::DataAuth;
@@ -65,7 +65,8 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
             "smoke-loopback",
             2,
             Net::Loopback,
-            // Enough windows that 1 % of loss stays well within the 6 % that I3 allows.
+            // The tensor has enough windows for 1 % of loss to stay well within the 6 % that I3
+            // allows.
             dense(seed, 16_000_000),
             &[("racksum", plain), ("racksum-bf16", bf16), ("racksum-loss", loss)],
         ),
@@ -96,7 +97,8 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
     ]
 }
 
-/// Returns the cases that a user named, by whole names or by beginnings of names up to a dash.
+/// Returns the cases that a user named, each by its full name or by a prefix that ends before a
+/// dash.
 pub(crate) fn chosen(names: &[String], seed: u64) -> Result<Vec<Case>, String> {
     if names.is_empty() {
         return Ok(all(seed));
@@ -109,7 +111,7 @@ pub(crate) fn chosen(names: &[String], seed: u64) -> Result<Vec<Case>, String> {
     for name in names {
         if !cases.iter().any(|case| is_named(case, name)) {
             let known: Vec<_> = cases.iter().map(Case::name).collect();
-            return Err(format!("there is no case {name:?}; there are {}", known.join(", ")));
+            return Err(format!("there is no case {name:?}; the cases are {}", known.join(", ")));
         }
     }
     cases.retain(|case| names.iter().any(|name| is_named(case, name)));
@@ -120,7 +122,7 @@ fn dense(seed: u64, bytes: u64) -> Data {
     Data { bytes, density: 1.0, overlap: Overlap::Random, seed }
 }
 
-/// Data of 100 000 blocks, some of which are not zero.
+/// Returns data of 100 000 blocks; `density` is the share of blocks that are not zero.
 fn sparse(seed: u64, density: f64, overlap: Overlap) -> Data {
     Data { bytes: 102_400_000, density, overlap, seed }
 }
@@ -141,8 +143,8 @@ const FLOOR_BF16: Side = Side { name: "floor", program: Program::Floor { wire: W
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: false } };
 const OPENMPI_SHARED: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: true } };
 
-/// Shards for dense tensors on loopback. The aggregator's share of the cores is worth two beside
-/// eight ranks.
+/// Number of shards for dense tensors on loopback. Beside eight ranks, the remaining cores suffice
+/// for two shards.
 const BULK_SHARDS: u8 = 2;
 
 /// Workers at 1 Gbit/s with an unlimited aggregator.
@@ -185,8 +187,8 @@ fn bf16_loopback(seed: u64, world: u16, must: f64, reach: f64) -> Case {
     })
 }
 
-/// Iterations in a turn of ops that take milliseconds. A single iteration would also measure how
-/// the machine wakes after the other sides' turns.
+/// Number of iterations in a turn, for ops that take milliseconds. A single iteration would also
+/// measure how the machine wakes after the other sides' turns.
 const SHORT_ITERATIONS: u32 = 5;
 
 /// Returns the cases with eight workers at 1 Gbit/s.
@@ -211,8 +213,9 @@ fn on_slow_links(seed: u64) -> Vec<Case> {
             &[RACKSUM, GLOO],
             &[time(900.0, 870.0), gain("gloo", 1.6, 1.6)],
         ),
-        // The cores of this one host scan the tensors of all eight hosts, which takes longer than
-        // these links. The judged side therefore gets a list of blocks, as Gloo's sparse side does.
+        // The cores of this one host do the scans of all eight hosts, and scans of whole tensors
+        // take longer than the transfer over these links. The judged side therefore gets a list of
+        // blocks, as Gloo's sparse side does.
         race(
             "sparse1-1g-w8",
             random(0.01),
@@ -283,7 +286,8 @@ fn trainings(seed: u64) -> Vec<Case> {
     ]
 }
 
-/// Returns a training case of two ranks with GPUs, shared or not; gradients go through host memory.
+/// Returns a training case with two ranks, which share a GPU if there is only one. Gradients go
+/// through host memory.
 fn training_on_a_gpu(seed: u64) -> Case {
     let racksum = Some(Racksum::PLAIN);
     let gpt = Training { script: "gpt", flags: &["--steps=3"], racksum, gpu: true };
@@ -300,7 +304,7 @@ fn training_on_a_gpu(seed: u64) -> Case {
     })
 }
 
-/// Returns a race of eight ranks on one host: the sidecar, and Gloo and Open MPI on one host.
+/// Returns a race of eight ranks on one host: the sidecar, Gloo and Open MPI.
 fn sidecar(seed: u64) -> Case {
     let ahead = |side, peer, must, reach| Bound { figure: Figure::Gain(side, peer), must, reach };
     Case::Race(Race {
@@ -320,7 +324,8 @@ fn sidecar(seed: u64) -> Case {
     })
 }
 
-/// Returns a race for the hook's own cost: one rank's bucket, beside copying it there and back.
+/// Returns a race that measures the hook's own cost. It compares the reduction of one rank's bucket
+/// with a copy of the bucket to another buffer and back.
 fn hook(seed: u64) -> Case {
     let cost = Figure::Cost("hook", "memcpy");
     Case::Race(Race {
@@ -339,8 +344,8 @@ const fn beside(name: &'static str, way: Way) -> Side {
     Side { name, program: Program::Sidecar(way) }
 }
 
-/// Returns a loopback race with `density` 0.01. The times were set where Gloo's sparse sum took 113
-/// ms. The ratio to Gloo holds on any machine.
+/// Returns a loopback race with `density` 0.01. The bounds on times come from a machine where
+/// Gloo's sparse sum took 113 ms. The ratio to Gloo holds on any machine.
 fn sparse_loopback(seed: u64, name: &str, input: Input, must_ms: f64, reach_ms: f64) -> Case {
     let ahead = |ms: f64| GLOO_SPARSE_MS / ms;
     let program = Program::Racksum(Racksum { input, ..Racksum::PLAIN });
@@ -383,8 +388,8 @@ fn loss(seed: u64) -> Case {
         iterations: 1,
         sides: vec![
             RACKSUM,
-            // This side draws a random number for each datagram and drops none, which measures the
-            // draws.
+            // This side generates a random number for each datagram but drops none, so it shows the
+            // cost of the random numbers.
             Side { name: "racksum-dice", program: dropping(1e-15) },
             Side { name: "racksum-loss", program: dropping(0.01) },
         ],
@@ -418,7 +423,7 @@ fn two_aggregators(seed: u64) -> Case {
     })
 }
 
-/// Returns a race for the cost to a job of a neighbour that sends 20 times as many bytes.
+/// Returns a race that shows how much a neighbour with 20 times as many bytes slows a job down.
 fn tenants(seed: u64) -> Case {
     let light = 1 << 20;
     let beside = Racksum { beside: Some(20 * light), ..Racksum::PLAIN };
@@ -437,7 +442,7 @@ fn tenants(seed: u64) -> Case {
     })
 }
 
-/// Returns races for the cost of authenticating datagrams, and of encrypting them.
+/// Returns races that measure the cost of authenticating and of encrypting datagrams.
 fn authenticated(seed: u64) -> Vec<Case> {
     let with = |how: DataAuth| {
         let program = Program::Racksum(Racksum { data_auth: Some(how), ..Racksum::PLAIN });
@@ -461,8 +466,8 @@ fn authenticated(seed: u64) -> Vec<Case> {
         race(name, world, Net::Loopback, BULK_SHARDS, 1.4)
     };
     let mut cases: Vec<_> = [2, 4, 8].map(on_loopback).into();
-    // The race has two workers because the cores of one host seal and open for all of them. With
-    // eight workers the race would measure those cores.
+    // The race has two workers because the cores of one host seal and open the datagrams of all
+    // workers. With eight workers the race would measure those cores.
     cases.push(race("auth-1g-w2".to_owned(), 2, GIGABIT, 1, 1.02));
     cases
 }
@@ -491,8 +496,8 @@ mod tests {
                 let value = bound.figure.value(|side| race.side(side).map(|_| took));
                 assert_eq!(value, Some(1.0), "{} {:?}", race.name, bound.figure);
                 let at_reach = bound.judge(Some(bound.reach));
-                assert_eq!(at_reach, crate::case::Verdict::Reach);
-                assert_ne!(bound.judge(Some(bound.must)), crate::case::Verdict::Below);
+                assert_eq!(at_reach, crate::case::Grade::Reach);
+                assert_ne!(bound.judge(Some(bound.must)), crate::case::Grade::Below);
             }
         }
     }

@@ -1,8 +1,9 @@
 //! `cargo xtask bench failures` measures how long users wait when something fails.
 //!
 //! The end-to-end tests cause the failures and record the times (`racksum_test_report::time`), each
-//! with its limit on an otherwise idle machine. No test fails because of a time, but this command
-//! does. It runs the tests one at a time. Further rounds repeat only the tests that record a time.
+//! with a limit that holds on an otherwise idle machine. No test fails because of a time, but this
+//! command does. It runs the tests one at a time. Further rounds repeat only the tests that record
+//! a time.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,16 +16,16 @@ use racksum_tools::interrupt;
 use racksum_tools::shell::{Cmd, path, target};
 use serde::Deserialize;
 
+use crate::show_progress;
 use crate::stats::Summary;
-use crate::tell;
 
 /// Number of rounds, and the tests to run.
 #[derive(Debug, Args)]
 pub(crate) struct FailuresArgs {
-    /// Rounds. A median needs at least five.
+    /// Number of rounds; a useful median needs at least five.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Run only tests whose path contains this.
+    /// Run only tests whose path contains this text.
     #[arg(long, value_name = "TEXT", default_value = "")]
     test: String,
 }
@@ -33,14 +34,14 @@ pub(crate) struct FailuresArgs {
 const BINARIES: [&[&str]; 2] =
     [&["-p", "racksum-tests", "--lib"], &["-p", "racksum-cli", "--test", "cli"]];
 
-/// Times of one thing, in the order of the rounds, and their limit.
+/// Times of one measurement, in the order of the rounds, and their limit.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Times {
     ms: Vec<u64>,
     most: u64,
 }
 
-/// Runs the tests and prints the times; returns `true` if every median keeps its bound.
+/// Runs the tests and prints the times; returns `true` if every median is below its limit.
 pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
     let FailuresArgs { rounds, test } = args;
     interrupt::listen()?;
@@ -58,7 +59,7 @@ pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
         let mut timed = Vec::new();
         for (nth, (program, name)) in tests.iter().enumerate() {
             interrupt::check()?;
-            tell(&format!("round {round}: test {} of {}: {name}", nth + 1, tests.len()));
+            show_progress(&format!("round {round}: test {} of {}: {name}", nth + 1, tests.len()));
             let entries = record(root, program, name, &file)?;
             if collect(entries, &mut times) {
                 timed.push((program.clone(), name.clone()));
@@ -66,7 +67,7 @@ pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
         }
         tests = timed;
     }
-    tell("");
+    show_progress("");
     if times.is_empty() {
         bail!("no test whose path contains {test:?} records a time");
     }
@@ -87,13 +88,13 @@ fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
         test: bool,
     }
     let args = [&["test", "--locked", "--no-run", "--message-format", "json"], binary].concat();
-    let said = Cmd::cargo(&args).output(root)?;
-    let mut messages = said.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
-    // Cargo also builds the program that the tests start.
+    let output = Cmd::cargo(&args).output(root)?;
+    let mut messages = output.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
+    // Skip the program that the tests start: cargo builds that too.
     let built = messages.rfind(|message| message.profile.test);
     built
         .map(|message| message.executable)
-        .with_context(|| format!("cargo built no test program of {}", binary.join(" ")))
+        .with_context(|| format!("cargo built no test program for {}", binary.join(" ")))
 }
 
 /// Runs one test alone and returns its records.
@@ -101,7 +102,7 @@ fn record(root: &Path, program: &Path, name: &str, file: &Path) -> Result<Vec<En
     if file.exists() {
         fs::remove_file(file).with_context(|| format!("cannot remove {}", file.display()))?;
     }
-    // Some tests look for files of their package, so the environment is as cargo sets it.
+    // Pass the name too, so that records of the test's other threads and processes carry it.
     Cmd::new(path(program)?, &["--exact", name, "--test-threads", "1"])
         .env(report::FILE, path(file)?)
         .env(report::TEST, name)
@@ -110,7 +111,7 @@ fn record(root: &Path, program: &Path, name: &str, file: &Path) -> Result<Vec<En
     report::read(file).map_err(|why| anyhow!(why))
 }
 
-/// Adds the longest time of each thing that a test has timed; returns `true` if there is any.
+/// Adds the longest time of each measurement of a test; returns `true` if there is any.
 fn collect(entries: Vec<Entry>, times: &mut BTreeMap<String, Times>) -> bool {
     let mut longest: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for entry in entries {
@@ -137,14 +138,14 @@ impl Times {
     }
 }
 
-/// Formats a line for each thing that was timed.
+/// Formats a line for each measurement.
 fn table(times: &BTreeMap<String, Times>) -> String {
     let width = times.keys().map(|what| what.chars().count()).max().unwrap_or(0);
     let mut text =
         format!("{:<width$} {:>9} {:>9} {:>9}\n", "what (ms)", "median", "max", "must be <");
     for (what, times) in times {
         let (median, max) = times.summary().map_or((0.0, 0.0), |all| (all.median, all.max));
-        let verdict = if times.is_kept() { "PASS" } else { "BELOW" };
+        let verdict = if times.is_kept() { "PASS" } else { "FAIL" };
         text += &format!("{what:<width$} {median:>9.0} {max:>9.0} {:>9}  {verdict}\n", times.most);
     }
     text
@@ -171,6 +172,6 @@ mod tests {
         let words: Vec<_> = last.lines().last().unwrap().split_whitespace().collect();
         assert_eq!(words, ["a", "2999", "9000", "3000", "PASS"]);
         collect(vec![time("a", 3001)], &mut times);
-        assert!(!times["a"].is_kept(), "the median is 3000, and must be less");
+        assert!(!times["a"].is_kept(), "the median is 3000, which is not below the limit");
     }
 }

@@ -17,7 +17,7 @@ pub(crate) struct Provenance {
     pub(crate) kernel: String,
     pub(crate) cores: usize,
     pub(crate) cpu: String,
-    /// Load average of the minute before the case began, so it counts other processes.
+    /// Load average of the minute before the case began.
     pub(crate) load: f64,
     pub(crate) unix_seconds: u64,
 }
@@ -55,8 +55,8 @@ fn cpu_model(cpuinfo: &str) -> Option<&str> {
     Some(line.split_once(':')?.1.trim())
 }
 
-/// Returns the date of the measurement, for people.
-#[expect(clippy::disallowed_methods, reason = "a date, and no measure of time")]
+/// Returns the date of the measurement, in seconds since 1970.
+#[expect(clippy::disallowed_methods, reason = "the value is a date, not a measured time")]
 fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

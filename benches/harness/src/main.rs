@@ -3,9 +3,9 @@
 //!
 //! `benches/README.md` explains the measurements to a reader of the results. In this program,
 //! [`cases`] defines the cases, [`race`] the procedure, [`side`] the programs and [`network`] the
-//! links. The peer programs are in `benches/peers`. Racksum's own ranks obey the same command lines
-//! (`racksum bench --interactive`). `cargo xtask` builds and starts this program
-//! (`xtask/src/bench.rs`).
+//! links. The peer programs are in `benches/peers`. Racksum's own ranks run `racksum bench
+//! --interactive`, which obeys the same command lines as the peers. `cargo xtask` builds and starts
+//! this program (`xtask/src/bench.rs`).
 
 mod background_job;
 mod case;
@@ -46,15 +46,15 @@ struct Cli {
 /// The measurement to run.
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Race racksum against Gloo and Open MPI, in turns, and against its own bounds.
+    /// Race racksum against Gloo and Open MPI, and compare it with its own bounds.
     ///
-    /// Builds and installs what it needs, and prints what is missing. As root it makes network
-    /// namespaces for the cases on slow links, and removes them.
+    /// Builds and installs what it needs, and prints what is missing. As root it creates network
+    /// namespaces for the cases on slow links, and removes them afterwards.
     Peers(PeersArgs),
     /// Measure how long users wait when something fails: a killed rank, a lost aggregator.
     ///
     /// Runs the end-to-end tests that record such times, one at a time. The machine should be
-    /// quiet.
+    /// idle.
     Failures(FailuresArgs),
     /// Train the examples with Gloo and with racksum, and compare what they learn.
     Learning(LearningArgs),
@@ -63,7 +63,7 @@ enum What {
     Smoke,
 }
 
-/// Runs the measurement; returns `true` if nothing failed and, if demanded, every bound holds.
+/// Runs the measurement; returns `true` if nothing failed and, where bounds are enforced, all hold.
 fn run(what: &What) -> Result<bool> {
     match what {
         What::Peers(args) => peers::run(root(), args),
@@ -73,8 +73,8 @@ fn run(what: &What) -> Result<bool> {
     }
 }
 
-/// Shows the progress on a terminal.
-fn tell(what: &str) {
+/// Shows the progress if standard error is a terminal.
+fn show_progress(what: &str) {
     if stderr().is_terminal() {
         eprint!("\r\x1b[K{what}");
     }

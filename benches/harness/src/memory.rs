@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use crate::case::{Memory, Verdict};
+use crate::case::{Grade, Memory};
 use crate::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 use crate::race::Rounds;
 use crate::setup::Setup;
@@ -25,16 +25,16 @@ pub(crate) struct Outcome {
     pub(crate) peak: u64,
     /// Limit on the peak.
     pub(crate) most: u64,
-    pub(crate) verdict: Verdict,
+    pub(crate) verdict: Grade,
 }
 
-/// Runs all jobs at once; `tell` receives progress messages.
+/// Runs all jobs at the same time; `show_progress` receives progress messages.
 pub(crate) fn run(
     case: &Memory,
     rounds: Rounds,
     setup: &Setup,
     logs: &Path,
-    tell: &mut dyn FnMut(&str),
+    show_progress: &mut dyn FnMut(&str),
 ) -> Result<Outcome> {
     let flags = [
         format!("--shards={}", case.shards),
@@ -43,7 +43,7 @@ pub(crate) fn run(
     ];
     let (server, addr) = aggregator(&setup.racksum, None, &flags, logs)?;
     let at_start = Resident::of(server.pid(0))?;
-    tell("setting up the jobs");
+    show_progress("setting up the jobs");
     let rank = |job: u16, rank: u16| {
         let name = format!("{}-{job}", case.name);
         rank_of(&setup.racksum, None, &addr.to_string(), &name, rank, case.world)
@@ -56,7 +56,7 @@ pub(crate) fn run(
     ready(&process_group.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
     let total = rounds.warmup + rounds.counted;
     for round in 1..=total {
-        tell(&format!("round {round} of {total}"));
+        show_progress(&format!("round {round} of {total}"));
         process_group.ask("go", ITERATION_TIMEOUT).with_context(|| format!("round {round}"))?;
     }
     let after = Resident::of(server.pid(0))?;
@@ -68,7 +68,7 @@ impl Outcome {
         let pool = u64::from(case.shards) * (u64::from(case.pool_mib) << 20);
         let most = pool + case.spare_bytes;
         let peak = after.peak;
-        let verdict = if peak <= most { Verdict::Pass } else { Verdict::Below };
+        let verdict = if peak <= most { Grade::Pass } else { Grade::Below };
         Self { pool, at_start: at_start.now, after: after.now, peak, most, verdict }
     }
 }
@@ -84,7 +84,7 @@ impl Resident {
     fn of(pid: u32) -> Result<Self> {
         let path = format!("/proc/{pid}/status");
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-        Self::parse(&text).with_context(|| format!("{path} does not tell of memory"))
+        Self::parse(&text).with_context(|| format!("{path} lacks VmRSS or VmHWM"))
     }
 
     fn parse(status: &str) -> Option<Self> {
@@ -126,7 +126,7 @@ mod tests {
             let at = |peak| Resident { now: 1, peak };
             Outcome::of(&CASE, at(1), at(peak)).verdict
         };
-        assert_eq!(judged((2 << 20) + 1000), Verdict::Pass);
-        assert_eq!(judged((2 << 20) + 1001), Verdict::Below);
+        assert_eq!(judged((2 << 20) + 1000), Grade::Pass);
+        assert_eq!(judged((2 << 20) + 1001), Grade::Below);
     }
 }

@@ -1,13 +1,13 @@
-//! Hosts behind slow links, made of network namespaces. Each host has one link to one switch.
+//! Hosts behind slow links. Each host is a network namespace with one link to the switch.
 //!
 //! Token buckets limit a worker's link in both directions: at the worker and at the switch. An
 //! aggregator's link is limited in the same manner, or not at all.
 //!
 //! The switch is a bridge with IGMP snooping and a querier, as a rack's switch is: multicast goes
-//! only to its subscribers. The bridge speaks IGMPv3. A host of version 2 suppresses its own report
-//! when it receives another's, and a new bridge forwards reports.
+//! only to its subscribers. The bridge speaks IGMPv3. With IGMPv2, a new bridge would forward a
+//! host's report to the other hosts, and these would then suppress their own reports.
 //!
-//! Everything lies in namespaces of its own, so the machine's own network stays untouched. Dropping
+//! The switch has a namespace too, so the machine's own network stays untouched. Dropping
 //! [`Network`] removes the namespaces.
 
 use std::net::Ipv4Addr;
@@ -19,13 +19,13 @@ use anyhow::{Context, Result};
 use racksum_tools::shell::Cmd;
 use serde::{Deserialize, Serialize};
 
-/// Limit on a host's sending, in the syntax of `tc`. The burst is one batch of 64 KiB with its
-/// headers, the largest unit that passes a link in one piece. The queue holds more than a socket
-/// buffer, so a host's own queue makes a sender wait and does not drop.
+/// Limit on the data that a host sends, in the syntax of `tc`. The burst is one batch of 64 KiB
+/// with its headers, the largest unit that passes a link in one piece. The queue holds more than a
+/// socket buffer, so a host's own queue makes a sender wait and drops nothing.
 pub(crate) const HOST_TBF: &str = "tbf rate 1000mbit burst 72kb limit 16mb";
 
-/// Limit on the switch's sending to a host. It is like [`HOST_TBF`], but the queue holds 8 ms and
-/// drops the rest.
+/// Limit on the data that the switch sends to a host. It is like [`HOST_TBF`], but the queue holds
+/// 8 ms of data and drops the rest.
 pub(crate) const SWITCH_TBF: &str = "tbf rate 1000mbit burst 72kb limit 1mb";
 
 /// The name of a host's only interface.
@@ -39,7 +39,8 @@ pub(crate) struct Network {
     aggregators: Vec<Host>,
 }
 
-/// Packets that queues dropped. A batch that was sent as one counts as one.
+/// Numbers of packets that the links' queues have dropped. A batch that was sent as one packet
+/// counts as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub(crate) struct Drops {
     pub(crate) at_hosts: u64,
@@ -82,7 +83,8 @@ impl Host {
 impl Network {
     /// Creates the hosts and their links.
     pub(crate) fn build(workers: u16, aggregators: u8, aggregators_limited: bool) -> Result<Self> {
-        // Namespaces are recorded one by one, so that dropping half a network removes that half.
+        // Namespaces are recorded one by one, so that dropping a half-built network removes those
+        // that exist.
         let mut network =
             Self { namespaces: Vec::new(), workers: Vec::new(), aggregators: Vec::new() };
         let switch = network.namespace("switch")?;
@@ -104,13 +106,13 @@ impl Network {
         Ok(network)
     }
 
-    /// Returns the drops of the links' queues so far.
+    /// Returns the number of packets that the links' queues have dropped so far.
     pub(crate) fn drops(&self) -> Result<Drops> {
         let of = |namespace: &String| {
             let json = Cmd::line(&format!("tc -n {namespace} -s -j qdisc show"));
             drops(&json.output(Path::new("."))?)
         };
-        // The switch's namespace was made first.
+        // The switch's namespace was created first.
         let mut drops = self.namespaces.iter().map(of);
         let at_switch = drops.next().unwrap_or(Ok(0))?;
         Ok(Drops { at_switch, at_hosts: drops.sum::<Result<u64>>()? })
@@ -172,7 +174,7 @@ pub(crate) fn sweep() {
     }
 }
 
-/// Returns the id of the process that made a namespace, if a bench made it.
+/// Returns the id of the process that created a namespace, if a bench created it.
 fn owner(namespace: &str) -> Option<&str> {
     namespace.strip_prefix(PREFIX)?.split('-').next()
 }
@@ -183,9 +185,10 @@ fn remove(namespace: &str) {
     }
 }
 
-/// Adds up the drops of all queues that `tc` lists.
+/// Adds up the dropped packets of all queues that `tc` lists.
 fn drops(json: &str) -> Result<u64> {
-    let queues: Vec<Queue> = serde_json::from_str(json).context("tc told no queues")?;
+    let queues: Vec<Queue> =
+        serde_json::from_str(json).context("cannot parse the queues that tc lists")?;
     Ok(queues.iter().map(|queue| queue.drops).sum())
 }
 
@@ -196,7 +199,7 @@ struct Queue {
 }
 
 fn run(line: &str) -> Result<()> {
-    Cmd::line(line).output(Path::new(".")).map(drop).context("cannot make a network")
+    Cmd::line(line).output(Path::new(".")).map(drop).context("cannot create the network")
 }
 
 /// Prefix of our namespaces' names; the process id follows.
@@ -233,11 +236,13 @@ mod tests {
     #[test]
     fn a_network_connects_its_hosts_and_leaves_nothing_behind() {
         if racksum_tools::machine::link_tools(Path::new(".")).unwrap().is_some() {
-            eprintln!("skipped: no network namespaces here");
+            eprintln!("skipped: this host cannot create network namespaces");
             return;
         }
         let network = Network::build(2, 1, false).unwrap();
-        let [first, second] = network.workers() else { panic!("two were asked for") };
+        let [first, second] = network.workers() else {
+            panic!("the network must have two workers")
+        };
         let of_first = |program: &str, args: &[&str]| {
             let output = first.command(Path::new(program)).args(args).output().unwrap();
             String::from_utf8_lossy(&output.stdout).into_owned()

@@ -12,22 +12,22 @@ use crate::host::Provenance;
 use crate::race::Rounds;
 use crate::report::{Ending, Record};
 use crate::setup::{Given, Setup};
-use crate::{cases, memory, network, race, report, tell};
+use crate::{cases, memory, network, race, report, show_progress};
 
-/// The cases to run, and how.
+/// The cases to run, and the settings of the runs.
 #[derive(Debug, Args)]
 pub(crate) struct PeersArgs {
     /// Cases, by name or by the beginning of a name up to a dash. [default: all but `smoke`]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     case: Vec<String>,
-    /// Rounds that count. A median needs at least five.
+    /// Number of measured rounds; a useful median needs at least five.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Warm-up rounds before the rounds that count.
+    /// Number of warm-up rounds before the measured rounds.
     #[arg(long, default_value_t = 2)]
     warmup: u32,
-    /// Set up all sides this many times, each time for all rounds. [default: 1; with --against 2,
-    /// and an even number]
+    /// Set up all sides this many times, each time for all rounds; with --against, the number must
+    /// be even. [default: 1; with --against 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     setups: Option<u32>,
     /// Append the results to this file, one JSON object a line. [default: peers/results.jsonl in
@@ -37,10 +37,10 @@ pub(crate) struct PeersArgs {
     /// Print the cases and their bounds, and run nothing.
     #[arg(long)]
     list: bool,
-    /// Fail when a bound is not kept or not measured.
+    /// Fail if a bound is not met or not measured.
     #[arg(long)]
     strict: bool,
-    /// Run the cases with tensors of this size instead, without bounds.
+    /// Run the cases with tensors of this many bytes instead, without bounds on times.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(4..))]
     bytes: Option<u64>,
     /// Race this source against another build of racksum instead. No case may take more than 2 %
@@ -56,7 +56,7 @@ pub(crate) struct PeersArgs {
     seed: u64,
 }
 
-/// Runs the cases; returns `true` if nothing failed and, if demanded, every bound holds.
+/// Runs the cases; returns `true` if nothing failed and, with `--strict`, every bound holds.
 pub(crate) fn run(root: &Path, args: &PeersArgs) -> Result<bool> {
     let mut cases = cases::chosen(&args.case, args.seed).map_err(|why| anyhow!(why))?;
     if args.list {
@@ -69,7 +69,10 @@ pub(crate) fn run(root: &Path, args: &PeersArgs) -> Result<bool> {
     let usual = if args.against.is_some() { 2 } else { 1 };
     let setups = args.setups.unwrap_or(usual);
     if args.against.is_some() && setups % 2 == 1 {
-        bail!("--setups {setups} is odd: with --against every set-up has a mirror; give one more");
+        bail!(
+            "--setups {setups} is odd, but --against runs set-ups in mirrored pairs; pass an even \
+             number"
+        );
     }
     let rounds = Rounds { setups, warmup: args.warmup, counted: args.rounds };
     if args.against.is_some() {
@@ -86,9 +89,9 @@ pub(crate) fn run(root: &Path, args: &PeersArgs) -> Result<bool> {
     Ok(!failed && (!args.strict || results.iter().all(Ending::is_as_demanded)))
 }
 
-/// Runs every mechanism once, small and without peers, as a step of the test run. Returns `false`
-/// if a case fails or moves more bytes than invariant I3 allows. Skipped cases go to the test
-/// report.
+/// Runs the small cases, which cover every mechanism without peers, as a step of the test run.
+/// Returns `false` if a case fails or moves more bytes than invariant I3 allows. Skipped cases go
+/// to the test report.
 pub(crate) fn smoke(root: &Path) -> Result<bool> {
     let rounds = Rounds { setups: 1, warmup: 0, counted: 2 };
     let cases = cases::smoke(1);
@@ -116,7 +119,7 @@ fn run_cases(
     }
     println!("{}", Provenance::now(root).line());
     let Rounds { setups, warmup, counted } = rounds;
-    println!("{counted} round(s) after {warmup}, in {setups} set-up(s)");
+    println!("{counted} round(s) after {warmup} warm-up round(s), in {setups} set-up(s)");
     println!("slow links: {} at a host, {} at the switch", network::HOST_TBF, network::SWITCH_TBF);
     let out = out.map_or_else(|| setup.work.join("results.jsonl"), Path::to_owned);
     let mut results = Vec::new();
@@ -135,17 +138,19 @@ fn run_cases(
 
 fn run_case(case: &Case, rounds: Rounds, setup: &Setup) -> Ending {
     let logs = setup.work.join("logs").join(case.name());
-    let tell = &mut tell;
+    let show_progress = &mut show_progress;
     let ended = match case {
-        Case::Memory(memory) => memory::run(memory, rounds, setup, &logs, tell).map(Ending::Memory),
+        Case::Memory(memory) => {
+            memory::run(memory, rounds, setup, &logs, show_progress).map(Ending::Memory)
+        }
         Case::Race(race) => {
             if let Some(why) = setup.lacks(race) {
                 return Ending::Skipped(why);
             }
-            race::run(race, rounds, setup, &logs, tell).map(Ending::Race)
+            race::run(race, rounds, setup, &logs, show_progress).map(Ending::Race)
         }
     };
-    tell("");
+    show_progress("");
     ended.unwrap_or_else(|error| Ending::Failed(format!("{error:#}")))
 }
 
@@ -160,7 +165,7 @@ fn list(cases: &[Case]) {
     }
 }
 
-/// Changes the size of a case and removes its bounds, which hold for the original size only.
+/// Changes the size of a case. Removes the bounds of a race, which hold for its original size only.
 fn resize(case: &mut Case, bytes: u64) {
     match case {
         Case::Memory(memory) => memory.bytes = bytes,

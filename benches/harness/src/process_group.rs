@@ -1,5 +1,5 @@
-//! A process group: processes that start together, obey the same command lines and answer each with
-//! one line.
+//! A process group: processes that start together and obey the same command lines. Each process
+//! answers each command with one line.
 //!
 //! Every wait ends with all answers, the end of a process, a timeout or Ctrl-C. Dropping the group
 //! closes the processes' input, then terminates and finally kills them.
@@ -27,8 +27,9 @@ pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
 pub(crate) struct ProcessGroup {
     name: String,
     members: Vec<Member>,
-    /// Lines of the members, by index; `None` marks the end of a member's output.
-    said: Receiver<(usize, Option<String>)>,
+    /// Lines that the members print, each with the member's index; `None` marks the end of a
+    /// member's output.
+    output: Receiver<(usize, Option<String>)>,
 }
 
 #[derive(Debug)]
@@ -45,9 +46,9 @@ impl ProcessGroup {
         commands: impl IntoIterator<Item = Command>,
         logs: &Path,
     ) -> Result<Self> {
-        fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
-        let (sender, said) = channel();
-        let mut process_group = Self { name: name.to_owned(), members: Vec::new(), said };
+        fs::create_dir_all(logs).with_context(|| format!("cannot create {}", logs.display()))?;
+        let (sender, output) = channel();
+        let mut process_group = Self { name: name.to_owned(), members: Vec::new(), output };
         for (i, command) in commands.into_iter().enumerate() {
             let log = logs.join(format!("{name}-{i}.log"));
             process_group.members.push(Member::start(command, log, i, &sender)?);
@@ -61,11 +62,11 @@ impl ProcessGroup {
     }
 
     /// Sends a line to all members.
-    pub(crate) fn tell(&mut self, line: &str) -> Result<()> {
+    pub(crate) fn send_line(&mut self, line: &str) -> Result<()> {
         for i in 0..self.members.len() {
             let stdin = self.members[i].stdin.as_mut();
-            let said = stdin.map(|stdin| stdin.write_all(format!("{line}\n").as_bytes()));
-            if !matches!(said, Some(Ok(()))) {
+            let written = stdin.map(|stdin| stdin.write_all(format!("{line}\n").as_bytes()));
+            if !matches!(written, Some(Ok(()))) {
                 return Err(self.lost(i));
             }
         }
@@ -78,11 +79,15 @@ impl ProcessGroup {
         let deadline = Deadline::after(timeout);
         while lines.contains(&None) {
             interrupt::check()?;
-            match self.said.recv_timeout(POLL) {
+            match self.output.recv_timeout(POLL) {
                 Ok((i, Some(line))) if lines[i].is_none() => lines[i] = Some(line),
-                Ok((i, Some(line))) => bail!("{} {i} said more than was asked: {line}", self.name),
+                Ok((i, Some(line))) => {
+                    bail!("{} {i} printed an unexpected line: {line}", self.name)
+                }
                 Ok((i, None)) => return Err(self.lost(i)),
-                Err(RecvTimeoutError::Disconnected) => bail!("{} is gone", self.name),
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("{}: all processes have ended", self.name)
+                }
                 Err(RecvTimeoutError::Timeout) if deadline.is_over() => {
                     let silent = (0..lines.len()).filter(|i| lines[*i].is_none());
                     let silent: Vec<_> = silent.map(|i| i.to_string()).collect();
@@ -99,13 +104,13 @@ impl ProcessGroup {
         Ok(lines.into_iter().flatten().collect())
     }
 
-    /// Waits for a JSON object from each member; an object with `error` is an error.
+    /// Waits for a JSON object from each member; an object with the key `error` becomes an error.
     pub(crate) fn answers(&mut self, timeout: Duration) -> Result<Vec<Value>> {
         let lines = self.lines(timeout)?;
         let name = &self.name;
         let read = |(i, line): (usize, &String)| {
             let value: Value = serde_json::from_str(line)
-                .with_context(|| format!("{name} {i} said {line:?}, which is not JSON"))?;
+                .with_context(|| format!("{name} {i} printed {line:?}, which is not JSON"))?;
             ensure!(value.get("error").is_none(), "{name} {i}: {}", value["error"]);
             Ok(value)
         };
@@ -114,7 +119,7 @@ impl ProcessGroup {
 
     /// Sends a line to all members and waits for the answers.
     pub(crate) fn ask(&mut self, line: &str, timeout: Duration) -> Result<Vec<Value>> {
-        self.tell(line)?;
+        self.send_line(line)?;
         self.answers(timeout)
     }
 
@@ -143,7 +148,7 @@ impl Drop for ProcessGroup {
                 thread::sleep(Duration::from_millis(10));
             }
             for member in self.members.iter_mut().filter_map(Member::running) {
-                // SIGTERM comes before SIGKILL, because `mpirun` passes it on to its ranks.
+                // Send SIGTERM before SIGKILL, because `mpirun` passes SIGTERM on to its ranks.
                 terminate(&member.child);
             }
         }
@@ -172,7 +177,7 @@ impl Member {
             .spawn()
             .with_context(|| format!("cannot start {}", command.get_program().display()))?;
         let stdin = child.stdin.take();
-        let stdout = child.stdout.take().context("a process without standard output")?;
+        let stdout = child.stdout.take().context("a process has no standard output")?;
         let sender = sender.clone();
         thread::spawn(move || {
             for line in BufReader::new(stdout).lines() {
@@ -205,7 +210,7 @@ impl Member {
     }
 }
 
-/// Returns the last lines of a log, joined on one line.
+/// Returns the last lines of a log, joined into one line.
 fn tail(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
@@ -216,7 +221,7 @@ fn tail(log: &Path) -> String {
 /// Interval at which a wait checks for Ctrl-C and its timeout.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Number of log lines that an error repeats.
+/// Number of log lines that an error quotes.
 const LOG_LINES: usize = 4;
 
 #[cfg(test)]
@@ -271,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_crew_leaves_nobody_behind() {
+    fn a_dropped_group_leaves_nobody_behind() {
         let (mut process_group, logs) =
             shells(&["echo $$; trap '' TERM; while :; do sleep 0.05; done"]);
         let pid = process_group.lines(SOON).unwrap().remove(0);

@@ -10,10 +10,10 @@ use anyhow::Result;
 use racksum_tools::interrupt;
 use serde::Serialize;
 
-use crate::case::{Bound, Figure, Race, Side, Took, Verdict};
+use crate::case::{Bound, Figure, Grade, Race, Side, Took};
 use crate::network::Drops;
 use crate::setup::Setup;
-use crate::side::{Iteration, Place, Team};
+use crate::side::{Iteration, Team, Venue};
 use crate::stats::Summary;
 use crate::volume::{Thrift, Volume};
 
@@ -22,8 +22,9 @@ use crate::volume::{Thrift, Volume};
 pub(crate) struct Rounds {
     /// Number of set-ups, each followed by all rounds.
     pub(crate) setups: u32,
-    /// Rounds that do not count.
+    /// Number of warm-up rounds, which are not measured.
     pub(crate) warmup: u32,
+    /// Number of measured rounds.
     pub(crate) counted: u32,
 }
 
@@ -44,15 +45,15 @@ pub(crate) struct SideOutcome {
     pub(crate) skipped: Option<String>,
     /// Reason why the side did not finish the race.
     pub(crate) failed: Option<String>,
-    /// Summary over the rounds. Each round counts with the median of its iterations.
+    /// Summary over the rounds, each of which counts with the median of its iterations.
     pub(crate) summary: Option<Summary>,
     /// Predicted time of an iteration, if the side predicts it.
     pub(crate) predicted_us: Option<f64>,
-    /// Summary of the times that single ranks measured, over all iterations.
+    /// Summary of the times that individual ranks measured, over all iterations.
     pub(crate) rank_summary: Option<Summary>,
     pub(crate) thrift: Option<Thrift>,
     pub(crate) retransmits: u64,
-    /// Packets that the links' queues dropped in the rounds that count.
+    /// Packets that the links' queues dropped in the measured rounds.
     pub(crate) drops: Drops,
     /// Median of each round's iterations.
     #[serde(skip)]
@@ -75,31 +76,31 @@ pub(crate) struct BoundOutcome {
     pub(crate) value: Option<f64>,
     pub(crate) must: f64,
     pub(crate) reach: f64,
-    pub(crate) verdict: Verdict,
+    pub(crate) verdict: Grade,
 }
 
-/// Runs a race; `tell` receives progress messages.
+/// Runs a race; `show_progress` receives progress messages.
 pub(crate) fn run(
     race: &Race,
     rounds: Rounds,
     setup: &Setup,
     logs: &Path,
-    tell: &mut dyn FnMut(&str),
+    show_progress: &mut dyn FnMut(&str),
 ) -> Result<Outcome> {
     let mut all = vec![Log::default(); race.sides.len()];
     for number in 1..=rounds.setups {
         let of_setups = format!("set-up {number} of {}: ", rounds.setups);
         let which = if rounds.setups > 1 { &of_setups } else { "" };
-        let tell = &mut |what: &str| tell(&format!("{which}{what}"));
-        let logs = run_once(race, rounds, number % 2 == 0, setup, logs, tell)?;
+        let show_progress = &mut |what: &str| show_progress(&format!("{which}{what}"));
+        let logs = run_once(race, rounds, number % 2 == 0, setup, logs, show_progress)?;
         all.iter_mut().zip(logs).for_each(|(all, log)| all.add(log));
     }
     Ok(Outcome::of(race, rounds.counted, &all))
 }
 
-/// Returns the sides in the order of their set-up and turns. A mirrored set-up swaps neighbours. A
-/// side and its earlier build are neighbours, so each takes the other's place once. Reversing the
-/// whole order would always put one pair at the ends and another in the middle.
+/// Returns the sides in the order of their set-up and turns. A mirrored set-up swaps the two sides
+/// of each pair. A side and its earlier build form a pair, so each takes the other's place once.
+/// Reversing the whole order would always put one pair at the ends and another in the middle.
 fn in_order<T>(mut sides: Vec<T>, mirrored: bool) -> Vec<T> {
     if mirrored {
         sides.chunks_mut(2).for_each(<[T]>::reverse);
@@ -108,22 +109,22 @@ fn in_order<T>(mut sides: Vec<T>, mirrored: bool) -> Vec<T> {
 }
 
 /// Sets the sides up and runs their turns. The side that is set up first is about 4 % slower for
-/// its lifetime. The first side of a round finds the machine asleep, which costs small ops up to 5
-/// %.
+/// its lifetime. The first side of a round finds idle cores asleep, which slows small ops by up to
+/// 5 %. So the order changes from round to round and from set-up to set-up.
 fn run_once(
     race: &Race,
     rounds: Rounds,
     mirrored: bool,
     setup: &Setup,
     logs: &Path,
-    tell: &mut dyn FnMut(&str),
+    show_progress: &mut dyn FnMut(&str),
 ) -> Result<Vec<Log>> {
-    tell("setting up the network and the aggregators");
-    let place = Place::new(race, setup, logs)?;
+    show_progress("setting up the network and the aggregators");
+    let place = Venue::new(race, setup, logs)?;
     let mut racers: Vec<_> = race.sides.iter().map(|side| Racer::start(side, setup)).collect();
     for (side, racer) in in_order(race.sides.iter().zip(&mut racers).collect(), mirrored) {
         if racer.log.skipped.is_none() {
-            tell(&format!("setting up {}", side.name));
+            show_progress(&format!("setting up {}", side.name));
             let team = Team::start(race, side, &place, setup, logs);
             racer.team = racer.log.keep(team, "set-up");
             racer.log.predicted_us = racer.team.as_ref().and_then(Team::predicted_us);
@@ -137,7 +138,7 @@ fn run_once(
         }
         for (side, racer) in turns {
             interrupt::check()?;
-            tell(&format!("round {round} of {total}: {}", side.name));
+            show_progress(&format!("round {round} of {total}: {}", side.name));
             let before = place.drops()?;
             racer.turn(race.iterations, round > rounds.warmup, round);
             if round > rounds.warmup {
@@ -161,7 +162,7 @@ struct Log {
     skipped: Option<String>,
     failed: Option<String>,
     predicted_us: Option<f64>,
-    /// Iterations of each round that counts.
+    /// Iterations of each measured round.
     rounds: Vec<Vec<Iteration>>,
     drops: Drops,
 }
@@ -172,7 +173,7 @@ impl Racer {
         Self { team: None, log: Log { skipped, ..Log::default() } }
     }
 
-    /// Takes a turn. A side that fails is stopped, and the others continue.
+    /// Takes a turn. A side that fails is stopped, and the other sides continue.
     fn turn(&mut self, iterations: u32, counts: bool, round: u32) {
         let Some(team) = &mut self.team else { return };
         let done = team.set_neighbour(true).and_then(|()| {
@@ -197,7 +198,7 @@ impl Log {
         self.drops += later.drops;
     }
 
-    /// Returns the value, or notes the error and returns `None`.
+    /// Returns the value, or records the error and returns `None`.
     fn keep<T>(&mut self, had: Result<T>, when: &str) -> Option<T> {
         match had {
             Ok(had) => Some(had),
@@ -211,7 +212,7 @@ impl Log {
 
 impl Outcome {
     /// Judges the logs of a race's sides, given in the order of the sides; a set-up has `counted`
-    /// rounds.
+    /// measured rounds.
     fn of(race: &Race, counted: u32, logs: &[Log]) -> Self {
         let volume = race.data.volume(race.world);
         let sides = race.sides.iter().zip(logs);
@@ -274,7 +275,7 @@ mod tests {
     fn race() -> Race {
         match cases::chosen(&["dense-loopback-w2".to_owned()], 1).unwrap().remove(0) {
             crate::case::Case::Race(race) => race,
-            crate::case::Case::Memory(_) => panic!("a race"),
+            crate::case::Case::Memory(_) => panic!("the case is not a race"),
         }
     }
 
@@ -299,8 +300,8 @@ mod tests {
         assert_eq!((summary.median, summary.min, summary.max), (25.0, 20.0, 30.0));
         assert_eq!(outcome.sides[0].retransmits, 5);
         assert_eq!(outcome.sides[2].summary, None);
-        let [bound] = &outcome.bounds[..] else { panic!("one bound") };
-        assert_eq!((bound.value, bound.verdict), (Some(1.2), Verdict::Reach));
+        let [bound] = &outcome.bounds[..] else { panic!("the race must have one bound") };
+        assert_eq!((bound.value, bound.verdict), (Some(1.2), Grade::Reach));
     }
 
     #[test]
@@ -337,7 +338,7 @@ mod tests {
     fn a_bound_on_a_missing_side_is_not_measured() {
         let ours = log(&[vec![iteration(10.0, 0)]]);
         let outcome = Outcome::of(&race(), 3, &[ours, Log::default(), Log::default()]);
-        assert_eq!(outcome.bounds[0].verdict, Verdict::NotMeasured);
+        assert_eq!(outcome.bounds[0].verdict, Grade::NotMeasured);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use crate::case::{Bound, Case, Memory, Race, Verdict};
+use crate::case::{Bound, Case, Grade, Memory, Race};
 use crate::host::Provenance;
 use crate::memory;
 use crate::network::{Drops, HOST_TBF, SWITCH_TBF};
@@ -123,7 +123,7 @@ impl Ending {
                     }
                     if let Some(thrift) = side.thrift {
                         let value = percent(thrift.tx.max(thrift.rx));
-                        let verdict = if thrift.holds { Verdict::Pass } else { Verdict::Below };
+                        let verdict = if thrift.holds { Grade::Pass } else { Grade::Below };
                         let figure = format!("bytes of {} (I3)", side.name);
                         rows.push(row(&figure, &value, "<= 106 % + 1", "", verdict.name()));
                     }
@@ -138,7 +138,7 @@ impl Ending {
         matches!(self, Self::Skipped(_))
     }
 
-    /// Returns whether something went wrong.
+    /// Returns whether the case or one of its sides failed.
     pub(crate) fn is_failed(&self) -> bool {
         match self {
             Self::Failed(_) => true,
@@ -147,9 +147,9 @@ impl Ending {
         }
     }
 
-    /// Returns whether everything demanded was measured and holds.
+    /// Returns whether the case ran without a failure and stayed within its bounds and I3.
     pub(crate) fn is_as_demanded(&self) -> bool {
-        let good = |verdict| matches!(verdict, Verdict::Reach | Verdict::Pass);
+        let good = |verdict| matches!(verdict, Grade::Reach | Grade::Pass);
         match self {
             Self::Skipped(_) | Self::Failed(_) => false,
             Self::Memory(outcome) => good(outcome.verdict),
@@ -171,32 +171,31 @@ pub(crate) fn verdicts_head() -> String {
 fn of_side(side: &SideOutcome) -> String {
     let name = side.name;
     let (Some(summary), Some(of_ranks)) = (side.summary, side.rank_summary) else {
-        let why = side.skipped.as_deref().unwrap_or("no round counted");
+        let why = side.skipped.as_deref().unwrap_or("no round was completed");
         let failed = side.failed.as_ref().map(|how| format!("FAILED in {how}"));
         let why = failed.unwrap_or_else(|| format!("not measured: {why}"));
         return format!("  {name:<18} {why}\n");
     };
     let mut text = format!("  {name:<18}");
     for us in [summary.median, summary.min, summary.max, of_ranks.median] {
-        // Writing to a string cannot fail.
-        write!(text, " {:>9}", ms(us)).expect("a string takes everything");
+        write!(text, " {:>9}", ms(us)).expect("writing to a string cannot fail");
     }
     if let Some(thrift) = side.thrift {
         let (tx, rx) = (percent(thrift.tx), percent(thrift.rx));
         let verdict = if thrift.holds { "I3 holds" } else { "I3 BROKEN" };
         write!(text, "  {tx:>8} {rx:>8}  {:>6}  {verdict}", side.retransmits)
-            .expect("a string takes everything");
+            .expect("writing to a string cannot fail");
     }
     let Drops { at_hosts, at_switch } = side.drops;
     if at_hosts + at_switch > 0 {
         write!(text, "; queues dropped {at_hosts} at hosts, {at_switch} at the switch")
-            .expect("a string takes everything");
+            .expect("writing to a string cannot fail");
     }
     if let Some(us) = side.predicted_us {
-        write!(text, "  predicted {}", ms(us)).expect("a string takes everything");
+        write!(text, "  predicted {}", ms(us)).expect("writing to a string cannot fail");
     }
     if let Some(how) = &side.failed {
-        write!(text, "\n  {name:<18} FAILED in {how}").expect("a string takes everything");
+        write!(text, "\n  {name:<18} FAILED in {how}").expect("writing to a string cannot fail");
     }
     text + "\n"
 }
@@ -207,7 +206,7 @@ fn of_bound(bound: &BoundOutcome) -> String {
     format!("  {name}: {value}; must be {must}, reach {reach}: {verdict}\n")
 }
 
-/// Formats a value, its bound and its reach for people.
+/// Formats a figure and its two limits, `must` and `reach`, for people.
 fn shown(bound: &BoundOutcome) -> [String; 3] {
     let figure = bound.figure;
     let value = bound.value.map_or_else(|| "-".to_owned(), |value| figure.show(value));
@@ -252,7 +251,7 @@ mod tests {
     use crate::stats::Summary;
     use crate::volume::{Thrift, Volume};
 
-    fn race_ending(holds: bool, verdict: Verdict) -> Ending {
+    fn race_ending(holds: bool, verdict: Grade) -> Ending {
         let summary = Summary::of(&[200_000.0, 210_000.0, 205_000.0]);
         let side = SideOutcome {
             name: "racksum",
@@ -278,28 +277,28 @@ mod tests {
 
     #[test]
     fn a_table_has_a_line_for_each_side_and_each_bound() {
-        let table = race_ending(true, Verdict::Pass).table();
+        let table = race_ending(true, Grade::Pass).table();
         assert!(table.contains("205 ms") && table.contains("101.7 %"), "{table}");
         assert!(table.contains("I3 holds; queues dropped 0 at hosts, 9 at the"), "{table}");
         assert!(table.contains("predicted 190 ms"), "{table}");
         let bound = "gloo / racksum: 1.50; must be >= 1.45, reach >= 1.70: PASS\n";
         assert!(table.contains(bound), "{table}");
-        assert!(race_ending(false, Verdict::Pass).table().contains("I3 BROKEN"));
+        assert!(race_ending(false, Grade::Pass).table().contains("I3 BROKEN"));
     }
 
     #[test]
     fn only_what_was_measured_and_holds_is_as_demanded() {
-        assert!(race_ending(true, Verdict::Reach).is_as_demanded());
-        assert!(!race_ending(true, Verdict::Below).is_as_demanded());
-        assert!(!race_ending(true, Verdict::NotMeasured).is_as_demanded());
-        assert!(!race_ending(false, Verdict::Pass).is_as_demanded());
+        assert!(race_ending(true, Grade::Reach).is_as_demanded());
+        assert!(!race_ending(true, Grade::Below).is_as_demanded());
+        assert!(!race_ending(true, Grade::NotMeasured).is_as_demanded());
+        assert!(!race_ending(false, Grade::Pass).is_as_demanded());
         assert!(!Ending::Skipped("no root".to_owned()).is_as_demanded());
     }
 
     #[test]
     fn a_record_is_one_line_of_json_with_all_that_a_reader_needs() {
         let case = crate::cases::all(7).remove(0);
-        let ending = race_ending(true, Verdict::Pass);
+        let ending = race_ending(true, Grade::Pass);
         let provenance = Provenance::now(Path::new("."));
         let rounds = Rounds { setups: 1, warmup: 2, counted: 3 };
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Programs that the races need: racksum built for speed, and the peers. A missing program is
+//! Programs that the races need: a release build of racksum, and the peers. A missing program is
 //! reported in one line, and the races run without it.
 
 use std::fs;
@@ -33,7 +33,7 @@ pub(crate) struct Setup {
     pub(crate) floor: Result<PathBuf, String>,
     /// Whether slow links are available.
     pub(crate) links: Result<(), String>,
-    /// Whether PyTorch has a GPU to use.
+    /// Whether PyTorch can use a GPU.
     pub(crate) gpu: Result<(), String>,
     /// The folder of logs and results.
     pub(crate) work: PathBuf,
@@ -44,7 +44,9 @@ impl Setup {
     pub(crate) fn program(&self, build: Build) -> &Path {
         match build {
             Build::Own => &self.racksum,
-            Build::Before => self.before.as_ref().expect("who races against it has it"),
+            Build::Before => {
+                self.before.as_ref().expect("only `--against` adds sides of an earlier build")
+            }
         }
     }
 
@@ -52,13 +54,19 @@ impl Setup {
     pub(crate) fn prepare(root: &Path, cases: &[Case], given: &Given) -> Result<Self> {
         let work = target(root).join("peers");
         let peers = root.join("benches/peers");
-        fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+        fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
         Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
         let racksum = work.with_file_name("release").join("racksum");
         let before = given.before.clone();
         if let Some(before) = &before {
-            let words = ["--version"];
-            Cmd::new(path(before)?, &words).run(root).context("not a build of racksum")?;
+            let args = ["--version"];
+            Cmd::new(path(before)?, &args).run(root).with_context(|| {
+                format!(
+                    "--against {} is not a racksum program; pass the path of a `racksum` \
+                     executable",
+                    before.display()
+                )
+            })?;
         }
 
         let needs = |is: fn(&Program) -> bool| {
@@ -76,34 +84,37 @@ impl Setup {
             }) =>
             {
                 let installed = python::installed(root);
-                said("the Python package", installed.map_err(|error| format!("{error:#}")))
+                report_missing(
+                    "the Python package",
+                    installed.map_err(|error| format!("{error:#}")),
+                )
             }
             None if needs(|program| matches!(program, Program::Gloo { .. })) => {
-                said("Gloo", python::venv(root).map_err(|error| format!("{error:#}")))
+                report_missing("Gloo", python::venv(root).map_err(|error| format!("{error:#}")))
             }
             None => Err(unneeded.clone()),
         };
         let mpi = if needs(|program| matches!(program, Program::OpenMpi { .. })) {
-            said("Open MPI", openmpi(root, &work, &peers))
+            report_missing("Open MPI", openmpi(root, &work, &peers))
         } else {
             Err(unneeded.clone())
         };
         let floor = if needs(|program| matches!(program, Program::Floor { .. })) {
-            said("the floor", floor(root, &work, &peers))
+            report_missing("the floor", floor(root, &work, &peers))
         } else {
             Err(unneeded.clone())
         };
         let slow = |case: &Case| matches!(case, Case::Race(race) if race.net != Net::Loopback);
         let links = if cases.iter().any(slow) {
             let why = machine::link_tools(root).unwrap_or_else(|error| Some(error.to_string()));
-            said("the cases on 1 Gbit/s links", why.map_or(Ok(()), Err))
+            report_missing("the cases on 1 Gbit/s links", why.map_or(Ok(()), Err))
         } else {
             Err(unneeded.clone())
         };
         let on_gpu = |case: &Case| matches!(case, Case::Race(race) if race.needs_gpu());
         let gpu = if cases.iter().any(on_gpu) {
             let there = python.as_ref().map_err(Clone::clone).and_then(|python| gpu(root, python));
-            said("the cases on a GPU", there)
+            report_missing("the cases on a GPU", there)
         } else {
             Err(unneeded)
         };
@@ -131,9 +142,9 @@ impl Setup {
 }
 
 /// Prints in one line which program is missing, and why.
-fn said<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
+fn report_missing<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
     if let Err(why) = &had {
-        println!("doing without {what}: {}", why.replace('\n', " "));
+        println!("skipping {what}: {}", why.replace('\n', " "));
     }
     had
 }
@@ -143,7 +154,7 @@ fn gpu(root: &Path, python: &Path) -> Result<(), String> {
     let ask = "import torch; raise SystemExit(not torch.cuda.is_available())";
     let python = path(python).map_err(|error| format!("{error:#}"))?;
     let there = Cmd::new(python, &["-c", ask]).succeeds(root);
-    if there { Ok(()) } else { Err("there is no GPU that CUDA could use".to_owned()) }
+    if there { Ok(()) } else { Err("CUDA finds no GPU".to_owned()) }
 }
 
 /// Builds the program that times Open MPI.
@@ -159,7 +170,7 @@ fn floor(root: &Path, work: &Path, peers: &Path) -> Result<PathBuf, String> {
     compiled(root, work, &peers.join("loopback_floor.c"), "cc", &flags)
 }
 
-/// Installs the missing `tools`, or returns the reason why it cannot.
+/// Installs the missing `tools` from `packages`, or returns the reason why that is impossible.
 fn provided(root: &Path, tools: &[&str], packages: &[&str]) -> Result<(), String> {
     let missing = machine::provide(root, tools, packages);
     missing.map_err(|error| format!("{error:#}"))?.map_or(Ok(()), Err)
@@ -206,7 +217,7 @@ mod tests {
         };
         let lacks = |name: &str| match cases::chosen(&[name.to_owned()], 1).unwrap().remove(0) {
             Case::Race(race) => setup.lacks(&race),
-            Case::Memory(_) => panic!("a race"),
+            Case::Memory(_) => panic!("the case is not a race"),
         };
         assert_eq!(lacks("train-gpu-w2").as_deref(), Some("no GPU"));
         assert_eq!(lacks("dense-1g-w8").as_deref(), Some("no links"));

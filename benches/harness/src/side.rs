@@ -21,23 +21,23 @@ use crate::volume::{Traffic, Volume};
 /// An aggregator of a race.
 #[derive(Debug)]
 struct Serving {
-    /// Data authentication of the aggregator, which the sides do not set.
+    /// Data authentication of the aggregator. The ranks set none of their own.
     data_auth: Option<DataAuth>,
     build: Build,
     addr: SocketAddr,
     /// The aggregator's process, which ends with the race.
-    _crew: ProcessGroup,
+    _process: ProcessGroup,
 }
 
 /// The hosts and aggregators of a race.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Venue {
     // Fields drop in this order, so the processes end before their hosts.
     aggregators: Vec<Serving>,
     network: Option<Network>,
 }
 
-impl Place {
+impl Venue {
     /// Creates the network that a race needs, and starts its aggregators.
     pub(crate) fn new(race: &Race, setup: &Setup, logs: &Path) -> Result<Self> {
         let network = match race.net {
@@ -77,7 +77,7 @@ impl Place {
         };
         let build = racksum.build;
         let (process_group, addr) = aggregator(setup.program(build), host, &flags, logs)?;
-        self.aggregators.push(Serving { data_auth, build, addr, _crew: process_group });
+        self.aggregators.push(Serving { data_auth, build, addr, _process: process_group });
         Ok(())
     }
 
@@ -87,7 +87,7 @@ impl Place {
         self.aggregators.iter().filter(move |it| (it.data_auth, it.build) == needed)
     }
 
-    /// Returns the drops of the links' queues so far.
+    /// Returns the number of packets that the links' queues have dropped so far.
     pub(crate) fn drops(&self) -> Result<Drops> {
         self.network.as_ref().map_or_else(|| Ok(Drops::default()), Network::drops)
     }
@@ -113,7 +113,8 @@ pub(crate) fn aggregator(
     let name = format!("aggregator-{bind}{}", flags.concat());
     let mut process_group = ProcessGroup::start(&name, [command], logs)?;
     let line = process_group.lines(START_TIMEOUT)?.remove(0);
-    let addr = served(&line).with_context(|| format!("the aggregator said {line:?}"))?;
+    let addr = served(&line)
+        .with_context(|| format!("unexpected first line of the aggregator: {line:?}"))?;
     Ok((process_group, addr))
 }
 
@@ -128,7 +129,7 @@ fn served(line: &str) -> Option<SocketAddr> {
 pub(crate) struct Team {
     process_group: ProcessGroup,
     background_job: Option<BackgroundJob>,
-    /// A process that the ranks need.
+    /// The sidecar of the ranks, if they use one.
     _served: Option<ProcessGroup>,
     predicted_us: Option<f64>,
 }
@@ -138,18 +139,19 @@ pub(crate) struct Team {
 pub(crate) struct Iteration {
     /// Time from the first rank's start to the last rank's end.
     pub(crate) span_us: f64,
-    /// Times that each rank measured itself.
+    /// Time that each rank measured for itself.
     pub(crate) rank_us: Vec<f64>,
     pub(crate) traffic: Option<Traffic>,
     pub(crate) retransmits: u64,
 }
 
 impl Team {
-    /// Starts the ranks of a side; returns once they have checked a first sum.
+    /// Starts the ranks of a side; returns once they are ready. By then, ranks that do not train
+    /// have checked a first sum.
     pub(crate) fn start(
         race: &Race,
         side: &Side,
-        place: &Place,
+        place: &Venue,
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
@@ -167,14 +169,14 @@ impl Team {
         race: &Race,
         side: &Side,
         racksum: Racksum,
-        place: &Place,
+        place: &Venue,
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
-        // Volumes are counted in blocks of 256, and the peers draw blocks of 256.
+        // Volumes are counted in blocks of 256, and the peers generate blocks of 256.
         ensure!(
             race.data.is_dense() || racksum.block == Racksum::PLAIN.block,
-            "sparse data has blocks of {}",
+            "sparse data needs blocks of {} elements",
             Racksum::PLAIN.block
         );
         let program = setup.program(racksum.build);
@@ -223,7 +225,7 @@ impl Team {
         race: &Race,
         side: &Side,
         sparse: bool,
-        place: &Place,
+        place: &Venue,
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
@@ -256,7 +258,7 @@ impl Team {
         race: &Race,
         side: &Side,
         training: Training,
-        place: &Place,
+        place: &Venue,
         setup: &Setup,
         logs: &Path,
     ) -> Result<Self> {
@@ -300,7 +302,7 @@ impl Team {
 
     fn sidecar(race: &Race, side: &Side, way: Way, setup: &Setup, logs: &Path) -> Result<Self> {
         let Ok(python) = &setup.python else { bail!("no Python with torch was found") };
-        ensure!(race.net == Net::Loopback, "a sidecar is for the ranks of one host");
+        ensure!(race.net == Net::Loopback, "a sidecar serves the ranks of one host");
         let socket = logs.join(format!("{}.sock", side.name));
         let mut worker = Command::new(&setup.racksum);
         worker.arg("worker").arg("--socket").arg(&socket);
@@ -320,7 +322,7 @@ impl Team {
 
     fn openmpi(race: &Race, side: &Side, shared: bool, setup: &Setup, logs: &Path) -> Result<Self> {
         let Ok(mpi) = &setup.mpi else { bail!("Open MPI was not found") };
-        ensure!(race.net == Net::Loopback, "Open MPI's ranks are all on one host here");
+        ensure!(race.net == Net::Loopback, "Open MPI's ranks must all be on one host");
         let mut command = Command::new("mpirun");
         command
             .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
@@ -338,7 +340,7 @@ impl Team {
 
     fn floor(race: &Race, side: &Side, wire: WireType, setup: &Setup, logs: &Path) -> Result<Self> {
         let Ok(floor) = &setup.floor else { bail!("no C compiler was found") };
-        ensure!(race.net == Net::Loopback, "the floor is that of one host");
+        ensure!(race.net == Net::Loopback, "the floor's ranks must all be on one host");
         let mut command = Command::new(floor);
         command
             .args(["--world", &race.world.to_string(), "--shards", &race.shards.to_string()])
@@ -363,7 +365,7 @@ impl Team {
     pub(crate) fn set_neighbour(&self, sends: bool) -> Result<()> {
         let there =
             self.background_job.as_ref().is_none_or(|background_job| background_job.set(sends));
-        ensure!(there, "the neighbour is gone");
+        ensure!(there, "the ranks of the neighbour have failed");
         Ok(())
     }
 
@@ -372,7 +374,7 @@ impl Team {
         let answers = self.process_group.ask("go", ITERATION_TIMEOUT)?;
         let answers =
             answers.into_iter().map(serde_json::from_value).collect::<Result<Vec<_>, _>>();
-        Iteration::of(&answers.context("an answer to `go` lacks something")?)
+        Iteration::of(&answers.context("cannot parse an answer to `go`")?)
     }
 }
 
@@ -430,7 +432,7 @@ pub(crate) fn ready(answers: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a peer's ranks drew the blocks that [`Volume`] counts.
+/// Checks that a peer's ranks generated the blocks that [`Volume`] counts.
 fn same_blocks(volume: &Volume, answers: &[Value]) -> Result<()> {
     for (answer, own) in answers.iter().zip(&volume.own) {
         let blocks = |key: &str| answer[key].as_u64().map(|blocks| blocks * 1024);
@@ -441,7 +443,8 @@ fn same_blocks(volume: &Volume, answers: &[Value]) -> Result<()> {
         };
         ensure!(
             near(theirs.0, *own) && near(theirs.1, volume.union),
-            "a peer's data differ from ours: {theirs:?} bytes are not zero, not {own} and {}",
+            "the data of a peer differ: it has {theirs:?} non-zero bytes (own, union) instead of \
+             {own} and {}",
             volume.union
         );
     }
@@ -463,7 +466,7 @@ impl Iteration {
     fn of(answers: &[Answer]) -> Result<Self> {
         let start = answers.iter().map(|answer| answer.start_ns).min();
         let end = answers.iter().map(|answer| answer.end_ns).max();
-        let (Some(start), Some(end)) = (start, end) else { bail!("nobody answered") };
+        let (Some(start), Some(end)) = (start, end) else { bail!("no rank answered") };
         ensure!(start < end, "an iteration ended before it started");
         let all = |of: fn(&Answer) -> Option<u64>| answers.iter().map(of).collect();
         let tx: Option<Vec<u64>> = all(|answer| answer.tx_bytes);
@@ -478,9 +481,10 @@ impl Iteration {
 }
 
 /// Returns the address where the first rank of a side with Gloo listens.
-fn master(race: &Race, side: &Side, place: &Place) -> Result<SocketAddr> {
+fn master(race: &Race, side: &Side, place: &Venue) -> Result<SocketAddr> {
     Ok(match place.worker(0) {
-        // A host has its own ports, but two sides may use Gloo.
+        // All ports of the new host are free, but several sides may use Gloo there, so each side
+        // gets a different port.
         Some(host) => {
             let nth = race.sides.iter().position(|other| other.name == side.name);
             let nth = u16::try_from(nth.unwrap_or(0)).context("too many sides")?;
@@ -491,11 +495,11 @@ fn master(race: &Race, side: &Side, place: &Place) -> Result<SocketAddr> {
 }
 
 fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("no free port")?;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot get a port")?;
     Ok(listener.local_addr()?.port())
 }
 
-/// Timeout of starting, or of the first sum with its check.
+/// Timeout for starting the ranks, or for a first sum with its check.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
 
 #[cfg(test)]
@@ -540,10 +544,10 @@ mod tests {
     #[test]
     fn other_data_than_ours_are_refused() {
         let volume = Volume { own: vec![2048, 1000], union: 3048 };
-        let said = |own, union| json!({ "nonzero_blocks": own, "union_blocks": union });
-        assert!(same_blocks(&volume, &[said(2, 3), said(1, 3)]).is_ok());
-        assert!(same_blocks(&volume, &[said(2, 3), said(2, 3)]).is_err());
-        assert!(same_blocks(&volume, &[said(2, 4), said(1, 3)]).is_err());
+        let blocks = |own, union| json!({ "nonzero_blocks": own, "union_blocks": union });
+        assert!(same_blocks(&volume, &[blocks(2, 3), blocks(1, 3)]).is_ok());
+        assert!(same_blocks(&volume, &[blocks(2, 3), blocks(2, 3)]).is_err());
+        assert!(same_blocks(&volume, &[blocks(2, 4), blocks(1, 3)]).is_err());
         assert!(same_blocks(&volume, &[json!({}), json!({})]).is_err());
     }
 }

@@ -1,5 +1,5 @@
 //! The bytes that a case must move: the non-zero blocks of each rank, and the traffic that
-//! invariant I3 of the design allows a rank for them.
+//! invariant I3 allows each rank when it reduces these blocks.
 //!
 //! `benches/peers/README.md` defines the blocks. All programs of a race draw the same blocks.
 
@@ -19,7 +19,7 @@ pub(crate) struct Data {
     pub(crate) seed: u64,
 }
 
-/// Non-zero bytes, as f32.
+/// Size of the non-zero blocks, as f32.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Volume {
     /// Bytes of each rank.
@@ -33,7 +33,7 @@ impl Data {
         self.density >= 1.0
     }
 
-    /// Returns the blocks and elements that the ranks draw.
+    /// Returns the pattern of the blocks and elements that the ranks draw.
     fn pattern(&self, world: u16) -> Pattern {
         let Self { density, overlap, seed, .. } = *self;
         Pattern { world, block: Descriptor::DEFAULT_BLOCK, density, overlap, seed }
@@ -65,19 +65,20 @@ pub(crate) struct Traffic {
     pub(crate) rx: Vec<u64>,
 }
 
-/// Traffic as a share of the bytes that invariant I3 is about.
+/// Traffic as a share of the non-zero bytes. Invariant I3 limits this share.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Thrift {
-    /// The largest share of its own non-zero bytes that a rank sent.
+    /// The most bytes that a rank sent in an iteration, as a share of its own non-zero bytes.
     pub(crate) tx: f64,
-    /// The largest share of the sum's non-zero bytes that a rank received.
+    /// The most bytes that a rank received in an iteration, as a share of the sum's non-zero bytes.
     pub(crate) rx: f64,
-    /// Whether every rank stayed within 106 % and one datagram in every iteration.
+    /// Whether in every iteration each rank sent at most 106 % of its own non-zero bytes plus one
+    /// datagram, and received at most 106 % of the sum's plus one datagram.
     pub(crate) holds: bool,
 }
 
 impl Volume {
-    /// Returns the volume of elements of another type, without the scales of its blocks.
+    /// Returns the volume for elements of another wire type, without the scales of its blocks.
     pub(crate) fn on_the_wire(&self, wire: WireType) -> Self {
         let element_bytes = wire.element_size() as u64;
         let scaled = |bytes: u64| bytes / DType::F32.size() as u64 * element_bytes;
@@ -110,7 +111,7 @@ fn share(moved: u64, owed: u64) -> f64 {
     moved as f64 / owed.max(1) as f64
 }
 
-/// Returns whether `moved` is at most 106 % of `owed` and one datagram.
+/// Returns whether `moved` is at most 106 % of `owed` plus one datagram.
 const fn is_thrifty(moved: u64, owed: u64) -> bool {
     moved * 100 <= owed * 106 + DATAGRAM_BYTES * 100
 }
@@ -118,7 +119,8 @@ const fn is_thrifty(moved: u64, owed: u64) -> bool {
 /// Bytes of a block of f32.
 const BLOCK_BYTES: u64 = (Descriptor::DEFAULT_BLOCK * DType::F32.size()) as u64;
 
-/// Payload of a datagram at an MTU of 1500. Loopback allows longer ones; this limit is stricter.
+/// Payload of a datagram at an MTU of 1500. Loopback allows longer datagrams, so the limit on
+/// traffic is stricter on loopback.
 const DATAGRAM_BYTES: u64 = 1472;
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Checks that the ranks of a benchmark have the same flags, before they measure.
+//! Checks that all ranks of a benchmark have the same flags before they start to measure.
 //!
-//! Ranks with different flags would call different ops or a different number of them, and one would
-//! go on after another has ended. The error of an op names no flag, so the ranks compare their
-//! flags first.
+//! Ranks with different flags would call different ops or a different number of them, and some
+//! ranks would continue after others had ended. The error of an op names no flag, so the ranks
+//! compare their flags first.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
@@ -10,8 +10,8 @@ use racksum_proto::dtype::{DType, Reduction};
 use super::Args;
 use crate::exit::Failure;
 
-/// Returns the flags that determine a rank's ops and data, each as a number. An op's descriptor
-/// already covers its type, its reduction and its blocks.
+/// Returns the flags that determine a rank's ops and data, each as a number. Leaves out the flags
+/// for types, reduction and blocks, because the aggregator compares these in the ops' descriptors.
 fn shared(args: &Args) -> [(&'static str, u64); 10] {
     [
         ("-b", args.min_bytes),
@@ -34,20 +34,20 @@ pub(super) fn descriptor(args: &Args) -> Descriptor {
     Descriptor { reduction: Reduction::Max, ..Descriptor::sum(elements, DType::I64) }
 }
 
-/// Returns a rank's contribution to the op: the number of each flag, and its bitwise complement.
-/// The maximum over all ranks contains the greatest number of each flag and the complement of the
-/// least.
-pub(super) fn say(args: &Args) -> Vec<u8> {
+/// Returns a rank's contribution to the op: the value of each flag, and the bitwise complement of
+/// the value. The maximum over all ranks contains the greatest value of each flag and the
+/// complement of the least value.
+pub(super) fn encode(args: &Args) -> Vec<u8> {
     let numbers = shared(args).map(|(_, number)| number.cast_signed());
     numbers.iter().flat_map(|number| [*number, !number]).flat_map(i64::to_le_bytes).collect()
 }
 
-/// Finds the flags that differ between ranks, in the op's result.
+/// Checks in the op's result that no flag differs between ranks.
 ///
 /// # Errors
-/// A message that names the flags.
-pub(super) fn hear(args: &Args, heard: &[u8]) -> Result<(), Failure> {
-    let (words, _) = heard.as_chunks();
+/// A message that names the flags that differ.
+pub(super) fn check(args: &Args, result: &[u8]) -> Result<(), Failure> {
+    let (words, _) = result.as_chunks();
     let words: Vec<_> = words.iter().map(|word| i64::from_le_bytes(*word)).collect();
     let (pairs, _) = words.as_chunks();
     let flags = shared(args).into_iter().zip(pairs);
@@ -77,13 +77,13 @@ mod tests {
         <Cli as clap::Parser>::parse_from(flags).args
     }
 
-    /// Returns the op's result for ranks with these flags.
-    fn heard(ranks: &[&Args]) -> Vec<u8> {
-        let said = ranks.iter().map(|args| {
-            let said = say(args);
-            said.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word)).collect::<Vec<_>>()
+    /// Computes the op's result for ranks with these flags.
+    fn result(ranks: &[&Args]) -> Vec<u8> {
+        let encoded = ranks.iter().map(|args| {
+            let encoded = encode(args);
+            encoded.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word)).collect::<Vec<_>>()
         });
-        let most = said.reduce(|one, other| {
+        let most = encoded.reduce(|one, other| {
             one.iter().zip(other).map(|(one, other)| *one.max(&other)).collect()
         });
         most.unwrap().into_iter().flat_map(i64::to_le_bytes).collect()
@@ -92,8 +92,8 @@ mod tests {
     #[test]
     fn each_flag_that_differs_is_named_at_every_rank_and_no_other() {
         let usual = args(&[]);
-        assert_eq!(descriptor(&usual).elements * 8, say(&usual).len() as u64);
-        assert!(hear(&usual, &heard(&[&usual, &usual])).is_ok());
+        assert_eq!(descriptor(&usual).elements * 8, encode(&usual).len() as u64);
+        assert!(check(&usual, &result(&[&usual, &usual])).is_ok());
         let largest = u64::MAX.to_string();
         for (flags, named) in [
             (&["-b", "8K"][..], "-b"),
@@ -109,9 +109,9 @@ mod tests {
             (&["--seed", "7", "-n", "1"], "-n and --seed"),
         ] {
             let other = args(flags);
-            let heard = heard(&[&usual, &other, &usual]);
+            let result = result(&[&usual, &other, &usual]);
             for rank in [&usual, &other] {
-                let why = hear(rank, &heard).unwrap_err().to_string();
+                let why = check(rank, &result).unwrap_err().to_string();
                 assert!(why.starts_with(&format!("the ranks have different {named};")));
             }
         }

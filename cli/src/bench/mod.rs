@@ -15,14 +15,14 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::names::UnknownName;
 use racksum_worker::Stats;
-use rank::{Runner, Said};
+use rank::{RankMessage, Runner};
 use report::Row;
 use serde::Deserialize;
 
 use crate::args::{self, Fanout, Format};
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, print_line};
 use crate::member::{Member, MemberArgs};
-use crate::process_group::{end_with_parent, tell_parent};
+use crate::process_group::{end_with_parent, send_to_parent};
 use crate::progress::{Line, Pace, Work};
 use crate::{memory, stderr};
 
@@ -48,7 +48,7 @@ pub(crate) struct Args {
     iters: u32,
     /// Number of warm-up iterations.
     #[arg(short = 'w', long, default_value_t = 3)]
-    #[arg(value_parser = args::number::<u32>(args::WORDS))]
+    #[arg(value_parser = args::number::<u32>(args::ANY_U32))]
     warmup_iters: u32,
     /// Element type: f32, f64, f16, bf16, i32, i64.
     #[arg(short = 'd', long, default_value = "f32")]
@@ -71,11 +71,11 @@ pub(crate) struct Args {
     /// Overlap of the ranks' non-zero blocks.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Overlap::Random)]
     overlap: Overlap,
-    /// Elements of a block: 32 to 1024, a power of two. A window has at most 64: with 2 bytes an
-    /// element on the wire, dense tensors want 512.
+    /// Number of elements in a block: a power of two from 32 to 1024. A window has at most 64
+    /// blocks, so use 512 for dense tensors with 2 bytes per element on the wire.
     #[arg(long, default_value_t = 256, value_parser = args::number::<usize>(args::BLOCKS))]
     block: usize,
-    /// Input of an op.
+    /// Form of an op's input.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Input::Dense)]
     input: Input,
     /// Wire type: bf16, f16, int8 or fixed32 [default: the element type].
@@ -117,10 +117,10 @@ pub(crate) struct Args {
     /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
-    /// Print what was measured for another process of the benchmark to merge.
+    /// Print the measurements as JSON, for the parent process to merge.
     #[arg(long, hide = true)]
     raw: bool,
-    /// Take cases and iterations from standard input, one a line, as the peers of
+    /// Read commands from standard input, one per line, as the peers of
     /// `cargo xtask bench peers` do.
     #[arg(long, hide = true, requires = "rank")]
     interactive: bool,
@@ -131,24 +131,24 @@ const HELP: &str = "\
 Without --rank, an aggregator and the workers run on this host, each worker a process. Without
 flags, a dense and a 1 % sweep are measured and checked in less than a minute.
 
-The columns are those of nccl-tests: time and p99 are quantiles over the iterations, each as long as
-its slowest rank's; algbw is size / time and busbw is algbw * 2 (n-1)/n; #wrong counts elements that
-differ from the expected sum; tx and rx are the UDP payload of an iteration at the rank with the
-most; again counts retransmitted fragments.
+The columns are those of nccl-tests. An iteration takes as long as its slowest rank; time and p99
+are the median and the 99th percentile over the iterations. algbw is size / time and busbw is
+algbw * 2 (n-1)/n; #wrong counts elements that differ from the expected sum; tx and rx are the UDP
+payload of an iteration at the rank with the most; again counts retransmitted fragments.
 
 Examples:
   racksum bench                                      this host, 4 ranks
   racksum bench -b 1M -e 1G -f 4 --workers 8         other sizes, more ranks
   racksum bench --density 0.01 --overlap all         sparse: all ranks hold the same 1 % of blocks
-  racksum bench --wire int8 --drop 0.01              narrow, on a path that loses 1 %
-  racksum bench --format json | jq .busbw_gb_s       for programs, one object a size
+  racksum bench --wire int8 --drop 0.01              8-bit elements, on a path that loses 1 %
+  racksum bench --format json | jq .busbw_gb_s       for programs, one object per size
   racksum bench --aggregator HOST:7177 --insecure --rank 0 --world 2     one rank of two";
 
 /// Default number of ranks on this host.
 const WORKERS: u16 = 4;
 
 impl Args {
-    /// Refuses invalid flags before anything starts, and flags that would have no effect.
+    /// Refuses flags that are invalid or would have no effect. Called before anything starts.
     fn check(&self) -> Result<(), Failure> {
         let usage = |error: String| Err(Failure::usage(error));
         self.check_least()?;
@@ -174,7 +174,8 @@ impl Args {
                  {density}; lower --density"
             ));
         }
-        // A parent passes all its flags on to its ranks, so a rank with `--raw` may have these.
+        // A parent passes all its flags on to its ranks, so a rank with `--raw` may have the flags
+        // below.
         if !self.member.is_rank() || self.raw {
             return Ok(());
         }
@@ -192,7 +193,7 @@ impl Args {
     /// Refuses tensors that do not fit this host's memory.
     fn check_memory(&self, most: u64) -> Result<(), Failure> {
         let here = if self.member.is_rank() { 1 } else { self.workers.unwrap_or(WORKERS) };
-        // Each op has a tensor, and each rank has one pristine copy to restore them from.
+        // Each op has a tensor, and each rank has one pristine copy to restore the tensors from.
         let each = most.saturating_mul(1 + u64::from(self.ops_in_flight.max(1)));
         let what = format!("tensors of {most} bytes");
         memory::check_host(&what, each, here, "lower -e, --workers or --ops-in-flight")
@@ -234,12 +235,12 @@ impl Args {
         Work::new(each.saturating_mul(rounds))
     }
 
-    /// Returns the number of iterations for each size.
+    /// Returns the number of iterations for each size, including the warm-up.
     fn rounds(&self) -> u64 {
         u64::from(self.warmup_iters) + u64::from(self.iters)
     }
 
-    /// Checks that the least size has room for at least one element.
+    /// Checks that the smallest size has room for at least one element.
     fn check_least(&self) -> Result<(), Failure> {
         let (least, element) = (self.min_bytes, self.datatype.size() as u64);
         if least >= element {
@@ -251,7 +252,7 @@ impl Args {
         )))
     }
 
-    /// Returns the greatest size to measure, or `None` if the range is empty.
+    /// Returns the largest size to measure, or `None` if the range is empty.
     fn most(&self) -> Option<u64> {
         let Some(step) = self.step_bytes else { return self.sizes().last() };
         let room = self.max_bytes.checked_sub(self.min_bytes)?;
@@ -273,7 +274,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     if !args.raw && u16::from(args.lanes) > args.ops_in_flight {
         stderr::warn(format_args!(
-            "--lanes {0} needs --ops-in-flight {0} or more, not {1}",
+            "--ops-in-flight {1} uses only {1} of {0} lanes; raise it to {0}, or lower --lanes",
             args.lanes, args.ops_in_flight
         ));
     }
@@ -286,7 +287,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     match measure(args, &member) {
         // The parent prints the reason once for all ranks.
-        Err(failure) if args.raw => tell_parent(&Err::<(), _>(failure)),
+        Err(failure) if args.raw => send_to_parent(&Err::<(), _>(failure)),
         measured => measured,
     }
 }
@@ -297,10 +298,11 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
     let mut runner = Runner::connect(args, member)?;
     runner.agree(args)?;
     let work = args.work();
-    // The parent of ranks on this host draws the line, from the progress that rank 0 reports.
+    // If all ranks run on this host, their parent draws the line from the progress that rank 0
+    // reports.
     let line = (!args.raw).then(|| line_of(&work));
     let mut pace = Pace::start();
-    let mut is_told = || args.raw && rank == 0 && pace.is_due();
+    let mut is_report_due = || args.raw && rank == 0 && pace.is_due();
     let print_alone = |print: &dyn Fn() -> Result<(), Failure>| match &line {
         Some(line) => line.print(print),
         None => print(),
@@ -310,16 +312,20 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
         let pattern = args.pattern(world, density);
         runner.set_pattern(pattern);
         if args.format == Format::Text && !args.raw {
-            print_alone(&|| say(&Row::head(&pattern, Some(rank))))?;
+            print_alone(&|| print_line(&Row::head(&pattern, Some(rank))))?;
         }
         for bytes in args.sizes() {
             let measured = runner.measure(bytes, args, || {
                 work.advance(effort(bytes));
-                if is_told() { tell_parent(&Ok(Said::Reached(work.done()))) } else { Ok(()) }
+                if is_report_due() {
+                    send_to_parent(&Ok(RankMessage::Reached(work.done())))
+                } else {
+                    Ok(())
+                }
             })?;
             wrong += measured.wrong.unwrap_or(0);
             if args.raw {
-                tell_parent(&Ok(Said::Measured(Box::new(measured))))?;
+                send_to_parent(&Ok(RankMessage::Measured(Box::new(measured))))?;
             } else if let Some(row) = Row::new(args, &pattern, Some(rank), &[measured]) {
                 print_alone(&|| print(args.format, &row))?;
             }
@@ -330,22 +336,22 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
     if args.raw { Ok(()) } else { verdict(wrong) }
 }
 
-/// Starts a line that shows the progress of some work.
+/// Starts a line that shows the progress of the benchmark.
 fn line_of(work: &Arc<Work>) -> Line {
     let work = Arc::clone(work);
     Line::start(move |passed| format!("measuring: {}", work.text(passed)))
 }
 
-/// Estimates the duration of an op, expressed as a number of bytes. A small op takes about as long
-/// as one of 64 KiB.
+/// Estimates the duration of an op, expressed as a number of bytes. The fixed cost of an op counts
+/// as 64 KiB.
 const fn effort(bytes: u64) -> u64 {
     bytes.saturating_add(64 << 10)
 }
 
 fn print(format: Format, row: &Row) -> Result<(), Failure> {
     match format {
-        Format::Text => say(&row.line()),
-        Format::Json => say(&row.json()),
+        Format::Text => print_line(&row.line()),
+        Format::Json => print_line(&row.json()),
     }
 }
 
@@ -368,34 +374,36 @@ struct Change {
     input: Option<String>,
 }
 
-/// Runs the commands on standard input: `go` for an iteration, `set {…}` for other settings,
-/// `quit`.
+/// Runs the commands on standard input: `go` runs an iteration, `set {…}` changes settings, and
+/// `quit` ends the run.
 fn interact(args: &Args, runner: &mut Runner) -> Result<(), Failure> {
     let mut args = args.clone();
     let mut case = runner.prepare(args.min_bytes, &args)?;
-    say(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
+    print_line(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
     for line in std::io::stdin().lock().lines() {
-        let line = line.map_err(|error| Failure::failed(format!("standard input: {error}")))?;
+        let line =
+            line.map_err(|error| Failure::failed(format!("cannot read standard input: {error}")))?;
         match line.split_once(' ').unwrap_or((&line, "")) {
             ("go", "") => {
                 let iteration = runner.iterate(&mut case)?;
                 let us = iteration.us();
                 let rank::Iteration { start_ns, end_ns, spent } = iteration;
                 let Stats { tx_bytes, rx_bytes, retransmits, .. } = spent;
-                say(&format!(
+                print_line(&format!(
                     "{{\"us\":{us},\"start_ns\":{start_ns},\"end_ns\":{end_ns},\
                      \"tx_bytes\":{tx_bytes},\"rx_bytes\":{rx_bytes},\
                      \"retransmits\":{retransmits}}}"
                 ))?;
             }
             ("set", change) => {
-                let change = serde_json::from_str(change)
-                    .map_err(|error| Failure::usage(format!("set {change}: {error}")))?;
+                let change = serde_json::from_str(change).map_err(|error| {
+                    Failure::usage(format!("cannot parse `set {change}`: {error}"))
+                })?;
                 apply(&mut args, runner, change)?;
                 case = runner.prepare(args.min_bytes, &args)?;
                 runner.iterate(&mut case)?;
                 verdict(runner.check(&args, &case).unwrap_or(0))?;
-                say(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
+                print_line(&format!("{{\"ready\":true,\"bytes\":{}}}", args.min_bytes))?;
             }
             ("quit", "") => return Ok(()),
             _ => {
@@ -416,7 +424,11 @@ fn apply(args: &mut Args, runner: &mut Runner, change: Change) -> Result<(), Fai
     match change.mode.as_deref() {
         Some("dense" | "small") => pattern.density = 1.0,
         Some("sparse") | None => {}
-        Some(mode) => return Err(Failure::usage(format!("unknown mode {mode:?}"))),
+        Some(mode) => {
+            return Err(Failure::usage(format!(
+                "unknown mode {mode:?}; use dense, small or sparse"
+            )));
+        }
     }
     pattern.density = change.density.unwrap_or(pattern.density);
     if let Some(overlap) = change.overlap {

@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 
 use racksum_aggregator::Config;
 
-use super::rank::{Measured, Said};
+use super::rank::{Measured, RankMessage};
 use super::report::Row;
 use super::{Args, WORKERS, effort, line_of, print, verdict};
 use crate::args::{Fanout, Format};
 use crate::embedded::Embedded;
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, print_line};
 use crate::process_group::ProcessGroup;
 use crate::progress::Work;
 
@@ -34,7 +34,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     for density in args.densities() {
         let pattern = args.pattern(world, density);
         if args.format == Format::Text {
-            line.print(|| say(&Row::head(&pattern, None)))?;
+            line.print(|| print_line(&Row::head(&pattern, None)))?;
         }
         for bytes in args.sizes() {
             let measured = workers.measured(&work)?;
@@ -75,17 +75,19 @@ impl Workers {
         Ok(Self { process_group, ahead: vec![VecDeque::new(); world], ended: vec![false; world] })
     }
 
-    /// Returns the next measurement of every rank, and updates the progress meanwhile. If a rank
-    /// ends without its measurement, returns why it ended.
+    /// Returns the next measurement of every rank, and updates the progress while it waits. If a
+    /// rank ends without its measurement, returns why it ended.
     fn measured(&mut self, work: &Work) -> Result<Vec<Measured>, Failure> {
         while self.ahead.iter().any(VecDeque::is_empty) {
             let lacks = |rank: &usize| self.ended[*rank] && self.ahead[*rank].is_empty();
             if let Some(rank) = (0..self.ended.len()).find(lacks) {
                 return Err(self.process_group.ended_early(rank));
             }
-            match self.process_group.hear()? {
-                (_, Some(Said::Reached(done))) => work.reach(done),
-                (rank, Some(Said::Measured(measured))) => self.ahead[rank].push_back(*measured),
+            match self.process_group.recv()? {
+                (_, Some(RankMessage::Reached(done))) => work.reach(done),
+                (rank, Some(RankMessage::Measured(measured))) => {
+                    self.ahead[rank].push_back(*measured)
+                }
                 (rank, None) => self.ended[rank] = true,
             }
         }

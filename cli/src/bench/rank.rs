@@ -32,8 +32,8 @@ pub(crate) struct Measured {
 
 /// A message from a rank to its parent, one per line.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) enum Said {
-    /// The amount of work that the rank has done.
+pub(crate) enum RankMessage {
+    /// The work that the rank has done so far, in the unit of [`super::effort`].
     Reached(u64),
     /// The measurements of the next size.
     Measured(Box<Measured>),
@@ -64,9 +64,9 @@ impl Runner {
 
     /// Checks that all ranks were given the same flags.
     pub(crate) fn agree(&self, args: &Args) -> Result<(), Failure> {
-        let mut flags = agree::say(args);
+        let mut flags = agree::encode(args);
         self.client.reduce(&mut flags, agree::descriptor(args)).map_err(explained)?;
-        agree::hear(args, &flags)
+        agree::check(args, &flags)
     }
 
     /// Sets the data pattern for the following sizes.
@@ -90,7 +90,7 @@ impl Runner {
             self.iterate(&mut case)?;
             reached()?;
         }
-        // The iterations may be too many for memory, so the initial capacity is limited.
+        // Limit the initial capacity, because the user may ask for a huge number of iterations.
         let mut times_us = Vec::with_capacity(args.iters.min(1 << 16) as usize);
         let mut spent = Stats::default();
         for _ in 0..args.iters {
@@ -115,7 +115,7 @@ impl Runner {
         })
     }
 
-    /// Prepares the tensors of one size, with a pristine copy.
+    /// Prepares the tensors of one size, and a pristine copy to restore them from.
     pub(crate) fn prepare(&self, bytes: u64, args: &Args) -> Result<Case, Failure> {
         let descriptor = Descriptor { tag: self.pattern.tag(), ..args.descriptor(bytes)? };
         let len =
@@ -227,12 +227,12 @@ impl Runner {
     }
 }
 
-/// Returns the failure of an op. For a mismatch, adds advice for the user.
+/// Converts an op's error to a failure. For a mismatch, adds advice for the user.
 fn explained(error: Error) -> Failure {
     match error {
         Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
-            "{error}; give all ranks of a benchmark the same flags, and give each other command \
-             its own --job"
+            "{error}; give all ranks of a benchmark the same flags, and use another --job for \
+             every other command"
         )),
         error => error.into(),
     }

@@ -12,7 +12,7 @@ use super::rank::Measured;
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     workers: u16,
-    /// The only rank that the figures cover, in a distributed run.
+    /// The only rank that the figures cover, or `None` if they cover all ranks.
     rank: Option<u16>,
     bytes: u64,
     count: u64,
@@ -49,7 +49,8 @@ struct Times {
 }
 
 impl Row {
-    /// Builds a row from the ranks' measurements. An iteration takes as long as its slowest rank.
+    /// Builds a row from the ranks' measurements, or returns `None` if there are none. An iteration
+    /// takes as long as its slowest rank.
     pub(crate) fn new(
         args: &Args,
         pattern: &Pattern,
@@ -101,7 +102,7 @@ impl Row {
     }
 
     pub(crate) fn json(&self) -> String {
-        // Numbers and names always serialise, so the default is never used.
+        // Numbers and names always serialize, so the default is never used.
         serde_json::to_string(self).unwrap_or_default()
     }
 
@@ -130,8 +131,8 @@ impl Row {
     /// Formats the header of a table, for all ranks or for one rank.
     pub(crate) fn head(pattern: &Pattern, rank: Option<u16>) -> String {
         let whose = rank.map_or_else(
-            || "time is the slowest rank's".to_owned(),
-            |rank| format!("all figures are rank {rank}'s alone"),
+            || "time is that of the slowest rank".to_owned(),
+            |rank| format!("all figures are for rank {rank} only"),
         );
         format!(
             "# {}, density {} ({} overlap), blocks of {}; {whose}\n\
@@ -177,7 +178,7 @@ impl Row {
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "a time is not negative, and a conversion saturates"
+    reason = "a time is not negative, and the conversion saturates"
 )]
 fn nanos(micros: f64) -> u64 {
     (micros * 1e3) as u64
@@ -185,7 +186,7 @@ fn nanos(micros: f64) -> u64 {
 
 impl Times {
     fn of(micros: impl Iterator<Item = f64>) -> Self {
-        // The histogram counts nanoseconds of any size with three significant digits.
+        // The histogram records any number of nanoseconds, to three significant digits.
         let mut histogram = Histogram::<u64>::new_with_bounds(1, u64::MAX / 2, 3).ok();
         let (mut min, mut max) = (f64::INFINITY, 0f64);
         for time in micros {

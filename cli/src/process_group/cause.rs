@@ -1,4 +1,4 @@
-//! Finds the rank to blame: the rank that failed, not a rank that only lost it.
+//! Finds the rank to blame: the rank that failed by itself, not a rank that only noticed its loss.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,26 +11,26 @@ use super::ProcessGroup;
 use crate::exit::Failure;
 
 impl ProcessGroup {
-    /// Returns why the job failed, after `rank` has reported `failure`. If that rank only lost
-    /// other ranks, waits for their reasons, because reports arrive in any order.
+    /// Returns why the job failed, after `rank` has reported `failure`. If the failure is only that
+    /// other ranks were lost, waits for their own failures, because reports arrive in any order.
     pub(super) fn cause(&mut self, rank: usize, failure: Failure) -> Failure {
         let clock = Clock::start();
         let start = clock.now();
         let mut awaited: BTreeSet<usize> = lost(&failure).collect();
-        let mut heard = BTreeSet::from([rank]);
+        let mut reported = BTreeSet::from([rank]);
         let first = of_rank(rank, failure);
-        // The lost rank may have ended before another rank reported the loss.
+        // A lost rank may have exited with an error before another rank reported the loss.
         if let Some(failure) = awaited.iter().find_map(|rank| self.has_failed(*rank)) {
             return failure;
         }
-        while !awaited.is_subset(&heard) {
+        while !awaited.is_subset(&reported) {
             let left = Duration::from_nanos(PATIENCE.0.saturating_sub(clock.now().since(start).0));
-            let Ok((rank, line)) = self.said.recv_timeout(left) else { break };
+            let Ok((rank, line)) = self.output.recv_timeout(left) else { break };
             let failure = match line {
                 Some(line) => failed(&line).map(|failure| of_rank(rank, failure)),
                 // A rank that has reported its failure or finished its work exits successfully.
                 None if self.end(rank).is_ok_and(|status| status.success()) => {
-                    heard.insert(rank);
+                    reported.insert(rank);
                     None
                 }
                 None => Some(self.ended_early(rank)),
@@ -39,7 +39,7 @@ impl ProcessGroup {
             if failure.lost.is_empty() {
                 return failure;
             }
-            heard.insert(rank);
+            reported.insert(rank);
             awaited.extend(lost(&failure));
         }
         first
@@ -66,8 +66,7 @@ fn of_rank(rank: usize, failure: Failure) -> Failure {
     Failure { why: format!("rank {rank}: {failure}"), ..failure }
 }
 
-/// How long to wait for the reason of a lost rank. The reason arrives at once unless the rank
-/// hangs.
+/// How long to wait for the failures of lost ranks. They arrive immediately unless a rank hangs.
 const PATIENCE: Span = Span::from_secs(3);
 
 #[cfg(test)]
@@ -84,17 +83,17 @@ mod tests {
     /// Returns the reason that a process group reports if rank 2 fails first and these lines
     /// follow.
     fn cause(failure: Failure, lines: &[(usize, Option<Failure>)], ranks: Vec<Child>) -> String {
-        let (tell, said) = channel();
+        let (sender, output) = channel();
         for (rank, failure) in lines {
             let done = serde_json::to_string(&Ok::<_, Failure>("part of it")).unwrap();
-            tell.send((*rank, Some(done))).unwrap();
+            sender.send((*rank, Some(done))).unwrap();
             let line = failure
                 .as_ref()
                 .map(|failure| serde_json::to_string(&Err::<(), _>(failure)).unwrap());
-            tell.send((*rank, line)).unwrap();
+            sender.send((*rank, line)).unwrap();
         }
-        drop(tell);
-        ProcessGroup { ranks, _leashes: Vec::new(), said }.cause(2, failure).why
+        drop(sender);
+        ProcessGroup { ranks, _leashes: Vec::new(), output }.cause(2, failure).why
     }
 
     fn process(script: &str) -> Child {

@@ -20,8 +20,8 @@ use crate::exit::Failure;
 #[derive(Debug)]
 pub(super) struct GradientFile {
     pub(super) path: PathBuf,
-    /// The tensors in the order in which they are reduced and written, which is that of
-    /// safetensors' own writer.
+    /// The tensors, in the order in which the safetensors library writes them. They are reduced and
+    /// written in this order.
     pub(super) tensors: Vec<Tensor>,
     file: File,
     /// The version of the file when it was opened.
@@ -33,14 +33,15 @@ pub(super) struct GradientFile {
 ///
 /// These times advance in steps of a few milliseconds. A rewrite that keeps the length is missed if
 /// all of it happens in the same step as the last change before the file was opened. A write
-/// through a memory mapping counts when the kernel first sees a page change.
+/// through a memory mapping updates the times only when the kernel notices that a page has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Version {
     len: u64,
     /// Time of the last write, in seconds and nanoseconds.
     written: (i64, i64),
-    /// Time of the last change of contents or metadata, which no program can set back.
+    /// Time of the last change of contents or metadata. No program can set this time back.
     changed: (i64, i64),
+    /// Number of hard links.
     names: u64,
 }
 
@@ -54,8 +55,8 @@ impl Version {
         }
     }
 
-    /// Returns whether the contents may have changed since `opened`. A file that gains or loses a
-    /// name keeps its contents, for example when another file is moved over it. In that case
+    /// Returns whether the contents may have changed since `opened`. A file keeps its contents when
+    /// it gains or loses a name, for example when another file is moved to its path. In that case
     /// `changed` differs although nothing was written.
     fn differs(&self, opened: &Self) -> bool {
         let is_renamed = self.names != opened.names;
@@ -78,7 +79,7 @@ pub(super) struct Tensor {
     pub(super) len: usize,
 }
 
-/// The part of a header's entry that an error needs to name a tensor of unknown dtype.
+/// The part of a tensor's header entry that is checked before the header is parsed as a whole.
 #[derive(Debug, Deserialize)]
 struct Entry {
     dtype: String,
@@ -103,18 +104,24 @@ impl GradientFile {
         let bad = |why: String| {
             Failure::usage(format!("{} is not a safetensors file: {why}", path.display()))
         };
-        // Read the version from the open file, because another file may have taken the path since.
+        // Read the version from the open file, because the path may name another file by now.
         let opened = Version::of(&file.metadata().map_err(unreadable)?);
         let len = opened.len;
         if len < LENGTH {
-            return Err(bad(format!("it has {len} bytes, fewer than the 8 of the header length")));
+            return Err(bad(format!("it has {len} B, but the header length alone takes 8 B")));
         }
         let mut length = [0; LENGTH_LEN];
         file.read_exact_at(&mut length, 0).map_err(unreadable)?;
         let header_len = u64::from_le_bytes(length);
-        if header_len > MAX_HEADER || header_len > len - LENGTH {
+        if header_len > len - LENGTH {
             return Err(bad(format!(
                 "its header length is {header_len} bytes, but the file has {len}"
+            )));
+        }
+        if header_len > MAX_HEADER {
+            return Err(bad(format!(
+                "its header length is {header_len} bytes, more than the {MAX_HEADER} that the \
+                 format allows"
             )));
         }
         let mut header = vec![0; usize::try_from(header_len).unwrap_or(0)];
@@ -263,9 +270,10 @@ impl Digest {
     }
 }
 
-/// Returns the header of a file that holds `tensors` in order, preceded by its length.
+/// Returns the start of a file that holds `tensors` in order: the header's length and the header.
 pub(super) fn header_of(tensors: &[Tensor]) -> Result<Vec<u8>, Failure> {
-    let cannot = |error: String| Failure::failed(format!("cannot write a header: {error}"));
+    let cannot =
+        |error: String| Failure::failed(format!("cannot encode the header of the result: {error}"));
     let mut end = 0;
     let infos = tensors
         .iter()
@@ -287,7 +295,7 @@ pub(super) fn header_of(tensors: &[Tensor]) -> Result<Vec<u8>, Failure> {
 }
 
 /// Refuses a header with a dtype that racksum cannot reduce, and names the tensor. Accepts a
-/// malformed header, because the parser reports it.
+/// malformed header, because the parser later reports the error.
 fn check_dtypes(path: &Path, header: &[u8]) -> Result<(), Failure> {
     let Ok(entries) = serde_json::from_slice::<BTreeMap<String, serde_json::Value>>(header) else {
         return Ok(());
@@ -333,7 +341,7 @@ const fn stored_as(dtype: DType) -> Dtype {
     }
 }
 
-/// Length of the header's length field, which starts the file, in bytes.
+/// Length in bytes of the first field of the file, which holds the length of the header.
 const LENGTH: u64 = LENGTH_LEN as u64;
 /// [`LENGTH`] as a `usize`.
 const LENGTH_LEN: usize = 8;
@@ -396,7 +404,7 @@ mod tests {
         opened.read(&opened.tensors[0], 0, &mut bytes).unwrap();
         let writer = File::options().write(true).open(&path).unwrap();
         writer.write_all_at(&[8; 4], 8 + GOOD.len() as u64).unwrap();
-        // The clock of the file system may not have advanced yet.
+        // Set the time, because the clock of the file system may not have advanced yet.
         writer.set_modified(std::time::UNIX_EPOCH).unwrap();
         let why = opened.read(&opened.tensors[0], 0, &mut bytes).unwrap_err().to_string();
         assert!(

@@ -1,5 +1,5 @@
-//! Checks for duplicate keys in a JSON header. The format forbids them, and parsers keep only one
-//! of two.
+//! Checks for duplicate keys in a JSON header. The format forbids them, and a parser would silently
+//! keep only one of the two values.
 
 use std::collections::HashSet;
 use std::fmt;

@@ -22,7 +22,7 @@ use self::quoted::Quoted;
 use crate::args::{self, Fanout, Format};
 use crate::exit::Failure;
 use crate::member::{Member, MemberArgs};
-use crate::process_group::{end_with_parent, tell_parent};
+use crate::process_group::{end_with_parent, send_to_parent};
 use crate::standby::StandbyArgs;
 use crate::stderr;
 
@@ -30,7 +30,7 @@ use crate::stderr;
 #[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 #[command(group(ArgGroup::new("faults").args(["drop", "dup", "reorder"]).multiple(true)))]
 pub(crate) struct Args {
-    /// Gradient files, one per rank, rank 0 first; with --rank only this rank's.
+    /// Gradient files, one per rank, rank 0 first; with --rank, only this rank's file.
     #[arg(required = true, value_name = "RANK.safetensors")]
     files: Vec<PathBuf>,
     /// File for the result; an existing file is replaced, even an input [default: only print the
@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Wire type: f32, bf16, f16, int8 or fixed32 [default: each tensor's type].
     #[arg(long)]
     wire: Option<WireType>,
-    /// Elements of a block: 32 to 1024, a power of two.
+    /// Number of elements in a block: a power of two from 32 to 1024.
     #[arg(long, default_value_t = Descriptor::DEFAULT_BLOCK)]
     #[arg(value_parser = args::number::<usize>(args::BLOCKS))]
     block: usize,
@@ -79,16 +79,16 @@ pub(crate) struct Args {
     timeout: u64,
     #[command(flatten)]
     standby: StandbyArgs,
-    /// Policy when a rank is lost: abort, or continue without it and report that.
+    /// Policy when a rank is lost: abort, or continue and report the tensors that lack the rank.
     #[arg(long, value_name = "POLICY", default_value = "abort", requires = "rank")]
     on_rank_loss: OnRankLoss,
     /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
-    /// Say what became of it on standard output, for the parent to merge.
+    /// Print the report as JSON on standard output, for the parent to merge.
     #[arg(long, hide = true, requires = "rank")]
     raw: bool,
-    /// Write the result into this file of the parent's, which puts it where --out says.
+    /// Write the result into this file, which the parent moves to --out.
     #[arg(long, hide = true, requires = "raw", requires = "out")]
     into: Option<PathBuf>,
 }
@@ -96,8 +96,8 @@ pub(crate) struct Args {
 /// Text of `--help` after the flags.
 const HELP: &str = "\
 Without --rank, an aggregator and one worker process per file run on this host. Other users of the
-host can neither join them nor read their traffic, unless --data-auth changes that. All files must
-hold the same tensors, with the same names, dtypes and shapes. The result holds these tensors
+host cannot join the job, and can read its traffic only if --data-auth is none or mac. All files
+must hold the same tensors, with the same names, dtypes and shapes. The result holds these tensors
 reduced over the files, without the __metadata__ of the files.
 
 Examples:
@@ -107,7 +107,7 @@ Examples:
   racksum reduce --aggregator HOST:7177 --insecure --rank 0 --world 2 rank0.safetensors";
 
 impl Args {
-    /// Returns how a rank connects.
+    /// Returns a rank's connection options.
     fn connect_options(&self, member: &Member) -> ConnectOptions {
         let faults =
             Faults { drop: self.drop, duplicate: self.dup, reorder: self.reorder, seed: self.seed };
@@ -115,8 +115,8 @@ impl Args {
         ConnectOptions { on_rank_loss, ..member.options(self.timeout, faults) }
     }
 
-    /// Returns how a tensor is reduced. The descriptor covers the tensor's name and shape, so that
-    /// all ranks must agree on them.
+    /// Returns the descriptor of a tensor's op. The descriptor covers the tensor's name and shape,
+    /// so that all ranks must agree on them.
     ///
     /// # Errors
     /// A message that names the tensor and the problem.
@@ -133,8 +133,8 @@ impl Args {
         checked.map_err(|error| Failure::usage(format!("tensor {}: {error}", Quoted(&tensor.name))))
     }
 
-    /// Returns the wire type of a tensor. A file may hold counters and flags besides gradients,
-    /// which not every wire type can carry.
+    /// Returns the wire type of a tensor. Tensors that the requested wire type cannot carry, such
+    /// as counters and flags, keep their native wire type.
     fn wire_of(&self, tensor: &Tensor) -> WireType {
         let asked = self.wire.filter(|_| !self.travels_as_is(tensor));
         asked.unwrap_or_else(|| tensor.dtype.native_wire())
@@ -150,7 +150,7 @@ impl Args {
     ///
     /// # Errors
     /// A message for the user, if the requested wire type can carry none of the tensors.
-    fn tell_unnarrowed(&self, file: &GradientFile) -> Result<(), Failure> {
+    fn warn_unnarrowed(&self, file: &GradientFile) -> Result<(), Failure> {
         let Some(wire) = self.wire else { return Ok(()) };
         let as_is: Vec<&Tensor> =
             file.tensors.iter().filter(|tensor| self.travels_as_is(tensor)).collect();
@@ -159,7 +159,7 @@ impl Args {
         if as_is.len() == file.tensors.len() {
             return Err(Failure::usage(format!(
                 "tensor {name}: wire type {wire} cannot carry a tensor of {dtype}, nor any other \
-                 of the file; leave --wire out"
+                 tensor of the file; leave --wire out"
             )));
         }
         let which = match as_is.len() - 1 {
@@ -172,7 +172,7 @@ impl Args {
         Ok(())
     }
 
-    /// Returns how each tensor of a file is reduced.
+    /// Returns the descriptors of the ops of a file's tensors, in order.
     fn descriptors(&self, file: &GradientFile) -> Result<Vec<Descriptor>, Failure> {
         file.tensors.iter().map(|tensor| self.descriptor(tensor)).collect()
     }
@@ -183,13 +183,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let Some(member) = args.member.member("reduce")? else { return parent::run(args) };
     let [path] = &args.files[..] else {
         return Err(Failure::usage(format!(
-            "with --rank give this rank's file alone, not {}",
+            "with --rank, give this rank's file alone, not {} files",
             args.files.len()
         )));
     };
     if args.raw {
         end_with_parent()?;
-        return tell_parent(&rank::run_for_parent(args, &member, path));
+        return send_to_parent(&rank::run_for_parent(args, &member, path));
     }
     rank::run(args, &member, path)
 }

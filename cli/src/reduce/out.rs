@@ -26,8 +26,8 @@ pub(super) struct OutFile {
     name: Name,
 }
 
-/// The temporary name of a file, if it has one. The thread that removes the name at a signal shares
-/// it.
+/// The temporary name of a file, if it has one. Shared with the thread that removes the temporary
+/// file at a signal.
 type Name = Arc<Mutex<Option<PathBuf>>>;
 
 impl OutFile {
@@ -39,12 +39,12 @@ impl OutFile {
         Self::create_by(path, unnamed)
     }
 
-    /// Creates the output file, without a name if `unnamed` supports that.
+    /// Creates the output file, as an unnamed file if `unnamed` can create one.
     fn create_by(path: &Path, unnamed: Unnamed) -> Result<Self, Failure> {
         if path == Path::new("-") {
             return Err(Failure::usage(
-                "--out - does not mean standard output, which takes the table; name a file, such \
-                 as ./-",
+                "--out - does not mean standard output, where the table is printed; name a file, \
+                 such as ./-",
             ));
         }
         // The target of a link is replaced, and the link stays.
@@ -77,8 +77,7 @@ impl OutFile {
         let name = Arc::clone(&self.name);
         spawn(move || {
             let code = runtime.block_on(signals.next());
-            // The lock is held until the process has ended, so that `place` cannot name the file
-            // any more.
+            // Hold the lock until the process ends, so that `place` cannot name the file again.
             let mut name = locked(&name);
             remove(&mut name);
             std::process::exit(code);
@@ -92,8 +91,8 @@ impl OutFile {
     }
 
     /// Returns a path at which other processes of this user can open the file before it is
-    /// committed. The path avoids the temporary name, because another user of the folder could
-    /// replace that.
+    /// committed. The path does not use the temporary name, because another user of the folder
+    /// could put another file under that name.
     pub(super) fn temporary(&self) -> PathBuf {
         open_at(&std::process::id().to_string(), &self.file)
     }
@@ -101,7 +100,7 @@ impl OutFile {
     /// Moves the file to its path durably.
     ///
     /// # Errors
-    /// A message for the user, if the move fails. No file is left behind then.
+    /// A message for the user, if the move fails. In that case no temporary file remains.
     pub(super) fn commit(self) -> Result<(), Failure> {
         let Self { path, file, permissions, .. } = &self;
         let permitted = permissions.clone().map_or(Ok(()), |it| file.set_permissions(it));
@@ -109,7 +108,7 @@ impl OutFile {
             .and_then(|()| file.sync_all())
             .and_then(|()| self.place())
             .map_err(|error| cannot_write(path, &error))?;
-        // The file is in place. A file system that cannot sync a folder is no reason to fail.
+        // Ignore errors: the file is in place, and some file systems cannot sync a folder.
         drop(File::open(folder_of(path)).and_then(|folder| folder.sync_all()));
         Ok(())
     }
@@ -144,22 +143,23 @@ fn locked(name: &Name) -> MutexGuard<'_, Option<PathBuf>> {
 /// Removes the temporary name of a file that was not moved to its path.
 fn remove(name: &mut Option<PathBuf>) {
     if let Some(name) = name.take() {
-        // The file may be gone already, and no better error handling is possible here.
+        // Ignore errors: someone else may have removed the file, and there is no remedy for other
+        // errors.
         drop(std::fs::remove_file(name));
     }
 }
 
 /// Returns the permissions that a result keeps from the file that it replaces. Ignores another
-/// user's file, which may have been planted so that everybody may write to the result. Drops
+/// user's file, which may have been planted so that everybody can write to the result. Drops
 /// set-user-ID and set-group-ID, because a result must not run as another user.
 fn kept(user: u32, before: &Metadata) -> Option<Permissions> {
     let mode = before.permissions().mode() & 0o777;
     (before.uid() == user && is_known_user(user)).then(|| Permissions::from_mode(mode))
 }
 
-/// Returns the mode with which a result is created, before the umask. Its owner may write to it.
-/// Users who could not read the replaced file cannot read the result either, regardless of that
-/// file's owner.
+/// Returns the mode with which a result is created, before the umask is applied. The result's owner
+/// may always write to it. Users who could not read the replaced file cannot read the result
+/// either, regardless of that file's owner.
 fn at_first(before: Option<&Metadata>, keeps: bool) -> u32 {
     let others = match before {
         None => 0o066,
@@ -170,12 +170,12 @@ fn at_first(before: Option<&Metadata>, keeps: bool) -> u32 {
     0o600 | others
 }
 
-/// Returns the path that the result goes to, and the metadata of a file that exists there. Resolves
-/// links before the checks, so that the checked file is the one that is replaced.
+/// Returns the path that the result goes to, and the metadata of the file there, if one exists.
+/// Resolves links before the checks, so that the checked file is the one that is replaced.
 fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
     let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
     let cannot = |error| cannot_write(path, &error);
-    // `Path::file_name` would ignore these endings.
+    // Check these endings here, because `Path::file_name` ignores them.
     if [&b"/"[..], b"/."].iter().any(|end| path.as_os_str().as_bytes().ends_with(end)) {
         return Err(refused("does not name a file"));
     }
@@ -194,8 +194,8 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
             }
             folder => folder.map_err(cannot)?,
         };
-        // The path is an open file of some process, as /dev/stdout is. That file may also have a
-        // name, and it must not be replaced.
+        // A path under /proc, where /dev/stdout also leads, names a file that some process has
+        // open. Such a file may also have a name elsewhere, and must not be replaced.
         if folder.starts_with("/proc") {
             return Err(refused(NO_FILE));
         }
@@ -235,7 +235,7 @@ fn followed(path: &Path, folder: &Path, link: &Metadata) -> io::Result<PathBuf> 
 }
 
 /// Returns whether a user may follow a link, by the kernel's rule for `fs.protected_symlinks`. In a
-/// folder such as `/tmp`, other users may plant links to files that they cannot write to
+/// folder such as `/tmp`, other users could plant links to files that they cannot write to
 /// themselves.
 const fn may_follow(user: u32, owner: u32, folder_owner: u32, folder_mode: u32) -> bool {
     let is_of_all = folder_mode & 0o1002 == 0o1002;
@@ -248,10 +248,10 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
 }
 
 /// Reason to refuse a path to something other than a file.
-const NO_FILE: &str = "is a pipe or a device, and --out needs a file";
+const NO_FILE: &str = "is a pipe, a device or an open descriptor, and --out needs a file";
 /// Reason to refuse a dangling link.
 const NOTHING: &str = "is a dangling link";
-/// How many links the kernel follows from a path to its file.
+/// Maximum number of links that the kernel follows from a path to its file.
 const MAX_LINKS: u32 = 40;
 
 #[cfg(test)]
@@ -275,7 +275,8 @@ mod tests {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    /// With unnamed files, where this file system supports them, and with temporary names.
+    /// The two ways to create a file: without a name, where this file system supports that, and
+    /// with a temporary name.
     const WAYS: [Unnamed; 2] = [unnamed, |_, _| None];
 
     #[test]
@@ -303,9 +304,9 @@ mod tests {
         let out = || OutFile::create_by(&path, |_, _| None).unwrap();
         let before = name(&out());
         let out = out();
-        assert_ne!(name(&out), before, "which is free again");
-        // Another user of the folder replaces the temporary file by a link, to mislead a rank that
-        // opens it.
+        assert_ne!(name(&out), before, "the first name is free again, but no name may repeat");
+        // Another user of the folder replaces the temporary file with a link, to mislead a rank
+        // that opens it.
         let target = folder.join("target");
         std::fs::write(&target, "kept").unwrap();
         std::fs::remove_file(name(&out)).unwrap();
@@ -328,9 +329,9 @@ mod tests {
             OutFile::create_by(&path, unnamed).unwrap().commit().unwrap();
             assert_eq!(path.metadata().unwrap().mode() & 0o7777, 0o751);
             assert!(kept(before.uid(), &before).is_some());
-            assert!(kept(before.uid() + 1, &before).is_none(), "of another user");
+            assert!(kept(before.uid() + 1, &before).is_none(), "another user's file");
             assert_eq!(at_first(Some(&before), true), 0o600);
-            assert_eq!(at_first(Some(&before), false), 0o640, "of another user: no wider");
+            assert_eq!(at_first(Some(&before), false), 0o640, "no wider than another user's file");
             assert_eq!(at_first(None, false), 0o666);
             std::fs::remove_dir_all(folder).unwrap();
         }
@@ -343,8 +344,14 @@ mod tests {
         assert!(may_follow(user, root, root, 0o1777));
         assert!(!may_follow(user, other, root, 0o1777));
         assert!(!may_follow(root, other, root, 0o1777));
-        assert!(may_follow(user, other, user, 0o755), "only its owner makes links there");
-        assert!(may_follow(user, other, root, 0o1775), "a team's");
+        assert!(
+            may_follow(user, other, user, 0o755),
+            "only the folder's owner can create links in it"
+        );
+        assert!(
+            may_follow(user, other, root, 0o1775),
+            "only the folder's group can create links in it"
+        );
     }
 
     #[test]
@@ -378,7 +385,7 @@ mod tests {
         std::os::unix::fs::symlink(&path, &link).unwrap();
         let mut out = OutFile::create(&link).unwrap();
         let mode = out.temporary().metadata().unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600, "ranks write to it");
+        assert_eq!(mode & 0o777, 0o600, "ranks can write to the temporary file");
         out.file().write_all(b"after").unwrap();
         out.commit().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"after");
@@ -393,7 +400,7 @@ mod tests {
         let nothing = folder.join("nothing");
         std::os::unix::fs::symlink(folder.join("none"), &nothing).unwrap();
         for (path, what) in
-            [(&nothing, "a dangling link"), (&PathBuf::from("/dev/null"), "a pipe or a device")]
+            [(&nothing, "a dangling link"), (&PathBuf::from("/dev/null"), "is a pipe, a device or")]
         {
             let why = OutFile::create(path).unwrap_err().to_string();
             assert!(why.contains(what), "{why}");
@@ -412,7 +419,7 @@ mod tests {
         std::os::unix::fs::symlink(&own, &link).unwrap();
         for path in [own, link, PathBuf::from(format!("/dev/fd/{number}"))] {
             let why = OutFile::create(&path).unwrap_err().to_string();
-            assert!(why.contains("is a pipe or a device, and --out needs"), "{why}");
+            assert!(why.contains("or an open descriptor, and --out needs"), "{why}");
         }
         // A file in shared memory has a name, so it is accepted.
         let shared = PathBuf::from(format!("/dev/shm/racksum-out-{}", std::process::id()));

@@ -29,7 +29,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         first.check_same(other)?;
     }
     check_memory(first, world)?;
-    args.tell_unnarrowed(first)?;
+    args.warn_unnarrowed(first)?;
     args.descriptors(first)?;
     let out = args.out.as_deref().map(OutFile::create).transpose()?;
     if let Some(out) = &out {
@@ -41,7 +41,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let reports = reports(process_group, world)?;
     if let Some(rank) = reports.iter().position(|report| report.digest != reports[0].digest) {
         return Err(Failure::failed(format!(
-            "rank {rank} has a different result than rank 0; no file was written"
+            "rank {rank} and rank 0 have different results; no file was written"
         )));
     }
     if let Some(out) = out {
@@ -56,7 +56,8 @@ fn config(args: &Args) -> Config {
         port: 0,
         shards: args.shards,
         max_jobs: 1,
-        // Users of this host who may not read the files can still receive multicast.
+        // Encrypt by default: users of this host who may not read the files could otherwise read
+        // the multicast results.
         data_auth: Some(args.member.data_auth.unwrap_or(DataAuth::Aead)),
         fanout: args.fanout.into(),
         ..Config::default()
@@ -82,11 +83,11 @@ fn start(
     })
 }
 
-/// Returns the reports of all ranks. If a rank fails, the others are ended.
+/// Returns the reports of all ranks. If a rank fails, the others are killed.
 fn reports(mut process_group: ProcessGroup, world: u16) -> Result<Vec<Report>, Failure> {
     let mut reports = vec![None; usize::from(world)];
     while reports.iter().any(Option::is_none) {
-        match process_group.hear()? {
+        match process_group.recv()? {
             (rank, Some(report)) => reports[rank] = Some(report),
             (rank, None) if reports[rank].is_none() => return Err(process_group.ended_early(rank)),
             (_, None) => {}

@@ -25,14 +25,14 @@ use crate::member::Member;
 use crate::memory;
 use crate::progress::{self, Line, Work};
 
-/// Refuses a file if this host lacks the memory for its tensors at this many ranks.
+/// Refuses a file if this host lacks the memory to reduce its tensors with `ranks` ranks.
 ///
-/// Counts the tensors in flight, which a rank reads whole and replaces by their sums. Leaves out
-/// packets, whose buffers have a fixed size, and the survey, which takes one byte for each block.
+/// Counts the tensors in flight, which a rank reads whole and replaces with their sums. Leaves out
+/// packets, whose buffers have a fixed size, and the survey, which needs one byte for each block.
 pub(super) fn check_memory(file: &GradientFile, ranks: u16) -> Result<(), Failure> {
     let tensors = || file.tensors.iter().map(|tensor| tensor.len as u64);
     let (most, all) = (tensors().max().unwrap_or(0), tensors().sum::<u64>());
-    let what = format!("tensors of at most {most} bytes of {}", file.path.display());
+    let what = format!("the tensors of {} (at most {most} bytes each)", file.path.display());
     let advice = match ranks {
         1 => "split the largest tensors",
         _ => "split the largest tensors, or run each rank on a host of its own with --rank",
@@ -44,7 +44,7 @@ pub(super) fn check_memory(file: &GradientFile, ranks: u16) -> Result<(), Failur
 pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failure> {
     let file = GradientFile::open(path)?;
     check_memory(&file, 1)?;
-    args.tell_unnarrowed(&file)?;
+    args.warn_unnarrowed(&file)?;
     let mut out = args.out.as_deref().map(OutFile::create).transpose()?;
     if let Some(out) = &out {
         out.remove_at_signal()?;
@@ -101,10 +101,10 @@ fn reduce(
         work: Work::new(file.tensors.iter().map(|tensor| tensor.len as u64).sum()),
     };
     // All ranks on this host share a terminal, so only rank 0 draws a line.
-    let speaks = !args.raw || member.rank == 0;
+    let shows_progress = !args.raw || member.rank == 0;
     let work = Arc::clone(&pipeline.work);
-    let line =
-        speaks.then(|| Line::start(move |passed| format!("reducing: {}", work.text(passed))));
+    let line = shows_progress
+        .then(|| Line::start(move |passed| format!("reducing: {}", work.text(passed))));
     pipeline.run(&descriptors)?;
     drop(line);
     let (digest, absent) = (pipeline.digest.value(), pipeline.absent);
@@ -128,7 +128,8 @@ fn reduce(
     })
 }
 
-/// Finds out which ranks hold which blocks, and whether all ranks have the same tensors.
+/// Runs the survey: counts the blocks that the ranks hold, and checks that all ranks have the same
+/// tensors.
 fn agree(
     client: &Client,
     member: &Member,
@@ -136,14 +137,14 @@ fn agree(
     descriptors: &[Descriptor],
 ) -> Result<Vec<Held>, Failure> {
     let survey = Survey::new(descriptors, member.world);
-    let mut words = survey.say(member.rank, file)?;
+    let mut words = survey.encode(member.rank, file)?;
     match client.reduce(&mut words, survey.descriptor()) {
-        Ok(_) => Ok(survey.hear(&words)),
+        Ok(_) => Ok(survey.decode(&words)),
         Err(Error::Op(OpError::Mismatch { one, other, .. })) => {
             if let Some(stranger) = [one, other].into_iter().find(|one| !Survey::may_be(&one.1)) {
                 return Err(is_no_reduction(stranger));
             }
-            let counts = [one, other].map(|(_, said)| Survey::tensors_of(said.tag));
+            let counts = [one, other].map(|(_, descriptor)| Survey::tensors_of(descriptor.tag));
             let ranks = [one, other].map(|(rank, _)| rank.0);
             Err(difference(client, file, descriptors, ranks, counts))
         }
@@ -160,8 +161,9 @@ fn is_no_reduction((rank, has): (Rank, Descriptor)) -> Failure {
     ))
 }
 
-/// Finds the first tensor that differs between ranks and returns the failure that names it. Tries
-/// each tensor with an empty op, which sends next to nothing.
+/// Finds the first tensor that differs between ranks, and returns the failure that names it. To
+/// compare a tensor, submits an op with the tensor's descriptor but without blocks, which sends
+/// almost nothing.
 fn difference(
     client: &Client,
     file: &GradientFile,
@@ -185,7 +187,7 @@ fn difference(
                     Mismatch(&error)
                 ));
             }
-            // Another rank has fewer tensors, found no difference and has left.
+            // A rank with fewer tensors may have found no difference and left.
             Err(_) => break,
         }
     }
@@ -199,7 +201,7 @@ fn difference(
     ))
 }
 
-/// Names the flags that two ranks were given differently, if they have the same tensor.
+/// Names the flags that differ between two ranks, or returns `None` if their tensors differ.
 fn other_flags(
     (one, mine): (Rank, Descriptor),
     (other, theirs): (Rank, Descriptor),
@@ -231,7 +233,11 @@ impl std::fmt::Display for Mismatch<'_> {
             return write!(f, "{}", self.0);
         };
         if (Descriptor { tag: theirs.tag, ..*mine }) == *theirs {
-            return write!(f, "rank {} and rank {} differ in its name or shape", one.0, other.0);
+            return write!(
+                f,
+                "rank {} and rank {} give it different names or shapes",
+                one.0, other.0
+            );
         }
         write!(f, "rank {} has {mine}; rank {} has {theirs}", one.0, other.0)
     }
@@ -242,7 +248,7 @@ struct Pipeline<'a> {
     client: &'a Client,
     file: &'a GradientFile,
     in_flight: VecDeque<(usize, Handle<Vec<u8>>)>,
-    /// Bytes of the tensors in flight.
+    /// Total size of the tensors in flight, in bytes.
     bytes: usize,
     digest: Digest,
     absent: Vec<Vec<u16>>,
@@ -275,7 +281,7 @@ impl Pipeline<'_> {
         Ok(())
     }
 
-    /// Waits for the oldest tensor and writes it.
+    /// Waits for the sum of the oldest tensor in flight, and writes the sum.
     fn finish_oldest(&mut self) -> Result<(), Failure> {
         let Some((i, handle)) = self.in_flight.pop_front() else { return Ok(()) };
         let tensor = &self.file.tensors[i];
@@ -295,7 +301,7 @@ impl Pipeline<'_> {
 /// Writer of the result file: the header, then one tensor after the other.
 struct Writer<'a> {
     to: BufWriter<&'a mut File>,
-    /// The path that errors name.
+    /// The path of the result, for errors.
     path: &'a Path,
 }
 
@@ -324,5 +330,5 @@ fn of_tensor(tensor: &Tensor, error: Error) -> Failure {
     Failure { why: format!("tensor {}: {why}", Quoted(&tensor.name)), ..Failure::from(error) }
 }
 
-/// Most bytes of tensors in flight, unless a single tensor is larger.
+/// Maximum total size of the tensors in flight, in bytes. A larger tensor is reduced alone.
 const MAX_BYTES: usize = 256 << 20;

@@ -12,20 +12,21 @@ use super::Args;
 use super::file::Tensor;
 use super::survey::Held;
 use crate::args::Format;
-use crate::exit::{Failure, unheard};
+use crate::exit::{Failure, stdout_failure};
 
 /// The report of one rank after it has reduced all its tensors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Report {
-    /// The blocks that the ranks hold, for each tensor.
+    /// For each tensor, counts of the blocks that the ranks hold.
     pub(super) held: Vec<Held>,
-    /// The ranks that were lost before they had contributed all of a tensor, for each tensor.
+    /// For each tensor, the ranks that were lost before they had contributed all of it.
     pub(super) absent: Vec<Vec<u16>>,
     /// A hash of all results, which must be the same at every rank.
     pub(super) digest: u64,
     pub(super) shards: usize,
     pub(super) multicast: bool,
-    /// UDP payload of the tensors in bytes, with headers and acknowledgements.
+    /// UDP payload that the rank sent for the tensors, in bytes, including headers,
+    /// acknowledgements and retransmissions.
     pub(super) tx_bytes: u64,
     pub(super) rx_bytes: u64,
     pub(super) retransmits: u64,
@@ -37,7 +38,7 @@ pub(super) struct Report {
 pub(super) struct Table<'a> {
     pub(super) args: &'a Args,
     pub(super) tensors: &'a [Tensor],
-    /// The rank and world of a distributed run; `None` when all ranks report.
+    /// The rank and world of a distributed run, or `None` if all ranks report.
     pub(super) rank: Option<(u16, u16)>,
     /// The reports of all ranks, or of this rank alone.
     pub(super) reports: &'a [Report],
@@ -61,7 +62,7 @@ struct Row<'a> {
 #[derive(Debug, Serialize)]
 struct Total<'a> {
     ranks: u16,
-    /// The only rank that the counts cover, in a distributed run.
+    /// The only rank that the traffic and time cover, or `None` if they cover all ranks.
     rank: Option<u16>,
     tensors: usize,
     op: &'static str,
@@ -73,7 +74,8 @@ struct Total<'a> {
     absent: BTreeSet<u16>,
     #[serde(flatten)]
     held: &'a Held,
-    /// UDP payload of each rank in bytes, with headers, acknowledgements and retransmissions.
+    /// UDP payload that each rank sent, in bytes, including headers, acknowledgements and
+    /// retransmissions.
     tx_bytes: Vec<u64>,
     rx_bytes: Vec<u64>,
     retransmits: u64,
@@ -85,7 +87,7 @@ struct Total<'a> {
 impl Table<'_> {
     /// Prints the report in the format that the flags ask for.
     pub(super) fn print(&self) -> Result<(), Failure> {
-        self.write(&mut io::stdout().lock()).map_err(unheard)
+        self.write(&mut io::stdout().lock()).map_err(stdout_failure)
     }
 
     fn write(&self, out: &mut impl Write) -> io::Result<()> {
@@ -100,12 +102,12 @@ impl Table<'_> {
     }
 
     fn write_json(&self, out: &mut impl Write, first: &Report, sum: &Held) -> io::Result<()> {
-        let mut say = |line: Result<String, serde_json::Error>| {
-            // Numbers and names always serialise, so the default is never used.
+        let mut write_line = |line: Result<String, serde_json::Error>| {
+            // Numbers and names always serialize, so the default is never used.
             writeln!(out, "{}", escaped(&line.unwrap_or_default()))
         };
         for ((tensor, held), absent) in self.tensors.iter().zip(&first.held).zip(&first.absent) {
-            say(serde_json::to_string(&Row {
+            write_line(serde_json::to_string(&Row {
                 tensor: &tensor.name,
                 dtype: tensor.dtype.name(),
                 wire: self.wire(tensor),
@@ -115,7 +117,7 @@ impl Table<'_> {
                 held,
             }))?;
         }
-        say(serde_json::to_string(&Total {
+        write_line(serde_json::to_string(&Total {
             ranks: u16::try_from(sum.rank_blocks.len()).unwrap_or(u16::MAX),
             rank: self.rank.map(|(rank, _)| rank),
             tensors: self.tensors.len(),
@@ -143,8 +145,8 @@ impl Table<'_> {
         let across = 6 * world.min(MAX_RANKS);
         writeln!(
             out,
-            "# {}, {}, blocks of {}, {}, {}; density is the share of blocks that are not zero,\n\
-             # bytes are those of these blocks on the wire",
+            "# {}, {}, blocks of {}, {}, {}; density is the share of blocks that are not zero;\n\
+             # tx and rx are the bytes of these blocks on the wire",
             counted(world, "rank"),
             self.args.op.name(),
             self.args.block,
@@ -204,8 +206,8 @@ impl Table<'_> {
         let again: u64 = self.reports.iter().map(|report| report.retransmits).sum();
         writeln!(
             out,
-            "# {who} sent {tx} B and received {rx} B with all headers, {} % and {} % of {dense} B \
-             dense;\n# {} retransmitted; {:.1} ms",
+            "# {who} sent {tx} B ({} % of the dense size, {dense} B) and received {rx} B ({} %), \
+             headers included;\n# {} retransmitted; {:.1} ms",
             percent(tx, dense),
             percent(rx, dense),
             counted(again, "fragment"),
@@ -231,8 +233,8 @@ impl Table<'_> {
     }
 }
 
-/// Returns the end of a tensor's line, which names ranks that were lost before they had contributed
-/// all of the tensor.
+/// Returns the end of a tensor's line, which names the ranks that were lost before they had
+/// contributed all of the tensor.
 fn lacks(absent: &[u16]) -> String {
     match absent {
         [] => String::new(),
@@ -263,7 +265,7 @@ const fn fanout(report: &Report) -> &'static str {
     if report.multicast { "multicast" } else { "unicast" }
 }
 
-/// Adds up what the ranks hold of all tensors.
+/// Adds up the counts of all tensors.
 fn sum(held: &[Held], world: usize) -> Held {
     let mut sum = Held {
         blocks: 0,
@@ -315,8 +317,8 @@ fn shown(name: &str) -> String {
     PeerText::of(name).into()
 }
 
-/// Escapes the characters of a JSON line that control a terminal, without changing its meaning.
-/// JSON itself escapes only those below a space.
+/// Escapes those characters of a JSON line that could control a terminal, without changing the
+/// meaning of the line. JSON itself escapes only control characters below U+0020.
 fn escaped(json: &str) -> String {
     let mut line = String::with_capacity(json.len());
     for c in json.chars() {
@@ -331,9 +333,9 @@ fn escaped(json: &str) -> String {
     line
 }
 
-/// Most ranks whose densities are printed one by one.
+/// Maximum number of ranks whose densities are printed one by one.
 const MAX_RANKS: usize = 8;
-/// Most columns for a name. A longer name shifts the rest of its line.
+/// Maximum width of the column of names. A longer name shifts the rest of its line.
 const MAX_NAME: usize = 48;
 
 #[cfg(test)]
@@ -348,8 +350,8 @@ mod tests {
         args: Args,
     }
 
-    /// Returns `absent` from the last JSON object of a report in which each tensor lacks these
-    /// ranks.
+    /// Returns `absent` from the last JSON object of a report in which tensor `i` lacks the ranks
+    /// `absent[i]`.
     fn absent_of_all(absent: &[&[u16]]) -> serde_json::Value {
         let Command { args } = Command::parse_from(["reduce", "--format", "json", "file"]);
         let report = Report {

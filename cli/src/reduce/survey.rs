@@ -1,8 +1,9 @@
-//! The survey, in which the ranks find out who holds which blocks before they reduce the tensors.
+//! The survey: before the ranks reduce the tensors, they count the blocks that each rank holds.
 //!
 //! One small op gives every rank the same counts: the blocks and bytes that each rank holds of each
-//! tensor, and the number of ranks that hold each block. The latter is a digit of an i64, with room
-//! for the world. Digits of blocks that nobody holds are zero, and zeroes cost nothing on the wire.
+//! tensor, and the number of ranks that hold each block. The number for a block is one digit of an
+//! i64, with enough bits to count all ranks. The digit is zero if no rank holds the block. For
+//! sparse tensors, most blocks of the survey's own op are therefore zero and not sent.
 
 use racksum_kernels::codec;
 use racksum_proto::descriptor::Descriptor;
@@ -11,13 +12,13 @@ use racksum_proto::dtype::DType;
 use super::file::{Digest, GradientFile, Tensor};
 use crate::exit::Failure;
 
-/// The layout of a survey of some tensors.
+/// The encoding of a survey for a given list of tensors.
 #[derive(Debug)]
 pub(super) struct Survey {
     world: u16,
     tensors: Vec<Layout>,
-    /// A hash of everything that the ranks must agree on. Its upper 16 bits are the number of
-    /// tensors.
+    /// The number of tensors in the upper 16 bits, and below them a hash of everything that the
+    /// ranks must agree on.
     tag: u64,
 }
 
@@ -30,17 +31,17 @@ struct Layout {
 /// The counts of blocks and bytes that the ranks hold of one tensor.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Held {
-    /// Number of all blocks of the tensor.
+    /// Number of blocks of the whole tensor.
     pub(super) blocks: u64,
-    /// Bytes of all blocks on the wire.
+    /// Size of all these blocks on the wire, in bytes.
     pub(super) dense_bytes: u64,
     /// Number of blocks that each rank holds, by rank.
     pub(super) rank_blocks: Vec<u64>,
-    /// Bytes on the wire of the blocks that each rank holds, by rank.
+    /// Size on the wire of the blocks that each rank holds, in bytes, by rank.
     pub(super) rank_bytes: Vec<u64>,
     /// Number of blocks that at least one rank holds.
     pub(super) union_blocks: u64,
-    /// Bytes on the wire of the blocks that at least one rank holds.
+    /// Size on the wire of the blocks that at least one rank holds, in bytes.
     pub(super) union_bytes: u64,
 }
 
@@ -67,19 +68,20 @@ impl Survey {
         Descriptor { tag: self.tag, ..Descriptor::sum(words, DType::I64) }
     }
 
-    /// Returns whether a descriptor may belong to a survey. If not, it belongs to another command.
+    /// Returns whether a descriptor may belong to a survey. If not, it belongs to an op of another
+    /// command.
     pub(super) fn may_be(descriptor: &Descriptor) -> bool {
         let Descriptor { elements, tag, .. } = *descriptor;
         tag != 0 && (Descriptor { tag, ..Descriptor::sum(elements, DType::I64) }) == *descriptor
     }
 
-    /// Returns a rank's number of tensors, from the tag of its survey.
+    /// Returns the number of tensors of a rank, from the tag of its survey.
     pub(super) const fn tensors_of(tag: u64) -> u64 {
         tag >> COUNT_SHIFT
     }
 
     /// Returns the contribution of `rank` to the survey.
-    pub(super) fn say(&self, rank: u16, file: &GradientFile) -> Result<Vec<u8>, Failure> {
+    pub(super) fn encode(&self, rank: u16, file: &GradientFile) -> Result<Vec<u8>, Failure> {
         let mut words = Vec::new();
         for (layout, tensor) in self.tensors.iter().zip(&file.tensors) {
             let held = layout.scan(file, tensor)?;
@@ -89,23 +91,24 @@ impl Survey {
     }
 
     /// Decodes the sum of all ranks' contributions.
-    pub(super) fn hear(&self, said: &[u8]) -> Vec<Held> {
+    pub(super) fn decode(&self, sum: &[u8]) -> Vec<Held> {
         let mut words =
-            said.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word).cast_unsigned());
+            sum.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word).cast_unsigned());
         self.tensors.iter().map(|layout| self.held(layout, &mut words)).collect()
     }
 
-    /// Returns the number of words of one tensor: two for each rank, and a digit for each block.
+    /// Returns the number of words for one tensor: two for each rank, and enough words to hold one
+    /// digit for each block.
     fn words_of(&self, layout: &Layout) -> u64 {
         2 * u64::from(self.world) + layout.blocks.div_ceil(u64::from(self.digits()))
     }
 
-    /// Returns the number of digits in a word, without the sign bit.
+    /// Returns the number of digits that fit in a word without its sign bit.
     const fn digits(&self) -> u32 {
         63 / self.bits()
     }
 
-    /// Returns the number of bits in a digit, which counts ranks.
+    /// Returns the number of bits in a digit, which counts up to `world` ranks.
     const fn bits(&self) -> u32 {
         u16::BITS - self.world.leading_zeros()
     }
@@ -152,7 +155,7 @@ impl Survey {
 }
 
 impl Layout {
-    /// Returns which blocks of a tensor are not zero.
+    /// Returns for each block of a tensor whether it contains an element that is not zero.
     fn scan(&self, file: &GradientFile, tensor: &Tensor) -> Result<Vec<bool>, Failure> {
         let block = self.descriptor.block_elements();
         let step = block * self.descriptor.dtype.size() * WINDOW;
@@ -168,12 +171,12 @@ impl Layout {
         Ok(held)
     }
 
-    /// Returns the bytes on the wire of the held blocks.
+    /// Returns the size of the held blocks on the wire, in bytes.
     fn bytes(&self, held: &[bool]) -> u64 {
         let block = self.descriptor.block_elements() as u64;
         let len = |index: u64| {
             let elements = (self.descriptor.elements - index * block).min(block);
-            // A block has at most 1024 elements.
+            // A block has at most 1024 elements, so the conversion cannot fail.
             self.descriptor.wire.block_len(usize::try_from(elements).unwrap_or(0)) as u64
         };
         (0..).zip(held).filter(|(_, held)| **held).map(|(index, _)| len(index)).sum()
@@ -182,7 +185,7 @@ impl Layout {
 
 /// Number of blocks to scan at a time.
 const WINDOW: usize = 64;
-/// Lowest bit of the number of tensors in a survey's tag.
+/// Bit position of the number of tensors in a survey's tag.
 const COUNT_SHIFT: u32 = 48;
 
 #[cfg(test)]
@@ -214,16 +217,16 @@ mod tests {
     fn every_rank_hears_what_all_hold() {
         for world in [1, 2, 3, 7, 8, 16, 255, 256] {
             let survey = survey(world);
-            let said =
+            let sum =
                 summed(&survey, |rank, block| block % 5 == 0 && (block + u64::from(rank)) % 2 == 0);
-            let heard = survey.hear(&said);
-            assert_eq!(heard.iter().map(|held| held.blocks).collect::<Vec<_>>(), [1, 0, 40, 2]);
-            let dense: Vec<_> = heard.iter().map(|held| held.dense_bytes).collect();
+            let decoded = survey.decode(&sum);
+            assert_eq!(decoded.iter().map(|held| held.blocks).collect::<Vec<_>>(), [1, 0, 40, 2]);
+            let dense: Vec<_> = decoded.iter().map(|held| held.dense_bytes).collect();
             assert_eq!(dense, [4, 0, 40 * 1024, 1200]);
-            assert_eq!(heard[2].rank_blocks[0], 4, "blocks 0, 10, 20, 30");
-            assert_eq!(heard[2].rank_bytes[0], 4 * 1024);
+            assert_eq!(decoded[2].rank_blocks[0], 4, "blocks 0, 10, 20, 30");
+            assert_eq!(decoded[2].rank_bytes[0], 4 * 1024);
             let union = if world == 1 { 4 } else { 8 };
-            assert_eq!((heard[2].union_blocks, heard[2].union_bytes), (union, union * 1024));
+            assert_eq!((decoded[2].union_blocks, decoded[2].union_bytes), (union, union * 1024));
         }
     }
 
@@ -231,9 +234,9 @@ mod tests {
     fn a_block_that_all_hold_fills_its_digit_and_no_other() {
         for world in [1, 3, 4, 63, 64, 256] {
             let survey = survey(world);
-            let heard = survey.hear(&summed(&survey, |_, block| block % 3 == 1));
-            assert_eq!(heard[2].union_blocks, 13, "{world}");
-            assert_eq!((heard[3].union_blocks, heard[3].union_bytes), (1, 44 * 4), "{world}");
+            let decoded = survey.decode(&summed(&survey, |_, block| block % 3 == 1));
+            assert_eq!(decoded[2].union_blocks, 13, "{world}");
+            assert_eq!((decoded[3].union_blocks, decoded[3].union_bytes), (1, 44 * 4), "{world}");
         }
     }
 

@@ -58,15 +58,15 @@ fn the_document_of_the_status_lists_every_word_of_a_sidecar() {
     check_words(&sidecar::text(&status));
     let json = to_value(&status).unwrap();
     check_keys("A sidecar", &json);
-    check_keys("A job of a sidecar", &json["jobs"][0]);
-    check_keys("A rank of a sidecar", &json["jobs"][0]["ranks"][0]);
+    check_keys("A sidecar's job", &json["jobs"][0]);
+    check_keys("A sidecar's rank", &json["jobs"][0]["ranks"][0]);
 }
 
 #[test]
 fn the_document_of_the_status_lists_every_state_and_every_reason() {
     assert_eq!(names("States of a job", 0), JobState::ALL.map(JobState::name));
     assert_eq!(
-        names("States of a job of a sidecar", 0),
+        names("States of a sidecar's job", 0),
         SidecarJobState::ALL.map(SidecarJobState::name)
     );
     assert_eq!(names("Reasons of rejects", 0), Reject::ALL.map(Reject::name));

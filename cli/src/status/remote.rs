@@ -1,9 +1,9 @@
-//! The status of an aggregator that is asked at its network address, possibly on another host.
+//! The status of an aggregator that is queried at its network address, possibly on another host.
 
 use std::fmt;
 use std::net::SocketAddr;
 
-use racksum_net::quic::{Caller, Credentials, Ended, ask_status};
+use racksum_net::quic::{CallOptions, Credentials, Ended, ask_status};
 use racksum_net::runtime::single_threaded;
 use racksum_net::{NetError, with_limit};
 use racksum_proto::status::AggregatorStatus;
@@ -14,35 +14,36 @@ use super::{Args, PATIENCE, parse};
 use crate::environment;
 use crate::exit::{Failure, with_flags};
 
-/// Asks at each address of `HOST:PORT` until an aggregator answers.
+/// Resolves `HOST:PORT`, and queries the addresses in turn until an aggregator answers.
 pub(super) fn ask(addr: &str, args: &Args) -> Result<AggregatorStatus, Failure> {
     let addrs = addresses(addr).map_err(|error| match error {
         no_address @ ConnectError::NoAddress { .. } => Failure::usage(format!(
-            "{no_address}; no status socket has that path either, and a sidecar needs unix:PATH"
+            "{no_address}; it is not the path of a status socket either; for a sidecar, pass \
+             unix:PATH"
         )),
         other => other.into(),
     })?;
     let identity = environment::identity(args.identity.clone(), args.insecure)?;
     let credentials = Credentials::read_blocking(identity, args.insecure)?;
     let patience = Span(u64::try_from(PATIENCE.as_nanos()).unwrap_or(u64::MAX));
-    ask_each(addr, &addrs, &Caller { from: None, credentials, patience })
+    ask_each(addr, &addrs, &CallOptions { from: None, credentials, patience })
 }
 
-/// Asks at each address until an aggregator answers.
+/// Queries the addresses in turn until an aggregator answers.
 fn ask_each(
     name: &str,
     addrs: &[SocketAddr],
-    caller: &Caller,
+    caller: &CallOptions,
 ) -> Result<AggregatorStatus, Failure> {
     let unknown = |why: &dyn fmt::Display| {
-        Failure::unavailable(format!("cannot ask {name}: {}", with_flags(why)))
+        Failure::unavailable(format!("cannot query {name}: {}", with_flags(why)))
     };
     let runtime = single_threaded();
     let runtime = runtime.map_err(|error| unknown(&with_limit(&error)))?;
     let mut tried: Vec<NetError> = Vec::new();
     for to in addrs {
         match runtime.block_on(ask_status(*to, caller)) {
-            Ok(told) => return parse(told.as_bytes()).map_err(|why| unknown(&why)),
+            Ok(json) => return parse(json.as_bytes()).map_err(|why| unknown(&why)),
             Err(Ended::Unconnected(error)) => tried.push(error),
             Err(other) => return Err(unknown(&other)),
         }
@@ -68,11 +69,11 @@ mod tests {
         let config = Config { port: 0, pool_mib: 1, max_jobs: 1, ..Config::default() };
         let aggregator = Aggregator::start(config).unwrap();
         let credentials = Credentials::read_blocking(None, false).unwrap();
-        let caller = Caller { from: None, credentials, patience: Span::from_secs(5) };
-        let told = ask_each("two", &[nobody, aggregator.addr()], &caller).unwrap();
-        assert_eq!(told.addr, aggregator.addr().to_string());
+        let caller = CallOptions { from: None, credentials, patience: Span::from_secs(5) };
+        let status = ask_each("two", &[nobody, aggregator.addr()], &caller).unwrap();
+        assert_eq!(status.addr, aggregator.addr().to_string());
         let why = ask_each("two", &[nobody, nobody], &caller).unwrap_err().to_string();
-        assert!(why.starts_with("cannot ask two: no answer from "), "{why}");
+        assert!(why.starts_with("cannot query two: no answer from "), "{why}");
         assert_eq!(why.matches(&nobody.to_string()).count(), 2, "{why}");
     }
 }

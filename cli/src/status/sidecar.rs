@@ -8,21 +8,21 @@ use racksum_worker::sidecar::{AskError, ask};
 
 use super::{advice, job_name, list};
 use crate::args::Format;
-use crate::exit::{Failure, say};
+use crate::exit::{Failure, print_line};
 
-/// Asks the sidecar at a path and prints its answer.
+/// Queries the sidecar at a path and prints its answer.
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
         let question = "check that the path is the --socket of a racksum worker of this release";
         let path = path.display();
-        let other = format!("cannot ask {path}: {error}; {question}");
+        let other = format!("cannot query {path}: {error}; {question}");
         match error {
             AskError::Call(error) => {
                 let advice = advice(&error, "sidecar", question);
-                Failure::of_call(format!("cannot ask {path}: {error}; {advice}"), &error)
+                Failure::of_call(format!("cannot query {path}: {error}; {advice}"), &error)
             }
             AskError::Silent => Failure::unavailable(format!(
-                "cannot ask {path}: no answer from the sidecar; its process may be suspended"
+                "cannot query {path}: no answer from the sidecar; its process may be suspended"
             )),
             AskError::Answer(_) => Failure::unavailable(other),
         }
@@ -30,9 +30,9 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     match format {
         Format::Json => {
             let json = serde_json::to_string(&status);
-            say(&json.map_err(|error| Failure::failed(error.to_string()))?)
+            print_line(&json.map_err(|error| Failure::failed(error.to_string()))?)
         }
-        Format::Text => say(text(&status).trim_end()),
+        Format::Text => print_line(text(&status).trim_end()),
     }
 }
 
@@ -52,11 +52,8 @@ pub(super) fn text(status: &SidecarStatus) -> String {
         [] => String::new(),
         all => format!(", aggregator {}", all.join(", then ")),
     };
-    let insecure = if status.insecure {
-        ", INSECURE: whoever answers there may be the aggregator"
-    } else {
-        ""
-    };
+    let insecure =
+        if status.insecure { ", INSECURE: the aggregator's identity is not verified" } else { "" };
     let draining = if status.draining { ", draining: it takes no more jobs" } else { "" };
     let mut text = format!(
         "racksum worker {version}, up {} s, {} of {}, {ranks} of {}, \
@@ -80,7 +77,7 @@ fn job_text(job: &SidecarJobStatus) -> String {
         age_ms / 1000
     );
     if job.awaited > 0 {
-        text += &format!("; {} not there", job.awaited);
+        text += &format!("; {} missing", job.awaited);
     }
     for (count, what) in
         [(job.awaited_ops, "called by some ranks"), (job.summed_ops, "called by all")]
@@ -92,7 +89,7 @@ fn job_text(job: &SidecarJobStatus) -> String {
     let behind: Vec<_> =
         job.ranks.iter().filter(|rank| rank.behind).map(|rank| rank.rank).collect();
     if let Some(stalled) = job.stalled_ms.filter(|_| !behind.is_empty()) {
-        text += &format!("; waits for rank {} since {stalled} ms", list(&behind));
+        text += &format!("; has waited {stalled} ms for rank {}", list(&behind));
     }
     text += "\n  rank     process  next op      bytes lent\n";
     for rank in &job.ranks {
@@ -109,7 +106,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Returns a status of a sidecar in which every optional part is present.
+    /// Returns a sidecar's status in which every optional part is present.
     pub(in crate::status) fn status() -> SidecarStatus {
         let rank = SidecarRankStatus { rank: 0, pid: 1, next_op: 0, lent_bytes: 0, behind: true };
         let job = SidecarJobStatus {

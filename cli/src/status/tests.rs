@@ -66,21 +66,22 @@ fn a_job_of_racks_waits_for_no_rank_by_name_that_it_cannot_know() {
     let like = job.ranks.remove(0);
     let of = |rank: u16, rack: &[u16]| RankStatus { rank, rack: rack.to_vec(), ..like.clone() };
     let ranks = [of(0, &[]), of(2, &[2, 3, 4]), of(1, &[]), of(5, &[5, 6])];
-    for (n, told) in [
-        (0..1, "; waits for rank 0 since 1 ms"),
-        (1..2, "; waits for some of the ranks 2, 3, 4 since 1 ms"),
+    for (n, expected) in [
+        (0..1, "; has waited 1 ms for rank 0"),
+        (1..2, "; has waited 1 ms for some of the ranks 2, 3, 4"),
         (
             0..4,
-            "; waits for rank 0, 1 and some of the ranks 2, 3, 4 and some of the ranks 5, 6 since",
+            "; has waited 1 ms for rank 0, 1 and some of the ranks 2, 3, 4 and some of the ranks \
+             5, 6",
         ),
     ] {
         job.ranks = ranks[n].to_vec();
         let text = job_text(&job);
-        assert!(text.contains(told), "{text}");
+        assert!(text.contains(expected), "{text}");
     }
 }
 
-/// Returns the path of a new socket and its listener.
+/// Creates a socket, and returns its path and its listener.
 fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
     let path = std::env::temp_dir().join(format!("racksum-{name}-{}.sock", std::process::id()));
     drop(fs::remove_file(&path));
@@ -88,12 +89,12 @@ fn listener(name: &str) -> (PathBuf, std::os::unix::net::UnixListener) {
     (path, listener)
 }
 
-/// Asks a server that sends this answer, and returns the result.
+/// Queries a server that sends this answer, and returns the result.
 fn asked(name: &str, answer: Vec<u8>) -> Result<AggregatorStatus, CallError> {
     let (path, listener) = listener(name);
     let answering = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        // The client may hang up before the end.
+        // Ignore errors: the client may disconnect before the end of the answer.
         drop(stream.write_all(&answer));
     });
     let asked = ask(&path, own_uid(), PATIENCE);
@@ -117,21 +118,21 @@ fn no_text_of_an_answer_reaches_the_terminal_as_it_came() {
     let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
     let json = serde_json::to_vec(&status(&evil)).unwrap();
     assert!(json.len() < MAX_ANSWER, "{}", json.len());
-    let told = asked("evil", json).unwrap();
-    for shown in [text(&told), serde_json::to_string(&told).unwrap()] {
+    let answer = asked("evil", json).unwrap();
+    for shown in [text(&answer), serde_json::to_string(&answer).unwrap()] {
         let is_plain = |c: char| c == '\n' || PeerText::is_plain(c.encode_utf8(&mut [0; 4]));
         assert!(shown.chars().all(is_plain), "{shown:?}");
         assert!(shown.len() < 16 * PeerText::MAX, "{} bytes", shown.len());
     }
-    assert_eq!(text(&told).lines().count(), text(&status("plain")).lines().count());
+    assert_eq!(text(&answer).lines().count(), text(&status("plain")).lines().count());
 }
 
 #[test]
 fn an_answer_that_is_none_is_quoted_plainly_and_one_without_end_is_not_read() {
-    let told = asked("wrong", br#"{"version": 1, "\u001b[31m": 2}"#.to_vec()).unwrap_err();
-    assert!(PeerText::is_plain(&told.to_string()), "{told:?}");
-    let told = asked("long", vec![b' '; MAX_ANSWER + 1]).unwrap_err();
-    assert!(told.to_string().starts_with("its answer is longer than "), "{told}");
+    let error = asked("wrong", br#"{"version": 1, "\u001b[31m": 2}"#.to_vec()).unwrap_err();
+    assert!(PeerText::is_plain(&error.to_string()), "{error:?}");
+    let error = asked("long", vec![b' '; MAX_ANSWER + 1]).unwrap_err();
+    assert!(error.to_string().starts_with("the answer is longer than "), "{error}");
 }
 
 #[test]
@@ -143,7 +144,7 @@ fn who_answers_a_little_at_a_time_is_not_waited_for_without_end() {
         }
     });
     let error = read(ours, Duration::from_secs(1)).unwrap_err();
-    assert_eq!(error.to_string(), "no answer within 1 s; its process may be suspended");
+    assert_eq!(error.to_string(), "no answer within 1 s; the aggregator may be suspended");
     drips.join().unwrap();
 }
 
@@ -175,8 +176,8 @@ fn a_user_with_many_sockets_does_not_keep_root_from_those_of_others() {
 #[test]
 fn an_address_is_told_from_a_path() {
     let (there, _listener) = listener("path");
-    // Text that is neither a path nor an address counts as an address, whose parser explains the
-    // problem.
+    // Text that is neither a path nor an address counts as an address, because the parser of
+    // addresses explains the problem.
     for addr in ["10.0.0.1:7177", "agg-1:7177", "[fd00::1]:7177", "agg:0", "agg:x", "agg", ":1"] {
         assert!(!is_path(addr), "{addr}");
     }

@@ -1,4 +1,4 @@
-//! Typing errors: the refusal says what to type instead.
+//! Errors in the command line: each message says what to type instead.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -47,9 +47,10 @@ fn help_says_whose_default_the_authentication_of_datagrams_is() {
     for command in ["bench", "reduce", "worker"] {
         let help = run(&[command, "--help"]).ok().out;
         let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-        let (_, told) = help.split_once("--data-auth").unwrap();
-        let default = "[default: as the aggregator does; its own default is mac, on loopback none]";
-        assert!(told.contains(default), "{told}");
+        let (_, description) = help.split_once("--data-auth").unwrap();
+        let default =
+            "[default: the aggregator's setting, which defaults to mac, or to none on loopback]";
+        assert!(description.contains(default), "{description}");
     }
 }
 
@@ -65,7 +66,7 @@ fn a_socket_that_cannot_be_asked_brings_up_what_helps() {
     }
     std::fs::set_permissions(&dead, PermissionsExt::from_mode(0o0)).unwrap();
     if is_root() {
-        racksum_test_report::skip("root may call every socket");
+        racksum_test_report::skip("root may connect to every socket");
         return;
     }
     for (which, whose) in [(dead.clone(), "aggregator"), (format!("unix:{dead}"), "sidecar")] {
@@ -107,6 +108,6 @@ fn an_aggregator_removes_the_sockets_of_those_that_were_killed() {
     signal(killed.process.id(), "KILL");
     killed.process.end(10);
     let _next = start();
-    assert!(std::fs::exists(&kept).unwrap(), "one that serves is left alone");
+    assert!(std::fs::exists(&kept).unwrap(), "the socket of a running aggregator must stay");
     assert!(!std::fs::exists(&dead).unwrap());
 }

@@ -1,4 +1,5 @@
-//! A wire that loses, duplicates, delays, reorders and corrupts packets must not change any sum.
+//! A network link that loses, duplicates, delays, reorders and corrupts packets must not change any
+//! sum.
 //!
 //! The hosts are network namespaces, each with a TUN device as its network card. The kernel passes
 //! the packets to this process, which applies the faults and writes them to the destination's
@@ -32,15 +33,16 @@ const DOUBLED: u64 = 10_000;
 const CORRUPTED: u64 = 5_000;
 /// Largest delay of a packet.
 const JITTER: Span = Span::from_millis(20);
-/// Length of an IPv4 header without options, and its offsets of the protocol and the destination.
+/// Layout of an IPv4 header without options: its length, and the offsets of the protocol and of the
+/// last byte of the destination.
 const IPV4: usize = 20;
 const PROTOCOL: usize = 9;
 const DESTINATION: usize = 19;
-/// Protocol number of UDP, and the checksum's offset in a packet.
+/// Protocol number of UDP, and the offset of its checksum in a packet.
 const UDP: u8 = 17;
 const CHECKSUM: usize = IPV4 + 6;
 
-/// Counts of the packets by their fate.
+/// Numbers of packets that the wire forwarded, lost, doubled, corrupted or reordered.
 #[derive(Debug, Default)]
 struct Counts {
     sent: AtomicU64,
@@ -61,7 +63,8 @@ struct Hosts {
 type Late = Reverse<(Time, u64, u8, Vec<u8>)>;
 
 impl Hosts {
-    /// Creates hosts; host `i` has the address 10.79.0.`i + 1`. The error says why it cannot.
+    /// Creates hosts; host `i` has the address 10.79.0.`i + 1`. The error says why they cannot be
+    /// created.
     fn make(name: &str, count: u8, seed: u64) -> Result<Self, String> {
         let name = format!("rb{}{name}", std::process::id());
         let hosts = Self { name, count, counts: Arc::default() };
@@ -70,8 +73,9 @@ impl Hosts {
         for host in 0..count {
             let (space, device) = (hosts.space(host), format!("{}-{host}", hosts.name));
             ip(&["netns", "add", &space])?;
-            let tun = tun::make(&device).map_err(|error| format!("no TUN device: {error}"))?;
-            // This process keeps the device although the interface moves to the namespace.
+            let tun = tun::make(&device)
+                .map_err(|error| format!("cannot create a TUN device: {error}"))?;
+            // This process keeps the device open, although the interface moves to the namespace.
             ip(&["link", "set", &device, "netns", &space])?;
             ip(&["-n", &space, "link", "set", "lo", "up"])?;
             ip(&["-n", &space, "link", "set", &device, "mtu", "1500", "up"])?;
@@ -100,14 +104,14 @@ impl Hosts {
 
 impl Drop for Hosts {
     fn drop(&mut self) {
-        // The namespaces' end removes the devices, which ends the threads.
+        // The kernel removes the devices with their namespaces, so the threads end.
         for host in 0..self.count {
             ip(&["netns", "del", &self.space(host)]).unwrap_or(());
         }
     }
 }
 
-/// Returns a number below `limit`, the same for the same state (xorshift64*, Vigna 2016).
+/// Returns a pseudo-random number below `limit` and advances the state (xorshift64*, Vigna 2016).
 fn draw(state: &mut u64, limit: u64) -> u64 {
     *state ^= *state >> 12;
     *state ^= *state << 25;
@@ -145,8 +149,8 @@ fn leave(mut device: &File, send: &Sender<Late>, counts: &Counts, seed: u64) {
     }
 }
 
-/// Flips a bit after the IP header. It also clears the UDP checksum, because the kernel would drop
-/// the datagram otherwise.
+/// Flips a random bit after the IP header. Also clears the UDP checksum, because the kernel would
+/// otherwise drop the datagram.
 fn corrupt(packet: &mut [u8], dice: &mut u64) {
     let bits = 8 * (packet.len() - IPV4) as u64;
     let bit = usize::try_from(draw(dice, bits)).unwrap();
@@ -156,7 +160,7 @@ fn corrupt(packet: &mut [u8], dice: &mut u64) {
     }
 }
 
-/// Delivers packets to their hosts, each at its time.
+/// Delivers packets to their hosts, each at its arrival time.
 fn deliver(devices: &[Arc<File>], arrive: &Receiver<Late>, counts: &Counts) {
     let clock = Clock::start();
     let mut late: BinaryHeap<Late> = BinaryHeap::new();
@@ -179,7 +183,7 @@ fn deliver(devices: &[Arc<File>], arrive: &Receiver<Late>, counts: &Counts) {
             if let Some(mut device) =
                 devices.get(usize::from(host).wrapping_sub(1)).map(|device| &**device)
             {
-                // A host that has been removed, or has no room, loses the packet.
+                // Ignore errors: the packet is lost if its host has been removed or has no room.
                 device.write_all(&packet).unwrap_or(());
             }
         }
@@ -193,7 +197,7 @@ fn two_hundred_ops_over_a_wire_that_does_its_worst_have_the_same_bits() {
     let seed = u64::from(std::process::id());
     let hosts = match Hosts::make("w", 1 + WORLD, seed) {
         Ok(hosts) => hosts,
-        Err(why) => return skip(&format!("this takes root, iproute2 and TUN: {why}")),
+        Err(why) => return skip(&format!("this test needs root, iproute2 and TUN: {why}")),
     };
     let tensors = |rank: u8| -> Vec<(String, Tensor)> {
         let one = |op: usize| {
@@ -255,12 +259,15 @@ fn two_hundred_ops_over_a_wire_that_does_its_worst_have_the_same_bits() {
     let expected = std::fs::read(&undisturbed).unwrap();
     for rank in 0..WORLD {
         let sums = std::fs::read(path(&format!("out{rank}"))).unwrap();
-        assert!(sums == expected, "rank {rank} has other bits");
+        assert!(
+            sums == expected,
+            "the result of rank {rank} differs from the result without faults"
+        );
     }
-    let told: Value =
+    let answer: Value =
         serde_json::from_str(&run(&["status", &status, "--format", "json"]).ok().out).unwrap();
-    println!("seed {seed}: {:?}, rejected {}", hosts.counts, told["shards"][0]["rejects"]);
-    assert!(told["shards"][0]["rejects"]["forged"].as_u64() > Some(20), "{told}");
+    println!("seed {seed}: {:?}, rejected {}", hosts.counts, answer["shards"][0]["rejects"]);
+    assert!(answer["shards"][0]["rejects"]["forged"].as_u64() > Some(20), "{answer}");
     let Counts { lost, doubled, corrupted, overtaken, .. } = &*hosts.counts;
     for (what, count) in [("lost", lost), ("doubled", doubled), ("corrupted", corrupted)] {
         assert!(count.load(Relaxed) > 20, "{what}: {count:?}");

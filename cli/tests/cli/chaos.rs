@@ -1,5 +1,6 @@
-//! Faults between hosts, which are network namespaces on a bridge, with identities and sealed
-//! datagrams. The ranks get the sum, or in time an error that names the cause.
+//! Faults between hosts. The hosts are network namespaces on a bridge; their processes have
+//! identities and authenticate datagrams. The ranks get the sum, or a timely error that names the
+//! cause.
 
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use crate::files::{Tensor, read};
 use crate::process::{Process, signal};
 use crate::waits::{await_that, timed};
 
-/// Elements of a window, of four bytes each.
+/// Number of elements in a window, for elements of four bytes.
 const WINDOW: usize = 60 * 256;
 /// Flags for ops that outlast a test.
 pub(crate) const FOREVER: [&str; 8] =
@@ -34,7 +35,7 @@ fn a_rank_that_is_killed_in_the_middle_of_an_op_is_named_in_time_and_leaves_noth
     time("a rank killed in an op over a network is named", ms, 3_000);
     let status = cluster.status();
     assert_eq!(status["jobs"], serde_json::json!([]), "{status}");
-    await_that("the buffers are back", || {
+    await_that("all buffers are free", || {
         let [all, free] =
             ["total", "free"].map(|of| cluster.status()["shards"][0]["buffers"][of].clone());
         all == free
@@ -69,7 +70,7 @@ fn a_job_that_wants_to_goes_on_without_a_rank_that_is_killed_in_the_middle_of_an
         cluster.start(&cluster.worker(rank), &[&args[..], &who, &more].concat())
     };
     let mut ranks: Vec<_> = (0..8).map(start).collect();
-    await_that("some of the sum is there", || {
+    await_that("rank 5 has part of the first sum", || {
         cluster.status()["jobs"][0]["ranks"][5]["delivered"].as_u64() > Some(20)
     });
     signal(ranks[5].id(), "KILL");
@@ -78,19 +79,22 @@ fn a_job_that_wants_to_goes_on_without_a_rank_that_is_killed_in_the_middle_of_an
         let ended = rank.end(60).ok();
         let rows: Vec<Value> =
             ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        // The absent ranks of both tensors, and of all together.
+        // The absent ranks appear in the rows of both tensors and of the total.
         let absent: Vec<_> = rows.iter().map(|row| row["absent"].clone()).collect();
         assert_eq!(absent, [5, 5, 5].map(|rank| serde_json::json!([rank])));
     }
     let sums = [0, 1, 2, 3, 4, 6, 7].map(|rank| std::fs::read(out(rank)).unwrap());
-    assert!(sums.iter().all(|sum| *sum == sums[0]), "the ranks have other sums");
+    assert!(sums.iter().all(|sum| *sum == sums[0]), "the sums of the ranks differ");
     let sums = read(out(0));
     assert_eq!(sums["later"].numbers(), vec![7.0; WINDOW]);
     let during = sums["during"].numbers();
     let of_window: Vec<_> = during
         .chunks(WINDOW)
         .map(|window| {
-            assert!(window.iter().all(|sum| *sum == window[0]), "torn");
+            assert!(
+                window.iter().all(|sum| *sum == window[0]),
+                "a window mixes sums with and without rank 5"
+            );
             window[0]
         })
         .collect();
@@ -107,7 +111,7 @@ fn a_network_that_is_down_for_a_second_costs_a_second() {
     let mut ranks = cluster.ranks(&serving, &flags);
     for _ in 0..2 {
         std::thread::sleep(Duration::from_millis(300));
-        assert!(ranks.iter_mut().all(Process::runs), "the cut is in the middle");
+        assert!(ranks.iter_mut().all(Process::runs), "a rank ended before the cut");
         cluster.cut_off(1, true);
         std::thread::sleep(Duration::from_secs(1));
         cluster.cut_off(1, false);
@@ -136,8 +140,8 @@ fn a_rank_that_stays_cut_off_is_named_to_the_others_and_they_to_it() {
         };
         assert!(ended.failed(1).starts_with(&why), "{ended:?}");
     }
-    // The connection's idle timeout ends the wait, and not the op's.
+    // The connection's idle timeout ends the wait, not the op's timeout.
     assert!(ms >= 15_000, "{ms} ms");
-    time("a host that is cut off is noticed after the 20 s of silence", ms, 40_000);
+    time("a host that is cut off is noticed after 20 s of silence", ms, 40_000);
     assert_eq!(cluster.status()["jobs"], serde_json::json!([]));
 }

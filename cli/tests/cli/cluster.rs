@@ -1,5 +1,5 @@
-//! Hosts of a test: each is a network namespace on a bridge, with processes that have identities
-//! and sealed datagrams.
+//! Hosts of a test: each is a network namespace on a bridge. Their processes have identities and
+//! authenticate datagrams.
 
 use std::process::Command;
 
@@ -10,7 +10,8 @@ use crate::namespaces::ip;
 use crate::process::{Process, RACKSUM, Serving, run};
 use crate::waits::await_that;
 
-/// An aggregator's host with a bridge, and workers' hosts on it. Dropping the cluster removes them.
+/// An aggregator's host with a bridge, and workers' hosts that are connected to the bridge.
+/// Dropping the cluster removes them.
 pub(crate) struct Cluster {
     name: String,
     workers: u16,
@@ -18,7 +19,7 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Creates the hosts; the error says why it cannot.
+    /// Creates the hosts; the error says why they cannot be created.
     fn make(name: &str, workers: u16) -> Result<Self, String> {
         let folder = Folder::new(&format!("chaos-{name}"));
         let name = format!("rc{}{name}", std::process::id());
@@ -26,8 +27,8 @@ impl Cluster {
         let hub = cluster.hub();
         ip(&["netns", "add", &hub])?;
         ip(&["-n", &hub, "link", "set", "lo", "up"])?;
-        // The bridge has an address of its own. With a port's address, this host would still take
-        // packets of the port after it is cut off.
+        // The bridge has a MAC address of its own. If it had the address of a port, this host would
+        // still accept packets for the port after the port is cut off.
         let own = ["address", "02:00:00:00:78:01"];
         let bridge = ["-n", &hub, "link", "add", "bridge"];
         ip(&[&bridge[..], &own, &["type", "bridge"]].concat())?;
@@ -99,7 +100,7 @@ impl Cluster {
         Serving::of(self.start(host, &[&args[..], &more, flags].concat()))
     }
 
-    /// Returns the status of the first host's aggregator.
+    /// Returns the status of the aggregator on the hub, the host with the bridge.
     pub(crate) fn status(&self) -> Value {
         self.status_of("status.sock")
     }
@@ -114,12 +115,13 @@ impl Cluster {
         serde_json::from_str(&run(&["status", &status, "--format", "json"]).ok().out).unwrap()
     }
 
-    /// Starts a rank of a benchmark on each host; returns once all run.
+    /// Starts a rank of a benchmark on each worker's host, and waits until all ranks run.
     pub(crate) fn ranks(&self, serving: &Serving, flags: &[&str]) -> Vec<Process> {
         self.ranks_at(&vec![serving; self.workers.into()], flags)
     }
 
-    /// Starts a rank of a benchmark on each host, each at an aggregator of its own.
+    /// Starts ranks of a benchmark: rank `i` on the host of worker `i`, at the aggregator `at[i]`.
+    /// Waits until all ranks run.
     pub(crate) fn ranks_at(&self, at: &[&Serving], flags: &[&str]) -> Vec<Process> {
         let (identity, world) = (self.folder.path("node.pem"), at.len().to_string());
         let start = |(rank, serving): (u16, &&Serving)| {
@@ -155,12 +157,12 @@ fn port(worker: u16) -> String {
     format!("port{worker}")
 }
 
-/// Creates the cluster; reports a skip and returns `None` where it cannot.
+/// Creates the cluster; if that fails, reports a skip and returns `None`.
 pub(crate) fn cluster(name: &str, workers: u16) -> Option<Cluster> {
     match Cluster::make(name, workers) {
         Ok(cluster) => Some(cluster),
         Err(why) => {
-            racksum_test_report::skip(&format!("network namespaces take root and iproute2: {why}"));
+            racksum_test_report::skip(&format!("network namespaces need root and iproute2: {why}"));
             None
         }
     }

@@ -15,7 +15,7 @@ fn busy(serving: &Serving, world: u16, timeout: &str) -> Vec<Process> {
     let flags = ["-b", "4K", "-e", "4K", "-n", "100000000", "--timeout", timeout];
     let ranks: Vec<_> =
         (0..world).map(|rank| bench_rank(&serving.addr, rank, world, &flags)).collect();
-    // The table's head appears once a rank has joined.
+    // The table's header appears once a rank has joined.
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
     std::thread::sleep(Duration::from_millis(300));
     ranks
@@ -65,7 +65,7 @@ fn ranks_end_with_the_parent_that_started_them() {
     signal(bench.id(), "KILL");
     let runs = |id: &u32| {
         let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
-        // A zombie has ended and waits for its new parent.
+        // A zombie has ended, and waits for its new parent to read its exit status.
         !stat.is_empty() && !stat.contains(") Z ")
     };
     await_that("the ranks end", || !ranks.iter().any(runs));
@@ -83,7 +83,7 @@ fn a_rank_that_is_stopped_is_named_at_the_timeout() {
         assert!(why.contains("waiting for rank 2 (silent for "), "{why}");
     }
     let stopped = ranks.next().unwrap();
-    // The stopped rank may continue, and finds that the others have left.
+    // The stopped rank continues, and finds that the others have left.
     signal(stopped.id(), "CONT");
     let ended = stopped.end(30);
     assert_eq!(ended.code, Some(1), "{ended:?}");
@@ -98,7 +98,7 @@ fn a_rank_that_is_stopped_for_ten_seconds_is_waited_for() {
     std::thread::sleep(Duration::from_millis(300));
     signal(ranks[2].id(), "STOP");
     std::thread::sleep(Duration::from_secs(10));
-    assert!(ranks.iter_mut().all(Process::runs), "nobody gives up");
+    assert!(ranks.iter_mut().all(Process::runs), "no rank may end while one is stopped");
     signal(ranks[2].id(), "CONT");
     for rank in ranks {
         rank.end(60).ok();
@@ -111,7 +111,7 @@ fn an_aggregator_that_is_told_twice_to_stop_ends_its_ranks_at_once() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 2, "60");
     signal(serving.process.id(), "TERM");
-    await_that("it drains", || serving.process.out().contains("is draining"));
+    await_that("the aggregator drains", || serving.process.out().contains("is draining"));
     signal(serving.process.id(), "TERM");
     serving.process.end(10).ok();
     let (ended, ms) = timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect::<Vec<_>>());
@@ -152,12 +152,12 @@ fn an_aggregator_that_stops_while_ranks_are_gathered_says_so_to_those_that_came(
         let rack = through_a_rack.then(|| Serving::start(&["--parent", &root.addr]));
         let at = rack.as_ref().unwrap_or(&root);
         let first = bench_rank(&at.addr, 0, 2, &["--log", "info"]);
-        await_that("it waits", || first.err().contains("waiting for ranks"));
-        // A rack's log line appears before it has called the root.
-        await_that("the root has its job", || {
-            let told = run(&["status", &root.addr, "--format", "json"]).ok();
-            let told: Value = serde_json::from_str(&told.out).unwrap();
-            !told["jobs"].as_array().unwrap().is_empty()
+        await_that("the first rank waits", || first.err().contains("waiting for ranks"));
+        // A rank may log this before the aggregator of its rack has called the root.
+        await_that("the root has the job", || {
+            let answer = run(&["status", &root.addr, "--format", "json"]).ok();
+            let answer: Value = serde_json::from_str(&answer.out).unwrap();
+            !answer["jobs"].as_array().unwrap().is_empty()
         });
         root.end().ok();
         let ended = first.end(20);
@@ -175,7 +175,7 @@ fn an_aggregator_that_is_killed_is_missed_by_its_ranks() {
         let why = format!("the session ended: the aggregator {} is gone", serving.addr);
         assert_eq!(ended.failed(1), why);
     }
-    // Its ranks wait up to a second for an answer to their leave.
+    // Each rank waits up to a second for the aggregator to acknowledge the rank's departure.
     time("a killed aggregator is noticed", ms, 4_000);
 }
 
@@ -188,16 +188,16 @@ fn a_reduction_that_goes_on_without_a_rank_marks_the_tensors_that_lack_it() {
     let file = folder.write("rank", &[("early", ones(1)), ("late", ones(4_000_000))]);
     let start = |rank: u16| {
         let who = ["--rank", &rank.to_string(), "--world", "3", "--on-rank-loss", "continue"];
-        // Only the rank that dies is slow.
+        // Only rank 1 drops datagrams, so it is slow and is killed in the middle of the op.
         let drop = if rank == 1 { "0.5" } else { "0" };
         let args = ["reduce", &file, "--aggregator", &serving.addr, "--drop", drop];
         Process::start(&[&args[..], &who].concat())
     };
     let mut ranks: Vec<_> = (0..3).map(start).collect();
-    await_that("some of the second tensor is there", || {
-        let told = run(&["status", &status, "--format", "json"]).ok();
-        let told: Value = serde_json::from_str(&told.out).unwrap();
-        told["jobs"][0]["ranks"][1]["delivered"].as_u64() > Some(20)
+    await_that("rank 1 has part of the second sum", || {
+        let answer = run(&["status", &status, "--format", "json"]).ok();
+        let answer: Value = serde_json::from_str(&answer.out).unwrap();
+        answer["jobs"][0]["ranks"][1]["delivered"].as_u64() > Some(20)
     });
     signal(ranks[1].id(), "KILL");
     drop(ranks.remove(1));

@@ -1,19 +1,19 @@
-//! Effects of environment variables.
+//! Effects of environment variables on commands.
 
 use std::process::Command;
 
 use crate::files::captured;
 use crate::process::{Ended, Process, RACKSUM, Serving};
 
-/// Runs the program with variables set. A shell sets them, because [`Process`] removes the log's
-/// variable.
+/// Runs the program with variables set. A shell sets them, because [`Process`] removes
+/// `RACKSUM_LOG`.
 fn run(variables: &[(&str, &str)], args: &[&str]) -> Ended {
     let set = variables.iter().map(|(name, value)| format!("export {name}='{value}'; "));
     let script = format!("{}exec \"$0\" \"$@\"", set.collect::<String>());
     Process::spawn(Command::new("sh").args(["-c", &script, RACKSUM]).args(args)).end(60)
 }
 
-/// The address of an aggregator that does not exist.
+/// A variable that names an aggregator that does not exist.
 const NOBODY: (&str, &str) = ("RACKSUM_AGGREGATOR", "127.0.0.1:9");
 
 #[test]
@@ -82,7 +82,7 @@ fn a_variable_that_is_not_utf_8_is_a_path_or_refused() {
         let why = format!("{name}=\"a\\xFF\" is not UTF-8; correct the variable, or unset it");
         assert_eq!(ended.failed(2), why);
     }
-    // Without the identity, an aggregator would trust everyone.
+    // An aggregator that ignored the variable would serve callers without identities.
     let ended = run("RACKSUM_IDENTITY", &["aggregator", "--port", "0"]);
     assert!(ended.failed(2).contains("a\u{fffd}: No such file"), "{ended:?}");
     assert!(ended.failed(2).starts_with("RACKSUM_IDENTITY=\"a\\xFF\": identity "), "{ended:?}");
@@ -104,7 +104,7 @@ fn a_variable_that_is_empty_says_nothing() {
     let rank = ["bench", "--aggregator", &serving.addr, "--rank", "0", "--world", "1", "-e", "4K"];
     let ended = run(&[("RACKSUM_INTERFACE", "no-such")], &rank);
     assert!(ended.failed(2).starts_with(why), "{ended:?}");
-    // Every command that takes an identity names the variable.
+    // Every command that takes an identity names the variable in its error.
     let none = "/no/such.pem";
     let why = "RACKSUM_IDENTITY=\"/no/such.pem\": identity /no/such.pem: No such file";
     let serve = ["aggregator", "--port", "0"];

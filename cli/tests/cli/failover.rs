@@ -58,7 +58,7 @@ impl Load {
     /// Runs one rank until `stop` is set.
     fn rank(&self, rank: u16) {
         let client = Client::connect(&self.options(rank)).unwrap();
-        // The sum's bits show elements that were added twice, in another order or not at all.
+        // The bits of the sum reveal an element that is added twice, out of order or not at all.
         let value = |i: usize| (i % 1013) as f32 * 1.7f32.powi(i32::from(rank)) + 0.1;
         let input: Vec<u8> = (0..self.elements).flat_map(|i| value(i).to_le_bytes()).collect();
         let descriptor = Descriptor::sum(self.elements as u64, DType::F32);
@@ -73,7 +73,7 @@ impl Load {
             if expected.is_empty() {
                 expected.clone_from(&tensor);
             }
-            assert!(tensor == expected, "rank {rank}, op {op}: other bits");
+            assert!(tensor == expected, "rank {rank}, op {op}: the bits of the sum have changed");
             self.longest.fetch_max(ms, SeqCst);
             self.ended[usize::from(rank)].fetch_add(1, SeqCst);
             let mut stop = i32::from(self.stop.load(SeqCst)).to_le_bytes();
@@ -90,7 +90,7 @@ impl Load {
         std::thread::scope(|scope| {
             let ranks: Vec<_> =
                 (0..WORLD).map(|rank| scope.spawn(move || self.rank(rank))).collect();
-            // A panic must not leave the ranks running for ever.
+            // A panic must not leave the ranks running forever.
             let done = catch_unwind(AssertUnwindSafe(|| {
                 self.await_ops(2);
                 body(self);
@@ -105,7 +105,7 @@ impl Load {
     fn await_ops(&self, more: u64) {
         let ended = || self.ended.iter().map(|ops| ops.load(SeqCst)).min().unwrap();
         let before = ended();
-        await_that("ops end", || ended() >= before + more);
+        await_that("ops complete", || ended() >= before + more);
     }
 }
 
@@ -123,7 +123,7 @@ fn fifty_aggregators_killed_in_a_row_cost_no_bit() {
     load.run(|load| {
         for kill in 0..50 {
             let at = kill % 2;
-            // The kill happens anywhere in an op.
+            // Vary the delay, so that kills hit an op at different points.
             std::thread::sleep(Duration::from_millis(kill as u64 * 37 % 200));
             signal(serving[at].process.id(), "KILL");
             load.await_ops(1);
@@ -142,7 +142,10 @@ fn an_aggregator_that_is_told_to_stop_ends_once_its_jobs_have_moved() {
         for stop in 0..6 {
             let at = stop % 2;
             let (ended, ms) = timed(|| serving[at].take().unwrap().end());
-            assert!(ended.ok().out.contains("is draining: 1 job is to end or move"), "{stop}");
+            assert!(
+                ended.ok().out.contains("is draining: waiting for 1 job to end or move"),
+                "{stop}"
+            );
             time("an aggregator drains", ms, 5_000);
             load.await_ops(3);
             serving[at] = Some(serve(ports[at]));
@@ -156,13 +159,15 @@ fn a_second_signal_stops_an_aggregator_whose_job_stays() {
     let options = ConnectOptions::new(serving.addr.clone(), "stays");
     let client = Client::connect(&options).unwrap();
     signal(serving.process.id(), "TERM");
-    await_that("it drains", || serving.process.out().contains("is draining"));
+    await_that("the aggregator drains", || serving.process.out().contains("is draining"));
     let one = Descriptor::sum(1, DType::I32);
     client.reduce(&mut [1, 0, 0, 0], one).unwrap();
     let (ended, ms) = timed(|| serving.end());
     ended.ok();
     time("a second signal stops an aggregator", ms, 5_000);
-    await_that("it is missed", || client.reduce(&mut [1, 0, 0, 0], one).is_err());
+    await_that("the rank notices the loss of the aggregator", || {
+        client.reduce(&mut [1, 0, 0, 0], one).is_err()
+    });
 }
 
 #[test]
@@ -186,7 +191,7 @@ fn a_rank_that_hosts_a_standby_saves_its_job_when_the_aggregator_is_killed() {
         Process::spawn(command.args(args).args(host).env("RACKSUM_AGGREGATOR", &both))
     };
     let ranks = [0, 1].map(start);
-    await_that("the first tensor is on its way", || {
+    await_that("rank 0 has part of the first sum", || {
         let status = run(&["status", &socket, "--format", "json"]).ok().out;
         let status: serde_json::Value = serde_json::from_str(&status).unwrap();
         status["jobs"][0]["ranks"][0]["delivered"].as_u64() > Some(20)
@@ -200,6 +205,6 @@ fn a_rank_that_hosts_a_standby_saves_its_job_when_the_aggregator_is_killed() {
             let inputs = bytes.chunks(4).map(|x| i32::from_le_bytes(x.try_into().unwrap()));
             sums.eq(inputs.map(|x| 2 * x))
         };
-        assert!(sums.len() == 2 && sums.values().all(twice), "rank {rank}: other sums");
+        assert!(sums.len() == 2 && sums.values().all(twice), "rank {rank}: wrong sums");
     }
 }

@@ -85,7 +85,7 @@ pub(crate) fn read(path: impl AsRef<Path>) -> BTreeMap<String, Tensor> {
     tensors.collect()
 }
 
-/// Returns the files of gradients captured in real training: `digits` or `words`, of four ranks.
+/// Returns the four ranks' files of gradients captured in real training: `digits` or `words`.
 pub(crate) fn captured(what: &str) -> Vec<String> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(what);
     (0..4)
@@ -93,8 +93,8 @@ pub(crate) fn captured(what: &str) -> Vec<String> {
         .collect()
 }
 
-/// Checks a result against a reduction of the files in f64. The error may be `epsilon` of the sum
-/// of magnitudes.
+/// Checks a result against a reduction of the files in f64. The error of an element may be at most
+/// `epsilon` times the sum of its inputs' magnitudes.
 pub(crate) fn check(files: &[String], result: &str, op: &str, epsilon: f64) {
     let ranks: Vec<_> = files.iter().map(read).collect();
     let result = read(result);
@@ -130,7 +130,7 @@ pub(crate) fn union(tensors: &[&Tensor], block: usize) -> u64 {
     (0..count).filter(held).count() as u64
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "rounding is what this is for")]
+#[expect(clippy::cast_possible_truncation, reason = "the function rounds numbers to the dtype")]
 fn element(dtype: Dtype, number: f64) -> Vec<u8> {
     match dtype {
         Dtype::F32 => (number as f32).to_le_bytes().to_vec(),

@@ -1,5 +1,5 @@
-//! Faulty hosts: full disks, closed pipes, too few files, small buffers, and a wall clock that is
-//! set. An aggregator keeps serving and reports the fault once.
+//! Faulty hosts: full disks, closed pipes, too few file descriptors, small buffers, and a wall
+//! clock that jumps. An aggregator keeps serving, and reports the fault once.
 
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, Write};
@@ -12,10 +12,10 @@ use std::time::Duration;
 use crate::files::{Folder, captured};
 use crate::identity::{authority, issue};
 use crate::process::{Process, RACKSUM, Serving, bench_rank, signal};
-use crate::status::told;
+use crate::status::status_of;
 use crate::waits::await_that;
 
-/// Opens a full disk for output.
+/// Opens an output that is always full, like a full disk.
 fn full_disk() -> Stdio {
     File::options().write(true).open("/dev/full").unwrap().into()
 }
@@ -23,7 +23,7 @@ fn full_disk() -> Stdio {
 /// Creates a full pipe and its reader, which stays open and reads nothing.
 fn full_pipe() -> (Stdio, PipeReader) {
     let (idle, full) = std::io::pipe().unwrap();
-    // The second open file is non-blocking; the pipe's own end still blocks.
+    // Fill the pipe through a second open file, which does not block; `full` itself still blocks.
     let same = format!("/proc/self/fd/{}", full.as_raw_fd());
     let mut options = OpenOptions::new();
     let mut filler = options.write(true).custom_flags(libc::O_NONBLOCK).open(same).unwrap();
@@ -38,10 +38,10 @@ fn an_aggregator_serves_on_when_nobody_reads_what_it_says() {
         let mut command = Command::new(RACKSUM);
         command.args(["aggregator", "--port", "0", "--pool-mib", "16"]);
         let mut aggregator = Process::spawn_into(&mut command, full, Stdio::piped());
-        let said = || aggregator.err().matches("cannot write to standard output").count();
-        await_that("it says so", || said() == 1);
+        let warnings = || aggregator.err().matches("cannot write to standard output").count();
+        await_that("the aggregator warns", || warnings() == 1);
         std::thread::sleep(Duration::from_millis(500));
-        assert!(aggregator.runs(), "it serves");
+        assert!(aggregator.runs(), "the aggregator must keep serving");
         signal(aggregator.id(), "TERM");
         aggregator.end(10).ok();
     }
@@ -68,10 +68,10 @@ fn an_aggregator_serves_on_when_its_log_is_full_or_nobody_reads_it() {
 #[test]
 fn an_aggregator_with_no_files_to_spare_serves_on_and_says_so_once() {
     let mut idle = 0;
-    // The limit is the number of open files before any rank has joined, and one more. It is too low
-    // for the lifelines of four ranks.
+    // The limit is the number of open files before any rank has joined, plus one. It is too low for
+    // the lifelines of four ranks.
     let probe = Serving::start(&[]);
-    await_that("it has opened its files", || {
+    await_that("the aggregator has opened its files", || {
         let files = std::fs::read_dir(format!("/proc/{}/fd", probe.process.id())).unwrap().count();
         std::mem::replace(&mut idle, files) == files
     });
@@ -95,7 +95,7 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     let folder = Folder::new("files");
     let reduced = format!("reduce {}", captured("digits")[..2].join(" "));
     let written = format!("{reduced} --out {}", folder.path("sums"));
-    // Both flags together are an error, so the process ends by itself.
+    // The aggregator refuses these two flags together, so the process ends by itself.
     let served =
         "aggregator --port 0 --pool-mib 64 --parent localhost:1 --fanout multicast".to_owned();
     for (command, files) in [&alone, &reduced, &written, &served]
@@ -104,7 +104,7 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     {
         let limited = format!("ulimit -n {files}; exec {RACKSUM} {command}");
         let ended = Process::spawn(Command::new("sh").args(["-c", &limited])).end(60);
-        // The test runner may have left so many files open that the program does not even load.
+        // The program may inherit so many open files that it cannot even load.
         if files < 16 && ended.err.contains("error while loading shared libraries") {
             continue;
         }
@@ -118,7 +118,8 @@ fn too_few_files_are_an_error_and_never_a_panic() {
     }
 }
 
-/// Starts the program with `tests/preload` between it and the C library.
+/// Starts the program with the library of `tests/preload`, which replaces functions of the C
+/// library.
 fn preloaded(args: &[&str], setting: (&str, &str)) -> Process {
     // Cargo places the library beside this test.
     let library = std::env::current_exe().unwrap().with_file_name("libracksum_preload.so");
@@ -140,15 +141,15 @@ fn small_receive_buffers_are_told_once_and_cost_no_sum() {
             small,
         )
     });
-    let told =
+    let warning =
         "receive buffer is 64 KiB, not the requested 4 MiB; raise net.core.rmem_max to 4194304";
     let ended = ranks.into_iter().map(|rank| rank.end(60).ok());
     for ended in ended.collect::<Vec<_>>().into_iter().chain([serving.end().ok()]) {
-        assert_eq!(ended.err.matches(told).count(), 1, "{}", ended.err);
+        assert_eq!(ended.err.matches(warning).count(), 1, "{}", ended.err);
     }
 }
 
-/// A wall clock whose offset is in a file.
+/// A file with the offset of the wall clock. The preloaded library reads it.
 struct WallClock(PathBuf);
 
 impl WallClock {
@@ -159,7 +160,7 @@ impl WallClock {
     }
 
     fn set_off_by_days(&self, days: i64) {
-        // Rename is atomic, so that no process reads a half-written file.
+        // Rename atomically, so that no process reads a half-written file.
         let new = self.0.with_extension("new");
         std::fs::write(&new, (days * 86_400).to_string()).unwrap();
         std::fs::rename(new, &self.0).unwrap();
@@ -181,7 +182,7 @@ fn jobs_go_on_when_the_wall_clock_is_set_and_only_certificates_go_by_it() {
     let serving = Serving::of(clock.start(&[&args[..], &["--status-socket", &socket]].concat()));
     let member = ["bench", "--aggregator", &serving.addr, "--identity", &node, "--timeout", "20"];
     let long = ["--world", "2", "-b", "64K", "-e", "64K", "-n", "100000000"];
-    // The clocks of the aggregator and of rank 1 are set; rank 0 has the right time.
+    // The clocks of the aggregator and of rank 1 jump; rank 0 keeps the right time.
     let steady = Process::start(&[&member[..], &long, &["--rank", "0"]].concat());
     let mut ranks = [steady, clock.start(&[&member[..], &long, &["--rank", "1"]].concat())];
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
@@ -189,17 +190,17 @@ fn jobs_go_on_when_the_wall_clock_is_set_and_only_certificates_go_by_it() {
         let short = ["--rank", "0", "--world", "1", "-b", "4K", "-e", "4K", "-n", "2"];
         Process::start(&[&member[..], &short, &["--job", "short"]].concat()).end(40)
     };
-    let next_op = || told(&socket)["jobs"][0]["ranks"][0]["next_op"].as_u64().unwrap();
-    for (step, days, said, valid) in [
+    let next_op = || status_of(&socket)["jobs"][0]["ranks"][0]["next_op"].as_u64().unwrap();
+    for (step, days, expected, valid) in [
         (1, 3650, "jumped forward by 315360000 s;", false),
         (2, 0, "jumped back by 315360000 s;", true),
         (3, -3650, "jumped back by 315360000 s;", false),
     ] {
         clock.set_off_by_days(days);
-        await_that(said, || serving.process.err().matches("the wall clock").count() == step);
-        assert!(serving.process.err().lines().last().unwrap().contains(said));
+        await_that(expected, || serving.process.err().matches("the wall clock").count() == step);
+        assert!(serving.process.err().lines().last().unwrap().contains(expected));
         let before = next_op();
-        await_that("ops go on", || next_op() > before + 100);
+        await_that("ops continue", || next_op() > before + 100);
         let ended = join();
         if valid {
             ended.ok();

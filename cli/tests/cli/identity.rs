@@ -39,7 +39,10 @@ fn keys_are_for_their_owner_and_never_written_over() {
     }
     let before = std::fs::read(&authority).unwrap();
     let ended = run(&["identity", "init", "--out", &authority]);
-    assert!(ended.failed(2).contains("already exists, and racksum overwrites no key"), "{ended:?}");
+    assert!(
+        ended.failed(2).contains("already exists, and racksum never overwrites a key"),
+        "{ended:?}"
+    );
     assert_eq!(std::fs::read(&authority).unwrap(), before);
     let ended = run(&["identity", "issue", "x", "--authority", &node, "--out", &folder.path("x")]);
     assert!(ended.failed(2).contains("\"node-7\" has role worker, not authority"), "{ended:?}");
@@ -47,12 +50,12 @@ fn keys_are_for_their_owner_and_never_written_over() {
     assert!(ended.failed(2).starts_with("authority ") && ended.err.contains("no: No such file"));
     let ended = run(&["identity", "init", "--out", &folder.path("none/a.pem")]);
     assert!(ended.failed(2).starts_with("cannot write "), "{ended:?}");
-    // A full disk is not a usage error. A limit on the size of files has the same effect.
+    // A full disk, which a limit on the file size simulates, is not a usage error.
     let full = folder.path("full.pem");
     let script = format!("trap '' XFSZ; ulimit -f 0; exec {RACKSUM} identity init --out {full}");
     let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
     assert!(ended.failed(1).starts_with(&format!("cannot write {full}: ")), "{ended:?}");
-    assert_eq!(folder.names(), ["authority.pem", "node-7.pem"], "no temporary file stays");
+    assert_eq!(folder.names(), ["authority.pem", "node-7.pem"], "no temporary file may remain");
 }
 
 #[test]
@@ -68,8 +71,8 @@ fn an_identity_says_whose_it_is_and_until_when() {
         run(&[&["identity", "issue", name, "--authority", &short, "--out", &out], days].concat())
     };
     run(&["identity", "init", "--days", "30", "--out", &short]).ok();
-    let told = issue("node-1", &[]).ok().out;
-    assert!(told.contains("the identity of worker \"node-1\", valid until 20"), "{told}");
+    let printed = issue("node-1", &[]).ok().out;
+    assert!(printed.contains("the identity of worker \"node-1\", valid until 20"), "{printed}");
     let ended = issue("node-2", &["--days", "31"]);
     assert!(ended.failed(2).contains("31 days exceed the life of the authority"), "{ended:?}");
     let shown = run(&["identity", "show", "--format", "json", &authority, &node]).ok().out;
@@ -81,7 +84,7 @@ fn an_identity_says_whose_it_is_and_until_when() {
     let expected = ["authority", "aggregator", "authority"].map(|role| (role.to_owned(), true));
     assert_eq!(roles, expected);
     let ended = run(&["identity", "show", "/dev/null"]);
-    assert_eq!(ended.failed(2), "certificates /dev/null: not a regular file; name a PEM file");
+    assert_eq!(ended.failed(2), "certificates /dev/null: not a regular file; pass a PEM file");
 }
 
 #[test]
@@ -111,13 +114,13 @@ fn members_get_in_and_strangers_do_not() {
 
     // An aggregator does not accept a worker's identity as its own.
     let ended = run(&["aggregator", "--port", "0", "--identity", &node]);
-    let why = "has role worker, and role aggregator is needed";
+    let why = "has role worker, but role aggregator is needed";
     assert!(ended.failed(2).contains(why), "{ended:?}");
 
     // The operator sees the refusals in the log.
     let serving = serving.end();
-    let told = serving.err.lines().filter(|line| line.contains("refused: "));
-    assert_eq!(told.count(), 3, "{serving:?}");
+    let refusals = serving.err.lines().filter(|line| line.contains("refused: "));
+    assert_eq!(refusals.count(), 3, "{serving:?}");
 }
 
 #[test]
@@ -128,20 +131,23 @@ fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
     let socket = folder.path("sidecar");
     let worker = |flags: &[&str]| {
         let ended = run(&[&["worker", "--socket", &socket, "--aggregator"], flags].concat());
-        assert!(!std::fs::exists(&socket).unwrap(), "it has not served: {ended:?}");
+        assert!(
+            !std::fs::exists(&socket).unwrap(),
+            "the sidecar must not bind its socket: {ended:?}"
+        );
         ended.failed(2).to_owned()
     };
     for (flags, why) in [
         (&["192.0.2.1:7177"][..], "only loopback addresses"),
-        (&["192.0.2.1:7177", "--identity", &node], "has role worker, and role aggregator is"),
+        (&["192.0.2.1:7177", "--identity", &node], "has role worker, but role aggregator is"),
         (&["127.0.0.1:7177", "--identity", "/nowhere"], "identity /nowhere: No such file"),
         (&["127.0.0.1:7177", "--interface", "=none"], "no usable interface matches \"=none\""),
         (&["127.0.0.1:7177,127.0.0.1:7177"], "is listed twice"),
         (&["127.0.0.1"], "HOST:PORT"),
         (&["127.0.0.1:0"], "HOST:PORT"),
     ] {
-        let told = worker(flags);
-        assert!(told.contains(why), "{flags:?}: {told}");
+        let error = worker(flags);
+        assert!(error.contains(why), "{flags:?}: {error}");
     }
     let parent = |flags: &[&str]| {
         let start = ["aggregator", "--port", "0", "--pool-mib", "16", "--parent"];
@@ -149,13 +155,13 @@ fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
     };
     for (flags, why) in [
         (&["192.0.2.1:7177"][..], "serves on 127.0.0.1, which cannot reach 192.0.2.1:7177"),
-        (&["[::1]:7177"], "127.0.0.1 cannot reach any of"),
-        (&["127.0.0.1:7177", "--identity", &node], "has role worker, and role aggregator is"),
+        (&["[::1]:7177"], "serves on 127.0.0.1, which cannot reach any of"),
+        (&["127.0.0.1:7177", "--identity", &node], "has role worker, but role aggregator is"),
     ] {
-        let told = parent(flags);
-        assert!(told.contains(why), "{flags:?}: {told}");
+        let error = parent(flags);
+        assert!(error.contains(why), "{flags:?}: {error}");
     }
-    // A standby is an aggregator in a rank's own process.
+    // A standby is an aggregator too, so it does not accept a worker's identity as its own.
     let file = folder.write("one", &[("x", Tensor::of(Dtype::F32, &[1], &[1.0]))]);
     let addr = format!("127.0.0.1:{}", own_port());
     let ended = run(&[
@@ -174,7 +180,7 @@ fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
         "--identity",
         &served,
     ]);
-    assert!(ended.failed(2).contains("has role worker, and role aggregator is"), "{ended:?}");
+    assert!(ended.failed(2).contains("has role worker, but role aggregator is"), "{ended:?}");
 }
 
 #[test]
@@ -204,12 +210,12 @@ fn rules_say_who_may_join_which_job() {
         );
         assert_eq!(ended.failed(3), why);
     }
-    // The identities may not end the job with a greater generation either.
+    // An identity that may not join cannot end the job with a greater generation either.
     let node = folder.path("vision-1.pem");
     let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node];
     let flags = [&long[..], &["--job", "vision/resnet"]].concat();
     let mut running = bench_rank(&serving.addr, 0, 1, &flags);
-    await_that("it runs", || running.out().contains('#'));
+    await_that("the rank runs", || running.out().contains('#'));
     let node = folder.path("speech-1.pem");
     let stolen = ["--identity", &node, "--job", "vision/resnet", "--generation", "7"];
     let ended = bench_rank(&serving.addr, 0, 1, &[&SHORT[..], &stolen].concat()).end(40);
@@ -229,7 +235,7 @@ fn limits_rules_and_certificates_are_reloaded_while_jobs_run() {
     let serving = Serving::start(&["--identity", &served, "--config", &config]);
     let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node, "--job", "one"];
     let mut running = bench_rank(&serving.addr, 0, 1, &long);
-    await_that("it runs", || running.out().contains('#'));
+    await_that("the rank runs", || running.out().contains('#'));
     let join = |identity: &str, job: &str| {
         let flags = [&SHORT[..], &["--identity", identity, "--job", job]].concat();
         bench_rank(&serving.addr, 0, 1, &flags).end(40)
@@ -241,27 +247,31 @@ fn limits_rules_and_certificates_are_reloaded_while_jobs_run() {
     };
     // An invalid file changes nothing.
     reload("max_jobs = 0\n");
-    await_that("it is told", || serving.process.err().contains("max_jobs must be from"));
+    await_that("the refused reload is logged", || {
+        serving.process.err().contains("max_jobs must be from")
+    });
     reload(&format!("port = 1\nmax_jobs = 3\n{}", rules("two")));
-    await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
-    // The command line sets the port and overrides the file.
+    await_that("the configuration is reloaded", || {
+        serving.process.out().contains("configuration reloaded")
+    });
+    // The port on the command line overrides the file, so the change of `port` needs no restart.
     assert!(
-        !serving.process.err().contains("restart the aggregator to apply the changes of"),
+        !serving.process.err().contains("restart the aggregator to apply the changes to"),
         "{}",
         serving.process.err()
     );
     join(&node, "two").ok();
     assert!(join(&node, "one").failed(3).contains("may not join job \"one\""));
-    // A new authority takes over: a new file with the same name.
+    // Replace the identity file with one from a new authority.
     let renewed = issue(&other, &theirs, "agg", "aggregator");
     std::fs::copy(&renewed, &served).unwrap();
     reload(&format!("shards = 2\n{}", rules("two")));
-    let told = "warning: restart the aggregator to apply the changes of shards";
-    await_that("the rest is named", || serving.process.err().contains(told));
+    let warning = "warning: restart the aggregator to apply the changes to shards";
+    await_that("the key that needs a restart is named", || serving.process.err().contains(warning));
     let new_node = issue(&other, &theirs, "new-node", "worker");
     join(&new_node, "two").ok();
     assert!(join(&node, "two").failed(3).contains("rejected the certificate of"));
-    assert!(running.runs(), "a job that runs is left alone");
+    assert!(running.runs(), "a reload must not end a running job");
 }
 
 #[test]
@@ -279,11 +289,13 @@ fn an_identity_that_is_named_no_more_stays_although_its_file_is_gone() {
     };
     reload("identity = \"agg.pem\"\nmax_jobs = 2\n");
     let gone = format!("nothing was reloaded: identity {served}: No such file");
-    await_that("it is told", || serving.process.err().contains(&gone));
+    await_that("the refused reload is logged", || serving.process.err().contains(&gone));
     reload("max_jobs = 3\n");
-    await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
-    let told = "warning: restart the aggregator to apply the changes of identity";
-    await_that("the identity is named", || serving.process.err().contains(told));
+    await_that("the configuration is reloaded", || {
+        serving.process.out().contains("configuration reloaded")
+    });
+    let warning = "warning: restart the aggregator to apply the changes to identity";
+    await_that("the warning names the identity", || serving.process.err().contains(warning));
     let flags = [&SHORT[..], &["--identity", &node]].concat();
     bench_rank(&serving.addr, 0, 1, &flags).end(40).ok();
 }
@@ -330,25 +342,27 @@ fn each_aggregator_of_a_tree_admits_by_its_own_rules_also_once_they_are_reloaded
 
     let long = ["-b", "4K", "-e", "4K", "-n", "100000000", "--identity", &node, "--job", "vision"];
     let mut running = bench_rank(&rack.addr, 0, 1, &long);
-    await_that("it runs", || running.out().contains('#'));
-    let told = join(&root, "vision");
-    assert!(told.failed(3).contains("may not join job \"vision\""), "{told:?}");
-    let told = join(&rack, "other");
-    assert!(told.failed(3).contains("may not join job \"other\""), "{told:?}");
-    let told = join(&rack, "speech");
-    let told = told.failed(3);
-    assert!(told.contains("may not join job \"speech\""), "{told}");
-    assert!(told.contains(&root.addr), "it says who refused: {told}");
+    await_that("the rank runs", || running.out().contains('#'));
+    let ended = join(&root, "vision");
+    assert!(ended.failed(3).contains("may not join job \"vision\""), "{ended:?}");
+    let ended = join(&rack, "other");
+    assert!(ended.failed(3).contains("may not join job \"other\""), "{ended:?}");
+    let ended = join(&rack, "speech");
+    let ended = ended.failed(3);
+    assert!(ended.contains("may not join job \"speech\""), "{ended}");
+    assert!(ended.contains(&root.addr), "the message must name the root: {ended}");
 
     std::fs::write(&above, rule("rack-*", &["vision", "speech"])).unwrap();
     signal(root.process.id(), "HUP");
-    await_that("it is reloaded", || root.process.out().contains("configuration reloaded"));
+    await_that("the configuration is reloaded", || {
+        root.process.out().contains("configuration reloaded")
+    });
     join(&rack, "speech").ok();
     let elsewhere = rule("node", &["vision", "speech"]);
     std::fs::write(&below, format!("shards = 2\n{elsewhere}")).unwrap();
     signal(rack.process.id(), "HUP");
-    let shards = "restart the aggregator to apply the changes of shards";
-    await_that("the rest is named", || rack.process.err().contains(shards));
+    let shards = "restart the aggregator to apply the changes to shards";
+    await_that("the key that needs a restart is named", || rack.process.err().contains(shards));
     join(&rack, "speech").ok();
-    assert!(running.runs(), "a job that runs is left alone");
+    assert!(running.runs(), "a reload must not end a running job");
 }

@@ -1,4 +1,4 @@
-//! Tests of the program as users run it: processes, files, exit codes, messages, and real network
+//! Tests of `racksum` as users run it: processes, files, exit codes, messages, and real network
 //! namespaces where available.
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Two hosts and a wire between them, as network namespaces, for MTUs, segmentation and multicast
-//! that loopback cannot show.
+//! Tests of MTUs, segmentation and multicast, which loopback cannot show. Two network namespaces
+//! with a wire between them serve as hosts.
 
 use std::process::Command;
 
@@ -12,14 +12,14 @@ struct Hosts {
 }
 
 impl Hosts {
-    /// Creates the hosts; the error says why it cannot.
+    /// Creates the hosts; the error says why they cannot be created.
     fn make(name: &str, mtu: u32) -> Result<Self, String> {
         let hosts = Self { name: format!("rs{}{name}", std::process::id()) };
         let [a, b] = [hosts.of('a'), hosts.of('b')];
         let mtu = mtu.to_string();
         ip(&["netns", "add", &a])?;
         ip(&["netns", "add", &b])?;
-        // Both ends can have the same name, because they lie in different namespaces.
+        // Both ends can have the same name, because they are in different namespaces.
         let pair = ["link", "add", "wire", "mtu", &mtu, "netns", &a, "type", "veth", "peer"];
         ip(&[&pair[..], &["name", "wire", "mtu", &mtu, "netns", &b]].concat())?;
         for (host, last) in [(&a, 1), (&b, 2)] {
@@ -77,19 +77,22 @@ impl Drop for Hosts {
 }
 
 pub(crate) fn ip(args: &[&str]) -> Result<(), String> {
-    let said = Command::new("ip").args(args).output().map_err(|error| format!("no ip: {error}"))?;
-    if said.status.success() {
+    let output = Command::new("ip")
+        .args(args)
+        .output()
+        .map_err(|error| format!("cannot run `ip`: {error}"))?;
+    if output.status.success() {
         return Ok(());
     }
-    Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&said.stderr).trim()))
+    Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
 }
 
-/// Creates the hosts; reports a skip and returns `None` where it cannot.
+/// Creates the hosts; if that fails, reports a skip and returns `None`.
 fn hosts(name: &str, mtu: u32) -> Option<Hosts> {
     match Hosts::make(name, mtu) {
         Ok(hosts) => Some(hosts),
         Err(why) => {
-            racksum_test_report::skip(&format!("network namespaces take root and iproute2: {why}"));
+            racksum_test_report::skip(&format!("network namespaces need root and iproute2: {why}"));
             None
         }
     }
@@ -147,18 +150,18 @@ fn captured_gradients_are_reduced_between_hosts() {
 #[test]
 fn a_wire_that_loses_and_reorders_changes_no_sum() {
     let Some(hosts) = hosts("l", 1500) else { return };
-    // The wire itself loses packets in both directions, and not the program.
+    // The wire loses packets in both directions; the program drops none itself.
     for side in ['a', 'b'] {
         let netem = ["netem", "delay", "1ms", "500us", "loss", "2%", "duplicate", "1%"];
         let qdisc = ["qdisc", "add", "dev", "wire", "root"];
         let tc = Command::new("tc").args(["-n", &hosts.of(side)]).args(qdisc).args(netem).output();
         match tc {
-            Ok(said) if said.status.success() => {}
-            Ok(said) => {
-                let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
-                return racksum_test_report::skip(&format!("this kernel has no netem: {why}"));
+            Ok(output) if output.status.success() => {}
+            Ok(output) => {
+                let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+                return racksum_test_report::skip(&format!("cannot add a netem queue: {why}"));
             }
-            Err(error) => return racksum_test_report::skip(&format!("there is no tc: {error}")),
+            Err(error) => return racksum_test_report::skip(&format!("cannot run `tc`: {error}")),
         }
     }
     for fanout in ["unicast", "multicast"] {
@@ -210,12 +213,12 @@ fn without_insecure_nothing_beyond_loopback_is_served_or_called() {
 #[test]
 fn all_ranks_on_one_host_need_its_loopback_interface_and_proc() {
     let bench = ["bench", "-b", "4K", "-e", "4K", "-n", "1", "-w", "0"];
-    for (unshared, script, told) in [
+    for (unshared, script, advice) in [
         ("-n", "true", "; run `ip link set lo up`"),
         ("-m", "umount -l /proc", "; run `mount -t proc proc /proc`"),
     ] {
         let Some(ended) = unsharing(unshared, script, &bench) else { return };
-        assert!(ended.failed(3).ends_with(told), "{ended:?}");
+        assert!(ended.failed(3).ends_with(advice), "{ended:?}");
     }
 }
 
@@ -232,13 +235,14 @@ fn a_host_without_a_way_to_the_aggregator_says_so() {
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
 }
 
-/// Runs the program in new namespaces, after a script; returns `None` if that needs root.
+/// Runs a script and then the program in new namespaces. Returns `None` if the user may not create
+/// namespaces.
 fn unsharing(unshared: &str, script: &str, args: &[&str]) -> Option<Ended> {
     let script = format!("{script}; exec {RACKSUM} \"$@\"");
     let shell = [&[unshared, "sh", "-c", &script, "sh"][..], args].concat();
     let ended = Process::spawn(Command::new("unshare").args(shell)).end(60);
     if ended.err.starts_with("unshare: ") {
-        racksum_test_report::skip(&format!("namespaces take root: {}", ended.err));
+        racksum_test_report::skip(&format!("namespaces need root: {}", ended.err));
         return None;
     }
     Some(ended)

@@ -1,4 +1,4 @@
-//! Noise at every UDP port of every process of a job does not change the sums.
+//! Random datagrams to every UDP port of every process of a job do not change the sums.
 
 use std::collections::BTreeSet;
 use std::net::UdpSocket;
@@ -33,7 +33,7 @@ fn noise_at_every_port_of_a_running_job_changes_no_sum() {
     let flags = ["-b", "1M", "-e", "1M", "-n", "60", "--density", "0.5", "--shards", "2"];
     let mut parent =
         Process::start(&[&["bench", "--workers", "3", "--fanout", "unicast"][..], &flags].concat());
-    // The aggregator has control and data ports; each rank has a control and a data port.
+    // The aggregator has one control port and two data ports; each rank has one port of each kind.
     await_that("all ports are open", || {
         let all = parent.children().into_iter().chain([parent.id()]);
         all.map(|id| ports(id).len()).sum::<usize>() >= 3 + 3 * 2
@@ -54,7 +54,7 @@ fn noise_at_every_port_of_a_running_job_changes_no_sum() {
                 datagram[3] %= 11;
             }
             for port in &targets {
-                // A process that has ended answers with an error, which is fine.
+                // Ignore errors: the process may have ended.
                 noise.send_to(&datagram, ("127.0.0.1", *port)).unwrap_or(0);
                 sent += 1;
             }

@@ -1,5 +1,5 @@
-//! Two hosts behind two routers, as network namespaces. The middle link has a smaller MTU than both
-//! ends, or a firewall blocks data.
+//! Two hosts with two routers between them, as network namespaces. The middle link has a smaller
+//! MTU than both ends, or a firewall blocks data.
 
 use std::process::Command;
 
@@ -7,7 +7,7 @@ use crate::namespaces::ip;
 use crate::ports::own_port;
 use crate::process::{Ended, Process, RACKSUM, Serving};
 
-/// The hosts and the routers between them, in order.
+/// Names of the hosts and of the routers between them, in order.
 const NAMES: [&str; 4] = ["a", "m", "n", "b"];
 /// The aggregator's address.
 const AGGREGATOR: &str = "10.81.0.1";
@@ -18,8 +18,8 @@ struct Chain {
 }
 
 impl Chain {
-    /// Creates the chain with an MTU of `middle_mtu` between the routers; the error says why it
-    /// cannot.
+    /// Creates the chain with an MTU of `middle_mtu` between the routers; the error says why that
+    /// fails.
     fn make(name: &str, middle_mtu: u32) -> Result<Self, String> {
         let chain = Self { name: format!("rp{}{name}", std::process::id()) };
         for name in NAMES {
@@ -72,7 +72,7 @@ impl Chain {
         self.start("b", &[&["bench"], &rank[..], &sizes, flags].concat()).end(60)
     }
 
-    /// Makes a router drop UDP packets that match a rule.
+    /// Makes router `m` drop UDP packets that match a rule.
     fn drop_what(&self, matches: &[&str]) {
         let rule = ["-n", &self.of("m"), "rule", "add", "ipproto", "udp"];
         ip(&[&rule[..], matches, &["blackhole"]].concat()).unwrap();
@@ -88,12 +88,12 @@ impl Drop for Chain {
     }
 }
 
-/// Creates the chain; prints a skip and returns `None` where it cannot.
+/// Creates the chain; if that fails, reports a skip and returns `None`.
 fn chain(name: &str, middle_mtu: u32) -> Option<Chain> {
     match Chain::make(name, middle_mtu) {
         Ok(chain) => Some(chain),
         Err(why) => {
-            eprintln!("skipped: network namespaces take root and iproute2: {why}");
+            racksum_test_report::skip(&format!("network namespaces need root and iproute2: {why}"));
             None
         }
     }
@@ -107,18 +107,18 @@ fn a_path_that_is_narrow_in_the_middle_is_used_as_it_is() {
         let ended = chain.bench(&serving, &[]).ok();
         // wire: W-76
         // 1400 bytes less the headers of IPv4 and UDP.
-        let told = "passes datagrams of 1372 bytes, but the interface 1472";
-        assert_eq!(ended.err.matches(told).count(), 1, "{ended:?}");
+        let expected = "passes datagrams of 1372 bytes, but the interface allows 1472";
+        assert_eq!(ended.err.matches(expected).count(), 1, "{ended:?}");
         // An MTU that the user sets is not lowered silently.
         let why = chain.bench(&serving, &["--mtu", "1500"]);
         let why = why.failed(3).to_owned();
         let port = serving.port().parse::<u16>().unwrap() + 1;
         let data_port = format!("{AGGREGATOR}:{port} (UDP)");
-        let told = format!(
+        let expected = format!(
             "datagrams of 1472 bytes do not arrive at the aggregator's data port {data_port}, but \
              those of 1372 bytes do"
         );
-        assert!(why.starts_with(&told), "{why}");
+        assert!(why.starts_with(&expected), "{why}");
         chain.bench(&serving, &["--mtu", "1400"]).ok();
     }
 }

@@ -1,4 +1,5 @@
-//! Processes of the program. Tests end them in time and never leave one behind.
+//! Processes that tests start. A test fails if its process does not end in time. The processes that
+//! remain are killed when the test ends.
 
 use std::io::{BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -32,15 +33,15 @@ impl Ended {
     /// Checks the exit code and that the user sees one sentence; returns the sentence.
     pub(crate) fn failed(&self, code: i32) -> &str {
         assert_eq!(self.code, Some(code), "{self:?}");
-        let told: Vec<_> = self
+        let sentences: Vec<_> = self
             .err
             .lines()
             .filter_map(|line| line.strip_prefix("racksum: "))
             .filter(|line| !line.starts_with("warning: "))
             .collect();
-        assert_eq!(told.len(), 1, "{self:?}");
+        assert_eq!(sentences.len(), 1, "{self:?}");
         assert!(!self.err.contains("panicked"), "{self:?}");
-        told[0]
+        sentences[0]
     }
 }
 
@@ -69,7 +70,7 @@ impl Reader {
             };
             for byte in BufReader::new(pipe).bytes() {
                 line.push(byte.unwrap());
-                // On a terminal, a line that is redrawn ends with a carriage return.
+                // On a terminal, a carriage return precedes each redraw of a line.
                 if line.ends_with(b"\n") || line.ends_with(b"\r") {
                     take(&mut line);
                 }
@@ -99,7 +100,7 @@ impl Process {
         Self::spawn_into(command, Stdio::piped(), Stdio::piped())
     }
 
-    /// Starts a command with other outputs. The test reads only what goes to pipes.
+    /// Starts a command with the given outputs. The test reads only outputs that are pipes.
     pub(crate) fn spawn_into(command: &mut Command, out: Stdio, err: Stdio) -> Self {
         let mut child = command
             .env_remove("RACKSUM_LOG")
@@ -140,7 +141,8 @@ impl Process {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Waits for the process to end within `seconds`, the limit on a quiet machine.
+    /// Waits for the process to end. Panics after `seconds` times [`BUSY`]. `seconds` is the limit
+    /// on a quiet machine.
     pub(crate) fn end(mut self, seconds: u64) -> Ended {
         let clock = Clock::start();
         let start = clock.now();
@@ -148,15 +150,15 @@ impl Process {
             let waited = clock.now().since(start).as_millis();
             assert!(
                 waited < seconds * 1000 * BUSY,
-                "it still runs after {waited} ms: {} {}",
+                "the process still runs after {waited} ms: {} {}",
                 self.out(),
                 self.err.so_far()
             );
             std::thread::sleep(Duration::from_millis(5));
         }
         let code = self.child.wait().unwrap().code();
-        // A grandchild may hold the pipes a little longer.
-        await_that("its pipes are closed", || {
+        // A grandchild may keep the pipes open a little longer.
+        await_that("the pipes of the process are closed", || {
             self.out.thread.is_finished() && self.err.thread.is_finished()
         });
         Ended { code, out: self.out.so_far(), err: self.err.so_far() }
@@ -165,7 +167,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // `kill` fails if the process has ended already.
+        // Ignore errors: the process may have ended already.
         self.child.kill().unwrap_or(());
         drop(self.child.wait());
     }
@@ -185,7 +187,7 @@ pub(crate) fn signal(id: u32, name: &str) {
 /// An aggregator process.
 pub(crate) struct Serving {
     pub(crate) process: Process,
-    /// Address of its control plane, `HOST:PORT`.
+    /// Address of the aggregator's control plane, `HOST:PORT`.
     pub(crate) addr: String,
 }
 
@@ -195,7 +197,7 @@ impl Serving {
         Self::of(Process::start(&args))
     }
 
-    /// Waits until an aggregator serves.
+    /// Waits until the aggregator in `process` serves.
     pub(crate) fn of(mut process: Process) -> Self {
         await_that("the aggregator serves", || {
             assert!(process.runs(), "{}", process.err.so_far());
@@ -207,13 +209,13 @@ impl Serving {
         Self { addr: addr.to_owned(), process }
     }
 
-    /// Stops the aggregator.
+    /// Stops the aggregator, and waits for it to end.
     pub(crate) fn end(self) -> Ended {
         signal(self.process.id(), "TERM");
         self.process.end(20)
     }
 
-    /// Returns the port of its control plane.
+    /// Returns the port of the aggregator's control plane.
     pub(crate) fn port(&self) -> &str {
         self.addr.rsplit_once(':').unwrap().1
     }

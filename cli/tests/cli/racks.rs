@@ -1,4 +1,5 @@
-//! Racks and a root on separate hosts: every rack names the ranks and aggregators that are killed.
+//! Racks and a root on separate hosts: the ranks of every rack name the killed ranks and
+//! aggregators.
 
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ struct Racks {
 }
 
 impl Racks {
-    /// Starts the aggregators; prints the reason and returns `None` if it cannot.
+    /// Starts the aggregators; if that fails, reports a skip and returns `None`.
     fn start(name: &str) -> Option<Self> {
         let cluster = cluster(name, RANKS + 2)?;
         let root = cluster.serve();
@@ -36,9 +37,9 @@ impl Racks {
         self.cluster.ranks_at(&[one, one, other, other], flags)
     }
 
-    /// Waits until no job and no used buffer is left at the root and some of the racks.
+    /// Waits until the root and these racks have no job and no buffer in use.
     fn await_peace(&self, racks: &[u16]) {
-        await_that("all is given back", || {
+        await_that("all jobs have ended and all buffers are free", || {
             let statuses = racks.iter().map(|rack| self.cluster.status_of_rack(*rack));
             statuses.chain([self.cluster.status()]).all(|status| {
                 let [all, free] = ["total", "free"].map(|of| &status["shards"][0]["buffers"][of]);
@@ -48,7 +49,7 @@ impl Racks {
     }
 }
 
-/// Returns how the ranks ended, and after how many milliseconds.
+/// Waits for the ranks to end. Returns their results and the time in milliseconds.
 fn end_all(ranks: Vec<Process>) -> (Vec<Ended>, u64) {
     timed(|| ranks.into_iter().map(|rank| rank.end(30)).collect())
 }
@@ -60,7 +61,7 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     assert_eq!(racks.cluster.status_of_rack(4)["parent"], json!(racks.root.addr));
     // Kill a rank, then the aggregator of the other rack.
     let mut ranks = racks.ranks(&FOREVER);
-    await_that("all see who is where", || {
+    await_that("the root knows the ranks of each rack", || {
         let members = &status()["jobs"][0]["ranks"];
         members[0]["rack"] == json!([0, 1]) && members[1]["rack"] == json!([2, 3])
     });
@@ -79,14 +80,14 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     let (ended, ms) = end_all(ranks);
     for (rank, ended) in ended.iter().enumerate() {
         let why = match rank {
-            0 | 1 => "lost rank 2, 3: its rack's aggregator is gone or ended the job; check the \
+            0 | 1 => "lost rank 2, 3: its rack's aggregator is lost or ended the job; check the \
                       aggregator's log"
                 .to_owned(),
             _ => format!("the session ended: the aggregator {} is gone", racks.racks[1].addr),
         };
         assert_eq!(ended.failed(1), why);
     }
-    time("a killed aggregator of a rack is noticed in all", ms, 3_000);
+    time("a killed aggregator of a rack is noticed in all racks", ms, 3_000);
     racks.await_peace(&RACKS[..1]);
 }
 
@@ -97,7 +98,7 @@ fn a_root_that_is_killed_ends_the_job_in_every_rack_and_they_serve_the_next() {
     std::thread::sleep(Duration::from_millis(300));
     signal(racks.root.process.id(), "KILL");
     let (ended, ms) = end_all(ranks);
-    let why = "the session ended: the parent of the aggregator is gone: ";
+    let why = "the session ended: the aggregator lost its parent: ";
     ended.iter().for_each(|ended| assert!(ended.failed(1).starts_with(why), "{ended:?}"));
     time("a killed root is noticed in all racks", ms, 3_000);
     for rack in RACKS {

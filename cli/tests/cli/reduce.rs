@@ -36,13 +36,13 @@ fn captured_gradients_are_reduced_as_in_f64() {
             (&["--op", "avg"], "avg", 4e-7),
             (&["--op", "min"], "min", 0.0),
             (&["--op", "max"], "max", 0.0),
-            // The error is each rank's rounding and that of the sum.
+            // The error consists of each rank's rounding and the rounding of the sum.
             (&["--wire", "bf16"], "sum", 1.0 / 128.0),
             (&["--wire", "f16", "--op", "avg"], "avg", 1.0 / 1024.0),
         ] {
             let ended = reduce(&files, &out, flags).ok();
             assert!(ended.err.is_empty(), "{ended:?}");
-            // Tiny gradients are not much larger than the smallest f16, so the bound does not hold.
+            // Skip f16: tiny gradients are close to its smallest value, so the bound does not hold.
             if flags.contains(&"f16") {
                 continue;
             }
@@ -99,7 +99,7 @@ fn the_report_counts_what_the_files_hold() {
         assert_eq!((&total["ranks"], &total["rank"]), (&4.into(), &Value::Null));
         assert_eq!(total["out"], Value::from(out));
         for rank in 0..4 {
-            // I3 allows 6 % and a datagram for each op.
+            // I3 allows an excess of 6 %, plus one datagram for each op.
             let room = 1500 * rows.len() as u64;
             let bytes = |key: &str| total[key][rank].as_u64().unwrap();
             let own = bytes("rank_bytes");
@@ -143,9 +143,9 @@ fn every_dtype_and_shape_is_reduced() {
         check(&files, &out, op, 0.0);
     }
     reduce(&files[..1], &out, &[]).ok();
-    assert_eq!(read(&out), read(&files[0]), "the sum of one");
+    assert_eq!(read(&out), read(&files[0]), "the sum of one file must equal the file");
     let narrow = reduce(&files, &out, &["--wire", "bf16"]).ok();
-    // The dtypes f16, i32 and i64 travel as they are.
+    // Wire type bf16 cannot carry f16, i32 or i64, so these tensors keep their own types.
     assert_eq!(narrow.err.matches(" and 2 more keep their own types").count(), 1, "{narrow:?}");
     for (tensor, wire) in [("i32", "i32"), ("i64", "i64"), ("f16", "f16"), ("f32", "bf16")] {
         let row = narrow.out.lines().find(|line| line.starts_with(&format!("{tensor} "))).unwrap();
@@ -155,7 +155,11 @@ fn every_dtype_and_shape_is_reduced() {
     let as_is = |path: &str| read(path).into_iter().filter(|(_, it)| whole.contains(&it.dtype));
     let narrowed: Vec<_> = as_is(&out).collect();
     reduce(&files, &out, &[]).ok();
-    assert_eq!(narrowed, as_is(&out).collect::<Vec<_>>(), "they are not narrowed");
+    assert_eq!(
+        narrowed,
+        as_is(&out).collect::<Vec<_>>(),
+        "tensors that keep their types must keep their bits"
+    );
 }
 
 #[test]
@@ -183,8 +187,8 @@ fn a_result_that_there_is_no_room_for_is_named() {
     let folder = Folder::new("full");
     let file = folder.write("rank", &[("w", Tensor::of(Dtype::F32, &[4096], &[1.0; 4096]))]);
     let out = folder.path("sum");
-    // The limit is on file size; SIGXFSZ ends a process that does not ignore it. The rank's
-    // identity is in memory and stays smaller.
+    // A write beyond the limit on file size fails but does not kill the program, which ignores
+    // SIGXFSZ. The rank's identity, a file in memory, stays below the limit.
     let script = format!("ulimit -f 8; exec {RACKSUM} reduce --out {out} {file}");
     let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
     let why = format!("rank 0: cannot write {out}: File too large");
@@ -243,7 +247,7 @@ fn what_cannot_be_reduced_is_refused_in_a_sentence_and_nothing_is_written() {
         assert_eq!(folder.names(), before);
     }
     for (flags, why) in [
-        (&["--block", "48"][..], "tensor \"a\": a block must have a power of two of"),
+        (&["--block", "48"][..], "tensor \"a\": the number of elements in a block"),
         (&["--wire", "i32"], "tensor \"a\": wire type i32 cannot carry a tensor of f32"),
     ] {
         let ended = reduce(&of(&good), &folder.path("sum"), flags);
@@ -287,13 +291,13 @@ fn tensors_that_the_host_has_no_memory_for_are_refused_before_they_are_read() {
     ] {
         let args = [&["reduce", "--out", &out, &path], member].concat();
         let ended = Process::start(&args).end(10);
-        let why = format!("tensors of at most 8796093022208 bytes of {path} {need}");
+        let why = format!("the tensors of {path} (at most 8796093022208 bytes each) {need}");
         assert!(ended.failed(2).starts_with(&why), "{ended:?}");
         assert_eq!(folder.names(), ["rank"]);
     }
 }
 
-/// Flags of one rank of two, whose aggregator is never called.
+/// Flags of one rank of two, for commands that fail before they call the aggregator.
 const RANK: [&str; 6] = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
 
 /// Starts a reduction of three ranks with so much loss that it runs until a signal ends it.
@@ -317,14 +321,14 @@ fn a_reduction_that_is_interrupted_leaves_nothing() {
         }
         let folder = Folder::new(&format!("interrupted-{name}"));
         let parent = endless(&folder);
-        assert!(has_result_open(&folder, parent.id()), "the result is on its way");
+        assert!(has_result_open(&folder, parent.id()), "the output file must be open");
         signal(parent.id(), name);
         assert_eq!(parent.end(10).code, Some(code));
         assert_eq!(folder.names(), ["rank"]);
     }
 }
 
-/// Returns whether a process has a file of the folder open, other than the ranks' file.
+/// Returns whether a process has any file of the folder open, other than the ranks' file.
 fn has_result_open(folder: &Folder, process: u32) -> bool {
     let (folder, rank) = (folder.path(""), folder.path("rank"));
     let open = std::fs::read_dir(format!("/proc/{process}/fd")).unwrap();
@@ -337,11 +341,11 @@ fn a_reduction_that_is_killed_leaves_nothing() {
     let folder = Folder::new("kill");
     let unnamed = File::options().write(true).custom_flags(libc::O_TMPFILE).open(folder.path(""));
     if unnamed.is_err() {
-        racksum_test_report::skip("the file system has no files without names");
+        racksum_test_report::skip("this file system does not support unnamed files");
         return;
     }
     let parent = endless(&folder);
-    assert!(has_result_open(&folder, parent.id()), "the result is on its way");
+    assert!(has_result_open(&folder, parent.id()), "the output file must be open");
     signal(parent.id(), "KILL");
     parent.end(10);
     assert_eq!(folder.names(), ["rank"]);
@@ -366,7 +370,7 @@ fn a_reduction_under_nohup_outlives_its_terminal() {
         folder.path("sum")
     );
     let first = Process::spawn(Command::new("sh").args(["-c", &script]));
-    await_that("it has joined", || first.err().contains("waiting for ranks"));
+    await_that("the first rank has joined", || first.err().contains("waiting for ranks"));
     signal(first.id(), "HUP");
     rank(&serving, 1, 2, &file, &[]).end(30).ok();
     first.end(30).ok();
@@ -426,7 +430,7 @@ fn ranks_of_a_distributed_run_end_as_those_of_one_host() {
         let lines = lines(&ended);
         let total = lines.last().unwrap();
         assert_eq!((&total["ranks"], &total["rank"]), (&4.into(), &at.into()));
-        // Every rank knows the block counts of all.
+        // Every rank knows the block counts of all ranks.
         assert_eq!(total["rank_blocks"], Value::from(vec![71, 69, 69, 77]));
         assert_eq!(total["union_blocks"], Value::from(79));
         if at != 1 {
@@ -451,7 +455,7 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
     let out = folder.path("sum");
     for (other, flags, why) in [
         (&size, &[][..], "tensor \"b\" differs between ranks: rank "),
-        (&name, &[], "differ in its name or shape"),
+        (&name, &[], "give it different names or shapes"),
         (&shape, &[], "tensor \"b\" differs between ranks: rank "),
         (&fewer, &[], ", but rank "),
         (&one, &["--op", "max"], "the ranks have different --op: rank "),
@@ -469,7 +473,7 @@ fn ranks_with_other_tensors_are_told_which_before_any_is_sent() {
         for ended in results {
             assert!(ended.failed(1).contains(why), "{why}: {ended:?}");
         }
-        time("ranks that disagree are told", ms, 5_000);
+        time("ranks that disagree get an error", ms, 5_000);
         assert_eq!(folder.names(), before);
     }
 }
@@ -484,7 +488,10 @@ fn another_command_with_the_same_job_is_told_from_a_rank_that_disagrees() {
     assert!(ended.failed(1).starts_with(why), "{ended:?}");
     assert!(ended.failed(1).ends_with("; give each command its own --job"), "{ended:?}");
     let ended = benches.end(30);
-    assert!(ended.failed(1).ends_with("and give each other command its own --job"), "{ended:?}");
+    assert!(
+        ended.failed(1).ends_with("and use another --job for every other command"),
+        "{ended:?}"
+    );
 }
 
 #[test]

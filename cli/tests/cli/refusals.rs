@@ -1,4 +1,4 @@
-//! Refusals: one sentence and an exit code that tells usage errors from other failures.
+//! Refusals: each is one sentence, and its exit code tells usage errors from other failures.
 
 use std::net::UdpSocket;
 use std::process::{Command, Stdio};
@@ -13,7 +13,8 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let ended = run(&["aggregator", "--port", &port]);
-    let why = format!("cannot bind 127.0.0.1:{port}: address in use; choose another with --port");
+    let why =
+        format!("cannot bind 127.0.0.1:{port}: address in use; choose another port with --port");
     assert!(ended.failed(3).starts_with(&why), "{ended:?}");
 
     let ended = run(&["aggregator", "--bind", "203.0.113.7", "--insecure"]);
@@ -43,7 +44,10 @@ fn an_aggregator_that_cannot_serve_says_why() {
     let ended = run(&["aggregator", "--config", &config]);
     let why = format!("{config}: line 1: unknown field `prot`, expected one of `bind`, `port`, ");
     assert!(ended.failed(2).starts_with(&why), "{ended:?}");
-    assert!(ended.failed(2).contains("`identity`, `insecure`"), "keys, no flags: {ended:?}");
+    assert!(
+        ended.failed(2).contains("`identity`, `insecure`"),
+        "the error must name keys, not flags: {ended:?}"
+    );
     let ended = run(&["aggregator", "--pool-mib", "1048576"]);
     assert!(ended.failed(2).ends_with("of this host; lower --pool-mib or --shards"), "{ended:?}");
     let ended = run(&["aggregator", "--bind", "224.0.0.1", "--insecure"]);
@@ -82,19 +86,14 @@ fn a_number_of_a_flag_that_is_out_of_its_bounds_is_refused_with_them() {
         ("bench", "--density <DENSITY>", "1.1", "must be a number from 0 to 1"),
         ("bench", "--density <DENSITY>", "NaN", "must be a number from 0 to 1"),
         ("identity issue", "--days <DAYS>", "-1", "must be from 1 to 36500"),
-        (
-            "worker",
-            "--memory <SIZE>",
-            "0",
-            "0 bytes are too few for the memory that ranks share; give 1M",
-        ),
+        ("worker", "--memory <SIZE>", "0", "0 B is too little memory for ranks to share; give 1M"),
     ] {
         let (name, _) = flag.split_once(' ').unwrap();
         let command: Vec<_> = command.split(' ').collect();
         let ended = run(&[&command[..], &[name, wrong]].concat());
         assert_eq!((ended.code, &ended.out[..]), (Some(2), ""), "{ended:?}");
-        let told = format!("error: invalid value '{wrong}' for '{flag}': {bounds}");
-        assert!(ended.err.starts_with(&told), "{ended:?}");
+        let expected = format!("error: invalid value '{wrong}' for '{flag}': {bounds}");
+        assert!(ended.err.starts_with(&expected), "{ended:?}");
     }
 }
 
@@ -129,7 +128,7 @@ fn a_limit_on_memory_that_is_too_small_is_said_in_a_sentence() {
     let ended = limited(600_000, "bench --workers 1 -e 4K --shards 2");
     assert!(ended.failed(2).contains("; lower --shards, or raise"), "{ended:?}");
     let ended = limited(2_000_000, "bench -b 1900M -e 1900M --workers 1 -n 1");
-    // The rank reports the error, and the benchmark reports that its rank has ended.
+    // The benchmark prints the error that its rank reported.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(
         ended.err.contains("racksum: rank 0: cannot allocate a tensor of 1992294400 bytes; "),
@@ -142,7 +141,7 @@ fn a_configuration_that_is_a_pipe_is_refused_and_may_be_read_again_later() {
     let folder = Folder::new("pipe");
     let config = folder.path("racksum.toml");
     let pipe = || {
-        // No process writes to the pipe.
+        // No process writes to the pipe, so a read would block.
         assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
     };
     let why = format!("cannot read {}: not a regular file", config);
@@ -160,7 +159,9 @@ fn a_configuration_that_is_a_pipe_is_refused_and_may_be_read_again_later() {
     std::fs::remove_file(&config).unwrap();
     std::fs::write(&config, "max_jobs = 5\n").unwrap();
     signal(serving.process.id(), "HUP");
-    await_that("it is reloaded", || serving.process.out().contains("configuration reloaded"));
+    await_that("the configuration is reloaded", || {
+        serving.process.out().contains("configuration reloaded")
+    });
     serving.end();
 }
 
@@ -288,7 +289,7 @@ fn a_rank_that_finds_no_aggregator_says_so() {
 fn an_aggregator_that_starts_after_its_ranks_is_found() {
     let port = own_port().to_string();
     let rank = bench_rank(&format!("127.0.0.1:{port}"), 0, 1, &["-e", "4K"]);
-    await_that("the rank says that it retries", || rank.err().contains("retrying"));
+    await_that("the rank logs that it retries", || rank.err().contains("retrying"));
     let args = ["aggregator", "--port", &port, "--pool-mib", "64"];
     let _serving = Serving::of(Process::start(&args));
     let ended = rank.end(60).ok();
@@ -307,7 +308,7 @@ fn the_next_aggregator_has_its_share_of_a_short_time() {
 fn who_waits_for_room_is_not_told_to_wait() {
     let serving = Serving::start(&["--max-jobs", "1"]);
     let holds = bench_rank(&serving.addr, 0, 2, &["--log", "info"]);
-    await_that("it has joined", || holds.err().contains("waiting for ranks"));
+    await_that("the first rank has joined", || holds.err().contains("waiting for ranks"));
     let flags = ["--job", "two", "--join-timeout", "2"];
     let refused = bench_rank(&serving.addr, 0, 1, &flags).end(30);
     assert!(refused.failed(3).contains("; try again later, set --wait, or ask "), "{refused:?}");
@@ -328,14 +329,14 @@ fn ranks_that_name_aggregators_in_other_orders_are_told_so() {
         };
         [rank(0), rank(1)].map(|rank| rank.end(30))
     };
-    // At least one of the two gets the reason; the other may have left by then.
+    // At least one of the two ranks prints the reason; the other may have ended earlier.
     let spread = pair([format!("{one}+{two}"), format!("{two}+{one}")]);
     let order = "the same aggregators in the same order";
     assert!(spread.iter().any(|ended| ended.err.contains(order)), "{spread:?}");
     for ended in pair([format!("{one},{two}"), format!("{two},{one}")]) {
         let why = ended.failed(1);
         assert!(why.contains(" had not joined"), "{why}");
-        assert!(why.ends_with("the same aggregators, in the same order?"), "{why}");
+        assert!(why.ends_with(order), "{why}");
     }
 }
 
@@ -353,7 +354,7 @@ fn a_standby_that_no_rank_names_is_refused() {
         assert!(start(&both, &standby).failed(2).starts_with(&why));
     }
     let why = format!(
-        "cannot start the standby: cannot bind {}: address in use; choose another with --s",
+        "cannot start the standby: cannot bind {}: address in use; choose another port with --s",
         serving.addr
     );
     let ended = start(&both, &serving.addr);
@@ -383,10 +384,10 @@ fn a_rank_that_does_not_fit_says_why() {
     let serving = Serving::start(&["--log", "info"]);
     let rank = |rank, world, flags: &[&str]| bench_rank(&serving.addr, rank, world, flags);
     let ended = rank(2, 2, &[]).end(30);
-    let why = "rank 2 must be below the world of 2; ranks count from 0";
+    let why = "rank 2 must be below the number of ranks, 2; ranks count from 0";
     assert_eq!(ended.failed(2), why);
     let first = rank(0, 2, &["-e", "4K"]);
-    await_that("it has joined", || serving.process.err().contains("rank joined"));
+    await_that("the first rank has joined", || serving.process.err().contains("rank joined"));
     let second = rank(0, 2, &["-e", "4K", "--join-timeout", "3"]);
     let wrong = rank(1, 3, &["-e", "4K", "--join-timeout", "3"]);
     let refused = wrong.end(30);
@@ -410,10 +411,10 @@ fn a_world_that_stays_incomplete_names_who_is_missing() {
     let ranks = [0, 3].map(|rank| bench_rank(&serving.addr, rank, 4, &["--join-timeout", "2"]));
     for ended in ranks.map(|rank| rank.end(30)) {
         let why = ended.failed(1);
-        // The other rank may have left a moment before.
+        // The other rank may have left a moment earlier.
         let whom = ["1, 2", "0, 1, 2", "1, 2, 3"];
-        let told = whom.map(|whom| format!("after 2 s ranks {whom} had not joined"));
-        assert!(told.contains(&why.to_owned()), "{why}");
+        let expected = whom.map(|whom| format!("after 2 s ranks {whom} had not joined"));
+        assert!(expected.contains(&why.to_owned()), "{why}");
     }
 }
 
@@ -467,7 +468,7 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
         (&["-b", "1", "-e", "1"], "-b must be at least 4 bytes, one element of f32, not 1"),
         (&["-b", "7", "-d", "f64"], "-b must be at least 8 bytes, one element of f64, not 7"),
         (&["-i", "0"], "-i must be at least 1"),
-        (&["--block", "100"], "a power of two of elements, from 32 to 1024, not 100"),
+        (&["--block", "100"], "a block must be a power of two from 32 to 1024, not 100"),
         (&["-d", "i32", "--wire", "int8"], "wire type int8 cannot carry a tensor of i32"),
         (&["--overlap", "none", "--density", "0.3"], "at most 0.250 of the blocks, not 0.3"),
         (&["--overlap", "none"], "at most 0.250 of the blocks, not 1; lower --density"),
@@ -518,10 +519,10 @@ fn a_benchmark_says_whose_figures_it_shows() {
     let ranks = [0, 1].map(|rank| bench_rank(&serving.addr, rank, 2, &flags));
     for (rank, process) in ranks.into_iter().enumerate() {
         let out = process.end(30).ok().out;
-        assert!(out.contains(&format!("all figures are rank {rank}'s alone")), "{out}");
+        assert!(out.contains(&format!("all figures are for rank {rank} only")), "{out}");
     }
     let all = run(&[&["bench", "--workers", "2"], &flags[..]].concat()).ok().out;
-    assert!(all.contains("time is the slowest rank's"), "{all}");
+    assert!(all.contains("time is that of the slowest rank"), "{all}");
 }
 
 #[test]
@@ -573,7 +574,7 @@ fn a_reader_that_is_gone_is_no_panic() {
     drop(child.stdout.take());
     let ended = child.wait_with_output().unwrap();
     let err = String::from_utf8(ended.stderr).unwrap();
-    // The program ends silently, like a process that SIGPIPE ends.
+    // The program ends silently, as if SIGPIPE had ended it.
     assert_eq!((ended.status.code(), &err[..]), (Some(141), ""));
 }
 

@@ -37,11 +37,11 @@ impl Sidecar {
     fn spawn(folder: &Folder, name: &str, flags: &[&str], command: &mut Command) -> Self {
         let socket = folder.path(name);
         let process = Process::spawn(command.args(["worker", "--socket", &socket]).args(flags));
-        await_that("it serves", || process.out().contains("racksum worker at "));
+        await_that("the sidecar serves", || process.out().contains("racksum worker at "));
         Self { process, socket }
     }
 
-    /// Starts to connect a rank of a job that has `local` ranks on this host.
+    /// Starts connecting a rank of a job that has `local` ranks on this host.
     fn rank(&self, rank: u16, (local, world): (u16, u16)) -> JoinHandle<Client> {
         let socket = format!("unix:{}", self.socket);
         let local_world = Some(local);
@@ -50,7 +50,7 @@ impl Sidecar {
         std::thread::spawn(move || Client::connect(&options).unwrap())
     }
 
-    /// Connects all ranks of a job of this host.
+    /// Connects all ranks of a job that runs only on this host.
     fn ranks<const WORLD: usize>(&self) -> [Client; WORLD] {
         let world = u16::try_from(WORLD).unwrap();
         let mut rank = 0..world;
@@ -58,7 +58,7 @@ impl Sidecar {
         [(); WORLD].map(start).map(|rank| rank.join().unwrap())
     }
 
-    /// Asks for the sidecar's status as a user.
+    /// Queries the sidecar's status as the given user.
     fn status_as(&self, user: u32) -> Ended {
         let mut command = Command::new(RACKSUM);
         let status = command.args(["status", &format!("unix:{}", self.socket)]).uid(user);
@@ -69,7 +69,7 @@ impl Sidecar {
         run(&[&["status", &format!("unix:{}", self.socket)], flags].concat()).ok().out
     }
 
-    fn told(&self) -> Value {
+    fn status_json(&self) -> Value {
         serde_json::from_str(&self.status(&["--format", "json"])).unwrap()
     }
 }
@@ -104,7 +104,7 @@ fn the_status_of_a_sidecar_says_whether_it_knows_its_aggregator() {
         ("unknown", &["--aggregator", "127.0.0.1:9", "--insecure"], true),
     ] {
         let sidecar = Sidecar::start(&folder, name, flags);
-        assert_eq!(sidecar.told()["insecure"], is_insecure);
+        assert_eq!(sidecar.status_json()["insecure"], is_insecure);
         assert_eq!(sidecar.status(&[]).contains(", INSECURE: "), is_insecure);
     }
 }
@@ -114,32 +114,35 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
     let folder = Folder::new("sidecar-status");
     let sidecar = Sidecar::start(&folder, "socket", &["--memory", "1M", "--max-ranks", "5"]);
     let first = sidecar.rank(0, (2, 2));
-    await_that("it has joined", || sidecar.told()["jobs"][0]["awaited"] == 1);
+    await_that("the first rank has joined", || sidecar.status_json()["jobs"][0]["awaited"] == 1);
     assert!(sidecar.status(&[]).contains("gathering, 2 of 2 ranks here"));
     let second = sidecar.rank(1, (2, 2));
     let [first, second] = [first, second].map(|rank| rank.join().unwrap());
     let lent = first.lend(4096).unwrap();
     let handle = first.submit(vec![0u8; 4], one()).unwrap();
-    await_that("a second has passed", || {
-        sidecar.told()["jobs"][0]["stalled_ms"].as_u64().is_some_and(|stalled| stalled > 1000)
+    await_that("an op has waited for more than a second", || {
+        sidecar.status_json()["jobs"][0]["stalled_ms"]
+            .as_u64()
+            .is_some_and(|stalled| stalled > 1000)
     });
-    let job = &sidecar.told()["jobs"][0];
+    let job = &sidecar.status_json()["jobs"][0];
     assert_eq!((&job["state"], &job["awaited_ops"]), (&"running".into(), &1.into()), "{job}");
     assert_eq!(job["ranks"][1]["behind"], true, "{job}");
     assert_eq!(job["ranks"][0]["lent_bytes"], 4100, "{job}");
     let text = sidecar.status(&[]);
-    for told in [
+    for expected in [
         "1 of 64 jobs, 2 of 5 ranks, 4100 of 1048576 B of memory",
-        "; 1 op called by some ranks; waits for rank 1 since ",
+        "; 1 op called by some ranks; has waited ",
+        " ms for rank 1",
         "BEHIND",
     ] {
-        assert!(text.contains(told), "{text}");
+        assert!(text.contains(expected), "{text}");
     }
     let other = second.submit(vec![0u8; 4], one()).unwrap();
     handle.wait().unwrap();
     other.wait().unwrap();
     drop((first, second, lent));
-    await_that("all is given back", || sidecar.told()["memory"]["used"] == 0);
+    await_that("all memory is released", || sidecar.status_json()["memory"]["used"] == 0);
     let none = run(&["status", &format!("unix:{}", folder.path("none"))]);
     assert!(
         none.failed(3).contains("check that the path is the --socket of a racksum worker"),
@@ -159,7 +162,7 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
     let folder = Folder::new("sidecar-drains");
     let notified = UnixDatagram::bind(folder.path("notify")).unwrap();
     notified.set_read_timeout(Some(PATIENCE)).unwrap();
-    let told = || {
+    let next_state = || {
         let mut state = [0; 64];
         let len = notified.recv(&mut state).unwrap();
         String::from_utf8_lossy(&state[..len]).into_owned()
@@ -167,17 +170,17 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
     let mut command = Command::new(RACKSUM);
     command.env("NOTIFY_SOCKET", folder.path("notify"));
     let sidecar = Sidecar::spawn(&folder, "socket", &[], &mut command);
-    assert_eq!(told(), "READY=1");
+    assert_eq!(next_state(), "READY=1");
     let [rank] = sidecar.ranks();
     signal(sidecar.process.id(), "TERM");
-    assert_eq!(told(), "STOPPING=1");
-    await_that("it drains", || sidecar.told()["draining"] == true);
+    assert_eq!(next_state(), "STOPPING=1");
+    await_that("the sidecar drains", || sidecar.status_json()["draining"] == true);
     let handle = rank.submit(vec![0u8; 4], one()).unwrap();
     handle.wait().unwrap();
     rank.close();
     let ended = sidecar.process.end(10).ok();
     assert!(
-        ended.out.contains("is draining: 1 job is to end; another signal stops it"),
+        ended.out.contains("is draining: waiting for 1 job to end; another signal stops it"),
         "{ended:?}"
     );
     assert!(!std::fs::exists(&sidecar.socket).unwrap());
@@ -187,7 +190,9 @@ fn a_sidecar_that_is_told_to_stop_serves_its_jobs_to_their_end() {
 fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     let (sidecar_user, rank_user) = (1234, 1235);
     if Command::new(RACKSUM).arg("--version").uid(sidecar_user).output().is_err() {
-        return racksum_test_report::skip("this takes root, and a program that all users may run");
+        return racksum_test_report::skip(
+            "this test needs root, and a program that all users may run",
+        );
     }
     let folder = Folder::new("sidecar-users");
     let at = folder.path("pod");
@@ -223,9 +228,9 @@ fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
     let sidecar = Sidecar::start(&folder, "socket", &[]);
     let ranks: [_; 2] = sidecar.ranks();
     let handle = ranks[0].submit(vec![0u8; 4], one()).unwrap();
-    // SIGINT stands for Ctrl-C, and SIGQUIT for the end of the terminal.
+    // A terminal sends SIGINT at Ctrl-C, and SIGQUIT at Ctrl-\.
     signal(sidecar.process.id(), "INT");
-    await_that("it drains", || sidecar.process.out().contains("is draining"));
+    await_that("the sidecar drains", || sidecar.process.out().contains("is draining"));
     signal(sidecar.process.id(), "QUIT");
     let why = handle.wait().unwrap_err().to_string();
     assert!(why.contains("no aggregator is left: the sidecar at"), "{why}");
@@ -247,14 +252,8 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
         (&["--threads", "99999"], "must be from 1 to 1024"),
         (&["--max-jobs", "0"], "must be from 1 to 262144"),
         (&["--max-ranks", "18446744073709551615"], "must be from 1 to 262144"),
-        (
-            &["--memory", "0"],
-            "0 bytes are too few for the memory that ranks share; give 1M or more",
-        ),
-        (
-            &["--memory", "1K"],
-            "1024 bytes are too few for the memory that ranks share; give 1M or more",
-        ),
+        (&["--memory", "0"], "0 B is too little memory for ranks to share; give 1M or more"),
+        (&["--memory", "1K"], "1024 B is too little memory for ranks to share; give 1M or more"),
         (&["--wait"], "--aggregator <HOSTS>"),
         (&["--insecure"], "--aggregator <HOSTS>"),
         (&["--identity", "node.pem"], "--aggregator <HOSTS>"),
@@ -271,7 +270,7 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
 }
 
-/// Starts a sidecar as systemd does; the test keeps the socket open.
+/// Starts a sidecar on a socket that the test opened and keeps open, as systemd would.
 fn activate(socket: &Listener, flags: &str) -> Child {
     let start = format!(
         "exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec {RACKSUM} worker {flags}"
@@ -323,19 +322,19 @@ fn aggregators_that_are_killed_cost_a_job_of_two_hosts_no_bit() {
         }
         for kill in 0..6 {
             let before = least();
-            await_that("ops end", || least() > before);
+            await_that("ops complete", || least() > before);
             std::thread::sleep(Duration::from_millis(kill * 37 % 100));
             let at = usize::try_from(kill % 2).unwrap();
             signal(serving[at].process.id(), "KILL");
             let before = least();
-            await_that("ops end elsewhere", || least() > before + 1);
+            await_that("ops complete at the other aggregator", || least() > before + 1);
             serving[at] = serve(ports[at]);
         }
         stop.store(1, SeqCst);
     });
 }
 
-/// Sums the same tensor again and again, and checks that the bits of the sum stay the same.
+/// Sums the same tensor until `stop` is set, and checks that the bits of the sum stay the same.
 fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
     const ELEMENTS: u64 = 1 << 20;
     let value = |i: u64| (i % 1013) as f32 * 1.7f32.powi(i32::from(rank)) + 0.1;
@@ -343,15 +342,15 @@ fn sum_until(client: &Client, rank: u16, ended: &AtomicU64, stop: &AtomicU64) {
     let mut expected = Vec::new();
     loop {
         let handle = client.submit(input.clone(), Descriptor::sum(ELEMENTS, DType::F32)).unwrap();
-        let sum = handle.wait().unwrap_or_else(|error| panic!("{rank}: {error}")).tensor;
+        let sum = handle.wait().unwrap_or_else(|error| panic!("rank {rank}: {error}")).tensor;
         if expected.is_empty() {
             expected.clone_from(&sum);
         }
-        assert!(sum == expected, "rank {rank}: other bits");
+        assert!(sum == expected, "rank {rank}: the bits of the sum have changed");
         ended.fetch_add(1, SeqCst);
-        // This op makes all ranks stop after the same op.
-        let told = stop.load(SeqCst).to_le_bytes().to_vec();
-        let handle = client.submit(told, Descriptor::sum(1, DType::I64)).unwrap();
+        // This op distributes `stop`, so that all ranks end after the same op.
+        let flag = stop.load(SeqCst).to_le_bytes().to_vec();
+        let handle = client.submit(flag, Descriptor::sum(1, DType::I64)).unwrap();
         if handle.wait().unwrap().tensor != [0; 8] {
             return;
         }

@@ -1,4 +1,4 @@
-//! The status of an aggregator.
+//! Tests of `racksum status` for aggregators.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -13,7 +13,7 @@ use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
 use crate::waits::await_that;
 
 /// Returns the status as JSON.
-pub(crate) fn told(socket: &str) -> Value {
+pub(crate) fn status_of(socket: &str) -> Value {
     serde_json::from_str(&run(&["status", socket, "--format", "json"]).ok().out).unwrap()
 }
 
@@ -23,8 +23,8 @@ fn a_rank_that_holds_up_a_job_is_named_with_how_long() {
     let socket = folder.path("status.sock");
     let serving = Serving::start(&["--status-socket", &socket]);
     let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
-    assert_eq!(mode & 0o777, 0o600, "only its owner may open it");
-    assert_eq!(told(&socket)["jobs"].as_array().unwrap().len(), 0);
+    assert_eq!(mode & 0o777, 0o600, "only the owner may connect to the socket");
+    assert_eq!(status_of(&socket)["jobs"].as_array().unwrap().len(), 0);
     let flags = ["-b", "1M", "-e", "1M", "-n", "1000000", "--job", "stuck", "--generation", "7"];
     let ranks: Vec<_> = (0..3).map(|rank| bench_rank(&serving.addr, rank, 3, &flags)).collect();
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
@@ -34,21 +34,25 @@ fn a_rank_that_holds_up_a_job_is_named_with_how_long() {
         let behind = job["ranks"].as_array().unwrap().iter().filter(behind);
         behind.map(|rank| rank["rank"].as_u64().unwrap()).collect::<Vec<_>>()
     };
-    await_that("a second has passed", || {
-        told(&socket)["jobs"][0]["stalled_ms"].as_u64().is_some_and(|stalled| stalled > 1000)
+    await_that("an op has waited for more than a second", || {
+        status_of(&socket)["jobs"][0]["stalled_ms"].as_u64().is_some_and(|stalled| stalled > 1000)
     });
-    let job = &told(&socket)["jobs"][0];
+    let job = &status_of(&socket)["jobs"][0];
     assert_eq!((&job["job"], &job["generation"]), (&"stuck".into(), &7.into()), "{job}");
     assert_eq!((&job["state"], behind(job)), (&"running".into(), vec![1]), "{job}");
     assert!(job["ranks"][1]["silent_ms"].as_u64().unwrap() > 900, "{job}");
     assert!(job["ranks"][0]["next_op"].as_u64().unwrap() > 0, "{job}");
     let text = run(&["status", &socket]).ok().out;
     assert!(text.contains("job \"stuck\", generation 7, number "), "{text}");
-    assert!(text.contains("; waits for rank 1 since ") && text.contains("BEHIND"), "{text}");
+    assert!(text.contains("; has waited ") && text.contains(" ms for rank 1"), "{text}");
+    assert!(text.contains("BEHIND"), "{text}");
     signal(ranks[1].id(), "CONT");
     drop(ranks);
     serving.end().ok();
-    assert!(!std::fs::exists(&socket).unwrap(), "it is removed at the end");
+    assert!(
+        !std::fs::exists(&socket).unwrap(),
+        "the aggregator must remove its socket when it ends"
+    );
 }
 
 #[test]
@@ -57,10 +61,10 @@ fn a_job_that_gathers_shows_who_is_not_there() {
     let socket = folder.path("status.sock");
     let serving = Serving::start(&["--status-socket", &socket]);
     let rank = bench_rank(&serving.addr, 1, 3, &[]);
-    await_that("it has joined", || told(&socket)["jobs"][0]["state"] == "gathering");
-    assert_eq!(told(&socket)["jobs"][0]["missing"], serde_json::json!([0, 2]));
+    await_that("the rank has joined", || status_of(&socket)["jobs"][0]["state"] == "gathering");
+    assert_eq!(status_of(&socket)["jobs"][0]["missing"], serde_json::json!([0, 2]));
     let text = run(&["status", &socket]).ok().out;
-    assert!(text.contains("gathering, 3 ranks, ") && text.contains("; not there: 0, 2"), "{text}");
+    assert!(text.contains("gathering, 3 ranks, ") && text.contains("; missing: 0, 2"), "{text}");
     drop(rank);
 }
 
@@ -81,11 +85,11 @@ fn an_aggregator_is_asked_by_its_address_and_tells_each_what_it_may_know() {
     let ranks = [wait(&team, "team"), wait(&other, "other")];
     let ask = |identity: &str| {
         let asked = ["status", &serving.addr, "--format", "json", "--identity", identity];
-        let told: Value = serde_json::from_str(&run(&asked).ok().out).unwrap();
-        let jobs = told["jobs"].as_array().unwrap().iter();
+        let status: Value = serde_json::from_str(&run(&asked).ok().out).unwrap();
+        let jobs = status["jobs"].as_array().unwrap().iter();
         jobs.map(|job| job["job"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    await_that("both have joined", || ask(&served) == ["other", "team"]);
+    await_that("both ranks have joined", || ask(&served) == ["other", "team"]);
     assert_eq!((ask(&team), ask(&other)), (vec!["team".to_owned()], vec!["other".to_owned()]));
     let text = run(&["status", &serving.addr, "--identity", &team]).ok().out;
     assert!(text.contains("job \"team\", generation 0") && !text.contains("other"), "{text}");
@@ -111,7 +115,7 @@ fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
     assert_eq!(std::fs::read(&socket).unwrap(), b"precious");
     // `status` does not accept the file as a socket either.
     for which in [&socket, &folder.path("."), &format!("unix:{socket}")] {
-        let why = format!("cannot ask {}: not a socket;", which.trim_start_matches("unix:"));
+        let why = format!("cannot query {}: not a socket;", which.trim_start_matches("unix:"));
         let ended = run(&["status", which]);
         assert!(ended.failed(2).starts_with(&why), "{ended:?}");
     }
@@ -120,7 +124,7 @@ fn a_socket_that_cannot_be_is_refused_and_one_of_the_dead_is_replaced() {
     let serving = Serving::start(&["--status-socket", &socket]);
     let ended = start(&socket);
     assert!(ended.failed(3).contains("use"), "{ended:?}");
-    assert_eq!(told(&socket)["addr"].as_str().unwrap(), serving.addr);
+    assert_eq!(status_of(&socket)["addr"].as_str().unwrap(), serving.addr);
 }
 
 #[test]
@@ -168,7 +172,7 @@ fn an_aggregator_that_does_not_answer_hides_no_other() {
     };
     let start = || Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
     let mut all = [start(), start(), start()];
-    // Sort them in the order of the output.
+    // `status` queries the sockets in the order of their names. Stop the first aggregator.
     all.sort_by_key(|one| format!("{}.sock", one.process.id()));
     let silent = all[0].process.id();
     signal(silent, "STOP");
@@ -185,7 +189,7 @@ fn a_path_that_no_socket_can_have_is_a_wrong_command_line() {
     let long = format!("/tmp/{}", "n".repeat(200));
     for (which, code) in [(&long[..], 2), ("/tmp/racksum-no-such-socket", 3)] {
         for which in [which.to_owned(), format!("unix:{which}")] {
-            assert!(run(&["status", &which]).failed(code).starts_with("cannot ask "), "{which}");
+            assert!(run(&["status", &which]).failed(code).starts_with("cannot query "), "{which}");
         }
     }
 }
@@ -210,9 +214,9 @@ fn several_aggregators_are_asked_as_a_job_names_them() {
     let serving = [(); 2].map(|()| Serving::start(&[]));
     let [one, two] = [0, 1].map(|at: usize| &serving[at].addr[..]);
     for list in [format!("{one},{two}"), format!("{one}+{two}")] {
-        let told = run(&["status", &list, "--format", "JSON"]).ok().out;
+        let printed = run(&["status", &list, "--format", "JSON"]).ok().out;
         let of = |line: &str| serde_json::from_str::<Value>(line).unwrap()["addr"].clone();
-        assert_eq!(told.lines().map(of).collect::<Vec<_>>(), [one, two]);
+        assert_eq!(printed.lines().map(of).collect::<Vec<_>>(), [one, two]);
     }
     // An answer is printed even if another address fails.
     let ended = run(&["status", &format!("bogus,{one}")]);

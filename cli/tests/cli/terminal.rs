@@ -1,11 +1,12 @@
-//! Progress of a waiting or working command, shown on terminals only.
+//! Tests of the progress line, which a command draws only on a terminal.
 
 use std::process::Command;
 
 use crate::process::{Ended, Process, RACKSUM, Serving, signal};
 use crate::waits::await_that;
 
-/// Runs one of two ranks whose peer never joins, with a terminal or without.
+/// Runs one rank of two, on a terminal if `terminal` is set; the other rank never joins. Returns
+/// `None` if no terminal is available.
 fn alone(terminal: bool) -> Option<Ended> {
     let serving = Serving::start(&[]);
     let rank = format!(
@@ -24,7 +25,7 @@ fn on_terminal(line: &str) -> Option<Process> {
     // `script` gives its child a terminal, and prints the terminal's output.
     let script = ["-q", "-e", "-f", "-c", line, "/dev/null"];
     if Command::new("script").arg("--version").output().is_err() {
-        eprintln!("skipped: this takes `script` of util-linux");
+        racksum_test_report::skip("this test needs `script` of util-linux");
         return None;
     }
     Some(Process::spawn(Command::new("script").args(script)))
@@ -32,10 +33,10 @@ fn on_terminal(line: &str) -> Option<Process> {
 
 #[test]
 fn who_is_awaited_is_shown_on_a_terminal_alone() {
-    let told = "rank 0 of job \"bench\" waits for rank 1 (";
+    let expected = "rank 0 of job \"bench\" waits for rank 1 (";
     if let Some(ended) = alone(true) {
         assert_eq!(ended.code, Some(1), "{ended:?}");
-        assert!(ended.out.contains(told), "{ended:?}");
+        assert!(ended.out.contains(expected), "{ended:?}");
         assert!(ended.out.contains("after 5 s rank 1 had not joined"), "{ended:?}");
     }
     let ended = alone(false).unwrap();
@@ -49,14 +50,14 @@ fn how_far_a_benchmark_is_shows_within_a_size() {
     let all = "bench -b 4K -e 4K --density 1 -w 0 -n 100000000";
     let rank = format!("{all} --aggregator {} --rank 0 --world 1", serving.addr);
     for args in [format!("{all} --workers 2"), rank] {
-        // `exec` replaces the shell that `script` starts.
+        // `exec` replaces the shell that `script` starts, so the program is the child of `script`.
         let Some(process) = on_terminal(&format!("exec {RACKSUM} {args}")) else { return };
-        // The whole run would take an hour, so the test waits for a part only.
-        await_that("it shows how far it is", || {
+        // The whole run would take an hour, so the test ends it early.
+        await_that("the progress is shown", || {
             let shown = process.out();
             shown.contains("measuring: 0 % in ") && shown.contains(" s left")
         });
-        // SIGINT is ignored in processes that a script runs in the background.
+        // Do not send SIGINT: if a script runs this test in the background, the program ignores it.
         process.children().into_iter().for_each(|child| signal(child, "TERM"));
         process.end(60);
     }

@@ -10,7 +10,7 @@ pub(super) trait Element {
     /// Splits a run into its elements.
     fn elements(run: &[u8]) -> &[Self::Bytes];
 
-    /// Splits a run into elements to write.
+    /// Splits a run into its elements, for writing.
     fn elements_mut(run: &mut [u8]) -> &mut [Self::Bytes];
 
     /// Converts an element to the nearest f32. The conversion is exact for all types but f64.
@@ -20,7 +20,7 @@ pub(super) trait Element {
     fn store(x: f32) -> Self::Bytes;
 }
 
-/// Element of a type in which the machine can compute.
+/// Element of type f32 or f64: the types that the wire type `Fixed32` can carry.
 pub(super) trait Wide: Element {
     /// Converts an element to f64, exactly.
     fn load_wide(bytes: Self::Bytes) -> f64;
@@ -31,7 +31,7 @@ pub(super) trait Wide: Element {
 
 macro_rules! element {
     ($name:ident, $size:literal, $load:expr, $store:expr) => {
-        /// Marker for this element type.
+        /// Marker type for one element type.
         pub(super) struct $name;
 
         impl Element for $name {
@@ -90,7 +90,7 @@ impl Wide for F64 {
 }
 
 #[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "rounding is what this is for")]
+#[expect(clippy::cast_possible_truncation, reason = "this function rounds on purpose")]
 fn f64_to_f32(x: f64) -> f32 {
     x as f32
 }

@@ -30,7 +30,8 @@ impl<E: Wide> Task for Encode<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let elements = E::elements(self.src);
-        // Magnitudes sort like their bits, with infinity and the NaNs last.
+        // The bits of magnitudes, read as integers, sort like the magnitudes, with infinity and the
+        // NaNs last.
         let mut max_bits = 0;
         for x in elements {
             max_bits = Ord::max(max_bits, E::load_wide(*x).to_bits() & (u64::MAX >> 1));
@@ -63,7 +64,8 @@ impl<E: Wide> Task for Decode<'_, E> {
             dst.fill(E::store_wide(f64::NAN));
             return;
         }
-        // Two factors, as in the definition, cover exponents that a single power of two cannot.
+        // Use two factors, as `racksum_proto::arith` does: some exponents are beyond the range of a
+        // single power of two.
         let exponent = exponent.clamp(-2000, 2000);
         let (first, second) = (power_of_two(exponent / 2), power_of_two(exponent - exponent / 2));
         for (word, y) in words.as_chunks().0.iter().zip(dst) {
@@ -76,13 +78,13 @@ impl<E: Wide> Task for Decode<'_, E> {
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the low half of the bits is wanted")]
 fn round(x: f64) -> i32 {
-    // Neighbours of 1.5 * 2^52 are one apart, so the sum rounds to an integer and holds it in its
-    // low bits.
+    // Adjacent f64 values near 1.5 * 2^52 differ by one, so the sum rounds `x` to an integer and
+    // holds that integer in its low bits.
     const SHIFT: f64 = 6_755_399_441_055_744.0;
     ((x + SHIFT).to_bits() as u32).cast_signed()
 }
 
-/// Returns two to the power `exponent`, which must be the exponent of a normal f64.
+/// Returns two to the power of `exponent`, which must be the exponent of a normal f64.
 #[inline(always)]
 fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(u64::from((exponent + 1023).cast_unsigned()) << 52)

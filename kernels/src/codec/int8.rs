@@ -29,7 +29,8 @@ impl<E: Element> Task for Encode<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let elements = E::elements(self.src);
-        // Magnitudes sort like their bits, with infinity and the NaNs last.
+        // The bits of magnitudes, read as integers, sort like the magnitudes, with infinity and the
+        // NaNs last.
         let mut max_bits = 0;
         for x in elements {
             max_bits = Ord::max(max_bits, E::load(*x).to_bits() & 0x7fff_ffff);
@@ -64,8 +65,8 @@ impl<E: Element> Task for Decode<'_, E> {
 
 #[inline(always)]
 fn quantise(x: f32, scale: f32) -> u8 {
-    // Neighbours of 1.5 * 2^23 are one apart, so the sum rounds to an integer, ties to even, and
-    // holds it in its low bits.
+    // Adjacent f32 values near 1.5 * 2^23 differ by one. So the sum rounds the quotient to an
+    // integer, ties to even, and holds that integer in its low bits.
     const SHIFT: f32 = 12_582_912.0;
     let [byte, ..] = ((x / scale).clamp(-INT8_MAX, INT8_MAX) + SHIFT).to_bits().to_le_bytes();
     byte

@@ -5,8 +5,8 @@
 //! time. No function allocates. At every [`Level`], the results have exactly the bits of the
 //! functions of the same names in [`racksum_proto::arith`].
 
-mod convert;
 mod element;
+mod elementwise;
 mod fixed32;
 mod int8;
 mod prefetch;
@@ -22,17 +22,18 @@ use racksum_proto::arith::{
 };
 use racksum_proto::dtype::{DType, WireType};
 
-use self::convert::Convert;
 use self::element::{Bf16, Element, F16, F32, F64, Wide};
-use self::scan::Scan;
+use self::elementwise::Convert;
+use self::scan::{Scan, Window};
 use crate::level::Level;
+use crate::shared::SharedBytes;
 
 /// Returns the occupancy of `window`: bit `b` is set if block `b` has an element other than zero. A
-/// block has `block_elements` elements; the last block may be shorter. A zero block is rewritten to
-/// +0.0.
+/// block has `block_elements` elements; the last block may be shorter. The scan overwrites a block
+/// that has only zeros, of either sign, with +0.0.
 ///
-/// [`racksum_proto::arith::scan_window`] defines the result. The scan of a block stops where it
-/// finds a nonzero element. In a dense tensor, it reads one cache line per block.
+/// [`racksum_proto::arith::scan_window`] defines the result. The scan of a block stops soon after
+/// its first nonzero element. In a dense tensor, the scan reads only one cache line per block.
 ///
 /// # Panics
 ///
@@ -42,7 +43,19 @@ pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u6
     Level::best().scan_window(dtype, block_elements, window)
 }
 
-/// Writes the tensor elements `src` in wire form, as [`racksum_proto::arith::encode_run`] does.
+/// Returns the occupancy of a window that another process may write, like [`scan_window`]. Copies
+/// the elements to registers and examines the copies, because the memory may change during the
+/// scan. In that case the result is arbitrary.
+///
+/// # Panics
+///
+/// The panics of [`scan_window`].
+pub fn scan_shared(dtype: DType, block_elements: usize, window: SharedBytes<'_>) -> u64 {
+    Level::best().scan_shared(dtype, block_elements, window)
+}
+
+/// Converts the tensor elements `src` to the elementwise wire type `wire`, like
+/// [`racksum_proto::arith::encode_run`].
 ///
 /// # Errors
 ///
@@ -56,8 +69,8 @@ pub fn encode_run(
     Level::best().encode_run(dtype, wire, src, out)
 }
 
-/// Writes the wire elements `src` as elements of a tensor of `dtype`, as
-/// [`racksum_proto::arith::decode_run`] does.
+/// Converts the wire elements `src` to tensor elements of `dtype`, like
+/// [`racksum_proto::arith::decode_run`].
 ///
 /// # Errors
 ///
@@ -71,8 +84,9 @@ pub fn decode_run(
     Level::best().decode_run(wire, dtype, src, dst)
 }
 
-/// Writes the tensor elements `src` as one block of the scaled wire type `wire`, to be summed
-/// over at most `world` ranks, as [`racksum_proto::arith::encode_block`] does.
+/// Encodes the tensor elements `src` as one block of the scaled wire type `wire`, like
+/// [`racksum_proto::arith::encode_block`]. A `Fixed32` block leaves room for a sum over `world`
+/// ranks.
 ///
 /// # Errors
 ///
@@ -87,8 +101,8 @@ pub fn encode_block(
     Level::best().encode_block(dtype, wire, world, src, out)
 }
 
-/// Writes one block `src` of the scaled wire type `wire` as elements of a tensor of `dtype`, as
-/// [`racksum_proto::arith::decode_block`] does.
+/// Decodes the block `src` of the scaled wire type `wire` to tensor elements of `dtype`, like
+/// [`racksum_proto::arith::decode_block`].
 ///
 /// # Errors
 ///
@@ -103,12 +117,19 @@ pub fn decode_block(
 }
 
 /// Prefetches the memory of `run`, which will be written soon and is not adjacent to the current
-/// writes. Prefetches only the beginning of a long run, because the processor continues by itself.
+/// writes. Prefetches only the beginning of a long run, because the processor's own prefetcher
+/// fetches the rest.
 pub fn prefetch_to_write(run: &[u8]) {
-    prefetch::to_write(&run[..run.len().min(prefetch::AHEAD)], 0);
+    prefetch::to_write(run.as_ptr(), run.len().min(prefetch::AHEAD), 0);
 }
 
-/// Functions of this module with the instructions of one level, to compare levels.
+/// Prefetches memory that another process may write, like [`prefetch_to_write`].
+pub fn prefetch_shared(run: SharedBytes<'_>) {
+    prefetch::to_write(run.start().as_ptr(), run.len().min(prefetch::AHEAD), 0);
+}
+
+/// The functions of this module, compiled for one level. Tests and benches use them to compare
+/// levels.
 impl Level {
     /// Runs [`scan_window`] at this level.
     ///
@@ -116,10 +137,24 @@ impl Level {
     ///
     /// The panics of [`scan_window`].
     pub fn scan_window(self, dtype: DType, block_elements: usize, window: &mut [u8]) -> u64 {
-        assert!(window.len().is_multiple_of(dtype.size()), "a window has whole elements");
-        assert!(block_elements > 0, "a block has elements");
+        let len = window.len();
+        self.scan(dtype, block_elements, len, window)
+    }
+
+    /// Runs [`scan_shared`] at this level.
+    ///
+    /// # Panics
+    ///
+    /// The panics of [`scan_window`].
+    pub fn scan_shared(self, dtype: DType, block_elements: usize, window: SharedBytes<'_>) -> u64 {
+        self.scan(dtype, block_elements, window.len(), window)
+    }
+
+    fn scan(self, dtype: DType, block_elements: usize, len: usize, window: impl Window) -> u64 {
+        assert!(len.is_multiple_of(dtype.size()), "a window is a whole number of elements");
+        assert!(block_elements > 0, "a block has at least one element");
         let block_len = block_elements * dtype.size();
-        assert!(window.len().div_ceil(block_len) <= WINDOW_BLOCKS, "a window has few blocks");
+        assert!(len.div_ceil(block_len) <= WINDOW_BLOCKS, "a window has at most 64 blocks");
         self.run(Scan { window, block_len, mask: magnitude_mask(dtype) })
     }
 

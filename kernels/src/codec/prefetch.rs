@@ -1,7 +1,7 @@
 //! Prefetch hints for the processor's cache.
 //!
 //! A tensor is larger than the cache, and the processor's own prefetcher stops at the end of each
-//! page. A kernel that walks a tensor therefore prefetches the memory ahead of it.
+//! page. So a kernel that walks a tensor prefetches the memory ahead of its own position.
 #![cfg_attr(
     target_arch = "x86_64",
     expect(unsafe_code, reason = "prefetch instructions have no safe form; they touch no memory")
@@ -10,43 +10,42 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
 
-/// Bytes of a cache line.
-pub(super) const LINE: usize = 64;
+use crate::copy::LINE;
 
-/// Bytes by which a kernel prefetches ahead. At 10 GB/s a kernel covers them in 200 ns, which is
-/// about the latency of a cache line.
+/// Distance in bytes from a kernel's position to the memory that it prefetches. At 10 GB/s a kernel
+/// covers this distance in 200 ns, which is about the time to load a cache line from memory.
 pub(super) const AHEAD: usize = 2048;
 
-/// Prefetches for reading: the range of `run`, shifted ahead by `ahead` bytes.
+/// Prefetches, for reading, the `len` bytes that begin `ahead` bytes after `start`.
 #[inline(always)]
-pub(super) fn to_read<T>(run: &[T], ahead: usize) {
-    for offset in (0..size_of_val(run)).step_by(LINE) {
-        line(run, ahead + offset);
+pub(super) fn to_read(start: *const u8, len: usize, ahead: usize) {
+    for offset in (0..len).step_by(LINE) {
+        line(start, ahead + offset);
     }
 }
 
-/// Prefetches for writing: the range of `run`, shifted ahead by `ahead` bytes.
+/// Prefetches, for writing, the `len` bytes that begin `ahead` bytes after `start`.
 #[inline(always)]
-pub(super) fn to_write<T>(run: &[T], ahead: usize) {
+pub(super) fn to_write(start: *const u8, len: usize, ahead: usize) {
     #[cfg(target_arch = "x86_64")]
-    for offset in (0..size_of_val(run)).step_by(LINE) {
-        let at = run.as_ptr().cast::<i8>().wrapping_add(ahead + offset);
+    for offset in (0..len).step_by(LINE) {
+        let at = start.cast::<i8>().wrapping_add(ahead + offset);
         // SAFETY: a prefetch is only a hint, and no address makes it fault.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(at) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (run, ahead);
+    let _ = (start, len, ahead);
 }
 
-/// Prefetches for reading: the line `offset` bytes after the start of `run`. The line may lie
-/// outside of any allocation.
+/// Prefetches, for reading, the line `offset` bytes after `start`. The line may lie outside of any
+/// allocation.
 #[inline(always)]
-pub(super) fn line<T>(run: &[T], offset: usize) {
+pub(super) fn line(start: *const u8, offset: usize) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch is only a hint, and no address makes it fault.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(run.as_ptr().cast::<i8>().wrapping_add(offset));
+        _mm_prefetch::<_MM_HINT_T0>(start.cast::<i8>().wrapping_add(offset));
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (run, offset);
+    let _ = (start, offset);
 }

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use racksum_proto::arith::{self, FIXED32_OVERFLOW, MAX_WORLD};
 
 use super::*;
+use crate::shared::tests::shared_of;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
@@ -28,6 +29,11 @@ proptest! {
             let found = level.scan_window(dtype, block_elements, &mut buffer[offset..]);
             prop_assert_eq!(found, expected, "{}", level.name());
             prop_assert_eq!(&buffer[offset..], &window, "{}", level.name());
+            buffer[offset..].copy_from_slice(&original);
+            let shared = shared_of(&mut buffer[offset..]);
+            let found = level.scan_shared(dtype, block_elements, shared);
+            prop_assert_eq!(found, expected, "{} of shared bytes", level.name());
+            prop_assert_eq!(&buffer[offset..], &window, "{} of shared bytes", level.name());
         }
     }
 

@@ -5,7 +5,8 @@ use crate::simd::Lanes;
 
 /// Operation that combines two numbers.
 pub(super) trait Combine {
-    /// Whether the zero of an absent rank takes part.
+    /// Whether an absent rank contributes a zero, which may change a minimum or maximum but not a
+    /// sum.
     const COUNTS_ABSENT: bool;
 
     /// Combines two vectors.
@@ -15,7 +16,7 @@ pub(super) trait Combine {
     fn numbers<N: Number>(x: N, y: N) -> N;
 }
 
-/// Sum, also for averages.
+/// Sum, which averages use too.
 pub(super) struct Add;
 /// Minimum.
 pub(super) struct Least;

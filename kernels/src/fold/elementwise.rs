@@ -1,17 +1,19 @@
-//! Fold of elementwise wire types: one pass that reads every input once and keeps the sums in
-//! registers.
+//! Fold of elementwise wire types: one pass over all inputs that keeps the sums in registers.
+#![expect(unsafe_code, reason = "spans of inputs are checked once for a whole fold")]
 
 use std::marker::PhantomData;
 
 use super::combine::Combine;
+use super::input::Input;
 use crate::level::Task;
 use crate::number::Number;
-use crate::simd::{Lanes, Simd};
+use crate::simd::{Lanes, SPAN, Simd};
 
-/// Task that folds `inputs` to `out`, all of one length: whole elements of `W`, and at least one
-/// vector of the level that runs it.
-pub(super) struct Run<'a, W: Wire, C> {
-    pub(super) inputs: &'a [&'a [u8]],
+/// Task that folds `inputs` into `out`. All of them have the same length, a whole number of
+/// elements of `W`. Private inputs are at least as long as one vector of the level that runs the
+/// task.
+pub(super) struct Run<'a, I, W: Wire, C> {
+    pub(super) inputs: &'a [I],
     pub(super) out: &'a mut [u8],
     /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<W::Number>,
@@ -25,16 +27,20 @@ pub(super) trait Wire {
     /// The number type in which elements are folded.
     type Number: Number;
 
+    /// Whether `load` converts each half of a vector separately.
+    const BY_HALVES: bool = false;
+
     /// The numbers of one vector of elements.
     type Numbers<S: Simd>: Copy;
 
     /// Returns numbers that all equal `x`.
     fn splat<S: Simd>(simd: S, x: Self::Number) -> Self::Numbers<S>;
 
-    /// Loads the numbers at the start of `bytes`, exactly.
+    /// Converts the elements at the start of `bytes` to numbers, exactly.
     fn load<S: Simd>(simd: S, bytes: &[u8]) -> Self::Numbers<S>;
 
-    /// Writes the nearest elements, and the canonical quiet NaN for any NaN.
+    /// Converts numbers to the nearest elements, replaces any NaN with the canonical quiet NaN, and
+    /// writes the result to the start of `bytes`.
     fn store<S: Simd>(simd: S, x: Self::Numbers<S>, bytes: &mut [u8]);
 
     /// Combines two sets of numbers lane by lane.
@@ -48,48 +54,77 @@ pub(super) trait Wire {
     fn divide<S: Simd>(simd: S, x: Self::Numbers<S>, y: Self::Numbers<S>) -> Self::Numbers<S>;
 }
 
-impl<W: Wire, C: Combine> Task for Run<'_, W, C> {
+impl<I: Input, W: Wire, C: Combine> Task for Run<'_, I, W, C> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        if self.out.len() >= LONG * S::BYTES {
-            self.spans::<S, LONG>(simd);
+        if self.out.len() >= SPAN * S::BYTES {
+            self.spans::<S, SPAN>(simd);
+        } else if I::IS_PADDED {
+            self.padded_span(simd);
         } else {
             self.spans::<S, 1>(simd);
         }
     }
 }
 
-impl<W: Wire, C: Combine> Run<'_, W, C> {
+impl<I: Input, W: Wire, C: Combine> Run<'_, I, W, C> {
     /// Folds `VECTORS` vectors at a time. The last span may overlap the one before it, because a
     /// result does not depend on its neighbours.
     #[inline(always)]
     fn spans<S: Simd, const VECTORS: usize>(mut self, simd: S) {
+        for input in self.inputs {
+            assert_eq!(input.len(), self.out.len(), "check_fold refuses other lengths");
+        }
         let last = self.out.len() - VECTORS * S::BYTES;
         let mut at = 0;
         while at < last {
-            self.span::<S, VECTORS>(simd, at);
+            // SAFETY: the inputs are as long as `out`, whose last span begins at `last`.
+            unsafe { self.span::<S, VECTORS, false>(simd, at) };
             at += VECTORS * S::BYTES;
         }
-        self.span::<S, VECTORS>(simd, last);
+        // SAFETY: as above.
+        unsafe { self.span::<S, VECTORS, false>(simd, last) };
     }
 
-    /// Folds `VECTORS` vectors from the byte `at` on.
+    /// Pads fewer than [`SPAN`] vectors to a whole span, folds the span, and drops the sums of the
+    /// padding.
     #[inline(always)]
-    fn span<S: Simd, const VECTORS: usize>(&mut self, simd: S, at: usize) {
-        // A closure would be compiled without the instructions of `simd`.
-        let (first, rest) = self.inputs.split_first().expect("check_fold refuses no input");
-        let first = &first[at..][..VECTORS * S::BYTES];
+    fn padded_span<S: Simd>(self, simd: S) {
+        let Self { inputs, out, divisor, absent, combine } = self;
+        let mut sums = simd.zero_span();
+        let mut whole = Run::<I, W, C> { inputs, out: sums.as_mut(), divisor, absent, combine };
+        // SAFETY: the span is padded.
+        unsafe { whole.span::<S, SPAN, true>(simd, 0) };
+        out.copy_from_slice(&sums.as_ref()[..out.len()]);
+    }
+
+    /// Folds the `VECTORS` vectors that begin at byte `at`.
+    ///
+    /// # Safety
+    ///
+    /// Each input has these bytes, unless `PADDED` is true.
+    #[inline(always)]
+    unsafe fn span<S: Simd, const VECTORS: usize, const PADDED: bool>(
+        &mut self,
+        simd: S,
+        at: usize,
+    ) {
+        // Use no closures here: a closure would be compiled without the instructions of `simd`.
+        let (first, rest) = self.inputs.split_first().expect("check_fold refuses an empty fold");
+        // SAFETY: the caller guarantees that the input has the bytes.
+        let first = unsafe { first.span::<S, VECTORS, PADDED>(simd, at, W::BY_HALVES) };
         let mut sums = [W::splat(simd, W::Number::ZERO); VECTORS];
-        for v in 0..VECTORS {
-            sums[v] = W::load(simd, &first[v * S::BYTES..]);
+        for (v, sum) in sums.iter_mut().enumerate() {
+            *sum = W::load(simd, &first.as_ref()[v * S::BYTES..]);
         }
         for input in rest {
-            let input = &input[at..][..VECTORS * S::BYTES];
-            for v in 0..VECTORS {
-                let numbers = W::load(simd, &input[v * S::BYTES..]);
-                sums[v] = W::combine::<S, C>(simd, sums[v], numbers);
+            // SAFETY: the caller guarantees that the input has the bytes.
+            let input = unsafe { input.span::<S, VECTORS, PADDED>(simd, at, W::BY_HALVES) };
+            for (v, sum) in sums.iter_mut().enumerate() {
+                let numbers = W::load(simd, &input.as_ref()[v * S::BYTES..]);
+                *sum = W::combine::<S, C>(simd, *sum, numbers);
             }
         }
         if let Some(divisor) = self.divisor {
@@ -166,13 +201,15 @@ whole!(I64, i64);
 /// Implements [`Wire`] for 16-bit floats, which are folded in f32. One vector of them becomes two
 /// vectors of f32.
 macro_rules! half {
-    ($name:ident, $load:ident, $store:ident) => {
+    ($name:ident, $load:ident, $store:ident, $by_halves:literal) => {
         /// Marker for this wire type.
         pub(super) struct $name;
 
         impl Wire for $name {
             type Number = f32;
             type Numbers<S: Simd> = [<S as Lanes<f32>>::Vector; 2];
+
+            const BY_HALVES: bool = $by_halves;
 
             #[inline(always)]
             fn splat<S: Simd>(simd: S, x: f32) -> Self::Numbers<S> {
@@ -210,9 +247,5 @@ macro_rules! half {
     };
 }
 
-half!(F16, load_f16, store_f16);
-half!(Bf16, load_bf16, store_bf16);
-
-/// Vectors folded at a time in a long run. They are enough for additions to overlap, and few enough
-/// for 16 registers to hold the sums of 16-bit floats and the next operands.
-const LONG: usize = 4;
+half!(F16, load_f16, store_f16, true);
+half!(Bf16, load_bf16, store_bf16, false);

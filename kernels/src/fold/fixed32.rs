@@ -9,7 +9,7 @@ use super::combine::Combine;
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// Task that folds the blocks `inputs` to the block `out`, all of one length.
+/// Task that folds the blocks `inputs` into the block `out`. All of them have the same length.
 pub(super) struct Run<'a, C> {
     pub(super) inputs: &'a [&'a [u8]],
     pub(super) out: &'a mut [u8],
@@ -56,10 +56,11 @@ impl<C: Combine> Task for Run<'_, C> {
     }
 }
 
-/// Folds as many elements as `sums` has, from `start` on, at the exponent `common`.
+/// Folds the elements that begin at index `start` into `sums`, rescaled to the exponent `common`.
+/// The length of `sums` is the number of elements.
 #[inline(always)]
 fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64]) {
-    let (first, rest) = inputs.split_first().expect("check_fold refuses no input");
+    let (first, rest) = inputs.split_first().expect("check_fold refuses an empty fold");
     let (exponent, words) = split(first);
     let scaling = Rescale::new(common, exponent);
     for (sum, word) in sums.iter_mut().zip(&words[start..]) {
@@ -68,7 +69,8 @@ fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64
     for block in rest {
         let (exponent, words) = split(block);
         if exponent >= common {
-            // This is the usual case. Only a block of zeros has a greater exponent.
+            // Usually the exponents are equal, and no word needs rescaling. Only a block of zeros
+            // can have an exponent greater than `common`.
             for (sum, word) in sums.iter_mut().zip(&words[start..]) {
                 *sum = C::numbers(*sum, i64::from(i32::from_le_bytes(*word)));
             }
@@ -81,7 +83,7 @@ fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64
     }
 }
 
-/// Writes `sums` to `words`, and returns whether some sum does not fit into i32.
+/// Writes `sums` to `words`, and returns whether any sum does not fit into i32.
 #[inline(always)]
 fn store(sums: &[i64], words: &mut [[u8; 4]]) -> bool {
     let mut excess = 0;
@@ -93,7 +95,7 @@ fn store(sums: &[i64], words: &mut [[u8; 4]]) -> bool {
     excess != 0
 }
 
-/// Division of an i32 by a power of two, ties to even.
+/// Division of an i32 by a power of two, which rounds ties to even.
 #[derive(Clone, Copy)]
 struct Rescale {
     shift: u32,
@@ -101,13 +103,13 @@ struct Rescale {
     mask: u32,
     /// The value of these bits at a tie.
     tie: u32,
-    /// All ones, or zero if every quotient is zero.
+    /// Mask of the result: all ones, or zero if every quotient is zero.
     keep: i32,
 }
 
 impl Rescale {
-    /// Creates the division that takes exponent `from` to exponent `to`. If `to` is less, the block
-    /// has only zeros.
+    /// Creates the division that converts words of exponent `from` to exponent `to`. If `to` is
+    /// less than `from`, the block has only zeros.
     #[inline(always)]
     fn new(to: i32, from: i32) -> Self {
         let shift = u32::try_from(i64::from(to) - i64::from(from)).unwrap_or(0);
@@ -138,14 +140,15 @@ impl Rescale {
 /// distance between a tie and the nearest quotient that is not a tie.
 #[inline(always)]
 fn divide(sum: i64, divisor: f64) -> i64 {
-    // Neighbours of 1.5 * 2^52 are one apart, and so are their bits.
+    // Adjacent f64 values near 1.5 * 2^52 differ by one, and so do their bit patterns.
     const SHIFT: f64 = 6_755_399_441_055_744.0;
     const SHIFT_BITS: i64 = SHIFT.to_bits().cast_signed();
     let sum = f64::from_bits((sum + SHIFT_BITS).cast_unsigned()) - SHIFT;
     (sum / divisor + SHIFT).to_bits().cast_signed() - SHIFT_BITS
 }
 
-/// Returns the greatest exponent of the blocks that are not all zero, or of all blocks if all are.
+/// Returns the greatest exponent of the blocks that are not all zero, or of all blocks if every
+/// block is zero.
 #[inline(always)]
 fn common_exponent(inputs: &[&[u8]]) -> i32 {
     let (first, _) = split(inputs[0]);
@@ -177,5 +180,5 @@ fn low_half(x: i64) -> i32 {
     x as i32
 }
 
-/// Elements folded at a time.
+/// Number of elements folded at a time.
 const CHUNK: usize = 256;

@@ -11,7 +11,7 @@ use crate::level::Task;
 use crate::number::Number;
 use crate::simd::Simd;
 
-/// Task that folds the blocks `inputs` to the block `out`, all of one length.
+/// Task that folds the blocks `inputs` into the block `out`. All of them have the same length.
 pub(super) struct Run<'a, C> {
     pub(super) inputs: &'a [&'a [u8]],
     pub(super) out: &'a mut [u8],
@@ -28,7 +28,8 @@ impl<C: Combine> Task for Run<'_, C> {
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {
         let elements = self.out.len() - SCALE_LEN;
-        // Clearing a buffer for the longest block takes as long as the fold of a short block.
+        // Use a small buffer if possible: clearing a buffer for the longest block takes as long as
+        // the fold of a short block.
         if elements <= COMMON_ELEMENTS {
             self.fold(&mut [0.0; COMMON_ELEMENTS][..elements]);
         } else {
@@ -40,7 +41,7 @@ impl<C: Combine> Task for Run<'_, C> {
 impl<C: Combine> Run<'_, C> {
     #[inline(always)]
     fn fold(self, values: &mut [f32]) {
-        let (first, rest) = self.inputs.split_first().expect("check_fold refuses no input");
+        let (first, rest) = self.inputs.split_first().expect("check_fold refuses an empty fold");
         let (scale, bytes) = split(first);
         for (value, byte) in values.iter_mut().zip(bytes) {
             *value = decode(*byte, scale);
@@ -80,7 +81,8 @@ fn decode(byte: u8, scale: f32) -> f32 {
 /// Encodes `values` as the block `out`.
 #[inline(always)]
 fn encode(values: &[f32], out: &mut [u8]) {
-    // Magnitudes sort like their bits, with infinity and the NaNs last.
+    // The bits of magnitudes, read as integers, sort like the magnitudes, with infinity and the
+    // NaNs last.
     let mut max_bits = 0;
     for value in values {
         max_bits = Ord::max(max_bits, value.to_bits() & 0x7fff_ffff);
@@ -99,8 +101,8 @@ fn encode(values: &[f32], out: &mut [u8]) {
 
 #[inline(always)]
 fn quantise(value: f32, scale: f32) -> u8 {
-    // Neighbours of 1.5 * 2^23 are one apart, so the sum rounds to an integer, ties to even, and
-    // holds it in its low bits.
+    // Adjacent f32 values near 1.5 * 2^23 differ by one. So the sum rounds the quotient to an
+    // integer, ties to even, and holds that integer in its low bits.
     const SHIFT: f32 = 12_582_912.0;
     let [byte, ..] = ((value / scale).clamp(-INT8_MAX, INT8_MAX) + SHIFT).to_bits().to_le_bytes();
     byte

@@ -7,13 +7,14 @@ use racksum_proto::arith::{
 use racksum_proto::dtype::DType;
 
 use super::*;
+use crate::shared::tests::shared_of;
 
-/// Fold drawn by proptest. `seed` determines the bytes.
+/// Fold that proptest generates. `seed` determines the bytes.
 #[derive(Debug, Clone)]
 struct Case {
     wire: WireType,
     reduction: Reduction,
-    fold: Fold,
+    fold: FoldTerms,
     inputs: usize,
     elements: usize,
     /// Offset in bytes at which the data starts in its buffers.
@@ -29,7 +30,7 @@ fn cases() -> impl Strategy<Value = Case> {
     (wire, reduction, world, any::<bool>(), 1..=9_usize, elements, 0..4_usize, any::<u64>())
         .prop_map(|(wire, reduction, world, absent, inputs, elements, offset, seed)| {
             let world = world.max(u32::try_from(inputs).unwrap());
-            let fold = Fold { world, absent };
+            let fold = FoldTerms { world, absent };
             Case { wire, reduction, fold, inputs, elements, offset, seed }
         })
 }
@@ -49,7 +50,7 @@ fn every_level_folds_each_type_and_reduction() {
     for wire in WireType::ALL {
         for reduction in Reduction::ALL {
             for (absent, inputs, elements) in [(false, 1, 700), (true, 3, 33), (true, 8, 257)] {
-                let fold = Fold { world: 11, absent };
+                let fold = FoldTerms { world: 11, absent };
                 seed += 1;
                 let case = Case { wire, reduction, fold, inputs, elements, offset: 1, seed };
                 check(&case).unwrap();
@@ -62,7 +63,7 @@ fn every_level_folds_each_type_and_reduction() {
 fn every_16_bit_float_folds_as_defined() {
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     let one_up: Vec<u8> = (0..=u16::MAX).flat_map(|x| x.wrapping_add(1).to_le_bytes()).collect();
-    let fold = Fold { world: 3, absent: false };
+    let fold = FoldTerms { world: 3, absent: false };
     for wire in [WireType::F16, WireType::Bf16] {
         for reduction in Reduction::ALL {
             compare(wire, reduction, fold, &[&all]);
@@ -76,7 +77,7 @@ fn fixed32_marks_at_every_level() {
     let block = |exponent: i32, q: i32| {
         [exponent.to_le_bytes().to_vec(), q.to_le_bytes().repeat(600)].concat()
     };
-    let fold = Fold { world: 2, absent: false };
+    let fold = FoldTerms { world: 2, absent: false };
     for inputs in [
         [block(3, i32::MAX), block(3, 1)],
         [block(FIXED32_OVERFLOW, 0), block(3, 1)],
@@ -99,14 +100,14 @@ fn fixed32_averages_round_ties_at_every_world() {
         for x in near_ties {
             block.extend(i32::try_from(x).unwrap().to_le_bytes());
         }
-        let fold = Fold { world, absent: true };
+        let fold = FoldTerms { world, absent: true };
         compare(WireType::Fixed32, Reduction::Avg, fold, &[&block]);
     }
 }
 
 #[test]
 fn folds_are_refused_as_defined() {
-    let fold = Fold { world: 1, absent: false };
+    let fold = FoldTerms { world: 1, absent: false };
     let mut out = [0xa5; 4];
     for (wire, reduction, inputs) in [
         (WireType::F32, Reduction::Sum, &[][..]),
@@ -131,7 +132,7 @@ fn levels_start_at_the_baseline_and_end_at_the_best() {
 fn check(case: &Case) -> Result<(), TestCaseError> {
     let mut random = Random(case.seed);
     let style = random.next();
-    let buffers: Vec<Vec<u8>> = (0..case.inputs)
+    let mut buffers: Vec<Vec<u8>> = (0..case.inputs)
         .map(|_| {
             let mut buffer = vec![0xa5; case.offset];
             buffer.extend(contribution(&mut random, style, case));
@@ -148,11 +149,22 @@ fn check(case: &Case) -> Result<(), TestCaseError> {
         prop_assert_eq!(found, result, "{}", level.name());
         prop_assert_eq!(&*run, &expected, "{}", level.name());
     }
+    let dtype = DType::ALL.into_iter().find(|dtype| dtype.native_wire() == case.wire);
+    let Some(dtype) = dtype else { return Ok(()) };
+    let shared = buffers.iter_mut().map(|buffer| shared_of(&mut buffer[case.offset..]));
+    let shared: Vec<SharedBytes<'_>> = shared.collect();
+    for level in Level::available() {
+        let mut out = vec![0xa5; case.offset + expected.len()];
+        let run = &mut out[case.offset..];
+        let found = level.fold_shared(dtype, case.reduction, case.fold, &shared, run);
+        prop_assert_eq!(found, result, "{} of shared bytes", level.name());
+        prop_assert_eq!(&*run, &expected, "{} of shared bytes", level.name());
+    }
     Ok(())
 }
 
 /// Checks every level against the definition, and returns the definition's result.
-fn compare(wire: WireType, reduction: Reduction, fold: Fold, inputs: &[&[u8]]) -> Vec<u8> {
+fn compare(wire: WireType, reduction: Reduction, fold: FoldTerms, inputs: &[&[u8]]) -> Vec<u8> {
     let mut expected = vec![0xa5; inputs[0].len()];
     arith::fold_run(wire, reduction, fold, inputs, &mut expected).unwrap();
     for level in Level::available() {
@@ -236,8 +248,8 @@ impl Random {
     }
 }
 
-/// Zeros, infinities, NaNs and the largest numbers of each sign, in the upper bits. They are exact
-/// for f64 and approximate for the narrower types.
+/// Zeros, infinities, NaNs and largest numbers of several float types, in the upper bits. A value
+/// that is special for one type may be ordinary for another.
 const SPECIAL: [u64; 8] = [
     0,
     0x8000_0000_0000_0000,

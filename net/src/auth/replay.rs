@@ -1,7 +1,7 @@
 //! Replay protection: records which datagrams were accepted.
 
-/// Numbers of a sender's datagrams that were accepted. Each number is accepted once, and only if it
-/// is not too far behind the highest.
+/// Record of the numbers of a sender's accepted datagrams. Each number is accepted at most once,
+/// and only if it is not too far behind the highest accepted number.
 ///
 /// A datagram carries the lower half of its number. The receiver infers the upper half that brings
 /// the number nearest to the highest accepted one (RFC 4303, appendix A2).
@@ -9,13 +9,14 @@
 pub(super) struct ReplayWindow {
     /// The number after the highest accepted one.
     end: u64,
-    /// One bit per number, at the number modulo `LEN`.
+    /// One bit per number, at the index `number % LEN`.
     taken: Box<[u64; Self::WORDS]>,
 }
 
 impl ReplayWindow {
-    /// Distance by which a number may trail the highest. Results arrive on two sockets, and one of
-    /// them may be read thousands of datagrams later than the other.
+    /// Size of the window: a number is accepted only if it trails the highest accepted number by
+    /// less than this. Results arrive on two sockets, and one of them may be read thousands of
+    /// datagrams later than the other.
     const LEN: u64 = 64 * Self::WORDS as u64;
     const WORDS: usize = 128;
 
@@ -53,7 +54,8 @@ impl ReplayWindow {
     /// Marks a number as accepted.
     pub(super) fn take(&mut self, number: u64) {
         if number >= self.end {
-            // The skipped numbers have not arrived. A jump of `LEN` or more clears all bits.
+            // Clear the bits of the skipped numbers, which have not arrived. A jump of `LEN` or
+            // more clears all bits.
             for skipped in self.end.max((number + 1).saturating_sub(Self::LEN))..=number {
                 let (word, bit) = Self::place(skipped);
                 self.taken[word] &= !bit;
@@ -85,7 +87,7 @@ mod tests {
     /// Offers a number and returns whether it was accepted.
     fn offer(window: &mut ReplayWindow, number: u64) -> bool {
         let Some(found) = window.number(low(number)) else { return false };
-        assert_eq!(found, number, "the upper half is found again");
+        assert_eq!(found, number, "the window infers the upper half");
         window.take(number);
         true
     }
@@ -97,10 +99,10 @@ mod tests {
             assert!(offer(&mut window, number), "{number}");
             assert!(!offer(&mut window, number), "{number} again");
         }
-        assert!(!offer(&mut window, 0), "too old to tell");
-        assert!(offer(&mut window, 100), "late, and new");
+        assert!(!offer(&mut window, 0), "0 is too old to check");
+        assert!(offer(&mut window, 100), "100 is late but still within the window");
         assert!(offer(&mut window, 1_000_000));
-        assert!(!offer(&mut window, 8193), "far behind");
+        assert!(!offer(&mut window, 8193), "8193 is far behind the highest number");
         assert!(!offer(&mut window, 1_000_000 - 8192));
         assert!(offer(&mut window, 1_000_000 - 8191));
     }
@@ -109,7 +111,7 @@ mod tests {
     fn numbers_go_on_beyond_what_a_datagram_carries() {
         let mut window = ReplayWindow::new();
         let start = (1 << 32) - 5;
-        // A sender stays less than 2^31 numbers ahead of the last one that was accepted.
+        // A sender must stay less than 2^31 numbers ahead of the last accepted number.
         for step in 0..4 {
             assert!(offer(&mut window, step * start / 4));
         }

@@ -1,5 +1,5 @@
 //! List of the host's interfaces, as the kernel reports them.
-#![expect(unsafe_code, reason = "getifaddrs hands out a C list, and the MTU comes by ioctl")]
+#![expect(unsafe_code, reason = "getifaddrs returns a C list, and an ioctl reads the MTU")]
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -11,26 +11,27 @@ use libc::{c_int, c_uint};
 
 use super::Interface;
 
-/// Returns the interfaces of this host, or of its network namespace, in the order of their indices.
+/// Returns the interfaces in the network namespace of this process, in the order of their indices.
 ///
 /// # Errors
 ///
-/// The kernel's error if it returns no list.
+/// The kernel's error if it provides no list, or no socket for reading the MTUs.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
     let list = AddressList::read()?;
-    // Any socket can ask for an MTU; the address that it is bound to does not matter.
+    // The socket only reads MTUs, so its address does not matter.
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))
         .or_else(|_| UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)))?;
     let mut found: Vec<Interface> = Vec::new();
     for entry in list.entries() {
-        // Extra IPv4 addresses may have a label such as "eth0:1", which still belongs to eth0.
+        // An additional IPv4 address may have a label such as "eth0:1", but it still belongs to
+        // eth0.
         let name = entry.name.split(':').next().unwrap_or_default();
         let known = found.iter_mut().find(|interface| interface.name == name);
         let interface = match known {
             Some(interface) => interface,
             None => match describe(socket.as_fd(), name, entry.flags) {
                 Ok(interface) => found.push_mut(interface),
-                // The interface disappeared while it was being examined.
+                // The interface has disappeared since it was listed.
                 Err(_) => continue,
             },
         };
@@ -65,7 +66,7 @@ fn index_of(name: &str) -> io::Result<u32> {
 fn mtu_of(socket: BorrowedFd<'_>, name: &str) -> io::Result<usize> {
     // SAFETY: an ifreq is plain C data, for which all zeros is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // One byte is left for the terminator of the name.
+    // Leave one byte for the terminator of the name.
     let room = request.ifr_name.len() - 1;
     if name.len() > room {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -134,7 +135,7 @@ impl Drop for AddressList {
 ///
 /// # Safety
 ///
-/// `addr` is null, or points to a socket address as large as its family says.
+/// `addr` is null, or points to a socket address as large as its family requires.
 unsafe fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
     if addr.is_null() {
         return None;

@@ -90,7 +90,7 @@ fn this_host_has_a_loopback_interface() {
 
 #[test]
 fn an_address_finds_its_interface() {
-    let lo = interface_of(Ipv4Addr::LOCALHOST.into()).expect("127.0.0.1 is here");
+    let lo = interface_of(Ipv4Addr::LOCALHOST.into()).expect("127.0.0.1 belongs to an interface");
     assert!(lo.is_loopback);
     assert_eq!(interface_of(IpAddr::from([127, 0, 0, 9])), Some(lo));
     // An address of TEST-NET-3 that no host has.
@@ -115,9 +115,9 @@ fn loopback_leads_to_this_host_alone() {
 
 #[test]
 fn an_address_of_no_host_is_told_from_one_of_some_host() {
-    let told = |ip: &str| no_host(ip.parse().unwrap()).unwrap_or_default();
+    let reason = |ip: &str| no_host(ip.parse().unwrap()).unwrap_or_default();
     for ip in ["127.0.0.1", "192.0.2.1", "::1", "2001:db8::1"] {
-        assert_eq!(told(ip), "", "{ip}");
+        assert_eq!(reason(ip), "", "{ip}");
     }
     for (ip, why) in [
         ("0.0.0.0", "not a host's address"),
@@ -129,6 +129,6 @@ fn an_address_of_no_host_is_told_from_one_of_some_host() {
         // The broadcast address of the loopback network.
         ("127.255.255.255", "a broadcast address"),
     ] {
-        assert!(told(ip).contains(why), "{ip}: {}", told(ip));
+        assert!(reason(ip).contains(why), "{ip}: {}", reason(ip));
     }
 }

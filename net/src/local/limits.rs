@@ -1,10 +1,10 @@
-//! Limits that the kernel sets for this process, and the users it can identify.
+//! Limits that the kernel sets for this process, and checks of user ids.
 
-#![expect(unsafe_code, reason = "limits are read and written by pointers")]
+#![expect(unsafe_code, reason = "limits are read and written through pointers")]
 
 use std::io;
 
-/// Raises the limit on open files to the maximum that this process may have.
+/// Raises the limit on open files to the hard limit of this process.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -24,11 +24,11 @@ pub fn raise_open_files() -> io::Result<()> {
 
 /// Ignores SIGXFSZ, so that a write beyond the file size limit returns an error.
 pub fn fail_at_file_limit() {
-    // SAFETY: it installs no handler, and the signal can be ignored.
+    // SAFETY: the call installs no handler, and the signal can be ignored.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Returns the effective user id of this process, which other processes see.
+/// Returns the effective user id of this process, which is the id that other processes see.
 #[must_use]
 pub fn own_user() -> u32 {
     // SAFETY: `geteuid` takes no arguments and cannot fail.
@@ -44,7 +44,7 @@ pub fn is_known_user(uid: u32) -> bool {
     uid != overflow || maps(&read("/proc/self/uid_map"), uid)
 }
 
-/// Returns whether a user namespace has an id. Each line of `ranges` holds a first id, the id that
+/// Returns whether a user namespace maps an id. Each line of `ranges` holds a first id, the id that
 /// it maps to outside, and a count.
 fn maps(ranges: &str, uid: u32) -> bool {
     ranges.lines().any(|range| {
@@ -54,7 +54,7 @@ fn maps(ranges: &str, uid: u32) -> bool {
     })
 }
 
-/// Overflow id if the kernel does not report another.
+/// Default overflow id, for a kernel that reports none.
 const OVERFLOW: u32 = 65534;
 
 #[cfg(test)]

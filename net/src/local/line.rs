@@ -1,4 +1,5 @@
-//! Lines between processes, which deliver each message whole, with its descriptor if it has one.
+//! Lines: connections between processes that deliver each message whole, with its descriptor if it
+//! has one.
 //!
 //! Messages are JSON on a `SOCK_SEQPACKET` socket, which keeps message boundaries. Messages are
 //! few, and JSON lets people read them when debugging.
@@ -31,10 +32,10 @@ use crate::alive::Alive;
 /// Size of the largest message, in bytes of JSON.
 const MAX_MESSAGE: usize = 64 << 10;
 
-/// How long a send waits for a peer that does not read.
+/// Time that a send waits for a peer that does not read.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Connects to the stream socket at a path, without checking which user listens there. Waits at
+/// Connects to the stream socket at a path, without checking which user listens at it. Waits at
 /// most `patience` while the listener's queue of callers is full.
 ///
 /// # Errors
@@ -61,7 +62,8 @@ fn call(socket: &OwnedFd, path: &Path) -> Result<(), CallError> {
     }
 }
 
-/// Reason why a message was not sent or not received. The line is unusable after most of them.
+/// Reason why a message was not sent or not received. The line is unusable after most of these
+/// errors.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
     /// The message is longer than the limit.
@@ -73,11 +75,11 @@ pub enum LineError {
     /// The bytes are not a message of the expected type.
     #[error("cannot parse a message: {}", PeerText::of(.0))]
     Json(#[from] serde_json::Error),
-    /// This user has as many descriptors in flight as the kernel allows, to processes that do not
-    /// read. The line stays usable.
+    /// This user has sent as many descriptors as the kernel allows to processes that have not
+    /// received them yet. The line stays usable.
     #[error("too many file descriptors are in flight to processes that do not read")]
     TooManyOnTheWay,
-    /// The peer is dead or does not read.
+    /// The peer is dead, does not read, or sent nothing before the timeout.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
@@ -94,8 +96,8 @@ impl From<Errno> for LineError {
 /// Process at the other end of a line, as the kernel reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Process id as this process sees it. The id is 0 for a process of a container whose processes
-    /// are invisible here.
+    /// Process id as this process sees it. The id is 0 if this process cannot see the peer, for
+    /// example because the peer runs in another container.
     pub pid: i32,
     /// User id as this process sees it. All users without an id in this namespace share one id.
     pub uid: u32,
@@ -107,10 +109,11 @@ impl Peer {
     /// # Errors
     /// Returns the kernel's error.
     pub fn of(socket: impl AsFd) -> io::Result<Self> {
-        // rustix has no type for process id 0, which the kernel reports for another container's
-        // process.
+        // Call libc directly: rustix's `Pid` cannot be 0, which the kernel reports for a process of
+        // another container.
         let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-        let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("it is small");
+        let mut len =
+            libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("a ucred is small");
         let (into, socket) = ((&raw mut peer).cast(), socket.as_fd().as_raw_fd());
         // SAFETY: the kernel writes at most `len` bytes to `peer`, which is that long.
         let got = unsafe {
@@ -131,15 +134,16 @@ pub struct Line {
 
 impl Line {
     /// Connects to the process that listens at a path. The process must run as this user, as root,
-    /// or as the only user who can put a socket there.
+    /// or as the only user who can put a socket at the path.
     ///
-    /// # Errors
-    /// Returns a [`CallError`] if nobody listens there or the process is not trusted.
+    /// # Errors Returns a [`CallError`] if the call fails or the process that listens at the path
+    /// is not trusted.
     pub fn connect(path: &Path) -> Result<Self, CallError> {
         // `of` sets the send timeout, which also limits the connect.
         let line = Self::of(new_socket()?)?;
         call(&line.socket, path)?;
-        // The kernel reports the process that called `listen`: systemd, if it opened the socket.
+        // The kernel reports the process that called `listen`, which is systemd if it opened the
+        // socket.
         trust::check(line.peer()?.uid, path, own_user())?;
         Ok(line)
     }
@@ -150,7 +154,7 @@ impl Line {
     }
 
     /// Sends a message, with a descriptor if one is given. Waits up to ten seconds while the peer's
-    /// queue is full. A failed send hangs up the line, except for [`LineError::TooManyOnTheWay`].
+    /// queue is full. A failed send shuts the line down, except for [`LineError::TooManyOnTheWay`].
     ///
     /// # Errors
     /// Returns a [`LineError`] if the message was not sent.
@@ -162,7 +166,8 @@ impl Line {
         self.send_with(message, descriptor, SendFlags::NOSIGNAL)
     }
 
-    /// Sends a message like [`send`](Self::send), but fails at once if the peer's queue is full.
+    /// Sends a message like [`send`](Self::send), but fails immediately if the peer's queue is
+    /// full.
     ///
     /// # Errors
     /// Returns a [`LineError`] if the message was not sent.
@@ -177,7 +182,7 @@ impl Line {
     /// Sends a message unless the peer's queue is full. Returns whether the message was sent.
     ///
     /// # Errors
-    /// Returns a [`LineError`] if the send fails for another reason than a full queue.
+    /// Returns a [`LineError`] if the send fails for a reason other than a full queue.
     pub fn offer<T: Serialize>(&self, message: &T) -> Result<bool, LineError> {
         match self.try_send(message, None, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -185,8 +190,8 @@ impl Line {
         }
     }
 
-    /// Sets how long to wait for each message; `None` waits forever. A timeout is an error of kind
-    /// `WouldBlock`.
+    /// Sets how long [`recv`](Self::recv) waits for a message; `None` waits forever. A timeout is
+    /// an error of kind `WouldBlock`.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -203,7 +208,7 @@ impl Line {
         self.or_hang_up(self.try_send(message, descriptor, flags))
     }
 
-    /// Hangs up the line if a send failed for good.
+    /// Shuts the line down after a failed send, except for [`LineError::TooManyOnTheWay`].
     fn or_hang_up(&self, sent: Result<(), LineError>) -> Result<(), LineError> {
         sent.inspect_err(|error| {
             if !matches!(error, LineError::TooManyOnTheWay) {
@@ -235,10 +240,10 @@ impl Line {
         }
     }
 
-    /// Waits for the next message; returns `None` once the peer has hung up.
+    /// Waits for the next message; returns `None` once either side has shut the line down.
     ///
     /// # Errors
-    /// Returns a [`LineError`] if no message arrives in time or it cannot be read.
+    /// Returns a [`LineError`] if no message arrives in time or the message cannot be read.
     pub fn recv<T: DeserializeOwned>(&self) -> Result<Option<(T, Option<OwnedFd>)>, LineError> {
         let mut bytes = vec![0; MAX_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -270,16 +275,19 @@ impl Line {
         Peer::of(&*self.socket)
     }
 
-    /// Hangs up: threads that wait for a message, on either side, get none.
+    /// Shuts the line down: threads on either side that wait for a message get `None`.
     pub fn hang_up(&self) {
-        // The peer may already have closed the line.
-        let hung_up = shutdown(&self.socket, Shutdown::Both);
-        debug_assert!(matches!(hung_up, Ok(()) | Err(Errno::NOTCONN)), "sockets can be shut");
+        // Ignore `NOTCONN`: the peer may already have closed the line.
+        let result = shutdown(&self.socket, Shutdown::Both);
+        debug_assert!(
+            matches!(result, Ok(()) | Err(Errno::NOTCONN)),
+            "a connected socket can be shut down"
+        );
     }
 }
 
-/// Returns the error for a peer that takes too long. The kernel's own text names unavailable
-/// resources.
+/// Returns the error for a peer that takes too long. The kernel's own text would misleadingly
+/// mention unavailable resources.
 fn late(what: &'static str) -> LineError {
     LineError::Io(io::Error::new(io::ErrorKind::WouldBlock, what))
 }

@@ -14,12 +14,12 @@ use super::name::Name;
 /// Socket that other processes connect to.
 #[derive(Debug)]
 pub struct Listener {
-    /// Name of the listener's socket. Fields are dropped in this order: the socket must listen
-    /// while the name exists, or a successor takes the name for that of a dead process.
+    /// Name of the listener's socket. Rust drops the name before the socket. The socket must listen
+    /// while the name exists, or a successor would take the name for that of a dead process.
     _name: Option<Name>,
     socket: OwnedFd,
-    /// Wakes a thread that waits for a caller. The socket itself must not be shut down: one from
-    /// systemd also serves the next process of this service.
+    /// Wakes a thread that waits for a caller. The socket itself must not be shut down, because a
+    /// socket from systemd also serves the next process of this service.
     stopped: OwnedFd,
 }
 
@@ -27,21 +27,23 @@ impl Listener {
     /// Binds and listens at a path; `mode` decides which users may connect.
     ///
     /// # Errors
-    /// Returns the kernel's error: `AddrInUse` if another process listens there, and
-    /// `AlreadyExists` if a file that is not a socket is there.
+    /// Returns `AddrInUse` if another process listens at the path, `AlreadyExists` if the path
+    /// names a file other than a socket, `PermissionDenied` if another process replaced the socket,
+    /// and otherwise the kernel's error.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         let listener = Self::of_socket(new_socket()?)?;
         let name = Name::listen(&listener.socket, path, mode)?;
         Ok(Self { _name: Some(name), ..listener })
     }
 
-    /// Wraps a socket that this process was given, bound and listening. Dropping the listener keeps
-    /// the socket's name.
+    /// Wraps a bound and listening socket that another process opened. When the listener is
+    /// dropped, the socket's name stays.
     ///
     /// # Errors
     /// Returns the kernel's error if too many files are open.
     pub fn of_socket(socket: OwnedFd) -> io::Result<Self> {
-        // Another process that shares the socket may accept a caller between `poll` and `accept`.
+        // Make the socket non-blocking: another process that shares the socket may accept the
+        // caller between `poll` and `accept`, which would then block.
         ioctl_fionbio(&socket, true)?;
         Ok(Self { _name: None, socket, stopped: eventfd(0, EventfdFlags::CLOEXEC)? })
     }
@@ -67,8 +69,8 @@ impl Listener {
 
     /// Stops the listener: threads that wait for a caller get `None`.
     pub fn stop(&self) {
-        let told = write(&self.stopped, &1_u64.to_ne_bytes());
-        debug_assert!(told.is_ok(), "the counter of the event is far from full");
+        let written = write(&self.stopped, &1_u64.to_ne_bytes());
+        debug_assert!(written.is_ok(), "the event's counter is far from full");
     }
 }
 

@@ -16,11 +16,12 @@ use rustix::net::{
 
 use super::limits::own_user;
 
-/// How many callers may wait in a socket's queue.
+/// Number of callers that may wait in a socket's queue.
 const BACKLOG: i32 = 128;
 
-/// Interval between attempts to lock a folder, and the number of attempts.
+/// Interval between attempts to lock a folder.
 const LOCK_POLL: Duration = Duration::from_millis(10);
+/// Number of attempts to lock a folder.
 const LOCK_TRIES: usize = 200;
 
 /// Name of a socket, removed on drop unless another process has replaced it.
@@ -33,21 +34,24 @@ pub struct Name {
 /// Listens for streams at a path; `mode` decides which users may connect.
 ///
 /// # Errors
-/// Returns the kernel's error: `AddrInUse` if another process listens there, and `AlreadyExists` if
-/// a file that is not a socket is there.
+/// Returns `AddrInUse` if another process listens at the path, `AlreadyExists` if the path names a
+/// file other than a socket, `PermissionDenied` if another process replaced the socket, and
+/// otherwise the kernel's error.
 pub fn listen_for_streams(path: &Path, mode: u32) -> io::Result<(UnixListener, Name)> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let name = Name::listen(&socket, path, mode)?;
     Ok((socket.into(), name))
 }
 
-/// Removes those of a folder's sockets that killed processes have left behind. Removes nothing
-/// while other processes keep the folder locked.
+/// Removes those of the `sockets` in `folder` that killed processes have left behind. Removes
+/// nothing if the folder cannot be locked within two seconds.
 pub fn remove_dead(folder: &Path, sockets: impl IntoIterator<Item = PathBuf>) {
-    // Without the lock, a socket that nobody listens at may belong to a process that is starting.
+    // Without the lock, a socket at which no process listens may belong to a process that is
+    // starting.
     let Some(_alone) = lock(folder) else { return };
     for socket in sockets {
-        // This process may lack permission to write to the folder; the sockets then stay.
+        // Ignore a failure: this process may lack permission to write to the folder, and the socket
+        // then stays.
         drop(remove_left(&socket));
     }
 }
@@ -55,7 +59,8 @@ pub fn remove_dead(folder: &Path, sockets: impl IntoIterator<Item = PathBuf>) {
 impl Name {
     /// Binds and listens at a path; `mode` decides which users may connect.
     pub(super) fn listen(socket: &OwnedFd, path: &Path, mode: u32) -> io::Result<Self> {
-        // Without the lock, one starting process would take another's socket for a dead one.
+        // Without the lock, a starting process could mistake the socket of another starting process
+        // for a dead one.
         let alone = lock_folder(path);
         remove_left(path)?;
         let name = Self::bind(socket, path, mode)?;
@@ -79,14 +84,14 @@ impl Drop for Name {
     fn drop(&mut self) {
         let _alone = lock_folder(&self.path);
         if self.path.symlink_metadata().is_ok_and(|found| identity(&found) == self.file) {
-            // This process may have lost permission to write to the folder.
+            // Ignore a failure: this process may have lost permission to write to the folder.
             drop(std::fs::remove_file(&self.path));
         }
     }
 }
 
-/// Restores the mode bits that the umask removed from the socket at a path. Another user of the
-/// folder may have replaced the socket; the mode of such a file stays unchanged.
+/// Restores the mode bits that the umask removed from the socket at a path. If another user of the
+/// folder has replaced the socket, the replacement keeps its mode.
 fn widen(path: &Path, mode: u32) -> io::Result<()> {
     let flags = libc::O_PATH | libc::O_NOFOLLOW;
     let file = File::options().read(true).custom_flags(flags).open(path)?;
@@ -95,10 +100,12 @@ fn widen(path: &Path, mode: u32) -> io::Result<()> {
         return Ok(());
     }
     if !found.file_type().is_socket() || found.uid() != own_user() || found.nlink() != 1 {
-        let why = "another process replaced the socket by another file";
+        let why =
+            "another process replaced the socket; choose a folder that only this user can write to";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
-    // This path names the opened file even if it was renamed. `O_PATH` descriptors lack `fchmod`.
+    // Use this path, which names the opened file even if it was renamed, because `fchmod` rejects
+    // `O_PATH` descriptors.
     let opened = format!("/proc/self/fd/{}", file.as_raw_fd());
     std::fs::set_permissions(opened, Permissions::from_mode(mode))
 }
@@ -115,27 +122,28 @@ fn remove_left(path: &Path) -> io::Result<()> {
         Err(error) => return Err(error),
     }
     if is_live(path)? {
-        // The following `bind` then fails with `AddrInUse`.
+        // Leave the socket: the following `bind` then fails with `AddrInUse`.
         return Ok(());
     }
     match std::fs::remove_file(path) {
-        // Another process has removed the socket meanwhile.
+        // Another process has removed the socket in the meantime.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
     }
 }
 
-/// Returns whether a process listens at the socket at a path, or may do so. Does not wait: a
-/// stopped process with a full queue of callers counts as listening.
+/// Returns whether a process listens, or may listen, on the socket that a path names. Does not
+/// wait: a stopped process with a full queue of callers counts as listening.
 fn is_live(path: &Path) -> io::Result<bool> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    // A stream listener rejects this socket type with another error than that of a dead socket.
+    // A live stream listener rejects this socket type, but with an error other than that of a dead
+    // socket.
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     Ok(connect(&socket, &SocketAddrUnix::new(path)?) != Err(Errno::CONNREFUSED))
 }
 
 /// Locks the folder of a path, so that no other process starts to listen in it. Returns `None` if
-/// the folder stays locked for long or cannot be locked.
+/// the folder stays locked for two seconds or cannot be locked.
 fn lock_folder(path: &Path) -> Option<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     lock(folder.unwrap_or_else(|| Path::new(".")))
@@ -150,7 +158,8 @@ fn lock(folder: &Path) -> Option<File> {
             Err(_) => return None,
         }
     }
-    // Any user who can read a folder can lock it, but must not be able to block servers in it.
+    // Give up: any user who can read a folder can lock it, but must not be able to block servers in
+    // it.
     None
 }
 

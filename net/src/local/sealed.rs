@@ -1,5 +1,6 @@
-//! Sealed files: bytes of any length that one process passes to others. A sealed file lies in
-//! memory and cannot change. Processes write and read it with system calls and never map it.
+//! Sealed files: in-memory files in which one process passes any number of bytes to others. Once a
+//! file is sealed, it cannot change. Processes write and read it with system calls and never map
+//! it.
 
 use std::fs::File;
 use std::io;
@@ -24,14 +25,14 @@ impl Sealed {
         Ok(Self { file: memfd_create("racksum-sealed", flags)?.into() })
     }
 
-    /// Wraps a descriptor from another process. The sender may not have sealed the file, so it may
-    /// change while it is read.
+    /// Wraps a descriptor from another process. The sender may not have sealed the file, so the
+    /// file may change while it is read.
     #[must_use]
     pub fn of(descriptor: OwnedFd) -> Self {
         Self { file: descriptor.into() }
     }
 
-    /// Writes bytes at an offset. Threads may write to different places at once.
+    /// Writes bytes at an offset. Threads may write to different places at the same time.
     ///
     /// # Errors
     /// Returns the kernel's error: memory is exhausted, or the file is sealed.

@@ -21,7 +21,8 @@ const FIRST: i32 = 3;
 /// process opens other files.
 ///
 /// # Errors
-/// Returns a sentence if systemd passed several sockets, or one of the wrong type.
+/// Returns a message if systemd passed several sockets or a socket of the wrong type, or if too
+/// many files are open.
 pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     if number("LISTEN_PID") != Some(std::process::id()) {
@@ -30,7 +31,11 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     match number("LISTEN_FDS") {
         None | Some(0) => return Ok(None),
         Some(1) => {}
-        Some(several) => return Err(format!("systemd passed {several} sockets instead of one")),
+        Some(several) => {
+            return Err(format!(
+                "systemd passed {several} sockets; keep only one in the socket unit"
+            ));
+        }
     }
     // SAFETY: systemd opened the descriptor for this process, and no other code of the process uses
     // it.
@@ -47,11 +52,11 @@ pub fn listener_of_systemd() -> Result<Option<Listener>, String> {
     }
 }
 
-/// Sends systemd this process's state, such as `READY=1`, if systemd asks for it.
+/// Sends this process's state, such as `READY=1`, to systemd, if systemd requests it.
 ///
 /// # Errors
 /// Returns the kernel's error.
-pub fn tell_systemd(state: &str) -> io::Result<()> {
+pub fn notify_systemd(state: &str) -> io::Result<()> {
     let Some(at) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
     let at = match at.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,

@@ -2,7 +2,8 @@
 //!
 //! A path in a shared folder belongs to the first process that binds it. So a caller trusts
 //! processes of its own user and of root. It also trusts processes of the user who owns the path's
-//! folder, if no other user can put a socket there. Only the kernel's user ids tell users apart.
+//! folder, if no other user can put a socket in it. Users are told apart only by the user ids that
+//! the kernel reports.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
@@ -14,18 +15,18 @@ use std::path::{Component, Path, PathBuf};
 use super::call_error::CallError;
 use super::is_known_user;
 
-/// How many symbolic links a path may pass through; the kernel has the same limit.
+/// Limit on the symbolic links that a path passes through; the kernel has the same limit.
 const MAX_LINKS: usize = 40;
 
 /// Mode bits that let users other than the owner create files in a folder. An access control list
-/// that lets others do so shows in the group bits.
+/// that lets others do so also sets the group bits.
 const OTHERS_WRITE: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
 /// Checks that a caller of user `own` may trust a process of user `listener` at a path.
 ///
 /// # Errors
-/// Returns [`CallError::NotBelieved`], or the kernel's error if the path cannot be read.
+/// Returns [`CallError::Untrusted`], or the kernel's error if the path cannot be read.
 pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallError> {
     let trusted: BTreeSet<u32> = [0, own].into_iter().filter(|uid| is_known_user(*uid)).collect();
     if trusted.contains(&listener) {
@@ -33,7 +34,7 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallErro
     }
     let why = match holders(Path::new("/"), &std::path::absolute(path)?, trusted)? {
         Ok(holders) if holders.contains(&listener) => return Ok(()),
-        Ok(_) => "who does not own the folder".to_owned(),
+        Ok(_) => "who owns neither the socket nor its folder".to_owned(),
         Err(shared) => format!("and other users may create sockets in {}", shared.display()),
     };
     let why = format!(
@@ -42,12 +43,13 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallErro
          {listener} FOLDER; chmod 755 FOLDER), with no folder above it that other users may write \
          to"
     );
-    Err(CallError::NotBelieved(why))
+    Err(CallError::Untrusted(why))
 }
 
-/// Finds the users who alone decide which socket is at a path: the trusted users, and those to whom
-/// they gave a folder on the path or the socket itself. Returns the folder instead if another user
-/// may have placed the next entry in it. The path starts at `root`.
+/// Finds the users who alone decide which socket `path`, starting at `root`, leads to. They are the
+/// initial `holders`, which the caller trusts, and the owners of the folders on the path and of the
+/// socket. If another user may have placed an entry of the path, returns the folder of that entry
+/// instead.
 fn holders(
     root: &Path,
     path: &Path,
@@ -77,7 +79,9 @@ fn holders(
         }
         links += 1;
         if links > MAX_LINKS {
-            return Err(io::Error::other("the path has too many symbolic links"));
+            return Err(io::Error::other(format!(
+                "the path has more than {MAX_LINKS} symbolic links"
+            )));
         }
         let target = at.read_link()?;
         if target.is_absolute() {
@@ -92,8 +96,8 @@ fn holders(
 fn is_placed_by(holders: &BTreeSet<u32>, folder: &Metadata, found: &Metadata) -> bool {
     match folder.mode() {
         mode if mode & OTHERS_WRITE == 0 => true,
-        // The sticky bit stops users from replacing entries of others. Users unknown here share one
-        // id.
+        // The sticky bit stops users from replacing the entries of others. All users without an id
+        // in this namespace share one id, which therefore proves nothing.
         mode if mode & STICKY != 0 => holders.contains(&found.uid()) && is_known_user(found.uid()),
         _ => false,
     }
@@ -115,8 +119,8 @@ mod tests {
     use super::*;
     use crate::local::limits::own_user;
 
-    /// User other than root and the caller, who can own files here. Root can give files to any
-    /// user; for others this is the current user, and the caller is invented.
+    /// Two users: `other` owns files and is neither root nor the caller. Root can give files to any
+    /// user. Without root, `other` is the current user, and the caller is invented.
     struct Users {
         other: u32,
         caller: u32,
@@ -180,7 +184,7 @@ mod tests {
         users.make_file(&top.0.join("given/socket"));
         let found = holders(&top.0, Path::new("/given/socket"), [0, users.caller].into());
         assert!(found.unwrap().unwrap().contains(&users.other));
-        // A group with write permission may put its own socket there.
+        // The members of a group with write permission may put a socket of their own in the folder.
         users.make_folder(&top.0.join("group"), 0o775);
         users.make_file(&top.0.join("group/socket"));
         let found = holders(&top.0, Path::new("group/socket"), [0, users.caller].into());
@@ -207,7 +211,7 @@ mod tests {
             rustix::fs::AtFlags::SYMLINK_NOFOLLOW,
         )
         .unwrap();
-        // Only root can own files of two users here.
+        // Only root can give files to two different users.
         if own_user() == 0 {
             for path in ["tmp/socket", "tmp/folder/socket", "tmp/link"] {
                 assert!(!top.finds(path, [0, users.caller]), "{path}");

@@ -28,7 +28,7 @@ fn receive(socket: &UdpSocket, want: usize) -> Vec<u8> {
     let mut got = Vec::new();
     while got.len() < want {
         let ready = wait(&[socket.as_fd()], Some(Span::from_secs(5))).unwrap();
-        assert_eq!(ready, 1, "arrives in time");
+        assert_eq!(ready, 1, "a datagram arrives in time");
         for _ in 0..socket.recv(&mut ring, &mut buffers).unwrap() {
             got.extend_from_slice(&buffers[0]);
         }
@@ -38,7 +38,7 @@ fn receive(socket: &UdpSocket, want: usize) -> Vec<u8> {
 
 /// Checks that two members on one host each receive a window's worth of data.
 fn check_two_members(sender_ip: IpAddr, group: SocketAddr) {
-    let interface = interface_of(sender_ip).expect("the sender's address is here");
+    let interface = interface_of(sender_ip).expect("the sender's address belongs to an interface");
     let group = Multicast { group, interface };
     let members = [
         UdpSocket::open_member(&group, 1 << 20).unwrap(),
@@ -60,14 +60,17 @@ fn each_member_on_this_host_gets_a_copy() {
 
 #[test]
 fn each_member_on_this_host_gets_a_copy_over_ipv6() {
-    // Loopback does not work: Linux does not route IPv6 multicast there, nor deliver it if forced.
+    // Loopback does not work here: Linux does not route IPv6 multicast to it, and does not deliver
+    // such datagrams even if a socket selects loopback.
     let found = interfaces().unwrap().into_iter().find_map(|interface| {
         let fits = interface.is_up && interface.is_multicast && !interface.is_loopback;
         let global = |ip: &&IpAddr| matches!(ip, IpAddr::V6(v6) if !v6.is_unicast_link_local());
         interface.addrs.iter().find(global).copied().filter(|_| fits)
     });
     let Some(sender_ip) = found else {
-        racksum_test_report::skip("no interface here multicasts and has an IPv6 address");
+        racksum_test_report::skip(
+            "no interface of this host has both multicast and a global IPv6 address",
+        );
         return;
     };
     let [.., high, low] = std::process::id().to_be_bytes();

@@ -40,7 +40,7 @@ pub struct Subject<'a> {
 }
 
 impl Authority {
-    /// Creates an authority called `name` that is valid for `days`. Returns its PEM file: the
+    /// Creates an authority called `name` that is valid for `days` days. Returns its PEM file: the
     /// certificate, which is public, and the key, which must stay secret.
     ///
     /// # Errors
@@ -52,8 +52,8 @@ impl Authority {
         Ok(certificate.pem() + &key.serialize_pem())
     }
 
-    /// Creates an authority called `name` that is valid for `days` and has no file. Its key is lost
-    /// when it is dropped, so nobody can issue with it afterwards.
+    /// Creates an authority called `name` that is valid for `days` days and has no file. Its key is
+    /// lost when the authority is dropped, so that nobody can issue further identities.
     ///
     /// # Errors
     ///
@@ -93,11 +93,11 @@ impl Authority {
             pki_pem::Error::NoItemsFound => wrong("the file holds no certificate".into()),
             error => wrong(not_pem(&error).into()),
         })?;
-        let told = Certificate::parse_own(&certificate).map_err(wrong)?;
-        if told.role != Role::Authority {
-            let (name, role) = (told.name, told.role);
+        let details = Certificate::parse_own(&certificate).map_err(wrong)?;
+        if details.role != Role::Authority {
+            let (name, role) = (details.name, details.role);
             return Err(wrong(format!(
-                "{name:?} has role {role}, not authority; name the file of an authority"
+                "{name:?} has role {role}, not authority; pass the file of an authority"
             )));
         }
         let key = key_of(&pem).map_err(|why| wrong(why.into()))?;
@@ -108,13 +108,13 @@ impl Authority {
     }
 
     /// Issues an identity file in PEM: the node's certificate, its key, and this authority's
-    /// certificate, with which the node verifies others of the cluster. Returns the file and its
-    /// expiry time, as RFC 3339 in UTC.
+    /// certificate, with which the node verifies others of the cluster. Returns the contents of the
+    /// file and the identity's expiry time, as RFC 3339 in UTC.
     ///
     /// # Errors
     ///
-    /// Returns [`NetError::Certificate`] if the name is invalid, if the identity would outlive this
-    /// authority, or if the system provides no randomness.
+    /// Returns [`NetError::Certificate`] if the name is invalid, the role is [`Role::Authority`],
+    /// the identity would outlive this authority, or the system provides no randomness.
     pub fn issue(&self, subject: &Subject<'_>) -> Result<(String, String), NetError> {
         let left = self.not_after - OffsetDateTime::now_utc();
         let until = rfc3339(self.not_after.unix_timestamp());
@@ -124,13 +124,13 @@ impl Authority {
             );
             return Err(NetError::Certificate { reason });
         }
-        // A started day counts whole, so that `days` may equal the days the authority was created
-        // with.
+        // Count a partial day as a whole one, so that `days` may equal the number of days for which
+        // the authority was created.
         if let Some(days) = subject.days.filter(|days| Duration::days((*days).into()) > left + DAY)
         {
             let reason = format!(
-                "{days} days exceed the life of the authority, which expires at {until}; ask for \
-                 fewer, or create another authority"
+                "{days} days exceed the life of the authority, which expires at {until}; request \
+                 fewer days, or create another authority"
             );
             return Err(NetError::Certificate { reason });
         }
@@ -169,7 +169,7 @@ impl Authority {
     }
 }
 
-/// Returns the parameters that all certificates share.
+/// Returns the certificate parameters that authorities and identities share.
 fn params(name: &str, not_after: OffsetDateTime) -> Result<CertificateParams, NetError> {
     check_name(name)?;
     let mut params = CertificateParams::default();
@@ -193,10 +193,10 @@ fn cannot(error: &rcgen::Error) -> NetError {
     NetError::Certificate { reason: error.to_string() }
 }
 
-/// Days until an identity expires by default.
+/// Default lifetime of an identity, in days.
 const USUAL_DAYS: u32 = 365;
 const DAY: Duration = Duration::days(1);
-/// How far another host's clock may lag behind the authority's.
+/// Time by which another host's clock may lag behind the clock of the authority's host.
 const CLOCK_SKEW: Duration = Duration::minutes(10);
 
 #[cfg(test)]

@@ -87,14 +87,14 @@ impl Certificate {
         Ok(all)
     }
 
-    /// Returns the certificate that the peer of a connection showed.
+    /// Returns the certificate that the peer of a connection showed; `None` if it cannot be parsed.
     #[must_use]
     pub fn of_peer(connection: &quinn::Connection) -> Option<Self> {
         let shown = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
         Self::parse(shown.first()?).ok()
     }
 
-    /// Parses a certificate; the error says what is wrong with it.
+    /// Parses a certificate; the error is a sentence that states the defect.
     pub(super) fn parse(der: &CertificateDer<'_>) -> Result<Self, String> {
         Self::of(&x509(der)?, der)
     }
@@ -120,7 +120,7 @@ impl Certificate {
         let (name, issuer) = (name_of(x509.subject()), name_of(x509.issuer()));
         identity_name::check(&name)?;
         if !PeerText::is_plain(&issuer) {
-            return Err("the name of its issuer has unprintable characters".into());
+            return Err("the name of the certificate's issuer has unprintable characters".into());
         }
         let usage = x509.extended_key_usage().ok().flatten();
         let role = if x509.is_ca() {
@@ -156,14 +156,14 @@ fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> 
 }
 
 /// Returns whether a certificate valid between `from` and `to`, in seconds, expires soon. A
-/// certificate that lives for a few days does so in the last tenth of its life.
+/// short-lived certificate counts as expiring soon only in the last tenth of its life.
 const fn ends_soon(from: i64, to: i64, now: i64) -> bool {
     const WEEK: i64 = 7 * 24 * 3600;
     let (left, tenth) = (to.saturating_sub(now), to.saturating_sub(from) / 10);
     left < WEEK && left < tenth
 }
 
-/// Returns when a certificate expires.
+/// Returns the time at which a certificate expires.
 pub(super) fn end_of(der: &CertificateDer<'_>) -> Result<OffsetDateTime, String> {
     Ok(x509(der)?.validity().not_after.to_datetime())
 }
@@ -173,13 +173,13 @@ pub(super) fn is_self_issued(der: &CertificateDer<'_>) -> bool {
     x509(der).is_ok_and(|x509| x509.subject().as_raw() == x509.issuer().as_raw())
 }
 
-/// Returns whether a certificate names another's subject as its issuer.
+/// Returns whether a certificate names the subject of the certificate `issuer` as its issuer.
 pub(super) fn is_issued_by(der: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
     let (Ok(own), Ok(issuer)) = (x509(der), x509(issuer)) else { return false };
     own.issuer().as_raw() == issuer.subject().as_raw()
 }
 
-/// Returns the common name, or an empty string.
+/// Returns the common name, or an empty string if there is none.
 fn name_of(name: &X509Name<'_>) -> String {
     let common = name.iter_common_name().next().and_then(|name| name.as_str().ok());
     common.unwrap_or_default().to_owned()

@@ -1,11 +1,12 @@
 //! Connection identifiers (RFC 9000, section 5.1): 64 random bits, and a tag that lets an endpoint
-//! recognize its own.
+//! recognize its own identifiers.
 //!
 //! quinn's own identifiers have only 24 random bits. quinn chooses the identifier of a Retry
-//! without checking those in use, and looks up each datagram among the connections first. If the
-//! identifiers collide, the caller's datagrams go to the existing connection, and the caller never
-//! gets an answer. 64 random bits without a tag would prevent collisions, but the endpoint would
-//! then answer noise as if it belonged to a forgotten connection.
+//! without checking those in use, and looks up each datagram among the connections first. If a new
+//! identifier collides with that of an existing connection, the caller's datagrams go to that
+//! connection, and the caller never gets an answer. 64 random bits without a tag would prevent
+//! collisions, but the endpoint would then answer noise as if it belonged to a forgotten
+//! connection.
 
 use std::time::Duration;
 

@@ -18,25 +18,26 @@ use crate::NetError;
 
 /// Settings with which a rank calls an aggregator.
 #[derive(Debug)]
-pub struct Caller {
+pub struct CallOptions {
     /// Local address to call from; `None` lets the kernel choose.
     pub from: Option<IpAddr>,
     /// Identity of the caller, and the certificates it trusts.
     pub credentials: Credentials,
-    /// How long the aggregator may take to answer.
+    /// Time that the aggregator may take to answer.
     pub patience: Span,
 }
 
 /// Reason why a control session ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Ended {
-    /// The session never began: nobody answered, or one side rejected the other's certificate.
+    /// The session never began: the aggregator did not answer, or one side rejected the other's
+    /// certificate.
     #[error("{0}")]
     Unconnected(#[from] NetError),
     /// The aggregator was silent for too long.
     #[error("{SILENT}")]
     Silent,
-    /// The aggregator closed the session or died; the text is a sentence.
+    /// The aggregator closed the session, died or broke the protocol; the text states the reason.
     #[error("{0}")]
     Closed(PeerText),
     /// This side has sent its last message.
@@ -45,13 +46,14 @@ pub enum Ended {
 }
 
 impl Ended {
-    /// Returns an end whose reason may quote the aggregator.
+    /// Creates a [`Closed`](Self::Closed), whose reason may quote the aggregator.
     fn of(why: impl fmt::Display) -> Self {
         Self::Closed(PeerText::of(why))
     }
 }
 
-/// Error text for an aggregator that was silent for [`IDLE_TIMEOUT`].
+/// Error text for an aggregator that was silent for [`IDLE_TIMEOUT`], or did not answer a query in
+/// time.
 ///
 /// [`IDLE_TIMEOUT`]: super::IDLE_TIMEOUT
 pub const SILENT: &str = "the aggregator is silent; it is suspended, down or unreachable, or this \
@@ -59,34 +61,34 @@ pub const SILENT: &str = "the aggregator is silent; it is suspended, down or unr
 
 /// Connection to an aggregator, with the stream of its control messages.
 #[derive(Debug)]
-pub struct Line {
+pub struct ControlConnection {
     connection: Connection,
     to: SocketAddr,
     send: quinn::SendStream,
     recv: quinn::RecvStream,
 }
 
-impl Line {
+impl ControlConnection {
     /// Sends a message.
     ///
     /// # Errors
     ///
-    /// Returns how the session ended.
-    pub async fn say(&mut self, word: &FromWorker) -> Result<(), Ended> {
-        let said = frames::send(&mut self.send, word).await;
-        said.map_err(|error| self.ended(&error))
+    /// Returns the reason why the session ended.
+    pub async fn send(&mut self, message: &FromWorker) -> Result<(), Ended> {
+        let sent = frames::send(&mut self.send, message).await;
+        sent.map_err(|error| self.ended(&error))
     }
 
-    /// Receives the aggregator's next message. If the caller cancels this future, it must close the
-    /// connection.
+    /// Receives the aggregator's next message. A caller that cancels this future must close the
+    /// connection, because part of a message may be lost.
     ///
     /// # Errors
     ///
-    /// Returns how the session ended.
-    pub async fn hear(&mut self) -> Result<FromAggregator, Ended> {
+    /// Returns the reason why the session ended.
+    pub async fn recv(&mut self) -> Result<FromAggregator, Ended> {
         match frames::recv(&mut self.recv).await {
             Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(self.ended(&HUNG_UP)),
+            Ok(None) => Err(self.ended(&STREAM_CLOSED)),
             Err(error) => Err(self.ended(&error)),
         }
     }
@@ -96,9 +98,11 @@ impl Line {
     }
 }
 
-/// Returns how a session ended; `why` applies if the connection gives no better reason.
+/// Returns the reason why a session ended, which is `why` if the connection reports no better
+/// reason.
 fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> Ended {
-    // The aggregator verifies this side's certificate last, when the handshake seems complete here.
+    // The aggregator verifies this side's certificate last, when the handshake already seems
+    // complete here. So its rejection may appear only now.
     match connection.why_ended(to) {
         Some(NetError::Connect { cause: ConnectionError::TimedOut, .. }) => Ended::Silent,
         Some(NetError::Connect { cause: ConnectionError::ApplicationClosed(close), .. })
@@ -106,71 +110,73 @@ fn ended(connection: &Connection, to: SocketAddr, why: &dyn fmt::Display) -> End
         {
             Ended::of(String::from_utf8_lossy(&close.reason))
         }
-        Some(error @ (NetError::NotBelieved { .. } | NetError::NoIdentity { .. })) => error.into(),
+        Some(error @ (NetError::IdentityRejected { .. } | NetError::NoIdentity { .. })) => {
+            error.into()
+        }
         _ => Ended::of(why),
     }
 }
 
 /// Connects to the aggregator at `to`, sends the message `first`, and runs the session until it
-/// ends. Passes the aggregator's messages to `hear`, which returns false to end the session. Sends
-/// the messages from `words` up to a last one, which is [`LEAVE`] if the channel closes without
-/// one.
+/// ends. Passes the aggregator's messages to `on_message`, which returns false to end the session.
+/// Sends the messages from `messages` until it has sent a last message, which is [`LEAVE`] if the
+/// channel closes first.
 ///
 /// # Panics
 ///
 /// Panics outside a tokio runtime.
-pub async fn converse(
+pub async fn run_session(
     to: SocketAddr,
     first: FromWorker,
-    caller: &Caller,
-    words: UnboundedReceiver<FromWorker>,
-    hear: impl Fn(FromAggregator) -> bool + Send + 'static,
+    caller: &CallOptions,
+    messages: UnboundedReceiver<FromWorker>,
+    on_message: impl Fn(FromAggregator) -> bool + Send + 'static,
 ) -> Ended {
     match call(to, caller).await {
-        Ok(line) => talk(line, first, words, hear).await,
+        Ok(line) => run_session_on(line, first, messages, on_message).await,
         Err(ended) => ended,
     }
 }
 
-/// Connects to the aggregator at `to` without sending a message yet. A caller that gives up now
-/// leaves no trace at the aggregator.
+/// Connects to the aggregator at `to` without sending a message yet. A caller that closes the
+/// connection before its first message leaves no trace in the aggregator's jobs.
 ///
 /// # Errors
 ///
-/// Returns why the call failed.
+/// Returns the reason why the call failed.
 ///
 /// # Panics
 ///
 /// Panics outside a tokio runtime.
-pub async fn call(to: SocketAddr, caller: &Caller) -> Result<Line, Ended> {
+pub async fn call(to: SocketAddr, caller: &CallOptions) -> Result<ControlConnection, Ended> {
     let connection = connect_from(caller.from, to, &caller.credentials, caller.patience).await?;
     match connection.quic().open_bi().await {
-        Ok((send, recv)) => Ok(Line { connection, to, send, recv }),
+        Ok((send, recv)) => Ok(ControlConnection { connection, to, send, recv }),
         Err(error) => Err(ended(&connection, to, &error)),
     }
 }
 
-/// Sends the message `first` on an open line, and then runs the session like [`converse`].
+/// Sends the message `first` on an open connection, and then runs the session like [`run_session`].
 ///
 /// # Panics
 ///
 /// Panics outside a tokio runtime.
-pub async fn talk(
-    mut line: Line,
+pub async fn run_session_on(
+    mut line: ControlConnection,
     first: FromWorker,
-    mut words: UnboundedReceiver<FromWorker>,
-    hear: impl Fn(FromAggregator) -> bool + Send + 'static,
+    mut messages: UnboundedReceiver<FromWorker>,
+    on_message: impl Fn(FromAggregator) -> bool + Send + 'static,
 ) -> Ended {
-    if let Err(ended) = line.say(&first).await {
+    if let Err(ended) = line.send(&first).await {
         return ended;
     }
-    let Line { connection, to, mut send, recv } = line;
+    let ControlConnection { connection, to, mut send, recv } = line;
     let (offered, lifeline) = oneshot::channel();
     let quic = connection.quic().clone();
     let lifeline = lifeline::lay_offered(&quic, to, async { lifeline.await.ok() });
     let mut dead = std::pin::pin!(lifeline::dead(&quic, lifeline));
-    // Frames are read in a separate task, because cancelling a read would lose part of a frame.
-    let mut reader = tokio::spawn(listen(recv, offered, hear));
+    // Read frames in a separate task, because cancelling a read would lose part of a frame.
+    let mut reader = tokio::spawn(listen(recv, offered, on_message));
     loop {
         tokio::select! {
             why = &mut reader => {
@@ -179,15 +185,15 @@ pub async fn talk(
             }
             () = &mut dead => {
                 reader.abort();
-                // An aggregator that is alive after all handles this close after the messages it
-                // has not read yet, and so drops the rank.
+                // If the aggregator is alive after all, it handles this close once it has read the
+                // earlier messages, and then drops the rank.
                 connection.close("gone").await;
                 return Ended::of(DEAD);
             }
-            word = words.recv() => {
-                let word = word.unwrap_or(LEAVE);
-                let last = word.is_last();
-                let sent = frames::send(&mut send, &word).await;
+            message = messages.recv() => {
+                let message = message.unwrap_or(LEAVE);
+                let last = message.is_last();
+                let sent = frames::send(&mut send, &message).await;
                 if last || sent.is_err() {
                     drop(send.finish());
                     // The aggregator ends its stream once it has read the last message.
@@ -201,30 +207,35 @@ pub async fn talk(
     }
 }
 
-/// Asks the aggregator at `to` which ranks of the job in `join` wait there for others to join.
+/// Asks the aggregator at `to` which ranks of the job in `join` are waiting for the other ranks to
+/// join.
 ///
 /// # Errors
 ///
-/// Returns how the session ended if there was no answer. Connecting and answering may each take the
-/// caller's `patience`.
+/// Returns the reason why the session ended without an answer. Connecting and answering may each
+/// take up to the caller's `patience`.
 ///
 /// # Panics
 ///
 /// Panics outside a tokio runtime.
-pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16>, Ended> {
+pub async fn ask_present(
+    to: SocketAddr,
+    join: Join,
+    caller: &CallOptions,
+) -> Result<Vec<u16>, Ended> {
     let mut line = call(to, caller).await?;
     let answer = async {
-        line.say(&FromWorker::Look(join)).await?;
-        match line.hear().await? {
+        line.send(&FromWorker::AskPresent(join)).await?;
+        match line.recv().await? {
             FromAggregator::Present { ranks } => Ok(ranks),
-            said => Err(Ended::of(format!(
-                "the aggregator answered a query for waiting ranks with {said:?}"
+            other => Err(Ended::of(format!(
+                "the aggregator answered a query for waiting ranks with {other:?}"
             ))),
         }
     };
     let answer = tokio::time::timeout(duration(caller.patience), answer).await;
     let answer = answer.unwrap_or(Err(Ended::Silent));
-    line.connection.close("looked").await;
+    line.connection.close("present received").await;
     answer
 }
 
@@ -232,37 +243,37 @@ pub async fn look(to: SocketAddr, join: Join, caller: &Caller) -> Result<Vec<u16
 ///
 /// # Errors
 ///
-/// Returns why there was no answer.
+/// Returns the reason why there was no answer.
 ///
 /// # Panics
 ///
 /// Panics outside a tokio runtime.
-pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended> {
+pub async fn ask_status(to: SocketAddr, caller: &CallOptions) -> Result<String, Ended> {
     let mut line = call(to, caller).await?;
     let answer = async {
-        line.say(&FromWorker::AskStatus { version: CONTROL_VERSION }).await?;
+        line.send(&FromWorker::AskStatus { version: CONTROL_VERSION }).await?;
         let mut json = String::new();
         loop {
-            match line.hear().await? {
+            match line.recv().await? {
                 FromAggregator::Status { part, more } => {
                     json += &part.0;
                     if !more {
                         return Ok(json);
                     }
                     if json.len() > MAX_STATUS {
-                        return Err(Ended::of("the aggregator sent more than a status can hold"));
+                        return Err(Ended::of("the aggregator's status exceeds the size limit"));
                     }
                 }
                 FromAggregator::Refused { reason } => return Err(Ended::of(reason)),
                 FromAggregator::WrongVersion { speaks } => {
                     return Err(Ended::of(format!(
-                        "the aggregator speaks protocol version {speaks}, and this program version \
-                         {CONTROL_VERSION}; install the same release on both"
+                        "the aggregator speaks protocol version {speaks}, and this program speaks \
+                         version {CONTROL_VERSION}; install the same release on both"
                     )));
                 }
-                said => {
+                other => {
                     return Err(Ended::of(format!(
-                        "the aggregator answered a status request with {said:?}"
+                        "the aggregator answered a status request with {other:?}"
                     )));
                 }
             }
@@ -270,18 +281,19 @@ pub async fn ask_status(to: SocketAddr, caller: &Caller) -> Result<String, Ended
     };
     let answer = tokio::time::timeout(duration(caller.patience), answer).await;
     let answer = answer.unwrap_or(Err(Ended::Silent));
-    line.connection.close("asked").await;
+    line.connection.close("status received").await;
     answer
 }
 
-/// Size limit of a status in bytes: that of 1024 jobs with 256 ranks each.
+/// Size limit of a status in bytes, which is enough for 1024 jobs with 256 ranks each.
 const MAX_STATUS: usize = 128 << 20;
 
-/// Passes received messages on until the session ends; returns the reason.
+/// Passes received messages to `on_message` until the session ends; returns the reason why it
+/// ended.
 async fn listen(
     mut recv: quinn::RecvStream,
     offered: oneshot::Sender<(u16, racksum_proto::auth::Key)>,
-    hear: impl Fn(FromAggregator) -> bool,
+    on_message: impl Fn(FromAggregator) -> bool,
 ) -> String {
     let mut offered = Some(offered);
     loop {
@@ -293,32 +305,33 @@ async fn listen(
                 }
             }
             Ok(Some(message)) => {
-                // An offer comes right after the proof of the data path, so any other message rules
-                // it out.
+                // The offer comes right after the proof of the data path. Any other message means
+                // that no offer will come.
                 let of_proof = matches!(
                     message,
-                    FromAggregator::Prove { .. } | FromAggregator::Arrived { .. }
+                    FromAggregator::Prove { .. } | FromAggregator::PingSizes { .. }
                 );
                 if !of_proof {
                     offered = None;
                 }
-                if !hear(message) {
-                    return "the receiver of its messages is gone".to_owned();
+                if !on_message(message) {
+                    return "this side no longer accepts messages".to_owned();
                 }
             }
-            Ok(None) => return HUNG_UP.to_owned(),
+            Ok(None) => return STREAM_CLOSED.to_owned(),
             Err(error) => return error.to_string(),
         }
     }
 }
 
-/// Last message of a rank that neither comes back nor moves to another aggregator.
+/// Last message of a rank that neither rejoins nor moves to another aggregator.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
-/// Reason for a session that the aggregator ended without a message.
-const HUNG_UP: &str = "the peer closed the control stream";
-/// Reason for a session whose aggregator has died: its host refuses or closes the lifeline.
+/// Reason for the end of a session that the aggregator closed without a message.
+const STREAM_CLOSED: &str = "the peer closed the control stream";
+/// Reason for the end of a session whose aggregator has died: its host refuses or closes the
+/// lifeline.
 const DEAD: &str = "its process exited";
-/// How long the aggregator may take to read the last message.
+/// Time that the aggregator may take to read the last message.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -330,7 +343,7 @@ mod tests {
         "world":2,"lanes":1,
         "data_ports":[40112],"receive_buffer":4194304,"max_datagram":1472,"multicast":true,
         "stripe":[0,1],"pool_slots":0,"wait":false,"on_rank_loss":"abort","may_move":false,
-        "relays":false,"rejoin":false,"resume":null}"#;
+        "aggregates":false,"rejoin":false,"resume":null}"#;
 
     #[test]
     fn one_that_was_taken_for_dead_is_told_so() {
@@ -351,11 +364,11 @@ mod tests {
             std::thread::sleep(Duration::from_secs(6));
             connection.closed().await
         });
-        let (_words, words) = tokio::sync::mpsc::unbounded_channel();
+        let (_messages, messages) = tokio::sync::mpsc::unbounded_channel();
         let caller =
-            Caller { from: None, credentials: credentials(), patience: Span::from_secs(5) };
+            CallOptions { from: None, credentials: credentials(), patience: Span::from_secs(5) };
         let join = FromWorker::Join(serde_json::from_str(JOIN).unwrap());
-        let ended = own.block_on(converse(to, join, &caller, words, |_| true));
+        let ended = own.block_on(run_session(to, join, &caller, messages, |_| true));
         assert_eq!(ended.to_string(), DEAD);
         own.shutdown_background();
         let end = theirs.block_on(served).unwrap();

@@ -35,24 +35,24 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Returns the QUIC connection, on which to open streams and wait for the end.
+    /// Returns the QUIC connection, for opening streams and waiting for its end.
     #[must_use]
     pub const fn quic(&self) -> &quinn::Connection {
         &self.quic
     }
 
-    /// Returns why the connection to `addr` has ended, or `None` while it is open.
+    /// Returns the reason why the connection to `addr` has ended, or `None` while it is open.
     pub(super) fn why_ended(&self, addr: SocketAddr) -> Option<NetError> {
         let cause = self.quic.close_reason()?;
         Some(self.credentials.explain(not_connected(addr, cause)))
     }
 
-    /// Closes the connection, and waits a moment at most until the endpoint is idle.
+    /// Closes the connection, and waits up to 10 ms for the endpoint to become idle.
     pub async fn close(self, reason: &str) {
         self.quic.close(VarInt::from_u32(0), reason.as_bytes());
-        // The close leaves long before the endpoint is idle: QUIC keeps a closed connection for
-        // three probe timeouts (RFC 9000, section 10.2). Those take seconds if this process or the
-        // network was held up.
+        // The close is sent long before the endpoint is idle: QUIC keeps a closed connection for
+        // three probe timeouts (RFC 9000, section 10.2). Probe timeouts can take seconds if this
+        // process or the network was delayed.
         drop(tokio::time::timeout(duration(CLOSING), self.endpoint.wait_idle()).await);
     }
 }
@@ -62,7 +62,7 @@ impl Connection {
 /// # Errors
 ///
 /// Returns a [`NetError`] that names the address: the port is taken, the address does not belong to
-/// this host, or the credentials only allow loopback.
+/// this host, or the credentials allow only loopback.
 ///
 /// # Panics
 ///
@@ -86,8 +86,8 @@ pub fn change_credentials(server: &Endpoint, credentials: &Credentials) -> Resul
 ///
 /// # Errors
 ///
-/// Returns a [`NetError`] that names the address: nobody answers there, the server speaks another
-/// protocol, or one side rejects the other's certificate.
+/// Returns a [`NetError`] that names the address: no server answers there, the server speaks
+/// another protocol, or one side rejects the other's certificate.
 ///
 /// # Panics
 ///
@@ -134,7 +134,8 @@ pub async fn connect_from(
         }
         Err(NotAnswered::NotCalled(error)) => Err(error),
         Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
-            // QUIC's first datagrams have 1,200 bytes and are never fragmented.
+            // QUIC's first datagrams have 1,200 bytes and are never fragmented, so a small path MTU
+            // may be the cause.
             let narrow = path_mtu(from, to).ok().filter(|mtu| *mtu < MIN_MTU);
             Err(NetError::NobodyThere { addr: to, waited: patience, narrow })
         }
@@ -146,8 +147,8 @@ pub async fn connect_from(
 }
 
 /// Calls the server, calls again if half of `patience` passes without an answer, and returns the
-/// first connection. A lossy path can make a call fail for good: once a Retry was corrupted in
-/// transit, quinn accepts no later one.
+/// first connection. A lossy path can make a call fail for good: once a Retry has been corrupted in
+/// transit, quinn accepts no later Retry.
 async fn twice(
     call: impl Fn() -> Result<Connecting, NetError>,
     patience: Duration,
@@ -168,7 +169,7 @@ async fn twice(
         },
         () = &mut late => return Err(ConnectionError::TimedOut.into()),
     };
-    // A refused call does not end the other: the server may only have lacked room for it.
+    // Keep waiting for the other call: the server may have refused this one only for lack of room.
     tokio::select! {
         answered = other => Ok(answered?),
         () = late => Err(cause.into()),
@@ -181,7 +182,7 @@ async fn twice(
 enum NotAnswered {
     /// The call could not start.
     NotCalled(#[from] NetError),
-    /// The call ended before it was connected.
+    /// The call ended before the connection was established.
     Ended(#[from] ConnectionError),
 }
 
@@ -194,12 +195,12 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
         let code = u64::from(code).checked_sub(TransportErrorCode::crypto(0).into())?;
         u8::try_from(code).ok().map(AlertDescription::from)
     };
-    let (ours, said) = match &cause {
+    let (ours, description) = match &cause {
         ConnectionError::TransportError(error) => (false, alert(error.code)),
         ConnectionError::ConnectionClosed(close) => (true, alert(close.error_code)),
         _ => (false, None),
     };
-    let why = match said {
+    let why = match description {
         Some(AlertDescription::CertificateExpired) => {
             "has expired, or the clock of one of the two hosts is wrong"
         }
@@ -207,10 +208,10 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
             "was issued by another authority"
         }
         Some(AlertDescription::BadCertificate) => {
-            "lacks subjectAltName=DNS:racksum, the name of every aggregator, or is damaged"
+            "is damaged, or lacks subjectAltName=DNS:racksum, the name that every aggregator has"
         }
         Some(AlertDescription::CertificateUnknown) => {
-            "is of a kind that TLS does not accept, such as an authority's own"
+            "is of a kind that TLS does not accept, such as that of an authority"
         }
         Some(AlertDescription::CertificateRequired) => "is missing",
         Some(AlertDescription::AccessDenied) if ours => {
@@ -220,7 +221,11 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
         Some(AlertDescription::UnsupportedCertificate) => "is for another role",
         _ => return NetError::Connect { addr, cause },
     };
-    if ours { NetError::NotBelieved { addr, why } } else { NetError::Unbelievable { addr, why } }
+    if ours {
+        NetError::IdentityRejected { addr, why }
+    } else {
+        NetError::CertificateRejected { addr, why }
+    }
 }
 
 pub(super) fn serve(
@@ -255,8 +260,8 @@ impl Runtime for Spawner {
     }
 }
 
-/// Tasks of a call, aborted on drop. Otherwise quinn keeps the socket and the state of an abandoned
-/// call for seconds, until no datagram of that call can arrive any more.
+/// Tasks of a call, aborted on drop. Otherwise quinn would keep the socket and the state of an
+/// abandoned call for seconds, until no datagram of that call can arrive any more.
 #[derive(Debug)]
 struct Tasks(Option<Spawner>);
 
@@ -275,7 +280,7 @@ impl Drop for Tasks {
     }
 }
 
-/// Creates either kind of endpoint, so that both report a failed bind alike.
+/// Creates an endpoint: a server's if `config` is given, and otherwise a client's.
 fn endpoint(
     bind: SocketAddr,
     config: Option<ServerConfig>,
@@ -285,8 +290,8 @@ fn endpoint(
     let make = move || -> io::Result<Endpoint> {
         let socket = UdpSocket::bind(bind)?;
         if config.is_some() {
-            // This buffer holds calls while the process waits for a core. The kernel may grant
-            // less.
+            // A large buffer holds the calls that arrive while this process waits for a core. The
+            // kernel may grant less.
             SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
         }
         let mut own = EndpointConfig::default();
@@ -296,8 +301,8 @@ fn endpoint(
     make().map_err(|cause| NetError::bind(bind, cause))
 }
 
-/// Returns the local address for calls to `to`: loopback for loopback, so that firewalls and
-/// monitors recognize the traffic as local.
+/// Returns the local address for calls to `to`. If `to` is a loopback address, the result is one
+/// too, so that firewalls and monitors recognize the traffic as local.
 const fn local_for(to: SocketAddr) -> IpAddr {
     match (to, to.ip().is_loopback()) {
         (SocketAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -308,7 +313,7 @@ const fn local_for(to: SocketAddr) -> IpAddr {
 }
 
 /// Returns the cryptography provider. This library does not install it for the whole process, which
-/// may be a Python interpreter with TLS of its own.
+/// may be a Python interpreter that uses TLS too.
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(aws_lc_rs::default_provider())
 }
@@ -325,7 +330,7 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     let crypto = QuicServerConfig::try_from(tls).map_err(tls_error)?;
     let mut config = ServerConfig::with_crypto(Arc::new(crypto));
     // A rank's data goes to the address of its connection. Only the handshake proves that the rank
-    // receives there, so later datagrams must not move the connection to another address.
+    // receives at this address, so later datagrams must not move the connection to another address.
     config
         .transport_config(transport(CALLER_STREAMS))
         .migration(false)
@@ -385,22 +390,23 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
-/// Round trip time assumed before the first measurement; long for a cluster. QUIC keeps an
-/// abandoned handshake for nine of these (RFC 9000, section 10.2), and a lost first packet costs
-/// three.
+/// Round-trip time assumed before the first measurement, which is long for a cluster. QUIC keeps an
+/// abandoned handshake for nine times this (RFC 9000, section 10.2), and a lost first packet delays
+/// the handshake by three times this.
 const INITIAL_RTT: Duration = Duration::from_millis(100);
-/// How long [`Connection::close`] waits for the endpoint to be idle.
+/// Time that [`Connection::close`] waits for the endpoint to become idle.
 const CLOSING: Span = Span::from_millis(10);
 /// Receive buffer of a server's socket, in bytes.
 const RECEIVE_BUFFER: usize = 4 << 20;
-/// How many calls may wait until this side handles them, and how many bytes each may send
-/// meanwhile. This side handles calls at once.
+/// Limit on the calls that wait until this side handles them. This side normally handles calls
+/// immediately.
 const MAX_INCOMING: usize = 1024;
+/// Limit on the bytes that each waiting call may send.
 const MAX_INCOMING_BYTES: u64 = 16 << 10;
-/// How many streams a caller may have open: the control session needs one, and the server reads no
-/// other.
+/// Limit on the streams that a caller may have open: the control session needs one, and the server
+/// reads no other.
 const CALLER_STREAMS: u32 = 1;
 /// Bytes of a connection that may be unread, or sent but not acknowledged: one message of the
 /// maximum length. Thousands of ranks may wait at an aggregator, each with this much unread.
-#[expect(clippy::cast_possible_truncation, reason = "it is 64 KiB and a little")]
+#[expect(clippy::cast_possible_truncation, reason = "it is just above 64 KiB")]
 const WINDOW: u32 = LONGEST as u32;

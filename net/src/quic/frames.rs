@@ -16,7 +16,8 @@ const LENGTH: usize = 4;
 /// Size of the largest message on a stream, in bytes, with its length field.
 pub(super) const LONGEST: usize = LENGTH + MAX_FRAME;
 
-/// Reason why a message was not sent or not received. The stream is unusable after any of them.
+/// Reason why a message was not sent or not received. The stream is unusable after any of these
+/// errors.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// The message is longer than [`MAX_FRAME`].
@@ -34,15 +35,15 @@ pub enum FrameError {
     /// The message cannot be written as JSON.
     #[error("cannot encode a control message: {0}")]
     Encode(serde_json::Error),
-    /// The stream or its connection ended while sending. quinn's own text omits why the connection
-    /// was lost.
+    /// The stream or its connection ended while a message was being sent. quinn's own text omits
+    /// why the connection was lost.
     #[error("cannot send a control message: {}", match .0 {
         WriteError::ConnectionLost(cause) => PeerText::of(cause),
         error => PeerText::of(error),
     })]
     Write(WriteError),
-    /// The stream or its connection ended while receiving. quinn's own text omits why the
-    /// connection was lost.
+    /// The stream or its connection ended while a message was being received. quinn's own text
+    /// omits why the connection was lost.
     #[error("cannot receive a control message: {}", match .0 {
         ReadError::ConnectionLost(cause) => PeerText::of(cause),
         error => PeerText::of(error),
@@ -50,7 +51,7 @@ pub enum FrameError {
     Read(ReadError),
 }
 
-/// Sends one message. Do not cancel the future: half a message would corrupt the stream.
+/// Sends one message. Do not cancel the future: a partly sent message would corrupt the stream.
 ///
 /// # Errors
 ///

@@ -58,30 +58,31 @@ impl Identity {
             certificates.next().ok_or_else(|| wrong("the file holds no certificate"))?;
         let key = key_of(&pem).map_err(wrong)?;
         let authorities: Vec<_> = certificates.collect();
-        let is_authority = |told: Certificate| told.role == Role::Authority;
+        let is_authority = |details: Certificate| details.role == Role::Authority;
         if Certificate::parse(&certificate).is_ok_and(is_authority) {
             return Err(wrong(
-                "the file is an authority's own, which must stay where identities are issued; name \
+                "the file belongs to an authority and must stay where identities are issued; pass \
                  a file that `racksum identity issue` wrote",
             ));
         }
         if authorities.is_empty() {
             return Err(wrong(
-                "the file holds no authority's certificate after its own; issue it again with \
-                 `racksum identity issue`",
+                "the file holds no certificate of an authority after that of the identity; issue \
+                 the identity again with `racksum identity issue`",
             ));
         }
-        let told = Certificate::parse_own(&certificate).map_err(|why| wrong(&why))?;
+        let details = Certificate::parse_own(&certificate).map_err(|why| wrong(&why))?;
         check_key(&certificate, &key).map_err(wrong)?;
         let mut roots = RootCertStore::empty();
         if authorities.iter().any(|authority| roots.add(authority.clone()).is_err()) {
-            return Err(wrong("the certificate of its authority is damaged"));
+            return Err(wrong("the certificate of an authority in the file is damaged"));
         }
-        tracing::debug!(name = told.name, path = %path.display(), "identity loaded");
+        tracing::debug!(name = details.name, path = %path.display(), "identity loaded");
         Ok(Self { certificate, key, authorities })
     }
 
-    /// Returns the certificate chain for the handshake. Both sides already have the authorities.
+    /// Returns the certificate chain for the handshake, without the authorities, which both sides
+    /// already have.
     pub(super) fn chain(&self) -> Vec<CertificateDer<'static>> {
         vec![self.certificate.clone()]
     }

@@ -1,9 +1,9 @@
-//! Lifelines: TCP connections that tell a dead peer from a silent one.
+//! Lifelines: TCP connections that distinguish a dead peer from a silent one.
 //!
 //! A process that is killed sends nothing, but neither does one that is stopped or cut off. The
 //! host of a killed process, however, closes its sockets. So a TCP connection that carries no data
-//! runs beside the QUIC connection: QUIC shows that the process answers, and TCP closes when it
-//! dies.
+//! runs beside the QUIC connection: QUIC shows that the process answers, and the TCP connection
+//! closes when the process dies.
 
 use std::future::pending;
 use std::io;
@@ -48,10 +48,10 @@ pub async fn dead(connection: &quinn::Connection, lifeline: impl Future<Output =
     }
 }
 
-/// Opens the lifeline that the aggregator at `to` offers, with a port, and the token by which the
-/// aggregator finds the rank. While the aggregator is silent, this function tries TCP connections
-/// to `to`: a refused one means that the process died before its offer. The host of a process that
-/// is only stopped still accepts connections.
+/// Opens the lifeline that the aggregator at `to` offers. The offer contains a port, and a token
+/// that identifies the rank. While the aggregator is silent, this function tries TCP connections to
+/// `to`: a refused connection means that the process died before it made an offer. The host of a
+/// process that is only stopped still accepts connections.
 pub async fn lay_offered(
     connection: &quinn::Connection,
     to: SocketAddr,
@@ -64,7 +64,7 @@ pub async fn lay_offered(
                 Some((port, token)) => lay(to, port, token).await,
                 None => Lifeline::Impossible,
             },
-            () = silence(connection, FIRST_WORD) => {}
+            () = silence(connection, FIRST_MESSAGE) => {}
         }
         if let Ok(Err(error)) = timeout(duration(PATIENCE), TcpStream::connect(to)).await
             && is_cut(&error)
@@ -89,8 +89,8 @@ pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Opens a lifeline to a port of the aggregator at `to`, which finds the rank by `token`. If the
-/// attempt fails, the death of the aggregator's process is detected late.
+/// Opens a lifeline to a port of the aggregator at `to`. The `token` identifies the rank. If no
+/// lifeline can be opened, the death of the aggregator's process is detected late.
 pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     to.set_port(port);
     let connect = async {
@@ -106,7 +106,7 @@ pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     }
 }
 
-/// Returns whether the error says that nobody listens at the port.
+/// Returns whether the error means that no process listens at the port.
 fn is_cut(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ConnectionRefused
 }
@@ -125,48 +125,49 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&every)
 }
 
-/// Waits until a lifeline is closed or receives data. Data closes it as well: reading data that
-/// means nothing would let the peer waste this side's time.
+/// Waits until a lifeline is closed or receives data. Data also ends the lifeline, because reading
+/// data would let the peer waste this side's time.
 async fn closed(mut lifeline: Alive<TcpStream>) {
     // End of stream, an error and unexpected data all end the lifeline.
     let _read = lifeline.read(&mut [0]).await;
 }
 
-/// Waits for `long`, without counting the time in which this process did not run.
+/// Waits for the time `long`, not counting any time in which this process did not run.
 async fn running(long: Span) {
-    let mut looks = looks();
+    let mut ticker = ticker();
     for _ in 0..=long.0 / TICK.0 {
-        looks.tick().await;
+        ticker.tick().await;
     }
 }
 
 /// Waits until no datagram has arrived for `long`. Time in which this process did not run does not
-/// count, because it could not receive then.
+/// count, because the process could not receive then.
 pub async fn silence(connection: &quinn::Connection, long: Span) {
-    let mut looks = looks();
-    let (mut heard, mut silent) = (connection.stats().udp_rx.datagrams, 0);
+    let mut ticker = ticker();
+    let (mut received, mut silent) = (connection.stats().udp_rx.datagrams, 0);
     while silent <= long.0 / TICK.0 {
-        looks.tick().await;
+        ticker.tick().await;
         let datagrams = connection.stats().udp_rx.datagrams;
-        silent = if datagrams == heard { silent + 1 } else { 0 };
-        heard = datagrams;
+        silent = if datagrams == received { silent + 1 } else { 0 };
+        received = datagrams;
     }
 }
 
-/// Returns a timer with the period [`TICK`] that does not make up for missed ticks.
-fn looks() -> Interval {
-    let mut looks = interval(duration(TICK));
-    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    looks
+/// Returns a timer with the period [`TICK`]. It does not make up for missed ticks.
+fn ticker() -> Interval {
+    let mut ticker = interval(duration(TICK));
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticker
 }
 
 /// Interval between checks for received datagrams.
 const TICK: Span = Span::from_millis(100);
-/// Silence that confirms a death: longer than two QUIC keep-alive intervals.
+/// Length of the silence that confirms a death: more than two QUIC keep-alive intervals.
 const SILENCE: Span = Span::from_millis(1200);
-/// How long an aggregator may be silent before its first message until its host is checked.
-const FIRST_WORD: Span = Span::from_secs(2);
-/// How long to wait for silence once the lifeline is closed.
+/// Silence of the aggregator before its offer, after which this side tries a TCP connection to its
+/// host.
+const FIRST_MESSAGE: Span = Span::from_secs(2);
+/// Time to wait for a silence of [`SILENCE`] once the lifeline is closed or refused.
 const DOUBT: Span = Span::from_secs(4);
 /// Timeout for opening a lifeline.
 const PATIENCE: Span = Span::from_secs(2);
@@ -195,15 +196,17 @@ mod tests {
         let accepted = own.spawn(async move { endpoint.accept().await.unwrap().await.unwrap() });
         let caller = callers.block_on(async {
             let connection = connect(to, &credentials(), Span::from_secs(5)).await.unwrap();
-            let Lifeline::Laid(lifeline) = lay(to, port, token).await else { panic!("is laid") };
+            let Lifeline::Laid(lifeline) = lay(to, port, token).await else {
+                panic!("the lifeline did not open")
+            };
             (connection, lifeline)
         });
         let (served, stream) = own.block_on(async {
             let (stream, _) = listener.accept().await.unwrap();
             (accepted.await.unwrap(), stream)
         });
-        let (said, stream) = own.block_on(token_of(stream)).unwrap();
-        assert_eq!(said, token);
+        let (received, stream) = own.block_on(token_of(stream)).unwrap();
+        assert_eq!(received, token);
         (own, served, stream, Caller { runtime: callers, held: caller })
     }
 
@@ -245,11 +248,11 @@ mod tests {
         // The host of a stopped process still accepts connections for it.
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap();
-        let word = async {
+        let offer = async {
             tokio::time::sleep(Duration::from_millis(5500)).await;
             Some((to.port(), Key([7; Key::LEN])))
         };
-        let laid = own.block_on(lay_offered(&served, to, word));
+        let laid = own.block_on(lay_offered(&served, to, offer));
         assert!(matches!(laid, Lifeline::Laid(_)), "{laid:?}");
         drop((held, stream, listener));
     }
@@ -257,7 +260,7 @@ mod tests {
     #[test]
     fn what_this_process_misses_while_it_is_stopped_itself_is_no_silence() {
         let (own, served, stream, caller) = called();
-        let quiet = own.spawn(async move { silence(&served, FIRST_WORD).await });
+        let quiet = own.spawn(async move { silence(&served, FIRST_MESSAGE).await });
         // Blocks the runtime's only thread while the peer keeps sending.
         for _ in 0..2 {
             own.spawn(async { std::thread::sleep(Duration::from_millis(2200)) });
@@ -312,15 +315,15 @@ mod tests {
         let (own, served, stream, caller) = called();
         let Caller { runtime, held: (connection, mut lifeline) } = caller;
         let dies = own.spawn(async move { dead(&served, async { Lifeline::Laid(stream) }).await });
-        let speaks = async {
+        let sends = async {
             while lifeline.write_all(&[7; 1024]).await.is_ok() {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
-        let cut = runtime.block_on(async { timeout(Duration::from_secs(20), speaks).await });
-        cut.expect("nobody reads what is said on a lifeline");
+        let cut = runtime.block_on(async { timeout(Duration::from_secs(20), sends).await });
+        cut.expect("a lifeline that carries data is closed");
         let died = own.block_on(async { timeout(Duration::from_secs(6), dies).await });
-        assert!(died.is_err(), "it speaks on by its connection");
+        assert!(died.is_err(), "the peer still sends on its QUIC connection");
         drop((connection, runtime));
     }
 

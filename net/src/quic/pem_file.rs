@@ -1,6 +1,6 @@
-//! PEM files: reading them, and describing what is wrong with one.
+//! PEM files: reading them, and describing their defects.
 
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -39,13 +39,13 @@ pub(super) fn check_key(
         .map_err(|_| "the private key is damaged, or belongs to another certificate")
 }
 
-/// Returns the private key of a file that also holds a certificate.
+/// Returns the private key in the text of a PEM file.
 ///
 /// # Errors
-/// Returns a message if the file has no usable key, or several.
+/// Returns a message if the file has no usable key or several keys.
 pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str> {
     let has = |mark: &[u8]| pem.windows(mark.len()).any(|bytes| bytes == mark);
-    // PKCS #8 and older tools mark encrypted keys differently.
+    // Look for two marks, because PKCS #8 and older formats mark encrypted keys differently.
     if has(b"BEGIN ENCRYPTED PRIVATE KEY") || has(b"Proc-Type: 4,ENCRYPTED") {
         return Err(
             "the private key is encrypted, and racksum does not ask for a passphrase; decrypt the \
@@ -56,8 +56,8 @@ pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str>
     let key = keys.next().ok_or("the file holds no private key for its certificate")?;
     if keys.next().is_some() {
         return Err(
-            "the file holds several private keys; keep only its own, and leave the authority's \
-             where identities are issued",
+            "the file holds several private keys; keep only that of its first certificate, and \
+             leave the authority's key where identities are issued",
         );
     }
     key.map_err(|error| not_pem(&error))
@@ -68,9 +68,7 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
     let read = || -> Result<(Vec<u8>, u32), FileError> {
         let file = file::open(path)?;
         let mode = file.metadata()?.permissions().mode();
-        let mut bytes = Vec::new();
-        file.take(MAX_FILE).read_to_end(&mut bytes)?;
-        Ok((bytes, mode))
+        Ok((file::read_all(file, MAX_FILE)?, mode))
     };
     let (bytes, mode) = read().map_err(|error| {
         let error = match error {
@@ -80,7 +78,7 @@ pub(super) fn read_secret(what: FileKind, path: &Path) -> Result<Vec<u8>, NetErr
             error => error,
         };
         let advice = match &error {
-            FileError::NotRegular => "; name a PEM file",
+            FileError::NotRegular => "; pass a PEM file",
             FileError::Io(error) if error.kind() == ErrorKind::NotFound => {
                 "; check the path, or see `racksum identity --help` for how to create one"
             }
@@ -108,19 +106,33 @@ fn holds_key(pem: &[u8]) -> bool {
     pem.windows(KEY.len()).any(|bytes| bytes == KEY)
 }
 
-/// End of the first and last line of a private key in PEM, of any kind.
+/// Text that ends the first and the last line of a private key in PEM, whatever its kind.
 const KEY: &[u8] = b"PRIVATE KEY-----";
 
-/// Log limit for keys that other users can read: a sidecar reads its own for every job.
+/// Log limit for keys that other users can read. A sidecar reads its identity for every job, and
+/// would otherwise log the warning each time.
 static READABLE: LogLimit = LogLimit::new(4);
 
-/// How many bytes of an identity file are read at most.
+/// The largest PEM file that is read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::quic::{Authority, Role, Subject};
+
+    #[test]
+    fn a_file_that_is_too_large_is_refused_and_not_cut() {
+        let path = std::env::temp_dir().join(format!("racksum-large-{}", std::process::id()));
+        let large = usize::try_from(MAX_FILE).unwrap() + 1;
+        std::fs::write(&path, vec![b'\n'; large]).unwrap();
+        let refused = read_secret(FileKind::Identity, &path).unwrap_err().to_string();
+        std::fs::write(&path, vec![b'\n'; large - 1]).unwrap();
+        let read = read_secret(FileKind::Identity, &path);
+        std::fs::remove_file(path).unwrap();
+        assert!(refused.contains("larger than 1024 KiB"), "{refused}");
+        assert_eq!(read.unwrap().len(), large - 1);
+    }
 
     #[test]
     fn only_a_file_that_holds_a_key_gives_one_away() {

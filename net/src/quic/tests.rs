@@ -10,7 +10,7 @@ use crate::NetError;
 mod texts;
 
 const PATIENCE: Span = Span::from_secs(100);
-/// Timeout of tests that expect no answer, where a real answer would arrive at once.
+/// Timeout of tests that expect no answer, where a real answer would arrive much sooner.
 const IMPATIENCE: Span = Span::from_millis(300);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,7 +45,7 @@ async fn pair() -> (Connection, quinn::Connection) {
     (client, accept.await.unwrap())
 }
 
-/// Returns the two ends of a stream on which the client wrote `bytes` and which it then finished.
+/// Returns the two ends of a stream after the client has written `bytes` and finished the stream.
 async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvStream) {
     let (client, served) = pair().await;
     let (mut out, _) = client.quic().open_bi().await.unwrap();
@@ -78,7 +78,7 @@ async fn a_message_is_echoed_over_a_connection_of_strangers() {
     for rank in 0..3 {
         assert_eq!(recv(&mut back).await.unwrap(), Some(Hello { rank, ..hello() }));
     }
-    assert_eq!(recv::<Hello>(&mut back).await.unwrap(), None, "a clean end");
+    assert_eq!(recv::<Hello>(&mut back).await.unwrap(), None, "the stream ends between messages");
     client.close("done").await;
     let end = echo.await.unwrap();
     assert!(
@@ -138,7 +138,7 @@ async fn a_connection_that_is_gone_ends_a_receive() {
     assert!(matches!(error, FrameError::Read(_)), "{error}");
 }
 
-/// Returns the output of a future that is ready at once, or `None` if it has to wait.
+/// Returns the output of a future that is ready immediately, or `None` if it has to wait.
 async fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
     tokio::select! {
         biased;
@@ -150,7 +150,7 @@ async fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
 #[tokio::test]
 async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
     let (client, served) = pair().await;
-    // The server may open no streams, and the client only one in both directions.
+    // The server may open no streams, and the client only one bidirectional stream.
     assert!(at_once(served.open_bi()).await.is_none());
     assert!(at_once(served.open_uni()).await.is_none());
     assert!(at_once(client.quic().open_uni()).await.is_none());
@@ -172,8 +172,8 @@ async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
     assert!(at_once(out.write(&unread)).await.is_none());
 }
 
-/// Calls a server that validates the caller's address first, through a relay. The relay passes each
-/// datagram to `see`, with whether the server sent it; `see` may change the datagram.
+/// Calls, through a relay, a server that validates the caller's address first. The relay passes
+/// each datagram to `see`, with whether the server sent it; `see` may change the datagram.
 async fn call_through(mut see: impl FnMut(&mut [u8], bool) + Send + 'static) {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
@@ -204,12 +204,12 @@ async fn call_through(mut see: impl FnMut(&mut [u8], bool) + Send + 'static) {
 
 #[tokio::test]
 async fn both_ends_give_themselves_identifiers_of_ours_also_in_a_retry() {
-    let (tell, lengths) = std::sync::mpsc::channel();
+    let (sender, lengths) = std::sync::mpsc::channel();
     call_through(move |datagram, is_servers| {
         // Only long headers (RFC 8999, section 5.1) carry the length of the identifier.
         if datagram[0] & 0x80 != 0 {
             let theirs = usize::from(datagram[5]);
-            tell.send((is_servers, usize::from(datagram[6 + theirs]))).unwrap();
+            sender.send((is_servers, usize::from(datagram[6 + theirs]))).unwrap();
         }
     })
     .await;
@@ -220,10 +220,10 @@ async fn both_ends_give_themselves_identifiers_of_ours_also_in_a_retry() {
 
 #[tokio::test]
 async fn a_call_whose_first_retry_is_corrupted_is_answered_all_the_same() {
-    let (tell, corrupted) = std::sync::mpsc::sync_channel(1);
+    let (sender, corrupted) = std::sync::mpsc::sync_channel(1);
     call_through(move |datagram, is_servers| {
         let is_retry = is_servers && datagram[0] & 0xf0 == 0xf0;
-        if is_retry && tell.try_send(()).is_ok() {
+        if is_retry && sender.try_send(()).is_ok() {
             *datagram.last_mut().unwrap() ^= 1;
         }
     })
@@ -239,31 +239,31 @@ async fn a_connection_stays_at_the_address_of_its_handshake() {
         let connection = server.accept().await.unwrap().await.unwrap();
         let at_first = connection.remote_address();
         let (mut out, mut back) = connection.accept_bi().await.unwrap();
-        let mut heard = Vec::new();
+        let mut addresses = Vec::new();
         while let Some(message) = recv::<Hello>(&mut back).await.unwrap() {
-            heard.push(connection.remote_address());
+            addresses.push(connection.remote_address());
             send(&mut out, &message).await.unwrap();
         }
-        (at_first, heard)
+        (at_first, addresses)
     });
     // A relay between the two sends some of the caller's datagrams from another address.
     let between = tokio::net::UdpSocket::bind(any_port()).await.unwrap();
     let elsewhere = tokio::net::UdpSocket::bind("127.0.0.9:0").await.unwrap();
     let (at, moves) = (between.local_addr().unwrap(), tokio::sync::Notify::new());
     let moves = std::sync::Arc::new(moves);
-    let told = std::sync::Arc::clone(&moves);
+    let moved = std::sync::Arc::clone(&moves);
     let relay = tokio::spawn(async move {
         let (mut caller, mut left) = (None, 0);
         let (mut datagram, mut answer) = ([0; 2048], [0; 2048]);
         loop {
             let (len, from) = tokio::select! {
-                () = told.notified() => {
+                () = moved.notified() => {
                     left = 4;
                     continue;
                 }
-                heard = between.recv_from(&mut datagram) => heard.unwrap(),
-                heard = elsewhere.recv_from(&mut answer) => {
-                    let (len, _) = heard.unwrap();
+                received = between.recv_from(&mut datagram) => received.unwrap(),
+                received = elsewhere.recv_from(&mut answer) => {
+                    let (len, _) = received.unwrap();
                     between.send_to(&answer[..len], caller.unwrap()).await.unwrap();
                     continue;
                 }
@@ -287,8 +287,8 @@ async fn a_connection_stays_at_the_address_of_its_handshake() {
         tokio::task::yield_now().await;
     }
     out.finish().unwrap();
-    let (at_first, heard) = served.await.unwrap();
-    assert_eq!(heard, [at_first; 2]);
+    let (at_first, addresses) = served.await.unwrap();
+    assert_eq!(addresses, [at_first; 2]);
     relay.abort();
 }
 
@@ -329,7 +329,7 @@ async fn calls_that_are_given_up_leave_no_task_and_no_socket() {
             tokio::time::timeout(Duration::from_millis(2), connect(to, &credentials, PATIENCE));
         assert!(called.await.is_err(), "nobody answers");
     }
-    // The runtime has one thread and drops aborted tasks at its next turns.
+    // The runtime has one thread, which drops the aborted tasks while this task yields.
     for _ in 0..100 {
         tokio::task::yield_now().await;
     }

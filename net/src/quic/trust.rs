@@ -44,29 +44,31 @@ enum Trust {
     Authorities,
 }
 
-/// Log limit for identities that expire soon: a sidecar reads its own for every job.
+/// Log limit for identities that expire soon. A sidecar reads its identity for every job, and would
+/// otherwise log the warning each time.
 static ENDS_SOON: LogLimit = LogLimit::new(4);
 /// Log limit for identities whose file lacks the certificate of their issuer.
 static FOREIGN: LogLimit = LogLimit::new(4);
 
 impl Credentials {
-    /// Adapts a connection error to these credentials. A caller without an identity gets
-    /// [`NetError::NoIdentity`] instead of the fault in its self-signed certificate.
+    /// Adapts a connection error to these credentials. If this side has no identity, replaces an
+    /// error about its self-signed certificate with [`NetError::NoIdentity`].
     pub(super) fn explain(&self, error: NetError) -> NetError {
         match error {
-            NetError::NotBelieved { addr, .. } if self.trust != Trust::Authorities => {
+            NetError::IdentityRejected { addr, .. } if self.trust != Trust::Authorities => {
                 NetError::NoIdentity { addr }
             }
             error => error,
         }
     }
 
-    /// Loads the credentials of an identity file. Without a file, creates a self-signed
-    /// certificate, and accepts every peer on loopback, or with `insecure` every peer anywhere.
+    /// Loads the credentials of an identity file. Without a file, creates a self-signed certificate
+    /// and accepts every peer: only on loopback, or anywhere if `insecure` is true.
     ///
     /// # Errors
     ///
-    /// Returns a [`NetError`] if the file holds no identity, or if `insecure` is set as well.
+    /// Returns a [`NetError`] if the file holds no identity, or if `insecure` is set together with
+    /// a file.
     pub fn new(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         match (identity, insecure) {
             (Some(_), true) => Err(NetError::InsecureIdentity),
@@ -111,23 +113,23 @@ impl Credentials {
         }
     }
 
-    /// Checks that the certificate of an identity file is valid now; peers would reject it
-    /// otherwise. Warns if it expires soon, or if the file lacks the certificate of the authority
-    /// that issued it.
+    /// Checks that the certificate of an identity file is valid now, because peers would reject it
+    /// otherwise. Warns if the certificate expires soon, or if the file lacks the certificate of
+    /// the authority that issued it.
     fn check_certificate(&self, path: Option<&Path>) -> Result<(), NetError> {
         let Some(path) = path else { return Ok(()) };
         let wrong = |why: String| FileKind::Identity.wrong(path, why);
-        let told = self.identity.certificate().map_err(wrong)?;
-        if !told.valid {
+        let certificate = self.identity.certificate().map_err(wrong)?;
+        if !certificate.valid {
             return Err(wrong(format!(
                 "the certificate is valid from {} to {}, not now; issue another with `racksum \
                  identity issue`, or correct this host's clock",
-                told.not_before, told.not_after
+                certificate.not_before, certificate.not_after
             )));
         }
         if !self.identity.is_of_its_authorities() {
             FOREIGN.note(|left_out| {
-                let (path, issuer) = (path.display(), &told.issuer);
+                let (path, issuer) = (path.display(), &certificate.issuer);
                 tracing::warn!(
                     %path,
                     issuer,
@@ -137,36 +139,37 @@ impl Credentials {
                 );
             });
         }
-        if told.ends_soon {
+        if certificate.ends_soon {
             ENDS_SOON.note(|left_out| {
-                let (path, until) = (path.display(), &told.not_after);
+                let (path, until) = (path.display(), &certificate.not_after);
                 tracing::warn!(
                     %path,
                     until,
                     left_out,
-                    "identity expires soon; issue another with `racksum identity issue`"
+                    "the identity expires soon; issue another with `racksum identity issue`"
                 );
             });
         }
         Ok(())
     }
 
-    /// Loads credentials to serve with, or to join for several ranks. An identity must have the
-    /// aggregator role.
+    /// Loads credentials for serving, or for joining jobs on behalf of several ranks. An identity
+    /// must have the role aggregator.
     ///
     /// # Errors
     ///
-    /// Returns a [`NetError`] if the file holds no identity, or one that callers would reject.
+    /// Returns a [`NetError`] if the file holds no identity or an identity that callers would
+    /// reject.
     pub fn of_aggregator(identity: Option<&Path>, insecure: bool) -> Result<Self, NetError> {
         let credentials = Self::new(identity, insecure)?;
         let Some(path) = identity else { return Ok(credentials) };
         let wrong = |why: String| FileKind::Identity.wrong(path, why);
-        let told = credentials.identity.certificate().map_err(wrong)?;
-        if told.role != Role::Aggregator {
+        let certificate = credentials.identity.certificate().map_err(wrong)?;
+        if certificate.role != Role::Aggregator {
             return Err(wrong(format!(
-                "the identity has role {}, and role aggregator is needed; issue one with `racksum \
+                "the identity has role {}, but role aggregator is needed; issue one with `racksum \
                  identity issue NAME --role aggregator`",
-                told.role
+                certificate.role
             )));
         }
         if !credentials.identity.bears_name() {
@@ -184,23 +187,24 @@ impl Credentials {
     ///
     /// # Errors
     ///
-    /// Returns a sentence if racksum cannot parse the certificate.
+    /// Returns a sentence that states the defect if racksum cannot parse the certificate.
     pub fn certificate(&self) -> Result<Certificate, String> {
         self.identity.certificate()
     }
 
-    /// Returns whether peer certificates are verified, and so prove who the peer is.
+    /// Returns whether this side verifies peer certificates, so that they prove the peer's
+    /// identity.
     #[must_use]
-    pub fn are_vouched_for(&self) -> bool {
+    pub fn are_verified(&self) -> bool {
         self.trust == Trust::Authorities
     }
 
     /// Returns whether these credentials accept every peer that the `other` credentials accept.
     #[must_use]
-    pub fn believe_like(&self, other: &Self) -> bool {
+    pub fn accept_all_of(&self, other: &Self) -> bool {
         let authorities = self.identity.authorities();
         let known = other.identity.authorities().iter().all(|it| authorities.contains(it));
-        self.trust == other.trust && (known || !self.are_vouched_for())
+        self.trust == other.trust && (known || !self.are_verified())
     }
 
     /// Checks that these credentials allow serving at `addr` or calling it.
@@ -228,7 +232,7 @@ impl Credentials {
                     .map_err(|error| NetError::Tls { reason: error.to_string() })?,
             ),
         };
-        Ok(Arc::new(Judge { authorities, provider }))
+        Ok(Arc::new(CertificateVerifier { authorities, provider }))
     }
 
     /// Returns the verifier that a server uses for client certificates.
@@ -244,7 +248,7 @@ impl Credentials {
                     .map_err(|error| NetError::Tls { reason: error.to_string() })?,
             ),
         };
-        Ok(Arc::new(Judge { authorities, provider }))
+        Ok(Arc::new(CertificateVerifier { authorities, provider }))
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, NetError> {
@@ -261,13 +265,14 @@ impl Credentials {
 /// Verifier that accepts certificates of the given authorities, or every certificate if there are
 /// none. It always requires that the certificate's key signed the handshake.
 #[derive(Debug)]
-struct Judge<V: ?Sized> {
+struct CertificateVerifier<V: ?Sized> {
     authorities: Option<Arc<V>>,
     provider: Arc<CryptoProvider>,
 }
 
-/// Returns a distinct error for a self-signed certificate of a peer without an identity, so that it
-/// differs from a certificate of another authority. TLS sends it as the alert
+/// Returns the error for a rejected certificate. A self-signed certificate, which a peer without an
+/// identity shows, gets an error of its own, because the advice differs from that for a certificate
+/// of another authority. TLS sends that error as the alert
 /// [`AlertDescription::AccessDenied`](rustls::AlertDescription).
 fn refusal(error: Error, shown: &CertificateDer<'_>) -> Error {
     match error {
@@ -278,7 +283,7 @@ fn refusal(error: Error, shown: &CertificateDer<'_>) -> Error {
     }
 }
 
-impl<V: ?Sized> Judge<V> {
+impl<V: ?Sized> CertificateVerifier<V> {
     fn tls13(
         &self,
         message: &[u8],
@@ -294,7 +299,7 @@ impl<V: ?Sized> Judge<V> {
     }
 }
 
-impl ServerCertVerifier for Judge<WebPkiServerVerifier> {
+impl ServerCertVerifier for CertificateVerifier<WebPkiServerVerifier> {
     fn verify_server_cert(
         &self,
         shown: &CertificateDer<'_>,
@@ -333,7 +338,7 @@ impl ServerCertVerifier for Judge<WebPkiServerVerifier> {
     }
 }
 
-impl ClientCertVerifier for Judge<dyn ClientCertVerifier> {
+impl ClientCertVerifier for CertificateVerifier<dyn ClientCertVerifier> {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }

@@ -1,7 +1,8 @@
 //! Socket buffers: setting their sizes, and reporting the sizes that the kernel granted.
 //!
-//! Incast at one socket is the normal case here, so a receive buffer that the kernel silently cut
-//! to its limit is the most common cause of slow runs. The report states that cause in a sentence.
+//! Many senders normally send to one socket at the same time (incast), so a receive buffer that the
+//! kernel silently cut to its limit is the most common cause of slow runs. The report states that
+//! cause in a sentence.
 
 use std::fs;
 use std::io;
@@ -23,15 +24,15 @@ pub struct BufferReport {
     pub asked_send: usize,
     /// Send buffer that the kernel granted.
     pub got_send: usize,
-    /// The kernel's limit on receive buffers, if it can be read here.
+    /// The kernel's limit on receive buffers, if this process can read it.
     pub rmem_max: Option<usize>,
-    /// The kernel's limit on send buffers, if it can be read here.
+    /// The kernel's limit on send buffers, if this process can read it.
     pub wmem_max: Option<usize>,
 }
 
 impl BufferReport {
-    /// Returns a sentence that says which buffers are too small and how to enlarge them, or `None`
-    /// if both are large enough.
+    /// Returns a sentence that states which buffers are too small and how to enlarge them, or
+    /// `None` if both are large enough.
     #[must_use]
     pub fn shortfall(&self) -> Option<String> {
         let receive = clause(
@@ -48,7 +49,8 @@ impl BufferReport {
     }
 }
 
-/// Sets the sizes of both buffers of `socket` within this user's limits, and reports the result.
+/// Sets the sizes of both buffers of `socket`, as far as this user's permissions and the kernel's
+/// limits allow, and reports the result.
 pub(super) fn size(socket: &Socket, receive: usize, send: usize) -> io::Result<BufferReport> {
     ask(socket, receive, [libc::SO_RCVBUFFORCE, libc::SO_RCVBUF])?;
     ask(socket, send, [libc::SO_SNDBUFFORCE, libc::SO_SNDBUF])?;
@@ -62,8 +64,8 @@ pub(super) fn size(socket: &Socket, receive: usize, send: usize) -> io::Result<B
     })
 }
 
-/// Requests a buffer size. The forced option ignores the limit but needs CAP_NET_ADMIN; the plain
-/// one is cut to the limit.
+/// Requests a buffer size. The forced option ignores the kernel's limit but needs CAP_NET_ADMIN;
+/// the kernel cuts the value of the plain option to the limit.
 fn ask(socket: &Socket, bytes: usize, [force, plain]: [c_int; 2]) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -73,13 +75,15 @@ fn ask(socket: &Socket, bytes: usize, [force, plain]: [c_int; 2]) -> io::Result<
         .or_else(|_| options::set_int(socket.as_fd(), libc::SOL_SOCKET, plain, bytes))
 }
 
-/// Returns the granted size. The kernel reports double the size, to include its own overhead.
+/// Returns the granted size. The kernel reports twice that size, because it includes its own
+/// overhead.
 fn got(socket: &Socket, option: c_int) -> io::Result<usize> {
     let doubled = options::get_int(socket.as_fd(), libc::SOL_SOCKET, option)?;
     Ok(usize::try_from(doubled).unwrap_or(0) / 2)
 }
 
-/// Reads one of the kernel's limits. Network namespaces other than the first lack the file.
+/// Reads one of the kernel's limits; `None` if it cannot be read. Network namespaces other than the
+/// first may lack the file.
 fn limit(name: &str) -> Option<usize> {
     fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?.trim().parse().ok()
 }
@@ -93,10 +97,8 @@ fn clause(
         return None;
     }
     let (got, whole) = (bytes(got), bytes(asked));
-    let now = limit.map_or_else(
-        || "its current value cannot be read here".to_owned(),
-        |max| format!("now {max}"),
-    );
+    let now = limit
+        .map_or_else(|| "its current value cannot be read".to_owned(), |max| format!("now {max}"));
     Some(format!(
         "{kind} buffer is {got}, not the requested {whole}; raise {sysctl} to {asked} ({now})"
     ))
@@ -135,10 +137,10 @@ mod tests {
         let both = BufferReport { got_send: 1_000, ..short };
         assert!(both.shortfall().unwrap().ends_with(
             "; send buffer is 1000 bytes, not the requested 1 MiB; raise net.core.wmem_max to \
-             1048576 (its current value cannot be read here)"
+             1048576 (its current value cannot be read)"
         ));
         let enough = BufferReport { got_receive: 4 << 20, ..short };
         assert_eq!(enough.shortfall(), None);
-        assert_eq!(BufferReport::default().shortfall(), None, "the default was to stay");
+        assert_eq!(BufferReport::default().shortfall(), None, "a default size is never too small");
     }
 }

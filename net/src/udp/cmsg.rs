@@ -1,17 +1,18 @@
 //! Control messages (ancillary data) of socket calls, written and parsed as bytes.
 //!
 //! The layout is that of `cmsg(3)` on Linux: a length of one machine word that includes the header,
-//! two `int`s for level and type, the data, then padding to a word. Code on bytes needs no
-//! pointers, and the parser checks every bound of what the kernel returns.
+//! two `int`s for level and type, the data, then padding to a word. Code that works on bytes needs
+//! no pointers, and the parser checks every length that the kernel returns.
 
 use libc::c_int;
 
-/// Bytes for the control messages of one message; at most three of 24 bytes are used.
+/// Buffer size for the control messages of one message: at most three of 24 bytes each are used.
 pub(super) const SPACE: usize = 128;
 
 const WORD: usize = size_of::<usize>();
 const HEADER: usize = WORD + 2 * size_of::<c_int>();
-const _: () = assert!(HEADER == size_of::<libc::cmsghdr>(), "as on 64-bit Linux");
+const _: () =
+    assert!(HEADER == size_of::<libc::cmsghdr>(), "the header has the layout of 64-bit Linux");
 const _: () = assert!(HEADER.is_multiple_of(WORD), "data follows the header unpadded");
 
 /// Buffer of control messages.
@@ -28,7 +29,7 @@ impl Control {
         self.0.as_mut_ptr()
     }
 
-    /// Appends one message after the `used` bytes; returns how many bytes are used then.
+    /// Appends one message after the first `used` bytes. Returns the new number of used bytes.
     pub(super) fn push(&mut self, used: usize, level: c_int, kind: c_int, data: &[u8]) -> usize {
         let len = HEADER + data.len();
         let end = used + len.next_multiple_of(WORD);
@@ -60,7 +61,8 @@ impl Message<'_> {
         Some(c_int::from_ne_bytes(self.data.try_into().ok()?))
     }
 
-    /// Returns the first byte. IPv4 passes its TOS as one byte, whatever the type of the option.
+    /// Returns the first byte. The kernel reports an IPv4 TOS as one byte, although the socket
+    /// option is an `int`.
     pub(super) fn byte(&self) -> Option<u8> {
         self.data.first().copied()
     }
@@ -106,7 +108,7 @@ mod tests {
         assert_eq!(got.len(), 2);
         assert_eq!((got[0].level, got[0].kind), (libc::SOL_UDP, libc::UDP_SEGMENT));
         assert_eq!(got[0].data, 1472u16.to_ne_bytes());
-        assert_eq!(got[0].int(), None, "two bytes are no int");
+        assert_eq!(got[0].int(), None, "two bytes are not an int");
         assert_eq!(got[1].int(), Some(3));
     }
 

@@ -1,5 +1,5 @@
-//! Socket filters with which the kernel drops datagrams of refused senders before they take room in
-//! a receive buffer.
+//! Socket filters with which the kernel drops datagrams of refused senders before they take space
+//! in a receive buffer.
 //!
 //! The filters are programs of classic BPF (McCanne and Jacobson, USENIX 1993), which need no
 //! privilege.
@@ -13,7 +13,7 @@ use super::UdpSocket;
 
 impl UdpSocket {
     /// Makes the kernel drop future datagrams from these addresses. The list replaces the previous
-    /// one, and an empty list refuses nobody. Datagrams that have already arrived stay.
+    /// one, and an empty list refuses no sender. Datagrams that have already arrived stay.
     ///
     /// ```
     /// # use racksum_net::udp::{UdpConfig, UdpSocket};
@@ -23,8 +23,8 @@ impl UdpSocket {
     ///
     /// # Errors
     ///
-    /// Returns the kernel's error, for example for too many senders. The previous list then stays
-    /// in force.
+    /// Returns the kernel's error, for example if there are too many senders. The previous list
+    /// then stays in force.
     pub fn refuse(&self, senders: &[SocketAddr]) -> io::Result<()> {
         if senders.is_empty() {
             return match self.socket().detach_filter() {
@@ -45,7 +45,8 @@ impl UdpSocket {
     }
 }
 
-/// Returns instructions that drop the datagrams of one sender, and continue after them for others.
+/// Returns instructions that drop the datagrams of one sender. For other senders, the program
+/// continues after these instructions.
 fn refusal(sender: &SocketAddr) -> Vec<SockFilter> {
     let words: Vec<(u32, u32)> =
         match sender.ip() {
@@ -53,7 +54,7 @@ fn refusal(sender: &SocketAddr) -> Vec<SockFilter> {
             IpAddr::V6(ip) => (IPV6_SOURCE..)
                 .step_by(4)
                 .zip(ip.octets().chunks_exact(4).map(|word| {
-                    u32::from_be_bytes(word.try_into().expect("they are cut in fours"))
+                    u32::from_be_bytes(word.try_into().expect("a chunk has four bytes"))
                 }))
                 .collect(),
         };
@@ -76,9 +77,10 @@ fn load_half(at: u32) -> SockFilter {
     SockFilter::new(code(libc::BPF_LD | libc::BPF_H | libc::BPF_ABS), 0, 0, at)
 }
 
-/// Returns an instruction that skips the next `instructions` unless the loaded value is `value`.
+/// Returns an instruction that skips the next `instructions` instructions unless the loaded value
+/// is `value`.
 fn skip_unless(value: u32, instructions: usize) -> SockFilter {
-    let behind = u8::try_from(instructions).expect("an address has four words at most");
+    let behind = u8::try_from(instructions).expect("a refusal has at most 11 instructions");
     SockFilter::new(code(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K), 0, behind, value)
 }
 
@@ -88,15 +90,15 @@ fn ret(bytes: u32) -> SockFilter {
 }
 
 fn code(code: u32) -> u16 {
-    u16::try_from(code).expect("codes have 16 bits")
+    u16::try_from(code).expect("BPF codes fit into 16 bits")
 }
 
 const WHOLE: u32 = u32::MAX;
 
-/// How many instructions Linux accepts in one program.
+/// Limit of Linux on the instructions of one program.
 const MOST_INSTRUCTIONS: usize = 4096;
 
-/// Offset of the network header in a program; offset 0 is the UDP header.
+/// Base offset of the network header for loads of a program; offset 0 is the UDP header.
 const NETWORK_HEADER: u32 = 0xfff0_0000;
 const IPV4_SOURCE: u32 = NETWORK_HEADER + 12;
 const IPV6_SOURCE: u32 = NETWORK_HEADER + 8;

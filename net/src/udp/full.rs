@@ -1,5 +1,5 @@
 //! Check for a receive buffer that is nearly full.
-#![expect(unsafe_code, reason = "the memory of a socket is asked for by getsockopt")]
+#![expect(unsafe_code, reason = "getsockopt writes the memory use of a socket through a pointer")]
 
 use std::os::fd::AsRawFd;
 
@@ -7,7 +7,7 @@ use super::UdpSocket;
 
 impl UdpSocket {
     /// Returns whether unread datagrams take more than three quarters of the receive buffer; false
-    /// if the kernel does not report it.
+    /// if the kernel does not report how much they take.
     ///
     /// ```
     /// # use racksum_net::udp::{UdpConfig, UdpSocket};
@@ -37,7 +37,7 @@ impl UdpSocket {
 
 /// Socket option from Linux's `asm-generic/socket.h`; libc defines only the indexes of its fields.
 const SO_MEMINFO: libc::c_int = 55;
-/// Number of fields in `linux/sock_diag.h`; the first two are the unread bytes and the buffer's
-/// size.
+/// Number of fields of the option, as `linux/sock_diag.h` lists them. The first two are the memory
+/// that unread datagrams take and the size of the receive buffer.
 const FIELDS: usize = 9;
 const _: () = assert!(libc::SK_MEMINFO_RMEM_ALLOC == 0 && libc::SK_MEMINFO_RCVBUF == 1);

@@ -1,5 +1,5 @@
-//! Pauses before a receive, so that datagrams accumulate, like the interrupt moderation of a
-//! network card: waking a thread costs as much as handling several datagrams.
+//! Pauses before a receive, so that datagrams accumulate: waking a thread costs as much as handling
+//! several datagrams. Network cards moderate their interrupts for the same reason.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -8,15 +8,16 @@ use racksum_proto::time::Span;
 
 use super::wait::{Waker, wait};
 
-/// Pause that a receiver of bulk traffic makes between receives.
+/// Pause between the receives of bulk traffic.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather {
     pause: Option<Span>,
 }
 
 impl Gather {
-    /// Creates a pause of at most `longest`. The pause is short enough to allow 8 GB/s with a
-    /// receive buffer of this many bytes, which bounds the data in flight.
+    /// Creates a pause of at most `longest`. The pause is so short that data at 8 GB/s fill at most
+    /// half of the receive buffer of `receive_buffer` bytes. If such a pause would be too short to
+    /// be useful, the receiver never pauses.
     #[must_use]
     pub fn new(receive_buffer: usize, longest: Span) -> Self {
         let pause = Span(receive_buffer as u64 / 16).min(longest);
@@ -29,7 +30,7 @@ impl Gather {
         self.pause.is_some() && backlog >= Self::BULK
     }
 
-    /// Pauses, unless the waker is ready or becomes so.
+    /// Blocks until the pause is over or the waker is ready, and then drains the waker.
     ///
     /// # Errors
     ///
@@ -41,9 +42,9 @@ impl Gather {
         Ok(())
     }
 
-    /// Shortest useful pause; the kernel's timer slack is 50 us.
+    /// Shortest useful pause: the kernel's timer slack may add 50 us to it.
     const SHORTEST: Span = Span::from_micros(20);
-    /// Backlog in bytes from which a pause is short compared with the rest of the op.
+    /// Smallest backlog, in bytes, for which a pause is short compared with the rest of the op.
     const BULK: u64 = 4 << 20;
 }
 

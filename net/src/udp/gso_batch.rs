@@ -7,19 +7,20 @@ use super::{MAX_DATAGRAM, MAX_SEGMENTS};
 /// Messages that lie one after the other in a buffer and go out in one send. Small messages share a
 /// datagram, and datagrams of one size share the send.
 ///
-/// The cost of a datagram hardly depends on its size, and most costs of a send occur once.
+/// The cost of a datagram hardly depends on its size, and most of the cost of a send does not
+/// depend on the number of its datagrams.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GsoBatch {
     len: usize,
     datagrams: usize,
-    /// Bytes of every datagram but the last.
+    /// Length in bytes of every datagram but the last.
     stride: usize,
-    /// Bytes of the last datagram.
+    /// Length in bytes of the last datagram.
     last: usize,
 }
 
 impl GsoBatch {
-    /// Returns the bytes of all messages together.
+    /// Returns the total length of the messages, in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
@@ -37,9 +38,9 @@ impl GsoBatch {
         self.stride
     }
 
-    /// Adds a message of `len` bytes, which is cut into datagrams at distances of `stride`. No
-    /// datagram may exceed `max_datagram` bytes. Returns false if the message needs a batch of its
-    /// own.
+    /// Adds a message of `len` bytes, which is cut into datagrams of `stride` bytes; the last may
+    /// be shorter. No datagram may exceed `max_datagram` bytes. Returns false if the message does
+    /// not fit this batch.
     #[must_use]
     pub fn try_append(&mut self, len: usize, stride: usize, max_datagram: usize) -> bool {
         let datagrams = len.div_ceil(stride);
@@ -66,14 +67,16 @@ impl GsoBatch {
     }
 }
 
-/// Size limit of a batch in bytes: authentication may still lengthen each of its datagrams.
+/// Size limit of a batch in bytes. The limit leaves room for authentication, which may lengthen
+/// each datagram.
 const MAX_LEN: usize = MAX_DATAGRAM - MAX_SEGMENTS * DataAuth::MAX_TRAILER;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Adds single datagrams; returns how many the batch took, its length and its stride.
+    /// Adds single datagrams; returns the number of datagrams that the batch took, the batch's
+    /// length and its stride.
     fn singles(lens: &[usize]) -> (usize, usize, usize) {
         let mut gso_batch = GsoBatch::default();
         let taken = lens.iter().take_while(|len| gso_batch.try_append(**len, 1472, 1472)).count();

@@ -1,12 +1,12 @@
-//! Receiving into the caller's buffers: several datagrams a message, several messages a system
-//! call.
+//! Receiving into the caller's buffers, with several datagrams per message and several messages per
+//! system call.
 #![expect(unsafe_code, reason = "recvmmsg writes through pointers into spare capacity")]
 
 use std::io;
 use std::mem;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::AsRawFd;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use bytes::BytesMut;
 use libc::{c_int, c_uint};
@@ -20,14 +20,15 @@ use super::{CE, RECV_BATCH, RECV_CAPACITY, UdpSocket};
 pub struct Received {
     /// Sender of the message.
     pub from: SocketAddr,
-    /// Length of the message; 0 for one to skip (empty, or larger than its buffer).
+    /// Length of the message; 0 if the message is empty or larger than its buffer, so that the
+    /// caller must skip it.
     pub len: usize,
     /// Length of each datagram in the message but the last, which may be shorter. At least 1, so
     /// that `chunks(stride)` never panics.
     pub stride: usize,
     /// TOS byte of the message: the sender's DSCP, and ECN bits that queues may have changed.
     pub tos: u8,
-    /// Whether a queue on the path marked the message: congestion experienced.
+    /// Whether a queue on the path marked the message with CE, which means congestion experienced.
     pub ce: bool,
 }
 
@@ -36,9 +37,9 @@ pub struct RecvRing {
     storage: Box<Storage>,
     received: [Received; RECV_BATCH],
     count: usize,
-    /// How many messages the last call requested.
+    /// Number of messages that the last call requested.
     asked: usize,
-    /// How many messages the next call requests at most.
+    /// Limit on the messages that the next call requests.
     batch: usize,
 }
 
@@ -49,19 +50,20 @@ struct Storage {
     controls: [Control; RECV_BATCH],
 }
 
-// SAFETY: each system call follows freshly written pointers in the headers and iovecs. They point
-// at this storage or at what the call borrows, and nothing follows them outside of the call.
+// SAFETY: right before each system call, this module rewrites the pointers in the headers and
+// iovecs. They point at this storage or at memory that the call borrows, and no code uses them
+// outside of the call.
 unsafe impl Send for Storage {}
 
 impl UdpSocket {
-    /// Receives pending messages into the spare capacity of `buffers`, without waiting. Returns how
-    /// many arrived, one in each buffer; 0 if nothing is pending. A call receives at most
-    /// [`RECV_BATCH`] messages, and fewer after large ones.
+    /// Receives pending messages into the spare capacity of `buffers`, without waiting. Returns the
+    /// number of received messages, one in each buffer; 0 if none is pending. A call receives at
+    /// most [`RECV_BATCH`] messages, and fewer if the previous messages were large.
     ///
-    /// The call clears the buffers that it offers to the kernel; each of the first ones then holds
-    /// exactly one message. [`RecvRing::received`] has their metadata. The other buffers stay as
-    /// they were. Buffers should have a capacity of [`super::RECV_CAPACITY`]:
-    /// [`UdpSocket::truncated`] counts a message that does not fit, and its length is 0.
+    /// The call clears the buffers that it offers to the kernel, and leaves all others unchanged.
+    /// Afterwards the first buffers hold exactly one message each, and [`RecvRing::received`]
+    /// returns the metadata. Buffers should have a capacity of [`super::RECV_CAPACITY`]: a message
+    /// that does not fit gets the length 0, and [`UdpSocket::truncated`] counts it.
     ///
     /// # Errors
     ///
@@ -88,8 +90,8 @@ impl UdpSocket {
     }
 
     /// Copies the first bytes of the next message to `head`, without waiting and without taking the
-    /// message. Returns its metadata, with the length of the whole message, or `None` if nothing is
-    /// pending.
+    /// message. Returns its metadata, with the length of the whole message, or `None` if no message
+    /// is pending.
     ///
     /// # Errors
     ///
@@ -110,17 +112,38 @@ impl UdpSocket {
     ///
     /// # Errors
     ///
-    /// Returns the kernel's error; `WouldBlock` if nothing is pending. That cannot happen after a
-    /// peek unless another thread receives.
+    /// Returns the kernel's error; `WouldBlock` if no message is pending, which happens after a
+    /// peek only if another thread receives.
     pub fn take_peeked(&self, head: &mut [u8], tail: &mut [u8]) -> io::Result<usize> {
-        let mut places = [io::IoSliceMut::new(head), io::IoSliceMut::new(tail)];
+        // SAFETY: the tail stays borrowed during the call.
+        unsafe { self.take_peeked_at(head, NonNull::from(&mut *tail).cast(), tail.len()) }
+    }
+
+    /// Takes a message like [`UdpSocket::take_peeked`], with a tail that another process may read
+    /// or write during the call.
+    ///
+    /// # Safety
+    ///
+    /// The `len` bytes at `tail` are writable, and no reference to them is used during the call.
+    ///
+    /// # Errors
+    ///
+    /// Returns the errors of [`UdpSocket::take_peeked`].
+    pub unsafe fn take_peeked_at(
+        &self,
+        head: &mut [u8],
+        tail: NonNull<u8>,
+        len: usize,
+    ) -> io::Result<usize> {
+        let iovec = |start: *mut u8, len| libc::iovec { iov_base: start.cast(), iov_len: len };
+        let mut places = [iovec(head.as_mut_ptr(), head.len()), iovec(tail.as_ptr(), len)];
         // SAFETY: msghdr is plain C data, for which all zeros is a valid value.
         let mut message: libc::msghdr = unsafe { mem::zeroed() };
-        message.msg_iov = places.as_mut_ptr().cast();
+        message.msg_iov = places.as_mut_ptr();
         message.msg_iovlen = places.len() as _;
         loop {
-            // SAFETY: the header points at two slices (IoSliceMut has the layout of iovec), which
-            // are borrowed for longer than the call.
+            // SAFETY: the header points at `head`, which is borrowed, and at the tail, which the
+            // caller guarantees to be writable.
             let rc =
                 unsafe { libc::recvmsg(self.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
             match usize::try_from(rc).map_err(|_| io::Error::last_os_error()) {
@@ -167,7 +190,7 @@ impl RecvRing {
         self.count > 0 && self.count == self.asked
     }
 
-    /// Sets the size of the next batch by the longest message of the last.
+    /// Sets the size of the next batch from the longest message of the last batch.
     fn choose_batch(&mut self) {
         if let Some(longest) = self.received().iter().map(|message| message.len).max() {
             self.batch = (BATCH_BYTES / longest.max(1)).clamp(1, RECV_BATCH);
@@ -178,7 +201,7 @@ impl RecvRing {
     ///
     /// # Panics
     ///
-    /// Panics if that call received too few messages.
+    /// Panics if that call received `index` messages or fewer.
     #[must_use]
     pub fn meta(&self, index: usize) -> Received {
         self.received()[index]
@@ -199,7 +222,7 @@ impl RecvRing {
         }
     }
 
-    /// Points the header of a slot at the `len` bytes from `start` on.
+    /// Points the header of a slot at the `len` bytes that begin at `start`.
     fn lay_out_one(&mut self, slot: usize, start: *mut u8, len: usize) {
         let Storage { headers, iovecs, names, controls } = &mut *self.storage;
         iovecs[slot] = libc::iovec { iov_base: start.cast(), iov_len: len };
@@ -261,7 +284,7 @@ impl RecvRing {
     }
 
     fn sender(&mut self, index: usize) -> Option<SocketAddr> {
-        // The name is moved out, because the next call needs a zeroed one.
+        // Take the name, and leave a zeroed name for the next call.
         let name = mem::replace(&mut self.storage.names[index], SockAddrStorage::zeroed());
         let len = self.storage.headers[index].msg_hdr.msg_namelen.min(name.size_of());
         // SAFETY: the storage was zeroed, and the kernel wrote an address of `len` bytes into it.
@@ -298,6 +321,7 @@ fn stride_of(gro: Option<c_int>, len: usize) -> usize {
     gro.and_then(|stride| usize::try_from(stride).ok()).filter(|s| *s > 0).unwrap_or(len).max(1)
 }
 
-/// Bytes in a batch of large messages. The batch is small so that it stays in the processor's cache
-/// until it is processed, without evicting the data it is processed with.
+/// Size in bytes of a batch of large messages. The size is small, so that a batch stays in the
+/// processor's cache until it is processed, without evicting the other data that the processing
+/// needs.
 const BATCH_BYTES: usize = 2 * RECV_CAPACITY;

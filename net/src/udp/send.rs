@@ -1,10 +1,11 @@
-//! Sending: several datagrams a message, several messages a system call.
+//! Sending, with several datagrams per message and several messages per system call.
 #![expect(unsafe_code, reason = "sendmmsg takes pointers to pointers")]
 
 use std::io;
+use std::marker::PhantomData;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use libc::{c_int, c_uint};
 use racksum_proto::time::Span;
@@ -18,11 +19,12 @@ use super::{MAX_DATAGRAM, MAX_SEGMENTS, SEND_BATCH, UdpSocket, wait_writable};
 pub struct Transmit<'a> {
     /// Receiver or multicast group.
     pub to: SocketAddr,
-    /// Datagrams, one after the other: 1 to 65,507 bytes.
+    /// Datagrams, one after the other. Together with tail and trailer, the contents have 1 to
+    /// 65,507 bytes.
     pub contents: &'a [u8],
     /// Bytes that follow `contents` in the same datagram, sent from where they lie. A transmit with
     /// a tail or a trailer is a single datagram.
-    pub tail: &'a [u8],
+    pub tail: Tail<'a>,
     /// Bytes that follow the tail in the same datagram.
     pub trailer: &'a [u8],
     /// Length of each datagram but the last, which may be shorter. A transmit has at most 64
@@ -31,22 +33,26 @@ pub struct Transmit<'a> {
 }
 
 impl<'a> Transmit<'a> {
-    /// Creates a transmit whose bytes lie in one place.
+    /// Creates a transmit whose bytes are contiguous.
     #[must_use]
     pub const fn new(to: SocketAddr, contents: &'a [u8], stride: usize) -> Self {
-        Self { to, contents, tail: &[], trailer: &[], stride }
+        Self { to, contents, tail: Tail::EMPTY, trailer: &[], stride }
     }
 
     /// Creates a single datagram whose bytes lie in up to three places.
     #[must_use]
-    pub const fn in_parts(to: SocketAddr, parts: [&'a [u8]; 3]) -> Self {
-        let [contents, tail, trailer] = parts;
+    pub const fn in_parts(
+        to: SocketAddr,
+        contents: &'a [u8],
+        tail: Tail<'a>,
+        trailer: &'a [u8],
+    ) -> Self {
         let stride = contents.len() + tail.len() + trailer.len();
         Self { to, contents, tail, trailer, stride }
     }
 
     /// Returns whether tail and trailer are empty.
-    const fn is_in_one(&self) -> bool {
+    pub(crate) const fn is_in_one(&self) -> bool {
         self.tail.is_empty() && self.trailer.is_empty()
     }
 
@@ -75,18 +81,70 @@ impl<'a> Transmit<'a> {
     }
 }
 
+/// Bytes that the kernel sends from where they lie. Another process may write to them at any time,
+/// so a tail holds their address and no reference.
+#[derive(Debug, Clone, Copy)]
+pub struct Tail<'a> {
+    start: *const u8,
+    len: usize,
+    memory: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: a tail is an address, and only the kernel reads the bytes.
+unsafe impl Send for Tail<'_> {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Tail<'_> {}
+
+impl Tail<'_> {
+    /// An empty tail.
+    pub const EMPTY: Self = Self { start: ptr::null(), len: 0, memory: PhantomData };
+
+    /// Creates a tail of the `len` bytes that begin at `start`.
+    ///
+    /// # Safety
+    ///
+    /// The bytes can be read for the lifetime of the tail.
+    #[must_use]
+    pub const unsafe fn at(start: NonNull<u8>, len: usize) -> Self {
+        Self { start: start.as_ptr(), len, memory: PhantomData }
+    }
+
+    /// Returns the number of bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns whether the tail has no bytes.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    const fn iovec(self) -> libc::iovec {
+        libc::iovec { iov_base: self.start.cast_mut().cast(), iov_len: self.len }
+    }
+}
+
+impl<'a> From<&'a [u8]> for Tail<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self { start: bytes.as_ptr(), len: bytes.len(), memory: PhantomData }
+    }
+}
+
 /// Result of sending a batch.
 ///
-/// The first `sent + failed` transmits are finished. The others were not tried, because the
-/// socket's send buffer is full: send them again once the socket is writable.
+/// The first `sent + failed` transmits are finished. The others remain unsent, because the socket's
+/// send buffer is full: send them once the socket is writable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SendOutcome {
     /// Number of transmits that the kernel accepted.
     pub sent: usize,
-    /// Whether the send buffer is full. This never happens on loopback, which accepts everything
-    /// and lets the receiver drop it.
+    /// Whether the send buffer is full. This never happens on loopback, which accepts every
+    /// datagram and lets the receiver drop those that do not fit.
     pub blocked: bool,
-    /// Number of transmits that failed; [`SendOutcome::last_error`] has the reason of the last one.
+    /// Number of transmits that failed. [`SendOutcome::last_error`] holds the reason for the last
+    /// failure.
     pub failed: usize,
     /// Reason why the last failed transmit failed.
     pub last_error: Option<SendError>,
@@ -95,14 +153,17 @@ pub struct SendOutcome {
 /// Reason why a transmit was not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// The caller passed an invalid transmit: empty, above 65,507 bytes, above 64 datagrams or,
-    /// with a tail or trailer, above one.
-    #[error("a transmit must have 1 to 65507 bytes and at most 64 datagrams")]
+    /// The caller passed an invalid transmit: it is empty, has a stride of 0, has more than 65,507
+    /// bytes or 64 datagrams, or has several datagrams and a tail or a trailer.
+    #[error(
+        "a transmit must have 1 to 65507 bytes and at most 64 datagrams, or one datagram if it has \
+         a tail or a trailer"
+    )]
     Unsendable,
     /// The datagrams are larger than the interface's MTU.
     #[error("the datagram is larger than the MTU of its outgoing interface")]
     TooLarge,
-    /// The kernel refused for another reason, with this errno.
+    /// The kernel refused the datagram for another reason, with this errno.
     #[error("the kernel refused the datagram: {}", io::Error::from_raw_os_error(*.0))]
     Os(c_int),
     /// The send buffer stayed full.
@@ -123,14 +184,15 @@ struct Storage {
     controls: [Control; SEND_BATCH],
 }
 
-// SAFETY: each system call follows freshly written pointers in the headers and iovecs. They point
-// at this storage or at what the call borrows, and nothing follows them outside of the call.
+// SAFETY: right before each system call, this module rewrites the pointers in the headers and
+// iovecs. They point at this storage or at memory that the call borrows, and no code uses them
+// outside of the call.
 unsafe impl Send for Storage {}
 
 impl UdpSocket {
-    /// Sends a batch, and waits up to `waits` times for room in the send buffer, at most 2 ms each.
-    /// Data that is still unsent is lost, and its receiver asks for it again.
-    /// [`UdpSocket::send_failures`] counts it, and also what the kernel refuses.
+    /// Sends a batch, and waits up to `waits` times for room in the send buffer, at most 2 ms each
+    /// time. Transmits that are still unsent are lost, and their receivers request the data again.
+    /// [`UdpSocket::send_failures`] counts the lost transmits and those that the kernel refuses.
     pub fn send_patiently(&self, ring: &mut SendRing, mut batch: &[Transmit<'_>], waits: u32) {
         for left in (0..=waits).rev() {
             if batch.is_empty() {
@@ -140,7 +202,7 @@ impl UdpSocket {
             self.note_send_failures(outcome.failed, outcome.last_error);
             batch = &batch[(outcome.sent + outcome.failed).min(batch.len())..];
             if outcome.blocked && left > 0 {
-                // Both a timeout and readiness lead to another try.
+                // Try again in either case: after a timeout, and when the socket is writable.
                 drop(wait_writable(self.as_fd(), Some(Span::from_millis(2))));
             }
         }
@@ -150,17 +212,18 @@ impl UdpSocket {
     /// Sends a batch in order, with as few system calls as its size allows.
     ///
     /// Without GSO, each datagram is a message of its own. If the buffer fills in the middle of a
-    /// transmit, the transmit counts as unsent although its first datagrams are out. Sending it
-    /// again repeats them, and receivers detect duplicates anyway.
+    /// transmit, the transmit counts as unsent although its first datagrams were sent. Sending it
+    /// again repeats them, but receivers detect duplicates anyway.
     pub fn send(&self, ring: &mut SendRing, batch: &[Transmit<'_>]) -> SendOutcome {
-        let mut job = Job { batch, at: Cursor::default(), outcome: SendOutcome::default() };
-        // Errno of a segmented message that failed, while its datagrams are tried one by one.
+        let mut job = BatchSend { batch, at: Cursor::default(), outcome: SendOutcome::default() };
+        // Errno of a segmented message that failed, set while this method tries its datagrams one
+        // by one.
         let mut trial: Option<c_int> = None;
         // ICMP errors of earlier datagrams surface in a later call, which then sends nothing.
         let mut stale_left = MAX_STALE_ERRORS;
         while !job.is_done() && !job.outcome.blocked {
-            // The flag is read once, because another thread on this socket may switch it off
-            // meanwhile.
+            // Read the flag once per round, because another thread on this socket may switch GSO
+            // off during the round.
             let gso = self.gso_enabled();
             let count = ring.fill(&job, gso);
             if count == 0 {
@@ -187,7 +250,7 @@ impl UdpSocket {
                     trial = Some(errno);
                 }
                 Err(errno) => {
-                    // The datagrams fail one by one too, so segmentation was not the cause.
+                    // A datagram on its own failed too, so segmentation was not the cause.
                     if trial.take().is_some() {
                         self.set_gso(true);
                     }
@@ -195,7 +258,7 @@ impl UdpSocket {
                 }
             }
         }
-        // The trial is undecided, because the buffer filled up.
+        // The trial is undecided, because the buffer filled up, so switch GSO on again.
         if trial.is_some() {
             self.set_gso(true);
         }
@@ -220,14 +283,15 @@ impl SendRing {
     }
 
     /// Sets the TOS byte (DSCP and ECN bits) of later batches of this ring; `None` restores the
-    /// socket's own. Lanes of one socket can thus differ without a system call each.
+    /// socket's own. Lanes that share a socket can thus have different TOS bytes without a system
+    /// call for each change.
     pub const fn set_tos(&mut self, tos: Option<u8>) {
         self.tos = tos;
     }
 
-    /// Lays out the next messages of a job; returns how many. Returns 0 if the job's next transmit
-    /// exceeds a limit.
-    fn fill(&mut self, job: &Job<'_>, gso: bool) -> usize {
+    /// Lays out the next messages of a batch and returns their number, which is 0 if the next
+    /// transmit exceeds a limit.
+    fn fill(&mut self, job: &BatchSend<'_>, gso: bool) -> usize {
         let (mut at, mut count) = (job.at, 0);
         while count < SEND_BATCH
             && let Some(piece) = at.step(job.batch, gso)
@@ -254,10 +318,7 @@ impl SendRing {
         }
         names[slot] = SockAddr::from(piece.of.to);
         let Transmit { tail, trailer, .. } = *piece.of;
-        iovecs[slot] = [piece.contents, tail, trailer].map(|part| libc::iovec {
-            iov_base: part.as_ptr().cast_mut().cast(),
-            iov_len: part.len(),
-        });
+        iovecs[slot] = [piece.contents.into(), tail, trailer.into()].map(Tail::iovec);
         let header = &mut headers[slot].msg_hdr;
         header.msg_name = names[slot].as_ptr().cast_mut().cast();
         header.msg_namelen = names[slot].len();
@@ -301,13 +362,13 @@ impl SendError {
 }
 
 /// Batch that is being sent, with its outcome so far.
-struct Job<'a> {
+struct BatchSend<'a> {
     batch: &'a [Transmit<'a>],
     at: Cursor,
     outcome: SendOutcome,
 }
 
-impl Job<'_> {
+impl BatchSend<'_> {
     const fn is_done(&self) -> bool {
         self.at.index >= self.batch.len()
     }
@@ -327,7 +388,7 @@ impl Job<'_> {
         self.outcome.sent += self.at.index - before;
     }
 
-    /// Gives up the next transmit.
+    /// Counts the next transmit as failed, and moves past it.
     const fn fail(&mut self, error: SendError) {
         self.outcome.failed += 1;
         self.outcome.last_error = Some(error);
@@ -335,7 +396,8 @@ impl Job<'_> {
     }
 }
 
-/// Progress in a batch: whole transmits, and bytes of the next.
+/// Position in a batch: the number of finished transmits, and the number of finished bytes of the
+/// next transmit.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
     index: usize,
@@ -352,7 +414,7 @@ struct Piece<'a> {
 }
 
 impl Cursor {
-    /// Returns the next message and moves past it; returns `None` at the end of the batch and at a
+    /// Returns the next message and moves past it; returns `None` at the end of the batch or at a
     /// transmit that exceeds a limit.
     fn step<'a>(&mut self, batch: &'a [Transmit<'a>], gso: bool) -> Option<Piece<'a>> {
         let transmit = batch.get(self.index)?;
@@ -371,7 +433,7 @@ impl Cursor {
     }
 }
 
-/// How many ICMP errors of earlier datagrams one call ignores.
+/// Limit on the ICMP errors of earlier datagrams that one call ignores.
 const MAX_STALE_ERRORS: u32 = 16;
 
 #[cfg(test)]
@@ -383,7 +445,8 @@ mod tests {
     fn a_transmit_cut_short_is_not_counted_until_its_last_datagram_is_out() {
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
         let batch = [10, 25, 30].map(|len| Transmit::new(to, &[7; 30][..len], 10));
-        let mut job = Job { batch: &batch, at: Cursor::default(), outcome: SendOutcome::default() };
+        let mut job =
+            BatchSend { batch: &batch, at: Cursor::default(), outcome: SendOutcome::default() };
         // The three transmits have one, three and three datagrams.
         for (taken, sent) in [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)] {
             job.advance(taken, false);

@@ -16,7 +16,7 @@ use crate::{NetError, options};
 /// Settings with which a socket is opened.
 #[derive(Debug, Clone)]
 pub struct UdpConfig {
-    /// Local address. IPv6 sockets speak IPv6 only, so that each peer has one address.
+    /// Local address. IPv6 sockets are IPv6-only, so that each peer has one address.
     pub bind: SocketAddr,
     /// Receive buffer in bytes; 0 keeps the kernel's default.
     pub receive_buffer: usize,
@@ -61,11 +61,11 @@ pub struct UdpSocket {
     report: BufferReport,
     gso: AtomicBool,
     gro: bool,
-    /// Datagrams that the kernel dropped; extends the kernel's 32-bit counter.
+    /// Number of messages that the kernel dropped, which extends the kernel's 32-bit counter.
     drops: AtomicU64,
-    /// Messages that were larger than their buffer.
+    /// Number of messages that were larger than their buffer.
     truncated: AtomicU64,
-    /// Messages that the kernel refused to send, or for which the send buffer stayed full.
+    /// Number of transmits that the kernel refused, or for which the send buffer stayed full.
     send_failures: AtomicU64,
 }
 
@@ -74,8 +74,8 @@ impl UdpSocket {
     ///
     /// # Errors
     ///
-    /// Returns a [`NetError`] that names the address and, if the port is taken, what to do. Smaller
-    /// buffers than requested are not an error: see [`UdpSocket::report`].
+    /// Returns a [`NetError`], whose message names the address and, if the port is taken, states
+    /// what to do. Smaller buffers than requested are not an error: see [`UdpSocket::report`].
     pub fn open(config: &UdpConfig) -> Result<Self, NetError> {
         let addr = config.bind;
         if let Some(group) = &config.multicast {
@@ -84,10 +84,10 @@ impl UdpSocket {
         let inner = Socket::new(Domain::for_address(addr), Type::DGRAM, Some(Protocol::UDP))
             .map_err(|cause| NetError::Socket { addr, cause })?;
         prepare(&inner, config)?;
-        // Set before binding, so that the kernel joins even the first datagrams. Kernels below 5.0
-        // lack it.
+        // Switch GRO on before binding, so that the kernel joins even the first datagrams. Kernels
+        // older than 5.0 lack GRO.
         let gro = options::set_int(inner.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1).is_ok();
-        // Kernels below 4.18 reject even reading this option.
+        // Kernels older than 4.18 lack GSO and reject even a read of this option.
         let gso = options::get_int(inner.as_fd(), libc::SOL_UDP, libc::UDP_SEGMENT).is_ok();
         let report = buffers::size(&inner, config.receive_buffer, config.send_buffer)
             .map_err(|cause| NetError::Option { option: "SO_RCVBUF or SO_SNDBUF", addr, cause })?;
@@ -125,8 +125,9 @@ impl UdpSocket {
         &self.report
     }
 
-    /// Returns whether one message may hold several datagrams. This turns false for good once a
-    /// message fails but its datagrams go out one by one: some drivers cannot segment.
+    /// Returns whether one message may hold several datagrams. Some drivers cannot segment. So once
+    /// a message has failed and its datagrams could be sent one by one, the result is false for
+    /// good.
     #[must_use]
     pub fn gso_enabled(&self) -> bool {
         self.gso.load(Ordering::Relaxed)
@@ -146,19 +147,19 @@ impl UdpSocket {
 
     /// Returns how many messages the kernel has dropped since the socket was opened, because the
     /// receive buffer was full or [`UdpSocket::refuse`] named the sender. The kernel reports the
-    /// count with each received message, so the count dates from the last one.
+    /// count only with each received message, so later drops are not included yet.
     #[must_use]
     pub fn drops(&self) -> u64 {
         self.drops.load(Ordering::Relaxed)
     }
 
-    /// Returns how many messages were larger than their buffer, and skipped.
+    /// Returns how many messages were skipped because they were larger than their buffer.
     #[must_use]
     pub fn truncated(&self) -> u64 {
         self.truncated.load(Ordering::Relaxed)
     }
 
-    /// Opens a socket that receives only what is sent to the group.
+    /// Opens a socket that receives only datagrams that are sent to the group.
     ///
     /// The socket is bound to the group's own address, so unicast datagrams cannot reach it. Any
     /// number of processes on a host may be members; each gets a copy.
@@ -174,7 +175,7 @@ impl UdpSocket {
     }
 
     /// Makes this socket send multicast through `interface`, with a hop limit of `ttl` (1 stays in
-    /// the local network). Members on this host receive it as well.
+    /// the local network). Members on this host receive the multicast as well.
     ///
     /// # Errors
     ///
@@ -184,12 +185,12 @@ impl UdpSocket {
             .map_err(|cause| NetError::Multicast { interface: interface.name.clone(), cause })
     }
 
-    /// Sends one datagram outside of any batch; it is lost if the send buffer is full.
+    /// Sends one datagram outside of any batch, without waiting.
     ///
     /// # Errors
     ///
-    /// Returns the kernel's error: the datagram exceeds the interface's MTU, or a firewall of this
-    /// host blocks it.
+    /// Returns the kernel's error: `WouldBlock` if the send buffer is full, or another one, for
+    /// example if the datagram exceeds the interface's MTU or a firewall of this host blocks it.
     pub fn send_one(&self, to: SocketAddr, datagram: &[u8]) -> io::Result<()> {
         self.inner.send_to(datagram, &SockAddr::from(to)).map(drop)
     }
@@ -198,7 +199,7 @@ impl UdpSocket {
         &self.inner
     }
 
-    /// Switches segmentation on or off, by the result of a send.
+    /// Switches segmentation on or off, depending on the result of a send.
     pub(super) fn set_gso(&self, on: bool) {
         self.gso.store(on, Ordering::Relaxed);
     }
@@ -207,14 +208,14 @@ impl UdpSocket {
         self.truncated.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns how many messages were not sent: the kernel refused them, or the send buffer stayed
-    /// full.
+    /// Returns how many transmits were not sent, because the kernel refused them or the send buffer
+    /// stayed full.
     #[must_use]
     pub fn send_failures(&self) -> u64 {
         self.send_failures.load(Ordering::Relaxed)
     }
 
-    /// Counts messages that were not sent, and logs the first failure.
+    /// Counts transmits that were not sent, and logs the first failure.
     pub(super) fn note_send_failures(&self, count: usize, last: Option<SendError>) {
         let known = self.send_failures.fetch_add(count as u64, Ordering::Relaxed);
         if let (0, 1.., Some(error)) = (known, count, last) {
@@ -228,7 +229,7 @@ impl UdpSocket {
     /// Updates the drop count from the kernel's counter, which has 32 bits and wraps.
     pub(super) fn note_drops(&self, counter: u32) {
         let known = self.drops();
-        #[expect(clippy::cast_possible_truncation, reason = "the counter's own width")]
+        #[expect(clippy::cast_possible_truncation, reason = "the kernel's counter has 32 bits")]
         let ahead = counter.wrapping_sub(known as u32);
         // A larger difference means that another thread has already noted a newer value.
         if ahead <= u32::MAX / 2 {
@@ -249,7 +250,7 @@ impl AsRawFd for UdpSocket {
     }
 }
 
-/// Sets all options that come before binding, except the buffer sizes.
+/// Sets all options that must precede binding, except GRO and the buffer sizes.
 fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
     let addr = config.bind;
     let failed = |option| move |cause| NetError::Option { option, addr, cause };
@@ -258,13 +259,13 @@ fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
     };
     socket.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
     if config.multicast.is_some() {
-        // Several processes of one host may join the group; each gets a copy.
+        // Several processes of one host may join the group, and each gets a copy.
         socket.set_reuse_address(true).map_err(failed("SO_REUSEADDR"))?;
     }
     int(libc::SOL_SOCKET, libc::SO_RXQ_OVFL, 1, "SO_RXQ_OVFL")?;
     let tos = c_int::from(config.tos);
-    // PROBE never fragments, and ignores path MTUs that ICMP reports. A datagram that is too large
-    // for the interface fails at once.
+    // With `PMTUDISC_PROBE`, the kernel never fragments, and ignores path MTUs that ICMP reports. A
+    // datagram that is too large for the interface fails immediately.
     if addr.is_ipv6() {
         socket.set_only_v6(true).map_err(failed("IPV6_V6ONLY"))?;
         let level = libc::IPPROTO_IPV6;
@@ -279,5 +280,5 @@ fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
     }
 }
 
-/// Bandwidth-delay product of 25 Gbit/s over more than a millisecond.
+/// Default buffer size in bytes: the bandwidth-delay product of 25 Gbit/s and 1.3 ms.
 const DEFAULT_BUFFER: usize = 4 << 20;

@@ -33,7 +33,11 @@ fn receive(socket: &UdpSocket, want: usize) -> Vec<(Received, Vec<u8>)> {
     let (mut ring, mut buffers) = (RecvRing::new(), buffers(4));
     let mut got = Vec::new();
     while got.iter().map(|(_, bytes): &(Received, Vec<u8>)| bytes.len()).sum::<usize>() < want {
-        assert_eq!(wait(&[socket.as_fd()], Some(PATIENCE)).unwrap(), 1, "arrives in time");
+        assert_eq!(
+            wait(&[socket.as_fd()], Some(PATIENCE)).unwrap(),
+            1,
+            "a message arrives in time"
+        );
         let count = socket.recv(&mut ring, &mut buffers).unwrap();
         got.extend((0..count).map(|i| (ring.meta(i), buffers[i].to_vec())));
     }
@@ -62,7 +66,7 @@ fn check_segments_come_back(sender: &UdpSocket, receiver: &UdpSocket, stride: us
 #[test]
 fn a_segmented_message_comes_back_with_its_stride() {
     let (sender, receiver) = (loopback(), loopback());
-    assert!(sender.gso_enabled() && receiver.gro_enabled(), "Linux 5.0 or newer");
+    assert!(sender.gso_enabled() && receiver.gro_enabled(), "this test needs Linux 5.0 or newer");
     check_segments_come_back(&sender, &receiver, 1472);
     assert!(sender.gso_enabled());
 }
@@ -82,7 +86,7 @@ fn without_gso_the_same_datagrams_go_singly() {
     sender.set_gso(false);
     assert_eq!(sender.max_gso_segments(), 1);
     check_segments_come_back(&sender, &receiver, 1472);
-    // These datagrams exceed one system call.
+    // These datagrams exceed the batch of one system call.
     let contents = pattern(64 * 100);
     send_all(&sender, &[Transmit::new(receiver.local_addr(), &contents, 100)]);
     let got = receive(&receiver, contents.len());
@@ -169,7 +173,10 @@ fn a_datagram_from_three_places_arrives_as_one() {
         let (contents, rest) = contents.split_at(head);
         let (tail, trailer) = rest.split_at(tail);
         let before = Transmit::new(to, b"before", 6);
-        send_all(&sender, &[before, Transmit::in_parts(to, [contents, tail, trailer]), before]);
+        send_all(
+            &sender,
+            &[before, Transmit::in_parts(to, contents, tail.into(), trailer), before],
+        );
         let got: Vec<_> = receive(&receiver, 60_012).into_iter().map(|(_, bytes)| bytes).collect();
         assert_eq!(got, [b"before".to_vec(), pattern(60_000), b"before".to_vec()]);
     }
@@ -186,10 +193,16 @@ fn a_transmit_that_breaks_a_bound_is_reported_and_passed_over() {
         Transmit::new(to, &contents[..10], 0),
         Transmit::new(to, &contents[..65], 1),
         Transmit::new(to, &contents, MAX_DATAGRAM),
-        Transmit { stride: 10, ..Transmit::in_parts(to, [&contents[..10], &contents[..10], &[]]) },
-        Transmit { stride: 10, ..Transmit::in_parts(to, [&contents[..10], &[], &contents[..10]]) },
-        Transmit::in_parts(to, [&contents[..1], &contents, &[]]),
-        Transmit::in_parts(to, [&contents[..1], &[], &contents]),
+        Transmit {
+            stride: 10,
+            ..Transmit::in_parts(to, &contents[..10], contents[..10].into(), &[])
+        },
+        Transmit {
+            stride: 10,
+            ..Transmit::in_parts(to, &contents[..10], Tail::EMPTY, &contents[..10])
+        },
+        Transmit::in_parts(to, &contents[..1], contents[..].into(), &[]),
+        Transmit::in_parts(to, &contents[..1], Tail::EMPTY, &contents),
     ];
     for bad in bad {
         assert_eq!(bad.datagrams(), None);
@@ -250,7 +263,7 @@ fn large_messages_are_received_a_few_at_a_time() {
         })
         .collect::<Vec<_>>()
     };
-    assert_eq!(arrive(61_440), [(3, false)], "nobody knows yet");
+    assert_eq!(arrive(61_440), [(3, false)], "no earlier batch limits this one");
     assert_eq!(arrive(61_440), [(2, true), (1, false)]);
     assert_eq!(arrive(100), [(2, true), (1, false)]);
     assert_eq!(arrive(100), [(3, false)]);
@@ -263,9 +276,9 @@ fn as_many_messages_as_there_are_buffers_may_not_be_all() {
     assert!(!ring.is_full());
     send_all(&sender, &[Transmit::new(receiver.local_addr(), b"sum", 3); 2]);
     assert!(receiver.peek(&mut ring, &mut [0; 3]).unwrap().is_some());
-    assert!(!ring.is_full(), "a look takes nothing");
+    assert!(!ring.is_full(), "a peek takes nothing");
     assert_eq!(receiver.recv(&mut ring, &mut []).unwrap(), 0);
-    assert!(!ring.is_full(), "nothing was asked for");
+    assert!(!ring.is_full(), "the call requested no message");
     for full in [true, true, false] {
         assert_eq!(receiver.recv(&mut ring, &mut one).unwrap() == 1, full);
         assert_eq!(ring.is_full(), full);
@@ -276,7 +289,7 @@ fn as_many_messages_as_there_are_buffers_may_not_be_all() {
 fn receiving_fills_cleared_buffers_in_place_and_leaves_the_rest_alone() {
     let (sender, receiver) = (loopback(), loopback());
     let mut ring = RecvRing::new();
-    assert_eq!(receiver.recv(&mut ring, &mut buffers(2)).unwrap(), 0, "nothing is there");
+    assert_eq!(receiver.recv(&mut ring, &mut buffers(2)).unwrap(), 0, "no message is pending");
     assert_eq!(receiver.recv(&mut ring, &mut []).unwrap(), 0);
     send_all(&sender, &[Transmit::new(receiver.local_addr(), b"sum", 3)]);
     wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
@@ -295,7 +308,7 @@ fn a_message_that_was_peeked_at_is_taken_in_two_pieces() {
     let (sender, receiver) = (loopback(), loopback());
     let mut ring = RecvRing::new();
     let mut head = [0; 4];
-    assert_eq!(receiver.peek(&mut ring, &mut head).unwrap(), None, "nothing is there");
+    assert_eq!(receiver.peek(&mut ring, &mut head).unwrap(), None, "no message is pending");
     let none = receiver.take_peeked(&mut head, &mut []).unwrap_err();
     assert_eq!(none.kind(), std::io::ErrorKind::WouldBlock);
     let to = receiver.local_addr();
@@ -304,17 +317,21 @@ fn a_message_that_was_peeked_at_is_taken_in_two_pieces() {
     wait(&[receiver.as_fd()], Some(PATIENCE)).unwrap();
     for _ in 0..2 {
         let seen = receiver.peek(&mut ring, &mut head).unwrap().unwrap();
-        assert_eq!((seen.from, seen.len), (sender.local_addr(), 1000), "looking takes nothing");
+        assert_eq!((seen.from, seen.len), (sender.local_addr(), 1000), "a peek takes nothing");
         assert_eq!(head, one[..4]);
     }
     let mut tail = [0; 996];
     assert_eq!(receiver.take_peeked(&mut head, &mut tail).unwrap(), 1000);
     assert_eq!([&head[..], &tail].concat(), one);
     let seen = receiver.peek(&mut ring, &mut head).unwrap().unwrap();
-    assert_eq!((seen.len, seen.stride), (3000, 1000), "what the kernel joined");
+    assert_eq!(
+        (seen.len, seen.stride),
+        (3000, 1000),
+        "the peek shows all datagrams that the kernel joined"
+    );
     assert_eq!(receiver.take_peeked(&mut head, &mut tail).unwrap(), 1000, "the rest is lost");
     assert_eq!(receiver.peek(&mut ring, &mut head).unwrap(), None);
-    assert_eq!(receiver.truncated(), 0, "who peeks knows the length");
+    assert_eq!(receiver.truncated(), 0, "a peek shows the length");
 }
 
 #[test]
@@ -332,7 +349,7 @@ fn a_queues_mark_is_seen_and_ecn_capable_is_not_one() {
     let (sender, receiver) = (loopback(), loopback());
     check_marks(&sender, &receiver);
     if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none() {
-        skip("the IPv6 half: this host has no ::1");
+        skip("the IPv6 part of the test: this host has no ::1");
         return;
     }
     check_marks(&open(Ipv6Addr::LOCALHOST), &open(Ipv6Addr::LOCALHOST));
@@ -355,7 +372,7 @@ fn a_datagram_arrives_with_the_mark_of_its_lane() {
     let (sender, receiver) = (loopback(), loopback());
     check_lanes(&sender, &receiver);
     if crate::interface::interface_of(Ipv6Addr::LOCALHOST.into()).is_none() {
-        skip("the IPv6 half: this host has no ::1");
+        skip("the IPv6 part of the test: this host has no ::1");
         return;
     }
     check_lanes(&open(Ipv6Addr::LOCALHOST), &open(Ipv6Addr::LOCALHOST));
@@ -376,7 +393,10 @@ fn check_lanes(sender: &UdpSocket, receiver: &UdpSocket) {
     }
     ring.set_tos(tos_of_lane(0, 1));
     assert_eq!(sender.send(&mut ring, &[one]).sent, 1);
-    assert!(receive(receiver, 3000).iter().all(|(meta, _)| meta.tos == ECT0), "a lane alone");
+    assert!(
+        receive(receiver, 3000).iter().all(|(meta, _)| meta.tos == ECT0),
+        "a single lane has no priority"
+    );
 }
 
 #[test]
@@ -405,7 +425,7 @@ fn the_kernels_drops_are_counted() {
             count => kept += count,
         }
     }
-    assert!(kept < 100, "the buffer was tiny");
+    assert!(kept < 100, "a tiny buffer cannot hold 100 messages");
     // The next message reports the kernel's counter.
     send_all(&sender, &[one]);
     receive(&receiver, 1000);
@@ -464,7 +484,7 @@ fn a_waker_ends_a_wait_from_another_thread() {
     assert_eq!(wait(&fds, Some(PATIENCE)).unwrap(), 0b10);
     thread.join().unwrap();
     assert!(waker.drain());
-    assert!(!waker.drain(), "once drained, it sleeps");
+    assert!(!waker.drain(), "a drained waker is not ready");
     assert_eq!(wait(&fds, Some(Span::ZERO)).unwrap(), 0);
 }
 

@@ -1,7 +1,7 @@
 //! Waiting for sockets, and waking a waiting thread.
 //!
-//! The time limit is in nanoseconds, hence `ppoll` and not `poll`: retransmission timers here are
-//! well below a millisecond.
+//! The waits call `ppoll` and not `poll`, because `poll` counts in milliseconds and racksum's
+//! retransmission timers are much shorter.
 #![expect(unsafe_code, reason = "ppoll and eventfd are not in std")]
 
 use std::fs::File;
@@ -14,7 +14,7 @@ use libc::{c_short, nfds_t, pollfd, time_t, timespec};
 use racksum_proto::time::Span;
 
 /// Waits until one of up to 64 `fds` is readable or `timeout` passes; `None` waits forever. Returns
-/// a mask with bit i set for `fds[i]`, or 0 after the timeout and after a signal.
+/// a mask in which bit i is set if `fds[i]` is ready; the mask is 0 after the timeout or a signal.
 ///
 /// # Errors
 ///
@@ -23,7 +23,7 @@ pub fn wait(fds: &[BorrowedFd<'_>], timeout: Option<Span>) -> io::Result<u64> {
     poll(fds.iter().map(|fd| entry(*fd, libc::POLLIN)), timeout)
 }
 
-/// Waits until `fd` has room to send; returns false after the timeout and after a signal.
+/// Waits until `fd` has room to send; returns false after the timeout or a signal.
 ///
 /// # Errors
 ///
@@ -32,10 +32,11 @@ pub fn wait_writable(fd: BorrowedFd<'_>, timeout: Option<Span>) -> io::Result<bo
     Ok(poll(std::iter::once(entry(fd, libc::POLLOUT)), timeout)? != 0)
 }
 
-/// Handle that ends another thread's [`wait`]. That thread includes the waker in its descriptors,
-/// and drains it when it is ready.
+/// Handle that ends another thread's [`wait`]. That thread must include the waker in its
+/// descriptors, and drain the waker once it is ready.
 ///
-/// Clones wake the same thread. A wake-up before the wait is kept, and several count as one.
+/// Clones wake the same thread. A wake-up that precedes the wait ends it as well, and several
+/// wake-ups count as one.
 #[derive(Debug, Clone)]
 pub struct Waker {
     event: Arc<File>,
@@ -92,7 +93,7 @@ fn poll(entries: impl Iterator<Item = pollfd>, timeout: Option<Span>) -> io::Res
     }
     let limit = timeout.map(to_timespec);
     let limit = limit.as_ref().map_or(ptr::null(), ptr::from_ref);
-    // SAFETY: `count` entries of `fds` are initialised, `limit` is null or a timespec of this
+    // SAFETY: `count` entries of `fds` are initialized, `limit` is null or a timespec of this
     // frame, and a null mask keeps the signal mask unchanged.
     let rc = unsafe { libc::ppoll(fds.as_mut_ptr(), count, limit, ptr::null()) };
     if rc < 0 {
@@ -103,8 +104,8 @@ fn poll(entries: impl Iterator<Item = pollfd>, timeout: Option<Span>) -> io::Res
     Ok(ready.fold(0, |mask, (index, _)| mask | 1 << index))
 }
 
-/// Returns whether a descriptor is ready. Errors count as ready: the next call reports and clears
-/// them.
+/// Returns whether a descriptor is ready. Errors count as ready, because the next call on the
+/// descriptor reports and clears them.
 const fn is_ready(revents: c_short) -> bool {
     revents & (libc::POLLIN | libc::POLLOUT | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
 }
@@ -117,5 +118,5 @@ fn to_timespec(span: Span) -> timespec {
     }
 }
 
-/// How many descriptors one wait takes: the result has one bit for each.
+/// Limit on the descriptors of one wait: the result has one bit for each.
 pub const MAX_FDS: usize = 64;

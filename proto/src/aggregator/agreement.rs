@@ -1,4 +1,4 @@
-//! Agreement of the ranks on ops: compares the descriptors that they open each op with.
+//! Checks that the ranks agree on each op: compares the descriptors with which they open it.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -10,22 +10,24 @@ use crate::wire::Disagreement;
 
 /// The outcome of comparing a rank's descriptor with the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum Comparison {
     /// The rank is the first to open the op, or its descriptor equals the first one.
     Agrees,
-    /// The rank's descriptor differs from the first one: the op has just failed.
+    /// The rank's descriptor is the first that differs, so the op fails now.
     Disagrees(Disagreement),
     /// The op had failed before.
     Failed,
 }
 
-/// An op that some rank has opened.
+/// An op that some rank has opened, or that failed elsewhere in a tree of aggregators.
 #[derive(Debug, Clone, Copy)]
 struct Opened {
     op: OpId,
-    /// The first rank that opened the op, and its descriptor.
+    /// A rank and its descriptor. The rank is the first that opened the op or, if the op failed
+    /// elsewhere, one of the two ranks that disagree.
     one: (Rank, Descriptor),
-    /// The first rank with a different descriptor; if there is one, the op failed.
+    /// The first rank with a different descriptor, and that descriptor. `Some` means that the op
+    /// has failed.
     other: Option<(Rank, Descriptor)>,
     /// The disagreement, if the op failed elsewhere in a tree of aggregators.
     elsewhere: Option<Disagreement>,
@@ -34,22 +36,22 @@ struct Opened {
 /// The descriptors of the ops that some rank may have in flight, over all lanes of a shard.
 ///
 /// Every rank opens an op at the shard of the op's first window, even if the ranks disagree about
-/// the op's size. So this shard sees every disagreement.
+/// the op's size. So that shard sees every disagreement about the op.
 ///
 /// A rank has at most `max_ops` ops in flight, and their numbers are consecutive. By opening op
-/// `o`, a rank shows that it has ended all ops up to `o - max_ops`. No rank asks for an op that
-/// every rank has ended, so the table starts after those ops.
+/// `o`, a rank shows that it has ended all ops up to `o - max_ops`. No rank needs an op that every
+/// rank has ended, so the table starts after those ops.
 ///
-/// The table spans twice `max_ops` plus the number of shards. That is enough: the ops before the
-/// oldest op in flight of a rank ended with a result, so every rank has opened them. Of any
-/// `shards` consecutive ops, one has its first window at this shard. Only ranks whose ops keep
-/// failing could get further ahead of a rank that has not received the failures. The table rejects
-/// their opens until that rank catches up.
+/// The table spans twice `max_ops` plus the number of shards. That is enough: if a rank has ended
+/// an op with a result, every rank has opened that op, and of any `shards` consecutive ops, one has
+/// its first window at this shard. Only ranks whose ops keep failing could get further ahead of a
+/// rank that has not received the failures. The table rejects their opens until that rank catches
+/// up.
 #[derive(Debug)]
 pub(super) struct Agreement {
     /// The opened ops, indexed by op number modulo the table's length.
     ops: Box<[Option<Opened>]>,
-    /// For each rank, the op after the last that it has opened here.
+    /// The op after the last one that each rank has opened at this shard, indexed by rank.
     reached: Box<[u32]>,
     /// The first op that some rank may have in flight.
     first: OpId,
@@ -67,13 +69,13 @@ impl Agreement {
         }
     }
 
-    /// Returns how many consecutive ops the table accepts opens of.
+    /// Returns the number of consecutive ops whose opens the table accepts.
     pub(super) const fn span(max_ops: u16, shards: u8) -> usize {
         2 * max_ops as usize + shards as usize
     }
 
     /// Notes that `rank` has reached `op`. Returns the first op that some rank may have in flight,
-    /// if this changes it.
+    /// if this call has changed it.
     pub(super) fn note_reached(&mut self, rank: Rank, op: OpId) -> Option<OpId> {
         let reached = &mut self.reached[rank.index()];
         *reached = (*reached).max(op.0.saturating_add(1));
@@ -82,7 +84,7 @@ impl Agreement {
         (core::mem::replace(&mut self.first, first) != first).then_some(first)
     }
 
-    /// Returns the op after the last that `rank` has opened.
+    /// Returns the op after the last one that `rank` has opened at this shard.
     pub(super) fn reached(&self, rank: Rank) -> OpId {
         OpId(self.reached.get(rank.index()).copied().unwrap_or(0))
     }
@@ -102,22 +104,23 @@ impl Agreement {
         op < self.first
     }
 
-    /// Compares the descriptor with which `rank` opens `op`; [`Self::admits`] has accepted `op`.
-    pub(super) fn check(&mut self, op: OpId, rank: Rank, descriptor: Descriptor) -> Verdict {
+    /// Compares `rank`'s descriptor of `op` with the first descriptor of `op`. The caller has
+    /// checked `op` with [`Self::admits`].
+    pub(super) fn check(&mut self, op: OpId, rank: Rank, descriptor: Descriptor) -> Comparison {
         let mine = (rank, descriptor);
         let place = &mut self.ops[op.0 as usize % self.ops.len()];
         match place.as_mut().filter(|opened| opened.op == op) {
             None => {
                 *place = Some(Opened { op, one: mine, other: None, elsewhere: None });
-                Verdict::Agrees
+                Comparison::Agrees
             }
             Some(Opened { other: Some(_), .. } | Opened { elsewhere: Some(_), .. }) => {
-                Verdict::Failed
+                Comparison::Failed
             }
-            Some(Opened { one: (_, said), .. }) if *said == descriptor => Verdict::Agrees,
+            Some(Opened { one: (_, theirs), .. }) if *theirs == descriptor => Comparison::Agrees,
             Some(opened) => {
                 opened.other = Some(mine);
-                Verdict::Disagrees(Disagreement { one: opened.one, other: mine })
+                Comparison::Disagrees(Disagreement { one: opened.one, other: mine })
             }
         }
     }
@@ -127,14 +130,15 @@ impl Agreement {
         place.filter(|opened| opened.op == op && !self.is_past(op))
     }
 
-    /// Returns why `op` failed, if it did and some rank may have it in flight.
+    /// Returns the disagreement that made `op` fail; `None` if `op` did not fail or every rank has
+    /// ended it.
     pub(super) fn disagreement(&self, op: OpId) -> Option<Disagreement> {
         let Opened { one, other, elsewhere, .. } = *self.get(op)?;
         elsewhere.or_else(|| Some(Disagreement { one, other: other? }))
     }
 
-    /// Notes that `op` has failed elsewhere; [`Self::admits`] has accepted `op`. Returns false if
-    /// `op` had failed before, or if every rank has ended it.
+    /// Notes that `op` has failed elsewhere. The caller has checked `op` with [`Self::admits`].
+    /// Returns false if `op` had failed before, or if every rank has ended it.
     pub(super) fn fail_elsewhere(&mut self, op: OpId, why: Disagreement) -> bool {
         if self.is_past(op) {
             return false;
@@ -159,7 +163,8 @@ impl Agreement {
         self.get(op).is_some_and(|opened| opened.elsewhere.is_some())
     }
 
-    /// Returns the first descriptor recorded for `op`, unless every rank has ended `op`.
+    /// Returns the first descriptor of `op`; `None` if none is recorded or every rank has ended
+    /// `op`.
     pub(super) fn descriptor(&self, op: OpId) -> Option<Descriptor> {
         self.get(op).map(|opened| opened.one.1)
     }
@@ -179,11 +184,11 @@ mod tests {
     #[test]
     fn ops_are_remembered_while_some_rank_may_have_them_in_flight() {
         let mut agreement = Agreement::new(2, 2, 1, OpId(0));
-        assert_eq!(agreement.check(OpId(0), RANKS[0], sum(1)), Verdict::Agrees);
+        assert_eq!(agreement.check(OpId(0), RANKS[0], sum(1)), Comparison::Agrees);
         let disagreement = Disagreement { one: (RANKS[0], sum(1)), other: (RANKS[1], sum(2)) };
         let verdict = agreement.check(OpId(0), RANKS[1], sum(2));
-        assert_eq!(verdict, Verdict::Disagrees(disagreement));
-        assert_eq!(agreement.check(OpId(0), RANKS[0], sum(1)), Verdict::Failed);
+        assert_eq!(verdict, Comparison::Disagrees(disagreement));
+        assert_eq!(agreement.check(OpId(0), RANKS[0], sum(1)), Comparison::Failed);
         for op in 0..4 {
             assert_eq!(agreement.note_reached(RANKS[0], OpId(op)), None);
         }
@@ -194,7 +199,7 @@ mod tests {
         assert_eq!(agreement.disagreement(OpId(0)), None);
         assert_eq!(agreement.admits(OpId(0)), Err(Reject::Stale));
         assert_eq!(agreement.admits(OpId(5)), Ok(()));
-        assert_eq!(agreement.check(OpId(5), RANKS[0], sum(3)), Verdict::Agrees);
+        assert_eq!(agreement.check(OpId(5), RANKS[0], sum(3)), Comparison::Agrees);
         assert_eq!(agreement.descriptor(OpId(5)), Some(sum(3)));
     }
 
@@ -205,6 +210,6 @@ mod tests {
         assert_eq!(agreement.admits(last), Err(Reject::BeyondOps));
         assert_eq!(agreement.note_reached(RANKS[0], last), Some(OpId(u32::MAX - 64)));
         assert_eq!(agreement.admits(last), Ok(()));
-        assert_eq!(agreement.check(last, RANKS[0], sum(1)), Verdict::Agrees);
+        assert_eq!(agreement.check(last, RANKS[0], sum(1)), Comparison::Agrees);
     }
 }

@@ -1,9 +1,10 @@
 //! Limits on the bytes sent in answer to a rank, so that small nacks cannot cause floods.
 //!
-//! A rank earns the length of each result that it is sent for the first time, since that result may
-//! be lost. It earns the length of each message that it sends without data. It also earns a little
-//! with time, so that a rank still ends its ops when its path loses more than half of all
-//! datagrams. Results that are sent again, waits, nacks and fails cost their length.
+//! A rank earns the length of each result that is sent to it for the first time, since that result
+//! may be lost. It also earns the length of each message that it sends, unless the message carries
+//! data. Besides, it earns a little over time, so that it can end its ops even if its path loses
+//! more than half of all datagrams. Every message that is addressed to the rank alone costs its
+//! length: a repeated result, a wait, a nack or a fail.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -26,15 +27,16 @@ struct Budget {
 #[derive(Debug)]
 pub(super) struct Budgets {
     ranks: Box<[Budget]>,
-    /// Bytes of results that went to every rank for the first time.
+    /// The total length of the results sent to every rank for the first time, in bytes.
     sent: u64,
     /// The largest budget that a rank can save up.
     most: u64,
 }
 
 impl Budgets {
-    /// Creates the budgets of a job that joins at `now` and has at most `in_flight` bytes of
-    /// results in flight. All of these bytes may be lost, and so may the answer that repeats them.
+    /// Creates the budgets of a job that starts at `now` and has at most `in_flight` bytes of
+    /// results in flight. A budget is at most the initial budget plus twice these bytes: all of
+    /// them may be lost, and so may the answer that repeats them.
     pub(super) fn new(world: usize, in_flight: usize, now: Time) -> Self {
         let most = Self::START + 2 * in_flight as u64;
         let budget = Budget { left: Self::START, sent: 0, at: now };
@@ -46,14 +48,14 @@ impl Budgets {
         self.sent += len as u64;
     }
 
-    /// Notes a message of `len` bytes without data from the rank.
+    /// Notes that the rank has sent a message of `len` bytes that is not data.
     pub(super) fn note_message(&mut self, rank: Rank, len: usize) {
         let Self { ranks, most, .. } = self;
         let budget = &mut ranks[rank.index()];
         budget.left = (budget.left + len as u64).min(*most);
     }
 
-    /// Returns how many bytes may be sent to the rank in answer now.
+    /// Returns how many bytes of answers may be sent to the rank now.
     pub(super) fn left(&mut self, now: Time, rank: Rank) -> usize {
         let Self { ranks, sent, most } = self;
         let budget = &mut ranks[rank.index()];
@@ -70,10 +72,10 @@ impl Budgets {
         *left = left.saturating_sub(len as u64);
     }
 
-    /// The initial budget: a window may be lost several times in a row before the rank has earned
-    /// bytes.
+    /// The initial budget. It covers a window that is lost several times in a row before the rank
+    /// has earned any bytes.
     const START: u64 = 8 * WINDOW_BYTES as u64;
-    /// Nanoseconds in which a rank earns one byte: 16 KiB a second.
+    /// The time in which a rank earns one byte, in nanoseconds. The rate is 16 KiB per second.
     const NS_A_BYTE: u64 = Span::from_secs(1).0 / (16 << 10);
 }
 
@@ -99,7 +101,11 @@ mod tests {
         budgets.note_message(RANK, 66);
         assert_eq!(budgets.left(Time(0), RANK), 1066);
         budgets.spend(RANK, 66);
-        assert_eq!(budgets.left(Time(0), RANK), 1000, "it earns a result once");
+        assert_eq!(
+            budgets.left(Time(0), RANK),
+            1000,
+            "a rank earns the length of a result only once"
+        );
         budgets.spend(RANK, 2000);
         assert_eq!(budgets.left(Time(0), RANK), 0);
         assert_eq!(budgets.left(Time(0), Rank(0)) as u64, Budgets::START + 1000);

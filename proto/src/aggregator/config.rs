@@ -20,15 +20,16 @@ pub struct Config {
     pub shard: u8,
     /// How many shards the job's windows are spread over.
     pub shards: u8,
-    /// Slots of each of the job's streams.
+    /// The number of slots of each of the job's streams.
     pub pool_slots: u32,
     /// How many ops each rank may have in flight.
     pub max_ops: u16,
     /// How windows are cut into datagrams.
     pub cut: Fragmentation,
-    /// The maximum bytes of results in flight: as many as the ranks can buffer.
+    /// The most bytes of results in flight in one stream, limited so that the ranks can buffer the
+    /// results of all streams.
     pub results_in_flight: usize,
-    /// The job's first op here, if the job has moved here from another aggregator.
+    /// The job's first op at this aggregator, if the job has moved from another one.
     pub moved_at: Option<OpId>,
     /// How many workers the sum covers, if the ranks of this job are aggregators.
     pub weight: Option<u16>,
@@ -47,8 +48,8 @@ impl Config {
         self.weight.unwrap_or(self.world)
     }
 
-    /// Checks mask, fragment number and length against the window. Returns the length of the
-    /// window's payload and how it is cut.
+    /// Checks the window, mask, fragment number and length against the op's geometry. Returns the
+    /// length of the payload that the mask describes, and how it is cut.
     pub(super) fn check_shape(
         &self,
         header: &Header,

@@ -2,10 +2,10 @@
 //!
 //! The machine decides; the driver owns the bytes. For each datagram, the driver calls
 //! [`Aggregation::handle_datagram`] and stores the payload where the verdict says. Then it polls
-//! until both of these return `None`: [`Aggregation::poll_fold`], after which it folds the window
-//! and calls [`Aggregation::handle_folded`]; and [`Aggregation::poll_transmit`], after which it
-//! sends the datagrams. The machine has no timers: a worker that receives nothing sends a nack, and
-//! the answer names what is missing.
+//! two methods until both return `None`. For each window from [`Aggregation::poll_fold`], it folds
+//! the window and calls [`Aggregation::handle_folded`]. For each transmit from
+//! [`Aggregation::poll_transmit`], it sends the datagrams. The machine has no timers: a worker that
+//! receives nothing sends a nack, and the answer names what is missing.
 
 mod agreement;
 mod budget;
@@ -18,9 +18,6 @@ mod pool;
 mod report;
 mod stream;
 mod transmit;
-
-#[cfg(test)]
-mod tests;
 
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
@@ -43,28 +40,28 @@ use crate::descriptor::Descriptor;
 use crate::geometry::{Fragmentation, Geometry, WINDOW_BYTES};
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
-use crate::reject::{Reject, Rejects};
+use crate::reject::Reject;
 use crate::sequence::Sequence;
 use crate::time::Time;
 use crate::waited::Waited;
 use crate::wire::{Flags, Header, Kind, OpenDecoder};
 
-/// The outcome of a datagram, and what happens to its payload.
+/// The outcome of handling a message. It tells the driver whether to store the payload, and where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The driver stores the body: it is this part of the rank's contribution to the slot.
-    Store(Place),
+    /// The driver stores the body, a fragment of a rank's contribution, at this place.
+    Store(FragmentPlace),
     /// The fragment had arrived before.
     Duplicate,
-    /// The datagram was a control message without payload.
+    /// The machine has handled the message, which carries no payload.
     Control,
-    /// The datagram changed nothing but a counter.
+    /// The message was rejected for this reason.
     Reject(Reject),
 }
 
 /// The place of a fragment in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct FragmentPlace {
     /// The lane.
     pub lane: u8,
     /// The slot's number in the lane's pool.
@@ -81,7 +78,7 @@ pub struct Place {
 
 /// A window whose contributions are complete. The driver folds them in rank order.
 #[derive(Debug, Clone, Copy)]
-pub struct Fold {
+pub struct CompleteWindow {
     /// The lane.
     pub lane: u8,
     /// The slot's number in the lane's pool.
@@ -90,11 +87,12 @@ pub struct Fold {
     pub window: WindowId,
     /// The op's geometry.
     pub geometry: Geometry,
-    /// The descriptor that the ranks agreed on.
+    /// The descriptor that the ranks agreed on. If the window goes to the parent, an average is
+    /// replaced by a sum, since only the root divides.
     pub descriptor: Descriptor,
-    /// The blocks that some rank contributes.
+    /// The mask of the blocks that at least one rank contributes.
     pub union: u64,
-    /// Bytes of the result's payload.
+    /// The length of the result's payload, in bytes.
     pub len: usize,
     /// How the result's payload is cut.
     pub cut: Fragmentation,
@@ -102,14 +100,15 @@ pub struct Fold {
     pub ranks: u16,
     /// The divisor of an average.
     pub weight: u16,
-    /// The only contributing rank, if its contribution already is the sum, byte for byte.
+    /// The contributor whose contribution already is the sum, byte for byte, if there is one: a
+    /// rank, or the number that stands for the parent.
     pub whole: Option<Rank>,
     /// Whether the sum goes to the parent and is not a result yet.
     pub for_parent: bool,
     ready: Ready,
 }
 
-impl Fold {
+impl CompleteWindow {
     /// Returns how many ranks contribute to the window.
     #[must_use]
     pub const fn contributors(&self) -> usize {
@@ -117,24 +116,10 @@ impl Fold {
     }
 }
 
-/// Event counts of the aggregator half.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Counters {
-    /// Windows folded.
-    pub folds: u64,
-    /// Fragments that had arrived before.
-    pub duplicates: u64,
-    /// Fragments of results that were sent again.
-    pub fragments_again: u64,
-    /// Nacks that asked ranks for fragments.
-    pub asks: u64,
-    /// Datagrams that changed nothing, by reason.
-    pub rejects: Rejects,
-}
-
-/// The minimum of the congestion window for results, in bytes. Results arrive no faster than the
-/// data they are folded from, and each rank waits for other ranks as well. With few results in
-/// flight, a rank detects a loss in the newest result late.
+/// The minimum of the congestion window for results, in bytes. A large minimum is needed because,
+/// with few results in flight, a rank would detect the loss of the newest result late. It is safe
+/// because results are sent no faster than the data for them arrives, and ranks wait for each
+/// other.
 const LEAST_RESULTS: usize = 8 * WINDOW_BYTES;
 
 /// The aggregator half of one job at one shard.
@@ -144,38 +129,39 @@ pub struct Aggregation {
     agreement: Agreement,
     opens: OpenDecoder,
     streams: Box<[Stream]>,
-    /// When each rank last sent a datagram.
-    heard: Box<[Time]>,
-    /// Which ranks have left.
+    /// When the last datagram from each rank arrived.
+    last_received: Box<[Time]>,
+    /// Whether each rank has left or, for a child aggregator, whether one of its workers has left.
     left: Box<[bool]>,
     /// The lost ranks, in the order in which the job lost them.
     gone: Vec<Rank>,
     queue: Queue,
-    /// How many bytes each rank may be sent in answer.
+    /// How many bytes of answers may be sent to each rank.
     budgets: Budgets,
-    /// The numbers by which waits and failures name the ranks of this job; see [`Self::set_name`].
+    /// The number that identifies each rank in wait and fail messages; see [`Self::set_name`].
     names: Box<[Rank]>,
-    /// The ranks that each child aggregator reports waiting for, by lane and child.
+    /// The ranks that each child aggregator waits for, as last reported, by lane and child.
     below: Box<[Waited]>,
     /// Failed ops to report to the other shards and to the parent.
     failed: VecDeque<Failed>,
-    /// Windows that are folded and not yet polled for sending, each with its lane.
+    /// The lane and the position of each window whose result [`Self::poll_transmit`] has not
+    /// returned yet.
     unsent: VecDeque<(u8, u64)>,
-    counters: Counters,
 }
 
 impl Aggregation {
-    /// Creates the half of a job that joins at `now`. Allocates all memory here, except for the
-    /// lists of failures and waits in a tree of aggregators.
+    /// Creates the aggregator half of a job that starts at `now`. Allocates all memory up front,
+    /// with two exceptions in a tree of aggregators: the list of failures to report, and the list
+    /// of ranks that the parent waits for.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         let world = usize::from(config.world);
         let first_op = config.moved_at.unwrap_or(OpId(0));
         let slots = config.pool_slots.max(1) as usize;
-        // Room for the ops whose opens are accepted; for the folded ops, each of which has a result
-        // in a slot; and for the last op, which stays even if it failed.
+        // This number leaves room for the ops whose opens are accepted; for the folded ops, each of
+        // which has a result in a slot; and for the last op, which stays even if it failed.
         let max_ops = Agreement::span(config.max_ops, config.shards) + slots + 1;
-        // More results in flight than the ranks can buffer would only overflow on the path.
+        // If more results were in flight than the ranks can buffer, the excess would be lost.
         let max_results = config.results_in_flight.min(slots * WINDOW_BYTES);
         let results = Congestion::new(LEAST_RESULTS, max_results);
         let stream = || {
@@ -190,7 +176,7 @@ impl Aggregation {
         Self {
             agreement: Agreement::new(world, config.max_ops, config.shards, first_op),
             opens: OpenDecoder::new(),
-            heard: vec![now; world].into(),
+            last_received: vec![now; world].into(),
             left: vec![false; world].into(),
             gone: Vec::with_capacity(Flags::MAX_ABSENT),
             names: (0..config.world).map(Rank).collect(),
@@ -200,7 +186,6 @@ impl Aggregation {
             budgets: Budgets::new(world, usize::from(config.lanes) * max_results, now),
             unsent: VecDeque::with_capacity(streams.len() * slots),
             streams: streams.into(),
-            counters: Counters::default(),
             config,
         }
     }
@@ -211,34 +196,30 @@ impl Aggregation {
         &self.config
     }
 
-    /// Returns the event counts so far.
-    #[must_use]
-    pub const fn counters(&self) -> &Counters {
-        &self.counters
-    }
-
-    /// Sets the number by which messages name a rank: its number among the workers of all racks, or
-    /// for a rack the number of its first worker.
+    /// Sets the number that identifies a rank in wait and fail messages: its number in the whole
+    /// job or, for a child aggregator, the smallest number of its ranks.
     pub fn set_name(&mut self, rank: Rank, name: Rank) {
         if let Some(place) = self.names.get_mut(rank.index()) {
             *place = name;
         }
     }
 
-    /// Returns the largest backlog of any stream: its windows that some rank has opened and that
-    /// are not folded.
+    /// Returns the largest backlog of any stream: the number of windows that some rank has opened
+    /// and that are not folded.
     #[must_use]
     pub fn backlog(&self) -> u64 {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
-    /// Estimates the bytes of results that the largest backlog of any stream will have.
+    /// Estimates how many bytes of results are still to come in a stream, and returns the largest
+    /// estimate of any stream.
     #[must_use]
     pub fn backlog_bytes(&self) -> u64 {
         self.streams.iter().map(Stream::backlog_bytes).max().unwrap_or(0)
     }
 
-    /// Handles a datagram of one message. `congested` says that it carried an ECN congestion mark.
+    /// Handles a datagram that holds one message. `congested` says whether the datagram carried an
+    /// ECN congestion mark.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -248,11 +229,12 @@ impl Aggregation {
     ) -> Verdict {
         match Header::decode(datagram) {
             Ok((header, body)) => self.handle_decoded(now, &header, body, congested, observer),
-            Err(reject) => self.reject(reject, observer),
+            Err(reject) => rejected(reject, observer),
         }
     }
 
-    /// Handles one message of a datagram. The driver has decoded its header to find the job.
+    /// Handles one message of a datagram. The driver has already decoded the header to find the
+    /// job.
     pub fn handle_decoded(
         &mut self,
         now: Time,
@@ -262,16 +244,12 @@ impl Aggregation {
         observer: &mut impl Observer,
     ) -> Verdict {
         match self.handle(now, header, body, congested, observer) {
-            Verdict::Reject(reject) => self.reject(reject, observer),
-            Verdict::Duplicate => {
-                self.counters.duplicates += 1;
-                Verdict::Duplicate
-            }
-            verdict @ (Verdict::Store(_) | Verdict::Control) => verdict,
+            Verdict::Reject(reject) => rejected(reject, observer),
+            verdict @ (Verdict::Store(_) | Verdict::Duplicate | Verdict::Control) => verdict,
         }
     }
 
-    /// Notes that a rank has left: it needs no more results and sends nothing.
+    /// Notes that a rank has left: it needs no more results and sends nothing more.
     pub fn handle_left(&mut self, rank: Rank, observer: &mut impl Observer) {
         if let Some(left) = self.left.get_mut(rank.index()) {
             *left = true;
@@ -282,11 +260,11 @@ impl Aggregation {
         }
     }
 
-    /// Notes the return of a rank that had left after its last op ended.
+    /// Notes the return of a rank that had left between two ops.
     pub fn handle_rejoined(&mut self, now: Time, rank: Rank) {
         if let Some(left) = self.left.get_mut(rank.index()) {
             *left = false;
-            self.heard[rank.index()] = now;
+            self.last_received[rank.index()] = now;
             self.streams.iter_mut().for_each(|stream| stream.handle_rejoined(rank));
         }
     }
@@ -297,10 +275,10 @@ impl Aggregation {
     pub fn handle_gone(&mut self, rank: Rank, observer: &mut impl Observer) {
         let last = self.gone.len() + 1 >= usize::from(self.config.world);
         if rank.0 >= self.config.world || self.gone.contains(&rank) || last {
-            // No rank would be left to use the results.
+            // Ignore the loss of the last rank: no rank would be left to use the results.
             return;
         }
-        debug_assert!(self.gone.len() < Flags::MAX_ABSENT, "the job is over then");
+        debug_assert!(self.gone.len() < Flags::MAX_ABSENT, "a job ends if it loses more ranks");
         self.gone.push(rank);
         self.queue.forget(rank);
         self.note_reached(rank, OpId(u32::MAX));
@@ -308,13 +286,6 @@ impl Aggregation {
             self.streams[usize::from(lane)].handle_gone(rank);
             self.retire(lane, observer);
         }
-    }
-
-    /// Counts a datagram that changed nothing.
-    pub fn reject(&mut self, reject: Reject, observer: &mut impl Observer) -> Verdict {
-        self.counters.rejects.count(reject);
-        observer.on_event(&Event::Rejected(reject));
-        Verdict::Reject(reject)
     }
 
     fn handle(
@@ -332,7 +303,7 @@ impl Aggregation {
         }
         let lane = header.lane;
         let rank = header.sender;
-        self.heard[rank.index()] = now;
+        self.last_received[rank.index()] = now;
         if congested {
             self.queue.note(lane, rank, |due| due.congested = true);
         }
@@ -347,10 +318,10 @@ impl Aggregation {
         self.retire(lane, observer);
         match header.kind {
             Kind::Data => self.handle_data(now, header, body, observer),
-            Kind::Open => said(self.handle_open(header, body, observer)),
-            Kind::Nack => said(self.handle_nack(now, header, body)),
-            Kind::Fail => said(self.handle_failure(header, body, observer)),
-            Kind::Wait => said(self.handle_waits_below(now, header, body)),
+            Kind::Open => control_verdict(self.handle_open(header, body, observer)),
+            Kind::Nack => control_verdict(self.handle_nack(now, header, body)),
+            Kind::Fail => control_verdict(self.handle_failure(header, body, observer)),
+            Kind::Wait => control_verdict(self.handle_waits_below(now, header, body)),
             _ => Verdict::Control,
         }
     }
@@ -418,7 +389,7 @@ impl Aggregation {
         let place = |slot| {
             let fragment = header.fragment;
             let fragments = u8::try_from(cut.count(len)).unwrap_or(u8::MAX);
-            Verdict::Store(Place { lane, slot, rank, fragment, fragments, cut })
+            Verdict::Store(FragmentPlace { lane, slot, rank, fragment, fragments, cut })
         };
         match stored {
             Ok(Stored::New(slot)) => place(slot),
@@ -440,7 +411,7 @@ impl Aggregation {
     }
 
     /// Returns the next window to fold. Lanes are polled in priority order.
-    pub fn poll_fold(&mut self) -> Option<Fold> {
+    pub fn poll_fold(&mut self) -> Option<CompleteWindow> {
         let gone = u16::try_from(self.gone.len()).unwrap_or(0);
         let (ranks, weight) = (self.config.world - gone, self.config.weight());
         (0..self.config.lanes).zip(&mut self.streams).find_map(|(lane, stream)| {
@@ -448,9 +419,9 @@ impl Aggregation {
             let window = ready.entry.window(ready.position);
             let geometry = ready.entry.geometry;
             let len = geometry.payload_len(window.index, ready.union);
-            let for_parent = stream.above.is_some() && ready.whole != Some(stream.parent());
+            let for_parent = stream.at_parent.is_some() && ready.whole != Some(stream.parent());
             let descriptor = self.agreement.descriptor(window.op)?;
-            Some(Fold {
+            Some(CompleteWindow {
                 lane,
                 slot: stream.pool.number(ready.position),
                 window,
@@ -470,28 +441,27 @@ impl Aggregation {
 
     /// Returns the mask of the blocks that `rank` contributes to a fold; 0 means none.
     #[must_use]
-    pub fn contribution(&self, fold: &Fold, rank: Rank) -> u64 {
+    pub fn contribution(&self, fold: &CompleteWindow, rank: Rank) -> u64 {
         let pool = &self.streams[usize::from(fold.lane)].pool;
         pool.contributions(fold.ready.position)[rank.index()].mask
     }
 
-    /// Returns how many results of `lane` some rank has not acknowledged. These are the newest
-    /// results; older ones are never sent again.
+    /// Returns the number of results of `lane` that some rank has not acknowledged. These are the
+    /// newest results; older ones are never sent again.
     #[must_use]
     pub fn results_held(&self, lane: u8) -> usize {
         self.streams[usize::from(lane)].folded.len()
     }
 
     /// Notes that the driver has folded the window that [`Self::poll_fold`] returned.
-    pub fn handle_folded(&mut self, fold: &Fold, observer: &mut impl Observer) {
+    pub fn handle_folded(&mut self, fold: &CompleteWindow, observer: &mut impl Observer) {
         let stream = &mut self.streams[usize::from(fold.lane)];
-        self.counters.folds += 1;
         observer.on_event(&Event::Folded {
             window: fold.window,
             union: fold.union,
             contributors: fold.ready.contributors,
         });
-        if stream.above.is_none() || fold.for_parent {
+        if stream.at_parent.is_none() || fold.for_parent {
             stream.handle_folded(&fold.ready);
         }
         if fold.for_parent {
@@ -526,8 +496,14 @@ fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Rejec
     }
 }
 
-/// Returns the verdict on a message without payload.
-const fn said(taken: Result<(), Reject>) -> Verdict {
+/// Reports a rejected message to the observer, and returns the verdict.
+fn rejected(reject: Reject, observer: &mut impl Observer) -> Verdict {
+    observer.on_event(&Event::Rejected(reject));
+    Verdict::Reject(reject)
+}
+
+/// Converts the outcome of a message without payload to a verdict.
+const fn control_verdict(taken: Result<(), Reject>) -> Verdict {
     match taken {
         Ok(()) => Verdict::Control,
         Err(reject) => Verdict::Reject(reject),

@@ -7,8 +7,8 @@ use crate::time::Time;
 use crate::wire::{Header, NackEntries};
 
 impl Aggregation {
-    /// Handles a nack: queues the results that the rank lacks, and an answer that says what the
-    /// next window waits for.
+    /// Handles a nack: queues the results that it requests and, where due, the failure of its op, a
+    /// request for opens, and the answer to a probe.
     pub(super) fn handle_nack(
         &mut self,
         now: Time,
@@ -36,9 +36,9 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Queues the results that the rank certainly lacks, as far as its budget allows. Returns the
-    /// position from which on the rank does not know what it lacks, if the nack ends with such an
-    /// entry.
+    /// Queues the results that the nack requests and that may be lost, as far as the rank's budget
+    /// allows. If the last entry asks which results exist from some window onward, returns the
+    /// position of that window.
     fn resend_nacked(
         &mut self,
         now: Time,
@@ -48,7 +48,7 @@ impl Aggregation {
     ) -> Option<u64> {
         let stream = &mut self.streams[usize::from(lane)];
         let mut entries = entries.iter().peekable();
-        // Limits how many windows a nack may cost, even if its entries overlap.
+        // Limit the number of windows that one nack can request, even if its entries overlap.
         let mut left = NackEntries::MAX;
         while let Some(entry) = entries.next() {
             let (from, to) = match entries.peek() {

@@ -12,7 +12,7 @@ use bitvec::vec::BitVec;
 use crate::ids::Rank;
 use crate::wire::OPEN_AHEAD;
 
-/// A ring of one bit per position; position modulo [`OPEN_AHEAD`] is the index.
+/// A ring of one bit per position. A bit's index is the position modulo [`OPEN_AHEAD`].
 type Ring = BitBox<u64, Lsb0>;
 
 fn ring() -> Ring {
@@ -67,11 +67,11 @@ impl Rings {
     }
 }
 
-/// The windows that each rank owes and, in a job that has moved here, the sums that each rank holds
-/// from before the move.
+/// The windows that each rank owes and, in a job that has moved to this aggregator, the sums that
+/// each rank holds from before the move.
 ///
-/// If some ranks hold the sum of a window, the first of them owes the window and no other rank
-/// does. If all ranks hold the sum, no rank owes the window (wire: W-63).
+/// If some ranks hold the sum of a window, only the first of them can owe the window. If all ranks
+/// hold the sum, no rank owes the window (wire: W-63).
 #[derive(Debug)]
 pub(super) struct Occupancy {
     owed: Rings,
@@ -80,7 +80,8 @@ pub(super) struct Occupancy {
 }
 
 impl Occupancy {
-    /// Creates an empty occupancy for `world` ranks. `moved` says whether the job has moved here.
+    /// Creates an empty occupancy for `world` ranks. `moved` says whether the job has moved to this
+    /// aggregator.
     pub(super) fn new(world: usize, moved: bool) -> Self {
         Self {
             owed: Rings::new(world),
@@ -89,7 +90,7 @@ impl Occupancy {
         }
     }
 
-    /// Records which windows from `position` on `rank` owes, and which sums it holds.
+    /// Records which windows `rank` owes and which sums it holds, starting at `position`.
     pub(super) fn set(
         &mut self,
         rank: Rank,
@@ -180,14 +181,14 @@ fn slot(position: u64) -> usize {
     usize::try_from(position % OPEN_AHEAD).unwrap_or(usize::MAX)
 }
 
-/// Returns the first position in `from..to` whose bit is set. Searches at most one length of the
-/// ring.
+/// Returns the first position in `from..to` whose bit is set. Searches at most as many positions as
+/// the ring has bits.
 fn first_one(ring: &BitSlice<u64, Lsb0>, from: u64, to: u64) -> Option<u64> {
     if from >= to {
         return None;
     }
     let start = slot(from);
-    // A dense tensor usually ends the search here.
+    // With a dense tensor, the search usually ends here.
     if ring[start] {
         return Some(from);
     }
@@ -234,8 +235,8 @@ mod tests {
     fn where_a_rank_has_the_sum_the_first_that_has_it_owes_it_alone() {
         // wire: W-63
         let mut occupancy = Occupancy::new(3, true);
-        // Holders of the five windows: no rank, the last, the last two, all, and all but the first.
-        // The last window's sum is zero, so no rank owes it.
+        // The ranks that hold the sums of the five windows are: none, the last, the last two, all,
+        // and all but the first. The last window's sum is zero, so no rank owes it.
         occupancy.set(Rank(0), 0, bits![u64, Lsb0; 1, 1, 1, 1, 0], bits![u64, Lsb0; 0, 0, 0, 1, 0]);
         occupancy.set(Rank(1), 0, bits![u64, Lsb0; 0, 0, 1, 1, 0], bits![u64, Lsb0; 0, 0, 1, 1, 1]);
         occupancy.set(Rank(2), 0, bits![u64, Lsb0; 1, 1, 1, 0, 0], bits![u64, Lsb0; 0, 1, 1, 1, 1]);
@@ -251,8 +252,8 @@ mod tests {
             [Some(0), Some(1), Some(2), None]
         );
         assert_eq!([0, 1].map(|from| occupancy.next_of(Rank(0), from, 5)), [Some(0), None]);
-        // The next holder then owes the sum; if there is none, each rank owes its own windows
-        // again.
+        // Once the holder is lost, the next holder owes the sum. If no other rank holds the sum,
+        // each rank owes its own windows again.
         occupancy.forget(Rank(2));
         assert_eq!(all(&occupancy), [vec![0], vec![0], vec![1], vec![], vec![]]);
     }

@@ -37,16 +37,16 @@ impl Aggregation {
             return Err(Reject::Shape);
         }
         self.note_reached(rank, op);
-        // After a move, a rank may open an op again for ranks that lack its results, even if every
-        // rank has ended the op.
+        // After a move, a rank may open an op again even if every rank has ended the op, since the
+        // rank cannot tell whether others still lack the op's results.
         let is_over = self.config.moved_at.is_some() && self.agreement.is_past(op);
         if !is_over {
             self.agreement.admits(op)?;
         }
         let stream = &mut self.streams[usize::from(lane)];
         if stream.sequence.is_settled(op) {
-            // This lane may have passed the op without holding it, if other ranks opened it in
-            // another lane.
+            // If other ranks opened the op in another lane, this lane may have passed the op's
+            // number without ever containing the op.
             let elsewhere = self.agreement.descriptor(op).is_some_and(|it| it != open.descriptor);
             if !elsewhere {
                 return Err(Reject::Stale);
@@ -66,7 +66,7 @@ impl Aggregation {
         match stream.place(op, &open, rank, stripe) {
             // A failed op still counts for the order of ops: the rank's next op comes after it.
             Placed::At(_) if failed => {
-                // An op with all its results must not fail any more.
+                // An op that has all its results must not fail.
                 let entry = stream.sequence.get(op);
                 if entry.is_some_and(|entry| entry.end() > stream.resulted) {
                     stream.sequence.fail(op);
@@ -81,8 +81,8 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Notes that `rank` has opened `op`. Fails the ops that every rank has ended and that are not
-    /// folded.
+    /// Notes that `rank` has opened `op`. Fails the ops that every rank has ended and that still
+    /// lack results at this shard.
     pub(super) fn note_reached(&mut self, rank: Rank, op: OpId) {
         if let Some(first) = self.agreement.note_reached(rank, op) {
             for stream in &mut self.streams {
@@ -91,7 +91,8 @@ impl Aggregation {
         }
     }
 
-    /// Checks a rank's descriptor of an op against the others. Returns whether the op has failed.
+    /// Compares a rank's descriptor of an op with the first descriptor, and fails the op if they
+    /// differ. Returns whether the op has failed, now or before.
     fn check_agreement(
         &mut self,
         op: OpId,
@@ -100,17 +101,17 @@ impl Aggregation {
         observer: &mut impl Observer,
     ) -> bool {
         match self.agreement.check(op, rank, *descriptor) {
-            agreement::Verdict::Agrees => false,
-            agreement::Verdict::Failed => true,
+            agreement::Comparison::Agrees => false,
+            agreement::Comparison::Failed => true,
             // wire: W-40
-            agreement::Verdict::Disagrees(disagreement) => {
+            agreement::Comparison::Disagrees(disagreement) => {
                 self.fail(op, disagreement, observer);
                 true
             }
         }
     }
 
-    /// Fails an op at every rank, in all lanes: the ranks may disagree about the lane.
+    /// Fails an op at every rank, in all lanes, since the ranks may disagree about the lane.
     fn fail(&mut self, op: OpId, disagreement: Disagreement, observer: &mut impl Observer) {
         for stream in &mut self.streams {
             stream.sequence.fail(op);

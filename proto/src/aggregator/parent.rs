@@ -4,8 +4,8 @@
 //! The driver runs a [`Worker`](crate::worker::Worker) beside this half. The driver's duties are:
 //!
 //! - It submits each op from [`Aggregation::poll_begun`] to the worker.
-//! - It answers the worker's scans with [`Aggregation::summed`], and sends the sum where the worker
-//!   asks for data.
+//! - It answers the worker's scans with [`Aggregation::summed`], and uses the sum as the payload of
+//!   the data that the worker sends.
 //! - It stores fragments of results where [`Aggregation::handle_from_parent`] says, and reports the
 //!   worker's progress with [`Aggregation::handle_parent_at`].
 //! - It reports the failures of each half to the other: [`Aggregation::poll_failed`],
@@ -14,7 +14,7 @@
 //! The parent is an aggregator like any other.
 
 use super::stream::Stream;
-use super::{Aggregation, Place};
+use super::{Aggregation, FragmentPlace};
 use crate::descriptor::Descriptor;
 use crate::ids::{OpId, Rank, WindowId};
 use crate::observer::{Event, Observer};
@@ -25,9 +25,10 @@ use crate::worker::Delivery;
 
 /// A failed op in a tree of aggregators.
 ///
-/// A rank that receives the failure at one shard drops the op at all shards, where other ranks may
-/// wait for it. So the driver passes the failure to the aggregator's other shards, with
-/// [`Aggregation::handle_failed_beside`], and to the parent, unless the parent reported it.
+/// A rank that receives the failure from one shard drops the op at all shards, and other ranks
+/// would wait in vain for that rank at the other shards. So the driver passes the failure to the
+/// aggregator's other shards, with [`Aggregation::handle_failed_beside`], and to the parent, unless
+/// the parent reported it.
 #[derive(Debug, Clone, Copy)]
 pub struct Failed {
     /// The op.
@@ -59,16 +60,16 @@ impl Aggregation {
         self.streams.get(usize::from(lane))?.summed(window)
     }
 
-    /// Returns the slot that holds the sum of a window.
+    /// Returns the number of the slot that holds the sum of a window.
     #[must_use]
     pub fn slot_of(&self, lane: u8, window: WindowId) -> Option<u32> {
         let stream = self.streams.get(usize::from(lane))?;
         Some(stream.pool.number(stream.sequence.position(window)?))
     }
 
-    /// Returns the place for a fragment of a result from the parent; `None` if no rank needs it any
-    /// more.
-    pub fn handle_from_parent(&mut self, delivery: &Delivery) -> Option<Place> {
+    /// Handles a fragment of a result from the parent. Returns the place where the driver stores
+    /// it; `None` if no rank needs it.
+    pub fn handle_from_parent(&mut self, delivery: &Delivery) -> Option<FragmentPlace> {
         let Delivery { window, mask, len, cut, fragment, complete, .. } = *delivery;
         let lane = delivery.descriptor.lane;
         let stream = self.streams.get_mut(usize::from(lane))?;
@@ -77,7 +78,7 @@ impl Aggregation {
             stream.take_from_parent(window, mask);
         }
         let fragments = u8::try_from(cut.count(len)).unwrap_or(u8::MAX);
-        Some(Place { lane, slot, rank: stream.parent(), fragment, fragments, cut })
+        Some(FragmentPlace { lane, slot, rank: stream.parent(), fragment, fragments, cut })
     }
 
     /// Notes that all results of a lane's windows before `done` have arrived, and that windows
@@ -88,16 +89,18 @@ impl Aggregation {
         }
     }
 
-    /// Returns the ranks that the next window of a lane waits for, here or at a child aggregator,
-    /// and how long each has been silent. Returns none if the window waits for the parent.
+    /// Returns the ranks that the next window of a lane waits for, at this aggregator or at a child
+    /// of it, and how long each has been silent. Returns no ranks if the window waits for the
+    /// parent.
     pub fn awaited(&self, now: Time, lane: u8) -> impl Iterator<Item = (Rank, Span)> + '_ {
         let stream = self.streams.get(usize::from(lane)).filter(|stream| stream.is_behind());
         let ranks = stream.into_iter().flat_map(Stream::awaited);
         ranks.flat_map(move |rank| self.awaited_of(now, lane, rank, true))
     }
 
-    /// Returns the workers behind a rank that the lane waits for. A child aggregator is replaced by
-    /// the ranks that it reports waiting for. `missed` says whether to mark a rank that has left.
+    /// Returns the workers that the lane waits for at `rank`, and how long each has been silent.
+    /// The workers are the rank itself or, for a child aggregator, the ranks that it last reported
+    /// waiting for. If `missed` is set, a rank that has left is marked as left.
     pub(super) fn awaited_of(
         &self,
         now: Time,
@@ -111,7 +114,7 @@ impl Aggregation {
         let itself = below.peek().is_none().then(|| match self.left[rank.index()] && missed {
             // wire: W-61
             true => (self.names[rank.index()], MissingRanks::LEFT),
-            false => (self.names[rank.index()], now.since(self.heard[rank.index()])),
+            false => (self.names[rank.index()], now.since(self.last_received[rank.index()])),
         });
         itself.into_iter().chain(below)
     }
@@ -132,10 +135,10 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Notes that the worker `name` of the child aggregator `rank` has left. The child opens no
-    /// more windows for that reason.
+    /// Notes that the worker `name` of the child aggregator `rank` has left. As a result, the child
+    /// opens no more windows.
     pub fn handle_left_below(&mut self, rank: Rank, name: Rank) {
-        // The first worker that left is the reason why others left.
+        // Name the first worker that left: the others leave because of it.
         if self.left.get(rank.index()) == Some(&false) {
             self.set_name(rank, name);
             self.left[rank.index()] = true;
@@ -164,7 +167,7 @@ impl Aggregation {
         self.fail_elsewhere(op, why, observer);
     }
 
-    /// Returns whether an op that has begun needs no more results.
+    /// Returns whether an op that has begun needs no more results: it has them all, or it failed.
     #[must_use]
     pub fn has_dropped(&self, lane: u8, op: OpId) -> bool {
         let stream = self.streams.get(usize::from(lane));
@@ -200,7 +203,7 @@ impl Aggregation {
                 self.failed.push_back(Failed { op, why, from_parent: false });
             }
         }
-        // A repeated report gets an answer too: the child waits for one.
+        // Answer a repeated report too: the child repeats it until it receives the answer.
         self.queue.note(lane, rank, |due| due.failed = Some(op));
         Ok(())
     }
@@ -217,7 +220,7 @@ impl Aggregation {
             return false;
         }
         for stream in &mut self.streams {
-            // An op with all its results must not fail any more.
+            // An op that has all its results must not fail.
             let entry = stream.sequence.get(op);
             if entry.is_some_and(|entry| entry.end() > stream.resulted) {
                 stream.sequence.fail(op);
@@ -228,7 +231,7 @@ impl Aggregation {
         true
     }
 
-    /// Replaces the ranks of a disagreement by the numbers that messages name them by.
+    /// Replaces the ranks in a disagreement with the numbers that identify them in fail messages.
     pub(super) fn named(&self, disagreement: Disagreement) -> Disagreement {
         let name = |(rank, descriptor): (Rank, Descriptor)| {
             (self.names.get(rank.index()).copied().unwrap_or(rank), descriptor)

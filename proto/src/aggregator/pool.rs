@@ -20,7 +20,7 @@ pub(super) struct Contribution {
     pub(super) complete: bool,
     /// The fragments that the rank must have sent, since later ones have arrived.
     pub(super) sent: u64,
-    /// The fragments that nacks have asked the rank for.
+    /// The fragments that nacks have requested from the rank.
     pub(super) nacked: Nacked,
     /// The fragments of the window's result that were sent to the rank again.
     pub(super) again: Again,
@@ -33,17 +33,17 @@ pub(super) struct Slot {
     pub(super) position: u64,
     /// How many ranks have sent their whole contribution.
     pub(super) complete: u32,
-    /// The mask of the result's blocks, once folded.
+    /// The mask of the result's blocks, once the window is folded.
     pub(super) union: u64,
-    /// Bytes of the result's payload, once folded.
+    /// The length of the result's payload in bytes, once the window is folded.
     pub(super) result_len: usize,
     /// How the result is cut.
     pub(super) cut: Fragmentation,
-    /// The index of the op's previous window with a result.
+    /// The index of the op's previous window with a result, or [`Header::NO_PREVIOUS`].
     pub(super) previous: u32,
-    /// How many lost ranks did not take part in the result, once folded.
+    /// How many lost ranks did not take part in the result, once the window is folded.
     pub(super) absent: usize,
-    /// When the result first went to the ranks; [`Time::NEVER`] before that.
+    /// The time at which the result was first sent to the ranks; [`Time::NEVER`] before that.
     pub(super) sent_at: Time,
 }
 
@@ -63,13 +63,13 @@ impl Slot {
         }
     }
 
-    /// Returns the length in bytes of a datagram with one fragment of the result; the last may be
-    /// shorter.
+    /// Returns the length in bytes of a datagram with one fragment of the result; the last datagram
+    /// may be shorter.
     pub(super) fn datagram_len(&self) -> usize {
         Header::LEN + self.result_len.min(self.cut.payload())
     }
 
-    /// Returns the length in bytes of all datagrams of the result.
+    /// Returns the total length in bytes of all datagrams of the result.
     pub(super) fn datagrams_len(&self) -> usize {
         Header::LEN * self.cut.count(self.result_len) + self.result_len
     }
@@ -97,12 +97,12 @@ impl Pool {
         self.slots.len() as u64
     }
 
-    /// Returns the slot number for `position`: the position modulo the pool.
+    /// Returns the slot number for `position`: the position modulo the number of slots.
     pub(super) fn number(&self, position: u64) -> u32 {
         u32::try_from(position % self.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the slot of `position`, if the slot holds that window.
+    /// Returns the slot for `position`, if it holds the window at that position.
     pub(super) fn get(&self, position: u64) -> Option<&Slot> {
         let slot = &self.slots[self.number(position) as usize];
         (slot.position == position).then_some(slot)
@@ -120,7 +120,7 @@ impl Pool {
         slot
     }
 
-    /// Forgets the contributions of `rank` to windows from `position` on.
+    /// Forgets the contributions of `rank` to all windows at or after `position`.
     pub(super) fn forget(&mut self, rank: Rank, position: u64) {
         let contributions = self.contributions.chunks_exact_mut(self.world);
         for (slot, contributions) in self.slots.iter_mut().zip(contributions) {
@@ -147,8 +147,8 @@ impl Pool {
         self.contributions[self.number(position) as usize * self.world + rank.index()]
     }
 
-    /// Returns the contribution of `rank` to the window at `position` for writing. The caller has
-    /// claimed the slot.
+    /// Returns a mutable reference to the contribution of `rank` to the window at `position`. The
+    /// caller has claimed the slot.
     pub(super) fn contribution_mut(&mut self, position: u64, rank: Rank) -> &mut Contribution {
         let number = self.number(position) as usize;
         &mut self.contributions[number * self.world + rank.index()]

@@ -1,4 +1,4 @@
-//! The progress of the ranks, to show people which ranks a job waits for.
+//! The progress of the ranks, to show users which ranks a job waits for.
 
 use alloc::vec::Vec;
 
@@ -9,13 +9,13 @@ use crate::time::{Span, Time};
 /// The progress of a rank at a shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankProgress {
-    /// The op after the last that the rank has opened here.
+    /// The op after the last one that the rank has opened at this shard.
     pub next_op: OpId,
     /// How many windows the rank has opened, over all lanes and ops.
     pub opened: u64,
-    /// How many windows the rank is done with: it has their results, or they have none.
+    /// How many windows the rank has finished: it has their results, or they have no result.
     pub delivered: u64,
-    /// Whether the rank has not acknowledged all results.
+    /// Whether the rank still has results to acknowledge.
     pub lacks: bool,
     /// How long the rank has been silent.
     pub silent: Span,
@@ -24,7 +24,8 @@ pub struct RankProgress {
 }
 
 impl Aggregation {
-    /// Returns the progress of each rank. The cost grows linearly with the number of ranks.
+    /// Returns the progress of each rank. In the worst case, the cost grows with the square of the
+    /// number of ranks.
     #[must_use]
     pub fn progress(&self, now: Time) -> Vec<RankProgress> {
         let waiting: Vec<_> = self.streams.iter().map(|stream| stream.backlog() > 0).collect();
@@ -39,12 +40,16 @@ impl Aggregation {
             opened: 0,
             delivered: 0,
             lacks: false,
-            silent: self.heard.get(rank.index()).map_or(Span::ZERO, |heard| now.since(*heard)),
+            silent: self
+                .last_received
+                .get(rank.index())
+                .map_or(Span::ZERO, |last_received| now.since(*last_received)),
             behind: false,
         };
         for (stream, waiting) in self.streams.iter().zip(waiting) {
             let Some(own) = stream.ranks.get(rank.index()) else { continue };
-            // A lost rank counts as beyond all windows, and a rank that left as having all results.
+            // Limit the positions to windows that exist: a lost rank counts as beyond all windows,
+            // and a rank that left counts as having all results.
             all.opened += own.opened.min(stream.sequence.end());
             all.delivered += own.acked.min(stream.resulted);
             all.lacks |= stream.folded.back().is_some_and(|newest| own.acked <= *newest);

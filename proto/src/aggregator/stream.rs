@@ -1,15 +1,15 @@
 //! One stream of a job: opens, received contributions, and the next window to fold.
 
-mod again;
 mod credit;
-mod lost;
+mod lost_contributions;
+mod lost_results;
 mod parent;
 
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec;
 
-use self::parent::Above;
+use self::parent::ParentProgress;
 use super::Config;
 use super::occupancy::Occupancy;
 use super::pool::Pool;
@@ -27,33 +27,34 @@ use crate::wire::{Flags, Header, NackEntry, OPEN_AHEAD, Open};
 /// The progress of one rank in a stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
-    /// The position up to which the rank has opened windows: its owed windows before this are
-    /// known.
+    /// The position before which the rank has opened all windows, so that the aggregator knows
+    /// which of them the rank owes.
     pub(super) opened: u64,
     /// The position before which the rank has all results.
     pub(super) acked: u64,
-    /// A lower bound of the first window that the rank owes and has not sent completely.
+    /// A lower bound on the position of the first window that the rank owes and has not sent
+    /// completely.
     oldest_missing: u64,
     /// The position before which the rank must have sent all that it owes.
     sent: u64,
     /// The position before which windows have been searched for losses.
     searched: u64,
-    /// The first window with lost fragments to ask for.
+    /// The first window with lost fragments to request.
     lacking: Option<u64>,
     /// The latest nack that the rank has answered.
     answered: Answered,
     /// The last congestion round in which the rank lacked results, and how many bytes it lacked.
     lost: (u64, usize),
-    /// The position before which lacking results have been counted as lost.
+    /// The position before which the results that the rank lacks have been counted as lost.
     counted: u64,
-    /// When the rank was last asked for opens; cleared when it opens more windows.
+    /// When opens were last requested from the rank; cleared when it opens more windows.
     open_nacked_at: Option<Time>,
-    /// Round trips from a nack to its answer.
+    /// The estimate of the round trip from a nack to its answer.
     rtt: Rtt,
     /// The shortest round trip from a nack to its answer.
     nack_trip: Option<Span>,
-    /// The shortest time from a result to its acknowledgement, at most [`Self::GUESS`]. The
-    /// acknowledgement may have been delayed.
+    /// The shortest time from a result to its acknowledgement, at most [`Self::GUESS`]. This
+    /// includes the time for which the rank delayed the acknowledgement.
     acked_trip: Span,
 }
 
@@ -77,23 +78,25 @@ impl Progress {
     /// The assumed round trip before the first measurement.
     const GUESS: Span = Span::from_millis(1);
 
-    /// Returns the shortest round trip measured so far. Too long an estimate would delay repairs.
+    /// Returns the shortest round trip measured so far, since an estimate that is too long would
+    /// delay repairs.
     fn round_trip(&self) -> Span {
         self.nack_trip.unwrap_or(self.acked_trip)
     }
 }
 
-/// The position of a lost rank: beyond all windows.
+/// The position of a lost rank, which counts as having opened and acknowledged all windows.
 const GONE: u64 = u64::MAX;
 
-/// The next window of a stream whose contributions are complete.
+/// A window that can be folded next: its contributions, or the parent's result, are complete.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ready {
     pub(super) position: u64,
     pub(super) entry: StreamOp,
     pub(super) union: u64,
     pub(super) contributors: u32,
-    /// The rank whose contribution already is the sum.
+    /// The contributor whose contribution already is the sum, if there is one: a rank, or the
+    /// number that stands for the parent.
     pub(super) whole: Option<Rank>,
 }
 
@@ -115,8 +118,8 @@ pub(super) enum Stored {
     Duplicate,
     /// The fragment is new and belongs to the slot with this number.
     New(u32),
-    /// The fragment is new and belongs to the slot with this number. The rank should be asked for
-    /// earlier fragments, which are lost.
+    /// The fragment is new and belongs to the slot with this number. Earlier fragments are lost and
+    /// should be requested from the rank.
     Gap(u32),
 }
 
@@ -140,15 +143,17 @@ pub(super) struct Stream {
     pub(super) results_end: u64,
     /// The mean size of results per window.
     density: Density,
-    /// The index of the last window with a result in the op that contains `next`.
+    /// The index of the last window with a result in the op that contains `resulted`, or
+    /// [`Header::NO_PREVIOUS`].
     previous: u32,
-    /// The `low` that the ranks were last told.
+    /// The value of `low` that was last announced to the ranks.
     announced: u64,
-    /// The position that the last credit announced: all data sent before it has arrived.
-    told_arrived: u64,
+    /// The position that the last credit announced: all data of earlier windows has arrived or is
+    /// lost.
+    reported_arrived: u64,
     cut: Fragmentation,
-    /// The state of the parent, if sums go to one.
-    pub(super) above: Option<Above>,
+    /// The parent's progress, if sums go to a parent.
+    pub(super) at_parent: Option<ParentProgress>,
 }
 
 impl Stream {
@@ -174,20 +179,20 @@ impl Stream {
             density: Density::default(),
             previous: Header::NO_PREVIOUS,
             announced: 0,
-            told_arrived: 0,
+            reported_arrived: 0,
             cut: config.cut,
-            above: config.has_parent.then(|| Above::new(slots)),
+            at_parent: config.has_parent.then(|| ParentProgress::new(slots)),
         }
     }
 
-    /// Returns how many windows some rank has opened that are not folded.
+    /// Returns the number of windows that some rank has opened and that are not folded.
     pub(super) fn backlog(&self) -> u64 {
         let opened = self.ranks.iter().map(|progress| progress.opened);
         let opened = opened.filter(|opened| *opened != GONE).max().unwrap_or(0);
         opened.saturating_sub(self.next)
     }
 
-    /// Estimates how many bytes the results of the backlog have.
+    /// Estimates the size of the backlog's results, in bytes.
     pub(super) fn backlog_bytes(&self) -> u64 {
         self.density.of(self.backlog())
     }
@@ -195,7 +200,7 @@ impl Stream {
     /// Handles the acknowledgement of a rank.
     pub(super) fn handle_ack(&mut self, now: Time, rank: Rank, ack: WindowId) {
         // wire: W-32
-        // A rank cannot have received a window without a result, whatever it acknowledges.
+        // A rank cannot have received a result that does not exist, whatever it acknowledges.
         let acked = self.sequence.position_from(ack).min(self.resulted);
         let progress = &mut self.ranks[rank.index()];
         if acked <= progress.acked {
@@ -216,8 +221,8 @@ impl Stream {
         }
     }
 
-    /// Notes the return of a rank that had left. It has all results of the windows that it had
-    /// opened.
+    /// Notes the return of a rank that had left. The rank has all results of the windows that it
+    /// opened before it left.
     pub(super) fn handle_rejoined(&mut self, rank: Rank) {
         let progress = &mut self.ranks[rank.index()];
         progress.acked = progress.opened.min(self.resulted);
@@ -225,7 +230,8 @@ impl Stream {
     }
 
     /// Continues without a lost rank. Forgets its contributions to windows that are not folded,
-    /// even complete ones, so that a result identifies its missing ranks by their number alone.
+    /// even complete ones, so that the count of missing ranks in a result is enough to identify
+    /// them.
     pub(super) fn handle_gone(&mut self, rank: Rank) {
         self.handle_left(rank);
         if let Some(progress) = self.ranks.get_mut(rank.index()) {
@@ -237,7 +243,7 @@ impl Stream {
         }
     }
 
-    /// Frees the oldest slot if every rank has acknowledged its window.
+    /// Frees the oldest slot if every rank has acknowledged its window. Returns that window.
     pub(super) fn retire(&mut self) -> Option<WindowId> {
         let oldest = *self.folded.front()?;
         // wire: W-32
@@ -251,12 +257,13 @@ impl Stream {
         Some(self.sequence.window(oldest))
     }
 
-    /// Drops the oldest op if all its windows are folded and acknowledged.
+    /// Drops the oldest op if all its windows are before `low`. Returns whether an op was dropped.
     pub(super) fn settle(&mut self) -> bool {
         self.sequence.settle_before(self.low()).is_some()
     }
 
-    /// Returns whether the stream already has `op` or has room for it.
+    /// Returns whether the stream already has `op` or has room for it. Drops failed ops if it needs
+    /// room.
     pub(super) fn has_room_for(&mut self, op: OpId) -> bool {
         let Self { sequence, folded, resulted, .. } = self;
         sequence.get(op).is_some()
@@ -285,8 +292,9 @@ impl Stream {
             }
             return Placed::At(self.sequence.push(op, &open.descriptor, stripe));
         }
-        // Other ranks have passed `op` without having it in this stream. The shard of the op's
-        // first window reports this disagreement; this stream fails the op silently.
+        // Other ranks have passed the number of `op`, but do not have the op in this stream. The
+        // shard of the op's first window reports this disagreement; this stream fails the op
+        // silently.
         let base = self.sequence.position_from(WindowId::new(op, 0));
         if !self.joined_up(rank, open.after, op, base) {
             return Placed::Missing;
@@ -295,8 +303,9 @@ impl Stream {
         Placed::Failed
     }
 
-    /// Moves the rank on to `op` at `base`. Returns false if it has not opened all its earlier ops
-    /// in this stream. Ops that the rank skips fail silently here: the ranks disagree about them.
+    /// Moves the rank forward to `base`, the position of `op`. Returns false if the rank has not
+    /// opened all its earlier ops in this stream. Ops that the rank skips fail silently in this
+    /// stream: the ranks disagree about them.
     fn joined_up(&mut self, rank: Rank, after: Option<OpId>, op: OpId, base: u64) -> bool {
         let opened = self.ranks[rank.index()].opened;
         if opened > base {
@@ -317,8 +326,8 @@ impl Stream {
         true
     }
 
-    /// Handles the stretch of an open that starts at `position`. Returns false if the stretch
-    /// before it is missing.
+    /// Handles the stretch of windows in an open; the stretch starts at `position`. Returns false
+    /// if the preceding stretch is missing.
     pub(super) fn handle_stretch(&mut self, rank: Rank, position: u64, open: &Open) -> bool {
         let opened = self.ranks[rank.index()].opened;
         // wire: W-34
@@ -403,9 +412,9 @@ impl Stream {
         Ok(if self.is_to_be_nacked(rank) { Stored::Gap(number) } else { Stored::New(number) })
     }
 
-    /// Returns the window from which on the opens of `rank` are missing. Between two ops, this is
-    /// the first window that can follow the earlier op: the rank's next op may be one that no other
-    /// rank has.
+    /// Returns the first window that `rank` has not opened. Between two ops, this is the first
+    /// window that can follow the earlier op: the rank's next op may be one that no other rank has
+    /// opened.
     pub(super) fn unopened(&self, rank: Rank) -> WindowId {
         let opened = self.ranks[rank.index()].opened;
         match self.sequence.at(opened) {
@@ -415,8 +424,9 @@ impl Stream {
         }
     }
 
-    /// Returns whether to ask `rank` for its opens now: at most once per retransmission timeout, so
-    /// that answers do not trigger more nacks.
+    /// Returns whether to request opens from `rank` now, and if so, notes the time. Opens are
+    /// requested at most once per retransmission timeout, since the answer to the last request may
+    /// be on its way.
     pub(super) fn may_nack_open(&mut self, rank: Rank, now: Time) -> bool {
         let progress = &mut self.ranks[rank.index()];
         let patience = progress.rtt.timeout();
@@ -432,7 +442,7 @@ impl Stream {
         self.ranks().filter(|rank| self.waits_for(*rank))
     }
 
-    /// Notes that `rank` was asked for fragments of a window.
+    /// Notes that fragments of a window were requested from `rank`.
     pub(super) fn note_nacked(&mut self, now: Time, rank: Rank, entry: NackEntry) {
         let Some(position) = self.sequence.position(entry.window) else { return };
         self.pool.claim(position);
@@ -445,7 +455,7 @@ impl Stream {
         let progress = &self.ranks[rank.index()];
         let low = self.low();
         if self.next >= low + self.pool.len() {
-            // Other ranks may not send this window until the oldest slot is free.
+            // No rank may send this window until the oldest slot is free.
             low < self.resulted && progress.acked <= low
         } else if self.next >= self.agreed {
             progress.opened <= self.next
@@ -467,7 +477,8 @@ impl Stream {
     }
 
     /// Returns the next window to fold, if its contributions are complete, the pool has room for
-    /// its result, and congestion control admits the result's bytes. Call again after folding it.
+    /// its result, and congestion control admits the result's bytes. Call this method again after
+    /// the fold.
     pub(super) fn poll_ready(&mut self) -> Option<Ready> {
         if let Some(ready) = self.poll_from_parent() {
             return Some(ready);
@@ -485,9 +496,9 @@ impl Stream {
                 continue;
             }
             let mut end = entry.end().min(self.agreed);
-            if self.above.is_some() {
-                // Even a window that no rank here owes may have a result from the parent, which
-                // needs a slot.
+            if self.at_parent.is_some() {
+                // Even a window that no rank here owes may have a result from the parent, and that
+                // result needs a slot.
                 end = end.min(self.low() + self.pool.len());
             }
             let owed = self.occupancy.next(self.next, end);
@@ -508,7 +519,7 @@ impl Stream {
             return None;
         }
         // wire: W-63
-        // Ranks may have sent their share before the aggregator knew that another rank holds the
+        // Forget the shares that ranks sent before the aggregator knew that another rank holds the
         // sum.
         let whole = self.occupancy.holder(position);
         if whole.is_some() {
@@ -524,7 +535,7 @@ impl Stream {
         self.pool.claim(position);
         let union = self.pool.contributions(position).iter().fold(0, |union, c| union | c.mask);
         let len = entry.geometry.payload_len(entry.window(position).index, union);
-        let admits = self.above.is_some() || self.results.admits(len);
+        let admits = self.at_parent.is_some() || self.results.admits(len);
         admits.then_some(Ready { position, entry, union, contributors, whole })
     }
 
@@ -534,7 +545,7 @@ impl Stream {
         self.move_to(ready.position + 1);
     }
 
-    /// Records the result's size in the slot of its window.
+    /// Records the result's mask, length and cut in the slot of its window.
     fn keep(&mut self, ready: &Ready) {
         let window = ready.entry.window(ready.position);
         let len = ready.entry.geometry.payload_len(window.index, ready.union);
@@ -547,7 +558,7 @@ impl Stream {
     /// Notes that the result of `ready` exists and is in flight from now on; `absent` lost ranks
     /// took no part in it.
     pub(super) fn handle_resulted(&mut self, ready: &Ready, absent: usize) {
-        if self.above.is_some() {
+        if self.at_parent.is_some() {
             self.pass_from_parent(ready);
         }
         let window = ready.entry.window(ready.position);
@@ -572,7 +583,7 @@ impl Stream {
         }
         self.update_agreed();
         self.move_to(entry.end());
-        if self.above.is_none() {
+        if self.at_parent.is_none() {
             self.pass_results(entry.end());
         }
     }
@@ -581,7 +592,7 @@ impl Stream {
         if position > self.next {
             self.occupancy.clear(self.next, position);
             self.next = position;
-            if self.above.is_none() {
+            if self.at_parent.is_none() {
                 self.resulted = position;
             }
         }

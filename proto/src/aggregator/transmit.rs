@@ -11,7 +11,7 @@ use crate::observer::{Event, Observer};
 use crate::time::Time;
 use crate::wire::{Disagreement, Flags, Header, Kind, MissingRanks, NackEntries, NackEntry};
 
-/// The recipient of a transmit.
+/// The recipient of a [`Transmit`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recipient {
     /// Every rank, by multicast or by one copy each.
@@ -39,14 +39,14 @@ pub enum Transmit {
     },
 }
 
-/// Fragments of a folded window, whose payload the driver holds.
+/// Fragments of a folded window; the driver holds their payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResultFragments {
     /// The lane.
     pub lane: u8,
     /// The slot's number in the lane's pool.
     pub slot: u32,
-    /// Bytes of the whole payload.
+    /// The length of the whole payload, in bytes.
     pub len: usize,
     /// How the payload is cut.
     pub cut: Fragmentation,
@@ -59,17 +59,18 @@ pub struct ResultFragments {
 /// The messages due to one rank in one lane.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Due {
-    /// Whether to ask for the rank's opens, from the first missing one on.
+    /// Whether to request the rank's opens, starting with the first missing one.
     pub(super) open: bool,
-    /// Whether to ask for fragments that must have been lost.
+    /// Whether to request fragments that must have been lost.
     pub(super) fragments: bool,
-    /// Whether to send a wait that names the end of the results. It arrives behind all results on
-    /// the path, so the rank then knows which results it lacks.
+    /// Whether to send a wait that names the end of the results. The wait arrives behind all
+    /// results on the path, so the rank then knows which results it lacks.
     pub(super) sign: bool,
-    /// Whether the rank is stalled, since it receives nothing. The answer asks for all that the
-    /// rank owes, or names the ranks that the window waits for.
+    /// Whether the rank is stalled: it receives nothing. The answer requests all that the rank
+    /// owes, or names the ranks that the next window waits for.
     pub(super) stalled: bool,
-    /// Whether the rank's datagrams arrive with congestion marks.
+    /// Whether a datagram from the rank has arrived with a congestion mark that no nack has
+    /// reported to the rank yet.
     pub(super) congested: bool,
     /// The failed op to report to the rank.
     pub(super) failed: Option<OpId>,
@@ -84,17 +85,18 @@ struct Resend {
     fragments: u64,
 }
 
-/// The messages that are due, oldest first. Bounded by the world and the pool.
+/// The messages that are due: failures go first, then resends, for which the ranks take turns, then
+/// all others. Their number is bounded by the numbers of ranks and lanes.
 #[derive(Debug)]
 pub(super) struct Queue {
     due: Box<[Due]>,
     world: usize,
     order: VecDeque<(u8, Rank)>,
-    /// Resends by rank, so that no rank takes another's room.
+    /// Resends by rank, so that no rank uses up another rank's capacity.
     resends: Box<[VecDeque<Resend>]>,
     /// The ranks with resends queued, in the order of their turns.
     turns: VecDeque<Rank>,
-    /// How many more resends the first rank gets before the next.
+    /// How many more resends the rank at the front gets before the next rank has its turn.
     turn_left: usize,
     failures: VecDeque<OpId>,
 }
@@ -123,9 +125,9 @@ impl Queue {
         }
     }
 
-    /// Queues fragments of a result to send to a rank again. Returns the fragments that were not
-    /// queued before, at most `most` of them. The rank asks again for any that the queue has no
-    /// room for.
+    /// Queues fragments of a result to be sent to a rank again. Returns the fragments that this
+    /// call has queued: at most `most`, and none that was queued before. If the queue is full, the
+    /// rank has to request the other fragments again.
     pub(super) fn resend(
         &mut self,
         lane: u8,
@@ -181,14 +183,15 @@ impl Queue {
         self.turns.retain(|turn| *turn != rank);
     }
 
-    /// Queues a failure for all ranks. A rank that misses it receives it when it asks.
+    /// Queues a failure for all ranks. A rank that misses the failure receives it in answer to its
+    /// next nack for the op.
     pub(super) fn broadcast_failure(&mut self, op: OpId) {
         if self.failures.len() < Self::MAX_FAILURES {
             self.failures.push_back(op);
         }
     }
 
-    /// Removes and returns the next rank with due messages.
+    /// Removes and returns the next lane and rank with due messages, and these messages.
     fn pop(&mut self) -> Option<(u8, Rank, Due)> {
         let (lane, rank) = self.order.pop_front()?;
         let due = &mut self.due[usize::from(lane) * self.world + rank.index()];
@@ -197,20 +200,20 @@ impl Queue {
 
     const RESENDS_A_TURN: usize = 4;
     const MAX_FAILURES: usize = 64;
-    /// How many windows are sent to a rank again before it has to ask once more.
+    /// The most windows whose results may be queued to be sent to a rank again.
     const MAX_RESENDS: usize = NackEntries::MAX;
 }
 
 impl Aggregation {
-    /// Returns the next thing to send. Writes datagrams into `out`, which has room for one of the
-    /// job's datagrams. The driver polls until `None`.
+    /// Returns the next [`Transmit`]. Writes a datagram into `out`, which must have room for the
+    /// job's largest datagram. The driver polls until this method returns `None`.
     pub fn poll_transmit(
         &mut self,
         now: Time,
         out: &mut [u8],
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
-        // Skips failures of ops that every rank has ended.
+        // `write_failure` returns `None` for an op that every rank has ended.
         while let Some(op) = self.queue.failures.pop_front() {
             if let Some(transmit) = self.write_failure(op, 0, Recipient::All, out) {
                 return Some(transmit);
@@ -244,9 +247,8 @@ impl Aggregation {
         observer: &mut impl Observer,
     ) -> Option<Transmit> {
         let Resend { lane, position, fragments } = resend;
-        self.streams[usize::from(lane)].folded.binary_search(&position).ok()?;
-        self.counters.fragments_again += u64::from(fragments.count_ones());
         let stream = &mut self.streams[usize::from(lane)];
+        stream.folded.binary_search(&position).ok()?;
         stream.note_again(now, rank, position, fragments);
         let window = stream.sequence.window(position);
         observer.on_event(&Event::Again { window, fragments });
@@ -281,7 +283,7 @@ impl Aggregation {
         Transmit::Result { to, result }
     }
 
-    /// Writes the most urgent message due to a rank, and puts the others off.
+    /// Writes the most urgent message due to a rank, and queues the others again.
     fn write_due(
         &mut self,
         now: Time,
@@ -295,7 +297,7 @@ impl Aggregation {
             self.put_off(lane, rank, due);
             return self.write_failure(op, lane, Recipient::Rank(rank), out);
         }
-        // A nack carries the congestion mark, so messages that are put off must not repeat it.
+        // A nack carries the congestion mark once, so messages that are put off must not repeat it.
         let congested = core::mem::take(&mut due.congested);
         let may_nack = due.open && self.streams[usize::from(lane)].may_nack_open(rank, now);
         due.open = false;
@@ -310,7 +312,8 @@ impl Aggregation {
             return Some(self.write_wait(now, lane, rank, out));
         }
         let stream = &self.streams[usize::from(lane)];
-        // Other ranks hold up this stalled rank. Its own gaps count once the window waits for it.
+        // This stalled rank waits for other ranks. Its own missing data is requested once the next
+        // window waits for it.
         if due.stalled && !stream.waits_for(rank) {
             self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
@@ -319,8 +322,7 @@ impl Aggregation {
         let entries: NackBatch = stream.missing_of(now, rank, due.stalled).take(most).collect();
         self.streams[usize::from(lane)].note_all_nacked(rank);
         if let Some(first) = entries.first() {
-            self.counters.asks += 1;
-            observer.on_event(&Event::Nacked { of: rank, from: first.window });
+            observer.on_event(&Event::Nacked { of: rank, from: first.window, probe: false });
             let stream = &mut self.streams[usize::from(lane)];
             entries.iter().for_each(|entry| stream.note_nacked(now, rank, entry));
         } else if due.stalled {
@@ -352,22 +354,23 @@ impl Aggregation {
         self.finish(Recipient::Rank(rank), header, len, out)
     }
 
-    /// Writes a wait that names the ranks that the window waits for. It names the receiving rank
-    /// only if the window waits for no other.
+    /// Writes a wait that names the ranks that the next window waits for. The wait names its
+    /// recipient only if the window waits for no other rank.
     fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
         let most = MissingRanks::room_of(self.budgets.left(now, rank));
         let stream = &self.streams[usize::from(lane)];
         let alone = stream.awaited().all(|awaited| awaited == rank);
-        // A rank that awaits no window may receive this wait late, after the rank that left has
-        // come back.
+        // If this rank awaits no window, the wait marks no rank as left, since the wait may arrive
+        // after a rank that left has rejoined.
         let waits = stream.ranks[rank.index()].opened > stream.next;
         let awaited = stream.awaited().filter(|awaited| alone || *awaited != rank);
         let missing = awaited.flat_map(|awaited| self.awaited_of(now, lane, awaited, waits));
-        let above = stream.awaited_above();
-        let here = if above.is_empty() { usize::MAX } else { 0 };
-        let missing = above.iter().copied().chain(missing.take(here));
+        let parent = stream.awaited_at_parent();
+        let here = if parent.is_empty() { usize::MAX } else { 0 };
+        let missing = parent.iter().copied().chain(missing.take(here));
         let len = MissingRanks::encode(missing.take(most), &mut out[Header::LEN..]);
-        // The header does not name the awaited window: windows that no rank owes have no result.
+        // The header names the end of the results, not the awaited window: windows between the two
+        // that no rank owes have no result.
         let window = stream.sequence.window(stream.results_end);
         let header = Header { window, ..self.header(Kind::Wait, lane) };
         self.finish(Recipient::Rank(rank), header, len, out)
@@ -388,7 +391,7 @@ impl Aggregation {
         Some(self.finish(to, header, Disagreement::LEN, out))
     }
 
-    /// Writes a credit that no result has carried (wire: W-33, W-56).
+    /// Writes a credit that is due and that no result can carry (wire: W-33, W-56).
     fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
         let streams = (0..self.config.lanes).zip(&mut self.streams);
         let mut due = streams.filter_map(|(lane, stream)| Some((lane, stream.poll_credit()?)));
@@ -429,7 +432,7 @@ impl Aggregation {
     }
 }
 
-/// Returns the lowest `most` of the bits that are set in `fragments`.
+/// Returns the `most` lowest bits that are set in `fragments`.
 fn lowest(fragments: u64, most: usize) -> u64 {
     let beyond = (0..most).try_fold(fragments, |left, _| (left != 0).then(|| left & (left - 1)));
     fragments & !beyond.unwrap_or(0)

@@ -2,18 +2,18 @@
 
 use half::{bf16, f16};
 
-use super::Fold;
+use super::FoldTerms;
 use crate::dtype::Reduction;
 
 /// A number type in which contributions are folded.
 pub(super) trait Accumulator: Copy {
-    /// The value of an absent rank.
+    /// The value that stands for a rank that sent nothing.
     const ZERO: Self;
 
     /// Returns the sum; integers wrap.
     fn add(self, other: Self) -> Self;
 
-    /// Returns the quotient by the number of ranks; integers round toward zero.
+    /// Returns the value divided by the number of ranks; integers round toward zero.
     fn divide(self, world: u32) -> Self;
 
     /// Returns the lesser value, or NaN if either is NaN.
@@ -22,14 +22,14 @@ pub(super) trait Accumulator: Copy {
     /// Returns the greater value, or NaN if either is NaN.
     fn maximum(self, other: Self) -> Self;
 
-    /// Returns the value, with any NaN replaced by the quiet NaN.
+    /// Returns the value, or the quiet NaN if the value is NaN.
     fn canonical(self) -> Self;
 }
 
 /// Reduces the values of one element over the ranks. `values` must not be empty.
 pub(super) fn reduce<A: Accumulator>(
     reduction: Reduction,
-    fold: Fold,
+    fold: FoldTerms,
     values: impl Iterator<Item = A>,
 ) -> A {
     let combine = match reduction {
@@ -37,7 +37,7 @@ pub(super) fn reduce<A: Accumulator>(
         Reduction::Min => A::minimum,
         Reduction::Max => A::maximum,
     };
-    let folded = values.reduce(combine).expect("check_fold refuses a fold of nothing");
+    let folded = values.reduce(combine).expect("check_fold refuses a fold without inputs");
     let reduced = match reduction {
         Reduction::Sum => folded,
         Reduction::Avg => folded.divide(fold.world),
@@ -97,7 +97,7 @@ macro_rules! integer_accumulator {
             }
 
             fn divide(self, world: u32) -> Self {
-                self / $int::try_from(world).expect("check_fold refuses a world so large")
+                self / $int::try_from(world).expect("check_fold refuses a world this large")
             }
 
             fn minimum(self, other: Self) -> Self {
@@ -159,14 +159,15 @@ pub(super) fn bf16_store(x: f32) -> [u8; 2] {
 }
 
 /// Returns the nearest f32, ties to even. Values beyond the largest f32 become infinite.
-#[expect(clippy::cast_possible_truncation, reason = "rounding is what this is for")]
+#[expect(clippy::cast_possible_truncation, reason = "the function rounds on purpose")]
 pub(super) fn f64_to_f32(x: f64) -> f32 {
     x as f32
 }
 
 /// Returns the whole number nearest to `x`, ties to even, for `x` within ±2^22.
 pub(super) fn round_ties_even_f32(x: f32) -> f32 {
-    // At this magnitude, neighbouring floats are one apart, so the sum rounds to a whole number.
+    // The sum of `x` and `SHIFT` has a magnitude at which neighbouring floats are one apart, so the
+    // sum rounds to a whole number.
     const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23
     (x + SHIFT) - SHIFT
 }
@@ -177,8 +178,8 @@ pub(super) fn round_ties_even_f64(x: f64) -> f64 {
     (x + SHIFT) - SHIFT
 }
 
-/// Returns `x`, with every NaN replaced by the quiet NaN. Rust does not promise the bits of
-/// `f32::NAN`.
+/// Returns `x`, or the positive quiet NaN if `x` is NaN. The bits are written out because Rust does
+/// not guarantee the bits of `f32::NAN`.
 fn canonical_f32(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(F32_NAN) } else { x }
 }

@@ -3,7 +3,7 @@
 
 use alloc::vec::Vec;
 
-use super::Fold;
+use super::FoldTerms;
 use super::element::{element, f32_store, reduce, round_ties_even_f32};
 use crate::dtype::{Reduction, SCALE_LEN};
 
@@ -11,15 +11,15 @@ use crate::dtype::{Reduction, SCALE_LEN};
 /// is symmetric.
 pub const INT8_MAX: f32 = 127.0;
 
-/// Returns the scale of a block with the largest magnitude `max_abs`. An element is encoded as
+/// Returns the scale of a block whose largest magnitude is `max_abs`. An element is encoded as
 /// `round(x / scale)`, ties to even, within ±127.
 ///
-/// - If `max_abs` is NaN or infinite, which the caller passes if any element is, the scale is the
-///   quiet NaN, and the block decodes to NaN.
+/// - If any element is NaN or infinite, the caller passes NaN or infinity as `max_abs`. The scale
+///   is then the quiet NaN, and the block decodes to NaN.
 /// - If all elements are zero, the scale is +0.
 /// - The smallest normal f32 replaces a denormal scale, since denormals are too coarse for scales.
 ///   The error stays within half a scale, here 2^-127.
-/// - The scale is at most the greatest one whose product with 127 is finite.
+/// - The scale is at most the greatest f32 whose product with 127 is finite.
 #[must_use]
 #[inline]
 pub fn int8_scale(max_abs: f32) -> f32 {
@@ -52,18 +52,18 @@ pub(super) fn decode(block: &[u8], i: usize) -> f32 {
 }
 
 /// Decodes each block, folds the values as f32, and encodes the result again.
-pub(super) fn fold_block(reduction: Reduction, fold: Fold, inputs: &[&[u8]], out: &mut [u8]) {
+pub(super) fn fold_block(reduction: Reduction, fold: FoldTerms, inputs: &[&[u8]], out: &mut [u8]) {
     let folded: Vec<f32> = (0..out.len() - SCALE_LEN)
         .map(|i| reduce(reduction, fold, inputs.iter().map(|block| decode(block, i))))
         .collect();
     encode(folded.into_iter(), out);
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "a whole number within ±127")]
+#[expect(clippy::cast_possible_truncation, reason = "the whole number is within ±127")]
 fn quantise(x: f32, scale: f32) -> i8 {
     if scale > 0.0 { round_ties_even_f32((x / scale).clamp(-INT8_MAX, INT8_MAX)) as i8 } else { 0 }
 }
 
-/// The greatest scale whose product with 127 is finite. The division rounds up, and 127 times that
-/// quotient would be infinite.
+/// The greatest scale whose product with 127 is finite. The division rounds up, so 127 times the
+/// quotient itself would be infinite.
 const MAX_SCALE: f32 = (f32::MAX / INT8_MAX).next_down();

@@ -1,27 +1,27 @@
 //! The arithmetic of a fold: how elements are encoded, how contributions are reduced, and which
 //! blocks count as zero.
 //!
-//! This module is the reference definition, written to be read, one element at a time. The kernels
-//! of the aggregator and the worker compute the same in wide registers, and tests compare them bit
-//! by bit. The kernels share only the checks, [`ArithError`] and the few decisions per block
-//! ([`int8_scale`], [`fixed32_exponent`]).
+//! This module is the reference definition. Its code is simple and handles one element at a time.
+//! The kernels of the aggregator and the worker compute the same results in vector registers, and
+//! tests compare them bit by bit. From this module, the kernels use only the checks, [`ArithError`]
+//! and the few decisions per block ([`int8_scale`], [`fixed32_exponent`]).
 //!
 //! # Rules
 //!
 //! - Elements are little-endian on the wire and in memory. No alignment is assumed.
 //! - Contributions are folded from left to right: `((x0 + x1) + x2) + ..`. 16-bit floats are
 //!   widened to f32, folded, and rounded once at the end, to nearest, ties to even. Integers wrap.
-//! - [`Reduction::Avg`] divides the sum once by the world, in the precision of the fold and before
-//!   the rounding. Multiplication by a reciprocal would round twice. The quotient of integers is
-//!   rounded toward zero.
+//! - [`Reduction::Avg`] divides the sum once by the number of ranks that take part, in the
+//!   precision of the fold and before the rounding. Multiplication by a reciprocal would round
+//!   twice. The quotient of integers is rounded toward zero.
 //! - [`Reduction::Min`] and [`Reduction::Max`] are `minimum` and `maximum` of IEEE 754-2019: a
 //!   NaN anywhere gives NaN, and -0 is less than +0.
-//! - A rank that sent nothing counts as zeros. Sums leave it out; for a minimum or maximum, one +0
-//!   takes part ([`Fold::absent`]).
+//! - A rank that sent nothing counts as zeros. Sums leave it out; a minimum or maximum includes one
+//!   +0 ([`FoldTerms::absent`]).
 //! - Every NaN from a fold or a conversion is *the* quiet NaN of its type (positive, no payload),
 //!   even if a fold has only one contribution. Payloads depend on operand order and vector width,
 //!   so they would break "same inputs, same bits". A tensor that travels unchanged is copied with
-//!   its payloads, and the fold removes them.
+//!   its NaN payloads, and the fold removes them.
 //! - A scaled wire type ([`WireType::Int8`], [`WireType::Fixed32`]) is folded one whole block at a
 //!   time; see [`int8_scale`] and [`fixed32_exponent`] for the encodings. A value that an encoding
 //!   cannot hold turns its whole block into NaN at every rank. Values are never silently clamped or
@@ -51,12 +51,12 @@ pub use self::int8::{INT8_MAX, int8_scale};
 pub use self::scan::{WINDOW_BLOCKS, magnitude_mask, scan_window};
 use crate::dtype::{DType, Reduction, SCALE_LEN, WireType};
 
-/// The parameters of a fold besides its contributions.
+/// The parameters of a fold, other than its contributions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fold {
-    /// The number of ranks in the job, which is the divisor of an average.
+pub struct FoldTerms {
+    /// The number of ranks that take part, which is the divisor of an average.
     pub world: u32,
-    /// Whether some rank did not contribute, and so counts as zeros.
+    /// Whether some rank takes part but sent nothing, and so counts as zeros.
     pub absent: bool,
 }
 
@@ -74,26 +74,33 @@ pub enum ArithError {
         /// The actual length.
         actual: usize,
     },
-    /// The length is not that of whole elements, or not that of one whole block.
-    #[error("{len} bytes are not a whole number of elements, or not one block, of {}", wire.name())]
+    /// The bytes are not whole elements or, for a scaled wire type, not one block.
+    #[error(
+        "{len} bytes are not {} {}",
+        if wire.is_scaled() { "one block of" } else { "whole elements of" },
+        wire.name()
+    )]
     Ragged {
         /// The wire type of the bytes.
         wire: WireType,
         /// The number of bytes.
         len: usize,
     },
-    /// The dtype cannot travel as the wire type, or not in this form.
-    #[error("a tensor of {} cannot travel as {} here", dtype.name(), wire.name())]
+    /// The wire type cannot carry the dtype, or is scaled where the function converts runs, or is
+    /// unscaled where the function converts blocks.
+    #[error("this function cannot convert a tensor of {} to or from {}", dtype.name(), wire.name())]
     Conversion {
         /// The element type of the tensor.
         dtype: DType,
         /// The encoding on the wire.
         wire: WireType,
     },
-    /// The world is empty, past [`MAX_WORLD`], or smaller than the number of contributions.
-    #[error("a world of {world} ranks is invalid for this fold")]
+    /// The number of ranks is 0, above [`MAX_WORLD`], or less than the number of contributions.
+    #[error(
+        "the number of ranks, {world}, must be 1 to 65535 and at least the number of contributions"
+    )]
     World {
-        /// The world that was passed.
+        /// The number of ranks that was passed.
         world: u32,
     },
 }
@@ -105,15 +112,15 @@ pub enum ArithError {
 ///
 /// # Errors
 ///
-/// Returns the errors of [`check_fold`], and leaves `out` untouched.
+/// Returns the errors of [`check_fold`]; `out` is then unchanged.
 pub fn fold_run(
     wire: WireType,
     reduction: Reduction,
-    fold: Fold,
+    fold: FoldTerms,
     inputs: &[&[u8]],
     out: &mut [u8],
 ) -> Result<(), ArithError> {
-    check_fold(wire, fold, inputs, out.len())?;
+    check_fold(wire, fold, inputs.iter().map(|input| input.len()), out.len())?;
     // wire: W-47, W-49
     match wire {
         WireType::F32 => fold_elements(reduction, fold, inputs, out, f32_load, f32_store),
@@ -136,7 +143,7 @@ pub fn fold_run(
 ///
 /// An f64 that travels as a 16-bit float is rounded to f32 first, so it is rounded twice. The
 /// result differs from a single rounding only for a value so close to a tie of the 16-bit type that
-/// f32 rounds it onto the tie. In return, every machine can compute the same bits fast.
+/// f32 rounds it onto the tie. In return, every machine can quickly compute the same bits.
 ///
 /// # Errors
 ///
@@ -152,8 +159,8 @@ pub fn encode_run(
     Ok(())
 }
 
-/// Writes the wire elements `src` as elements of a tensor of `dtype`. This is the inverse of
-/// [`encode_run`], and exact except for NaN payloads.
+/// Writes the wire elements `src` as elements of a tensor of `dtype`. The conversion is exact
+/// except for NaN payloads.
 ///
 /// # Errors
 ///
@@ -175,7 +182,9 @@ pub fn decode_run(
             WireType::F32 => f32_load(element(x)),
             WireType::F16 => f16_load(element(x)),
             WireType::Bf16 => bf16_load(element(x)),
-            _ => unreachable!("no other wire type is narrower than the tensors it carries"),
+            _ => {
+                unreachable!("no other unscaled wire type is narrower than the tensors it carries")
+            }
         };
         store_float(dtype, f64::from(value), y);
     }
@@ -204,7 +213,7 @@ pub fn encode_block(
     Ok(())
 }
 
-/// Writes one block `src` of the scaled wire type `wire` as elements of a tensor of `dtype`.
+/// Writes the block `src` of the scaled wire type `wire` as elements of a tensor of `dtype`.
 ///
 /// # Errors
 ///
@@ -230,24 +239,25 @@ pub fn decode_block(
 ///
 /// # Errors
 ///
-/// Returns an error if there is no input, or an input is not as long as the output. Returns an
-/// error if the length is not that of whole elements, or of one block for a scaled wire type.
-/// Returns an error if the world is out of range or less than the number of inputs.
+/// Returns an error if there is no input, or if an input and the output differ in length. Returns
+/// an error if the length is not that of whole elements or, for a scaled wire type, of one block.
+/// Returns an error if `fold.world` is out of range or less than the number of inputs.
 pub fn check_fold(
     wire: WireType,
-    fold: Fold,
-    inputs: &[&[u8]],
+    fold: FoldTerms,
+    mut input_lens: impl ExactSizeIterator<Item = usize>,
     out_len: usize,
 ) -> Result<(), ArithError> {
-    if inputs.is_empty() {
+    let inputs = input_lens.len();
+    if inputs == 0 {
         return Err(ArithError::NoInput);
     }
-    if let Some(input) = inputs.iter().find(|input| input.len() != out_len) {
-        return Err(ArithError::Length { expected: out_len, actual: input.len() });
+    if let Some(actual) = input_lens.find(|len| *len != out_len) {
+        return Err(ArithError::Length { expected: out_len, actual });
     }
     elements_of(wire, out_len)?;
     check_world(fold.world)?;
-    if inputs.len() > fold.world as usize {
+    if inputs > fold.world as usize {
         return Err(ArithError::World { world: fold.world });
     }
     Ok(())
@@ -290,7 +300,7 @@ pub fn check_decode_run(
     expect_len(elements * dtype.size(), dst_len)
 }
 
-/// Checks whether [`encode_block`] accepts these types, world and lengths.
+/// Checks whether [`encode_block`] accepts these types and lengths and this world.
 ///
 /// # Errors
 ///
@@ -315,7 +325,7 @@ pub fn check_encode_block(
 ///
 /// # Errors
 ///
-/// Returns the same errors as [`check_encode_block`], except for the world.
+/// Returns the same errors as [`check_encode_block`], except those about the world.
 pub fn check_decode_block(
     wire: WireType,
     dtype: DType,
@@ -337,7 +347,7 @@ fn expect_len(expected: usize, actual: usize) -> Result<(), ArithError> {
     if expected == actual { Ok(()) } else { Err(ArithError::Length { expected, actual }) }
 }
 
-/// Returns how many elements `len` bytes in wire form hold.
+/// Returns the number of elements in `len` bytes in wire form.
 fn elements_of(wire: WireType, len: usize) -> Result<usize, ArithError> {
     let ragged = ArithError::Ragged { wire, len };
     let scale_len = if wire.is_scaled() { SCALE_LEN } else { 0 };
@@ -350,7 +360,7 @@ fn elements_of(wire: WireType, len: usize) -> Result<usize, ArithError> {
 
 fn fold_elements<A: Accumulator, const SIZE: usize>(
     reduction: Reduction,
-    fold: Fold,
+    fold: FoldTerms,
     inputs: &[&[u8]],
     out: &mut [u8],
     load: impl Fn([u8; SIZE]) -> A,
@@ -362,7 +372,8 @@ fn fold_elements<A: Accumulator, const SIZE: usize>(
     }
 }
 
-/// Converts between elementwise types; equal types are copied.
+/// Writes tensor elements as an unscaled wire type: copies them if the types are equal, and
+/// otherwise narrows them.
 fn convert_run(dtype: DType, wire: WireType, src: &[u8], out: &mut [u8]) {
     if dtype.native_wire() == wire {
         out.copy_from_slice(src);
@@ -375,7 +386,9 @@ fn convert_run(dtype: DType, wire: WireType, src: &[u8], out: &mut [u8]) {
             WireType::F32 => y.copy_from_slice(&f32_store(value)),
             WireType::F16 => y.copy_from_slice(&f16_store(value)),
             WireType::Bf16 => y.copy_from_slice(&bf16_store(value)),
-            _ => unreachable!("no other wire type is narrower than the tensors it carries"),
+            _ => {
+                unreachable!("no other unscaled wire type is narrower than the tensors it carries")
+            }
         }
     }
 }
@@ -387,23 +400,22 @@ fn load_float(dtype: DType, x: &[u8]) -> f64 {
         DType::F64 => f64_load(element(x)),
         DType::F16 => f64::from(f16_load(element(x))),
         DType::Bf16 => f64::from(bf16_load(element(x))),
-        DType::I32 | DType::I64 => unreachable!("integers travel unchanged only"),
+        DType::I32 | DType::I64 => unreachable!("integers only travel unchanged"),
     }
 }
 
-/// Rounds a value to an element of a floating-point tensor; a 16-bit element is rounded to f32
-/// first.
+/// Rounds a value to an element of a floating-point tensor, by way of f32 for a 16-bit element.
 fn store_float(dtype: DType, value: f64, y: &mut [u8]) {
     match dtype {
         DType::F32 => y.copy_from_slice(&f32_store(f64_to_f32(value))),
         DType::F64 => y.copy_from_slice(&f64_store(value)),
         DType::F16 => y.copy_from_slice(&f16_store(f64_to_f32(value))),
         DType::Bf16 => y.copy_from_slice(&bf16_store(f64_to_f32(value))),
-        DType::I32 | DType::I64 => unreachable!("integers travel unchanged only"),
+        DType::I32 | DType::I64 => unreachable!("integers only travel unchanged"),
     }
 }
 
-/// The most ranks of a job: a rank has 16 bits, and one value stands for the aggregator.
+/// The most ranks of a job: a rank's number has 16 bits, and one value stands for the aggregator.
 pub const MAX_WORLD: u32 = u16::MAX as u32;
 
 /// The most elements of a block, so that a kernel can hold a block in a stack buffer.

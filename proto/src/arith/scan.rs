@@ -5,8 +5,8 @@ use crate::dtype::DType;
 /// The most blocks of a window: its occupancy is one `u64`.
 pub const WINDOW_BLOCKS: usize = 64;
 
-/// Returns the bits to compare with zero in a `u64` of elements: all bits except the signs of
-/// floats.
+/// Returns the bits to compare with zero in a `u64` that holds elements: all bits except the signs
+/// of floats.
 #[must_use]
 pub const fn magnitude_mask(dtype: DType) -> u64 {
     match dtype {
@@ -21,18 +21,21 @@ pub const fn magnitude_mask(dtype: DType) -> u64 {
 /// has a non-zero element. The last block may be short.
 ///
 /// -0.0 counts as zero; NaN, infinities and denormals do not. Every element of a zero block is
-/// rewritten to +0.0. If no rank sends the block, every rank keeps its own, and all copies must
-/// have the same bits.
+/// rewritten to +0.0: if no rank sends the block, every rank keeps its own copy, and all copies
+/// must have the same bits.
 ///
 /// # Panics
 ///
 /// If `block_elements` is zero, or `window` has more than [`WINDOW_BLOCKS`] blocks or ends
 /// within an element.
 pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u64 {
-    assert!(window.len().is_multiple_of(dtype.size()), "a window has whole elements");
-    assert!(block_elements > 0, "a block has elements");
+    assert!(window.len().is_multiple_of(dtype.size()), "a window must have whole elements");
+    assert!(block_elements > 0, "a block must have at least one element");
     let block_len = block_elements * dtype.size();
-    assert!(window.len().div_ceil(block_len) <= WINDOW_BLOCKS, "a window has at most 64 blocks");
+    assert!(
+        window.len().div_ceil(block_len) <= WINDOW_BLOCKS,
+        "a window must have at most 64 blocks"
+    );
     // wire: W-48
     let mut occupancy = 0;
     for (b, block) in window.chunks_mut(block_len).enumerate() {

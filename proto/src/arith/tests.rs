@@ -7,8 +7,8 @@ use super::*;
 
 const SUM: Reduction = Reduction::Sum;
 
-fn full(world: u32) -> Fold {
-    Fold { world, absent: false }
+fn full(world: u32) -> FoldTerms {
+    FoldTerms { world, absent: false }
 }
 
 fn f32s(values: &[f32]) -> Vec<u8> {
@@ -27,7 +27,7 @@ fn u32s(values: &[u32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn folded(wire: WireType, reduction: Reduction, fold: Fold, inputs: &[Vec<u8>]) -> Vec<u8> {
+fn folded(wire: WireType, reduction: Reduction, fold: FoldTerms, inputs: &[Vec<u8>]) -> Vec<u8> {
     let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
     let mut out = vec![0xa5; inputs[0].len()];
     fold_run(wire, reduction, fold, &inputs, &mut out).unwrap();
@@ -64,7 +64,7 @@ fn f32_sums_run_from_left_to_right() {
 #[test]
 fn averages_divide_and_do_not_multiply_by_a_reciprocal() {
     let average = folded(WireType::F32, Reduction::Avg, full(3), &[f32s(&[2.0]), f32s(&[3.0])]);
-    // Multiplication by 1/3 would give a last digit of 6.
+    // Multiplication by 1/3 would make the last hexadecimal digit 6.
     assert_eq!(average, u32s(&[0x3fd5_5555]));
 }
 
@@ -87,7 +87,8 @@ fn averages_of_integers_are_quotients_of_the_wrapped_sum_rounded_toward_zero() {
 
 #[test]
 fn bf16_sums_are_rounded_once() {
-    // 256 + 1 + 1: at 256, a step of bf16 is two units, so a single unit is lost.
+    // 256 + 1 + 1: at 256, neighbouring bf16 values are 2 apart, so adding a single 1 has no
+    // effect.
     let inputs = [u16s(&[0x4380]), u16s(&[0x3f80]), u16s(&[0x3f80])];
     assert_eq!(folded(WireType::Bf16, SUM, full(3), &inputs), u16s(&[0x4381]));
     assert_eq!(folded(WireType::Bf16, SUM, full(3), &inputs[..2]), u16s(&[0x4380]));
@@ -95,7 +96,7 @@ fn bf16_sums_are_rounded_once() {
 
 #[test]
 fn f16_sums_are_rounded_once_and_overflow_to_infinity() {
-    // 2048 + 1 + 1 has the same effect in f16; 65504 + 16 is a tie between the largest value and
+    // 2048 + 1 + 1 is the same case in f16; 65504 + 16 is a tie between the largest value and
     // infinity.
     let inputs = [u16s(&[0x6800, 0x7bff]), u16s(&[0x3c00, 0x4c00]), u16s(&[0x3c00, 0])];
     assert_eq!(folded(WireType::F16, SUM, full(3), &inputs), u16s(&[0x6801, 0x7c00]));
@@ -136,7 +137,7 @@ fn least_and_greatest_order_zeros_and_propagate_nan() {
 
 #[test]
 fn an_absent_rank_holds_positive_zero() {
-    let absent = Fold { world: 4, absent: true };
+    let absent = FoldTerms { world: 4, absent: true };
     let inputs = [f32s(&[3.0, -3.0, -0.0]), f32s(&[5.0, -5.0, -0.0])];
     let fold = |reduction| folded(WireType::F32, reduction, absent, &inputs);
     assert_eq!(fold(Reduction::Min), f32s(&[0.0, -5.0, -0.0]));
@@ -166,7 +167,7 @@ fn one_contribution_still_loses_its_nan_payload() {
 fn narrowing_rounds_ties_to_even_and_keeps_nan() {
     let src = u32s(&[
         0x3f80_8000, // 1 + half a step: down, to even
-        0x3f81_8000, // one step more: up, to even
+        0x3f81_8000, // 1 + one and a half steps: up, to even
         0x3f80_8001, // past the tie
         0x7f7f_ffff, // the largest f32
         0x7f80_0001, // a NaN whose upper half is infinity
@@ -252,7 +253,7 @@ fn int8_turns_a_block_with_a_non_finite_element_into_nan() {
         decode_block(WireType::Int8, DType::F32, &out, &mut dst).unwrap();
         assert_eq!(dst[..], u32s(&[0x7fc0_0000; 3]));
     }
-    // A finite f64 is not enough, since the arithmetic is in f32.
+    // A finite f64 may become infinite too, since the arithmetic is in f32.
     let out = block(DType::F64, WireType::Int8, 1, &f64s(&[1e300]));
     assert_eq!(out, int8_block(f32::from_bits(0x7fc0_0000), &[0]));
 }
@@ -286,14 +287,15 @@ fn fixed32_leaves_headroom_for_the_world() {
     for (world, value, exponent, integer) in cases {
         let expected = fixed_block(exponent, &[integer, 0]);
         let out = block(DType::F32, WireType::Fixed32, world, &f32s(&[value, 0.0]));
-        assert_eq!(out, expected, "{value} in a world of {world}");
+        assert_eq!(out, expected, "{value} in a job of {world} ranks");
         assert!(integer.abs() <= fixed32_limit(world));
     }
 }
 
 #[test]
 fn fixed32_steps_up_where_rounding_exceeds_the_limit() {
-    // Just below 2 rounds to 2^30 at exponent -29, one past the limit of two ranks.
+    // At exponent -29, the value just below 2 rounds to 2^30, one more than the limit for two
+    // ranks.
     let out = block(DType::F64, WireType::Fixed32, 2, &f64s(&[2.0_f64.next_down(), 1.0]));
     assert_eq!(out, fixed_block(-28, &[1 << 29, 1 << 28]));
 }
@@ -361,8 +363,8 @@ fn fixed32_ignores_the_exponent_of_an_all_zero_block() {
 
 #[test]
 fn fixed32_sums_of_agreed_exponents_do_not_depend_on_where_they_are_made() {
-    // Ties, different magnitudes, a block far smaller than the others, a block of zeros, and no
-    // marked block.
+    // The blocks cover ties, different magnitudes, a block far smaller than the others, and a block
+    // of zeros. No block is marked as overflowed.
     let own = [
         fixed_block(3, &[5, -7, 1 << 29, 1]),
         fixed_block(5, &[1, 3, -5, 2]),
@@ -375,7 +377,7 @@ fn fixed32_sums_of_agreed_exponents_do_not_depend_on_where_they_are_made() {
     let mut agreed = own.clone();
     agreed.iter_mut().for_each(|block| fixed32_rescale(block, 5));
     let fold = |reduction, absent, inputs: &[Vec<u8>]| {
-        folded(WireType::Fixed32, reduction, Fold { world: 5, absent }, inputs)
+        folded(WireType::Fixed32, reduction, FoldTerms { world: 5, absent }, inputs)
     };
     for reduction in Reduction::ALL {
         let partial = if reduction == Reduction::Avg { Reduction::Sum } else { reduction };
@@ -400,7 +402,7 @@ fn fixed32_averages_round_ties_to_even() {
     let inputs = [fixed_block(0, &[1, 0, -1, -3, 5]), fixed_block(0, &[2, 1, 0, 0, 0])];
     let average = folded(WireType::Fixed32, Reduction::Avg, full(2), &inputs);
     assert_eq!(average, fixed_block(0, &[2, 0, 0, -2, 2]));
-    let absent = Fold { world: 4, absent: true };
+    let absent = FoldTerms { world: 4, absent: true };
     let least = folded(WireType::Fixed32, Reduction::Min, absent, &inputs);
     assert_eq!(least, fixed_block(0, &[0, 0, -1, -3, 0]));
 }
@@ -415,7 +417,7 @@ fn fixed32_decodes_any_exponent() {
     };
     assert_eq!(decoded(-30, 1 << 30), 1.0);
     assert_eq!(decoded(-1074, 1), 5e-324);
-    assert_eq!(decoded(-1104, 3 << 29), 1e-323); // a tie at one and a half, to two
+    assert_eq!(decoded(-1104, 3 << 29), 1e-323); // a tie at 1.5 units, rounded to 2
     assert_eq!(decoded(1010, 1 << 13), f64::powi(2.0, 1023));
     assert_eq!(decoded(i32::MAX - 1, -1), f64::NEG_INFINITY);
     assert_eq!(decoded(i32::MAX - 1, 0).to_bits(), 0);
@@ -428,7 +430,7 @@ fn scans_ignore_the_sign_of_zero_and_nothing_else() {
     let clean = u32s(&[0, 0, 1, 0, 0x8000_0001, 0, 0x7fc0_0000, 0, 0]);
     assert_eq!(scan_window(DType::F32, 2, &mut window), 0b0_1110);
     assert_eq!(window, clean);
-    // A negative zero in a block that is sent stays.
+    // A block that is sent keeps its negative zeros.
     let mut window = u32s(&[0x8000_0000, 1]);
     assert_eq!(scan_window(DType::F32, 2, &mut window), 1);
     assert_eq!(window, u32s(&[0x8000_0000, 1]));

@@ -9,7 +9,8 @@ fn addr(text: &str) -> SocketAddr {
     text.parse().unwrap()
 }
 
-/// A path that passes up to `up` and `down` bytes, and loses the first `lost` datagrams.
+/// A path to a shard. It passes datagrams of up to `up` bytes to the shard and up to `down` bytes
+/// back, and loses the first `lost` pings.
 struct Link {
     up: u16,
     down: u16,
@@ -18,7 +19,8 @@ struct Link {
     sent: usize,
 }
 
-/// Drives a prover over links until the proof is over.
+/// Drives a prover over links until the proof is over. Returns the proven size of each path, and
+/// the time that the proof took.
 fn prove(links: &mut [Link], wanted: u16) -> (Vec<u16>, Span) {
     let mut now = Time(7);
     let mut prover = Prover::new(now, links.len(), wanted, 1252, &[1452, 1372, 1252, SMALL]);
@@ -39,10 +41,10 @@ fn prove(links: &mut [Link], wanted: u16) -> (Vec<u16>, Span) {
             let passed = prover.passed().iter().map(|passed| passed.size);
             return (passed.collect(), now.since(began));
         }
-        assert!(prover.poll_timeout() > now, "it waits for nothing");
+        assert!(prover.poll_timeout() > now, "the prover's timeout has already passed");
         now = prover.poll_timeout();
     }
-    panic!("it does not end");
+    panic!("the proof has not ended after 100 rounds");
 }
 
 const fn link(up: u16, down: u16) -> Link {

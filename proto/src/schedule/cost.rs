@@ -6,15 +6,15 @@
 use crate::dtype::{DType, WireType};
 use crate::wire::Kind;
 
-/// The cost of a system call for one address, besides the bytes sent.
+/// The cost of a system call that sends to one address, in addition to the bytes sent.
 pub const SEND: usize = 8 << 10;
 
-/// The cost of receiving a message, without the handling of its body.
+/// The cost of receiving a message, in addition to the bytes of its body.
 const MESSAGE: usize = 1 << 10;
-/// The cost of receiving an open: it is decompressed, and its windows are recorded one by one.
+/// The cost of receiving an open, which is decompressed and whose windows are recorded one by one.
 const OPEN: usize = 16 << 10;
 
-/// Returns the cost of receiving a message of this kind, without the handling of its body.
+/// Returns the cost of receiving a message of this kind, in addition to the bytes of its body.
 #[must_use]
 pub const fn of_message(kind: Kind) -> usize {
     match kind {
@@ -23,8 +23,8 @@ pub const fn of_message(kind: Kind) -> usize {
     }
 }
 
-/// Returns the cost of a fold of this many bytes, inputs and result. Scaled elements cost as much
-/// as the `f32` values they represent.
+/// Returns the cost of a fold whose inputs and result have this many bytes in total. Scaled
+/// elements cost as much as the `f32` values they represent.
 #[must_use]
 pub const fn of_fold(wire: WireType, bytes: usize) -> usize {
     if wire.is_scaled() { bytes * DType::F32.size() / wire.element_size() } else { bytes }

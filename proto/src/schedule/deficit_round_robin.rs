@@ -4,17 +4,19 @@ use alloc::collections::{BTreeMap, VecDeque};
 
 use super::{Schedule, Turn};
 
-/// Jobs take turns in a circle, and each spends bytes in proportion to its share.
+/// A schedule in which jobs take turns in a circle, and each job spends bytes in proportion to its
+/// share.
 ///
-/// A turn lasts for one quantum. A job that spends more, because its last piece of work was larger
-/// than what was left or because it was charged for messages, pays the difference with its next
-/// turns. A busy job therefore delays another job by no more than its own share, whatever the
-/// sizes of their pieces of work. A job without work saves nothing up, and a job without
+/// A turn lasts for one quantum. A job may spend more, because its last piece of work was larger
+/// than the rest of its budget or because it was charged for messages. It pays the difference with
+/// its next turns. A busy job therefore delays another job by no more than its own share, whatever
+/// the sizes of their pieces of work. A job without work saves nothing up, and a job without
 /// competitors owes nothing.
 ///
 /// Source: Shreedhar and Varghese, *Efficient Fair Queuing Using Deficit Round Robin*, SIGCOMM
-/// 1995. There, a packet must fit what is left of a queue's deficit. Here the size of a piece of
-/// work is known only after it is done, so the deficit is a debt that is paid later.
+/// 1995. In the paper, a packet must fit the rest of a queue's deficit. In this schedule, the size
+/// of a piece of work is known only after the work is done, so the deficit is a debt that is paid
+/// later.
 #[derive(Debug)]
 pub struct DeficitRoundRobin<J> {
     /// Bytes that all jobs together may spend in a round.
@@ -33,7 +35,7 @@ struct Account {
 }
 
 impl<J> DeficitRoundRobin<J> {
-    /// Creates a schedule without jobs, in which jobs with a share of 1 have turns of `quantum`
+    /// Creates a schedule without jobs, in which a job with a share of 1 has turns of `quantum`
     /// bytes.
     #[must_use]
     pub const fn new(quantum: usize) -> Self {
@@ -42,7 +44,7 @@ impl<J> DeficitRoundRobin<J> {
 }
 
 impl<J: Ord + Copy> DeficitRoundRobin<J> {
-    /// Returns whether there is no competitor.
+    /// Returns whether no job has a competitor.
     fn is_alone(&self) -> bool {
         self.accounts.len() < 2
     }
@@ -50,7 +52,11 @@ impl<J: Ord + Copy> DeficitRoundRobin<J> {
 
 impl<J: Ord + Copy> Schedule<J> for DeficitRoundRobin<J> {
     fn add(&mut self, job: J, share: f64) {
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "the product is at most the quantum"
+        )]
         let quantum = (self.quantum as f64 * share.clamp(0.0, 1.0)) as usize;
         self.remove(job);
         self.accounts.insert(job, Account { quantum: quantum.max(1), debt: 0, is_waiting: false });
@@ -121,7 +127,7 @@ mod tests {
         schedule
     }
 
-    /// Begins and ends one turn of a job without work.
+    /// Begins and ends one turn of a job without work. Returns whether the turn was over at once.
     fn idle(schedule: &mut DeficitRoundRobin<usize>, job: usize) -> bool {
         schedule.enqueue(job);
         let turn = schedule.next().unwrap();
@@ -160,7 +166,7 @@ mod tests {
 
     #[test]
     fn work_that_is_greater_than_a_turn_takes_several() {
-        // Every tenth round of the first job pays for one piece.
+        // The first job pays for one piece with ten turns, and the second with a hundred.
         assert_eq!(pieces(&[(0.01, QUANTUM / 10), (0.01, QUANTUM)], 100), [10, 1]);
     }
 
@@ -193,11 +199,11 @@ mod tests {
         schedule.enqueue(0);
         let mut turn = schedule.next().unwrap();
         turn.spend(QUANTUM - 1);
-        assert!(!turn.is_over(), "its share does not count");
+        assert!(!turn.is_over(), "the share of a lone job must not limit its turn");
         turn.spend(QUANTUM);
         schedule.finish(turn);
         schedule.add(1, 0.99);
-        assert!(!idle(&mut schedule, 0), "what it spent alone is forgotten");
+        assert!(!idle(&mut schedule, 0), "a job must not owe bytes that it spent while alone");
         // A debt to a competitor that has left is forgotten, too.
         schedule.charge(0, 100 * QUANTUM);
         schedule.remove(1);

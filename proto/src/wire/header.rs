@@ -21,16 +21,18 @@ pub enum Kind {
     Data = 2,
     /// From a worker: only the acknowledgement in the header.
     Ack = 3,
-    /// From either side: the items that the sender lacks. From a worker, also a probe that requests
-    /// the ranks that a window waits for.
+    /// From either side: the items that the sender lacks. From a worker, a probe also asks which
+    /// results exist.
     Nack = 4,
     /// From the aggregator: a fragment of a window's packed sums.
     Result = 5,
     /// From the aggregator: only the credit in the header.
     Credit = 6,
-    /// From the aggregator: the ranks that the window waits for.
+    /// From the aggregator, or from a child aggregator to its parent: the ranks that the next
+    /// result waits for.
     Wait = 7,
-    /// From the aggregator: the op failed because the descriptors differ.
+    /// From the aggregator, or from a child aggregator to its parent: the op failed because the
+    /// descriptors differ.
     Fail = 8,
     /// From the aggregator: a datagram to the multicast group at join, to find out which ranks
     /// receive it.
@@ -72,19 +74,19 @@ pub struct Flags(u8);
 impl Flags {
     /// No flag.
     pub const NONE: Self = Self(0);
-    /// The message was asked for: it repeats content that was sent before.
+    /// The message was requested: it repeats content that was sent before.
     pub const AGAIN: Self = Self(1);
-    /// The sender has received an ECN congestion mark from the receiver since the last message with
+    /// The sender has received a datagram with an ECN congestion mark since its last message with
     /// this flag.
     pub const CONGESTED: Self = Self(2);
-    /// The open also says of each window whether the sender already has its sum.
+    /// The open also says for each window whether the sender already has the window's sum.
     pub const RESUMED: Self = Self(4);
     /// The most ranks that a result may lack.
     pub const MAX_ABSENT: usize = 63;
     /// The bit position of the number of absent ranks.
     const ABSENT_SHIFT: u32 = 2;
 
-    /// Returns the flags of a result without contributions from the first `ranks` lost ranks.
+    /// Returns the flags of a result that lacks the contributions of the first `ranks` lost ranks.
     #[must_use]
     pub fn absent(ranks: usize) -> Self {
         let ranks = ranks.min(Self::MAX_ABSENT);
@@ -140,7 +142,7 @@ pub struct Header {
     pub length: u16,
     /// The fragment's number within the window.
     pub fragment: u8,
-    /// Flags.
+    /// The flag bits.
     pub flags: Flags,
 }
 
@@ -149,7 +151,7 @@ impl Header {
     pub const LEN: usize = 48;
     /// The byte range of the generation, or of the number of a sealed datagram.
     const NUMBER: Range<usize> = 8..12;
-    /// The value of `previous` in the first result of an op.
+    /// The value of `previous` in the first result of an op in a stream.
     pub const NO_PREVIOUS: u32 = u32::MAX;
 
     /// Writes the header.
@@ -189,7 +191,8 @@ impl Header {
         }
     }
 
-    /// Returns the job and the sender that a datagram claims, without any check.
+    /// Returns the job and the sender that a datagram claims, without any check. Returns `None` if
+    /// the datagram is too short.
     #[must_use]
     pub fn origin(datagram: &[u8]) -> Option<(JobId, Rank)> {
         let head: &[u8; Self::LEN] = datagram.first_chunk()?;

@@ -11,9 +11,10 @@ use crate::time::Span;
 pub struct NackEntry {
     /// The window.
     pub window: WindowId,
-    /// The mask of missing fragments. To a worker, 0 asks for its opens from the window on. To the
-    /// aggregator, 0 asks for every result from the window up to the next entry's window; in the
-    /// last entry, it asks whether there are results from the window on.
+    /// The mask of missing fragments. In a nack to a worker, 0 requests the worker's opens,
+    /// starting with this window. In a nack to the aggregator, 0 requests every result from this
+    /// window up to, but excluding, the next entry's window. In the last entry, 0 asks whether
+    /// results exist from this window onward.
     pub fragments: u64,
 }
 
@@ -22,13 +23,13 @@ pub struct NackEntry {
 pub struct NackEntries<'a>(&'a [u8]);
 
 impl<'a> NackEntries<'a> {
-    /// The most entries of a nack; they fit a datagram at every MTU.
+    /// The most entries in a nack; this many fit in a datagram at every MTU.
     pub const MAX: usize = 64;
     /// The size of the body of a nack without entries, in bytes.
     pub(crate) const NONE_LEN: usize = COUNT_LEN;
     const ENTRY_LEN: usize = 16;
 
-    /// Returns how many entries fit a nack of `len` bytes, but at least one.
+    /// Returns how many entries fit in a nack of `len` bytes; at least one.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(1)
     }
@@ -36,7 +37,8 @@ impl<'a> NackEntries<'a> {
     /// Reads the body of a nack.
     ///
     /// # Errors
-    /// Returns [`Reject::Body`] if the length does not match the count.
+    /// Returns [`Reject::Body`] if the count is missing or above [`Self::MAX`], or does not match
+    /// the length.
     pub fn decode(body: &'a [u8]) -> Result<Self, Reject> {
         // wire: W-17
         let count = usize::from(read_u16(body, 0).ok_or(Reject::Body)?);
@@ -71,7 +73,7 @@ impl<'a> NackEntries<'a> {
     }
 }
 
-/// The checked body of a wait: the ranks that the window waits for.
+/// The checked body of a wait: the ranks that the next window waits for.
 #[derive(Debug, Clone, Copy)]
 pub struct MissingRanks<'a>(&'a [u8]);
 
@@ -82,13 +84,13 @@ impl<'a> MissingRanks<'a> {
         self.0.is_empty()
     }
 
-    /// The silence that stands for a rank that has left and will send nothing more.
+    /// The length of silence that marks a rank that has left and will send nothing more.
     pub const LEFT: Span = Span::from_millis(u32::MAX as u64);
-    /// The most ranks that a wait names; they fit a datagram at every MTU.
+    /// The most ranks that a wait names; this many fit in a datagram at every MTU.
     pub const MAX: usize = 128;
     const ENTRY_LEN: usize = 6;
 
-    /// Returns how many ranks fit a wait of `len` bytes, but at least two.
+    /// Returns how many ranks fit in a wait of `len` bytes; at least two.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(2)
     }
@@ -96,7 +98,8 @@ impl<'a> MissingRanks<'a> {
     /// Reads the body of a wait.
     ///
     /// # Errors
-    /// Returns [`Reject::Body`] if the length does not match the count.
+    /// Returns [`Reject::Body`] if the count is missing or above [`Self::MAX`], or does not match
+    /// the length.
     pub fn decode(body: &'a [u8]) -> Result<Self, Reject> {
         // wire: W-18
         let count = usize::from(read_u16(body, 0).ok_or(Reject::Body)?);
@@ -107,7 +110,7 @@ impl<'a> MissingRanks<'a> {
         Ok(Self(entries))
     }
 
-    /// Returns the ranks and how long each had been silent.
+    /// Returns the ranks and how long each had been silent when the wait was written.
     pub fn iter(&self) -> impl Iterator<Item = (Rank, Span)> + use<'a> {
         self.0.chunks_exact(Self::ENTRY_LEN).filter_map(|entry| {
             let silent = Span::from_millis(u64::from(read_u32(entry, 2)?));

@@ -1,4 +1,5 @@
-//! The wire layout. `docs/wire.md` is its specification; `W-n` marks its numbered MUSTs.
+//! The wire layout. `docs/wire.md` is its specification; comments with `W-n` mark the code that
+//! implements its numbered rules.
 //!
 //! Headers and bodies are big-endian; tensor elements are little-endian, as in memory. Decoders
 //! check every length before they read, and never panic. Decoded values are valid in themselves, so
@@ -14,8 +15,8 @@ pub use open::{Open, OpenDecoder, OpenEncoder, Opening};
 
 use crate::reject::Reject;
 
-/// Returns the messages of a datagram, in order. A malformed message also discards all messages
-/// after it (wire: W-54).
+/// Returns the messages of a datagram, in order. If a message is malformed, all messages after it
+/// are discarded with it (wire: W-54).
 pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]), Reject>> {
     let mut rest = Some(datagram);
     core::iter::from_fn(move || {
@@ -27,7 +28,7 @@ pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]),
     })
 }
 
-/// The most windows that a rank may open ahead of a stream's lowest window.
+/// The most windows that a rank may open ahead of a stream's credit.
 pub const OPEN_AHEAD: u64 = 2 * Open::MAX_WINDOWS as u64;
 
 /// The size of the `u16` count at the start of a list, in bytes.

@@ -17,23 +17,24 @@ use crate::reject::Reject;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Encoding {
-    /// No window is non-zero; no bytes follow.
+    /// No bit is set; no bytes follow.
     Empty = 0,
-    /// Every window is non-zero; no bytes follow.
+    /// Every bit is set; no bytes follow.
     Full = 1,
-    /// One bit per window, least significant bit first.
+    /// The bits, least significant bit first.
     Raw = 2,
     /// The raw bits, compressed with zstd.
     Zstd = 3,
 }
 
 /// An open: the op's descriptor, and the occupancy of `windows` consecutive windows of the stream,
-/// from the header's window on.
+/// starting with the header's window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Open {
     /// The op's descriptor.
     pub descriptor: Descriptor,
-    /// The op before this one in the sender's stream.
+    /// The last op before this one that the sender has opened in the stream and that, as far as it
+    /// knows, has not failed.
     pub after: Option<OpId>,
     /// The number of windows in the stretch.
     pub windows: u32,
@@ -41,7 +42,7 @@ pub struct Open {
     held: Occupancy,
 }
 
-/// The statement of a rank about one window that it opens.
+/// A rank's statement about one window that it opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Opening {
     /// Whether the rank will send the window.
@@ -55,16 +56,16 @@ type Occupancy = [u64; Open::MAX_WINDOWS / 64];
 impl Open {
     /// The size of the body before the occupancy, in bytes.
     pub const LEN: usize = Descriptor::LEN + 16;
-    /// The most windows of a stretch: their raw bits fit a datagram at every MTU.
+    /// The most windows of a stretch: their raw bits fit in a datagram at every MTU.
     pub const MAX_WINDOWS: usize = 8192;
 
-    /// Returns which windows of the stretch are non-zero.
+    /// Returns a bit for each window of the stretch: whether the rank will send it.
     #[must_use]
     pub fn occupancy(&self) -> &BitSlice<u64, Lsb0> {
         &self.occupancy.view_bits::<Lsb0>()[..self.windows as usize]
     }
 
-    /// Returns the windows of the stretch whose sums the rank already has.
+    /// Returns a bit for each window of the stretch: whether the rank already has the window's sum.
     #[must_use]
     pub fn held(&self) -> &BitSlice<u64, Lsb0> {
         &self.held.view_bits::<Lsb0>()[..self.windows as usize]
@@ -72,14 +73,14 @@ impl Open {
 }
 
 impl Opening {
-    /// Returns the statement about a window of an op that began here.
+    /// Returns the statement about one window, for an op that began at this aggregator.
     #[must_use]
     pub const fn of(owed: bool) -> Self {
         Self { owed, held: false }
     }
 }
 
-/// Returns the number of bits that an open has for each window.
+/// Returns the number of bits that an open uses for each window.
 const fn bits_each(resumed: bool) -> usize {
     1 + resumed as usize
 }
@@ -145,7 +146,7 @@ impl OpenDecoder {
                 raw[..raw_len].copy_from_slice(packed);
             }
             e if e == Encoding::Zstd as u64 => {
-                // The buffer limits the output, so a frame that exceeds the raw length gives an
+                // The buffer limits the output, so a frame that exceeds the raw length causes an
                 // error instead of an allocation.
                 let got = self.zstd.decompress_to_buffer(packed, &mut raw[..raw_len]);
                 if got.ok() != Some(raw_len) {
@@ -196,7 +197,7 @@ impl Default for OpenEncoder {
 }
 
 impl OpenEncoder {
-    /// The least number of raw bytes for which compression is tried.
+    /// The least number of raw bytes that the encoder tries to compress.
     const WORTH_COMPRESSING: usize = 32;
 
     /// Creates an encoder.
@@ -211,8 +212,8 @@ impl OpenEncoder {
     }
 
     /// Writes the body of an open of `windows` into `out`. Returns the body's length and the number
-    /// of windows in it, since windows that do not fit are left out. The body says which windows
-    /// are held only if the op was `resumed`.
+    /// of windows in it, since windows that do not fit are left out. If the op was `resumed`, the
+    /// body also says which sums the rank holds.
     pub fn encode(
         &mut self,
         descriptor: &Descriptor,
@@ -249,7 +250,8 @@ impl OpenEncoder {
         (Open::LEN + packed.len(), windows)
     }
 
-    /// Returns the shortest form of the raw bits.
+    /// Returns the raw bits in a compact encoding. Compresses them if they are long enough and
+    /// compression makes them shorter.
     fn pack(&mut self, bits: u32, ones: u32) -> (Encoding, &[u8]) {
         if ones == 0 {
             return (Encoding::Empty, &[]);

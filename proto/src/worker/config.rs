@@ -25,7 +25,7 @@ pub struct Config {
     pub lanes: u8,
     /// How many shards the job's windows are spread over.
     pub shards: u8,
-    /// Slots of each of the job's streams.
+    /// The number of slots in each stream's pool.
     pub pool_slots: u32,
     /// How many ops may be in flight.
     pub max_ops: u16,
@@ -33,33 +33,33 @@ pub struct Config {
     pub cut: Fragmentation,
     /// The maximum bytes in flight to a shard: the rank's share of the shard's receive buffer.
     pub in_flight: usize,
-    /// The first op that the aggregator accepts; 0 unless the job has moved there.
+    /// The first op that the aggregator accepts; 0 unless the job has moved to it.
     pub first_op: OpId,
-    /// Whether the job may move to another aggregator, so that this rank keeps sums for other
-    /// ranks.
+    /// Whether the job may move to another aggregator. If so, this rank keeps sums for other ranks.
     pub may_move: bool,
-    /// Whether results are acknowledged even while none is awaited, because some rank keeps sums
-    /// until all ranks have them.
+    /// Whether results are acknowledged even while no result is awaited, because some rank keeps
+    /// sums until all ranks have them.
     pub acks_at_rest: bool,
     /// The source of the worker's contributions, if the worker belongs to an aggregator with a
     /// parent.
-    pub relay: Option<Relay>,
+    pub child: Option<ChildShard>,
 }
 
-/// The sums that a worker contributes on behalf of an aggregator: those of one of its shards.
+/// The sums that a worker contributes on behalf of an aggregator: the sums of one of the
+/// aggregator's shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Relay {
+pub struct ChildShard {
     /// The shard. The worker sends only to the parent's shard of the same number.
     pub shard: u8,
-    /// Slots of each of the aggregator's own streams: they limit how far sums run ahead of the
-    /// results.
+    /// How many slots each of the aggregator's own streams has. The slots limit how far sums run
+    /// ahead of the results.
     pub slots: u32,
 }
 
 impl Config {
     /// Returns the shards that the worker sends to.
     pub(super) fn own_shards(&self) -> Range<u8> {
-        self.relay.map_or(0..self.shards, |Relay { shard, .. }| shard..shard + 1)
+        self.child.map_or(0..self.shards, |ChildShard { shard, .. }| shard..shard + 1)
     }
 
     /// Returns new streams, each with room for at least `kept_ops` ops.

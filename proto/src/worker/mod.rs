@@ -1,12 +1,12 @@
 //! The worker half of the sliding-window sum: one [`Worker`] per rank and job.
 //!
 //! The machine decides; the driver owns the tensors and the sockets. The driver starts ops with
-//! [`Worker::submit`]. Whenever something happens, it calls these methods in order:
+//! [`Worker::submit`]. Whenever something happens, it must call these methods in order:
 //!
 //! - [`Worker::handle_datagram`] for each datagram, and [`Worker::handle_delivered`] once a window
 //!   is written;
-//! - [`Worker::handle_timeout`] once [`Worker::poll_timeout`] has passed, after it has read all
-//!   datagrams that arrived, since an unread datagram is not lost;
+//! - [`Worker::handle_timeout`] at the time that [`Worker::poll_timeout`] returns, but only after
+//!   all datagrams that have arrived are read: the worker would treat unread datagrams as lost;
 //! - [`Worker::poll_scan`] and [`Worker::handle_scanned`], to find the non-zero blocks of windows;
 //! - [`Worker::poll_transmit`] until `None`, then [`Worker::poll_outcome`] until `None`.
 
@@ -27,7 +27,7 @@ use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-pub use config::{Config, Relay};
+pub use config::{ChildShard, Config};
 use op::{Op, Share};
 pub use receive::{Delivery, Verdict};
 use resume::FAILED_BEFORE;
@@ -42,7 +42,6 @@ use crate::geometry::{Geometry, Stripe};
 use crate::ids::{JobId, OpId, Rank, WindowId};
 use crate::loss::Loss;
 use crate::observer::{Event, Observer};
-use crate::reject::Rejects;
 use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::{Flags, OpenEncoder};
@@ -59,28 +58,13 @@ pub struct Outcome {
     pub absent: Vec<Rank>,
 }
 
-/// A window that the driver scans for non-zero blocks.
+/// A window that the driver must scan for non-zero blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scan {
     /// The op.
     pub op: OpId,
     /// The window's index in the tensor.
     pub index: u32,
-}
-
-/// Event counts of the worker half.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Counters {
-    /// Fragments of data that were sent again.
-    pub fragments_again: u64,
-    /// Nacks sent for results.
-    pub asks: u64,
-    /// How many of the nacks were probes, sent because nothing arrived.
-    pub probes: u64,
-    /// Fragments that had arrived before.
-    pub duplicates: u64,
-    /// Datagrams that changed nothing, by reason.
-    pub rejects: Rejects,
 }
 
 /// The path to one shard.
@@ -93,12 +77,12 @@ struct Path {
     rtt: Rtt,
     /// The time from a nack to its answer.
     nacks: Rtt,
-    /// The lost ranks of the shard's aggregator, in the order in which it lost them.
+    /// The ranks that the shard's aggregator has lost, in the order of their loss.
     gone: Vec<Rank>,
 }
 
 impl Path {
-    /// Returns how long to wait in silence after `attempts` unanswered nacks.
+    /// Returns how long to wait without progress after `attempts` unanswered nacks.
     fn patience(&self, attempts: u32) -> Span {
         self.rtt.patience(&self.nacks, attempts)
     }
@@ -108,7 +92,8 @@ impl Path {
 #[derive(Debug)]
 pub struct Worker {
     config: Config,
-    /// The ops in flight, ordered by number. An ended op stays until it is the oldest.
+    /// The ops in flight, ordered by number. An ended op stays until all older ops are dropped and
+    /// no other rank may lack its sums.
     ops: VecDeque<Op>,
     next_op: u32,
     /// The streams, ordered by lane and then by shard.
@@ -116,23 +101,23 @@ pub struct Worker {
     paths: Box<[Path]>,
     /// The shard to send to next.
     turn: u8,
-    /// When the last result of any stream arrived.
-    heard: Time,
+    /// The time at which the last result of any stream arrived.
+    last_received: Time,
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
     ended: Option<Cow<'static, str>>,
     /// The ranks whose loss ended the session, and how they were lost.
     lost: Option<(Vec<Rank>, Loss)>,
-    /// Failures below this aggregator, until the parent confirms them.
+    /// In a tree of aggregators, the ops that failed at the ranks below, until the parent confirms
+    /// each failure.
     failures: Vec<Failure>,
-    /// The ranks that ops wait for below this aggregator.
+    /// In a tree of aggregators, the ranks below that ops wait for.
     waits: Waits,
-    counters: Counters,
 }
 
 impl Worker {
-    /// Creates the half of a rank that has joined at `now`. Allocates all memory here, except for
-    /// each op's masks and lists and, in a tree of aggregators, the failures and waits.
+    /// Creates the worker half of a rank that joined at `now`. Allocates all memory up front,
+    /// except for each op's masks and lists and, in a tree of aggregators, the failures and waits.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         Self {
@@ -141,14 +126,13 @@ impl Worker {
             streams: config.streams(now, 0),
             paths: config.paths(),
             turn: 0,
-            heard: now,
+            last_received: now,
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
             opens: OpenEncoder::new(),
             ended: None,
             lost: None,
             failures: Vec::new(),
             waits: Waits::default(),
-            counters: Counters::default(),
             config,
         }
     }
@@ -170,12 +154,6 @@ impl Worker {
         if let Some(path) = self.paths.get_mut(usize::from(shard)) {
             path.job = job;
         }
-    }
-
-    /// Returns the event counts so far.
-    #[must_use]
-    pub const fn counters(&self) -> &Counters {
-        &self.counters
     }
 
     /// Returns whether the session has ended, so that no more ops can start.
@@ -200,7 +178,7 @@ impl Worker {
         self.is_idle() && !answers
     }
 
-    /// Estimates the bytes of results that are still to come, in the stream with the most.
+    /// Estimates how many bytes of results are still to come in the stream that expects the most.
     #[must_use]
     pub fn backlog(&self) -> u64 {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
@@ -238,7 +216,7 @@ impl Worker {
         timeout: Span,
     ) -> Result<OpId, SubmitError> {
         let windows = self.check(&descriptor)?;
-        assert_eq!(masks.len(), windows as usize, "one mask a window");
+        assert_eq!(masks.len(), windows as usize, "there must be one mask for each window");
         if let Some(op) = self.start_late() {
             return Ok(op);
         }
@@ -267,8 +245,8 @@ impl Worker {
         Ok(Geometry::new(descriptor).windows())
     }
 
-    /// Returns whether one more op of a lane may be in flight. For an unknown lane, it answers for
-    /// lane 0, where refused calls go.
+    /// Returns whether one more op of a lane may be in flight. For an unknown lane, returns the
+    /// answer for lane 0, where refused calls go.
     pub fn has_room(&mut self, lane: u8) -> bool {
         self.has_room_for(lane, 1)
     }
@@ -287,8 +265,8 @@ impl Worker {
             && self.streams[own].iter_mut().all(|stream| stream.has_room_for(ops))
     }
 
-    /// Ends an op at once if the other ranks are done with it: they learned that it failed before
-    /// the job moved.
+    /// Ends the next op immediately if the other ranks are done with it because they learned,
+    /// before the job moved, that the op had failed. Otherwise returns `None`.
     fn start_late(&mut self) -> Option<OpId> {
         let op = OpId(self.next_op);
         if op >= self.config.first_op {
@@ -338,8 +316,8 @@ impl Worker {
         }
     }
 
-    /// Returns the next window to scan, with lanes in priority order; `None` if enough is scanned
-    /// ahead.
+    /// Returns the next window to scan, with lanes in priority order; `None` if every window is
+    /// scanned, or enough windows are scanned ahead.
     #[must_use]
     pub fn poll_scan(&self) -> Option<Scan> {
         (0..self.config.lanes).find_map(|lane| self.poll_scan_of(lane))
@@ -391,30 +369,31 @@ impl Worker {
         self.outcomes.pop_front()
     }
 
-    /// Returns when [`Self::handle_timeout`] is due; [`Time::NEVER`] if nothing is awaited.
+    /// Returns the time at which [`Self::handle_timeout`] is due, or [`Time::NEVER`] if nothing is
+    /// awaited.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
         let ops = self.ops.iter().map(Op::deadline);
         let streams = self.streams.iter().map(|stream| {
             let path = &self.paths[usize::from(stream.shard())];
-            stream.timeout(path, self.heard)
+            stream.timeout(path, self.last_received)
         });
         let failures = self.failures.iter().map(Failure::due);
         let waits = core::iter::once(self.waits_due());
         ops.chain(streams).chain(failures).chain(waits).min().unwrap_or(Time::NEVER)
     }
 
-    /// Queues the messages that are due after a timeout, and fails the ops whose deadline has
-    /// passed.
+    /// Queues the messages that are due, and fails the ops whose deadline has passed. If any op
+    /// fails, the session ends.
     pub fn handle_timeout(&mut self, now: Time, observer: &mut impl Observer) {
         for stream in &mut self.streams {
             let path = &self.paths[usize::from(stream.shard())];
-            stream.handle_timeout(now, path, self.heard);
+            stream.handle_timeout(now, path, self.last_received);
         }
         self.note_waits_due(now);
         let mut late = false;
         while let Some((id, started)) = self.late(now) {
-            let (after, idle) = (now.since(started), now.since(self.heard));
+            let (after, idle) = (now.since(started), now.since(self.last_received));
             let missing = self.waited_for(now, id);
             self.fail(id, OpError::Timeout { op: id, after, missing, idle }, observer);
             late = true;
@@ -424,27 +403,27 @@ impl Worker {
         }
     }
 
-    /// Returns the ranks that the streams of an op's lane wait for, for this op or an earlier one.
+    /// Returns the ranks that hold up an op, or an earlier op of its lane.
     fn waited_for(&self, now: Time, id: OpId) -> Vec<(Rank, Span)> {
         let mut missing = Vec::new();
         let lane = self.op(id).map(|op| op.descriptor().lane);
         for stream in self.streams.iter().filter(|stream| lane == Some(stream.lane())) {
-            for said in stream.waited(now) {
-                if missing.iter().all(|(rank, _)| *rank != said.0) {
-                    missing.push(*said);
+            for entry in stream.waited(now) {
+                if missing.iter().all(|(rank, _)| *rank != entry.0) {
+                    missing.push(*entry);
                 }
             }
         }
         missing
     }
 
-    /// Returns an op whose deadline has passed, and when it started.
+    /// Returns an op whose deadline has passed, and the time at which the op started.
     fn late(&self, now: Time) -> Option<(OpId, Time)> {
         self.ops.iter().find_map(|op| Some((op.id(), op.late_since(now)?)))
     }
 
-    /// Notes that the aggregator of `shards` continues without a lost rank. Ends the ops that only
-    /// waited to learn which rank their results lack.
+    /// Notes that the aggregator of `shards` continues without a lost rank. Ends the ops that
+    /// waited only to learn which rank their results lack.
     pub fn handle_gone(&mut self, shards: Range<u8>, rank: Rank, observer: &mut impl Observer) {
         for path in self.paths.iter_mut().take(shards.end.into()).skip(shards.start.into()) {
             if path.gone.len() < Flags::MAX_ABSENT && !path.gone.contains(&rank) {
@@ -454,7 +433,7 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Ends the ops that have all their results and that waited for the name of a lost rank.
+    /// Ends the ops that have all their results, if it is known which ranks these lack.
     fn conclude_all(&mut self, observer: &mut impl Observer) {
         let done = self.ops.iter().filter(|op| op.is_complete());
         let done: Vec<_> = done.map(Op::id).collect();
@@ -467,7 +446,7 @@ impl Worker {
         if self.ended.is_none() {
             self.lost = Some((ranks.to_vec(), why));
         }
-        self.end("a rank is gone", observer);
+        self.end("a rank is lost", observer);
     }
 
     fn fail_all(&mut self, error: &OpError, observer: &mut impl Observer) {
@@ -505,7 +484,8 @@ impl Worker {
             stream.fail(id, &mut path.congestion);
         }
         self.drop_ended();
-        // Later ops may be scanned already; only this op's windows held them back.
+        // Windows of later ops may be scanned already, so that only this op's windows held them
+        // back.
         (0..self.config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
@@ -518,7 +498,7 @@ impl Worker {
         }
     }
 
-    /// Ends an op that has all its results, unless the name of a rank that they lack is unknown.
+    /// Ends an op that has all its results, if it is known which ranks these lack.
     fn conclude(&mut self, id: OpId, observer: &mut impl Observer) {
         let Some(absent) = self.op(id).and_then(|op| op.absent(&self.paths)) else { return };
         let Some(op) = self.op_mut(id) else { return };
@@ -531,7 +511,7 @@ impl Worker {
         self.drop_ended();
     }
 
-    /// Drops the oldest ops that ended, except those whose sums another rank may lack.
+    /// Drops the oldest ops, up to the first that is in flight or whose sums another rank may lack.
     fn drop_ended(&mut self) {
         while self.ops.front().is_some_and(|op| !op.is_in_flight() && !self.is_kept(op)) {
             self.ops.pop_front();
@@ -551,8 +531,8 @@ impl Worker {
     const SCAN_AHEAD: u32 = 1024;
 }
 
-/// Returns the index of an op in `ops`. Their numbers are consecutive, except that a worker of one
-/// shard lacks the ops of other shards.
+/// Returns the index of an op in `ops`. The ops have consecutive numbers, except in a child
+/// aggregator, which lacks the ops that have no window on its shard.
 fn find(ops: &VecDeque<Op>, id: OpId) -> Option<usize> {
     let at = id.0.checked_sub(ops.front()?.id().0)? as usize;
     if ops.get(at).is_some_and(|op| op.id() == id) {

@@ -24,7 +24,7 @@ enum State {
     Failed,
 }
 
-/// An op that some rank may not have ended.
+/// An op that is in flight at this rank, or may still be in flight at another rank.
 #[derive(Debug)]
 pub(super) struct Op {
     id: OpId,
@@ -34,12 +34,12 @@ pub(super) struct Op {
     absent: Absent,
     started: Time,
     deadline: Time,
-    /// How many streams lack results.
+    /// How many streams still lack results of the op.
     streams_left: u32,
-    /// The error that the op fails with once all its results have arrived.
+    /// The error with which the op fails once all its results have arrived.
     error: Option<OpError>,
     state: State,
-    /// Whether the op was in flight when the job moved; its opens then name the held sums.
+    /// Whether the op was in flight or kept when the job moved; its opens then name the held sums.
     resumed: bool,
 }
 
@@ -103,12 +103,12 @@ impl Op {
         matches!(self.state, State::Failed)
     }
 
-    /// Returns when the op times out; [`Time::NEVER`] if it has ended.
+    /// Returns the time at which the op times out, or [`Time::NEVER`] if it has ended.
     pub(super) const fn deadline(&self) -> Time {
         if self.is_in_flight() { self.deadline } else { Time::NEVER }
     }
 
-    /// Returns when the op started, if it has timed out.
+    /// Returns the time at which the op started, if the op has timed out.
     pub(super) fn late_since(&self, now: Time) -> Option<Time> {
         (self.deadline() <= now).then_some(self.started)
     }
@@ -118,7 +118,7 @@ impl Op {
         self.streams_left += 1;
     }
 
-    /// Notes that one more stream needs no results of the op any more.
+    /// Notes that one more stream no longer needs results of the op.
     pub(super) const fn leave_stream(&mut self) {
         self.streams_left -= 1;
     }
@@ -128,7 +128,7 @@ impl Op {
         self.is_in_flight() && self.streams_left == 0
     }
 
-    /// Notes an error that the op fails with at its end. Only the first one counts.
+    /// Notes an error with which the op fails at its end. Later errors have no effect.
     pub(super) fn note_error(&mut self, error: OpError) {
         self.error.get_or_insert(error);
     }
@@ -144,13 +144,14 @@ impl Op {
         self.error.take().map_or(Ok(()), Err)
     }
 
-    /// Notes that a result of a shard lacks the first `ranks` ranks that its aggregator lost.
+    /// Notes that a result of a shard lacks the first `ranks` ranks that the shard's aggregator
+    /// lost.
     #[inline]
     pub(super) fn note_absent(&mut self, shard: u8, ranks: usize) {
         self.absent.note(shard, ranks);
     }
 
-    /// Returns the ranks that the results lack; `None` while the name of one is unknown.
+    /// Returns the ranks that the results lack; `None` while any of them is unknown.
     pub(super) fn absent(&self, paths: &[Path]) -> Option<Vec<Rank>> {
         self.absent.names(paths)
     }
@@ -167,7 +168,7 @@ impl Op {
         self.streams_left = 0;
     }
 
-    /// Returns whether the op was in flight when the job moved.
+    /// Returns whether the op was in flight or kept when the job moved.
     #[inline]
     pub(super) const fn is_resumed(&self) -> bool {
         self.resumed

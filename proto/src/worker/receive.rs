@@ -1,4 +1,4 @@
-//! The worker's handling of the aggregator's datagrams.
+//! Handles the datagrams that a worker receives from the aggregator.
 
 use super::Worker;
 use crate::descriptor::Descriptor;
@@ -14,7 +14,7 @@ use crate::wire::{Disagreement, Flags, Header, Kind, MissingRanks, NackEntries};
 /// The outcome of a datagram, and what happens to its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The driver writes the body to its place in the tensor.
+    /// The driver must write the body to its place in the tensor.
     Deliver(Delivery),
     /// The fragment had arrived before.
     Duplicate,
@@ -27,7 +27,7 @@ pub enum Verdict {
 /// A fragment of a window's packed sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Delivery {
-    /// The shard that sent it.
+    /// The shard that sent the fragment.
     pub shard: u8,
     /// The window.
     pub window: WindowId,
@@ -37,19 +37,20 @@ pub struct Delivery {
     pub geometry: Geometry,
     /// The blocks that the packed payload holds.
     pub mask: u64,
-    /// Bytes of the whole packed payload.
+    /// The length of the whole packed payload, in bytes.
     pub len: usize,
     /// How the payload is cut.
     pub cut: Fragmentation,
     /// The fragment's number.
     pub fragment: u8,
-    /// Whether this fragment completes the window. Once it is written, the driver calls
-    /// [`Worker::handle_delivered`].
+    /// Whether this fragment completes the window. If so, the driver must write the fragment and
+    /// then call [`Worker::handle_delivered`].
     pub complete: bool,
 }
 
 impl Worker {
-    /// Handles a datagram of one message. `congested` says that it carried an ECN congestion mark.
+    /// Handles a datagram of one message. `congested` says whether it carried an ECN congestion
+    /// mark.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -59,12 +60,12 @@ impl Worker {
     ) -> Verdict {
         match Header::decode(datagram) {
             Ok((header, body)) => self.handle_decoded(now, &header, body, congested, observer),
-            Err(reject) => self.reject(reject, observer),
+            Err(reject) => rejected(reject, observer),
         }
     }
 
-    /// Handles one message of a datagram whose header the driver has decoded. Does not read the
-    /// body of a result: the driver may receive it after the verdict, directly into its place.
+    /// Handles a message whose header the driver has decoded. Does not read the body of a result,
+    /// so the driver may receive the body after the verdict, directly into its place.
     pub fn handle_decoded(
         &mut self,
         now: Time,
@@ -74,20 +75,9 @@ impl Worker {
         observer: &mut impl Observer,
     ) -> Verdict {
         match self.handle(now, header, body, congested, observer) {
-            Err(reject) => self.reject(reject, observer),
-            Ok(Verdict::Duplicate) => {
-                self.counters.duplicates += 1;
-                Verdict::Duplicate
-            }
             Ok(verdict) => verdict,
+            Err(reject) => rejected(reject, observer),
         }
-    }
-
-    /// Counts a datagram that changed nothing.
-    pub fn reject(&mut self, reject: Reject, observer: &mut impl Observer) -> Verdict {
-        self.counters.rejects.count(reject);
-        observer.on_event(&Event::Rejected(reject));
-        Verdict::Reject(reject)
     }
 
     fn handle(
@@ -127,8 +117,8 @@ impl Worker {
         }
     }
 
-    /// Checks that the datagram comes from this job's aggregator and belongs to one of its streams.
-    /// Returns the stream's index.
+    /// Checks that the datagram comes from this job's aggregator and belongs to a stream of the
+    /// job. Returns the stream's index.
     fn check_identity(&self, header: &Header) -> Result<usize, Reject> {
         // wire: W-10
         if header.lane >= self.config.lanes || header.shard >= self.config.shards {
@@ -168,7 +158,7 @@ impl Worker {
             observer.on_event(&Event::Duplicate { from, window, fragment });
             return Ok(Verdict::Duplicate);
         };
-        self.heard = now;
+        self.last_received = now;
         let mut held = false;
         if let Some(op) = self.op_mut(window.op) {
             // wire: W-62
@@ -179,8 +169,8 @@ impl Worker {
             }
         }
         if held {
-            // Other ranks lacked this sum. This rank has it, and the caller may have taken the
-            // tensor back.
+            // The sum was sent for ranks that lacked it. This rank has the sum and must not write
+            // it again, because the caller may have taken the tensor back.
             if complete {
                 self.settle_results(now, at, observer);
             }
@@ -194,7 +184,7 @@ impl Worker {
     }
 
     /// Notes that the driver has written a delivery that completes its window. Schedules an
-    /// acknowledgement and asks for results that must have been lost.
+    /// acknowledgement, and a nack for results that must have been lost.
     pub fn handle_delivered(
         &mut self,
         now: Time,
@@ -216,7 +206,7 @@ impl Worker {
         stream.nack_lost(now, &self.paths[usize::from(stream.shard())].nacks);
     }
 
-    /// Frees what was in flight of a stream for windows that need no result any more.
+    /// Frees what a stream had in flight for windows that no longer need a result.
     fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
         stream.release(now, &mut self.paths[usize::from(stream.shard())]);
@@ -245,9 +235,9 @@ impl Worker {
         let stream = &mut self.streams[at];
         let nacks = &mut self.paths[usize::from(stream.shard())].nacks;
         let left = stream.handle_wait(now, end, missing, nacks);
-        // wire: W-61
-        // The ranks below a relay decide themselves what the departure means.
-        if !left.is_empty() && self.config.relay.is_none() {
+        // wire: W-61 A child aggregator takes no action: the ranks below it decide what the
+        // departure of a rank means.
+        if !left.is_empty() && self.config.child.is_none() {
             self.handle_peers_lost(&left, Loss::Left, observer);
         }
         Ok(Verdict::Control)
@@ -262,7 +252,7 @@ impl Worker {
         observer: &mut impl Observer,
     ) -> Result<Verdict, Reject> {
         let Disagreement { one, other } = Disagreement::decode(body)?;
-        self.note_failure_heard(op);
+        self.note_failure_confirmed(op);
         // wire: W-41
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
         // Results of later ops may have waited for this op.
@@ -271,4 +261,10 @@ impl Worker {
         }
         Ok(Verdict::Control)
     }
+}
+
+/// Reports a rejected datagram to the observer.
+fn rejected(reject: Reject, observer: &mut impl Observer) -> Verdict {
+    observer.on_event(&Event::Rejected(reject));
+    Verdict::Reject(reject)
 }

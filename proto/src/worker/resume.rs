@@ -1,10 +1,10 @@
 //! Failover: moves a job to another aggregator, even in the middle of its ops.
 //!
-//! Some windows in flight have their sums here and others do not. For windows without a sum, the
-//! tensor still holds this rank's share. For the other windows no second copy of the share is
-//! needed: a rank that has the sum sends it in place of all shares. So every rank ends with the
-//! same bits as if the job had not moved. An ended op is kept as long as another rank may lack some
-//! of its results: the driver keeps the last few sums (wire: W-63).
+//! When the job moves, the sums of some windows in flight have arrived, and those of others have
+//! not. If a window's sum has not arrived, the tensor still holds this rank's share. If it has
+//! arrived, the share is no longer needed: a rank that has the sum sends it in place of all shares.
+//! So every rank ends with the same bits as if the job had not moved. An ended op, and the driver's
+//! copy of its sums, are kept as long as another rank may lack some of its results (wire: W-63).
 
 use alloc::vec::Vec;
 
@@ -16,8 +16,7 @@ use crate::observer::Observer;
 use crate::time::Time;
 
 impl Worker {
-    /// Returns the oldest op that some rank may not have all results of. No rank needs the ops
-    /// before it.
+    /// Returns the oldest op whose results some rank may lack. No rank needs earlier ops.
     #[must_use]
     pub fn first_kept(&self) -> OpId {
         self.ops.front().map_or(OpId(self.next_op), Op::id)
@@ -32,8 +31,8 @@ impl Worker {
             && self.streams.iter().any(|stream| stream.lane() == lane && stream.has(op.id()))
     }
 
-    /// Returns the windows of an op whose non-zero sums are here and that another rank may lack:
-    /// for each, the index in the tensor and the mask of its blocks.
+    /// Returns the windows of an op whose non-zero sums this rank has and another rank may lack.
+    /// Each item is the window's index in the tensor and the mask of its blocks.
     pub fn windows_to_keep(&self, op: OpId) -> impl Iterator<Item = (u32, u64)> + '_ {
         let op = self.op(op).filter(|op| !op.has_failed());
         let lane = op.map(|op| op.descriptor().lane);
@@ -66,14 +65,14 @@ impl Worker {
         self.end("no aggregator is left", observer);
     }
 
-    /// Continues at other aggregators with the grants in `config`. Its `first_op` is the greatest
-    /// [`Self::first_kept`] of all ranks. The driver has restored this rank's share of windows
-    /// whose sums have arrived only in part.
+    /// Continues at other aggregators with the grants in `config`. `config.first_op` is the
+    /// greatest [`Self::first_kept`] of all ranks. If only a part of a window's sum has arrived,
+    /// the driver must restore this rank's share of the window first.
     ///
     /// # Panics
-    /// Panics if the worker may not move.
+    /// Panics if [`Config::may_move`] was false until now.
     pub fn resume(&mut self, config: Config, now: Time, observer: &mut impl Observer) {
-        assert!(self.config.may_move, "sums were not kept");
+        assert!(self.config.may_move, "the job may not move, so no sums were kept");
         self.forget_shards(observer);
         // Other ranks are done with these ops, so no aggregator will send their results.
         let late = |op: &&Op| op.id() < config.first_op && op.is_in_flight();
@@ -87,7 +86,7 @@ impl Worker {
         self.streams = config.streams(now, ops.len());
         self.paths = config.paths();
         self.turn = 0;
-        self.heard = now;
+        self.last_received = now;
         for op in ops.iter_mut().filter(|op| !op.has_failed()) {
             op.resume();
             self.enter(now, op);
@@ -96,8 +95,8 @@ impl Worker {
         (0..config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
-    /// Saves the op state that only the old shards hold. Ends the ops that have all results and
-    /// that waited only for the name of a lost rank.
+    /// Saves in the ops what was recorded only for the old shards. Ends the ops that have all their
+    /// results, if it is known which ranks these lack.
     fn forget_shards(&mut self, observer: &mut impl Observer) {
         let mut ops = core::mem::take(&mut self.ops);
         for op in ops.iter_mut().filter(|op| !op.has_failed()) {
@@ -108,17 +107,16 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Passes over ops that were in flight when the job moved, once the credit has passed them. An
-    /// op that every rank has ended has no more results. An op that only other ranks have ended
-    /// gets none here, and fails.
+    /// Passes over ops from before the move once the credit has passed them, since no more results
+    /// will arrive for them. An op that is still in flight at this rank fails.
     pub(super) fn pass_ended(&mut self, at: usize, observer: &mut impl Observer) {
         while let Some(id) = self.streams[at].acknowledged_op() {
             let Some(op) = self.op_mut(id).filter(|op| op.is_resumed() && !op.has_failed()) else {
                 return;
             };
             if op.is_in_flight() {
-                // Other ranks dropped this op although it gave no result: they learned that it
-                // failed before the move.
+                // Other ranks dropped this op without a result: they learned before the move that
+                // it had failed.
                 self.fail(id, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
             } else {
                 op.leave_stream();
@@ -127,8 +125,8 @@ impl Worker {
         }
     }
 
-    /// Records for every window of an op whether its sum is here. A window that every rank has gets
-    /// an empty mask, since no rank needs its sum.
+    /// Records for every window of an op whether its sum has arrived. If every rank has the sum of
+    /// a window, the window's mask becomes empty, since no rank needs the sum.
     fn settle_windows(&self, op: &mut Op) {
         let (shards, windows) = (self.config.shards, op.geometry().windows());
         for shard in 0..shards {
@@ -149,5 +147,5 @@ impl Worker {
     }
 }
 
-/// The reason for ending an op if only other ranks learned that it failed.
+/// The reason for ending an op that, before the job moved, only other ranks knew to have failed.
 pub(super) const FAILED_BEFORE: &str = "the op failed before the job moved";

@@ -1,6 +1,7 @@
-//! One stream of a worker: one lane at one shard. Each part of it is a machine of its own:
+//! One stream of a worker: one lane at one shard. Each of its parts is a separate state machine:
 //!
-//! - [`Progress`] holds the ops and the positions that the stream has reached with their windows;
+//! - [`Progress`] holds the ops, and the positions up to which windows are scanned, opened, sent
+//!   and summed;
 //! - [`Opens`], [`InFlight`] and [`Acks`] decide what to send;
 //! - [`Results`] holds what has arrived, and finds what must have been lost;
 //! - [`Probes`] and [`Backoff`] decide when to probe, and when to nack again.
@@ -37,9 +38,9 @@ use crate::waited::Waited;
 /// A nack that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Nack {
-    /// Results must have been lost.
+    /// Requests results that must have been lost.
     Lost,
-    /// Nothing arrives.
+    /// Probes the aggregator, because nothing arrives.
     Probe,
 }
 
@@ -61,7 +62,7 @@ pub(super) struct Stream {
     density: Density,
     /// The ranks that the stream waits for.
     waited: Waited,
-    /// Whether results arrive with congestion marks that have not been reported to the aggregator.
+    /// Whether there are congestion marks to report to the aggregator.
     congested: bool,
     /// Whether sums are kept until every rank has them.
     keeps: bool,
@@ -74,8 +75,9 @@ impl Stream {
     pub(super) fn new(lane: u8, shard: u8, config: &Config, kept_ops: usize, now: Time) -> Self {
         let slots = config.pool_slots.max(1) as usize;
         let pool = u64::from(config.pool_slots.max(1));
-        // Room for the ops in flight; for ops between credit and cursor, each of which has a result
-        // in a slot; and for the last op, which stays even if it failed.
+        // There must be room for the ops in flight, for the ops between credit and cursor, and for
+        // the last op, which stays even if it failed. The ops between credit and cursor number at
+        // most `slots`, since each has a result in a slot.
         let ops = usize::from(config.max_ops) + slots + 1;
         Self {
             lane,
@@ -111,7 +113,7 @@ impl Stream {
         self.progress.has_room_for(ops)
     }
 
-    /// Appends an op. The caller has checked that there is room.
+    /// Appends an op. The caller must have checked that there is room.
     pub(super) fn push(&mut self, now: Time, op: OpId, descriptor: &Descriptor, stripe: Stripe) {
         if self.progress.cursor() == self.progress.ops().end() {
             self.probes.note_progress(now);
@@ -119,7 +121,8 @@ impl Stream {
         self.progress.push(op, descriptor, stripe);
     }
 
-    /// Notes that more windows are scanned; `scanned_of` returns how many windows of an op are.
+    /// Notes that more windows are scanned; `scanned_of` returns how many windows of an op are
+    /// scanned.
     pub(super) fn note_scanned(&mut self, scanned_of: impl Fn(OpId) -> u32) {
         self.progress.note_scanned(scanned_of);
     }
@@ -142,32 +145,35 @@ impl Stream {
         self.waited.ranks(now)
     }
 
-    /// Returns when [`Self::handle_timeout`] is due. `heard` is when the last result of any stream
-    /// arrived.
-    pub(super) fn timeout(&self, path: &Path, heard: Time) -> Time {
+    /// Returns the time at which [`Self::handle_timeout`] is due. `last_received` is the time at
+    /// which the last result of any stream arrived.
+    pub(super) fn timeout(&self, path: &Path, last_received: Time) -> Time {
         let awaits = self.progress.awaits();
-        let probe =
-            if self.nack.is_none() { self.probe_due(path, heard, awaits) } else { Time::NEVER };
+        let probe = if self.nack.is_none() {
+            self.probe_due(path, last_received, awaits)
+        } else {
+            Time::NEVER
+        };
         probe.min(self.acks.timeout(awaits))
     }
 
     /// Queues the probe and the acknowledgement that are due.
-    pub(super) fn handle_timeout(&mut self, now: Time, path: &Path, heard: Time) {
+    pub(super) fn handle_timeout(&mut self, now: Time, path: &Path, last_received: Time) {
         let awaits = self.progress.awaits();
         self.acks.handle_timeout(now, awaits);
         // wire: W-39, W-63
-        if self.probe_due(path, heard, awaits) <= now {
+        if self.probe_due(path, last_received, awaits) <= now {
             self.nack = Some(Nack::Probe);
             self.probes.note_due(now);
         }
     }
 
-    /// Returns when to probe. The stream probes while it awaits results, or keeps sums that some
-    /// rank may lack.
-    fn probe_due(&self, path: &Path, heard: Time, awaits: bool) -> Time {
+    /// Returns the time of the next probe. The stream probes while it awaits results, or keeps sums
+    /// that some rank may lack.
+    fn probe_due(&self, path: &Path, last_received: Time, awaits: bool) -> Time {
         let is_unsettled = self.keeps && self.progress.low() < self.progress.cursor();
         if awaits || is_unsettled {
-            self.probes.due(path, heard, awaits, self.backoff.pause())
+            self.probes.due(path, last_received, awaits, self.backoff.pause())
         } else {
             Time::NEVER
         }

@@ -3,7 +3,7 @@
 
 use alloc::vec::Vec;
 
-use super::{Op, Relay, Share, Transmit, Worker};
+use super::{ChildShard, Op, Share, Transmit, Worker};
 use crate::descriptor::Descriptor;
 use crate::error::{OpError, SubmitError};
 use crate::ids::{OpId, Rank, WindowId};
@@ -17,28 +17,29 @@ pub(super) struct Failure {
     op: OpId,
     lane: u8,
     why: Disagreement,
-    /// When the failure was last sent.
-    said_at: Option<Time>,
+    /// The time at which the failure was last sent.
+    sent_at: Option<Time>,
 }
 
 impl Failure {
-    /// Returns when to send the failure again. It repeats until the parent sends a fail as well.
+    /// Returns the time at which to send the failure again. The worker repeats the failure until
+    /// the parent confirms it with a fail.
     pub(super) fn due(&self) -> Time {
-        self.said_at.map_or(Time(0), |at| at + Self::PATIENCE)
+        self.sent_at.map_or(Time(0), |at| at + Self::PATIENCE)
     }
 
     const PATIENCE: Span = Span::from_millis(10);
 }
 
-/// The ranks that ops wait for below, to report to the parent.
+/// The ranks below that ops wait for, to be reported to the parent.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     /// The lane that [`Worker::poll_waits`] returns next.
     lane: Option<u8>,
-    /// The lane of the wait in `said`, until it is sent.
+    /// The lane whose wait `awaited` holds; `None` once it is sent.
     of: Option<u8>,
-    said: Vec<(Rank, Span)>,
-    said_at: Time,
+    awaited: Vec<(Rank, Span)>,
+    sent_at: Time,
 }
 
 impl Waits {
@@ -48,7 +49,7 @@ impl Waits {
 
 impl Worker {
     /// Starts an op under the number that it has at the ranks below. Its windows count as scanned
-    /// when their contributions are folded. Ops of different lanes may start in any order.
+    /// once their contributions are folded. Ops of different lanes may start in any order.
     ///
     /// # Errors
     /// Returns the same errors as [`Self::submit`].
@@ -70,7 +71,7 @@ impl Worker {
         ops.map(|op| (op.id(), op.descriptor().lane))
     }
 
-    /// Drops an op that no rank below needs any more.
+    /// Drops an op that the ranks below no longer need.
     pub fn drop_sum(&mut self, op: OpId, observer: &mut impl Observer) {
         self.fail(op, OpError::Ended { why: "the ranks dropped the op".into() }, observer);
     }
@@ -82,20 +83,20 @@ impl Worker {
         let lane = if one.1.lane < self.config.lanes { one.1.lane } else { 0 };
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
         if self.failures.len() < usize::from(self.config.max_ops) {
-            self.failures.push(Failure { op, lane, why, said_at: None });
+            self.failures.push(Failure { op, lane, why, sent_at: None });
         }
     }
 
     /// Stops reporting the failure of an op, since the parent has confirmed it.
-    pub(super) fn note_failure_heard(&mut self, op: OpId) {
+    pub(super) fn note_failure_confirmed(&mut self, op: OpId) {
         self.failures.retain(|failure| failure.op != op);
     }
 
     /// Writes a fail for an op that failed below.
     pub(super) fn write_failure(&mut self, now: Time, out: &mut [u8]) -> Option<Transmit> {
-        let Relay { shard, .. } = self.config.relay?;
+        let ChildShard { shard, .. } = self.config.child?;
         let failure = self.failures.iter_mut().find(|failure| failure.due() <= now)?;
-        failure.said_at = Some(now);
+        failure.sent_at = Some(now);
         let Failure { op, lane, why, .. } = *failure;
         why.encode(out.get_mut(Header::LEN..)?.first_chunk_mut()?);
         let at = self.config.stream(lane, shard);
@@ -103,8 +104,8 @@ impl Worker {
         Some(self.finish(at, header, Disagreement::LEN, out))
     }
 
-    /// Returns the next lane to report waits of, if a report is due. The driver answers with
-    /// [`Self::say_waits`], and polls until `None`.
+    /// Returns the next lane whose awaited ranks the driver must report, if a report is due. The
+    /// driver must answer with [`Self::queue_waits`], and poll until `None`.
     pub fn poll_waits(&mut self) -> Option<u8> {
         let (lane, lanes) = (self.waits.lane?, self.config.lanes);
         if self.waits.of.is_some() {
@@ -115,34 +116,34 @@ impl Worker {
         Some(lane)
     }
 
-    /// Queues a wait to the parent: the ranks that a lane waits for below, and how long each has
+    /// Queues a wait to the parent: the ranks below that a lane waits for, and how long each has
     /// been silent.
-    pub fn say_waits(&mut self, lane: u8, ranks: impl Iterator<Item = (Rank, Span)>) {
-        let Waits { said, .. } = &mut self.waits;
-        said.clear();
-        said.extend(ranks.take(MissingRanks::MAX));
-        self.waits.of = (!self.waits.said.is_empty()).then_some(lane);
+    pub fn queue_waits(&mut self, lane: u8, ranks: impl Iterator<Item = (Rank, Span)>) {
+        let Waits { awaited, .. } = &mut self.waits;
+        awaited.clear();
+        awaited.extend(ranks.take(MissingRanks::MAX));
+        self.waits.of = (!self.waits.awaited.is_empty()).then_some(lane);
     }
 
-    /// Returns when the next report of the awaited ranks below is due.
+    /// Returns the time at which the next report of the awaited ranks below is due.
     pub(super) fn waits_due(&self) -> Time {
-        let any = self.config.relay.is_some() && self.sums().next().is_some();
-        if any { self.waits.said_at + Waits::PATIENCE } else { Time::NEVER }
+        let any = self.config.child.is_some() && self.sums().next().is_some();
+        if any { self.waits.sent_at + Waits::PATIENCE } else { Time::NEVER }
     }
 
     pub(super) fn note_waits_due(&mut self, now: Time) {
         if self.waits_due() <= now {
-            self.waits.said_at = now;
+            self.waits.sent_at = now;
             self.waits.lane = Some(0);
         }
     }
 
     /// Writes a wait that names the awaited ranks below.
     pub(super) fn write_waits(&mut self, out: &mut [u8]) -> Option<Transmit> {
-        let (Relay { shard, .. }, lane) = (self.config.relay?, self.waits.of.take()?);
+        let (ChildShard { shard, .. }, lane) = (self.config.child?, self.waits.of.take()?);
         let at = self.config.stream(lane, shard);
         let len =
-            MissingRanks::encode(self.waits.said.iter().copied(), out.get_mut(Header::LEN..)?);
+            MissingRanks::encode(self.waits.awaited.iter().copied(), out.get_mut(Header::LEN..)?);
         let header = self.header(at, Kind::Wait);
         Some(self.finish(at, header, len, out))
     }

@@ -21,7 +21,7 @@ fn config() -> Config {
         first_op: OpId(0),
         may_move: false,
         acks_at_rest: false,
-        relay: None,
+        child: None,
     }
 }
 
@@ -63,7 +63,8 @@ fn submit(worker: &mut Worker, masks: &[u64]) -> OpId {
     worker.submit_scanned(Time(0), descriptor, masks.to_vec(), Span::from_secs(1)).unwrap()
 }
 
-/// Delivers the one-block result of a window, while no rank has acknowledged any window of the op.
+/// Delivers a one-block result of a window. Its header says that the credit is still at the op's
+/// first window.
 fn arrive(worker: &mut Worker, window: WindowId, previous: u32) {
     let header = Header {
         kind: Kind::Result,
@@ -111,7 +112,7 @@ fn an_op_that_is_scanned_already_is_opened_once_the_one_before_it_failed() {
 #[test]
 fn a_run_of_empty_windows_does_not_hold_up_the_scan() {
     const WINDOWS: u32 = 5000;
-    // Data in no window, in the first, and in the last.
+    // The cases are data in no window, in the first, and in the last.
     for filled in [None, Some(0), Some(WINDOWS - 1)] {
         let mut worker = worker();
         let large = Descriptor::sum(u64::from(WINDOWS) * 60 * 256, DType::F32);
@@ -122,7 +123,7 @@ fn a_run_of_empty_windows_does_not_hold_up_the_scan() {
             scanned += 1;
             opened(&mut worker);
         }
-        assert_eq!(scanned, WINDOWS, "with data in {filled:?}");
+        assert_eq!(scanned, WINDOWS, "with data in window {filled:?}");
     }
 }
 
@@ -136,7 +137,7 @@ fn an_op_that_all_have_ended_elsewhere_is_passed_over_before_it_is_opened_again(
     };
     let first = submit(&mut worker);
     assert_eq!(opened(&mut worker), [first]);
-    let said = |kind, ack| Header {
+    let header = |kind, ack| Header {
         kind,
         window: WindowId::new(first, 0),
         ack: WindowId::new(ack, 0),
@@ -146,13 +147,13 @@ fn an_op_that_all_have_ended_elsewhere_is_passed_over_before_it_is_opened_again(
         ..Header::ping(JobId(1), Generation(0), 0)
     };
     let verdict =
-        worker.handle_decoded(Time(1), &said(Kind::Result, first), &[0; 4], false, &mut ());
+        worker.handle_decoded(Time(1), &header(Kind::Result, first), &[0; 4], false, &mut ());
     let Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
     worker.handle_delivered(Time(1), &delivery, &mut ());
     assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
     assert_eq!(worker.first_kept(), first);
     worker.resume(config, Time(2), &mut ());
-    worker.handle_decoded(Time(3), &said(Kind::Credit, OpId(1)), &[], false, &mut ());
+    worker.handle_decoded(Time(3), &header(Kind::Credit, OpId(1)), &[], false, &mut ());
     assert!(worker.is_idle());
     let second = submit(&mut worker);
     assert_eq!(opened(&mut worker), [second]);
@@ -165,14 +166,16 @@ fn windows_of_zeros_count_for_acknowledgements_as_they_do_for_the_pool() {
     assert_eq!(opened(&mut worker), [op]);
     arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
     assert_eq!(acknowledged(&mut worker), None);
-    // This window belongs to another rank. With it, more than a quarter of the pool is done.
+    // Only another rank contributes to this window. With it, more than a quarter of the pool is
+    // done.
     arrive(&mut worker, WindowId::new(op, 5), 0);
     assert_eq!(acknowledged(&mut worker), Some(6));
 }
 
 #[test]
 fn a_rank_that_the_pool_stops_acknowledges_at_once() {
-    // The test receives less than a quarter of the pool, so only the missing slot triggers the ack.
+    // The results fill less than a quarter of the pool, so only the lack of a slot triggers the
+    // ack.
     let mut worker = Worker::new(Config { pool_slots: 16, ..config() }, Time(0));
     let mut masks = [0; 20];
     (masks[0], masks[17]) = (1, 1);

@@ -22,12 +22,12 @@ pub enum Transmit {
     Data(DataFragments),
 }
 
-/// Fragments of a window's packed non-zero blocks, which the driver gathers from the tensor.
+/// Fragments of a window's packed non-zero blocks, which the driver must gather from the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataFragments {
     /// The shard that the fragments go to.
     pub shard: u8,
-    /// Bytes of the whole packed payload.
+    /// The length of the whole packed payload, in bytes.
     pub len: usize,
     /// How the payload is cut.
     pub cut: Fragmentation,
@@ -41,9 +41,10 @@ pub struct DataFragments {
 }
 
 impl Worker {
-    /// Returns the next thing to send. Lanes go in priority order and shards in turn, so that all
+    /// Returns what to send next. Takes lanes in priority order and shards in turn, so that all
     /// shards stay busy even if the driver cannot send everything at once. Writes datagrams into
-    /// `out`, which has room for one of the job's datagrams. The driver polls until `None`.
+    /// `out`, which must have room for one of the job's datagrams. The driver must poll until
+    /// `None`.
     pub fn poll_transmit(
         &mut self,
         now: Time,
@@ -70,7 +71,7 @@ impl Worker {
         })
     }
 
-    /// Writes an open: one that was asked for again, or the next stretch.
+    /// Writes an open: one that the aggregator requested again, or the next stretch.
     fn write_open(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
         let stream = &mut self.streams[at];
         let (entry, range) = stream.poll_open()?;
@@ -91,10 +92,9 @@ impl Worker {
         Some(self.finish(at, header, len, out))
     }
 
-    /// Returns the next fragments to send again, as the aggregator asked.
+    /// Returns the next fragments that the aggregator requested again.
     fn repeat(&mut self, at: usize, observer: &mut impl Observer) -> Option<Transmit> {
         let (window, fragments) = self.streams[at].poll_repeat()?;
-        self.counters.fragments_again += u64::from(fragments.count_ones());
         observer.on_event(&Event::Again { window, fragments });
         Some(self.data(at, window, fragments, Flags::AGAIN))
     }
@@ -122,7 +122,7 @@ impl Worker {
         }
     }
 
-    /// Notes that a window was sent, or is empty, so that more windows are scanned.
+    /// Notes that a window was sent or is empty, so that more windows can be scanned.
     fn note_passed(&mut self, window: WindowId) {
         if let Some(op) = self.op_mut(window.op) {
             op.share_mut().pass(window.index);
@@ -154,11 +154,10 @@ impl Worker {
         let nack = stream.poll_nack()?;
         let nacks = &self.paths[usize::from(stream.shard())].nacks;
         let len = stream.write_nack(now, nack, nacks, out.get_mut(Header::LEN..)?)?;
-        self.counters.asks += 1;
-        self.counters.probes += u64::from(nack == Nack::Probe);
         let header = self.header(at, Kind::Nack);
         let window = header.ack;
-        observer.on_event(&Event::Nacked { of: Rank::AGGREGATOR, from: window });
+        let probe = nack == Nack::Probe;
+        observer.on_event(&Event::Nacked { of: Rank::AGGREGATOR, from: window, probe });
         Some(self.finish(at, Header { window, ..header }, len, out))
     }
 

@@ -29,8 +29,8 @@ fn what_is_not_of_the_job_is_rejected_by_the_reason() {
     ] {
         assert_eq!(shard.reject(&datagram(bad, &[])), reject);
     }
-    assert_eq!(shard.machine.counters().rejects.total(), 7);
-    assert_eq!(shard.said(), []);
+    assert_eq!(shard.events.rejects.total(), 7);
+    assert_eq!(shard.sent(), []);
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn data_needs_an_open_that_says_it_comes() {
     // wire: W-27
     let mut shard = Shard::new();
     assert_eq!(shard.reject(&block(0, window(0, 0))), Reject::Unopened);
-    let (to, header, body) = shard.says();
+    let (to, header, body) = shard.sent_one();
     assert_eq!((to, header.kind), (Recipient::Rank(Rank(0)), Kind::Nack));
     assert_eq!(entries(&body), everything_from(window(0, 0)));
 
@@ -105,15 +105,15 @@ fn windows_are_folded_in_order_and_whole() {
     let mut shard = Shard::new();
     shard.take(&open(0, 0, 0, &sum(2), None, &[true, true]));
     shard.store(&block(0, window(0, 0)));
-    assert!(shard.fold().is_none(), "the other rank may owe it");
+    assert!(shard.fold().is_none(), "the other rank may owe the window");
     shard.take(&open(1, 0, 0, &sum(2), None, &[false, true]));
     shard.store(&block(1, window(0, 1)));
     assert_eq!(shard.fold().map(|fold| fold.window), Some(window(0, 0)));
-    assert!(shard.fold().is_none(), "rank 0 owes the next");
+    assert!(shard.fold().is_none(), "rank 0 owes the next window");
     let two_blocks = Header { mask: 0b11, ..header(Kind::Data, Rank(0)) };
     let two_blocks = Header { window: window(0, 1), ..two_blocks };
     shard.store(&datagram(Header { fragment: 1, ..two_blocks }, &[0; 1024]));
-    assert!(shard.fold().is_none(), "half of it is missing");
+    assert!(shard.fold().is_none(), "half of the window is missing");
     shard.store(&datagram(two_blocks, &[0; 1024]));
     let fold = shard.fold().unwrap();
     assert_eq!((fold.window, fold.union), (window(0, 1), 0b11));
@@ -134,7 +134,7 @@ fn results_are_of_windows_that_somebody_owes_and_of_the_last() {
     assert_eq!(shard.fold().map(|fold| (fold.window, fold.union)), Some((window(0, 4), 0)));
     shard.complete(0, window(1, 0));
     let links: Vec<_> = shard
-        .said()
+        .sent()
         .iter()
         .map(|(to, header, _)| {
             assert_eq!((*to, header.kind), (Recipient::All, Kind::Result));
@@ -167,11 +167,11 @@ fn a_result_is_kept_until_every_rank_acknowledged_it() {
     for index in 4..7 {
         shard.finish(window(0, index));
     }
-    let lows: Vec<_> = shard.said().iter().map(|(_, header, _)| header.ack).collect();
+    let lows: Vec<_> = shard.sent().iter().map(|(_, header, _)| header.ack).collect();
     assert_eq!(lows, [window(0, 3); 7]);
     let lost = [NackEntry { window: window(0, 5), fragments: 1 }];
     shard.take(&nack(0, window(0, 3), &lost));
-    let (to, header, fragments) = shard.says();
+    let (to, header, fragments) = shard.sent_one();
     assert_eq!((to, header.window), (Recipient::Rank(Rank(0)), window(0, 5)));
     assert!(header.flags.has(Flags::AGAIN));
     assert_eq!(fragments, 1u64.to_be_bytes());
@@ -179,10 +179,10 @@ fn a_result_is_kept_until_every_rank_acknowledged_it() {
     shard.take(&ack(0, window(0, 7)));
     shard.take(&ack(1, window(0, 7)));
     shard.take(&ack(1, window(0, 2)));
-    let (to, header, _) = shard.says();
+    let (to, header, _) = shard.sent_one();
     assert_eq!((to, header.kind, header.ack), (Recipient::All, Kind::Credit, window(0, 7)));
     shard.take(&nack(0, window(0, 3), &lost));
-    assert!(shard.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
+    assert!(shard.sent().iter().all(|(_, header, _)| header.kind != Kind::Result));
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn what_came_before_changes_nothing() {
     }
     assert_eq!(shard.reject(&block(0, window(0, 1))), Reject::Stale);
     assert_eq!(shard.reject(&open(0, 0, 0, &sum(2), None, &[true; 2])), Reject::Stale);
-    assert_eq!(shard.machine.counters().folds, 2);
+    assert_eq!(shard.events.folds, 2);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use racksum_proto::wire::{Disagreement, MissingRanks, NackEntry};
 use racksum_proto::worker::Verdict;
 use racksum_proto::worker::{Config, Worker};
 
-use crate::rank::{Machine, Said, disagreement, fail, nack, result, sum, wait};
+use crate::rank::{Machine, Sent, disagreement, fail, nack, result, sum, wait};
 use crate::support::{TIMEOUT, window, worker};
 
 #[test]
@@ -19,22 +19,22 @@ fn silence_is_probed_until_the_op_times_out() {
     // wire: W-39
     let mut rank = Machine::new();
     rank.start(&[true; 2]);
-    rank.said();
+    rank.sent();
     let mut last = Time(0);
     let mut longest = Span::ZERO;
     while rank.machine.poll_timeout() < Time(0) + TIMEOUT {
         rank.now = rank.machine.poll_timeout();
-        rank.machine.handle_timeout(rank.now, &mut ());
+        rank.machine.handle_timeout(rank.now, &mut rank.events);
         let (header, entries) = rank.nacks();
         assert_eq!(header.window, window(0, 0));
         assert_eq!(entries, [NackEntry { window: window(0, 0), fragments: 0 }]);
-        assert!(rank.now.since(last) >= longest, "patience grows");
+        assert!(rank.now.since(last) >= longest, "the pause before a probe never shrinks");
         longest = rank.now.since(last);
         last = rank.now;
     }
-    assert!(rank.machine.counters().probes > 3);
+    assert!(rank.events.probes > 3);
     rank.now = rank.machine.poll_timeout();
-    rank.machine.handle_timeout(rank.now, &mut ());
+    rank.machine.handle_timeout(rank.now, &mut rank.events);
     let outcome = rank.machine.poll_outcome().unwrap();
     let Err(OpError::Timeout { op, after, .. }) = outcome.result else { panic!("{outcome:?}") };
     assert_eq!((op, after), (OpId(0), TIMEOUT));
@@ -44,7 +44,7 @@ fn silence_is_probed_until_the_op_times_out() {
 fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
     let mut rank = Machine::new();
     rank.start(&[true; 2]);
-    rank.said();
+    rank.sent();
     rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_millis(9))]));
     // The result arrives, so rank 1's data is not missing after all.
     rank.deliver(&result(window(0, 0), None));
@@ -55,40 +55,44 @@ fn a_timeout_names_the_ranks_that_are_waited_for_and_no_others() {
     };
     assert_eq!(missing(&mut rank), []);
 
-    // Results are lost on the way to this rank, which is not another rank's fault.
+    // Results are lost on the way to this rank, so no other rank is to blame.
     let mut rank = Machine::new();
     rank.start(&[true; 2]);
-    rank.said();
+    rank.sent();
     rank.take(&wait(window(0, 2), &[(Rank(1), Span::from_millis(9))]));
     rank.expire_ops();
     assert_eq!(missing(&mut rank), []);
 
-    for (heard, expected) in [(Span::from_secs(8), 0), (Span::from_millis(9_900), 1)] {
+    for (delay, expected) in [(Span::from_secs(8), 0), (Span::from_millis(9_900), 1)] {
         let mut rank = Machine::new();
         rank.start(&[true; 2]);
-        rank.said();
-        rank.now = rank.now + heard;
+        rank.sent();
+        rank.now = rank.now + delay;
         rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_millis(9))]));
         rank.expire_ops();
-        assert_eq!(missing(&mut rank).len(), expected, "the aggregator is silent since");
+        assert_eq!(
+            missing(&mut rank).len(),
+            expected,
+            "only a report from the last second names ranks"
+        );
     }
 }
 
 #[test]
 fn ranks_that_disagree_are_told_a_lane_and_a_tag_only_where_they_differ() {
     let one = Descriptor::sum(5, DType::F32);
-    let said = |other: Descriptor| {
+    let text = |other: Descriptor| {
         let (one, other) = ((Rank(0), one), (Rank(1), other));
         OpError::Mismatch { op: OpId(3), one, other }.to_string()
     };
     assert_eq!(
-        said(Descriptor::sum(6, DType::F32)),
+        text(Descriptor::sum(6, DType::F32)),
         "op 3: the ranks disagree: rank 0 has sum of 5 x f32, wire f32, block 256; rank 1 has sum \
          of 6 x f32, wire f32, block 256"
     );
-    let tagged = said(Descriptor { tag: 1, ..one });
+    let tagged = text(Descriptor { tag: 1, ..one });
     assert!(tagged.contains("256, tag 0x0; ") && tagged.ends_with("256, tag 0x1"), "{tagged}");
-    let other_lane = said(Descriptor { lane: 1, ..one });
+    let other_lane = text(Descriptor { lane: 1, ..one });
     assert!(other_lane.ends_with("256, lane 1"), "{other_lane}");
 }
 
@@ -105,8 +109,8 @@ fn a_timeout_says_whether_results_still_came() {
         (millis(500), millis(499), "results still arrive"),
     ] {
         let late = OpError::Timeout { op: OpId(3), after, missing: vec![], idle };
-        let said = late.to_string();
-        assert!(said.starts_with("op 3: ") && said.contains(expected), "{said}");
+        let text = late.to_string();
+        assert!(text.starts_with("op 3: ") && text.contains(expected), "{text}");
     }
 }
 
@@ -116,11 +120,11 @@ fn every_op_that_is_late_says_so_and_the_others_say_why_they_ended() {
     let ops = [(); 2].map(|()| rank.start(&[true]));
     rank.now = rank.now + Span::from_secs(5);
     let young = rank.start(&[true]);
-    rank.said();
+    rank.sent();
     rank.take(&wait(window(0, 0), &[(Rank(1), Span::from_secs(5))]));
     rank.now = Time(0) + TIMEOUT;
     rank.take(&wait(window(0, 0), &[(Rank(1), TIMEOUT)]));
-    rank.machine.handle_timeout(rank.now, &mut ());
+    rank.machine.handle_timeout(rank.now, &mut rank.events);
     for id in ops {
         let outcome = rank.machine.poll_outcome().unwrap();
         let missing = vec![(Rank(1), TIMEOUT)];
@@ -142,7 +146,7 @@ fn an_op_whose_outcome_is_not_polled_counts_as_in_flight() {
     let mut rank = Machine::new();
     for op in 0..4 {
         rank.start(&[true]);
-        rank.said();
+        rank.sent();
         rank.deliver(&result(window(op, 0), None));
     }
     let fifth = rank.machine.submit(rank.now, sum(1), TIMEOUT);
@@ -160,14 +164,14 @@ fn an_op_that_failed_is_in_flight_no_more() {
     for _ in 0..3 {
         rank.start(&[true]);
     }
-    rank.said();
+    rank.sent();
     rank.take(&nack(&[0, 1, 2].map(|op| NackEntry { window: window(op, 0), fragments: 1 })));
     rank.take(&fail(window(1, 0)));
     assert_eq!(rank.reject(&result(window(1, 0), None)), Reject::Stale);
-    let said = rank.said();
-    let again = said.iter().map(|said| match said {
-        Said::Data(header, _) => header.window.op.0,
-        said @ Said::Datagram(..) => panic!("{said:?}"),
+    let sent = rank.sent();
+    let again = sent.iter().map(|sent| match sent {
+        Sent::Data(header, _) => header.window.op.0,
+        sent @ Sent::Datagram(..) => panic!("{sent:?}"),
     });
     assert_eq!(again.collect::<Vec<_>>(), [0, 2]);
 }
@@ -177,16 +181,16 @@ fn ops_that_fail_leave_nothing_behind_a_credit_that_stands_still() {
     // wire: W-41
     // One slot and one op in flight leave no spare capacity.
     let config = Config { pool_slots: 1, max_ops: 1, ..*worker(0).config() };
-    let mut rank = Machine { machine: Worker::new(config, Time(0)), now: Time(0) };
+    let mut rank = Machine::of(Worker::new(config, Time(0)));
     rank.start(&[true]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 0), None));
     rank.machine.poll_outcome().unwrap();
     // Another rank never acknowledges op 0, so the credit stays at its window.
     let started = format!("{:?}", rank.machine).len();
     for op in 1..1000 {
         rank.start(&[true]);
-        rank.said();
+        rank.sent();
         rank.take(&fail(window(op, 0)));
         assert!(rank.machine.poll_outcome().is_some());
     }
@@ -200,7 +204,7 @@ fn a_fail_ends_its_op_and_the_next_goes_on() {
     let mut rank = Machine::new();
     rank.start(&[true; 4]);
     rank.start(&[true]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 0), None));
     assert_eq!(rank.take(&fail(window(0, 0))), Verdict::Control);
     let outcome = rank.machine.poll_outcome().unwrap();
@@ -229,13 +233,16 @@ fn an_op_ends_when_what_it_lacks_waits_for_a_rank_that_has_left() {
     let left = [(Rank(1), MissingRanks::LEFT)];
     let mut rank = Machine::new();
     let op = rank.start(&[true; 2]);
-    rank.said();
-    // This wait shows only that results are lost here. The rank asks for them but ends no op.
+    rank.sent();
+    // This wait shows only that results are lost here. The rank requests them, but ends no op.
     rank.take(&wait(window(0, 1), &left));
-    assert!(rank.machine.poll_outcome().is_none(), "what is lost waits for nobody");
+    assert!(
+        rank.machine.poll_outcome().is_none(),
+        "the op must not fail: its result was lost, so it waits for no other rank"
+    );
     rank.deliver(&result(window(0, 0), None));
     rank.take(&wait(window(0, 1), &[(Rank(1), Span::from_secs(1))]));
-    assert!(rank.machine.poll_outcome().is_none(), "it is only silent");
+    assert!(rank.machine.poll_outcome().is_none(), "the rank is silent, but has not left");
     rank.take(&wait(window(0, 1), &left));
     let outcome = rank.machine.poll_outcome().unwrap();
     let (ranks, why) = (vec![Rank(1)], Loss::Left);
@@ -247,7 +254,7 @@ fn an_op_that_has_all_it_needs_ends_well_although_a_rank_has_left() {
     // wire: W-61
     let mut rank = Machine::new();
     rank.start(&[true; 2]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 0), None));
     rank.deliver(&result(window(0, 1), Some(0)));
     assert_eq!(rank.machine.poll_outcome().unwrap().result, Ok(()));

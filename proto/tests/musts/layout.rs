@@ -1,7 +1,8 @@
 //! How tensors are cut into fragments, and how elements are encoded.
 
 use racksum_proto::arith::{
-    self, FIXED32_OVERFLOW, Fold, decode_block, encode_block, encode_run, fold_run, scan_window,
+    self, FIXED32_OVERFLOW, FoldTerms, decode_block, encode_block, encode_run, fold_run,
+    scan_window,
 };
 use racksum_proto::auth::DataAuth;
 use racksum_proto::descriptor::Descriptor;
@@ -13,9 +14,12 @@ fn floats(values: &[f32]) -> Vec<u8> {
 }
 
 fn folded(wire: WireType, reduction: Reduction, inputs: &[&[u8]]) -> Vec<u8> {
-    let fold = Fold { world: u32::try_from(inputs.len()).expect("a few inputs"), absent: false };
+    let fold = FoldTerms {
+        world: u32::try_from(inputs.len()).expect("the number of inputs fits a u32"),
+        absent: false,
+    };
     let mut out = vec![0xa5; inputs[0].len()];
-    fold_run(wire, reduction, fold, inputs, &mut out).expect("inputs alike");
+    fold_run(wire, reduction, fold, inputs, &mut out).expect("the inputs have equal lengths");
     out
 }
 
@@ -125,7 +129,7 @@ fn folds_go_from_rank_to_rank_and_have_one_nan() {
     // wire: W-49
     let one = |value: f32| floats(&[value]);
     let [big, small, back] = [one(1e8), one(1.0), one(-1e8)];
-    // From left to right, the sum loses the small value. In the other order it does not.
+    // The sum loses the small value if it is added second, but not if it is added last.
     let sum = folded(WireType::F32, Reduction::Sum, &[&big, &small, &back]);
     assert_eq!(sum, one(0.0));
     let sum = folded(WireType::F32, Reduction::Sum, &[&big, &back, &small]);
@@ -135,10 +139,10 @@ fn folds_go_from_rank_to_rank_and_have_one_nan() {
         let nan = folded(WireType::F32, reduction, &[&odd_nan, &small]);
         assert_eq!(nan, 0x7fc0_0000u32.to_le_bytes());
     }
-    let fold = Fold { world: 3, absent: true };
+    let fold = FoldTerms { world: 3, absent: true };
     let mut least = [0; 4];
     fold_run(WireType::F32, Reduction::Min, fold, &[&small], &mut least).unwrap();
-    assert_eq!(least, [0; 4], "a rank that sent nothing holds zeros");
+    assert_eq!(least, [0; 4], "a rank that sent nothing contributes zeros");
     let wrapped =
         folded(WireType::I32, Reduction::Sum, &[&[0xff, 0xff, 0xff, 0x7f], &[1, 0, 0, 0]]);
     assert_eq!(wrapped, i32::MIN.to_le_bytes());
@@ -146,13 +150,14 @@ fn folds_go_from_rank_to_rank_and_have_one_nan() {
 
 fn block(wire: WireType, world: u32, values: &[f32]) -> Vec<u8> {
     let mut out = vec![0xa5; wire.block_len(values.len())];
-    encode_block(DType::F32, wire, world, &floats(values), &mut out).expect("a block of f32");
+    encode_block(DType::F32, wire, world, &floats(values), &mut out)
+        .expect("the wire type carries f32");
     out
 }
 
 fn decoded(wire: WireType, block: &[u8], elements: usize) -> Vec<f32> {
     let mut out = vec![0xa5; 4 * elements];
-    decode_block(wire, DType::F32, block, &mut out).expect("a block of f32");
+    decode_block(wire, DType::F32, block, &mut out).expect("the wire type carries f32");
     out.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
@@ -186,7 +191,7 @@ fn fixed32_blocks_have_an_exponent_and_integers_and_never_wrap() {
     let marked = [&FIXED32_OVERFLOW.to_le_bytes()[..], &[0; 8]].concat();
     assert_eq!(block(wire, 2, &[1.0, f32::INFINITY]), marked);
     assert_eq!(folded(wire, Reduction::Sum, &[&encoded, &marked]), marked);
-    // The block is encoded for one rank but summed over three.
+    // The block is encoded for a sum over one rank, but three are summed.
     let greedy = block(wire, 1, &[1.0, 0.0]);
     let sum = folded(wire, Reduction::Sum, &[&greedy, &greedy, &greedy]);
     assert_eq!(sum, marked);

@@ -20,41 +20,42 @@ fn a_nack_is_answered_with_what_it_takes() {
 
     // The aggregator lacks the rank's own open.
     shard.take(&probe);
-    let (_, body) = shard.says_to(0, Kind::Nack);
+    let (_, body) = shard.sent_to(0, Kind::Nack);
     assert_eq!(entries(&body), everything_from(start));
 
     // The aggregator lacks the other rank's open.
-    shard.unheard.clear();
+    shard.unread.clear();
     shard.now = Time(2_000_000_000);
     shard.take(&open(0, 0, 0, &sum(2), None, &[true; 2]));
     shard.take(&probe);
-    let (header, body) = shard.says_to(0, Kind::Wait);
+    let (header, body) = shard.sent_to(0, Kind::Wait);
     assert_eq!(header.window, start);
     assert_eq!(names(&body), [(Rank(1), Span::from_secs(2))]);
 
     // The aggregator lacks the rank's own data.
-    shard.unheard.clear();
+    shard.unread.clear();
     shard.take(&open(1, 0, 0, &sum(2), None, &[true; 2]));
     shard.take(&probe);
-    let (_, body) = shard.says_to(0, Kind::Nack);
+    let (_, body) = shard.sent_to(0, Kind::Nack);
     let all = u64::MAX;
     let lacks = [0, 1].map(|index| NackEntry { window: window(0, index), fragments: all });
     assert_eq!(entries(&body), lacks);
 
-    // The result exists, so a wait shows it, although the rank owes the next window.
+    // The result exists, so the answer is a wait that shows it, although the rank owes the next
+    // window.
     shard.finish(start);
-    shard.said();
+    shard.sent();
     shard.take(&probe);
-    let (header, body) = shard.says_to(0, Kind::Wait);
+    let (header, body) = shard.sent_to(0, Kind::Wait);
     assert_eq!(header.window, window(0, 1));
     assert_eq!(names(&body), [(Rank(1), Span::ZERO)]);
 
     // The op has failed.
     shard.take(&open(1, 0, 0, &sum(3), None, &[true; 3]));
-    shard.said();
+    shard.sent();
     shard.take(&probe);
     assert!(
-        shard.said().iter().any(|(to, header, _)| {
+        shard.sent().iter().any(|(to, header, _)| {
             (*to, header.kind) == (Recipient::Rank(Rank(0)), Kind::Fail)
         })
     );
@@ -69,13 +70,13 @@ fn a_wait_names_others_than_the_rank_that_asks() {
     let missing = |shard: &mut Shard| {
         shard.now = shard.now + Span::from_secs(1);
         shard.take(&probe);
-        let (_, body) = shard.says_to(0, Kind::Wait);
-        shard.unheard.clear();
+        let (_, body) = shard.sent_to(0, Kind::Wait);
+        shard.unread.clear();
         names(&body).iter().map(|(rank, _)| *rank).collect::<Vec<_>>()
     };
     // Neither rank has opened the op.
     assert_eq!(missing(&mut shard), [Rank(1)]);
-    // The aggregator waits for no other rank than the one that asks.
+    // The aggregator waits only for the rank that sends the nack.
     shard.take(&open(1, 0, 0, &sum(1), None, &[true]));
     assert_eq!(missing(&mut shard), [Rank(0)]);
 }
@@ -86,15 +87,15 @@ fn a_wait_promises_no_result_of_windows_that_nobody_owes() {
     let mut shard = Shard::new();
     shard.open(0, None, &[true, false, false, true]);
     shard.finish(window(0, 0));
-    shard.said();
+    shard.sent();
     for from in [window(0, 0), window(0, 1)] {
         shard.take(&nack(0, from, &everything_from(from)));
-        // The aggregator asks for the rank's own data of the last window, or sends a wait.
-        let said = shard.said();
-        let waits = said.iter().filter(|(_, header, _)| header.kind == Kind::Wait);
+        // The aggregator requests the rank's own data of the last window, or sends a wait.
+        let sent = shard.sent();
+        let waits = sent.iter().filter(|(_, header, _)| header.kind == Kind::Wait);
         let windows: Vec<_> = waits.map(|(_, header, _)| header.window).collect();
         assert!(windows.iter().all(|end| *end == window(0, 1)), "{windows:?}");
-        assert_eq!(windows.is_empty(), from == window(0, 1), "{said:?}");
+        assert_eq!(windows.is_empty(), from == window(0, 1), "{sent:?}");
     }
 }
 
@@ -107,9 +108,9 @@ fn a_wait_names_the_ranks_that_keep_the_pool_full() {
         shard.finish(window(0, index));
     }
     shard.take(&ack(0, window(0, 8)));
-    shard.said();
+    shard.sent();
     shard.take(&nack(0, window(0, 8), &everything_from(window(0, 8))));
-    let (_, body) = shard.says_to(0, Kind::Wait);
+    let (_, body) = shard.sent_to(0, Kind::Wait);
     assert_eq!(names(&body), [(Rank(1), Span::ZERO)]);
 }
 
@@ -121,7 +122,7 @@ fn of_many_results() -> Shard {
     for index in 0..128 {
         shard.finish(window(0, index));
     }
-    shard.said();
+    shard.sent();
     shard
 }
 
@@ -137,14 +138,14 @@ fn a_result_that_is_asked_for_twice_is_sent_once() {
         shard.store(&datagram(Header { fragment: 1, ..data(rank) }, &[0; 1024]));
     }
     shard.fold();
-    shard.said();
+    shard.sent();
     for fragments in [0b01, 0b11, 0b10] {
         let lost = [NackEntry { window: window(0, 0), fragments }];
         shard.take(&nack(0, window(0, 0), &lost));
     }
-    let (_, fragments) = shard.says_to(0, Kind::Result);
+    let (_, fragments) = shard.sent_to(0, Kind::Result);
     assert_eq!(fragments, 0b11u64.to_be_bytes());
-    assert_eq!(shard.machine.counters().fragments_again, 2);
+    assert_eq!(shard.events.fragments_again, 2);
 }
 
 #[test]
@@ -157,8 +158,8 @@ fn a_nack_costs_no_more_than_64_windows_and_no_other_rank_its_turn() {
     }
     let one = [NackEntry { window: window(0, 100), fragments: 1 }];
     shard.take(&nack(1, window(0, 100), &one));
-    let said = shard.said();
-    let results = said.iter().filter(|(_, header, _)| header.kind == Kind::Result);
+    let sent = shard.sent();
+    let results = sent.iter().filter(|(_, header, _)| header.kind == Kind::Result);
     let ranks: Vec<_> = results.map(|(to, ..)| *to).collect();
     // The ranks take turns of a few windows each.
     assert_eq!(ranks[..5], [0, 0, 0, 0, 1].map(|rank| Recipient::Rank(Rank(rank))));
@@ -175,9 +176,9 @@ fn a_window_that_is_no_more_is_not_taken_for_another() {
     }
     shard.open(1, Some(0), &[true]);
     shard.finish(window(1, 0));
-    shard.said();
+    shard.sent();
     shard.take(&nack(0, window(1, 0), &[NackEntry { window: window(0, 0), fragments: 1 }]));
-    assert!(shard.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
+    assert!(shard.sent().iter().all(|(_, header, _)| header.kind != Kind::Result));
 }
 
 #[test]
@@ -186,24 +187,24 @@ fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
     let mut shard = Shard::new();
     shard.open(0, None, &[true; 2]);
     shard.finish(window(0, 0));
-    shard.said();
+    shard.sent();
     shard.machine.handle_left(Rank(1), &mut ());
-    assert_eq!(shard.machine.results_held(0), 1, "the other has yet to acknowledge it");
+    assert_eq!(shard.machine.results_held(0), 1, "the other rank has not acknowledged the result");
     let lacks = window(0, 1);
     shard.take(&nack(0, lacks, &everything_from(lacks)));
-    shard.said();
+    shard.sent();
     shard.store(&block(0, lacks));
     shard.take(&nack(0, lacks, &everything_from(lacks)));
-    let (_, body) = shard.says_to(0, Kind::Wait);
+    let (_, body) = shard.sent_to(0, Kind::Wait);
     assert_eq!(names(&body), [(Rank(1), MissingRanks::LEFT)]);
     shard.take(&ack(0, lacks));
     assert_eq!(shard.machine.results_held(0), 0);
 }
 
-/// Returns the bytes of results that the shard sends to one rank alone.
+/// Returns how many bytes of results the shard sends to one rank alone.
 fn again(shard: &mut Shard, rank: u16) -> usize {
-    let said = shard.said();
-    let results = said.iter().filter(|(to, header, _)| {
+    let sent = shard.sent();
+    let results = sent.iter().filter(|(to, header, _)| {
         (*to, header.kind) == (Recipient::Rank(Rank(rank)), Kind::Result)
     });
     results.map(|(_, header, _)| Header::LEN + 1024 * header.mask.count_ones() as usize).sum()
@@ -216,7 +217,7 @@ fn a_result_goes_again_once_a_round_trip_at_most() {
     shard.open(0, None, &[true; 2]);
     shard.finish(window(0, 0));
     shard.finish(window(0, 1));
-    shard.said();
+    shard.sent();
     let lost = [NackEntry { window: window(0, 1), fragments: 1 }];
     let resent_after = |shard: &mut Shard, wait: Span| {
         shard.now = shard.now + wait;
@@ -227,7 +228,7 @@ fn a_result_goes_again_once_a_round_trip_at_most() {
     shard.now = shard.now + trip;
     shard.take(&ack(0, window(0, 1)));
     assert!(resent_after(&mut shard, Span::ZERO));
-    assert!(!resent_after(&mut shard, less), "it is still on its way");
+    assert!(!resent_after(&mut shard, less), "the repeated result may still be in flight");
     assert!(resent_after(&mut shard, Span::from_micros(1)));
     assert!(!resent_after(&mut shard, less));
     // Each rank has its own round-trip time.
@@ -241,19 +242,19 @@ fn a_rank_that_repeats_a_small_nack_is_sent_no_more_than_it_has_earned() {
     let mut shard = of_many_results();
     let [start, end] = [0, 64].map(|index| NackEntry { window: window(0, index), fragments: 0 });
     let question = nack(0, window(0, 0), &[start, end]);
-    let (mut heard, mut sent) = (0, 0);
+    let (mut received, mut sent) = (0, 0);
     for _ in 0..1_000 {
         shard.now = shard.now + Span::from_millis(5);
         shard.take(&question);
-        heard += question.len();
+        received += question.len();
         sent += again(&mut shard, 0);
     }
-    // The budget is the initial one, the first transmissions, the bytes of the nacks, and 16 KiB/s
-    // for 5 s.
+    // The limit is the sum of the initial budget, the bytes of the first transmissions, the bytes
+    // of the nacks, and 16 KiB/s for 5 s.
     let first = 128 * (Header::LEN + 1024);
-    let most = 8 * WINDOW_BYTES + first + heard + 5 * (16 << 10);
-    assert!(sent > first, "losses are made good: {sent}");
-    assert!(sent <= most, "{sent} bytes for {heard}");
+    let most = 8 * WINDOW_BYTES + first + received + 5 * (16 << 10);
+    assert!(sent > first, "no loss was repaired: only {sent} bytes were sent");
+    assert!(sent <= most, "{sent} bytes were sent for {received} received");
     // Each rank has its own budget.
     shard.take(&nack(1, window(0, 0), &[start, end]));
     assert_eq!(again(&mut shard, 1), 64 * (Header::LEN + 1024));
@@ -267,17 +268,17 @@ fn a_rank_that_has_spent_its_budget_is_told_of_fewer_ranks() {
     let start = window(0, 0);
     let probe = nack(0, start, &everything_from(start));
     shard.take(&open(0, 0, 0, &sum(1), None, &[true]));
-    shard.said();
-    let (mut heard, mut sent) = (0, 0);
-    let mut told = |shard: &mut Shard| {
+    shard.sent();
+    let (mut received, mut sent) = (0, 0);
+    let mut named = |shard: &mut Shard| {
         shard.take(&probe);
-        heard += probe.len();
-        let (_, body) = shard.says_to(0, Kind::Wait);
+        received += probe.len();
+        let (_, body) = shard.sent_to(0, Kind::Wait);
         sent += Header::LEN + body.len();
         names(&body).len()
     };
-    assert_eq!(told(&mut shard), 99);
-    let most = (0..2_000).map(|_| told(&mut shard)).skip(1_000).max();
+    assert_eq!(named(&mut shard), 99);
+    let most = (0..2_000).map(|_| named(&mut shard)).skip(1_000).max();
     assert_eq!(most, Some(3));
-    assert!(sent <= heard + 9 * WINDOW_BYTES, "{sent} bytes for {heard}");
+    assert!(sent <= received + 9 * WINDOW_BYTES, "{sent} bytes were sent for {received} received");
 }

@@ -33,13 +33,14 @@ fn a_stretch_beyond_its_op_or_of_another_lane_is_rejected() {
 fn stretches_are_taken_in_order_only() {
     // wire: W-34
     let mut shard = Shard::new();
-    // A later stretch of an op, and an op whose predecessor is missing.
+    // The late opens are a later stretch of an op, and the first stretch of an op whose predecessor
+    // is not open.
     for late in
         [open(0, 0, 2, &sum(4), None, &[true; 2]), open(0, 1, 0, &sum(4), Some(0), &[true; 4])]
     {
         shard.now = shard.now + Span::from_secs(1);
         assert_eq!(shard.take(&late), Verdict::Control);
-        let (_, header, body) = shard.says();
+        let (_, header, body) = shard.sent_one();
         assert_eq!(header.kind, Kind::Nack);
         assert_eq!(entries(&body), everything_from(window(0, 0)));
     }
@@ -59,10 +60,11 @@ fn what_is_opened_too_far_ahead_is_not_taken() {
             shard.take(&open(rank, 0, start, &large, None, &[false; Open::MAX_WINDOWS]));
         }
     }
-    // No rank owes any of these windows, so the fold passes all that were taken, and stops there.
+    // No rank owes any of these windows, so the search for a fold passes all windows whose opens
+    // the shard has accepted.
     assert!(shard.fold().is_none());
     for rank in [0, 1] {
-        let (header, body) = shard.says_to(rank, Kind::Nack);
+        let (header, body) = shard.sent_to(rank, Kind::Nack);
         assert_eq!(header.ack, window(0, 16_384));
         assert_eq!(entries(&body), everything_from(window(0, 16_384)));
     }
@@ -74,13 +76,13 @@ fn a_disagreement_is_told_to_every_rank_and_the_next_op_runs() {
     let mut shard = Shard::new();
     shard.take(&open(0, 0, 0, &sum(4), None, &[true; 4]));
     shard.take(&open(1, 0, 0, &sum(3), None, &[true; 3]));
-    let said = shard.said();
+    let sent = shard.sent();
     let expected = Disagreement { one: (Rank(0), sum(4)), other: (Rank(1), sum(3)) };
-    for (_, header, body) in &said {
+    for (_, header, body) in &sent {
         assert_eq!((header.kind, header.window.op), (Kind::Fail, OpId(0)));
         assert_eq!(Disagreement::decode(body), Ok(expected));
     }
-    assert!(said.iter().any(|(to, ..)| *to == Recipient::All));
+    assert!(sent.iter().any(|(to, ..)| *to == Recipient::All));
     shard.open(1, Some(0), &[true]);
     assert_eq!(shard.finish(window(1, 0)).window, window(1, 0));
 }
@@ -109,7 +111,7 @@ fn a_rejected_open_changes_nothing() {
     assert_eq!(shard.reject(&open(0, 0, 0, &sum(2), None, &[true; 3])), Reject::Shape);
     shard.open(0, None, &[true]);
     shard.finish(window(0, 0));
-    assert!(shard.said().iter().all(|(_, header, _)| header.kind == Kind::Result));
+    assert!(shard.sent().iter().all(|(_, header, _)| header.kind == Kind::Result));
 }
 
 /// Returns a shard of a job of three ranks.
@@ -123,7 +125,7 @@ fn disagree(shard: &mut Shard, op: u32) {
     let after = op.checked_sub(1);
     shard.take(&open(0, op, 0, &sum(1), after, &[true]));
     shard.take(&open(1, op, 0, &sum(2), after, &[true; 2]));
-    assert!(shard.said().iter().any(|(to, header, _)| {
+    assert!(shard.sent().iter().any(|(to, header, _)| {
         (*to, header.kind, header.window.op) == (Recipient::All, Kind::Fail, OpId(op))
     }));
 }
@@ -135,9 +137,10 @@ fn a_disagreement_is_remembered_until_every_rank_has_ended_the_op() {
     (0..129).for_each(|op| disagree(&mut shard, op));
     for op in 0u32..129 {
         shard.take(&open(2, op, 0, &sum(1), op.checked_sub(1), &[true]));
-        let told = shard.said().into_iter().map(|(to, header, _)| (to, header.kind, header.window));
+        let fails =
+            shard.sent().into_iter().map(|(to, header, _)| (to, header.kind, header.window));
         let fail = (Recipient::Rank(Rank(2)), Kind::Fail, window(op, 0));
-        assert_eq!(told.collect::<Vec<_>>(), [fail]);
+        assert_eq!(fails.collect::<Vec<_>>(), [fail]);
     }
 }
 
@@ -149,11 +152,11 @@ fn ranks_whose_ops_all_fail_wait_for_one_that_has_not_heard_of_it() {
     let next = [0, 1, 2].map(|rank| open(rank, 9, 0, &sum(1), None, &[true]));
     assert_eq!(shard.reject(&next[0]), Reject::BeyondOps);
     assert_eq!(shard.reject(&next[1]), Reject::BeyondOps);
-    // Rank 2 has been told of all failures, so it may open an op this far ahead.
+    // Rank 2 has received a fail for each op, so it may open an op this far ahead.
     assert_eq!(shard.take(&next[2]), Verdict::Control);
     assert_eq!(shard.take(&next[0]), Verdict::Control);
     assert_eq!(shard.take(&next[1]), Verdict::Control);
-    assert!(shard.fold().is_none(), "what failed is skipped");
+    assert!(shard.fold().is_none(), "the shard skips the failed ops");
     (0..3).for_each(|rank| shard.store(&block(rank, window(9, 0))));
     assert_eq!(shard.fold().map(|fold| fold.window), Some(window(9, 0)));
 }
@@ -168,7 +171,7 @@ fn an_op_that_every_rank_has_left_holds_up_no_other() {
         shard.open(op, Some(op - 1), &[true]);
         shard.fold();
     }
-    shard.said();
+    shard.sent();
     for op in 26..30 {
         shard.finish(window(op, 0));
     }
@@ -194,10 +197,10 @@ fn a_disagreement_about_the_lane_is_seen_in_a_lane_that_is_past_the_op() {
         let header = Header { lane: 1, ack: window(2, 0), ..header(Kind::Ack, Rank(rank)) };
         shard.take(&datagram(header, &[]));
     }
-    shard.said();
+    shard.sent();
     // The open of rank 1's first op arrives only now.
     shard.take(&open_in(1, 0, 1, 0, None));
-    let (_, body) = shard.says_to(1, Kind::Fail);
+    let (_, body) = shard.sent_to(1, Kind::Fail);
     let Disagreement { one, other } = Disagreement::decode(&body).unwrap();
     assert_eq!((one, other), ((Rank(0), in_lane(0, 0)), (Rank(1), in_lane(1, 0))));
 }

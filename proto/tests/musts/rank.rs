@@ -3,6 +3,7 @@
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{OpId, Rank, WindowId};
+use racksum_proto::observer::EventCounts;
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks, NackEntries, NackEntry};
@@ -21,7 +22,7 @@ pub(crate) fn result(id: WindowId, previous: Option<u32>) -> Vec<u8> {
     datagram(Header { window: id, mask: 1, previous, ..header }, &[0; 1024])
 }
 
-/// Returns the aggregator's nack for what it lacks.
+/// Returns a nack from the aggregator with these entries.
 pub(crate) fn nack(entries: &[NackEntry]) -> Vec<u8> {
     let mut body = [0; 1200];
     let len = NackEntries::encode(entries.iter().copied(), &mut body);
@@ -52,37 +53,43 @@ pub(crate) fn credit(low: WindowId) -> Vec<u8> {
     datagram(Header { ack: low, ..header(Kind::Credit, Rank::AGGREGATOR) }, &[])
 }
 
-/// A rank's state machine and its clock.
+/// A rank's state machine, its events and its clock.
 pub(crate) struct Machine {
     pub(crate) machine: Worker,
+    pub(crate) events: EventCounts,
     pub(crate) now: Time,
 }
 
-/// A message that the rank sends. For data, it has the header and the mask of fragments.
+/// A message that the rank sends. Data appears as its header and the mask of its fragments.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Said {
+pub(crate) enum Sent {
     Datagram(Header, Vec<u8>),
     Data(Header, u64),
 }
 
 impl Machine {
     pub(crate) fn new() -> Self {
-        Self { machine: worker(0), now: Time(0) }
+        Self::of(worker(0))
     }
 
-    /// Starts an op whose windows have one block each where `occupied` is true, and none elsewhere.
+    pub(crate) fn of(machine: Worker) -> Self {
+        Self { machine, events: EventCounts::default(), now: Time(0) }
+    }
+
+    /// Starts an op whose windows have one block each where `occupied` is true, and no block
+    /// elsewhere.
     pub(crate) fn start(&mut self, occupied: &[bool]) -> OpId {
         let masks = occupied.iter().map(|is| u64::from(*is)).collect();
         let descriptor = sum(occupied.len() as u64);
-        self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).expect("a valid op")
+        self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).expect("the op is valid")
     }
 
     pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict {
-        let verdict = self.machine.handle_datagram(self.now, bytes, false, &mut ());
+        let verdict = self.machine.handle_datagram(self.now, bytes, false, &mut self.events);
         if let Verdict::Deliver(delivery) = verdict
             && delivery.complete
         {
-            self.machine.handle_delivered(self.now, &delivery, &mut ());
+            self.machine.handle_delivered(self.now, &delivery, &mut self.events);
         }
         verdict
     }
@@ -102,37 +109,38 @@ impl Machine {
     /// Advances the clock by 200 ms, longer than any answer takes, and handles timeouts.
     pub(crate) fn expire(&mut self) {
         self.now = self.now + Span::from_millis(200);
-        self.machine.handle_timeout(self.now, &mut ());
+        self.machine.handle_timeout(self.now, &mut self.events);
     }
 
     /// Advances the clock to the timeout of ops that started at time zero, and handles timeouts.
     pub(crate) fn expire_ops(&mut self) {
         self.now = Time(0) + TIMEOUT;
-        self.machine.handle_timeout(self.now, &mut ());
+        self.machine.handle_timeout(self.now, &mut self.events);
     }
 
-    pub(crate) fn said(&mut self) -> Vec<Said> {
+    pub(crate) fn sent(&mut self) -> Vec<Sent> {
         let mut out = [0xa5; 2048];
-        let mut said = Vec::new();
-        while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut ()) {
-            said.push(match transmit {
+        let mut sent = Vec::new();
+        while let Some(transmit) = self.machine.poll_transmit(self.now, &mut out, &mut self.events)
+        {
+            sent.push(match transmit {
                 Transmit::Datagram { len, .. } => {
                     let (header, body) =
-                        Header::decode(&out[..len]).expect("machines write messages");
-                    Said::Datagram(header, body.to_vec())
+                        Header::decode(&out[..len]).expect("a machine writes valid messages");
+                    Sent::Datagram(header, body.to_vec())
                 }
-                Transmit::Data(data) => Said::Data(data.header, data.fragments),
+                Transmit::Data(data) => Sent::Data(data.header, data.fragments),
             });
         }
-        said
+        sent
     }
 
     /// Returns the windows of the data that the rank sends now.
     pub(crate) fn sends(&mut self) -> Vec<u32> {
-        let said = self.said();
-        let data = said.iter().filter_map(|said| match said {
-            Said::Data(header, _) => Some(header.window.index),
-            Said::Datagram(..) => None,
+        let sent = self.sent();
+        let data = sent.iter().filter_map(|sent| match sent {
+            Sent::Data(header, _) => Some(header.window.index),
+            Sent::Datagram(..) => None,
         });
         data.collect()
     }
@@ -140,16 +148,17 @@ impl Machine {
     /// Returns the header and the entries of the only nack that the rank sends now.
     pub(crate) fn nacks(&mut self) -> (Header, Vec<NackEntry>) {
         let nacks: Vec<_> = self
-            .said()
+            .sent()
             .into_iter()
-            .filter_map(|said| match said {
-                Said::Datagram(header, body) if header.kind == Kind::Nack => {
-                    Some((header, NackEntries::decode(&body).expect("a nack").iter().collect()))
-                }
+            .filter_map(|sent| match sent {
+                Sent::Datagram(header, body) if header.kind == Kind::Nack => Some((
+                    header,
+                    NackEntries::decode(&body).expect("the body is a nack").iter().collect(),
+                )),
                 _ => None,
             })
             .collect();
         assert_eq!(nacks.len(), 1, "{nacks:?}");
-        nacks.into_iter().next().expect("one nack")
+        nacks.into_iter().next().expect("there is one nack")
     }
 }

@@ -1,4 +1,4 @@
-//! Recovery from loss: which side asks for what, and when.
+//! Recovery from loss: what each side requests, and when.
 
 use racksum_proto::aggregator::{self, Aggregation};
 use racksum_proto::descriptor::Descriptor;
@@ -31,7 +31,7 @@ fn fragment(kind: Kind, sender: Rank, id: WindowId, number: u8, flags: Flags) ->
 }
 
 fn fragments() -> u8 {
-    u8::try_from(cut().count(WINDOW_BYTES)).expect("at most 64")
+    u8::try_from(cut().count(WINDOW_BYTES)).expect("a window has at most 64 fragments")
 }
 
 fn nack(sender: Rank, from: WindowId, entries: &[NackEntry]) -> Vec<u8> {
@@ -45,9 +45,9 @@ const fn entry(index: u32, fragments: u64) -> NackEntry {
 }
 
 fn entries_of(datagram: &[u8]) -> Vec<NackEntry> {
-    match Header::decode(datagram).expect("machines write messages") {
+    match Header::decode(datagram).expect("a machine writes valid messages") {
         (header, body) if header.kind == Kind::Nack => {
-            NackEntries::decode(body).expect("a nack").iter().collect()
+            NackEntries::decode(body).expect("the body is a nack").iter().collect()
         }
         _ => Vec::new(),
     }
@@ -87,14 +87,14 @@ impl Shard {
         asked
     }
 
-    /// Returns the windows before which all data has arrived, from the credits that the shard
-    /// sends.
+    /// Returns, for each credit that the shard sends, the window before which all data has arrived.
     fn credits(&mut self) -> Vec<WindowId> {
         let mut out = [0; 2048];
         let mut credits = Vec::new();
         while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
             if let aggregator::Transmit::Datagram { len, .. } = transmit {
-                let (header, _) = Header::decode(&out[..len]).expect("machines write messages");
+                let (header, _) =
+                    Header::decode(&out[..len]).expect("a machine writes valid messages");
                 credits.extend((header.kind == Kind::Credit).then_some(header.window));
             }
         }
@@ -103,11 +103,11 @@ impl Shard {
 
     /// Returns the windows and the fragments of the results that the shard sends.
     fn results(&mut self) -> Vec<(u32, u64)> {
-        self.says().0
+        self.sent().0
     }
 
     /// Returns the results that the shard sends, and the last datagram after them.
-    fn says(&mut self) -> (Vec<(u32, u64)>, Option<Vec<u8>>) {
+    fn sent(&mut self) -> (Vec<(u32, u64)>, Option<Vec<u8>>) {
         let mut out = [0; 2048];
         let (mut sent, mut last) = (Vec::new(), None);
         while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
@@ -122,7 +122,7 @@ impl Shard {
         (sent, last)
     }
 
-    /// Delivers all of both ranks' data of a window.
+    /// Delivers a window's complete data from both ranks.
     fn fill(&mut self, index: u32) {
         for rank in [0, 1] {
             for number in 0..fragments() {
@@ -174,8 +174,8 @@ fn an_answer_that_a_later_one_has_overtaken_is_asked_for_again() {
     (0..fragments()).for_each(|number| drop(shard.nacks(2, number, Flags::NONE)));
     let asked = (0..3).map(|number| shard.nacks(3, number, Flags::NONE));
     assert_eq!(asked.collect::<Vec<_>>().concat(), [entry(1, 1)]);
-    // The shard has asked for both first fragments. The second answer arrives, so the first is
-    // lost.
+    // The shard has requested the first fragments of windows 0 and 1. The answer for window 1
+    // arrives, so the answer for window 0 must be lost.
     assert_eq!(shard.nacks(1, 0, Flags::AGAIN), [entry(0, 1)]);
 }
 
@@ -207,7 +207,8 @@ fn what_several_ranks_lack_of_results_is_not_added_up() {
     }
     (12..20).for_each(|index| shard.fill(index));
     assert_eq!(shard.folds(), 8);
-    // Each of the two ranks lost a twentieth, which is less than the sixteenth that causes a cut.
+    // Each of the two ranks lost a twentieth of the results. Only a loss of more than a sixteenth
+    // would reduce the congestion window.
     for rank in [0, 1] {
         shard.take(&nack(Rank(rank), window(0, 12), &[entry(12, (1 << 17) - 1)]));
     }
@@ -240,7 +241,9 @@ impl Machine {
     fn new(config: worker::Config, windows: usize) -> Self {
         let mut machine = Worker::new(config, Time(0));
         let masks = vec![ALL; windows];
-        machine.submit_scanned(Time(0), sum(windows as u64), masks, TIMEOUT).expect("a valid op");
+        machine
+            .submit_scanned(Time(0), sum(windows as u64), masks, TIMEOUT)
+            .expect("the op is valid");
         Self(machine, Time(0))
     }
 
@@ -254,8 +257,8 @@ impl Machine {
     }
 
     /// Returns the shards and windows of the data that the rank sends now, and the entries of its
-    /// asks.
-    fn says(&mut self) -> (Vec<(u8, u32)>, Vec<NackEntry>) {
+    /// nacks.
+    fn sent(&mut self) -> (Vec<(u8, u32)>, Vec<NackEntry>) {
         let (mut sent, mut asked) = (Vec::new(), Vec::new());
         let mut out = [0; 2048];
         while let Some(transmit) = self.0.poll_transmit(self.1, &mut out, &mut ()) {
@@ -270,20 +273,20 @@ impl Machine {
     fn nacks(&mut self, index: u32, number: u8, flags: Flags) -> Vec<NackEntry> {
         let result = fragment(Kind::Result, Rank::AGGREGATOR, window(0, index), number, flags);
         self.take(&result);
-        self.says().1
+        self.sent().1
     }
 
     /// Advances the clock to the next probe, and returns the entries of its nack.
     fn probes(&mut self) -> Vec<NackEntry> {
         self.1 = self.0.poll_timeout();
         self.0.handle_timeout(self.1, &mut ());
-        self.says().1
+        self.sent().1
     }
 
     /// Returns how long the rank waits until it probes.
     fn patience(&mut self) -> Span {
         let before = self.1;
-        assert_eq!(self.probes().len(), 1, "a probe");
+        assert_eq!(self.probes().len(), 1, "the rank sends one probe");
         self.1.since(before)
     }
 }
@@ -292,7 +295,7 @@ impl Machine {
 fn results_that_others_have_overtaken_are_asked_for_once() {
     // wire: W-38
     let mut rank = Machine::new(*worker(0).config(), 4);
-    rank.says();
+    rank.sent();
     for number in [0, 1, 3, 4] {
         assert_eq!(rank.nacks(0, number, Flags::NONE), []);
     }
@@ -300,17 +303,19 @@ fn results_that_others_have_overtaken_are_asked_for_once() {
     for number in 6..fragments() - 1 {
         assert_eq!(rank.nacks(0, number, Flags::NONE), []);
     }
-    // The third fragment of the next window shows that all of this one was sent.
+    // The third fragment of window 1 shows that all of window 0 was sent.
     assert_eq!(rank.nacks(1, 0, Flags::NONE), []);
     assert_eq!(rank.nacks(1, 1, Flags::NONE), []);
     assert_eq!(rank.nacks(1, 2, Flags::NONE), [entry(0, 1 << (fragments() - 1))]);
-    // The rank asks for losses of window 1, which holds up no other yet, only two windows later.
+    // Window 1 holds up no other window yet, so the rank requests its lost fragment only once
+    // fragments of window 3 arrive.
     rank.1 = Time(1_000);
     (4..fragments()).for_each(|number| assert_eq!(rank.nacks(1, number, Flags::NONE), []));
     (0..fragments()).for_each(|number| assert_eq!(rank.nacks(2, number, Flags::NONE), []));
     assert_eq!([0, 1].map(|number| rank.nacks(3, number, Flags::NONE)), [[]; 2]);
     assert_eq!(rank.nacks(3, 2, Flags::NONE), [entry(1, 1 << 3)]);
-    // The answer to the last nack overtakes the earlier ones, so the rank asks for those again.
+    // The answer to the last nack has overtaken the answers to the earlier nacks, so the rank
+    // repeats the earlier requests.
     let lost = 1 << 2 | 1 << (fragments() - 1);
     assert_eq!(rank.nacks(1, 3, Flags::AGAIN), [entry(0, lost)]);
 }
@@ -323,31 +328,31 @@ fn a_probe_brings_a_sign_and_the_sign_shows_what_is_lost() {
     assert_eq!(shard.folds(), 2);
     shard.results();
     let mut rank = Machine::new(*worker(0).config(), 3);
-    rank.says();
+    rank.sent();
     // All but two fragments of the first window arrive, and none of the second.
     (0..fragments() - 2).for_each(|number| assert_eq!(rank.nacks(0, number, Flags::NONE), []));
     let asked = rank.probes();
     assert_eq!(asked, [entry(0, 0)]);
     shard.take(&nack(Rank(0), window(0, 0), &asked));
-    let (again, sign) = shard.says();
-    assert_eq!(again, [], "what is on its way is not sent twice");
-    rank.take(&sign.expect("a wait"));
+    let (again, sign) = shard.sent();
+    assert_eq!(again, [], "a result that may still be in flight is not sent twice");
+    rank.take(&sign.expect("the shard answers with a wait"));
     let lost = 0b11 << (fragments() - 2);
-    let asked = rank.says().1;
+    let asked = rank.sent().1;
     assert_eq!(asked, [entry(0, lost), entry(1, u64::MAX)]);
     shard.take(&nack(Rank(0), window(0, 0), &asked));
     assert_eq!(shard.results(), [(0, lost), (1, (1 << fragments()) - 1)]);
 }
 
-/// Returns a rank that has asked for two lost results, and the wait that showed the loss.
+/// Returns a rank that has requested two lost results, and the wait that showed the loss.
 fn of_two_lost_results() -> (Machine, Vec<u8>) {
     let mut rank = Machine::new(*worker(0).config(), 4);
-    rank.says();
+    rank.sent();
     rank.probes();
     let folded = Header { window: window(0, 2), ..header(Kind::Wait, Rank::AGGREGATOR) };
     let sign = datagram(folded, &[0, 0]);
     rank.take(&sign);
-    assert_eq!(rank.says().1, [entry(0, 0), entry(1, u64::MAX)]);
+    assert_eq!(rank.sent().1, [entry(0, 0), entry(1, u64::MAX)]);
     (rank, sign)
 }
 
@@ -356,11 +361,11 @@ fn what_is_lost_behind_all_that_came_is_asked_for_once() {
     // wire: W-38
     let (mut rank, sign) = of_two_lost_results();
     rank.take(&sign);
-    assert_eq!(rank.says().1, [], "the answer may be under way");
-    // One more result is lost, and it is unknown what became of the earlier answers.
+    assert_eq!(rank.sent().1, [], "the answer may still be on its way");
+    // One more result is lost. The earlier answers may still arrive.
     let folded = Header { window: window(0, 3), ..header(Kind::Wait, Rank::AGGREGATOR) };
     rank.take(&datagram(folded, &[0, 0]));
-    assert_eq!(rank.says().1, [entry(2, u64::MAX)]);
+    assert_eq!(rank.sent().1, [entry(2, u64::MAX)]);
     // A result that is sent for the first time may overtake the answers.
     (0..fragments()).for_each(|number| assert_eq!(rank.nacks(3, number, Flags::NONE), []));
     (0..fragments()).for_each(|number| assert_eq!(rank.nacks(0, number, Flags::AGAIN), []));
@@ -374,7 +379,7 @@ fn what_is_lost_behind_all_that_came_is_asked_for_once() {
 fn what_is_lost_makes_less_patient_than_what_others_owe() {
     // wire: W-39
     let mut rank = Machine::new(*worker(0).config(), 4);
-    rank.says();
+    rank.sent();
     let first = rank.patience();
     let wait = |at| {
         let folded = Header { window: window(0, at), ..header(Kind::Wait, Rank::AGGREGATOR) };
@@ -383,12 +388,12 @@ fn what_is_lost_makes_less_patient_than_what_others_owe() {
     rank.take(&wait(0));
     rank.take(&wait(0));
     rank.take(&wait(0));
-    assert!(rank.patience() > first, "others are waited for");
+    assert!(rank.patience() > first, "the rank waits for other ranks");
     rank.take(&wait(2));
-    rank.says();
+    rank.sent();
     let before = rank.1;
     rank.probes();
-    assert!(rank.1.since(before) <= first, "nobody is");
+    assert!(rank.1.since(before) <= first, "the rank waits for no other rank");
 }
 
 #[test]
@@ -397,13 +402,13 @@ fn an_answer_behind_all_that_came_is_asked_for_again_once_it_is_late() {
     let (mut rank, sign) = of_two_lost_results();
     rank.1 = rank.1 + Span::from_secs(1);
     rank.take(&sign);
-    assert_eq!(rank.says().1, [entry(0, 0), entry(1, u64::MAX)]);
+    assert_eq!(rank.sent().1, [entry(0, 0), entry(1, u64::MAX)]);
 }
 
 #[test]
 fn what_is_sent_again_shows_what_is_lost_even_if_it_has_come_before() {
     let mut rank = Machine::new(*worker(0).config(), 3);
-    rank.says();
+    rank.sent();
     assert_eq!(rank.nacks(0, fragments() - 1, Flags::NONE).len(), 1);
     let lost = 0b11 << (fragments() - 3);
     assert_eq!(rank.nacks(0, fragments() - 1, Flags::AGAIN), [entry(0, lost)]);
@@ -413,11 +418,11 @@ fn what_is_sent_again_shows_what_is_lost_even_if_it_has_come_before() {
 fn what_the_aggregator_asks_for_shows_what_has_left_the_path() {
     let config = *worker(0).config();
     let mut rank = Machine::new(worker::Config { in_flight: 2 * WINDOW_BYTES, ..config }, 4);
-    assert_eq!(rank.says().0, [(0, 0), (0, 1)]);
-    // The rest of both windows has arrived, or will be asked for again. So there is room for one
+    assert_eq!(rank.sent().0, [(0, 0), (0, 1)]);
+    // The rest of both windows has arrived, or will be requested later. So there is room for one
     // more window beside the repeated fragment.
     rank.take(&nack(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
-    assert_eq!(rank.says().0, [(0, 1), (0, 2)]);
+    assert_eq!(rank.sent().0, [(0, 1), (0, 2)]);
 }
 
 #[test]
@@ -425,18 +430,19 @@ fn a_credit_shows_what_has_left_the_path() {
     // wire: W-56
     let config = *worker(0).config();
     let mut rank = Machine::new(worker::Config { in_flight: 2 * WINDOW_BYTES, ..config }, 5);
-    assert_eq!(rank.says().0, [(0, 0), (0, 1)]);
+    assert_eq!(rank.sent().0, [(0, 0), (0, 1)]);
     let credit = |arrived| {
         let header = header(Kind::Credit, Rank::AGGREGATOR);
         datagram(Header { window: window(0, arrived), ..header }, &[])
     };
     rank.take(&credit(0));
-    assert_eq!(rank.says().0, []);
+    assert_eq!(rank.sent().0, []);
     rank.take(&credit(1));
-    assert_eq!(rank.says().0, [(0, 2)]);
-    // This credit covers only what was sent before it. Windows sent later are in flight as usual.
+    assert_eq!(rank.sent().0, [(0, 2)]);
+    // This credit covers only the windows that were sent before it arrived. Windows that are sent
+    // later count as in flight.
     rank.take(&credit(4));
-    assert_eq!(rank.says().0, [(0, 3), (0, 4)]);
+    assert_eq!(rank.sent().0, [(0, 3), (0, 4)]);
 }
 
 #[test]
@@ -453,20 +459,20 @@ fn ranks_are_told_what_has_arrived_while_a_fold_waits() {
     (1..4).for_each(|index| send(&mut shard, 1, index, 0));
     assert_eq!(shard.credits(), []);
     (0..2).for_each(|index| send(&mut shard, 0, index, 0));
-    assert_eq!(shard.credits(), [], "of the slower rank no more than one window");
+    assert_eq!(shard.credits(), [], "only one window of rank 0 is known to have arrived");
     send(&mut shard, 0, 2, 0);
     assert_eq!(shard.credits(), [window(0, 2)]);
-    assert_eq!(shard.credits(), [], "once");
+    assert_eq!(shard.credits(), [], "the shard sends a credit once");
 }
 
 #[test]
 fn a_result_that_can_be_sent_needs_no_credit() {
     let mut shard = Shard::new(5);
     (0..4).for_each(|index| shard.fill(index));
-    assert_eq!(shard.credits(), [], "results will tell");
+    assert_eq!(shard.credits(), [], "the results will show what has arrived");
     assert_eq!(shard.folds(), 4);
     assert_eq!(shard.results().len(), 4);
-    assert_eq!(shard.credits(), [], "results told");
+    assert_eq!(shard.credits(), [], "the results have shown what has arrived");
 }
 
 #[test]
@@ -476,11 +482,11 @@ fn ranks_are_told_what_has_arrived_while_results_wait_for_room() {
     let mut shard = Shard::of(config, 8);
     (0..8).for_each(|index| shard.fill(index));
     let folded = shard.folds();
-    assert!(folded < 6, "no rank has acknowledged a result");
-    let (results, last) = shard.says();
+    assert!(folded < 6, "{folded} windows were folded, although no rank has acknowledged a result");
+    let (results, last) = shard.sent();
     assert_eq!(results.len(), folded);
-    let last = last.expect("something behind the results");
-    let (header, _) = Header::decode(&last).expect("machines write messages");
+    let last = last.expect("a credit follows the results");
+    let (header, _) = Header::decode(&last).expect("a machine writes valid messages");
     assert_eq!((header.kind, header.window), (Kind::Credit, window(0, 7)));
     assert_eq!(shard.folds(), 0);
 }
@@ -489,22 +495,22 @@ fn ranks_are_told_what_has_arrived_while_results_wait_for_room() {
 fn shards_are_sent_to_in_turn() {
     let config = worker::Config { shards: 2, ..*worker(0).config() };
     let mut rank = Machine::new(config, 4);
-    assert_eq!(rank.says().0, [(0, 0), (1, 1), (0, 2), (1, 3)]);
+    assert_eq!(rank.sent().0, [(0, 0), (1, 1), (0, 2), (1, 3)]);
 }
 
 #[test]
 fn a_probe_that_may_be_lost_makes_less_patient_than_one_that_is_answered() {
     // wire: W-39
     let mut rank = Machine::new(*worker(0).config(), 1);
-    rank.says();
+    rank.sent();
     let first = rank.patience();
     assert_eq!([rank.patience(), rank.patience(), rank.patience()], [first; 3]);
     let mut rank = Machine::new(*worker(0).config(), 1);
-    rank.says();
+    rank.sent();
     assert_eq!(rank.patience(), first);
     let mut body = [0; 1200];
     let len = MissingRanks::encode([(Rank(1), Span::ZERO)].into_iter(), &mut body);
-    // The first answer also gives the round-trip time.
+    // The first answer also provides a sample of the round-trip time.
     rank.1 = rank.1 + Span::from_millis(1);
     rank.take(&datagram(header(Kind::Wait, Rank::AGGREGATOR), &body[..len]));
     let second = rank.patience();
@@ -516,10 +522,10 @@ fn a_probe_that_may_be_lost_makes_less_patient_than_one_that_is_answered() {
 fn what_is_lost_whole_again_and_again_is_waited_for_longer_and_longer() {
     // wire: W-77
     let mut rank = Machine::new(*worker(0).config(), 1);
-    rank.says();
+    rank.sent();
     let mut lose = |lacks: u64| {
         rank.take(&nack(Rank::AGGREGATOR, window(0, 0), &[entry(0, lacks)]));
-        assert_eq!(rank.says().0, [(0, 0)], "it is sent again all the same");
+        assert_eq!(rank.sent().0, [(0, 0)], "the window is sent again after every nack");
         let before = rank.1;
         rank.probes();
         rank.1.since(before)

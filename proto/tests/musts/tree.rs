@@ -13,7 +13,7 @@ use racksum_proto::worker::{self, Transmit, Worker};
 use crate::shard::{Shard, ack, block, everything_from, nack, names, sum};
 use crate::support::{TIMEOUT, datagram, header, open, shard, window, worker};
 
-const RELAY: worker::Relay = worker::Relay { shard: 0, slots: 8 };
+const CHILD: worker::ChildShard = worker::ChildShard { shard: 0, slots: 8 };
 
 fn with_parent() -> Shard {
     Shard::of(Aggregation::new(Config { has_parent: true, ..shard(0, 1) }, Time(0)))
@@ -36,22 +36,22 @@ fn a_window_is_known_to_the_parent_once_it_is_folded_and_within_the_pools_reach(
     rack.store(&block(1, window(0, 0)));
     let fold = rack.fold().unwrap();
     assert!(fold.for_parent && fold.window == window(0, 0));
-    assert!(rack.said().iter().all(|(_, header, _)| header.kind != Kind::Result));
+    assert!(rack.sent().iter().all(|(_, header, _)| header.kind != Kind::Result));
     assert_eq!(known(&rack), [Some(1), Some(0), None, None, None, None]);
     for rank in [0, 1] {
         rack.store(&block(rank, window(0, 2)));
     }
     assert!(rack.fold().is_some_and(|fold| fold.for_parent));
     assert!(rack.fold().is_none());
-    // No rank here owes the other windows. Those within the pool's reach have slots for their
-    // results.
+    // No rank of the rack owes the other windows. The pool has slots for the results of only the
+    // first eight windows.
     assert_eq!(known(&rack), [Some(1), Some(0), Some(1), Some(0), Some(0), None]);
     // Acknowledgements from all ranks free slots.
     rack.machine.handle_parent_at(0, window(0, 4), window(0, 4));
     for rank in [0, 1] {
         rack.take(&ack(rank, window(0, 4)));
     }
-    // The last window is always folded, here without any contribution.
+    // The last window is always folded, even if no rank contributes to it.
     let last = rack.fold().unwrap();
     assert_eq!((last.window, last.union, last.for_parent), (window(0, 11), 0, true));
     assert_eq!(rack.machine.summed(0, window(0, 8)), Some(0));
@@ -78,15 +78,15 @@ fn a_parent_takes_that_an_op_failed_below_and_tells_all() {
     assert_eq!(root.take(&fail(1, 0)), Verdict::Control);
     let failed = root.machine.poll_failed().unwrap();
     assert_eq!((failed.op, failed.why), (OpId(0), disagreement()));
-    let said = root.said();
-    let told = said.iter().filter(|(_, header, _)| header.kind == Kind::Fail);
-    assert!(told.clone().any(|(to, ..)| *to == Recipient::All));
-    for (_, _, body) in told {
+    let sent = root.sent();
+    let fails = sent.iter().filter(|(_, header, _)| header.kind == Kind::Fail);
+    assert!(fails.clone().any(|(to, ..)| *to == Recipient::All));
+    for (_, _, body) in fails {
         assert_eq!(Disagreement::decode(body), Ok(disagreement()));
     }
     // A repeated fail gets the same answer, and has no other effect.
     assert_eq!(root.take(&fail(1, 0)), Verdict::Control);
-    let (_, body) = root.says_to(1, Kind::Fail);
+    let (_, body) = root.sent_to(1, Kind::Fail);
     assert_eq!(Disagreement::decode(&body), Ok(disagreement()));
     assert!(root.machine.poll_failed().is_none());
     // The shard rejects a fail from a rank that is not an aggregator.
@@ -96,14 +96,14 @@ fn a_parent_takes_that_an_op_failed_below_and_tells_all() {
 #[test]
 fn an_aggregator_says_that_an_op_failed_until_its_parent_does() {
     // wire: W-65
-    let config = worker::Config { relay: Some(RELAY), ..*worker(0).config() };
+    let config = worker::Config { child: Some(CHILD), ..*worker(0).config() };
     let mut above = Worker::new(config, Time(0));
     above.submit_sum(Time(0), OpId(0), sum(1), TIMEOUT).unwrap();
     above.fail_sum(OpId(0), disagreement(), &mut ());
     let error = above.poll_outcome().unwrap().result.unwrap_err();
     assert!(matches!(error, OpError::Mismatch { op: OpId(0), .. }));
     let mut now = Time(0);
-    let mut says = |above: &mut Worker| {
+    let mut sent_kind = |above: &mut Worker| {
         let mut out = [0xa5; 2048];
         above.handle_timeout(now, &mut ());
         let transmit = above.poll_transmit(now, &mut out, &mut ());
@@ -112,20 +112,20 @@ fn an_aggregator_says_that_an_op_failed_until_its_parent_does() {
         Some(Header::decode(&out[..len]).unwrap().0.kind)
     };
     for _ in 0..5 {
-        assert_eq!(says(&mut above), Some(Kind::Fail));
+        assert_eq!(sent_kind(&mut above), Some(Kind::Fail));
     }
-    let heard = {
+    let confirmed = {
         let mut body = [0; Disagreement::LEN];
         disagreement().encode(&mut body);
         datagram(Header { window: window(0, 0), ..header(Kind::Fail, Rank::AGGREGATOR) }, &body)
     };
-    above.handle_datagram(Time(1), &heard, false, &mut ());
-    assert_eq!(says(&mut above), None);
+    above.handle_datagram(Time(1), &confirmed, false, &mut ());
+    assert_eq!(sent_kind(&mut above), None);
     // The fail goes out even if a descriptor names an unknown lane.
     let (rank, strange) = disagreement().one;
     let one = (rank, Descriptor { lane: 200, ..strange });
     above.fail_sum(OpId(1), Disagreement { one, ..disagreement() }, &mut ());
-    assert_eq!(says(&mut above), Some(Kind::Fail));
+    assert_eq!(sent_kind(&mut above), Some(Kind::Fail));
 }
 
 #[test]
@@ -136,15 +136,15 @@ fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
     root.machine.set_name(Rank(1), Rank(3));
     root.open(0, None, &[true; 2]);
     root.store(&block(0, window(0, 0)));
-    let named = |root: &mut Shard, said: Option<&[(Rank, Span)]>| {
-        if let Some(said) = said {
+    let named = |root: &mut Shard, reported: Option<&[(Rank, Span)]>| {
+        if let Some(reported) = reported {
             let mut body = [0; 1200];
-            let len = MissingRanks::encode(said.iter().copied(), &mut body);
+            let len = MissingRanks::encode(reported.iter().copied(), &mut body);
             let wait = datagram(header(Kind::Wait, Rank(1)), &body[..len]);
             assert_eq!(root.take(&wait), Verdict::Control);
         }
         root.take(&nack(0, window(0, 0), &everything_from(window(0, 0))));
-        let (_, body) = root.says_to(0, Kind::Wait);
+        let (_, body) = root.sent_to(0, Kind::Wait);
         names(&body)
     };
     let (silent, left) = (Span::from_millis(700), MissingRanks::LEFT);
@@ -158,7 +158,7 @@ fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
     assert_eq!(named(&mut root, None), [(Rank(4), later), (Rank(5), left)]);
     root.now = Time(0) + Span::from_millis(1100);
     assert_eq!(named(&mut root, None), [(Rank(3), Span::from_millis(1100))]);
-    // When a rank of an aggregator leaves, the wait names that rank as left.
+    // When a rank of an aggregator leaves, the wait reports that rank as left.
     root.machine.handle_left_below(Rank(1), Rank(4));
     assert_eq!(named(&mut root, None), [(Rank(4), left)]);
     // The shard rejects a wait from a rank that is not an aggregator.
@@ -169,7 +169,7 @@ fn a_parent_names_those_whom_an_aggregator_waits_for_and_for_a_while_only() {
 #[test]
 fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
     // wire: W-66
-    let config = worker::Config { relay: Some(RELAY), lanes: 2, ..*worker(0).config() };
+    let config = worker::Config { child: Some(CHILD), lanes: 2, ..*worker(0).config() };
     let mut above = Worker::new(config, Time(0));
     assert_eq!(above.poll_timeout(), Time::NEVER);
     above.submit_sum(Time(0), OpId(0), sum(1), TIMEOUT).unwrap();
@@ -181,7 +181,7 @@ fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
         above.handle_timeout(now, &mut ());
         for lane in [0, 1] {
             assert_eq!(above.poll_waits(), Some(lane));
-            above.say_waits(lane, waits.into_iter());
+            above.queue_waits(lane, waits.into_iter());
             let transmit = above.poll_transmit(now, &mut out, &mut ());
             let Some(Transmit::Datagram { len, .. }) = transmit else { panic!("{transmit:?}") };
             let (header, body) = Header::decode(&out[..len]).unwrap();
@@ -190,9 +190,9 @@ fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
         }
         assert_eq!(above.poll_waits(), None);
     }
-    // If it waits for no rank, the worker sends no wait.
+    // A worker that waits for no rank sends no wait.
     above.handle_timeout(above.poll_timeout(), &mut ());
     assert_eq!(above.poll_waits(), Some(0));
-    above.say_waits(0, std::iter::empty());
+    above.queue_waits(0, std::iter::empty());
     assert_eq!(above.poll_transmit(Time(0), &mut out, &mut ()), None);
 }

@@ -6,7 +6,7 @@ use racksum_proto::time::Time;
 use racksum_proto::wire::{Flags, Header, Kind, NackEntry, OpenDecoder};
 use racksum_proto::worker::{Config, Verdict, Worker};
 
-use crate::rank::{Machine, Said, credit, everything_from, fail, nack, result, sum};
+use crate::rank::{Machine, Sent, credit, everything_from, fail, nack, result, sum};
 use crate::support::{TIMEOUT, datagram, header, window, worker};
 
 #[test]
@@ -24,7 +24,7 @@ fn what_is_not_of_the_job_is_rejected_by_the_reason() {
     ] {
         assert_eq!(rank.reject(&datagram(bad, &[])), reject);
     }
-    assert_eq!(rank.machine.counters().rejects.total(), 5);
+    assert_eq!(rank.events.rejects.total(), 5);
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn results_of_another_shape_than_their_window_are_rejected() {
     let mut rank = Machine::new();
     rank.start(&[true; 3]);
     assert_eq!(rank.reject(&result(window(0, 1), None)), Reject::Unopened);
-    rank.said();
+    rank.sent();
     let header = header(Kind::Result, Rank::AGGREGATOR);
     let good = Header { window: window(0, 1), mask: 0b11, previous: 0, ..header };
     let first = [0; 1024];
@@ -79,7 +79,7 @@ fn windows_are_sent_as_far_as_the_pool_reaches() {
     assert_eq!(rank.sends(), [0; 0]);
     rank.take(&credit(window(0, 3)));
     assert_eq!(rank.sends(), [8, 9, 10]);
-    // A credit that arrives late takes nothing back.
+    // An older credit that arrives late has no effect.
     rank.take(&credit(window(0, 1)));
     rank.take(&credit(window(0, 4)));
     assert_eq!(rank.sends(), [11]);
@@ -91,12 +91,12 @@ fn opens_reach_no_further_than_they_may() {
     let mut rank = Machine::new();
     rank.start(&[false; 40_000]);
     let opened = |rank: &mut Machine| {
-        let said = rank.said();
-        let ends = said.iter().map(|said| match said {
-            Said::Datagram(header, body) if header.kind == Kind::Open => {
+        let sent = rank.sent();
+        let ends = sent.iter().map(|sent| match sent {
+            Sent::Datagram(header, body) if header.kind == Kind::Open => {
                 header.window.index + OpenDecoder::new().decode(body, false).unwrap().windows
             }
-            said => panic!("{said:?}"),
+            sent => panic!("{sent:?}"),
         });
         ends.max()
     };
@@ -110,14 +110,14 @@ fn opens_that_are_asked_for_are_sent_again() {
     // wire: W-36
     let mut rank = Machine::new();
     rank.start(&[true; 6]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 0), None));
     rank.deliver(&result(window(0, 1), Some(0)));
-    rank.said();
+    rank.sent();
     for (from, expected) in [(window(0, 3), 3), (window(0, 0), 2)] {
         rank.take(&nack(&[NackEntry { window: from, fragments: 0 }]));
-        let said = rank.said();
-        let [Said::Datagram(header, body)] = &said[..] else { panic!("{said:?}") };
+        let sent = rank.sent();
+        let [Sent::Datagram(header, body)] = &sent[..] else { panic!("{sent:?}") };
         assert_eq!((header.kind, header.window.index), (Kind::Open, expected));
         assert_eq!(expected + OpenDecoder::new().decode(body, false).unwrap().windows, 6);
     }
@@ -129,7 +129,7 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
     let mut rank = Machine::new();
     let masks = vec![0b111, 0b1, 0];
     rank.machine.submit_scanned(rank.now, sum(3), masks, TIMEOUT).unwrap();
-    rank.said();
+    rank.sent();
     rank.take(&nack(&[
         NackEntry { window: window(0, 0), fragments: 0b100 },
         NackEntry { window: window(0, 1), fragments: u64::MAX },
@@ -137,14 +137,14 @@ fn fragments_that_are_asked_for_are_sent_again_and_no_others() {
         NackEntry { window: window(7, 0), fragments: 1 },
     ]));
     let again: Vec<_> = rank
-        .said()
+        .sent()
         .into_iter()
-        .map(|said| match said {
-            Said::Data(header, fragments) => {
+        .map(|sent| match sent {
+            Sent::Data(header, fragments) => {
                 assert!(header.flags.has(Flags::AGAIN));
                 (header.window, fragments)
             }
-            said => panic!("{said:?}"),
+            sent => panic!("{sent:?}"),
         })
         .collect();
     assert_eq!(again, [(window(0, 0), 0b100), (window(0, 1), 0b1)]);
@@ -161,12 +161,16 @@ fn what_has_its_sum_is_not_sent_again_although_an_earlier_one_is_awaited() {
     for late in [false, true] {
         let mut rank = Machine::new();
         rank.start(&[true; 2]);
-        rank.said();
+        rank.sent();
         let sum = result(window(0, 1), Some(0));
         for datagram in if late { [&sum, &lacks] } else { [&lacks, &sum] } {
             rank.take(datagram);
         }
-        assert_eq!(rank.sends(), [0; 0], "asked for after the sum came: {late}");
+        assert_eq!(
+            rank.sends(),
+            [0; 0],
+            "the fragment was requested after the sum arrived: {late}"
+        );
     }
 }
 
@@ -175,7 +179,7 @@ fn what_was_sent_after_a_probe_is_not_sent_again_for_its_answer() {
     // wire: W-37
     let mut rank = Machine::new();
     rank.start(&[true; 2]);
-    rank.said();
+    rank.sent();
     rank.expire();
     rank.nacks();
     rank.start(&[true]);
@@ -184,9 +188,9 @@ fn what_was_sent_after_a_probe_is_not_sent_again_for_its_answer() {
     rank.nacks();
     let lacks = [window(0, 1), window(1, 0)].map(|window| NackEntry { window, fragments: 1 });
     rank.take(&nack(&lacks));
-    assert_eq!(rank.sends(), [1], "the aggregator could not have it yet");
+    assert_eq!(rank.sends(), [1], "the answer says nothing about data sent after the probe");
     rank.take(&nack(&lacks[1..]));
-    assert_eq!(rank.sends(), [0], "whoever asks once more lacks it");
+    assert_eq!(rank.sends(), [0], "a later nack shows that the data is lost");
 }
 
 #[test]
@@ -196,15 +200,15 @@ fn what_is_asked_for_of_an_op_that_fails_hides_nothing_behind_it() {
     for _ in 0..3 {
         rank.start(&[true]);
     }
-    rank.said();
+    rank.sent();
     let lacks = [1, 2].map(|op| NackEntry { window: window(op, 0), fragments: 1 });
     rank.take(&nack(&lacks));
     rank.take(&fail(window(1, 0)));
     let windows: Vec<_> = rank
-        .said()
+        .sent()
         .iter()
-        .filter_map(|said| match said {
-            Said::Data(header, 1) => Some(header.window),
+        .filter_map(|sent| match sent {
+            Sent::Data(header, 1) => Some(header.window),
             _ => None,
         })
         .collect();
@@ -216,7 +220,7 @@ fn results_before_a_whole_one_are_asked_for_at_once() {
     // wire: W-38
     let mut rank = Machine::new();
     rank.start(&[true; 8]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 0), None));
     rank.deliver(&result(window(0, 5), Some(4)));
     let (header, entries) = rank.nacks();
@@ -224,9 +228,9 @@ fn results_before_a_whole_one_are_asked_for_at_once() {
     let lacks = [(1, 0), (4, u64::MAX)];
     let lacks = lacks.map(|(index, fragments)| NackEntry { window: window(0, index), fragments });
     assert_eq!(entries, lacks);
-    // The answer may still be under way.
+    // The answer may still be on its way.
     rank.deliver(&result(window(0, 6), Some(5)));
-    assert!(rank.said().is_empty());
+    assert!(rank.sent().is_empty());
 }
 
 #[test]
@@ -234,9 +238,9 @@ fn a_probe_asks_what_there_is_and_for_nothing_yet() {
     // wire: W-38, W-39
     let mut rank = Machine::new();
     rank.start(&[true; 8]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 0), None));
-    rank.said();
+    rank.sent();
     rank.expire();
     let (header, entries) = rank.nacks();
     assert_eq!(header.window, window(0, 1));
@@ -248,7 +252,7 @@ fn what_came_before_changes_nothing() {
     // wire: W-42
     let mut rank = Machine::new();
     rank.start(&[true; 3]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 1), Some(0)));
     assert_eq!(rank.take(&result(window(0, 1), Some(0))), Verdict::Duplicate);
     rank.deliver(&result(window(0, 0), None));
@@ -265,18 +269,18 @@ fn a_result_acknowledges_itself_in_the_next_datagram() {
     // wire: W-32
     let mut rank = Machine::new();
     rank.start(&[true; 3]);
-    rank.said();
+    rank.sent();
     rank.deliver(&result(window(0, 1), Some(0)));
     let (header, _) = rank.nacks();
     assert_eq!(header.ack, window(0, 0));
     rank.deliver(&result(window(0, 0), None));
-    let said = rank.said();
-    let [Said::Datagram(header, _)] = &said[..] else { panic!("{said:?}") };
+    let sent = rank.sent();
+    let [Sent::Datagram(header, _)] = &sent[..] else { panic!("{sent:?}") };
     assert_eq!((header.kind, header.ack), (Kind::Ack, window(0, 2)));
     rank.deliver(&result(window(0, 2), Some(1)));
     rank.start(&[true]);
-    assert!(rank.said().iter().all(|said| match said {
-        Said::Datagram(header, _) | Said::Data(header, _) => header.ack == window(1, 0),
+    assert!(rank.sent().iter().all(|sent| match sent {
+        Sent::Datagram(header, _) | Sent::Data(header, _) => header.ack == window(1, 0),
     }));
 }
 
@@ -288,16 +292,16 @@ fn an_op_is_opened_wherever_it_has_a_window() {
     for (windows, masks) in [(7, vec![0; 7]), (2, vec![0; 2])] {
         machine.submit_scanned(Time(0), sum(windows), masks, TIMEOUT).unwrap();
     }
-    let mut rank = Machine { machine, now: Time(0) };
+    let mut rank = Machine::of(machine);
     let mut opened: Vec<_> = rank
-        .said()
+        .sent()
         .iter()
-        .map(|said| match said {
-            Said::Datagram(header, body) => {
+        .map(|sent| match sent {
+            Sent::Datagram(header, body) => {
                 let open = OpenDecoder::new().decode(body, false).unwrap();
                 (header.window.op.0, header.shard, header.window.index, open.windows, open.after)
             }
-            said => panic!("{said:?}"),
+            sent => panic!("{sent:?}"),
         })
         .collect();
     opened.sort_unstable();

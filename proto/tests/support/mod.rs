@@ -16,7 +16,7 @@ pub(crate) const TIMEOUT: Span = Span::from_secs(10);
 /// Returns the cut for an MTU of 1500 over IPv4, with room for an authentication code.
 pub(crate) fn cut() -> Fragmentation {
     Fragmentation::new(1500 - 28 - Header::LEN - DataAuth::MAX_TRAILER)
-        .expect("1408 bytes are enough")
+        .expect("1408 bytes are a valid payload")
 }
 
 /// Returns the aggregator half of the job at its only shard: two ranks, one lane, eight slots.
@@ -57,7 +57,7 @@ pub(crate) fn worker(rank: u16) -> Worker {
         first_op: OpId(0),
         may_move: false,
         acks_at_rest: false,
-        relay: None,
+        child: None,
     };
     Worker::new(config, Time(0))
 }
@@ -66,7 +66,7 @@ pub(crate) const fn window(op: u32, index: u32) -> WindowId {
     WindowId::new(OpId(op), index)
 }
 
-/// Returns a header of the job with only the fields set that every message has.
+/// Returns a header of the job that sets only the fields that every kind of message sets.
 pub(crate) fn header(kind: Kind, sender: Rank) -> Header {
     Header { kind, sender, flags: Flags::NONE, ..Header::ping(JOB, GENERATION, 0) }
 }
@@ -74,12 +74,16 @@ pub(crate) fn header(kind: Kind, sender: Rank) -> Header {
 /// Encodes a header and a body as a datagram, and sets the header's length.
 pub(crate) fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
     let mut bytes = [0xa5; Header::LEN];
-    Header { length: u16::try_from(body.len()).expect("a short body"), ..header }
-        .encode(&mut bytes);
+    Header {
+        length: u16::try_from(body.len()).expect("the length of a body fits a u16"),
+        ..header
+    }
+    .encode(&mut bytes);
     [&bytes[..], body].concat()
 }
 
-/// Returns a rank's open that starts at window `index`.
+/// Returns a rank's open of consecutive windows, starting with window `index`. `occupied` says
+/// which of them the rank will send.
 pub(crate) fn open(
     rank: u16,
     op: u32,

@@ -1,4 +1,4 @@
-"""The Rust extension: the worker in Python's terms. Users see the package around it."""
+"""Types of the Rust extension, which wraps the worker crate. Users import ``racksum`` instead."""
 
 from collections.abc import Callable
 from types import TracebackType

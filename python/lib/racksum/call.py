@@ -1,4 +1,4 @@
-"""The arguments of an op, checked, and the collective call that an op belongs to."""
+"""The checked arguments of an op, and the collective call that an op belongs to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["ONE_OP", "Call", "PartOf", "checked_call"]
 
 
 class PartOf(NamedTuple):
-    """The call of a collective that an op belongs to. Ops of different calls never pair."""
+    """The collective call that an op belongs to. Ops of different calls never pair."""
 
-    #: The name of the collective in docs/wire.md.
+    #: The collective's name, as in docs/wire.md.
     collective: str = "op"
     #: The root rank of the collective.
     root: int = 0
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     tag: int
 
 
-#: The check of each argument of an op.
+#: The checks of an op's arguments, by the name of the argument.
 _CHECKS = {
     "elements": whole_from(0, MAX_ELEMENTS),
     "wire": text,

@@ -1,8 +1,8 @@
-"""Decorators that keep Dynamo, the compiler of torch, from compiling racksum's functions.
+"""Decorators that keep Dynamo, torch's compiler, from compiling racksum's functions.
 
-While compiled code runs, Dynamo compiles every Python function that this code calls, also through
-C++: a backend's collectives, a hook, the ``wait`` of a work. It would call them with fake tensors,
-whose sizes are symbols and which have no memory.
+While compiled code runs, Dynamo compiles every Python function that this code calls, even through
+C++, such as a backend's collectives, a hook, or the ``wait`` of a work. Dynamo would call racksum's
+functions with fake tensors, which have no memory and whose sizes are symbols.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ C = TypeVar("C", bound=type)
 
 
 def eager(function: F) -> F:
-    """Returns the function, wrapped so that Dynamo compiles neither it nor what it calls."""
+    """Returns the function, wrapped so that Dynamo compiles neither it nor its callees."""
     import torch  # noqa: PLC0415 - Dynamo is a part of torch.
 
     # `torch.compiler.disable` would import Dynamo now, which takes as long as importing torch.
@@ -30,17 +30,18 @@ def eager(function: F) -> F:
         return function
     from torch._C._dynamo import eval_frame  # noqa: PLC0415 - this does not import Dynamo.
 
-    # The first call of `disabled` imports Dynamo. A thread with a callback has imported it before.
+    # `disabled` imports Dynamo when it is first called. It is called only in a thread that has a
+    # callback, and such a thread has already imported Dynamo.
     disabled = disable(function)
     # Dynamo compiles only in threads that have a callback. Older PyTorch cannot tell whether a
-    # thread has one, so there an imported Dynamo counts as a callback.
+    # thread has one, so assume that every thread has one once Dynamo is imported.
     get_callback = getattr(eval_frame, "get_eval_frame_callback", _dynamo_if_imported)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         return (function if get_callback() is None else disabled)(*args, **named)
 
-    # Compiled code then calls this function without tracing it, directly and through C++.
+    # Makes compiled code call this function, directly or through C++, without tracing it.
     vars(call)["_torchdynamo_disable"] = True
     _skip(cast("Any", call).__code__)
     return cast("F", call)
@@ -52,7 +53,7 @@ def _dynamo_if_imported() -> ModuleType | None:
 
 
 def _skip(code: CodeType) -> None:
-    """Tells Dynamo not to compile frames of this code. It still compiles what they call."""
+    """Tells Dynamo not to compile this code. It still compiles functions that the code calls."""
     from torch._C._dynamo import eval_frame  # noqa: PLC0415 - this does not import Dynamo.
 
     if hasattr(eval_frame, "skip_code"):

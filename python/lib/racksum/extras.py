@@ -1,4 +1,4 @@
-"""Optional packages, which only parts of racksum need."""
+"""Optional packages, which only some parts of racksum need."""
 
 from __future__ import annotations
 

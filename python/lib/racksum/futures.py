@@ -1,10 +1,10 @@
-"""Torch futures of ops, which threads complete. Importing this module imports torch."""
+"""Torch futures of ops, completed by background threads. Importing this module imports torch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -14,25 +14,23 @@ from racksum.threads import do_waiting
 __all__ = ["as_exception", "future_of", "new_future", "own_streams_on"]
 
 
-class _Ends(Protocol):
-    """An op that ends with a result."""
-
-    def wait(self) -> Any: ...
-
-
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
-    """Returns a future of tensors on these devices. Its waiters wait for the devices' streams."""
+    """Returns a future of tensors on these devices. A wait synchronizes with their streams."""
     return Future(devices=_with_streams(devices))
 
 
-def future_of(op: _Ends, devices: Iterable[torch.device] = ()) -> Future[Any]:
-    """Returns a future of an op's result, which a thread completes."""
+def future_of(wait: Callable[[], Any], devices: Iterable[torch.device] = ()) -> Future[Any]:
+    """Returns a future of an op's result. Another thread completes it.
+
+    :param wait: Waits for the op to end and returns its result.
+    :param devices: The devices of the tensors in the result.
+    """
     future = new_future(devices)
 
     def complete() -> None:
         try:
             with own_streams_on(devices):
-                future.set_result(op.wait())
+                future.set_result(wait())
         except BaseException as error:
             future.set_exception(as_exception(error))
 
@@ -47,14 +45,14 @@ def as_exception(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception):
         return error
-    raised = RuntimeError(f"ended by {error!r}")
+    raised = RuntimeError(f"the op ended with {error!r}")
     raised.__cause__ = error
     return raised
 
 
 @contextlib.contextmanager
 def own_streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Runs the block on new streams, so that training streams of GPUs do not wait for it."""
+    """Runs the block on new GPU streams, so that the caller's streams do not wait for it."""
     with contextlib.ExitStack() as stack:
         for device in _with_streams(devices):
             module = torch.get_device_module(device)

@@ -13,7 +13,10 @@ __all__ = ["timeout_of"]
 
 
 def timeout_of(group: ProcessGroup | None) -> float | None:
-    """Returns the timeout in seconds of a group, or of the default group; None if there is none."""
+    """Returns the timeout of a group in seconds, or None if it is unknown.
+
+    :param group: The group; None for the default group.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = cast("ProcessGroup", group or dist.group.WORLD)

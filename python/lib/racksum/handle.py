@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from racksum.errors import WaitTimeout
-from racksum.log import pass_on
+from racksum.log import forward_logs
 from racksum.options import seconds_from
 
 if TYPE_CHECKING:
+    import torch
     from torch.futures import Future
 
 __all__ = ["Handle", "Outcome"]
@@ -24,45 +25,91 @@ _limit = seconds_from(0)
 
 
 class Handle(Generic[T]):
-    """An op in flight, as ``Session.allreduce(x, async_op=True)`` returns it.
+    """An op in flight, on the host or on a GPU. A call with ``async_op=True`` returns a handle.
 
-    The handle keeps the op's tensor alive. If the handle is dropped, the op still goes on.
+    The handle keeps the op's tensor alive. If the handle is dropped, the op still continues.
 
-    Example::
-
-        handle = session.allreduce(x, async_op=True)
-        ...  # compute something that does not use x
-        handle.wait()
+    >>> x = np.ones(4, np.float32)
+    >>> handle = session.allreduce(x, async_op=True)
+    >>> total = sum(range(100))  # Computes something that does not use x.
+    >>> handle.wait().tolist()
+    [1.0, 1.0, 1.0, 1.0]
     """
 
     def __init__(
-        self, ends_within: Callable[[float | None], bool], make: Callable[[], Outcome[T]]
+        self,
+        ends_within: Callable[[float | None], bool],
+        make: Callable[[], Outcome[T]],
+        *,
+        device: torch.device | None = None,
+        stage: Callable[[Callable[[], Handle[Any]], Callable[[Any], Any]], Handle[Any]]
+        | None = None,
     ) -> None:
+        """Makes a handle. Only the parts of racksum that start ops call this.
+
+        :param ends_within: Waits until the op ends, or until the given number of seconds has
+            passed; None means no limit. Returns whether the op has ended.
+        :param make: Makes the outcome of an op that has ended, or raises its error.
+        :param device: The GPU that holds the result; by default the result is in host memory.
+        :param stage: Starts an op on that GPU, given a function that starts the op and a function
+            that makes its result.
+        """
         self._lock = threading.Lock()
         self._state: _Running[T] | Outcome[T] = _Running(ends_within, make)
+        self._device = device
+        self._stage = stage
 
     def done(self) -> bool:
-        """Returns whether the op has ended, with a result or an error. Does not wait."""
+        """Returns whether the op has ended, with a result or an error. Does not wait.
+
+        >>> import time
+        >>> handle = session.allreduce(np.ones(4, np.float32), async_op=True)
+        >>> while not handle.done():
+        ...     time.sleep(0.001)
+        >>> handle.wait(0).tolist()
+        [1.0, 1.0, 1.0, 1.0]
+
+        :raises racksum.SessionClosed: This process was forked from the one that started the op.
+        """
         return self._ends_within(0.0)
 
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the op to end and returns its result.
 
-        :param timeout: The most seconds to wait, 0 or more. By default there is no limit here; the
-            session's ``timeout`` bounds the op.
-        :raises racksum.WaitTimeout: The op has not ended within ``timeout``. It goes on.
+        If the result is on a GPU, the current stream waits for the copy to the GPU. This thread
+        does not wait for the copy.
+
+        >>> handle = session.allreduce(np.ones(4, np.float32), async_op=True)
+        >>> handle.wait(timeout=30).tolist()
+        [1.0, 1.0, 1.0, 1.0]
+
+        :param timeout: The maximum number of seconds to wait, 0 or more. By default only the
+            session's ``timeout`` limits the wait.
+        :return: The result. Every wait returns the same object.
+        :raises racksum.WaitTimeout: The op has not ended within ``timeout``. It continues.
         :raises racksum.BadArgument: ``timeout`` is not a finite number of seconds, 0 or more.
         :raises racksum.Error: The op failed. The class and the message give the cause.
         """
         limit = None if timeout is None else _limit("timeout", timeout)
-        return self._outcome(limit).result
+        outcome = self._outcome(limit)
+        outcome.reach()
+        return outcome.result
 
     def then(self, work: Callable[[T], U]) -> Handle[U]:
-        """Returns a handle of the same op whose result is ``work`` applied to this one's result.
+        """Returns a handle of the same op whose result is ``work(result)``.
 
         ``work`` runs in the first wait for the new handle. If it raises, the next wait runs it
-        again.
+        again. If the result is on a GPU, ``work`` runs once, after the op has ended, on another
+        thread and in a stream of its own.
+
+        >>> handle = session.allreduce(np.ones(4, np.float32), async_op=True)
+        >>> handle.then(lambda x: x.sum().item()).wait()
+        4.0
+
+        :param work: A function of this handle's result. If it raises, the wait raises its error.
         """
+        if self._stage is not None:
+            return self._stage(lambda: self, work)
 
         def make() -> Outcome[U]:
             outcome = self._outcome(None)
@@ -71,16 +118,26 @@ class Handle(Generic[T]):
         return Handle(self._ends_within, make)
 
     def get_future(self) -> Future[T]:
-        """Returns a :class:`torch.futures.Future` of the result, which a thread completes."""
+        """Returns a :class:`torch.futures.Future` of the result. Another thread completes it.
+
+        >>> handle = session.allreduce(torch.ones(4), async_op=True)
+        >>> handle.get_future().wait().tolist()
+        [1.0, 1.0, 1.0, 1.0]
+
+        :raises ModuleNotFoundError: torch is not installed.
+        """
         from racksum.futures import future_of  # noqa: PLC0415 - this imports torch.
 
-        return future_of(self)
+        return future_of(self.wait, [] if self._device is None else [self._device])
 
     @property
     def absent(self) -> tuple[int, ...]:
         """The ranks whose contributions the result lacks. Waits for the op to end.
 
         Only a job with ``on_rank_loss="continue"`` sums without a lost rank.
+
+        >>> session.allreduce(np.ones(4, np.float32), async_op=True).absent
+        ()
 
         :raises racksum.Error: The op failed.
         """
@@ -92,20 +149,22 @@ class Handle(Generic[T]):
 
     def _outcome(self, timeout: float | None) -> Outcome[T]:
         ended = self._ends_within(timeout)
-        pass_on()
+        forward_logs()
         if not ended:
-            raise WaitTimeout(f"the op has not ended after {timeout} s; it goes on, so wait again")
+            raise WaitTimeout(
+                f"the op has not ended after {timeout} s; it continues, so wait again"
+            )
         with self._lock:
             if isinstance(self._state, _Running):
-                # If `make` fails or is interrupted, the next wait calls it again. Once it has
-                # returned, nothing here refers to the op any more.
+                # If `make` fails or is interrupted, the next wait calls it again. Once `make` has
+                # returned, this handle no longer refers to the op.
                 self._state = self._state.make()
             return self._state
 
 
 @dataclass(frozen=True)
 class _Running(Generic[T]):
-    """An op without an outcome yet, and the function that makes the outcome once it has ended."""
+    """Two functions of an op without an outcome: one waits for its end, one makes its outcome."""
 
     ends_within: Callable[[float | None], bool]
     make: Callable[[], Outcome[T]]
@@ -117,3 +176,5 @@ class Outcome(Generic[T]):
 
     result: T
     absent: tuple[int, ...]
+    #: Makes the current stream wait until the result is on the GPU. Every wait calls this.
+    reach: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""Log lines of the package, and of the Rust worker below it."""
+"""Log lines of the package, and of the Rust worker that it wraps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from racksum import _racksum
 
-__all__ = ["logger", "pass_on", "pass_on_until"]
+__all__ = ["forward_logs", "forward_logs_until", "logger"]
 
-#: Seconds between two collections of the worker's log lines.
+#: The interval between two checks for log lines of the worker, in seconds.
 _PERIOD = 0.25
 
 
@@ -23,20 +23,20 @@ class _Named(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
-    """Returns the logger of this name, with lines that begin with ``racksum:``.
+    """Returns the logger of this name. Its lines begin with ``racksum:``.
 
     The prefix shows where lines come from even if :mod:`logging` is not configured.
     """
     return _Named(logging.getLogger(name), {})
 
 
-def pass_on() -> None:
+def forward_logs() -> None:
     """Hands the log lines of the worker to :mod:`logging`."""
-    for level, name, said in _racksum.take_logs():
-        logger(name.replace("racksum_", "racksum.", 1)).log(level, "%s", said)
+    for level, name, message in _racksum.take_logs():
+        logger(name.replace("racksum_", "racksum.", 1)).log(level, "%s", message)
 
 
-def pass_on_until(over: threading.Event) -> None:
-    """Calls :func:`pass_on` every 0.25 seconds until ``over`` is set."""
+def forward_logs_until(over: threading.Event) -> None:
+    """Calls :func:`forward_logs` every 0.25 seconds until ``over`` is set."""
     while not over.wait(_PERIOD):
-        pass_on()
+        forward_logs()

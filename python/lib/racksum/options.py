@@ -32,19 +32,20 @@ MAX_LANES = 8
 MAX_WORLD = 256
 MAX_ELEMENTS = 2**36
 
-#: Returns the checked value of the argument of this name, or raises `BadArgument`.
+#: A function that takes the name and the value of an argument, and returns the checked value or
+#: raises `BadArgument`.
 Check = Callable[[str, Any], Any]
 
 
 class Drawn(NamedTuple):
-    """The name and the secret that the first rank of a process group drew at random for the job."""
+    """The random name and secret that a rank of a process group generated for the job."""
 
     job: str
     secret: str
 
 
-#: The option that an error is about, for errors that do not name one themselves.
-_ABOUT: Mapping[type[Error], tuple[str, ...]] = {
+#: The option that each class of error is about. These errors do not name it themselves.
+_ERROR_OPTIONS: Mapping[type[Error], tuple[str, ...]] = {
     NoAggregator: ("aggregator",),
     JoinTimeout: ("join_timeout",),
     NoRoom: ("join_timeout",),
@@ -53,10 +54,14 @@ _ABOUT: Mapping[type[Error], tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
-    """The checked options of a session: who the rank is, and where its aggregators are.
+    """The checked options of a session, such as the rank, the job and the aggregators.
 
     :func:`racksum.connect` makes them from its arguments and explains each. :meth:`resolve` makes
     them without connecting.
+
+    >>> options = racksum.ConnectOptions(aggregator="10.0.0.1:7177", job="digits", rank=0, world=2)
+    >>> options.timeout, options.join_timeout  # in seconds
+    (60.0, 300.0)
 
     :raises racksum.BadArgument: An option is invalid. ``error.options`` names it.
     """
@@ -80,11 +85,11 @@ class ConnectOptions:
     mtu: int | None = None
     interface: str | None = None
     local_world: int | None = None
-    #: The process group of the job that this session is for; empty for the job itself. Admission
-    #: rules go by the job.
+    #: The name of the process group that uses this session; empty for the whole job. Admission
+    #: rules match the job's name, not the group's.
     group: str = ""
-    #: A secret that all generations of the job share, in hexadecimal. A greater generation with the
-    #: same secret ends the one before.
+    #: A secret, in hexadecimal, that all generations of the job share. A greater generation with
+    #: the same secret ends the earlier ones.
     secret: str | None = None
     #: For each option that the environment set, the variable and its text, such as ``RANK='0'``.
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -100,23 +105,32 @@ class ConnectOptions:
             if self.uses_sidecar and (self.rejoin or self.on_rank_loss != "abort"):
                 raise BadArgument(
                     "rejoin and on_rank_loss cannot be set with unix:PATH, because ranks of a "
-                    "sidecar neither rejoin nor go on without a rank; leave them out, or connect "
-                    "to the aggregator itself",
+                    "sidecar neither rejoin nor continue without a rank; leave them out, or "
+                    "connect to the aggregator itself",
                     ("rejoin", "on_rank_loss"),
                 )
             if self.uses_sidecar and self.data_auth is not None:
-                raise BadArgument(f"data_auth {_OF_SIDECAR}", ("data_auth",))
+                raise BadArgument(f"data_auth {_NOT_WITH_SIDECAR}", ("data_auth",))
 
     @contextmanager
     def naming_variables(self) -> Iterator[None]:
-        """Prefixes errors about options with the environment variables that set them."""
+        """Prefixes errors about options with the environment variables that set them.
+
+        >>> environment = {"RANK": "2", "WORLD_SIZE": "2"}
+        >>> options = ConnectOptions.resolve(environment, aggregator="10.0.0.1:7177", job="digits")
+        >>> with options.naming_variables():
+        ...     raise racksum.BadArgument("rank must be below world", ("rank", "world"))
+        Traceback (most recent call last):
+            ...
+        racksum.errors.BadArgument: RANK='2', WORLD_SIZE='2': rank must be below world
+        """
         try:
             yield
         except (BadArgument, NoAggregator, JoinTimeout, NoRoom) as error:
-            about = error.options if isinstance(error, BadArgument) else _ABOUT[type(error)]
-            said = [self.variables[name] for name in about if name in self.variables]
-            if said:
-                error.args = (f"{', '.join(said)}: {error}", *error.args[1:])
+            names = error.options if isinstance(error, BadArgument) else _ERROR_OPTIONS[type(error)]
+            settings = [self.variables[name] for name in names if name in self.variables]
+            if settings:
+                error.args = (f"{', '.join(settings)}: {error}", *error.args[1:])
             raise
 
     @classmethod
@@ -131,37 +145,48 @@ class ConnectOptions:
 
         An option that is ``None`` counts as not given.
 
+        >>> environment = {"RANK": "3", "WORLD_SIZE": "8", "RACKSUM_JOB": "digits"}
+        >>> options = ConnectOptions.resolve(environment, aggregator="10.0.0.1:7177")
+        >>> options.job, options.rank, options.world
+        ('digits', 3, 8)
+
         :param environment: The variables to read; by default those of the process.
-        :param drawn: The secret of a process group's job, and its name if nothing else sets one.
+        :param drawn: The generated secret and name of a process group's job. The name applies only
+            if no option, ``RACKSUM_JOB`` or run id of torchrun sets one.
         :param given: Options, with the names and meanings of :func:`racksum.connect`.
-        :raises racksum.BadArgument: An option is unknown, invalid, or required and not set.
+        :raises racksum.BadArgument: An option is unknown or invalid, or a required option is not
+            set.
         """
         for name in given:
             if name not in OPTIONS:
                 raise BadArgument(f"unknown option {name}; the options are {', '.join(OPTIONS)}")
         found = {name: value for name, value in given.items() if value is not None}
         defaults = {field.name: field.default for field in fields(cls)}
-        of_way = [name for name in _OF_WAY if found.get(name, defaults[name]) != defaults[name]]
-        said: dict[str, str] = {}
+        unsupported = [
+            name
+            for name in _CONNECTION_OPTIONS
+            if found.get(name, defaults[name]) != defaults[name]
+        ]
+        settings: dict[str, str] = {}
         for name, variables in _VARIABLES.items():
             first = None if name in found else _first(environment, variables)
             if first is not None:
-                found[name], said[name] = first
+                found[name], settings[name] = first
         if "job" not in found and drawn is not None:
             found["job"] = drawn.job
         if "job" not in found and (first := _job_of_rendezvous(environment)):
-            found["job"], said["job"] = first
+            found["job"], settings["job"] = first
         for name, what in _NEEDED.items():
             if name not in found:
                 raise BadArgument(f"{name} is not set; {what}")
-        options = cls(**found, secret=drawn and drawn.secret, variables=said)
-        if options.uses_sidecar and of_way:
-            raise BadArgument(f"{', '.join(of_way)} {_OF_SIDECAR}")
+        options = cls(**found, secret=drawn and drawn.secret, variables=settings)
+        if options.uses_sidecar and unsupported:
+            raise BadArgument(f"{', '.join(unsupported)} {_NOT_WITH_SIDECAR}")
         return options
 
     @property
     def name(self) -> str:
-        """The job's name, followed by ``/`` and the name of the group, if it has one."""
+        """The job's name, followed by ``/`` and the group's name if the session has a group."""
         return f"{self.job}/{self.group}" if self.group else self.job
 
     @property
@@ -173,9 +198,9 @@ class ConnectOptions:
 def limits_of_group(
     seconds: float | None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, float]:
-    """Returns the ``timeout`` and ``join_timeout`` of a session from the timeout of its group.
+    """Returns ``timeout`` and ``join_timeout`` for a session, both set to its group's timeout.
 
-    Leaves out what the environment sets. Returns nothing if the group has no timeout.
+    Leaves out an option that the environment sets, and both if the group has no timeout.
     """
     names = ("timeout", "join_timeout")
     unset = (name for name in names if not environment.get(f"RACKSUM_{name.upper()}", "").strip())
@@ -214,7 +239,7 @@ def seconds_from(least: float) -> Check:
 
 
 def text(name: str, value: Any) -> str:
-    """Accepts strings, except those with lone surrogates, which UTF-8 cannot encode."""
+    """Returns a checked string. Refuses lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, str) and (str.isascii(value) or _is_encodable(value)):
         return value
     raise _not("a valid Unicode string", name, value)
@@ -249,35 +274,35 @@ def _either(name: str, value: Any) -> bool:
 
 
 def _not(what: str, name: str, value: Any) -> BadArgument:
-    """Returns the error for an argument that is not what it must be."""
+    """Returns the error for an argument with an invalid value."""
     return BadArgument(f"{name} must be {what}, not {value!r}", (name,))
 
 
 def _first(
     environment: Mapping[str, str], variables: Mapping[str, Callable[[str], Any]]
 ) -> tuple[Any, str] | None:
-    """Returns the value of the first variable that has one, and the variable with its text."""
+    """Returns the value of the first variable that is set, and ``NAME='text'`` for messages."""
     for variable, read in variables.items():
         text = environment.get(variable, "").strip()
-        said = f"{variable}={text!r}"
+        setting = f"{variable}={text!r}"
         try:
             value = read(text) if text else None
         except ValueError as error:
-            raise BadArgument(f"{said}: {error}") from None
+            raise BadArgument(f"{setting}: {error}") from None
         if value is not None:
-            return value, said
+            return value, setting
     return None
 
 
 def _run_of_torchrun(run: str) -> str | None:
-    """Returns torchrun's run id, or None for "none", which jobs without an id of their own have."""
+    """Returns torchrun's run id, or None for "none", the id that torchrun uses by default."""
     return None if run == "none" else run
 
 
 def _job_of_rendezvous(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Returns a job name made of the address where ranks meet, and the variable with its text.
+    """Returns a job name made from the rendezvous address, and ``NAME='text'`` for messages.
 
-    :raises BadArgument: The address is a loopback address. Every host has it, so jobs of several
+    :raises BadArgument: The address is a loopback address. Every host has it, so jobs of different
         hosts could get the same name.
     """
     host, port = (environment.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -285,9 +310,9 @@ def _job_of_rendezvous(environment: Mapping[str, str]) -> tuple[str, str] | None
         return None
     if _is_loopback(host):
         raise BadArgument(
-            f"job is not set, and MASTER_ADDR={host} does not name it: every host has that "
+            f"job is not set, and MASTER_ADDR={host} cannot name it: every host has that "
             "address, so other jobs could get the same name; pass job= or set RACKSUM_JOB, or use "
-            "racksum.torch.connect, which draws a name for the ranks of a process group"
+            "racksum.torch.connect, which generates a name for the ranks of a process group"
         )
     return f"{host}-{port}", f"MASTER_ADDR={host!r}"
 
@@ -304,7 +329,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interfaces_of_gloo(value: str) -> str:
-    """Converts Gloo's interface names to NCCL's grammar, which marks a whole name with ``=``."""
+    """Converts Gloo's interface names to NCCL's grammar, in which ``=`` marks exact names."""
     if value.startswith(("^", "=")):
         raise ValueError("Gloo takes plain names only; set RACKSUM_INTERFACE to use ^ or =")
     return f"={value}"
@@ -342,12 +367,12 @@ _NEEDED = {
 
 #: Options of the connection to the aggregator, which ranks of a sidecar cannot pass. If the
 #: environment sets them, such ranks ignore them. `data_auth` is refused from the environment too,
-#: because whoever sets it relies on it.
-_OF_WAY = ("identity", "interface", "mtu", "multicast", "pool_slots", "wait")
+#: because a user who sets it relies on it.
+_CONNECTION_OPTIONS = ("identity", "interface", "mtu", "multicast", "pool_slots", "wait")
 
-_OF_SIDECAR = (
+_NOT_WITH_SIDECAR = (
     "cannot be set with unix:PATH, because the sidecar owns the connection to the aggregator; "
-    "leave it out, and see `racksum worker --help` for the options of a sidecar"
+    "`racksum worker --help` lists the options that the sidecar takes instead"
 )
 
 _CHECKS: dict[str, Check] = {
@@ -377,7 +402,7 @@ _CHECKS: dict[str, Check] = {
 #: The names of the options that users may set.
 OPTIONS = tuple(name for name in _CHECKS if name not in ("group", "secret"))
 
-#: For each option, the variables that set it, in order of precedence, and how each is read.
+#: For each option, the variables that set it, in order of precedence, with their parsers.
 _VARIABLES: dict[str, dict[str, Callable[[str], Any]]] = {
     "aggregator": {"RACKSUM_AGGREGATOR": str},
     "job": {"RACKSUM_JOB": str, "TORCHELASTIC_RUN_ID": _run_of_torchrun},

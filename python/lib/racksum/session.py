@@ -16,17 +16,13 @@ from racksum.call import ONE_OP, PartOf, checked_call
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument, Error, SessionClosed
 from racksum.handle import Handle, Outcome
-from racksum.log import logger, pass_on, pass_on_until
-from racksum.options import (
-    ConnectOptions,
-    limits_of_group,
-)
+from racksum.log import forward_logs, forward_logs_until, logger
+from racksum.options import ConnectOptions
 from racksum.shared import sides_of, tensor_in
 from racksum.tensor import check_unmoved, empty_like, memory_of
 from racksum.threads import end_all
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
     from typing_extensions import Self, Unpack
 
-__all__ = ["Handle", "Session", "begin_ops_here", "checked_session", "connect"]
+__all__ = ["Session", "begin_ops_here", "checked_session"]
 
 T = TypeVar("T")
 
@@ -45,88 +41,8 @@ _log = logger("racksum")
 DEFAULT_BLOCK = 256
 
 
-def connect(
-    aggregator: str | None = None,
-    *,
-    job: str | None = None,
-    rank: int | None = None,
-    world: int | None = None,
-    generation: int | None = None,
-    lanes: int | None = None,
-    pool_slots: int | None = None,
-    multicast: bool | None = None,
-    identity: str | os.PathLike[str] | None = None,
-    insecure: bool | None = None,
-    data_auth: str | None = None,
-    wait: bool | None = None,
-    rejoin: bool | None = None,
-    on_rank_loss: str | None = None,
-    join_timeout: float | None = None,
-    timeout: float | None = None,
-    mtu: int | None = None,
-    interface: str | None = None,
-    local_world: int | None = None,
-) -> Session:
-    """Joins a job at an aggregator and returns a session once all ranks of the job have joined.
-
-    An option that is not given comes from the environment: from ``RACKSUM_`` and its name in
-    capitals, then from the variables of torchrun that are named below.
-
-    Example, for one of two ranks::
-
-        session = racksum.connect(
-            "10.0.0.1:7177", job="digits", rank=0, world=2, identity="node-0.pem"
-        )
-
-    :param aggregator: Address of the aggregator, ``HOST:PORT``. ``A+B`` spreads the job over both
-        aggregators. ``A,B`` makes B a standby: the job moves there when A is gone or about to stop.
-        ``unix:PATH`` is the socket of this host's sidecar, ``racksum worker``.
-    :param job: Name of the job, 1 to 128 bytes. Ranks with the same name sum with each other. By
-        default torchrun's run id, or else ``MASTER_ADDR`` and ``MASTER_PORT``, unless that address
-        is a loopback address.
-    :param rank: Number of this rank, from 0. By default torchrun's ``RANK``.
-    :param world: Number of ranks, 1 to 256. By default torchrun's ``WORLD_SIZE``.
-    :param generation: The life of the job, a number from 0. A restart has a greater one and ends
-        those before it. By default torchrun's ``TORCHELASTIC_RESTART_COUNT``, or 0.
-    :param lanes: Number of priority classes of ops, 1 to 8; by default 1. Ops of a lower lane go
-        first.
-    :param pool_slots: The most windows of a lane in flight at a shard; 0, the default, leaves the
-        limit to the aggregator.
-    :param multicast: Whether to receive results by multicast if the aggregator offers it; by
-        default True.
-    :param identity: Path of the identity file to connect with. Needed beyond loopback, unless
-        ``insecure`` is set.
-    :param insecure: Whether to connect beyond loopback without identities; by default False.
-    :param data_auth: How datagrams must be authenticated: ``"none"``, ``"mac"`` or ``"aead"``. By
-        default the aggregator decides.
-    :param wait: Whether to wait while the aggregator has no room for the job; by default False,
-        which raises :class:`Refused` at once.
-    :param rejoin: Whether this rank closed its session between two ops and now returns to the job;
-        by default False. The other ranks must not start an op in the meantime.
-    :param on_rank_loss: ``"abort"``, the default, ends the job when a rank is lost.
-        ``"continue"`` goes on without the rank. All ranks must pass the same value.
-    :param join_timeout: Seconds to wait for an answer of the aggregator, for room and for the other
-        ranks. By default the timeout of torch's default process group, or 300 without one.
-    :param timeout: Seconds that an op may take, including the wait for ranks that have not called
-        it yet. By default the timeout of torch's default process group, or 60 without one.
-    :param mtu: MTU of the path in bytes, 1280 to 65536. By default that of the interface.
-    :param interface: Interfaces of this host to use, in the grammar of ``NCCL_SOCKET_IFNAME``. By
-        default ``NCCL_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``.
-    :param local_world: Number of ranks of the job that are on this host and use its sidecar. By
-        default torchrun's ``LOCAL_WORLD_SIZE``, or else ``world``.
-    :raises racksum.BadArgument: An option is invalid, or required and not set.
-    :raises racksum.NoAggregator: The aggregator or the sidecar cannot be joined.
-    :raises racksum.Refused: The aggregator or the sidecar refuses the rank.
-    :raises racksum.JoinTimeout: Not all ranks joined within ``join_timeout``.
-    :raises racksum.PeerLost: A rank was lost while the others joined.
-    :raises racksum.Error: Joining failed for another reason.
-    """
-    given = {name: value for name, value in locals().items() if value is not None}
-    return Session(ConnectOptions.resolve(**{**limits_of_group(_seconds_of_group()), **given}))
-
-
 class _OpOptions(TypedDict, total=False):
-    """The arguments of an op that all its overloads share."""
+    """The arguments that all overloads of an op share."""
 
     wire: str | None
     block: int
@@ -136,37 +52,40 @@ class _OpOptions(TypedDict, total=False):
 
 
 class Session:
-    """The membership of a rank in a job. :func:`connect` makes one.
+    """The membership of a rank in a job. :func:`racksum.connect` makes one.
 
     All ranks must start the same ops in the same order. Threads may share a session. As a context
-    manager, a session leaves the job at the end of the block::
+    manager, a session leaves the job at the end of the block:
 
-        with racksum.connect("127.0.0.1:7177", job="demo", rank=0, world=1) as session:
-            session.allreduce(numpy.ones(4, numpy.float32))
+    >>> with racksum.connect("127.0.0.1:7177", job="digits", rank=0, world=1) as session:
+    ...     session
+    <racksum.Session 'digits' rank 0 of 1, open>
+    >>> session.closed
+    True
     """
 
     def __init__(self, options: ConnectOptions, check: Callable[[], None] | None = None) -> None:
         """Joins a job, and returns once all its ranks have joined.
 
-        :param options: The checked options; :func:`connect` makes them from arguments.
+        :param options: The checked options; :func:`racksum.connect` makes them from arguments.
         :param check: A function to call repeatedly while joining. If it raises, joining ends with
             that exception.
         """
-        _leave_alone()
+        _make_eager()
         self._options = options
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
-        # Joining may take minutes. Its log lines say what it waits for, so pass them on meanwhile.
+        # While joining, which may take minutes, forward the log lines that say what it waits for.
         joined = threading.Event()
-        threading.Thread(target=pass_on_until, args=(joined,), daemon=True).start()
+        threading.Thread(target=forward_logs_until, args=(joined,), daemon=True).start()
         try:
             with options.naming_variables():
                 self._session = _racksum.Session.connect(options, check)
         finally:
             joined.set()
-            pass_on()
+            forward_logs()
         self._closed = False
         self._copied = 0
-        #: Called at the beginning of every op: waits until other threads have started earlier ops.
+        #: Called before every op. It waits until other threads have started earlier ops.
         self._before_op: Callable[[], None] | None = None
         _open_sessions.add(self)
         _log.info(
@@ -198,7 +117,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """The life of the job that this session belongs to."""
+        """The generation of the job that this session joined."""
         return self._options.generation
 
     @property
@@ -213,12 +132,16 @@ class Session:
 
     @property
     def max_ops(self) -> int:
-        """The most ops that may be in flight. A further call waits for room."""
+        """The maximum number of ops in flight. A further call waits until one of them has ended."""
         return self._session.max_ops
 
     @property
     def closed(self) -> bool:
-        """True if the session takes no more ops: it is closed or forked, or the job is over."""
+        """True if the session accepts no more ops.
+
+        That is so once the session has been closed or the job is over, and in a process that was
+        forked from the one that connected.
+        """
         return self._closed or self._session.is_forked or self._session.is_over
 
     @overload
@@ -246,17 +169,18 @@ class Session:
         async_op: bool = False,
         part_of: PartOf | None = None,
     ) -> T | Handle[T]:
-        """Reduces a numpy array or a torch tensor in place with those of all other ranks.
+        """Reduces a numpy array or a torch tensor in place, together with those of all other ranks.
 
         Ops on the same memory take turns in the order of the calls. If a call fails at this rank
         before its op begins, the ranks that made the same call get :class:`racksum.Mismatch`, and
         the next calls of all ranks pair again.
 
-        Example::
-
-            session.allreduce(gradients, "avg", wire="bf16")  # in place
-            handle = session.allreduce(x, async_op=True)
-            handle.wait()  # x holds the sum
+        >>> x = np.array([1.0, 2.0, 3.0], np.float32)
+        >>> session.allreduce(x, "avg", wire="bf16").tolist()
+        [1.0, 2.0, 3.0]
+        >>> handle = session.allreduce(x, async_op=True)
+        >>> handle.wait() is x
+        True
 
         :param x: A contiguous tensor of any shape in host memory, of float32, float64, float16,
             bfloat16, int32 or int64. Until the op has ended, only ops may use it, and its storage
@@ -264,22 +188,23 @@ class Session:
         :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``. The average of integers is rounded
             toward zero.
         :param wire: Type of the elements on the network: ``"bf16"``, ``"f16"``, ``"int8"`` with one
-            scale a block, or ``"fixed32"``. By default the tensor's own.
+            scale per block, or ``"fixed32"``. By default the tensor's own type.
         :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not
             sent.
         :param lane: Lane of the op, below the session's ``lanes``. Ops of a lower lane go first.
-        :param tag: A number from 0 to 2**64 - 1, or a string. All ranks must pass the same; by
-            default it stands for the shape.
-        :param async_op: Whether to return a :class:`Handle` at once.
-        :param part_of: The call of a collective that the op belongs to, which the backend sets.
+        :param tag: A number from 0 to 2**64 - 1, or a string. All ranks must pass the same tag; by
+            default it is derived from the shape.
+        :param async_op: Whether to return a :class:`Handle` immediately.
+        :param part_of: The collective call that the op belongs to; only the backend sets it.
         :return: ``x`` once it is reduced, or a :class:`Handle` of it.
-        :raises racksum.BadArgument: An argument is invalid, or ``x`` got other memory meanwhile.
+        :raises racksum.BadArgument: An argument is invalid, or the memory of ``x`` was replaced
+            during the op.
         :raises racksum.Mismatch: The ranks called the op with different arguments.
         :raises racksum.Overflow: ``fixed32`` cannot carry a value of a tensor.
-        :raises racksum.PeerLost: A rank is gone. The session is over.
+        :raises racksum.PeerLost: A rank that the op needs is lost. The session is over.
         :raises racksum.OpTimeout: The op took longer than ``timeout``. The session is over.
-        :raises racksum.NoAggregator: The aggregator is gone, and no standby took over.
-        :raises racksum.SessionClosed: The session was over already.
+        :raises racksum.NoAggregator: The aggregator is lost, and no standby took over.
+        :raises racksum.SessionClosed: The session was already over.
         """
         with self._turn(part_of) as turn:
             try:
@@ -294,7 +219,7 @@ class Session:
                     tag=memory.tag if tag is None else tag,
                 )
             except BaseException:
-                self._tell_of(turn)
+                self._report_refusal(turn)
                 raise
             self._take_turn()
             started = self._session.submit(turn, call, memory.address, memory.nbytes, memory.owner)
@@ -345,23 +270,24 @@ class Session:
         async_op: bool = False,
         part_of: PartOf | None = None,
     ) -> tuple[T, T] | Handle[tuple[T, T]]:
-        """Reduces a tensor of which each rank passes only some blocks; all others count as zeros.
+        """Reduces a tensor from the blocks that each rank passes; its other blocks count as zeros.
 
-        The arguments that are not listed here are those of :meth:`allreduce`, as are the errors.
+        The other arguments and the errors are those of :meth:`allreduce`. This example passes
+        blocks 0 and 7 of a tensor with a million elements:
 
-        Example, for blocks 0 and 7 of a million elements::
+        >>> blocks, values = np.array([0, 7]), np.ones(2 * 256, np.float32)
+        >>> where, sums = session.allreduce_blocks(blocks, values, 1_000_000)
+        >>> where.tolist(), sums.shape
+        ([0, 7], (512,))
 
-            where, sums = session.allreduce_blocks(
-                numpy.array([0, 7]), numpy.ones(2 * 256, numpy.float32), 1_000_000
-            )
-
-        :param indices: The numbers of the blocks that this rank passes, an int64 array or tensor. A
-            block that is listed twice is combined first, for ``"avg"`` by its sum.
+        :param indices: The numbers of the blocks that this rank passes, an int64 array or tensor.
+            If a block is listed twice, its values are combined first; ``"avg"`` adds them.
         :param values: The elements of these blocks, one block after the other: ``block`` elements
-            each, except that the tensor's last block may be shorter.
+            each, except that the tensor's last block may be shorter. An array or tensor of a dtype
+            that :meth:`allreduce` takes.
         :param elements: The number of elements of the whole tensor.
-        :return: The sorted numbers of the blocks that some rank passed and that were not all zeros
-            there, int64, and their reduced values, flat; or a :class:`Handle` of both.
+        :return: The sorted int64 numbers of the blocks in which some rank passed a non-zero
+            element, and their reduced values as a flat tensor; or a :class:`Handle` of both.
         """
         with self._turn(part_of) as turn:
             try:
@@ -378,7 +304,7 @@ class Session:
                     tag=0 if tag is None else tag,
                 )
             except BaseException:
-                self._tell_of(turn)
+                self._report_refusal(turn)
                 raise
             self._take_turn()
             started = self._session.submit_blocks(
@@ -399,60 +325,79 @@ class Session:
     def refuse(self, part_of: PartOf | None = None) -> None:
         """Tells the other ranks that this rank does not make the next call.
 
-        Ranks pair ops by their order. A rank that leaves a call out must call this in its place, or
-        its next op would pair with the one it left out. The ranks that made the call get
+        Ranks pair ops by their order. A rank that skips a call must call this method instead.
+        Otherwise its next op would pair with the skipped call. The ranks that made the call get
         :class:`racksum.Mismatch`.
 
-        :param part_of: The call of a collective that is left out, as of :meth:`allreduce`.
+        >>> session.refuse()  # The other ranks reduce something that this rank lacks.
+        >>> session.allreduce(np.ones(2, np.float32)).tolist()
+        [1.0, 1.0]
+
+        :param part_of: The call that this rank skips, as for :meth:`allreduce`.
+        :raises racksum.SessionClosed: This process was forked from the one that connected.
         """
         self._turn(part_of).owe()
-        self._tell()
+        self._send_notices()
 
     @contextlib.contextmanager
-    def telling_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.Turn]:
-        """Tells the other ranks if the block raises before the op of a call has begun.
+    def reporting_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.Turn]:
+        """Refuses a call if the block raises before the call's op has begun.
 
-        The block receives the turn of the call. Code that takes the turn must tell them itself.
+        Like :meth:`refuse`, this tells the other ranks. The block receives the turn of the call.
+        Code that takes the turn must itself tell the other ranks of a failure.
+
+        >>> with session.reporting_refusals():
+        ...     x = np.ones(1000, np.float32)  # This may raise for lack of memory.
+        >>> session.allreduce(x).sum().item()
+        1000.0
+
+        :param part_of: The collective call that the op belongs to, as for :meth:`allreduce`.
         """
         with self._turn(part_of) as turn:
             self.catch_up()
             try:
                 yield turn
             except BaseException:
-                self._tell_of(turn)
+                self._report_refusal(turn)
                 raise
 
     def catch_up(self) -> None:
-        """Puts the notices of interrupted calls before the calls that other threads begin next."""
+        """Places the notices of interrupted calls ahead of calls that other threads begin later.
+
+        >>> session.catch_up()  # No call was interrupted, so this does nothing.
+        """
         if self._session.owes:
             self._take_turn()
 
     def _turn(self, part_of: PartOf | None) -> _racksum.Turn:
-        """Returns the turn of a call, a context manager.
+        """Returns the turn of a call, which is a context manager.
 
         If the block raises before the op begins, the session owes the other ranks a notice, which
         it sends before the next op at the latest.
         """
         return self._session.turn(part_of or ONE_OP, _thread.begins_ops)
 
-    def _tell_of(self, turn: _racksum.Turn) -> None:
-        """Tells the other ranks at once of a call that has failed here.
+    def _report_refusal(self, turn: _racksum.Turn) -> None:
+        """Tells the other ranks immediately that a call has failed at this rank.
 
-        Callers do so for every exception, even Ctrl-C, because users may catch it and go on.
+        Call this for every exception, even for that of Ctrl-C: users may catch it and continue.
         """
-        # First note that the notice is owed: another signal may end the wait for earlier ops.
+        # First record that the notice is owed: another signal may end the wait for earlier ops.
         turn.owe()
-        # If the session is over, no ops follow that would have to pair.
+        # If the session is over, no later ops have to pair, so ignore its errors.
         with contextlib.suppress(Error):
-            self._tell()
+            self._send_notices()
 
-    def _tell(self) -> None:
+    def _send_notices(self) -> None:
         """Sends the owed notices to the other ranks, once all earlier ops have begun."""
         self._take_turn()
         self._session.tell()
 
     def _take_turn(self) -> None:
-        """Waits until other threads have begun the ops of earlier calls; makes notices due."""
+        """Waits until other threads have begun the ops of earlier calls.
+
+        After that, owed notices may be sent.
+        """
         if self._before_op is not None:
             self._before_op()
         # A thread that begins ops of earlier calls must not wait for itself.
@@ -469,57 +414,85 @@ class Session:
     def empty(self, shape: int | Sequence[int], dtype: Any = None) -> Any:
         """Returns an uninitialized tensor in memory that is shared with the sidecar.
 
-        The sidecar reduces it without a copy. Without a sidecar the tensor has ordinary memory::
+        The sidecar reduces it without a copy. Without a sidecar the tensor has ordinary memory:
 
-            gradients = session.empty(25_000_000)
+        >>> gradients = session.empty((1000, 8), torch.float32)
+        >>> gradients.shape
+        torch.Size([1000, 8])
 
         :param shape: A number of elements, or a sequence of dimensions.
         :param dtype: A torch or a numpy dtype. By default ``torch.float32`` if torch was imported,
             or else ``numpy.float32``.
-        :return: A torch tensor or a numpy array, by the kind of ``dtype``.
+        :return: A torch tensor if ``dtype`` is a torch dtype, or else a numpy array.
         :raises racksum.BadArgument: The shape or the dtype is invalid.
-        :raises racksum.Error: The sidecar has no memory left for the tensor. The session goes on.
+        :raises racksum.Error: The sidecar has no memory left for the tensor. The session remains
+            open.
         """
         return tensor_in(self._session.lend, sides_of(shape), dtype)
 
     def empty_like(self, x: T) -> T:
-        """Returns an uninitialized tensor of the shape and the dtype of ``x``, as :meth:`empty`."""
+        """Returns an uninitialized tensor like ``x``, in the memory that :meth:`empty` uses.
+
+        >>> session.empty_like(np.ones((2, 3), np.float64)).dtype
+        dtype('float64')
+
+        :param x: A torch tensor or a numpy array. The result is of the same kind.
+        :raises racksum.Error: The same errors as :meth:`empty`.
+        """
         return cast("T", self.empty(tuple(x.shape), x.dtype))  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, int]:
-        """Returns counters of the traffic so far, by name; bytes are UDP payload.
+        """Returns counters of the traffic so far, by name. Bytes on the network are UDP payload.
 
         ``tx_bytes``, ``rx_bytes``, ``tx_datagrams``, ``rx_datagrams``, ``retransmits``, ``asks``,
         ``probes``, ``rejects``, ``kernel_drops`` and ``send_failures`` count this rank's traffic.
-        With a sidecar they count what leaves the host for all its ranks: zeros if the job has no
-        ranks elsewhere, and the last known values if the sidecar does not answer for ten seconds.
+        With a sidecar they count the traffic between the sidecar and the aggregator, for all of the
+        job's ranks on this host. They are zero if the job has no ranks on other hosts, and keep
+        their last values if the sidecar does not answer for ten seconds.
 
         ``sidecar_ops`` counts the ops that this rank started at the sidecar,
         ``sidecar_shared_bytes`` the bytes of tensors that were reduced in shared memory, and
         ``sidecar_copied_bytes`` the bytes that were copied to shared memory and back.
-        ``copied_bytes`` counts bytes of tensors that were copied to be contiguous, and back.
+        ``copied_bytes`` counts the bytes of copies to contiguous memory and back.
+
+        >>> x = session.allreduce(np.ones(1000, np.float32))
+        >>> session.stats()["tx_bytes"] >= 4000
+        True
+
+        :raises racksum.SessionClosed: This process was forked from the one that connected.
         """
         return {**self._session.stats(), "copied_bytes": self._copied}
 
     def note_copied(self, nbytes: int) -> None:
-        """Adds to ``copied_bytes`` of :meth:`stats`: a tensor could not be reduced in place."""
+        """Adds ``nbytes`` to ``copied_bytes`` of :meth:`stats`, for copies of a tensor.
+
+        >>> session.note_copied(4096)
+        >>> session.stats()["copied_bytes"]
+        4096
+
+        :param nbytes: Bytes that were copied.
+        """
         self._copied += nbytes
 
     def close(self) -> None:
         """Leaves the job. Closing a closed session does nothing.
 
-        Ops in flight fail, except those that a sidecar has received from all its ranks. An
-        exception from a signal handler, such as Ctrl-C, ends the wait for these; the session is
-        still closed.
+        Ops in flight fail, except those that a sidecar has received from all of the job's ranks on
+        its host. Closing waits for these. An exception from a signal handler, such as Ctrl-C, ends
+        that wait; the session is closed all the same.
+
+        >>> session.close()
+        >>> session.closed
+        True
         """
         self._closed = True
         try:
             self._session.close()
         finally:
-            pass_on()
+            forward_logs()
 
     def __enter__(self) -> Self:
-        # If the job is over for another reason, the next op raises an error that names the reason.
+        # If the job is over for another reason, let the next op raise an error that names it.
         if self._closed or self._session.is_forked:
             raise SessionClosed("the session is closed; call connect again")
         return self
@@ -562,24 +535,15 @@ def checked_session(session: Any) -> Session:
     )
 
 
-def _leave_alone() -> None:
-    """Keeps Dynamo from compiling the methods of sessions and handles, once torch is imported."""
+def _make_eager() -> None:
+    """Keeps Dynamo from compiling the methods of sessions and handles, if torch is imported."""
     if "torch" in sys.modules:
         for cls in (Session, Handle):
-            if cls not in _left_alone:
-                _left_alone.add(eager_methods(cls))
+            if cls not in _eager_classes:
+                _eager_classes.add(eager_methods(cls))
 
 
-_left_alone: set[type] = set()
-
-
-def _seconds_of_group() -> float | None:
-    """Returns the timeout of torch's default process group in seconds, or None without a group."""
-    if "torch.distributed" not in sys.modules:
-        return None
-    from racksum.group_timeout import timeout_of  # noqa: PLC0415 - this imports torch.
-
-    return timeout_of(None)
+_eager_classes: set[type] = set()
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -590,5 +554,5 @@ def close_all() -> None:
     """Closes all sessions before the interpreter finalizes."""
     for session in list(_open_sessions):
         session.close()
-    # The threads wait for ops, which have all ended now.
+    # All ops have ended, so the threads that waited for them can end now.
     end_all()

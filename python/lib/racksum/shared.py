@@ -21,9 +21,10 @@ __all__ = ["sides_of", "tensor_in"]
 
 
 def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Returns a new tensor in memory from ``lend``, or in ordinary memory if that returns None.
+    """Returns a new tensor in memory from ``lend``, or in ordinary memory if ``lend`` returns None.
 
-    :param dtype: A torch or a numpy dtype. By default float32, of torch if it was imported.
+    :param dtype: A torch or a numpy dtype. By default torch's float32 if torch was imported, or
+        else numpy's.
     """
     torch = sys.modules.get("torch")
     if torch is not None and (dtype is None or isinstance(dtype, torch.dtype)):
@@ -46,7 +47,7 @@ def tensor_in(lend: Callable[[int], Lent | None], shape: tuple[int, ...], dtype:
 
 
 def _lent(lend: Callable[[int], Lent | None], nbytes: int) -> Any:
-    """Returns a buffer of ``nbytes`` lent bytes, which tensors made from it keep alive."""
+    """Returns a buffer of ``nbytes`` from ``lend``, or None. Its tensors keep the loan alive."""
     lent = lend(nbytes) if nbytes else None
     if lent is None:
         return None
@@ -56,12 +57,12 @@ def _lent(lend: Callable[[int], Lent | None], nbytes: int) -> Any:
 
 
 def sides_of(shape: Any) -> tuple[int, ...]:
-    """Returns a checked shape. A number stands for a tensor of one dimension."""
+    """Returns a checked shape. A number stands for a one-dimensional tensor."""
     try:
         sides = tuple(shape)
     except TypeError:
         sides = (shape,)
     check = whole_from(0, MAX_ELEMENTS)
-    sides = tuple(check("a side of the shape", side) for side in sides)
+    sides = tuple(check("a dimension of the shape", side) for side in sides)
     check("the number of elements of the shape", math.prod(sides))
     return sides

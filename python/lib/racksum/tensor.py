@@ -28,10 +28,11 @@ class Memory(NamedTuple):
     nbytes: int
     elements: int
     dtype: str
-    #: A number that differs for tensors with the same number of elements and another shape.
+    #: A hash of the shape, which distinguishes shapes with the same number of elements; 0 for a
+    #: flat tensor.
     tag: int
-    #: The object that keeps the memory alive. A torch tensor may get another storage, so for torch
-    #: this is the storage.
+    #: The object that keeps the memory alive. For a torch tensor this is its storage, because users
+    #: may give the tensor another storage.
     owner: Any
 
 
@@ -54,9 +55,10 @@ def memory_of(x: Any) -> Memory:
 
 
 def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
-    """Returns a new flat tensor in host memory, a numpy array or a torch tensor as ``x`` is.
+    """Returns a new flat tensor in host memory: a torch tensor if ``x`` is one, or a numpy array.
 
-    Its dtype is that of ``x``, or the named one. It is pinned if ``x`` is, for the copy to a GPU.
+    Its dtype is ``dtype``, by default that of ``x``. It is pinned if ``x`` is pinned, because it
+    will then be copied to a GPU.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -102,7 +104,7 @@ def address_of(x: Any) -> int:
     try:
         return int(x.data_ptr())
     except RuntimeError:
-        # A FakeTensor, which traces use, has no memory and raises this.
+        # A FakeTensor, as used in tracing, has no memory and raises this error.
         return 0
 
 
@@ -114,7 +116,8 @@ def _of_array(numpy: Any, x: Any) -> Memory:
         raise BadArgument(f"{_described(x)} is read-only; pass x.copy()")
     if not x.dtype.isnative:
         raise BadArgument(
-            f"{_described(x)} is big-endian; pass x.astype(x.dtype.newbyteorder('='))"
+            f"{_described(x)} is not in this host's byte order; pass "
+            "x.astype(x.dtype.newbyteorder('='))"
         )
     if not x.flags.c_contiguous:
         raise BadArgument(f"{_described(x)} is not contiguous; pass numpy.ascontiguousarray(x)")
@@ -122,11 +125,11 @@ def _of_array(numpy: Any, x: Any) -> Memory:
 
 
 def check_unmoved(x: Any, address: int) -> None:
-    """Raises :class:`BadArgument` if a tensor got other memory during its op."""
+    """Raises :class:`BadArgument` if a tensor's memory was replaced during its op."""
     if address_of(x) != address:
         raise BadArgument(
-            f"{_described(x)} got other memory, by x.data = ... or x.set_(), before its op had "
-            "ended; wait for the op before you replace the memory"
+            f"the memory of {_described(x)} was replaced, by x.data = ... or x.set_(), before its "
+            "op ended; wait for the op before you replace the memory"
         )
 
 
@@ -145,10 +148,10 @@ def _described(x: Any) -> str:
 
 
 def tag_of(what: str) -> int:
-    """Returns a number for a string: all ranks must pass the same tag to an op."""
+    """Returns the tag for a string. All ranks must pass the same tag to an op."""
     return zlib.crc32(what.encode())
 
 
 def tag_of_shape(shape: Any) -> int:
-    """Returns a number for a shape: 0 for flat tensors, and a hash of the shape for others."""
+    """Returns the tag for a shape: 0 for flat tensors, and a hash of the shape for others."""
     return tag_of(repr(tuple(shape))) if len(shape) > 1 else 0

@@ -10,11 +10,11 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["SerialExecutor", "Waiters", "do_waiting", "end_all", "let_go"]
+__all__ = ["SerialExecutor", "Waiters", "do_waiting", "drop_in_background", "end_all"]
 
-#: Seconds that the process waits at its end for all threads together.
+#: The total time, in seconds, that an ending process waits for its threads to end.
 _PATIENCE = 5.0
-#: The most idle threads that are kept for later tasks.
+#: The maximum number of idle threads to keep for later tasks.
 _MOST_IDLE = 8
 
 
@@ -28,63 +28,63 @@ class SerialExecutor:
         self._name = name
         self._begin = begin
         self._lock = threading.Lock()
-        self._things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = 0
         _all.add(self)
 
-    def do(self, thing: Callable[[], None]) -> None:
-        """Queues a task behind those that were queued before."""
+    def do(self, task: Callable[[], None]) -> None:
+        """Queues a task behind the tasks that are already queued."""
         with self._lock:
             # A forked child has none of its parent's threads.
             if self._pid != os.getpid():
                 self._start()
-        self._things.put(thing)
+        self._tasks.put(task)
 
     def _start(self) -> None:
-        things: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=_do_all, args=(things, self._begin), name=self._name, daemon=True
+            target=_do_all, args=(tasks, self._begin), name=self._name, daemon=True
         )
-        # Starting may fail at the limit of threads, and must leave this executor unchanged.
+        # Change the executor only after this call, which raises if no more threads can start.
         thread.start()
-        self._things, self._thread, self._pid = things, thread, os.getpid()
+        self._tasks, self._thread, self._pid = tasks, thread, os.getpid()
         # The thread ends when the executor is collected.
-        weakref.finalize(self, things.put, None).atexit = False
+        weakref.finalize(self, tasks.put, None).atexit = False
 
     def is_current(self) -> bool:
         """Returns whether the caller runs on this executor's thread."""
         return self._thread is threading.current_thread()
 
     def drain(self) -> None:
-        """Waits until all queued tasks are done. On the executor's own thread, returns at once."""
+        """Waits until all queued tasks are done, unless called on the executor's own thread."""
         if self._pid == os.getpid() and not self.is_current():
             drained = threading.Event()
             self.do(drained.set)
             drained.wait()
 
     def end(self) -> None:
-        """Ends the thread after the queued tasks."""
+        """Makes the thread end after the queued tasks, without waiting for it."""
         if self._thread is not None and self._pid == os.getpid():
-            self._things.put(None)
+            self._tasks.put(None)
 
     def join(self, seconds: float) -> None:
-        """Waits until the thread has ended, at most so many seconds."""
+        """Waits until the thread has ended or ``seconds`` have passed."""
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join(seconds)
 
 
 def _do_all(
-    things: queue.SimpleQueue[Callable[[], None] | None], begin: Callable[[], None] | None
+    tasks: queue.SimpleQueue[Callable[[], None] | None], begin: Callable[[], None] | None
 ) -> None:
     if begin is not None:
         begin()
-    while thing := things.get():
-        # The task's future has the error. Even a panic must not end the thread.
+    while task := tasks.get():
+        # Each task reports its errors itself, so ignore them. Even a panic must not end the thread.
         with contextlib.suppress(BaseException):
-            thing()
+            task()
         # Drops the task's references before the thread waits for the next task.
-        del thing
+        del task
 
 
 class Waiters:
@@ -99,31 +99,31 @@ class Waiters:
         self._lock = threading.Lock()
         self._idle: list[SerialExecutor] = []
 
-    def do(self, thing: Callable[[], None]) -> None:
+    def do(self, task: Callable[[], None]) -> None:
         """Runs a task that waits, on an idle thread or a new one."""
         with self._lock:
             thread = self._idle.pop() if self._idle else SerialExecutor(self._name)
 
-        def do_and_rest() -> None:
+        def run_and_idle() -> None:
             try:
-                thing()
+                task()
             finally:
                 with self._lock:
                     if len(self._idle) < _MOST_IDLE:
                         self._idle.append(thread)
 
-        thread.do(do_and_rest)
+        thread.do(run_and_idle)
 
 
-def do_waiting(thing: Callable[[], None]) -> None:
+def do_waiting(task: Callable[[], None]) -> None:
     """Runs a task that waits, on a thread other than the caller's."""
-    _waiters.do(thing)
+    _waiters.do(task)
 
 
-def let_go(thing: object) -> None:
-    """Drops a reference on another thread, for objects whose end takes long."""
-    held = [thing]
-    # If no thread can start, the object ends with the caller's reference.
+def drop_in_background(value: object) -> None:
+    """Drops a reference on another thread, for objects that take long to destroy."""
+    held = [value]
+    # If no thread can start, the object is destroyed on the caller's thread.
     with contextlib.suppress(RuntimeError):
         _waiters.do(held.clear)
 
@@ -133,7 +133,7 @@ _waiters = Waiters("racksum-futures")
 
 
 def _begin_anew() -> None:
-    """Replaces the locks in a forked child, where no thread would release them."""
+    """Replaces the locks in a forked child, which lacks the threads that may hold them."""
     _waiters._lock = threading.Lock()
     for thread in _all:
         thread._lock = threading.Lock()
@@ -143,7 +143,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def end_all() -> None:
-    """Ends all threads before Python finalizes, which aborts on a thread inside torch."""
+    """Ends all threads before Python finalizes: a thread inside torch would then abort Python."""
     threads = list(_all)
     for thread in threads:
         thread.end()

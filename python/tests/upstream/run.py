@@ -1,10 +1,10 @@
 """Runs the tests of process groups that torch's wheel ships, with Gloo and with racksum.
 
     python run.py                        # all; compares with docs/c10d.md
-    python run.py --only test_all_gather # those whose names begin so
-    python run.py --write                # writes what was found to docs/c10d.md first
+    python run.py --only test_all_gather # runs only tests whose names begin with this
+    python run.py --write                # writes the results to docs/c10d.md, then compares
 
-It fails where Gloo passes, racksum does not, and `reasons.toml` does not say why. Each test has
+The run fails if a test passes only with Gloo and `reasons.toml` does not say why. Each test has
 processes of its own, which are forks of this one: importing torch takes longer than most tests.
 """
 
@@ -23,18 +23,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-#: Ranks; and those of tests that are for more.
+#: The number of ranks, and the number for tests that need more ranks.
 WORLD, LARGE_WORLD = 4, 8
 #: Seconds that a test may take.
 LIMIT = 120
-#: Tests at a time.
+#: The number of tests that run at the same time.
 AT_ONCE = 2
-#: How often a test that fails is tried.
+#: The number of times that a failing test is run.
 TRIES = 2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# The tests ask when they are imported.
+# The tests read these variables when they are imported.
 os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
 os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(LIMIT)
 
@@ -52,7 +52,7 @@ from conftest import Aggregator
 
 
 class Forks:
-    """Starts the ranks of a test as forks, and not as new processes."""
+    """Starts a test's ranks as forks of its process, so that they need not import torch again."""
 
     def setUp(self) -> None:
         super().setUp()  # type: ignore[misc]
@@ -61,7 +61,7 @@ class Forks:
 
 
 def suites() -> list[type[unittest.TestCase]]:
-    """The classes of tests, mixed as torch's own launchers of them do."""
+    """Returns the test classes, with the base classes that torch's own launchers use."""
     base = distributed_test.MultiProcessTestCase
     group = (
         Forks,
@@ -75,7 +75,7 @@ def suites() -> list[type[unittest.TestCase]]:
 
 @dataclass
 class Try:
-    """A test with one of the two."""
+    """A run of a test with Gloo or with racksum."""
 
     suite: type[unittest.TestCase]
     name: str
@@ -86,7 +86,7 @@ class Try:
     began: float = 0.0
 
     def path(self, log: Path, suffix: str) -> Path:
-        """A file of its own."""
+        """Returns the path of one of the run's files."""
         return log / f"{self.name}-{self.through}-{self.nth}.{suffix}"
 
 
@@ -100,7 +100,7 @@ class End:
 
 
 def run_all(tests: list[Try], log: Path) -> table.Found:
-    """Runs tests, some at a time, with Gloo and then, if it passes, with racksum."""
+    """Runs tests, a few at a time: each with Gloo and then, if it passes, with racksum."""
     waiting, running = tests[::-1], list[Try]()
     found: table.Found = {}
     while waiting or running:
@@ -120,7 +120,7 @@ def run_all(tests: list[Try], log: Path) -> table.Found:
 
 
 def after(one: Try, end: End) -> Try | None:
-    """What is to be tried now."""
+    """Returns the run that follows this one, if any."""
     if end.verdict == "skipped" and "small world" in end.says and one.world == WORLD:
         return Try(one.suite, one.name, world=LARGE_WORLD)
     if end.verdict not in ("passed", "skipped") and one.nth < TRIES:
@@ -145,12 +145,12 @@ def started(one: Try, log: Path) -> Try:
 
 
 def end_of(one: Try, log: Path) -> End | None:
-    """How a test has ended, once it has."""
+    """Returns how a test has ended, or None while it runs."""
     seconds = time.monotonic() - one.began
     pid, _ = os.waitpid(one.pid, os.WNOHANG)
     if pid == 0 and seconds < LIMIT + 10:
         return None
-    # Ranks that it has left go with it.
+    # Also end the ranks that the test has left behind.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.pid, signal.SIGKILL)
     if pid == 0:
@@ -163,7 +163,7 @@ def end_of(one: Try, log: Path) -> End | None:
 
 
 def be(one: Try, log: Path) -> None:
-    """Runs a test in this process, which is the test's alone."""
+    """Runs a test in this process, which serves no other test."""
     os.setsid()
     output = os.open(one.path(log, "log"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     os.dup2(output, 1)
@@ -179,23 +179,23 @@ def be(one: Try, log: Path) -> None:
     elif result.wasSuccessful():
         end = "passed", ""
     else:
-        _, said = (result.errors + result.failures)[0]
-        end = "failed", sentence(said)
-        print(said, flush=True)
+        _, trace = (result.errors + result.failures)[0]
+        end = "failed", sentence(trace)
+        print(trace, flush=True)
     one.path(log, "json").write_text(json.dumps(end))
     os._exit(0)
 
 
-def sentence(said: str) -> str:
-    """What the traceback of the first rank comes to."""
-    lines = [line.strip() for line in said.splitlines()]
+def sentence(trace: str) -> str:
+    """Returns a trace's first error line, and prefers errors that a rank raised."""
+    lines = [line.strip() for line in trace.splitlines()]
     errors = [line for line in lines if line.split(":")[0].endswith("Error")]
     of_rank = [line for line in errors if "exited with error code" not in line]
     return (of_rank or errors or lines or [""])[0][:300]
 
 
 def put_in_place_of_gloo() -> None:
-    """Has groups that ask for Gloo be of racksum."""
+    """Replaces Gloo with racksum in groups that request Gloo."""
     c10d: Any = dist.distributed_c10d
     make = c10d._new_process_group_helper
 
@@ -207,11 +207,11 @@ def put_in_place_of_gloo() -> None:
 
 
 def main() -> None:
-    """Runs what the arguments say."""
+    """Runs the tests that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="test_", help="the beginning of tests' names")
-    parser.add_argument("--log", type=Path, help="a folder for results and output; by default new")
-    parser.add_argument("--write", action="store_true", help="write docs/c10d.md")
+    parser.add_argument("--only", default="test_", help="run only tests with this prefix")
+    parser.add_argument("--log", type=Path, help="folder for results; by default a new one")
+    parser.add_argument("--write", action="store_true", help="write the results to docs/c10d.md")
     options = parser.parse_args()
     log = options.log or Path(tempfile.mkdtemp(prefix="racksum-upstream-"))
     log.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def main() -> None:
     wrong = table.compared(found)
     ends = [by.get("racksum", by["gloo"])["verdict"] for by in found.values()]
     print(f"{len(found)} tests: {ends.count('passed')} pass, {ends.count('skipped')} are skipped")
-    print("\n".join([*wrong, f"what each has said is in {log}"]))
+    print("\n".join([*wrong, f"the output of each test is in {log}"]))
     sys.exit(bool(wrong))
 
 

@@ -1,4 +1,4 @@
-"""What `run.py` has found, beside docs/c10d.md, where it is a section."""
+"""Compares the results of `run.py` with the section of docs/c10d.md that lists them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomllib
 
 __all__ = ["compared", "reasons", "write", "written"]
 
-#: By test: by `gloo` and `racksum`, the verdict and what an error said.
+#: For each test, and for `gloo` and `racksum`: the verdict and the text of an error.
 Found = dict[str, dict[str, dict[str, str]]]
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "c10d.md"
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- python/tests/upstream/run.py --write -->", "<!-- end -->"
 
 
 def reasons() -> dict[str, str]:
-    """Why racksum does not pass a test, by the name of the test."""
+    """Returns the reasons why racksum does not pass tests, by the name of the test."""
     text = (Path(__file__).parent / "reasons.toml").read_text()
     return {
         test: reason["why"] for reason in tomllib.loads(text)["reason"] for test in reason["tests"]
@@ -24,7 +24,7 @@ def reasons() -> dict[str, str]:
 
 
 def compared(found: Found) -> list[str]:
-    """What is wrong: a test that only Gloo passes without a reason, or a reason without a need."""
+    """Returns sentences about missing reasons, unneeded reasons, and unlisted tests."""
     wrong = []
     for name, by in found.items():
         if by["gloo"]["verdict"] != "passed":
@@ -34,25 +34,25 @@ def compared(found: Found) -> list[str]:
         if not passes and not has_reason:
             wrong.append(f"{name}: only Gloo passes, and reasons.toml does not say why: {racksum}")
         if passes and has_reason:
-            wrong.append(f"{name}: racksum passes; take it out of reasons.toml")
+            wrong.append(f"{name}: passes with racksum; take it out of reasons.toml")
         if passes and name not in written() and name not in reasons():
             wrong.append(f"{name}: docs/c10d.md does not list it; run run.py --write")
     return wrong
 
 
 def written() -> str:
-    """The section as docs/c10d.md has it."""
+    """Returns the section of docs/c10d.md."""
     return DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
 
 
 def write(found: Found) -> None:
-    """Puts what was found in docs/c10d.md."""
+    """Writes the results to docs/c10d.md."""
     before, after = DOCUMENT.read_text().split(BEGIN)[0], DOCUMENT.read_text().split(END)[1]
     DOCUMENT.write_text(f"{before}{BEGIN}\n{section(found)}{END}{after}")
 
 
 def section(found: Found) -> str:
-    """The section: how many tests come to what, and which."""
+    """Returns the section: the number of tests by result, and their names."""
     both = [name for name, by in found.items() if by.get("racksum", {}).get("verdict") == "passed"]
     skipped = sum(by["gloo"]["verdict"] == "skipped" for by in found.values())
     lines = [
@@ -71,7 +71,7 @@ def section(found: Found) -> str:
 
 
 def wrapped(names: object) -> list[str]:
-    """Names in lines."""
+    """Wraps names into lines."""
     lines = [""]
     for name in names:  # type: ignore[attr-defined]
         if len(lines[-1]) + len(name) > 100:

@@ -12,7 +12,7 @@ use crate::run::Run;
 /// Compares the results of an op across ranks, and the results of whole runs.
 #[derive(Debug, Default)]
 pub struct SameBits {
-    /// The first rank that had a result and the result itself, by job and op.
+    /// For each op of a job, the first rank that received the result, and that result.
     first: BTreeMap<(usize, OpId), (Machine, Vec<u8>)>,
 }
 
@@ -26,7 +26,8 @@ impl SameBits {
             let theirs = other.ended.get(&(*machine, *op));
             let same = theirs.is_some_and(|theirs| match (&ended.result, &theirs.result) {
                 (Ok(bits), Ok(their_bits)) => bits == their_bits,
-                // The arrival order may decide which of several causes an error names.
+                // Compare only the kinds of errors: the order of arrival may decide which ranks an
+                // error names.
                 (Err(error), Err(their_error)) => discriminant(error) == discriminant(their_error),
                 _ => false,
             });
@@ -51,7 +52,7 @@ impl Checker for SameBits {
         }
         let byte = theirs.iter().zip(tensor).take_while(|(one, other)| one == other).count();
         Invariant::I2.broken(format!(
-            "the results of op {} at {rank} and at {machine} differ from byte {byte} on",
+            "the results of op {} at {rank} and at {machine} first differ at byte {byte}",
             op.0
         ))
     }

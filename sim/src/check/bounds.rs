@@ -15,14 +15,14 @@ use crate::plan::Plan;
 #[derive(Debug)]
 pub struct Bounded {
     plan: Plan,
-    /// Windows that a rank has sent and whose results it has not acknowledged, by stream.
+    /// Windows that a rank has sent, but whose results it has not acknowledged, by stream.
     sent: BTreeMap<(usize, Rank, u8, u8), BTreeSet<WindowId>>,
-    /// Windows that a shard has folded and not retired, by shard and lane.
+    /// Windows that a shard has folded but not retired, by shard and lane.
     folded: BTreeMap<(usize, u8, u8), BTreeSet<WindowId>>,
 }
 
 impl Bounded {
-    /// Creates a checker of `plan`.
+    /// Creates a checker for runs of `plan`.
     #[must_use]
     pub fn new(plan: &Plan) -> Self {
         Self { plan: plan.clone(), sent: BTreeMap::new(), folded: BTreeMap::new() }
@@ -40,7 +40,8 @@ impl Bounded {
         if header.kind == Kind::Data {
             windows.insert(header.window);
         }
-        // After a disagreement, the shard may be ahead of windows that the rank still has to send.
+        // After a disagreement, the shard may already be past windows that the rank still has to
+        // send.
         if windows.len() > slots && self.plan.jobs[job].ops.iter().all(|op| op.odd.is_none()) {
             return BROKEN.broken(format!(
                 "rank {} of job {job} has {} windows in flight to shard {}, more than the pool's \
@@ -67,7 +68,7 @@ impl Bounded {
         }
         if windows.len() > slots {
             return BROKEN.broken(format!(
-                "shard {shard} holds {} results of job {job} in {slots} slots",
+                "shard {shard} holds {} results of job {job}, more than its {slots} slots",
                 windows.len()
             ));
         }
@@ -88,8 +89,9 @@ impl Checker for Bounded {
                 let streams = usize::from(plan.lanes) * self.slots(job);
                 let max = streams * usize::from(plan.world) * MAX_FRAGMENTS;
                 if *held > max {
-                    return BROKEN
-                        .broken(format!("shard {shard} holds {held} fragments of job {job}"));
+                    return BROKEN.broken(format!(
+                        "shard {shard} holds {held} fragments of job {job}, more than {max}"
+                    ));
                 }
                 Ok(())
             }

@@ -1,5 +1,5 @@
-//! I3: a rank sends at most its own non-zero bytes and receives at most the union's. Both limits
-//! allow 6 % more, and one datagram for each op and stream.
+//! I3: a rank sends at most the bytes of its own non-zero blocks, and receives at most those of the
+//! union. Both limits allow 6 % more, plus one datagram for each op and stream.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -13,8 +13,8 @@ use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 use crate::plan::Plan;
 
-/// Counts the bytes that every rank sends and receives. It suits only runs without loss or
-/// disagreement, because I3 does not cover retransmissions.
+/// Counts the bytes that every rank sends and receives. The checker is valid only for runs without
+/// loss or disagreement, because I3 does not cover retransmissions.
 #[derive(Debug)]
 pub struct FewBytes {
     plan: Plan,
@@ -24,13 +24,14 @@ pub struct FewBytes {
 }
 
 impl FewBytes {
-    /// Creates a checker of `plan`.
+    /// Creates a checker for runs of `plan`.
     #[must_use]
     pub fn new(plan: &Plan, oracle: Rc<Oracle>) -> Self {
         Self { plan: plan.clone(), oracle, traffic: BTreeMap::new() }
     }
 
-    /// Returns the payload bytes of all ops of a job, if `mask` gives the blocks of each window.
+    /// Returns the payload bytes of all ops of a job. `mask` returns the blocks of a window that
+    /// count.
     fn due(&self, job: usize, mask: impl Fn(&Truth, u32) -> u64) -> u64 {
         let truths = (0..).map_while(|op| self.oracle.truth(job, OpId(op)));
         let windows = truths.flat_map(|truth| (0..truth.windows()).map(move |i| (truth, i)));
@@ -82,5 +83,5 @@ impl Checker for FewBytes {
     }
 }
 
-/// Overhead allowed for headers and control datagrams, in percent.
+/// The overhead allowed for headers and control datagrams, in percent.
 const PERCENT: u64 = 6;

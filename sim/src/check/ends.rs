@@ -14,8 +14,8 @@ use crate::plan::{Absence, Plan};
 
 /// Checks that every op ends by its deadline, with an outcome that the plan justifies.
 ///
-/// Loss never excuses a timeout if all ranks take part. A timeout is then a violation too, as the
-/// sign of a livelock.
+/// Loss never excuses a timeout: if all ranks take part, a timeout is a violation, because it is
+/// the sign of a livelock.
 #[derive(Debug)]
 pub struct Ends {
     plan: Plan,
@@ -25,12 +25,12 @@ pub struct Ends {
     deadlines: BTreeMap<(Machine, OpId), Picos>,
     /// The number of ended ops, by rank.
     ended: BTreeMap<Machine, usize>,
-    /// How late an op may end, because a paused host handles no timeouts.
+    /// How long after its deadline an op may end, because a paused host handles no timeouts.
     slack: Picos,
 }
 
 impl Ends {
-    /// Creates a checker of `plan`.
+    /// Creates a checker for runs of `plan`.
     #[must_use]
     pub fn new(plan: &Plan, oracle: Rc<Oracle>) -> Self {
         Self {
@@ -85,7 +85,7 @@ impl Ends {
         let truth = self.oracle.truth(machine.job(), op);
         let expected = truth.map(|truth| &truth.expected);
         let fails = !matches!(expected, Some(Expected::Result(_)));
-        fails.then(|| format!("op {} has a result although it must fail", op.0))
+        fails.then(|| format!("op {} has a result, although it should have failed", op.0))
     }
 
     /// Describes the error if the plan does not justify it.
@@ -94,10 +94,13 @@ impl Ends {
         let expected = &self.oracle.truth(machine.job(), op)?.expected;
         let excused = match error {
             OpError::Mismatch { one, other, .. } => {
-                let said = |(rank, descriptor): &(Rank, Descriptor)| {
+                let is_true = |(rank, descriptor): &(Rank, Descriptor)| {
                     job.ops[op.0 as usize].descriptor(*rank) == *descriptor
                 };
-                *expected == Expected::Mismatch && one.1 != other.1 && said(one) && said(other)
+                *expected == Expected::Mismatch
+                    && one.1 != other.1
+                    && is_true(one)
+                    && is_true(other)
             }
             OpError::Overflow { element, .. } => {
                 matches!(expected, Expected::Overflow(elements) if elements.contains(element))
@@ -106,12 +109,13 @@ impl Ends {
                 self.may_lack(machine, op) && missing.iter().any(|(rank, _)| *rank == absent.rank)
             }),
             OpError::Ended { .. } => self.may_lack(machine, op),
-            OpError::PeerLost { .. } | OpError::NoAggregator { .. } => false,
+            // In no plan does an aggregator report a lost rank or end the session.
+            _ => false,
         };
-        (!excused).then(|| error.to_string())
+        (!excused).then(|| format!("the plan does not justify this error: {error}"))
     }
 
-    /// Returns whether an op may lack its result because a rank is missing.
+    /// Returns whether an op may fail because a rank is missing.
     fn may_lack(&self, machine: Machine, op: OpId) -> bool {
         self.plan.jobs[machine.job()].missing.is_some_and(|missing| match missing.absence {
             Absence::Calls(calls) => op.0 as usize >= calls,
@@ -136,7 +140,7 @@ impl Checker for Ends {
         }
         match self.open.first() {
             Some((deadline, machine, op)) if *deadline + self.slack < at => {
-                BROKEN.broken(format!("op {} is open at {machine} past its deadline", op.0))
+                BROKEN.broken(format!("op {} is still open at {machine} past its deadline", op.0))
             }
             _ => Ok(()),
         }

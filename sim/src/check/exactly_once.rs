@@ -10,19 +10,19 @@ use super::oracle::{Expected, Oracle};
 use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 
-/// Compares the blocks and the number of ranks in every fold with the oracle, and every result bit
-/// by bit.
+/// Compares the blocks and the number of ranks of every fold with those that the oracle expects.
+/// Compares every result with the expected one bit by bit.
 #[derive(Debug)]
 pub struct ExactlyOnce {
     oracle: Rc<Oracle>,
     folded: BTreeSet<(usize, WindowId)>,
-    /// Whether jobs move. After a move, shards fold a window again if some rank lacks its sum, and
-    /// take the sum from one rank if some rank has it. Only the results can then be checked.
+    /// Whether jobs move. After a move, shards fold a window again if some rank lacks its sum, or
+    /// take the sum from a rank that has it. Only the results can then be checked.
     moves: bool,
 }
 
 impl ExactlyOnce {
-    /// Creates a checker of the plan that `oracle` computed.
+    /// Creates a checker for runs of the plan that `oracle` was computed from.
     #[must_use]
     pub const fn new(oracle: Rc<Oracle>, moves: bool) -> Self {
         Self { oracle, folded: BTreeSet::new(), moves }
@@ -40,7 +40,7 @@ impl ExactlyOnce {
             return BROKEN.broken(format!("window {index} of op {op} was folded twice"));
         }
         let Some(truth) = self.oracle.truth(job, window.op) else {
-            return BROKEN.broken(format!("op {op} was folded, but no rank called it"));
+            return BROKEN.broken(format!("op {op} was folded, but is not in the plan"));
         };
         if truth.expected == Expected::Mismatch || self.moves {
             return Ok(());
@@ -71,7 +71,7 @@ impl ExactlyOnce {
         if differs.is_some() || expected.len() != tensor.len() {
             let byte = differs.unwrap_or_else(|| expected.len().min(tensor.len()));
             return BROKEN.broken(format!(
-                "the result of op {} at {machine} is wrong from byte {byte} of {} on",
+                "the result of op {} at {machine} is first wrong at byte {byte} of {}",
                 op.0,
                 expected.len()
             ));

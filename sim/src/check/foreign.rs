@@ -12,8 +12,8 @@ use crate::run::Run;
 /// with and without strangers.
 #[derive(Debug)]
 pub struct Foreign {
-    /// By job: whether one of its ops fails. Its ranks may then number windows differently for a
-    /// while.
+    /// For each job, whether any of its ops fails. After a failure, the job's ranks may number
+    /// windows differently for a while.
     diverges: Vec<bool>,
     /// Whether jobs move. After a move, datagrams from or to dead shards may reach live machines,
     /// and ranks may send data of windows whose sums other ranks have.
@@ -21,7 +21,7 @@ pub struct Foreign {
 }
 
 impl Foreign {
-    /// Creates a checker of `plan`.
+    /// Creates a checker for runs of `plan`.
     #[must_use]
     pub fn new(plan: &Plan) -> Self {
         let diverges = |ops: &[_]| ops.iter().any(|op: &crate::plan::OpPlan| op.odd.is_some());
@@ -35,7 +35,7 @@ impl Foreign {
     /// Returns a violation if the traces differ.
     pub fn compare(quiet: &Run, noisy: &Run) -> Result<(), Violation> {
         if quiet.trace != noisy.trace {
-            let sentence = "datagrams of strangers changed the machines' output or its times";
+            let sentence = "datagrams of strangers changed the machines' output or its timing";
             return Invariant::I6.broken(sentence);
         }
         Ok(())

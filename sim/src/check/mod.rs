@@ -20,7 +20,7 @@ use std::rc::Rc;
 
 use racksum_proto::error::OpError;
 use racksum_proto::ids::OpId;
-use racksum_proto::observer::{Event, Observer};
+use racksum_proto::observer::{Event, EventCounts, Observer};
 use serde::Serialize;
 
 pub use self::bits::SameBits;
@@ -42,7 +42,8 @@ pub enum Invariant {
     I1,
     /// Same inputs, same result bits.
     I2,
-    /// A rank moves no more bytes than the non-zero ones, plus a small overhead.
+    /// A rank sends and receives no more bytes than the non-zero blocks need, plus a small
+    /// overhead.
     I3,
     /// Memory is bounded by what was configured at start.
     I4,
@@ -73,7 +74,7 @@ pub enum Sight<'a> {
     Sent(&'a [u8]),
     /// The machine received a datagram.
     Received(&'a [u8]),
-    /// A shard has ended a turn of a job, and its slots hold this many fragments.
+    /// A job's turn at a shard has ended, and the job's slots there hold this many fragments.
     Driven {
         /// The number of fragments held.
         held: usize,
@@ -82,7 +83,7 @@ pub enum Sight<'a> {
     Called(OpId),
     /// An op ended at a rank, with the reduced tensor or an error.
     Ended(OpId, &'a Result<Vec<u8>, OpError>),
-    /// A rank could not call an op because its session has ended.
+    /// A rank could not call an op because its session had ended.
     Refused(OpId),
 }
 
@@ -97,17 +98,18 @@ pub trait Checker {
     /// Checks at the end of the run that nothing is missing.
     ///
     /// # Errors
-    /// Returns the violation, if anything is missing.
+    /// Returns a violation if anything is missing.
     fn conclude(&mut self) -> Result<(), Violation> {
         Ok(())
     }
 }
 
-/// A set of checkers and the first violation that one of them found.
+/// A set of checkers, the first violation that one of them found, and the counts of all events.
 #[derive(Default)]
 pub struct Checkers {
     checkers: Vec<Box<dyn Checker>>,
     violation: Option<Violation>,
+    counts: EventCounts,
 }
 
 impl Checkers {
@@ -141,6 +143,12 @@ impl Checkers {
         }
     }
 
+    /// Returns the event counts of all machines, including the shards' earlier lives.
+    #[must_use]
+    pub const fn counts(&self) -> &EventCounts {
+        &self.counts
+    }
+
     /// Checks whether any checker has found a violation.
     ///
     /// # Errors
@@ -164,11 +172,12 @@ impl fmt::Debug for Checkers {
         f.debug_struct("Checkers")
             .field("checkers", &self.checkers.len())
             .field("violation", &self.violation)
+            .field("counts", &self.counts)
             .finish()
     }
 }
 
-/// An observer that passes a machine's events to the checkers.
+/// An observer that counts a machine's events and passes them to the checkers.
 #[derive(Debug)]
 pub struct Watch<'a> {
     /// The time of the events.
@@ -183,6 +192,7 @@ pub struct Watch<'a> {
 
 impl Observer for Watch<'_> {
     fn on_event(&mut self, event: &Event<'_>) {
+        self.checkers.counts.on_event(event);
         let sight = if self.foreign { Sight::Foreign(event) } else { Sight::Event(event) };
         self.checkers.see(self.at, self.machine, &sight);
     }

@@ -1,10 +1,10 @@
-//! The oracle: the expected results of a run, computed from its inputs alone. It sums whole tensors
-//! block by block in rank order, one element at a time. The sums involve no windows, slots or
-//! fragments.
+//! The oracle: the expected results of a run, computed from its inputs alone. It reduces whole
+//! tensors block by block in rank order, one element at a time. The reduction involves no windows,
+//! slots or fragments.
 
 use std::collections::BTreeSet;
 
-use racksum_proto::arith::{self, Fold};
+use racksum_proto::arith::{self, FoldTerms};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::geometry::Geometry;
@@ -12,13 +12,13 @@ use racksum_proto::ids::{OpId, Rank};
 
 use crate::plan::{JobPlan, OpPlan, Plan};
 
-/// The expected outcomes of every op of a plan.
+/// The expected outcome of every op of a plan.
 #[derive(Debug)]
 pub struct Oracle {
     jobs: Vec<Vec<Truth>>,
 }
 
-/// The expected outcome of one op.
+/// The expectations for one op: its outcome, and the blocks that each rank contributes.
 #[derive(Debug)]
 pub struct Truth {
     /// How the op should end.
@@ -28,7 +28,7 @@ pub struct Truth {
     masks: Vec<Vec<u64>>,
 }
 
-/// The expected end of an op.
+/// The expected outcome of an op.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expected {
     /// The op ends with this tensor.
@@ -100,14 +100,14 @@ impl Truth {
         self.masks.iter().map(|windows| u32::from(windows[window as usize] != 0)).sum()
     }
 
-    /// Returns the bytes that the blocks in `mask` take on the wire.
+    /// Returns how many bytes the blocks in `mask` take on the wire.
     #[must_use]
     pub fn payload_len(&self, window: u32, mask: u64) -> usize {
         self.geometry.payload_len(window, mask)
     }
 }
 
-/// Returns the mask of non-zero blocks of each window.
+/// Returns each window's mask of non-zero blocks.
 fn masks(descriptor: &Descriptor, geometry: &Geometry, tensor: &[u8]) -> Vec<u64> {
     let size = descriptor.dtype.size();
     let blocks = tensor.chunks(descriptor.block_elements() * size);
@@ -131,7 +131,7 @@ fn is_zero(dtype: DType, block: &[u8]) -> bool {
 /// Reduces whole tensors.
 fn reduce(descriptor: &Descriptor, tensors: &[Vec<u8>]) -> Expected {
     let Descriptor { dtype, wire, .. } = *descriptor;
-    let world = u32::try_from(tensors.len()).expect("a world is a u16");
+    let world = u32::try_from(tensors.len()).expect("the number of ranks is a u16");
     let block_len = descriptor.block_elements() * dtype.size();
     let mut reduced = vec![0; tensors[0].len()];
     let mut overflows = BTreeSet::new();
@@ -152,10 +152,10 @@ fn reduce(descriptor: &Descriptor, tensors: &[Vec<u8>]) -> Expected {
         let encoded: Vec<_> =
             inputs.iter().map(|block| encode(dtype, wire, world, elements, block)).collect();
         let encoded: Vec<&[u8]> = encoded.iter().map(Vec::as_slice).collect();
-        let fold = Fold { world, absent: encoded.len() < tensors.len() };
+        let fold = FoldTerms { world, absent: encoded.len() < tensors.len() };
         let mut folded = vec![0xa5; wire.block_len(elements)];
         arith::fold_run(wire, descriptor.reduction, fold, &encoded, &mut folded)
-            .expect("a valid plan has a fold");
+            .expect("the blocks of a valid plan can be folded");
         if wire == WireType::Fixed32 && arith::fixed32_overflowed(&folded) {
             overflows.insert((at * descriptor.block_elements()) as u64);
         }
@@ -164,7 +164,7 @@ fn reduce(descriptor: &Descriptor, tensors: &[Vec<u8>]) -> Expected {
         } else {
             arith::decode_run(wire, dtype, &folded, out)
         };
-        decoded.expect("a valid plan has a decoding");
+        decoded.expect("the blocks of a valid plan can be decoded");
     }
     if overflows.is_empty() { Expected::Result(reduced) } else { Expected::Overflow(overflows) }
 }
@@ -176,7 +176,7 @@ fn encode(dtype: DType, wire: WireType, world: u32, elements: usize, block: &[u8
     } else {
         arith::encode_run(dtype, wire, block, &mut out)
     };
-    encoded.expect("a valid plan has an encoding");
+    encoded.expect("the blocks of a valid plan can be encoded");
     out
 }
 

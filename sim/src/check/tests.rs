@@ -39,7 +39,7 @@ fn oracle() -> Rc<Oracle> {
 fn result() -> Vec<u8> {
     let oracle = oracle();
     let oracle::Expected::Result(tensor) = &oracle.truth(0, OP).unwrap().expected else {
-        panic!("the plan's op has a result")
+        panic!("the plan's op must have a result")
     };
     tensor.clone()
 }
@@ -116,7 +116,7 @@ fn same_bits_fires_when_two_runs_differ() {
 
 #[test]
 fn few_bytes_fires_when_a_rank_sends_or_receives_too_many() {
-    // Three windows of 60 KiB, 6 % overhead and one datagram.
+    // The limit is three windows of 60 KiB, 6 % overhead and one datagram.
     let most = 3 * 61_440 * 106 / 100 + 1_472;
     let bytes = vec![0; most];
     for (all, one_more) in [
@@ -217,7 +217,7 @@ fn ends_fires_when_an_op_never_ends_or_was_never_called() {
     assert!(breaks(called(&plan()).conclude(), Invariant::I5));
     let mut checker = called(&plan());
     see(&mut checker, RANK, &Sight::Ended(OP, &Ok(result()))).unwrap();
-    assert!(breaks(checker.conclude(), Invariant::I5), "rank 1 never called it");
+    assert!(breaks(checker.conclude(), Invariant::I5), "rank 1 never called the op");
     let again = Ok(result());
     assert!(breaks(see(&mut checker, RANK, &Sight::Ended(OP, &again)), Invariant::I5));
 }

@@ -36,7 +36,7 @@ impl<W: Write> Checker for Trace<W> {
         if let Some(left) = self.lines.checked_sub(1) {
             let (micros, picos) = (at.0 / 1_000_000, at.0 % 1_000_000);
             let written = writeln!(self.out, "{micros:>9}.{picos:06} us, {machine}: {what}");
-            // The reader has closed the output and wants no more.
+            // If the reader has closed the output, write no more lines.
             self.lines = if written.is_ok() { left } else { 0 };
         }
         Ok(())

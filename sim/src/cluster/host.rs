@@ -26,7 +26,7 @@ pub(super) struct HostState {
     pub(super) up: Link,
     pub(super) down: Link,
     port: PortPlan,
-    /// Datagrams waiting in the socket, each with its congestion mark.
+    /// The datagrams in the socket, and whether each has a congestion mark.
     socket: VecDeque<(Rc<[u8]>, bool)>,
     socket_bytes: usize,
     /// The earliest time at which the host can act again.
@@ -36,7 +36,7 @@ pub(super) struct HostState {
     /// The time of the next scheduled wake-up.
     pub(super) wakes_at: Option<Picos>,
     pub(super) role: Role,
-    /// The last genuine datagram. Strangers imitate it.
+    /// The last genuine datagram that the host has taken. Strangers imitate it.
     pub(super) last: Option<Rc<[u8]>>,
 }
 
@@ -51,8 +51,8 @@ pub(super) enum Role {
 #[derive(Debug)]
 pub(super) struct ShardHost {
     shard: u8,
-    pub(super) jobs: Vec<ShardNode>,
-    /// The jobs' turns. Jobs that wait have work left.
+    jobs: Vec<ShardNode>,
+    /// The jobs' turns. A job that waits for a turn has work left.
     schedule: DeficitRoundRobin<usize>,
 }
 
@@ -66,12 +66,12 @@ pub(super) struct WorkerHost {
     calls: usize,
     /// Whether the next call must wait for an op to end.
     full: bool,
-    /// Whether the machine has more to send than fits the send buffer.
+    /// Whether the machine has more to send than fits in the send buffer.
     blocked: bool,
     /// Ops in flight, with the time of each call.
     open: BTreeMap<OpId, Picos>,
     pub(super) ended: Vec<(OpId, Ended)>,
-    /// How many times in a row the machine's timer was due at once.
+    /// How many times in a row the machine's timer was due again immediately.
     spins: u32,
 }
 
@@ -103,7 +103,8 @@ impl HostState {
         true
     }
 
-    /// Discards the datagrams in the socket. A shard has no work until its next life.
+    /// Discards the datagrams in the socket. Also clears a shard's schedule, so that the shard has
+    /// no work until its next life.
     pub(super) fn forget(&mut self) {
         self.socket.clear();
         self.socket_bytes = 0;
@@ -131,8 +132,8 @@ impl HostState {
         self.free_at = self.free_at.max(at);
     }
 
-    /// Returns when the host can act on an event at `at`, or [`Picos::NEVER`] if it is dead by
-    /// then.
+    /// Returns the time at which the host can act on an event at `at`, or [`Picos::NEVER`] if it is
+    /// dead by then.
     pub(super) fn acts_at(&self, at: Picos) -> Picos {
         let at = at.max(self.free_at);
         if at < self.dies_at { at } else { Picos::NEVER }
@@ -146,8 +147,8 @@ impl HostState {
         }
     }
 
-    /// Handles a batch of datagrams from the socket and does everything due. Outgoing datagrams go
-    /// to `out`, each with its job.
+    /// Handles a batch of datagrams from the socket, then does everything that is due. Outgoing
+    /// datagrams go to `out`, each with its job.
     pub(super) fn act(
         &mut self,
         now: Picos,
@@ -183,7 +184,8 @@ impl HostState {
         }
     }
 
-    /// Returns when the host next has something to do, unless a datagram arrives earlier.
+    /// Returns the time at which the host next has something to do, unless a datagram arrives
+    /// earlier.
     pub(super) fn next_due(&self, plan: &Plan) -> Picos {
         if !self.socket.is_empty() {
             return self.free_at;
@@ -199,7 +201,7 @@ impl HostState {
         }
     }
 
-    /// Handles a stranger's datagram, which bypasses the socket, and sends what is due after it.
+    /// Handles a stranger's datagram, which bypasses the socket, and then sends what is due.
     pub(super) fn act_foreign(
         &mut self,
         now: Picos,
@@ -213,7 +215,7 @@ impl HostState {
                 watch.foreign = true;
                 worker.node.handle(now.time(), bytes, false, &mut watch);
                 let mut sent = Vec::new();
-                // Data that waits for the send buffer is no reaction to the stranger's datagram.
+                // Data that waits for the send buffer is not a reaction to the stranger's datagram.
                 if !worker.blocked {
                     let mut watch = worker.watch(now, checkers);
                     worker.node.drive(now.time(), usize::MAX, &mut sent, &mut watch);
@@ -266,7 +268,7 @@ impl WorkerHost {
         self.called == self.calls && self.open.is_empty()
     }
 
-    /// Returns whether the machine's timer was due at once too many times in a row.
+    /// Returns whether the machine's timer was due again immediately too many times in a row.
     pub(super) fn spins(&self) -> bool {
         self.spins > MAX_SPINS
     }
@@ -314,7 +316,7 @@ impl WorkerHost {
     }
 
     /// Reports ops that have ended, then calls the ops that are due while the job's limit allows
-    /// it. Returns whether it called any.
+    /// it. Returns whether any op was called.
     fn call(&mut self, now: Picos, plan: &JobPlan, checkers: &mut Checkers) -> bool {
         let machine = self.machine();
         self.full &= self.node.done.is_empty();
@@ -370,7 +372,7 @@ fn set_numbers(node: &mut WorkerNode, plan: &Plan, job: usize, life: Life) {
 }
 
 impl ShardHost {
-    /// Creates a shard without state, for these lives of the jobs.
+    /// Creates a shard without state. `lives` holds the life that each job begins.
     pub(super) fn new(plan: &Plan, shard: u8, lives: &[Life], now: Picos) -> Self {
         let mut schedule = DeficitRoundRobin::new(plan.network.quantum);
         let mut node = |job: usize| {
@@ -434,7 +436,8 @@ fn hash(tensor: &[u8]) -> u64 {
     rest.iter().fold(hash, |hash, byte| mix(hash ^ u64::from(*byte)))
 }
 
-/// The most datagrams that a host handles at once, as a real driver does.
+/// The maximum number of datagrams that a host handles at once, like a batch of a real driver.
 const BATCH: usize = 64;
-/// How many times in a row a timer may be due at once before it counts as a livelock.
+/// How many times in a row a timer may be due again immediately before the run counts as a
+/// livelock.
 const MAX_SPINS: u32 = 1_000;

@@ -1,8 +1,9 @@
 //! A cluster: hosts and links in the engine, and the protocol's machines on the hosts.
 //!
-//! Every host is connected to one switch. A datagram first crosses its host's uplink, where a fault
-//! may hit it. The switch copies it if it is a multicast. Each copy may meet another fault, then
-//! crosses the downlink of its recipient and waits in the socket until the host takes it.
+//! Every host is connected to one switch. A datagram first crosses its sender's uplink, where a
+//! fault may hit it. The switch then copies a multicast datagram. Another fault may hit each copy.
+//! The copy crosses the downlink of its recipient, and waits in the recipient's socket until it is
+//! read.
 
 mod host;
 mod strangers;
@@ -11,6 +12,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use racksum_proto::ids::{OpId, Rank};
+use racksum_proto::observer::EventCounts;
 use racksum_proto::wire::Header;
 
 use self::host::{HostState, Role, ShardHost, WorkerHost};
@@ -50,18 +52,18 @@ enum Event {
     Arrive { to: usize, bytes: Rc<[u8]>, marked: bool },
     /// The host with this index wakes up.
     Wake(usize),
-    /// A host pauses; the index is that of the pause in the plan.
+    /// The plan's pause with this index begins.
     Pause(usize),
-    /// The shards die; the index is that of the move in the plan.
+    /// The plan's move with this index begins: the shards die.
     Die(usize),
-    /// The jobs move to new shards; the index is that of the move in the plan.
+    /// The plan's move with this index ends: the jobs continue at new shards.
     Move(usize),
     /// A stranger's datagram arrives at some host.
     Foreign,
 }
 
 impl<'a> Cluster<'a> {
-    /// Creates the cluster of `plan`, which `checkers` verify.
+    /// Creates a cluster that runs `plan` while `checkers` observe it.
     #[must_use]
     pub fn new(plan: &'a Plan, checkers: Checkers) -> Self {
         let random = Random::new(plan.seed);
@@ -104,7 +106,7 @@ impl<'a> Cluster<'a> {
                 done_at = Some(now);
             }
             if done_at.is_some_and(|done_at| now > done_at + MAX_AFTERMATH) {
-                return Invariant::I5.broken("all ops have ended, but events continue");
+                return Invariant::I5.broken("events continue long after all ops have ended");
             }
         }
         self.checkers.conclude()?;
@@ -155,8 +157,8 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Schedules a wake-up of the host with index `at` for `when`, or for the earliest time it can
-    /// act.
+    /// Schedules a wake-up of the host with index `at` for `when`, or for the earliest later time
+    /// at which the host can act.
     fn rouse(&mut self, at: usize, when: Picos) {
         let host = &mut self.hosts[at];
         let when = host.acts_at(when);
@@ -183,7 +185,8 @@ impl<'a> Cluster<'a> {
         if let Role::Worker(worker) = &host.role
             && worker.spins()
         {
-            return Invariant::I5.broken("a rank's timer is always due at once");
+            return Invariant::I5
+                .broken("a rank's timer was due again immediately too many times in a row");
         }
         self.post(at, out);
         let due = self.hosts[at].next_due(self.plan);
@@ -270,7 +273,7 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Stops the shards, which lose their state, until the jobs move.
+    /// Stops the shards until the jobs move. The shards lose their state.
     fn die(&mut self, number: usize) {
         let again = self.engine.now() + self.plan.moves[number].lasts;
         for host in &mut self.hosts {
@@ -294,17 +297,18 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Returns the life of the shards that follows death `number`, for one job.
+    /// Returns the life that a job begins after the plan's move with index `number`.
     fn next_life(&self, job: usize, number: usize) -> Life {
         let of_job = self.hosts.iter().filter_map(|host| match &host.role {
             Role::Worker(worker) if worker.job == job => Some(worker.node.machine.first_kept()),
             _ => None,
         });
         let first_op = of_job.max().unwrap_or(OpId(0));
-        Life { number: u8::try_from(number + 1).expect("a few"), first_op }
+        Life { number: u8::try_from(number + 1).expect("a plan has few deaths"), first_op }
     }
 
-    /// Delivers a stranger's datagram. It bypasses links and sockets so that it takes no capacity.
+    /// Delivers a stranger's datagram. It bypasses links and sockets, so that it uses none of their
+    /// capacity.
     fn foreign(&mut self) {
         if self.is_done() {
             return;
@@ -326,34 +330,22 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Returns whether every op has ended at every rank that lives.
+    /// Returns whether every op has ended at every rank that never dies.
     fn is_done(&self) -> bool {
         self.hosts.iter().all(HostState::is_done)
     }
 
     fn conclude(mut self, done_at: Option<Picos>) -> Run {
-        let mut totals = Totals { events: self.engine.scheduled(), ..self.totals };
+        let EventCounts { folds, duplicates, fragments_again: again, asks, probes, .. } =
+            *self.checkers.counts();
+        let events = self.engine.scheduled();
+        let totals = Totals { events, folds, again, duplicates, asks, probes, ..self.totals };
         let mut ended = BTreeMap::new();
         for host in &mut self.hosts {
-            match &mut host.role {
-                Role::Worker(worker) => {
-                    let counters = worker.node.machine.counters();
-                    totals.again += counters.fragments_again;
-                    totals.duplicates += counters.duplicates;
-                    totals.asks += counters.asks;
-                    totals.probes += counters.probes;
-                    let machine = worker.machine();
-                    let ops = worker.ended.drain(..);
-                    ended.extend(ops.map(|(op, ended)| ((machine, op), ended)));
-                }
-                Role::Shard(host) => {
-                    for counters in host.jobs.iter().map(|node| node.machine.counters()) {
-                        totals.folds += counters.folds;
-                        totals.again += counters.fragments_again;
-                        totals.duplicates += counters.duplicates;
-                        totals.asks += counters.asks;
-                    }
-                }
+            if let Role::Worker(worker) = &mut host.role {
+                let machine = worker.machine();
+                let ops = worker.ended.drain(..);
+                ended.extend(ops.map(|(op, ended)| ((machine, op), ended)));
             }
         }
         let took = done_at.unwrap_or_else(|| self.engine.now());
@@ -385,9 +377,10 @@ fn trace(hash: u64, now: Picos, at: usize, datagram: &Datagram) -> u64 {
     [now.0, at as u64, bytes, header].iter().fold(hash, |hash, word| mix(hash ^ word))
 }
 
-/// Bytes that Ethernet, IP and UDP add to a datagram, including preamble and gap.
+/// Bytes that Ethernet, IP and UDP add to a datagram, including the preamble and the gap between
+/// frames.
 pub const OVERHEAD_BYTES: u64 = 66;
-/// A limit on events that every sensible run stays below.
+/// The number of events after which a run counts as a livelock.
 const MAX_EVENTS: u64 = 5_000_000;
-/// How long after the last op events may still happen.
+/// How long events may continue after the last op has ended.
 const MAX_AFTERMATH: Picos = Picos::from_millis(30_000);

@@ -27,7 +27,7 @@ impl Strangers {
 
     /// Picks the index of the host that receives the datagram.
     pub(super) fn victim(&mut self, hosts: usize) -> usize {
-        usize::try_from(self.random.below(hosts as u64)).expect("below a length")
+        usize::try_from(self.random.below(hosts as u64)).expect("the remainder is below a length")
     }
 
     /// Makes a datagram for a host whose last genuine datagram is `genuine`.
@@ -35,7 +35,7 @@ impl Strangers {
         let Some(genuine) = genuine.filter(|_| !self.random.once_in(8)) else {
             return self.garbage();
         };
-        // Only the first message is copied, because the ones behind it would stay genuine.
+        // Only the first message is copied, because the messages after it would stay genuine.
         let len = Header::decode_first(genuine)
             .map_or(genuine.len(), |(_, body, _)| Header::LEN + body.len());
         let mut bytes = genuine[..len].to_vec();
@@ -55,7 +55,7 @@ impl Strangers {
             7 if bytes[3] != Kind::Result as u8 => bytes[47] |= 0x80,
             _ => {
                 let len = self.random.below(bytes.len() as u64);
-                bytes.truncate(usize::try_from(len).expect("below a length"));
+                bytes.truncate(usize::try_from(len).expect("the remainder is below a length"));
             }
         }
         bytes

@@ -100,5 +100,8 @@ fn an_op_sums_one_and_the_same_call_or_is_a_mismatch_at_every_rank() {
             }
         }
     }
-    assert!(summed > 500 && differed > 500, "{summed} {differed}: the scripts show little");
+    assert!(
+        summed > 500 && differed > 500,
+        "only {summed} ops summed and {differed} differed: the scripts test too little"
+    );
 }

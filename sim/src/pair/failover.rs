@@ -1,4 +1,5 @@
-//! An aggregator that dies at any time. The job continues at another and gets the same bits.
+//! Failover: an aggregator dies at any time, and the job continues at another aggregator. Its
+//! results have the same bits.
 
 use super::*;
 use crate::inputs::{Inputs, Values};
@@ -34,8 +35,8 @@ fn submit(cluster: &mut Cluster, seed: u64, op: u64, descriptor: Descriptor) {
     }
 }
 
-/// Runs all ops, `OPEN` of them at a time. The aggregator dies after each number of steps in
-/// `deaths`. Returns each rank's results, by op.
+/// Runs all ops, `OPEN` of them at a time. Each number in `deaths` is the number of steps after
+/// which the aggregator dies, counted from the previous death. Returns each rank's results, by op.
 fn results(seed: u64, faults: Faults, deaths: &[u64]) -> Vec<Vec<Result<Vec<u8>, OpError>>> {
     let descriptors = descriptors();
     let grant = Grant { world: 3, shards: 2, lanes: 2, pool_slots: 8, moved_at: None };
@@ -88,7 +89,7 @@ fn an_aggregator_may_die_at_any_time_and_the_sums_are_the_same() {
             for (op, (one, other)) in one.iter().zip(other).enumerate() {
                 assert!(
                     one == other,
-                    "seed {seed}, rank {rank}, op {op}: other bits, {:?}",
+                    "seed {seed}, rank {rank}, op {op}: different bits, {:?}",
                     other.as_ref().err()
                 );
             }
@@ -123,13 +124,13 @@ fn a_lane_that_is_idle_keeps_nothing_and_holds_up_no_other() {
         }
         cluster.run_until(idle);
         let timers = cluster.workers.iter().map(|worker| worker.machine.poll_timeout());
-        assert!(timers.min() == Some(Time::NEVER), "seed {seed}: an idle rank asks on");
+        assert!(timers.min() == Some(Time::NEVER), "seed {seed}: an idle rank still has a timeout");
     }
 }
 
 #[test]
 fn an_op_of_whose_failure_only_some_were_told_ends_after_a_move() {
-    let mut told_some = 0;
+    let mut partial = 0;
     for seed in 0..200 {
         let faults = Faults { drop: 10 + seed % 30, double: 5, delay: 5 };
         let grant = Grant { world: 3, shards: 2, lanes: 1, pool_slots: 8, moved_at: None };
@@ -145,7 +146,7 @@ fn an_op_of_whose_failure_only_some_were_told_ends_after_a_move() {
         }
         let has_failed = |w: &WorkerNode| w.done.iter().any(|(op, _)| *op == OpId(1));
         cluster.run_until(|cluster| cluster.workers.iter().any(has_failed));
-        told_some += usize::from(!cluster.workers.iter().all(has_failed));
+        partial += usize::from(!cluster.workers.iter().all(has_failed));
         let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
         cluster.move_to(Grant { moved_at: first, ..grant });
         let now = cluster.now;
@@ -166,7 +167,10 @@ fn an_op_of_whose_failure_only_some_were_told_ends_after_a_move() {
             }
         }
     }
-    assert!(told_some > 50, "only {told_some} moves came between");
+    assert!(
+        partial > 50,
+        "only {partial} moves happened while some but not all ranks knew of the failure"
+    );
 }
 
 #[test]
@@ -210,7 +214,10 @@ fn a_rank_at_rest_asks_less_and_less_whether_all_have_what_it_has() {
     let (end, sent) = (cluster.now + Span::from_secs(60), cluster.sent);
     cluster.run_until(|cluster| cluster.now >= end);
     let sent = cluster.sent - sent;
-    assert!((60..800).contains(&sent), "{sent} datagrams of two ranks with two streams each");
+    assert!(
+        (60..800).contains(&sent),
+        "two idle ranks with two streams each sent {sent} datagrams in 60 s, not 60 to 799"
+    );
 }
 
 /// The number of ops in flight at a time.

@@ -1,13 +1,13 @@
-//! A rank that is lost, in a job that continues without it.
+//! Tests of a job that loses a rank and continues without it.
 
 use super::*;
 
-/// The number of ranks, of which the last is lost.
+/// The number of ranks. The last of them is lost.
 const WORLD: u16 = 3;
 const LOST: Rank = Rank(WORLD - 1);
 const WINDOW: usize = 60 * 256;
 
-/// The sizes of the ops in elements. Each rank contributes ten to the power of its number to every
+/// The sizes of the ops, in elements. Each rank contributes ten to the power of its number to every
 /// element, so a sum shows which ranks took part.
 const SIZES: [usize; 3] = [WINDOW * 12, 700, WINDOW * 5];
 
@@ -21,7 +21,8 @@ fn submit(cluster: &mut Cluster, elements: usize, ranks: u16) {
 }
 
 /// Checks that the survivors' results are the same, and that a result lists the lost rank as absent
-/// exactly if some window lacks it. Returns the number of windows with and without that rank.
+/// if and only if some window lacks its contribution. Returns how many windows include that rank,
+/// and how many lack it.
 fn check(cluster: &Cluster, seed: u64, ops: usize) -> [usize; 2] {
     let mut windows = [0, 0];
     for op in 0..ops {
@@ -34,7 +35,7 @@ fn check(cluster: &Cluster, seed: u64, ops: usize) -> [usize; 2] {
         let (result, absent) = of(0);
         for rank in 1..usize::from(WORLD - 1) {
             let (others, others_absent) = of(rank);
-            assert!(result == others, "seed {seed}, op {op}: rank {rank} has other sums");
+            assert!(result == others, "seed {seed}, op {op}: rank {rank} has different sums");
             assert_eq!(absent, others_absent, "seed {seed}, op {op}");
         }
         let sums: Vec<_> =
@@ -44,12 +45,18 @@ fn check(cluster: &Cluster, seed: u64, ops: usize) -> [usize; 2] {
             match window[0] {
                 111 => with += 1,
                 11 => without += 1,
-                other => panic!("seed {seed}, op {op}: {other}"),
+                other => panic!("seed {seed}, op {op}: the sum is {other}, not 111 or 11"),
             }
-            assert!(window.iter().all(|sum| *sum == window[0]), "seed {seed}, op {op}: torn");
+            assert!(
+                window.iter().all(|sum| *sum == window[0]),
+                "seed {seed}, op {op}: the elements of a window have different sums"
+            );
         }
         let lacks = if without > 0 { vec![LOST] } else { vec![] };
-        assert_eq!(*absent, lacks, "seed {seed}, op {op}: {with} with and {without} without");
+        assert_eq!(
+            *absent, lacks,
+            "seed {seed}, op {op}: {with} windows include the lost rank, {without} lack it"
+        );
         windows[0] += with;
         windows[1] += without;
     }
@@ -64,7 +71,8 @@ fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
         let shards = 1 + u8::try_from(seed % 2).unwrap();
         let mut cluster = Cluster::new(WORLD, shards, 1, seed, faults);
         SIZES.iter().for_each(|elements| submit(&mut cluster, *elements, WORLD));
-        // The last rank stops after a random number of steps. Each survivor learns of it later.
+        // The last rank stops after a random number of steps. Each survivor learns of the loss
+        // later.
         let mut left = 1 + Random::new(seed).below(3500);
         cluster.run_until(|_| {
             left -= 1;
@@ -95,7 +103,10 @@ fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
         mixed += usize::from(windows.iter().all(|count| *count > 2));
         seen = [seen[0] + windows[0], seen[1] + windows[1]];
     }
-    assert!(mixed > 100, "{mixed} losses in the middle; windows with and without: {seen:?}");
+    assert!(
+        mixed > 100,
+        "only {mixed} losses in the middle of ops; windows with and without the rank: {seen:?}"
+    );
 }
 
 #[test]
@@ -121,7 +132,10 @@ fn a_rank_that_an_aggregator_lost_and_never_named_is_named_after_the_move() {
             shard.machine.handle_gone(LOST, &mut ());
         }
         for worker in &mut cluster.workers {
-            assert!(worker.done.is_empty(), "seed {seed}: ended without a name");
+            assert!(
+                worker.done.is_empty(),
+                "seed {seed}: an op ended before the lost rank was named"
+            );
             worker.machine.handle_gone(0..2, LOST, &mut ());
             worker.collect();
         }

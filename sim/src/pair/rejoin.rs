@@ -1,4 +1,4 @@
-//! A rank that leaves between two ops and comes back as another process.
+//! A rank that leaves between two ops and rejoins as another process.
 
 use super::*;
 

@@ -4,16 +4,17 @@ use super::*;
 use racksum_proto::aggregator::{Aggregation, Failed};
 use racksum_proto::geometry::WINDOW_BYTES;
 
+use crate::child::ChildNode;
 use crate::inputs::{Inputs, Values};
-use crate::relay::RelayNode;
 
 /// The recipient of a datagram.
 #[derive(Debug, Clone, Copy)]
 enum End {
     /// A shard of the root.
     Root(u8),
-    /// A rack's shard that receives from its ranks (`Below`) or from the root (`Above`).
+    /// A rack's shard, for a datagram from one of its ranks.
     Below(usize, u8),
+    /// A rack's shard, for a datagram from the root.
     Above(usize, u8),
     /// A rank of a rack.
     Worker(usize, u16),
@@ -22,14 +23,15 @@ enum End {
 /// The root, the racks and the ranks of each rack.
 struct Tree {
     root: Vec<ShardNode>,
-    racks: Vec<Vec<RelayNode>>,
+    racks: Vec<Vec<ChildNode>>,
     workers: Vec<Vec<WorkerNode>>,
     wire: std::collections::BTreeMap<(u64, u64), (End, Datagram)>,
     dice: Random,
     sent: u64,
     steps: u64,
     now: Time,
-    /// The percentage of datagrams that also arrive with one bit flipped in their first 96 bytes.
+    /// The percentage of datagrams that get an extra copy, with one bit flipped in its first 96
+    /// bytes.
     garbled: u64,
     faults: Faults,
 }
@@ -52,23 +54,24 @@ impl Tree {
             );
             name(&mut shard.machine, (0..racks.len()).map(first));
         }
-        // A rack may have fewer slots than the root, and its ranks may have few bytes in flight.
+        // With some seeds, a rack has fewer slots than the root, or its ranks may have only a few
+        // bytes in flight.
         let rack_slots = [8, 64, 2, 3][usize::try_from(seed % 4).unwrap()];
         let in_flight = [1 << 18, 2 * WINDOW_BYTES][usize::try_from(seed / 4 % 2).unwrap()];
         let grant = |world| Grant { pool_slots: rack_slots, ..grant(world) };
-        let relay = |rack: usize, below: ShardNode| {
+        let child = |rack: usize, below: ShardNode| {
             let config = aggregator::Config { has_parent: true, ..*below.machine.config() };
             let above = worker::Config {
-                relay: Some(worker::Relay { shard: config.shard, slots: rack_slots }),
+                child: Some(worker::ChildShard { shard: config.shard, slots: rack_slots }),
                 may_move: false,
                 ..top.worker(u16::try_from(rack).unwrap())
             };
             let mut below = ShardNode::new(config, false, Time(0));
             name(&mut below.machine, (first(rack).0..).map(Rank));
-            RelayNode::new(below, above, Time(0))
+            ChildNode::new(below, above, Time(0))
         };
         let rack = |(i, world): (usize, &u16)| {
-            grant(*world).shards(Time(0)).into_iter().map(|below| relay(i, below)).collect()
+            grant(*world).shards(Time(0)).into_iter().map(|below| child(i, below)).collect()
         };
         let ranks = |world: &u16| {
             let config =
@@ -116,9 +119,9 @@ impl Tree {
         while self.drive_once() {}
     }
 
-    /// Returns whether any shard passed a failure to others.
+    /// Drives every machine once. Returns whether any shard passed a failure to other shards.
     fn drive_once(&mut self) -> bool {
-        let (mut out, mut told) = (Vec::new(), false);
+        let (mut out, mut passed) = (Vec::new(), false);
         let (mut down, mut up) = (Vec::new(), Vec::new());
         for (rack, ranks) in self.workers.iter_mut().enumerate() {
             for worker in ranks {
@@ -127,8 +130,8 @@ impl Tree {
             out.extend(up.drain(..).map(|datagram| (End::Below(rack, shard(&datagram)), datagram)));
         }
         for (rack, shards) in self.racks.iter_mut().enumerate() {
-            for relay in shards {
-                relay.drive(self.now, &mut down, &mut up, &mut ());
+            for child in shards {
+                child.drive(self.now, &mut down, &mut up, &mut ());
             }
             out.extend(
                 down.drain(..).map(|datagram| (End::Worker(rack, rank(&datagram)), datagram)),
@@ -137,11 +140,11 @@ impl Tree {
         }
         for shards in &mut self.racks {
             let failed: Vec<_> =
-                shards.iter_mut().flat_map(|relay| relay.failed.drain(..)).collect();
+                shards.iter_mut().flat_map(|child| child.failed.drain(..)).collect();
             for Failed { op, why, .. } in failed {
-                told = true;
-                for relay in &mut *shards {
-                    relay.below.machine.handle_failed_beside(op, why, &mut ());
+                passed = true;
+                for child in &mut *shards {
+                    child.shard.machine.handle_failed_beside(op, why, &mut ());
                 }
             }
         }
@@ -149,7 +152,7 @@ impl Tree {
             |root: &mut ShardNode| std::iter::from_fn(|| root.machine.poll_failed()).collect();
         let failed: Vec<Vec<_>> = self.root.iter_mut().map(failed).collect();
         for Failed { op, why, .. } in failed.into_iter().flatten() {
-            told = true;
+            passed = true;
             for root in &mut self.root {
                 root.machine.handle_failed_beside(op, why, &mut ());
             }
@@ -160,20 +163,24 @@ impl Tree {
             out.extend(down.drain(..).map(|datagram| (to(&datagram), datagram)));
         }
         self.post(out);
-        told
+        passed
     }
 
     fn run_until(&mut self, mut done: impl FnMut(&Self) -> bool) {
         self.drive();
         while !done(self) {
             let ranks = self.workers.iter().flatten().map(|w| w.machine.poll_timeout());
-            let relays = self.racks.iter().flatten().map(|relay| relay.above.poll_timeout());
-            let timer = ranks.chain(relays).min().unwrap();
+            let children = self.racks.iter().flatten().map(|child| child.worker.poll_timeout());
+            let timer = ranks.chain(children).min().unwrap();
             let arrival = self.wire.first_key_value().map_or(u64::MAX, |((at, _), _)| *at);
             self.now = Time(timer.0.min(arrival).max(self.now.0));
             self.steps += 1;
-            assert!(self.steps < 1_000_000, "livelock at {:?}", self.now);
-            assert!(self.now < Time::NEVER, "nothing is due and nothing is done");
+            assert!(
+                self.steps < 1_000_000,
+                "livelock: not done after 1,000,000 steps, at {:?}",
+                self.now
+            );
+            assert!(self.now < Time::NEVER, "deadlock: nothing is due, but the run is not done");
             if arrival <= timer.0 {
                 let (_, (end, datagram)) = self.wire.pop_first().unwrap();
                 let (now, bytes) = (self.now, &datagram.bytes);
@@ -182,12 +189,12 @@ impl Tree {
                         self.root[usize::from(shard)].handle(now, bytes, false, &mut ());
                     }
                     End::Below(rack, shard) => {
-                        let relay = &mut self.racks[rack][usize::from(shard)];
-                        relay.below.handle(now, bytes, false, &mut ());
+                        let child = &mut self.racks[rack][usize::from(shard)];
+                        child.shard.handle(now, bytes, false, &mut ());
                     }
                     End::Above(rack, shard) => {
-                        let relay = &mut self.racks[rack][usize::from(shard)];
-                        relay.handle_from_above(now, bytes, &mut ());
+                        let child = &mut self.racks[rack][usize::from(shard)];
+                        child.handle_from_parent(now, bytes, &mut ());
                     }
                     End::Worker(rack, rank) => {
                         let worker = &mut self.workers[rack][usize::from(rank)];
@@ -199,8 +206,8 @@ impl Tree {
                 for worker in self.workers.iter_mut().flatten() {
                     worker.handle_timeout(now, &mut ());
                 }
-                for relay in self.racks.iter_mut().flatten() {
-                    relay.handle_timeout(now, &mut ());
+                for child in self.racks.iter_mut().flatten() {
+                    child.handle_timeout(now, &mut ());
                 }
             }
             self.drive();
@@ -211,14 +218,14 @@ impl Tree {
 fn shard(datagram: &Datagram) -> u8 {
     match datagram.to {
         Endpoint::Shard(shard) => shard,
-        other => unreachable!("{other:?} is above nobody"),
+        other => unreachable!("{other:?} is not a shard"),
     }
 }
 
 fn rank(datagram: &Datagram) -> u16 {
     match datagram.to {
         Endpoint::Worker(rank) => rank,
-        other => unreachable!("{other:?}: nobody multicasts here"),
+        other => unreachable!("{other:?} is not a rank: no shard here multicasts"),
     }
 }
 
@@ -246,7 +253,7 @@ fn inputs(seed: u64, op: usize) -> Inputs {
     }
 }
 
-/// Returns the results of a flat job with the same number of ranks.
+/// Returns the results of a job in which all `world` ranks use a single aggregator.
 fn flat(seed: u64, world: u16) -> Vec<Vec<u8>> {
     let mut cluster = Cluster::new(world, 1, 2, seed, Faults::default());
     let descriptors = descriptors();
@@ -329,7 +336,7 @@ fn floats_of_racks_have_the_same_bits_whatever_is_lost_on_the_way() {
         let undisturbed = results(seed, Faults::default(), 1);
         assert!(undisturbed.iter().all(|results| *results == undisturbed[0]), "seed {seed}");
         let faults = Faults { drop: 3 + seed, double: seed % 5, delay: seed % 7 * 3 };
-        assert!(results(seed, faults, seed) == undisturbed, "seed {seed}: other bits");
+        assert!(results(seed, faults, seed) == undisturbed, "seed {seed}: different bits");
         // An average is over all ranks, not over racks.
         let average = |elements: &[u8]| f32::from_le_bytes(*elements.first_chunk().unwrap());
         let descriptor = &descriptors[1];
@@ -339,7 +346,10 @@ fn floats_of_racks_have_the_same_bits_whatever_is_lost_on_the_way() {
             .sum::<f64>()
             / 5.0;
         let got = f64::from(average(&undisturbed[0][1]));
-        assert!((got - exact).abs() <= 1e-5 * exact.abs().max(1e-3), "{got} for {exact}");
+        assert!(
+            (got - exact).abs() <= 1e-5 * exact.abs().max(1e-3),
+            "the average is {got}, not {exact}"
+        );
     }
 }
 
@@ -356,7 +366,8 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
             1 => Descriptor::sum(60 * 256 * 2, DType::I32),
             _ => Descriptor { lane: 1, ..good },
         };
-        // One rank of either rack, or both ranks of the first.
+        // The disagreeing ranks are one rank of the first rack, one of the second, or both ranks of
+        // the first.
         let strays = [&[1][..], &[3], &[0, 1]][usize::try_from(seed % 3).unwrap()];
         let ones = bytes(&vec![1; 60 * 256 * 6]);
         for (rank, worker) in tree.workers.iter_mut().flatten().enumerate() {
@@ -378,8 +389,8 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
             let Err(OpError::Mismatch { one, other, .. }) = &worker.done[1].1 else {
                 panic!("seed {seed}, rank {rank}: {:?}", worker.done[1].1.as_ref().err())
             };
-            // A mismatch names ranks by their number in the whole tree, or by that of their rack's
-            // first rank.
+            // A mismatch names each rank by its number in the whole tree, or by the number of the
+            // first rank in its rack.
             let strange = |(rank, descriptor): &(Rank, Descriptor)| {
                 (*descriptor == bad) == strays.contains(&rank.index())
             };
@@ -391,8 +402,8 @@ fn ranks_that_disagree_within_a_rack_or_between_racks_are_told_who_and_the_job_g
 
 #[test]
 fn a_rank_that_is_missing_in_another_rack_is_missed_by_name() {
-    // Rank 2 is the first of the second rack, so its number also names the rack; rank 3 is the
-    // other.
+    // Rank 2 is the first of the second rack, so its number also names that rack. Rank 3 is the
+    // rack's other rank.
     for absent in [2, 3] {
         let mut tree = Tree::new(&[2, 2], 1, 1, 1, Faults::default());
         let descriptor = Descriptor::sum(10, DType::I32);
@@ -437,8 +448,8 @@ fn what_is_changed_on_the_way_makes_no_half_panic_or_go_on_for_ever() {
 
 #[test]
 fn ranks_that_send_little_ahead_wait_for_no_probe() {
-    // wire: W-64
-    // The seeds choose many slots or few, and let ranks have two windows in flight.
+    // wire: W-64 With these seeds, racks have 2 to 64 slots, and each rank may have two windows in
+    // flight.
     for seed in [5, 4, 6, 7] {
         let mut tree = Tree::new(&[8, 1], 1, 1, seed, Faults::default());
         let windows = 100;
@@ -451,6 +462,6 @@ fn ranks_that_send_little_ahead_wait_for_no_probe() {
         // A window takes four hops of 50 µs each.
         println!("seed {seed}: {} us", tree.now.0 / 1000);
         let most = Time(windows * 4 * 50_000 + 10_000_000);
-        assert!(tree.now < most, "seed {seed}: {:?} of {most:?}", tree.now);
+        assert!(tree.now < most, "seed {seed}: done at {:?}, not before {most:?}", tree.now);
     }
 }

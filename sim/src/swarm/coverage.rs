@@ -85,7 +85,7 @@ fn of_run(totals: &Totals) -> Vec<Feature> {
         ("congestion marks", totals.marked > 0),
         ("sent again", totals.again > 0),
         ("arrived twice", totals.duplicates > 0),
-        ("gap asked for", totals.asks > totals.probes),
+        ("gap nacked", totals.asks > totals.probes),
         ("probed", totals.probes > 0),
     ]
 }
@@ -128,7 +128,7 @@ fn of_op(op: &OpPlan) -> Vec<Feature> {
     ]
 }
 
-/// Returns whether copies may arrive so late that ops have ended meanwhile.
+/// Returns whether copies may arrive so late that ops have ended by then.
 fn copies_late(rule: &Rule) -> bool {
     matches!(&rule.effect, Effect::Copy(late) if late.end.as_micros() > 20_000)
 }

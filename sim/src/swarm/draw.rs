@@ -41,12 +41,13 @@ pub fn plan(seed: u64) -> Plan {
     }
     if random.child("noise").once_in(4) {
         let noise = random.child("noise").across(1..=500);
-        plan.noise = u32::try_from(noise).expect("at most 500");
+        plan.noise = u32::try_from(noise).expect("the number is at most 500");
     }
     plan
 }
 
-/// Keeps the inputs of a plan but draws new faults, a new network, other slots and another cut.
+/// Draws a variant of a plan with the same inputs, but with other faults, another network, other
+/// slots and another cut.
 pub(super) fn other(plan: &Plan, random: &mut Random) -> Plan {
     let network = network(random);
     let mut other = Plan::new(random.bits(), network, plan.jobs.clone());
@@ -70,7 +71,7 @@ fn network(random: &mut Random) -> Network {
     let send_buffer = if random.once_in(2) { usize::MAX } else { 1 << random.within(12..=22) };
     let mut port = |worker: bool| {
         let rate_bps = rate(random);
-        // Hosts wait for their own network card, so only the switch drops.
+        // A host waits until its network card can send, so only the switch drops datagrams.
         let up = LinkConfig { mark_bytes, ..LinkConfig::lossless(rate_bps, delay) };
         let down = LinkConfig { rate_bps, delay, queue_bytes, mark_bytes };
         let service = Picos(if worker { service } else { service / 4 });
@@ -91,8 +92,8 @@ fn jobs(random: &Random, network: &Network) -> Vec<JobPlan> {
 
 fn job(random: &mut Random, network: &Network) -> JobPlan {
     let world = if random.once_in(25) { random.within(17..=64) } else { random.across(1..=16) };
-    let world = u16::try_from(world).expect("at most 64");
-    let max_ops = u16::try_from(random.across(1..=8)).expect("at most 8");
+    let world = u16::try_from(world).expect("the number is at most 64");
+    let max_ops = u16::try_from(random.across(1..=8)).expect("the number is at most 8");
     let mut job = JobPlan {
         lanes: random.pick(&[1, 1, 2, 3]),
         pool_slots: slots(random),
@@ -110,9 +111,12 @@ fn job(random: &mut Random, network: &Network) -> JobPlan {
         if job.missing.is_some() {
             op.timeout = Span::from_millis(1_500);
         }
-        // A missing rank may not call the op, so it could not disagree.
+        // A missing rank may never call the op, so it could not disagree about it.
         if job.missing.is_none() && world > 1 && number < 3 && random.once_in(16) {
-            let rank = Rank(u16::try_from(random.below(u64::from(world))).expect("a rank"));
+            let rank = Rank(
+                u16::try_from(random.below(u64::from(world)))
+                    .expect("a rank is below the number of ranks"),
+            );
             let other = odd(random, &job, op.descriptor);
             op.odd = (other != op.descriptor).then_some((rank, other));
         }
@@ -123,9 +127,11 @@ fn job(random: &mut Random, network: &Network) -> JobPlan {
 }
 
 fn missing(random: &mut Random, world: u16, ops: u64) -> Missing {
-    let rank = Rank(u16::try_from(random.below(u64::from(world))).expect("a rank"));
+    let rank = Rank(
+        u16::try_from(random.below(u64::from(world))).expect("a rank is below the number of ranks"),
+    );
     let absence = if random.once_in(2) {
-        Absence::Calls(usize::try_from(random.below(ops)).expect("a few"))
+        Absence::Calls(usize::try_from(random.below(ops)).expect("a plan has few ops"))
     } else {
         Absence::Dies(Picos(random.below(BUSY.0)))
     };
@@ -143,7 +149,8 @@ fn op(random: &mut Random, job: &JobPlan, start: Picos, skew: Picos) -> OpPlan {
     let late = |_| start + Picos(random.below(skew.0 + 1));
     let mut starts: Vec<_> = (0..job.world).map(late).collect();
     if random.once_in(8) {
-        let straggler = usize::try_from(random.below(u64::from(job.world))).expect("a rank");
+        let straggler = usize::try_from(random.below(u64::from(job.world)))
+            .expect("a rank is below the number of ranks");
         starts[straggler] = start + Picos(random.below(Picos::from_millis(200).0));
     }
     OpPlan { descriptor, inputs, timeout: Span::from_secs(60), starts, odd: None }
@@ -154,7 +161,7 @@ fn descriptor(random: &mut Random, job: &JobPlan) -> Descriptor {
     let wires: Vec<_> = WireType::ALL.into_iter().filter(|wire| wire.carries(dtype)).collect();
     let wire = if random.once_in(2) { dtype.native_wire() } else { random.pick(&wires) };
     let reduction = random.pick(&Reduction::ALL);
-    let lane = u8::try_from(random.below(u64::from(job.lanes))).expect("a lane");
+    let lane = u8::try_from(random.below(u64::from(job.lanes))).expect("a lane is a u8");
     let block_log2 = random.pick(&[5, 5, 6, 7, 8, 8, 10]);
     let mut descriptor =
         Descriptor { wire, reduction, lane, block_log2, ..Descriptor::sum(0, dtype) };
@@ -162,7 +169,8 @@ fn descriptor(random: &mut Random, job: &JobPlan) -> Descriptor {
     descriptor
 }
 
-/// Draws a number of elements: near the edges of blocks and windows, or many windows.
+/// Draws a number of elements, often near the size of a block or window, or as many as fill several
+/// windows.
 fn elements(random: &mut Random, descriptor: &Descriptor, world: u16) -> u64 {
     let block = descriptor.block_elements() as u64;
     let window = Geometry::new(descriptor).window_elements() as u64;
@@ -195,7 +203,7 @@ fn odd(random: &mut Random, job: &JobPlan, descriptor: Descriptor) -> Descriptor
 }
 
 fn slots(random: &mut Random) -> u32 {
-    u32::try_from(random.across(1..=64)).expect("at most 64")
+    u32::try_from(random.across(1..=64)).expect("the number is at most 64")
 }
 
 /// Draws a cut for an MTU of 1280 to 9000, or for the largest UDP datagrams.
@@ -204,16 +212,19 @@ fn cut(random: &mut Random) -> Fragmentation {
     let payload = match random.below(8) {
         0 => 65_507 - Header::LEN,
         1 | 2 => 1_280 - headers,
-        3 | 4 => usize::try_from(random.across(1_280..=9_000)).expect("an MTU") - headers,
+        3 | 4 => {
+            usize::try_from(random.across(1_280..=9_000)).expect("an MTU fits a usize") - headers
+        }
         _ => 1_500 - headers,
     };
-    Fragmentation::new(payload).expect("no MTU below 1280")
+    Fragmentation::new(payload).expect("every MTU is at least 1280")
 }
 
 fn rules(plan: &Plan, random: &mut Random, worst_loss_ppm: u32) -> Vec<Rule> {
     let mut rules = Vec::new();
     let ppm = |random: &mut Random, worst: u32| {
-        u32::try_from(random.across(1_000..=u64::from(worst))).expect("at most a million")
+        u32::try_from(random.across(1_000..=u64::from(worst)))
+            .expect("a chance is at most a million")
     };
     for leg in [Leg::Up, Leg::Down] {
         if random.once_in(2) {
@@ -234,8 +245,8 @@ fn rules(plan: &Plan, random: &mut Random, worst_loss_ppm: u32) -> Vec<Rule> {
     rules
 }
 
-/// Draws one to four deaths of the shards while most ops are in flight. It draws none when ranks
-/// disagree about an op, because a rank that misses the failure would then end in a timeout.
+/// Draws one to four deaths of the shards, while most ops are in flight. Draws none if ranks
+/// disagree about an op: a rank that had not received the failure before the move would time out.
 fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
     if plan.jobs.iter().flat_map(|job| &job.ops).any(|op| op.odd.is_some()) {
         return Vec::new();
@@ -251,7 +262,7 @@ fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
     (0..1 + plan.seed % 4).map(&mut next).collect()
 }
 
-/// Draws a period in which a host cannot send, cannot receive, or is cut off both ways.
+/// Draws a period in which a host cannot send, cannot receive, or can do neither.
 fn outage(plan: &Plan, random: &mut Random) -> Rule {
     let hosts: Vec<Host> = plan.hosts().collect();
     let leg = random.pick(&[Some(Leg::Up), Some(Leg::Down), None]);
@@ -261,9 +272,9 @@ fn outage(plan: &Plan, random: &mut Random) -> Rule {
     Rule { during: start..end, ..Rule::always(to, Effect::Drop) }
 }
 
-/// The period in which most seeds still run ops.
+/// The length of the first part of a run, during which ops are in flight with most seeds.
 const BUSY: Picos = Picos::from_millis(10);
-/// Limit on the bytes of an op's tensors, summed over all ranks.
+/// The maximum size of an op's tensors in bytes, summed over all ranks.
 const MAX_BYTES: u64 = 2 << 20;
-/// Bytes of the IPv6 and UDP headers of a datagram.
+/// The size of the IPv6 and UDP headers of a datagram, in bytes.
 const IP_AND_UDP_BYTES: usize = 48;

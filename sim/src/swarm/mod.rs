@@ -1,5 +1,5 @@
-//! Swarms: each seed gives a plan with its own mix of sizes, links and faults, and all checkers
-//! verify its run. A seed that fails once fails everywhere.
+//! Swarms: each seed determines a plan with its own mix of sizes, links and faults, and all
+//! checkers verify its run. A seed that fails once fails in every later run, on any machine.
 
 mod coverage;
 mod draw;
@@ -63,11 +63,11 @@ pub struct Summary {
     pub failures: Vec<Failure>,
     /// Ended ops, counted once for each rank.
     pub ops: u64,
-    /// Simulated microseconds of all runs.
+    /// Simulated microseconds, summed over all runs.
     pub took_us: u64,
     /// The counters, summed over all runs.
     pub totals: Totals,
-    /// How many of the seeds that passed had each feature.
+    /// The number of passed seeds that had each feature.
     pub coverage: Coverage,
 }
 
@@ -96,10 +96,10 @@ pub fn run_seed(seed: u64) -> Result<Report, Failure> {
     Err(Failure { seed, invariant, sentence, replay })
 }
 
-/// Runs the plans of many seeds on `threads` threads. It calls `progress` after each seed.
+/// Runs the plans of many seeds on `threads` threads. Calls `progress` after each seed.
 ///
 /// # Errors
-/// Returns the operating system's error if it cannot start a thread.
+/// Returns the operating system's error if a thread cannot start.
 pub fn run(
     seeds: Range<u64>,
     threads: usize,
@@ -149,7 +149,7 @@ fn judge(seed: u64) -> Result<Report, Violation> {
     if random.once_in(AGAIN_ONCE_IN) {
         let again = Cluster::check(&plan)?;
         if again.trace != run.trace {
-            return Invariant::I2.broken("the same seed gave another trace");
+            return Invariant::I2.broken("the same seed gave a different trace");
         }
     }
     if plan.jobs.iter().all(|job| job.missing.is_none()) && random.once_in(AGAIN_ONCE_IN) {
@@ -188,7 +188,7 @@ impl Summary {
     }
 }
 
-/// One seed in this many runs again to check that the outcome is the same.
+/// One in this many seeds runs again, to check that the outcome is the same.
 const AGAIN_ONCE_IN: u64 = 16;
-/// The largest number of failures that a summary keeps.
+/// The maximum number of failures that a summary keeps.
 const MAX_FAILURES: usize = 100;

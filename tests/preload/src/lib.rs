@@ -1,21 +1,24 @@
 //! A faulty host for processes that load this library before the C library (`LD_PRELOAD`): a test
-//! can set the wall clock while they run, and limit their receive buffers.
+//! can set their wall clock while they run, and limit their receive buffers.
 //!
 //! A fault is active only if its environment variable is set. The functions replace those of the C
 //! library by name; other code must not call them.
-#![expect(unsafe_code, reason = "they are called by the C library's names and conventions")]
+#![expect(
+    unsafe_code,
+    reason = "the functions replace C functions, so they use C names and pointers"
+)]
 
 use std::env;
 use std::fs;
 
 use libc::{c_int, c_void, clockid_t, socklen_t, timespec};
 
-/// Variable with the path of a file that holds the wall clock's offset in seconds. The file may
-/// change at any time.
+/// Environment variable with the path of a file that holds the wall clock's offset in seconds. The
+/// file may change at any time.
 const WALL_CLOCK: &str = "RACKSUM_PRELOAD_WALL_CLOCK";
 
-/// Variable with the limit of a receive buffer in bytes, like `net.core.rmem_max` for users other
-/// than root.
+/// Environment variable with the limit of a receive buffer in bytes, like `net.core.rmem_max` for
+/// users other than root.
 const RMEM_MAX: &str = "RACKSUM_PRELOAD_RMEM_MAX";
 
 /// Replaces `clock_gettime` and adds the offset to the wall clock.
@@ -65,7 +68,7 @@ pub unsafe extern "C" fn setsockopt(
     if rc == 0 { 0 } else { -1 }
 }
 
-/// Returns the offset in seconds, or 0 if the file does not exist or is being written.
+/// Returns the wall clock's offset in seconds, or 0 if none is set or the file is being written.
 fn wall_clock() -> i64 {
     let read = env::var_os(WALL_CLOCK).and_then(|file| fs::read_to_string(file).ok());
     read.and_then(|seconds| seconds.trim().parse().ok()).unwrap_or(0)

@@ -1,13 +1,13 @@
-//! Records of a test run: skipped tests with their reasons, and times that users wait for.
+//! Records of a test run: skipped tests with their reasons, and the times that users would wait.
 //!
-//! A test never fails because the machine is busy, so no test asserts on time. Tests record times
-//! here instead. `cargo xtask bench failures` runs these tests one at a time and judges the times.
-//! The test run collects skips and lists them in its summary. Both read the file named by [`FILE`],
-//! one JSON object a line. Without that variable, skips go to standard error only and times are
+//! A busy machine must not make a test fail, so no test asserts on time. Tests record times here
+//! instead. `cargo xtask bench failures` runs these tests one at a time and judges the times. The
+//! test run collects skips and lists them in its summary. Both read the file named by [`FILE`], one
+//! JSON object per line. Without that variable, skips go to standard error only and times are
 //! dropped.
 //!
-//! A test that counts log lines uses [`lines_logged`]. The Python tests write the same lines
-//! (`python/tests/report.py`).
+//! The Python tests append to the same file (`python/tests/report.py`). A test that counts log
+//! lines uses [`lines_logged`].
 
 mod lines;
 
@@ -18,17 +18,18 @@ use std::path::Path;
 pub use lines::lines_logged;
 use serde::{Deserialize, Serialize};
 
-/// Environment variable with the path of the file for entries.
+/// Environment variable that holds the path of the report file.
 pub const FILE: &str = "RACKSUM_TEST_REPORT";
 
-/// Environment variable that overrides the test's name, for a test that runs as a process.
+/// Environment variable that overrides the test's name, for a test that runs in a process of its
+/// own.
 pub const TEST: &str = "RACKSUM_TEST_NAME";
 
 /// One line of the file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Entry {
-    /// A test, or another part of the run, did not run, or not in full.
+    /// A test or another part of the run was skipped, in whole or in part.
     Skip {
         /// The test's path, as libtest or pytest names it, or the name of the other part.
         test: String,
@@ -51,7 +52,7 @@ pub enum Entry {
 /// Records that the calling test cannot run here, and the reason.
 ///
 /// ```no_run
-/// racksum_test_report::skip("raw sockets take root");
+/// racksum_test_report::skip("raw sockets need root");
 /// ```
 #[expect(clippy::print_stderr, reason = "a person who runs one test wants to see it")]
 pub fn skip(why: &str) {
@@ -59,12 +60,12 @@ pub fn skip(why: &str) {
     skipped(&test_name(), why);
 }
 
-/// Records that `what`, which is a test or another part of the run, was skipped, and the reason.
+/// Records that `what` was skipped, and the reason. `what` names a test or another part of the run.
 pub fn skipped(what: &str, why: &str) {
     append(&Entry::Skip { test: what.to_owned(), why: why.to_owned() });
 }
 
-/// Records that something took `ms` milliseconds; `most` is the limit on a quiet machine.
+/// Records that `what` took `ms` milliseconds; `most` is the limit on an otherwise idle machine.
 pub fn time(what: &str, ms: u64, most: u64) {
     append(&Entry::Time { test: test_name(), what: what.to_owned(), ms, most });
 }
@@ -72,7 +73,7 @@ pub fn time(what: &str, ms: u64, most: u64) {
 /// Reads the entries of a file; returns no entries if the file does not exist.
 ///
 /// # Errors
-/// Returns a sentence if the file cannot be read or a line is not an entry.
+/// Returns a message if the file cannot be read or a line is not an entry.
 pub fn read(file: &Path) -> Result<Vec<Entry>, String> {
     if !file.exists() {
         return Ok(Vec::new());
@@ -96,7 +97,8 @@ pub fn test_name() -> String {
 /// Appends a line in one write, so that several processes can share the file.
 fn append(entry: &Entry) {
     let Some(file) = std::env::var_os(FILE) else { return };
-    let line = serde_json::to_string(entry).expect("strings and numbers are JSON") + "\n";
+    let line =
+        serde_json::to_string(entry).expect("strings and numbers can be encoded as JSON") + "\n";
     let opened = OpenOptions::new().create(true).append(true).open(&file);
     opened
         .and_then(|mut file| file.write_all(line.as_bytes()))

@@ -16,7 +16,7 @@ use crate::route::find_ways;
 /// A fake aggregator that implements as much of the control protocol as a test needs.
 struct Fake {
     name: String,
-    heard: Receiver<FromWorker>,
+    received: Receiver<FromWorker>,
 }
 
 type Answer = fn(&FromWorker) -> Vec<FromAggregator>;
@@ -25,7 +25,7 @@ impl Fake {
     /// Starts an aggregator that serves from a thread of its own until the test ends.
     fn start(answer: Answer) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let (hear, heard) = channel();
+        let (sender, received) = channel();
         let endpoint = {
             let _guard = runtime.enter();
             let credentials = Credentials::new(None, false).unwrap();
@@ -36,17 +36,17 @@ impl Fake {
             runtime.block_on(async {
                 while let Some(incoming) = endpoint.accept().await {
                     let connection = incoming.await.unwrap();
-                    tokio::spawn(Self::serve(connection, answer, hear.clone()));
+                    tokio::spawn(Self::serve(connection, answer, sender.clone()));
                 }
             });
         });
-        Self { name, heard }
+        Self { name, received }
     }
 
-    async fn serve(connection: quinn::Connection, answer: Answer, hear: Sender<FromWorker>) {
+    async fn serve(connection: quinn::Connection, answer: Answer, sender: Sender<FromWorker>) {
         let (mut send, mut recv) = connection.accept_bi().await.unwrap();
-        while let Ok(Some(word)) = frames::recv::<FromWorker>(&mut recv).await {
-            let answers = match word {
+        while let Ok(Some(message)) = frames::recv::<FromWorker>(&mut recv).await {
+            let answers = match message {
                 // The fake has no shards, so the proof covers no path.
                 FromWorker::Prove { .. } => {
                     let (token, ip) = (Key([0; Key::LEN]), "127.0.0.1".parse().unwrap());
@@ -58,28 +58,28 @@ impl Fake {
                     .unwrap();
                     continue;
                 }
-                ref word => answer(word),
+                ref message => answer(message),
             };
-            for message in answers {
-                frames::send(&mut send, &message).await.unwrap();
+            for reply in answers {
+                frames::send(&mut send, &reply).await.unwrap();
             }
-            hear.send(word).unwrap();
+            sender.send(message).unwrap();
         }
         drop(send.finish());
         connection.closed().await;
     }
 
     /// Returns the names of the messages received since the last call.
-    fn heard(&self) -> Vec<&'static str> {
-        let name = |word| match word {
+    fn received(&self) -> Vec<&'static str> {
+        let name = |message| match message {
             FromWorker::Join(_) => "join",
-            FromWorker::Look(_) => "look",
+            FromWorker::AskPresent(_) => "ask",
             FromWorker::Withdraw => "withdraw",
             FromWorker::Stay => "stay",
-            FromWorker::Leave { .. } | FromWorker::Retreat | FromWorker::Move => "leave",
+            FromWorker::Leave { .. } | FromWorker::CancelRejoin | FromWorker::Move => "leave",
             other => panic!("{other:?}"),
         };
-        self.heard.try_iter().map(name).collect()
+        self.received.try_iter().map(name).collect()
     }
 }
 
@@ -91,72 +91,72 @@ fn begin() -> Vec<FromAggregator> {
     vec![FromAggregator::Welcome(welcome()), FromAggregator::Ready { multicast: false }]
 }
 
-/// Answers as an aggregator where rank 1 waits, and that refuses other ranks.
-fn refusing(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
-        FromWorker::Look(_) => vec![FromAggregator::Present { ranks: vec![1] }],
+/// Answers as an aggregator at which rank 1 waits and which refuses other ranks.
+fn refusing(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
+        FromWorker::AskPresent(_) => vec![FromAggregator::Present { ranks: vec![1] }],
         FromWorker::Join(_) => vec![FromAggregator::Refused { reason: "it is full".into() }],
         _ => Vec::new(),
     }
 }
 
 /// Answers as an aggregator that has not noticed that the asking rank has left.
-fn deserted(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
-        FromWorker::Look(_) => vec![FromAggregator::Present { ranks: vec![0, 1] }],
+fn deserted(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
+        FromWorker::AskPresent(_) => vec![FromAggregator::Present { ranks: vec![0, 1] }],
         _ => Vec::new(),
     }
 }
 
 /// Answers as an aggregator without any rank of the job.
-fn empty(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
-        FromWorker::Look(_) => vec![FromAggregator::Present { ranks: Vec::new() }],
+fn empty(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
+        FromWorker::AskPresent(_) => vec![FromAggregator::Present { ranks: Vec::new() }],
         _ => Vec::new(),
     }
 }
 
-/// Answers as an aggregator where rank 1 waits, and that is about to stop.
-fn draining(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
+/// Answers as an aggregator at which rank 1 waits and which is about to stop.
+fn draining(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
         FromWorker::Join(_) => vec![FromAggregator::Drain],
-        _ => refusing(word),
+        _ => refusing(message),
     }
 }
 
 /// Answers as a full aggregator, which queues the rank.
-fn full(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
+fn full(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
         FromWorker::Join(_) => vec![FromAggregator::Queued { before: 0, why: "full".into() }],
-        FromWorker::Withdraw => vec![FromAggregator::Free],
+        FromWorker::Withdraw => vec![FromAggregator::MayLeave],
         _ => Vec::new(),
     }
 }
 
-/// Answers as an aggregator that waits for other ranks and releases ranks. The job begins if the
-/// rank stays.
-fn gathering(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
+/// Answers as an aggregator that waits for other ranks and releases a rank on request. The job
+/// begins if the rank stays.
+fn gathering(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
         FromWorker::Join(_) => waiting(),
-        FromWorker::Withdraw => vec![FromAggregator::Free],
+        FromWorker::Withdraw => vec![FromAggregator::MayLeave],
         FromWorker::Stay => begin(),
         _ => Vec::new(),
     }
 }
 
 /// Like [`gathering`], but the other ranks stay missing.
-fn gathering_on(word: &FromWorker) -> Vec<FromAggregator> {
-    if *word == FromWorker::Stay { Vec::new() } else { gathering(word) }
+fn gathering_on(message: &FromWorker) -> Vec<FromAggregator> {
+    if *message == FromWorker::Stay { Vec::new() } else { gathering(message) }
 }
 
 /// Answers as an aggregator that waits for other ranks, and ignores withdraw requests.
-fn stuck(word: &FromWorker) -> Vec<FromAggregator> {
-    if *word == FromWorker::Withdraw { Vec::new() } else { gathering_on(word) }
+fn stuck(message: &FromWorker) -> Vec<FromAggregator> {
+    if *message == FromWorker::Withdraw { Vec::new() } else { gathering_on(message) }
 }
 
 /// Answers as an aggregator whose job begins just when a rank asks to withdraw.
-fn beginning(word: &FromWorker) -> Vec<FromAggregator> {
-    match word {
+fn beginning(message: &FromWorker) -> Vec<FromAggregator> {
+    match message {
         FromWorker::Join(_) => waiting(),
         FromWorker::Withdraw => begin(),
         _ => Vec::new(),
@@ -174,7 +174,7 @@ fn options(first: &Fake, others: &[&Fake]) -> ConnectOptions {
 }
 
 const LONG: Duration = Duration::from_secs(20);
-/// A limit that ends before the rank polls a set again that rejected it.
+/// A join timeout that expires before the rank polls a rejecting set again.
 const SHORT: Duration = Duration::from_secs(3);
 
 #[test]
@@ -186,9 +186,9 @@ fn a_rank_goes_back_to_where_others_wait_once_all_let_it_go() {
     assert!(selector.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
     assert_eq!(selector.at(), 0);
     assert!(selector.waited() < LONG);
-    assert_eq!(first.heard(), ["look"]);
+    assert_eq!(first.received(), ["ask"]);
     for fake in set {
-        assert_eq!(fake.heard(), ["join", "withdraw", "leave"]);
+        assert_eq!(fake.received(), ["join", "withdraw", "leave"]);
     }
 }
 
@@ -202,7 +202,7 @@ fn a_rank_stays_where_its_job_begins_as_it_would_leave() {
     assert!(selector.join(LONG, None, &mut Mailbox::new()).unwrap().is_some());
     assert_eq!(selector.at(), 1);
     for fake in set {
-        assert_eq!(fake.heard(), ["join", "withdraw", "stay", "leave"]);
+        assert_eq!(fake.received(), ["join", "withdraw", "stay", "leave"]);
     }
 }
 
@@ -216,9 +216,9 @@ fn a_rank_stays_if_one_of_its_aggregators_does_not_let_it_go() {
     let error = selector.join(long_enough, None, &mut Mailbox::new()).unwrap_err();
     assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
     for fake in set {
-        // The rank asks to withdraw again later.
-        let heard = fake.heard();
-        assert_eq!(heard[..4], ["join", "withdraw", "stay", "withdraw"], "{heard:?}");
+        // The rank stays, and asks to withdraw again later.
+        let received = fake.received();
+        assert_eq!(received[..4], ["join", "withdraw", "stay", "withdraw"], "{received:?}");
     }
 }
 
@@ -230,9 +230,9 @@ fn a_rank_does_not_leave_for_an_aggregator_where_others_do_not_wait() {
         let mut selector = AggregatorSelector::new(&options, 1);
         let error = selector.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
         assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
-        let looks = first.heard();
-        assert!(!looks.is_empty() && looks.iter().all(|word| *word == "look"), "{looks:?}");
-        assert_eq!(other.heard(), ["join", "leave"]);
+        let names = first.received();
+        assert!(!names.is_empty() && names.iter().all(|message| *message == "ask"), "{names:?}");
+        assert_eq!(other.received(), ["join", "leave"]);
     }
 }
 
@@ -245,10 +245,10 @@ fn a_rank_does_not_soon_go_back_to_one_that_would_not_have_it() {
     let error = selector.join(LONG, None, &mut mailbox).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
     let why = error.to_string();
-    assert!(!selector.pass_over(error), "the one that it was at comes next");
+    assert!(!selector.pass_over(error), "the set that the rank left comes next");
     selector.join(SHORT, None, &mut mailbox).unwrap_err();
-    assert_eq!(first.heard(), ["look", "join", "leave"]);
-    assert_eq!(other.heard(), ["join", "withdraw", "leave", "join", "leave"]);
+    assert_eq!(first.received(), ["ask", "join", "leave"]);
+    assert_eq!(other.received(), ["join", "withdraw", "leave", "join", "leave"]);
     assert_eq!(selector.text_of_others(), format!("; {}: {why}", first.name));
     // The rank polls the first set again later.
     assert!(selector.join(LONG, None, &mut mailbox).unwrap().is_none());
@@ -275,7 +275,7 @@ fn what_can_come_right_is_tried_again() {
         let mut selector = AggregatorSelector::new(&sets, 0);
         selector.pass_over(error);
         assert!(selector.pass_over(refused()), "a round is over");
-        assert!(selector.may_succeed(), "the first may yet answer");
+        assert!(selector.may_succeed(), "the first set may still answer");
     }
     let mut selector = AggregatorSelector::new(&sets, 0);
     let other = NetError::WrongProtocol { addr: "192.0.2.1:1".parse().unwrap() };
@@ -292,12 +292,12 @@ fn one_that_is_back_may_take_a_rank_for_its_own_double() {
     let mut selector = AggregatorSelector::new(&options, 0);
     selector.pass_over(ConnectError::Silent);
     selector.pass_over(refused());
-    assert!(selector.may_succeed(), "it may not have missed the rank yet");
+    assert!(selector.may_succeed(), "the aggregator may not have noticed the loss yet");
     selector.sets[0].gone_at = Some(Time(0));
-    assert!(!selector.may_succeed(), "it has had time to miss the rank");
+    assert!(!selector.may_succeed(), "the aggregator has had time to notice the loss");
     selector.pass_over(unresolved());
     selector.pass_over(refused());
-    assert!(selector.may_succeed(), "it was away again");
+    assert!(selector.may_succeed(), "the aggregator was gone again");
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn of_several_tries_the_one_that_says_most_is_kept() {
     assert_eq!(last([unresolved(), unanswered(1)]), one);
     assert_eq!(last([unanswered(1), unresolved()]), unresolved().to_string());
     let closed = || ConnectError::Closed("until then rank 1 had not joined".into());
-    let since = "no answer from it since; start it again, or set another";
+    let since = "no answer from it since; restart it, or set another aggregator";
     assert_eq!(last([closed(), unanswered(1)]), format!("a:1: {}; {since}", closed()));
     assert_eq!(last([unanswered(1), closed()]), closed().to_string());
 }
@@ -333,9 +333,9 @@ fn only_one_that_does_not_want_a_rank_is_shunned() {
 
 /// Answers the first join as an aggregator that is about to stop, and later joins as one that
 /// serves.
-fn restarting(word: &FromWorker) -> Vec<FromAggregator> {
+fn restarting(message: &FromWorker) -> Vec<FromAggregator> {
     static ASKED: AtomicU32 = AtomicU32::new(0);
-    match word {
+    match message {
         FromWorker::Join(_) if ASKED.fetch_add(1, SeqCst) == 0 => vec![FromAggregator::Drain],
         FromWorker::Join(_) => begin(),
         _ => Vec::new(),
@@ -348,7 +348,7 @@ fn the_only_aggregator_is_called_again_after_it_was_about_to_stop() {
     let options = ConnectOptions { join_timeout: LONG, ..ConnectOptions::new(&only.name, "job") };
     let (at, session) = join_first(&options, &mut Mailbox::new()).unwrap();
     assert_eq!((at, session.welcomes.len()), (0, 1));
-    assert_eq!(only.heard(), ["join", "leave", "join"]);
+    assert_eq!(only.received(), ["join", "leave", "join"]);
 }
 
 #[test]
@@ -373,7 +373,7 @@ fn a_rank_that_left_a_queue_for_others_in_vain_queues_again() {
     assert!(matches!(error, ConnectError::NoRoom { .. }), "{error}");
     let of_other = format!("; {}: the aggregator refused: it is full", other.name);
     assert!(error.to_string().ends_with(&of_other), "{error}");
-    assert_eq!(first.heard(), ["join", "withdraw", "leave", "join", "leave"]);
+    assert_eq!(first.received(), ["join", "withdraw", "leave", "join", "leave"]);
 }
 
 #[test]
@@ -386,8 +386,8 @@ fn why_nobody_was_joined_says_the_limit_that_the_user_gave() {
     let late = || NetError::NobodyThere { addr, waited, narrow: None }.into();
     let mut long = selector(300_000);
     let warned = long.keep(late()).unwrap();
-    let told = "no answer from 127.0.0.1:7 within 2.7 s; retrying for up to ";
-    assert!(warned.starts_with(told), "{warned}");
+    let expected = "no answer from 127.0.0.1:7 within 2.7 s; retrying for up to ";
+    assert!(warned.starts_with(expected), "{warned}");
     assert!(long.next_try().is_some());
     let error = long.failure().to_string();
     assert!(error.starts_with("no answer from 127.0.0.1:7 within 300 s; check "), "{error}");
@@ -407,9 +407,9 @@ fn a_warning_says_of_every_address_what_became_of_it() {
     };
     let tried = vec![nobody("10.0.0.1:7"), nobody("10.0.0.2:7")];
     let warned = selector.keep(ConnectError::Named { name: "agg:7".into(), tried }).unwrap();
-    let told = "agg:7: no answer from 10.0.0.1:7 within 5 s; no answer from 10.0.0.2:7 within 5 s; \
-                retrying for up to ";
-    assert!(warned.starts_with(told), "{warned}");
+    let expected = "agg:7: no answer from 10.0.0.1:7 within 5 s; no answer from 10.0.0.2:7 within \
+                    5 s; retrying for up to ";
+    assert!(warned.starts_with(expected), "{warned}");
 }
 
 #[test]
@@ -446,8 +446,8 @@ fn a_rank_that_waits_for_room_goes_to_others_wherever_they_are() {
     let mut selector = AggregatorSelector::new(&options, 0);
     assert!(selector.join(LONG, None, &mut Mailbox::new()).unwrap().is_none());
     assert_eq!(selector.at(), 1);
-    assert_eq!(other.heard(), ["look"]);
-    assert_eq!(first.heard(), ["join", "withdraw", "leave"]);
+    assert_eq!(other.received(), ["ask"]);
+    assert_eq!(first.received(), ["join", "withdraw", "leave"]);
 }
 
 #[test]
@@ -456,13 +456,13 @@ fn a_rank_that_has_come_back_looks_for_others_once_its_job_moves() {
     let options = ConnectOptions { rejoin: true, ..options(&first, &[&other]) };
     let mut selector = AggregatorSelector::new(&options, 1);
     selector.join(SHORT, None, &mut Mailbox::new()).unwrap_err();
-    assert!(first.heard().is_empty());
+    assert!(first.received().is_empty());
     let resume = Resume { first_op: racksum_proto::ids::OpId(7), absent: Vec::new() };
     assert!(selector.join(LONG, Some(&resume), &mut Mailbox::new()).unwrap().is_none());
     assert_eq!(selector.at(), 0);
 }
 
-/// Joins the only rank of a job at a name that resolves to these addresses.
+/// Joins a job of one rank through a name that resolves to these addresses.
 fn join_named(addrs: &[&str], join_timeout: Duration) -> Result<Outcome, ConnectError> {
     let hosts = ["aggregator.example:7177".to_owned()];
     let options = ConnectOptions { join_timeout, ..ConnectOptions::new(hosts[0].clone(), "job") };
@@ -477,12 +477,12 @@ fn a_name_is_called_at_each_of_its_addresses_until_an_aggregator_answers() {
     let silent = silent.local_addr().unwrap().to_string();
     let joined = join_named(&[&silent, &there.name, &silent], SHORT).unwrap();
     assert!(matches!(joined, Outcome::Complete(_)));
-    assert_eq!(there.heard(), ["join"]);
+    assert_eq!(there.received(), ["join"]);
     // Once an aggregator has answered, the rank calls no other address.
     let (refuses, other) = (Fake::start(refusing), Fake::start(only_one));
     let error = join_named(&[&refuses.name, &other.name], SHORT).unwrap_err();
     assert_eq!(error.to_string(), "the aggregator refused: it is full");
-    assert!(other.heard().is_empty());
+    assert!(other.received().is_empty());
 }
 
 #[test]
@@ -492,12 +492,12 @@ fn the_error_of_a_name_has_the_name_and_all_of_its_addresses() {
     let error = join_named(&[&one, &other], Duration::from_secs(1)).unwrap_err();
     assert!(error.may_pass() && error.is_silence() && !error.is_usage(), "{error:?}");
     let text = error.to_string();
-    let told = format!("aggregator.example:7177: no answer from {one} within ");
-    assert!(text.starts_with(&told), "{text}");
+    let expected = format!("aggregator.example:7177: no answer from {one} within ");
+    assert!(text.starts_with(&expected), "{text}");
     assert!(text.contains(&format!("; no answer from {other} within ")), "{text}");
 }
 
 /// Answers as an aggregator whose job has one rank.
-fn only_one(word: &FromWorker) -> Vec<FromAggregator> {
-    if matches!(word, FromWorker::Join(_)) { begin() } else { Vec::new() }
+fn only_one(message: &FromWorker) -> Vec<FromAggregator> {
+    if matches!(message, FromWorker::Join(_)) { begin() } else { Vec::new() }
 }

@@ -1,4 +1,4 @@
-//! Attempts to connect, which other threads can watch and cancel.
+//! An attempt to connect, which other threads can watch and cancel.
 
 use std::sync::Arc;
 use std::thread::Builder;
@@ -28,7 +28,7 @@ impl Default for Connecting {
 }
 
 impl Connecting {
-    /// Creates an attempt to connect, which [`run`](Self::run) makes.
+    /// Creates an attempt to connect. [`run`](Self::run) starts it.
     #[must_use]
     pub fn new() -> Self {
         Self { mailbox: Mailbox::new() }
@@ -67,12 +67,12 @@ impl Connecting {
     /// Returns the errors of [`run`](Self::run).
     pub async fn run_async(self, options: ConnectOptions) -> Result<Client, ConnectError> {
         let mut cancel = CancelOnDrop(Some(self.cancel_handle()));
-        let (tell, joined) = oneshot::channel();
-        // The send fails only if the future was dropped, and the client with it.
-        let run = move || drop(tell.send(self.run(&options)));
+        let (sender, joined) = oneshot::channel();
+        // Ignore a failed send: the future was dropped, so the client is dropped and closed.
+        let run = move || drop(sender.send(self.run(&options)));
         Builder::new().name("racksum-connect".into()).spawn(run)?;
         let joined = joined.await;
-        // The handle would now close the client.
+        // The attempt has ended, so a cancellation would now close the client.
         cancel.0 = None;
         // A panic of the thread has printed its message already.
         joined.unwrap_or(Err(ConnectError::GivenUp))

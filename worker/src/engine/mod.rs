@@ -1,11 +1,11 @@
-//! The engine, which drives the worker's side of the protocol over sockets. It runs on the thread
-//! that waits.
+//! The engine, which drives the worker's side of the protocol over sockets. It runs on a thread
+//! that waits for an op, or on a background thread if no thread waits.
 
-mod migration;
 mod receive;
 mod seal;
 mod send;
 mod staged;
+mod suspension;
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -20,9 +20,10 @@ use racksum_net::udp::UdpSocket;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
+use racksum_proto::observer::EventCounts;
+use racksum_proto::stats::Stats;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::worker::{Config, Outcome, Scan, Worker};
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 use crate::fault::{Dice, Faults};
@@ -32,32 +33,6 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::JobId;
 use receive::{Inbox, RecvStatus};
 use send::Staging;
-
-/// The traffic of a worker. Bytes count UDP payload only.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Stats {
-    /// Bytes sent.
-    pub tx_bytes: u64,
-    /// Bytes received.
-    pub rx_bytes: u64,
-    /// Datagrams sent.
-    pub tx_datagrams: u64,
-    /// Datagrams received.
-    pub rx_datagrams: u64,
-    /// Data fragments sent again.
-    pub retransmits: u64,
-    /// Nacks sent for results.
-    pub asks: u64,
-    /// Nacks sent because nothing had arrived. [`Self::asks`] includes them.
-    pub probes: u64,
-    /// Messages and datagrams that were rejected, and changed nothing.
-    pub rejects: u64,
-    /// Messages that the kernel dropped because the receive buffer was full.
-    pub kernel_drops: u64,
-    /// Messages that the kernel refused to send, or had no room for in time. The sent datagrams and
-    /// bytes include them.
-    pub send_failures: u64,
-}
 
 /// The sockets and addresses of a job.
 #[derive(Debug)]
@@ -90,10 +65,10 @@ pub(crate) struct Progress {
 /// The action to take after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Step again at once, because there may be more to do.
+    /// Step again immediately, because there may be more to do.
     Step,
-    /// Step at once to receive a few datagrams, or a little later to receive many. About this many
-    /// bytes are still to arrive.
+    /// Step immediately to receive a few datagrams, or a little later to receive many. About this
+    /// many bytes have yet to arrive.
     Gather(u64),
     /// Wait for datagrams, at most this long.
     Wait(Option<Span>),
@@ -105,7 +80,7 @@ pub(crate) enum Next {
 #[derive(Debug)]
 pub(crate) struct Finished {
     pub(crate) result: Result<(), OpError>,
-    /// The ranks that are missing from some of the result.
+    /// The ranks that are missing from parts of the result.
     pub(crate) absent: Vec<Rank>,
     pub(crate) payload: Payload,
 }
@@ -113,6 +88,8 @@ pub(crate) struct Finished {
 /// The engine of one rank.
 pub(crate) struct Engine {
     machine: Worker,
+    /// The counts of the machine's events, and of rejected datagrams that never reach the machine.
+    events: EventCounts,
     world: u16,
     clock: Clock,
     links: Links,
@@ -120,7 +97,7 @@ pub(crate) struct Engine {
     finished: BTreeMap<OpId, Finished>,
     /// Sums of ended ops, kept for ranks that may lack them if the job moves.
     kept: BTreeMap<OpId, Payload>,
-    /// During a migration, the result of the aggregators tried so far.
+    /// During a migration, the outcome at each aggregator tried so far, as text.
     migration: Option<String>,
     /// Ops in flight that no caller will wait for.
     abandoned: BTreeSet<OpId>,
@@ -128,10 +105,12 @@ pub(crate) struct Engine {
     held: BTreeMap<OpId, Vec<OpId>>,
     /// The inboxes of the rank's own socket and of the multicast sockets.
     inboxes: [Inbox; 2],
-    /// Whether the last message was a result that can be received in place, so that the next may be
-    /// one too.
+    /// Whether the last message was a result that could be received in place. If so, the next
+    /// message may be one too.
     in_place: bool,
     staging: Staging,
+    /// The counts of bytes and datagrams, and the kernel's counts for the sockets that were used
+    /// before the last move.
     stats: Stats,
     /// Spare memory for the sums of ops on lists of blocks.
     spare: Vec<Vec<u8>>,
@@ -160,6 +139,7 @@ impl Engine {
         let dice = |direction: u64| Dice::new(*faults, u64::from(config.rank.0) * 2 + direction);
         Self {
             machine,
+            events: EventCounts::default(),
             world,
             clock,
             links,
@@ -183,7 +163,7 @@ impl Engine {
         Payload::new(descriptor, data, self.world, self.machine.config().may_move)
     }
 
-    /// Returns the ops in flight that use some of a tensor's memory.
+    /// Returns the ops in flight whose memory overlaps a tensor's.
     pub(crate) fn users_of(&self, data: &Data) -> Vec<OpId> {
         let Some(tensor) = data.region().map(Region::extent) else { return Vec::new() };
         let has_some = |other: &Payload| {
@@ -194,8 +174,7 @@ impl Engine {
     }
 
     /// Numbers an op and starts it. If earlier ops use the same memory, the op is held until they
-    /// have ended. A held op is not scanned, because the engine sends nothing of an op before its
-    /// scan.
+    /// have ended. A held op is not scanned, and the engine sends nothing of an op before its scan.
     pub(crate) fn submit(
         &mut self,
         mut payload: Payload,
@@ -234,10 +213,10 @@ impl Engine {
         let received = self.receive();
         let now = self.clock.now();
         let due = self.machine.poll_timeout();
-        // Datagrams that have arrived may hold the awaited results. But a flood must not delay
-        // every timeout.
+        // Datagrams that have arrived may hold the awaited results, so handle them first. But a
+        // flood must not delay timeouts forever.
         if due <= now && (received == RecvStatus::Nothing || now.since(due) > GRACE) {
-            self.machine.handle_timeout(now, &mut ());
+            self.machine.handle_timeout(now, &mut self.events);
         }
         self.transmit(now);
         let scanned = self.scan();
@@ -269,8 +248,8 @@ impl Engine {
         any
     }
 
-    /// Returns the next window to scan, with lanes in priority order. A lane waits for its first
-    /// unscanned op, which may wait for an op of another lane.
+    /// Returns the next window to scan, with lanes in priority order. While the first unscanned op
+    /// of a lane is held, the whole lane waits. The op may be held by an op of another lane.
     fn next_scan(&self) -> Option<Scan> {
         let may_begin = |scan: &Scan| !self.held.contains_key(&scan.op);
         let lanes = 0..self.machine.config().lanes;
@@ -336,7 +315,7 @@ impl Engine {
         self.machine.has_room_for(lane, ops)
     }
 
-    /// Returns whether nothing is in flight, not even sums that other ranks may lack.
+    /// Returns whether no op is in flight and no other rank can lack a sum that this rank has.
     pub(crate) fn is_idle(&self) -> bool {
         self.machine.is_idle()
     }
@@ -359,17 +338,17 @@ impl Engine {
     }
 
     /// Notes that the aggregator with index `place` continues without a rank.
-    pub(crate) fn go_on_without(&mut self, rank: Rank, place: u8) {
+    pub(crate) fn continue_without(&mut self, rank: Rank, place: u8) {
         let first = place.saturating_mul(self.links.shards_each);
         let shards = first..first.saturating_add(self.links.shards_each);
-        self.machine.handle_gone(shards, rank, &mut ());
+        self.machine.handle_gone(shards, rank, &mut self.events);
         self.collect();
     }
 
     /// Ends every op in flight because ranks are lost.
     pub(crate) fn lose(&mut self, ranks: &[Rank], why: Loss) {
         self.drain();
-        self.machine.handle_peers_lost(ranks, why, &mut ());
+        self.machine.handle_peers_lost(ranks, why, &mut self.events);
         self.collect();
     }
 
@@ -379,14 +358,14 @@ impl Engine {
         self.end_at_once(why);
     }
 
-    /// Ends every op in flight, without first taking the datagrams that have arrived.
+    /// Ends every op in flight, without first receiving the datagrams that have arrived.
     fn end_at_once(&mut self, why: impl Into<Cow<'static, str>>) {
-        self.machine.end(why, &mut ());
+        self.machine.end(why, &mut self.events);
         self.collect();
     }
 
-    /// Takes the datagrams that have arrived, so that ops end with their results. The message that
-    /// ends a session comes over another connection, and may overtake results.
+    /// Receives the datagrams that have arrived, so that ops end with their results. The message
+    /// that ends a session arrives over another connection, and may overtake results.
     fn drain(&mut self) {
         // The engine receives nothing during a migration.
         if self.migration.is_some() {
@@ -410,24 +389,25 @@ impl Engine {
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        let counters = self.machine.counters();
+        let EventCounts { fragments_again, asks, probes, rejects, .. } = self.events;
         let sockets = std::iter::once(&*self.links.socket).chain(self.links.groups.iter());
         Stats {
-            retransmits: counters.fragments_again,
-            asks: counters.asks,
-            probes: counters.probes,
-            rejects: counters.rejects.total(),
-            kernel_drops: sockets.map(UdpSocket::drops).sum(),
-            send_failures: self.links.socket.send_failures(),
+            retransmits: fragments_again,
+            asks,
+            probes,
+            rejects: rejects.total(),
+            kernel_drops: self.stats.kernel_drops + sockets.map(UdpSocket::drops).sum::<u64>(),
+            send_failures: self.stats.send_failures + self.links.socket.send_failures(),
             ..self.stats
         }
     }
 }
 
-/// The longest time to receive datagrams before a session ends. Without this limit a flood would
-/// never let it end.
+/// The longest time to receive datagrams before a session ends. Without this limit, a flood could
+/// keep the session from ending.
 const DRAIN: Span = Span::from_millis(200);
-/// The longest time that a timeout waits for datagrams that have already arrived.
+/// How long an expired timeout may wait while the engine handles datagrams that have already
+/// arrived.
 const GRACE: Span = Span::from_millis(10);
 /// The number of spare buffers to keep for the sums of later ops.
 const MAX_SPARE: usize = 4;

@@ -15,6 +15,7 @@ use racksum_proto::worker::{Delivery, Verdict};
 
 use super::{Engine, GRACE, Links};
 use crate::fault::Fate;
+use crate::tensor::TensorBytesMut;
 
 /// The buffers that messages are received into.
 pub(super) struct Inbox {
@@ -35,11 +36,11 @@ impl Inbox {
     }
 }
 
-/// The inbox of the rank's own socket.
+/// The index of the inbox of the rank's own socket.
 const OWN: usize = 0;
-/// The inbox of the sockets of multicast groups.
+/// The index of the inbox that the multicast sockets share.
 const GROUP: usize = 1;
-/// The most results to receive straight into the tensor before the engine sends again.
+/// The maximum number of results to receive straight into the tensor before the engine sends again.
 const BATCH_IN_PLACE: usize = 2;
 
 /// The amount of data that a receive call found.
@@ -63,7 +64,8 @@ impl RecvStatus {
 }
 
 impl Engine {
-    /// Takes the datagrams that have arrived on all sockets, at most one batch from the rank's own.
+    /// Takes the datagrams that have arrived on all sockets, at most one batch of them from the
+    /// rank's own socket.
     ///
     /// A shard's unicast message may follow multicast results and refer to them, but the kernel
     /// queues the two separately. The engine therefore receives its own batch first and handles it
@@ -87,7 +89,7 @@ impl Engine {
                 if taken < RecvStatus::Batch || own == RecvStatus::Nothing {
                     break;
                 }
-                // A flood of the group must not block all other work.
+                // A flood of multicast datagrams must not block all other work.
                 let now = self.clock.now();
                 if now.since(*began.get_or_insert(now)) > GRACE {
                     break;
@@ -100,7 +102,7 @@ impl Engine {
         received
     }
 
-    /// Receives and handles messages of a socket in the group inbox, at most `most`.
+    /// Receives up to `most` messages of a socket into the group inbox, and handles them.
     fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> RecvStatus {
         let status = self.receive_into(GROUP, socket, most);
         if status > RecvStatus::Nothing {
@@ -132,8 +134,8 @@ impl Engine {
         }
     }
 
-    /// Receives results straight into the tensor while they come in large pieces. The engine peeks
-    /// at each header to find the place, which costs less than another copy. Takes at most
+    /// Receives results straight into the tensor while they arrive in large pieces. The engine
+    /// peeks at each header to find the place, which costs less than another copy. Takes at most
     /// [`BATCH_IN_PLACE`] messages; returns `None` once a message is not such a result.
     fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<RecvStatus> {
         let mut count = 0;
@@ -170,15 +172,16 @@ impl Engine {
         let now = self.clock.now();
         let delivery = self.take_header(now, &header, &[], meta);
         let payload = self.payloads.get_mut(&header.window.op).filter(|_| delivery.is_some());
-        let place = payload.map_or(&mut [][..], |payload| payload.data.bytes_mut(range));
+        let place = payload.map(|payload| payload.data.bytes_mut(range));
+        let place = place.unwrap_or(TensorBytesMut::Own(&mut []));
         let whole = Header::LEN + place.len();
-        if socket.take_peeked(&mut head, place).ok() != Some(whole) {
-            // The machine has recorded a delivery that did not arrive.
+        if place.receive(socket, &mut head).ok() != Some(whole) {
+            // End all ops, because the machine has recorded a delivery that did not arrive.
             self.end("the kernel lost a datagram between the peek and the receive");
             return true;
         }
         if let Some(delivery) = delivery {
-            self.machine.handle_delivered(now, &delivery, &mut ());
+            self.machine.handle_delivered(now, &delivery, &mut self.events);
         }
         true
     }
@@ -200,8 +203,8 @@ impl Engine {
         self.stats.rx_bytes += len as u64;
     }
 
-    /// Handles datagrams of one sender that the kernel joined. Each has `meta.stride` bytes; the
-    /// last may be shorter.
+    /// Handles datagrams of one sender, which the kernel joined in one buffer. Each has
+    /// `meta.stride` bytes; the last may be shorter.
     fn take_datagrams(&mut self, buffer: &mut BytesMut, meta: &Received) {
         let now = self.clock.now();
         for datagram in buffer.chunks_mut(meta.stride.max(1)) {
@@ -213,7 +216,7 @@ impl Engine {
             let messages = match self.links.open(datagram, meta.from) {
                 Ok(messages) => messages,
                 Err(reject) => {
-                    self.machine.reject(reject, &mut ());
+                    self.events.rejects.count(reject);
                     continue;
                 }
             };
@@ -223,9 +226,7 @@ impl Engine {
                 for message in wire::messages(messages) {
                     match message {
                         Ok((header, body)) => self.take_message(now, &header, body, meta),
-                        Err(reject) => {
-                            self.machine.reject(reject, &mut ());
-                        }
+                        Err(reject) => self.events.rejects.count(reject),
                     }
                 }
             }
@@ -242,7 +243,7 @@ impl Engine {
             self.machine.handle_overflow(op, element);
         }
         if delivery.complete {
-            self.machine.handle_delivered(now, &delivery, &mut ());
+            self.machine.handle_delivered(now, &delivery, &mut self.events);
         }
     }
 
@@ -258,10 +259,10 @@ impl Engine {
         // wire: W-9
         // A shard sends multicast messages from its own address too.
         if self.links.shards.get(usize::from(header.shard)).is_some_and(|s| s.addr != meta.from) {
-            self.machine.reject(Reject::Sender, &mut ());
+            self.events.rejects.count(Reject::Sender);
             return None;
         }
-        match self.machine.handle_decoded(now, header, body, meta.ce, &mut ()) {
+        match self.machine.handle_decoded(now, header, body, meta.ce, &mut self.events) {
             Verdict::Deliver(delivery) => Some(delivery),
             Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
         }

@@ -19,7 +19,7 @@ pub(super) const SEALED: usize = 4;
 
 /// The location of a sealed message in its buffer.
 #[derive(Debug, Clone, Copy, Default)]
-struct Place {
+struct SealedRange {
     start: usize,
     end: usize,
     stride: usize,
@@ -44,7 +44,7 @@ impl Links {
         batch: &mut [Message<'a>],
     ) {
         sealed.clear();
-        let mut places = [Place::default(); SEALED];
+        let mut places = [SealedRange::default(); SEALED];
         for (staged, place) in run.iter().zip(&mut places) {
             let link = &mut self.shards[usize::from(staged.stream.shard)];
             let Some((sealer, _)) = &mut link.auth else {
@@ -57,16 +57,16 @@ impl Links {
             let stride = if in_tensor {
                 Header::LEN
             } else {
-                sealer.seal(&staged.message(NOWHERE, bytes, payloads), sealed)
+                staged.seal_copy(sealer, bytes, payloads, sealed)
             };
-            *place = Place { start, end: sealed.len(), stride, in_tensor };
+            *place = SealedRange { start, end: sealed.len(), stride, in_tensor };
         }
         for ((message, staged), place) in batch.iter_mut().zip(run).zip(places) {
             let Link { addr, .. } = self.shards[usize::from(staged.stream.shard)];
             let contents = &sealed[place.start..place.end];
             *message = if place.in_tensor {
                 let (head, tag) = contents.split_at(Header::LEN);
-                Message::in_parts(addr, [head, staged.tail(payloads), tag])
+                Message::in_parts(addr, head, staged.tail(payloads).tail(), tag)
             } else {
                 Message::new(addr, contents, place.stride)
             };
@@ -75,9 +75,29 @@ impl Links {
 }
 
 impl Staged {
+    /// Appends a sealed copy of a message to `sealed`. Returns the stride of the sealed datagrams.
+    fn seal_copy(
+        &self,
+        sealer: &mut Sealer,
+        bytes: &[u8],
+        payloads: &BTreeMap<OpId, Payload>,
+        sealed: &mut Vec<u8>,
+    ) -> usize {
+        let contents = self.contents(bytes);
+        if self.in_tensor.is_none() {
+            return sealer.seal(&Message::new(NOWHERE, contents, self.gso_batch.stride()), sealed);
+        }
+        let start = sealed.len();
+        sealed.extend_from_slice(contents);
+        self.tail(payloads).append_to(sealed);
+        sealer.seal_last(sealed, start);
+        sealed.len() - start
+    }
+
     /// Seals a message around its tensor data without a copy, and appends the header and the tag to
-    /// `sealed`. Returns false if that is impossible: encryption needs a copy, and the tag needs
-    /// room for the header before the data.
+    /// `sealed`. Returns false if that is impossible: encryption needs a copy, and so does a tensor
+    /// that other processes may write. The tag covers the header and the data as one slice. Sealing
+    /// therefore needs enough tensor bytes before the data, which the header temporarily replaces.
     fn seal_in_tensor(
         &self,
         sealer: &mut Sealer,

@@ -1,5 +1,5 @@
 //! Transmission of datagrams. Windows are sent from the tensor, or gathered into a small staging
-//! buffer. Each system call sends several trains of datagrams.
+//! buffer. Each system call sends several batches of datagrams.
 
 use std::ops::Range;
 
@@ -41,11 +41,12 @@ impl Staging {
         }
     }
 
-    /// Adds a message of an already written header and the range `tail` of the tensor of `op`.
+    /// Adds a message whose header is already in the buffer, and whose body is the range `tail` of
+    /// the tensor of `op`.
     fn push_in_place(&mut self, stream: Stream, op: OpId, tail: Range<usize>) {
         let mut gso_batch = GsoBatch::default();
         let first = gso_batch.try_append(Header::LEN, Header::LEN, Header::LEN);
-        debug_assert!(first, "an empty train takes any message");
+        debug_assert!(first, "an empty batch accepts any message");
         let start = self.used;
         self.used += Header::LEN;
         self.messages.push(Staged { start, gso_batch, stream, in_tensor: Some((op, tail)) });
@@ -74,7 +75,7 @@ impl Staging {
         if !before.is_some_and(|last| last.gso_batch.try_append(len, stride, max_datagram)) {
             let mut gso_batch = GsoBatch::default();
             let first = gso_batch.try_append(len, stride, max_datagram);
-            debug_assert!(first, "an empty train takes any message");
+            debug_assert!(first, "an empty batch accepts any message");
             self.messages.push(Staged { start, gso_batch, stream, in_tensor: None });
         }
     }
@@ -87,10 +88,10 @@ impl Engine {
             if self.staging.is_full() {
                 self.flush();
             }
-            let Self { machine, staging, .. } = self;
+            let Self { machine, events, staging, .. } = self;
             let max_datagram = machine.config().cut.unsealed();
             let out = &mut staging.bytes[staging.used..];
-            match machine.poll_transmit(now, out, &mut ()) {
+            match machine.poll_transmit(now, out, events) {
                 None => return,
                 Some(Transmit::Datagram { shard, len }) => {
                     let lane = Header::decode(&out[..len]).map_or(0, |(header, _)| header.lane);
@@ -102,11 +103,14 @@ impl Engine {
     }
 
     fn stage_window(&mut self, data: &DataFragments) {
-        let Self { payloads, kept, staging, machine, .. } = self;
+        let Self { payloads, kept, staging, machine, faults, .. } = self;
         let op = data.header.window.op;
         let Some(payload) = payloads.get(&op).or_else(|| kept.get(&op)) else { return };
         let stream = Stream { lane: data.header.lane, shard: data.shard };
-        if let Some(range) = payload.in_place(&data.header, data.len, data.cut)
+        // Injected faults need each datagram in one contiguous buffer, so they rule out sending
+        // from the tensor.
+        if faults.is_none()
+            && let Some(range) = payload.in_place(&data.header, data.len, data.cut)
             && let Some(head) = staging.bytes[staging.used..].first_chunk_mut()
         {
             data.header.of_fragment(0, range.len()).encode(head);
@@ -154,7 +158,7 @@ impl Engine {
     }
 }
 
-/// Sends a train with injected faults, which drop, duplicate or reorder datagrams. Datagrams
+/// Sends a batch with injected faults, which drop, duplicate or reorder datagrams. Datagrams
 /// without a fault are sent together.
 fn send_by_chance(
     links: &Links,
@@ -165,8 +169,7 @@ fn send_by_chance(
     message: &Message<'_>,
 ) {
     let Message { contents, tail, trailer, stride, .. } = *message;
-    // Faults apply to datagrams in one contiguous buffer.
-    let contents = [contents, tail, trailer].concat();
+    debug_assert!(tail.is_empty() && trailer.is_empty(), "nothing is staged in place");
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].addr;

@@ -8,15 +8,15 @@ use racksum_net::udp::{GsoBatch, Transmit as Message};
 use racksum_proto::ids::OpId;
 
 use crate::payload::Payload;
+use crate::tensor::TensorBytes;
 
-/// A train of datagrams to send together: the location of its bytes, and its stream.
+/// A batch of datagrams to send together: the location of its bytes, and its stream.
 #[derive(Debug, Clone)]
 pub(super) struct Staged {
     pub(super) start: usize,
     pub(super) gso_batch: GsoBatch,
     pub(super) stream: Stream,
-    /// The op and the range of its tensor that hold the rest of the datagram, if it is sent from
-    /// there.
+    /// The rest of the datagram, if it is sent from a tensor: the op, and the range of its tensor.
     pub(super) in_tensor: Option<(OpId, Range<usize>)>,
 }
 
@@ -33,12 +33,12 @@ impl Staged {
         &bytes[self.start..self.start + self.gso_batch.len()]
     }
 
-    /// Returns the bytes in the tensor, or an empty slice if there are none.
-    pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> &'a [u8] {
+    /// Returns the bytes in the tensor, if there are any.
+    pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> TensorBytes<'a> {
         let payload = |op| payloads.get(op).map(|payload| &payload.data);
         let tail =
             self.in_tensor.as_ref().and_then(|(op, range)| Some((payload(op)?, range.clone())));
-        tail.map_or(&[], |(data, range)| data.bytes(range))
+        tail.map_or(TensorBytes::Own(&[]), |(data, range)| data.bytes(range))
     }
 
     /// Returns the message to send, without authentication.
@@ -51,7 +51,7 @@ impl Staged {
         let contents = self.contents(bytes);
         match self.in_tensor {
             None => Message::new(to, contents, self.gso_batch.stride()),
-            Some(_) => Message::in_parts(to, [contents, self.tail(payloads), &[]]),
+            Some(_) => Message::in_parts(to, contents, self.tail(payloads).tail(), &[]),
         }
     }
 }

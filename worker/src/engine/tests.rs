@@ -15,6 +15,7 @@ use racksum_proto::ids::{Generation, JobId, WindowId};
 use racksum_proto::wire::{self, Disagreement, Header, Kind};
 
 use super::*;
+use crate::tensor::tests::shared_region_of;
 
 /// An engine with sockets in place of its shards. The sockets send only the messages of a test.
 pub(crate) struct Bench {
@@ -64,7 +65,7 @@ impl Bench {
             first_op: OpId(0),
             may_move,
             acks_at_rest: false,
-            relay: None,
+            child: None,
         };
         let link = |shard: &UdpSocket| Link { addr: shard.local_addr(), job: JobId(1), auth: None };
         let links = Links {
@@ -96,7 +97,7 @@ impl Bench {
     }
 
     /// Sends a datagram from a shard's address, and steps the engine.
-    pub(crate) fn say(&mut self, shard: usize, contents: &[u8]) {
+    pub(crate) fn send(&mut self, shard: usize, contents: &[u8]) {
         send(&self.shards[shard], self.socket.local_addr(), contents);
         self.engine.step();
     }
@@ -113,7 +114,7 @@ pub(crate) fn send(from: &UdpSocket, to: SocketAddr, contents: &[u8]) {
     assert_eq!(from.send(&mut SendRing::new(), &[message]).sent, 1);
 }
 
-/// Returns the datagram with which a shard ends an op because ranks call it differently.
+/// Returns the datagram with which a shard ends an op because the ranks' calls do not match.
 pub(crate) fn fail(op: OpId, shard: u8) -> Vec<u8> {
     let one = Descriptor::sum(1, DType::F32);
     let other = Descriptor { tag: 1, ..one };
@@ -158,12 +159,12 @@ fn a_datagram_that_names_another_shard_than_it_comes_from_changes_nothing() {
     // wire: W-9
     let mut bench = Bench::new(2, 1, Ipv4Addr::LOCALHOST);
     let op = bench.submit(0, LONG);
-    bench.say(0, &fail(op, 1));
-    bench.say(1, &fail(op, 0));
+    bench.send(0, &fail(op, 1));
+    bench.send(1, &fail(op, 0));
     assert!(bench.engine.is_in_flight(op));
     assert_eq!(bench.engine.stats().rejects, 2);
-    bench.say(1, &fail(op, 1));
-    assert!(!bench.engine.is_in_flight(op), "the shard itself is believed");
+    bench.send(1, &fail(op, 1));
+    assert!(!bench.engine.is_in_flight(op), "a message from the shard itself counts");
     assert_eq!(bench.engine.stats().rejects, 2);
 }
 
@@ -191,8 +192,8 @@ fn a_flood_puts_no_timeout_off() {
     let clock = Clock::start();
     let start = clock.now();
     while bench.engine.is_in_flight(op) {
-        assert!(clock.now().since(start) < Span::from_secs(100), "the flood lasts longer");
-        bench.say(0, b"noise");
+        assert!(clock.now().since(start) < Span::from_secs(100), "the flood delays the timeout");
+        bench.send(0, b"noise");
     }
     let Finished { result, .. } = bench.engine.take(op).unwrap();
     assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");
@@ -225,11 +226,11 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
         let start = clock.now();
         while bench.engine.is_in_flight(op) && clock.now().since(start) < limit {
             // The engine must assume that this datagram follows the group's datagrams.
-            bench.say(0, b"noise");
+            bench.send(0, b"noise");
         }
         let waited = clock.now().since(start);
         over.store(true, Relaxed);
-        assert!(waited < limit, "the flood holds it up for {waited:?}");
+        assert!(waited < limit, "the flood delays the timeout for {waited:?}");
     });
     let Finished { result, .. } = bench.engine.take(op).unwrap();
     assert!(matches!(result, Err(OpError::Timeout { .. })), "{result:?}");
@@ -241,7 +242,7 @@ fn an_op_that_nobody_waits_for_keeps_nothing_once_it_ends() {
     let early = bench.submit(0, LONG);
     let late = bench.submit(0, LONG);
     bench.engine.abandon(early);
-    assert!(bench.engine.is_in_flight(early), "other ranks need it");
+    assert!(bench.engine.is_in_flight(early), "an abandoned op must stay in flight");
     bench.engine.end("the test is over");
     assert!(
         bench.engine.finished.contains_key(&late) && !bench.engine.finished.contains_key(&early)
@@ -249,7 +250,7 @@ fn an_op_that_nobody_waits_for_keeps_nothing_once_it_ends() {
     bench.engine.abandon(late);
     assert!(bench.is_empty());
     bench.engine.abandon(late);
-    assert!(bench.is_empty(), "once more is the same as once");
+    assert!(bench.is_empty(), "a second call changes nothing");
 }
 
 #[test]
@@ -265,10 +266,10 @@ fn what_is_sent_bears_the_mark_of_its_lane() {
         let mut kinds = 0;
         for (header, tos) in marked(&bench.shards[0]) {
             assert_eq!(Some(tos), tos_of_lane(header.lane, 4), "{:?}", header.kind);
-            assert_eq!(tos & 0b11, ECT0, "queues may mark it");
+            assert_eq!(tos & 0b11, ECT0, "the datagram must allow congestion marks");
             kinds |= 1 << header.lane | u32::from(header.kind == Kind::Open) << 8;
         }
-        assert_eq!(kinds, 0x10f, "opens, and data of every lane");
+        assert_eq!(kinds, 0x10f, "opens and data of every lane must arrive");
     }
 }
 
@@ -301,13 +302,18 @@ fn received(socket: &UdpSocket) -> Vec<(Header, Vec<u8>, u8)> {
 /// Returns a bench with datagrams of whole windows, and an op of eight windows. The result of the
 /// first window has arrived.
 fn in_large_pieces() -> (Bench, OpId) {
+    in_large_pieces_of(Data::Owned)
+}
+
+/// Like [`in_large_pieces`], but the op works on the data that `data_of` makes from a tensor.
+fn in_large_pieces_of(data_of: impl Fn(Vec<u8>) -> Data) -> (Bench, OpId) {
     let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
     let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
     let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
-    let op = bench.engine.start(descriptor, Data::Owned(tensor), LONG).unwrap();
+    let op = bench.engine.start(descriptor, data_of(tensor), LONG).unwrap();
     while bench.engine.step().next == Next::Step {}
-    bench.say(0, &result(op, 0, ALL, 0.5));
-    assert!(bench.engine.in_place, "the next may lie in the tensor as well");
+    bench.send(0, &result(op, 0, ALL, 0.5));
+    assert!(bench.engine.in_place, "the next result may be received in place too");
     (bench, op)
 }
 
@@ -317,28 +323,35 @@ fn sums(bench: &mut Bench, op: OpId) -> Vec<f32> {
     let Finished { result: outcome, payload, .. } =
         bench.engine.take(op).expect("the op has ended");
     assert_eq!(outcome, Ok(()));
-    let Data::Owned(tensor) = payload.data else { panic!("it was handed over") };
+    let tensor = payload.data.bytes(0..32 * WINDOW).to_vec();
     let element = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
     let window = |window: &[u8]| window.chunks(4).map(element).collect::<Vec<_>>();
     let windows: Vec<_> = tensor.chunks(4 * WINDOW).map(window).collect();
     for (i, window) in windows.iter().enumerate() {
-        assert!(window.iter().all(|x| *x == window[0]), "window {i} is not of one piece");
+        assert!(window.iter().all(|x| *x == window[0]), "window {i} is not uniform");
     }
     windows.iter().map(|window| window[0]).collect()
 }
 
 #[test]
 fn large_results_are_received_where_they_belong() {
-    let (mut bench, op) = in_large_pieces();
-    let before = bench.engine.stats().rx_bytes;
-    for index in [2, 1, 4, 3, 5, 6, 7] {
-        bench.say(0, &result(op, index, ALL, index as f32));
-        assert!(bench.engine.in_place);
+    for data_of in DATA {
+        let (mut bench, op) = in_large_pieces_of(data_of);
+        let before = bench.engine.stats().rx_bytes;
+        for index in [2, 1, 4, 3, 5, 6, 7] {
+            bench.send(0, &result(op, index, ALL, index as f32));
+            assert!(bench.engine.in_place);
+        }
+        let bytes = bench.engine.stats().rx_bytes - before;
+        assert_eq!(bytes, 7 * (Header::LEN + 4 * WINDOW) as u64);
+        assert_eq!(sums(&mut bench, op), [0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
     }
-    let bytes = bench.engine.stats().rx_bytes - before;
-    assert_eq!(bytes, 7 * (Header::LEN + 4 * WINDOW) as u64);
-    assert_eq!(sums(&mut bench, op), [0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
 }
+
+/// Functions that turn a tensor into data: in private memory, and in memory that other processes
+/// may write.
+const DATA: [fn(Vec<u8>) -> Data; 2] =
+    [Data::Owned, |tensor| Data::InPlace(shared_region_of(&tensor))];
 
 #[test]
 fn what_is_not_believed_is_not_written_either() {
@@ -348,14 +361,14 @@ fn what_is_not_believed_is_not_written_either() {
     let message = Transmit::new(bench.socket.local_addr(), &forged, forged.len());
     assert_eq!(stranger.send(&mut SendRing::new(), &[message]).sent, 1);
     bench.engine.step();
-    assert_eq!(bench.engine.stats().rejects, 1, "W-9");
-    bench.say(0, &result(op, 0, ALL, 9.0));
-    bench.say(0, &result(OpId(77), 1, ALL, 9.0));
-    bench.say(0, &result(op, 8, ALL, 9.0));
-    bench.say(0, &result(op, 1, 1 << 63 | ALL >> 4, 9.0));
-    bench.say(0, &forged[..forged.len() - 1]);
-    bench.say(0, b"noise");
-    (1..8).for_each(|index| bench.say(0, &result(op, index, ALL, 1.5)));
+    assert_eq!(bench.engine.stats().rejects, 1, "W-9: the stranger's datagram must be rejected");
+    bench.send(0, &result(op, 0, ALL, 9.0));
+    bench.send(0, &result(OpId(77), 1, ALL, 9.0));
+    bench.send(0, &result(op, 8, ALL, 9.0));
+    bench.send(0, &result(op, 1, 1 << 63 | ALL >> 4, 9.0));
+    bench.send(0, &forged[..forged.len() - 1]);
+    bench.send(0, b"noise");
+    (1..8).for_each(|index| bench.send(0, &result(op, index, ALL, 1.5)));
     assert_eq!(sums(&mut bench, op), [0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]);
 }
 
@@ -381,11 +394,11 @@ fn of_what_comes_from_a_shards_address_only_the_authentic_is_written() {
             let mut forged = genuine.clone();
             forged[Header::LEN] ^= 1;
             let bare = result(op, index, ALL, 9.0);
-            bench.say(0, &bare);
-            bench.say(0, &forged);
-            bench.say(0, &genuine);
-            assert!(!bench.engine.in_place, "nothing is written before it is authentic");
-            bench.say(0, &genuine);
+            bench.send(0, &bare);
+            bench.send(0, &forged);
+            bench.send(0, &genuine);
+            assert!(!bench.engine.in_place, "nothing is written before it is authenticated");
+            bench.send(0, &genuine);
         }
         assert_eq!(bench.engine.stats().rejects, 3 * 8, "{auth}");
         assert_eq!(sums(&mut bench, op), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
@@ -396,7 +409,12 @@ fn of_what_comes_from_a_shards_address_only_the_authentic_is_written() {
 fn what_is_sent_is_sealed_wherever_it_lies() {
     // wire: W-57
     for payload in [61_440, 1408] {
-        for auth in [DataAuth::Mac, DataAuth::Aead] {
+        for (auth, data_of) in [
+            (DataAuth::Mac, DATA[0]),
+            (DataAuth::Mac, DATA[1]),
+            (DataAuth::Aead, DATA[0]),
+            (DataAuth::Aead, DATA[1]),
+        ] {
             let (mut bench, _) = Bench::sealed(payload, auth);
             let keys = Keys { up: Key([1; Key::LEN]), down: Key([2; Key::LEN]) };
             let life = Generation(0);
@@ -404,7 +422,7 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
             let elements = 0..8 * WINDOW as u64;
             let descriptor = Descriptor::sum(elements.end, DType::F32);
             let tensor: Vec<u8> = elements.flat_map(|i| (i as f32).to_le_bytes()).collect();
-            let op = bench.engine.start(descriptor, Data::Owned(tensor.clone()), LONG).unwrap();
+            let op = bench.engine.start(descriptor, data_of(tensor.clone()), LONG).unwrap();
             let mut ring = RecvRing::new();
             let mut buffers: Vec<_> =
                 (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
@@ -427,9 +445,9 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
                     }
                 }
             }
-            // Sealing overwrites parts of the tensor with headers temporarily.
+            // Sealing temporarily overwrites parts of the tensor with headers.
             let after = bench.engine.payloads[&op].data.bytes(0..tensor.len());
-            assert!(after == tensor, "{auth}");
+            assert!(after.to_vec() == tensor, "{auth}");
         }
     }
 }
@@ -442,8 +460,8 @@ fn large_and_small_results_and_other_messages_come_in_any_order() {
     let mut credit = [0; Header::LEN];
     let ack = WindowId::new(op, 0);
     Header { kind: Kind::Credit, window: ack, ack, ..ping }.encode(&mut credit);
-    // The results have one piece, two pieces or one block. The tensor keeps its values in blocks
-    // without a result.
+    // The results cover one run of blocks, two runs or one block. In blocks without a result, the
+    // tensor keeps its values.
     let masks = [ALL, ALL & !(1 << 30), 1, ALL, ALL, ALL, ALL];
     let mut contents: Vec<_> = (1..).zip(masks).map(|(i, mask)| result(op, i, mask, 1.0)).collect();
     contents.insert(1, credit.to_vec());
@@ -463,7 +481,8 @@ fn what_is_held_back_goes_whole_behind_whatever_is_next() {
     bench.submit(0, LONG);
     let fragments = Fragmentation::new(1408).unwrap().count(WINDOW * 4);
     let mut seen = vec![0; fragments];
-    // A held datagram without a successor is sent after a nack, which is shorter.
+    // No fragment follows the last one, so it is held back until a nack, which is shorter, has
+    // passed.
     while seen.contains(&0) {
         bench.engine.step();
         for (header, _) in arrived(&bench.shards[0]) {
@@ -474,6 +493,18 @@ fn what_is_held_back_goes_whole_behind_whatever_is_next() {
     }
     assert_eq!(seen, vec![1; fragments]);
     assert_eq!(bench.engine.stats().send_failures, 0);
+}
+
+#[test]
+fn a_probe_counts_as_an_ask() {
+    let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    bench.submit(0, LONG);
+    // No shard answers, so the rank probes.
+    while bench.engine.stats().asks == 0 {
+        bench.engine.step();
+    }
+    let Stats { asks, probes, retransmits, rejects, .. } = bench.engine.stats();
+    assert_eq!([asks, probes, retransmits, rejects], [1, 1, 0, 0]);
 }
 
 #[test]

@@ -83,7 +83,7 @@ fn only_a_ping_of_the_job_from_one_of_its_shards_is_one() {
     }
     let body = Header { length: 1, ..right };
     assert!(!is_ping(&body, &[0], "192.0.2.1:5002"));
-    assert!(!is_ping(&right, &[0], "192.0.2.1:5002"), "with something behind it");
+    assert!(!is_ping(&right, &[0], "192.0.2.1:5002"), "a byte after the message must be refused");
     assert!(!joining.is_ping(&welcome(), &mut b"noise".to_vec(), addr("192.0.2.1:5002")));
 }
 
@@ -128,7 +128,7 @@ fn what_is_granted_must_be_what_was_asked_for_and_make_sense() {
 
 #[test]
 fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
-    const SAID: usize = 20_000;
+    const MESSAGES: usize = 20_000;
     let options = ConnectOptions { world: 3, ..ConnectOptions::new("192.0.2.1:5000", "job") };
     let route = route("192.0.2.1:5000", "192.0.2.9:0");
     let mut joining = Joining::new(&options, 0, &route);
@@ -136,15 +136,15 @@ fn an_aggregator_that_says_something_else_each_time_does_not_fill_the_log() {
     let socket = UdpSocket::open(&UdpConfig::new(addr("127.0.0.1:0"))).unwrap();
     let mut session = Session { controls, early, socket, groups, welcomes };
     let written = lines_logged(Level::TRACE, || {
-        for i in 0..SAID {
+        for i in 0..MESSAGES {
             let queued = FromAggregator::Queued { before: 0, why: i.to_string() };
-            joining.take(Event::Said(queued), &mut session).unwrap();
+            joining.take(Event::Received(queued), &mut session).unwrap();
             let missing = vec![if i % 2 == 0 { 1 } else { 2 }];
             let waiting = FromAggregator::Waiting { missing, waited_ms: 0 };
-            joining.take(Event::Said(waiting), &mut session).unwrap();
+            joining.take(Event::Received(waiting), &mut session).unwrap();
         }
     });
-    // The log has a burst for a well-behaved aggregator, and then a limited rate for each kind of
-    // line.
-    assert!((2..SAID / 20).contains(&written), "{written} lines");
+    // The limits allow a burst, which suffices for a well-behaved aggregator, and then a low rate
+    // for each kind of line.
+    assert!((2..MESSAGES / 20).contains(&written), "{written} lines");
 }

@@ -1,10 +1,15 @@
+use std::sync::Arc;
+
+use racksum_net::local::SharedMemory;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Generation, JobId, OpId};
 
 use super::*;
 use crate::blocks::Blocks;
+use crate::tensor::shared_bytes;
+use crate::tensor::tests::{Scribbler, shared_region_of};
 
-/// A window with every third block present, all values different.
+/// The mask of a window in which every third block is present.
 const MASK: u64 = 0x0249_2492_4924_9249;
 const BLOCK: usize = 256;
 
@@ -17,8 +22,7 @@ fn tensor(descriptor: &Descriptor) -> Vec<u8> {
     (0..descriptor.elements).flat_map(|i| value(i).to_le_bytes()).collect()
 }
 
-/// Returns the tensor after one trip of the blocks of `MASK` over the wire, by the reference
-/// arithmetic.
+/// Returns the tensor after the reference arithmetic has encoded and decoded the blocks of `MASK`.
 fn expected(descriptor: &Descriptor, geometry: &Geometry) -> Vec<u8> {
     let Descriptor { dtype, wire, .. } = *descriptor;
     let mut out = tensor(descriptor);
@@ -88,27 +92,27 @@ fn what_lies_in_the_tensor_as_it_travels_is_sent_from_there() {
         let range = payload.in_place(&data.header, data.len, data.cut)?;
         let mut out = vec![0; len + Header::LEN];
         assert_eq!(payload.gather(&data, &mut out), out.len());
-        assert!(payload.data.bytes(range.clone()) == &out[Header::LEN..]);
+        assert!(payload.data.bytes(range.clone()).to_vec() == out[Header::LEN..]);
         Some(range)
     };
     let all = Geometry::new(&full).full_mask(0);
     let len = all.count_ones() as usize * 1024;
-    // Blocks of 1,024 bytes.
-    assert_eq!(in_place(full, all, whole), None, "more than a datagram");
+    // A block has 1,024 bytes.
+    assert_eq!(in_place(full, all, whole), None, "the payload exceeds a datagram");
     assert_eq!(in_place(full, all, Fragmentation::new(65_000).unwrap()), Some(0..len));
     assert_eq!(in_place(full, all & !0xff, whole), Some(8 * 1024..len));
     assert_eq!(in_place(full, 0xffff << 3, whole), Some(3 * 1024..19 * 1024));
-    assert_eq!(in_place(full, 0x7fff << 3, whole), None, "too small");
-    assert_eq!(in_place(full, all & !0xff & !(1 << 30), whole), None, "not in one piece");
-    assert_eq!(in_place(descriptor(WireType::Bf16), all & !0xff, whole), None, "converted");
-    assert_eq!(in_place(descriptor(WireType::Int8), all & !0xff, whole), None, "converted");
+    assert_eq!(in_place(full, 0x7fff << 3, whole), None, "the payload is too small");
+    assert_eq!(in_place(full, all & !0xff & !(1 << 30), whole), None, "the blocks lie apart");
+    assert_eq!(in_place(descriptor(WireType::Bf16), all & !0xff, whole), None, "bf16 is converted");
+    assert_eq!(in_place(descriptor(WireType::Int8), all & !0xff, whole), None, "int8 is converted");
     let list = BlockSet::new(&full, Blocks::default()).unwrap();
     let payload = Payload::new(full, Data::Blocks(list), 1, false);
     let header = Header { mask: all & !0xff, ..Header::ping(JobId(1), Generation(0), 0) };
     let len = payload.geometry.payload_len(0, header.mask);
     let data =
         DataFragments { shard: 0, len, cut: whole, fragments: u64::MAX, header, held: false };
-    assert_eq!(payload.in_place(&data.header, data.len, data.cut), None, "a list");
+    assert_eq!(payload.in_place(&data.header, data.len, data.cut), None, "the data is a list");
 }
 
 /// Delivers the fragments of a window in `order` into `data`, and returns the payload.
@@ -134,9 +138,13 @@ fn scatter(
             fragment: u8::try_from(*fragment).unwrap(),
             complete: nth + 1 == order.len(),
         };
-        assert_eq!(payload.scatter(&delivery, &bodies[*fragment]), None, "no overflow");
+        assert_eq!(
+            payload.scatter(&delivery, &bodies[*fragment]),
+            None,
+            "the sums must not overflow"
+        );
     }
-    assert!(payload.partial.is_empty(), "nothing is kept of a window that is whole");
+    assert!(payload.partial.is_empty(), "a complete window leaves no partial sums");
     payload
 }
 
@@ -148,32 +156,45 @@ fn the_fragments_of_a_window_may_come_in_any_order() {
         let own = Payload::new(descriptor, Data::Owned(tensor(&descriptor)), 1, false);
         let (geometry, expected) = (own.geometry, expected(&descriptor, &own.geometry));
         let bodies = bodies(&own, cut, geometry.payload_len(0, mask(&geometry)));
-        assert!(bodies.len() > 3, "{wire:?}: fragments cut blocks");
+        assert!(bodies.len() > 3, "{wire:?}: fragments must cut blocks");
+        let shared = Data::InPlace(shared_region_of(&tensor(&descriptor)));
+        let shared = Payload::new(descriptor, shared, 1, false);
+        let len = geometry.payload_len(0, mask(&geometry));
+        assert!(
+            self::bodies(&shared, cut, len) == bodies,
+            "{wire:?}: a tensor in shared memory must have the same bodies"
+        );
         let forth: Vec<_> = (0..bodies.len()).collect();
         let mut first_last = forth.clone();
         first_last.rotate_left(1);
         let back: Vec<_> = forth.iter().rev().copied().collect();
         for order in [forth, back, first_last] {
-            // Poison the places of the sums. Blocks that no rank holds stay as they are.
+            // Overwrite the blocks that get sums, so that a missing sum is detected. Blocks that no
+            // rank holds stay as they are.
             let mut start = tensor(&descriptor);
             for packed in geometry.packed(0, mask(&geometry)) {
                 let stretch = packed.element..packed.element + packed.elements as u64;
                 start[bytes_of(&descriptor, stretch)].fill(0xa5);
             }
-            let done = scatter(descriptor, Data::Owned(start), &bodies, cut, &order);
-            let Data::Owned(got) = done.data else { panic!("as it was given") };
-            assert!(got == expected, "{wire:?}, fragments in the order {order:?}");
+            let done = scatter(descriptor, Data::Owned(start.clone()), &bodies, cut, &order);
+            let Data::Owned(got) = done.data else { panic!("the data is of another kind") };
+            assert!(got == expected, "{wire:?}: wrong sums, order {order:?}");
+
+            let shared = Data::InPlace(shared_region_of(&start));
+            let done = scatter(descriptor, shared, &bodies, cut, &order);
+            let got = done.data.bytes(0..expected.len()).to_vec();
+            assert!(got == expected, "{wire:?}: wrong sums in shared memory, order {order:?}");
 
             let list = BlockSet::new(&descriptor, Blocks::default()).unwrap();
             let done = scatter(descriptor, Data::Blocks(list), &bodies, cut, &order);
-            let Data::Blocks(got) = done.data else { panic!("as it was given") };
+            let Data::Blocks(got) = done.data else { panic!("the data is of another kind") };
             let got = got.into_result(&geometry, &descriptor);
             let sums: Vec<u8> = geometry
                 .packed(0, mask(&geometry))
                 .flat_map(|packed| packed.element..packed.element + packed.elements as u64)
                 .flat_map(|i| expected[bytes_of(&descriptor, i..i + 1)].to_vec())
                 .collect();
-            assert!(got.values == sums, "{wire:?}, a list, in the order {order:?}");
+            assert!(got.values == sums, "{wire:?}: wrong sums in a list, order {order:?}");
         }
     }
 }
@@ -200,8 +221,42 @@ fn a_list_makes_room_for_the_blocks_that_come_after_a_move() {
     whole = delivery(0b1000, 0);
     let sums: Vec<u8> = (0..BLOCK).flat_map(|i| (i as f32).to_le_bytes()).collect();
     payload.scatter(&whole, &sums);
-    let Data::Blocks(blocks) = payload.data else { panic!("a list stays one") };
+    let Data::Blocks(blocks) = payload.data else { panic!("the data is of another kind") };
     let Blocks { indices, values } = blocks.into_result(&geometry, &descriptor);
     assert_eq!(indices, [3]);
     assert!(values == sums);
+}
+
+#[test]
+fn a_tensor_that_changes_is_sent_and_received_and_nothing_around_it() {
+    let cut = Fragmentation::new(1408).unwrap();
+    for wire in [WireType::F32, WireType::Bf16, WireType::F16, WireType::Int8, WireType::Fixed32] {
+        let descriptor = descriptor(wire);
+        let (sent, margin) = (tensor(&descriptor), 4096);
+        let range = margin..margin + sent.len();
+        let memory = Arc::new(SharedMemory::new(range.end + margin).unwrap().0);
+        let region = Region::of_shared(&memory, range.clone(), ());
+        let own = Payload::new(descriptor, Data::Owned(sent), 1, false);
+        let (geometry, len) = (own.geometry, own.geometry.payload_len(0, mask(&own.geometry)));
+        let bodies = bodies(&own, cut, len);
+        let order: Vec<_> = (0..bodies.len()).collect();
+        let scribbler = Scribbler::start(&memory, range.start..range.end / 8 * 8);
+        let mut data = Data::InPlace(region);
+        for _ in 0..20 {
+            let mut payload = scatter(descriptor, data, &bodies, cut, &order);
+            payload.scan(0);
+            if wire == WireType::Fixed32 {
+                payload.exponents();
+            }
+            assert_eq!(self::bodies(&payload, cut, len).len(), bodies.len());
+            if !wire.is_scaled() {
+                payload.keep(vec![(0, mask(&geometry))]);
+            }
+            data = payload.data;
+        }
+        drop(scribbler);
+        for around in [0..margin, range.end..range.end + margin] {
+            assert!(shared_bytes(&memory).part(around).equals(&vec![0; margin]), "{wire:?}");
+        }
+    }
 }

@@ -52,7 +52,7 @@ fn a_rank_calls_from_the_interface_that_was_chosen() {
     assert_eq!(chosen("^lo,eth1", "192.0.2.1:7").as_deref(), Some("192.0.2.9"));
     assert_eq!(chosen("eth", "[2001:db8::1]:7").as_deref(), Some("2001:db8::9"));
     assert_eq!(chosen("eth", "[fe80::1%2]:7").as_deref(), Some("fe80::9"));
-    assert_eq!(chosen("eth1", "127.0.0.1:7"), None, "what is on this host is called as it is");
+    assert_eq!(chosen("eth1", "127.0.0.1:7"), None, "a loopback address leaves no choice");
 }
 
 #[test]
@@ -61,12 +61,12 @@ fn an_interface_that_cannot_call_the_aggregator_is_refused_by_name() {
     let refused = |pattern, to| choose(&all, pattern, addr(to)).unwrap_err().to_string();
     assert_eq!(
         refused("eth1", "[2001:db8::1]:7"),
-        "cannot reach [2001:db8::1]:7 from eth1, which \"eth1\" selects: none of its addresses has \
-         a route there; choose another interface"
+        "cannot reach [2001:db8::1]:7 from the interfaces that \"eth1\" selects (eth1): none of \
+         their addresses has a route to it; choose another interface"
     );
     // The kernel sends nothing from loopback to another host, even if it has a route.
     let lo = choose(&[interface("lo", &["127.0.0.1"])], "lo", addr("192.0.2.1:7")).unwrap_err();
-    assert!(lo.to_string().starts_with("cannot reach 192.0.2.1:7 from lo"), "{lo}");
+    assert!(lo.to_string().starts_with("cannot reach 192.0.2.1:7 from the interfaces"), "{lo}");
     let none = refused("ib", "192.0.2.1:7");
     assert!(none.contains("no usable interface matches \"ib\""), "{none}");
     let none = refused("ib", "127.0.0.1:7");
@@ -88,17 +88,20 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
     for text in names.into_iter().chain(literals) {
         check_address(text).unwrap_or_else(|error| panic!("{error}"));
     }
-    let told = |text| check_address(text).unwrap_err().to_string();
-    assert_eq!(told("a"), "\"a\" is not an aggregator address (HOST:PORT): the port is missing");
+    let error_of = |text| check_address(text).unwrap_err().to_string();
+    assert_eq!(
+        error_of("a"),
+        "\"a\" is not an aggregator address (HOST:PORT): the port is missing"
+    );
     for text in ["::1:7177", "fe80::1%eth0:7177", "[fe80::1%]:7177"] {
-        assert!(told(text).ends_with("with a port as [ADDRESS]:PORT"), "{text}");
+        assert!(error_of(text).ends_with("with a port as [ADDRESS]:PORT"), "{text}");
     }
     for text in ["[fe80::1]:7", "[fe80::1%3]:7", "[fe80::1%eth0.2]:7"] {
         let why = "link-local addresses (fe80::/10) are not supported; ";
-        assert!(told(text).contains(why), "{text}");
+        assert!(error_of(text).contains(why), "{text}");
     }
     for text in ["a:70000", "192.0.2.1:70000", "[::1]:70000", "a:b", "192.0.2.1:"] {
-        assert!(told(text).ends_with("its port must be a number from 1 to 65535"), "{text}");
+        assert!(error_of(text).ends_with("its port must be a number from 1 to 65535"), "{text}");
     }
     for (text, why) in [
         ("0.0.0.0:7177", "its host is 0.0.0.0, which is not a host's address"),
@@ -107,11 +110,13 @@ fn a_text_that_may_be_an_address_is_left_to_the_resolver() {
         ("224.0.0.1:7177", "its host is 224.0.0.1, which is a multicast group"),
         ("255.255.255.255:7177", "its host is 255.255.255.255, which is a broadcast address"),
     ] {
-        assert!(told(text).contains(why), "{}", told(text));
+        assert!(error_of(text).contains(why), "{}", error_of(text));
     }
-    assert!(told("http://192.0.2.1:7177").ends_with("remove the scheme and ://"));
-    assert!(told("unix:/run/racksum.sock").ends_with("which only the Python package can use"));
-    assert!(told("192.0.2.256:7177").ends_with("neither a name nor an IP address"));
+    assert!(error_of("http://192.0.2.1:7177").ends_with("remove the scheme and ://"));
+    assert!(
+        error_of("unix:/run/racksum.sock").ends_with("give the HOST:PORT of an aggregator here")
+    );
+    assert!(error_of("192.0.2.256:7177").ends_with("neither a name nor an IP address"));
 }
 
 #[test]
@@ -135,12 +140,13 @@ fn each_address_of_a_name_has_its_turn() {
     let other = addrs(&["127.0.0.1:9", "[::1]:9"]);
     let pairs = vec![addrs(&["[::1]:7", "[::1]:9"]), addrs(&["127.0.0.1:7", "127.0.0.1:9"])];
     assert_eq!(choices(&[both, other]), pairs);
-    // A name with one IP version decides for both. The name with fewer addresses repeats its last.
+    // A name with one IP version decides for both. The name with fewer addresses repeats its last
+    // one.
     let more = addrs(&["[::1]:7", "192.0.2.1:7", "192.0.2.2:7"]);
     let fixed = addrs(&["198.51.100.1:7"]);
     let two = |ip: &str| addrs(&[ip, "198.51.100.1:7"]);
     assert_eq!(choices(&[more, fixed]), [two("192.0.2.1:7"), two("192.0.2.2:7")]);
-    // Without a common IP version, the one combination only serves to report the error.
+    // Without a common IP version, the only combination serves to report the error.
     let none = [addrs(&["[::1]:7"]), addrs(&["127.0.0.1:7"])];
     assert_eq!(choices(&none), [addrs(&["[::1]:7", "127.0.0.1:7"])]);
 }

@@ -1,8 +1,9 @@
-//! Memory budget of a sidecar: memory that ranks lend, and sums that the ranks do not have yet.
+//! The memory budget of a sidecar. It covers the memory that ranks lend, and the sums of lists
+//! until the ranks receive them.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Maximum number of reservations at a time. Each may be a mapping, and Linux allows a process
+/// Maximum number of reservations at a time. Each may need a mapping, and Linux allows a process
 /// 65530 mappings by default.
 const MAX_MEMORIES: usize = 32 << 10;
 
@@ -41,20 +42,21 @@ impl Budget {
         self.most
     }
 
-    /// Reserves `len` bytes. Returns a message if the budget does not allow it.
+    /// Reserves `len` bytes. Returns an error message if too few bytes or reservations are left.
     pub(super) fn take(self: &Arc<Self>, len: usize) -> Result<Room, String> {
         let mut taken = self.lock();
         let left = self.most - taken.bytes;
         if len > left {
             return Err(format!(
-                "{len} bytes exceed the {left} bytes left of the {} that all ranks may lend; raise \
-                 `racksum worker --memory`",
+                "{len} bytes exceed the {left} bytes left of the {} bytes for lent memory and \
+                 sums; raise `racksum worker --memory`",
                 self.most
             ));
         }
         if taken.memories == MAX_MEMORIES {
             return Err(format!(
-                "ranks have already lent {MAX_MEMORIES} pieces of memory, which is the limit"
+                "the sidecar already holds {MAX_MEMORIES} pieces of lent memory and sums, its \
+                 limit; lend fewer, larger pieces"
             ));
         }
         taken.bytes += len;

@@ -13,18 +13,18 @@ use super::fold::{Handed, Memory};
 #[derive(Debug)]
 pub(super) struct Gathering {
     pub(super) since: Time,
-    /// The descriptor of each rank that called the op, and its operand unless the rank refused the
-    /// call.
+    /// The descriptor and the operand of each rank that called the op, by rank. A rank that refused
+    /// the op has no operand.
     pub(super) called: BTreeMap<u16, (Descriptor, Option<Handed>)>,
     pub(super) memories: Vec<Arc<Memory>>,
 }
 
-/// An op that the sidecar folds, or has passed upstream to be summed with other hosts.
+/// An op that the sidecar is folding, or has passed upstream to be summed across hosts.
 #[derive(Debug)]
 pub(super) struct Folding {
-    /// When the first rank called the op.
+    /// The time at which the first rank called the op.
     pub(super) since: Time,
-    /// Whether the op is folded and its sum is passed upstream.
+    /// Whether the op has been folded and its sum passed upstream.
     pub(super) is_passed: bool,
     /// The memory of the operands, kept alive until the op ends.
     pub(super) _memories: Vec<Arc<Memory>>,

@@ -1,4 +1,4 @@
-//! Work in chunks that any number of threads share.
+//! Work that any number of threads share, split into chunks.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed};
@@ -9,7 +9,8 @@ use racksum_proto::schedule::Turn;
 #[derive(Debug)]
 pub(super) struct Chunks {
     count: usize,
-    /// Index of the first chunk that no thread has taken. All are taken once it reaches `count`.
+    /// Index of the first chunk that no thread has taken. All chunks are taken once the index
+    /// reaches `count`.
     next: AtomicUsize,
     /// Number of unfinished chunks.
     left: AtomicUsize,
@@ -24,8 +25,8 @@ impl Chunks {
         self.next.load(Relaxed) >= self.count
     }
 
-    /// Takes and finishes chunks until none is left or the turn is over. `work` returns what a
-    /// chunk has cost. Returns true to the one thread that finishes the last chunk.
+    /// Takes and finishes chunks until none is left or the turn is over. `work` returns the cost of
+    /// a chunk. Returns true only in the thread that finishes the last chunk.
     pub(super) fn work<J>(&self, turn: &mut Turn<J>, mut work: impl FnMut(usize) -> usize) -> bool {
         while !turn.is_over() {
             let chunk = self.next.fetch_add(1, Relaxed);
@@ -61,6 +62,6 @@ mod tests {
             assert_eq!(done, Vec::from_iter(0..after));
         }
         assert!(chunks.are_taken());
-        assert!(!chunks.work(&mut Turn::new((), 1), |_| unreachable!("all have been taken")));
+        assert!(!chunks.work(&mut Turn::new((), 1), |_| unreachable!("all chunks are taken")));
     }
 }

@@ -13,11 +13,12 @@ use super::fold::Handed;
 use super::message::{Called, FromSidecar, NotJoined, Outcome};
 use crate::error::{ConnectError, Error, SUPERSEDED};
 
-/// Returns why a job ended, as text for the log.
-pub(super) fn in_words(why: &FromSidecar) -> String {
+/// Returns the reason why a job ended or was refused, as text for the log and for ranks that join
+/// later.
+pub(super) fn describe(why: &FromSidecar) -> String {
     match why {
         FromSidecar::Lost { ranks, why: Loss::Left } => {
-            format!("an op needs ranks that have left: rank {}", listed(ranks.iter().copied()))
+            format!("an op needs ranks that have left: {}", listed(ranks.iter().copied()))
         }
         FromSidecar::Lost { ranks, why } => {
             format!("lost rank {}: {}", listed(ranks.iter().copied()), why.name())
@@ -32,7 +33,7 @@ pub(super) fn in_words(why: &FromSidecar) -> String {
 }
 
 /// Returns the log text for a rank that is no longer in its job. A rank that leaves is not logged
-/// as lost, because later ops may not need it.
+/// as lost, because it is missed only if a later op starts.
 pub(super) fn parting(why: Loss) -> String {
     match why {
         Loss::Left => "rank left".into(),
@@ -40,11 +41,11 @@ pub(super) fn parting(why: Loss) -> String {
     }
 }
 
-/// Converts a failure to join the job at the aggregator to the reason that the ranks receive.
+/// Converts a failure to join the job at the aggregator into the reason that the ranks receive.
 pub(super) fn not_joined(error: ConnectError) -> NotJoined {
     let other = |addr| NotJoined::OtherProtocol { addr };
     match error {
-        // The version mismatch is the only reason worth reporting.
+        // No retry can succeed before the version mismatch is fixed, so report only the mismatch.
         ConnectError::Named { ref tried, .. } if error.is_other_version() && !error.may_pass() => {
             let addr = tried.iter().find_map(|error| match error {
                 ConnectError::Net(NetError::WrongProtocol { addr }) => Some(*addr),
@@ -54,7 +55,7 @@ pub(super) fn not_joined(error: ConnectError) -> NotJoined {
         }
         ConnectError::Refused(reason) => NotJoined::Refused { reason },
         ConnectError::Draining => NotJoined::Draining,
-        ConnectError::Version { speaks, own } => NotJoined::OtherVersion { speaks, own },
+        ConnectError::Version { theirs, own } => NotJoined::OtherVersion { speaks: theirs, own },
         ConnectError::Net(NetError::WrongProtocol { addr }) => other(addr),
         ConnectError::NoRoom { why, waited, elsewhere } => {
             NotJoined::NoRoom { why, waited: millis(waited), elsewhere }
@@ -72,7 +73,7 @@ impl From<NotJoined> for ConnectError {
         match why {
             NotJoined::Refused { reason } => Self::Refused(reason),
             NotJoined::Draining => Self::Draining,
-            NotJoined::OtherVersion { speaks, own } => Self::Version { speaks, own },
+            NotJoined::OtherVersion { speaks, own } => Self::Version { theirs: speaks, own },
             NotJoined::OtherProtocol { addr } => NetError::WrongProtocol { addr }.into(),
             NotJoined::NoRoom { why, waited, elsewhere } => {
                 Self::NoRoom { why, waited: Duration::from_millis(waited), elsewhere }
@@ -89,7 +90,7 @@ impl From<NotJoined> for ConnectError {
     }
 }
 
-/// Converts a duration to whole milliseconds, the unit of messages.
+/// Converts a duration to whole milliseconds, the unit that the messages use.
 pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
@@ -98,9 +99,9 @@ fn numbers(ranks: Vec<Rank>) -> Vec<u16> {
     ranks.into_iter().map(|rank| rank.0).collect()
 }
 
-/// Converts an op's error at the aggregator to the op's outcome, if it has one of its own, and to
-/// the reason why the job is over, if it is.
-pub(super) fn said(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
+/// Splits an op's error at the aggregator into the op's outcome and the reason why the job is over.
+/// Either may be absent.
+pub(super) fn split_error(error: Error) -> (Option<Outcome>, Option<FromSidecar>) {
     match error {
         Error::Op(OpError::Mismatch { one, other, .. }) => {
             let called = |(rank, descriptor): (Rank, Descriptor)| Called::new(rank.0, &descriptor);
@@ -145,8 +146,8 @@ mod tests {
     fn a_rank_that_leaves_is_not_said_to_be_lost() {
         assert_eq!(parting(Loss::Left), "rank left");
         assert!(parting(Loss::Died).starts_with("rank lost: its process exited"));
-        let over = |why| in_words(&FromSidecar::Lost { ranks: vec![1, 2], why });
-        assert_eq!(over(Loss::Left), "an op needs ranks that have left: rank 1, 2");
+        let over = |why| describe(&FromSidecar::Lost { ranks: vec![1, 2], why });
+        assert_eq!(over(Loss::Left), "an op needs ranks that have left: 1, 2");
         assert!(over(Loss::Died).starts_with("lost rank 1, 2: its process exited"));
     }
 
@@ -156,7 +157,7 @@ mod tests {
         for error in [
             ConnectError::Refused("no rule admits it".into()),
             ConnectError::Draining,
-            ConnectError::Version { speaks: 2, own: 1 },
+            ConnectError::Version { theirs: 2, own: 1 },
             NetError::WrongProtocol { addr: "192.0.2.1:7177".parse().unwrap() }.into(),
             ConnectError::NoRoom { why, waited: Duration::from_millis(2500), elsewhere },
             ConnectError::Incomplete {
@@ -168,10 +169,10 @@ mod tests {
             ConnectError::NoAggregator("a:1: nobody answered".into()),
         ] {
             let (kind, text) = (std::mem::discriminant(&error), error.to_string());
-            let told = ConnectError::from(not_joined(error));
-            assert_eq!((std::mem::discriminant(&told), told.to_string()), (kind, text));
+            let converted = ConnectError::from(not_joined(error));
+            assert_eq!((std::mem::discriminant(&converted), converted.to_string()), (kind, text));
         }
-        let told = ConnectError::from(not_joined(ConnectError::Silent));
-        assert!(matches!(told, ConnectError::NoAggregator(tried) if !tried.is_empty()));
+        let converted = ConnectError::from(not_joined(ConnectError::Silent));
+        assert!(matches!(converted, ConnectError::NoAggregator(tried) if !tried.is_empty()));
     }
 }

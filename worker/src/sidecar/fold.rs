@@ -1,8 +1,10 @@
-//! Folds of ops in shared memory. Any number of threads work on one fold.
+//! Folds of ops in shared memory. Any number of threads may work on one fold.
 
 mod lists;
 mod place;
 mod tensors;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 
@@ -11,17 +13,18 @@ use racksum_proto::schedule::Turn;
 
 use self::lists::Lists;
 pub(super) use self::lists::give;
-pub(super) use self::place::{List, Memory, Place};
+pub(super) use self::place::{LentRange, List, Memory};
 use self::tensors::Tensors;
 use super::budget::Budget;
 use super::fold_error::FoldError;
 use super::sums::Sums;
 
-/// Bytes of a tensor that a thread folds at a time. The chunks of all ranks of a host stay in a
-/// cache until the sum overwrites them. A multiple of every block size.
+/// Number of bytes of each tensor that a thread folds at a time. It is a multiple of every block
+/// size, and small enough that the chunks of all ranks stay in the cache until the sum overwrites
+/// them.
 const CHUNK: usize = 32 << 10;
 
-/// Blocks that one scan covers.
+/// Number of blocks in one scan, which returns a `u64` with one bit for each block.
 const SCANNED: usize = 64;
 
 /// The operand of one rank for an op.
@@ -35,8 +38,8 @@ pub(super) struct Share {
 #[derive(Debug, Clone)]
 pub(super) enum Handed {
     /// A tensor that is reduced in place.
-    Tensor(Place),
-    /// A list of blocks. Its rank receives the sums as another list.
+    Tensor(LentRange),
+    /// A list of blocks. The rank receives the sums as another list.
     List(List),
 }
 
@@ -53,18 +56,18 @@ pub(super) struct Fold {
 #[derive(Debug)]
 enum Work {
     Tensors(Tensors),
-    /// At least one operand is a list. A tensor then counts as the list of its nonzero blocks.
+    /// At least one operand is a list. A tensor then counts as the list of its non-zero blocks.
     Lists(Lists),
 }
 
 impl Handed {
-    /// Returns whether two operands share memory.
+    /// Returns whether this operand and `other` overlap in lent memory.
     pub(super) fn overlaps(&self, other: &Self) -> bool {
         self.places().any(|own| other.places().any(|place| own.overlaps(place)))
     }
 
     /// Returns the places in lent memory that the operand occupies.
-    fn places(&self) -> impl Iterator<Item = &Place> {
+    fn places(&self) -> impl Iterator<Item = &LentRange> {
         let places = match self {
             Self::Tensor(place) => [Some(place), None],
             Self::List(list) => list.places().map(Some),
@@ -76,12 +79,12 @@ impl Handed {
 /// Returns the budget for the sums of these operands, which all belong to one sidecar.
 pub(super) fn budget_of(shares: &[Share]) -> &Arc<Budget> {
     let first = shares.iter().find_map(|share| share.handed.places().next());
-    first.expect("ranks have handed something").budget()
+    first.expect("a fold has at least one operand").budget()
 }
 
 impl Fold {
-    /// Creates a fold of operands in rank order. The result is a partial sum if the job has more
-    /// ranks than these.
+    /// Creates a fold of operands, which must be in rank order. If the job has more ranks than
+    /// operands, the result is a partial sum.
     pub(super) fn new(descriptor: Descriptor, shares: Vec<Share>, world: u32) -> Self {
         let places = shares.iter().map(|share| match &share.handed {
             Handed::Tensor(place) => Some(place.clone()),
@@ -117,8 +120,9 @@ impl Fold {
         }
     }
 
-    /// Tries to admit one more thread, and returns whether it may work now. While the first thread
-    /// prepares a fold of lists, no other is admitted: it would only wait.
+    /// Tries to admit one more thread, and returns whether that thread may work on the fold. While
+    /// the first thread prepares a fold of lists, no other thread is admitted, because it would
+    /// only wait.
     pub(super) fn admit(&self) -> bool {
         match &self.work {
             Work::Tensors(_) => true,
@@ -126,9 +130,9 @@ impl Fold {
         }
     }
 
-    /// Folds until the turn is over or there is nothing left to fold. The turn is charged for the
-    /// bytes read and written. Calls `begun` after preparing a fold of lists, so that other threads
-    /// can join in. Returns true to the one thread that finishes the fold.
+    /// Folds until the turn is over or no work is left. The turn is charged for the bytes read and
+    /// written. Calls `begun` after preparing a fold of lists, so that other threads can join in.
+    /// Returns true only in the thread that finishes the fold.
     pub(super) fn work<J>(
         &self,
         turn: &mut Turn<J>,
@@ -142,7 +146,9 @@ impl Fold {
         }
     }
 
-    /// Returns the blocks that are nonzero at some rank, if the fold is a partial sum of tensors.
+    /// Returns the indices of the blocks that are non-zero at any rank of this host. These blocks
+    /// are recorded only if all operands are tensors and the result is a partial sum; otherwise,
+    /// the iterator is empty.
     pub(super) fn held(&self) -> impl Iterator<Item = u32> {
         let tensors = match &self.work {
             Work::Tensors(tensors) => Some(tensors.held()),
@@ -151,7 +157,8 @@ impl Fold {
         tensors.into_iter().flatten()
     }
 
-    /// Returns the result of a finished fold: for lists, the sums of their union.
+    /// Returns the sums of a finished fold of lists. Returns `None` for tensors, which hold their
+    /// sums themselves.
     pub(super) fn sums(&self) -> Result<Option<&Sums>, FoldError> {
         match &self.work {
             Work::Tensors(_) => Ok(None),

@@ -1,10 +1,10 @@
 //! Errors of folds.
 
-/// Why a fold has no result.
+/// The reason why a fold has no result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum FoldError {
-    /// This rank handed an invalid list.
+    /// The rank with this number passed an invalid list.
     By(u16),
-    /// There is no memory for the sums; the text says why.
+    /// The sums cannot be stored; the text says why.
     NoMemory(String),
 }

@@ -13,11 +13,12 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
+use racksum_proto::stats::Stats;
 use racksum_proto::status::{SidecarJobState, SidecarJobStatus, SidecarRankStatus};
 use racksum_proto::time::{Span, Time};
 
 use super::calls::{Folding, Gathering};
-use super::error_map::{disagreement, in_words, not_joined, said};
+use super::error_map::{describe, disagreement, not_joined, split_error};
 use super::fold::{Fold, Handed, Memory, Share};
 use super::fold_error::FoldError;
 use super::member::{LOST, Member};
@@ -25,7 +26,6 @@ use super::message::{FromSidecar, Join, Outcome};
 use super::sums::Sums;
 use super::upstream::{Folded, OpSink, Upstream};
 use crate::control::{CancelHandle, Mailbox};
-use crate::engine::Stats;
 use crate::error::Error;
 use crate::options::ConnectOptions;
 use crate::span::span;
@@ -33,17 +33,17 @@ use crate::udp_transport::UdpTransport;
 
 mod leaving;
 
-/// A timeout that is never reached, for waits that end by themselves: ranks give up joining, and
-/// folds end.
+/// A limit that no wait reaches: ranks give up joining earlier, and folds end earlier.
 const FOR_EVER: Duration = Duration::from_secs(1 << 20);
-/// Maximum time kept for telling the ranks why their job cannot be joined.
+/// The most time to reserve at the end of the join timeout, to send the ranks the reason why their
+/// job cannot be joined.
 const REPORT: Duration = Duration::from_secs(2);
 
 /// One life of a job.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) generation: Generation,
-    /// The secret that the first rank has shown; see [`Join::secret`].
+    /// The secret that the first rank presented; see [`Join::secret`].
     pub(super) secret: Option<Key>,
     /// Process id of the rank that joined first.
     pub(super) begun_by: i32,
@@ -52,7 +52,7 @@ pub(super) struct Job {
     pub(super) lanes: u8,
     /// The user that all ranks of the job belong to.
     pub(super) uid: u32,
-    /// When the first rank joined.
+    /// The time at which the first rank joined.
     opened: Time,
     state: Mutex<State>,
     /// Notified when a fold, an op or the job ends.
@@ -79,22 +79,22 @@ struct State {
     cancel: Option<CancelHandle>,
     /// Ops that some ranks have not called yet.
     gathering: BTreeMap<u32, Gathering>,
-    /// Ops that are being folded, or summed with those of other hosts.
+    /// Ops that are being folded here, or summed across hosts.
     folding: BTreeMap<u32, Folding>,
-    /// Why the job will not begin.
+    /// The reason why the job was refused, if it was refused before it began.
     refused: Option<FromSidecar>,
-    /// Why the job is over.
+    /// The reason why the job is over, if it is over.
     over: Option<FromSidecar>,
-    /// Whether the ranks have been told.
-    told: bool,
-    /// Whether the next life has begun, whatever ended this one.
+    /// Whether the reason in `refused` or `over` was sent to the ranks.
+    notified: bool,
+    /// Whether the next life has begun, even if this life was already over for another reason.
     superseded: bool,
-    /// The condition variable [`Job::changed`].
+    /// The condition variable of [`Job::changed`], for notifications from methods of the state.
     changed: Arc<Condvar>,
 }
 
 impl Job {
-    /// Creates the job that a first rank asks for.
+    /// Creates a job from the request of the first rank that joins.
     pub(super) fn new(join: &Join, peer: Peer) -> Self {
         let changed = Arc::<Condvar>::default();
         Self {
@@ -116,19 +116,26 @@ impl Job {
         }
     }
 
-    /// Adds a rank, or returns why it is refused. Returns true if it completes the ranks of this
-    /// host and other hosts have ranks too.
+    /// Adds a rank, or returns the reason why the rank is refused. Returns true if all ranks of
+    /// this host have now joined and other hosts have ranks too.
     pub(super) fn join(&self, join: &Join, line: &Arc<Line>, peer: Peer) -> Result<bool, String> {
         self.check(join)?;
         let mut state = self.lock();
         if let Some(refused) = &state.refused {
-            return Err(in_words(refused));
+            return Err(describe(refused));
         }
         if let Some(member) = state.members.get(&join.rank) {
-            return Err(format!("rank {} has already joined as process {}", join.rank, member.pid));
+            return Err(format!(
+                "rank {} has already joined as process {}; give each process its own `rank`",
+                join.rank, member.pid
+            ));
         }
         if state.began || state.members.len() == usize::from(self.local_world) {
-            return Err(format!("job {:?} is already running with all its ranks", join.job));
+            return Err(format!(
+                "job {:?} already has all its ranks on this host ({}), or has started; check \
+                 `local_world`, or restart all ranks with a greater `generation`",
+                join.job, self.local_world
+            ));
         }
         state.members.insert(join.rank, Member::new(Arc::clone(line), peer.pid));
         state.op_timeout = state.op_timeout.min(Span::from_millis(join.op_timeout));
@@ -139,19 +146,20 @@ impl Job {
         let is_alone = self.local_world == self.world;
         state.began = all_here && is_alone;
         if state.began {
-            state.tell_all(&FromSidecar::Ready);
-            tracing::info!(job = ?join.job, "job started on this host alone");
+            state.send_to_all(&FromSidecar::Ready);
+            tracing::info!(job = ?join.job, "the job started, with all ranks on this host");
         } else if is_alone {
-            // For a job with other hosts, the sidecar cannot tell which ranks belong to this host.
+            // The sidecar can tell which ranks are missing only if the job has no ranks on other
+            // hosts.
             let is_missing = |rank: &u16| !state.members.contains_key(rank);
             let missing = (0..self.world).filter(is_missing).collect();
-            state.tell_all(&FromSidecar::Waiting { missing });
+            state.send_to_all(&FromSidecar::Waiting { missing });
         }
         state.is_called = all_here && !is_alone;
         Ok(state.is_called)
     }
 
-    /// Joins the job at the aggregator for all ranks of this host, and tells them the result.
+    /// Joins the job at the aggregator for all ranks of this host, and sends them the result.
     pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
         let mailbox = Mailbox::new();
         let mut state = self.lock();
@@ -171,7 +179,8 @@ impl Job {
             also: also.to_vec(),
             world: self.world,
             lanes: self.lanes,
-            // Ends slightly before the ranks give up, so that they still receive the reason.
+            // The attempt ends slightly before the ranks give up, so that they still receive the
+            // reason for a failure.
             join_timeout: left - (left / 10).min(REPORT),
             op_timeout: Duration::from_nanos(state.op_timeout.0),
             ..upstream.clone()
@@ -183,13 +192,13 @@ impl Job {
         });
         let mut state = self.lock();
         match started {
-            // The ranks already know that the job is refused.
+            // The ranks have already received the refusal.
             _ if state.refused.is_some() => {}
             Ok(upstream) => {
                 state.cancel = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);
-                state.tell_all(&FromSidecar::Ready);
-                tracing::info!(job = ?state.job, "job started with ranks of other hosts");
+                state.send_to_all(&FromSidecar::Ready);
+                tracing::info!(job = ?state.job, "the job started, with ranks on other hosts");
             }
             Err(error) => {
                 LOST.note(|left_out| {
@@ -203,8 +212,11 @@ impl Job {
     /// Checks that a rank's request to join agrees with this job.
     fn check(&self, join: &Join) -> Result<(), String> {
         let job = &join.job;
-        let differs = |what: &str, has, says| {
-            Err(format!("job {job:?} has {has} {what}, but rank {} asks for {says}", join.rank))
+        let differs = |what: &str, has, wanted| {
+            let rank = join.rank;
+            Err(format!(
+                "job {job:?}: the number of {what} is {has}, but rank {rank} asks for {wanted}"
+            ))
         };
         if join.world != self.world {
             return differs("ranks", self.world, join.world);
@@ -218,8 +230,8 @@ impl Job {
         Ok(())
     }
 
-    /// Handles a rank's call of its next op. Returns the fold once all ranks of the host have
-    /// called it.
+    /// Handles a rank's call of its next op. Returns the op's number and fold if all ranks of the
+    /// host have now called the op.
     pub(super) fn submit(
         &self,
         rank: u16,
@@ -251,11 +263,11 @@ impl Job {
         let Some(gathering) = state.gather(rank, op) else { return };
         gathering.called.insert(rank, (refused, None));
         let fold = self.gathered(&mut state, op);
-        debug_assert!(fold.is_none(), "a rank has handed nothing");
+        debug_assert!(fold.is_none(), "an op that a rank refused has no fold");
     }
 
-    /// Returns the fold of an op once all ranks of the host have called it. If they called it
-    /// differently or refused it, ends the op instead.
+    /// Returns the number and fold of an op if all ranks of the host have called it. If they called
+    /// it with different descriptors, or if all of them refused it, ends the op instead.
     fn gathered(&self, state: &mut State, op: u32) -> Option<(u32, Fold)> {
         if state.gathering.get(&op)?.called.len() < usize::from(self.local_world) {
             return None;
@@ -270,8 +282,9 @@ impl Job {
             state.let_go(op);
             // An op that all ranks refused ends without a sum.
             let outcome = outcome.unwrap_or(Outcome::Reduced);
-            state.tell_all(&FromSidecar::Ended { op, outcome });
-            // Ranks of other hosts may have called the op and wait for this host.
+            state.send_to_all(&FromSidecar::Ended { op, outcome });
+            // Refuse the op at the aggregator too, because ranks of other hosts may have called it
+            // and may be waiting for this host.
             state.upstream.iter().for_each(|upstream| upstream.refuse(op, descriptor.call));
             return None;
         };
@@ -280,7 +293,7 @@ impl Job {
         Some((op, fold))
     }
 
-    /// Handles the end of a fold. Tells the ranks the result, or passes a partial sum to the
+    /// Handles the end of a fold. Sends the ranks the outcome, or passes a partial sum to the
     /// aggregator.
     pub(super) fn folded(&self, op: u32, fold: &Arc<Fold>) {
         let mut state = self.lock();
@@ -306,7 +319,7 @@ impl Job {
         }
     }
 
-    /// Returns whether the job has no ranks left.
+    /// Returns whether the job has no ranks left on this host.
     pub(super) fn is_deserted(&self) -> bool {
         self.lock().members.is_empty()
     }
@@ -316,13 +329,13 @@ impl Job {
         self.local_world.into()
     }
 
-    /// Returns how many ranks the job has on this host now.
+    /// Returns how many ranks the job currently has on this host.
     pub(super) fn ranks(&self) -> usize {
         self.lock().members.len()
     }
 
-    /// Ends the job, because its next life has begun or the sidecar stops. If the next life has
-    /// begun, the ranks are hung up even if this life was already over.
+    /// Ends the job, because its next life has begun or the sidecar is stopping. If the next life
+    /// has begun, the ranks are disconnected even if this life was already over.
     pub(super) fn end(&self, why: FromSidecar) {
         self.lock().end(why);
     }
@@ -335,12 +348,13 @@ impl Job {
         }
     }
 
-    /// Returns whether the job will not begin. The next rank that joins then begins it anew.
+    /// Returns whether the job was refused. If so, the next rank that joins starts a new job in its
+    /// place.
     pub(super) fn is_refused(&self) -> bool {
         self.lock().refused.is_some()
     }
 
-    /// Records how much memory a rank has lent.
+    /// Records how many bytes of memory a rank has lent.
     pub(super) fn note_lent(&self, rank: u16, lent: usize) {
         if let Some(member) = self.lock().members.get_mut(&rank) {
             member.lent = lent;
@@ -383,7 +397,7 @@ impl Job {
         }
     }
 
-    /// Ends the job if an op has timed out.
+    /// Ends the job if an op has timed out because some ranks of this host have not called it.
     pub(super) fn check_time(&self) {
         let mut state = self.lock();
         let now = Clock::start().now();
@@ -396,7 +410,7 @@ impl Job {
         let outcome = Outcome::Timeout { after: state.op_timeout.as_millis(), missing };
         state.gathering.remove(&op);
         state.let_go(op);
-        state.tell_all(&FromSidecar::Ended { op, outcome });
+        state.send_to_all(&FromSidecar::Ended { op, outcome });
         state.end(FromSidecar::TimedOut);
     }
 
@@ -406,7 +420,7 @@ impl Job {
 }
 
 impl OpSink for Job {
-    /// Ends the job because an op's sums are missing.
+    /// Ends the job because the ranks cannot receive an op's sums.
     fn spoilt(&self, op: u32, spoilt: FoldError) {
         let mut state = self.lock();
         match spoilt {
@@ -417,33 +431,34 @@ impl OpSink for Job {
             }
         }
         state.let_go(op);
-        state.tell_end();
+        state.send_end();
     }
 
-    /// Tells the ranks the outcome of an op, with the sums for ranks that handed lists.
+    /// Sends the ranks the outcome of an op, with the sums for ranks that passed lists.
     fn ended(&self, op: u32, shares: &[Share], result: Result<Option<&Sums>, Error>) {
         let mut state = self.lock();
         let since = state.let_go(op);
         match result {
             Ok(sums) => {
                 sums.iter().for_each(|sums| sums.free());
-                shares.iter().for_each(|share| state.tell_sums(op, share, sums));
+                shares.iter().for_each(|share| state.send_sums(op, share, sums));
             }
             Err(error) => {
-                let (mut outcome, end) = said(error);
+                let (mut outcome, end) = split_error(error);
                 if let (Some(Outcome::Timeout { after, .. }), Some(since)) = (&mut outcome, since) {
-                    // The aggregator measured only a part of the op's time.
+                    // `after` covers only the time at the aggregator, so replace it with the time
+                    // since the first call.
                     *after = Clock::start().now().since(since).as_millis();
                 }
                 if let Some(outcome) = outcome {
-                    state.tell_all(&FromSidecar::Ended { op, outcome });
+                    state.send_to_all(&FromSidecar::Ended { op, outcome });
                 }
                 if let Some(end) = end {
                     state.end(end);
                 }
             }
         }
-        state.tell_end();
+        state.send_end();
     }
 }
 
@@ -469,40 +484,40 @@ impl State {
         Some(self.gathering.entry(op).or_insert_with(Gathering::begin))
     }
 
-    /// Refuses all ranks and hangs up, because the job will not begin.
+    /// Sends all ranks the reason why the job will not begin, and disconnects them.
     fn refuse(&mut self, why: FromSidecar) {
         self.cancel.take().iter().for_each(CancelHandle::cancel);
-        self.tell_all(&why);
+        self.send_to_all(&why);
         self.hang_up();
         // The ranks need no later message about the job.
-        self.told = true;
+        self.notified = true;
         self.refused = Some(why);
     }
 
-    fn tell_all(&self, message: &FromSidecar) {
-        self.members.values().for_each(|member| member.tell(message, None));
+    fn send_to_all(&self, message: &FromSidecar) {
+        self.members.values().for_each(|member| member.send(message, None));
     }
 
-    /// Forgets the ranks' operands of an op. Call this before telling the ranks that the op has
-    /// ended, because they may hand the same memory again at once. If the op was being folded,
-    /// returns when the first rank called it.
+    /// Forgets the operands of an op. Call this before telling the ranks that the op has ended,
+    /// because they may pass the same memory again as soon as they know. If the op was being folded
+    /// or summed across hosts, returns the time at which the first rank called it.
     fn let_go(&mut self, op: u32) -> Option<Time> {
         self.members.values_mut().for_each(|member| member.end(op));
         self.changed.notify_all();
         self.folding.remove(&op).map(|folding| folding.since)
     }
 
-    /// Tells a rank that its tensor is reduced, or sends it the sums of lists.
-    fn tell_sums(&self, op: u32, share: &Share, sums: Option<&Sums>) {
+    /// Sends a rank the outcome of a successful op, with the sums if the rank passed a list.
+    fn send_sums(&self, op: u32, share: &Share, sums: Option<&Sums>) {
         let Some(member) = self.members.get(&share.rank) else { return };
         let sums = sums.filter(|_| matches!(share.handed, Handed::List(_)));
         let outcome =
             sums.map_or(Outcome::Reduced, |sums| Outcome::Union { blocks: sums.blocks() });
         let ended = FromSidecar::Ended { op, outcome };
-        member.tell(&ended, sums.map(AsFd::as_fd));
+        member.send(&ended, sums.map(AsFd::as_fd));
     }
 
-    /// Hangs up all ranks, so that their threads remove them and free all they hold.
+    /// Disconnects all ranks, so that their threads remove them and free their memory.
     fn hang_up(&self) {
         self.members.values().for_each(Member::hang_up);
     }
@@ -511,7 +526,7 @@ impl State {
     fn break_with(&mut self, rank: u16, what: &str) {
         LOST.note(|left_out| tracing::warn!(job = ?self.job, rank, left_out, "rank {what}"));
         self.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Broke });
-        // The rank's own thread removes it later, if it is still there.
+        // Disconnect the rank if it is still in the job; its own thread then removes it.
         self.members.get(&rank).into_iter().for_each(Member::hang_up);
     }
 
@@ -525,12 +540,13 @@ impl State {
         }
     }
 
-    /// Ends the job. The ranks receive the first reason once nothing writes to their tensors.
+    /// Ends the job. If there are several reasons, the ranks receive only the first, once no op in
+    /// flight writes to their tensors.
     fn end(&mut self, why: FromSidecar) {
         self.superseded |= matches!(why, FromSidecar::Superseded { .. });
         if self.over.is_none() {
             LOST.note(|left_out| {
-                tracing::warn!(job = ?self.job, left_out, "job ended: {}", in_words(&why));
+                tracing::warn!(job = ?self.job, left_out, "job ended: {}", describe(&why));
             });
         }
         self.over.get_or_insert(why);
@@ -539,23 +555,23 @@ impl State {
         for op in std::mem::take(&mut self.gathering).into_keys() {
             self.let_go(op);
         }
-        self.tell_end();
+        self.send_end();
     }
 
-    /// Once the last fold has ended, tells the ranks why the job is over, and hangs up if the next
-    /// life has begun.
-    fn tell_end(&mut self) {
+    /// If the job is over and no op is in flight, sends the ranks the reason why the job is over.
+    /// Disconnects them if the next life has begun.
+    fn send_end(&mut self) {
         let Some(why) = self.over.as_ref().filter(|_| self.folding.is_empty()) else { return };
-        if !self.told {
-            self.tell_all(why);
-            self.told = true;
+        if !self.notified {
+            self.send_to_all(why);
+            self.notified = true;
             if let (FromSidecar::Lost { ranks, why }, Some(upstream)) = (why, &self.upstream) {
                 upstream.lose(ranks, *why);
             }
         }
         if self.superseded {
-            // These ranks no longer count towards the limits. If they are stuck, they would keep
-            // their threads and the memory that they lent forever.
+            // These ranks no longer count towards the limits. Disconnect them, because stuck ranks
+            // would otherwise keep their threads and lent memory forever.
             self.hang_up();
         }
     }

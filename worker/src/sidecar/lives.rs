@@ -1,4 +1,4 @@
-//! Lives of a job at a sidecar: which ranks may join or end a life, and what ranks are told.
+//! Lives of a job at a sidecar: which ranks may join or end a life, and what the ranks are told.
 
 use racksum_net::local::Peer;
 use racksum_proto::lives::{self, Known};
@@ -8,9 +8,9 @@ use super::message::{FromSidecar, Join};
 use crate::error::superseded;
 
 impl Job {
-    /// Returns whether a rank of the job's user belongs to this job: it may join this life, or may
-    /// end it by starting the next. One user may run several jobs, so the user counts as a place,
-    /// not as an identity.
+    /// Returns whether a rank of the job's user belongs to this job, and so may join this life or
+    /// end it by starting the next one. One user may run several jobs, so the same user is only
+    /// weak evidence, like the same host ([`Known::ByPlace`]).
     pub(super) fn is_of(&self, join: &Join) -> bool {
         if join.generation == self.generation {
             lives::may_join(self.secret, join.secret)
@@ -29,7 +29,7 @@ impl Job {
         )
     }
 
-    /// Returns the message that tells the ranks of this life that another life has ended it.
+    /// Returns the message that tells the ranks of this life that a later life has replaced it.
     pub(super) fn superseded(&self, join: &Join, peer: Peer) -> FromSidecar {
         let lives = format!(
             "generation {} of job {:?}, begun by process {}, replaced generation {}, begun by \

@@ -11,8 +11,8 @@ use racksum_net::log_limit::LogLimit;
 use super::fold::Handed;
 use super::message::FromSidecar;
 
-/// Limits log messages about failed jobs, the ranks that caused the failures, and refused memory. A
-/// user can cause any number of them.
+/// Limits log messages about failed jobs, about the ranks that caused the failures, and about
+/// refused memory. A user can cause any number of such messages.
 pub(super) static LOST: LogLimit = LogLimit::new(64);
 
 /// A rank that has joined.
@@ -24,7 +24,7 @@ pub(super) struct Member {
     pub(super) next_op: u32,
     /// Bytes of memory that the rank has lent.
     pub(super) lent: usize,
-    /// The rank's operands of ops that have not ended, by op number.
+    /// The rank's operands for ops that have not ended, by op number.
     in_flight: BTreeMap<u32, Handed>,
 }
 
@@ -34,7 +34,7 @@ impl Member {
     }
 
     /// Records the operand of the rank's next op, and returns the op's number. Returns `None` if
-    /// the operand shares memory with an op in flight.
+    /// the operand overlaps that of an op in flight.
     pub(super) fn call(&mut self, handed: &Handed) -> Option<u32> {
         if self.in_flight.values().any(|other| handed.overlaps(other)) {
             return None;
@@ -44,7 +44,8 @@ impl Member {
         Some(op)
     }
 
-    /// Returns the number of the rank's next op, which has no operand because the rank refuses it.
+    /// Assigns a number to the rank's next op without recording an operand, for example because the
+    /// rank refuses the op. Returns the number.
     pub(super) const fn refuse(&mut self) -> u32 {
         let op = self.next_op;
         self.next_op += 1;
@@ -61,25 +62,25 @@ impl Member {
         self.in_flight.keys().any(|op| is_such(*op))
     }
 
-    /// Sends a message to the rank. Hangs up if the rank does not read.
-    pub(super) fn tell(&self, message: &FromSidecar, descriptor: Option<BorrowedFd<'_>>) {
-        let told = self.line.send_now(message, descriptor);
-        match told {
-            // Sends the message without its descriptor. The rank then reports an error for the op.
-            Err(LineError::TooManyOnTheWay) if descriptor.is_some() => self.tell(message, None),
-            // The failed send has hung up the line, so the rank's thread removes the rank.
+    /// Sends a message to the rank. Closes the line if the rank does not read.
+    pub(super) fn send(&self, message: &FromSidecar, descriptor: Option<BorrowedFd<'_>>) {
+        let sent = self.line.send_now(message, descriptor);
+        match sent {
+            // Send the message without its descriptor. The rank then reports an error for the op.
+            Err(LineError::TooManyOnTheWay) if descriptor.is_some() => self.send(message, None),
+            // The failed send has closed the line, so the rank's thread removes the rank.
             Err(LineError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
                 LOST.note(|left_out| {
                     let what = "rank does not read its messages; closing its connection";
                     tracing::warn!(pid = self.pid, left_out, "{what}");
                 });
             }
-            // A rank that has hung up needs no message.
+            // A rank that has closed the line needs no message.
             Ok(()) | Err(_) => {}
         }
     }
 
-    /// Hangs up the line, so that the rank's thread removes the rank and frees all it holds.
+    /// Closes the line, so that the rank's thread removes the rank and frees its memory.
     pub(super) fn hang_up(&self) {
         self.line.hang_up();
     }

@@ -8,25 +8,25 @@ use racksum_proto::ids::Generation;
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::stats::Stats;
 use serde::{Deserialize, Serialize};
-
-use crate::engine::Stats;
 
 /// A part of a JSON document. The reader applies [`PeerText`] to the texts of the whole document.
 pub(super) type Json = String;
 
-/// The version of these messages. A sidecar and its ranks must be of the same release.
+/// The version of these messages. A sidecar and its ranks must come from the same release.
 pub(super) const VERSION: u16 = 1;
 
 /// A message from a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum FromRank {
-    /// Asks to join a job. The first message of a rank.
+    /// Asks to join a job. This is the first message of every rank.
     Join(Join),
-    /// Asks for the sidecar's status. The only message of a caller that is not a rank.
+    /// Asks for the sidecar's status. This is the only message of a caller that is not a rank.
     AskStatus,
-    /// Lends memory, and gives it this number. Its descriptor comes with the message.
+    /// Lends memory, to which later messages refer by this number. The message carries the memory's
+    /// file descriptor.
     Lend { memory: u32 },
     /// Takes back lent memory.
     TakeBack { memory: u32 },
@@ -41,7 +41,7 @@ pub(super) enum FromRank {
     Leave,
 }
 
-/// The size of a list of blocks, and where its values are. The indices are 32-bit numbers.
+/// The number of blocks in a list, and the offset of their values. The indices are 32-bit numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ListAt {
     pub(super) blocks: u32,
@@ -56,7 +56,8 @@ pub(super) struct Join {
     pub(super) version: u16,
     pub(super) job: JobName,
     pub(super) generation: Generation,
-    /// A secret that all lives of the job share and nobody else knows, if the job has one.
+    /// The secret that the ranks of all lives of the job share, if the job has one. Nobody else may
+    /// know it.
     pub(super) secret: Option<Key>,
     pub(super) rank: u16,
     /// Number of ranks in the job.
@@ -74,7 +75,7 @@ pub(super) struct Join {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum FromSidecar {
-    /// The sidecar is of another release, with version `speaks` of these messages.
+    /// The sidecar comes from another release, which uses version `speaks` of these messages.
     WrongVersion { speaks: u16 },
     /// The sidecar refuses the rank.
     Refused {
@@ -82,13 +83,13 @@ pub(super) enum FromSidecar {
         reason: String,
     },
     /// The sidecar cannot join the job at the aggregator. Only jobs with ranks on other hosts need
-    /// it.
+    /// an aggregator.
     NotJoined(NotJoined),
     /// Some ranks have not joined yet.
     Waiting { missing: Vec<u16> },
     /// All ranks have joined, so ops may start.
     Ready,
-    /// The sidecar has taken the lent memory, unless `refused` says why not.
+    /// The sidecar has accepted the lent memory, or has refused it for the reason in `refused`.
     Lent {
         memory: u32,
         #[serde(default, deserialize_with = "PeerText::option")]
@@ -96,30 +97,30 @@ pub(super) enum FromSidecar {
     },
     /// Network statistics of the job: the traffic between this host and the aggregator.
     Stats(Stats),
-    /// A part of the sidecar's status, which is the JSON of a
+    /// A part of the sidecar's status, which is the JSON form of a
     /// `racksum_proto::status::SidecarStatus`. The status is not sent as a file, because the kernel
-    /// limits how many descriptors of a user are in flight.
+    /// limits how many descriptors a user may have in flight.
     Status { part: Json, more: bool },
     /// An op has ended.
     Ended { op: u32, outcome: Outcome },
     /// Ranks are lost, and the job is over.
     Lost { ranks: Vec<u16>, why: Loss },
-    /// The job cannot go on, for this reason.
+    /// The job cannot continue; `why` is the reason.
     CutOff {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
     /// An op has timed out, and the job is over.
     TimedOut,
-    /// A greater generation of the job has begun. `why` is a sentence that says so.
+    /// A greater generation of the job has begun. `why` is a sentence that names both generations.
     Superseded {
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         why: String,
     },
 }
 
-/// Why the sidecar cannot join a job at the aggregator. The variants match the errors of a rank
-/// that joins there itself.
+/// The reason why the sidecar cannot join a job at the aggregator. The variants match the errors
+/// that a rank receives if it joins without a sidecar.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum NotJoined {
@@ -166,14 +167,16 @@ pub(super) enum NotJoined {
 pub(super) enum Outcome {
     /// The rank's tensor is reduced.
     Reduced,
-    /// The rank's list and those of the other ranks are summed to this many blocks. The descriptor
-    /// of the sealed file with the sums comes with the message.
+    /// The union of the ranks' lists has `blocks` blocks. The message carries the descriptor of the
+    /// sealed file that holds the sums.
     Union { blocks: u32 },
-    /// Two ranks called the op with different descriptors. The job goes on.
+    /// Two ranks called the op with different descriptors. The job continues.
     Mismatch { one: Called, other: Called },
-    /// The wire type cannot carry the value at index `element`. The job goes on.
+    /// The wire type cannot carry a value of the block that begins at index `element`. The job
+    /// continues.
     Overflow { element: u64 },
-    /// Some ranks did not call the op within `after` milliseconds. The job is over.
+    /// The op did not end within `after` milliseconds. `missing` lists the ranks that the op waited
+    /// for, if they are known. The job is over.
     Timeout { after: u64, missing: Vec<u16> },
 }
 

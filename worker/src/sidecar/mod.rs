@@ -1,19 +1,19 @@
 //! A sidecar sums the tensors of a host's ranks in shared memory.
 //!
-//! Ranks connect to its unix socket and pass it the descriptors of memory that they lend. An op
-//! names a place in this memory. Once all ranks of the host have called an op, threads of the
-//! sidecar fold the tensors in rank order, chunk by chunk. They overwrite each tensor with the sum.
-//! Only ranks whose tensors lie in private memory copy data. For lists of blocks, the threads fold
-//! the union. Ranks receive the union in a sealed file, because its size is not known in advance.
+//! Ranks connect to its unix socket and pass it the file descriptors of memory that they lend. An
+//! op names a place in this memory. Once all ranks of the host have called an op, threads of the
+//! sidecar fold the tensors in rank order, chunk by chunk, and overwrite each tensor with the sum.
+//! A rank copies its operand only if the operand lies in private memory. If ranks pass lists of
+//! blocks, the threads fold only the blocks in the union of the lists. Ranks receive these sums in
+//! a sealed file, because the size of the union is not known in advance.
 //!
-//! A rank may change the memory that it has lent at any time, which affects only the values of its
-//! own job's sums. The sidecar reads each offset and length in that memory once, and then checks
-//! it.
+//! A rank may change its lent memory at any time, which can harm only its own job. The sidecar
+//! copies the indices of a list out of that memory once, and checks the copy.
 
 mod budget;
+mod caller_limit;
 mod calls;
 mod chunks;
-mod door;
 mod error_map;
 mod fold;
 mod fold_error;

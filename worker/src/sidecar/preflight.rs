@@ -1,4 +1,4 @@
-//! Checks of a sidecar's options before it serves.
+//! Checks of a sidecar's options, made before the sidecar starts.
 
 use racksum_net::interface::{interfaces, select};
 use racksum_net::quic::Credentials;
@@ -8,12 +8,12 @@ use crate::error::ConnectError;
 use crate::options::ConnectOptions;
 use crate::route::{find_ways, resolve};
 
-/// Checks as much of a sidecar's options as is possible before a job joins: the identity, the
-/// network interface, and whether the aggregators may be called at all. Returns a sentence for each
-/// fact that is still unknown and may become known later.
+/// Checks those options of a sidecar that can be checked before a job joins: the identity, the
+/// network interface, and the aggregators. Returns a sentence for each set of aggregators that
+/// cannot be reached yet, because a name does not resolve or there is no route.
 ///
 /// # Errors
-/// Returns a [`ConnectError`] for a fault that no later try can fix.
+/// Returns a [`ConnectError`] for a fault that later attempts cannot fix.
 pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectError> {
     let credentials = Credentials::of_aggregator(options.identity.as_deref(), options.insecure)?;
     let pattern = options.interface.as_deref();
@@ -26,7 +26,7 @@ pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectErr
         for host in hosts {
             match resolve(host) {
                 Ok(addrs) => {
-                    // One address that may be called is enough.
+                    // It is enough if the credentials allow calls to one of the addresses.
                     let checked: Vec<_> =
                         addrs.iter().map(|addr| credentials.check(*addr)).collect();
                     if checked.iter().all(Result::is_err) {

@@ -8,8 +8,8 @@ use racksum_proto::schedule::{DeficitRoundRobin, Schedule, Turn};
 use super::fold::Fold;
 use super::job::Job;
 
-/// Bytes that a job's turn reads and writes. A turn takes longer than the switch to the next, but
-/// not so long that other jobs notice.
+/// Number of bytes that a job may read and write in one turn. A turn takes much longer than the
+/// switch to the next turn, but not so long that other jobs notice.
 const QUANTUM: usize = 8 << 20;
 
 /// A fold, with the job and the op that it belongs to.
@@ -20,8 +20,8 @@ pub(super) struct Task {
     pub(super) op: u32,
 }
 
-/// Folds that are not finished. Jobs take turns, so that no job starves another. Within a job,
-/// lower lanes come first.
+/// The unfinished folds. Jobs take turns, so that no job starves another. Within a job, lower lanes
+/// come first.
 #[derive(Debug)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -32,13 +32,13 @@ pub(super) struct Queue {
 struct State {
     /// The tasks of each job that has any.
     jobs: BTreeMap<JobKey, Tasks>,
-    /// Names those jobs, which all wait for their turn.
+    /// The order in which the jobs with tasks take turns.
     schedule: DeficitRoundRobin<JobKey>,
     came: u64,
     closed: bool,
 }
 
-/// The address of a job, which its tasks keep alive.
+/// The address of a job, which is unique as long as the job's tasks keep the job alive.
 type JobKey = usize;
 
 /// The tasks of one job, by lane and then in order of arrival.
@@ -70,8 +70,8 @@ impl Queue {
         let mut sum = Vec::new();
         while let Some((task, mut turn)) = self.next() {
             let ended = task.fold.work(&mut turn, &mut sum, || {
-                // Wakes threads that skipped this fold while it was prepared. Taking the lock first
-                // ensures that none of them is between its search and its wait.
+                // Wake the threads that skipped this fold while it was being prepared. Taking the
+                // lock first ensures that no thread is between its search and its wait.
                 drop(self.lock());
                 self.work.notify_all();
             });
@@ -82,8 +82,8 @@ impl Queue {
         }
     }
 
-    /// Waits for a fold that needs another thread, and returns the most urgent one of the job whose
-    /// turn it is. Returns `None` once the queue is closed.
+    /// Waits for a fold that needs another thread. Returns the most urgent fold of the job whose
+    /// turn it is, with that turn. Returns `None` once the queue is closed.
     fn next(&self) -> Option<(Arc<Task>, Turn<JobKey>)> {
         let mut state = self.lock();
         loop {
@@ -115,7 +115,8 @@ impl State {
     }
 
     fn next(&mut self) -> Option<(Arc<Task>, Turn<JobKey>)> {
-        // Counts the jobs in a row whose folds admit no thread now.
+        // The number of jobs skipped in a row because none of their folds admits another thread.
+        // Once every waiting job has been skipped, there is no work.
         let mut skipped = 0;
         while skipped < self.schedule.waiting() {
             let turn = self.schedule.next()?;
@@ -127,7 +128,7 @@ impl State {
                 self.schedule.remove(job);
                 continue;
             }
-            // Other threads may work for the job during its turn.
+            // Enqueue the job again now, because other threads may work for it during this turn.
             self.schedule.enqueue(job);
             if turn.is_over() {
                 skipped = 0;
@@ -150,7 +151,7 @@ mod tests {
 
     use super::*;
     use crate::sidecar::budget::Budget;
-    use crate::sidecar::fold::{Handed, Memory, Place, Share};
+    use crate::sidecar::fold::{Handed, LentRange, Memory, Share};
     use crate::sidecar::message::{Join, VERSION};
 
     fn job(name: &str) -> Arc<Job> {
@@ -175,7 +176,7 @@ mod tests {
         let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
         let (queue, jobs) = (Queue::default(), [job("busy"), job("other")]);
         let push = |lane, job: usize, op| {
-            let handed = Handed::Tensor(Place::new(&memory, 0, 4).unwrap());
+            let handed = Handed::Tensor(LentRange::new(&memory, 0, 4).unwrap());
             let shares = vec![Share { rank: 0, handed }];
             let fold = Arc::new(Fold::new(Descriptor::sum(1, DType::F32), shares, 1));
             queue.push(lane, Task { fold, job: Arc::clone(&jobs[job]), op });

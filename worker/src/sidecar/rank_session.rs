@@ -10,7 +10,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::loss::Loss;
 
 use super::budget::Budget;
-use super::fold::{Handed, List, Memory, Place};
+use super::fold::{Handed, LentRange, List, Memory};
 use super::job::Job;
 use super::member::LOST;
 use super::message::{FromRank, FromSidecar, ListAt};
@@ -38,7 +38,7 @@ impl<'a> RankSession<'a> {
         Self { queue, budget, line, job, rank, memories: HashMap::new() }
     }
 
-    /// Serves the rank until it leaves or hangs up, and returns how the job lost it.
+    /// Serves the rank until it leaves or disconnects, and returns the reason why the job loses it.
     pub(super) fn serve(mut self) -> Result<Loss, LineError> {
         while let Some((message, descriptor)) = self.line.recv()? {
             match message {
@@ -48,19 +48,22 @@ impl<'a> RankSession<'a> {
                     self.note_lent();
                 }
                 FromRank::Submit { descriptor, memory, at, list } => {
-                    let memory =
-                        self.memories.get(&memory).ok_or_else(|| broken("unknown memory"))?;
+                    let memory = self
+                        .memories
+                        .get(&memory)
+                        .ok_or_else(|| broken("the rank named unknown memory"))?;
                     let descriptor = Descriptor::decode(&descriptor)
-                        .map_err(|_| broken("an invalid descriptor"))?;
-                    let handed = handed(memory, at, list, &descriptor)
-                        .ok_or_else(|| broken("a tensor outside its memory"))?;
+                        .map_err(|_| broken("the rank sent an invalid descriptor"))?;
+                    let handed = handed(memory, at, list, &descriptor).ok_or_else(|| {
+                        broken("an operand is misaligned or not within its memory")
+                    })?;
                     self.submit(descriptor, handed, memory)?;
                 }
                 FromRank::Refuse { descriptor } => {
                     let descriptor = Descriptor::decode(&descriptor).ok();
                     let refused = descriptor.filter(Descriptor::is_refused);
-                    let refused =
-                        refused.ok_or_else(|| broken("a refused op without the mark of one"))?;
+                    let refused = refused
+                        .ok_or_else(|| broken("a refusal lacks the descriptor of a refused op"))?;
                     self.job.refuse_op(self.rank, refused);
                 }
                 FromRank::AskStats => {
@@ -68,19 +71,20 @@ impl<'a> RankSession<'a> {
                 }
                 FromRank::Leave => return Ok(Loss::Left),
                 FromRank::Join(_) | FromRank::AskStatus => {
-                    return Err(broken("a second join"));
+                    return Err(broken("the rank sent another join or a status request"));
                 }
             }
         }
         Ok(Loss::Died)
     }
 
-    /// Takes memory that the rank lends, or answers why it is refused.
+    /// Maps memory that the rank lends. Tells the rank that the memory was accepted, or why it was
+    /// refused.
     fn lend(&mut self, memory: u32, descriptor: Option<OwnedFd>) -> Result<(), LineError> {
         let none = || {
             io::Error::other(
-                "its file descriptor did not arrive; if too many files are open, raise the limit \
-                 (ulimit -n)",
+                "the memory's file descriptor did not arrive; raise the sidecar's limit on open \
+                 files (ulimit -n)",
             )
         };
         let taken = descriptor.ok_or_else(none);
@@ -97,7 +101,7 @@ impl<'a> RankSession<'a> {
                         rank = self.rank,
                         %error,
                         left_out,
-                        "cannot use a rank's memory"
+                        "refusing memory that a rank lends"
                     );
                 });
                 Some(error.to_string())
@@ -117,7 +121,7 @@ impl<'a> RankSession<'a> {
         memory: &Arc<Memory>,
     ) -> Result<(), LineError> {
         if descriptor.lane >= self.job.lanes {
-            return Err(broken("unknown lane"));
+            return Err(broken("the rank named an unknown lane"));
         }
         if let Some((op, fold)) = self.job.submit(self.rank, descriptor, handed, memory) {
             let fold = Arc::new(fold);
@@ -132,7 +136,7 @@ impl<'a> RankSession<'a> {
     }
 }
 
-/// Returns the rank's operand, or `None` if it does not lie within the lent memory.
+/// Returns the rank's operand, or `None` if it is misaligned or not within the lent memory.
 fn handed(
     memory: &Arc<Memory>,
     at: u64,
@@ -142,7 +146,7 @@ fn handed(
     Some(match list {
         None => {
             let len = descriptor.elements * descriptor.dtype.size() as u64;
-            Handed::Tensor(Place::new(memory, at, len)?)
+            Handed::Tensor(LentRange::new(memory, at, len)?)
         }
         Some(list) => Handed::List(List::new(memory, at, list, descriptor)?),
     })

@@ -1,4 +1,4 @@
-//! The sidecar: answers callers, and folds the operands of its ranks.
+//! The sidecar, which answers callers and folds the operands of its ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -19,35 +19,36 @@ use racksum_proto::status::{Memory, SidecarStatus};
 use racksum_proto::time::{Span, Time};
 
 use super::budget::Budget;
-use super::door::Door;
+use super::caller_limit::CallerLimit;
 use super::error_map::parting;
 use super::job::Job;
 use super::member::LOST;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
 use super::queue::Queue;
 use super::rank_session::RankSession;
-use super::status::tell;
+use super::status::write_status;
 use super::thread::spawn;
 use crate::options::ConnectOptions;
 
-/// How often the sidecar checks whether ops have timed out.
+/// The interval between checks for ops that have timed out.
 const TICK: Duration = Duration::from_millis(100);
 
 /// How long a caller may take to send its first message.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long a stopping sidecar waits for the threads of its ranks: [`LINGER`], plus the time that a
-/// client stays for ranks of other hosts that may lack its sums, plus its goodbye.
-const LAST_WORDS: Span = Span::from_secs(13);
+/// How long a stopping sidecar waits for the threads of its ranks. This is enough for [`LINGER`],
+/// for resending sums that ranks of other hosts may lack, and for the last message.
+const STOP_TIMEOUT: Span = Span::from_secs(13);
 
-/// How long a rank that leaves waits for ranks of other hosts to call the ops that it has called.
+/// How long a rank that leaves waits for its ops, which ranks of other hosts may not have called
+/// yet.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// How long a new caller waits for a free line. A line that was hung up is free once its thread
-/// ends.
+/// How long a new caller waits while there are too many lines. A closed line counts until its
+/// thread ends.
 const PATIENCE_FOR_ROOM: Span = Span::from_millis(200);
 
-/// Places for callers without a rank, in addition to one for each rank that may join.
+/// Number of places for callers without a rank, in addition to one for each rank that may join.
 const MAX_UNKNOWN: usize = 64;
 
 /// Limits for all jobs of a sidecar together.
@@ -57,7 +58,7 @@ pub struct Limits {
     pub jobs: usize,
     /// Maximum number of ranks.
     pub ranks: usize,
-    /// Maximum bytes of memory that ranks lend, plus sums of lists.
+    /// Maximum total size of the memory that ranks lend and of the sums of lists, in bytes.
     pub memory: usize,
 }
 
@@ -65,7 +66,7 @@ pub struct Limits {
 #[derive(Debug)]
 pub struct Sidecar {
     listener: Arc<Listener>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<ServerState>,
     threads: Vec<JoinHandle<()>>,
     /// Stops the tick thread when it is dropped.
     stop: Option<Sender<()>>,
@@ -73,16 +74,16 @@ pub struct Sidecar {
 
 /// State that the sidecar's threads share.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ServerState {
     jobs: Mutex<BTreeMap<JobName, Arc<Job>>>,
     /// Options for joining jobs at the aggregator, if there is one.
     upstream: Option<ConnectOptions>,
     limits: Limits,
     pub(super) budget: Arc<Budget>,
-    /// Lines that a thread serves, including lines that were hung up: their threads end soon.
+    /// Lines that have a thread, including closed lines whose threads have not ended yet.
     lines: Mutex<Vec<Arc<Line>>>,
-    /// The callers among them that have no rank.
-    door: Door,
+    /// The lines of callers that have no rank.
+    door: CallerLimit,
     pub(super) queue: Queue,
     /// Whether the sidecar accepts no more jobs.
     draining: AtomicBool,
@@ -90,9 +91,9 @@ pub(super) struct Shared {
 }
 
 impl Sidecar {
-    /// Starts a sidecar with `folders` threads that fold, at least one. The sidecar joins jobs that
-    /// have ranks on other hosts with the options in `upstream`, but ignores the job and the rank
-    /// in them.
+    /// Starts a sidecar with `folders` fold threads, but at least one. If a job has ranks on other
+    /// hosts, the sidecar joins it at the aggregator with the options in `upstream`. The requests
+    /// of the ranks override the job, the ranks, the lanes and the timeouts in `upstream`.
     ///
     /// # Errors
     /// Returns the kernel's error if a thread cannot be started.
@@ -102,13 +103,13 @@ impl Sidecar {
         upstream: Option<ConnectOptions>,
         limits: Limits,
     ) -> io::Result<Self> {
-        let shared = Shared {
+        let shared = ServerState {
             jobs: Mutex::default(),
             upstream,
             limits,
             budget: Arc::new(Budget::new(limits.memory)),
             lines: Mutex::default(),
-            door: Door::new(limits.ranks + MAX_UNKNOWN),
+            door: CallerLimit::new(limits.ranks + MAX_UNKNOWN),
             queue: Queue::default(),
             draining: AtomicBool::new(false),
             started: Clock::start().now(),
@@ -139,7 +140,7 @@ impl Sidecar {
         self.shared.jobs().len()
     }
 
-    /// Accepts no more jobs. Jobs that have begun go on; the sidecar refuses the others.
+    /// Stops accepting jobs. Jobs that have begun continue; the sidecar refuses the others.
     pub fn drain(&self) {
         self.shared.draining.store(true, Relaxed);
         self.shared.jobs().values().for_each(|job| job.refuse(DRAINING));
@@ -153,31 +154,34 @@ impl Drop for Sidecar {
         let stops = FromSidecar::CutOff { why: "it was told to stop".into() };
         self.shared.jobs().values().for_each(|job| job.end(stops.clone()));
         self.shared.lines().iter().for_each(|line| line.hang_up());
-        // The threads of these lines tell other hosts that the ranks are gone.
+        // Wait for the threads of these lines: they report to the aggregator that the ranks are
+        // lost.
         let began = Clock::start().now();
-        while !self.shared.lines().is_empty() && Clock::start().now().since(began) < LAST_WORDS {
+        while !self.shared.lines().is_empty() && Clock::start().now().since(began) < STOP_TIMEOUT {
             std::thread::sleep(TICK / 10);
         }
         self.shared.queue.close();
         for thread in self.threads.drain(..) {
-            // The thread has already printed its panic.
+            // The join succeeds, because a panic of the thread would have ended the process.
             drop(thread.join());
         }
     }
 }
 
-/// Limits log messages about callers that break the protocol. `REFUSED` limits those about refused
-/// ranks, since all ranks of a job may be refused at once.
+/// Limits log messages about failed connections, and about callers that break the protocol.
 static CALLERS: LogLimit = LogLimit::new(16);
+/// Limits log messages about refused ranks, because all ranks of a job may be refused at the same
+/// time.
 static REFUSED: LogLimit = LogLimit::new(64);
 
-impl Shared {
+impl ServerState {
     fn answer_all(self: &Arc<Self>, listener: &Listener) {
         loop {
             let line = match listener.accept() {
                 Ok(Some(line)) => Arc::new(line),
                 Ok(None) => return,
-                // The caller has hung up, or too many files are open. The next call may succeed.
+                // The caller has disconnected, or too many files are open. The next call may
+                // succeed.
                 Err(error) => {
                     CALLERS.note(|left_out| {
                         tracing::warn!(%error, left_out, "cannot accept a connection");
@@ -188,7 +192,7 @@ impl Shared {
             };
             if !self.let_in(&line) {
                 CALLERS.note(|left_out| {
-                    tracing::warn!(left_out, "closing a connection: too many are still open");
+                    tracing::warn!(left_out, "closing a new connection: too many are open");
                 });
                 continue;
             }
@@ -199,16 +203,17 @@ impl Shared {
             });
             if let Err(error) = served {
                 CALLERS.note(|left_out| {
-                    tracing::warn!(%error, left_out, "cannot serve a connection");
+                    tracing::warn!(%error, left_out, "cannot start a thread for a connection");
                 });
                 self.let_go(&line);
             }
         }
     }
 
-    /// Admits a caller. Hangs up another one if too many have not joined, so that no caller waits
-    /// for silent ones. Returns false if there are too many lines, most of them already hung up.
-    /// Their threads may wait for folds, and other callers must not wait for them.
+    /// Admits a caller. If too many callers have not joined, disconnects one of them, so that no
+    /// caller waits for silent ones. Returns false if there are still too many lines after
+    /// [`PATIENCE_FOR_ROOM`]. The threads of closed lines may wait much longer for folds, and new
+    /// callers must not wait that long.
     fn let_in(&self, line: &Arc<Line>) -> bool {
         let clock = Clock::start();
         let began = clock.now();
@@ -219,19 +224,19 @@ impl Shared {
             std::thread::sleep(TICK / 100);
         }
         self.lines().push(Arc::clone(line));
-        // If the user is unknown, the thread of this line finds out and ends.
+        // Ignore an error: the thread of this line detects it too, and ends.
         let uid = line.peer().map_or(u32::MAX, |peer| peer.uid);
         if let Some(uid) = self.door.enter(uid, line) {
             CALLERS.note(|left_out| {
-                let what = "too many callers have not joined; closing the oldest of this user";
+                let what = "too many callers have no rank; disconnecting this user's oldest caller";
                 tracing::warn!(uid, left_out, "{what}");
             });
         }
         true
     }
 
-    /// Returns the maximum number of lines: the ranks, the callers without a rank, and as many
-    /// lines that are hung up.
+    /// Returns the maximum number of lines. This is enough for all ranks and all callers without a
+    /// rank, and leaves room for closed lines.
     pub(super) const fn most_lines(&self) -> usize {
         2 * (self.limits.ranks + MAX_UNKNOWN)
     }
@@ -242,13 +247,13 @@ impl Shared {
         self.lines().retain(|other| !Arc::ptr_eq(other, line));
     }
 
-    /// Serves a caller until it hangs up.
+    /// Serves a caller as a rank, or sends it the status, depending on its first message.
     fn serve(self: &Arc<Self>, line: &Arc<Line>) {
         let Ok(peer) = line.set_patience(Some(PATIENCE)).and_then(|()| line.peer()) else { return };
         if !is_known_user(peer.uid) {
-            let reason = "the sidecar cannot tell the user of this process from others; give the \
-                          user an id in the sidecar's user namespace";
-            return say(line, &FromSidecar::Refused { reason: reason.into() });
+            let reason = "the sidecar cannot identify this process's user; map the user's id into \
+                          the sidecar's user namespace";
+            return send(line, &FromSidecar::Refused { reason: reason.into() });
         }
         let first = match line.recv::<serde_json::Value>() {
             Ok(Some((first, _))) => first,
@@ -256,20 +261,22 @@ impl Shared {
             Err(error) => {
                 return CALLERS.note(|left_out| {
                     let pid = peer.pid;
-                    tracing::warn!(pid, %error, left_out, "a caller sent an invalid message");
+                    tracing::warn!(pid, %error, left_out, "cannot read a caller's first message");
                 });
             }
         };
-        // This version may be unable to read the rest of another version's message.
+        // Check the version first, because this version may be unable to read the rest of another
+        // version's message.
         let version = first.pointer("/join/version").and_then(serde_json::Value::as_u64);
         if version.is_some_and(|version| version != u64::from(VERSION)) {
-            return say(line, &FromSidecar::WrongVersion { speaks: VERSION });
+            return send(line, &FromSidecar::WrongVersion { speaks: VERSION });
         }
         match serde_json::from_value(first) {
             Ok(FromRank::Join(join)) => self.serve_rank(line, &join, peer),
-            Ok(FromRank::AskStatus) => self.tell_status(line, peer),
+            Ok(FromRank::AskStatus) => self.send_status(line, peer),
             Ok(_) => CALLERS.note(|left_out| {
-                tracing::warn!(pid = peer.pid, left_out, "a caller did not begin with a join");
+                let what = "a caller's first message was neither a join nor a status request";
+                tracing::warn!(pid = peer.pid, left_out, "{what}");
             }),
             Err(error) => CALLERS.note(|left_out| {
                 let (pid, error) = (peer.pid, PeerText::of(error));
@@ -287,7 +294,7 @@ impl Shared {
                     let (job, rank, pid) = (&join.job, join.rank, peer.pid);
                     tracing::warn!(?job, rank, pid, reason, left_out, "join refused");
                 });
-                return say(line, &FromSidecar::Refused { reason });
+                return send(line, &FromSidecar::Refused { reason });
             }
         };
         self.door.leave(line);
@@ -297,20 +304,20 @@ impl Shared {
             .unwrap_or_else(|error| {
                 LOST.note(|left_out| {
                     let (job, rank) = (&join.job, join.rank);
-                    tracing::warn!(?job, rank, %error, left_out, "rank broke the connection");
+                    tracing::warn!(?job, rank, %error, left_out, "cannot serve a rank any longer");
                 });
                 Loss::Broke
             });
         tracing::info!(job = ?join.job, rank = join.rank, "{}", parting(why));
         match why {
-            // The rank takes its memory back and uses it, so no fold may use it after this.
+            // Wait for ops that use the rank's memory, because the rank takes the memory back.
             Loss::Left => job.leave(join.rank, LINGER),
             why => job.part(join.rank, why),
         }
         self.jobs().retain(|_, job| !job.is_deserted());
     }
 
-    /// Adds a rank to its job, or returns why the rank is refused.
+    /// Adds a rank to its job, or returns the reason why the rank is refused.
     pub(super) fn join(
         &self,
         join: &Join,
@@ -321,8 +328,9 @@ impl Shared {
         if join.local_world < join.world && self.upstream.is_none() {
             let Join { local_world, world, .. } = *join;
             return Err(format!(
-                "{local_world} of the job's {world} ranks are on this host, and the sidecar has no \
-                 aggregator for the others; start it with `racksum worker --aggregator`"
+                "this host has {local_world} of the job's {world} ranks, and the sidecar has no \
+                 aggregator for the others; restart the sidecar with \
+                 `racksum worker --aggregator`, or correct `local_world`"
             ));
         }
         let mut jobs = self.jobs();
@@ -340,7 +348,7 @@ impl Shared {
             Some(job) if job.generation > join.generation => {
                 return Err(format!(
                     "job {:?} is in generation {}, and rank {} has the earlier generation {}; \
-                     start it with the job's current `generation`",
+                     start the rank with the job's current `generation`",
                     join.job, job.generation.0, join.rank, join.generation.0
                 ));
             }
@@ -355,9 +363,13 @@ impl Shared {
         if let Some(upstream) = self.upstream.clone().filter(|_| is_to_call) {
             let called = Arc::clone(&job);
             if let Err(error) = spawn("racksum-call", move || called.call(&upstream)) {
-                let reason = format!("cannot call the aggregator: {error}");
+                let reason = format!(
+                    "cannot start a thread to call the aggregator: {error}; raise the sidecar's \
+                     limit on threads (ulimit -u)"
+                );
                 job.refuse(&reason);
-                // The rank's own thread removes it only after a successful join.
+                // Remove the rank here, because its own thread does so only after a successful
+                // join.
                 job.part(join.rank, Loss::Broke);
                 jobs.retain(|_, job| !job.is_deserted());
                 return Err(reason);
@@ -366,7 +378,7 @@ impl Shared {
         Ok(job)
     }
 
-    /// Checks that there is room for one more job and all its ranks on this host.
+    /// Checks that the sidecar accepts a new job and has room for its ranks on this host.
     fn check_room(&self, join: &Join, jobs: &BTreeMap<JobName, Arc<Job>>) -> Result<(), String> {
         if self.draining.load(Relaxed) {
             return Err(DRAINING.into());
@@ -377,23 +389,23 @@ impl Shared {
         let names: BTreeSet<_> = others().map(|(other, _)| &other.name).collect();
         if !names.contains(&join.job.name) && names.len() >= most {
             return Err(format!(
-                "the sidecar already serves {most} jobs, its limit; raise `racksum worker \
-                 --max-jobs`"
+                "the sidecar already serves its maximum number of jobs, {most}; raise `racksum \
+                 worker --max-jobs`"
             ));
         }
         let ranks: usize = others().map(|(_, job)| job.seats()).sum();
         if ranks + usize::from(join.local_world) > most_ranks {
             return Err(format!(
-                "the job needs {} ranks here, and other jobs have {ranks} of the {most_ranks} that \
-                 the sidecar serves; raise `racksum worker --max-ranks`",
+                "the job's ranks on this host ({}) and the ranks of other jobs ({ranks}) exceed \
+                 the sidecar's limit, {most_ranks}; raise `racksum worker --max-ranks`",
                 join.local_world
             ));
         }
         Ok(())
     }
 
-    /// Sends a caller the status, with the jobs that it may see.
-    fn tell_status(&self, line: &Line, peer: Peer) {
+    /// Sends a caller the status, with the jobs that the caller may see.
+    fn send_status(&self, line: &Line, peer: Peer) {
         let sees_all = peer.uid == 0 || peer.uid == own_uid();
         let jobs = self.jobs();
         let seen = jobs.values().filter(|job| sees_all || job.uid == peer.uid);
@@ -412,8 +424,8 @@ impl Shared {
             jobs: seen.map(|job| job.status()).collect(),
         };
         drop(jobs);
-        // A caller that is gone or does not read needs no answer.
-        drop(tell(&status, line));
+        // A caller that has disconnected or does not read needs no answer.
+        drop(write_status(&status, line));
     }
 
     fn jobs(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<Job>>> {
@@ -425,15 +437,15 @@ impl Shared {
     }
 }
 
-/// Checks that a request to join is consistent in itself.
+/// Checks that a request to join is internally consistent.
 fn check(join: &Join) -> Result<(), String> {
     let Join { ref job, rank, world, local_world, lanes, .. } = *join;
     job.check()?;
     if world == 0 || rank >= world {
-        return Err(format!("rank {rank} must be below the world of {world}"));
+        return Err(format!("rank {rank} must be below the number of ranks, {world}"));
     }
     if local_world == 0 || local_world > world {
-        return Err(format!("1 to {world} ranks can be on this host, not {local_world}"));
+        return Err(format!("`local_world` must be from 1 to {world}, not {local_world}"));
     }
     if lanes == 0 {
         return Err("a job must have at least one lane".into());
@@ -441,16 +453,16 @@ fn check(join: &Join) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the user of this process.
+/// Returns the user id of this process.
 fn own_uid() -> u32 {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata("/proc/self").map_or(u32::MAX, |own| own.uid())
 }
 
-fn say(line: &Line, message: &FromSidecar) {
-    // A caller that has hung up needs no message.
+fn send(line: &Line, message: &FromSidecar) {
+    // A caller that has disconnected needs no message.
     drop(line.send_now(message, None));
 }
 
-/// Why a sidecar that drains refuses jobs.
+/// The reason that a draining sidecar gives when it refuses a job.
 const DRAINING: &str = "the sidecar is draining and takes no more jobs";

@@ -16,13 +16,15 @@ use super::message::{FromRank, FromSidecar};
 const PATIENCE: Duration = Duration::from_millis(PATIENCE_MS);
 const PATIENCE_MS: u64 = 5000;
 
-/// Bytes of the status in one message. Escapes make them less than twice as long.
+/// Maximum length of the status text in one message, in bytes. The message escapes the text, which
+/// at most doubles its length.
 const PART: usize = 16 << 10;
 
-/// Maximum size of a status in bytes, many times that of a sidecar with the most jobs and ranks.
-const MAX_TOLD: usize = 16 << 20;
+/// Maximum size of a status in bytes. The status of a sidecar that is full of jobs and ranks is
+/// much smaller.
+const MAX_STATUS: usize = 16 << 20;
 
-/// Why a sidecar did not send its status.
+/// The reason why a sidecar did not send its status.
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
     /// The call failed.
@@ -31,7 +33,8 @@ pub enum AskError {
     /// The sidecar does not answer.
     #[error("no answer; the process may be suspended")]
     Silent,
-    /// The sidecar hung up, or its answer cannot be read. The text says which.
+    /// The sidecar closed the connection, refused the request, or sent an invalid answer. The text
+    /// says which.
     #[error("{0}")]
     Answer(String),
 }
@@ -55,38 +58,40 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
     line.set_patience(Some(PATIENCE)).map_err(LineError::from)?;
     let (clock, began) = (Clock::start(), Clock::start().now());
     line.send(&FromRank::AskStatus, None)?;
-    let mut told = String::new();
+    let mut json = String::new();
     loop {
         match line.recv()? {
             Some((FromSidecar::Status { part, more }, _)) => {
-                told.push_str(&part);
+                json.push_str(&part);
                 // The line's timeout applies to each part. This check limits the time for all
                 // parts.
                 if more && clock.now().since(began).as_millis() > PATIENCE_MS {
                     return Err(AskError::Silent);
                 }
-                if told.len() > MAX_TOLD {
-                    let why = format!("its status is longer than {MAX_TOLD} bytes");
+                if json.len() > MAX_STATUS {
+                    let why = format!("its status is longer than {MAX_STATUS} bytes");
                     return Err(AskError::Answer(why));
                 }
                 if !more {
-                    return serde_json::from_str(&told).map_err(|error| {
+                    return serde_json::from_str(&json).map_err(|error| {
                         AskError::Answer(PeerText::of(error).as_str().to_owned())
                     });
                 }
             }
             Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
-                return Err(AskError::Answer("it refuses to tell this user its status".into()));
+                return Err(AskError::Answer("it refuses to send this user its status".into()));
             }
             _ => {
-                return Err(AskError::Answer("it closed the connection without a status".into()));
+                return Err(AskError::Answer(
+                    "it closed the connection without sending its status".into(),
+                ));
             }
         }
     }
 }
 
 /// Sends the status to the caller that asked for it.
-pub(super) fn tell(status: &SidecarStatus, line: &Line) -> Result<(), LineError> {
+pub(super) fn write_status(status: &SidecarStatus, line: &Line) -> Result<(), LineError> {
     let json = serde_json::to_string(status)?;
     let mut left = &json[..];
     loop {

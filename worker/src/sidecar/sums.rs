@@ -1,5 +1,5 @@
-//! Sums of lists of blocks, which ranks receive in sealed files. Their size is not known before the
-//! union.
+//! Sums of lists of blocks. Ranks receive the sums in sealed files, because the size of the union
+//! is not known in advance.
 
 use std::fmt::Display;
 use std::io;
@@ -18,12 +18,13 @@ use crate::blocks::{Blocks, values_len};
 pub(super) struct Sums {
     sealed: Sealed,
     blocks: u32,
-    /// At the sidecar, the memory reserved in the budget until the ranks receive the sums.
+    /// The reservation in the sidecar's budget, until just before the ranks receive the sums.
+    /// Always `None` at a rank.
     room: Mutex<Option<Room>>,
 }
 
 impl Sums {
-    /// Creates the sums of these blocks, with indices but without values.
+    /// Creates the sums of the blocks with these indices. Writes the indices, but no values yet.
     pub(super) fn begin(
         descriptor: &Descriptor,
         indices: &[u32],
@@ -40,7 +41,7 @@ impl Sums {
         begin().map_err(|error: io::Error| no_memory(error))
     }
 
-    /// Creates sealed sums with the values of `blocks`.
+    /// Creates sealed sums with the indices and values of `blocks`.
     pub(super) fn of(
         descriptor: &Descriptor,
         blocks: &Blocks,
@@ -57,7 +58,7 @@ impl Sums {
         Self { sealed, blocks, room: Mutex::default() }
     }
 
-    /// Writes `values` at byte offset `at` behind the indices.
+    /// Writes `values` at byte offset `at`, counted from the end of the indices.
     pub(super) fn write(&self, at: u64, values: &[u8]) -> Result<(), FoldError> {
         self.sealed.write_at(values, self.indices_len() + at).map_err(no_memory)
     }
@@ -67,8 +68,9 @@ impl Sums {
         self.sealed.seal().map_err(no_memory)
     }
 
-    /// Frees the sums' memory in the budget just before ranks receive them. A rank may need this
-    /// memory for its next op before all threads have dropped the sums.
+    /// Releases the bytes that the sums reserve in the budget. Call this just before the ranks
+    /// receive the sums: a rank may need these bytes for its next op before all threads have
+    /// dropped the sums.
     pub(super) fn free(&self) {
         self.room.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
@@ -78,7 +80,8 @@ impl Sums {
         self.blocks
     }
 
-    /// Reads all blocks. Their values go into the memory of `values`, whose content is overwritten.
+    /// Reads all blocks. Reuses the memory of `values` for their values, and overwrites its
+    /// content.
     pub(super) fn read(&self, mut values: Vec<u8>) -> io::Result<Blocks> {
         let len = self.sealed.len()?.checked_sub(self.indices_len());
         let len =

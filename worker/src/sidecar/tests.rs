@@ -1,4 +1,4 @@
-//! Tests with several ranks in one process, each test at its own sidecar.
+//! Tests with several ranks in one process, each test with its own sidecar.
 
 mod crowds;
 mod hostile;
@@ -22,6 +22,7 @@ use racksum_proto::control::MAX_OPS;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::ids::Generation;
 use racksum_proto::loss::Loss;
+use racksum_proto::stats::SidecarStats;
 use racksum_proto::time::Span;
 
 use racksum_proto::descriptor::Descriptor;
@@ -38,12 +39,12 @@ use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::tensor::Region;
 use crate::tensor::tests::{region_of, regions_of};
-use crate::transport::{LentMemory, SidecarStats, Transport};
+use crate::transport::{LentMemory, Transport};
 
-/// A timeout that is long enough on a busy machine.
+/// A timeout that is long enough even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(200);
 
-/// A rank, its client and its transport.
+/// A rank's client, and the transport under it.
 #[derive(Debug)]
 struct Rank {
     client: Client,
@@ -98,7 +99,7 @@ impl Rig {
         Self { sidecar: Sidecar::start(listener, 2, None, limits).unwrap(), path }
     }
 
-    /// Waits until the sidecar has no jobs and no memory of ranks.
+    /// Waits until the sidecar has no jobs and holds no memory of ranks.
     fn await_peace(&self) {
         while self.sidecar.jobs() > 0 || ask(&self.path).unwrap().memory.used > 0 {
             std::thread::yield_now();
@@ -122,7 +123,7 @@ impl Rig {
         Rank::call(&self.path, &options).unwrap()
     }
 
-    /// Returns the clients of all ranks of a job, once they have joined.
+    /// Joins all ranks of a job, and returns their clients.
     fn job(&self, job: &str, world: u16) -> Vec<Rank> {
         let ranks: Vec<_> = (0..world).map(|rank| self.call(job, rank, world)).collect();
         for rank in &ranks {
@@ -148,7 +149,7 @@ fn sum_of(count: usize) -> Descriptor {
 /// Reduces one tensor of each rank. Checks that all results are equal, and returns the result.
 fn reduce(ranks: &[Rank], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Vec<u8> {
     let memory: Vec<_> = ranks.iter().map(|rank| rank.lend(tensors[0].len()).unwrap()).collect();
-    // Every other tensor lies in shared memory.
+    // Put every second tensor, starting with the first, in shared memory.
     let mut handles = Vec::new();
     for (i, (rank, tensor)) in ranks.iter().zip(&tensors).enumerate() {
         let region = if i % 2 == 0 {
@@ -165,7 +166,7 @@ fn reduce(ranks: &[Rank], descriptor: Descriptor, tensors: Vec<Vec<u8>>) -> Vec<
         reduced.push(region.bytes(0..region.len()).to_vec());
     }
     for other in &reduced {
-        assert_eq!(other, &reduced[0], "the ranks have different bits");
+        assert_eq!(other, &reduced[0], "the ranks have different result bits");
     }
     reduced.remove(0)
 }
@@ -205,7 +206,7 @@ proptest! {
         let descriptor = Descriptor { reduction, ..Descriptor::sum(elements as u64, dtype) };
         let inputs: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
         let mut expected = vec![0; len];
-        let terms = arith::Fold { world: world.into(), absent: false };
+        let terms = arith::FoldTerms { world: world.into(), absent: false };
         arith::fold_run(dtype.native_wire(), reduction, terms, &inputs, &mut expected).unwrap();
         prop_assert_eq!(reduce(&ranks, descriptor, tensors), expected);
     }
@@ -222,7 +223,7 @@ fn ops_are_waited_for_in_any_order() {
     for i in (0..20_u8).rev() {
         for handles in &mut handles {
             let region = sums_of(handles.pop().unwrap()).unwrap();
-            assert_eq!(region.bytes(0..4), (3.0 * f32::from(i)).to_le_bytes());
+            assert_eq!(region.bytes(0..4).to_vec(), (3.0 * f32::from(i)).to_le_bytes());
         }
     }
 }
@@ -255,7 +256,7 @@ fn an_op_goes_on_without_its_handle_and_keeps_its_tensor() {
     assert_eq!(gone.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
     let other = ranks[1].submit(own(floats(2.0, 10)), sum_of(10)).unwrap();
     let region = sums_of(other).unwrap();
-    assert_eq!(region.bytes(0..4), 3f32.to_le_bytes());
+    assert_eq!(region.bytes(0..4).to_vec(), 3f32.to_le_bytes());
     assert_eq!(gone.recv_timeout(PATIENCE), Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
 }
 
@@ -272,16 +273,19 @@ fn a_tensor_that_was_copied_is_reduced_although_nobody_waits_for_it() {
         if let Some(handle) = handle.take() {
             assert!(handle.ends_within(PATIENCE));
             drop(handle);
-            assert_eq!(seen.bytes(0..8), floats(3.0, 2));
+            assert_eq!(seen.bytes(0..8).to_vec(), floats(3.0, 2));
         }
         // Each round copies 8 bytes to shared memory and 8 bytes back.
         let copied = if ends_first { 32 } else { 16 };
         let (clock, began) = (Clock::start(), Clock::start().now());
         while ranks[0].sidecar_stats().copied_bytes != copied {
-            assert!(clock.now().since(began) < Span::from_secs(200), "it is not copied back");
+            assert!(
+                clock.now().since(began) < Span::from_secs(200),
+                "the sums were not copied back in time"
+            );
             std::thread::yield_now();
         }
-        assert_eq!(seen.bytes(0..8), floats(3.0, 2));
+        assert_eq!(seen.bytes(0..8).to_vec(), floats(3.0, 2));
     }
 }
 
@@ -329,7 +333,7 @@ fn a_rank_that_is_gone_is_named_to_the_others() {
         Error::Submit(SubmitError::PeerLost { ranks: vec![ids::Rank(2)], why: Loss::Died })
     );
     ranks.clear();
-    // The job is gone with its ranks, so its name is free.
+    // The job ended when its last rank disconnected, so its name is free.
     reduce(&rig.job("job", 2), sum_of(4), vec![floats(1.0, 4); 2]);
 }
 
@@ -346,7 +350,7 @@ fn a_rank_that_leaves_is_only_missed_by_ops() {
 #[test]
 fn an_op_that_not_all_ranks_call_times_out() {
     let rig = Rig::start();
-    // The smallest timeout that any rank asks for applies.
+    // The job uses the shortest timeout that any rank asks for.
     let soon = |options: &mut ConnectOptions| options.op_timeout = Duration::from_millis(200);
     let ranks = [rig.call("job", 0, 2), rig.call_with("job", 1, 2, soon)];
     assert!(ranks[0].is_ready_within(PATIENCE).unwrap());
@@ -361,7 +365,8 @@ fn an_op_that_not_all_ranks_call_times_out() {
 fn who_cannot_join_is_told_why() {
     let rig = Rig::start();
     let first = rig.call("job", 0, 2);
-    // The sidecar serves callers concurrently, and this one must join first.
+    // The sidecar serves callers concurrently, so wait until this rank has joined before the next
+    // one calls.
     while first.missing().is_empty() {
         std::thread::yield_now();
     }
@@ -370,15 +375,18 @@ fn who_cannot_join_is_told_why() {
         error => panic!("{error}"),
     };
     assert!(refused(rig.call("job", 0, 2)).starts_with("rank 0 has already joined as process"));
-    assert_eq!(refused(rig.call("job", 1, 3)), "job \"job\" has 2 ranks, but rank 1 asks for 3");
-    assert_eq!(refused(rig.call("other", 3, 3)), "rank 3 must be below the world of 3");
+    assert_eq!(
+        refused(rig.call("job", 1, 3)),
+        "job \"job\": the number of ranks is 2, but rank 1 asks for 3"
+    );
+    assert_eq!(refused(rig.call("other", 3, 3)), "rank 3 must be below the number of ranks, 3");
     assert!(!first.is_ready_within(Duration::from_millis(20)).unwrap());
     assert_eq!(first.missing(), [1]);
     let older = |options: &mut ConnectOptions| options.generation = Generation(2);
     let restarted = rig.call_with("job", 0, 2, older);
     assert!(!restarted.is_ready_within(Duration::from_millis(20)).unwrap());
-    let told = first.is_ready_within(PATIENCE).unwrap_err().to_string();
-    assert!(told.contains("a greater generation of the job has begun"), "{told}");
+    let error = first.is_ready_within(PATIENCE).unwrap_err().to_string();
+    assert!(error.contains("a greater generation of the job has begun"), "{error}");
     let late = "job \"job\" is in generation 2, and rank 1 has the earlier generation 0";
     let why = refused(rig.call("job", 1, 2));
     assert!(why.starts_with(late), "{why}");
@@ -410,7 +418,7 @@ fn a_life_is_joined_and_ended_by_those_that_show_its_secret() {
     let _next = call("job", (0, 2), 2, Some(1));
     let why = failure(&first, own(floats(1.0, 1)), sum_of(1));
     assert!(why.contains("a greater generation of the job has begun"), "{why}");
-    // A secret does not end a life that began without one.
+    // A rank with a secret cannot end a life that began without a secret.
     let without = call("other", (0, 1), 1, None);
     assert!(without.is_ready_within(PATIENCE).unwrap());
     refused(call("other", (0, 1), 2, Some(1)));
@@ -429,10 +437,10 @@ fn a_rank_that_runs_ahead_of_what_it_may_is_let_go() {
         ranks[1].line.send(&submit, None).unwrap();
     }
     let lost = |rank| failure(rank, own(floats(1.0, 1)), sum_of(1));
-    // Once rank 1 has its answer, the sidecar has read all of its earlier messages.
+    // Once rank 1 has received its error, the sidecar has read all earlier messages of rank 1.
     lost(&ranks[1]);
-    let told = lost(&ranks[0]);
-    assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
+    let error = lost(&ranks[0]);
+    assert!(error.contains("lost rank 1: it dropped the connection"), "{error}");
 }
 
 #[test]
@@ -441,7 +449,7 @@ fn memory_may_be_lent_faster_than_the_sidecar_reads() {
     let ranks = rig.job("job", 1);
     let lent: Vec<_> = (0..2000).map(|_| ranks[0].lend(1).unwrap()).collect();
     let handle = ranks[0].submit(lent[1999].region(1), Descriptor::sum(0, DType::F32));
-    assert!(handle.is_err(), "a byte is no tensor of nothing");
+    assert!(handle.is_err(), "a region of one byte must not match an empty tensor");
     drop(lent);
     reduce(&ranks, sum_of(4), vec![floats(1.0, 4)]);
 }
@@ -488,8 +496,8 @@ fn ops_on_the_same_memory_take_turns() {
     let ranks = rig.job("job", 2);
     let memory = ranks[0].lend(16).unwrap();
     memory.write(0, &floats(1.0, 4));
-    // Tensors of rank 1 are copied. Their sums are written back when an op is waited for, or when
-    // another op needs the memory.
+    // Tensors of rank 1 are copied. The sums are written back when a thread waits for the op, or
+    // when another op needs the memory.
     let tensors = regions_of(floats(2.0, 4), [0..16, 0..8, 4..16]);
     let shared = [16, 8, 16].map(|len| memory.region(len));
     let counts = [4, 2];
@@ -503,7 +511,7 @@ fn ops_on_the_same_memory_take_turns() {
                     .zip(counts)
                     .map(|(region, count)| ranks[of].submit(region, sum_of(count)).expect(rank))
                     .collect();
-                // Waits for the later op first.
+                // Wait for the later op first.
                 handles.into_iter().rev().for_each(|handle| drop(sums_of(handle).unwrap()));
             })
         };
@@ -546,13 +554,14 @@ fn what_has_ended_a_job_is_said_before_what_is_wrong_with_an_op() {
 fn a_panic_of_a_thread_ends_the_process() {
     const DIES: &str = "RACKSUM_TEST_DIES";
     if std::env::var_os(DIES).is_some() {
-        let thread = spawn("dies", || panic!("as it is meant to")).unwrap();
+        let thread = spawn("dies", || panic!("this panic is intended")).unwrap();
         return thread.join().unwrap();
     }
     let own = std::env::current_exe().unwrap();
     let test = "sidecar::tests::a_panic_of_a_thread_ends_the_process";
     let mut own = std::process::Command::new(own);
     let ended = own.args([test, "--exact", "--nocapture"]).env(DIES, "1").output().unwrap();
-    // A test that fails exits with 101, and a test that passes with 0.
+    // A test process exits with 101 if a test fails, and with 0 if all pass, so 1 shows that
+    // `spawn` ended the process.
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
 }

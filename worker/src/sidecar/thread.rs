@@ -4,8 +4,9 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
 
-/// Starts a thread whose panic ends the process. If the other threads went on, ops would wait
-/// forever for this one, or folds would still write to memory that ranks use again.
+/// Starts a thread whose panic ends the process. If the other threads continued after the panic,
+/// ops might wait forever for this thread, or folds might still write to memory that ranks use
+/// again.
 pub(super) fn spawn(
     name: &str,
     work: impl FnOnce() + Send + 'static,

@@ -18,21 +18,22 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, listed};
+use racksum_proto::stats::{SidecarStats, Stats};
 
-use self::flights::{Flight, Flights, LOOK, Over, State};
+use self::flights::{CHECK_INTERVAL, Flight, Flights, Over, State};
 use super::error_map::millis;
 use super::lent::{Copier, Lent};
 use super::message::{Called, FromRank, Join, ListAt, VERSION};
 use super::sums::Sums;
 use crate::blocks::Blocks;
 use crate::control::Mailbox;
-use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::join::check_name;
 use crate::operand::{Operand, check_len};
 use crate::options::ConnectOptions;
 use crate::span::span;
-use crate::transport::{GONE, Grant, LentMemory, Reduced, SidecarStats, StatsQuery, Transport};
+use crate::tensor::Region;
+use crate::transport::{GONE, Grant, LentMemory, Reduced, StatsQuery, Transport};
 
 /// How long to wait before offering a message again after the sidecar's queue was full.
 const FULL: Duration = Duration::from_millis(20);
@@ -41,16 +42,15 @@ const FULL: Duration = Duration::from_millis(20);
 /// timeout itself.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// How long to wait before calling a sidecar again that could not be reached, and how often an
-/// attempt to join checks whether it was cancelled.
+/// How long to wait between calls to an unreachable sidecar, and between checks for a cancelled
+/// attempt to join.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// How long a sidecar may take to release a rank whose attempt to join has failed.
 const PARTING: Duration = Duration::from_secs(1);
 
-/// How long a sidecar may take to release a rank: five seconds for ops that the rank has called,
-/// plus the time that a rank stays for ranks of other hosts that may lack its sums, plus its
-/// goodbye.
+/// How long a sidecar may take to release a rank. This allows the sidecar to wait five seconds for
+/// the rank's ops, to resend sums that ranks of other hosts may lack, and to send the last message.
 const LINGER: Duration = Duration::from_secs(13);
 
 /// The transport of a rank that shares memory with the sidecar of its host.
@@ -66,20 +66,21 @@ pub(crate) struct UnixTransport {
     receiver: Option<JoinHandle<()>>,
 }
 
-/// Where the operand of an op lies in lent memory.
+/// The location of an op's operand in lent memory.
 struct Handed {
-    /// The copy of an operand that does not lie in shared memory.
+    /// The lent memory that holds a copy of the operand, if the operand lies in private memory.
     copy: Option<Arc<Lent>>,
     memory: u32,
     at: u64,
     list: Option<ListAt>,
-    /// Bytes that the operand occupies.
+    /// The number of bytes that the operand occupies.
     len: usize,
 }
 
 impl UnixTransport {
-    /// Joins a job through the sidecar at `path`, and returns once all ranks have joined. Calls the
-    /// sidecar again until `join_timeout` is over, because it may be about to start.
+    /// Joins a job through the sidecar at `path`, and returns once all ranks have joined. While no
+    /// sidecar listens there, retries until `join_timeout` expires, because the sidecar may be
+    /// about to start.
     pub(crate) fn join(
         path: &Path,
         options: &ConnectOptions,
@@ -94,7 +95,7 @@ impl UnixTransport {
                 Ok(transport) => break transport,
                 Err(error) if error.may_pass() => {
                     if !is_absent {
-                        tracing::warn!("{error}; retrying until join_timeout is over");
+                        tracing::warn!("{error}; retrying until join_timeout expires");
                     }
                     if clock.now() >= deadline {
                         return Err(error);
@@ -114,7 +115,7 @@ impl UnixTransport {
                 Ok(false) => {}
                 Err(error) => break error,
             }
-            mailbox.hear(Some(Duration::ZERO));
+            mailbox.recv(Some(Duration::ZERO));
             if mailbox.closed.is_some() {
                 break ConnectError::GivenUp;
             }
@@ -127,7 +128,8 @@ impl UnixTransport {
                 mailbox.awaited.set(format!("ranks {}", listed(missing)));
             }
         };
-        // A working sidecar frees the rank's place within this time. Do not wait for a stuck one.
+        // A working sidecar frees the rank's place within this time. Do not wait longer for a stuck
+        // sidecar.
         transport.may_leave_within(PARTING);
         transport.leave();
         Err(failed)
@@ -137,7 +139,7 @@ impl UnixTransport {
     pub(super) fn call(path: &Path, options: &ConnectOptions) -> Result<Self, ConnectError> {
         check_name(options)?;
         if path.as_os_str().is_empty() {
-            let why = "unix: has no path; give unix:PATH, the --socket of a sidecar";
+            let why = "unix: has no path; pass unix:PATH with the path of a sidecar's --socket";
             return Err(ConnectError::of_aggregators(why));
         }
         let line = Line::connect(path).map_err(|error| not_called(path, error))?;
@@ -155,7 +157,7 @@ impl UnixTransport {
             op_timeout: millis(options.op_timeout),
         };
         let (flights, copier) = (Arc::new(Flights::default()), Copier::start()?);
-        line.set_patience(Some(LOOK))?;
+        line.set_patience(Some(CHECK_INTERVAL))?;
         let limit = options.op_timeout.saturating_add(MARGIN);
         let (receives, from, at) = (Arc::clone(&flights), Arc::clone(&line), path.to_owned());
         let receive = move || receives.receive(&from, &at, limit);
@@ -172,10 +174,10 @@ impl UnixTransport {
         Ok(transport)
     }
 
-    /// Waits up to `limit` until all ranks have joined. Returns whether they have.
+    /// Waits up to `limit` for all ranks to join, and returns whether they have joined.
     ///
     /// # Errors
-    /// Returns why the job cannot be joined.
+    /// Returns the reason why the job cannot be joined.
     pub(super) fn is_ready_within(&self, limit: Duration) -> Result<bool, ConnectError> {
         let waits = |state: &mut State| !state.began && state.refused.is_none();
         let mut state = self.flights.wait(limit, waits);
@@ -195,7 +197,7 @@ impl UnixTransport {
         let nothing = Flight::new(Operand::Tensor(Vec::new()), None);
         let op = self.flights.lock().take_off(nothing, 0)?;
         let Called { descriptor, .. } = Called::new(0, &Descriptor::refused(call));
-        // The receiving thread notices a line that fails.
+        // Ignore a failed send: the receiving thread detects that the line has failed.
         drop(self.line.send(&FromRank::Refuse { descriptor }, None));
         self.flights.abandon(op);
         Ok(())
@@ -215,30 +217,32 @@ impl UnixTransport {
         self.is_free_within(&operand.extent(), Duration::MAX);
         let handed = match &mut operand {
             Operand::Blocks(blocks) => self.hand_blocks(std::mem::take(blocks), descriptor)?,
-            tensor => self.hand_tensor(tensor.bytes(), descriptor)?,
+            tensor => self.hand_tensor(tensor, descriptor)?,
         };
         self.start(operand, handed, descriptor)
     }
 
     /// Finds a tensor in lent memory, or copies it there.
-    fn hand_tensor(&self, bytes: &[u8], descriptor: &Descriptor) -> Result<Handed, Error> {
-        check_len(bytes.len(), descriptor)?;
-        let (len, list) = (bytes.len(), None);
-        if let Some((lent, at)) = self.flights.lent.find(bytes) {
+    fn hand_tensor(&self, tensor: &Operand, descriptor: &Descriptor) -> Result<Handed, Error> {
+        check_len(tensor.len(), descriptor)?;
+        let (len, list) = (tensor.len(), None);
+        let extent = tensor.region().map(Region::extent);
+        if let Some((lent, at)) = extent.and_then(|extent| self.flights.lent.find(&extent)) {
             return Ok(Handed { copy: None, memory: lent.id(), at: at as u64, list, len });
         }
         let copy = self.spare(len)?;
-        copy.fill(bytes, &self.copier);
+        copy.fill(tensor.bytes(), &self.copier);
         Ok(Handed { memory: copy.id(), copy: Some(copy), at: 0, list, len })
     }
 
-    /// Copies the nonzero blocks to lent memory. The indices follow the space for the values, which
-    /// has room for those of all blocks.
+    /// Copies the non-zero blocks to lent memory. The indices follow the values. The space for the
+    /// values is large enough for all listed blocks, including those that are zero.
     fn hand_blocks(&self, blocks: Blocks, descriptor: &Descriptor) -> Result<Handed, Error> {
         let mut blocks = blocks.sorted(descriptor)?;
         let at = blocks.values.len().next_multiple_of(size_of::<u32>());
         let room = at + blocks.indices.len() * size_of::<u32>();
-        // Lists differ in size from op to op. Rounding up makes memory reusable for later lists.
+        // Lists differ in size from op to op, so round up to make the memory reusable for later
+        // lists.
         let copy = self.spare(room.next_power_of_two())?;
         let (mut used, mut count) = (0, 0);
         for (index, values) in blocks.nonzero(descriptor) {
@@ -258,7 +262,8 @@ impl UnixTransport {
         if let Some(spare) = state.take_spare(len) {
             return Ok(spare);
         }
-        // All spare memory is too small. If tensors grow, it would never be used again.
+        // All spare memory is too small, so take it back: if tensors grow, it would never be used
+        // again.
         let small = std::mem::take(&mut state.spare);
         drop(state);
         drop(small);
@@ -275,8 +280,9 @@ impl UnixTransport {
         let Handed { copy, memory, at, list, len } = handed;
         let op = self.flights.lock().take_off(Flight::new(operand, copy), len)?;
         let Called { descriptor, .. } = Called::new(0, descriptor);
-        // The state is unlocked here, because the send may wait for a sidecar that does not read.
-        // The receiving thread notices a line that fails.
+        // Send without holding the lock of the state, because the send may wait for a sidecar that
+        // does not read. Ignore a failed send: the receiving thread detects that the line has
+        // failed.
         drop(self.line.send(&FromRank::Submit { descriptor, memory, at, list }, None));
         Ok(op)
     }
@@ -289,7 +295,7 @@ impl UnixTransport {
         Ok(blocks)
     }
 
-    /// Lends `len` bytes of new memory to the sidecar, and waits until the sidecar takes it.
+    /// Lends `len` bytes of new memory to the sidecar, and waits until the sidecar accepts it.
     pub(super) fn lend(&self, len: usize) -> io::Result<Arc<Lent>> {
         let lent = self.flights.lent.lend(len, &self.line)?;
         let taken = self.is_taken_within(&*lent, SIDECAR_TIMEOUT);
@@ -299,7 +305,8 @@ impl UnixTransport {
 }
 
 impl Transport for UnixTransport {
-    /// Returns the limits of the rank itself. The sidecar does not tell what it was granted.
+    /// Returns the limits of the rank itself. The sidecar does not report the grant of the
+    /// aggregator.
     fn grant(&self) -> Grant {
         let (max_ops, first_op, multicast) = (MAX_OPS, OpId(0), false);
         Grant { max_ops, first_op, shards: 0, multicast, pool_slots: 0, fragment_payload: 0 }
@@ -318,7 +325,8 @@ impl Transport for UnixTransport {
 
     fn finish(&self, op: OpId) -> Result<Reduced<Operand>, Error> {
         let mut state = self.flights.wait(Duration::MAX, |state| !state.has_ended(op.0));
-        // The rest of the flight keeps other ops off the tensor until the op is abandoned.
+        // Keep the rest of the flight until the op is abandoned, so that no other op uses the
+        // tensor.
         let landed = state.flights.get_mut(&op.0).and_then(Flight::unload);
         drop(state);
         let (mut operand, copy, outcome) = landed.ok_or(GONE)?;
@@ -328,7 +336,7 @@ impl Transport for UnixTransport {
             (Operand::Blocks(_), ..) => return Err(flights::strange().into()),
             (tensor, Some(copy), _) => {
                 copy.read_with(&self.copier, tensor.bytes_mut());
-                self.flights.lock().stats.copied_bytes += tensor.bytes().len() as u64;
+                self.flights.lock().stats.copied_bytes += tensor.len() as u64;
             }
             (_, None, _) => {}
         }
@@ -355,7 +363,8 @@ impl Transport for UnixTransport {
 
     fn is_free_within(&self, extent: &Range<usize>, limit: Duration) -> bool {
         let mut state = self.flights.wait(limit, |state| state.is_working_on(extent));
-        // Sums in copies must reach their tensors before the next op reads the tensors.
+        // Sums that are still in copies must reach their tensors before the next op reads the
+        // tensors.
         state.deliver_to(extent);
         !state.is_working_on(extent)
     }
@@ -368,7 +377,7 @@ impl Transport for UnixTransport {
         self.flights.lock().has_room_for(ops)
     }
 
-    /// Returns false, because the sidecar waits for the ranks.
+    /// Returns false, because `submit` does not wait for the other ranks. Only the sidecar does.
     fn must_agree(&self, _wire: WireType) -> bool {
         false
     }
@@ -387,7 +396,8 @@ impl Transport for UnixTransport {
         match state.answered.remove(&lent.id()) {
             Some(Some(refused)) => Some(Err(io::Error::other(refused))),
             Some(None) => Some(Ok(())),
-            // A sidecar that has hung up does not need the memory.
+            // A sidecar that closed the line will not map the memory, so do not wait for its
+            // answer.
             None => state.gone.then_some(Ok(())),
         }
     }
@@ -405,8 +415,8 @@ impl Transport for UnixTransport {
             std::thread::sleep(limit.min(FULL));
             return false;
         };
-        let has_told = |state: &State| state.told >= number || state.gone;
-        has_told(&self.flights.wait(limit, |state| !has_told(state)))
+        let has_answer = |state: &State| state.stats_answered >= number || state.gone;
+        has_answer(&self.flights.wait(limit, |state| !has_answer(state)))
     }
 
     fn sidecar_stats(&self) -> SidecarStats {
@@ -426,8 +436,8 @@ impl Transport for UnixTransport {
         let began = clock.now();
         loop {
             let left = limit.saturating_sub(Duration::from_nanos(clock.now().since(began).0));
-            let was_said = self.flights.take_leave(&self.line);
-            let slice = if was_said { left } else { left.min(FULL) };
+            let was_sent = self.flights.take_leave(&self.line);
+            let slice = if was_sent { left } else { left.min(FULL) };
             let is_gone = self.flights.wait(slice, |state| !state.gone).gone;
             if is_gone || slice == left {
                 return is_gone;
@@ -447,7 +457,7 @@ impl Drop for UnixTransport {
     fn drop(&mut self) {
         self.close();
         if let Some(receiver) = self.receiver.take() {
-            // The thread has already printed its panic.
+            // If the thread panicked, the panic hook has already printed the message.
             drop(receiver.join());
         }
     }
@@ -458,19 +468,20 @@ pub(crate) const SIDECAR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the error for a sidecar that has not answered in time.
 pub(crate) fn unanswered() -> io::Error {
-    let why = format!("no answer within {} s", SIDECAR_TIMEOUT.as_secs());
+    let why =
+        format!("no answer within {} s; its process may be suspended", SIDECAR_TIMEOUT.as_secs());
     io::Error::new(io::ErrorKind::TimedOut, why)
 }
 
-/// Returns why the call to the sidecar at `path` failed.
+/// Returns the error for a failed call to the sidecar at `path`.
 fn not_called(path: &Path, error: CallError) -> ConnectError {
     let (path, absent) = (path.to_owned(), error.is_absence());
     match error {
-        CallError::NotBelieved(why) => ConnectError::ImpostorBeside { path, why },
+        CallError::Untrusted(why) => ConnectError::UntrustedSidecar { path, why },
         CallError::NoSocket => {
             let path = path.display();
             ConnectError::of_aggregators(format!(
-                "unix:{path} is not a socket; give unix:PATH, the --socket of a sidecar"
+                "unix:{path} is not a socket; pass unix:PATH with the path of a sidecar's --socket"
             ))
         }
         CallError::Io(error) => ConnectError::NoSidecar { path, why: error.to_string(), absent },
@@ -501,7 +512,7 @@ mod tests {
     fn a_sidecar_that_is_not_believed_is_told_from_one_that_may_not_be_called() {
         let path = Path::new("/tmp/socket");
         let why = "a process of user 1234 listens there";
-        let error = not_called(path, CallError::NotBelieved(why.into()));
+        let error = not_called(path, CallError::Untrusted(why.into()));
         assert_eq!(error.to_string(), format!("the sidecar at /tmp/socket is not trusted: {why}"));
         assert!(!error.may_pass());
         let of_kind = |kind| not_called(path, io::Error::from(kind).into());

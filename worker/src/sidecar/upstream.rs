@@ -11,14 +11,14 @@ use racksum_proto::call::Call;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::OpId;
 use racksum_proto::loss::Loss;
+use racksum_proto::stats::Stats;
 use racksum_proto::time::Time;
 
-use super::fold::{Fold, Handed, Place, Share, budget_of, give};
+use super::fold::{Fold, Handed, LentRange, Share, budget_of, give};
 use super::fold_error::FoldError;
 use super::sums::Sums;
 use super::thread::spawn;
 use crate::blocks::Blocks;
-use crate::engine::Stats;
 use crate::error::Error;
 use crate::operand::Operand;
 use crate::transport::{Reduced, Transport};
@@ -27,8 +27,8 @@ use crate::udp_transport::UdpTransport;
 /// How long to wait for room for an op before trying again.
 const ROOM: Duration = Duration::from_secs(1);
 
-/// The membership of a host in a job, for all its ranks. It contributes their sums in the order of
-/// the ops, although the ops may be folded in another order.
+/// A host's membership in a job, on behalf of all ranks of the host. It contributes the host's sums
+/// in the order of the ops, although the ops may be folded in another order.
 #[derive(Debug)]
 pub(super) struct Upstream {
     transport: Arc<UdpTransport>,
@@ -51,23 +51,24 @@ pub(super) trait OpSink: Send + Sync {
 enum Passed {
     /// A folded op.
     Folded(Folded),
-    /// An op that a rank of the host refused, or that its ranks called differently.
+    /// An op that the ranks of the host refused, or called with different descriptors.
     Refused(u32, Call),
-    /// An op could not be folded. Later ops would wait for it, so no more are sent.
+    /// A notice that an op could not be folded. Later ops would wait for it forever, so they fail
+    /// too.
     Spoilt,
 }
 
-/// A folded op. The sum of this host's tensors lies in the tensor of its first rank.
+/// A folded op. If all operands are tensors, the tensor of the first rank holds the host's sum.
 #[derive(Debug)]
 pub(super) struct Folded {
     pub(super) op: u32,
-    /// When the first rank called the op.
+    /// The time at which the first rank called the op.
     pub(super) since: Time,
     pub(super) fold: Arc<Fold>,
 }
 
 impl Upstream {
-    /// Starts the threads that pass on a job's folded ops for these ranks.
+    /// Starts the threads that exchange a job's sums with the aggregator on behalf of these ranks.
     ///
     /// # Errors
     /// Returns the kernel's error if a thread cannot be started.
@@ -88,20 +89,20 @@ impl Upstream {
 
     /// Passes a folded op to the aggregator.
     pub(super) fn pass(&self, folded: Folded) {
-        self.tell(Passed::Folded(folded));
+        self.send(Passed::Folded(folded));
     }
 
-    /// Refuses an op for this host, so that the other hosts receive a mismatch.
+    /// Refuses an op for this host, so that the other hosts receive a mismatch error.
     pub(super) fn refuse(&self, op: u32, call: Call) {
-        self.tell(Passed::Refused(op, call));
+        self.send(Passed::Refused(op, call));
     }
 
-    /// Stops sending sums, because one is missing.
+    /// Stops sending sums, because the sum of one op is missing.
     pub(super) fn spoil(&self) {
-        self.tell(Passed::Spoilt);
+        self.send(Passed::Spoilt);
     }
 
-    fn tell(&self, passed: Passed) {
+    fn send(&self, passed: Passed) {
         // The receiving thread runs as long as this sender exists, so the send succeeds.
         drop(self.folded.send(passed));
     }
@@ -112,7 +113,7 @@ impl Upstream {
     }
 
     /// Reports which ranks of this host are lost. The aggregator already knows about other hosts'
-    /// ranks, and treats a client that reports them as broken.
+    /// ranks; a client that reported them would break the protocol.
     pub(super) fn lose(&self, ranks: &[u16], why: Loss) {
         let own = ranks.iter().filter(|rank| self.ranks.contains(rank));
         own.for_each(|rank| self.transport.part(*rank, why));
@@ -125,7 +126,7 @@ impl Upstream {
 }
 
 /// Starts ops in order. Once an op is missing, no later op is started, because other hosts would
-/// take it for the missing one.
+/// mistake it for the missing one.
 fn pass_up(
     transport: &UdpTransport,
     passed: &Receiver<Passed>,
@@ -144,27 +145,27 @@ fn pass_up(
             let due = match due {
                 Ok(folded) => folded,
                 Err(call) => {
-                    // The ranks know about the mismatch. An error means that the session is over
-                    // and numbers no more ops.
+                    // Ignore an error: the ranks know about the mismatch, and a session that is
+                    // over numbers no more ops.
                     drop(once_there_is_room(transport, 0, || transport.refuse(call)));
                     continue;
                 }
             };
             match submit(transport, &due) {
-                // The receiving thread ends only after this one.
+                // The receiving thread ends only after this one, so the send succeeds.
                 Ok(op) => drop(flights.send((due, op))),
                 Err(error) => {
-                    // After `Error::Op` the op has its number and has failed, so later ops may go
-                    // on.
+                    // `Error::Op` means that the op failed after it was numbered. Later ops keep
+                    // their numbers, so they may start.
                     is_spoilt = !matches!(error, Error::Op(_));
-                    tell(job, &due, Err(error));
+                    report_result(job, &due, Err(error));
                 }
             }
         }
         if is_spoilt {
             for late in std::mem::take(&mut early).into_values().flatten() {
-                let why = "an earlier op could not be folded";
-                tell(job, &late, Err(OpError::Ended { why: why.into() }.into()));
+                let why = "an earlier op could not be folded or sent";
+                report_result(job, &late, Err(OpError::Ended { why: why.into() }.into()));
             }
         }
     }
@@ -173,8 +174,8 @@ fn pass_up(
 fn submit(transport: &UdpTransport, due: &Folded) -> Result<OpId, Error> {
     let (descriptor, clock) = (due.fold.descriptor(), Clock::start());
     let spent = || clock.now().since(due.since);
-    // Sends every block that a rank of the host has, even if its sum is zero: the block belongs to
-    // the job's union.
+    // Send every block that is non-zero at some rank of the host, even if its sum is zero, because
+    // the block belongs to the job's union.
     let start = || match (sums_of(&due.fold)?, due.places().next()) {
         (None, Some(first)) => {
             let (tensor, blocks) = (first.region().into(), due.fold.held());
@@ -198,7 +199,8 @@ fn once_there_is_room<T>(
     loop {
         match start() {
             Err(Error::Submit(SubmitError::TooManyOps { .. })) => {
-                // The next try finds out which ops have ended meanwhile.
+                // Retry even after a timeout, because the next attempt detects which ops have ended
+                // in the meantime.
                 if !transport.has_room_within(lane, ROOM) {
                     tracing::debug!(lane, "an op waits for room in its lane");
                 }
@@ -208,7 +210,8 @@ fn once_there_is_room<T>(
     }
 }
 
-/// Reads the sums of lists. Returns `None` if all operands are tensors.
+/// Reads the host's sums if at least one operand is a list. Returns `None` if all operands are
+/// tensors.
 fn sums_of(fold: &Fold) -> Result<Option<Blocks>, Error> {
     // A fold that failed does not reach this function.
     let sums = fold.sums().ok().flatten();
@@ -230,17 +233,18 @@ fn pass_down(transport: &UdpTransport, flights: &Receiver<(Folded, OpId)>, job: 
             None
         });
         match summed.map(|blocks| blocks.map(|blocks| hand_out(transport, &folded, blocks))) {
-            Ok(None) => tell(job, &folded, Ok(None)),
-            Ok(Some(Ok(sums))) => tell(job, &folded, Ok(Some(&sums))),
+            Ok(None) => report_result(job, &folded, Ok(None)),
+            Ok(Some(Ok(sums))) => report_result(job, &folded, Ok(Some(&sums))),
             Ok(Some(Err(spoilt))) => {
                 job.upgrade().into_iter().for_each(|it| it.spoilt(folded.op, spoilt.clone()));
             }
-            Err(error) => tell(job, &folded, Err(error)),
+            Err(error) => report_result(job, &folded, Err(error)),
         }
     }
 }
 
-/// Writes the job's union to the host's tensors, and returns it for the ranks that handed lists.
+/// Writes the job's sums to the host's tensors, and returns the sums for the ranks that passed
+/// lists.
 fn hand_out(transport: &UdpTransport, folded: &Folded, blocks: Blocks) -> Result<Sums, FoldError> {
     let (descriptor, shares) = (folded.fold.descriptor(), folded.fold.shares());
     give(&descriptor, shares, &blocks);
@@ -250,8 +254,8 @@ fn hand_out(transport: &UdpTransport, folded: &Folded, blocks: Blocks) -> Result
 }
 
 impl Folded {
-    /// Returns where the ranks' tensors lie.
-    fn places(&self) -> impl Iterator<Item = &Place> {
+    /// Returns the places of the ranks' tensors.
+    fn places(&self) -> impl Iterator<Item = &LentRange> {
         self.fold.shares().iter().filter_map(|share| match &share.handed {
             Handed::Tensor(place) => Some(place),
             Handed::List(_) => None,
@@ -259,7 +263,7 @@ impl Folded {
     }
 }
 
-fn tell(job: &Weak<dyn OpSink>, folded: &Folded, result: Result<Option<&Sums>, Error>) {
+fn report_result(job: &Weak<dyn OpSink>, folded: &Folded, result: Result<Option<&Sums>, Error>) {
     if let Some(job) = job.upgrade() {
         if let Ok(Some(own)) = folded.fold.sums() {
             own.free();

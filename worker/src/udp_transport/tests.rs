@@ -91,7 +91,7 @@ fn tensor() -> Vec<u8> {
 fn ended<T: std::fmt::Debug>(result: Result<T, Error>, why: &str) {
     match result {
         Err(Error::Op(OpError::Ended { why: got })) if got == why => {}
-        other => panic!("{other:?}, and not {why:?}"),
+        other => panic!("the op must end because of {why:?}: {other:?}"),
     }
 }
 
@@ -138,7 +138,7 @@ fn an_op_whose_handle_is_dropped_goes_on_and_keeps_nothing() {
     let handle = client.submit(tensor(), descriptor()).unwrap();
     let op = handle.op;
     drop(handle);
-    assert!(client.driver().lock().engine.is_in_flight(op), "other ranks need it");
+    assert!(client.driver().lock().engine.is_in_flight(op), "the op must continue");
     client.driver().lock().run(|engine| engine.end("the test is over"));
     assert!(client.driver().lock().engine.take(op).is_none());
 }
@@ -187,8 +187,7 @@ impl Sleeper {
         send(&self.shard, self.rank, &fail(self.op, 0));
     }
 
-    /// Returns whether the thread ends within the time limit. `pass` runs again and again
-    /// meanwhile.
+    /// Returns whether the thread ends within the time limit. Meanwhile, calls `pass` repeatedly.
     fn wakes(&self, mut pass: impl FnMut()) -> bool {
         let clock = Clock::start();
         let start = clock.now();
@@ -230,7 +229,7 @@ fn waiting_for_a_while_ends_with_the_op_or_with_the_while() {
     std::thread::scope(|scope| {
         // One of these threads drives, and the others sleep.
         let waiting = [(); 3].map(|()| scope.spawn(|| handle.ends_within(HOUR)));
-        client.driver().tell(|engine| engine.end("the test is over"));
+        client.driver().with_engine(|engine| engine.end("the test is over"));
         assert_eq!(waiting.map(|thread| thread.join().unwrap()), [true; 3]);
     });
     assert!(handle.ends_within(Duration::ZERO));
@@ -242,23 +241,23 @@ fn a_task_that_awaits_an_op_is_woken_when_it_ends() {
     let client = client();
     let handle: Handle<Vec<f32>> = client.submit(vec![1.0; 1000], descriptor()).unwrap();
     let (woken, is_woken) = std::sync::mpsc::channel();
-    let waker = Waker::from(Arc::new(Told(woken)));
+    let waker = Waker::from(Arc::new(Notifier(woken)));
     let mut awaited = std::pin::pin!(handle);
     let mut context = Context::from_waker(&waker);
     assert!(awaited.as_mut().poll(&mut context).is_pending());
-    assert!(is_woken.try_recv().is_err(), "the op runs");
-    client.driver().tell(|engine| engine.end("the test is over"));
+    assert!(is_woken.try_recv().is_err(), "the task was woken before the op ended");
+    client.driver().with_engine(|engine| engine.end("the test is over"));
     is_woken.recv_timeout(HOUR).unwrap();
     match awaited.poll(&mut context) {
         Poll::Ready(result) => ended(result, "the test is over"),
-        Poll::Pending => panic!("the op has ended"),
+        Poll::Pending => panic!("the op has ended, but its future is pending"),
     }
 }
 
 /// A waker that sends a message.
-struct Told(Sender<()>);
+struct Notifier(Sender<()>);
 
-impl Wake for Told {
+impl Wake for Notifier {
     fn wake(self: Arc<Self>) {
         self.0.send(()).unwrap();
     }
@@ -291,8 +290,8 @@ fn the_owner_of_a_tensor_is_kept_until_its_op_has_ended() {
     let region = region_of(tensor(), Owner(gone));
     // No thread waits for the op.
     drop(client.submit(region, descriptor()).unwrap());
-    assert!(is_gone.try_recv().is_err(), "the op needs it");
-    client.driver().tell(|engine| engine.end("the test is over"));
+    assert!(is_gone.try_recv().is_err(), "the owner was dropped before the op ended");
+    client.driver().with_engine(|engine| engine.end("the test is over"));
     is_gone.recv_timeout(HOUR).unwrap();
 }
 
@@ -319,7 +318,7 @@ fn an_attempt_to_connect_whose_future_is_dropped_is_given_up() {
     let mut context = Context::from_waker(Waker::noop());
     assert!(joined.as_mut().poll(&mut context).is_pending());
     drop(joined);
-    // The attempt holds the other half of this text as long as it runs.
+    // The attempt keeps another reference to this text as long as it runs.
     while !awaited.is_alone() {
         std::thread::yield_now();
     }
@@ -351,7 +350,7 @@ fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
     assert_eq!(opened, expected);
     // No thread waits for a refused op, whatever its outcome.
     send(&shard, socket, &fail(OpId(0), 0));
-    client.driver().tell(|engine| engine.end("the test is over"));
+    client.driver().with_engine(|engine| engine.end("the test is over"));
     assert!((0..4).all(|op| client.driver().lock().engine.take(OpId(op)).is_none()));
 }
 
@@ -385,7 +384,7 @@ fn ops_on_the_same_memory_take_turns_whatever_lanes_they_are_in() {
     assert_eq!(begun(2), [0, 1]);
     drop(handles);
     send(&shard, socket, &fail(OpId(1), 0));
-    assert_eq!(begun(4), [0, 1, 2, 3], "the last only lies behind another in its lane");
+    assert_eq!(begun(4), [0, 1, 2, 3], "the last op only waits for its lane");
 }
 
 #[test]

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::{Tally, lock};
 
-/// Random numbers, the same for the same seed (xorshift64*, Vigna 2016).
+/// Random numbers that depend only on the seed (xorshift64*, Vigna 2016).
 #[derive(Debug)]
 pub(super) struct Draw(u64);
 
@@ -41,7 +41,7 @@ impl Draw {
 pub(super) struct Job {
     name: String,
     world: u64,
-    /// The aggregators where the ranks join, in rank order and starting over after the last.
+    /// The aggregators where the ranks join, in rank order; after the last, the list starts over.
     aggregators: Vec<String>,
     flags: Vec<String>,
     /// The rank to kill, and when.
@@ -91,7 +91,7 @@ impl Job {
         Self { name: name.to_owned(), world, aggregators, flags, victim }
     }
 
-    /// Runs the job and notes its outcome.
+    /// Runs the job and records its outcome.
     pub(super) fn run(&self, program: &Path, logs: &Path, tally: &Mutex<Tally>) {
         let judged = self.judge(program, logs, tally);
         let mut tally = lock(tally);
@@ -121,7 +121,7 @@ impl Job {
         let (mut ops, mut named) = (Vec::new(), false);
         for (rank, process) in ranks.iter_mut().enumerate() {
             let status = process.wait()?;
-            let (out, errors) = process.said()?;
+            let (out, errors) = process.output()?;
             let (right, wrong) = checked(&out);
             ops.push(right);
             if wrong > 0 {
@@ -130,19 +130,19 @@ impl Job {
             let is_victim = self.victim.is_some_and(|(victim, _)| victim == rank);
             let names = self.victim.is_some_and(|(victim, _)| names(&errors, victim));
             named |= names;
-            // A rank that lost another reports it and exits by itself.
-            let tells = names && status.code() > Some(0) && !errors.contains("panicked");
-            let well = if killed { is_victim || tells } else { status.success() };
+            // A rank that lost another rank reports the loss and exits by itself.
+            let reports = names && status.code() > Some(0) && !errors.contains("panicked");
+            let well = if killed { is_victim || reports } else { status.success() };
             if !well {
                 why += &format!("rank {rank}: {status}: {}; ", errors.trim());
             }
         }
         if self.victim.is_none() && (ops[0] == 0 || ops.iter().any(|one| *one != ops[0])) {
-            why += &format!("the ranks report {ops:?} ops; ");
+            why += &format!("the ranks report unequal or zero op counts: {ops:?}; ");
         }
         let mut tally = lock(tally);
         tally.ops += ops.iter().sum::<u64>();
-        tally.told += u64::from(killed && named);
+        tally.losses_named += u64::from(killed && named);
         drop(tally);
         anyhow::ensure!(why.is_empty(), "{why}");
         Ok(())
@@ -156,7 +156,8 @@ impl Job {
 
     fn start(&self, rank: u64, program: &Path, logs: &Path) -> Result<Rank> {
         let out = logs.join(format!("{}-{rank}", self.name.rsplit_once('-').map_or("", |x| x.0)));
-        let file = |kind: &str| File::create(out.with_extension(kind)).context("cannot log");
+        let file =
+            |kind: &str| File::create(out.with_extension(kind)).context("cannot create a log file");
         let child = Command::new(program)
             .arg("bench")
             .args(&self.flags)
@@ -190,7 +191,7 @@ fn names(errors: &str, rank: usize) -> bool {
 }
 
 impl Rank {
-    /// Waits until the process ends. A process that outlives `PATIENCE` is killed, which is an
+    /// Waits until the process ends. Kills a process that outlives `PATIENCE`, and returns an
     /// error.
     fn wait(&mut self) -> Result<ExitStatus> {
         let patience = Deadline::after(PATIENCE);
@@ -208,7 +209,7 @@ impl Rank {
     }
 
     /// Returns the rank's standard output and standard error.
-    fn said(&self) -> Result<(String, String)> {
+    fn output(&self) -> Result<(String, String)> {
         let read = |kind: &str| std::fs::read_to_string(self.out.with_extension(kind));
         Ok((read("out")?, read("err")?))
     }
@@ -235,8 +236,8 @@ mod tests {
         assert_eq!(checked(""), (0, 0));
         let rows = "{\"bytes\":8,\"wrong\":0}\n{\"wrong\":3}\n{\"wrong\":0}\n";
         assert_eq!(checked(rows), (2, 1));
-        assert_eq!(checked(&format!("{rows}{{\"wrong\":")), (2, 1), "half a line is no op");
-        assert_eq!(checked("{\"bytes\":8}\n"), (0, 1), "one that does not say is not right");
+        assert_eq!(checked(&format!("{rows}{{\"wrong\":")), (2, 1), "half a line must not count");
+        assert_eq!(checked("{\"bytes\":8}\n"), (0, 1), "a row without `wrong` must count as wrong");
     }
 
     #[test]

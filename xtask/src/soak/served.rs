@@ -22,7 +22,7 @@ pub(super) struct Served {
     program: PathBuf,
     socket: PathBuf,
     child: Child,
-    /// Files that were open before the first rank joined.
+    /// Number of files that were open before the first rank joined.
     idle_files: usize,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct Served {
 pub(super) struct Resources {
     pub(super) resident_mb: u64,
     pub(super) files: usize,
-    /// Files that were open before the first rank joined.
+    /// Number of files that were open before the first rank joined.
     pub(super) idle_files: usize,
     pub(super) jobs: u64,
     pub(super) buffers_taken: u64,
@@ -69,9 +69,9 @@ impl Served {
                 break addr.to_owned();
             }
             if child.try_wait()?.is_some() {
-                bail!("the aggregator ended: {}", fs::read_to_string(&err)?.trim());
+                bail!("the aggregator exited: {}", fs::read_to_string(&err)?.trim());
             }
-            ensure!(!patience.is_over(), "the aggregator printed no address");
+            ensure!(!patience.is_over(), "the aggregator printed no address in time");
             sleep(POLL);
         };
         let (name, parent) = (name.to_owned(), parent.map(str::to_owned));
@@ -118,14 +118,15 @@ impl Served {
         let status = fs::read_to_string(format!("/proc/{id}/status"))?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-        let told = Cmd::new(
+        let answer = Cmd::new(
             &self.program.display().to_string(),
             &["status", &self.socket.display().to_string(), "--format", "json"],
         )
         .output(Path::new("."))?;
-        let told: Value =
-            serde_json::from_str(&told).context("the aggregator's status is not JSON")?;
-        let shards = told["shards"].as_array().context("the aggregator's status lists no shard")?;
+        let answer: Value =
+            serde_json::from_str(&answer).context("the aggregator's status is not JSON")?;
+        let shards =
+            answer["shards"].as_array().context("the aggregator's status has no array `shards`")?;
         let taken = |shard: &Value| {
             let of = |which: &str| shard["buffers"][which].as_u64().unwrap_or(0);
             of("total") - of("free")
@@ -134,12 +135,13 @@ impl Served {
             resident_mb: kib.context("/proc has no VmRSS of the aggregator")? / 1024,
             files: self.files()?,
             idle_files: self.idle_files,
-            jobs: told["jobs"].as_array().map_or(0, |jobs| jobs.len() as u64),
+            jobs: answer["jobs"].as_array().map_or(0, |jobs| jobs.len() as u64),
             buffers_taken: shards.iter().map(taken).sum(),
         })
     }
 
-    /// Waits until the last job has returned its buffers and files.
+    /// Waits until the aggregator has no jobs, all its buffers and no extra open files, or until
+    /// the timeout.
     pub(super) fn await_peace(&self) -> Result<()> {
         let patience = Deadline::after(PATIENCE);
         while !patience.is_over() {
@@ -166,5 +168,6 @@ impl Drop for Served {
 }
 
 const POLL: Duration = Duration::from_millis(20);
-/// Timeout of starting, draining and coming to rest.
+/// Time limit for an aggregator to start, to drain, and to get back all buffers and close its
+/// files.
 const PATIENCE: Duration = Duration::from_secs(60);

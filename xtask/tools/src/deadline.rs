@@ -10,20 +10,20 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// Creates a timeout that is over after `patience`.
+    /// Creates a timeout that expires after `patience`.
     #[expect(clippy::disallowed_methods, reason = "how long a program waits for a process")]
     #[must_use]
     pub fn after(patience: Duration) -> Self {
         Self { began: Instant::now(), patience }
     }
 
-    /// Returns whether the time is over.
+    /// Returns whether the timeout has expired.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.elapsed() >= self.patience
     }
 
-    /// Returns how much time has passed.
+    /// Returns the time since the timeout was created.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         self.began.elapsed()

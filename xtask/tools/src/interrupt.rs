@@ -17,19 +17,19 @@ static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 /// Registers handlers that note SIGINT, SIGTERM and SIGHUP.
 ///
 /// # Errors
-/// If a handler cannot be registered.
+/// Returns an error if a handler cannot be registered.
 pub fn listen() -> Result<()> {
     let interrupted = INTERRUPTED.get_or_init(Arc::default);
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        flag::register(signal, Arc::clone(interrupted)).context("cannot listen to signals")?;
+        flag::register(signal, Arc::clone(interrupted)).context("cannot listen for signals")?;
     }
     Ok(())
 }
 
-/// Returns an error once a signal has arrived.
+/// Checks that no signal has arrived yet.
 ///
 /// # Errors
-/// If a signal has arrived.
+/// Returns an error if a signal has arrived.
 pub fn check() -> Result<()> {
     if is_noted() {
         bail!("interrupted");
@@ -46,7 +46,7 @@ pub fn is_noted() -> bool {
 /// Waits for a process, and asks it to end once a signal has arrived.
 ///
 /// # Errors
-/// If the operating system cannot tell of the process.
+/// Returns an error if the operating system does not report the process's status.
 pub fn wait(child: &mut Child) -> Result<ExitStatus> {
     let mut is_asked = false;
     loop {

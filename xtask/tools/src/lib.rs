@@ -14,7 +14,7 @@ use std::path::Path;
 /// Returns the workspace root.
 ///
 /// # Panics
-/// If this crate has moved to another folder of the workspace.
+/// Panics if this crate has moved to another folder of the workspace.
 #[must_use]
 pub fn root() -> &'static Path {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2);

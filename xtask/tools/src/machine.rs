@@ -1,8 +1,8 @@
-//! Requirements of the tests and the benches: programs of this machine, and the right to make
+//! Requirements of the tests and the benches: programs of this machine, and the right to create
 //! network namespaces.
 //!
-//! Tests and benches without a requirement skip themselves. A missing requirement is therefore one
-//! line of output and no failure.
+//! Tests and benches that lack a requirement skip themselves, with one line of output and no
+//! failure.
 
 use std::env;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::shell::Cmd;
 /// Provides the tools for slow and lossy links, or returns the reason why they are unavailable.
 ///
 /// # Errors
-/// If an installation fails.
+/// Returns an error if an installation fails.
 pub fn link_tools(root: &Path) -> Result<Option<String>> {
     if let Some(why) = provide(root, &["ip", "tc"], &["iproute2"])? {
         return Ok(Some(why));
@@ -30,10 +30,10 @@ pub fn link_tools(root: &Path) -> Result<Option<String>> {
     Ok(Some(why.to_owned()))
 }
 
-/// Installs `packages` if one of `tools` is missing, or returns the reason why it does not.
+/// Installs `packages` if one of `tools` is missing. Returns the reason if it cannot install them.
 ///
 /// # Errors
-/// If an installation fails.
+/// Returns an error if an installation fails.
 pub fn provide(root: &Path, tools: &[&str], packages: &[&str]) -> Result<Option<String>> {
     let missing = tools.iter().copied().filter(|tool| !on_path(tool)).collect();
     match plan(missing, is_root(root), on_path("apt-get")) {
@@ -70,9 +70,11 @@ fn plan(missing: Vec<&str>, is_root: bool, has_apt: bool) -> Plan {
     match (is_root, has_apt) {
         (true, true) => Plan::Install,
         (true, false) => {
-            Plan::Skip(format!("{missing} not found, and there is no apt-get to install it"))
+            Plan::Skip(format!("{missing} not found, and there is no apt-get to install packages"))
         }
-        (false, _) => Plan::Skip(format!("{missing} not found, and only root can install it")),
+        (false, _) => {
+            Plan::Skip(format!("{missing} not found, and only root can install packages"))
+        }
     }
 }
 

@@ -8,10 +8,11 @@ use anyhow::{Result, bail};
 use crate::machine;
 use crate::shell::{Cmd, path, target};
 
-/// Returns a Python with the pinned packages and the package as it is now.
+/// Installs the package from the working tree. Returns the path of a Python interpreter that has it
+/// and the pinned packages.
 ///
 /// # Errors
-/// If the environment cannot be made, or a package cannot be installed.
+/// Returns an error if the environment cannot be created, or a package cannot be installed.
 pub fn installed(root: &Path) -> Result<PathBuf> {
     let python = venv(root)?;
     let package = root.join("python");
@@ -20,10 +21,11 @@ pub fn installed(root: &Path) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// Returns a Python with the pinned packages, installed at the first use and when the pins change.
+/// Returns the path of a Python interpreter with the pinned packages. Installs them on first use
+/// and when the pins change.
 ///
 /// # Errors
-/// If the environment cannot be made, or a package cannot be installed.
+/// Returns an error if the environment cannot be created, or a package cannot be installed.
 pub fn venv(root: &Path) -> Result<PathBuf> {
     let venv = target(root).join("venv");
     let python = venv.join("bin/python");

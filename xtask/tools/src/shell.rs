@@ -1,4 +1,4 @@
-//! Commands that a program runs and prints. A failure prints the line that repeats it.
+//! Commands that a program runs and prints. The error of a failed command shows its command line.
 
 use std::env;
 use std::fmt;
@@ -45,10 +45,10 @@ impl Cmd {
     }
 
     /// Runs the command in `dir` and passes its output on. An exit status other than 0 is an error
-    /// that carries the line to copy.
+    /// that repeats the command line.
     ///
     /// # Errors
-    /// If the command does not start or does not succeed.
+    /// Returns an error if the command does not start or does not succeed.
     pub fn run(&self, dir: &Path) -> Result<()> {
         println!("$ {self}");
         let status = self
@@ -62,11 +62,11 @@ impl Cmd {
         Ok(())
     }
 
-    /// Runs the command in `dir` and returns its standard output. An error carries its standard
-    /// error.
+    /// Runs the command in `dir` and returns its standard output. An error contains the command's
+    /// standard error.
     ///
     /// # Errors
-    /// If the command does not start or does not succeed.
+    /// Returns an error if the command does not start or does not succeed.
     pub fn output(&self, dir: &Path) -> Result<String> {
         let output = self
             .command(dir)
@@ -74,8 +74,8 @@ impl Cmd {
             .output()
             .with_context(|| format!("cannot start: {self}"))?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
-            bail!("{self}: {} ({})", said.trim(), output.status);
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            bail!("{self}: {} ({})", stderr.trim(), output.status);
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
@@ -116,7 +116,7 @@ impl fmt::Display for Cmd {
 /// Returns a path as an argument.
 ///
 /// # Errors
-/// If the path is not UTF-8.
+/// Returns an error if the path is not UTF-8.
 pub fn path(path: &Path) -> Result<&str> {
     path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))
 }

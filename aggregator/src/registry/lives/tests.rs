@@ -5,7 +5,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::config::Fanout;
-use crate::registry::tests::{Inbox, caller, registry, told, wish};
+use crate::registry::tests::{Inbox, caller, last_message, registry, wish};
 
 /// A generation of a job, and the job's secret if it has one.
 #[derive(Clone, Copy)]
@@ -26,7 +26,7 @@ fn enter(
 ) -> Result<Inbox, String> {
     let (caller, inbox) = caller(identity, ip);
     let joined = registry.join(join, caller, Instant::now());
-    joined.map(|_| inbox).map_err(crate::tenancy::Refusal::why)
+    joined.map(|_| inbox).map_err(crate::quotas::Refusal::why)
 }
 
 const A: [u8; 4] = [10, 0, 0, 1];
@@ -48,7 +48,7 @@ fn a_life_is_ended_by_one_of_the_same_job_and_by_no_other() {
         (none, none, [Some("node-1"), Some("node-9")], A, false),
         (own, other, [Some("node-1"), Some("node-1")], A, true),
         (own, own, [Some("node-1"), Some("node-9")], A, true),
-        // The address proves the job only without secrets and identities.
+        // An address proves the job only without secrets and identities.
         (none, none, [None, None], A, true),
         (none, none, [None, None], B, true),
         (none, none, [None, None], ELSEWHERE, false),
@@ -60,8 +60,9 @@ fn a_life_is_ended_by_one_of_the_same_job_and_by_no_other() {
         let joined = enter(&mut registry, next, identities[1], from);
         let case = format!("{:?} {:?} {identities:?} {from:?}", first.1, second.1);
         assert_eq!(joined.is_ok(), ends, "{case}");
-        let is_told = matches!(told(&mut inbox), Some(FromAggregator::Superseded { .. }));
-        assert_eq!(is_told, ends, "{case}");
+        let is_superseded =
+            matches!(last_message(&mut inbox), Some(FromAggregator::Superseded { .. }));
+        assert_eq!(is_superseded, ends, "{case}");
     }
 }
 
@@ -80,15 +81,15 @@ fn who_ends_a_life_and_who_may_not_hear_of_both() {
     let why = "generation 5 of job \"train\", begun by identity \"node-2\", replaced generation 3, \
                begun by identity \"node-1\"";
     let over = FromAggregator::Superseded { by: Generation(5), why: why.into() };
-    assert_eq!(told(&mut first), Some(over));
+    assert_eq!(last_message(&mut first), Some(over));
 }
 
-fn by(name: &str) -> Option<Beginner> {
-    Some(Beginner::Identity(name.into()))
+fn by(name: &str) -> Option<CallerId> {
+    Some(CallerId::Identity(name.into()))
 }
 
-fn relayed(life: u32, begun_by: Option<Beginner>) -> Join {
-    Join { relays: true, multicast: false, begun_by, ..Life(life, None).join(0) }
+fn relayed(life: u32, begun_by: Option<CallerId>) -> Join {
+    Join { aggregates: true, multicast: false, begun_by, ..Life(life, None).join(0) }
 }
 
 #[test]
@@ -109,7 +110,7 @@ fn what_an_aggregator_says_is_an_identity_is_the_name_of_one_or_refused() {
     assert!(why.ends_with("at most 256 bytes, not 60000"), "{why}");
     let why = enter("a\nb").unwrap_err();
     assert!(why.ends_with("\"a\\nb\" has unprintable characters"), "{why}");
-    // Another authority may have issued that identity.
+    // Another authority may have issued an identity with such a name.
     enter("node 7 (spare)").unwrap();
     // A bad identity is also refused for a rank that joins later.
     let (caller, _inbox) = caller(Some("rack"), A);
@@ -157,7 +158,7 @@ fn a_rank_that_comes_back_is_of_the_same_job_and_no_other() {
         (own, none, [Some("node-2"), Some("node-1")], ELSEWHERE, true),
         (own, none, [Some("node-2"), Some("node-9")], B, false),
         (none, none, [Some("node-2"), Some("node-9")], B, false),
-        // The address proves the job only without secrets and identities.
+        // An address proves the job only without secrets and identities.
         (none, none, [None, None], B, true),
         (none, none, [None, None], ELSEWHERE, false),
     ] {
@@ -185,7 +186,7 @@ fn a_rank_that_has_come_back_is_of_the_present_life_as_if_it_had_always_been() {
     registry.part(&seat, Some(OpId(0)), Instant::now());
     let again =
         |registry: &mut Registry| enter(registry, Life(2, None).join(0), Some("node-9"), ELSEWHERE);
-    assert!(again(&mut registry).is_err(), "it has never been there");
+    assert!(again(&mut registry).is_err(), "the identity has never joined");
     let back = Join { rejoin: true, ..life.join(1) };
     let (caller, _inbox) = caller(Some("node-9"), ELSEWHERE);
     registry.rejoin(back, caller, vec![0], Instant::now()).unwrap();

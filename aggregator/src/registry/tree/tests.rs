@@ -10,9 +10,9 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::config::Fanout;
-use crate::parent::call;
+use crate::parent_session::call;
 use crate::registry::parent_link::MOST_BEFORE;
-use crate::registry::tests::{Inbox, join, registry, told, wish};
+use crate::registry::tests::{Inbox, join, last_message, registry, wish};
 use crate::registry::{MEMBER_QUEUE, lock};
 
 mod refusals;
@@ -26,9 +26,9 @@ fn leaf() -> Registry {
     registry
 }
 
-/// Returns the join that an aggregator sends to its parent for a rank of its own.
+/// Returns the join that an aggregator sends to its parent for one of its ranks.
 fn relayed(job: &str, rank: u16, world: u16) -> Join {
-    Join { relays: true, multicast: false, ..wish(job, rank, world) }
+    Join { aggregates: true, multicast: false, ..wish(job, rank, world) }
 }
 
 fn also(registry: &mut Registry, seat: &Seat, join: Join) -> Option<Joined> {
@@ -64,24 +64,25 @@ fn parent() -> SocketAddr {
 }
 
 /// Returns a summary of all messages sent to the parent.
-fn said(call: &mut Call) -> Vec<String> {
+fn sent(call: &mut ParentCall) -> Vec<String> {
     let message = |message| match message {
-        FromWorker::Also(join) => format!("also {}", join.rank),
-        FromWorker::Parted(Absent { rank, why }) => format!("parted {rank} {why:?}"),
+        FromWorker::AddRank(join) => format!("add_rank {}", join.rank),
+        FromWorker::RankLost(LostRank { rank, why }) => format!("rank_lost {rank} {why:?}"),
         message => format!("{message:?}"),
     };
     std::iter::from_fn(|| call.messages.try_recv().ok()).map(message).collect()
 }
 
-/// Sets up a rack of a job of four: ranks 3 and 1 have joined, in this order, and been announced.
-fn rack(registry: &mut Registry) -> (Call, [(Seat, Inbox); 2]) {
+/// Sets up a rack of a job of four ranks. Ranks 3 and 1 have joined in this order and have been
+/// announced to the parent.
+fn rack(registry: &mut Registry) -> (ParentCall, [(Seat, Inbox); 2]) {
     let (first, joined, inbox) = join(registry, wish("job", 3, 4)).unwrap();
-    assert_eq!(joined, Joined::Call);
+    assert_eq!(joined, Joined::CallParent);
     let mut call = registry.call(&first).unwrap();
-    assert_eq!((call.join.rank, call.join.relays, call.join.data_ports.len()), (3, true, 1));
+    assert_eq!((call.join.rank, call.join.aggregates, call.join.data_ports.len()), (3, true, 1));
     let (second, joined, other) = join(registry, wish("job", 1, 4)).unwrap();
     assert_eq!(joined, Joined::Waiting(vec![0, 2]));
-    assert_eq!(said(&mut call), ["also 1"]);
+    assert_eq!(sent(&mut call), ["add_rank 1"]);
     (call, [(first, inbox), (second, other)])
 }
 
@@ -91,20 +92,20 @@ fn a_rack_is_granted_what_the_parent_grants_once_it_does() {
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
     // Only the parent knows which ranks are missing.
     let waiting = FromAggregator::Waiting { missing: vec![2], waited_ms: 9 };
-    registry.hear_from_parent(&seat, parent(), waiting);
-    assert_eq!(registry.look_after(&seat, Instant::now()), Joined::Waiting(vec![2]));
-    let said = FromAggregator::Welcome(welcome());
-    assert_eq!(registry.hear_from_parent(&seat, parent(), said), Joined::Ready);
+    registry.handle_parent_message(&seat, parent(), waiting);
+    assert_eq!(registry.check_timeouts(&seat, Instant::now()), Joined::Waiting(vec![2]));
+    let message = FromAggregator::Welcome(welcome());
+    assert_eq!(registry.handle_parent_message(&seat, parent(), message), Joined::Ready);
     for (rank, inbox) in [(Rank(0), &mut one), (Rank(1), &mut three)] {
         let FromAggregator::Welcome(granted) = inbox.try_recv().unwrap() else { panic!() };
         assert_eq!((granted.rank, granted.fragment_payload), (rank, 1296));
-        assert_eq!(told(inbox), Some(FromAggregator::Ready { multicast: false }));
+        assert_eq!(last_message(inbox), Some(FromAggregator::Ready { multicast: false }));
     }
     let job = &registry.jobs[&"job".into()];
     let parent = job.new_parent(&Config { shard: 0, ..config(job) }).unwrap();
     assert_eq!(parent.addr, "127.0.0.1:5001".parse().unwrap());
-    let relay = Some(worker::Relay { shard: 0, slots: 4 });
-    assert_eq!((parent.config.rank, parent.config.relay), (Rank(1), relay));
+    let child = Some(worker::ChildShard { shard: 0, slots: 4 });
+    assert_eq!((parent.config.rank, parent.config.child), (Rank(1), child));
     assert_eq!(job.names(), [Rank(1), Rank(3)]);
 }
 
@@ -125,12 +126,12 @@ fn lives_that_are_over_leave_no_task_that_calls_a_silent_parent() {
         for generation in (0..100).map(Generation) {
             let wish = Join { generation, ..wish("job", 0, 2) };
             let (seat, joined, _inbox) = join(&mut lock(&registry), wish).unwrap();
-            assert_eq!(joined, Joined::Call);
+            assert_eq!(joined, Joined::CallParent);
             tokio::spawn(call(Arc::clone(&registry), seat));
             turns().await;
             of_one = if generation.0 == 0 { tasks() } else { of_one };
         }
-        assert!(of_one > 1, "a call has tasks of its own");
+        assert!(of_one > 1, "a call runs in tasks of its own");
         assert_eq!(tasks(), of_one);
         lock(&registry).stop();
         turns().await;
@@ -148,7 +149,7 @@ fn a_parent_that_ends_no_conversation_of_lives_before_has_only_the_last_few() {
         registry.call(&seat).unwrap()
     });
     let mut lives: Vec<_> = lives.collect();
-    let ended = |call: &mut Call| call.messages.try_recv() == Err(TryRecvError::Disconnected);
+    let ended = |call: &mut ParentCall| call.messages.try_recv() == Err(TryRecvError::Disconnected);
     let ended: Vec<_> = lives.iter_mut().map(ended).collect();
     assert_eq!(ended, [vec![true; 10 - 1 - MOST_BEFORE], vec![false; 1 + MOST_BEFORE]].concat());
 }
@@ -159,27 +160,27 @@ fn ranks_that_do_not_read_miss_nothing_but_where_they_stand_in_the_queue() {
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
     for before in 0..10_000 {
         let queued = FromAggregator::Queued { before, why: "no room".into() };
-        registry.hear_from_parent(&seat, parent(), queued);
+        registry.handle_parent_message(&seat, parent(), queued);
     }
-    for said in [FromAggregator::Welcome(welcome()), FromAggregator::Drain] {
-        registry.hear_from_parent(&seat, parent(), said);
+    for message in [FromAggregator::Welcome(welcome()), FromAggregator::Drain] {
+        registry.handle_parent_message(&seat, parent(), message);
     }
     registry.drain();
     registry.drain();
     for inbox in [&mut one, &mut three] {
         assert!(inbox.len() < MEMBER_QUEUE, "{}", inbox.len());
-        let heard: Vec<_> = std::iter::from_fn(|| inbox.try_recv().ok()).collect();
+        let received: Vec<_> = std::iter::from_fn(|| inbox.try_recv().ok()).collect();
         let [queued @ .., FromAggregator::Welcome(_), FromAggregator::Ready { .. }, drain] =
-            &heard[..]
+            &received[..]
         else {
-            panic!("{heard:?}")
+            panic!("{received:?}")
         };
         assert_eq!(drain, &FromAggregator::Drain);
         assert!(!queued.is_empty());
     }
 }
 
-/// Returns the configuration that a job's shard would get.
+/// Returns the configuration that a shard gets for a job.
 fn config(job: &Job) -> Config {
     let (welcome, _) = job.granted.as_ref().unwrap();
     let cut = racksum_proto::geometry::Fragmentation::new(welcome.fragment_payload.into());
@@ -205,17 +206,20 @@ fn a_rank_that_goes_while_ranks_are_gathered_is_not_called_for_the_next_time() {
     let mut registry = leaf();
     let (mut call, [(first, _three), (second, _one)]) = rack(&mut registry);
     registry.leave(&first, Loss::Died, Instant::now());
-    // Closing the message channel ends the connection; the job may already run at the parent.
-    assert_eq!(said(&mut call), ["parted 3 Died"]);
+    // The parent may already run the job, so it is told of the loss before the connection ends.
+    assert_eq!(sent(&mut call), ["rank_lost 3 Died"]);
     assert!(call.messages.blocking_recv().is_none());
     let late = FromAggregator::Welcome(welcome());
-    assert_eq!(registry.hear_from_parent(&first, parent(), late), Joined::Ready);
+    assert_eq!(registry.handle_parent_message(&first, parent(), late), Joined::Ready);
     assert_eq!(registry.jobs[&"job".into()].state, JobState::Gathering);
-    assert!(registry.hung_up(&first, PARENT, "left"));
+    assert!(registry.handle_parent_disconnect(&first, PARENT, "left"));
     let call = registry.call(&first).unwrap();
     assert_eq!(call.join.rank, 1);
     registry.leave(&second, Loss::Left, Instant::now());
-    assert!(!registry.hung_up(&first, PARENT, "left"), "nobody is left to call for");
+    assert!(
+        !registry.handle_parent_disconnect(&first, PARENT, "left"),
+        "no rank is left, so the parent is not called again"
+    );
     assert_eq!(registry.jobs(), 0);
 }
 
@@ -225,23 +229,23 @@ fn what_becomes_of_a_rank_is_said_above_and_what_is_said_above_becomes_of_the_ra
     for why in [Loss::Died, Loss::Left] {
         let mut registry = leaf();
         let (mut call, [(seat, _three), (_, mut one)]) = rack(&mut registry);
-        registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+        registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
         registry.leave(&seat, why, now);
-        assert_eq!(said(&mut call), [format!("parted 3 {why:?}")]);
+        assert_eq!(sent(&mut call), [format!("rank_lost 3 {why:?}")]);
         let over = Some(FromAggregator::PeerLost { ranks: vec![3], why });
         assert_eq!(registry.jobs(), usize::from(why == Loss::Left));
-        assert_eq!(told(&mut one) == over, why == Loss::Died);
+        assert_eq!(last_message(&mut one) == over, why == Loss::Died);
     }
-    let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Relay };
+    let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Aggregator };
     let over = FromAggregator::Superseded { by: Generation(4), why: "the next has begun".into() };
     for message in [lost, over] {
         let mut registry = leaf();
         let (_call, [(seat, mut three), _]) = rack(&mut registry);
-        registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
-        registry.hear_from_parent(&seat, parent(), message.clone());
-        assert_eq!(told(&mut three), Some(message));
+        registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
+        registry.handle_parent_message(&seat, parent(), message.clone());
+        assert_eq!(last_message(&mut three), Some(message));
         assert_eq!(registry.jobs(), 0);
-        assert!(!registry.hung_up(&seat, PARENT, "closed"));
+        assert!(!registry.handle_parent_disconnect(&seat, PARENT, "closed"));
     }
 }
 
@@ -251,25 +255,25 @@ fn of_the_ranks_that_a_parent_names_those_that_a_job_has_are_named_to_its_ranks(
     let (_call, [(seat, mut three), _]) = rack(&mut registry);
     let missing: Vec<_> = (0..10_000).rev().chain([2]).collect();
     let waits = FromAggregator::Waiting { missing: missing.clone(), waited_ms: 0 };
-    registry.hear_from_parent(&seat, parent(), waits);
+    registry.handle_parent_message(&seat, parent(), waits);
     let job = &registry.jobs[&seat.job];
     let known: Vec<_> = (0..job.world).collect();
     assert_eq!(job.missing(), known);
     let lost = FromAggregator::PeerLost { ranks: missing, why: Loss::Died };
-    registry.hear_from_parent(&seat, parent(), lost);
+    registry.handle_parent_message(&seat, parent(), lost);
     let over = FromAggregator::PeerLost { ranks: known, why: Loss::Died };
-    assert_eq!(told(&mut three), Some(over));
+    assert_eq!(last_message(&mut three), Some(over));
 }
 
 #[test]
 fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
     let mut registry = leaf();
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+    registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
     let next = Join { generation: Generation(1), ..wish("job", 1, 4) };
     let (seat, joined, _one) = join(&mut registry, next).unwrap();
-    assert_eq!(joined, Joined::Call);
-    assert!(matches!(told(&mut three), Some(FromAggregator::Superseded { .. })));
+    assert_eq!(joined, Joined::CallParent);
+    assert!(matches!(last_message(&mut three), Some(FromAggregator::Superseded { .. })));
     let _next = registry.call(&seat).unwrap();
     // No message is sent, and the connection stays open.
     assert_eq!(call.messages.try_recv(), Err(TryRecvError::Empty));
@@ -278,7 +282,7 @@ fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
     let (seat, _, _last) = join(&mut registry, last).unwrap();
     let _last = registry.call(&seat).unwrap();
     assert_eq!(call.messages.try_recv(), Err(TryRecvError::Empty));
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+    registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
     assert_eq!(call.messages.try_recv(), Err(TryRecvError::Disconnected));
 }
 
@@ -286,30 +290,30 @@ fn the_next_life_of_a_job_has_the_one_before_end_above_by_itself() {
 fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     let mut registry = leaf();
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
-    assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
+    assert!(!registry.handle_parent_disconnect(&seat, PARENT, "nobody answers"));
     let reason =
         format!("the aggregator has no connection to its parent at {PARENT}: nobody answers");
     for inbox in [&mut three, &mut one] {
-        assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
+        assert_eq!(last_message(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
     }
-    // A running job ends with its parent.
+    // A running job ends when its parent is lost.
     let (_call, [(seat, mut three), _]) = rack(&mut registry);
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
-    assert!(!registry.hung_up(&seat, PARENT, "nobody answers"));
-    let reason = format!("the parent of the aggregator is gone: {PARENT}: nobody answers");
-    assert_eq!(told(&mut three), Some(FromAggregator::ParentLost { reason }));
+    registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
+    assert!(!registry.handle_parent_disconnect(&seat, PARENT, "nobody answers"));
+    let reason = format!("the aggregator lost its parent: {PARENT}: nobody answers");
+    assert_eq!(last_message(&mut three), Some(FromAggregator::ParentLost { reason }));
     // A parent that authenticates data differently is refused.
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);
     let other = Welcome { data_auth: DataAuth::Mac, keys: keys(), ..welcome() };
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(other));
-    let Some(FromAggregator::Refused { reason }) = told(&mut three) else { panic!() };
+    registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(other));
+    let Some(FromAggregator::Refused { reason }) = last_message(&mut three) else { panic!() };
     assert!(reason.contains("the same `racksum aggregator --data-auth`"), "{reason}");
-    // The other racks must not mistake this for a rank that has left.
-    assert_eq!(said(&mut call), ["Stop"]);
+    // The other racks must not be told that a rank of this rack has left.
+    assert_eq!(sent(&mut call), ["Stop"]);
 }
 
-/// Sets up a root with two aggregators: one has joined for ranks 2 and 0 of four, the other for 3
-/// and 1.
+/// Sets up a root with two aggregators. The first has joined for ranks 2 and 0 of four, and the
+/// second for ranks 3 and 1.
 fn root() -> (Registry, [(Seat, Inbox); 2]) {
     let mut registry = registry(Fanout::Unicast, 0);
     let (one, joined, first) = join(&mut registry, relayed("job", 2, 4)).unwrap();
@@ -326,7 +330,7 @@ fn racks_are_numbered_by_their_first_ranks_and_called_by_them() {
     for ((_, mut inbox), rank) in members.into_iter().zip([Rank(0), Rank(1)]) {
         let FromAggregator::Welcome(granted) = inbox.try_recv().unwrap() else { panic!() };
         assert_eq!(granted.rank, rank);
-        assert_eq!(told(&mut inbox), Some(FromAggregator::Ready { multicast: false }));
+        assert_eq!(last_message(&mut inbox), Some(FromAggregator::Ready { multicast: false }));
     }
     let job = &registry.jobs[&"job".into()];
     assert_eq!((job.names(), job.missing()), (vec![Rank(0), Rank(1)], vec![]));
@@ -341,26 +345,26 @@ fn a_rank_that_is_no_aggregator_parts_from_nobody() {
     let (seat, ..) = join(&mut registry, wish("job", 0, 2)).unwrap();
     assert_eq!([0, 1, 60_000].map(|rank| registry.may_part(&seat, rank)), [false; 3]);
     let over = Seat { id: JobId(seat.id.0 + 1), ..seat };
-    assert!(registry.may_part(&over, 0), "of a job that is over");
+    assert!(registry.may_part(&over, 0), "a job that is over accepts every report");
 }
 
 #[test]
 fn a_rack_that_is_lost_is_lost_with_all_its_ranks_and_one_that_loses_a_rank_names_it() {
     let (mut registry, [(one, _), (_, mut inbox)]) = root();
     registry.leave(&one, Loss::Died, Instant::now());
-    let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Relay };
-    assert_eq!(told(&mut inbox), Some(lost));
+    let lost = FromAggregator::PeerLost { ranks: vec![0, 2], why: Loss::Aggregator };
+    assert_eq!(last_message(&mut inbox), Some(lost));
     assert_eq!(registry.jobs(), 0);
     let (mut registry, [(one, _), (_, mut inbox)]) = root();
-    // An aggregator may report only ranks of its own.
+    // An aggregator may report only its own ranks as lost.
     assert_eq!([0, 1, 60_000].map(|rank| registry.may_part(&one, rank)), [true, false, false]);
-    registry.parted(&one, Absent { rank: 1, why: Loss::Died });
+    registry.parted(&one, LostRank { rank: 1, why: Loss::Died });
     assert_eq!(registry.jobs(), 1);
-    registry.parted(&one, Absent { rank: 0, why: Loss::Left });
+    registry.parted(&one, LostRank { rank: 0, why: Loss::Left });
     assert_eq!(registry.jobs(), 1);
-    registry.parted(&one, Absent { rank: 0, why: Loss::Died });
+    registry.parted(&one, LostRank { rank: 0, why: Loss::Died });
     let lost = FromAggregator::PeerLost { ranks: vec![0], why: Loss::Died };
-    assert_eq!(told(&mut inbox), Some(lost));
+    assert_eq!(last_message(&mut inbox), Some(lost));
     assert_eq!(registry.jobs(), 0);
 }
 
@@ -378,13 +382,13 @@ fn sidecars_that_name_standbys_may_move_with_the_ranks_that_do() {
         also(&mut root, &one, change(wish("job", 2, 5)));
         let (_, _, mut direct) = join(&mut root, change(wish("job", 4, 5))).unwrap();
         // An aggregator with a parent cannot move.
-        let told = join(&mut root, relayed("job", 1, 5)).unwrap_err();
-        let why = if told.contains("starts from its first op") {
+        let error = join(&mut root, relayed("job", 1, 5)).unwrap_err();
+        let why = if error.contains("starts from its first op") {
             "continues from another"
         } else {
-            "have standbys"
+            "have standbys, but others joined without"
         };
-        assert!(told.contains(why), "{told}");
+        assert!(error.contains(why), "{error}");
         let (two, _, mut second) = join(&mut root, change(relayed("job", 1, 5))).unwrap();
         assert_eq!(also(&mut root, &two, change(wish("job", 3, 5))), Some(Joined::Ready));
         let first_op = change(wish("job", 0, 5)).resume.map_or(OpId(0), |it| it.first_op);
@@ -411,17 +415,17 @@ fn an_aggregator_that_drains_stops_for_its_parent_and_no_rank_of_a_tree_moves() 
     let mut registry = leaf();
     let (mut call, [(_, mut three), _]) = rack(&mut registry);
     registry.drain();
-    assert_eq!(told(&mut three), Some(FromAggregator::Drain));
-    assert_eq!(said(&mut call), ["Stop"], "no rank has left");
+    assert_eq!(last_message(&mut three), Some(FromAggregator::Drain));
+    assert_eq!(sent(&mut call), ["Stop"], "no rank has left");
     for runs in [false, true] {
         let mut registry = leaf();
         let (mut call, [(seat, _three), _]) = rack(&mut registry);
         if runs {
-            registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(welcome()));
+            registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
         }
         registry.depart(&seat, Instant::now());
-        assert_eq!(said(&mut call), ["parted 3 Broke"]);
-        assert_eq!(registry.jobs(), usize::from(!runs), "it is over if it ran");
+        assert_eq!(sent(&mut call), ["rank_lost 3 Broke"]);
+        assert_eq!(registry.jobs(), usize::from(!runs), "a job that ran has ended");
     }
 }
 
@@ -430,25 +434,25 @@ fn a_rank_that_came_after_the_world_was_complete_is_none_of_it() {
     let mut registry = leaf();
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
     let counted = Welcome { rack: vec![3], ..welcome() };
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted.clone()));
-    assert!(matches!(told(&mut one), Some(FromAggregator::Refused { .. })));
-    assert_eq!(told(&mut three), Some(FromAggregator::Ready { multicast: false }));
+    registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(counted.clone()));
+    assert!(matches!(last_message(&mut one), Some(FromAggregator::Refused { .. })));
+    assert_eq!(last_message(&mut three), Some(FromAggregator::Ready { multicast: false }));
     assert_eq!(registry.jobs[&"job".into()].names(), [Rank(3)]);
     // A second welcome has no effect.
     assert_eq!(
-        registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(counted)),
+        registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(counted)),
         Joined::Ready
     );
-    assert_eq!(told(&mut three), None);
+    assert_eq!(last_message(&mut three), None);
     // A grant without any rank of this rack starts no job.
     let mut other = leaf();
     let (mut call, [(seat, _three), _]) = rack(&mut other);
     let nobody = Welcome { rack: vec![0, 2], ..welcome() };
-    other.hear_from_parent(&seat, parent(), FromAggregator::Welcome(nobody));
-    assert_eq!((said(&mut call), other.jobs()), (vec!["Stop".to_owned()], 0));
+    other.handle_parent_message(&seat, parent(), FromAggregator::Welcome(nobody));
+    assert_eq!((sent(&mut call), other.jobs()), (vec!["Stop".to_owned()], 0));
     // At the root, a rank that is announced after the start is ignored.
     let (mut registry, [(first, mut inbox), _]) = root();
-    told(&mut inbox);
+    last_message(&mut inbox);
     assert_eq!(also(&mut registry, &first, wish("job", 1, 4)), Some(Joined::Ready));
-    assert_eq!((told(&mut inbox), registry.jobs()), (None, 1));
+    assert_eq!((last_message(&mut inbox), registry.jobs()), (None, 1));
 }

@@ -3,6 +3,7 @@ use std::time::Duration;
 use racksum_proto::aggregator::{Aggregation, Config};
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank, WindowId};
+use racksum_proto::observer::EventCounts;
 use racksum_proto::time::Time;
 use racksum_proto::wire::{Flags, Kind, messages};
 
@@ -10,8 +11,8 @@ use super::*;
 use crate::destinations::Destinations;
 use crate::slots::Slots;
 
-/// Returns a job of one rank. Each slot with a length holds a result of that many bytes.
-fn job(rank: SocketAddr, lens: &[usize]) -> Job {
+/// Returns a job of one rank. Slot `i` holds a result of `lens[i]` bytes.
+fn job(rank: SocketAddr, lens: &[usize]) -> ShardJob {
     let config = Config {
         job: JobId(1),
         generation: Generation(0),
@@ -32,7 +33,7 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         slots.put_result(slot, *len, config.cut);
     }
     let machine = Aggregation::new(config, Time(0));
-    Job {
+    ShardJob {
         machine,
         slots,
         destinations: Destinations {
@@ -45,12 +46,13 @@ fn job(rank: SocketAddr, lens: &[usize]) -> Job {
         sending: false,
         fences: 0,
         moved: Time(0),
+        events: EventCounts::default(),
         openers: Vec::new(),
     }
 }
 
-/// Returns the result of window `index`, in the slot of that number.
-fn result(index: u32, len: usize, job: &Job) -> ResultFragments {
+/// Returns the result of window `index`, which lies in the slot with the same number.
+fn result(index: u32, len: usize, job: &ShardJob) -> ResultFragments {
     let window = WindowId::new(OpId(0), index);
     let header = Header {
         kind: Kind::Result,

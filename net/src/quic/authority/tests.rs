@@ -67,18 +67,18 @@ async fn call(
         let connection =
             connect(to, caller, Span::from_secs(5)).await.map_err(|e| e.to_string())?;
         // The server may still reject the certificate it was shown.
-        let told = |cause| not_connected(to, cause).to_string();
-        let (mut send, mut recv) = connection.quic().open_bi().await.map_err(told)?;
+        let failure = |cause| not_connected(to, cause).to_string();
+        let (mut send, mut recv) = connection.quic().open_bi().await.map_err(failure)?;
         send.write_all(b"hello").await.ok();
-        let said = recv.read_to_end(100).await;
-        match said {
+        let answer = recv.read_to_end(100).await;
+        match answer {
             Ok(_) => connection.close("done").await,
-            Err(_) => return Err(told(connection.quic().closed().await)),
+            Err(_) => return Err(failure(connection.quic().closed().await)),
         }
         Ok(())
     };
-    let told = called.await;
-    (accept.await.unwrap(), told)
+    let result = called.await;
+    (accept.await.unwrap(), result)
 }
 
 #[tokio::test]
@@ -87,8 +87,8 @@ async fn nodes_of_one_authority_believe_each_other() {
     let authority = folder.authority("rack");
     let served = folder.credentials(&authority, "agg-1", Role::Aggregator);
     for (name, role) in [("node-7", Role::Worker), ("agg-2", Role::Aggregator)] {
-        let (peer, told) = call(&served, &folder.credentials(&authority, name, role)).await;
-        assert_eq!(told, Ok(()));
+        let (peer, result) = call(&served, &folder.credentials(&authority, name, role)).await;
+        assert_eq!(result, Ok(()));
         let peer = peer.unwrap();
         assert_eq!((&*peer.name, &*peer.issuer, peer.role), (name, "rack", role));
         assert!(peer.valid && peer.fingerprint.len() == 64);
@@ -101,21 +101,21 @@ async fn who_is_of_another_authority_is_refused_with_the_reason_on_both_sides() 
     let [ours, theirs] = ["rack", "elsewhere"].map(|name| folder.authority(name));
     let served = folder.credentials(&ours, "agg", Role::Aggregator);
     let stranger = folder.credentials(&theirs, "node", Role::Worker);
-    // The caller detects the mismatch first, since the server shows its certificate first.
-    let (peer, told) = call(&served, &stranger).await;
-    let told = told.unwrap_err();
-    assert!(told.contains("it was issued by another authority"), "{told}");
-    assert!(peer.unwrap_err().to_string().contains("certificate"), "the server hears of it");
+    // The caller detects the mismatch first, because the server shows its certificate first.
+    let (peer, error) = call(&served, &stranger).await;
+    let error = error.unwrap_err();
+    assert!(error.contains("it was issued by another authority"), "{error}");
+    assert!(peer.unwrap_err().to_string().contains("certificate"), "the server receives the alert");
     // The server rejects a caller that accepts every certificate but has no identity.
-    let (peer, told) = call(&served, &Credentials::new(None, false).unwrap()).await;
-    let told = told.unwrap_err();
-    assert!(told.contains("rejected this identity: its certificate is self-signed"), "{told}");
-    let told = log_of(peer);
-    assert!(told.contains("has no identity, only a self-signed certificate"), "{told}");
+    let (peer, error) = call(&served, &Credentials::new(None, false).unwrap()).await;
+    let error = error.unwrap_err();
+    assert!(error.contains("rejected this identity: its certificate is self-signed"), "{error}");
+    let logged = log_of(peer);
+    assert!(logged.contains("has no identity, only a self-signed certificate"), "{logged}");
     // A server without an identity is not reported as an aggregator of another authority.
-    let (_, told) = call(&Credentials::new(None, false).unwrap(), &stranger).await;
-    let told = told.unwrap_err();
-    assert!(told.contains("has no identity, only a self-signed certificate"), "{told}");
+    let (_, error) = call(&Credentials::new(None, false).unwrap(), &stranger).await;
+    let error = error.unwrap_err();
+    assert!(error.contains("has no identity, only a self-signed certificate"), "{error}");
 }
 
 /// Returns the server's log text for a caller it rejected.
@@ -140,10 +140,13 @@ async fn a_certificate_without_the_name_of_aggregators_serves_nobody_and_both_si
         let path = folder.write("agg", &pem);
         let why = Credentials::of_aggregator(Some(&path), false).unwrap_err().to_string();
         assert!(why.contains("lacks subjectAltName=DNS:racksum, "), "{why}");
-        let (peer, told) = call(&Credentials::new(Some(&path), false).unwrap(), &node).await;
-        let (told, logged) = (told.unwrap_err(), log_of(peer));
-        assert!(told.contains(": it lacks subjectAltName=DNS:racksum"), "{told}");
-        assert!(logged.contains("its certificate lacks subjectAltName=DNS:racksum"), "{logged}");
+        let (peer, error) = call(&Credentials::new(Some(&path), false).unwrap(), &node).await;
+        let (error, logged) = (error.unwrap_err(), log_of(peer));
+        assert!(error.contains(": it is damaged, or lacks subjectAltName=DNS:racksum"), "{error}");
+        assert!(
+            logged.contains("its certificate is damaged, or lacks subjectAltName=DNS:racksum"),
+            "{logged}"
+        );
     }
 }
 
@@ -152,15 +155,15 @@ async fn an_expired_certificate_is_refused_with_the_reason_on_both_sides() {
     let folder = Folder::new("expired");
     let authority = folder.authority("rack");
     let served = folder.credentials(&authority, "agg", Role::Aggregator);
-    let (peer, told) = call(&served, &folder.expired(&authority, "node", Role::Worker)).await;
-    let told = told.unwrap_err();
-    assert!(told.contains("rejected this identity: its certificate has expired"), "{told}");
+    let (peer, error) = call(&served, &folder.expired(&authority, "node", Role::Worker)).await;
+    let error = error.unwrap_err();
+    assert!(error.contains("rejected this identity: its certificate has expired"), "{error}");
     assert!(peer.unwrap_err().to_string().contains("expired"));
     let late = folder.expired(&authority, "agg-late", Role::Aggregator);
     let node = folder.credentials(&authority, "node-2", Role::Worker);
-    let (_, told) = call(&late, &node).await;
-    let told = told.unwrap_err();
-    assert!(told.contains(": it has expired"), "{told}");
+    let (_, error) = call(&late, &node).await;
+    let error = error.unwrap_err();
+    assert!(error.contains(": it has expired"), "{error}");
 }
 
 #[tokio::test]
@@ -169,9 +172,9 @@ async fn a_worker_cannot_pass_for_an_aggregator() {
     let authority = folder.authority("rack");
     let false_server = folder.credentials(&authority, "node", Role::Worker);
     let caller = folder.credentials(&authority, "node-2", Role::Worker);
-    let (_, told) = call(&false_server, &caller).await;
-    let told = told.unwrap_err();
-    assert!(told.contains(": it is for another role"), "{told}");
+    let (_, error) = call(&false_server, &caller).await;
+    let error = error.unwrap_err();
+    assert!(error.contains(": it is for another role"), "{error}");
 }
 
 #[test]
@@ -201,8 +204,8 @@ fn no_identity_outlives_its_authority() {
     for days in [Some(10), None] {
         let (pem, not_after) = issue(days).unwrap();
         assert_eq!(not_after, until);
-        let told = Certificate::all_of(&folder.write("node", &pem)).unwrap();
-        assert_eq!(told[0].not_after, until);
+        let certificates = Certificate::all_of(&folder.write("node", &pem)).unwrap();
+        assert_eq!(certificates[0].not_after, until);
     }
     assert!(issue(Some(1)).unwrap().1 < until);
     let path = folder.write("old.pem", &Authority::create("old", 0).unwrap());
@@ -219,7 +222,7 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     let (whole, _) = whole;
     let key = whole.find("-----BEGIN PRIVATE KEY").unwrap();
     let behind = whole.rfind("-----BEGIN CERTIFICATE").unwrap();
-    let told = |name: &str, pem: &str| {
+    let error_of = |name: &str, pem: &str| {
         let path = folder.write(name, pem);
         Credentials::new(Some(&path), false).unwrap_err().to_string()
     };
@@ -228,22 +231,25 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     for (pem, why) in [
         ("", "holds no certificate"),
         (&whole[..key], "holds no private key"),
-        (&whole[..behind], "holds no authority's certificate"),
-        (&other, "the file is an authority's own"),
+        (&whole[..behind], "holds no certificate of an authority"),
+        (&other, "the file belongs to an authority"),
         (&both, "several private keys"),
         ("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", ""),
     ] {
-        let told = told("broken.pem", pem);
-        assert!(told.contains("broken.pem: ") && told.contains(why), "{told}");
+        let error = error_of("broken.pem", pem);
+        assert!(error.contains("broken.pem: ") && error.contains(why), "{error}");
     }
-    let told = told("first.pem", &(FIRST_VERSION.to_owned() + &whole[key..]));
-    assert!(told.contains("X.509 version 1, without extensions"), "{told}");
+    let error = error_of("first.pem", &(FIRST_VERSION.to_owned() + &whole[key..]));
+    assert!(error.contains("X.509 version 1, without extensions"), "{error}");
     let missing = folder.0.join("missing.pem");
-    let told = Credentials::new(Some(&missing), false).unwrap_err().to_string();
-    assert!(told.starts_with("identity ") && told.contains("missing.pem: No such file"), "{told}");
+    let error = Credentials::new(Some(&missing), false).unwrap_err().to_string();
+    assert!(
+        error.starts_with("identity ") && error.contains("missing.pem: No such file"),
+        "{error}"
+    );
     let node = folder.write("node.pem", &whole);
-    let told = Authority::load(&node).unwrap_err().to_string();
-    assert!(told.contains("\"n\" has role worker, not authority"), "{told}");
+    let error = Authority::load(&node).unwrap_err().to_string();
+    assert!(error.contains("\"n\" has role worker, not authority"), "{error}");
     let error = Credentials::new(Some(&node), true).unwrap_err();
     assert!(matches!(error, NetError::InsecureIdentity), "{error}");
 }
@@ -335,8 +341,8 @@ fn credentials_that_know_the_authorities_of_others_believe_like_them() {
     let renewed = folder.credentials(&one, "agg-2", Role::Aggregator);
     let foreign = folder.credentials(&other, "agg-3", Role::Aggregator);
     let [none, neither] = [(); 2].map(|()| Credentials::new(None, false).unwrap());
-    assert!(renewed.believe_like(&own) && neither.believe_like(&none));
-    assert!(!foreign.believe_like(&own) && !own.believe_like(&none));
+    assert!(renewed.accept_all_of(&own) && neither.accept_all_of(&none));
+    assert!(!foreign.accept_all_of(&own) && !own.accept_all_of(&none));
 }
 
 #[test]

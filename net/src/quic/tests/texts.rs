@@ -2,7 +2,7 @@
 
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
-    Absent, Beginner, FromAggregator, FromWorker, Join, OnRankLoss, Resume, Welcome,
+    CallerId, FromAggregator, FromWorker, Join, LostRank, OnRankLoss, Resume, Welcome,
 };
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::loss::Loss;
@@ -73,17 +73,17 @@ fn join() -> Join {
         pool_slots: 0,
         data_auth: None,
         secret: None,
-        begun_by: Some(Beginner::Identity("node-1".into())),
+        begun_by: Some(CallerId::Identity("node-1".into())),
         wait: false,
         on_rank_loss: OnRankLoss::Abort,
         may_move: false,
-        relays: false,
+        aggregates: false,
         rejoin: false,
         resume: Some(Resume { first_op: OpId(0), absent: vec![ABSENT] }),
     }
 }
 
-const ABSENT: Absent = Absent { rank: 1, why: Loss::Died };
+const ABSENT: LostRank = LostRank { rank: 1, why: Loss::Died };
 
 fn welcome() -> Welcome {
     Welcome {
@@ -107,96 +107,96 @@ fn welcome() -> Welcome {
 
 #[test]
 fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
-    use FromWorker as Says;
+    use FromWorker as Message;
     // Number of free-text fields in each message. A join has the names of a job, a group and an
     // identity. The match makes the compiler reject a message that is not listed.
-    let texts = |message: &Says| match message {
-        Says::Join(_) | Says::Also(_) | Says::Look(_) => 3,
-        Says::Parted(_)
-        | Says::Heard
-        | Says::Leave { .. }
-        | Says::Retreat
-        | Says::Withdraw
-        | Says::Stay
-        | Says::Move
-        | Says::AskStatus { .. }
-        | Says::Prove { .. }
-        | Says::Arrived
-        | Says::Stop => 0,
+    let texts = |message: &Message| match message {
+        Message::Join(_) | Message::AddRank(_) | Message::AskPresent(_) => 3,
+        Message::RankLost(_)
+        | Message::PingArrived
+        | Message::Leave { .. }
+        | Message::CancelRejoin
+        | Message::Withdraw
+        | Message::Stay
+        | Message::Move
+        | Message::AskStatus { .. }
+        | Message::Prove { .. }
+        | Message::AskPingSizes
+        | Message::Stop => 0,
     };
     let all = [
-        Says::Join(join()),
-        Says::Also(join()),
-        Says::Look(join()),
-        Says::Parted(ABSENT),
-        Says::Heard,
-        Says::Prove { version: 1 },
-        Says::Arrived,
-        Says::Leave { next_op: Some(OpId(1)) },
+        Message::Join(join()),
+        Message::AddRank(join()),
+        Message::AskPresent(join()),
+        Message::RankLost(ABSENT),
+        Message::PingArrived,
+        Message::Prove { version: 1 },
+        Message::AskPingSizes,
+        Message::Leave { next_op: Some(OpId(1)) },
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
 }
 
 #[test]
 fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
-    use FromAggregator as Says;
-    let texts = |message: &Says| match message {
-        Says::Refused { .. }
-        | Says::RefusedRank { .. }
-        | Says::Queued { .. }
-        | Says::ParentLost { .. }
-        | Says::Status { .. }
-        | Says::Superseded { .. } => 1,
-        Says::WrongVersion { .. }
-        | Says::Lifeline { .. }
-        | Says::Prove { .. }
-        | Says::Arrived { .. }
-        | Says::Waiting { .. }
-        | Says::Present { .. }
-        | Says::Free
-        | Says::Welcome(_)
-        | Says::Ready { .. }
-        | Says::Without(_)
-        | Says::Drain
-        | Says::PeerLost { .. } => 0,
+    use FromAggregator as Message;
+    let texts = |message: &Message| match message {
+        Message::Refused { .. }
+        | Message::RefusedRank { .. }
+        | Message::Queued { .. }
+        | Message::ParentLost { .. }
+        | Message::Status { .. }
+        | Message::Superseded { .. } => 1,
+        Message::WrongVersion { .. }
+        | Message::Lifeline { .. }
+        | Message::Prove { .. }
+        | Message::PingSizes { .. }
+        | Message::Waiting { .. }
+        | Message::Present { .. }
+        | Message::MayLeave
+        | Message::Welcome(_)
+        | Message::Ready { .. }
+        | Message::ContinueWithout(_)
+        | Message::Drain
+        | Message::PeerLost { .. } => 0,
     };
     let text = String::new;
     let all = [
-        Says::Refused { reason: text() },
-        Says::RefusedRank { rank: 0, reason: text() },
-        Says::Queued { before: 0, why: text() },
-        Says::ParentLost { reason: text() },
-        Says::Status { part: Unshown(text()), more: false },
-        Says::Superseded { by: Generation(1), why: text() },
-        Says::Lifeline { port: 1, token: Key([0; Key::LEN]) },
-        Says::Prove {
+        Message::Refused { reason: text() },
+        Message::RefusedRank { rank: 0, reason: text() },
+        Message::Queued { before: 0, why: text() },
+        Message::ParentLost { reason: text() },
+        Message::Status { part: Unshown(text()), more: false },
+        Message::Superseded { by: Generation(1), why: text() },
+        Message::Lifeline { port: 1, token: Key([0; Key::LEN]) },
+        Message::Prove {
             data_ports: vec![1],
             token: Key([0; Key::LEN]),
             ip: "192.0.2.1".parse().unwrap(),
         },
-        Says::Arrived { sizes: vec![1] },
-        Says::Welcome(welcome()),
-        Says::Without(ABSENT),
-        Says::PeerLost { ranks: Vec::new(), why: Loss::Died },
-        Says::Free,
+        Message::PingSizes { sizes: vec![1] },
+        Message::Welcome(welcome()),
+        Message::ContinueWithout(ABSENT),
+        Message::PeerLost { ranks: Vec::new(), why: Loss::Died },
+        Message::MayLeave,
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
 }
 
 #[test]
 fn a_sentence_that_quotes_others_at_any_length_makes_no_message_that_is_too_long() {
-    use FromAggregator as Says;
+    use FromAggregator as Message;
     // JSON escapes every character of this text.
     let text = || "\"".repeat(1 << 20);
     let all = [
-        Says::Refused { reason: text() },
-        Says::RefusedRank { rank: 0, reason: text() },
-        Says::Queued { before: 0, why: text() },
-        Says::ParentLost { reason: text() },
-        Says::Superseded { by: Generation(1), why: text() },
+        Message::Refused { reason: text() },
+        Message::RefusedRank { rank: 0, reason: text() },
+        Message::Queued { before: 0, why: text() },
+        Message::ParentLost { reason: text() },
+        Message::Superseded { by: Generation(1), why: text() },
     ];
     for message in all {
-        let said = serde_json::to_string(&message).unwrap();
-        assert!(said.len() < MAX_FRAME / 2, "{} bytes of {said:.40}", said.len());
+        let json = serde_json::to_string(&message).unwrap();
+        assert!(json.len() < MAX_FRAME / 2, "{} bytes of {json:.40}", json.len());
     }
 }

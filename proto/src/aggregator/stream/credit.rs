@@ -4,7 +4,8 @@ use super::{Progress, Stream};
 use crate::ids::WindowId;
 
 impl Stream {
-    /// Returns the lowest window that some rank has not acknowledged: the base of all credits.
+    /// Returns the position of the first result that some rank has not acknowledged, or of the
+    /// first window without a result if all are acknowledged. Credits count from this position.
     pub(in crate::aggregator) fn low(&self) -> u64 {
         self.folded.front().copied().unwrap_or(self.resulted)
     }
@@ -15,23 +16,24 @@ impl Stream {
         self.sequence.window(self.announced)
     }
 
-    /// Returns the window of a credit, if one is due and no result can carry it. All data that the
-    /// ranks sent before this window has arrived or is lost. A credit is due when `low` has moved
-    /// by more than a quarter of the pool, or when enough new windows have arrived from every rank.
+    /// Returns the window of the next credit, if a credit is due and no result can carry it. All
+    /// data of the windows before the returned one has arrived or is lost. A credit is due when
+    /// `low` has moved by more than a quarter of the pool, or when enough new windows have arrived
+    /// from every rank.
     pub(in crate::aggregator) fn poll_credit(&mut self) -> Option<WindowId> {
-        let far = self.told_arrived.max(self.resulted) + Self::TOLD_WINDOWS;
+        let far = self.reported_arrived.max(self.resulted) + Self::REPORTED_WINDOWS;
         let is_due = self.low() - self.announced > self.pool.len() / 4
             || self.arrived().all(|arrived| arrived >= far);
-        // The result of a window that can be folded and sent makes the credit redundant. This check
-        // comes last, since it moves `next` over windows that no rank owes.
+        // If a window can be folded and its result sent, the result carries the credit. This check
+        // is made last, since it moves `next` past windows that no rank owes.
         if !is_due || self.poll_ready().is_some() {
             return None;
         }
-        self.told_arrived = self.arrived().min().unwrap_or(0).max(self.resulted);
-        Some(self.sequence.window(self.told_arrived))
+        self.reported_arrived = self.arrived().min().unwrap_or(0).max(self.resulted);
+        Some(self.sequence.window(self.reported_arrived))
     }
 
-    /// Returns a position for each rank: all that the rank sent before it has arrived or is lost.
+    /// Returns the position before which all data of each rank has arrived or is lost, by rank.
     fn arrived(&self) -> impl Iterator<Item = u64> {
         self.ranks().zip(&self.ranks).map(|(rank, progress)| {
             let Progress { sent, opened, .. } = *progress;
@@ -39,7 +41,8 @@ impl Stream {
         })
     }
 
-    /// How many more windows must arrive from every rank before a credit reports them. A credit
-    /// costs each rank about as much as a window.
-    const TOLD_WINDOWS: u64 = 2;
+    /// How many more windows must arrive from every rank before a credit reports them. More
+    /// frequent credits would be a burden, since handling a credit costs a rank about as much as
+    /// handling a window.
+    const REPORTED_WINDOWS: u64 = 2;
 }

@@ -1,5 +1,5 @@
-//! A stream whose sums go to a parent. A sum that is folded here is one contribution at the parent,
-//! and the parent's result becomes the result for the ranks here.
+//! A stream whose sums go to a parent. A sum that this aggregator folds is one contribution at the
+//! parent, and the parent's result becomes the result for this aggregator's ranks.
 
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -11,7 +11,7 @@ use crate::wire::Header;
 
 /// The parent's progress in a stream.
 #[derive(Debug)]
-pub(in crate::aggregator) struct Above {
+pub(in crate::aggregator) struct ParentProgress {
     /// Positions of the windows whose results have arrived, in order, each with the mask of its
     /// blocks.
     results: VecDeque<(u64, u64)>,
@@ -23,7 +23,7 @@ pub(in crate::aggregator) struct Above {
     waits: Vec<(Rank, Span)>,
 }
 
-impl Above {
+impl ParentProgress {
     pub(super) fn new(slots: usize) -> Self {
         Self { results: VecDeque::with_capacity(slots), done: 0, begun: None, waits: Vec::new() }
     }
@@ -35,19 +35,19 @@ impl Stream {
         Rank(u16::try_from(self.ranks.len()).unwrap_or(u16::MAX))
     }
 
-    /// Returns the next op that some rank has begun.
+    /// Returns the next op that some rank has begun and the driver has not, and notes it as begun.
     pub(in crate::aggregator) fn pop_begun(&mut self) -> Option<OpId> {
-        let above = self.above.as_mut()?;
-        let op = self.sequence.iter_after(above.begun).find(|entry| !entry.failed)?.op;
-        above.begun = Some(op);
+        let parent = self.at_parent.as_mut()?;
+        let op = self.sequence.iter_after(parent.begun).find(|entry| !entry.failed)?.op;
+        parent.begun = Some(op);
         Some(op)
     }
 
     /// Records the ranks that the parent waits for.
     pub(in crate::aggregator) fn handle_parent_waits(&mut self, ranks: &[(Rank, Span)]) {
-        if let Some(above) = &mut self.above {
-            above.waits.clear();
-            above.waits.extend_from_slice(ranks);
+        if let Some(parent) = &mut self.at_parent {
+            parent.waits.clear();
+            parent.waits.extend_from_slice(ranks);
         }
     }
 
@@ -57,15 +57,15 @@ impl Stream {
     }
 
     /// Returns the ranks that the parent waits for, if this stream waits for the parent.
-    pub(in crate::aggregator) fn awaited_above(&self) -> &[(Rank, Span)] {
-        match &self.above {
-            Some(above) if self.resulted < self.next => &above.waits,
+    pub(in crate::aggregator) fn awaited_at_parent(&self) -> &[(Rank, Span)] {
+        match &self.at_parent {
+            Some(parent) if self.resulted < self.next => &parent.waits,
             _ => &[],
         }
     }
 
-    /// Returns the mask of the blocks that the ranks here have contributed to a window; 0 means
-    /// none. Returns `None` until the window is folded.
+    /// Returns the mask of the blocks that this aggregator's ranks have contributed to a window; 0
+    /// means none. Returns `None` until the window is folded.
     pub(in crate::aggregator) fn summed(&self, window: WindowId) -> Option<u64> {
         // wire: W-64
         let entry = self.sequence.get(window.op)?;
@@ -78,12 +78,12 @@ impl Stream {
     /// Notes that the result of a window has arrived from the parent, with the blocks `mask`.
     /// [`Self::expect_from_parent`] has claimed its slot.
     pub(in crate::aggregator) fn take_from_parent(&mut self, window: WindowId, mask: u64) {
-        let parent = self.parent();
-        let Self { sequence, pool, above: Some(above), .. } = self else { return };
+        let rank = self.parent();
+        let Self { sequence, pool, at_parent: Some(parent), .. } = self else { return };
         let Some(position) = sequence.position(window) else { return };
-        pool.contribution_mut(position, parent).mask = mask;
-        let at = above.results.partition_point(|(earlier, _)| *earlier < position);
-        above.results.insert(at, (position, mask));
+        pool.contribution_mut(position, rank).mask = mask;
+        let at = parent.results.partition_point(|(earlier, _)| *earlier < position);
+        parent.results.insert(at, (position, mask));
     }
 
     /// Claims and returns the slot for a window's result from the parent; `None` if no result is
@@ -103,55 +103,56 @@ impl Stream {
     pub(in crate::aggregator) fn handle_parent_at(&mut self, done: WindowId, low: WindowId) {
         let done = self.sequence.position_from(done);
         let low = self.sequence.position_from(low).min(self.next);
-        let Some(above) = &mut self.above else { return };
-        above.done = above.done.max(done);
+        let Some(parent) = &mut self.at_parent else { return };
+        parent.done = parent.done.max(done);
         self.skip_without_results();
-        let waits = self.above.as_ref().is_some_and(|above| !above.results.is_empty());
-        // An op's last window always has a result, unless the op failed; the parent reports a
-        // failure.
+        let waits = self.at_parent.as_ref().is_some_and(|parent| !parent.results.is_empty());
+        // Stop before the op's last window. It always has a result, unless the op failed; the
+        // parent then reports the failure.
         let last = self.sequence.at(self.resulted).map_or(low, |entry| entry.end() - 1);
         if !waits {
             self.resulted = self.resulted.max(low.min(last));
         }
     }
 
-    /// Moves the results past windows of failed ops, which have no results.
+    /// Advances the end of the results to `end`, past windows of failed ops, which have no results.
     pub(super) fn pass_results(&mut self, end: u64) {
         self.previous = Header::NO_PREVIOUS;
         self.results_end = end;
         self.resulted = end;
     }
 
-    /// Moves the results past failed ops.
+    /// Advances the end of the results past failed ops.
     fn skip_without_results(&mut self) {
         while let Some(entry) = self.sequence.at(self.resulted).filter(|entry| entry.failed) {
             let (base, end) = (entry.base, entry.end());
             self.pass_results(end);
-            if let Some(above) = &mut self.above {
-                above.results.retain(|(position, _)| !(base..end).contains(position));
+            if let Some(parent) = &mut self.at_parent {
+                parent.results.retain(|(position, _)| !(base..end).contains(position));
             }
         }
     }
 
     /// Returns the next result from the parent, if congestion control admits its bytes.
     pub(super) fn poll_from_parent(&mut self) -> Option<Ready> {
-        self.above.as_ref()?;
+        self.at_parent.as_ref()?;
         self.skip_without_results();
-        let above = self.above.as_ref()?;
-        let (position, union) = *above.results.front().filter(|(at, _)| *at < above.done)?;
+        let parent = self.at_parent.as_ref()?;
+        let (position, union) = *parent.results.front().filter(|(at, _)| *at < parent.done)?;
         let entry = *self.sequence.at(position)?;
         let len = entry.geometry.payload_len(entry.window(position).index, union);
         let whole = Some(self.parent());
         self.results.admits(len).then_some(Ready { position, entry, union, contributors: 1, whole })
     }
 
-    /// Takes the next result from the parent, as it becomes a result for the ranks.
+    /// Removes the parent's next result from the queue, since it becomes a result for the ranks.
     pub(super) fn pass_from_parent(&mut self, ready: &Ready) {
-        if let Some(above) = &mut self.above {
-            above.results.pop_front();
+        if let Some(parent) = &mut self.at_parent {
+            parent.results.pop_front();
         }
         if self.resulted < ready.entry.base {
-            // An earlier op has failed, and its failure has not been reported here yet.
+            // An earlier op has failed at the parent, and the failure has not reached this stream
+            // yet.
             self.pass_results(ready.entry.base);
         }
         self.keep(ready);

@@ -5,26 +5,28 @@ use alloc::vec::Vec;
 use crate::ids::Rank;
 use crate::worker::Path;
 
-/// The ranks that the results of an op lack, as far as their names are known.
+/// The ranks that the results of an op lack, as far as they are known.
 #[derive(Debug, Default)]
 pub(super) struct Absent {
-    /// How many ranks the results of each shard lack; shards whose results lack none have no entry.
+    /// How many ranks the results of each shard lack; shards whose results lack no rank have no
+    /// entry.
     at_shards: Vec<(u8, usize)>,
     /// The ranks that the results lacked before the job moved.
     before: Lacked,
 }
 
-/// Ranks that results lack.
+/// Ranks that results lack, some of which may be unknown.
 #[derive(Debug, Clone, Default)]
 struct Lacked {
-    /// The ranks whose names are known.
+    /// The known ranks.
     ranks: Vec<Rank>,
-    /// How many more ranks there are.
+    /// The number of unknown ranks.
     unnamed: usize,
 }
 
 impl Absent {
-    /// Notes that a result of a shard lacks the first `ranks` ranks that its aggregator lost.
+    /// Notes that a result of a shard lacks the first `ranks` ranks that the shard's aggregator
+    /// lost.
     pub(super) fn note(&mut self, shard: u8, ranks: usize) {
         if ranks == 0 {
             return;
@@ -35,13 +37,14 @@ impl Absent {
         }
     }
 
-    /// Keeps what the shards at `paths` know, since the job moves to others.
+    /// Saves which ranks the results of the shards at `paths` lack, since the job moves to other
+    /// shards.
     pub(super) fn forget_shards(&mut self, paths: &[Path]) {
         self.before = self.lacked(paths);
         self.at_shards.clear();
     }
 
-    /// Returns the ranks in ascending order; `None` while the name of one is unknown.
+    /// Returns the ranks in ascending order; `None` while any of them is unknown.
     pub(super) fn names(&self, paths: &[Path]) -> Option<Vec<Rank>> {
         let Lacked { mut ranks, unnamed } = self.lacked(paths);
         if unnamed > 0 {
@@ -52,11 +55,11 @@ impl Absent {
         Some(ranks)
     }
 
-    /// Returns the ranks, with the names that the shards at `paths` have given.
+    /// Returns the ranks, as far as the shards at `paths` have named them.
     ///
-    /// The old aggregator may have died before it named the ranks that it lost. They are among the
-    /// ranks that the job is without elsewhere; once enough of those are known, this method names
-    /// them all.
+    /// The old aggregator may have died before it named the ranks that it lost. Those ranks are
+    /// among the lost ranks that the new aggregators name. Once the new aggregators have named at
+    /// least as many ranks as are unknown, this method returns all of those that they named.
     fn lacked(&self, paths: &[Path]) -> Lacked {
         let Lacked { mut ranks, mut unnamed } = self.before.clone();
         if unnamed > 0 {
@@ -76,7 +79,7 @@ impl Absent {
     }
 }
 
-/// Returns the known lost ranks of all shards.
+/// Returns the lost ranks that any shard has named.
 fn gone(paths: &[Path]) -> Vec<Rank> {
     let mut gone: Vec<Rank> = Vec::new();
     for rank in paths.iter().flat_map(|path| path.gone.iter()) {

@@ -1,4 +1,5 @@
-//! This rank's share of an op: the non-zero blocks of each window, and which windows hold the sum.
+//! This rank's share of an op: the non-zero blocks of each window, and the windows whose sums have
+//! arrived.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -12,13 +13,13 @@ pub(in crate::worker) struct Share {
     scanned: u32,
     /// The window after the last one that was sent, or skipped because it is empty.
     passed: u32,
-    /// Whether the sum of each window is here, if the job may move. The mask of such a window is
-    /// the sum's.
+    /// Whether the sum of each window has arrived; empty if the job cannot move. Once a sum has
+    /// arrived, the window's mask is that of the sum.
     held: Vec<bool>,
 }
 
 impl Share {
-    /// Creates a share of which no window is scanned.
+    /// Creates a share in which no window has been scanned.
     pub(in crate::worker) fn unscanned(windows: u32) -> Self {
         Self { masks: vec![0; windows as usize], scanned: 0, passed: 0, held: Vec::new() }
     }
@@ -29,7 +30,7 @@ impl Share {
         Self { masks, scanned, passed: 0, held: Vec::new() }
     }
 
-    /// Prepares to note which sums are here, because the job may move.
+    /// Prepares to note which sums have arrived, because the job may move.
     pub(in crate::worker) fn keep_sums(&mut self) {
         self.held = vec![false; self.masks.len()];
     }
@@ -52,8 +53,7 @@ impl Share {
         self.scanned as usize >= self.masks.len()
     }
 
-    /// Returns the next window to scan, if no more than `ahead` windows are scanned ahead of
-    /// sending.
+    /// Returns the next window to scan, if fewer than `ahead` windows are scanned ahead of sending.
     pub(in crate::worker) fn next_scan(&self, ahead: u32) -> Option<u32> {
         (self.scanned < self.passed.saturating_add(ahead)).then_some(self.scanned)
     }
@@ -71,18 +71,18 @@ impl Share {
         self.passed = self.passed.max(index + 1);
     }
 
-    /// Starts to send the windows once more, at other shards.
+    /// Notes that all windows are to be sent again, to other shards.
     pub(in crate::worker) const fn restart(&mut self) {
         self.passed = 0;
     }
 
-    /// Returns whether the sum of a window is here.
+    /// Returns whether the sum of a window has arrived.
     #[inline]
     pub(in crate::worker) fn holds(&self, index: u32) -> bool {
         self.held.get(index as usize).copied().unwrap_or(false)
     }
 
-    /// Notes that the sum of a window is here, with the blocks `mask`.
+    /// Notes that the sum of a window has arrived, with the blocks `mask`.
     pub(in crate::worker) fn note_held(&mut self, index: u32, mask: u64) {
         if let Some(held) = self.held.get_mut(index as usize) {
             *held = true;

@@ -1,4 +1,5 @@
-//! Acknowledgements: which results this rank has not acknowledged, and when it must.
+//! Acknowledgements: which results this rank has not acknowledged, and when it must acknowledge
+//! them.
 
 use crate::geometry::WINDOW_BYTES;
 use crate::time::{Span, Time};
@@ -6,15 +7,15 @@ use crate::time::{Span, Time};
 /// The results of a stream since the last acknowledgement.
 #[derive(Debug)]
 pub(super) struct Acks {
-    /// The first unacknowledged window, with a result or not.
+    /// The first unacknowledged window, whether or not it has a result.
     from: u64,
     bytes: usize,
-    /// When the first of these results arrived.
+    /// The time at which the first of these results arrived.
     since: Option<Time>,
     is_due: bool,
-    /// Whether results are acknowledged even while none is awaited.
+    /// Whether results are acknowledged even while no result is awaited.
     at_rest: bool,
-    /// How many unacknowledged windows trigger an acknowledgement at once.
+    /// The number of unacknowledged windows that triggers an immediate acknowledgement.
     max_windows: u64,
 }
 
@@ -33,8 +34,8 @@ impl Acks {
             cursor - self.from >= self.max_windows || self.bytes >= Self::MAX_UNACKED_BYTES;
     }
 
-    /// Notes that this rank cannot send until windows are acknowledged, and has no data in flight
-    /// that would carry its own acknowledgement.
+    /// Notes that this rank has no data in flight and cannot send until earlier windows are
+    /// acknowledged.
     pub(super) const fn note_stopped(&mut self, cursor: u64) {
         self.is_due |= self.from < cursor;
     }
@@ -51,8 +52,8 @@ impl Acks {
         self.is_due = false;
     }
 
-    /// Returns when [`Self::handle_timeout`] makes an acknowledgement due. `awaits` says whether
-    /// results are awaited.
+    /// Returns the time at which [`Self::handle_timeout`] makes an acknowledgement due. `awaits`
+    /// says whether results are awaited.
     pub(super) fn timeout(&self, awaits: bool) -> Time {
         match self.delayed(awaits) {
             Some(since) if !self.is_due => since + Self::MAX_DELAY,
@@ -60,19 +61,20 @@ impl Acks {
         }
     }
 
-    /// Schedules an acknowledgement of even a few results after a delay.
+    /// Makes an acknowledgement due once its delay has passed, even if few results have arrived.
     pub(super) fn handle_timeout(&mut self, now: Time, awaits: bool) {
         let delayed = self.delayed(awaits);
         self.is_due |= delayed.is_some_and(|since| since + Self::MAX_DELAY <= now);
     }
 
-    /// Returns when the first result arrived that is acknowledged after a delay.
+    /// Returns the time at which the first unacknowledged result arrived, if it is to be
+    /// acknowledged after a delay.
     fn delayed(&self, awaits: bool) -> Option<Time> {
         self.since.filter(|_| awaits || self.at_rest)
     }
 
     /// The maximum delay before a result is acknowledged.
     const MAX_DELAY: Span = Span::from_millis(1);
-    /// How many unacknowledged bytes of results trigger an acknowledgement at once.
+    /// The number of unacknowledged bytes of results that triggers an immediate acknowledgement.
     const MAX_UNACKED_BYTES: usize = 4 * WINDOW_BYTES;
 }

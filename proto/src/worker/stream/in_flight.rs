@@ -1,5 +1,5 @@
-//! The windows that were sent and have no result: what the path still holds of them, and which
-//! fragments to send again.
+//! The windows that were sent and have no result: how many of their bytes may still be on the path,
+//! and which fragments to send again.
 
 use alloc::collections::VecDeque;
 use core::ops::Range;
@@ -14,22 +14,23 @@ use crate::worker::Path;
 struct Sent {
     position: u64,
     len: usize,
-    /// How many of its bytes may still be on the path. Data that has arrived may wait for other
-    /// ranks.
+    /// How many of its bytes may still be on the path. Data that has arrived is off the path, even
+    /// if its result waits for other ranks.
     on_path: usize,
     at: Time,
-    /// Fragments that the aggregator asked for again.
+    /// Fragments that the aggregator requested again.
     again: u64,
     /// Whether any fragment was ever sent again, so that the round trip is ambiguous (Karn).
     repeated: bool,
     /// The fragments that the aggregator lacked at its last nack.
     lacked: u64,
-    /// How many repeated nacks named the same fragments, so that every repetition was lost.
+    /// How many repeated nacks named the same fragments, which shows that every repetition was
+    /// lost.
     fruitless: u32,
 }
 
 impl Sent {
-    /// Records the fragments that the aggregator lacks. Returns how many nacks in a row repeated
+    /// Records the fragments that the aggregator lacks. Returns how many consecutive nacks repeated
     /// the same set.
     const fn note_lacked(&mut self, fragments: u64) -> u32 {
         let is_same = self.repeated && self.lacked == fragments;
@@ -39,12 +40,12 @@ impl Sent {
     }
 }
 
-/// The windows in flight of a stream.
+/// The windows of a stream that are in flight.
 #[derive(Debug)]
 pub(super) struct InFlight {
     /// The windows, in order; at most one for each slot of the pool.
     windows: VecDeque<Sent>,
-    /// How many of them have fragments to send again.
+    /// How many windows have fragments to send again.
     repeats: usize,
 }
 
@@ -58,8 +59,8 @@ impl InFlight {
         self.windows.is_empty()
     }
 
-    /// Returns whether one more window of `len` bytes may be in flight, with a pool of `pool`
-    /// slots.
+    /// Returns whether one more window of `len` bytes may be in flight. `pool` is the number of
+    /// slots in the pool.
     ///
     /// Each stream may always have its lowest window in flight. Otherwise two ranks could fill
     /// their paths with windows of different lanes, and each would wait for the other.
@@ -90,8 +91,8 @@ impl InFlight {
         congestion.on_sent(len);
     }
 
-    /// Notes that all data sent before `position` has arrived or is lost. Its results may take
-    /// longer, but the path has room again.
+    /// Notes that all data of windows before `position` has arrived or is lost. The results may
+    /// take longer, but the path has room again.
     pub(super) fn note_off_path(&mut self, position: u64, congestion: &mut Congestion) {
         for sent in self.windows.iter_mut().take_while(|sent| sent.position < position) {
             congestion.on_delivered(core::mem::take(&mut sent.on_path));
@@ -99,8 +100,8 @@ impl InFlight {
     }
 
     /// Notes that the aggregator lacks `fragments` of the window at `position`, and queues them to
-    /// be sent again. `cut_of` returns how a payload of some length is cut. Returns how many nacks
-    /// in a row named the same fragments, or `None` if the window is not in flight.
+    /// be sent again. `cut_of` returns how a payload of a given length is cut. Returns how many
+    /// consecutive nacks named the same fragments, or `None` if the window is not in flight.
     pub(super) fn note_lacked(
         &mut self,
         position: u64,
@@ -146,8 +147,8 @@ impl InFlight {
         }
     }
 
-    /// Frees the windows before `done`. Those before `cursor` have a result, which gives a sample
-    /// of the round trip.
+    /// Frees the windows before `done`. A window before `cursor` has a result, so its round trip is
+    /// sampled unless fragments were repeated.
     pub(super) fn release(&mut self, now: Time, done: u64, cursor: u64, path: &mut Path) {
         while let Some(sent) = self.windows.pop_front_if(|sent| sent.position < done) {
             self.repeats -= usize::from(sent.again != 0);

@@ -1,4 +1,5 @@
-//! Windows that other ranks may lack, and ops that they have ended: a job that moves needs them.
+//! The state of a stream that matters when the job moves: the sums that other ranks may lack, and
+//! the ops that all ranks have ended.
 
 use super::Stream;
 use crate::geometry::Stripe;
@@ -28,7 +29,7 @@ impl Stream {
         position.is_some_and(|position| position >= self.progress.low())
     }
 
-    /// Returns the windows of an op whose sums another rank may lack, by their index in the tensor.
+    /// Returns the tensor indices of an op's windows whose sums another rank may lack.
     pub(in crate::worker) fn may_lack_of(&self, op: OpId) -> impl Iterator<Item = u32> + use<> {
         let (entry, low) = (self.progress.ops().get(op).copied(), self.progress.low());
         entry.into_iter().flat_map(move |entry| {
@@ -36,8 +37,9 @@ impl Stream {
         })
     }
 
-    /// Returns how many windows of an op every rank has acknowledged, and how many need no result
-    /// here any more. An op that is settled counts as acknowledged.
+    /// Returns two counts of an op's windows: those that every rank has acknowledged, and those
+    /// that no longer need a result at this rank. If the op is settled, both counts include all its
+    /// windows.
     pub(in crate::worker) fn settled_of(&self, op: OpId, stripe: &Stripe) -> (u32, u32) {
         let Some(entry) = self.progress.ops().get(op) else { return (stripe.len(), stripe.len()) };
         let before =

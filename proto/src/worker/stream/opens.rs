@@ -1,4 +1,4 @@
-//! Opens: in which stretches a stream opens its windows, and from where it opens them again.
+//! Decides in which stretches a stream opens its windows, and which windows it opens again.
 
 use core::ops::Range;
 
@@ -10,37 +10,38 @@ use crate::worker::Config;
 /// The opens of a stream.
 #[derive(Debug)]
 pub(super) struct Opens {
-    /// The position from which to send opens again.
+    /// The first position whose open is sent again.
     again_from: Option<u64>,
-    /// The minimum size in windows of the next stretch; doubles within an op.
+    /// The minimum size of the next stretch, in windows; it doubles within an op.
     stretch: u64,
     max_stretch: u64,
-    /// Whether the worker is a relay, which must not wait for a full stretch while it awaits no
-    /// result: further sums may need earlier results first.
-    is_relay: bool,
+    /// Whether the worker belongs to a child aggregator. It must then not wait for a full stretch
+    /// while it awaits no result, because further sums may need earlier results first.
+    is_child: bool,
 }
 
 impl Opens {
     pub(super) fn new(config: &Config) -> Self {
-        // The limit on scanning ahead covers all shards together, so each shard gets a part of it.
+        // The limit on scanning ahead covers all shards together, so the stretches get shorter with
+        // more shards.
         let most = (Self::MAX_STRETCH / u64::from(config.shards.max(1))).max(1);
-        let reach = config.relay.map_or(u64::MAX, |relay| u64::from(relay.slots));
+        let reach = config.child.map_or(u64::MAX, |child| u64::from(child.slots));
         let max_stretch = most.min(reach / 4).max(1);
         Self {
             again_from: None,
             stretch: Self::MIN_STRETCH.min(max_stretch),
             max_stretch,
-            is_relay: config.relay.is_some(),
+            is_child: config.child.is_some(),
         }
     }
 
-    /// Notes that the aggregator lacks the opens from `position` on.
+    /// Notes that the aggregator lacks opens, starting with that of `position`.
     pub(super) fn note_lacked(&mut self, position: u64) {
         self.again_from = Some(self.again_from.map_or(position, |from| from.min(position)));
     }
 
-    /// Returns the windows of one op to open: some that the aggregator lacks, or the next stretch
-    /// once it is long enough or ends its op.
+    /// Returns windows to open, all of one op: either windows whose opens the aggregator lacks, or
+    /// the next stretch, once it is long enough or ends its op.
     pub(super) fn poll(&mut self, progress: &mut Progress) -> Option<(StreamOp, Range<u64>)> {
         loop {
             // The results of windows before the cursor have arrived, so the opens have arrived too.
@@ -72,13 +73,13 @@ impl Opens {
                 self.stretch = Self::MIN_STRETCH.min(self.max_stretch);
             }
             let to = progress.openable(&entry);
-            let waits = !self.is_relay || progress.awaits();
+            let waits = !self.is_child || progress.awaits();
             let is_short = waits && to < entry.end() && to < from + self.stretch;
             return (!is_short && from < to).then_some((from, to));
         }
     }
 
-    /// Notes that an open of `op` up to `end` is sent.
+    /// Notes that an open of the windows of `op` before `end` is sent.
     pub(super) fn note_sent(&mut self, op: OpId, end: u64, progress: &mut Progress) {
         if progress.note_opened(op, end) {
             self.stretch = (self.stretch * 2).min(self.max_stretch);
@@ -87,8 +88,9 @@ impl Opens {
         self.again_from = is_again.then_some(end);
     }
 
-    /// Windows in the first stretch of an op; stretches double up to [`Self::MAX_STRETCH`].
+    /// The number of windows in an op's first stretch; stretches double up to
+    /// [`Self::MAX_STRETCH`].
     const MIN_STRETCH: u64 = 4;
-    /// The maximum stretch: opening larger ones would save too little to justify the wait.
+    /// The maximum size of a stretch: larger stretches would save too little to justify the wait.
     const MAX_STRETCH: u64 = 64;
 }

@@ -1,22 +1,26 @@
-//! Probes: when a stream that hears nothing asks what it waits for.
+//! Decides when a stream that receives nothing sends a probe: a nack that also asks which results
+//! exist.
 
 use crate::time::{Span, Time};
 use crate::worker::Path;
 
-/// A probe that was sent and has no answering wait yet.
+/// A probe that no wait has answered yet.
 #[derive(Debug, Clone, Copy)]
 struct Probe {
     at: Time,
-    /// The first window that had not been sent at this probe, or at an earlier unanswered one.
+    /// The first window that had not yet been sent at the time of this probe, or of an earlier
+    /// unanswered probe.
     sent: u64,
 }
 
-/// The silence of a stream, and its probes.
+/// How long a stream has been silent, and which probes it has sent.
 #[derive(Debug)]
 pub(super) struct Probes {
-    /// When the stream last made progress, sent a probe, or was asked for data.
+    /// The time at which the stream last made progress, sent a probe, or received a wait or a nack
+    /// for data.
     quiet_since: Time,
-    /// Probes since the last progress; a wait that shows no lost result rounds it up to a step.
+    /// The number of probes since the last progress. A wait that shows no lost result raises it to
+    /// the next multiple of [`Self::A_STEP`].
     count: u32,
     /// The last probe, until its answer.
     unanswered: Option<Probe>,
@@ -33,10 +37,11 @@ impl Probes {
         (self.quiet_since, self.count) = (now, 0);
     }
 
-    /// Returns when the next probe is due. Results may queue behind those of other streams, so the
-    /// last result of any stream, at `heard`, puts the probe off by up to twice the patience.
-    /// `awaits` says whether results are awaited, and `pause` is the least patience.
-    pub(super) fn due(&self, path: &Path, heard: Time, awaits: bool, pause: Span) -> Time {
+    /// Returns the time at which the next probe is due. Results may queue behind those of other
+    /// streams, so the last result of any stream, at `last_received`, puts the probe off by up to
+    /// twice the patience. `awaits` says whether results are awaited, and `pause` is the least
+    /// patience.
+    pub(super) fn due(&self, path: &Path, last_received: Time, awaits: bool, pause: Span) -> Time {
         let patience = path.patience(self.count / Self::A_STEP);
         let patience = match self.count {
             count if awaits || count == 0 => patience,
@@ -48,7 +53,7 @@ impl Probes {
         };
         let patience = patience.max(pause);
         let most = self.quiet_since + patience + patience;
-        self.quiet_since.max(heard.min(most)) + patience
+        self.quiet_since.max(last_received.min(most)) + patience
     }
 
     /// Counts a probe that has become due.
@@ -64,9 +69,9 @@ impl Probes {
         self.unanswered = Some(Probe { at: now, sent: sent.min(unanswered) });
     }
 
-    /// Notes that a nack has arrived, which may answer the last probe. Returns the position before
-    /// which the windows of the nack lie: an answer says nothing about windows sent after the
-    /// probe. A later nack may be about any window.
+    /// Notes that a nack has arrived, which may answer the last probe. Returns the position from
+    /// which the nack's entries must be ignored: a nack that answers a probe says nothing about
+    /// windows sent after that probe. Any other nack may name any window.
     pub(super) fn note_nack(&mut self) -> u64 {
         let probe = self.unanswered.as_mut();
         probe.map_or(u64::MAX, |probe| core::mem::replace(&mut probe.sent, u64::MAX))
@@ -80,7 +85,7 @@ impl Probes {
     }
 
     /// Notes that the stream waits for other ranks and lacks no result. Its patience grows more
-    /// than after an unanswered probe, which may just be lost.
+    /// than after an unanswered probe, which may simply have been lost.
     pub(super) const fn note_wait(&mut self, now: Time) {
         self.quiet_since = now;
         self.count = (self.count / Self::A_STEP + 1) * Self::A_STEP;
@@ -93,7 +98,7 @@ impl Probes {
         (self.quiet_since, self.count) = (now, 1);
     }
 
-    /// How many probes without an answer double the patience once.
+    /// The number of unanswered probes after which the patience doubles.
     const A_STEP: u32 = 4;
     /// The base probe interval at rest; doubles with each probe, up to `REST_STEPS` times.
     const REST_PATIENCE: Span = Span::from_millis(8);

@@ -1,4 +1,4 @@
-//! How far a stream has got with the windows of its ops.
+//! The progress of a stream through the windows of its ops.
 
 use core::ops::Range;
 
@@ -70,7 +70,7 @@ impl Progress {
         self.ops.make_room_for(ops, |failed| failed.end() <= cursor)
     }
 
-    /// Appends an op. The caller has checked that there is room.
+    /// Appends an op. The caller must have checked that there is room.
     pub(super) fn push(&mut self, op: OpId, descriptor: &Descriptor, stripe: Stripe) {
         self.ops.push(op, descriptor, stripe);
     }
@@ -97,8 +97,8 @@ impl Progress {
         self.scanned.min(entry.end()).min(reach)
     }
 
-    /// Notes that `op` was opened up to `end`. Returns whether some of that was opened for the
-    /// first time.
+    /// Notes that `op` was opened up to `end`. Returns whether any window was opened for the first
+    /// time.
     pub(super) fn note_opened(&mut self, op: OpId, end: u64) -> bool {
         self.ops.note_opened(op);
         let is_new = end > self.opened;
@@ -106,7 +106,7 @@ impl Progress {
         is_new
     }
 
-    /// Returns the next opened window to send, if it is not empty.
+    /// Returns the next opened window, which the caller sends unless the window is empty.
     pub(super) fn next_to_send(&mut self) -> Option<(WindowId, Geometry)> {
         while self.sent < self.opened {
             let entry = *self.ops.at(self.sent)?;
@@ -136,8 +136,7 @@ impl Progress {
         moves
     }
 
-    /// Moves the cursor past the result at `position`. Returns its op if this was the op's last
-    /// window.
+    /// Moves the cursor past the result at `position`. Returns the op if this was its last window.
     pub(super) fn note_result(&mut self, position: u64) -> Option<OpId> {
         let entry = self.ops.at(position).copied();
         self.cursor = position + 1;
@@ -175,9 +174,9 @@ impl Progress {
         self.settle();
     }
 
-    /// Drops ops before both the cursor and the credit: the credit may still name a window of an op
-    /// that ended here. Also moves `sent` on, since windows before the cursor or the credit do not
-    /// need this rank's share.
+    /// Drops the ops that lie before both the cursor and the credit: until then, the credit may
+    /// still name a window of an op that has ended at this rank. Also advances `sent`, since
+    /// windows before the cursor or the credit do not need this rank's share.
     fn settle(&mut self) {
         self.sent = self.sent.max(self.cursor.max(self.low).min(self.opened));
         let done = self.cursor.min(self.low);

@@ -1,4 +1,4 @@
-//! Takes messages of the aggregator into a stream.
+//! Handles the aggregator's messages to a stream.
 
 use alloc::vec::Vec;
 
@@ -24,7 +24,7 @@ impl Stream {
         self.progress.note_low(low)
     }
 
-    /// Handles a credit: all data sent before `window` has arrived or is lost.
+    /// Handles a credit: all data of windows before `window` has arrived or is lost.
     pub(in crate::worker) fn handle_credit(
         &mut self,
         window: WindowId,
@@ -51,8 +51,8 @@ impl Stream {
     }
 
     /// Handles a fragment of the result at `position`, and queues a nack for losses that it
-    /// reveals. `cut` is the cut of the job. Returns the bytes of the window, and whether the
-    /// fragment completes it; `None` if the fragment had arrived before.
+    /// reveals. `cut` is the cut of the job. Returns the window's length in bytes, and whether the
+    /// fragment completes the window; `None` if the fragment had arrived before.
     pub(in crate::worker) fn handle_result(
         &mut self,
         now: Time,
@@ -111,8 +111,9 @@ impl Stream {
         }
     }
 
-    /// Frees what was in flight for windows before the cursor or the credit. A window that this
-    /// rank opened gets no result if it turns out that all ranks have its sum.
+    /// Frees what was in flight for windows before the cursor or the credit. If all ranks turn out
+    /// to have the sum of a window, no result for the window arrives, and only the credit passes
+    /// it.
     pub(in crate::worker) fn release(&mut self, now: Time, path: &mut Path) {
         let cursor = self.progress.cursor();
         self.in_flight.release(now, cursor.max(self.progress.low()), cursor, path);
@@ -137,7 +138,8 @@ impl Stream {
         let (ops, end) = (self.progress.ops(), self.probes.note_nack());
         let position = |window| ops.position(window).filter(|at| *at < end);
         let lacked = entries.iter().filter(|entry| entry.fragments != 0);
-        // Everything sent up to the last window that lacks something has left the path.
+        // All data up to the last window that the nack names has left the path: it has arrived or
+        // is lost.
         if let Some(last) = lacked.filter_map(|entry| position(entry.window)).max() {
             self.in_flight.note_off_path(last + 1, congestion);
         }
@@ -172,7 +174,7 @@ impl Stream {
     }
 
     /// Handles a wait: the aggregator has sent all results of windows before `end`, and waits for
-    /// the `missing` ranks. Returns those of them that have left, if results are awaited.
+    /// the `missing` ranks. Returns the missing ranks that have left, if results are awaited.
     pub(in crate::worker) fn handle_wait(
         &mut self,
         now: Time,
@@ -188,7 +190,7 @@ impl Stream {
         // wire: W-38
         if sent > self.progress.cursor() {
             self.probes.note_lack(now);
-            self.backoff.note_told();
+            self.backoff.note_reported();
             self.nack_lost(now, nacks);
             self.waited.forget_all();
             return Vec::new();

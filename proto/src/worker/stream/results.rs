@@ -1,4 +1,4 @@
-//! Results that arrive: which fragments of which windows beyond the cursor are here.
+//! Results beyond the cursor: which fragments of which windows have arrived.
 
 mod lost;
 
@@ -20,7 +20,7 @@ use crate::wire::{Flags, Header};
 #[derive(Debug, Clone, Copy)]
 struct Arrival {
     position: u64,
-    /// No window from here up to `position` has a result.
+    /// The start of the run of windows right before `position` that are known to have no result.
     start: u64,
     mask: u64,
     have: u64,
@@ -28,9 +28,9 @@ struct Arrival {
     len: usize,
     /// The fragments that must have been sent, since later ones have arrived.
     sent: u64,
-    /// The fragments that nacks have asked for.
+    /// The fragments that nacks have requested.
     nacked: Nacked,
-    /// Nacks for the windows between the previous arrival and `start`.
+    /// The nacks for the windows between the previous arrival and `start`.
     gap_nacked: Nacked,
 }
 
@@ -129,8 +129,8 @@ impl Results {
         }
     }
 
-    /// Takes a fragment of the window at `place`, and measures the nack that it answers. Returns
-    /// whether the fragment is new.
+    /// Takes a fragment of the window at `place`, and samples the round trip of the nack that it
+    /// answers, if any. Returns whether the fragment is new.
     #[inline]
     pub(super) fn take(
         &mut self,
@@ -152,8 +152,8 @@ impl Results {
         is_new
     }
 
-    /// Notes what the arrival of a fragment proves about earlier windows. Returns whether more
-    /// results must have been sent than was known.
+    /// Notes what the arrival of a fragment proves about earlier windows. Returns whether it proves
+    /// that more results were sent than was known.
     #[inline]
     pub(super) fn note_overtaken(&mut self, place: usize, header: &Header) -> bool {
         let arrival = &self.arrivals[place];
@@ -166,20 +166,21 @@ impl Results {
         proves_more
     }
 
-    /// Returns the bytes of the window at `place`, and whether all of them are here.
+    /// Returns the length in bytes of the window at `place`, and whether all of it has arrived.
     #[inline]
     pub(super) fn arrived(&self, place: usize) -> (usize, bool) {
         let arrival = &self.arrivals[place];
         (arrival.len, arrival.is_complete())
     }
 
-    /// Returns whether the sum of the window at `position` is here and not passed yet.
+    /// Returns whether the sum of the window at `position` has arrived and the cursor has not
+    /// passed it.
     pub(super) fn is_complete(&self, position: u64) -> bool {
         self.find(position).is_ok_and(|i| self.arrivals[i].is_complete())
     }
 
-    /// Takes the first window with a result, if it is complete and no earlier window from `cursor`
-    /// on has a result. Returns its position and its bytes.
+    /// Takes the first arrival, if it is complete and no window between `cursor` and it has a
+    /// result. Returns its position and its length in bytes.
     pub(super) fn pop_complete(&mut self, cursor: u64) -> Option<(u64, usize)> {
         let first =
             self.arrivals.pop_front_if(|first| first.is_complete() && first.start <= cursor)?;

@@ -12,22 +12,22 @@ use crate::time::Time;
 use crate::wire::{NackEntries, NackEntry};
 
 impl Stream {
-    /// Returns the windows of one op to open next.
+    /// Returns the next windows to open, all of one op.
     pub(in crate::worker) fn poll_open(&mut self) -> Option<(StreamOp, Range<u64>)> {
         self.opens.poll(&mut self.progress)
     }
 
-    /// Returns the op before `op` that an open of `op` names.
+    /// Returns the op that an open of `op` names as its predecessor.
     pub(in crate::worker) fn opened_before(&self, op: OpId) -> Option<OpId> {
         self.progress.ops().before(op)
     }
 
-    /// Notes that an open of `op` up to `end` is sent.
+    /// Notes that an open of the windows of `op` before `end` is sent.
     pub(in crate::worker) fn note_opened(&mut self, op: OpId, end: u64) {
         self.opens.note_sent(op, end, &mut self.progress);
     }
 
-    /// Returns the next fragments to send again, as the aggregator asked.
+    /// Returns the next fragments that the aggregator requested again, with their window.
     #[inline]
     pub(in crate::worker) fn poll_repeat(&mut self) -> Option<(WindowId, u64)> {
         let (position, fragments) = self.in_flight.poll_repeat()?;
@@ -35,7 +35,7 @@ impl Stream {
         Some((self.progress.ops().at(position)?.window(position), fragments))
     }
 
-    /// Returns the next opened window to send, if it is not empty.
+    /// Returns the next opened window, which the caller sends unless the window is empty.
     pub(in crate::worker) fn next_to_send(&mut self) -> Option<(WindowId, Geometry)> {
         self.progress.next_to_send()
     }
@@ -45,8 +45,8 @@ impl Stream {
         self.progress.pass_next();
     }
 
-    /// Notes that the window of `len` bytes that [`Self::next_to_send`] returned is sent. Returns
-    /// false if the pool has no slot for it or congestion control does not admit it.
+    /// Sends the window of `len` bytes that [`Self::next_to_send`] returned, if the pool has a slot
+    /// for it and congestion control admits it. Returns whether it is sent.
     pub(in crate::worker) fn send(
         &mut self,
         now: Time,
@@ -54,9 +54,8 @@ impl Stream {
         congestion: &mut Congestion,
     ) -> bool {
         let position = self.progress.sent();
-        // wire: W-28
-        // The aggregator may have skipped a failed op before this rank received the failure. The
-        // op's windows still count here.
+        // wire: W-28 The aggregator may have skipped a failed op before this rank received the
+        // failure. At this rank, the op's windows still count against the pool.
         if position >= self.progress.low() + self.pool {
             // Only acknowledgements free a slot.
             if self.in_flight.is_empty() {
@@ -79,8 +78,8 @@ impl Stream {
     }
 
     /// Writes the body of a nack. Returns its length, or `None` if it has no entries. A probe also
-    /// requests a wait, which arrives behind all results on the path, so that no result is repeated
-    /// needlessly.
+    /// requests a wait. The wait arrives after all results on the path, so that no result is
+    /// repeated needlessly.
     pub(in crate::worker) fn write_nack(
         &mut self,
         now: Time,

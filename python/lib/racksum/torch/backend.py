@@ -1,8 +1,8 @@
 """The c10d backend ``racksum``: ``init_process_group("racksum")``, or ``"cpu:racksum,cuda:nccl"``.
 
 racksum does reductions and the collectives that can be written as sums
-(:mod:`racksum.torch.gathering`). Gloo sends from rank to rank, and has the operators and element
-types that racksum lacks. GPU tensors reach both through host memory (:mod:`racksum.torch.staging`).
+(:mod:`racksum.torch.gathering`). Gloo handles sends, and the operators and element types that
+racksum lacks. GPU tensors reach both through host memory (:mod:`racksum.torch.staging`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from racksum.torch.reducible import (
 from racksum.torch.several import alike, check_root_tensor, combined, copying_to
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import Staging, allreduce
-from racksum.torch.work import Before, Ends, Work, copying, count_writes, write, writing_to
+from racksum.torch.work import Work, copying, count_writes, write, writing_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from racksum.handle import Handle
     from racksum.session import Session
-    from racksum.torch.work import Waits
+    from racksum.torch.work import Wait
 
 __all__ = ["register"]
 
@@ -63,10 +64,10 @@ _log = logger("racksum.torch")
 
 @eager_methods
 class RacksumBackend(DelegatesToGloo):
-    """A rank of a process group. The ranks of a group join a job with their first reduction."""
+    """A rank of a process group. The first collective that racksum itself does joins the job."""
 
     supports_splitting = True
-    # Without these torch 2.15 recurses forever.
+    # Without these attributes, torch 2.15 recurses forever.
     supports_coalescing = supports_shrinking = False
     supports_abort_hooks = supports_completion_hooks = False
     supports_reconfigure = supports_window = _supports_time_estimate = False
@@ -105,19 +106,19 @@ class RacksumBackend(DelegatesToGloo):
 
     @property
     def session(self) -> Session:
-        """The session of this rank, which joins with the first op that needs one."""
+        """The session of this rank. The first op that needs it joins the job."""
         return self._membership.session
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RacksumBackend:
         """Creates a group of some of the ranks, for ``split_group``."""
         if self.rank() not in ranks:
-            # torch 2.15 would dereference a null pointer if this did not return a backend.
+            # If this returned no backend, torch 2.15 would dereference a null pointer.
             raise BadArgument(
                 f"rank {self.rank()} is in none of the groups that split_group makes; list every "
                 "rank in split_ranks, or use torch.distributed.new_group"
             )
         group = SimpleNamespace(
-            # A rank that waits at a store blocks it for others, so the group gets its own.
+            # A rank that waits at a store blocks its connection, so open another for the group.
             store=store.clone(),
             group_rank=ranks.index(self.rank()),
             group_size=len(ranks),
@@ -125,19 +126,19 @@ class RacksumBackend(DelegatesToGloo):
             group_id=opts.group_name,
             global_ranks_in_group=opts.global_ranks_in_group,
         )
-        # Without pg_options, torch passes a copy of this group's that lacks the Python attributes.
+        # Without pg_options, torch passes this group's options without the Python attributes.
         return RacksumBackend(group, opts if isinstance(opts, Options) else self._options)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Does nothing. Ranks that are in none of the new groups call it."""
+        """Does nothing. torch calls this at ranks that are in none of the new groups."""
 
     @numbered("all_reduce")
     def allreduce(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduces a tensor in place, dense or sparse. Several are combined; all get the result."""
+        """Reduces a tensor in place. Several tensors are combined first, and all get the result."""
         for x in alike(tensors):
             check_reducible(x, opts)
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             if len(tensors) == 1:
                 return [self._reduced(call, tensors[0], opts)]
             whole = combined(tensors, opts.reduceOp.op)
@@ -146,7 +147,7 @@ class RacksumBackend(DelegatesToGloo):
             return [self._reduced(call, whole, opts).then(lambda _: copy(whole))]
 
         work = self._run(call, tensors, begin, list(tensors))
-        # Gloo divides only the first tensor.
+        # For an average, Gloo divides only the first tensor, so autograd counts one write.
         _count_division(tensors[0], opts)
         return work
 
@@ -158,10 +159,10 @@ class RacksumBackend(DelegatesToGloo):
         for x in tensors:
             check_reducible(x, opts)
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             if not share_memory(tensors):
                 return [self._reduced(call, x, opts) for x in tensors]
-            # As with Gloo, all are reduced as they are now, and results are written in order.
+            # As with Gloo, reduce the values that the tensors have now, and write results in order.
             copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
             self.session.note_copied(2 * sum(copy.nbytes for copy in copies))
             return [
@@ -182,7 +183,7 @@ class RacksumBackend(DelegatesToGloo):
         check_reducible(x, opts)
         call.root = opts.rootRank
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             own = x if self.rank() == opts.rootRank else x.clone()
             return [self._reduced(call, own, opts)]
 
@@ -194,7 +195,7 @@ class RacksumBackend(DelegatesToGloo):
     def reduce_scatter(
         self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        """Reduces a list of tensors, one for each rank, and gives each rank its own."""
+        """Reduces each tensor of a list, and gives each rank the result at its position."""
         output, parts = _only(outputs), _only(inputs)
         self._check_one_each(parts)
         check_output(output, parts[self.rank()].numel(), output.dtype)
@@ -203,7 +204,7 @@ class RacksumBackend(DelegatesToGloo):
             check_operator(part, opts)
         first = sum(part.numel() for part in parts[: self.rank()])
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             whole = torch.cat([part.reshape(-1) for part in parts])
             return [self._scattered(call, output, whole, first, opts)]
 
@@ -227,7 +228,7 @@ class RacksumBackend(DelegatesToGloo):
             check_fits(whole, self.size() * output.numel(), output.dtype)
             check_operator(whole, opts)
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             own = self.rank()
             return [
                 self._scattered(call, output, whole.reshape(-1).clone(), own * output.numel(), opts)
@@ -238,7 +239,7 @@ class RacksumBackend(DelegatesToGloo):
 
     @numbered("broadcast")
     def broadcast(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Gives all ranks the root's tensor. All tensors of the call become its ``rootTensor``."""
+        """Copies the root's ``rootTensor`` to all tensors of the call at all ranks."""
         self._check_root(opts.rootRank)
         check_root_tensor(opts.rootTensor, alike(tensors))
         for x in tensors:
@@ -247,7 +248,7 @@ class RacksumBackend(DelegatesToGloo):
         named = tensors[opts.rootTensor]
         others = [x for x in tensors if x is not named]
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             op = self._in_one_piece(named, lambda it: broadcast(self.session, it, call.part()))
             copy = copying_to(others)
             return [op.then(lambda _: copy(named)) if others else op]
@@ -262,7 +263,7 @@ class RacksumBackend(DelegatesToGloo):
         inputs: Sequence[Tensor],
         opts: Any,
     ) -> Work:
-        """Gathers the tensors of all ranks into a list. Of several lists, each gets all tensors."""
+        """Gathers the tensors of all ranks into each of the lists."""
         if len(outputs) != len(alike(inputs)):
             raise BadArgument(
                 f"got {len(outputs)} lists of outputs for {len(inputs)} inputs; pass one list for "
@@ -304,41 +305,40 @@ class RacksumBackend(DelegatesToGloo):
         for output, x in pairs:
             check_output(output, self.size() * x.numel(), x.dtype)
 
-        def begin() -> list[Ends]:
+        def begin() -> list[Handle[Any]]:
             return [self._gathered_into(call, *pair) for pair in pairs]
 
         work = self._run(call, [*outputs, *inputs], begin, list(outputs))
-        # Gloo writes each rank's part by itself.
+        # Gloo writes each rank's part separately, so autograd counts one write per rank.
         count_writes([output for output in outputs for _ in range(self.size())])
         return work
 
     @numbered("barrier")
     def barrier(self, call: Call, opts: Any) -> Work:
-        """Ends once all ranks have called it and this rank's earlier collectives have ended."""
+        """Starts a barrier. It ends once all ranks have called it and earlier works have ended."""
         nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
         # `opts.device` may lack the index of a GPU; the device of a tensor has it.
-        there = torch.empty(0, device=opts.device or "cpu")
-        device = there.device
+        marker = torch.empty(0, device=opts.device or "cpu")
+        device = marker.device
 
-        def begin() -> list[Waits]:
+        def begin() -> list[Handle[Any]]:
             # Joining waits for staged ops, so join before this op is staged.
             session, part_of = self.session, call.part()
 
-            def start() -> Ends:
-                handle: Ends = session.allreduce(nothing, part_of=part_of, async_op=True)
-                return handle
+            def start() -> Handle[Any]:
+                return session.allreduce(nothing, part_of=part_of, async_op=True)
 
             if not self._staging.takes(device):
-                return [*before, start()]
-            telling = partial(session.telling_refusals, part_of)
-            return [*before, self._staging.stage(device, start, lambda _: None, telling)]
+                return [start()]
+            reporting = partial(session.reporting_refusals, part_of)
+            return [self._staging.stage(device, start, lambda _: None, reporting)]
 
-        before = [Before(work) for work in list(self._in_flight)]
         seconds = opts.timeout.total_seconds()
-        return self._run(call, [there], begin, [], seconds if seconds > 0 else None)
+        limit = seconds if seconds > 0 else None
+        return self._run(call, [marker], begin, [], limit, after=list(self._in_flight))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of collectives. Only warns once the ranks have joined."""
+        """Sets the timeout of collectives. Once the rank has joined, this only warns."""
         self._membership.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
@@ -349,10 +349,10 @@ class RacksumBackend(DelegatesToGloo):
         """Does nothing: all ranks count from 0."""
 
     def shutdown(self) -> None:
-        """Waits for this rank's collectives and leaves. The default group leaves together."""
+        """Waits for the rank's collectives and leaves. The default group's ranks leave together."""
         self._membership.check_process()
         for work in list(self._in_flight):
-            # A caller that waits for the work gets its error.
+            # Ignore the error: a caller that waits for the work gets it.
             with suppress(Exception):
                 work.wait_for(None)
         self._leave()
@@ -362,7 +362,7 @@ class RacksumBackend(DelegatesToGloo):
         self._gloo.shutdown()
 
     def abort(self) -> None:
-        """Leaves the job at once. Collectives in flight fail."""
+        """Leaves the job immediately. Collectives in flight fail."""
         self._leave()
         self._gloo.shutdown()
 
@@ -376,7 +376,7 @@ class RacksumBackend(DelegatesToGloo):
         return Call(collective, self._sequence, ops)
 
     def _catch_up(self) -> None:
-        """Puts the notices of interrupted calls before the calls that the chain gets next."""
+        """Places the notices of interrupted calls ahead of the calls that the chain gets next."""
         session = self._membership._session
         if session is not None:
             session.catch_up()
@@ -387,13 +387,13 @@ class RacksumBackend(DelegatesToGloo):
         if not parts:
             return
 
-        def refuse() -> Sequence[Waits]:
+        def refuse() -> Sequence[Wait]:
             interrupted: BaseException | None = None
             for part_of in parts:
                 try:
                     self._membership.refuse(part_of)
                 except BaseException as error:
-                    # The session now owes a notice of this part. Those of later parts follow it.
+                    # The session now owes a notice of this part. The notices of later parts follow.
                     interrupted = error
             if interrupted is not None:
                 raise interrupted
@@ -408,43 +408,49 @@ class RacksumBackend(DelegatesToGloo):
         self,
         call: Call,
         touched: Sequence[Tensor],
-        begin: Callable[[], Sequence[Waits]],
+        begin: Callable[[], Sequence[Handle[Any]]],
         result: list[Tensor],
         seconds: float | None = None,
         *,
         joins: bool = True,
+        after: Sequence[Work] = (),
     ) -> Work:
         """Starts a collective and returns its work, for which later barriers wait.
 
-        :param touched: The tensors that it reads or writes. It begins once earlier collectives on
-            the same memory have ended.
-        :param joins: Whether it needs the session. The first that does joins on another thread,
-            because other ranks may have to finish a collective of another group first. So does one
-            for which there is no room among the ops in flight.
+        :param touched: The tensors that the collective reads or writes. The collective begins once
+            earlier ones on the same memory have ended.
+        :param joins: Whether the collective needs the session. The first such collective joins the
+            job on another thread, because other ranks may first have to finish a collective of
+            another group. A later one begins on that thread if there is no room for its ops.
+        :param after: Earlier works that a wait for this collective also waits for.
         """
-        self._let_ended_go()
+        self._drop_ended_works()
         extents = extents_of(touched)
         earlier = self._on_memory.works(extents)
         # Gloo records profiler events of its own.
         shown = call.collective if joins else None
+
+        def begin_all() -> list[Wait]:
+            return [*(work.wait_for for work in after), *(op.wait for op in begin())]
+
         with calling(shown):
             if earlier or self._must_defer(call, touched, joins=joins):
                 refuse = partial(self._refuse, call)
-                parts: Sequence[Waits] = [self._chain.defer(earlier, begin, touched, refuse)]
+                waits: list[Wait] = [self._chain.defer(earlier, begin_all, touched, refuse).wait]
             else:
-                parts = begin()
-        work = Work(parts, result, self._in_flight, seconds, shown=shown)
+                waits = begin_all()
+        work = Work(waits, result, self._in_flight, seconds, shown=shown)
         self._on_memory.add(work, extents)
         return work
 
-    def _let_ended_go(self) -> None:
-        """Drops works that have ended, which would pile up if nobody waits for them."""
+    def _drop_ended_works(self) -> None:
+        """Drops ended works up to the oldest in flight, because callers may never wait for them."""
         for work in list(self._in_flight):
             if not work.has_ended():
                 break
 
     def _must_defer(self, call: Call, touched: Sequence[Tensor], *, joins: bool) -> bool:
-        """Returns whether the ops of a call would block the caller if they began here."""
+        """Returns whether the ops of a call would block the caller if they began on its thread."""
         if joins and not self._membership.has_joined:
             return True
         # Ops on GPU tensors begin on another thread.
@@ -452,7 +458,7 @@ class RacksumBackend(DelegatesToGloo):
         return self._would_wait(call.left, on_host=on_host)
 
     def _would_wait(self, ops: int, *, on_host: bool = True) -> bool:
-        """Returns whether that many ops would block the caller, for earlier ops or other ranks."""
+        """Returns whether beginning this many ops would make the caller wait."""
         if self._chain.is_current():
             return False
         if self._chain.is_behind():
@@ -482,9 +488,9 @@ class RacksumBackend(DelegatesToGloo):
 
     def _gathered(
         self, call: Call, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]
-    ) -> Ends:
+    ) -> Handle[Any]:
         """Starts gathering the tensors of all ranks into lists."""
-        # The tensors of a list, one after the other.
+        # `whole` holds the tensors of a list, one after the other.
         whole = inputs[0].new_empty((self.size() * len(inputs), *inputs[0].shape))
         own = inputs[0] if len(inputs) == 1 else torch.stack(list(inputs))
         copies = [copying_to(of_place) for of_place in zip(*outputs, strict=True)]
@@ -495,12 +501,12 @@ class RacksumBackend(DelegatesToGloo):
 
         return gather_into(self.session, whole, own, call.part()).then(copy_out)
 
-    def _gathered_into(self, call: Call, output: Tensor, x: Tensor) -> Ends:
+    def _gathered_into(self, call: Call, output: Tensor, x: Tensor) -> Handle[Any]:
         """Starts gathering the tensors of all ranks into one tensor."""
         gather = lambda it: gather_into(self.session, it, x, call.part())  # noqa: E731
         return self._in_one_piece(output, gather)
 
-    def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Ends]) -> Ends:
+    def _in_one_piece(self, x: Tensor, start: Callable[[Tensor], Handle[Any]]) -> Handle[Any]:
         """Starts an op on a tensor, or on a contiguous copy of it, which is then copied back."""
         if x.is_contiguous():
             return start(x)
@@ -508,13 +514,13 @@ class RacksumBackend(DelegatesToGloo):
         self.session.note_copied(2 * copy.nbytes)
         return start(copy).then(copying(copy, x))
 
-    def _reduced(self, call: Call, x: Tensor, opts: Any) -> Ends:
+    def _reduced(self, call: Call, x: Tensor, opts: Any) -> Handle[Any]:
         """Starts reducing a tensor in place, by racksum or by Gloo."""
         if x.is_sparse:
             return self._reduced_here(call, x, opts)
         return self._in_one_piece(x, lambda it: self._reduced_here(call, it, opts))
 
-    def _reduced_here(self, call: Call, x: Tensor, opts: Any) -> Ends:
+    def _reduced_here(self, call: Call, x: Tensor, opts: Any) -> Handle[Any]:
         by, options = opts.reduceOp.op, self._options
         if by == _Op.PREMUL_SUM:
             with writing_to(x):
@@ -523,11 +529,11 @@ class RacksumBackend(DelegatesToGloo):
         if x.is_complex() and by in (_Op.SUM, _Op.AVG):
             x = torch.view_as_real(x)
         if not is_ours(x, by):
-            # Gloo does this op, so the session has none to begin for it.
+            # Gloo does this op and the session does not, so count it as begun.
             call.part()
             return self._reduced_by_gloo(x, by)
         wire = wire_for(options.wire, x.dtype) if by in (_Op.SUM, _Op.AVG) else None
-        # Joining may fail, and then the part must still be there to be refused.
+        # Join before taking the part, so that `_refuse` still finds the part if joining fails.
         session = self.session
         named: dict[str, Any] = {"wire": wire, "part_of": call.part()}
         if x.is_sparse:
@@ -535,7 +541,7 @@ class RacksumBackend(DelegatesToGloo):
             return reduced.then(lambda sums: write(x, sums))
         return allreduce(session, x, OPERATORS[by], block=options.block, **named)
 
-    def _reduced_by_gloo(self, x: Tensor, by: Any) -> Ends:
+    def _reduced_by_gloo(self, x: Tensor, by: Any) -> Handle[Any]:
         delegated = dist.AllreduceOptions()
         delegated.reduceOp = by
         if x.dtype is torch.bool and by in OF_BOOLEANS:
@@ -543,13 +549,15 @@ class RacksumBackend(DelegatesToGloo):
             delegated.reduceOp = OF_BOOLEANS[by]
         return self._delegated(self._gloo.allreduce, [x], delegated)
 
-    def _scattered(self, call: Call, output: Tensor, whole: Tensor, begin: int, opts: Any) -> Ends:
-        """Reduces ``whole``, a copy that the call owns, and writes this rank's part of the sum."""
+    def _scattered(
+        self, call: Call, output: Tensor, whole: Tensor, begin: int, opts: Any
+    ) -> Handle[Any]:
+        """Reduces ``whole``, which the call owns, and writes this rank's part to ``output``."""
         own = whole[begin : begin + output.numel()]
         return self._reduced(call, whole, opts).then(lambda _: write(output, own.view_as(output)))
 
 
-#: Keeps open backends alive: torch does not, if it wraps them for TORCH_DISTRIBUTED_DEBUG.
+#: Keeps open backends alive, because torch does not if TORCH_DISTRIBUTED_DEBUG makes it wrap them.
 _open: set[RacksumBackend] = set()
 
 
@@ -570,7 +578,7 @@ def _create(group: Any, options: object) -> RacksumBackend:
 
 
 def _of_default_group() -> Options:
-    """Returns the options of the default group if it is racksum's. Groups without any use them."""
+    """Returns the options for a group that has none: the default group's if that uses racksum."""
     world = dist.group.WORLD
     of_world = (
         backend._options
@@ -587,6 +595,6 @@ def _only(tensors: Sequence[Any]) -> Any:
 
 
 def _count_division(x: Tensor, opts: Any) -> None:
-    """Counts a write to the tensor of an average: Gloo divides it with an operator of torch."""
+    """Counts a write to an averaged tensor, because Gloo divides it with an operator of torch."""
     if opts.reduceOp.op == _Op.AVG and not x.is_sparse:
         count_writes([x])

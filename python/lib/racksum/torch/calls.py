@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from racksum.torch.work import Waits, Work
+    from racksum.torch.work import Wait, Work
 
 __all__ = ["Call", "Chain", "numbered"]
 
@@ -43,7 +43,7 @@ class Call:
         self._left = ops
 
     def part(self) -> PartOf:
-        """Returns the ``part_of`` of the call's next op."""
+        """Counts the call's next op as begun, and returns its ``part_of``."""
         self._left -= 1
         return PartOf(self.collective, self.root, self.number)
 
@@ -53,20 +53,20 @@ class Call:
         return self._left
 
     def rest(self) -> list[PartOf]:
-        """Returns the ``part_of`` of all ops that the call has not begun, and will not begin."""
+        """Removes all remaining ops from the call, and returns the ``part_of`` of each."""
         return [self.part() for _ in range(self._left)]
 
 
 def numbered(
     collective: str, ops: Callable[..., int] = lambda *_: 1
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that makes a method one numbered call of its group.
+    """Returns a decorator that numbers the calls of a method within its group.
 
-    The method receives the :class:`Call` before its arguments. A refused call has a number too.
+    The method receives the :class:`Call` before its arguments. A refused call is numbered too.
     Calls of several threads run one after the other, so that ops begin in the order of numbers.
 
-    :param ops: Returns how many ops the call has at ranks that do not refuse it, given the call's
-        arguments.
+    :param ops: A function of the call's arguments. Returns how many ops the call has at ranks that
+        do not refuse it.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,10 +87,11 @@ def numbered(
 
 
 class Chain:
-    """Begins collectives that cannot begin at once on a thread, so that no caller waits.
+    """Begins collectives on a thread if they cannot begin immediately, so that no caller waits.
 
-    They wait there for earlier collectives on the same memory, for room, or to join. While one
-    waits, later ones go there too, because all ranks must begin ops in the same order.
+    On that thread a collective waits for earlier collectives on the same memory, for room, or for
+    the rank to join. Meanwhile later collectives queue behind it, because all ranks must begin ops
+    in the same order.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class Chain:
         self._has_begun.set()
 
     def is_behind(self) -> bool:
-        """Returns whether a collective has yet to begin, on another thread than the current one."""
+        """Returns whether a collective has yet to begin on a thread other than the current one."""
         return not self._has_begun.is_set() and not self._thread.is_current()
 
     def is_current(self) -> bool:
@@ -110,29 +111,30 @@ class Chain:
     def defer(
         self,
         earlier: Sequence[Work],
-        begin: Callable[[], Sequence[Waits]],
+        begin: Callable[[], Sequence[Wait]],
         touched: Sequence[Tensor],
         refuse: Callable[[], None] = lambda: None,
     ) -> Deferred:
         """Queues a collective, which begins once earlier works have ended, with or without error.
 
         :param earlier: The works to wait for.
-        :param begin: Begins the ops of the collective and returns them.
-        :param touched: The tensors that it reads or writes. If one of them gets other memory before
-            the collective begins, the collective fails.
-        :param refuse: Tells the other ranks which ops do not begin, if something fails before.
+        :param begin: Begins the ops of the collective. Returns, for each op, a function that waits.
+        :param touched: The tensors that the collective reads or writes. It fails if the memory
+            of one of these tensors is replaced before it begins.
+        :param refuse: Called if the collective fails before its ops have begun. Tells the other
+            ranks which ops do not begin.
         """
         devices = {x.device for x in touched}
         ready = [so_far(device) for device in devices if device.type != "cpu"]
         inference = torch.is_inference_mode_enabled()
         addresses = [address_of(x) for x in touched]
 
-        def begin_in_turn() -> Sequence[Waits]:
+        def begin_in_turn() -> Sequence[Wait]:
             with own_streams_on(devices), torch.inference_mode(inference), torch.no_grad():
                 for event in ready:
                     event.synchronize()
                 for work in earlier:
-                    # A caller that waits for the work gets its error.
+                    # Ignore the error: a caller that waits for the work gets it.
                     with contextlib.suppress(Exception):
                         work.wait_for(None)
                 for x, address in zip(touched, addresses, strict=True):
@@ -144,7 +146,7 @@ class Chain:
         try:
             self._thread.do(partial(deferred.begin, begin_in_turn, refuse))
         except BaseException:
-            # If a signal handler raised this, the thread may have the collective already.
+            # If a signal handler raised this, the thread may already have begun the collective.
             if deferred.take():
                 self._has_begun = before
             raise
@@ -160,7 +162,7 @@ class Deferred:
     """A collective that begins later, on the thread of the chain."""
 
     def __init__(self) -> None:
-        #: Set once its ops are in flight or have failed.
+        #: Set once the collective's ops are in flight or have failed.
         self.begun = threading.Event()
         self._taken = threading.Lock()
         self._parts = Parts(())
@@ -170,7 +172,7 @@ class Deferred:
         """Returns true to the first caller, which alone may begin or refuse the collective."""
         return self._taken.acquire(blocking=False)
 
-    def begin(self, begin: Callable[[], Sequence[Waits]], refuse: Callable[[], None]) -> None:
+    def begin(self, begin: Callable[[], Sequence[Wait]], refuse: Callable[[], None]) -> None:
         """Begins the collective, or refuses it if that fails."""
         if not self.take():
             return
@@ -187,7 +189,8 @@ class Deferred:
         """Waits for the collective to begin and to end, each for ``timeout`` seconds at most."""
         if not self.begun.wait(timeout):
             raise WaitTimeout(
-                "the collective has not begun yet, because it waits for earlier ones; wait again"
+                "the collective has not begun yet: it waits for earlier collectives, for room or "
+                "for all ranks to join; wait again"
             )
         if self._error is not None:
             raise self._error

@@ -1,11 +1,11 @@
-"""Compressors of gradients, and memories of the residuals that they leave out.
+"""Compressors, which leave out parts of gradients, and memories, which store the parts left out.
 
 Compressors have the methods of GRACE (Xu et al., "GRACE: A Compressed Communication Framework for
 Distributed Machine Learning", ICDCS 2021), so that compressors written for GRACE plug in. racksum
 sums the decompressed tensor and does not send its blocks of zeros. The compressors here keep or
-leave out whole blocks, so everything that they leave out saves bytes::
+leave out whole blocks, so everything that they leave out saves bytes:
 
-    state = racksum.torch.HookState(session, compressor=BlockTopKRatio(0.01))
+>>> state = racksum.torch.HookState(session, compressor=BlockTopKRatio(0.01))
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCKS",
+    "BlockCompressor",
     "BlockRandomK",
     "BlockThreshold",
     "BlockTopK",
@@ -45,20 +46,25 @@ __all__ = [
 
 _log = logger("racksum.torch")
 
-#: The sizes of a block, in elements.
+#: The valid sizes of a block, in elements.
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
-#: Bytes of an element, by wire type.
-_WIRES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i32": 4, "i64": 8, "int8": 1, "fixed32": 4}
-#: Bytes of f16 and of bf16. Converting one to the other saves nothing.
+#: Bytes per element, by wire type of gradients. The other wire types are for integers.
+_WIRES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "int8": 1, "fixed32": 4}
+#: Bytes of an f16 or bf16 element. Converting one type to the other saves nothing.
 _NARROW = 2
 
 
 def block_of(block: int | None, compressor: object = None) -> int:
-    """Returns the number of elements of a block, as given or else as the compressor's.
+    """Returns the checked block size in elements: the given one, or else the compressor's.
 
-    :raises BadArgument: The number is invalid, or it is not the compressor's. Blocks of another
-        size would not be zero as a whole, and would be sent.
+    >>> block_of(None), block_of(None, BlockTopK(1, block=32))
+    (256, 32)
+
+    :param block: A power of two from 32 to 1024. By default the compressor's, or 256.
+    :param compressor: A compressor. Its attribute ``block``, if it has one, is its block size.
+    :raises BadArgument: The size is invalid, or differs from the compressor's: blocks of another
+        size might be zero only in part, and would then be sent.
     """
     of_compressor = getattr(compressor, "block", None)
     if block is None:
@@ -66,7 +72,7 @@ def block_of(block: int | None, compressor: object = None) -> int:
     if of_compressor not in (None, block):
         raise BadArgument(
             f"block is {block!r}, but the compressor leaves out blocks of {of_compressor} "
-            "elements; leave block out, or pass the same to both"
+            "elements; leave block out, or pass the same size to both"
         )
     with suppress(TypeError):
         elements = operator.index(block)
@@ -78,8 +84,13 @@ def block_of(block: int | None, compressor: object = None) -> int:
 
 
 def checked_wire(wire: str | None, compressor: object = None) -> str | None:
-    """Returns the wire type, if it exists and the compressor does not round to another.
+    """Returns the wire type, or raises if it does not exist or the compressor rounds to another.
 
+    >>> checked_wire("int8")
+    'int8'
+
+    :param wire: A type of elements on the network, as for :meth:`racksum.Session.allreduce`.
+    :param compressor: A compressor that the gradients go through first.
     :raises BadArgument: The wire type does not exist, or is not the one that ``Rounded`` rounds to.
     """
     if isinstance(compressor, Rounded) and wire not in (None, compressor.wire):
@@ -94,44 +105,81 @@ def checked_wire(wire: str | None, compressor: object = None) -> str | None:
 def wire_for(wire: str | None, dtype: torch.dtype) -> str | None:
     """Returns the wire type for a tensor of a model, or None to send it unchanged.
 
-    A model may have parameters of several types. Tensors of integers, and those that are as narrow
-    as the wire type already, would gain nothing from it.
+    A model may have parameters of several types. Integers, tensors narrower than the wire type,
+    and 16-bit tensors with a 16-bit wire type would gain nothing from a conversion.
+
+    >>> wire_for("bf16", torch.float32), wire_for("bf16", torch.float16)
+    ('bf16', None)
+
+    :param wire: A valid wire type, or None.
+    :param dtype: The dtype of the tensor.
     """
     if wire is None or not dtype.is_floating_point:
         return None
     own, narrow = dtype.itemsize, _WIRES[wire]
     if own < narrow or own == narrow == _NARROW:
-        _say_unchanged(wire, dtype)
+        _log_unchanged(wire, dtype)
         return None
     return wire
 
 
 @functools.cache
-def _say_unchanged(wire: str, dtype: torch.dtype) -> None:
-    """Logs once for each pair that tensors are not converted."""
+def _log_unchanged(wire: str, dtype: torch.dtype) -> None:
+    """Logs, once for each wire type and dtype, that tensors are sent unchanged."""
     _log.info("tensors of %s are sent unchanged, because wire=%s is not narrower", dtype, wire)
 
 
 class Compressor(Protocol):
-    """The interface of compressors, which leave parts of tensors out."""
+    """The interface of compressors, which leave parts of tensors out.
+
+    Any class with these methods will do:
+
+    >>> class PositiveOnly:
+    ...     def compress(self, tensor, name):
+    ...         return [tensor.clamp(min=0)], None
+    ...
+    ...     def decompress(self, tensors, ctx):
+    ...         return tensors[0]
+    >>> state = racksum.torch.HookState(session, compressor=PositiveOnly())
+    """
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
         """Returns the compressed tensor, and a context that :meth:`decompress` needs.
 
+        >>> tensors, ctx = BlockTopK(1, block=32).compress(torch.arange(64.0), "bucket 0")
+        >>> [tensor.shape for tensor in tensors]
+        [torch.Size([1, 32])]
+
+        :param tensor: A floating-point tensor of any shape, which must not be changed.
         :param name: The name of the tensor, the same in every step.
         """
         ...
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
-        """Returns a tensor with the shape and the dtype of the one that was compressed."""
+        """Returns the decompressed tensor, with the shape and the dtype of the original.
+
+        >>> compressor = BlockTopK(1, block=32)
+        >>> compressed = compressor.compress(torch.arange(64.0), "bucket 0")
+        >>> compressor.decompress(*compressed).count_nonzero().item()
+        32
+        """
         ...
 
 
 class Memory(Protocol):
-    """The interface of memories, which keep residuals by the name of the tensor."""
+    """The interface of memories, which keep residuals by the name of the tensor.
+
+    >>> memory = ResidualMemory(beta=0.9)
+    >>> compressor = BlockTopK(1, block=32)
+    >>> state = racksum.torch.HookState(session, compressor=compressor, memory=memory)
+    """
 
     def compensate(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns the tensor plus the residual of earlier steps."""
+        """Returns the tensor plus the residual of earlier steps.
+
+        >>> ResidualMemory().compensate(torch.ones(2), "bucket 0").tolist()  # The first step.
+        [1.0, 1.0]
+        """
         ...
 
     def update(
@@ -142,12 +190,29 @@ class Memory(Protocol):
         tensor_compressed: list[torch.Tensor],
         ctx: Any,
     ) -> None:
-        """Stores the residual: what the compressor left out of the compensated tensor."""
+        """Stores the residual: what the compressor left out of the compensated tensor.
+
+        >>> memory, compressor, x = ResidualMemory(), BlockTopK(1, block=32), torch.arange(64.0)
+        >>> memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
+        >>> memory.residuals["bucket 0"].count_nonzero().item()
+        31
+
+        :param tensor: The compensated tensor.
+        :param name: The name of the tensor.
+        :param compressor: The compressor.
+        :param tensor_compressed: The tensors that the compressor returned.
+        :param ctx: The context that the compressor returned.
+        """
         ...
 
 
 class ResidualMemory:
-    """Error feedback: adds what a step leaves out to the gradients of the next.
+    """Error feedback: adds what a step leaves out to the gradients of the next step.
+
+    >>> memory, compressor, x = ResidualMemory(), BlockTopK(1, block=32), torch.ones(64)
+    >>> memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
+    >>> memory.compensate(x, "bucket 0").sum().item()  # 64 elements, and 32 that were left out.
+    96.0
 
     :param beta: Weight of the residual.
     :param gamma: Weight of the new gradient.
@@ -159,8 +224,15 @@ class ResidualMemory:
         self.residuals: dict[str, torch.Tensor] = {}
 
     def compensate(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns the tensor plus the residual of this name, weighted.
+        """Returns the weighted sum of the tensor and the residual of this name.
 
+        >>> memory = ResidualMemory(beta=0.5)
+        >>> memory.load_state_dict({"bucket 0": torch.tensor([4.0, 0.0])})
+        >>> memory.compensate(torch.ones(2), "bucket 0").tolist()
+        [3.0, 1.0]
+
+        :param tensor: The gradients of a bucket, flat.
+        :param name: The name of the bucket.
         :raises BadArgument: The tensor of this name had another shape before.
         """
         residual = self.residuals.get(name)
@@ -169,7 +241,7 @@ class ResidualMemory:
         if residual.shape != tensor.shape:
             raise BadArgument(
                 f"{name} has {tensor.numel()} elements, but its residual has {residual.numel()}; "
-                "start to compress later (start_iter)"
+                "raise start_iter to begin compressing later"
             )
         return torch.add(tensor * self.gamma, residual, alpha=self.beta)
 
@@ -181,24 +253,52 @@ class ResidualMemory:
         tensor_compressed: list[torch.Tensor],
         ctx: Any,
     ) -> None:
-        """Stores the tensor minus what it decompresses to, with zeros for NaN and infinities."""
+        """Stores the residual: the tensor minus its decompressed form, with NaN and inf as zeros.
+
+        >>> memory, compressor = ResidualMemory(), BlockTopK(1, block=32)
+        >>> x = torch.cat([torch.full((32,), 9.0), torch.ones(32)])
+        >>> memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
+        >>> memory.residuals["bucket 0"].sum().item()
+        32.0
+
+        The parameters are those of :meth:`Memory.update`.
+        """
         left = tensor - compressor.decompress(tensor_compressed, ctx)
-        # A gradient scaler causes infinities now and then, which would return in every later step.
+        # A gradient scaler sometimes causes infinities, which would recur in every later step.
         self.residuals[name] = torch.nan_to_num_(left, nan=0.0, posinf=0.0, neginf=0.0)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the residuals by name, for a checkpoint of this rank."""
+        """Returns the residuals by name, for a checkpoint of this rank.
+
+        >>> ResidualMemory().state_dict()  # Before the first compressed step.
+        {}
+        """
         return dict(self.residuals)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores the residuals from a checkpoint of this rank."""
+        """Restores the residuals from a checkpoint of this rank.
+
+        >>> memory = ResidualMemory()
+        >>> memory.load_state_dict({"bucket 0": torch.zeros(64)})
+        >>> list(memory.residuals)
+        ['bucket 0']
+
+        :param state: A result of :meth:`state_dict`.
+        """
         self.residuals = dict(state)
 
 
 class BlockCompressor(ABC):
     """Base class of compressors that keep some blocks of a tensor.
 
-    :param block: Elements of a block, 32 to 1024, a power of two; the same as the op's.
+    >>> class FirstBlock(BlockCompressor):
+    ...     def choose(self, blocks, name):
+    ...         return torch.tensor([0])
+    >>> tensors, ctx = FirstBlock(block=32).compress(torch.arange(64.0), "bucket 0")
+    >>> tensors[0].shape
+    torch.Size([1, 32])
+
+    :param block: Elements of a block, a power of two from 32 to 1024. Ops must use the same size.
     :raises BadArgument: ``block`` is invalid.
     """
 
@@ -209,12 +309,23 @@ class BlockCompressor(ABC):
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
         """Returns the int64 indices of the blocks to keep.
 
+        >>> BlockTopK(1, block=32).choose(torch.eye(2, 32) * torch.tensor([[1], [3]]), "a")
+        tensor([1])
+
         :param blocks: The tensor as a matrix of shape ``(count, block)``, padded with zeros.
         :param name: The name of the tensor.
         """
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
-        """Returns the blocks that are kept. The context holds their indices and the shape."""
+        """Returns the blocks that are kept. The context holds their indices and the shape.
+
+        >>> tensors, ctx = BlockTopK(1, block=32).compress(torch.arange(80.0).view(8, 10), "a")
+        >>> tensors[0].shape, ctx
+        (torch.Size([1, 32]), (tensor([2]), torch.Size([8, 10])))
+
+        :param tensor: A floating-point tensor of any shape.
+        :param name: The name of the tensor.
+        """
         flat = tensor.flatten()
         missing = -len(flat) % self.block
         blocks = torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)
@@ -222,7 +333,13 @@ class BlockCompressor(ABC):
         return [blocks[chosen]], (chosen, tensor.shape)
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
-        """Returns the tensor with zeros in the blocks that were left out."""
+        """Returns the tensor with zeros in the blocks that were left out.
+
+        >>> compressor = BlockTopK(1, block=32)
+        >>> x = compressor.decompress(*compressor.compress(torch.ones(8, 10), "a"))
+        >>> x.shape, x.sum().item()
+        (torch.Size([8, 10]), 32.0)
+        """
         (kept,), (chosen, shape) = tensors, ctx
         count = -(-shape.numel() // self.block)
         blocks = kept.new_zeros(count, self.block)
@@ -232,6 +349,10 @@ class BlockCompressor(ABC):
 
 class BlockTopK(BlockCompressor):
     """Keeps the blocks with the greatest Euclidean norms (OmniReduce's Block Top-k).
+
+    >>> compressor, x = BlockTopK(2, block=32), torch.ones(96)
+    >>> compressor.decompress(*compressor.compress(x, "bucket 0")).sum().item()
+    64.0
 
     :param k: Number of blocks to keep of each tensor, 1 or more.
     :param block: Elements of a block, 32 to 1024, a power of two.
@@ -243,12 +364,21 @@ class BlockTopK(BlockCompressor):
         self.k = whole_from(1, MAX_ELEMENTS)("k", k)
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
-        """Returns the indices of the ``k`` blocks with the greatest norms."""
+        """Returns the indices of the ``k`` blocks with the greatest norms.
+
+        >>> blocks = torch.tensor([[1.0], [3.0], [2.0]]).expand(3, 32)
+        >>> sorted(BlockTopK(2, block=32).choose(blocks, "bucket 0").tolist())
+        [1, 2]
+        """
         return _heaviest(blocks, self.k)
 
 
 class BlockTopKRatio(BlockCompressor):
-    """Keeps the share of blocks with the greatest norms (OmniReduce's Block Top-k Ratio).
+    """Keeps a share of the blocks: those with the greatest norms (OmniReduce's Block Top-k Ratio).
+
+    >>> compressor, x = BlockTopKRatio(0.25, block=32), torch.ones(8 * 32)
+    >>> compressor.decompress(*compressor.compress(x, "bucket 0")).sum().item()
+    64.0
 
     :param compress_ratio: Share of each tensor's blocks to keep, above 0 and at most 1.
     :param block: Elements of a block, 32 to 1024, a power of two.
@@ -260,15 +390,24 @@ class BlockTopKRatio(BlockCompressor):
         self.compress_ratio = _share(compress_ratio)
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
-        """Returns the indices of the share of blocks with the greatest norms, at least one."""
+        """Returns the indices of the blocks to keep, those with the greatest norms; at least one.
+
+        >>> blocks = torch.tensor([[1.0], [3.0], [2.0]]).expand(3, 32)
+        >>> BlockTopKRatio(0.01, block=32).choose(blocks, "bucket 0").tolist()
+        [1]
+        """
         return _heaviest(blocks, _count(len(blocks), self.compress_ratio))
 
 
 class BlockRandomK(BlockCompressor):
     """Keeps a random share of blocks, the same blocks at all ranks.
 
+    >>> compressor, x = BlockRandomK(0.25, seed=7, block=32), torch.ones(8 * 32)
+    >>> compressor.decompress(*compressor.compress(x, "bucket 0")).sum().item()
+    64.0
+
     :param compress_ratio: Share of each tensor's blocks to keep, above 0 and at most 1.
-    :param seed: Seed of the choice. All ranks must pass the same.
+    :param seed: Seed of the random choice. All ranks must pass the same seed.
     :param block: Elements of a block, 32 to 1024, a power of two.
     :raises BadArgument: An argument is invalid.
     """
@@ -280,7 +419,13 @@ class BlockRandomK(BlockCompressor):
         self.steps: dict[str, int] = {}
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns random indices, from the seed, the tensor's name and its number of calls."""
+        """Returns random indices, derived from the seed, the tensor's name and the call's number.
+
+        >>> of_ranks = BlockRandomK(0.25, seed=7), BlockRandomK(0.25, seed=7)
+        >>> one, other = (of.choose(torch.ones(8, 256), "bucket 0") for of in of_ranks)
+        >>> len(one), torch.equal(one, other)
+        (2, True)
+        """
         step = self.steps.get(name, 0)
         self.steps[name] = step + 1
         seed = zlib.crc32(f"{self.seed} {name} {step}".encode())
@@ -288,18 +433,37 @@ class BlockRandomK(BlockCompressor):
         return order[: _count(len(blocks), self.compress_ratio)].to(blocks.device)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the number of calls for each tensor, by name, for a checkpoint."""
+        """Returns the number of calls for each tensor, by name, for a checkpoint.
+
+        >>> compressor = BlockRandomK(0.25)
+        >>> chosen = compressor.choose(torch.ones(8, 256), "bucket 0")
+        >>> compressor.state_dict()
+        {'bucket 0': 1}
+        """
         return dict(self.steps)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restores the numbers of calls from a checkpoint."""
+        """Restores the numbers of calls from a checkpoint.
+
+        >>> compressor = BlockRandomK(0.25)
+        >>> compressor.load_state_dict({"bucket 0": 100})
+        >>> compressor.steps
+        {'bucket 0': 100}
+
+        :param state: A result of :meth:`state_dict`.
+        """
         self.steps = dict(state)
 
 
 class BlockThreshold(BlockCompressor):
     """Keeps the blocks with an element whose magnitude reaches a threshold, or with a NaN.
 
-    :param threshold: The least magnitude.
+    >>> x = torch.cat([torch.full((32,), 0.1), torch.full((32,), -0.5)])
+    >>> compressor = BlockThreshold(0.5, block=32)
+    >>> compressor.decompress(*compressor.compress(x, "bucket 0")).sum().item()
+    -16.0
+
+    :param threshold: The smallest magnitude at which an element keeps its block.
     :param block: Elements of a block, 32 to 1024, a power of two.
     :raises BadArgument: ``block`` is invalid.
     """
@@ -309,15 +473,24 @@ class BlockThreshold(BlockCompressor):
         self.threshold = threshold
 
     def choose(self, blocks: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
-        """Returns the indices of the blocks that reach the threshold or hold a NaN."""
+        """Returns the indices of the blocks that reach the threshold or hold a NaN.
+
+        >>> blocks = torch.tensor([[0.1], [0.5], [float("nan")]]).expand(3, 32)
+        >>> BlockThreshold(0.5, block=32).choose(blocks, "bucket 0").tolist()
+        [1, 2]
+        """
         small = blocks.abs().amax(1) < self.threshold
         return torch.nonzero(~small).flatten()
 
 
 class Rounded:
-    """Rounds to a wire type, after another compressor if there is one.
+    """Rounds to a wire type, after another compressor if one is given.
 
-    With a memory, the rounding error of the wire is added to the next step like any residual.
+    A memory adds the rounding errors of a step to the next step, like any residual.
+
+    >>> compressor, x = Rounded("bf16"), torch.tensor([1.0, 1.001])
+    >>> compressor.decompress(*compressor.compress(x, "bucket 0")).tolist()
+    [1.0, 1.0]
 
     :param wire: ``"bf16"``, ``"f16"`` or ``"int8"``. Ops send the tensor as this type.
     :param compressor: A compressor that keeps whole blocks; by default none.
@@ -338,14 +511,27 @@ class Rounded:
         self.block = block_of(block, compressor)
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
-        """Returns what the compressor keeps, rounded, and the compressor's context."""
+        """Returns the tensors that the compressor keeps, rounded, and the compressor's context.
+
+        >>> tensors, ctx = Rounded("int8").compress(torch.tensor([127.0, 0.4]), "bucket 0")
+        >>> tensors[0].tolist()  # The scale of the block is 1.
+        [127.0, 0.0]
+
+        :param tensor: A floating-point tensor of any shape.
+        :param name: The name of the tensor.
+        """
         if self.compressor is None:
             return [self._rounded(tensor)], None
         tensors, ctx = self.compressor.compress(tensor, name)
         return [self._rounded(kept) for kept in tensors], ctx
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:
-        """Returns the tensor that the compressor decompresses to."""
+        """Returns the rounded tensor, decompressed by the compressor if there is one.
+
+        >>> compressor = Rounded("f16", BlockTopK(1, block=32))
+        >>> compressor.decompress(*compressor.compress(torch.ones(64), "bucket 0")).sum().item()
+        32.0
+        """
         return tensors[0] if self.compressor is None else self.compressor.decompress(tensors, ctx)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -355,19 +541,32 @@ class Rounded:
 
 
 class Whole:
-    """A compressor that leaves nothing out."""
+    """A compressor that leaves nothing out.
+
+    >>> compressor, x = Whole(), torch.ones(64)
+    >>> compressor.decompress(*compressor.compress(x, "bucket 0")) is x
+    True
+    """
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:  # noqa: ARG002
-        """Returns the tensor unchanged."""
+        """Returns the tensor unchanged.
+
+        >>> Whole().compress(torch.ones(2), "bucket 0")
+        ([tensor([1., 1.])], None)
+        """
         return [tensor], None
 
     def decompress(self, tensors: list[torch.Tensor], ctx: Any) -> torch.Tensor:  # noqa: ARG002
-        """Returns the tensor that was compressed."""
+        """Returns the tensor that was compressed.
+
+        >>> Whole().decompress([torch.ones(2)], None)
+        tensor([1., 1.])
+        """
         return tensors[0]
 
 
 def _as_bytes(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Rounds elements to whole multiples of their block's scale, as ``racksum_proto::arith``."""
+    """Rounds elements to multiples of their block's scale, as ``racksum_proto::arith`` does."""
     flat = x.float().flatten()
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
     greatest = blocks.abs().amax(1, keepdim=True) if len(blocks) else blocks.new_zeros(0, 1)

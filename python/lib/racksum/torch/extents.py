@@ -1,7 +1,7 @@
 """The memory that tensors cover, and the works in flight that use it.
 
-Sorted spans keep both fast: a call may have thousands of tensors, and thousands of calls may be in
-flight.
+Sorted spans make overlaps quick to find: a call may have thousands of tensors, and thousands of
+calls may be in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Extents", "OnMemory", "extents_of", "share_memory"]
 #: Ranges of memory: the device, the first address, and the address after the last.
 Extents = list[tuple[torch.device, int, int]]
 
-#: The number of spans of a device at which the spans of ended works are first removed.
+#: Once a device has more spans than this, those of ended works are removed for the first time.
 _FEW = 64
 
 
@@ -52,7 +52,7 @@ def share_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 class OnMemory:
-    """An index of the works in flight by the memory that they use.
+    """An index of the works in flight, keyed by the memory that they use.
 
     A work begins when earlier works on its memory have ended. So for each part of the memory only
     the last work counts.
@@ -65,7 +65,7 @@ class OnMemory:
         self._devices: dict[torch.device, _Spans] = {}
 
     def works(self, extents: Extents) -> list[Work]:
-        """Returns the last works on this memory that have not ended."""
+        """Returns the works that last used this memory, except those that have ended."""
         found: dict[Work, None] = {}
         for device, start, end in extents:
             spans = self._devices.get(device)
@@ -77,8 +77,8 @@ class OnMemory:
         return [work for work in found if not work.has_ended()]
 
     def add(self, work: Work, extents: Extents) -> None:
-        """Records a work as the last on this memory."""
-        # A work keeps its tensors alive, so this must not keep the work alive.
+        """Records a work as the last one that uses this memory."""
+        # A work keeps its tensors alive, so this index must not keep the work alive.
         named = weakref.ref(work)
         for device, start, end in extents:
             spans = self._devices.get(device)
@@ -96,7 +96,7 @@ class _Spans:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.works: list[weakref.ref[Work]] = []
-        #: The number of spans above which the spans of ended works are removed.
+        #: If there are more spans than this, those of ended works are removed.
         self.most = _FEW
 
     def overlapping(self, start: int, end: int) -> slice:
@@ -106,17 +106,17 @@ class _Spans:
 
     def put(self, start: int, end: int, work: weakref.ref[Work]) -> None:
         """Assigns a range to a work. Spans that reach beyond the range are cut."""
-        there = self.overlapping(start, end)
+        overlap = self.overlapping(start, end)
         new = [(start, end, work)]
-        if there.start < there.stop:
-            first, last = there.start, there.stop - 1
+        if overlap.start < overlap.stop:
+            first, last = overlap.start, overlap.stop - 1
             if self.starts[first] < start:
                 new.insert(0, (self.starts[first], start, self.works[first]))
             if self.ends[last] > end:
                 new.append((end, self.ends[last], self.works[last]))
-        self.starts[there] = [start for start, _, _ in new]
-        self.ends[there] = [end for _, end, _ in new]
-        self.works[there] = [work for _, _, work in new]
+        self.starts[overlap] = [start for start, _, _ in new]
+        self.ends[overlap] = [end for _, end, _ in new]
+        self.works[overlap] = [work for _, _, work in new]
 
     def keep(self, in_flight: dict[Work, None]) -> None:
         """Removes the spans of works that are no longer in flight."""

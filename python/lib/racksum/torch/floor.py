@@ -1,4 +1,4 @@
-"""A check of the PyTorch version: older ones lack functions that the hooks and the backend call."""
+"""Checks of PyTorch: older versions and some builds lack functions that racksum calls."""
 
 from racksum.extras import FLOORS, needed
 
@@ -14,7 +14,7 @@ def _version(text: str) -> tuple[int, ...]:
 if _version(torch.__version__) < _version(_FLOOR):
     raise ImportError(
         f"racksum.torch needs PyTorch {_FLOOR} or newer, but {torch.__version__} is installed; "
-        "upgrade it, or use racksum.connect, which works with any"
+        "upgrade it, or use racksum.connect, which works with any version"
     )
 
 if not torch.distributed.is_available():

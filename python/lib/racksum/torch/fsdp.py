@@ -23,27 +23,35 @@ def set_all_reduce_hook(
     """Makes the replicas of a sharded model average the gradients of their shards, as HSDP does.
 
     Each replica shards the model over ranks of its own. A session connects the ranks that have the
-    same shard::
+    same shard:
 
-        fully_shard(model, mesh=mesh["shards"])
-        session = racksum.torch.connect(group=mesh["replicas"].get_group())
-        racksum.torch.set_all_reduce_hook(model, session)
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> torch.distributed.init_process_group("gloo")
+    >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+    >>> model = fully_shard(torch.nn.Linear(4, 2), mesh=mesh["shards"])
+    >>> session = racksum.torch.connect("127.0.0.1:7177", group=mesh["replicas"].get_group())
+    >>> racksum.torch.set_all_reduce_hook(model, session)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model.bias.grad.full_tensor().tolist()
+    [1.0, 1.0]
 
     :param model: A model to which ``fully_shard`` was applied, as a whole or in parts.
     :param session: The session of the ranks that have this rank's shard.
     :param wire: Type of gradients on the network, as for :meth:`racksum.Session.allreduce`. By
-        default their own. Gradients that are as narrow already are sent unchanged.
+        default their own type. Narrower gradients are sent unchanged, and so are 16-bit gradients
+        if the wire type has 16 bits.
     :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not sent.
     :raises racksum.BadArgument: No part of the model is sharded by ``fully_shard``, or an argument
         is invalid.
     """
-    # The import takes most of a second, which only users of FSDP should pay.
+    # The import takes most of a second, so only users of FSDP should wait for it.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise BadArgument(
-            "the model is sharded by FullyShardedDataParallel, which has no such hook; shard by "
-            "fully_shard, or give FSDP a process_group of the backend racksum"
+            "the model is sharded by FullyShardedDataParallel, which has no all-reduce hook; shard "
+            "with fully_shard, or give FSDP a process_group of the backend racksum"
         )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:

@@ -6,7 +6,7 @@ multicast. Elements of all types are summed as integers, so that no bit changes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from racksum.call import PartOf
-    from racksum.session import Handle, Session
-    from racksum.torch.staging import Staged
-    from racksum.torch.work import Ends
+    from racksum.handle import Handle
+    from racksum.session import Session
 
 __all__ = ["broadcast", "gather_into"]
 
@@ -28,9 +27,9 @@ _WORD = 4
 
 
 @torch.inference_mode()
-def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Ends:
-    """Starts writing the root's contiguous tensor to those of all ranks."""
-    with session.telling_refusals(part_of):
+def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Handle[Any]:
+    """Starts writing the root's contiguous tensor to the tensors of all ranks."""
+    with session.reporting_refusals(part_of):
         # As with Gloo, autograd does not count writes to the tensor.
         x = x.data
         if session.rank != part_of.root:
@@ -41,12 +40,14 @@ def broadcast(session: Session, x: torch.Tensor, part_of: PartOf) -> Ends:
 
 
 @torch.inference_mode()
-def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor, part_of: PartOf) -> Ends:
+def gather_into(
+    session: Session, output: torch.Tensor, own: torch.Tensor, part_of: PartOf
+) -> Handle[Any]:
     """Starts filling ``output``, a contiguous tensor, with the tensors of all ranks in rank order.
 
-    ``own`` may be this rank's part of ``output``.
+    ``own`` may alias this rank's part of ``output``.
     """
-    with session.telling_refusals(part_of):
+    with session.reporting_refusals(part_of):
         output = output.data
         parts = output.view(-1).view(session.world, -1)
         # Copy before zeroing: `own` may lie in `output`.
@@ -59,29 +60,33 @@ def gather_into(session: Session, output: torch.Tensor, own: torch.Tensor, part_
 
 
 def _of_all(
-    op: Handle[torch.Tensor] | Staged[torch.Tensor],
+    op: Handle[torch.Tensor],
     needed: Sequence[int],
     finish: Callable[[object], object],
-) -> Ends:
-    """Returns the op, with an error if a rank whose data it needs did not take part."""
+) -> Handle[Any]:
+    """Returns a handle that waits for the op, and raises if a rank in ``needed`` is absent."""
 
     def check(result: object) -> object:
         lost = [rank for rank in needed if rank in op.absent]
         if lost:
-            who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-            raise PeerLost(f"lost {who}: no other rank has the data that this op needs", lost)
+            subject = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            raise PeerLost(f"lost {subject}: no other rank has the data that this op needs", lost)
         return finish(result)
 
     return op.then(check)
 
 
 def _tag_of(x: torch.Tensor) -> str:
-    """Returns a tag of the shape and the dtype, which the summed integers do not show."""
+    """Returns a tag for the size and the dtype, which the summed integers do not show."""
     return f"{x.numel()} x {x.dtype}"
 
 
 def _words_of(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[object], object]]:
-    """Returns the memory of a contiguous tensor as int32, and a function to call after the sum."""
+    """Returns a contiguous tensor as int32, and a function to call after the sum.
+
+    The int32 tensor shares the memory of ``x`` if the size and the alignment of ``x`` permit it.
+    Otherwise it is a padded copy, and the function copies it back.
+    """
     x, size = x.detach(), x.element_size()
     # A single element is contiguous with any stride, but ``view`` would refuse some strides.
     octets = x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -16,7 +16,7 @@ from racksum.errors import BadArgument
 from racksum.group_timeout import timeout_of
 from racksum.options import ConnectOptions, Drawn, limits_of_group
 from racksum.session import Session
-from racksum.torch.departures import asking_store
+from racksum.torch.departures import converting_store_errors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -28,29 +28,30 @@ __all__ = ["connect"]
 def connect(
     aggregator: str | None = None, *, group: ProcessGroup | None = None, **options: Any
 ) -> Session:
-    """Joins a job with the ranks of a process group; all of them call it together.
+    """Joins a job with the ranks of a process group. All of these ranks must call this together.
 
-    ::
+    >>> torch.distributed.init_process_group("gloo")
+    >>> with racksum.torch.connect("127.0.0.1:7177") as session:
+    ...     session.allreduce(torch.ones(3)).tolist()
+    [1.0, 1.0, 1.0]
 
-        torch.distributed.init_process_group("gloo")
-        session = racksum.torch.connect("127.0.0.1:7177")
+    The generation of the job is the current time of the group's first rank in seconds, unless
+    ``generation`` or ``RACKSUM_GENERATION`` sets it. So ranks that torchrun restarts end the
+    earlier generation and need not wait for it.
 
-    The generation of the job is the current time of the group's first rank, unless ``generation``
-    or ``RACKSUM_GENERATION`` sets it. So ranks that torchrun starts again end the life before and
-    need not wait for it.
-
-    The job's name is that of ``job``, ``RACKSUM_JOB`` or torchrun's ``--rdzv-id``. Without these a
-    rank draws a name at random, which the group's store keeps for all ranks.
+    ``job``, ``RACKSUM_JOB`` or torchrun's ``--rdzv-id`` sets the job's name. Without these, a rank
+    generates a random name, which the group's store keeps for all ranks.
 
     :param aggregator: Address of the aggregator, as for :func:`racksum.connect`.
-    :param group: The process group; by default the group of all ranks. A smaller group sums on its
-        own, under the names of the job and of the group. So does a further session of a group whose
-        first session is open, unless ``generation`` is set.
+    :param group: The process group; by default the group of all ranks. A smaller group sums
+        separately, under a name made from those of the job and the group. A second session that a
+        group opens while its first is open also sums separately, unless ``generation`` is set.
     :param options: Options of :func:`racksum.connect`, except ``rank`` and ``world``. Both timeouts
-        are by default that of the group.
+        default to the group's timeout.
+    :return: The session, whose ranks are numbered as in the group.
     :raises racksum.BadArgument: There is no process group, this process is not in ``group``, or an
         option is invalid.
-    :raises racksum.Error: The same errors as of :func:`racksum.connect`.
+    :raises racksum.Error: The same errors as :func:`racksum.connect`.
     """
     for name in ("rank", "world"):
         if name in options:
@@ -60,7 +61,7 @@ def connect(
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     if own["rank"] < 0:
         raise BadArgument("this process is not in the group; call connect only on its ranks")
-    # A given generation ends the lives before it, so it applies to the group's first session.
+    # With a generation from the user, the session ends earlier ones, so it takes the first place.
     place = 0
     if not is_generation_given(options):
         first = _first_free(group)
@@ -78,7 +79,7 @@ def connect(
 
 
 def _name_of(group: ProcessGroup | None, place: int) -> str:
-    """Returns the name of a group's session, which no group of the backend has."""
+    """Returns a name for a group's session. No group of the backend ``racksum`` has this name."""
     further = f"session-{place + 1}" if place else ""
     if group is None or group is dist.group.WORLD:
         return further
@@ -117,9 +118,9 @@ def store_of_all(store: Store) -> Store:
 
 
 def drawn_in(store: Store | None) -> Drawn | None:
-    """Returns the job name and the secret in a store. The first rank that asks draws them.
+    """Returns the job name and the secret in a store. The first rank to call this generates both.
 
-    Ranks that torchrun starts again find the same store. So the job keeps its name, and its secret
+    Ranks that torchrun restarts find the same store. So the job keeps its name, and its secret
     proves that it is the same job.
 
     :raises PeerLost: The store does not answer.
@@ -127,13 +128,13 @@ def drawn_in(store: Store | None) -> Drawn | None:
     if store is None:
         return None
     own = Drawn(f"job-{secrets.token_hex(6)}", secrets.token_hex(16))
-    with asking_store():
+    with converting_store_errors():
         kept = store.compare_set(_KEY, "", " ".join(own))
     job, secret = kept.decode().split(" ")
     return Drawn(job, secret)
 
 
-#: The key of the drawn name and secret in a store.
+#: The store's key for the job's generated name and secret.
 _KEY = "racksum/job"
 
 
@@ -146,8 +147,8 @@ def is_generation_given(options: dict[str, Any]) -> bool:
 def new_generation(name: str) -> int:
     """Returns a generation for the group of this name: the current time in seconds.
 
-    It is also greater than the last of this process for that name, because a process may leave a
-    group and make it again within a second.
+    It is also greater than this process's last generation of that name, because a process may
+    leave a group and make it again within a second.
     """
     generation = max(int(time.time()), _generations.get(name, 0) + 1)
     _generations[name] = generation
@@ -159,5 +160,5 @@ _generations: dict[str, int] = {}
 
 
 def of_group(options: ConnectOptions, name: str) -> ConnectOptions:
-    """Returns the options with the name of a group."""
+    """Returns a copy of the options for the group of this name."""
     return dataclasses.replace(options, group=name)

@@ -1,4 +1,4 @@
-"""The DDP communication hook, by which racksum averages each bucket of gradients."""
+"""The DDP communication hook, with which racksum averages each bucket of gradients."""
 
 # DDP compares the annotations of a hook with types, so this module does not postpone annotations.
 from collections.abc import Callable, MutableMapping
@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from racksum.eager import eager
 from racksum.errors import BadArgument, Error, NoAggregator, OpTimeout, SessionClosed, WaitTimeout
 from racksum.futures import new_future
+from racksum.handle import Handle
 from racksum.log import logger
 from racksum.session import Session, checked_session
 from racksum.torch.compress import (
@@ -32,7 +33,7 @@ from racksum.torch.compress import (
 )
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.staging import allreduce
-from racksum.torch.work import Ends, at_end_of_backward
+from racksum.torch.work import at_end_of_backward
 
 __all__ = ["HookState", "allreduce_hook"]
 
@@ -41,9 +42,9 @@ _log = logger("racksum.torch")
 _FALLBACKS = ("raise", "process_group")
 
 #: Errors that end a session although all its ranks may be alive.
-_GONE = (NoAggregator, OpTimeout, SessionClosed)
+_SESSION_ERRORS = (NoAggregator, OpTimeout, SessionClosed)
 
-#: Seconds that an op of another rank may overrun its timeout.
+#: Seconds by which an op of another rank may overrun its timeout.
 _MARGIN = 5.0
 
 #: The first step with final buckets. DDP rebuilds them after its first step, so residuals of the
@@ -51,7 +52,7 @@ _MARGIN = 5.0
 FIRST_STEADY_ITER = 2
 
 
-#: Attributes of a state that belong to the process and are not in a checkpoint.
+#: Attributes of a state that belong to the process, so checkpoints leave them out.
 _OF_PROCESS = (
     "session",
     "process_group",
@@ -66,36 +67,40 @@ _OF_PROCESS = (
 class HookState:
     """The settings and the residuals of :func:`allreduce_hook`. Each model needs its own state.
 
-    ::
-
-        state = racksum.torch.HookState(session, wire="bf16")
-        model.register_comm_hook(state, racksum.torch.allreduce_hook)
+    >>> torch.distributed.init_process_group("gloo")
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> state = racksum.torch.HookState(session, wire="bf16")
+    >>> model.register_comm_hook(state, racksum.torch.allreduce_hook)
 
     A state can be pickled into a checkpoint of its rank. After loading, set ``session`` and
-    ``process_group`` again. The steps of a loaded state count from 0, because a new DDP has other
-    buckets at first: the first ``start_iter`` steps are sent whole, and the residuals are added to
-    the step after them. If a bucket holds other parameters by then, :func:`allreduce_hook` raises
-    :class:`racksum.BadArgument`.
+    ``process_group`` again. The steps of a loaded state are counted from 0, because a new DDP has
+    other buckets at first. The first ``start_iter`` steps are sent whole, and the residuals are
+    added to the step after them. If the parameters of a bucket then differ from those of its
+    residual, :func:`allreduce_hook` raises :class:`racksum.BadArgument`.
 
-    :param session: The session of the ranks of the model's process group. None is only for states
-        whose ``session`` is set later.
+    :param session: The session of the ranks of the model's process group. Pass None only if
+        ``session`` is set later.
     :param wire: Type of gradients on the network, as for :meth:`racksum.Session.allreduce`. By
         default their own, or the type that :class:`~racksum.torch.compress.Rounded` rounds to.
-        Gradients that are as narrow already are sent unchanged.
+        Narrower gradients are sent unchanged, and so are 16-bit gradients if the wire type has 16
+        bits.
     :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not sent.
         By default the compressor's, or 256. It must not differ from the compressor's.
-    :param compressor: A compressor that leaves blocks out, from ``start_iter`` on: one of
-        :mod:`racksum.torch.compress`, or any with GRACE's methods. Sparse buckets are sent whole.
+    :param compressor: A compressor that leaves out blocks, starting with step ``start_iter``: one
+        of :mod:`racksum.torch.compress`, or any with GRACE's methods. Sparse buckets are always
+        sent whole.
     :param error_feedback: Whether to add what a step leaves out to the next step; by default True.
     :param memory: Custom residual memory; the default is ``ResidualMemory``.
-    :param start_iter: The first step that is compressed, counted from 0; 2, the default, or later.
-    :param prioritize: Whether later buckets overtake earlier ones, as far as the session has lanes;
-        by default False. The first bucket gets the highest lane, each later one the next lower, and
-        all others lane 0. The last gets lane 0 too: the next step uses its layers first.
-    :param fallback: The reaction when all aggregators are gone. ``"raise"``, the default, raises
-        the error. ``"process_group"`` averages gradients by the process group from that step on,
-        uncompressed, and adds the residual of each bucket once. It costs a copy of each bucket and
-        a small all_reduce after it, in which the ranks agree whether all have the result.
+    :param start_iter: The first step that is compressed, counted from 0: 2 or later, by default 2.
+    :param prioritize: Whether later buckets overtake earlier ones, as far as the session's lanes
+        permit; by default False. The first bucket gets the highest lane, and each later one gets
+        the next lower lane, down to lane 0. The last bucket always gets lane 0, because the next
+        step uses its layers first.
+    :param fallback: What to do when the session is over although its ranks may be alive, for
+        example because all aggregators are lost. ``"raise"``, the default, raises the error.
+        ``"process_group"`` then averages uncompressed gradients over the process group, and adds
+        the residual of each bucket once. It costs a copy of each bucket in every step. It also
+        costs a small all_reduce per bucket, in which the ranks agree whether all have the result.
     :param process_group: The group to fall back to; by default the default group.
     :raises racksum.BadArgument: An argument is invalid, or two arguments contradict each other.
     """
@@ -156,19 +161,30 @@ class HookState:
         self.process_group = process_group
         #: Whether the hook has fallen back to the process group.
         self.fell_back = False
-        #: Steps in this process.
+        #: The number of steps that this process has done.
         self.iteration = 0
-        # Whether the process group averages in the current step.
+        # Whether the process group averages the gradients of the current step.
         self._by_group = False
-        # The place of each parameter in the first step, whose order is that of the model.
+        # The place of each parameter in the order of the first step, which is the model's order.
         self._places: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-        # Steps of each parameter, with DDP's Python reducer.
+        # The number of steps of each parameter, used only with DDP's Python reducer.
         self._steps_of: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Returns the compression ratio of this rank so far, and the bytes before and after it.
+        """Returns this rank's compression ratio so far, and the bytes before and after compression.
 
-        The ratio is bytes before by bytes after, or 0.0 before the first compressed step.
+        The ratio is the bytes before divided by the bytes after, or 0.0 before the first compressed
+        step.
+
+        >>> torch.distributed.init_process_group("gloo")
+        >>> net = torch.nn.Linear(64, 1, bias=False)
+        >>> model = torch.nn.parallel.DistributedDataParallel(net)
+        >>> state = racksum.torch.HookState(session, compressor=BlockTopK(1, block=32))
+        >>> model.register_comm_hook(state, racksum.torch.allreduce_hook)
+        >>> for _ in range(3):
+        ...     model(torch.ones(1, 64)).sum().backward()
+        >>> state.compression_stats()  # The third step sends one block of two.
+        (2.0, 256, 128)
         """
         before, after = self._bytes_before, self._bytes_after
         return (before / after if after else 0.0, before, after)
@@ -204,11 +220,14 @@ def allreduce_hook(
 ) -> Future[torch.Tensor]:
     """Averages a bucket of gradients over the ranks of the session; a DDP communication hook.
 
-    ::
+    >>> torch.distributed.init_process_group("gloo")
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> model.register_comm_hook(racksum.torch.HookState(session), racksum.torch.allreduce_hook)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model.module.bias.grad.tolist()
+    [1.0, 1.0]
 
-        model.register_comm_hook(racksum.torch.HookState(session), racksum.torch.allreduce_hook)
-
-    Errors of the sums are raised when backward ends, with their types.
+    Errors of the ops are raised at the end of backward, with their types.
 
     :param state: The settings and residuals of the model.
     :param bucket: A bucket of DDP, dense or sparse, on the host or on a GPU.
@@ -222,9 +241,9 @@ def allreduce_hook(
             f"{type(state).__name__}"
         )
     if shards or isinstance(bucket, torch.Tensor):
-        # FSDP1 passes gradients, and for shards also the output.
+        # FSDP1 passes a tensor of gradients and, if it shards them, a tensor for the result too.
         raise BadArgument(
-            "allreduce_hook is for DDP, but FullyShardedDataParallel called it; shard by "
+            "allreduce_hook is for DDP, but FullyShardedDataParallel called it; shard with "
             "fully_shard and use racksum.torch.set_all_reduce_hook, or give FSDP a process_group "
             "of the backend racksum"
         )
@@ -232,8 +251,9 @@ def allreduce_hook(
         return _average_one(state, *bucket)
     future: Future[torch.Tensor] = new_future([bucket.buffer().device])
     if bucket.index() == 0:
-        # Under ``Join``, a rank without data learns the result of a bucket before it starts the
-        # next, but other ranks after they started all. So ranks may fall back only between steps.
+        # Under ``Join``, a rank without data learns a bucket's result before it starts the next
+        # bucket, and other ranks learn it after they have started all buckets. So ranks may fall
+        # back only between steps.
         state._by_group = state.fell_back
     average = _started(state, _Part.of(state, bucket, state.iteration))
     if bucket.is_last():
@@ -250,11 +270,11 @@ def allreduce_hook(
 def _average_one(
     state: HookState, gradient: torch.Tensor, parameter: torch.Tensor
 ) -> Future[torch.Tensor]:
-    """Averages the gradient of one parameter in place, for DDP's Python reducer without buckets."""
+    """Averages one parameter's gradient in place. DDP's Python reducer has no buckets."""
     place = state._places.setdefault(parameter, len(state._places))
     iteration = state._steps_of.get(parameter, 0)
     state._steps_of[parameter] = iteration + 1
-    # Ranks agree on the result of each parameter before the next, so all fall back at the same.
+    # Ranks agree on each parameter's result before the next one, so all fall back together.
     state._by_group = state.fell_back
     one = _One(place, gradient if gradient.is_sparse else gradient.flatten(), parameter)
     average = _started(state, _Part.of(state, one, iteration))()
@@ -275,7 +295,7 @@ class _One(NamedTuple):
     parameter: torch.Tensor
 
     def index(self) -> int:  # type: ignore[override]
-        """Returns its place among the parameters."""
+        """Returns the parameter's place among all parameters."""
         return self.place
 
     def buffer(self) -> torch.Tensor:
@@ -287,12 +307,12 @@ class _One(NamedTuple):
         return [self.parameter]
 
     def is_last(self) -> bool:
-        """Returns true. Each gradient is waited for, so none overtakes another."""
+        """Returns true, for lane 0. Each gradient is waited for, so none can overtake another."""
         return True
 
 
 class _Part(NamedTuple):
-    """A bucket in a step."""
+    """A bucket of gradients in one step."""
 
     state: HookState
     name: str
@@ -311,19 +331,19 @@ class _Part(NamedTuple):
         if state.memory is not None:
             _note_places(state, bucket)
         if memory is not None:
-            with _telling_refusals(state):
+            with _reporting_refusals(state):
                 _check_layout(state, bucket, name)
                 gradients = memory.compensate(gradients, name)
         return cls(state, name, gradients, compressor, memory, _lane(state, bucket))
 
-    def start(self, session: Session) -> Ends:
-        """Starts averaging the bucket, without what the compressor leaves out."""
+    def start(self, session: Session) -> Handle[torch.Tensor]:
+        """Starts averaging the bucket, without the parts that the compressor leaves out."""
         state, gradients = self.state, self.gradients
         wire = wire_for(state.wire, gradients.dtype)
         if gradients.is_sparse:
             return allreduce_sparse(session, gradients, "avg", wire=wire, lane=self.lane)
         if self.compressor is not None:
-            with session.telling_refusals():
+            with session.reporting_refusals():
                 gradients = self._compressed(self.compressor)
             if isinstance(self.compressor, Rounded):
                 wire = wire_for(self.compressor.wire, gradients.dtype)
@@ -338,7 +358,7 @@ class _Part(NamedTuple):
         return compressor.decompress(tensors, ctx)
 
     def averaged_by_group(self) -> torch.Tensor:
-        """Averages the whole bucket by the process group."""
+        """Averages the whole bucket over the process group."""
         if self.memory is not None:
             # Clear the residual with zeros: inf - inf would leave NaN in it.
             nothing = torch.zeros_like(self.gradients)
@@ -349,11 +369,11 @@ class _Part(NamedTuple):
         return gradients
 
 
-def _telling_refusals(state: HookState) -> AbstractContextManager[object]:
-    """Tells the other ranks if the block raises, unless they average by the process group."""
+def _reporting_refusals(state: HookState) -> AbstractContextManager[object]:
+    """Tells the other ranks if the block raises, unless they average over the process group."""
     if state.session is None or state._by_group:
         return nullcontext()
-    return state.session.telling_refusals()
+    return state.session.reporting_refusals()
 
 
 def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
@@ -369,22 +389,22 @@ def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
     failed: Error | None = None
     try:
         handle = part.start(state.session)
-    except _GONE as error:
+    except _SESSION_ERRORS as error:
         failed = error
 
     def finish() -> torch.Tensor:
         nonlocal failed
         try:
             result: torch.Tensor = kept.gradients if failed else handle.wait()
-        except _GONE as error:
+        except _SESSION_ERRORS as error:
             failed = error
         try:
             have = _all_have(state, failed is None, kept.gradients.device)
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, Error) and not isinstance(error, WaitTimeout):
-                # The process group is on the backend racksum.
+                # The process group is on the backend racksum, whose error says enough.
                 raise failed or error from None
-            unknown = Error(f"the ranks cannot agree whether all have {part.name}: {error}")
+            unknown = Error(f"the ranks cannot agree whether all averaged {part.name}: {error}")
             raise failed or unknown from error
         if have:
             return result
@@ -400,16 +420,17 @@ def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
 
 
 def _all_have(state: HookState, own: bool, device: torch.device) -> bool:
-    """Returns whether all ranks have a result, agreed over the process group.
+    """Returns whether all ranks have a result. They find this out over the process group.
 
-    A rank that failed for another reason does not ask. The others wait for it as long as for an op.
+    A rank that failed for another reason does not take part. The others wait for it as long as for
+    an op.
 
-    :param device: The device of the bucket, because a group may support only one type of device.
+    :param device: The bucket's device. The group may support only this type of device.
     """
     have = torch.tensor([int(own)], dtype=torch.int32, device=device)
-    asked = dist.all_reduce(have, dist.ReduceOp.MIN, group=state.process_group, async_op=True)
+    agreement = dist.all_reduce(have, dist.ReduceOp.MIN, group=state.process_group, async_op=True)
     seconds = state.session.options.timeout if state.session is not None else 0.0
-    asked.wait(timedelta(seconds=seconds + _MARGIN))
+    agreement.wait(timedelta(seconds=seconds + _MARGIN))
     return bool(have)
 
 
@@ -428,12 +449,12 @@ def _note_places(state: HookState, bucket: Any) -> None:
 
 
 def _check_layout(state: HookState, bucket: Any, name: str) -> None:
-    """Raises :class:`BadArgument` if the residual of a bucket is of other parameters."""
+    """Raises :class:`BadArgument` if a bucket's residual belongs to other parameters."""
     layout = [(state._places.get(p), tuple(p.shape)) for p in bucket.parameters()]
     before = state._layouts.setdefault(name, layout)
     if layout != before:
         elements = sum(torch.Size(shape).numel() for _, shape in before)
         raise BadArgument(
-            f"{name} has {bucket.buffer().numel()} elements, but its residual has {elements}, not "
-            "all of the same parameters; use a new HookState or memory, and one for each model"
+            f"{name} has {bucket.buffer().numel()} elements, but its residual has {elements}, "
+            "which belong to other parameters; use a new HookState or memory for each model"
         )

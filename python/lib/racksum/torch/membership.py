@@ -1,4 +1,4 @@
-"""Membership of a rank of a process group: it joins with its first op and leaves with the group."""
+"""Membership of a rank in the job of its process group, from its first op to the group's end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from racksum.call import PartOf
 from racksum.errors import Error, JoinTimeout, SessionClosed
 from racksum.options import ConnectOptions, limits_of_group
 from racksum.session import Session
-from racksum.threads import let_go
+from racksum.threads import drop_in_background
 from racksum.torch.departures import sentence
 from racksum.torch.groups import (
     drawn_in,
@@ -29,7 +29,7 @@ from racksum.torch.groups import (
     of_group,
     store_of_all,
 )
-from racksum.torch.roll import RollCall
+from racksum.torch.join_exchange import JoinExchange
 from racksum.torch.staging import staging_of
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ __all__ = ["Membership", "start_earlier"]
 
 #: How long ranks wait for each other when they end the default group.
 _MOMENT = timedelta(milliseconds=200)
-#: Seconds between two polls of a collective of Gloo.
+#: Seconds between two polls of a Gloo collective.
 _SLICE = 0.002
 #: Seconds between two checks for the end of the group, while another thread joins.
 _TURN = 0.05
-#: How much longer Gloo waits than joining may take, so that Gloo's timeout never ends it.
+#: How much longer Gloo waits than joining may take, so that Gloo's timeout never ends a join.
 _SLACK = timedelta(minutes=1)
 
 
@@ -57,7 +57,7 @@ class Membership:
 
     :param group: The description of the group that torch passes to a new backend.
     :param options: The options of the group.
-    :param gloo: The group's Gloo, through which its ranks agree.
+    :param gloo: The group's Gloo backend, over which its ranks agree on a generation.
     :param chain: The chain that begins the group's collectives.
     :param staging: The staging of the group's GPU tensors.
     :param departures: The reports of ranks that leave before they have joined.
@@ -76,8 +76,8 @@ class Membership:
         self._rank = group.group_rank
         self._world = group.group_size
         self._name = group.group_id
-        # Ask the store now. While the rank joins, the store may be gone, or another thread may
-        # block it while it waits there for a rank that waits for this one.
+        # Ask the store now. By the time the rank joins, the store may have ended, or another thread
+        # may block it by waiting there for a rank that waits for this one.
         self._drawn = drawn_in(store_of_all(group.store))
         self._options = options
         self._gloo = gloo
@@ -88,15 +88,15 @@ class Membership:
         self._has_ever_joined = False
         self._is_over = threading.Event()
         self._failure: Error | None = None
-        self._roll: RollCall | None = None
+        self._exchange: JoinExchange | None = None
         self._watch: Watch | None = None
         # Held by the thread that joins until it has joined.
         self._joining = threading.Lock()
         # Held briefly by a thread that refuses an op, and by the thread that has just joined.
         self._refusing = threading.Lock()
         self._pid = os.getpid()
-        # Ops that the rank refused before it joined, to be told to the other ranks then.
-        self._unsaid: list[PartOf] = []
+        # Ops that the rank refused before it joined. It tells the other ranks once it has joined.
+        self._pending_refusals: list[PartOf] = []
 
     @property
     def has_joined(self) -> bool:
@@ -113,7 +113,7 @@ class Membership:
         :raises racksum.SessionClosed: The group has ended, or this process is a fork.
         :raises racksum.Error: The rank could not join.
         """
-        # Ops that come first are deferred to the thread of the chain, so let it join first.
+        # Earlier collectives may wait in the chain, so let the chain's thread join first.
         self._chain.drain()
         return self._session or self._join()
 
@@ -123,14 +123,14 @@ class Membership:
         return not ops or session is None or session._session.would_begin(ops, self._options.wire)
 
     def refuse(self, part_of: PartOf) -> None:
-        """Tells the other ranks of an op that this one does not begin."""
+        """Tells the other ranks of an op that this rank does not begin."""
         with self._refusing:
             session = self._session
             if session is None:
-                # Tell them once this rank has joined.
-                self._unsaid.append(part_of)
+                # Tell the other ranks once this rank has joined.
+                self._pending_refusals.append(part_of)
                 return
-        # If the session is over, no ops follow that would have to pair.
+        # If the session is over, no later ops have to pair, so ignore its errors.
         with suppress(Error):
             session.refuse(part_of)
 
@@ -140,8 +140,8 @@ class Membership:
             self._options._timeout = timeout
         else:
             warnings.warn(
-                f"racksum: the timeout of {self._name} cannot change: its ranks have joined; set "
-                "it before the first collective",
+                f"racksum: the timeout of {self._name} cannot be changed, because this rank has "
+                "joined; set it before the first collective",
                 stacklevel=3,
             )
 
@@ -152,27 +152,27 @@ class Membership:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            # Drop it on another thread: its threads take a moment to end, and the next group may
-            # need the store's port now.
-            let_go(session)
+            # Drop the session on another thread: its threads take a moment to end, and waiting for
+            # them would delay the release of the store's port, which the next group may need.
+            drop_in_background(session)
         # A rank that could not join has reported that already.
         if not self._has_ever_joined and self._failure is None:
-            self._departures.note()
+            self._departures.report_left()
 
     def meet(self) -> None:
         """Waits up to 200 ms for the other ranks to call this too.
 
         The store of the first rank closes its port next. Without this wait, a rank that is early
-        and makes the next process group at once would find the old store at that port.
+        and immediately makes the next process group would find the old store at that port.
         """
         options = dist.BarrierOptions()
         options.timeout = _MOMENT
-        # The other ranks may be gone, or busy.
+        # The other ranks may have ended, or may be busy.
         with suppress(RuntimeError):
             self._gloo.barrier(options).wait()
 
     def check_process(self) -> None:
-        """Checks that this is the process that made the group. A fork has none of its threads.
+        """Checks that this is the process that made the group. A fork lacks the group's threads.
 
         :raises racksum.SessionClosed: This process was forked from the one that made the group.
         """
@@ -207,19 +207,19 @@ class Membership:
             raise
 
     def _fail(self, error: Error) -> None:
-        """Tells the other ranks that this one will not join, or which ranks it waited for."""
+        """Tells the other ranks which ranks have ended, or why this rank will not join."""
         # A copy has no traceback, which would keep the store alive.
         self._failure = copy.copy(error)
-        ended = self._roll.ended if self._roll is not None else []
-        has_heard = self._watch is not None and self._watch.has_raised
+        ended = self._exchange.ended if self._exchange is not None else []
+        is_cause_stored = self._watch is not None and self._watch.has_raised
         if ended:
-            self._departures.note_ended(ended)
-        elif not has_heard:
+            self._departures.report_ended(ended)
+        elif not is_cause_stored:
             # An error that came from the store needs no report: the others read its cause there.
-            self._departures.note(error)
-        # Give up after the reports: this ends the wait of the others, who then look for the reason.
-        if self._roll is not None:
-            self._roll.give_up(ended)
+            self._departures.report_left(error)
+        # Give up after the reports: this ends the other ranks' waits, and they look for the reason.
+        if self._exchange is not None:
+            self._exchange.give_up(ended)
 
     def _joined(self) -> Session:
         limits = limits_of_group(self._options._timeout.total_seconds())
@@ -230,39 +230,39 @@ class Membership:
             world=self._world,
         )
         watch = self._watch = self._departures.watch(options.join_timeout)
-        # Gloo pairs collectives in the order in which they begin.
+        # Gloo pairs collectives in the order in which they begin, so let staged ones begin first.
         self._staging.drain()
-        # The ranks first agree and then join, and each may take the whole timeout.
+        # The ranks first agree on a generation and then join. Each may take the whole timeout.
         limit = 2 * timedelta(seconds=options.join_timeout) + _SLACK
         agreeing = None
         if not is_generation_given(self._options.connect):
             agreeing = _Number(self._gloo, new_generation(self._name), limit)
         if self._world > 1:
-            self._roll = RollCall(self._gloo, self._rank, self._world, self._name, limit)
+            self._exchange = JoinExchange(self._gloo, self._rank, self._world, self._name, limit)
 
         def check() -> None:
             self._check_open()
             watch.check()
-            if self._roll is not None:
-                self._roll.check(watch)
+            if self._exchange is not None:
+                self._exchange.check(watch)
 
         if agreeing is not None:
             agreed = self._agreed(agreeing, options.join_timeout, watch, check)
             options = dataclasses.replace(options, generation=agreed)
         session = Session(of_group(options, self._name), check=check)
-        self._roll = None
+        self._exchange = None
         self._has_ever_joined = True
         staging_of(session, self._staging)
-        # A bound method would make a reference cycle. Without one the store ends with its last
-        # reference, and frees its port for the next process group.
+        # A bound method would make a reference cycle. Without a cycle, dropping the last reference
+        # frees the store, and its port for the next process group.
         session._before_op = partial(start_earlier, self._chain, self._staging)
         with self._refusing:
-            for part_of in self._unsaid:
+            for part_of in self._pending_refusals:
                 session.refuse(part_of)
-            self._unsaid.clear()
+            self._pending_refusals.clear()
             self._session = session
         if self._is_over.is_set():
-            # The group ended meanwhile, when there was no session to close.
+            # The group ended while there was no session to close yet.
             session.close()
         return session
 
@@ -274,7 +274,7 @@ class Membership:
     def _agreed(
         self, number: _Number, seconds: float, watch: Watch, check: Callable[[], None]
     ) -> int:
-        """Waits for the number of the group's first rank and returns it."""
+        """Waits for the number that the group's first rank broadcasts, and returns it."""
         ends = time.monotonic() + seconds
         # Poll, because Gloo's own wait does not end when Gloo is shut down.
         while not number.work.is_completed():
@@ -285,9 +285,9 @@ class Membership:
         try:
             number.work.wait()
         except RuntimeError as error:
-            if self._roll is None:
+            if self._exchange is None:
                 raise
-            self._roll.explain(error, watch)
+            self._exchange.explain(error, watch)
         return int(number.value)
 
     def _late(self, missing: list[int], seconds: float) -> JoinTimeout:
@@ -298,16 +298,16 @@ class Membership:
                 f"{seconds:g} s"
             )
             return JoinTimeout(
-                f"{sentence(missing, what)}; check what they do, or raise join_timeout", missing
+                f"{sentence(missing, what)}; find out why, or raise join_timeout", missing
             )
         return JoinTimeout(
-            f"not all ranks of the process group {self._name} called a collective of it within the "
-            f"timeout of {seconds:g} s; check what the others do, or raise join_timeout"
+            f"not all ranks of the process group {self._name} called one of its collectives within "
+            f"the timeout of {seconds:g} s; check the other ranks, or raise join_timeout"
         )
 
 
 class _Number:
-    """A number that is broadcast from the group's first rank to all."""
+    """A number that the group's first rank broadcasts to all ranks."""
 
     def __init__(self, gloo: Any, own: int, limit: timedelta) -> None:
         self.value = torch.tensor([own], device="cpu")
@@ -318,8 +318,8 @@ class _Number:
 
 
 def start_earlier(chain: Chain, staging: Staging) -> None:
-    """Waits until the ops have started that were called before an op on the host."""
-    # Staged ops were called before the collectives in the chain, which may wait for them.
+    """Waits until all earlier ops have started, so that an op on host tensors may start."""
+    # The staging thread must not wait: collectives in the chain may wait for its staged ops.
     if not staging.is_current():
         chain.drain()
         staging.drain()

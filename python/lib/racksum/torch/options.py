@@ -17,14 +17,16 @@ __all__ = ["Options"]
 class Options(Backend.Options):
     """The ``pg_options`` of a process group on the backend ``racksum``.
 
-    ::
-
-        options = racksum.torch.Options(aggregator="127.0.0.1:7177", wire="bf16")
-        torch.distributed.init_process_group("racksum", pg_options=options)
+    >>> options = racksum.torch.Options(aggregator="127.0.0.1:7177", wire="bf16")
+    >>> torch.distributed.init_process_group("racksum", pg_options=options)
+    >>> x = torch.full((3,), 0.1)
+    >>> torch.distributed.all_reduce(x)
+    >>> torch.equal(x, torch.full((3,), 0.1).bfloat16().float())
+    True
 
     :param wire: Type of floating-point elements on the network, in sums and averages, as for
-        :meth:`racksum.Session.allreduce`. By default their own. Elements that are as narrow already
-        are sent unchanged.
+        :meth:`racksum.Session.allreduce`. By default their own type. Narrower elements are sent
+        unchanged, and so are 16-bit elements if the wire type has 16 bits.
     :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not sent.
     :param connect: Options of :func:`racksum.connect`, except ``rank`` and ``world``.
     :raises racksum.BadArgument: ``wire`` or ``block`` is invalid, or an option is unknown.
@@ -45,7 +47,17 @@ class Options(Backend.Options):
         self.connect = connect
 
     def of_group(self, group: Any) -> Options:
-        """Returns a copy for a group, because torch keeps data of the group in its options."""
+        """Returns a copy for a group, because torch keeps data of the group in its options.
+
+        >>> from datetime import timedelta
+        >>> from types import SimpleNamespace
+        >>> group = SimpleNamespace(timeout=timedelta(minutes=5), group_id="7")
+        >>> group.global_ranks_in_group = [0]
+        >>> racksum.torch.Options(wire="bf16").of_group(group).wire
+        'bf16'
+
+        :param group: The description of the group that torch passes to a new backend.
+        """
         own = Options(wire=self.wire, block=self.block, **self.connect)
         own._timeout = group.timeout
         own.group_name = group.group_id

@@ -1,7 +1,7 @@
 """Events of collectives for PyTorch's profiler: one for each call, and one for each wait.
 
-An event ends on the thread that it begins on. If another thread ended it with the collective, that
-could coincide with the end of the profile: torch then frees its records without a lock, and
+An event ends on the thread on which it begins. If another thread ended it together with the
+collective, the profile could end at the same time. torch then frees its records without a lock, and
 crashes.
 """
 

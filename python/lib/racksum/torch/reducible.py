@@ -1,4 +1,4 @@
-"""Checks of what a process group can reduce, and whether by racksum or by Gloo.
+"""Checks whether a process group can reduce a tensor, and whether racksum or Gloo reduces it.
 
 All ranks must decide alike, so the checks depend only on what all ranks have in common.
 """
@@ -30,9 +30,9 @@ _Op: Any = dist.ReduceOp.RedOpType
 OPERATORS = {_Op.SUM: "sum", _Op.AVG: "avg", _Op.MIN: "min", _Op.MAX: "max"}
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
-#: Further element types of Gloo.
+#: Element types that only Gloo reduces.
 _BYTES = (torch.int8, torch.uint8, torch.bool)
-#: Operators on booleans, as operators on bytes.
+#: For each operator on booleans, the operator on bytes that gives the same result.
 OF_BOOLEANS = {
     _Op.SUM: _Op.MAX,
     _Op.MAX: _Op.MAX,
@@ -43,17 +43,17 @@ OF_BOOLEANS = {
 }
 
 
-#: The answer of torch for a tensor with several elements in one place.
+#: The value with which torch reports that several elements of a tensor share a place in memory.
 _OVERLAPS = 1
 
 
 def is_ours(x: Tensor, by: Any) -> bool:
-    """Returns whether racksum reduces a tensor by an operator itself, without Gloo."""
+    """Returns whether racksum, rather than Gloo, reduces a tensor with this operator."""
     return by in OPERATORS and x.dtype in (*_FLOATS, *_INTEGERS)
 
 
 def check_reducible(x: Tensor, opts: Any) -> None:
-    """Raises :class:`BadArgument` if a tensor cannot be reduced in place as the options say."""
+    """Raises :class:`BadArgument` if a tensor cannot be reduced in place with these options."""
     if not x.is_sparse:
         check_dense(x)
     check_operator(x, opts)
@@ -63,14 +63,15 @@ def check_operator(x: Tensor, opts: Any) -> None:
     """Raises :class:`BadArgument` if the operator is not defined for the elements."""
     by = opts.reduceOp.op
     if x.is_sparse and by not in (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM):
-        raise BadArgument(f"sparse tensors have no {by.name}; they can be summed or averaged")
+        raise BadArgument(f"sparse tensors cannot be reduced by {by.name}; sum or average them")
     if x.is_sparse and x.dtype is torch.bool:
         raise BadArgument(
             "sparse tensors of torch.bool cannot be reduced; pass x.to(torch.uint8), or a dense "
             "tensor"
         )
     if by == _Op.PREMUL_SUM:
-        # Check first: below, a complex tensor becomes real, and no complex factor scales that.
+        # Check the factor now: below, a complex tensor is viewed as a real one, which cannot take a
+        # complex factor.
         _check_factor(x, opts.reduceOp.factor)
         by = _Op.SUM
     if x.is_complex() and by in (_Op.SUM, _Op.AVG):
@@ -90,7 +91,7 @@ def _check_factor(x: Tensor, factor: Any) -> None:
 
 
 def check_dense(x: Tensor) -> None:
-    """Raises :class:`BadArgument` if a tensor is not dense, or if elements share a place.
+    """Raises :class:`BadArgument` if a tensor is not dense, or if its elements share memory.
 
     A rank that only reads the tensor raises too, so that all ranks raise alike.
     """
@@ -107,13 +108,13 @@ def check_dense(x: Tensor) -> None:
 
 
 def check_output(x: Tensor, elements: int, dtype: torch.dtype) -> None:
-    """Raises :class:`BadArgument` if a tensor cannot take a result of this size and dtype."""
+    """Raises :class:`BadArgument` if a tensor cannot hold a result of this size and dtype."""
     check_dense(x)
     check_fits(x, elements, dtype)
 
 
 def check_fits(x: Tensor, elements: int, dtype: torch.dtype) -> None:
-    """Raises :class:`BadArgument` if a tensor is not dense, or of another size or dtype."""
+    """Raises :class:`BadArgument` unless a tensor is dense and has this size and dtype."""
     if (x.layout, x.numel(), x.dtype) != (torch.strided, elements, dtype):
         raise BadArgument(
             f"expected a dense tensor of {elements} x {dtype}, not of {x.numel()} x {x.dtype} with "

@@ -1,4 +1,4 @@
-"""Several tensors of a rank in one call, which are combined to one tensor first."""
+"""Several tensors of a rank in one call, which are first combined into one tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors if all have the same shape, dtype and layout, as torch requires."""
+    """Returns the tensors. Like torch, raises if their shapes, dtypes or layouts differ."""
     if not tensors:
         raise BadArgument("the list of tensors is empty; pass at least one")
     kinds = {f"{tuple(x.shape)} x {x.dtype}, {x.layout}": x for x in tensors}
@@ -50,7 +50,7 @@ def check_root_tensor(index: int, tensors: Sequence[Tensor]) -> None:
 
 
 def combined(tensors: Sequence[Tensor], by: Any) -> Tensor:
-    """Returns a new tensor: all the tensors combined by the operator."""
+    """Returns a new tensor that combines all the tensors with the operator."""
     with torch.no_grad():
         whole = functools.reduce(_COMBINE[by], tensors)
     return whole if whole.is_sparse else whole.contiguous()

@@ -18,12 +18,11 @@ from racksum.torch.staging import staging_of, to_host
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from racksum.session import Handle
-    from racksum.torch.staging import Staged
+    from racksum.handle import Handle
 
 __all__ = ["allreduce_sparse"]
 
-#: The limits of a block, in elements.
+#: The smallest and the largest block, in elements.
 _LEAST_BLOCK, _MOST_BLOCK = 32, 1024
 
 
@@ -36,29 +35,33 @@ def allreduce_sparse(
     wire: str | None = None,
     lane: int = 0,
     part_of: PartOf | None = None,
-) -> Handle[torch.Tensor] | Staged[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Starts reducing a sparse COO tensor with those of all other ranks, and returns a handle.
 
-    Each rank may have other entries, none, or some twice. Only blocks that hold an entry are sent,
-    without an index for each entry::
+    Ranks may have different entries, no entries, or an entry more than once. Only blocks that hold
+    an entry are sent, without an index for each entry:
 
-        total = racksum.torch.allreduce_sparse(session, gradient, "avg").wait()
+    >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> gradient = torch.sparse_coo_tensor([[5, 900]], rows, (1000, 2))
+    >>> total = racksum.torch.allreduce_sparse(session, gradient, "avg").wait()
+    >>> total.indices().tolist(), total.values().tolist()
+    ([[5, 900]], [[1.0, 2.0], [3.0, 4.0]])
 
-    :param session: The session of the ranks.
+    :param session: The session that reduces the tensor.
     :param x: A sparse COO tensor, coalesced or not, of the same shape at all ranks, of float32,
         float64, float16, bfloat16, int32 or int64. It may be on a GPU.
     :param op: ``"sum"`` or ``"avg"``. An entry that a rank lacks counts as zero.
     :param wire: Type of the elements on the network, as for :meth:`racksum.Session.allreduce`.
     :param lane: Lane of the op, below the session's ``lanes``.
-    :param part_of: The call of a collective that the op belongs to, which the backend sets.
+    :param part_of: The collective call that the op belongs to; only the backend sets it.
     :return: A handle of a new tensor: coalesced, on the device of ``x``, with the entries that are
         not zero.
     :raises racksum.BadArgument: ``x`` or ``op`` is invalid; nothing was sent.
     """
     session = checked_session(session)
-    telling = partial(session.telling_refusals, part_of)
+    reporting = partial(session.reporting_refusals, part_of)
     how: dict[str, Any] = {"wire": wire, "lane": lane, "part_of": part_of}
-    with telling():
+    with reporting():
         _check(x, op)
         staging = staging_of(session)
         packed = None if staging.takes(x.device) else _Packed.of(x)
@@ -66,14 +69,14 @@ def allreduce_sparse(
         return _started(session, packed, op, **how)
 
     def start() -> Handle[torch.Tensor]:
-        with telling():
+        with reporting():
             indices, values = to_host(x._indices(), x._values())
             entries = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
-            there = _Packed.of(entries)
-        return _started(session, there, op, **how)
+            on_host = _Packed.of(entries)
+        return _started(session, on_host, op, **how)
 
     finish = lambda sums: sums.to(x.device, non_blocking=True)  # noqa: E731
-    return staging.stage(x.device, start, finish, telling)
+    return staging.stage(x.device, start, finish, reporting)
 
 
 def _check(x: torch.Tensor, op: str) -> None:
@@ -81,7 +84,7 @@ def _check(x: torch.Tensor, op: str) -> None:
         raise BadArgument(f'op must be "sum" or "avg" for a sparse tensor, not {op!r}')
     if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
         raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not sparse COO in any "
+            f"the tensor of shape {tuple(x.shape)} and layout {x.layout} has no sparse COO "
             "dimension; use Session.allreduce for dense tensors"
         )
     if math.prod(x.shape) > MAX_ELEMENTS:
@@ -109,7 +112,7 @@ def _started(
         wire=wire,
         block=layout.block,
         lane=lane,
-        # Ranks with another shape, or with a dense tensor, get `Mismatch`.
+        # Ranks that pass another shape or a dense tensor get `Mismatch`.
         tag=f"sparse {tuple(layout.shape)} {layout.sparse_dim}",
         async_op=True,
         part_of=part_of,
@@ -118,7 +121,7 @@ def _started(
 
 
 class _Packed(NamedTuple):
-    """A sparse tensor as the blocks that hold its entries."""
+    """A sparse tensor, in the form of the blocks that hold its entries."""
 
     layout: _Layout
     indices: torch.Tensor
@@ -133,7 +136,7 @@ class _Packed(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A sparse tensor as rows: `width` elements for each place of its sparse dimensions."""
+    """A sparse tensor's layout in rows: a row of `width` elements for each sparse index."""
 
     shape: torch.Size
     sparse_dim: int
@@ -154,7 +157,7 @@ class _Layout(NamedTuple):
     def pack(
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[..., tuple[torch.Tensor, torch.Tensor]]]:
-        """Returns the blocks that hold entries, and a function from result blocks to rows."""
+        """Returns the blocks that hold entries, and a function that unpacks the result's blocks."""
         rows = self._flat(x._indices())
         values = x._values().reshape(len(rows), self.width)
         if self.width % self.block == 0:
@@ -169,7 +172,7 @@ class _Layout(NamedTuple):
         return rows
 
     def _split(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the blocks of rows that consist of whole blocks."""
+        """Splits rows into blocks. Each row must consist of whole blocks."""
         each = self.width // self.block
         if each > 1:
             rows = (rows[:, None] * each + torch.arange(each, device=rows.device)).flatten()
@@ -178,7 +181,7 @@ class _Layout(NamedTuple):
     def _joined(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of whole blocks. Blocks of zeros may be missing in a row."""
+        """Joins blocks to rows of whole blocks. Blocks that are not listed become zeros."""
         each = self.width // self.block
         if each <= 1:
             return blocks, values
@@ -190,7 +193,7 @@ class _Layout(NamedTuple):
     def _scattered(
         self, rows: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the blocks of rows that begin or end within a block, and adds equal rows up."""
+        """Writes rows, which may begin or end within a block, to new blocks. Adds up equal rows."""
         elements = (
             rows[:, None] * self.width + torch.arange(self.width, device=rows.device)
         ).flatten()
@@ -203,7 +206,7 @@ class _Layout(NamedTuple):
     def _gathered(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows that are not zeros, of those that the blocks hold a part of."""
+        """Gathers the rows that are not all zeros from the blocks that hold parts of them."""
         elements = (
             blocks[:, None] * self.block + torch.arange(self.block, device=blocks.device)
         ).flatten()
@@ -217,7 +220,7 @@ class _Layout(NamedTuple):
 
     def sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Returns a coalesced tensor of these rows."""
-        # `torch.unravel_index` would import SymPy.
+        # `torch.unravel_index` would import SymPy, which takes long.
         parts: list[torch.Tensor] = []
         for size in reversed(self.shape[1 : self.sparse_dim]):
             parts.append(rows % size)

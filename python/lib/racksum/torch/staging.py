@@ -1,9 +1,10 @@
 """Staging of GPU tensors, which a session reduces through pinned host memory.
 
-For each session a thread takes tensors to the host, in the order of the calls. Once a tensor is
-computed, the GPU finds and packs the blocks that are not zero, and only these cross to the host. A
-second thread takes the sums back. Both overlap with the caller and the GPU, which never wait for
-each other here; only streams wait, for events.
+For each session a thread copies tensors to the host, in the order of the calls. Once a tensor is
+computed, the GPU finds and packs the blocks that are not zero, and only these are copied. If most
+blocks are not zero, the whole tensor is copied. A second thread copies the sums back. Both threads
+overlap with the caller and the GPU. In this module, neither the caller nor the GPU waits for the
+other; only streams wait for events.
 
 Host tensors are reduced in place. To PyTorch the host is a device like any other, so the tests also
 send host tensors through this module.
@@ -22,21 +23,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from racksum.call import PartOf
-from racksum.errors import BadArgument, WaitTimeout
-from racksum.futures import as_exception, future_of
-from racksum.session import DEFAULT_BLOCK, Handle, Session, begin_ops_here
+from racksum.errors import BadArgument
+from racksum.futures import as_exception
+from racksum.handle import Handle, Outcome
+from racksum.session import DEFAULT_BLOCK, Session, begin_ops_here
 from racksum.tensor import tag_of_shape
 from racksum.threads import SerialExecutor
-from racksum.torch.work import Ends
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.futures import Future
 
     from racksum._racksum import Turn
 
 __all__ = [
-    "Staged",
     "Staging",
     "allreduce",
     "find",
@@ -49,8 +48,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: The share of non-zero blocks up to which they are packed. On the host, a list of blocks is copied
-#: twice more than a tensor that is reduced in place.
+#: The largest share of non-zero blocks at which only these blocks are copied. On the host, a list
+#: of blocks needs two more copies than a tensor that is reduced in place.
 _MOST_PACKED = 0.75
 
 
@@ -64,7 +63,7 @@ def allreduce(
     lane: int = 0,
     tag: int | str | None = None,
     part_of: PartOf | None = None,
-) -> Handle[Tensor] | Staged[Tensor]:
+) -> Handle[Tensor]:
     """Starts reducing a dense tensor in place, on the host or on a GPU.
 
     The arguments are those of :meth:`racksum.Session.allreduce`.
@@ -80,8 +79,8 @@ def allreduce(
     if not staging.takes(x.device):
         handle: Handle[Tensor] = session.allreduce(x, op, tag=tag, **options)
         return handle
-    telling = partial(session.telling_refusals, part_of)
-    with telling():
+    reporting = partial(session.reporting_refusals, part_of)
+    with reporting():
         if not x.is_contiguous():
             raise BadArgument(
                 f"the tensor of shape {tuple(x.shape)} is not contiguous; pass x.contiguous()"
@@ -89,33 +88,34 @@ def allreduce(
         flat = x.detach().view(-1)
         options["tag"] = tag_of_shape(x.shape) if tag is None else tag
 
-    def start() -> Ends:
-        """Starts an op on the blocks or on the whole tensor; ranks of one op may differ in that."""
-        with telling():
+    def start() -> Handle[Any]:
+        """Starts an op on the blocks or on the whole tensor. Ranks of one op may differ in this."""
+        with reporting():
             indices = find(flat, block)
             is_whole = len(indices) * block > _MOST_PACKED * len(flat)
             first, *rest = to_host(flat) if is_whole else to_host(*pack(flat, block, indices))
+        handle: Handle[Any]
         if is_whole:
-            handle: Ends = session.allreduce(first, op, **options)
+            handle = session.allreduce(first, op, **options)
         else:
             handle = session.allreduce_blocks(first, rest[0], len(flat), op, **options)
         return handle
 
     def finish(sums: Any) -> Tensor:
         if isinstance(sums, tuple):
-            there = [part.to(x.device, non_blocking=True) for part in sums]
-            unpack(flat, block, *there)
+            on_device = [part.to(x.device, non_blocking=True) for part in sums]
+            unpack(flat, block, *on_device)
         else:
             flat.copy_(sums, non_blocking=True)
         return x
 
-    return staging.stage(x.device, start, finish, telling)
+    return staging.stage(x.device, start, finish, reporting)
 
 
 def find(x: Tensor, block: int) -> Tensor:
     """Returns the indices of the whole blocks of a flat tensor that are not all zeros.
 
-    It reads the tensor once.
+    Reads the tensor once.
     """
     blocks, _ = _cut(x, block)
     if x.is_floating_point():
@@ -132,18 +132,18 @@ def pack(x: Tensor, block: int, indices: Tensor) -> tuple[Tensor, Tensor]:
     blocks, rest = _cut(x, block)
     values = blocks.index_select(0, indices).view(-1)
     if len(rest):
-        # Always add a short last block. The session checks itself whether it is zeros.
+        # Always add a short last block. The session itself checks whether it is zero.
         indices = torch.cat([indices, indices.new_full((1,), len(blocks))])
         values = torch.cat([values, rest])
     return indices, values
 
 
 def unpack(x: Tensor, block: int, indices: Tensor, values: Tensor) -> None:
-    """Writes blocks to their places in a flat tensor, and zeros to all others."""
+    """Writes blocks to their places in a flat tensor, and zeros to all other places."""
     blocks, rest = _cut(x, block)
     short = len(values) % block
     whole = len(values) - short
-    # This clears blocks of -0.0 too, which no rank sent, so that all ranks have the same bits.
+    # This also clears blocks of -0.0, which no rank sends, so that all ranks have the same bits.
     x.zero_()
     blocks.index_copy_(0, indices[: whole // block], values[:whole].view(-1, block))
     if short:
@@ -157,7 +157,10 @@ def _cut(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Copies tensors to pinned memory, and waits for the copies. torch reuses the memory."""
+    """Copies tensors to the host, and waits for the copies.
+
+    Copies from a GPU are in pinned memory, which torch reuses.
+    """
     copies = []
     for x in tensors:
         pinned = x.device.type != "cpu"
@@ -168,13 +171,13 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
 
 
 class Staging:
-    """Two threads: one takes GPU tensors to the host and starts their ops, one brings sums back."""
+    """Two threads: one copies tensors to the host and starts ops, the other copies sums back."""
 
     def __init__(self) -> None:
         self._up = SerialExecutor("racksum-up", begin_ops_here)
         self._down = SerialExecutor("racksum-down")
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
-        # Set once the last op has started or failed.
+        # Set once the most recent op has started or failed.
         self._has_started = threading.Event()
         self._has_started.set()
 
@@ -186,27 +189,28 @@ class Staging:
     def stage(
         self,
         device: torch.device,
-        start: Callable[[], Ends],
+        start: Callable[[], Handle[Any]],
         finish: Callable[[Any], T],
-        telling: Callable[[], AbstractContextManager[Turn | None]] = contextlib.nullcontext,
-    ) -> Staged[T]:
-        """Starts an op once the device has done all work of its current stream so far.
+        reporting: Callable[[], AbstractContextManager[Turn | None]] = contextlib.nullcontext,
+    ) -> Handle[T]:
+        """Starts an op once the device has done all work queued so far on its current stream.
 
         :param device: The device of the op's tensors.
         :param start: Starts the op. It runs on another thread, with a stream of its own, and tells
             the other ranks itself if it fails.
-        :param finish: Makes the result from the op's, on another thread with a stream of its own.
-        :param telling: Tells the other ranks of failures before ``start`` is called.
+        :param finish: Makes the result from the op's sums, on another thread and another stream.
+        :param reporting: Tells the other ranks of a failure that occurs before ``start`` is called.
         """
         # Tensors that were made in inference mode cannot be written to outside of it.
         inference = torch.is_inference_mode_enabled()
-        staged: Staged[T] = Staged(self, device)
+        transfer: _Transfer[T] = _Transfer(device)
         has_started = threading.Event()
 
         @contextlib.contextmanager
-        def there(stream: Any) -> Iterator[None]:
+        def on_stream(stream: Any) -> Iterator[None]:
             module = torch.get_device_module(device)
-            # A new thread starts on the first GPU, and leaving the stream would initialize that.
+            # A new thread's current device is the first GPU. Leaving the stream context switches
+            # back to that GPU and would initialize it, so set the device.
             module.set_device(device)
             with torch.inference_mode(inference), torch.no_grad(), module.stream(stream):
                 yield
@@ -215,27 +219,27 @@ class Staging:
             if turn is not None and not turn.take():
                 # A signal handler has ended the call, and the other ranks will be told.
                 return
-            with staged.told_of_errors():
+            with transfer.capturing_errors():
                 try:
                     with contextlib.ExitStack() as stack:
-                        with telling():
+                        with reporting():
                             ready.synchronize()
-                            stack.enter_context(there(up))
+                            stack.enter_context(on_stream(up))
                         op = start()
                 finally:
                     has_started.set()
                 self._down.do(lambda: take_down(op, down))
 
-        def take_down(op: Ends, down: Any) -> None:
-            with staged.told_of_errors():
-                with there(down):
+        def take_down(op: Handle[Any], down: Any) -> None:
+            with transfer.capturing_errors():
+                with on_stream(down):
                     result = finish(op.wait())
                     done = so_far(device)
-                staged.end(result, done, getattr(op, "absent", ()))
+                transfer.end(result, done, op.absent)
                 # Keep the tensors alive until the stream has read and written them.
                 done.synchronize()
 
-        with telling() as turn:
+        with reporting() as turn:
             ready, streams = so_far(device), self._streams_of(device)
             before, self._has_started = self._has_started, has_started
             try:
@@ -243,10 +247,15 @@ class Staging:
             except BaseException:
                 self._has_started = before
                 raise
-        return staged
+        return Handle(
+            transfer.ended.wait,
+            transfer.outcome,
+            device=device,
+            stage=lambda start, finish: self.stage(device, start, finish),
+        )
 
     def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
-        """Returns the streams on which tensors of a device go to the host and back."""
+        """Returns the streams on which tensors of a device are copied to the host and back."""
         if device not in self._streams:
             module = torch.get_device_module(device)
             self._streams[device] = module.Stream(device), module.Stream(device)
@@ -257,7 +266,7 @@ class Staging:
         return self._up.is_current()
 
     def is_behind(self) -> bool:
-        """Returns whether an op has yet to start, on another thread than the current one."""
+        """Returns whether an op has yet to start on a thread other than the current one."""
         return not self._has_started.is_set() and not self.is_current()
 
     def drain(self) -> None:
@@ -265,66 +274,52 @@ class Staging:
         self._up.drain()
 
 
-class Staged(Generic[T]):
-    """An op in flight on GPU tensors, with the methods of :class:`racksum.Handle`."""
+class _Transfer(Generic[T]):
+    """The result of an op while it is copied to a GPU, or the op's error."""
 
-    def __init__(self, staging: Staging, device: torch.device) -> None:
-        self._staging = staging
+    def __init__(self, device: torch.device) -> None:
+        #: Set once there is a result or an error.
+        self.ended = threading.Event()
         self._device = device
-        self._ended = threading.Event()
-        self._outcome: tuple[T, Any] | Exception | None = None
-        #: The ranks whose contributions the result lacks, once there is a result.
-        self.absent: tuple[int, ...] = ()
-
-    def done(self) -> bool:
-        """Returns whether the op has ended, with a result or an error. Does not wait."""
-        return self._ended.is_set()
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Waits for the op to end and returns its result.
-
-        The current stream, but not this thread, waits for the copy of the result to the GPU.
-
-        :param timeout: The most seconds to wait; by default without a limit.
-        :raises racksum.WaitTimeout: The op has not ended within ``timeout``. It goes on.
-        :raises racksum.Error: The op failed. The class and the message give the cause.
-        """
-        if not self._ended.wait(timeout):
-            raise WaitTimeout(f"the op has not ended after {timeout} s; it goes on, so wait again")
-        if self._outcome is None or isinstance(self._outcome, Exception):
-            raise self._outcome or RuntimeError("an op has ended without an outcome")
-        result, done = self._outcome
-        stream = torch.get_device_module(self._device).current_stream(self._device)
-        done.wait(stream)
-        _hold(result, stream)
-        return result
-
-    def then(self, work: Callable[[T], Any]) -> Staged[Any]:
-        """Returns an op whose result is ``work`` applied to this one's result, on a thread."""
-        return self._staging.stage(self._device, lambda: self, work)
-
-    def get_future(self) -> Future[T]:
-        """Returns a :class:`torch.futures.Future` of the result, which a thread completes."""
-        return future_of(self, [self._device])
+        self._end: tuple[T, Any, tuple[int, ...]] | Exception | None = None
 
     def end(self, result: T, done: Any, absent: tuple[int, ...]) -> None:
-        """Sets the result, and the event of the stream at which it is on the GPU."""
-        self.absent = absent
-        self._outcome = result, done
-        self._ended.set()
+        """Sets the result, the event after which it is on the GPU, and the absent ranks."""
+        self._end = result, done, absent
+        self.ended.set()
 
     @contextlib.contextmanager
-    def told_of_errors(self) -> Iterator[None]:
-        """Turns an exception of the block into the outcome of the op."""
+    def capturing_errors(self) -> Iterator[None]:
+        """Turns an exception of the block into the error of the op."""
         try:
             yield
         except BaseException as error:
-            self._outcome = as_exception(error)
-            self._ended.set()
+            self._end = as_exception(error)
+            self.ended.set()
+
+    def outcome(self) -> Outcome[T]:
+        """Returns the outcome of an op that has ended, or raises its error."""
+        result, _, absent = self._arrived()
+        return Outcome(result, absent, self._reach)
+
+    def _reach(self) -> None:
+        """Makes the current stream wait for the copy of the result, or raises the copy's error."""
+        result, done, _ = self._arrived()
+        stream = torch.get_device_module(self._device).current_stream(self._device)
+        done.wait(stream)
+        _hold(result, stream)
+
+    def _arrived(self) -> tuple[T, Any, tuple[int, ...]]:
+        if self._end is None or isinstance(self._end, Exception):
+            raise self._end or RuntimeError("an op has ended without an outcome")
+        return self._end
 
 
 def so_far(device: torch.device) -> Any:
-    """Returns an event after all work of the device's current stream. Waiting does not spin."""
+    """Returns an event that follows all work queued on the current stream.
+
+    A thread that waits for the event sleeps and does not spin.
+    """
     module = torch.get_device_module(device)
     event = module.Event() if device.type == "cpu" else module.Event(blocking=True)
     event.record(module.current_stream(device))
@@ -332,7 +327,7 @@ def so_far(device: torch.device) -> Any:
 
 
 def _hold(result: Any, stream: Any) -> None:
-    """Keeps the memory of a result, which another stream allocated, until ``stream`` is done."""
+    """Keeps a result's memory, which another stream allocated, until ``stream`` is done with it."""
     if not isinstance(result, torch.Tensor) or result.device.type == "cpu":
         return
     parts = [result._indices(), result._values()] if result.is_sparse else [result]
@@ -341,7 +336,7 @@ def _hold(result: Any, stream: Any) -> None:
 
 
 def staging_of(session: Session, staging: Staging | None = None) -> Staging:
-    """Returns the staging of a session. The first call sets it, to ``staging`` or a new one."""
+    """Returns the staging of a session. The first call makes one, unless ``staging`` is given."""
     found = _stagings.get(session)
     if found is None:
         found = _stagings.setdefault(session, staging or Staging())

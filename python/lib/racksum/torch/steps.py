@@ -1,7 +1,7 @@
-"""Measured steps of a model under DDP, in a group of this rank alone.
+"""Measured steps of a model under DDP, in a group that contains only this rank.
 
-A step costs what it costs under DDP, including the copies to and from buckets, but without network
-traffic. The buckets are those that DDP builds after its first step.
+A step does all the work of a DDP step, including the copies to and from buckets, but causes no
+network traffic. The buckets are those that DDP builds after its first step.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["Look", "Steps", "device_of"]
 #: Options of a DDP model that affect its buckets.
 _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
-#: How often the search for blocks of zeros is timed, after a first run that does not count.
+#: The number of timed searches for blocks of zeros, after one search to warm up.
 _SCANS = 5
 
 
 class Look(NamedTuple):
     """An observation of the gradients of a bucket."""
 
-    #: The names of its parameters, in the order of the bucket.
+    #: The names of the bucket's parameters, in the bucket's order.
     parameters: list[str]
     elements: int
     sparse: bool
     #: For each size of a block, a uint8 tensor with 1 for each block that is not zero.
     occupied: dict[int, Tensor]
-    #: Seconds that an op takes to find these blocks.
+    #: Seconds that an op takes to find these blocks; 0 if it does not search on the host.
     scan: float
 
     @classmethod
@@ -67,12 +67,13 @@ class Look(NamedTuple):
 
 
 class Steps:
-    """A model that makes measured training steps, each on a batch.
+    """Measured training steps of a model, each on a batch.
 
     :param model: The model. If DDP wraps it already, it is wrapped again with the same options.
-    :param loss: The loss of the model on a batch.
+    :param loss: Returns the loss of the model on a batch.
     :param optimizer: The optimizer to step, if any.
-    :param bucket_cap_mb: The option of DDP; by default that of ``model``, if DDP wraps it.
+    :param bucket_cap_mb: DDP's option, in MiB; defaults to the value of ``model`` if DDP already
+        wraps it.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Steps:
         self._readies: list[list[float]] = []
 
     def step(self, batch: Any, counts: bool) -> None:
-        """Makes a step, and records its times if ``counts``."""
+        """Runs a step, and records its times if ``counts`` is true."""
         clock = self._clock
         clock.settle()
         start = clock.mark()
@@ -128,13 +129,17 @@ class Steps:
             self._readies.append([clock.seconds(start, ready) for _, ready in readies])
 
     def look(self, batch: Any) -> list[Look]:
-        """Makes a step, and returns an observation of each bucket, in the order of sending."""
+        """Runs a step, and returns an observation of each bucket, in the order of sending."""
         self._seen.looks = {}
         self.step(batch, counts=False)
         return [look for _, look in sorted(self._seen.looks.items())]
 
     def times(self) -> Tensor:
-        """Returns medians in seconds: of a step, of its part after backward, until each bucket."""
+        """Returns the medians of the recorded times, in seconds.
+
+        These are the time of a step, the time after backward in a step, and the times from the
+        start of a step until each bucket is ready.
+        """
         readies = [statistics.median(of_bucket) for of_bucket in zip(*self._readies, strict=True)]
         return torch.tensor(
             [statistics.median(self._times), statistics.median(self._afters), *readies],
@@ -143,7 +148,7 @@ class Steps:
 
 
 class _Seen:
-    """The observations of the hook in a step."""
+    """The state of the hook, with its observations of a step."""
 
     def __init__(self, clock: _Clock, names: dict[Tensor, str]) -> None:
         self.clock = clock
@@ -163,7 +168,7 @@ def _see(seen: _Seen, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type:
     return future
 
 
-# DDP compares the annotations of a hook with types, and here they are strings.
+# DDP compares the annotations of a hook with types, but postponed annotations are strings.
 _see.__annotations__ = {
     "bucket": dist.GradBucket,  # type: ignore[attr-defined]
     "return": Future[torch.Tensor],
@@ -171,7 +176,7 @@ _see.__annotations__ = {
 
 
 class _Clock:
-    """A clock of a device. A GPU runs behind the host, so its events give the time."""
+    """Measures time on a device. A GPU lags behind the host, so its own events are timed."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -190,14 +195,14 @@ class _Clock:
         self._module.synchronize(self._device)
 
     def seconds(self, one: Any, other: Any) -> float:
-        """Returns the seconds from one mark to the other. Call ``settle`` first."""
+        """Returns the time from one mark to the other, in seconds. Call ``settle`` first."""
         if self._device.type == "cpu":
             return float(other - one)
         return float(one.elapsed_time(other)) / 1e3
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns the device of a model's first parameter, or the host without parameters."""
+    """Returns the device of a model's first parameter, or the CPU if it has no parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
@@ -212,16 +217,16 @@ def _alone(device: torch.device) -> dist.ProcessGroup:
 
 
 def _scanned(flat: Tensor, block: int) -> Tensor:
-    """Returns a uint8 tensor with 1 for each block of a host tensor that is not zero."""
+    """Returns a uint8 tensor: for each block of a host tensor, 0 if it is all zeros, or else 1."""
     memory = memory_of(flat)
     bits = _racksum.scan(memory.address, memory.nbytes, memory.dtype, block, memory.owner)
-    words = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0)
-    marks = (words.to(torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    octets = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0)
+    marks = (octets.to(torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return marks.flatten()[: -(-len(flat) // block)]
 
 
 def _seconds_to_scan(flat: Tensor) -> float:
-    """Returns the seconds that an op takes to find blocks: the median, once the memory is warm."""
+    """Returns the median time, in seconds, that an op takes to find blocks in warm memory."""
     times = []
     for _ in range(1 + _SCANS):
         start = time.perf_counter()

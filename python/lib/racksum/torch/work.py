@@ -1,4 +1,4 @@
-"""Ops in flight in PyTorch's terms: futures, and works of a process group."""
+"""Ops in flight as PyTorch sees them: futures, and works of a process group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,32 +17,31 @@ from torch.futures import Future
 from racksum.eager import eager, eager_methods
 from racksum.errors import WaitTimeout
 from racksum.futures import new_future, own_streams_on
+from racksum.handle import Handle, Outcome
 from racksum.threads import do_waiting
 from racksum.torch.profiled import waiting
 
 __all__ = [
-    "Before",
-    "Ends",
     "Parts",
-    "Pending",
-    "Waits",
+    "Wait",
     "Work",
     "at_end_of_backward",
     "copying",
     "count_writes",
+    "handle_of",
     "write",
     "writing_to",
 ]
 
 
 def at_end_of_backward(finish: Callable[[], Any]) -> bool:
-    """Calls a function when the current backward ends. Returns false outside of a backward.
+    """Schedules a function for the end of the current backward. Returns false if there is none.
 
     DDP waits for futures in C++, where an exception would lose its type. The function runs just
     before that, on the thread that ran backward, so its exceptions keep their types.
 
-    Two callers are outside of a backward: the first step of a static graph calls hooks after
-    backward, and a rank that has run out of data takes part in the steps of others (``Join``).
+    Hooks run outside of a backward in two cases: in the first step of a static graph, and at a
+    rank that has run out of data and takes part in the steps of others (``Join``).
     """
     if torch._C._current_autograd_node() is None:
         return False
@@ -55,90 +54,72 @@ def _finish(finish: Callable[[], Any]) -> None:
     finish()
 
 
-class Waits(Protocol):
-    """The interface of operations that can be waited for."""
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Waits for the end, for ``timeout`` seconds at most, and returns the result."""
-        ...
-
-
-class Ends(Waits, Protocol):
-    """The interface of operations with a result, of racksum or of another backend."""
-
-    def then(self, work: Callable[[Any], Any]) -> Ends:
-        """Returns the operation with ``work`` applied to its result."""
-        ...
+#: A function that waits for a part of a collective, given a limit in seconds or None for no limit.
+Wait = Callable[[float | None], object]
 
 
 class Parts:
-    """Operations that are waited for together."""
+    """The parts of a collective, which are waited for together.
 
-    def __init__(self, parts: Sequence[Waits]) -> None:
-        self._parts = parts
+    :param waits: For each part, a function that waits for it.
+    """
+
+    def __init__(self, waits: Sequence[Wait]) -> None:
+        self._waits = waits
         self._ended = 0
 
     def wait(self, seconds: float | None) -> None:
-        """Waits for each, for ``seconds`` at most. Zero only checks whether all have ended."""
+        """Waits up to ``seconds`` for each part. Zero only checks whether all parts have ended."""
         if seconds == 0.0:
             self._look()
             return
-        for part in self._parts:
-            part.wait(seconds)
+        for wait in self._waits:
+            wait(seconds)
 
     def _look(self) -> None:
-        # There may be thousands of parts and many checks, so a check starts where the last stopped.
-        for at in range(self._ended, len(self._parts)):
-            self._parts[at].wait(0.0)
+        # With thousands of parts and many checks, a check must start where the last one stopped.
+        for at in range(self._ended, len(self._waits)):
+            self._waits[at](0.0)
             self._ended = at + 1
 
 
-class Pending:
-    """An operation of another backend on host tensors."""
+def handle_of(work: dist.Work) -> Handle[None]:
+    """Returns a handle of another backend's op on host tensors."""
+    # Only one of several callers waits: in Gloo, a second wait for a receive never ends.
+    lock, has_waited = threading.Lock(), False
 
-    def __init__(self, work: dist.Work, then: Callable[[Any], Any] = lambda result: result) -> None:
-        self._work = work
-        self._then = then
-        self._lock = threading.Lock()
-        self._result: list[Any] = []
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Waits for the end and returns the result.
-
-        Of several callers only one waits, because Gloo's second wait for a receive never ends.
-        """
-        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise _goes_on(timeout)
+    def ends_within(seconds: float | None) -> bool:
+        nonlocal has_waited
+        if not lock.acquire(timeout=-1 if seconds is None else seconds):
+            return False
         try:
-            if not self._result:
-                self._wait(timeout)
-                self._result.append(self._then(None))
+            if has_waited or work.is_completed():
+                return True
+            if seconds == 0:
+                # To other backends, zero means no limit.
+                return False
+            if seconds is None:
+                work.wait()
+            else:
+                try:
+                    work.wait(timedelta(seconds=seconds))
+                except RuntimeError:
+                    # The op may have ended or failed in that time; then `make` returns or raises.
+                    return bool(work.is_completed())
+            has_waited = True
+            return True
         finally:
-            self._lock.release()
-        return self._result[0]
+            lock.release()
 
-    def _wait(self, timeout: float | None) -> None:
-        if timeout is None or self._work.is_completed():
-            self._work.wait()
-        elif timeout == 0:
-            # To other backends, zero means no limit.
-            raise _goes_on(timeout)
-        else:
-            try:
-                self._work.wait(timedelta(seconds=timeout))
-            except RuntimeError as error:
-                if not self._work.is_completed():
-                    raise _goes_on(timeout) from error
-                # It has ended meanwhile, or failed with this error.
-                self._work.wait()
+    def make() -> Outcome[None]:
+        nonlocal has_waited
+        if not has_waited:
+            # The op has ended, so this does not wait. It raises the op's error if there is one.
+            work.wait()
+            has_waited = True
+        return Outcome(None, ())
 
-    def then(self, work: Callable[[Any], Any]) -> Pending:
-        """Returns the operation with ``work`` applied to its result."""
-        return Pending(self._work, lambda result: work(self._then(result)))
-
-
-def _goes_on(timeout: float | None) -> WaitTimeout:
-    return WaitTimeout(f"the collective has not ended after {timeout} s; it goes on, so wait again")
+    return Handle(ends_within, make)
 
 
 @eager_methods
@@ -148,16 +129,16 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
     Users see it through an object of torch, which calls only ``wait`` and ``get_future``. So only
     the future tells them whether the collective has ended.
 
-    :param parts: The operations of the collective.
-    :param result: The tensors that it writes to.
+    :param waits: For each part of the collective, a function that waits for it.
+    :param result: The tensors that the collective writes to.
     :param in_flight: The works in flight, which hold this work until its end is noticed.
-    :param seconds: Seconds that a wait without a timeout lasts; by default without a limit.
-    :param shown: The name of the collective in the profiler's events of waits.
+    :param seconds: Limit in seconds of a wait that has no timeout of its own; by default none.
+    :param shown: The collective's name in the profiler's wait events.
     """
 
     def __init__(
         self,
-        parts: Sequence[Waits],
+        waits: Sequence[Wait],
         result: list[torch.Tensor],
         in_flight: dict[Work, None],
         seconds: float | None = None,
@@ -165,7 +146,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         shown: str | None = None,
     ) -> None:
         super().__init__()
-        self._parts = Parts(parts)
+        self._parts = Parts(waits)
         self._result = result
         self._in_flight = in_flight
         self._seconds = seconds
@@ -173,11 +154,11 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         in_flight[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the collective to end. A timeout of zero means no limit.
+        """Waits for the collective to end. Without a timeout, or with zero, its own limit applies.
 
-        The current stream of a GPU waits for copies that are still on their way to its tensors.
+        If the tensors are on a GPU, the current stream waits until the results are copied to them.
 
-        :raises racksum.WaitTimeout: The collective has not ended within ``timeout``. It goes on.
+        :raises racksum.WaitTimeout: The collective has not ended within ``timeout``. It continues.
         :raises racksum.Error: The collective failed.
         """
         with waiting(self._shown if self in self._in_flight else None):
@@ -185,11 +166,11 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
     def wait_for(self, seconds: float | None) -> None:
-        """Waits for the collective to end, for each part ``seconds`` at most."""
+        """Waits for the collective to end, and for each of its parts at most ``seconds``."""
         try:
             self._parts.wait(seconds)
         except WaitTimeout:
-            # It stays in flight, because it goes on and later collectives must know of it.
+            # Keep the work among those in flight: later collectives may have to wait for it.
             raise
         except RuntimeError:
             self._in_flight.pop(self, None)
@@ -222,34 +203,24 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
             ended.set_result(None)
         else:
             do_waiting(complete)
-            # DDP waits in C++, where an error loses its type. This raises it before.
+            # DDP waits in C++, where an error loses its type. This raises the error before that.
             at_end_of_backward(self.wait)
         return ended.then(self.result_after)
 
     def result_after(self, _: Future[None]) -> list[torch.Tensor]:
-        """Returns the tensors, or raises the error of the collective, when a future has ended."""
+        """Returns the tensors, or raises the collective's error. A completed future calls this."""
         self.wait()
         return self._result
 
 
-class Before(NamedTuple):
-    """An earlier work that is a part of a later one, as for a barrier."""
-
-    work: Work
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for the earlier work."""
-        self.work.wait_for(timeout)
-
-
 @contextlib.contextmanager
 def writing_to(x: torch.Tensor) -> Iterator[None]:
-    """Permits the block to write to a tensor of autograd or of inference mode.
+    """Permits the block to write to a tensor that autograd tracks, or to an inference tensor.
 
     A write to a sparse tensor gives it new entries, which users can reach. So the block runs in the
     mode in which the tensor was made.
     """
-    # Leaving inference mode enables autograd again, so disable autograd second.
+    # Leaving inference mode enables autograd again, so disable autograd after that.
     with torch.inference_mode(x.is_inference()), torch.no_grad():
         yield
 
@@ -261,11 +232,11 @@ def write(x: torch.Tensor, result: torch.Tensor, *, non_blocking: bool = False) 
 
 
 def copying(copy: torch.Tensor, x: torch.Tensor) -> Callable[[object], object]:
-    """Returns a function that copies to a tensor. As with Gloo, autograd does not count that."""
+    """Returns a function that copies to ``x``. As with Gloo, autograd does not count the write."""
     return lambda _: write(x.data, copy)
 
 
 def count_writes(tensors: Sequence[torch.Tensor]) -> None:
-    """Makes autograd count a write to each tensor, where it counts Gloo's."""
+    """Makes autograd count a write to each tensor, as it counts the writes of Gloo."""
     counted = [x for x in tensors if not x.is_inference()]
     torch.autograd.graph.increment_version(counted)

@@ -1,6 +1,5 @@
-//! The fold of lists of blocks. It visits only the blocks of their union, not the whole tensor.
-
-#![expect(unsafe_code, reason = "the memory is shared with other processes")]
+//! The fold of lists of blocks. It processes only the blocks in the union of the lists, not the
+//! whole tensor.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -8,12 +7,12 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_kernels::codec;
-use racksum_kernels::fold::fold_run;
+use racksum_kernels::fold::fold_shared;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::schedule::Turn;
 
-use super::place::Place;
+use super::place::LentRange;
 use super::{CHUNK, Handed, SCANNED, Share, budget_of};
 use crate::blocks::{Blocks, Listed, Union, full_len, len_of};
 use crate::sidecar::chunks::Chunks;
@@ -28,8 +27,8 @@ pub(super) struct Lists {
     shares: Vec<Share>,
     /// The number of ranks in the job.
     world: u32,
-    /// The fold in progress, which the first thread that works on it creates. A fold that still
-    /// waits for a thread allocates no memory.
+    /// The fold in progress. The first thread that works on the fold creates it, so that a fold in
+    /// the queue holds no memory for its sums.
     begun: OnceLock<Result<Begun, FoldError>>,
     /// Whether a thread has been admitted to begin the fold.
     is_admitted: AtomicBool,
@@ -39,7 +38,7 @@ pub(super) struct Lists {
 #[derive(Debug)]
 struct Begun {
     /// The place of each share's values.
-    places: Vec<Place>,
+    places: Vec<LentRange>,
     union: Union,
     sums: Sums,
     chunks: Chunks,
@@ -63,8 +62,9 @@ impl Lists {
         self.begun.get().is_some() || !self.is_admitted.swap(true, Relaxed)
     }
 
-    /// Folds chunks until the turn is over. Returns true to the thread that finishes the last
-    /// chunk. Without chunks, returns true to the thread that began the fold.
+    /// Folds chunks until the turn is over or no chunk is left. Returns true only in the thread
+    /// that finishes the last chunk. If there are no chunks or the fold cannot begin, returns true
+    /// only in the thread that tried to begin it.
     pub(super) fn work<J>(
         &self,
         turn: &mut Turn<J>,
@@ -96,12 +96,12 @@ impl Lists {
 
     /// Returns the sums of a finished fold.
     pub(super) fn sums(&self) -> Result<&Sums, FoldError> {
-        let begun = self.begun.get().expect("some thread has begun it");
+        let begun = self.begun.get().expect("a finished fold has begun");
         let Begun { sums, failed, .. } = begun.as_ref().map_err(Clone::clone)?;
         failed.get().map_or(Ok(sums), |failed| Err(failed.clone()))
     }
 
-    /// Computes the union of the blocks that ranks have passed, and allocates its sums.
+    /// Computes the union of the ranks' blocks, and creates the file that receives the sums.
     fn begin(&self) -> Result<Begun, FoldError> {
         let (mut listed, mut places) = (Vec::new(), Vec::new());
         for (list, share) in (0..).zip(&self.shares) {
@@ -127,7 +127,7 @@ impl Lists {
         Ok(Begun { places, union, sums, chunks, failed: OnceLock::new() })
     }
 
-    /// Folds the given blocks of the union.
+    /// Folds the blocks at these positions in the union, and writes their sums.
     fn fold_chunk(
         &self,
         begun: &Begun,
@@ -137,22 +137,19 @@ impl Lists {
         let is_whole = self.shares.len() == self.world as usize;
         let partial = self.descriptor.of_partial_sum();
         let descriptor = if is_whole { self.descriptor } else { partial };
-        let wire = descriptor.dtype.native_wire();
         let (mut inputs, mut used, first) = (Vec::new(), 0, blocks.start);
         for nth in blocks {
             let listed = begun.union.of(nth);
             let index = listed[0].index;
             let len = len_of(&descriptor, index);
             inputs.clear();
-            // SAFETY: only this thread accesses the block, and it writes only to `sum` while it
-            // reads the inputs.
-            let read = |it: &Listed| unsafe { begun.places[it.list as usize].bytes(it.at, len) };
-            inputs.extend(listed.iter().map(read));
+            let values = |it: &Listed| begun.places[it.list as usize].part(it.at, len);
+            inputs.extend(listed.iter().map(values));
             let absent = inputs.len() < self.shares.len();
             let out = &mut sum[used..used + len];
-            let terms = arith::Fold { world: self.world, absent };
-            fold_run(wire, descriptor.reduction, terms, &inputs, out)
-                .expect("a valid descriptor folds");
+            let terms = arith::FoldTerms { world: self.world, absent };
+            fold_shared(descriptor.dtype, descriptor.reduction, terms, &inputs, out)
+                .expect("operands with a valid descriptor can be folded");
             if is_whole {
                 write_to_tensors(&self.shares, index as usize * full_len(&self.descriptor), out);
             }
@@ -174,21 +171,20 @@ pub(in crate::sidecar) fn give(descriptor: &Descriptor, shares: &[Share], sums: 
 fn write_to_tensors(shares: &[Share], at: usize, block: &[u8]) {
     for share in shares {
         if let Handed::Tensor(place) = &share.handed {
-            // SAFETY: only this thread accesses the block, and it no longer reads the inputs.
-            unsafe { place.bytes_mut(at, block.len()) }.copy_from_slice(block);
+            place.part(at, block.len()).write(block);
         }
     }
 }
 
-/// Returns the non-zero blocks of a tensor, and sets every element of the other blocks to +0.0.
-fn nonzero(descriptor: &Descriptor, place: &Place) -> Vec<u32> {
+/// Returns the indices of a tensor's non-zero blocks, and sets every element of the other blocks to
+/// +0.0.
+fn nonzero(descriptor: &Descriptor, place: &LentRange) -> Vec<u32> {
     let (dtype, elements) = (descriptor.dtype, descriptor.block_elements());
-    // SAFETY: all ranks have called the op, and this thread is the first to work on it.
-    let tensor = unsafe { place.bytes_mut(0, place.len()) };
+    let tensor = place.part(0, place.len());
     let mut found = Vec::new();
-    let windows = tensor.chunks_mut(SCANNED * elements * dtype.size());
+    let windows = tensor.chunks(SCANNED * elements * dtype.size());
     for (first, window) in (0..).step_by(SCANNED).zip(windows) {
-        let mut mask = codec::scan_window(dtype, elements, window);
+        let mut mask = codec::scan_shared(dtype, elements, window);
         while mask != 0 {
             found.push(first + mask.trailing_zeros());
             mask &= mask - 1;

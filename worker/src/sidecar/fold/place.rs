@@ -1,25 +1,23 @@
 //! Places in memory that ranks lend. A rank can write to its memory at any time.
 //!
-//! Each place belongs to one op at a time: the sidecar rejects a place that overlaps one in flight.
-//! Nothing forces a rank to leave a place alone during its op, or to lend the same pages only once.
-//! A rank that breaks these rules corrupts only the values of its own job, because memory safety
-//! depends on no index, length or branch taken from those values. Rust defines no behavior for such
-//! races, so the safety comments here hold only for ranks that follow the rules.
-
-#![expect(unsafe_code, reason = "the memory is shared with other processes")]
+//! Each place belongs to one op at a time: the sidecar rejects a place that overlaps an operand in
+//! flight. Nothing forces a rank to leave a place alone while an op uses it, or to lend the same
+//! pages only once. A rank that breaks these rules harms only its own job. The sidecar computes
+//! with private copies, as [`racksum_kernels::shared`] explains. Where memory safety depends on an
+//! index, a length or a branch, the sidecar uses a private copy that it has checked.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
+use racksum_kernels::shared::SharedBytes;
 use racksum_net::local::SharedMemory;
 use racksum_proto::descriptor::Descriptor;
 
 use crate::blocks::{count_of, full_len, values_len};
 use crate::sidecar::budget::{Budget, Room};
 use crate::sidecar::message::ListAt;
-use crate::tensor::Region;
+use crate::tensor::{Region, shared_bytes};
 
 /// Memory that a rank has lent. Dropping it returns its bytes to the budget.
 #[derive(Debug)]
@@ -32,7 +30,7 @@ pub(in crate::sidecar) struct Memory {
 /// [`Memory`] is dropped.
 #[derive(Debug)]
 struct Mapping {
-    shared: SharedMemory,
+    shared: Arc<SharedMemory>,
     budget: Arc<Budget>,
 }
 
@@ -45,24 +43,29 @@ impl Memory {
         let shared = SharedMemory::of(descriptor)?;
         let full = |why| io::Error::new(io::ErrorKind::OutOfMemory, why);
         let room = budget.take(shared.len()).map_err(full)?;
-        let mapping = Arc::new(Mapping { shared, budget: Arc::clone(budget) });
+        let mapping = Arc::new(Mapping { shared: Arc::new(shared), budget: Arc::clone(budget) });
         Ok(Arc::new(Self { mapping, _room: room }))
     }
 
     pub(in crate::sidecar) fn len(&self) -> usize {
         self.mapping.shared.len()
     }
+
+    #[cfg(test)]
+    pub(super) fn shared(&self) -> &Arc<SharedMemory> {
+        &self.mapping.shared
+    }
 }
 
 /// A byte range of lent memory.
 #[derive(Debug, Clone)]
-pub(in crate::sidecar) struct Place {
+pub(in crate::sidecar) struct LentRange {
     mapping: Arc<Mapping>,
     at: usize,
     len: usize,
 }
 
-impl Place {
+impl LentRange {
     /// Returns the place of `len` bytes at offset `at`, or `None` if they are not all within the
     /// memory.
     pub(in crate::sidecar) fn new(memory: &Arc<Memory>, at: u64, len: u64) -> Option<Self> {
@@ -75,71 +78,48 @@ impl Place {
         self.len
     }
 
-    /// Returns the budget that pays for the place's memory. The same budget pays for the sums.
+    /// Returns the budget to which the place's memory is charged. The sums are charged to the same
+    /// budget.
     pub(super) fn budget(&self) -> &Arc<Budget> {
         &self.mapping.budget
     }
 
-    /// Returns whether two places of the same lent memory share bytes.
+    /// Returns whether two places share bytes of the same lent memory.
     pub(super) fn overlaps(&self, other: &Self) -> bool {
         let are_some = self.len > 0 && other.len > 0;
         let meet = self.at < other.at + other.len && other.at < self.at + self.len;
         are_some && meet && Arc::ptr_eq(&self.mapping, &other.mapping)
     }
 
-    /// Returns the place as the tensor of a client's op.
+    /// Returns the place as the tensor of an op that the sidecar starts at the aggregator.
     pub(in crate::sidecar) fn region(&self) -> Region {
-        let start = self.mapping.shared.start().as_ptr().wrapping_add(self.at);
-        let start = NonNull::new(start).unwrap_or(NonNull::dangling());
-        // SAFETY: the range is within the memory, which stays mapped at its address while the
-        // region keeps it. Only the job's sums depend on the rank not writing to it.
-        unsafe { Region::new(start, self.len, Arc::clone(&self.mapping)) }
+        Region::of_shared(&self.mapping.shared, self.at..self.at + self.len, ())
     }
 
-    /// Copies the bytes of another place of the same length into this one. No other thread of this
-    /// process may access either place.
+    /// Copies the bytes of `other`, which has the same length, into this place.
     pub(in crate::sidecar) fn copy_from(&self, other: &Self) {
         let len = self.len.min(other.len);
-        // SAFETY: the tensors belong to two ranks, and no other thread of this process accesses
-        // them.
-        unsafe { self.bytes_mut(0, len).copy_from_slice(other.bytes(0, len)) };
+        self.part(0, len).copy_from(other.part(0, len));
     }
 
-    /// Returns bytes of the place for reading.
-    ///
-    /// # Safety
-    /// No thread of this process may write to these bytes while the slice exists.
-    pub(super) unsafe fn bytes(&self, from: usize, len: usize) -> &[u8] {
-        assert!(from + len <= self.len, "beyond the place");
-        // SAFETY: the caller guarantees that no thread of this process writes to the bytes. A rank
-        // that writes to its tensor during an op corrupts only its job's sums.
-        unsafe { self.mapping.shared.bytes(self.at + from..self.at + from + len) }
-    }
-
-    /// Returns bytes of the place for writing.
-    ///
-    /// # Safety
-    /// No other reference to these bytes may exist in this process.
-    #[expect(clippy::mut_from_ref, reason = "the caller ensures exclusive access")]
-    pub(super) unsafe fn bytes_mut(&self, from: usize, len: usize) -> &mut [u8] {
-        assert!(from + len <= self.len, "beyond the place");
-        // SAFETY: the caller guarantees that this process has no other reference to the bytes. A
-        // rank that writes to them corrupts only its job's sums.
-        unsafe { self.mapping.shared.bytes_mut(self.at + from..self.at + from + len) }
+    /// Returns `len` bytes of the place, from offset `from` on.
+    pub(super) fn part(&self, from: usize, len: usize) -> SharedBytes<'_> {
+        let place = shared_bytes(&self.mapping.shared).part(self.at..self.at + self.len);
+        place.part(from..from + len)
     }
 }
 
 /// A rank's list of blocks in lent memory: a place for the indices and another for the values.
 #[derive(Debug, Clone)]
 pub(in crate::sidecar) struct List {
-    indices: Place,
-    /// The place of the values. Its length counts every block as whole, but ends with the memory.
-    values: Place,
+    indices: LentRange,
+    /// The place of the values. It has room for full blocks, unless the memory ends earlier.
+    values: LentRange,
 }
 
 impl List {
-    /// Returns the list with indices at offset `at`. Returns `None` if the indices or values start
-    /// outside the memory, if the indices do not fit in it, or if they are not aligned.
+    /// Returns the list whose indices start at offset `at`. Returns `None` if the indices or values
+    /// start outside the memory, or if the indices do not fit in the memory or are misaligned.
     pub(in crate::sidecar) fn new(
         memory: &Arc<Memory>,
         at: u64,
@@ -149,34 +129,35 @@ impl List {
         let ListAt { blocks, values } = list;
         let whole = u64::from(blocks) * full_len(descriptor) as u64;
         let left = (memory.len() as u64).checked_sub(values)?;
-        let values = Place::new(memory, values, whole.min(left))?;
-        let indices = Place::new(memory, at, size_of::<u32>() as u64 * u64::from(blocks))?;
+        let values = LentRange::new(memory, values, whole.min(left))?;
+        let indices = LentRange::new(memory, at, size_of::<u32>() as u64 * u64::from(blocks))?;
         indices.at.is_multiple_of(size_of::<u32>()).then_some(Self { indices, values })
     }
 
     /// Returns the places of the indices and of the values.
-    pub(super) const fn places(&self) -> [&Place; 2] {
+    pub(super) const fn places(&self) -> [&LentRange; 2] {
         [&self.indices, &self.values]
     }
 
     /// Reads the indices, and returns them with the place of the values. Returns `None` for an
     /// invalid list: the indices must ascend, without duplicates and within the tensor, and the
     /// memory must hold all values.
-    pub(super) fn read(&self, descriptor: &Descriptor) -> Option<(Vec<u32>, Place)> {
-        let Place { mapping, at, len } = &self.indices;
-        let (blocks, count) = (len / size_of::<u32>(), count_of(descriptor));
-        if blocks as u64 > count {
+    pub(super) fn read(&self, descriptor: &Descriptor) -> Option<(Vec<u32>, LentRange)> {
+        let (len, count) = (self.indices.len, count_of(descriptor));
+        if (len / size_of::<u32>()) as u64 > count {
             return None;
         }
-        // Each index is read only once, because the rank may change it at any time.
-        let index = |nth| mapping.shared.word(at + size_of::<u32>() * nth);
-        let indices: Vec<u32> = (0..blocks).map(index).collect();
+        // Check a copy, because the rank may change the indices at any time.
+        let mut copy = Vec::new();
+        self.indices.part(0, len).append_to(&mut copy);
+        let (words, _) = copy.as_chunks();
+        let indices: Vec<u32> = words.iter().copied().map(u32::from_ne_bytes).collect();
         let last = indices.last().copied();
         if !indices.is_sorted_by(|a, b| a < b) || last.is_some_and(|it| u64::from(it) >= count) {
             return None;
         }
         let len = values_len(descriptor, &indices);
-        let values = Place { len, ..self.values.clone() };
+        let values = LentRange { len, ..self.values.clone() };
         (len <= self.values.len).then_some((indices, values))
     }
 }

@@ -1,23 +1,22 @@
 //! The fold of whole tensors, in place.
 
-#![expect(unsafe_code, reason = "the memory is shared with other processes")]
-
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_kernels::codec;
-use racksum_kernels::fold::fold_run;
+use racksum_kernels::fold::fold_shared;
+use racksum_kernels::shared::SharedBytes;
 use racksum_proto::arith;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::schedule::Turn;
 
-use super::place::Place;
+use super::place::LentRange;
 use super::{CHUNK, SCANNED};
 use crate::blocks::full_len;
 use crate::sidecar::chunks::Chunks;
 
-/// The bytes of a single rank's tensor that are folded, compared and scanned together, so that they
-/// stay in the L1 cache. A multiple of every block size.
+/// Number of bytes of a lone rank's tensor that are folded, compared and scanned together. It is a
+/// multiple of every block size, and small enough that the bytes stay in the L1 cache.
 const ALONE: usize = 8 << 10;
 
 /// A fold of tensors with the same descriptor, one from each rank.
@@ -25,24 +24,24 @@ const ALONE: usize = 8 << 10;
 pub(super) struct Tensors {
     descriptor: Descriptor,
     /// The ranks' tensors, in rank order.
-    places: Vec<Place>,
+    places: Vec<LentRange>,
     /// The number of ranks in the job, which is the divisor of an average.
     world: u32,
-    /// The number of places that receive the sum: all, or only the first if the job has ranks on
-    /// other hosts.
+    /// The number of places, from the first on, that receive the sum: 1 if the job has ranks on
+    /// other hosts, otherwise all.
     targets: usize,
     len: usize,
     chunks: Chunks,
-    /// One bit for each block that is non-zero at any rank. Empty if this host has all ranks of the
-    /// job.
+    /// One bit for each block, set if the block is non-zero at any rank. Empty if this host has all
+    /// ranks of the job.
     held: Vec<AtomicU64>,
 }
 
 impl Tensors {
-    pub(super) fn new(descriptor: Descriptor, places: Vec<Place>, world: u32) -> Self {
+    pub(super) fn new(descriptor: Descriptor, places: Vec<LentRange>, world: u32) -> Self {
         let is_part = places.len() < world as usize;
         let targets = if is_part { 1 } else { places.len() };
-        let len = places.first().map_or(0, Place::len);
+        let len = places.first().map_or(0, LentRange::len);
         let chunks = Chunks::new(len.div_ceil(CHUNK));
         let full = full_len(&descriptor);
         let words = if is_part { len.div_ceil(full).div_ceil(SCANNED) } else { 0 };
@@ -58,8 +57,8 @@ impl Tensors {
         self.chunks.are_taken()
     }
 
-    /// Returns the blocks that are non-zero at any rank, after the fold has finished. Returns none
-    /// if this host has all ranks of the job.
+    /// Returns the indices of the blocks that are non-zero at any rank of this host. Call this
+    /// after the fold has finished. Returns no blocks if this host has all ranks of the job.
     pub(super) fn held(&self) -> impl Iterator<Item = u32> {
         let bits = |word: &AtomicU64| {
             let word = word.load(Relaxed);
@@ -69,7 +68,7 @@ impl Tensors {
         words.flat_map(move |(first, word)| bits(word).map(move |bit| first + bit))
     }
 
-    /// Folds chunks until the turn is over. Returns true to the thread that finishes the last
+    /// Folds chunks until the turn is over. Returns true only in the thread that finishes the last
     /// chunk.
     pub(super) fn work<J>(&self, turn: &mut Turn<J>, sum: &mut [u8]) -> bool {
         self.chunks.work(turn, |chunk| {
@@ -86,10 +85,7 @@ impl Tensors {
         }
         let (full, len) = (full_len(&self.descriptor), sum.len());
         let masks: Vec<_> = self.places.iter().map(|place| self.scan(place, from, len)).collect();
-        // SAFETY: only this thread accesses the chunk, and it writes only to `sum` while it reads
-        // the inputs.
-        let read = |place| unsafe { Place::bytes(place, from, len) };
-        let inputs: Vec<&[u8]> = self.places.iter().map(read).collect();
+        let inputs: Vec<_> = self.places.iter().map(|place| place.part(from, len)).collect();
         let blocks = len.div_ceil(full);
         let mut first = 0;
         while first < blocks {
@@ -98,36 +94,33 @@ impl Tensors {
             let end = (first + 1..blocks).find(|nth| !is_same(nth)).unwrap_or(blocks);
             let run = first * full..len.min(end * full);
             let holders = inputs.iter().zip(&masks).filter(|(_, mask)| has(mask, first));
-            let holders: Vec<_> = holders.map(|(input, _)| &input[run.clone()]).collect();
+            let holders: Vec<_> = holders.map(|(input, _)| input.part(run.clone())).collect();
             self.fold_blocks(&holders, &mut sum[run]);
             first = end;
         }
         for place in &self.places[..self.targets] {
-            // SAFETY: only this thread accesses the chunk, and it no longer reads the inputs.
-            unsafe { place.bytes_mut(from, len) }.copy_from_slice(sum);
+            place.part(from, len).write(sum);
         }
     }
 
-    /// Folds a chunk of a single rank. Its sum equals its input except for NaN payloads, so almost
-    /// nothing is written. Each part is scanned last, while it is in the cache.
-    fn fold_alone(&self, own: &Place, from: usize, sum: &mut [u8]) {
+    /// Folds a chunk of a lone rank's tensor. The sum equals the input except for NaN payloads, so
+    /// usually nothing is written. Each part is scanned right after its fold, while it is still in
+    /// the cache.
+    fn fold_alone(&self, own: &LentRange, from: usize, sum: &mut [u8]) {
         for (nth, sum) in sum.chunks_mut(ALONE).enumerate() {
             let (from, len) = (from + nth * ALONE, sum.len());
-            // SAFETY: only this thread accesses the chunk, and it writes only to `sum` while it
-            // reads the input.
-            let input = unsafe { own.bytes(from, len) };
+            let input = own.part(from, len);
             self.fold_blocks(&[input], sum);
-            if input != sum {
-                // SAFETY: only this thread accesses the chunk, and it no longer reads the input.
-                unsafe { own.bytes_mut(from, len) }.copy_from_slice(sum);
+            if !input.equals(sum) {
+                input.write(sum);
             }
             self.scan(own, from, len);
         }
     }
 
-    /// Folds blocks that are non-zero at the same ranks. The sum leaves out all other ranks, as an
-    /// aggregator's sum does.
-    fn fold_blocks(&self, holders: &[&[u8]], sum: &mut [u8]) {
+    /// Folds blocks that are non-zero at the same ranks. `holders` holds the blocks of these ranks.
+    /// As in an aggregator's fold, the sum leaves out the other ranks.
+    fn fold_blocks(&self, holders: &[SharedBytes<'_>], sum: &mut [u8]) {
         if holders.is_empty() {
             return sum.fill(0);
         }
@@ -135,23 +128,21 @@ impl Tensors {
         let partial = self.descriptor.of_partial_sum();
         let descriptor = if is_part { partial } else { self.descriptor };
         let absent = holders.len() < self.places.len();
-        let terms = arith::Fold { world: self.world, absent };
-        let wire = descriptor.dtype.native_wire();
-        fold_run(wire, descriptor.reduction, terms, holders, sum)
-            .expect("a valid descriptor folds");
+        let terms = arith::FoldTerms { world: self.world, absent };
+        fold_shared(descriptor.dtype, descriptor.reduction, terms, holders, sum)
+            .expect("operands with a valid descriptor can be folded");
     }
 
-    /// Returns the non-zero blocks of a rank's chunk, and sets every element of the other blocks to
-    /// +0.0.
-    fn scan(&self, place: &Place, from: usize, len: usize) -> Mask {
+    /// Returns the non-zero blocks of a rank's chunk, and records them in `held`. Sets every
+    /// element of the other blocks to +0.0.
+    fn scan(&self, place: &LentRange, from: usize, len: usize) -> Mask {
         let Descriptor { dtype, .. } = self.descriptor;
         let (full, mut mask) = (full_len(&self.descriptor), Mask::default());
-        // SAFETY: only this thread accesses the chunk, and it holds no reference to it yet.
-        let chunk = unsafe { place.bytes_mut(from, len) };
-        for (nth, blocks) in chunk.chunks_mut(SCANNED * full).enumerate() {
-            mask[nth] = codec::scan_window(dtype, self.descriptor.block_elements(), blocks);
+        for (nth, blocks) in place.part(from, len).chunks(SCANNED * full).enumerate() {
+            mask[nth] = codec::scan_shared(dtype, self.descriptor.block_elements(), blocks);
             if !self.held.is_empty() {
-                // Chunks of a few large blocks share a `u64`, so threads update it atomically.
+                // A chunk of large blocks fills only part of a `u64`, so threads update the `u64`
+                // atomically.
                 let first = from / full + nth * SCANNED;
                 self.held[first / SCANNED].fetch_or(mask[nth] << (first % SCANNED), Relaxed);
             }
@@ -160,7 +151,8 @@ impl Tensors {
     }
 }
 
-/// One bit for each non-zero block of a chunk. The smallest blocks have 64 bytes.
+/// One bit for each block of a chunk, set if the block is non-zero. The mask is large enough for a
+/// chunk of the smallest blocks, which have 64 bytes.
 type Mask = [u64; CHUNK / 64 / SCANNED];
 
 const fn has(mask: &Mask, block: usize) -> bool {

@@ -1,5 +1,5 @@
 //! Removal of ranks from a job. A rank that leaves waits until no fold uses its memory; a lost rank
-//! is removed at once.
+//! is removed immediately.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,8 +12,8 @@ use crate::sidecar::member::Member;
 use crate::sidecar::message::FromSidecar;
 
 impl Job {
-    /// Removes a leaving rank once no fold uses its memory. The job ends if other hosts have not
-    /// called the rank's ops within `limit`, because the sums sent to them lie in memory that the
+    /// Removes a leaving rank once no op uses its memory. The job ends if ops of the rank still
+    /// wait for other hosts after `limit`, because the sums of these ops belong in memory that the
     /// rank takes back.
     pub(in crate::sidecar) fn leave(&self, rank: u16, limit: Duration) {
         let wait_while = |state, limit, is_so: &dyn Fn(&State) -> bool| {
@@ -27,7 +27,7 @@ impl Job {
         let mut state = wait_while(state, FOR_EVER, &|state| runs(state) && is_folded_here(state));
         if is_at_work(&state) {
             state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Left });
-            // Ops that are on their way to other hosts end only when the job leaves the aggregator.
+            // Ops in flight at the aggregator end only when this host leaves the job there.
             Self::leave_upstream(state, rank, Loss::Left);
             state = wait_while(self.lock(), FOR_EVER, &is_at_work);
         }
@@ -39,13 +39,14 @@ impl Job {
         Self::part_with(self.lock(), rank, why);
     }
 
-    /// Removes a rank under the caller's lock, so that no other change comes between.
+    /// Removes a rank under the lock that the caller holds, so that the state has not changed since
+    /// the caller checked it.
     fn part_with(mut state: MutexGuard<'_, State>, rank: u16, why: Loss) {
         if state.members.remove(&rank).is_none() {
             return;
         }
         if state.is_called && !state.began && state.refused.is_none() {
-            let reason = format!("rank {rank} left before the job was complete");
+            let reason = format!("rank {rank} was lost before the job was complete");
             state.refuse(FromSidecar::Refused { reason });
         }
         if state.began {
@@ -61,8 +62,8 @@ impl Job {
         }
     }
 
-    /// Reports the lost ranks to the aggregator and leaves the job there. Callers do so when the
-    /// job is over or its last rank on this host has left.
+    /// Reports the lost ranks to the aggregator and leaves the job there. Call this once the job is
+    /// over or has no ranks left on this host.
     fn leave_upstream(state: MutexGuard<'_, State>, rank: u16, why: Loss) {
         let Some(upstream) = state.upstream.clone() else { return };
         let (ranks, why) = match &state.over {
@@ -77,7 +78,7 @@ impl Job {
 }
 
 impl State {
-    /// Returns whether an op uses memory of the rank for a fold that satisfies `is_such`.
+    /// Returns whether `is_such` is true for any op in `folding` that has an operand of the rank.
     fn works_for(&self, rank: u16, is_such: impl Fn(&Folding) -> bool) -> bool {
         let has =
             |member: &Member| member.has_any(|op| self.folding.get(&op).is_some_and(&is_such));

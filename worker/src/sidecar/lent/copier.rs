@@ -1,13 +1,19 @@
 //! Copies between a rank's own memory and the memory that it lends.
 
-#![expect(unsafe_code, reason = "a copy is of two threads, of which one may come late")]
+#![expect(
+    unsafe_code,
+    reason = "the helper thread may take up a copy after the borrow of its memory has ended, so a \
+              copy holds raw pointers"
+)]
 
 use std::io;
+use std::ptr::NonNull;
 use std::slice;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
+use racksum_kernels::shared::SharedBytes;
 use racksum_proto::schedule::Turn;
 
 use crate::sidecar::chunks::Chunks;
@@ -15,27 +21,35 @@ use crate::sidecar::chunks::Chunks;
 /// The number of bytes that a thread copies at a time.
 const CHUNK: usize = 256 << 10;
 
-/// The size in bytes from which a second thread helps. A smaller copy ends before that thread is
-/// awake.
+/// The size in bytes of the smallest copy in which the helper thread takes part. A smaller copy
+/// would end before that thread wakes up.
 const LARGE: usize = 4 << 20;
 
 /// A copier with a helper thread, because one thread alone does not saturate the memory bandwidth.
-/// All copies share the helper: a new thread often starts on the core of its parent.
+/// All copies share the helper, because a new thread for each copy would often start on the same
+/// core as its parent.
 #[derive(Debug)]
 pub(in crate::sidecar) struct Copier {
-    tell: Option<Sender<Arc<Copying>>>,
+    sender: Option<Sender<Arc<Copying>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A copy in progress between buffers that do not overlap.
+/// A copy in progress between lent memory and the rank's own memory.
 #[derive(Debug)]
 struct Copying {
-    from: *const u8,
-    to: *mut u8,
+    lent: NonNull<u8>,
+    own: Own,
     len: usize,
     chunks: Chunks,
     done: Mutex<bool>,
     changed: Condvar,
+}
+
+/// The rank's own memory, which is the source or the target of a copy.
+#[derive(Debug, Clone, Copy)]
+enum Own {
+    Source(*const u8),
+    Target(*mut u8),
 }
 
 // SAFETY: threads access the bytes only until all chunks are done, and `Copier::copy` borrows them
@@ -46,22 +60,43 @@ unsafe impl Sync for Copying {}
 
 impl Copier {
     pub(in crate::sidecar) fn start() -> io::Result<Self> {
-        let (tell, told) = channel();
-        let help = |told: Receiver<Arc<Copying>>| told.iter().for_each(|copy| copy.work());
-        let thread = Builder::new().name("racksum-copy".into()).spawn(move || help(told))?;
-        Ok(Self { tell: Some(tell), thread: Some(thread) })
+        let (sender, receiver) = channel();
+        let help = |receiver: Receiver<Arc<Copying>>| receiver.iter().for_each(|copy| copy.work());
+        let thread = Builder::new().name("racksum-copy".into()).spawn(move || help(receiver))?;
+        Ok(Self { sender: Some(sender), thread: Some(thread) })
     }
 
-    /// Copies `from` to `to`, which has the same length.
-    pub(in crate::sidecar) fn copy(&self, from: &[u8], to: &mut [u8]) {
-        assert_eq!(from.len(), to.len(), "as many bytes");
-        let helper = self.tell.as_ref().filter(|_| from.len() >= LARGE);
-        let Some(helper) = helper else { return to.copy_from_slice(from) };
+    /// Copies `own` to lent memory of the same length.
+    pub(in crate::sidecar) fn write(&self, own: &[u8], lent: SharedBytes<'_>) {
+        assert_eq!(own.len(), lent.len(), "a copy needs a source and a target of equal length");
+        // SAFETY: the source is as long as `lent`, and stays borrowed during the call.
+        unsafe { self.copy(lent, Own::Source(own.as_ptr())) };
+    }
+
+    /// Copies lent memory to `own`, which has the same length.
+    pub(in crate::sidecar) fn read(&self, lent: SharedBytes<'_>, own: &mut [u8]) {
+        assert_eq!(own.len(), lent.len(), "a copy needs a source and a target of equal length");
+        // SAFETY: the target is as long as `lent`, and stays borrowed during the call.
+        unsafe { self.copy(lent, Own::Target(own.as_mut_ptr())) };
+    }
+
+    /// Copies between lent memory and own memory, in the direction that the variant of `own`
+    /// implies.
+    ///
+    /// # Safety
+    /// `own` must point to as many bytes as `lent` holds, and they must stay borrowed during the
+    /// call.
+    unsafe fn copy(&self, lent: SharedBytes<'_>, own: Own) {
+        let len = lent.len();
+        let Some(helper) = self.sender.as_ref().filter(|_| len >= LARGE) else {
+            // SAFETY: the caller guarantees what `Own::copy` requires.
+            return unsafe { own.copy(0, lent) };
+        };
         let copy = Arc::new(Copying {
-            from: from.as_ptr(),
-            to: to.as_mut_ptr(),
-            len: from.len(),
-            chunks: Chunks::new(from.len().div_ceil(CHUNK)),
+            lent: lent.start(),
+            own,
+            len,
+            chunks: Chunks::new(len.div_ceil(CHUNK)),
             done: Mutex::new(false),
             changed: Condvar::new(),
         });
@@ -72,18 +107,34 @@ impl Copier {
     }
 }
 
+impl Own {
+    /// Copies between `lent` and the bytes of this memory that start at offset `at`, in the
+    /// direction that the variant implies.
+    ///
+    /// # Safety
+    /// This memory must hold `lent.len()` bytes from offset `at` on. They must be borrowed, and no
+    /// other thread may access them.
+    unsafe fn copy(self, at: usize, lent: SharedBytes<'_>) {
+        // SAFETY: the caller guarantees that these bytes are borrowed and that only this thread
+        // uses them.
+        unsafe {
+            match self {
+                Self::Source(own) => lent.write(slice::from_raw_parts(own.add(at), lent.len())),
+                Self::Target(own) => lent.read(slice::from_raw_parts_mut(own.add(at), lent.len())),
+            }
+        }
+    }
+}
+
 impl Copying {
-    /// Copies chunks until every chunk is taken. A late thread finds none.
+    /// Copies chunks until every chunk is taken. A thread that starts late finds no chunk left.
     fn work(&self) {
         let is_last = self.chunks.work(&mut Turn::new((), usize::MAX), |chunk| {
             let at = chunk * CHUNK;
             let len = CHUNK.min(self.len - at);
-            // SAFETY: the chunk is within the buffers, which stay borrowed until all chunks are
-            // done. Only this thread accesses the chunk.
-            unsafe {
-                let to = slice::from_raw_parts_mut(self.to.add(at), len);
-                to.copy_from_slice(slice::from_raw_parts(self.from.add(at), len));
-            }
+            // SAFETY: the chunk is within both ranges, which stay borrowed until all chunks are
+            // done. In this process, only this thread accesses the chunk.
+            unsafe { self.own.copy(at, SharedBytes::new(self.lent.add(at), len)) };
             len
         });
         if is_last {
@@ -100,9 +151,9 @@ impl Copying {
 
 impl Drop for Copier {
     fn drop(&mut self) {
-        drop(self.tell.take());
+        drop(self.sender.take());
         if let Some(thread) = self.thread.take() {
-            // The panic hook has already printed a panic of the thread.
+            // If the thread panicked, the panic hook has already printed the message.
             drop(thread.join());
         }
     }
@@ -110,15 +161,25 @@ impl Drop for Copier {
 
 #[cfg(test)]
 mod tests {
+    use racksum_net::local::SharedMemory;
+
     use super::*;
+    use crate::tensor::shared_bytes;
+    use crate::tensor::tests::Scribbler;
+
+    fn memory(len: usize) -> Arc<SharedMemory> {
+        Arc::new(SharedMemory::new(len.max(1)).unwrap().0)
+    }
 
     #[test]
     fn copies_are_whole_whoever_does_them() {
         let copier = Copier::start().unwrap();
         for len in [0, 1, 4096, LARGE - 1, LARGE, LARGE + 1, 20 * LARGE + CHUNK / 2] {
             let from: Vec<u8> = (0..=250).cycle().take(len).collect();
-            let mut to = vec![0xff; len];
-            copier.copy(&from, &mut to);
+            let (lent, mut to) = (memory(len), vec![0xff; len]);
+            let lent = shared_bytes(&lent).part(0..len);
+            copier.write(&from, lent);
+            copier.read(lent, &mut to);
             assert!(to == from, "{len} bytes");
         }
     }
@@ -130,13 +191,33 @@ mod tests {
             for value in 1..4 {
                 let copier = &copier;
                 scope.spawn(move || {
-                    for _ in 0..10 {
-                        let mut to = vec![0; LARGE + usize::from(value)];
-                        copier.copy(&vec![value; to.len()], &mut to);
+                    let mut to = vec![0; LARGE + usize::from(value)];
+                    let lent = memory(to.len());
+                    for value in [value, value + 100].into_iter().cycle().take(10) {
+                        copier.write(&vec![value; to.len()], shared_bytes(&lent));
+                        copier.read(shared_bytes(&lent), &mut to);
                         assert!(to.iter().all(|byte| *byte == value));
                     }
                 });
             }
         });
+    }
+
+    #[test]
+    fn copies_of_memory_that_changes_stay_within_it() {
+        let copier = Copier::start().unwrap();
+        let (len, margin) = (LARGE + CHUNK / 2, 4096);
+        let lent = memory(len + 2 * margin);
+        let range = margin..margin + len;
+        let _scribbler = Scribbler::start(&lent, range.clone());
+        let (from, mut to) = (vec![7; len], vec![0xa5; len + 2]);
+        for _ in 0..20 {
+            copier.write(&from, shared_bytes(&lent).part(range.clone()));
+            copier.read(shared_bytes(&lent).part(range.clone()), &mut to[1..=len]);
+        }
+        assert_eq!((to[0], to[len + 1]), (0xa5, 0xa5));
+        for around in [0..margin, margin + len..len + 2 * margin] {
+            assert!(shared_bytes(&lent).part(around).equals(&vec![0; margin]));
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! Tests with ranks that stay after their generation is over, and with lines that fill up a
-//! sidecar.
+//! Tests with ranks that stay connected after their generation is over, and with as many lines as a
+//! sidecar allows.
 
 use racksum_net::local::{Line, SharedMemory};
 
@@ -19,8 +19,8 @@ fn a_life_that_is_over_keeps_nothing_although_its_ranks_are_stuck() {
     while ask(&rig.path).unwrap().memory.used > 0 {
         std::thread::yield_now();
     }
-    let told: FromSidecar = stuck.line.recv().unwrap().unwrap().0;
-    let FromSidecar::Superseded { why } = told else { panic!("{told:?}") };
+    let message: FromSidecar = stuck.line.recv().unwrap().unwrap().0;
+    let FromSidecar::Superseded { why } = message else { panic!("{message:?}") };
     let own = std::process::id();
     let lives = format!(
         "a greater generation of the job has begun: generation 1 of job \"job\", begun by process \
@@ -54,8 +54,8 @@ fn ranks_that_stay_after_they_were_told_of_the_end_take_no_place_of_later_lives(
     assert!(rig.call_with("job", 0, 1, last).is_ready_within(PATIENCE).unwrap());
     ask(&rig.path).unwrap();
     for rank in &stay {
-        let told = failure(rank, own(floats(1.0, 1)), sum_of(1));
-        assert!(told.contains("lost rank 1"), "what ended the life first is said: {told}");
+        let error = failure(rank, own(floats(1.0, 1)), sum_of(1));
+        assert!(error.contains("lost rank 1"), "expected the first reason: {error}");
     }
 }
 
@@ -70,7 +70,7 @@ fn callers_are_hung_up_where_the_lines_before_them_do_not_end() {
     let line = Arc::clone(&shared.lines()[0]);
     shared.lines().resize(shared.most_lines(), line);
     ask(&rig.path).unwrap_err();
-    // Every entry is the caller's line, so the end of the line removes them all.
+    // Every entry is the caller's line, so the end of that line removes all entries.
     drop(caller);
     while !shared.lines().is_empty() {
         std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! Tests with ranks and callers that violate the protocol.
+//! Tests with ranks and callers that violate the protocol, exceed limits, get stuck or disconnect.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -11,10 +11,10 @@ use super::*;
 use crate::blocks::Blocks;
 use crate::sidecar::ask;
 use crate::sidecar::budget::Budget;
-use crate::sidecar::fold::{Handed, List, Memory, Place};
+use crate::sidecar::fold::{Handed, LentRange, List, Memory};
 use crate::sidecar::job::Job;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
-use crate::sidecar::status::tell;
+use crate::sidecar::status::write_status;
 use crate::transport::StatsQuery;
 
 /// A rank that sends arbitrary messages.
@@ -29,16 +29,16 @@ impl Rogue {
         Self { line }
     }
 
-    fn say(&self, word: &FromRank, descriptor: Option<&OwnedFd>) {
-        // The sidecar may have hung up.
-        drop(self.line.send(word, descriptor.map(AsFd::as_fd)));
+    fn send(&self, message: &FromRank, descriptor: Option<&OwnedFd>) {
+        // Ignore a failed send, because the sidecar may have closed the line.
+        drop(self.line.send(message, descriptor.map(AsFd::as_fd)));
     }
 
     /// Lends memory. Returns the reason if the sidecar refuses it.
     pub(super) fn lend(&self, memory: u32, descriptor: Option<&OwnedFd>) -> Option<String> {
-        self.say(&FromRank::Lend { memory }, descriptor);
+        self.send(&FromRank::Lend { memory }, descriptor);
         loop {
-            match self.line.recv().unwrap().expect("the sidecar is there").0 {
+            match self.line.recv().unwrap().expect("the sidecar keeps the line open").0 {
                 FromSidecar::Lent { refused, .. } => return refused,
                 FromSidecar::Ready | FromSidecar::Waiting { .. } => {}
                 other => panic!("{other:?}"),
@@ -62,7 +62,7 @@ fn wish(rank: u16, world: u16) -> Join {
     }
 }
 
-/// Writes to the start of shared memory, as any process with its descriptor can.
+/// Writes to the start of shared memory, as any process that has a descriptor of the memory can.
 fn write(descriptor: &OwnedFd, bytes: &[u8]) {
     std::fs::File::from(descriptor.try_clone().unwrap()).write_all_at(bytes, 0).unwrap();
 }
@@ -102,10 +102,10 @@ fn no_list_of_a_rogue_does_more_than_end_its_job() {
         write(&descriptor, &indices);
         assert_eq!(rogue.lend(9, Some(&descriptor)), None);
         let descriptor = encoded(&sum_of(1024));
-        rogue.say(&FromRank::Submit { descriptor, memory: 9, at, list }, None);
+        rogue.send(&FromRank::Submit { descriptor, memory: 9, at, list }, None);
         let own = Blocks { indices: vec![0], values: floats(1.0, 256) };
-        let told = failure(&honest, own, sum_of(1024));
-        assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
+        let error = failure(&honest, own, sum_of(1024));
+        assert!(error.contains("lost rank 1: it dropped the connection"), "{error}");
         drop((rogue, honest));
         rig.await_peace();
     }
@@ -121,13 +121,13 @@ fn ends() -> (Arc<Line>, Line) {
     (Arc::new(listener.accept().unwrap().unwrap()), rank)
 }
 
-/// Returns the first message to a rank other than `Ready` and `Waiting`.
-fn last_heard(rank: &Line) -> FromSidecar {
-    let heard = std::iter::from_fn(|| rank.recv::<FromSidecar>().unwrap());
+/// Returns the first message that a rank receives, apart from `Ready` and `Waiting`.
+fn final_message(rank: &Line) -> FromSidecar {
+    let messages = std::iter::from_fn(|| rank.recv::<FromSidecar>().unwrap());
     let is_last = |message: &FromSidecar| {
         !matches!(message, FromSidecar::Ready | FromSidecar::Waiting { .. })
     };
-    heard.map(|(message, _)| message).find(is_last).unwrap()
+    messages.map(|(message, _)| message).find(is_last).unwrap()
 }
 
 #[test]
@@ -148,7 +148,9 @@ fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
     job.part(0, Loss::Died);
     assert!(fold.work(&mut Turn::new((), usize::MAX), &mut Vec::new(), || {}));
     job.folded(op, &Arc::new(fold));
-    let FromSidecar::Lost { ranks, .. } = last_heard(&lines[1].1) else { panic!("not lost") };
+    let FromSidecar::Lost { ranks, .. } = final_message(&lines[1].1) else {
+        panic!("expected `Lost`")
+    };
     assert_eq!(ranks, [0]);
 }
 
@@ -161,8 +163,10 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
     assert!(!job.join(&wish(0), &lines[0].0, peer).unwrap());
     assert!(job.join(&wish(1), &lines[1].0, peer).unwrap());
     job.part(1, Loss::Died);
-    let FromSidecar::Refused { reason } = last_heard(&lines[0].1) else { panic!("not refused") };
-    assert_eq!(reason, "rank 1 left before the job was complete");
+    let FromSidecar::Refused { reason } = final_message(&lines[0].1) else {
+        panic!("expected `Refused`")
+    };
+    assert_eq!(reason, "rank 1 was lost before the job was complete");
     assert_eq!(job.join(&wish(2), &lines[2].0, peer).unwrap_err(), reason);
     assert!(job.is_refused());
     // A refused job does not call the aggregator.
@@ -179,22 +183,22 @@ fn a_rank_that_leaves_waits_for_folds_of_its_memory_however_long_they_take() {
     for (rank, (line, _)) in (0..).zip(&lines) {
         job.join(&wish(rank, 2), line, peer).unwrap();
     }
-    let place = |at| Handed::Tensor(Place::new(&memory, at, 4).unwrap());
+    let place = |at| Handed::Tensor(LentRange::new(&memory, at, 4).unwrap());
     assert!(job.submit(0, sum_of(1), place(0), &memory).is_none());
     let (op, fold) = job.submit(1, sum_of(1), place(4), &memory).unwrap();
-    let (tell, hear) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     let waits = Arc::clone(&job);
     let waits = std::thread::spawn(move || {
         waits.leave(0, Duration::ZERO);
-        tell.send(()).unwrap();
+        sender.send(()).unwrap();
     });
-    hear.recv_timeout(Duration::from_millis(200)).unwrap_err();
+    receiver.recv_timeout(Duration::from_millis(200)).unwrap_err();
     assert!(fold.work(&mut Turn::new((), usize::MAX), &mut Vec::new(), || {}));
     job.folded(op, &Arc::new(fold));
-    hear.recv_timeout(PATIENCE).unwrap();
+    receiver.recv_timeout(PATIENCE).unwrap();
     waits.join().unwrap();
     let reduced = FromSidecar::Ended { op, outcome: Outcome::Reduced };
-    assert_eq!(last_heard(&lines[0].1), reduced);
+    assert_eq!(final_message(&lines[0].1), reduced);
 }
 
 #[test]
@@ -203,8 +207,8 @@ fn a_rank_of_another_version_is_told_so_whatever_else_it_says() {
     let line = Line::connect(&rig.path).unwrap();
     let wish = serde_json::json!({ "join": { "version": VERSION + 1, "of_old": ["another"] } });
     line.send(&wish, None).unwrap();
-    let told = line.recv::<FromSidecar>().unwrap().unwrap().0;
-    assert_eq!(told, FromSidecar::WrongVersion { speaks: VERSION });
+    let message = line.recv::<FromSidecar>().unwrap().unwrap().0;
+    assert_eq!(message, FromSidecar::WrongVersion { speaks: VERSION });
 }
 
 #[test]
@@ -233,7 +237,7 @@ fn a_list_that_changes_while_it_is_read_spoils_its_job_and_nothing_else() {
     let list = Some(ListAt { blocks: 600, values: 4096 });
     let mut ended = 0;
     for _ in 0..200 {
-        rogue.say(&FromRank::Submit { descriptor, memory: 1, at: 0, list }, None);
+        rogue.send(&FromRank::Submit { descriptor, memory: 1, at: 0, list }, None);
         let own = Blocks { indices: vec![7], values: floats(1.0, 256) };
         let Ok(handle) = honest.submit(own, sum_of(256 * 600)) else { break };
         let Ok(sums) = sums_of(handle) else { break };
@@ -243,7 +247,7 @@ fn a_list_that_changes_while_it_is_read_spoils_its_job_and_nothing_else() {
     }
     stop.store(true, Relaxed);
     scribbler.join().unwrap();
-    println!("{ended} of 200 lists were read whole");
+    println!("{ended} of 200 ops ended with sums");
     drop((rogue, honest));
     rig.await_peace();
 }
@@ -253,25 +257,26 @@ proptest! {
 
     #[test]
     fn no_words_of_a_rogue_stop_the_sidecar(
-        words in prop::collection::vec((0..8_u8, any::<u64>(), any::<u64>(), any::<u32>()), 1..40),
+        messages in
+            prop::collection::vec((0..8_u8, any::<u64>(), any::<u64>(), any::<u32>()), 1..40),
     ) {
         let rig = Rig::start();
         let rogue = Rogue::join(&rig, 0, 1);
         let (_memory, memory) = SharedMemory::new(8192).unwrap();
-        for (kind, one, two, three) in words {
+        for (kind, one, two, three) in messages {
             let (descriptor, id) = (encoded(&Descriptor::sum(one % 3000, DType::F32)), three % 3);
-            // Half of the offsets are within the memory.
-            let near = |word: u64| if word.is_multiple_of(2) { word % 8192 } else { word };
+            // About half of the offsets are within the memory.
+            let near = |offset: u64| if offset.is_multiple_of(2) { offset % 8192 } else { offset };
             let list = Some(ListAt { blocks: three % 40, values: near(two) });
             match kind {
-                0 => rogue.say(&FromRank::Lend { memory: id }, Some(&memory)),
-                1 => rogue.say(&FromRank::TakeBack { memory: id }, None),
-                2 => rogue.say(&FromRank::AskStats, Some(&memory)),
-                3 | 4 => rogue.say(
+                0 => rogue.send(&FromRank::Lend { memory: id }, Some(&memory)),
+                1 => rogue.send(&FromRank::TakeBack { memory: id }, None),
+                2 => rogue.send(&FromRank::AskStats, Some(&memory)),
+                3 | 4 => rogue.send(
                     &FromRank::Submit { descriptor, memory: id, at: near(one), list: None },
                     None,
                 ),
-                5 | 6 => rogue.say(
+                5 | 6 => rogue.send(
                     &FromRank::Submit { descriptor, memory: id, at: near(one), list },
                     None,
                 ),
@@ -306,7 +311,7 @@ fn memory_that_is_none_is_refused() {
     let rig = Rig::start();
     let rogue = Rogue::join(&rig, 0, 1);
     let why = rogue.lend(0, None).unwrap();
-    assert!(why.contains("its file descriptor did not arrive"), "{why}");
+    assert!(why.contains("the memory's file descriptor did not arrive"), "{why}");
     let file = std::fs::File::open("/proc/self/exe").unwrap().into();
     let why = rogue.lend(0, Some(&file)).unwrap();
     assert!(why.contains("a memfd of plain pages"), "{why}");
@@ -318,10 +323,10 @@ fn more_jobs_and_ranks_than_may_be_are_refused() {
     let _two = rig.job("two", 2);
     let refused = |client: Rank| client.is_ready_within(PATIENCE).unwrap_err().to_string();
     let why = refused(rig.call("three", 0, 2));
-    assert!(why.contains("needs 2 ranks here, and other jobs have 2"), "{why}");
+    assert!(why.contains("on this host (2) and the ranks of other jobs (2) exceed"), "{why}");
     let _one = rig.job("one", 1);
     let why = refused(rig.call("more", 0, 1));
-    assert!(why.contains("serves 2 jobs, its limit"), "{why}");
+    assert!(why.contains("maximum number of jobs, 2;"), "{why}");
 }
 
 #[test]
@@ -353,13 +358,14 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
     stopped.send(&FromSidecar::Ready, None).unwrap();
     stopped.send(&FromSidecar::Lent { memory: 0, refused: None }, None).unwrap();
     let lent = rank.lend(4).unwrap();
-    // Submits more ops than the line can queue, because its other end no longer reads.
+    // Submit more ops than the line can queue while its other end does not read.
     let submit = || rank.submit(lent.region(0), sum_of(0));
     let first = submit().unwrap();
     while submit().is_ok() {}
     let error = sums_of(first).unwrap_err();
     assert!(matches!(error, Error::Op(OpError::NoAggregator { .. })), "{error}");
-    assert!(error.to_string().contains("has not ended an op for 5100 ms; is it stopped?"));
+    let why = "has not ended an op for 5100 ms; its process may be suspended";
+    assert!(error.to_string().contains(why), "{error}");
     while !matches!(submit(), Err(Error::Op(_))) {}
 }
 
@@ -374,12 +380,12 @@ fn a_rank_leaves_a_sidecar_that_has_too_much_to_read_once_it_reads() {
     sidecar.set_patience(Some(PATIENCE)).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while let Some((said, _)) = sidecar.recv::<FromRank>().unwrap() {
-                if matches!(said, FromRank::Leave) {
+            while let Some((message, _)) = sidecar.recv::<FromRank>().unwrap() {
+                if matches!(message, FromRank::Leave) {
                     return sidecar.hang_up();
                 }
             }
-            panic!("the rank has hung up without a word");
+            panic!("the rank closed the line without a `Leave` message");
         });
         assert!(client.may_leave_within(PATIENCE));
     });
@@ -405,8 +411,8 @@ fn a_job_that_drains_before_it_begins_is_gone_although_its_ranks_are_stuck() {
     let why = rig.call("job", 1, 2).is_ready_within(PATIENCE).unwrap_err().to_string();
     assert!(why.contains("takes no more jobs"), "{why}");
     rig.await_peace();
-    let told: FromSidecar = stuck.line.recv().unwrap().unwrap().0;
-    assert!(matches!(told, FromSidecar::Refused { .. }));
+    let message: FromSidecar = stuck.line.recv().unwrap().unwrap().0;
+    assert!(matches!(message, FromSidecar::Refused { .. }));
 }
 
 #[test]
@@ -417,26 +423,26 @@ fn a_status_that_is_long_comes_in_parts() {
     let ranks = rig.job("job", 1);
     let mut long = ask(&rig.path).unwrap();
     long.jobs = vec![long.jobs[0].clone(); 1000];
-    // Characters that JSON escapes, and characters of several bytes.
+    // Include characters that JSON escapes, and characters of several bytes.
     long.jobs[500].job = "\"\\\u{1f980}".repeat(600);
-    let told = std::thread::scope(|scope| {
+    let received = std::thread::scope(|scope| {
         let asks = scope.spawn(|| ask(&path).unwrap());
         let line = listener.accept().unwrap().unwrap();
         line.recv::<FromRank>().unwrap();
-        tell(&long, &line).unwrap();
+        write_status(&long, &line).unwrap();
         asks.join().unwrap()
     });
-    assert!(told == long);
+    assert!(received == long);
     drop(ranks);
 }
 
 #[test]
 fn callers_that_say_nothing_keep_nobody_out() {
     let rig = Rig::with(Limits { jobs: 1, ranks: 1, memory: 1 << 20 });
-    let mute: Vec<_> = (0..100).map(|_| Line::connect(&rig.path).unwrap()).collect();
+    let silent: Vec<_> = (0..100).map(|_| Line::connect(&rig.path).unwrap()).collect();
     let ranks = rig.job("job", 1);
     reduce(&ranks, sum_of(4), vec![floats(1.0, 4)]);
-    drop(mute);
+    drop(silent);
 }
 
 #[test]
@@ -527,12 +533,14 @@ fn a_rank_that_hands_memory_twice_at_a_time_is_let_go() {
         assert_eq!(rogue.lend(5, Some(&memory)), None);
         let descriptor = encoded(&sum_of(256));
         for (at, list) in [first, second] {
-            rogue.say(&FromRank::Submit { descriptor, memory: 5, at, list }, None);
+            rogue.send(&FromRank::Submit { descriptor, memory: 5, at, list }, None);
         }
-        // The first op is in flight, because the other rank has not called it.
-        let FromSidecar::Lost { .. } = last_heard(&rogue.line) else { panic!("not lost") };
-        let told = failure(&honest, own(floats(1.0, 256)), sum_of(256));
-        assert!(told.contains("lost rank 1: it broke the connection"), "{told}");
+        // The first op is still in flight, because the other rank has not called it.
+        let FromSidecar::Lost { .. } = final_message(&rogue.line) else {
+            panic!("expected `Lost`")
+        };
+        let error = failure(&honest, own(floats(1.0, 256)), sum_of(256));
+        assert!(error.contains("lost rank 1: it dropped the connection"), "{error}");
         drop((rogue, honest));
         rig.await_peace();
     }
@@ -553,9 +561,9 @@ fn calls_of_a_job_that_is_over_cost_nothing() {
         ranks[0].line.send(&submit, None).unwrap();
     }
     drop((lent, other));
-    // The sidecar receives this query last.
+    // The sidecar answers this query only after it has read all calls.
     assert!(ranks[0].refreshes_stats_within(&mut StatsQuery::default(), PATIENCE));
     let status = ask(&rig.path).unwrap();
-    assert!(status.jobs[0].ranks[0].next_op <= 1, "calls are numbered");
+    assert!(status.jobs[0].ranks[0].next_op <= 1, "calls after the job's end must not be numbered");
     assert_eq!(status.memory.used, 0);
 }

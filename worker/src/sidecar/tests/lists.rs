@@ -10,8 +10,8 @@ struct Case {
 }
 
 impl Case {
-    /// Creates tensors with random values in about one block of four. About one block of eight has
-    /// one -0.0 if the type has it.
+    /// Creates tensors in which about one of four blocks has random values. If the type has a -0.0,
+    /// about one of eight blocks contains one.
     fn new(
         dtype: DType,
         reduction: Reduction,
@@ -47,7 +47,7 @@ impl Case {
         }
     }
 
-    /// Returns the non-zero blocks of a rank, as `proto::arith` defines them.
+    /// Returns the indices of a rank's non-zero blocks, as `proto::arith` defines them.
     fn nonzero(&self, rank: usize) -> Vec<u32> {
         let Descriptor { dtype, .. } = self.descriptor;
         let blocks = self.tensors[rank].chunks(64 * dtype.size());
@@ -72,7 +72,7 @@ impl Case {
             let inputs: Vec<&[u8]> = parts.iter().map(Vec::as_slice).collect();
             let mut sum = vec![0; inputs[0].len()];
             let all = u32::try_from(world).unwrap();
-            let terms = arith::Fold { world: all, absent: parts.len() < world };
+            let terms = arith::FoldTerms { world: all, absent: parts.len() < world };
             arith::fold_run(dtype.native_wire(), reduction, terms, &inputs, &mut sum).unwrap();
             sums.values.extend(sum);
         }
@@ -117,7 +117,7 @@ proptest! {
         for round in 0..2 {
             let case = Case::new(dtype, reduction, world, elements, &mut random);
             let start = |rank: usize| {
-                // The first round lists every block, unsorted; the second lists the non-zero
+                // The first round lists every block, unsorted; the second lists only the non-zero
                 // blocks.
                 let mut indices: Vec<u32> = (0..).zip(case.tensors[rank].chunks(64 * dtype.size()))
                     .map(|(index, _)| index)
@@ -137,14 +137,14 @@ proptest! {
             for handle in handles {
                 match sums_of(handle).unwrap() {
                     Operand::Blocks(sums) => prop_assert_eq!(sums, case.expected()),
-                    tensor => prop_assert_eq!(tensor.bytes(), case.expected_tensor()),
+                    tensor => prop_assert_eq!(tensor.bytes().to_vec(), case.expected_tensor()),
                 }
             }
         }
     }
 }
 
-/// Returns a list with one block of ones.
+/// Returns a list of one block that is filled with ones.
 fn one_block(index: u32) -> Blocks {
     Blocks { indices: vec![index], values: floats(1.0, 256) }
 }
@@ -197,7 +197,7 @@ fn blocks_whose_sum_is_zero_are_listed_as_they_are_without_a_sidecar() {
 
 #[test]
 fn sums_of_lists_are_of_the_memory_that_ranks_may_have() {
-    // Each rank lends 2048 bytes for its list, and the sums of both lists are two blocks.
+    // Each rank lends 2048 bytes for its list, and the sums of both lists consist of two blocks.
     let all = 2 * 2048 + 2 * (4 + 1024);
     for (memory, is_enough) in [(all, true), (all - 1, false)] {
         let rig = Rig::with(Limits { jobs: 8, ranks: 64, memory });

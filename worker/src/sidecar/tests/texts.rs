@@ -18,7 +18,7 @@ fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) {
     let shown = format!("{:?}", serde_json::from_str::<T>(&json).unwrap());
     let is_plain = |c: char| PeerText::is_plain(c.encode_utf8(&mut [0; 4]));
     assert!(shown.chars().all(is_plain), "{shown:?}");
-    assert!(shown.len() < 6 * PeerText::MAX, "{} bytes are shown of {json:.100}", shown.len());
+    assert!(shown.len() < 6 * PeerText::MAX, "{} bytes of {json:.100} are shown", shown.len());
 }
 
 const TEXT: &str = "a text";

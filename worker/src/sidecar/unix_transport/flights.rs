@@ -17,19 +17,18 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
+use racksum_proto::stats::{SidecarStats, Stats};
 use racksum_proto::time::{Span, Time};
 
-use crate::engine::Stats;
 use crate::error::{ConnectError, Error};
 use crate::operand::Operand;
 use crate::sidecar::lent::{AllLent, Lent};
 use crate::sidecar::message::{Called, FromRank, FromSidecar, Outcome, VERSION};
 use crate::sidecar::sums::Sums;
 use crate::tensor::meet;
-use crate::transport::SidecarStats;
 
 /// The interval between checks for late ops.
-pub(super) const LOOK: Duration = Duration::from_millis(500);
+pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// State that the threads of a client share.
 #[derive(Debug, Default)]
@@ -41,7 +40,8 @@ pub(super) struct Flights {
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// The ranks that had not joined when the sidecar last reported them, before the job began.
+    /// The ranks that had not joined at the sidecar's last report. The sidecar reports them only
+    /// before the job begins.
     pub(super) waiting: Vec<u16>,
     pub(super) refused: Option<ConnectError>,
     pub(super) began: bool,
@@ -51,20 +51,20 @@ pub(super) struct State {
     pub(super) in_flight: u16,
     /// The errors to return once no more ops can start.
     pub(super) over: Option<Over>,
-    /// Whether the sidecar was told that the rank leaves.
+    /// Whether the `Leave` message was sent, or can no longer be sent.
     left: bool,
     /// Whether the line to the sidecar is closed.
     pub(super) gone: bool,
     /// The sidecar's answers about lent memory, by memory number: `None` if accepted, otherwise the
     /// reason for the refusal.
     pub(super) answered: BTreeMap<u32, Option<String>>,
-    /// The number of queries for traffic statistics. `told` counts the answers, and `network` holds
-    /// the latest.
+    /// The number of queries for traffic statistics. `stats_answered` counts the answers, and
+    /// `network` holds the latest.
     asked: u64,
-    pub(super) told: u64,
+    pub(super) stats_answered: u64,
     pub(super) network: Stats,
     pub(super) stats: SidecarStats,
-    /// Lent memory from earlier tensor copies, kept for later ops.
+    /// Lent memory that held the copies of earlier operands, kept for later ops.
     pub(super) spare: Vec<Arc<Lent>>,
     /// Recycled memory for the sums of the next list.
     pub(super) recycled: Option<Vec<u8>>,
@@ -77,10 +77,10 @@ pub(super) struct Over {
     pub(super) refused: Error,
 }
 
-/// An op until a caller has its result.
+/// An op that has not ended, or whose handle a caller still holds.
 #[derive(Debug)]
 pub(super) struct Flight {
-    /// The operand, until a caller that waits takes it.
+    /// The operand, until a waiting caller takes it.
     operand: Option<Operand>,
     /// The operand's addresses if it is a tensor that stays in place; otherwise empty.
     extent: Range<usize>,
@@ -114,13 +114,13 @@ impl Flight {
         match (&self.outcome, &self.copy, &mut self.operand) {
             (Some(Ok(_)), Some(copy), Some(operand)) if operand.region().is_some() => {
                 copy.read(operand.bytes_mut());
-                operand.bytes().len() as u64
+                operand.len() as u64
             }
             _ => 0,
         }
     }
 
-    /// Returns whether a waiting thread still copies the sums to the tensor. The flight stays
+    /// Returns whether a waiting thread is still copying the sums to the tensor. The flight stays
     /// registered until the thread is done.
     const fn is_landing(&self) -> bool {
         self.is_copied && self.operand.is_none()
@@ -138,7 +138,7 @@ impl Flights {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits while `is_so` returns true, but at most `limit`.
+    /// Waits while `is_so` returns true, but no longer than `limit`.
     pub(super) fn wait(
         &self,
         limit: Duration,
@@ -149,14 +149,16 @@ impl Flights {
     }
 
     /// Removes an op and releases the lock. The caller then drops the tensor without the lock,
-    /// because the tensor may own the last reference to its memory.
+    /// because the tensor may own the last reference to its memory, and freeing the memory may
+    /// block.
     pub(super) fn take(mut state: MutexGuard<'_, State>, op: u32) -> Option<Flight> {
         let flight = state.flights.remove(&op);
         drop(state);
         flight
     }
 
-    /// Marks an op that no caller will wait for. Removes the op at once if it has ended.
+    /// Marks an op that no caller will wait for. Removes the op immediately if it has already
+    /// ended.
     pub(super) fn abandon(&self, op: u32) {
         let mut state = self.lock();
         let Some(flight) = state.flights.get_mut(&op) else { return };
@@ -170,11 +172,11 @@ impl Flights {
         }
     }
 
-    /// Receives the sidecar's messages until it hangs up, or until an op has been in flight for
-    /// longer than `limit`. A running sidecar ends every op before `limit`, so the sidecar is then
-    /// stopped or stuck.
+    /// Receives the sidecar's messages until the line fails, or until an op has been in flight for
+    /// longer than `limit`. A working sidecar ends every op earlier, so the sidecar is then
+    /// suspended or stuck.
     pub(super) fn receive(&self, line: &Line, path: &Path, limit: Duration) {
-        let mut looked = Clock::start().now();
+        let mut checked_at = Clock::start().now();
         let why = loop {
             match line.recv() {
                 Ok(Some((message, descriptor))) => self.take_in(message, descriptor, path),
@@ -184,11 +186,13 @@ impl Flights {
                 Err(error) => break error.to_string(),
             }
             let now = Clock::start().now();
-            if Duration::from_nanos(now.since(looked).0) >= LOOK {
-                looked = now;
+            if Duration::from_nanos(now.since(checked_at).0) >= CHECK_INTERVAL {
+                checked_at = now;
                 if self.lock().has_late(now, limit) {
                     let limit = limit.as_millis();
-                    break format!("it has not ended an op for {limit} ms; is it stopped?");
+                    break format!(
+                        "it has not ended an op for {limit} ms; its process may be suspended"
+                    );
                 }
             }
         };
@@ -201,7 +205,7 @@ impl Flights {
         let mut state = self.lock();
         match message {
             FromSidecar::WrongVersion { speaks } => {
-                state.refused = Some(ConnectError::SidecarVersion { speaks, own: VERSION });
+                state.refused = Some(ConnectError::SidecarVersion { theirs: speaks, own: VERSION });
             }
             FromSidecar::Refused { reason } => {
                 state.refused = Some(ConnectError::SidecarRefused(reason));
@@ -213,7 +217,7 @@ impl Flights {
                 state.answered.insert(memory, refused);
             }
             FromSidecar::Stats(stats) => {
-                state.told += 1;
+                state.stats_answered += 1;
                 state.network = stats;
             }
             // A rank never asks for the status.
@@ -249,16 +253,16 @@ impl Flights {
     /// sidecar's queue is full.
     pub(super) fn ask_stats(&self, line: &Line) -> Option<u64> {
         let mut state = self.lock();
-        // The lock keeps queries in the order of their numbers. The receiving thread handles a
-        // failed line.
+        // Send under the lock, so that queries are sent in the order of their numbers. Ignore an
+        // error: the receiving thread handles a failed line.
         line.offer(&FromRank::AskStats).unwrap_or(true).then(|| {
             state.asked += 1;
             state.asked
         })
     }
 
-    /// Stops accepting ops, and tells the sidecar that the rank leaves. Ops in flight go on.
-    /// Returns false if the sidecar's queue is full, so that it was not told.
+    /// Stops accepting ops, and informs the sidecar that the rank is leaving. Ops in flight
+    /// continue. Returns false if the message was not sent because the sidecar's queue is full.
     pub(super) fn take_leave(&self, line: &Line) -> bool {
         let mut state = self.lock();
         state.over.get_or_insert_with(|| Over::because("the client was closed"));
@@ -291,7 +295,7 @@ impl State {
         self.flights.get(&op).is_none_or(|flight| flight.outcome.is_some())
     }
 
-    /// Returns whether an op has ended. If it has not, calls `waker` once it has.
+    /// Returns whether an op has ended. If not, wakes `waker` when it ends.
     pub(super) fn poll_ended(&mut self, op: u32, waker: &Waker) -> bool {
         let running = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none());
         let Some(running) = running else { return true };
@@ -305,7 +309,7 @@ impl State {
         oldest.is_some_and(|oldest| Duration::from_nanos(now.since(oldest.since).0) > limit)
     }
 
-    /// Checks that one more op may be in flight.
+    /// Checks that the session is not over and that one more op may be in flight.
     pub(super) fn check(&self) -> Result<(), Error> {
         if let Some(over) = &self.over {
             return Err(over.refused.clone());
@@ -316,22 +320,22 @@ impl State {
         Ok(())
     }
 
-    /// Returns whether `ops` more ops may be in flight. Returns true also after the session has
-    /// ended, when every op is refused.
+    /// Returns whether `ops` more ops may be in flight. Also returns true after the session has
+    /// ended, because it then refuses every op immediately.
     pub(super) fn has_room_for(&self, ops: usize) -> bool {
         let max = usize::from(MAX_OPS);
         self.over.is_some() || ops <= max.saturating_sub(usize::from(self.in_flight))
     }
 
-    /// Returns whether an op in flight uses some of this memory, or a waiting thread still copies
-    /// sums to it.
+    /// Returns whether an op in flight uses some of this memory, or a waiting thread is still
+    /// copying sums to it.
     pub(super) fn is_working_on(&self, extent: &Range<usize>) -> bool {
         let works = |flight: &Flight| flight.outcome.is_none() || flight.is_landing();
         self.flights.values().any(|flight| works(flight) && meet(&flight.extent, extent))
     }
 
-    /// Copies the sums of ended ops to their tensors in this memory, if no caller has waited for
-    /// the ops.
+    /// Copies the sums of ended ops to their tensors in this memory, if no caller has taken the
+    /// sums.
     pub(super) fn deliver_to(&mut self, extent: &Range<usize>) {
         let meets = |flight: &&mut Flight| meet(&flight.extent, extent);
         for flight in self.flights.values_mut().filter(meets) {
@@ -345,7 +349,8 @@ impl State {
     /// Registers a new op on `len` bytes, and returns its number.
     ///
     /// # Errors
-    /// Returns the errors of [`check`](Self::check): another thread may have taken the last place.
+    /// Returns an error of [`check`](Self::check): another thread may have started an op since the
+    /// caller's own check.
     pub(super) fn take_off(&mut self, flight: Flight, len: usize) -> Result<u32, Error> {
         self.check()?;
         let moved = match flight.is_copied {
@@ -361,7 +366,8 @@ impl State {
         Ok(op)
     }
 
-    /// Records the outcome of an op. Returns the flight if no caller will wait for the op.
+    /// Records the outcome of an op. Removes and returns the flight if no caller will wait for the
+    /// op.
     fn land(&mut self, op: u32, outcome: Result<Option<Sums>, OpError>) -> Option<Flight> {
         let flight = self.flights.get_mut(&op).filter(|flight| flight.outcome.is_none())?;
         flight.outcome = Some(outcome);
@@ -406,7 +412,8 @@ impl Over {
 }
 
 impl Outcome {
-    /// Converts a received outcome of the op, with the descriptor of its sums.
+    /// Converts a received outcome to the op's result. `descriptor` is the file with the op's sums,
+    /// if any.
     fn of(self, op: u32, descriptor: Option<OwnedFd>) -> Result<Option<Sums>, OpError> {
         let op = OpId(op);
         let called = |called: Called| {
@@ -418,7 +425,9 @@ impl Outcome {
             Self::Union { blocks } => match descriptor {
                 Some(descriptor) => Ok(Some(Sums::received(Sealed::of(descriptor), blocks))),
                 None => Err(OpError::Ended {
-                    why: "its sums could not be received: too many open files".into(),
+                    why: "the sums of an op did not arrive: too many files are open or in flight; \
+                          raise the limit on open files (ulimit -n)"
+                        .into(),
                 }),
             },
             Self::Mismatch { one, other } => {

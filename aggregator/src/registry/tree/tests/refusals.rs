@@ -1,4 +1,4 @@
-//! Joins that an aggregator in a tree refuses to its ranks, and that its parent refuses to it.
+//! Joins that an aggregator in a tree refuses, and joins that its parent refuses.
 
 use super::*;
 
@@ -16,25 +16,25 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
         ]
     };
     for (wish, why) in wishes(wish("job", 0, 2)) {
-        let told = join(&mut leaf, wish).unwrap_err();
-        assert!(told.contains(why), "{told}");
+        let error = join(&mut leaf, wish).unwrap_err();
+        assert!(error.contains(why), "{error}");
     }
     let mut root = registry(Fanout::Unicast, 0);
-    // A member with several ranks that may move is a sidecar.
+    // A member with several ranks may move, because it may be a sidecar.
     for (wish, why) in wishes(relayed("job", 0, 2)).into_iter().skip(1) {
-        let told = join(&mut root, wish).unwrap_err();
-        assert!(told.contains(why), "{told}");
+        let error = join(&mut root, wish).unwrap_err();
+        assert!(error.contains(why), "{error}");
     }
-    let told = join(&mut root, Join { data_ports: vec![1, 2], ..relayed("job", 0, 2) });
-    assert!(told.unwrap_err().contains("start both with the same --shards"));
+    let error = join(&mut root, Join { data_ports: vec![1, 2], ..relayed("job", 0, 2) });
+    assert!(error.unwrap_err().contains("start both with the same --shards"));
     assert_eq!((leaf.jobs(), root.jobs()), (0, 0));
-    // A rank with standbys and a rack cannot share a job, in either order.
+    // A rank with standbys and a rack cannot share a job, whichever joins first.
     let (_, _, _rank) = join(&mut root, Join { may_move: true, ..wish("job", 0, 2) }).unwrap();
-    let told = join(&mut root, relayed("job", 1, 2)).unwrap_err();
-    assert!(told.contains("set one aggregator"), "{told}");
+    let error = join(&mut root, relayed("job", 1, 2)).unwrap_err();
+    assert!(error.contains("set one aggregator"), "{error}");
     let (_, _, _rack) = join(&mut root, relayed("other", 0, 2)).unwrap();
-    let told = join(&mut root, Join { may_move: true, ..wish("other", 1, 2) }).unwrap_err();
-    assert!(told.contains("set one aggregator"), "{told}");
+    let error = join(&mut root, Join { may_move: true, ..wish("other", 1, 2) }).unwrap_err();
+    assert!(error.contains("set one aggregator"), "{error}");
 }
 
 #[test]
@@ -43,21 +43,25 @@ fn a_rank_that_has_joined_elsewhere_is_refused_with_the_aggregator_that_brings_i
     let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     also(&mut registry, &rack, wish("job", 1, 4));
-    let told_direct = join(&mut registry, wish("job", 1, 4)).unwrap_err();
-    assert!(told_direct.contains("through the aggregator at 127.0.0.1"), "{told_direct}");
-    assert_eq!(told(&mut inbox), None);
-    // The rank that it adds has already joined, so it must call again for the others.
+    let error = join(&mut registry, wish("job", 1, 4)).unwrap_err();
+    assert!(error.contains("through the aggregator at 127.0.0.1"), "{error}");
+    assert_eq!(last_message(&mut inbox), None);
+    // The rank that the rack adds has already joined, so the rack must call again for the others.
     also(&mut registry, &rack, wish("job", 0, 4));
-    let Some(FromAggregator::RefusedRank { rank: 0, reason }) = told(&mut inbox) else { panic!() };
+    let Some(FromAggregator::RefusedRank { rank: 0, reason }) = last_message(&mut inbox) else {
+        panic!()
+    };
     assert!(reason.contains("rank 0 of job \"job\" has already joined from"), "{reason}");
     assert_eq!(registry.jobs[&"job".into()].missing(), [1, 2, 3]);
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     also(&mut registry, &rack, Join { generation: Generation(9), ..wish("secret", 1, 4) });
-    let Some(FromAggregator::RefusedRank { rank: 1, reason }) = told(&mut inbox) else { panic!() };
-    assert!(reason.contains("its aggregator joined it to job \"job\" in generation 0"), "{reason}");
+    let Some(FromAggregator::RefusedRank { rank: 1, reason }) = last_message(&mut inbox) else {
+        panic!()
+    };
+    assert!(reason.contains("its aggregator has joined job \"job\" in generation 0"), "{reason}");
     registry.leave(&rack, Loss::Broke, Instant::now());
-    // Only an aggregator adds other ranks. Any other member that does so is lost, and its place is
-    // free.
+    // Only an aggregator may add other ranks. Any other member that tries is lost, and its place
+    // becomes free.
     let (direct, ..) = join(&mut registry, wish("other", 3, 4)).unwrap();
     assert_eq!(also(&mut registry, &direct, wish("other", 1, 4)), None);
     registry.leave(&direct, Loss::Broke, Instant::now());
@@ -69,17 +73,21 @@ fn a_rank_that_the_parent_refuses_costs_no_other_its_place() {
     let mut registry = leaf();
     let (_call, [(seat, mut three), (_, mut one)]) = rack(&mut registry);
     let reason = "it is there already".to_owned();
-    registry.hear_from_parent(&seat, parent(), FromAggregator::RefusedRank { rank: 1, reason });
+    registry.handle_parent_message(
+        &seat,
+        parent(),
+        FromAggregator::RefusedRank { rank: 1, reason },
+    );
     let why = format!("its parent at {PARENT} refused: it is there already");
-    assert_eq!(told(&mut one), Some(FromAggregator::Refused { reason: why }));
-    assert_eq!(told(&mut three), None);
-    assert!(registry.hung_up(&seat, PARENT, "closed"));
+    assert_eq!(last_message(&mut one), Some(FromAggregator::Refused { reason: why }));
+    assert_eq!(last_message(&mut three), None);
+    assert!(registry.handle_parent_disconnect(&seat, PARENT, "closed"));
     let mut call = registry.call(&seat).unwrap();
-    assert_eq!((call.join.rank, said(&mut call).len()), (3, 0));
+    assert_eq!((call.join.rank, sent(&mut call).len()), (3, 0));
     let last = FromAggregator::RefusedRank { rank: 3, reason: "no".into() };
-    registry.hear_from_parent(&seat, parent(), last);
-    assert!(matches!(told(&mut three), Some(FromAggregator::Refused { .. })));
-    assert!(!registry.hung_up(&seat, PARENT, "closed"));
+    registry.handle_parent_message(&seat, parent(), last);
+    assert!(matches!(last_message(&mut three), Some(FromAggregator::Refused { .. })));
+    assert!(!registry.handle_parent_disconnect(&seat, PARENT, "closed"));
     assert_eq!(registry.jobs(), 0);
 }
 
@@ -87,19 +95,22 @@ fn a_rank_that_the_parent_refuses_costs_no_other_its_place() {
 fn a_job_that_the_parent_refuses_is_refused_to_all_at_once() {
     let mut leaf = leaf();
     let (mut call, [(seat, mut three), (_, mut one)]) = rack(&mut leaf);
-    leaf.hear_from_parent(&seat, parent(), FromAggregator::Refused { reason: "no".into() });
+    leaf.handle_parent_message(&seat, parent(), FromAggregator::Refused { reason: "no".into() });
     let reason = format!("its parent at {PARENT} refused: no");
     for inbox in [&mut three, &mut one] {
-        assert_eq!(told(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
+        assert_eq!(last_message(inbox), Some(FromAggregator::Refused { reason: reason.clone() }));
     }
-    assert_eq!((said(&mut call), leaf.jobs()), (vec!["Stop".to_owned()], 0));
-    assert!(!leaf.hung_up(&seat, PARENT, "closed"), "it is not called again");
+    assert_eq!((sent(&mut call), leaf.jobs()), (vec!["Stop".to_owned()], 0));
+    assert!(
+        !leaf.handle_parent_disconnect(&seat, PARENT, "closed"),
+        "the parent is not called again"
+    );
     // The rank that completes the world learns why the job cannot be served, as the others do.
     let mut root = registry(Fanout::Unicast, 0);
     root.config.max_jobs = 1024;
     let (rack, _, mut inbox) = join(&mut root, relayed("job", 0, 2)).unwrap();
     assert_eq!(also(&mut root, &rack, wish("job", 1, 2)), Some(Joined::Ready));
-    let Some(FromAggregator::Refused { reason }) = told(&mut inbox) else { panic!() };
+    let Some(FromAggregator::Refused { reason }) = last_message(&mut inbox) else { panic!() };
     assert!(reason.contains("more packet buffers than the job's share"), "{reason}");
 }
 
@@ -109,7 +120,7 @@ fn a_parent_that_only_multicasts_gives_an_aggregator_no_place() {
     let (_, _, mut inbox) = join(&mut root, wish("job", 0, 2)).unwrap();
     let reason = join(&mut root, relayed("job", 1, 2)).unwrap_err();
     assert!(reason.contains("with --fanout auto or unicast"), "{reason}");
-    assert_eq!(told(&mut inbox), None);
+    assert_eq!(last_message(&mut inbox), None);
 }
 
 #[test]
@@ -131,12 +142,16 @@ fn a_parent_that_does_not_keep_to_the_protocol_is_refused_and_not_called_again()
     for message in bad.chain([nobody]) {
         let mut registry = leaf();
         let (mut call, [(seat, mut three), _]) = rack(&mut registry);
-        registry.hear_from_parent(&seat, parent(), message.clone());
+        registry.handle_parent_message(&seat, parent(), message.clone());
         let reason = format!(
             "its parent at {PARENT} violated the protocol; install the same release on both"
         );
-        assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }), "{message:?}");
-        assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
+        assert_eq!(
+            last_message(&mut three),
+            Some(FromAggregator::Refused { reason }),
+            "{message:?}"
+        );
+        assert_eq!((sent(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
     }
 }
 
@@ -145,13 +160,13 @@ fn a_parent_with_another_number_of_shards_is_refused_with_what_to_do() {
     let mut registry = leaf();
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);
     let granted = Welcome { data_ports: vec![5001, 5002], ..welcome() };
-    registry.hear_from_parent(&seat, parent(), FromAggregator::Welcome(granted));
+    registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(granted));
     let reason = format!(
-        "its parent at {PARENT} refused: the parent has 2 shards, and the aggregator that calls it \
-         1; start both with the same --shards"
+        "its parent at {PARENT} does not fit: the parent has 2 shards, and the aggregator that \
+         calls it 1; start both with the same --shards"
     );
-    assert_eq!(told(&mut three), Some(FromAggregator::Refused { reason }));
-    assert_eq!((said(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
+    assert_eq!(last_message(&mut three), Some(FromAggregator::Refused { reason }));
+    assert_eq!((sent(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));
 }
 
 #[test]
@@ -160,14 +175,15 @@ fn a_rank_that_is_refused_at_the_second_of_three_levels_is_known_to_none() {
     let (below, _, mut inbox) = join(&mut registry, relayed("job", 0, 4)).unwrap();
     let mut call = registry.call(&below).unwrap();
     let (own, _, mut direct) = join(&mut registry, wish("job", 3, 4)).unwrap();
-    assert_eq!(said(&mut call), ["also 3"]);
+    assert_eq!(sent(&mut call), ["add_rank 3"]);
     also(&mut registry, &below, wish("job", 3, 4));
-    assert!(matches!(told(&mut inbox), Some(FromAggregator::RefusedRank { rank: 3, .. })));
-    // The parent had been called for a rank that has left since.
-    assert_eq!(said(&mut call), ["parted 0 Relay"]);
-    assert!(registry.hung_up(&own, PARENT, "closed"));
+    assert!(matches!(last_message(&mut inbox), Some(FromAggregator::RefusedRank { rank: 3, .. })));
+    // The call to the parent was made for rank 0, which has since left. So this call ends, and the
+    // next one is for rank 3.
+    assert_eq!(sent(&mut call), ["rank_lost 0 Aggregator"]);
+    assert!(registry.handle_parent_disconnect(&own, PARENT, "closed"));
     assert_eq!(registry.call(&own).unwrap().join.rank, 3);
-    assert_eq!(told(&mut direct), None);
+    assert_eq!(last_message(&mut direct), None);
 }
 
 #[test]
@@ -176,8 +192,8 @@ fn what_a_rack_says_before_it_hears_that_it_is_refused_does_not_hide_the_refusal
     let (_, _, _direct) = join(&mut registry, wish("job", 0, 4)).unwrap();
     let (rack, _, mut inbox) = join(&mut registry, relayed("job", 2, 4)).unwrap();
     also(&mut registry, &rack, wish("job", 0, 4));
-    // This message directly follows it. `None` would mean a protocol violation.
+    // This message arrives right after the refusal. `None` would mean a protocol violation.
     assert_eq!(also(&mut registry, &rack, wish("job", 3, 4)), Some(Joined::Ready));
-    let refused = told(&mut inbox);
+    let refused = last_message(&mut inbox);
     assert!(matches!(refused, Some(FromAggregator::RefusedRank { rank: 0, .. })), "{refused:?}");
 }

@@ -1,5 +1,5 @@
 //! Lost results: finds the results that must have been sent and never arrived, and decides when to
-//! ask for them.
+//! request them.
 
 use core::ops::Range;
 
@@ -19,7 +19,7 @@ pub(in crate::worker::stream) struct Search<'a> {
     now: Time,
     /// The round trip of nacks.
     nacks: &'a Rtt,
-    /// Whether nacks are delayed because several in a row brought nothing.
+    /// Whether nacks are delayed because several in a row were fruitless.
     held_back: bool,
 }
 
@@ -38,13 +38,14 @@ impl<'a> Search<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Lack {
     position: u64,
-    /// The windows before `position` that have results, none of which has arrived.
+    /// The windows before `position` whose results have not arrived. At least the last of them has
+    /// a result.
     gap: Range<u64>,
     fragments: u64,
 }
 
 impl Lack {
-    /// Returns how many entries the lack takes in a nack.
+    /// Returns how many entries of a nack this request needs.
     const fn entries(&self) -> usize {
         let gap = match self.gap.end.saturating_sub(self.gap.start) {
             0 => 0,
@@ -55,7 +56,7 @@ impl Lack {
     }
 }
 
-/// The end of the windows after the last arrival that were asked for, and the nacks.
+/// The requested windows after the last arrival: where they end, and the nacks for them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Tail {
     to: u64,
@@ -68,8 +69,8 @@ impl Results {
         self.sent = self.sent.max(end);
     }
 
-    /// Returns whether to ask for lost results now: the first lost one holds up all others, or
-    /// enough windows lack some (wire: W-38).
+    /// Returns whether to request lost results now: the first lost one holds up all others, or
+    /// enough later results were sent that one nack can cover their losses too (wire: W-38).
     pub(in crate::worker::stream) fn is_to_nack(&self, search: Search<'_>) -> bool {
         let first = self.lacking(search).enumerate().find(|(_, lack)| lack.entries() > 0);
         first.is_some_and(|(at, lack)| {
@@ -77,8 +78,8 @@ impl Results {
         }) || self.lack_of_tail(search).entries() > 0
     }
 
-    /// Returns whether to ask now for fragments of the first arrival that later ones have
-    /// overtaken.
+    /// Returns whether to request now those fragments of the first arrival that later fragments
+    /// have overtaken.
     pub(in crate::worker::stream) fn is_to_nack_of_first(&self, search: Search<'_>) -> bool {
         self.arrivals.front().is_some_and(|first| {
             let hole = first.sent & first.all & !first.have != 0;
@@ -86,8 +87,8 @@ impl Results {
         })
     }
 
-    /// Returns the entries of a nack: results that must have been lost, except those whose answer
-    /// may still arrive.
+    /// Returns the entries of a nack: results that must have been lost, except those that were
+    /// requested and may still arrive.
     pub(in crate::worker::stream) fn missing<'a>(
         &'a self,
         ops: &'a Sequence,
@@ -97,7 +98,8 @@ impl Results {
             |position: u64, fragments: u64| NackEntry { window: ops.window(position), fragments };
         self.lacking(search).chain([self.lack_of_tail(search)]).flat_map(
             move |Lack { position, gap, fragments }| {
-                // A gap is known only by its last window, and may hold more results.
+                // Only the last window of a gap is known to have a result; earlier ones may have
+                // results too.
                 let last = (!gap.is_empty()).then(|| gap.end - 1);
                 let more = last.filter(|last| *last > gap.start).map(|_| entry(gap.start, 0));
                 let last = last.map(|last| entry(last, u64::MAX));
@@ -107,7 +109,7 @@ impl Results {
         )
     }
 
-    /// Notes that the entries of [`Self::missing`] were asked for, as many as fit a nack.
+    /// Notes that the entries of [`Self::missing`] were requested, as many as fit in a nack.
     pub(in crate::worker::stream) fn note_nacked(
         &mut self,
         search: Search<'_>,
@@ -119,7 +121,7 @@ impl Results {
         if tail.entries() > 0 || self.lacking(search).any(|lack| lack.entries() > 0) {
             backoff.note_nacked(search.now);
         }
-        // While nacks are held back, the pause alone decides when results are asked for again.
+        // While nacks are held back, the pause alone decides when results are requested again.
         let Search { cursor, now, nacks, .. } = search;
         let search = Search::new(cursor, now, nacks, backoff);
         for at in 0..self.arrivals.len() {
@@ -143,8 +145,8 @@ impl Results {
         }
     }
 
-    /// Returns the nacks that cover the window at `position`, which had not arrived, and those that
-    /// cover the gap between the last arrival and the window.
+    /// Returns the nacks for the window at `position`, which is about to become the last arrival,
+    /// and the nacks for the gap before it.
     pub(super) fn nacked_behind(&self, position: u64, cursor: u64) -> (Nacked, Nacked) {
         match self.tail {
             Tail { to, nacked } if position < to => (nacked, Nacked::default()),
@@ -167,7 +169,7 @@ impl Results {
         })
     }
 
-    /// Returns what to ask for after the last arrival: results that were sent and never arrived.
+    /// Returns what to request after the last arrival: results that were sent and never arrived.
     fn lack_of_tail(&self, search: Search<'_>) -> Lack {
         let Search { cursor, now, nacks, held_back } = search;
         let start = self.tail_start(cursor);
@@ -177,7 +179,7 @@ impl Results {
         Lack { position: start, gap: start..self.sent.max(start), fragments: 0 }
     }
 
-    /// Returns what to ask for of an arrival and of the gap before it.
+    /// Returns what to request of an arrival and of the gap before it.
     fn lack(&self, arrival: &Arrival, gap: Range<u64>, search: Search<'_>) -> Lack {
         let Arrival { position, all, have, sent, nacked, gap_nacked, .. } = *arrival;
         let Search { now, nacks, held_back, .. } = search;

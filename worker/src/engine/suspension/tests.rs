@@ -1,3 +1,4 @@
+use racksum_net::udp::{SendRing, Transmit};
 use racksum_proto::arith::encode_block;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, WireType};
@@ -5,13 +6,12 @@ use racksum_proto::error::OpError;
 use racksum_proto::ids::{Generation, JobId};
 use racksum_proto::wire::{Header, Kind};
 
-use super::super::Stats;
 use super::super::tests::Bench;
 use super::*;
 use crate::payload::Data;
 
-/// Returns a message about op 0, which has one window. All ranks have acknowledged the results
-/// before op `low`.
+/// Returns a message about op 0, which has one window. According to the message, all ranks have
+/// acknowledged the results of the ops before `low`.
 fn message(kind: Kind, low: OpId, body: &[u8]) -> Vec<u8> {
     let length = u16::try_from(body.len()).unwrap();
     let header = Header {
@@ -33,8 +33,21 @@ fn between_two_aggregators_nobody_waits_for_datagrams() {
     let mut bench = Bench::migration();
     bench.engine.leave("it is about to stop".into());
     // A late datagram that stays unread would repeatedly wake a thread that waits for datagrams.
-    bench.say(0, &message(Kind::Credit, OpId(0), &[]));
+    bench.send(0, &message(Kind::Credit, OpId(0), &[]));
     assert_eq!(bench.engine.step().next, Next::Sleep(None));
+}
+
+#[test]
+fn what_the_old_sockets_counted_stays() {
+    let mut bench = Bench::migration();
+    // An IPv4 socket sends nothing to an IPv6 address.
+    let unsendable = Transmit::new("[::1]:9".parse().unwrap(), b"bad", 3);
+    bench.socket.send_patiently(&mut SendRing::new(), &[unsendable], 2);
+    assert_eq!(bench.engine.stats().send_failures, 1);
+    bench.engine.leave("it is about to stop".into());
+    let (config, links) = (*bench.engine.machine.config(), Bench::migration().engine.links);
+    assert!(bench.engine.resume(config, links));
+    assert_eq!(bench.engine.stats().send_failures, 1);
 }
 
 #[test]
@@ -49,14 +62,14 @@ fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
         let timeout = racksum_proto::time::Span::from_secs(60);
         let op = bench.engine.start(descriptor, Data::Owned(tensor), timeout).unwrap();
         bench.engine.step();
-        bench.say(0, &message(Kind::Result, OpId(0), &sum));
+        bench.send(0, &message(Kind::Result, OpId(0), &sum));
         let result = bench.engine.take(op).unwrap().result;
         let overflowed = matches!(result, Err(OpError::Overflow { .. }));
         assert_eq!((overflowed, result.is_ok()), (value.is_infinite(), value.is_finite()));
         // Another rank may lack the sum, so the engine still has work although no caller waits.
         assert!(!bench.engine.is_idle());
         assert_eq!(bench.engine.kept.keys().collect::<Vec<_>>(), [&op]);
-        bench.say(0, &message(Kind::Credit, OpId(1), &[]));
+        bench.send(0, &message(Kind::Credit, OpId(1), &[]));
         let Stats { rx_datagrams, rejects, .. } = bench.engine.stats();
         assert_eq!((rx_datagrams, rejects), (2, 0));
         assert!(bench.engine.is_idle());

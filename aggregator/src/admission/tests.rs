@@ -13,9 +13,10 @@ use crate::config::Fanout;
 use crate::registry::MEMBER_QUEUE;
 use crate::registry::tests::{join, registry, wish};
 
-/// A job of two ranks that may move. Rank 1 has left while rank 0 lacks a result, or claims to.
+/// A job of two ranks that may move to a standby. Rank 1 has left, and rank 0 has not acknowledged
+/// a result.
 struct Unsettled {
-    registry: Shared,
+    registry: SharedRegistry,
     /// The request with which rank 1 rejoins.
     back: Join,
     /// The seat of rank 0.
@@ -45,7 +46,7 @@ impl Unsettled {
             socket.send_to(&contribution(id, rank), shard).unwrap();
         }
         for socket in &sockets {
-            socket.recv(&mut [0; 2048]).expect("the sum");
+            socket.recv(&mut [0; 2048]).expect("the sum arrives");
         }
         registry.part(seat, Some(OpId(1)), Instant::now());
         let [socket, of_left] = sockets;
@@ -56,8 +57,8 @@ impl Unsettled {
         Self { registry: Arc::new(Mutex::new(registry)), back, stays, socket, shard, id }
     }
 
-    async fn come_back(&self, caller: &Caller, limit: Duration) -> Result<(), String> {
-        let back = come_back(&self.registry, &self.back, caller, limit).await;
+    async fn rejoin(&self, caller: &Caller, limit: Duration) -> Result<(), String> {
+        let back = rejoin(&self.registry, &self.back, caller, limit).await;
         back.map(drop).map_err(Refusal::why)
     }
 
@@ -92,7 +93,7 @@ fn datagram(header: Header, body: &[u8]) -> Vec<u8> {
     [&bytes[..], body].concat()
 }
 
-/// Builds an op of one element with one rank's contribution.
+/// Builds a datagram in which a rank opens an op of one element and contributes to it.
 fn contribution(job: JobId, rank: Rank) -> Vec<u8> {
     let mut descriptor = [0; Descriptor::LEN];
     Descriptor::sum(1, DType::F32).encode(&mut descriptor);
@@ -110,8 +111,8 @@ fn ack(job: JobId, rank: Rank) -> Vec<u8> {
 
 /// Returns a caller at an address.
 fn caller(ip: [u8; 4]) -> Caller {
-    let (tell, _) = channel(MEMBER_QUEUE);
-    Caller { identity: None, addr: (ip, 9).into(), tell }
+    let (outbox, _) = channel(MEMBER_QUEUE);
+    Caller { identity: None, addr: (ip, 9).into(), outbox }
 }
 
 const OWN: [u8; 4] = [127, 0, 0, 1];
@@ -121,8 +122,8 @@ const LONG: Duration = Duration::from_secs(300);
 async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
     let job = Unsettled::new();
     let (own, again) = (caller(OWN), caller(OWN));
-    let (first, second) = tokio::join!(biased; job.come_back(&own, LONG), async {
-        let second = job.come_back(&again, LONG);
+    let (first, second) = tokio::join!(biased; job.rejoin(&own, LONG), async {
+        let second = job.rejoin(&again, LONG);
         let settled = async {
             // Both callers have begun to rejoin.
             tokio::task::yield_now().await;
@@ -130,7 +131,8 @@ async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
         };
         tokio::join!(second, settled).0
     });
-    let why = "another process rejoins job \"job\" as rank 1; start only one process for the rank";
+    let why =
+        "another process is rejoining job \"job\" as rank 1; start only one process for the rank";
     assert_eq!((first, second), (Err(why.into()), Ok(())));
 }
 
@@ -138,7 +140,7 @@ async fn a_rank_that_is_started_again_goes_before_its_own_earlier_attempt() {
 async fn a_rank_whose_job_ends_while_it_comes_back_is_told_that_it_runs_no_more() {
     let job = Unsettled::new();
     let own = caller(OWN);
-    let (back, ()) = tokio::join!(biased; job.come_back(&own, LONG), async {
+    let (back, ()) = tokio::join!(biased; job.rejoin(&own, LONG), async {
         lock(&job.registry).part(&job.stays, None, Instant::now());
     });
     let why = back.unwrap_err();
@@ -149,7 +151,7 @@ async fn a_rank_whose_job_ends_while_it_comes_back_is_told_that_it_runs_no_more(
 async fn nobody_else_goes_before_a_rank_that_comes_back() {
     let job = Unsettled::new();
     let (own, others) = (caller(OWN), [[127, 0, 0, 8], [127, 0, 0, 9]].map(caller));
-    let back = |caller| job.come_back(caller, LONG);
+    let back = |caller| job.rejoin(caller, LONG);
     let (first, second, own, third, ()) =
         tokio::join!(back(&others[0]), back(&others[1]), back(&own), back(&others[1]), async {
             // All callers have begun to rejoin.
@@ -158,7 +160,7 @@ async fn nobody_else_goes_before_a_rank_that_comes_back() {
         },);
     let is_coming = |ip| {
         Err(format!(
-            "{ip} already rejoins as rank 1 of job \"job\"; start only one process for the rank"
+            "{ip} is already rejoining job \"job\" as rank 1; start only one process for the rank"
         ))
     };
     assert_eq!([second, third], ["127.0.0.8", "127.0.0.1"].map(is_coming));
@@ -170,10 +172,10 @@ async fn nobody_else_goes_before_a_rank_that_comes_back() {
 async fn a_rank_that_cannot_come_back_is_told_so_in_time_and_leaves_its_place_to_the_next() {
     let job = Unsettled::new();
     let own = caller(OWN);
-    let why = job.come_back(&own, Duration::from_millis(50)).await.unwrap_err();
-    assert!(why.contains("a rank of job \"job\" has waited 0 s for a result"), "{why}");
+    let why = job.rejoin(&own, Duration::from_millis(50)).await.unwrap_err();
+    assert!(why.contains("a rank of job \"job\" has not acknowledged a result for 0 s"), "{why}");
     job.settle();
-    assert_eq!(job.come_back(&own, LONG).await, Ok(()));
+    assert_eq!(job.rejoin(&own, LONG).await, Ok(()));
 }
 
 #[tokio::test]
@@ -182,7 +184,7 @@ async fn a_job_is_asked_after_once_however_many_wait_for_it() {
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
     let watched: Vec<_> = (0..64).filter_map(|_| watch(&job.registry, job.id)).collect();
     assert_eq!((watched.len(), tasks()), (64, 1));
-    // The last watcher gets only answers to questions asked after it came.
+    // The last watcher gets only reports that were requested after it subscribed.
     job.settle();
     let mut last = watched.into_iter().last().unwrap();
     while !last.next().await.unwrap().settled {}
@@ -190,6 +192,9 @@ async fn a_job_is_asked_after_once_however_many_wait_for_it() {
     while tasks() > 0 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    assert!(watch(&job.registry, job.id).is_some() && tasks() == 1, "somebody asks again");
+    assert!(
+        watch(&job.registry, job.id).is_some() && tasks() == 1,
+        "a new watcher starts the task again"
+    );
     assert!(watch(&job.registry, JobId(0)).is_none());
 }

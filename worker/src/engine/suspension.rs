@@ -1,21 +1,22 @@
-//! Migration from one aggregator to another. During a migration the engine neither sends nor
-//! receives, and ops in flight keep their data.
+//! Suspension of the engine while its job moves to other aggregators. The engine then neither sends
+//! nor receives, and ops in flight keep their data.
 
 use racksum_proto::ids::{OpId, WindowId};
+use racksum_proto::stats::Stats;
 use racksum_proto::time::Time;
 use racksum_proto::worker::Config;
 
 use super::{Engine, Links, Next, Progress};
 
 impl Engine {
-    /// Leaves the current aggregators. Returns the first op that the job must continue with. If no
-    /// aggregator takes the job, the error contains `why`.
+    /// Leaves the current aggregators. Returns the op with which the job must resume. If no other
+    /// aggregator takes the job, the errors of its ops contain `why`.
     pub(crate) fn leave(&mut self, why: String) -> OpId {
         self.migration = Some(why);
         self.machine.first_kept()
     }
 
-    /// Records the result of the aggregators tried so far.
+    /// Records the outcome at each aggregator tried so far.
     pub(crate) fn note_tried(&mut self, what: String) {
         self.migration = Some(what);
     }
@@ -25,20 +26,23 @@ impl Engine {
         self.machine.has_ended()
     }
 
-    /// Continues at other aggregators. Returns false if the session has ended meanwhile, because an
-    /// op timed out.
+    /// Continues at other aggregators. Returns false if the session has ended meanwhile, for
+    /// example because an op timed out.
     pub(crate) fn resume(&mut self, config: Config, links: Links) -> bool {
         if self.machine.has_ended() {
             return false;
         }
         self.migration = None;
+        // Keep the counts of the old sockets, because the new sockets count from zero.
+        let Stats { kernel_drops, send_failures, .. } = self.stats();
+        self.stats = Stats { kernel_drops, send_failures, ..self.stats };
         self.links = links;
         self.in_place = false;
         self.staging.clear();
         for payload in self.payloads.values_mut() {
             payload.forget_partial();
         }
-        self.machine.resume(config, self.clock.now(), &mut ());
+        self.machine.resume(config, self.clock.now(), &mut self.events);
         for (shard, link) in (0..).zip(&self.links.shards) {
             self.machine.set_shard_job(shard, link.job);
         }
@@ -46,13 +50,13 @@ impl Engine {
         true
     }
 
-    /// Performs a step during a migration. It only checks deadlines, and ignores late datagrams.
+    /// Performs a step during a migration: only checks deadlines, and leaves late datagrams unread.
     pub(super) fn wait_for_aggregator(&mut self) -> Progress {
         let (now, deadline) = (self.clock.now(), self.machine.deadline());
         if deadline <= now
             && let Some(tried) = self.migration.take()
         {
-            self.machine.handle_no_aggregator(&tried, &mut ());
+            self.machine.handle_no_aggregator(&tried, &mut self.events);
             self.migration = Some(tried);
         }
         let ended = self.collect();

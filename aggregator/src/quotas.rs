@@ -8,13 +8,13 @@ use racksum_proto::counted::{are, counted};
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 
-use crate::admission::{Admit, rule_of};
+use crate::admit_rule::{Admit, rule_of};
 use crate::config::Config;
 
 /// The reason why a rank was not admitted to its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// The aggregator is about to stop.
+    /// The aggregator is draining and accepts no more jobs.
     Draining,
     /// The rank speaks this version of the protocol, and the aggregator speaks another.
     WrongVersion(u16),
@@ -26,7 +26,7 @@ pub(crate) enum Refusal {
     NoWait(String),
 }
 
-/// The name for the operator in messages.
+/// The term for the operator in messages.
 const OPERATOR: &str = "the operator of the aggregator";
 
 impl Refusal {
@@ -58,7 +58,7 @@ impl From<&str> for Refusal {
     }
 }
 
-/// A job, and the identity that opened it or wants to.
+/// A job, with the identity that opened it or asks to open it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tenant<'a> {
     pub(crate) name: &'a JobName,
@@ -67,13 +67,13 @@ pub(crate) struct Tenant<'a> {
     pub(crate) rule: Option<usize>,
     pub(crate) world: u16,
     pub(crate) lanes: u8,
-    /// The share that the job was granted, whatever the present configuration; `None` before it is
-    /// granted.
+    /// The share that the job was granted, in per cent, even if the configuration has changed
+    /// since; `None` before the grant.
     pub(crate) granted: Option<f64>,
 }
 
 impl<'a> Tenant<'a> {
-    /// Creates a tenant for a job of this many ranks and lanes that has no grant yet.
+    /// Creates a tenant without a grant, for a job with these numbers of ranks and lanes.
     pub(crate) fn new(
         config: &Config,
         name: &'a JobName,
@@ -88,15 +88,15 @@ impl<'a> Tenant<'a> {
         config.admit.get(self.rule?)
     }
 
-    /// Returns the maximum number of slots of a stream of the job.
+    /// Returns the maximum number of slots of each stream of the job.
     pub(crate) fn pool_slots(&self, config: &Config) -> u32 {
         let own = self.rule(config).and_then(|rule| rule.pool_slots);
         own.unwrap_or(u32::MAX).min(config.pool_slots)
     }
 }
 
-/// The total that a set of jobs holds. Groups of one job count as one job, but the ranks and packet
-/// buffers of every group count.
+/// The total that a set of jobs holds. The groups of a job count as one job, but their ranks and
+/// packet buffers are added up.
 #[derive(Debug, Default)]
 pub(crate) struct Tally<'a> {
     all: Held<'a>,
@@ -106,7 +106,7 @@ pub(crate) struct Tally<'a> {
     shares: BTreeMap<&'a str, OfJob>,
 }
 
-/// The packet buffers and the number of groups of a job.
+/// The share of the packet buffers that a job holds, and the number of its groups.
 #[derive(Debug, Default, Clone, Copy)]
 struct OfJob {
     /// The share of the packet buffers, in per cent.
@@ -123,7 +123,7 @@ struct Held<'a> {
 /// A limit that prevents a job from being opened.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Limit {
-    /// The job has more ranks than the limit allows even without other jobs.
+    /// The job alone has more ranks than the limit allows.
     World { world: u16, most: u32, limit: &'static str },
     /// Other jobs have taken too many ranks.
     Ranks { world: u16, taken: u32, most: u32, limit: &'static str },
@@ -155,15 +155,15 @@ impl fmt::Display for Limit {
             ),
             Self::Groups { groups, own: Some(own) } => write!(
                 f,
-                "the job already holds its full share of {own:.0} % of the packet buffers, in {}; \
-                 destroy groups, or raise --pool-mib at the aggregator or share_percent of the \
-                 job's [[admit]] rule",
+                "this job has {}, and too little of its share ({own:.0} % of the packet buffers) \
+                 is left for one more group; destroy groups, or raise --pool-mib at the \
+                 aggregator or share_percent of the job's [[admit]] rule",
                 counted(groups, "group")
             ),
             Self::Groups { groups, own: None } => write!(
                 f,
-                "this job, in {}, and other jobs hold all packet buffers; destroy groups, or raise \
-                 --pool-mib at the aggregator",
+                "this job has {}, and too few packet buffers are left for one more group; destroy \
+                 groups, or raise --pool-mib at the aggregator",
                 counted(groups, "group")
             ),
         }
@@ -171,7 +171,7 @@ impl fmt::Display for Limit {
 }
 
 impl<'a> Tally<'a> {
-    /// Returns the total of these jobs.
+    /// Returns the total that these jobs hold.
     pub(crate) fn of(config: &Config, held: &[Tenant<'a>]) -> Self {
         let mut tally = Self::default();
         held.iter().for_each(|tenant| tally.add(config, tenant));
@@ -192,14 +192,16 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// Returns the share of each shard's packet buffers that a job is granted beside the others, in
-    /// per cent.
+    /// Returns the share of each shard's packet buffers, in per cent, that a job is granted
+    /// alongside other jobs.
     ///
-    /// The job's own share is the share in its rule, or an equal share. Without rules, the first
-    /// group of a job gets an equal share. With rules, it gets half of the job's own share. The job
-    /// itself, without a group name, gets three quarters, since most jobs have no other groups.
-    /// Further groups get part of the rest of the job's own share, so that groups cannot get around
-    /// the rule's `max_jobs`. Without rules they get part of all free buffers.
+    /// A job that a rule admits has a share of its own: the rule's share, or an equal share. The
+    /// first group of the job gets half of it. A group without a name, which is the job itself,
+    /// gets three quarters, since most jobs have no other groups. Further groups get part of the
+    /// rest, so that they cannot get around the rule's `max_jobs`.
+    ///
+    /// Without rules, the first group of a job gets an equal share, and further groups get part of
+    /// all free buffers.
     pub(crate) fn share_of(&self, config: &Config, wanted: &Tenant<'_>) -> f64 {
         let equal = Self::equal(config);
         let least = least_share(config, wanted.world, wanted.lanes);
@@ -216,13 +218,13 @@ impl<'a> Tally<'a> {
         100.0 / f64::from(config.max_jobs.max(1))
     }
 
-    /// Returns the share of a job with all its groups, if a rule admits it.
+    /// Returns the share for all groups of a job together, if a rule admits the job.
     fn own(config: &Config, wanted: &Tenant<'_>) -> Option<f64> {
         let rule = wanted.rule(config)?;
         Some(rule.share_percent.map_or_else(|| Self::equal(config), f64::from))
     }
 
-    /// Checks whether one more job may be opened beside these.
+    /// Checks whether one more job may be opened in addition to those of this tally.
     pub(crate) fn check(&self, config: &Config, wanted: &Tenant<'_>) -> Result<(), Limit> {
         self.check_own(config, wanted)?;
         let limits = [
@@ -258,17 +260,17 @@ impl<'a> Tally<'a> {
 /// The rounding error that a sum of shares may have.
 pub(crate) const ROUNDING: f64 = 1e-6;
 
-/// Returns the share of a further group of a job when `left` is left for groups. The number of
-/// groups is not known in advance. The first few groups get an eighth of what is left beyond
-/// `kept`. Later groups get a 128th of what is left. Every share is at least `least`, or 0 once
-/// that does not fit.
+/// Returns the share of a job's next group when `left` remains for further groups. The number of
+/// groups is not known in advance, so shares shrink: the first few groups get an eighth of what
+/// remains beyond `kept`, and later groups get a 128th of what remains. Every share is at least
+/// `least`, or 0 if that does not fit.
 fn further(left: f64, kept: f64, least: f64) -> f64 {
     let share = ((left - kept) / 8.0).max(left / 128.0).max(least);
     if share <= left + ROUNDING { share } else { 0.0 }
 }
 
-/// Returns the share of the packet buffers, in per cent, that holds the fewest slots a job may
-/// have.
+/// Returns the smallest share of the packet buffers, in per cent, that is enough for the minimum
+/// number of slots of a job.
 pub(crate) fn least_share(config: &Config, world: u16, lanes: u8) -> f64 {
     let held = u32::from(lanes) * POOL_SLOTS.start() * buffers_of_slot(config, world);
     100.0 * f64::from(held) / config.buffers() as f64
@@ -308,10 +310,10 @@ impl Held<'_> {
     }
 }
 
-/// Checks whether one more job may be opened beside the present ones.
+/// Checks whether one more job may be opened in addition to the present ones.
 ///
-/// # Errors
-/// The limit that prevents it, and which jobs hold how much, as far as the caller may know.
+/// # Errors A limit prevents the job from being opened. The refusal names the limit and, as far as
+/// the caller may know, the jobs that hold the room.
 pub(crate) fn check_room(
     config: &Config,
     held: &[Tenant<'_>],
@@ -332,8 +334,9 @@ pub(crate) fn check_room(
     })
 }
 
-/// Returns which jobs hold how much. Jobs that the caller might join are named group by group.
-/// Other jobs are only counted, without their groups.
+/// Returns the part of a refusal that names the holders of the room, or empty text if there are
+/// none. Jobs that the caller might join are named group by group. The message only states how many
+/// other jobs there are, and does not mention their groups.
 fn holders<'a>(
     config: &Config,
     held: impl Iterator<Item = &'a Tenant<'a>>,
@@ -348,12 +351,13 @@ fn holders<'a>(
     let mut names: Vec<_> =
         named.map(|it| format!("{:?} with {}", it.name, counted(it.world, "rank"))).collect();
     if let Some(more @ 1..) = seen.len().checked_sub(MAX_HOLDERS) {
-        names.push(format!("{more} more jobs or groups"));
+        let jobs = if more == 1 { "job or group" } else { "jobs or groups" };
+        names.push(format!("{more} more {jobs}"));
     }
     let others: BTreeSet<&str> = others.iter().map(|it| &*it.name.name).collect();
     match others.len() {
         0 => {}
-        jobs => names.push(format!("{} of others", counted(jobs, "job"))),
+        jobs => names.push(format!("{} of other identities", counted(jobs, "job"))),
     }
     if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
 }

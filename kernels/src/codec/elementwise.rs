@@ -1,4 +1,5 @@
-//! Elementwise wire types: conversion to the nearest element of the other type.
+//! Conversion between a tensor's elements and an elementwise wire type: each element becomes the
+//! nearest element of the other type.
 
 use std::marker::PhantomData;
 
@@ -7,7 +8,7 @@ use super::prefetch::{self, AHEAD};
 use crate::level::Task;
 use crate::simd::Simd;
 
-/// Task that converts the run `src` of `From` elements to as many `To` elements.
+/// Task that converts the `From` elements in `src` to the same number of `To` elements in `dst`.
 pub(super) struct Convert<'a, From, To> {
     pub(super) src: &'a [u8],
     pub(super) dst: &'a mut [u8],
@@ -25,9 +26,9 @@ impl<From: Element, To: Element> Task for Convert<'_, From, To> {
             // The wider side is the tensor. The wire side needs no hint, because it is in the
             // cache.
             if size_of::<From::Bytes>() > size_of::<To::Bytes>() {
-                prefetch::to_read(x, AHEAD);
+                prefetch::to_read(x.as_ptr().cast(), size_of_val(x), AHEAD);
             } else {
-                prefetch::to_write(y, AHEAD);
+                prefetch::to_write(y.as_ptr().cast(), size_of_val(y), AHEAD);
             }
             convert::<From, To>(x, y);
         }
@@ -42,5 +43,6 @@ fn convert<From: Element, To: Element>(src: &[From::Bytes], dst: &mut [To::Bytes
     }
 }
 
-/// Elements between prefetch hints: a few vectors, and at least one cache line.
+/// Number of elements that one round of prefetch hints covers: several vectors, and several cache
+/// lines of the tensor.
 const STEP: usize = 64;

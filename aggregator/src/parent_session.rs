@@ -1,4 +1,5 @@
-//! Calls from an aggregator to its parent: one connection per job, joined as a rank of that job.
+//! Calls from an aggregator to its parent: one connection per job, over which the aggregator joins
+//! that job.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -7,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use racksum_net::interface::{interface_of, local_addr_towards, max_datagram};
-use racksum_net::quic::{self, Caller, Credentials, Line, talk};
+use racksum_net::quic::{self, CallOptions, ControlConnection, Credentials, run_session_on};
 use racksum_net::resolve::resolve;
 use racksum_proto::control::{FromAggregator, FromWorker, Join};
 use racksum_proto::time::Span;
@@ -16,107 +17,105 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::multicast_ping::ping;
 use crate::paths::prove;
-use crate::registry::{Call, Joined, MEMBER_QUEUE, Seat, Shared, lock, settle};
+use crate::registry::{Joined, MEMBER_QUEUE, ParentCall, Seat, SharedRegistry, lock, settle};
 
-/// The time limit for the parent to answer a connection.
+/// The time limit for the parent to answer a call.
 const PATIENCE: Span = Span::from_secs(5);
 /// The MTU to assume if the interface is unknown.
 const USUAL_MTU: usize = 1500;
 
-/// Talks to the parent for as long as the job of a seat exists.
-pub(crate) async fn call(registry: Shared, seat: Seat) {
+/// Keeps the job of a seat connected to the parent until the job ends.
+pub(crate) async fn call(registry: SharedRegistry, seat: Seat) {
     let Some(parent) = lock(&registry).config().parent.clone() else { return };
     loop {
         let called = lock(&registry).call(&seat);
-        let Some(Call { join, messages, over }) = called else { return };
-        // Nothing has been sent that would have to be taken back: an unfinished proof of a data
-        // path leaves no state.
+        let Some(ParentCall { join, messages, over }) = called else { return };
+        // This call can be dropped at any point: an unfinished proof of a data path leaves no state
+        // at the parent.
         let answered = tokio::select! {
             answered = reach(&registry, &parent, join) => answered,
             _ = over => return,
         };
         let why = match answered {
             Ok(Answered { line, to, join }) => {
-                let (tell, heard) = channel(MEMBER_QUEUE);
+                let (sender, receiver) = channel(MEMBER_QUEUE);
                 let floods = Arc::new(AtomicBool::new(false));
-                let hear = hear(tell, Arc::clone(&floods));
-                let heeded = handle_messages(&registry, &seat, to, heard);
-                let spoken = talk(line, FromWorker::Join(join), messages, hear);
-                let (ended, ()) = tokio::join!(spoken, heeded);
+                let on_message = on_message(sender, Arc::clone(&floods));
+                let handling = handle_messages(&registry, &seat, to, receiver);
+                let session = run_session_on(line, FromWorker::Join(join), messages, on_message);
+                let (ended, ()) = tokio::join!(session, handling);
                 if floods.load(Relaxed) { FLOODS.to_owned() } else { ended.to_string() }
             }
             Err(why) => why,
         };
-        if !lock(&registry).hung_up(&seat, &parent, &why) {
+        if !lock(&registry).handle_parent_disconnect(&seat, &parent, &why) {
             return;
         }
     }
 }
 
-/// Returns a handler that queues the parent's messages. If the queue is full, the parent floods
-/// this aggregator: the handler sets `floods` and stops receiving.
-fn hear(
-    tell: Sender<FromAggregator>,
+/// Returns a handler that queues the parent's messages. If the queue is full, the parent is
+/// flooding this aggregator, so the handler sets `floods` and stops receiving.
+fn on_message(
+    sender: Sender<FromAggregator>,
     floods: Arc<AtomicBool>,
 ) -> impl Fn(FromAggregator) -> bool + Send + 'static {
     move |message| {
-        let told = tell.try_send(message);
-        if matches!(told, Err(TrySendError::Full(_))) {
+        let queued = sender.try_send(message);
+        if matches!(queued, Err(TrySendError::Full(_))) {
             floods.store(true, Relaxed);
         }
-        told.is_ok()
+        queued.is_ok()
     }
 }
 
 /// The error for a parent that floods this aggregator.
-const FLOODS: &str = "the parent sent more messages than the protocol allows; it is of another \
-                      release, or not a racksum aggregator";
+const FLOODS: &str = "the parent sent more messages than the protocol allows; it runs another \
+                      release, or is not a racksum aggregator";
 
 /// The reason why a parent cannot be called.
 #[derive(Debug)]
-pub(crate) enum Unfound {
-    /// The address is not known now, but may be later.
-    Yet(String),
-    /// The parent can never be called.
-    Ever(String),
+pub(crate) enum NotFound {
+    /// The parent's name does not resolve now, but may resolve later.
+    Temporary(String),
+    /// This aggregator can never call the parent's address.
+    Permanent(String),
 }
 
-impl Unfound {
+impl NotFound {
     fn why(self) -> String {
         match self {
-            Self::Yet(why) | Self::Ever(why) => why,
+            Self::Temporary(why) | Self::Permanent(why) => why,
         }
     }
 }
 
-/// Returns the parent's addresses that the shards of an aggregator at `own` can send to. There is
-/// at least one, and none is the aggregator's own.
-pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr>, Unfound> {
+/// Returns the parent's addresses that the shards of an aggregator at `own` can send to. The list
+/// has at least one address, and does not contain the aggregator's own.
+pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr>, NotFound> {
     let bind = own.ip();
-    let unknown =
-        |why: String| format!("{parent:?} is not an aggregator address (HOST:PORT): {why}");
     let found = resolve(parent).await;
-    let found = found.map_err(|why| {
-        let told = unknown(why.to_string());
-        match why.kind() {
-            io::ErrorKind::Unsupported => Unfound::Ever(told),
-            _ => Unfound::Yet(told),
-        }
+    let found = found.map_err(|why| match why.kind() {
+        io::ErrorKind::Unsupported => NotFound::Permanent(format!("cannot use {parent:?}: {why}")),
+        _ => NotFound::Temporary(format!("cannot resolve the parent's address {parent:?}: {why}")),
     })?;
     let mut fitting = found.clone();
     fitting.retain(|addr| addr.is_ipv6() == bind.is_ipv6());
     let Some(to) = fitting.first().copied() else {
-        return Err(Unfound::Ever(unknown(format!("{bind} cannot reach any of {found:?}"))));
+        return Err(NotFound::Permanent(format!(
+            "this aggregator serves on {bind}, which cannot reach any of {found:?}, the addresses \
+             of {parent:?}; start it with --bind and an address that can"
+        )));
     };
     fitting.retain(|addr| !bind.is_loopback() || addr.ip().is_loopback());
     if fitting.is_empty() {
-        return Err(Unfound::Ever(format!(
+        return Err(NotFound::Permanent(format!(
             "this aggregator serves on {bind}, which cannot reach {to}; start it with --bind and \
              an address that can"
         )));
     }
     if let Some(addr) = fitting.iter().find(|addr| is_at(own, **addr)) {
-        return Err(Unfound::Ever(format!(
+        return Err(NotFound::Permanent(format!(
             "{parent:?} is {addr}, which is this aggregator itself; give the HOST:PORT of another \
              aggregator"
         )));
@@ -133,15 +132,19 @@ fn is_at(own: SocketAddr, to: SocketAddr) -> bool {
     own.port() == to.port() && (ip == bind || bind.is_unspecified() && is_here())
 }
 
-/// A parent with a proven data path, and the join to send to it.
+/// A parent with a proven data path, and the join to send to the parent.
 struct Answered {
-    line: Line,
+    line: ControlConnection,
     to: SocketAddr,
     join: Join,
 }
 
 /// Calls the parent and proves the data path to it. An error says why that failed.
-async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answered, String> {
+async fn reach(
+    registry: &SharedRegistry,
+    parent: &str,
+    mut join: Join,
+) -> Result<Answered, String> {
     let (own, identity, insecure) = {
         let registry = lock(registry);
         let config = registry.config();
@@ -149,21 +152,24 @@ async fn reach(registry: &Shared, parent: &str, mut join: Join) -> Result<Answer
         (own, config.identity.clone(), config.insecure)
     };
     let bind = own.ip();
-    let addrs = find(own, parent).await.map_err(Unfound::why)?;
+    let addrs = find(own, parent).await.map_err(NotFound::why)?;
     // The identity is read for each call, since it may have been renewed.
     let credentials = Credentials::read(identity, insecure).await.map_err(|why| why.to_string())?;
-    // The parent takes data only from the address that called it.
+    // The parent accepts data only from the address that called it.
     let from = Some(bind).filter(|bind: &IpAddr| !bind.is_unspecified());
     let patience = Span(PATIENCE.0 / addrs.len() as u64);
-    let caller = Caller { from, credentials, patience };
+    let caller = CallOptions { from, credentials, patience };
     let (mut line, to) = call_one(&addrs, &caller).await?;
     join.max_datagram = join.max_datagram.min(largest_datagram(from, to)?);
     join.max_datagram = prove(registry, &mut line, to, join.max_datagram).await?;
     Ok(Answered { line, to, join })
 }
 
-/// Calls the first address that answers. An error gives the reason for each address.
-async fn call_one(addrs: &[SocketAddr], caller: &Caller) -> Result<(Line, SocketAddr), String> {
+/// Calls the addresses in order until one answers. The error lists the reason why each call failed.
+async fn call_one(
+    addrs: &[SocketAddr],
+    caller: &CallOptions,
+) -> Result<(ControlConnection, SocketAddr), String> {
     let mut tried = Vec::new();
     for to in addrs {
         match quic::call(*to, caller).await {
@@ -176,15 +182,15 @@ async fn call_one(addrs: &[SocketAddr], caller: &Caller) -> Result<(Line, Socket
 
 /// Handles the parent's messages until the connection ends.
 async fn handle_messages(
-    registry: &Shared,
+    registry: &SharedRegistry,
     seat: &Seat,
     parent: SocketAddr,
-    mut heard: Receiver<FromAggregator>,
+    mut messages: Receiver<FromAggregator>,
 ) {
-    while let Some(message) = heard.recv().await {
+    while let Some(message) = messages.recv().await {
         let ending = lock(registry).ending_by_message(seat, &message);
         let _fence = settle(registry, ending).await;
-        let joined = lock(registry).hear_from_parent(seat, parent, message);
+        let joined = lock(registry).handle_parent_message(seat, parent, message);
         if joined == Joined::Ping {
             tokio::spawn(ping(Arc::clone(registry), seat.clone()));
         }
@@ -209,13 +215,13 @@ mod tests {
     #[test]
     fn a_parent_that_says_more_than_is_heeded_is_known_from_one_that_nobody_hears() {
         let floods = Arc::new(AtomicBool::new(false));
-        let (tell, heard) = channel(2);
-        let hear = hear(tell, Arc::clone(&floods));
-        assert!(hear(FromAggregator::Drain) && hear(FromAggregator::Drain));
+        let (sender, receiver) = channel(2);
+        let on_message = on_message(sender, Arc::clone(&floods));
+        assert!(on_message(FromAggregator::Drain) && on_message(FromAggregator::Drain));
         assert!(!floods.load(Relaxed));
-        assert!(!hear(FromAggregator::Drain) && floods.swap(false, Relaxed));
-        drop(heard);
-        assert!(!hear(FromAggregator::Drain) && !floods.load(Relaxed));
+        assert!(!on_message(FromAggregator::Drain) && floods.swap(false, Relaxed));
+        drop(receiver);
+        assert!(!on_message(FromAggregator::Drain) && !floods.load(Relaxed));
     }
 
     #[test]
@@ -224,7 +230,7 @@ mod tests {
         let refused = |own: &str, parent: &str| {
             let found = runtime.block_on(find(own.parse().unwrap(), parent));
             let itself = "which is this aggregator itself";
-            matches!(found, Err(Unfound::Ever(why)) if why.contains(itself))
+            matches!(found, Err(NotFound::Permanent(why)) if why.contains(itself))
         };
         for (own, parent) in [
             ("127.0.0.1:7310", "localhost:7310"),

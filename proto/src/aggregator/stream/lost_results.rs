@@ -1,4 +1,5 @@
-//! Results that a rank lacks: finds what may be lost, and counts the loss against the path.
+//! Results that a rank lacks: finds the fragments that may be lost, and reports the loss to
+//! congestion control.
 
 use super::{Progress, Stream};
 use crate::ids::Rank;
@@ -6,9 +7,9 @@ use crate::time::Time;
 
 impl Stream {
     /// Notes that `rank` lacks `len` bytes of the result at `position`. Every rank gets every
-    /// result, so the slowest path sets the pace: the largest loss of one rank counts, not the
-    /// total of all ranks. Each result counts once per rank, because losing its repetition proves
-    /// nothing new about the path.
+    /// result, so the slowest path sets the pace. Congestion control therefore considers the
+    /// largest loss at any one rank, not the total over all ranks. Each result counts once per
+    /// rank, because the loss of a retransmission proves nothing new about the path.
     pub(in crate::aggregator) fn note_result_lost(
         &mut self,
         rank: Rank,

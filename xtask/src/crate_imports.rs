@@ -1,8 +1,8 @@
-//! Checks which crate may import which, over `cargo metadata`.
+//! Checks which crates import which, with the help of `cargo metadata`.
 //!
 //! Dependencies of every kind count, including those of tests and build scripts. The sans-IO crates
-//! are also kept from the packages that would give them a socket, a clock or the system's
-//! randomness.
+//! may not use packages that would give them a socket, a clock or the system's randomness, except
+//! in tests.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ enum MayImport {
     Only(&'static [&'static str]),
 }
 
-/// The table of ARCHITECTURE.md. A crate without a row is an error.
+/// The last column of the table of crates in ARCHITECTURE.md. A crate without a row is an error.
 const ARROWS: [(&str, MayImport); 16] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
@@ -105,7 +105,7 @@ pub(crate) struct Graph {
     edges: Vec<Edge>,
 }
 
-/// Returns the names of the crates that would be published.
+/// Returns the names of the crates that may be published.
 pub(crate) fn published(root: &Path) -> Result<Vec<String>> {
     let metadata = metadata(root)?;
     let packages = metadata.workspace_packages().into_iter();
@@ -135,12 +135,12 @@ impl Graph {
         Ok(graph)
     }
 
-    /// Returns one sentence for each import that the table does not allow.
+    /// Returns one sentence for each forbidden import and for each crate that the table lacks.
     pub(crate) fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         for name in &self.crates {
             let Some((_, may_import)) = ARROWS.iter().find(|(row, _)| row == name) else {
-                problems.push(format!("{name} has no row in xtask/src/arrows.rs"));
+                problems.push(format!("{name} has no row in xtask/src/crate_imports.rs; add one"));
                 continue;
             };
             for edge in self.edges.iter().filter(|edge| edge.from == *name) {
@@ -228,6 +228,9 @@ mod tests {
     #[test]
     fn a_crate_without_a_row_is_a_problem() {
         let graph = graph(&[("racksum-new", "serde", false)]);
-        assert_eq!(graph.problems(), ["racksum-new has no row in xtask/src/arrows.rs"]);
+        assert_eq!(
+            graph.problems(),
+            ["racksum-new has no row in xtask/src/crate_imports.rs; add one"]
+        );
     }
 }

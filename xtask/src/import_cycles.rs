@@ -1,7 +1,7 @@
-//! Finds modules that import each other in a circle, in the Rust crates and in the Python package.
+//! Finds modules that import each other in a cycle, in the Rust crates and in the Python package.
 //!
 //! The rule holds at each level of the module tree: sibling modules, each with all its descendants,
-//! may not import each other in a circle. A parent and its own children may.
+//! may not import each other in a cycle. A parent and its own children may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ struct Import {
     line: usize,
 }
 
-/// Finds the circles in each Rust crate.
+/// Finds the import cycles in each Rust crate.
 pub(crate) fn in_crates(sources: &[Source]) -> Vec<Problem> {
     let mut crates: BTreeMap<&Path, BTreeMap<Module, &Source>> = BTreeMap::new();
     for source in sources.iter().filter(|source| !source.is_test_file()) {
@@ -34,7 +34,8 @@ pub(crate) fn in_crates(sources: &[Source]) -> Vec<Problem> {
     crates.values().flat_map(|files| circles(&rust_imports(files))).collect()
 }
 
-/// Finds the circles in the Python package at `package`; `files` holds its files and their texts.
+/// Finds the import cycles in the Python package at `package`. `files` holds its files and their
+/// texts.
 pub(crate) fn in_package(package: &Path, files: &[(PathBuf, String)]) -> Vec<Problem> {
     let modules: BTreeMap<Module, &(PathBuf, String)> = files
         .iter()
@@ -70,7 +71,7 @@ fn parts(path: &Path) -> Module {
     path.iter().map(|part| part.to_string_lossy().into_owned()).collect()
 }
 
-/// Returns the longest prefix of a path that is a module with a file.
+/// Returns the longest prefix of `path` that names a module with a file.
 fn file_of<T>(modules: &BTreeMap<Module, T>, path: &[String]) -> Module {
     let lengths = (0..=path.len()).rev();
     let found = lengths.map(|length| &path[..length]).find(|part| modules.contains_key(*part));
@@ -81,7 +82,7 @@ fn rust_imports(files: &BTreeMap<Module, &Source>) -> Vec<Import> {
     let mut imports = Vec::new();
     for (module, source) in files {
         let tested = source.text.lines().take(source.tests_start()).collect::<Vec<_>>().join("\n");
-        // The compiler reports a file that does not scan.
+        // Ignore a file that does not tokenise, because the compiler reports it.
         let tokens: TokenStream = tested.parse().unwrap_or_default();
         let mut paths = Vec::new();
         walk(tokens, module, &mut paths);
@@ -95,7 +96,7 @@ fn rust_imports(files: &BTreeMap<Module, &Source>) -> Vec<Import> {
     imports
 }
 
-/// Collects the full paths that begin with `crate`, `super` or `self`, and their lines.
+/// Collects the paths that begin with `crate`, `super` or `self`, in full and with their lines.
 fn walk(tokens: TokenStream, module: &Module, paths: &mut Vec<(Module, usize)>) {
     let mut tokens = tokens.into_iter().peekable();
     let mut before: Option<String> = None;
@@ -231,7 +232,7 @@ fn python_import(line: &str) -> Option<(&str, Vec<String>)> {
     Some((whole.trim_end_matches(','), vec![String::new()]))
 }
 
-/// Returns one problem for each circle.
+/// Returns one problem for each import cycle.
 fn circles(imports: &[Import]) -> Vec<Problem> {
     let mut levels: BTreeMap<&[String], BTreeMap<(&str, &str), &Import>> = BTreeMap::new();
     for import in imports {
@@ -276,13 +277,13 @@ fn circles_of_level(arrows: &BTreeMap<(&str, &str), &Import>) -> Vec<Problem> {
         let inside: Vec<_> =
             arrows.iter().filter(|((from, to), _)| is_in(from) && is_in(to)).collect();
         done.extend(inside.iter().map(|((from, _), _)| *from));
-        let told: Vec<String> = inside
+        let listed: Vec<String> = inside
             .iter()
             .map(|((from, to), import)| {
                 format!("{from} -> {to} ({}:{})", import.path.display(), import.line)
             })
             .collect();
-        let message = format!("modules import each other in a circle: {}", told.join(", "));
+        let message = format!("modules import each other in a cycle: {}", listed.join(", "));
         problems.push(Problem::new(&inside[0].1.path, None, "circles", message));
     }
     problems
@@ -308,7 +309,7 @@ mod tests {
                 ("net/src/b.rs", "//! B.\nfn f() { super::a::g(); }\n"),
                 ("net/src/lib.rs", "mod a;\nmod b;\n"),
             ]),
-            ["net/src/a.rs: [circles] modules import each other in a circle: \
+            ["net/src/a.rs: [circles] modules import each other in a cycle: \
                  a -> b (net/src/a.rs:2), b -> a (net/src/b.rs:2)"]
         );
     }
@@ -368,7 +369,7 @@ mod tests {
         let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
         assert_eq!(
             problems,
-            ["python/lib/racksum/session.py: [circles] modules import each other in a circle: \
+            ["python/lib/racksum/session.py: [circles] modules import each other in a cycle: \
               session -> torch (python/lib/racksum/session.py:2), \
               torch -> session (python/lib/racksum/torch/work.py:1)"]
         );

@@ -1,5 +1,5 @@
 //! Lost contributions: finds the fragments that a rank sent and that were lost, and decides when to
-//! ask for them.
+//! request them.
 
 use super::{Progress, Stream};
 use crate::ids::Rank;
@@ -8,8 +8,9 @@ use crate::time::Time;
 use crate::wire::NackEntry;
 
 impl Stream {
-    /// Searches the windows that `rank` must have sent for losses. Each window is searched once;
-    /// whenever a window has become `complete`, the oldest incomplete one is searched again.
+    /// Searches for losses in the windows that `rank` must have sent. Each window is searched once.
+    /// If `complete` is set, a window has just become complete, and the oldest incomplete window is
+    /// searched again.
     pub(super) fn search(&mut self, now: Time, rank: Rank, complete: bool) {
         let Progress { sent, searched, oldest_missing, .. } = self.ranks[rank.index()];
         let mut at = searched.max(self.next);
@@ -33,7 +34,8 @@ impl Stream {
         progress.oldest_missing = oldest;
     }
 
-    /// Records the window at `position` as lacking if `rank` should be asked for fragments of it.
+    /// Records the window at `position` as lacking if fragments of it should be requested from
+    /// `rank`.
     pub(super) fn note_if_lacking(&mut self, now: Time, rank: Rank, position: u64) {
         if self.due_of(now, rank, position, false) != 0 {
             let lacking = &mut self.ranks[rank.index()].lacking;
@@ -41,20 +43,20 @@ impl Stream {
         }
     }
 
-    /// Returns whether to ask `rank` for its lost fragments now: enough windows lack some, or the
-    /// next fold waits for them.
+    /// Returns whether to request the lost fragments of `rank` now: the next fold waits for them,
+    /// or enough later windows were sent that one nack can cover their losses too.
     pub(super) fn is_to_be_nacked(&self, rank: Rank) -> bool {
         let Progress { lacking, sent, .. } = self.ranks[rank.index()];
         lacking
             .is_some_and(|first| first <= self.next || sent >= first + recovery::GATHERED_WINDOWS)
     }
 
-    /// Returns the ranks to ask for lost fragments, after `next` has moved.
+    /// Returns the ranks from which to request lost fragments, after `next` has moved.
     pub(in crate::aggregator) fn to_be_nacked(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.is_to_be_nacked(*rank))
     }
 
-    /// Notes that `rank` was asked for all its lost fragments.
+    /// Notes that all lost fragments of `rank` were requested.
     pub(in crate::aggregator) fn note_all_nacked(&mut self, rank: Rank) {
         self.ranks[rank.index()].lacking = None;
     }
@@ -64,9 +66,9 @@ impl Stream {
         (0..world).map(Rank)
     }
 
-    /// Returns the fragments of a window to ask `rank` for: those that were sent and must be lost,
-    /// or all missing ones if the rank is `stalled`. Excludes fragments whose answer may still
-    /// arrive.
+    /// Returns the fragments of a window to request from `rank`: those that were sent and must be
+    /// lost, or all missing ones if the rank is `stalled`. Excludes fragments that were requested
+    /// and may still arrive.
     fn due_of(&self, now: Time, rank: Rank, position: u64, stalled: bool) -> u64 {
         let contribution = self.pool.contribution(position, rank);
         if contribution.complete {
@@ -78,8 +80,8 @@ impl Stream {
         contribution.nacked.due(lost, position, *answered, now, rtt)
     }
 
-    /// Returns the fragments of a contribution with the blocks `mask`, or every bit if `mask` is 0
-    /// because nothing has arrived.
+    /// Returns the fragments of a contribution with the blocks `mask`, or a mask with every bit set
+    /// if `mask` is 0 because nothing has arrived.
     fn all_of(&self, position: u64, mask: u64) -> u64 {
         if mask == 0 {
             return u64::MAX;
@@ -91,8 +93,8 @@ impl Stream {
         })
     }
 
-    /// Returns the entries of a nack to `rank`. Unless the rank is `stalled`, they cover only what
-    /// it must have sent; the rest may still be on the path.
+    /// Returns the entries of a nack to `rank`. Unless the rank is `stalled`, they request only
+    /// fragments that it must have sent; other fragments may still be on the path.
     pub(in crate::aggregator) fn missing_of(
         &self,
         now: Time,
@@ -101,7 +103,7 @@ impl Stream {
     ) -> impl Iterator<Item = NackEntry> + '_ {
         let progress = &self.ranks[rank.index()];
         let end = progress.opened.min(self.low() + self.pool.len());
-        // The newest window that data proves sent may itself have gaps.
+        // Some data of the window at `sent` has arrived, so this window may have gaps as well.
         let end = if stalled { end } else { end.min(progress.sent + 1) };
         let mut at = self.next;
         core::iter::from_fn(move || {

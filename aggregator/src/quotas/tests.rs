@@ -1,5 +1,5 @@
 use super::*;
-use crate::admission::Admit;
+use crate::admit_rule::Admit;
 
 /// Returns a tenant with the rule that the configuration has for it.
 fn of(config: &Config, job: &'static str, identity: &'static str, world: u16) -> Tenant<'static> {
@@ -35,21 +35,21 @@ fn jobs_and_ranks_are_counted_and_the_holders_named() {
     let tenant = |job, identity, world| of(&config, job, identity, world);
     let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
     assert_eq!(check_room(&config, &[one], &two), Ok(()));
-    let (later, told) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
+    let (later, reason) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
     let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" \
                     with 4 ranks, \"two\" with 4 ranks; try again later, set `wait`, or ask the \
                     operator of the aggregator";
-    assert_eq!((later, &*told), (true, expected));
-    let (later, told) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
+    assert_eq!((later, &*reason), (true, expected));
+    let (later, reason) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
     assert!(
         later
-            && told.starts_with(
+            && reason.starts_with(
                 "4 of 10 ranks are taken (--max-ranks of the aggregator), and the job needs 7"
             ),
-        "{told}"
+        "{reason}"
     );
-    let (later, told) = why(check_room(&config, &[], &tenant("two", "b", 11)));
-    assert!(!later && told.starts_with("11 ranks exceed the 10 that --max-ranks"), "{told}");
+    let (later, reason) = why(check_room(&config, &[], &tenant("two", "b", 11)));
+    assert!(!later && reason.starts_with("11 ranks exceed the 10 that --max-ranks"), "{reason}");
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn only_who_is_refused_is_told_what_to_do_about_it() {
     let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
     let why = "there is 1 job, and --max-jobs of the aggregator allows 1, \
                held by \"one\" with 4 ranks";
-    // A waiting rank gets this sentence.
+    // A rank that waits gets the reason without advice.
     assert_eq!(refusal, Refusal::NoRoom(why.into()));
     assert_eq!(refusal.why(), format!("{why}; try again later, set `wait`, or ask {OPERATOR}"));
     let full = Refusal::NoWait(format!("{why}; 1024 ranks wait")).why();
@@ -75,18 +75,21 @@ fn each_rule_has_limits_of_its_own_and_others_are_not_named() {
     let config = Config { admit: vec![vision, rule("speech-*", "s-*")], ..Config::default() };
     let tenant = |job, identity, world| of(&config, job, identity, world);
     let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
-    let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
+    let (later, reason) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
     let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \"v-1\" \
                     with 4 ranks; try again later, set `wait`, or ask the operator of the \
                     aggregator";
-    assert_eq!((later, &*told), (true, expected));
-    let (later, told) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
-    assert!(!later && told.contains("max_ranks of your [[admit]] rule"), "{told}");
+    assert_eq!((later, &*reason), (true, expected));
+    let (later, reason) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
+    assert!(!later && reason.contains("max_ranks of your [[admit]] rule"), "{reason}");
     assert_eq!(check_room(&config, &held, &tenant("s-2", "speech-1", 100)), Ok(()));
     // The jobs of other identities are only counted.
     let full = Config { max_jobs: 2, ..config.clone() };
-    let (_, told) = why(check_room(&full, &held, &of(&full, "s-2", "speech-2", 1)));
-    assert!(told.contains("held by \"s-1\" with 100 ranks, 1 job of others;"), "{told}");
+    let (_, reason) = why(check_room(&full, &held, &of(&full, "s-2", "speech-2", 1)));
+    assert!(
+        reason.contains("held by \"s-1\" with 100 ranks, 1 job of other identities;"),
+        "{reason}"
+    );
 }
 
 #[test]
@@ -99,23 +102,23 @@ fn shares_are_of_a_whole() {
     assert_eq!((big.pool_slots(&config), one.pool_slots(&config)), (7, 256));
     assert_eq!(check_room(&config, &[one, two], &big), Ok(()));
     let with_groups = Tenant { granted: Some(50.0), ..big };
-    let (later, told) = why(check_room(&config, &[one, with_groups, two], &three));
+    let (later, reason) = why(check_room(&config, &[one, with_groups, two], &three));
     assert!(
-        later && told.starts_with("88 % of the packet buffers are taken, and the job needs 19"),
-        "{told}"
+        later && reason.starts_with("88 % of the packet buffers are taken, and the job needs 19"),
+        "{reason}"
     );
 }
 
 #[test]
 fn a_share_that_was_granted_is_held_whatever_the_configuration_says_by_now() {
     let config = Config { max_jobs: 8, ..Config::default() };
-    // These jobs were granted when `max_jobs` was four.
+    // These jobs were granted their shares when `max_jobs` was four.
     let held =
         ["a", "b", "c", "d"].map(|job| Tenant { granted: Some(25.0), ..of(&config, job, "x", 1) });
-    let (later, told) = why(check_room(&config, &held, &of(&config, "e", "x", 1)));
+    let (later, reason) = why(check_room(&config, &held, &of(&config, "e", "x", 1)));
     assert!(
-        later && told.starts_with("100 % of the packet buffers are taken, and the job needs 12"),
-        "{told}"
+        later && reason.starts_with("100 % of the packet buffers are taken, and the job needs 12"),
+        "{reason}"
     );
     assert_eq!(check_room(&config, &held[..3], &of(&config, "e", "x", 1)), Ok(()));
 }
@@ -132,15 +135,15 @@ fn groups_of_one_job_are_one_job_and_have_what_is_left_of_the_buffers() {
     }
     // The ranks of each group count.
     let few = Config { max_ranks: 100, ..config.clone() };
-    let (_, told) = why(check_room(&few, &held, &group_of(&few, "train", "12", "x", 8)));
-    assert!(told.starts_with("96 of 100 ranks are taken (--max-ranks of"), "{told}");
+    let (_, reason) = why(check_room(&few, &held, &group_of(&few, "train", "12", "x", 8)));
+    assert!(reason.starts_with("96 of 100 ranks are taken (--max-ranks of"), "{reason}");
     // Another job still gets its equal share, and counts as the second job.
     assert_eq!(check_room(&config, &held, &of(&config, "other", "y", 8)), Ok(()));
     let one = Config { max_jobs: 1, ..config };
-    let (_, told) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
+    let (_, reason) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
     assert!(
-        told.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1, held by"),
-        "{told}"
+        reason.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1, held by"),
+        "{reason}"
     );
 }
 
@@ -178,20 +181,20 @@ fn groups_do_not_get_around_the_most_jobs_of_a_rule() {
         assert_eq!(check_room(&config, &held, &wanted), Ok(()), "{job}");
         held.push(Tenant { granted: Some(25.0), ..wanted });
     }
-    // Forty groups count as one job in what others are told.
-    let (_, told) = why(check_room(&config, &held[..43], &of(&config, "s-4", "speech-2", 1)));
-    assert!(told.contains("\"s-3\" with 1 rank, 1 job of others;"), "{told}");
+    // The refusal counts forty groups as one job.
+    let (_, reason) = why(check_room(&config, &held[..43], &of(&config, "s-4", "speech-2", 1)));
+    assert!(reason.contains("\"s-3\" with 1 rank, 1 job of other identities;"), "{reason}");
     let of_vision = Tenant { granted: None, ..held[0] };
-    let (_, told) = why(check_room(&config, &held[..40], &of(&config, "v-y", "vision-2", 1)));
-    assert!(told.contains(", 24 more jobs or groups;"), "{told}");
-    // A job that holds its full share is told so.
+    let (_, reason) = why(check_room(&config, &held[..40], &of(&config, "v-y", "vision-2", 1)));
+    assert!(reason.contains(", 24 more jobs or groups;"), "{reason}");
+    // If a job holds its full share, the refusal of a further group says so.
     let all = Tenant { granted: Some(25.0), ..held[1] };
-    let (later, told) = why(check_room(&config, &[all], &of_vision));
-    let expected = "the job already holds its full share of 25 % of the packet buffers, in 1 \
-                    group; destroy groups, or raise --pool-mib at the aggregator or share_percent \
-                    of the job's [[admit]] rule; try again later, set `wait`, or ask the operator \
-                    of the aggregator";
-    assert_eq!((later, &*told), (true, expected));
+    let (later, reason) = why(check_room(&config, &[all], &of_vision));
+    let expected = "this job has 1 group, and too little of its share (25 % of the packet buffers) \
+                    is left for one more group; destroy groups, or raise --pool-mib at the \
+                    aggregator or share_percent of the job's [[admit]] rule; try again later, set \
+                    `wait`, or ask the operator of the aggregator";
+    assert_eq!((later, &*reason), (true, expected));
 }
 
 /// Opens groups of a job until there is no room. Returns the groups and the refusal.
@@ -211,18 +214,18 @@ fn open_groups(config: &Config, world: u16) -> (Vec<Tenant<'static>>, String) {
 fn a_job_has_as_many_groups_as_there_is_memory_for_and_each_works() {
     let config = Config::default();
     let rule = Config { admit: vec![rule("x", "train")], ..config.clone() };
-    // Three dimensions of 8 ranks are 192 groups of 8.
+    // A mesh with three dimensions of 8 ranks each has 192 groups of 8 ranks.
     for (config, most, fewest, world) in
         [(&config, 100.0, 192, 8), (&config, 100.0, 300, 2), (&rule, 12.5, 30, 8)]
     {
-        let (held, told) = open_groups(config, world);
+        let (held, reason) = open_groups(config, world);
         assert!(held.len() >= fewest, "{} groups of {world}", held.len());
         let shares: Vec<f64> = held.iter().filter_map(|it| it.granted).collect();
         assert!(shares.iter().sum::<f64>() <= most + ROUNDING);
         let least = least_share(config, world, 1);
         assert!(shares.iter().all(|share| *share >= least), "{shares:?}");
-        let expected = format!("in {} groups", held.len());
-        assert!(told.contains(&expected) && told.contains("raise --pool-mib"), "{told}");
+        let expected = format!("has {} groups", held.len());
+        assert!(reason.contains(&expected) && reason.contains("raise --pool-mib"), "{reason}");
         // A group that ends frees its place.
         let wanted = group_of(config, "train", "another", "x", world);
         assert_eq!(check_room(config, &held[1..], &wanted), Ok(()));
@@ -239,9 +242,9 @@ fn a_group_has_the_fewest_slots_of_each_lane_or_waits() {
     let least = least_share(&config, 8, 8);
     assert_eq!(tally.share_of(&config, &wanted(8)), least);
     assert!(tally.share_of(&config, &wanted(1)) < least);
-    // The rest is less than the group needs.
+    // The remaining share is half of what the group of eight lanes needs.
     let held = [Tenant { granted: Some(100.0 - least / 2.0), ..first }];
     assert_eq!(check_room(&config, &held, &wanted(1)), Ok(()));
-    let (later, told) = why(check_room(&config, &held, &wanted(8)));
-    assert!(later && told.contains("in 1 group"), "{told}");
+    let (later, reason) = why(check_room(&config, &held, &wanted(8)));
+    assert!(later && reason.contains("has 1 group"), "{reason}");
 }

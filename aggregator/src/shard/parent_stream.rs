@@ -1,22 +1,22 @@
-//! A job with a parent. Beside the aggregator half, a worker half contributes the sums to the
-//! parent and hands on the results. `racksum_proto::aggregator` documents the duties of each half.
+//! A job with a parent. In addition to the aggregator half, it has a worker half, which contributes
+//! the sums to the parent and passes the results on. `racksum_proto::aggregator` documents the
+//! duties of each half.
 
 use std::net::SocketAddr;
 
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::udp::UdpSocket;
-use racksum_proto::aggregator::{Failed, Place, ResultFragments};
+use racksum_proto::aggregator::{Failed, FragmentPlace, ResultFragments};
 use racksum_proto::error::OpError;
 use racksum_proto::geometry::{Geometry, Stripe};
 use racksum_proto::ids::{JobId, WindowId};
-use racksum_proto::observer::EventCounts;
 use racksum_proto::reject::Reject;
 use racksum_proto::schedule::Turn;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Disagreement, Header};
 use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
 
-use super::Job;
+use super::ShardJob;
 use super::outbox::Outbox;
 use crate::destinations::To;
 
@@ -44,49 +44,45 @@ impl ParentStream {
     }
 }
 
-/// Returns the messages of a datagram from the parent, if it is authentic.
-pub(super) fn open<'a>(
-    job: &mut Job,
-    datagram: &'a mut [u8],
-    events: &mut EventCounts,
-) -> Option<&'a [u8]> {
+/// Returns the messages of a datagram from the parent, if the datagram is authentic.
+pub(super) fn open<'a>(job: &mut ShardJob, datagram: &'a mut [u8]) -> Option<&'a [u8]> {
     let parent = job.parent.as_mut()?;
     let opened = match &mut parent.opener {
         Some(opener) => opener.open(datagram),
         None => Ok(datagram),
     };
-    opened.map(|messages| &*messages).map_err(|reject| parent.machine.reject(reject, events)).ok()
+    opened.map(|messages| &*messages).inspect_err(|reject| job.events.rejects.count(*reject)).ok()
 }
 
 /// Handles a message from the parent. Returns its body and where to store it, if the body is
 /// wanted.
 pub(super) fn take<'a>(
-    job: &mut Job,
+    job: &mut ShardJob,
     now: Time,
     message: Result<(Header, &'a [u8]), Reject>,
     congested: bool,
-    events: &mut EventCounts,
-) -> Option<(Place, &'a [u8])> {
-    let parent = job.parent.as_mut()?;
-    let (header, body) = message.map_err(|reject| parent.machine.reject(reject, events)).ok()?;
+) -> Option<(FragmentPlace, &'a [u8])> {
+    let ShardJob { machine, parent: Some(parent), events, .. } = job else { return None };
+    let (header, body) = message.inspect_err(|reject| events.rejects.count(*reject)).ok()?;
     let verdict = parent.machine.handle_decoded(now, &header, body, congested, events);
     let Verdict::Deliver(delivery) = verdict else { return None };
-    let place = job.machine.handle_from_parent(&delivery);
+    let place = machine.handle_from_parent(&delivery);
     if delivery.complete {
         parent.machine.handle_delivered(now, &delivery, events);
     }
     Some((place?, body))
 }
 
-impl Job {
-    /// Returns when the link to the parent has its next timeout.
+impl ShardJob {
+    /// Returns the time of the next timeout of the link to the parent, or `Time::NEVER` without a
+    /// parent.
     pub(super) fn timeout(&self) -> Time {
         self.parent.as_ref().map_or(Time::NEVER, |parent| parent.machine.poll_timeout())
     }
 
     /// Updates the aggregator half with the progress at the parent.
-    pub(super) fn poll_parent(&mut self, now: Time, events: &mut EventCounts) {
-        let Self { machine, parent: Some(parent), .. } = self else { return };
+    pub(super) fn poll_parent(&mut self, now: Time) {
+        let Self { machine, parent: Some(parent), events, .. } = self else { return };
         if parent.machine.poll_timeout() <= now {
             parent.machine.handle_timeout(now, events);
         }
@@ -98,8 +94,8 @@ impl Job {
         }
     }
 
-    /// Sends the parent what has been folded for it. Failed ops are added to `failed`, of which the
-    /// caller must tell the other shards. Returns whether there was anything to do.
+    /// Sends the parent the sums that have been folded. Adds failed ops to `failed`; the caller
+    /// must report them to the other shards. Returns whether there was anything to do.
     pub(super) fn send_to_parent(
         &mut self,
         now: Time,
@@ -107,18 +103,18 @@ impl Job {
         socket: &UdpSocket,
         out: &mut Outbox,
         failed: &mut Vec<Failed>,
-        events: &mut EventCounts,
     ) -> bool {
         let mut any = self.begin(now);
-        any |= self.pass_failures(failed, events);
+        any |= self.pass_failures(failed);
         if self.parent.is_none() {
             return any;
         }
         any |= self.scan();
-        self.tell_waits(now);
+        self.pass_waits(now);
         while !turn.is_over()
             && let Some(parent) = &mut self.parent
-            && let Some(transmit) = parent.machine.poll_transmit(now, &mut out.datagram[..], events)
+            && let Some(transmit) =
+                parent.machine.poll_transmit(now, &mut out.datagram[..], &mut self.events)
         {
             any = true;
             match transmit {
@@ -136,25 +132,26 @@ impl Job {
         }
         out.send_joined(socket, self);
         turn.spend(out.take_cost());
-        any | self.pass_failures(failed, events)
+        any | self.pass_failures(failed)
     }
 
-    /// Starts the ops that the ranks have begun.
+    /// Submits to the worker half the ops that the ranks have begun.
     fn begin(&mut self, now: Time) -> bool {
         let Self { machine, parent: Some(parent), .. } = self else { return false };
         let mut any = false;
         let parent = &mut parent.machine;
         while let Some((op, descriptor)) = machine.poll_begun(|lane| parent.has_room(lane)) {
-            // An op that cannot start, because the parent has ended the session, ends by its
-            // timeout.
+            // An op cannot start if the parent has ended the session. Such an op ends when it times
+            // out.
             any |= parent.submit_sum(now, op, descriptor, NO_TIMEOUT).is_ok();
         }
         any
     }
 
-    /// Tells each half which ops have failed at the other.
-    fn pass_failures(&mut self, failed: &mut Vec<Failed>, events: &mut EventCounts) -> bool {
-        let Self { machine, parent, .. } = self;
+    /// Reports to each half the ops that have failed at the other. Adds the failures of the
+    /// aggregator half to `failed`. Returns whether there was anything to do.
+    fn pass_failures(&mut self, failed: &mut Vec<Failed>) -> bool {
+        let Self { machine, parent, events, .. } = self;
         let before = failed.len();
         failed.extend(std::iter::from_fn(|| machine.poll_failed()));
         let Some(parent) = parent else { return failed.len() > before };
@@ -178,15 +175,16 @@ impl Job {
         any
     }
 
-    /// Tells the parent which ranks are waited for, when that is due.
-    fn tell_waits(&mut self, now: Time) {
+    /// Reports to the parent which ranks the job waits for, when such a report is due.
+    fn pass_waits(&mut self, now: Time) {
         let Self { machine, parent: Some(parent), .. } = self else { return };
         while let Some(lane) = parent.machine.poll_waits() {
-            parent.machine.say_waits(lane, machine.awaited(now, lane));
+            parent.machine.queue_waits(lane, machine.awaited(now, lane));
         }
     }
 
-    /// Tells the worker half which windows the ranks have contributed to.
+    /// Reports to the worker half which blocks of each window the ranks have contributed to.
+    /// Returns whether there was anything to report.
     fn scan(&mut self) -> bool {
         let Self { machine, parent: Some(parent), .. } = self else { return false };
         let config = *machine.config();

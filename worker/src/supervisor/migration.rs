@@ -1,0 +1,90 @@
+//! Migration of a job to other aggregators, when one of its own fails or is about to stop.
+
+use std::time::Duration;
+
+use racksum_net::log_limit::LogLimit;
+use racksum_proto::control::{FromWorker, Resume};
+
+use super::Supervisor;
+use crate::aggregator_selector::AggregatorSelector;
+use crate::control::Control;
+use crate::error::ConnectError;
+use crate::grant::{Granted, grant};
+
+/// How long to wait for the other ranks after a move: as long as an aggregator does, plus a margin.
+const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// The pause after all aggregators were tried without success.
+const PAUSE: Duration = Duration::from_millis(250);
+
+/// Limits on the log records that aggregators can cause.
+static MOVING: LogLimit = LogLimit::new(16);
+static MOVED: LogLimit = LogLimit::new(16);
+
+impl Supervisor {
+    /// Moves the job to other aggregators. Tries set after set, starting with the next one, until a
+    /// set accepts the job, a rank is lost, an op times out, or the client is closed.
+    pub(super) fn move_on(&mut self, why: String) {
+        let options = self.options.clone();
+        let mut selector = AggregatorSelector::new(&options, self.at);
+        MOVING.note(|left_out| {
+            tracing::warn!(aggregator = selector.name(), left_out, "moving to a standby: {why}");
+        });
+        selector.leave(why);
+        let text = selector.text();
+        let first_op =
+            self.driver.with_engine(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
+        let controls = std::mem::take(&mut self.membership.controls);
+        // Send on every connection before waiting for one to close, so that a slow aggregator does
+        // not delay the message to the others.
+        controls.iter().for_each(|control| control.send(FromWorker::Move));
+        controls.into_iter().for_each(Control::depart);
+        let Some(Some(first_op)) = first_op else { return };
+        let resume = Resume { first_op, absent: self.absent.clone() };
+        while self.mailbox.closed.is_none() && self.note_tried(selector.text_of_try()) {
+            let joined = selector.join(MOVE_TIMEOUT, Some(&resume), &mut self.mailbox);
+            let granted = joined
+                .and_then(|session| session.map(|session| grant(&options, session)).transpose());
+            match granted {
+                Ok(Some(granted)) => return self.resume(selector.at(), selector.name(), granted),
+                Ok(None) => {}
+                Err(ConnectError::PeerLost { ranks, why }) => {
+                    // The job has failed, so ignore further messages of these aggregators.
+                    self.mailbox.next_session();
+                    self.driver.with_engine(|engine| engine.lose(&ranks, why));
+                    return;
+                }
+                Err(error) => {
+                    if selector.pass_over(error) {
+                        // The pause also discards messages from the failed attempts.
+                        self.mailbox.pause(PAUSE);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Records the outcome at each aggregator, for the error of an op that times out. Returns
+    /// whether the session still runs.
+    fn note_tried(&self, text: String) -> bool {
+        let ended = self.driver.with_engine(|engine| {
+            engine.note_tried(text);
+            engine.has_ended()
+        });
+        ended == Some(false)
+    }
+
+    /// Resumes the job with the grant of the new aggregators.
+    fn resume(&mut self, at: usize, name: &str, granted: Granted) {
+        MOVED.note(|left_out| tracing::info!(aggregator = name, left_out, "the job has moved"));
+        self.at = at;
+        let resumed =
+            self.driver.with_engine(|engine| engine.resume(granted.config, granted.links));
+        // If the session has ended, the grant is dropped, so that this rank leaves at once and no
+        // other rank waits for it.
+        if resumed == Some(true) {
+            self.membership = granted.membership;
+            self.senders.set(&self.membership.controls);
+        }
+    }
+}
