@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -79,6 +80,27 @@ def test_a_session_that_nobody_holds_leaves_its_job(place):
     gc.collect()
     with place.connect(job=job) as again:
         assert again.allreduce(np.ones(1, np.float32)).tolist() == [1]
+
+
+@pytest.mark.parametrize("ends", ["session.close()", "del session"])
+def test_a_process_that_ends_itself_after_leaving_has_left(place, ends):
+    job = place.new_job()
+    leaving = f"""
+        import os, sys
+        import numpy, racksum
+
+        session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=2)
+        session.allreduce(numpy.ones(1, numpy.float32))
+        {ends}
+        os._exit(0)
+        """
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(python, leaving, place.address, job)
+        with place.connect(job=job, rank=1, world=2) as session:
+            session.allreduce(np.ones(1, np.float32))
+            with pytest.raises(racksum.PeerLost, match="it left the job"):
+                session.allreduce(np.ones(1, np.float32))
+    assert (ran.result().returncode, ran.result().stderr) == (0, "")
 
 
 def test_waiting_leaves_other_threads_alone(place):

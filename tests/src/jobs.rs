@@ -54,6 +54,24 @@ fn two_jobs_at_once_do_not_mix() {
 }
 
 #[test]
+fn a_client_that_is_closed_has_left_at_every_aggregator() {
+    bounded(60, || {
+        let rigs = [(); 2].map(|()| Rig::start(|_| {}));
+        for nth in 0..20 {
+            let mut options = rigs[0].options(&format!("closes {nth}"), 0, 1);
+            options.aggregators =
+                rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
+            let client = Client::connect(&options).unwrap();
+            client.close();
+            // Count the jobs before the drop, which leaves too.
+            let jobs = rigs.each_ref().map(|rig| rig.aggregator.jobs());
+            assert_eq!(jobs, [0, 0], "job {nth}");
+            drop(client);
+        }
+    });
+}
+
+#[test]
 fn a_job_gives_back_its_buffers() {
     bounded(30, || {
         let rig = Rig::start(|config| config.shards = 2);

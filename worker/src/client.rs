@@ -211,6 +211,8 @@ impl Client {
     /// [`linger`](Self::linger). With a sidecar, an op in flight still ends with its result if all
     /// ranks of the host have called it. Afterwards the sidecar no longer uses this rank's memory,
     /// unless the sidecar is stuck, or other hosts delay the op for more than five seconds.
+    ///
+    /// Returns as [`leave`](Self::leave) does, once the aggregators know that the rank has left.
     pub fn close(&self) {
         self.transport.close();
     }
@@ -232,7 +234,9 @@ impl Client {
         self.transport.may_leave_within(limit)
     }
 
-    /// Leaves the job without waiting, even if other ranks may lack sums that this rank has.
+    /// Leaves the job at once, even if other ranks may lack sums that this rank has. Returns once
+    /// the aggregators know that the rank has left, or have not answered for about a second. A
+    /// process that ends itself afterwards does not count as lost.
     pub fn leave(&self) {
         self.transport.leave();
     }

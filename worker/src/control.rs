@@ -269,21 +269,18 @@ impl Control {
         self.parting = LEAVE;
     }
 
-    /// Leaves the aggregator because the job continues at another.
-    pub(crate) fn depart(mut self) {
-        self.parting = FromWorker::Move;
-    }
-
-    /// Leaves the job. The rank may rejoin at `next_op`, unless that is `None` because the rank
-    /// leaves in the middle of an op.
-    pub(crate) fn leave(mut self, next_op: Option<OpId>) {
-        self.parting = FromWorker::Leave { next_op };
-    }
-
     pub(crate) fn send(&self, message: FromWorker) {
         // Ignore a failed send: a closed connection has already reported `Event::Closed`.
         drop(self.sender.send(message));
     }
+}
+
+/// Closes the connections with a last message. Sends it on all of them before waiting for one to
+/// close, so that a slow aggregator does not delay the message to the others.
+pub(crate) fn close_all(controls: Vec<Control>, last: &FromWorker) {
+    controls.iter().for_each(|control| control.send(last.clone()));
+    // Dropping a connection waits until it is closed. A message after the last is never sent.
+    drop(controls);
 }
 
 impl Drop for Control {

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use racksum_net::log_limit::LogLimit;
 use racksum_net::quic::SILENT;
-use racksum_proto::control::{FromAggregator, LostRank};
+use racksum_proto::control::{FromAggregator, FromWorker, LostRank};
 use racksum_proto::ids::Rank;
 use racksum_proto::loss::Loss;
 
-use crate::control::{Closed, ControlSenders, Event, Mailbox};
+use crate::control::{Closed, ControlSenders, Event, Mailbox, close_all};
 use crate::driver::Driver;
 use crate::error::{ConnectError, superseded};
 use crate::grant::Membership;
@@ -69,7 +69,8 @@ impl Supervisor {
             }
         }
         if let Some(Closed { next_op }) = self.mailbox.closed {
-            self.membership.controls.drain(..).for_each(|control| control.leave(next_op));
+            // The rank may rejoin at `next_op`, unless it leaves in the middle of an op.
+            close_all(self.membership.controls, &FromWorker::Leave { next_op });
         }
     }
 

@@ -143,7 +143,9 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Waits up to `limit` until the rank may leave. Returns whether it may.
     fn may_leave_within(&self, limit: Duration) -> bool;
 
-    /// Leaves the job without waiting. Ops in flight end with an error, and so do later ops.
+    /// Leaves the job at once. Ops in flight end with an error, and so do later ops. Returns once
+    /// the aggregators know that the rank has left, or have not answered for about a second, so
+    /// that a process may end itself afterwards and still not count as lost.
     fn leave(&self);
 
     /// Leaves the job once no other rank needs this one, or after [`linger`](Self::linger).

@@ -479,7 +479,8 @@ class Session:
 
         Ops in flight fail, except those that a sidecar has received from all of the job's ranks on
         its host. Closing waits for these. An exception from a signal handler, such as Ctrl-C, ends
-        that wait; the session is closed all the same.
+        that wait; the session is closed all the same. Once this returns, the process may end in any
+        way and still not count as lost.
 
         >>> session.close()
         >>> session.closed

@@ -7,7 +7,7 @@ use racksum_proto::control::{FromWorker, Resume};
 
 use super::Supervisor;
 use crate::aggregator_selector::AggregatorSelector;
-use crate::control::Control;
+use crate::control::close_all;
 use crate::error::ConnectError;
 use crate::grant::{Granted, grant};
 
@@ -34,11 +34,7 @@ impl Supervisor {
         let text = selector.text();
         let first_op =
             self.driver.with_engine(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
-        let controls = std::mem::take(&mut self.membership.controls);
-        // Send on every connection before waiting for one to close, so that a slow aggregator does
-        // not delay the message to the others.
-        controls.iter().for_each(|control| control.send(FromWorker::Move));
-        controls.into_iter().for_each(Control::depart);
+        close_all(std::mem::take(&mut self.membership.controls), &FromWorker::Move);
         let Some(Some(first_op)) = first_op else { return };
         let resume = Resume { first_op, absent: self.absent.clone() };
         while self.mailbox.closed.is_none() && self.note_tried(selector.text_of_try()) {

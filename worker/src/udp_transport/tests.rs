@@ -60,8 +60,9 @@ fn rig() -> Rig {
         turn: Mutex::default(),
         senders: ControlSenders::default(),
         stop: Mailbox::new().sender(),
-        threads: vec![spawn("drive", move || drives.drive_in_background()).unwrap()],
+        threads: Mutex::default(),
     });
+    transport.spawn("drive", move || drives.drive_in_background()).unwrap();
     let client = Client::over(Arc::clone(&transport) as Arc<dyn Transport>);
     let client = Rank { client, transport };
     Rig { client, socket: socket.local_addr(), shard: shards.remove(0) }
@@ -173,13 +174,13 @@ impl Sleeper {
         state.driving = true;
         drop(state);
         let sleeps = Arc::clone(&driver);
-        let thread = spawn("sleeps", move || {
+        let thread = std::thread::spawn(move || {
             drop(sleeps.await_that(sleeps.lock(), |state| !state.engine.is_in_flight(op)));
         });
         while driver.lock().asleep == 0 {
             std::thread::yield_now();
         }
-        Self { driver, rank, shard: shards.remove(0), op, thread: thread.unwrap() }
+        Self { driver, rank, shard: shards.remove(0), op, thread }
     }
 
     /// Sends a failure that ends the op.
