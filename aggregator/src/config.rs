@@ -451,7 +451,8 @@ fn of_rule(number: usize) -> impl Fn(&str) -> String {
     move |key| format!("{key} of [[admit]] rule {number}")
 }
 
-/// Returns the line number of a key's value. The key may name its rule as [`of_rule`] does.
+/// Returns the line number of a key's value. The key may end with its rule, as [`of_rule`] writes
+/// it.
 fn line_of(text: &str, key: &str) -> Option<usize> {
     let file = DeTable::parse(text).ok()?;
     let (key, rule) = match key.split_once(" of [[admit]] rule ") {

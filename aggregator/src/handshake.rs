@@ -16,10 +16,10 @@ const SILENCE: Span = Span::from_secs(2);
 /// The log limit for unknown callers: those that were not answered, got no permit, or failed the
 /// handshake. One limit covers them all, since anyone can cause such entries.
 pub(crate) static STRANGERS: LogLimit = LogLimit::new(3);
-/// Answers a caller's packet. Returns the handshake and its permit. Returns `None` if the caller
-/// must first validate its address, or if no permit is free for the handshake or for the time after
-/// it. If `knows` is true, callers have identities, and permits for the time after the handshake
-/// are assigned once the identity is known.
+/// Answers a caller's packet. Returns the handshake and its permit. Returns `None` if the caller's
+/// address is not validated yet, if no permit is free, if too many callers have not joined, or if
+/// the packet is invalid. If `knows` is true, callers have identities, and the limit on callers
+/// that have not joined is applied once the identity is known.
 pub(crate) fn answer(
     incoming: quinn::Incoming,
     limits: &CallerLimits,

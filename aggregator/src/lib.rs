@@ -292,8 +292,7 @@ impl Aggregator {
         self.failure.subscribe().borrow().clone()
     }
 
-    /// Waits until one of the threads fails, possibly forever. Returns the reason, like
-    /// [`Aggregator::failure`].
+    /// Waits until one of the threads fails, possibly forever. Returns the reason for the failure.
     pub async fn failed(&self) -> String {
         let mut failure = self.failure.subscribe();
         match failure.wait_for(Option::is_some).await.as_deref() {

@@ -205,7 +205,7 @@ async fn ask(line: &mut ControlConnection) -> Result<(Vec<u16>, Key, IpAddr), St
         FromAggregator::Prove { data_ports, token, ip } => Ok((data_ports, token, ip)),
         FromAggregator::Refused { reason } => Err(format!("the parent refused: {reason}")),
         FromAggregator::WrongVersion { speaks } => Err(format!(
-            "the parent speaks protocol version {speaks}, and this aggregator version \
+            "the parent speaks protocol version {speaks}, but this aggregator speaks version \
              {CONTROL_VERSION}; install the same release on both"
         )),
         other => Err(format!(

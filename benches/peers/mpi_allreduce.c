@@ -273,7 +273,7 @@ static void print_facts(const struct test_case *args)
     printf("\"warmup\": %" PRId64 ", \"seed\": %" PRId64 ", ", args->warmup, args->seed);
 }
 
-static struct operation prepare_and_say_ready(const struct test_case *args)
+static struct operation prepare_and_report_ready(const struct test_case *args)
 {
     struct operation op = prepare(args);
     if (rank == 0) {
@@ -454,7 +454,7 @@ static void go(struct operation *op)
 
 static void run_interactive(const struct options *options)
 {
-    struct operation op = prepare_and_say_ready(&options->args);
+    struct operation op = prepare_and_report_ready(&options->args);
     for (;;) {
         struct command command = next_command(&op.args);
         if (command.verb == VERB_GO) {
@@ -467,7 +467,7 @@ static void run_interactive(const struct options *options)
         const char *fault = fault_of(&command.args);
         if (fault != NULL)
             leave(STATUS_BAD_CASE, "%s", fault);
-        op = prepare_and_say_ready(&command.args);
+        op = prepare_and_report_ready(&command.args);
     }
 }
 

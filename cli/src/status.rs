@@ -6,7 +6,7 @@ mod sidecar;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, Metadata};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
@@ -17,7 +17,7 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::local::{CallError, Peer, call_for_stream, remove_dead};
 use racksum_proto::counted::counted;
-use racksum_proto::ids::listed;
+use racksum_proto::ids::{listed, named};
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::status::{AggregatorStatus, JobStatus, RankStatus, ShardStatus};
@@ -111,7 +111,8 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
         }
         CallError::Untrusted(_) => {
             format!(
-                "only a process of this user or of root is trusted; run this as the {whose}'s user"
+                "run this as the {whose}'s user; only processes of the user who asks, or of root, \
+                 are trusted"
             )
         }
         _ => question.to_owned(),
@@ -220,23 +221,35 @@ const AT_A_TIME: usize = 64;
 /// A message that names the folder.
 pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     let folder = folder();
-    own(&folder).map_err(|error| format!("cannot use the folder {}: {error}", folder.display()))?;
+    own(&folder)?;
     remove_dead(&folder, sockets_in(&folder));
     Ok(folder.join(format!("{}.sock", std::process::id())))
 }
 
-/// Creates a folder that only this user may enter, unless the folder exists. Checks that it belongs
-/// to this user.
-fn own(folder: &Path) -> io::Result<()> {
+/// Creates a folder that only this user may enter, unless a folder exists that only this user or
+/// root can write to.
+fn own(folder: &Path) -> Result<(), String> {
+    let of_folder = |error| format!("cannot use the folder {}: {error}", folder.display());
     match DirBuilder::new().mode(0o700).create(folder) {
-        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(of_folder(error)),
         _ => {}
     }
-    // In /tmp, any user may have created the folder.
-    if fs::symlink_metadata(folder)?.uid() != own_uid() {
-        return Err(io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user"));
+    check_private(folder, &fs::symlink_metadata(folder).map_err(of_folder)?)
+}
+
+/// Checks that nobody but this user and root can write to a folder. In /tmp, any user may have
+/// created it.
+fn check_private(folder: &Path, found: &Metadata) -> Result<(), String> {
+    let others_write = found.mode() & 0o022 != 0;
+    if found.is_dir() && is_trusted(found.uid(), own_uid()) && !others_write {
+        return Ok(());
     }
-    Ok(())
+    Err(format!(
+        "{} is not a folder that only this user or root can write to (owner {}, mode {:o})",
+        folder.display(),
+        found.uid(),
+        found.mode() & 0o7777
+    ))
 }
 
 fn own_uid() -> u32 {
@@ -261,22 +274,16 @@ fn folder_in(runtime: Option<OsString>, uid: u32) -> PathBuf {
 }
 
 /// Returns the sockets in the default folder, each with the user that its server must run as. For
-/// root, adds the sockets of other users. The default folder must belong to this user or root,
-/// because any user may create a folder of this name in /tmp.
+/// root, adds the sockets of other users.
 fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
     let mut folders = Vec::new();
     let folder = folder();
     if let Ok(found) = fs::symlink_metadata(&folder) {
-        let others_write = found.mode() & 0o022 != 0;
-        if !found.is_dir() || !is_trusted(found.uid(), own_uid()) || others_write {
-            return Err(Failure::unavailable(format!(
-                "{} is not a folder that only this user or root can write to (owner {}, mode \
-                 {:o}), so its sockets are not trusted; remove it, or pass a --status-socket path",
-                folder.display(),
-                found.uid(),
-                found.mode() & 0o7777
-            )));
-        }
+        check_private(&folder, &found).map_err(|why| {
+            Failure::unavailable(format!(
+                "{why}, so its sockets are not trusted; remove it, or pass a --status-socket path"
+            ))
+        })?;
         folders.push((folder, own_uid()));
     }
     if own_uid() == 0 {
@@ -444,7 +451,7 @@ fn behind(ranks: &[RankStatus]) -> Option<String> {
     let (alone, racks): (Vec<_>, Vec<_>) =
         ranks.iter().filter(|rank| rank.behind).partition(|rank| rank.rack.is_empty());
     let alone: Vec<_> = alone.iter().map(|rank| rank.rank).collect();
-    let alone = (!alone.is_empty()).then(|| format!("rank {}", list(&alone)));
+    let alone = (!alone.is_empty()).then(|| named(alone));
     let racks = racks.iter().map(|rank| format!("some of the ranks {}", list(&rank.rack)));
     let all: Vec<_> = alone.into_iter().chain(racks).collect();
     (!all.is_empty()).then(|| all.join(" and "))

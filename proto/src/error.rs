@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 use core::fmt;
 
 use crate::descriptor::{Descriptor, DescriptorError};
-use crate::ids::{OpId, Rank, listed};
+use crate::ids::{OpId, Rank};
 use crate::loss::Loss;
 use crate::time::Span;
 
@@ -164,8 +164,7 @@ impl fmt::Display for OpError {
                 op.0
             ),
             Self::PeerLost { ranks, why } => {
-                let ranks = listed(ranks.iter().map(|rank| rank.0));
-                write!(f, "lost rank {ranks}: {}", why.name())
+                f.write_str(&why.describe(ranks.iter().map(|rank| rank.0)))
             }
             Self::NoAggregator { tried } => write!(f, "no aggregator is left: {tried}"),
             Self::Ended { why } => write!(f, "the session ended: {why}"),

@@ -1,5 +1,6 @@
 //! Identifiers: each is a separate newtype, so that a rank cannot be mistaken for a job.
 
+use alloc::format;
 use alloc::string::{String, ToString};
 
 use serde::{Deserialize, Serialize};
@@ -65,6 +66,15 @@ pub fn listed(ranks: impl IntoIterator<Item = u16>) -> String {
     }
 }
 
+/// Names ranks in a sentence: `rank 3`, or `ranks 3, 5, 9`. Lists them as [`listed`] does.
+#[must_use]
+pub fn named(ranks: impl IntoIterator<Item = u16>) -> String {
+    let mut ranks = ranks.into_iter();
+    let (first, second) = (ranks.next(), ranks.next());
+    let plural = if second.is_some() { "s" } else { "" };
+    format!("rank{plural} {}", listed(first.into_iter().chain(second).chain(ranks)))
+}
+
 /// The maximum number of ranks that [`listed`] names.
 pub const MAX_LISTED: usize = 64;
 
@@ -77,6 +87,8 @@ mod tests {
         assert_eq!(listed([]), "");
         assert_eq!(listed([7]), "7");
         assert_eq!(listed([3, 5, 9]), "3, 5, 9");
+        assert_eq!(named([7]), "rank 7");
+        assert_eq!(named([3, 5, 9]), "ranks 3, 5, 9");
         assert!(listed(0..64).ends_with("62, 63"), "{}", listed(0..64));
         let long = listed(0..=u16::MAX);
         assert!(long.ends_with("62, 63 and 65472 more"), "{long}");

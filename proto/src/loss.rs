@@ -1,6 +1,11 @@
 //! Reasons for the loss of a rank.
 
+use alloc::format;
+use alloc::string::String;
+
 use serde::{Deserialize, Serialize};
+
+use crate::ids::named;
 
 /// The reason why a rank is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +32,17 @@ impl Loss {
         matches!(self, Self::Died | Self::Left)
     }
 
-    /// Returns the sentence that describes the loss of one rank.
+    /// Describes the loss of `ranks` in a sentence: `lost ranks 1, 2: they left the job, ...`.
+    #[must_use]
+    pub fn describe(self, ranks: impl IntoIterator<Item = u16> + Clone) -> String {
+        let why = match ranks.clone().into_iter().nth(1) {
+            None => self.name(),
+            Some(_) => self.name_of_several(),
+        };
+        format!("lost {}: {why}", named(ranks))
+    }
+
+    /// Returns the clause that describes the loss of one rank.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -39,6 +54,23 @@ impl Loss {
             Self::Left => "it left the job, and this op needs it",
             Self::Aggregator => {
                 "its rack's aggregator is lost or ended the job; check the aggregator's log"
+            }
+        }
+    }
+
+    /// Returns the clause that describes the loss of several ranks.
+    #[must_use]
+    pub const fn name_of_several(self) -> &'static str {
+        match self {
+            Self::Died => "their processes exited unexpectedly; check their logs",
+            Self::Silent => {
+                "they are silent; their processes are suspended, or their hosts are down or \
+                 unreachable"
+            }
+            Self::Broke => "they dropped the connection or violated the protocol; check their logs",
+            Self::Left => "they left the job, and this op needs them",
+            Self::Aggregator => {
+                "their rack's aggregator is lost or ended the job; check the aggregator's log"
             }
         }
     }

@@ -292,7 +292,7 @@ pub const SMALL: u16 = 200;
 const FIRST_PAUSE: Span = Span::from_millis(100);
 /// The number of times that the pause doubles.
 const MOST_DOUBLED: u32 = 3;
-/// The time after which a path counts as narrow if the wanted size was not answered.
+/// The time after which a path counts as narrow if no ping of the wanted size was answered.
 const NARROW_PATIENCE: Span = Span::from_millis(2_300);
 /// The time after which a path counts as blocked. It is short enough that a failed proof, including
 /// the call and the request for the reason, takes less than five seconds.

@@ -120,10 +120,10 @@ impl Again {
     }
 }
 
-/// Returns the fragments of a window that must have been overtaken when `fragment` arrives. The
-/// nearest earlier fragments are left out, since networks reorder (the packet threshold of RFC
-/// 9002). If `fragment` was sent `again`, all fragments count, since no fragment is sent again
-/// before the whole window has been sent.
+/// Returns the fragments of a window that must have been overtaken when `fragment` arrives. Leaves
+/// out the fragments just before it, because networks reorder (RFC 9002's packet threshold). If
+/// `fragment` was sent `again`, all fragments count, because no fragment is sent again before the
+/// whole window has been sent.
 pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
     match fragment.checked_sub(REORDERING - 1) {
         _ if again => u64::MAX,

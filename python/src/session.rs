@@ -184,8 +184,8 @@ impl Session {
         }
     }
 
-    /// Creates the turn of a call. `begins_next` means that no other thread still has to begin ops
-    /// of earlier calls.
+    /// Returns the [`Turn`] in which a call's op begins or is refused. `begins_next` means that no
+    /// other thread still has to begin ops of earlier calls.
     fn turn(
         &self,
         py: Python<'_>,
@@ -294,14 +294,22 @@ impl Session {
         Ok(Some(lent))
     }
 
-    /// Leaves the job. Ops in flight fail. With a sidecar, however, ops that all its ranks have
-    /// called continue.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    /// Begins to leave the job. Ops in flight fail. With a sidecar, however, ops that all its ranks
+    /// have called continue.
+    fn leave(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(client) = self.client.get(py) else { return Ok(()) };
         let may_leave = |slice| client.may_leave_within(slice).then_some(());
         let waited = wait_in_slices(py, Some(client.linger()), may_leave);
         py.detach(|| client.leave());
         waited.map(drop)
+    }
+
+    /// Waits until the aggregators, or the sidecar, know that the rank has left, or until they have
+    /// had enough time to answer.
+    fn wait_until_left(&self, py: Python<'_>) -> PyResult<()> {
+        let Ok(client) = self.client.get(py) else { return Ok(()) };
+        let has_left = |slice| client.has_left_within(slice).then_some(());
+        wait_in_slices(py, Some(Client::LEAVE_TIMEOUT), has_left).map(drop)
     }
 
     /// Returns counters of the traffic so far.

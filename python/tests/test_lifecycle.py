@@ -82,20 +82,36 @@ def test_a_session_that_nobody_holds_leaves_its_job(place):
         assert again.allreduce(np.ones(1, np.float32)).tolist() == [1]
 
 
-@pytest.mark.parametrize("ends", ["session.close()", "del session"])
-def test_a_process_that_ends_itself_after_leaving_has_left(place, ends):
+@pytest.mark.parametrize(
+    "leaving",
+    [
+        "connected().close(); os._exit(0)",
+        "connected(); os._exit(0)",
+        "kept.append(connected())",
+        "kept.append(multiprocessing.get_context('fork').Process(target=connected)); "
+        "kept[0].start(); kept[0].join()",
+    ],
+    ids=["close", "drop", "exit", "worker"],
+)
+def test_a_process_that_ends_after_leaving_has_left(place, leaving):
     job = place.new_job()
-    leaving = f"""
-        import os, sys
+    code = f"""
+        import multiprocessing, os, sys
         import numpy, racksum
 
-        session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=2)
-        session.allreduce(numpy.ones(1, numpy.float32))
-        {ends}
-        os._exit(0)
+        kept = []
+
+        def connected():
+            session = racksum.connect(sys.argv[1], job=sys.argv[2], rank=0, world=2)
+            session.allreduce(numpy.ones(1, numpy.float32))
+            if multiprocessing.parent_process() is not None:
+                kept.append(session)
+            return session
+
+        {leaving}
         """
     with ThreadPoolExecutor(1) as pool:
-        ran = pool.submit(python, leaving, place.address, job)
+        ran = pool.submit(python, code, place.address, job)
         with place.connect(job=job, rank=1, world=2) as session:
             session.allreduce(np.ones(1, np.float32))
             with pytest.raises(racksum.PeerLost, match="it left the job"):

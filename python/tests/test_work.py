@@ -119,13 +119,6 @@ def test_a_thread_that_does_not_start_is_started_for_the_next(
     begins(chain)
 
 
-def test_what_only_helps_goes_without_a_thread(
-    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "_waiters", threads.Waiters("none"))
-    threads.drop_in_background(object())
-
-
 def test_a_call_whose_begin_was_interrupted_begins_never() -> None:
     """Simulates a signal handler that raises once the thread has received the collective."""
     chain, begun = Chain(), threading.Event()

@@ -82,7 +82,7 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets the number of lanes. Ops of a lower lane have priority. The default is 1.
+    /// Sets the number of lanes. Ops in lower-numbered lanes go first. The default is 1.
     pub const fn lanes(mut self, lanes: u8) -> Self {
         self.options.lanes = lanes;
         self

@@ -170,7 +170,7 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
         quantum: 1 << 24,
         work: Picos::ZERO,
     };
-    let cut = Fragmentation::new(1424).expect("1424 bytes are a valid payload");
+    let cut = Fragmentation::new(1424).expect("1424 bytes is a valid payload size");
     let inputs = Inputs {
         density_ppm: scenario.density_ppm,
         aligned: scenario.aligned,

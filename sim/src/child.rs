@@ -117,8 +117,8 @@ impl ChildNode {
         let mut any = false;
         let Self { shard, worker, .. } = self;
         while let Some((op, descriptor)) = shard.machine.poll_begun(|lane| worker.has_room(lane)) {
-            // The ranks decide when an op times out, so this timeout is far longer than theirs. An
-            // op that the worker half cannot start times out at the ranks.
+            // The ranks decide when an op times out, so this timeout is far longer than theirs. If
+            // the worker half cannot start an op, that op also times out at the ranks.
             any |= worker.submit_sum(now, op, descriptor, Span::from_secs(1 << 20)).is_ok();
         }
         any

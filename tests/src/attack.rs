@@ -182,9 +182,9 @@ impl Ops {
 /// The state of the other tenant, as the attacker sees it.
 #[derive(Default)]
 struct Other {
-    /// Whether its quiet ops have ended.
+    /// Whether the ops before the attack have ended.
     rested: AtomicBool,
-    /// Whether its ops under attack have ended.
+    /// Whether the ops during the attack have ended.
     done: AtomicBool,
 }
 

@@ -41,7 +41,7 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
         };
         let moving = Client::connect(&moves).unwrap();
         reduce(&moving);
-        // Room for one rank is not enough for jobs of two.
+        // The aggregator has room for one more rank, so the crowd's jobs of two ranks must wait.
         let crowd = Crowd::gather(crowded.aggregator.addr());
         let (small, ms) = timed(|| Client::connect(&crowded.options("small", 0, 1)).unwrap());
         time("a rank joins beside a crowd that waits", ms, 2_000);

@@ -24,7 +24,7 @@ use crate::operand::Operand;
 use crate::options::ConnectOptions;
 use crate::sidecar::{self, SIDECAR_TIMEOUT};
 use crate::tensor::{Element, as_bytes_mut, lend};
-use crate::transport::{Grant, LentMemory, Reduced, StatsQuery, Transport};
+use crate::transport::{Grant, LEAVE_TIMEOUT, LentMemory, Reduced, StatsQuery, Transport};
 
 pub use self::connecting::Connecting;
 
@@ -212,7 +212,9 @@ impl Client {
     /// ranks of the host have called it. Afterwards the sidecar no longer uses this rank's memory,
     /// unless the sidecar is stuck, or other hosts delay the op for more than five seconds.
     ///
-    /// Returns as [`leave`](Self::leave) does, once the aggregators know that the rank has left.
+    /// Finally, the client waits for at most two seconds until the aggregators, or the sidecar,
+    /// know that the rank has left. Once they know, the process may end in any way, and the rank
+    /// does not count as lost.
     pub fn close(&self) {
         self.transport.close();
     }
@@ -234,12 +236,21 @@ impl Client {
         self.transport.may_leave_within(limit)
     }
 
-    /// Leaves the job at once, even if other ranks may lack sums that this rank has. Returns once
-    /// the aggregators know that the rank has left, or have not answered for about a second. A
-    /// process that ends itself afterwards does not count as lost.
+    /// Begins to leave the job, even if other ranks may lack sums that this rank has.
     pub fn leave(&self) {
         self.transport.leave();
     }
+
+    /// Waits up to `limit` until the aggregators, or the sidecar, know that the rank has left, or
+    /// have had a second to answer. If the process ends before they know, the rank counts as lost.
+    /// Returns false on timeout.
+    #[expect(clippy::must_use_candidate, reason = "a caller may end either way")]
+    pub fn has_left_within(&self, limit: Duration) -> bool {
+        self.transport.has_left_within(limit)
+    }
+
+    /// How long [`close`](Self::close) waits for the aggregators to learn that the rank has left.
+    pub const LEAVE_TIMEOUT: Duration = LEAVE_TIMEOUT;
 
     /// Returns whether no more ops can start: the client was closed, or the session has ended.
     #[must_use]

@@ -1,5 +1,6 @@
 //! The control connections of a worker: one to each aggregator of its job.
 
+use std::ops::Deref;
 use std::slice;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -264,31 +265,57 @@ impl Control {
         Ok(Self { sender, thread: Some(thread), parting })
     }
 
-    /// Makes the rank a member: from now on, dropping the connection leaves the job.
-    pub(crate) fn stay(&mut self) {
-        self.parting = LEAVE;
-    }
-
     pub(crate) fn send(&self, message: FromWorker) {
         // Ignore a failed send: a closed connection has already reported `Event::Closed`.
         drop(self.sender.send(message));
     }
 }
 
-/// Closes the connections with a last message. Sends it on all of them before waiting for one to
-/// close, so that a slow aggregator does not delay the message to the others.
-pub(crate) fn close_all(controls: Vec<Control>, last: &FromWorker) {
-    controls.iter().for_each(|control| control.send(last.clone()));
-    // Dropping a connection waits until it is closed. A message after the last is never sent.
-    drop(controls);
-}
-
 impl Drop for Control {
     fn drop(&mut self) {
+        // A message after the last one is never sent.
         self.send(self.parting.clone());
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
         }
+    }
+}
+
+/// The control connections to all aggregators of a session.
+#[derive(Debug, Default)]
+pub(crate) struct Controls(Vec<Control>);
+
+impl Deref for Controls {
+    type Target = [Control];
+
+    fn deref(&self) -> &[Control] {
+        &self.0
+    }
+}
+
+impl FromIterator<Control> for Controls {
+    fn from_iter<T: IntoIterator<Item = Control>>(controls: T) -> Self {
+        Self(controls.into_iter().collect())
+    }
+}
+
+impl Controls {
+    /// Makes the rank a member: from now on, dropping the connections leaves the job.
+    pub(crate) fn stay(&mut self) {
+        self.0.iter_mut().for_each(|control| control.parting = LEAVE);
+    }
+
+    /// Closes the connections with the last message `last`.
+    pub(crate) fn close(mut self, last: &FromWorker) {
+        self.0.iter_mut().for_each(|control| control.parting = last.clone());
+    }
+}
+
+impl Drop for Controls {
+    fn drop(&mut self) {
+        // Send all last messages before waiting for a connection to close, so that a slow
+        // aggregator does not delay the message to the others.
+        self.0.iter().for_each(|control| control.send(control.parting.clone()));
     }
 }
 
@@ -338,10 +365,17 @@ impl Reports {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use racksum_proto::loss::Loss;
+    use tokio::sync::mpsc::UnboundedReceiver;
 
     use super::*;
+
+    /// Returns a connection of a member, and the messages that it sends.
+    pub(crate) fn control() -> (Control, UnboundedReceiver<FromWorker>) {
+        let (sender, messages) = unbounded_channel();
+        (Control { sender, thread: None, parting: LEAVE }, messages)
+    }
 
     #[test]
     fn an_aggregator_that_names_ranks_beyond_the_world_is_heard_no_more() {
@@ -374,11 +408,26 @@ mod tests {
     }
 
     #[test]
+    fn a_connection_that_is_slow_to_close_does_not_hold_back_the_last_message_to_another() {
+        let ((mut first, _first_messages), (second, mut messages)) = (control(), control());
+        let (closed, is_closed) = channel();
+        // The first connection closes only once the second one has its message.
+        let slow = std::thread::spawn(move || {
+            let clock = Clock::start();
+            let began = clock.now();
+            while messages.try_recv() != Ok(FromWorker::Move) {
+                assert!(clock.now().since(began) < Span::from_secs(100), "it has no message");
+                std::thread::yield_now();
+            }
+            closed.send(()).unwrap();
+        });
+        first.thread = Some(slow);
+        Controls::from_iter([first, second]).close(&FromWorker::Move);
+        is_closed.try_recv().unwrap();
+    }
+
+    #[test]
     fn who_has_gone_while_a_job_moves_is_named_where_it_goes_on() {
-        let control = || {
-            let (sender, messages) = unbounded_channel();
-            (Control { sender, thread: None, parting: LEAVE }, messages)
-        };
         let gone = |rank| LostRank { rank, why: Loss::Died };
         let (senders, (before, mut messages)) = (ControlSenders::default(), control());
         senders.set(slice::from_ref(&before));

@@ -259,7 +259,7 @@ impl Driver {
     ) -> MutexGuard<'a, State> {
         let limited = |patience: Option<Span>| limit.into_iter().chain(patience).min();
         let Some(next) = self.advance(&mut state) else { return state };
-        // Treat an error of a wait as readiness: the next step detects the error.
+        // Treat a failed wait as readiness: the next step detects the error.
         match next {
             Next::Gather(backlog) if self.gather.is_due(backlog) => {
                 drop(state);

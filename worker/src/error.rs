@@ -8,7 +8,7 @@ use std::time::Duration;
 use racksum_net::NetError;
 use racksum_net::quic::SILENT;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::{Rank, listed};
+use racksum_proto::ids::{Rank, named};
 use racksum_proto::loss::Loss;
 
 use crate::span::span;
@@ -141,7 +141,7 @@ pub enum ConnectError {
     #[error("the attempt to connect was cancelled")]
     GivenUp,
     /// The connection broke before the job was complete.
-    #[error("the aggregator closed the connection: {0}")]
+    #[error("lost the connection to the aggregator: {0}")]
     Closed(String),
     /// A rank was lost before the job was complete.
     #[error("the aggregator closed the connection: {}", lost(ranks, *why))]
@@ -372,8 +372,7 @@ fn incomplete(missing: &[u16], waited: Duration) -> String {
 
 /// Returns a text that names the missing ranks, of which there must be at least one.
 pub(crate) fn not_joined(missing: &[u16]) -> String {
-    let s = if missing.len() == 1 { "" } else { "s" };
-    format!("rank{s} {} had not joined", listed(missing.iter().copied()))
+    format!("{} had not joined", named(missing.iter().copied()))
 }
 
 /// The reason why a session ends when a greater generation of its job begins.
@@ -418,7 +417,7 @@ mod tests {
                 "the aggregator refused: it is draining and takes no more jobs",
                 "use another",
             ),
-            (ConnectError::Closed(why()), "the aggregator closed the connection: a; b", ""),
+            (ConnectError::Closed(why()), "lost the connection to the aggregator: a; b", ""),
         ] {
             assert_eq!(error.without_advice(), what);
             let advice = if advice.is_empty() { String::new() } else { format!("; {advice}") };

@@ -10,7 +10,7 @@ use racksum_proto::geometry::Fragmentation;
 use racksum_proto::ids::OpId;
 use racksum_proto::worker::Config;
 
-use crate::control::{Control, Event};
+use crate::control::{Controls, Event};
 use crate::engine::{Link, Links};
 use crate::error::ConnectError;
 use crate::join::{Session, shard_addrs};
@@ -30,7 +30,7 @@ pub(crate) struct Granted {
 #[derive(Debug)]
 pub(crate) struct Membership {
     /// The control connections. When they are dropped, the rank leaves the job.
-    pub(crate) controls: Vec<Control>,
+    pub(crate) controls: Controls,
     /// Events that arrived while the rank was joining.
     pub(crate) early: VecDeque<(u8, Event)>,
 }
@@ -84,7 +84,7 @@ pub(crate) fn grant(options: &ConnectOptions, session: Session) -> Result<Grante
     };
     let (welcome, aggregators) = (first.clone(), session.controls.len());
     let Session { mut controls, early, socket, groups, .. } = session;
-    controls.iter_mut().for_each(Control::stay);
+    controls.stay();
     let links = Links {
         socket: Arc::new(socket),
         groups: groups.into(),

@@ -15,11 +15,11 @@ use racksum_net::multicast::Multicast;
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
-use racksum_proto::ids::{Rank, listed};
+use racksum_proto::ids::{Rank, listed, named};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 
-use crate::control::{Control, Event, Mailbox, patience};
+use crate::control::{Control, Controls, Event, Mailbox, patience};
 use crate::error::superseded;
 use crate::error::{ConnectError, not_joined};
 use crate::join_message::join_message;
@@ -46,7 +46,7 @@ const MAX_AGGREGATORS: usize = 62;
 /// The connections and grants of a worker whose job is complete.
 #[derive(Debug)]
 pub(crate) struct Session {
-    pub(crate) controls: Vec<Control>,
+    pub(crate) controls: Controls,
     /// Events that arrived before the session was complete, and that concern the running job.
     pub(crate) early: VecDeque<(u8, Event)>,
     pub(crate) socket: UdpSocket,
@@ -156,10 +156,10 @@ fn join_at(
     let each = routes.iter().zip(&wishes);
     let start = |(route, wish)| Control::start(route, wish, (options, patience), mailbox);
     let started = each.map(start);
-    let controls = started.collect::<Result<Vec<_>, _>>()?;
+    let controls = started.collect::<Result<Controls, _>>()?;
     let proof = Proof { options, routes, controls: &controls, socket: &socket };
     let max_datagram = proof.run(datagram, mailbox)?;
-    for ((route, wish), control) in routes.iter().zip(wishes).zip(&controls) {
+    for ((route, wish), control) in routes.iter().zip(wishes).zip(&*controls) {
         let join = Join {
             data_ports: vec![socket.local_addr().port()],
             receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
@@ -239,11 +239,10 @@ fn complete(
 fn awaited(parts: &[Joining<'_>]) -> String {
     let gathering = parts.iter().filter(|part| part.welcome.is_none());
     let ranks: BTreeSet<u16> = gathering.flat_map(|part| &part.missing).copied().collect();
-    match (parts.iter().find_map(|part| part.queued.as_ref()), ranks.len()) {
-        (Some(why), _) => format!("room: {why}"),
-        (None, 0) => "the start of the job".into(),
-        (None, 1) => format!("rank {}", listed(ranks)),
-        (None, _) => format!("ranks {}", listed(ranks)),
+    match parts.iter().find_map(|part| part.queued.as_ref()) {
+        Some(why) => format!("room: {why}"),
+        None if ranks.is_empty() => "the start of the job".into(),
+        None => named(ranks),
     }
 }
 

@@ -72,7 +72,7 @@ pub struct ConnectOptions {
     /// The number of the job's ranks on this host, for which a sidecar waits; `None` if all ranks
     /// of the job are on this host.
     pub local_world: Option<u16>,
-    /// The number of priority classes; ops of a lower lane go first.
+    /// The number of priority classes. Ops in lower-numbered lanes go first.
     pub lanes: u8,
     /// The most slots that a stream may have; 0 leaves the limit to the aggregator.
     pub pool_slots: u32,

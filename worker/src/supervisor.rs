@@ -12,7 +12,7 @@ use racksum_proto::control::{FromAggregator, FromWorker, LostRank};
 use racksum_proto::ids::Rank;
 use racksum_proto::loss::Loss;
 
-use crate::control::{Closed, ControlSenders, Event, Mailbox, close_all};
+use crate::control::{Closed, ControlSenders, Event, Mailbox};
 use crate::driver::Driver;
 use crate::error::{ConnectError, superseded};
 use crate::grant::Membership;
@@ -70,7 +70,7 @@ impl Supervisor {
         }
         if let Some(Closed { next_op }) = self.mailbox.closed {
             // The rank may rejoin at `next_op`, unless it leaves in the middle of an op.
-            close_all(self.membership.controls, &FromWorker::Leave { next_op });
+            self.membership.controls.close(&FromWorker::Leave { next_op });
         }
     }
 

@@ -143,17 +143,25 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Waits up to `limit` until the rank may leave. Returns whether it may.
     fn may_leave_within(&self, limit: Duration) -> bool;
 
-    /// Leaves the job at once. Ops in flight end with an error, and so do later ops. Returns once
-    /// the aggregators know that the rank has left, or have not answered for about a second, so
-    /// that a process may end itself afterwards and still not count as lost.
+    /// Begins to leave the job. Ops in flight end with an error, and so do later ops.
     fn leave(&self);
+
+    /// Waits up to `limit` until the aggregators, or the sidecar, know that the rank has left, or
+    /// have had a second to answer. If the process ends before they know, the rank counts as lost.
+    /// Returns false on timeout.
+    fn has_left_within(&self, limit: Duration) -> bool;
 
     /// Leaves the job once no other rank needs this one, or after [`linger`](Self::linger).
     fn close(&self) {
         self.may_leave_within(self.linger());
         self.leave();
+        self.has_left_within(LEAVE_TIMEOUT);
     }
 }
+
+/// How long a closing rank waits for the aggregators to learn that it has left. They answer within
+/// a round trip unless they are stopped or gone.
+pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The error for a caller that waits for an op that no longer exists.
 pub(crate) const GONE: SubmitError =

@@ -1,8 +1,9 @@
 //! A rank's membership in a job at aggregators, over UDP.
 
+use std::convert::Infallible;
 use std::io;
 use std::ops::Range;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::thread::JoinHandle;
@@ -56,8 +57,9 @@ pub(crate) struct UdpTransport {
     senders: ControlSenders,
     /// Sends the message that ends the session.
     stop: Sender<Message>,
-    /// The threads that run until the rank has left.
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Disconnects once the connections to the aggregators are closed.
+    left: Mutex<Receiver<Infallible>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl UdpTransport {
@@ -92,46 +94,33 @@ impl UdpTransport {
         let engine = Engine::new(config, options.world, links, Clock::start(), &options.faults);
         let driver = Arc::new(Driver::new(engine)?);
         let op_timeout = span(options.op_timeout);
-        let (turn, threads) = Default::default();
+        let (turn, threads) = (Mutex::default(), Vec::new());
+        let (leaving, left) = channel();
+        let left = Mutex::new(left);
         let senders = ControlSenders::default();
         senders.set(&membership.controls);
-        let transport =
-            Self { driver, welcome, shards, multicast, op_timeout, turn, senders, stop, threads };
+        let mut transport = Self {
+            driver,
+            welcome,
+            shards,
+            multicast,
+            op_timeout,
+            turn,
+            senders,
+            stop,
+            left,
+            threads,
+        };
         let driver = Arc::clone(&transport.driver);
-        transport.spawn("racksum-drive", move || driver.drive_in_background())?;
+        transport.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (driver, options) = (Arc::clone(&transport.driver), options.clone());
         let (senders, absent) = (transport.senders.clone(), Vec::new());
         let supervisor = Supervisor { options, at, membership, senders, absent, mailbox, driver };
-        transport.spawn("racksum-session", move || supervisor.run())?;
+        transport.threads.push(spawn("racksum-session", move || {
+            supervisor.run();
+            drop(leaving);
+        })?);
         Ok(transport)
-    }
-
-    /// Starts a thread that runs until the rank has left.
-    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(run)?;
-        self.threads().push(thread);
-        Ok(())
-    }
-
-    fn threads(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the ops in flight, and starts to leave the job.
-    fn end(&self) {
-        let mut state = self.driver.lock();
-        if std::mem::replace(&mut state.closed, true) {
-            return;
-        }
-        tracing::debug!(stats = ?state.engine.stats(), "client closes");
-        let next_op = state.run(|engine| engine.rests_at()).flatten();
-        state.run(|engine| engine.end("the client was closed"));
-        self.driver.wake_waiting(&mut state);
-        drop(state);
-        self.driver.work.notify_all();
-        self.driver.waker.wake();
-        // The send fails only if the session has already ended.
-        drop(self.stop.send(Message::Stop(Closed { next_op })));
     }
 
     /// Like [`submit`](Transport::submit), for an operand that several ranks have already folded.
@@ -352,21 +341,44 @@ impl Transport for UdpTransport {
     }
 
     fn leave(&self) {
-        self.end();
-        // A thread that has panicked has already printed its panic.
-        self.threads().drain(..).for_each(|thread| drop(thread.join()));
+        let mut state = self.driver.lock();
+        if std::mem::replace(&mut state.closed, true) {
+            return;
+        }
+        tracing::debug!(stats = ?state.engine.stats(), "client closes");
+        let next_op = state.run(|engine| engine.rests_at()).flatten();
+        state.run(|engine| engine.end("the client was closed"));
+        self.driver.wake_waiting(&mut state);
+        drop(state);
+        self.driver.work.notify_all();
+        self.driver.waker.wake();
+        // The send fails only if the session has already ended.
+        drop(self.stop.send(Message::Stop(Closed { next_op })));
+    }
+
+    fn has_left_within(&self, limit: Duration) -> bool {
+        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(left.recv_timeout(limit), Err(RecvTimeoutError::Disconnected))
     }
 }
 
 impl Drop for UdpTransport {
     fn drop(&mut self) {
         self.close();
+        for thread in self.threads.drain(..) {
+            // The thread has already printed its panic.
+            drop(thread.join());
+        }
     }
 }
 
 /// Returns the operand that an op was started with.
 fn taken_back<T: TryFrom<Operand>>(payload: Payload) -> Result<T, Error> {
     Operand::of(payload).and_then(|operand| operand.try_into().ok()).ok_or_else(|| GONE.into())
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.into()).spawn(run)
 }
 
 /// How long a closing rank stays for ranks that may lack its sums.

@@ -130,12 +130,19 @@ fn literals(tokens: TokenStream, found: &mut Vec<Text>) {
 fn python(text: &str) -> (Vec<Text>, Vec<Text>) {
     let (mut comments, mut messages) = (Vec::new(), Vec::new());
     let mut docstring: Option<Text> = None;
+    let mut is_example = false;
     for (number, line) in (1..).zip(text.lines()) {
         let line = line.trim();
         if let Some((_, open)) = &mut docstring {
             let closed = line.split_once("\"\"\"");
-            *open += &format!(" {}", closed.map_or(line, |(last, _)| last));
+            let text = closed.map_or(line, |(last, _)| last);
+            // An example and its output last until an empty line.
+            is_example = line.starts_with(">>> ") || is_example && !line.is_empty();
+            if !is_example {
+                *open += &format!(" {text}");
+            }
             if closed.is_some() {
+                is_example = false;
                 comments.extend(docstring.take());
             }
         } else if let Some(rest) = line.strip_prefix("\"\"\"") {
@@ -168,12 +175,12 @@ mod tests {
 
     #[test]
     fn docstrings_comments_and_messages_of_python_are_told_apart() {
-        let text =
-            "\"\"\"Sums tensors.\n\nSecond line.\n\"\"\"\n# Why it is so.\nraise E('it is bad')\n";
+        let text = "\"\"\"Sums tensors.\n\n>>> a_sum_of(1, 2)\n3\n\nSecond line.\n\"\"\"\n\
+                    # Why it is so.\nraise E('it is bad')\n";
         let (comments, messages) = python(text);
         let comments: Vec<_> = comments.iter().map(|(line, text)| (*line, text.trim())).collect();
-        assert_eq!(comments, [(1, "Sums tensors.  Second line."), (5, "Why it is so.")]);
-        assert_eq!(messages, [(6, "it is bad".to_owned())]);
+        assert_eq!(comments, [(1, "Sums tensors.   Second line."), (8, "Why it is so.")]);
+        assert_eq!(messages, [(9, "it is bad".to_owned())]);
     }
 
     #[test]

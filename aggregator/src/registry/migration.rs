@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use racksum_proto::control::{FromAggregator, Join, LostRank, OnRankLoss, Resume};
-use racksum_proto::ids::listed;
+use racksum_proto::ids::named;
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
 use racksum_proto::status::JobState;
@@ -71,12 +71,11 @@ impl Registry {
             return self.refuse_all(&seat.job, &reason);
         }
         let reason = format!(
-            "job {:?} waited {} s for rank{} {}; start the missing ranks, or raise \
+            "job {:?} waited {} s for {}; start the missing ranks, or raise \
              --join-timeout-s at the aggregator",
             seat.job,
             patience.as_secs(),
-            if missing.len() == 1 { "" } else { "s" },
-            listed(missing.iter().copied())
+            named(missing.iter().copied())
         );
         self.refuse_all(&seat.job, &reason);
     }

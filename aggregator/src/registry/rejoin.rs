@@ -144,7 +144,7 @@ impl Registry {
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job ended")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
-        let (welcome, job_keys) = job.granted.as_mut().ok_or("the job has no grant")?;
+        let (welcome, job_keys) = job.granted.as_mut().ok_or("the job is not running")?;
         job_keys.renew(rank).map_err(|error| error.to_string())?;
         let keys = job_keys.keys_of(rank);
         let welcome =

@@ -199,7 +199,7 @@ impl Registry {
             parent.before.clear();
             (parent.missing, parent.granted) = (Some(Vec::new()), Some((parent_addr, granted)));
         }
-        // If the start fails, it has already refused all members.
+        // A failed start has already refused all members.
         self.start(name).unwrap_or(Joined::Ready)
     }
 

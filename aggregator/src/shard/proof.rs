@@ -21,7 +21,7 @@ pub(crate) enum Proof {
     /// A caller proves its path. The value is the size in bytes of the largest ping that has
     /// arrived.
     OfCaller(Arc<AtomicU16>),
-    /// This aggregator proves the path from one of its shards to the parent.
+    /// This aggregator proves that datagrams pass between one of its shards and the parent.
     AtParent {
         /// The shard's number.
         shard: usize,

@@ -393,7 +393,7 @@ pub(crate) enum Grade {
     /// The figure meets its bound, `must`.
     Pass,
     /// The figure misses its bound.
-    Below,
+    Missed,
     /// A time of a side is missing.
     NotMeasured,
 }
@@ -403,7 +403,7 @@ impl Grade {
         match self {
             Self::Reach => "PASS, reach",
             Self::Pass => "PASS",
-            Self::Below => "below",
+            Self::Missed => "missed",
             Self::NotMeasured => "not measured",
         }
     }
@@ -415,7 +415,7 @@ impl Bound {
             None => Grade::NotMeasured,
             Some(value) if self.figure.keeps(value, self.reach) => Grade::Reach,
             Some(value) if self.figure.keeps(value, self.must) => Grade::Pass,
-            Some(_) => Grade::Below,
+            Some(_) => Grade::Missed,
         }
     }
 }
@@ -470,10 +470,10 @@ mod tests {
         let of_time = |must, reach| judge(Figure::Time("racksum"), must, reach);
         assert_eq!(of_time(200.0, 199.0), Grade::Pass);
         assert_eq!(of_time(250.0, 200.0), Grade::Reach);
-        assert_eq!(of_time(199.0, 150.0), Grade::Below);
+        assert_eq!(of_time(199.0, 150.0), Grade::Missed);
         let of_gain = |must, reach| judge(Figure::Gain("racksum", "gloo"), must, reach);
         assert_eq!(of_gain(1.5, 1.6), Grade::Pass);
-        assert_eq!(of_gain(1.6, 2.0), Grade::Below);
+        assert_eq!(of_gain(1.6, 2.0), Grade::Missed);
         assert_eq!(judge(Figure::Time("openmpi"), 1.0, 1.0), Grade::NotMeasured);
     }
 }

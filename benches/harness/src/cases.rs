@@ -497,7 +497,7 @@ mod tests {
                 assert_eq!(value, Some(1.0), "{} {:?}", race.name, bound.figure);
                 let at_reach = bound.judge(Some(bound.reach));
                 assert_eq!(at_reach, crate::case::Grade::Reach);
-                assert_ne!(bound.judge(Some(bound.must)), crate::case::Grade::Below);
+                assert_ne!(bound.judge(Some(bound.must)), crate::case::Grade::Missed);
             }
         }
     }

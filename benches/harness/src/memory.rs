@@ -68,7 +68,7 @@ impl Outcome {
         let pool = u64::from(case.shards) * (u64::from(case.pool_mib) << 20);
         let most = pool + case.spare_bytes;
         let peak = after.peak;
-        let verdict = if peak <= most { Grade::Pass } else { Grade::Below };
+        let verdict = if peak <= most { Grade::Pass } else { Grade::Missed };
         Self { pool, at_start: at_start.now, after: after.now, peak, most, verdict }
     }
 }
@@ -127,6 +127,6 @@ mod tests {
             Outcome::of(&CASE, at(1), at(peak)).verdict
         };
         assert_eq!(judged((2 << 20) + 1000), Grade::Pass);
-        assert_eq!(judged((2 << 20) + 1001), Grade::Below);
+        assert_eq!(judged((2 << 20) + 1001), Grade::Missed);
     }
 }

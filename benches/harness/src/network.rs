@@ -235,9 +235,8 @@ mod tests {
 
     #[test]
     fn a_network_connects_its_hosts_and_leaves_nothing_behind() {
-        if racksum_tools::machine::link_tools(Path::new(".")).unwrap().is_some() {
-            eprintln!("skipped: this host cannot create network namespaces");
-            return;
+        if let Some(why) = racksum_tools::machine::link_tools(Path::new(".")).unwrap() {
+            return racksum_test_report::skip(&why);
         }
         let network = Network::build(2, 1, false).unwrap();
         let [first, second] = network.workers() else {

@@ -123,7 +123,7 @@ impl Ending {
                     }
                     if let Some(thrift) = side.thrift {
                         let value = percent(thrift.tx.max(thrift.rx));
-                        let verdict = if thrift.holds { Grade::Pass } else { Grade::Below };
+                        let verdict = if thrift.holds { Grade::Pass } else { Grade::Missed };
                         let figure = format!("bytes of {} (I3)", side.name);
                         rows.push(row(&figure, &value, "<= 106 % + 1", "", verdict.name()));
                     }
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn only_what_was_measured_and_holds_is_as_demanded() {
         assert!(race_ending(true, Grade::Reach).is_as_demanded());
-        assert!(!race_ending(true, Grade::Below).is_as_demanded());
+        assert!(!race_ending(true, Grade::Missed).is_as_demanded());
         assert!(!race_ending(true, Grade::NotMeasured).is_as_demanded());
         assert!(!race_ending(false, Grade::Pass).is_as_demanded());
         assert!(!Ending::Skipped("no root".to_owned()).is_as_demanded());

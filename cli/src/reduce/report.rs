@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io::{self, Write};
 
 use racksum_proto::counted::counted;
-use racksum_proto::ids::listed;
+use racksum_proto::ids::named;
 use racksum_proto::peer_text::PeerText;
 use serde::{Deserialize, Serialize};
 
@@ -238,8 +238,7 @@ impl Table<'_> {
 fn lacks(absent: &[u16]) -> String {
     match absent {
         [] => String::new(),
-        [_] => format!("  lacks rank {}", listed(absent.iter().copied())),
-        _ => format!("  lacks ranks {}", listed(absent.iter().copied())),
+        _ => format!("  lacks {}", named(absent.iter().copied())),
     }
 }
 

@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use racksum_proto::counted::counted;
+use racksum_proto::ids::named;
 use racksum_proto::status::{Memory, SidecarJobStatus, SidecarStatus};
 use racksum_worker::sidecar::{AskError, ask};
 
-use super::{advice, job_name, list};
+use super::{advice, job_name};
 use crate::args::Format;
 use crate::exit::{Failure, print_line};
 
@@ -15,16 +16,17 @@ pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
         let question = "check that the path is the --socket of a racksum worker of this release";
         let path = path.display();
-        let other = format!("cannot query {path}: {error}; {question}");
+        let what = format!("cannot query {path}: {error}");
         match error {
             AskError::Call(error) => {
                 let advice = advice(&error, "sidecar", question);
-                Failure::of_call(format!("cannot query {path}: {error}; {advice}"), &error)
+                Failure::of_call(format!("{what}; {advice}"), &error)
             }
             AskError::Silent => Failure::unavailable(format!(
                 "cannot query {path}: no answer from the sidecar; its process may be suspended"
             )),
-            AskError::Answer(_) => Failure::unavailable(other),
+            AskError::Refused(_) => Failure::unavailable(what),
+            AskError::Answer(_) => Failure::unavailable(format!("{what}; {question}")),
         }
     })?;
     match format {
@@ -89,7 +91,7 @@ fn job_text(job: &SidecarJobStatus) -> String {
     let behind: Vec<_> =
         job.ranks.iter().filter(|rank| rank.behind).map(|rank| rank.rank).collect();
     if let Some(stalled) = job.stalled_ms.filter(|_| !behind.is_empty()) {
-        text += &format!("; has waited {stalled} ms for rank {}", list(&behind));
+        text += &format!("; has waited {stalled} ms for {}", named(behind));
     }
     text += "\n  rank     process  next op      bytes lent\n";
     for rank in &job.ranks {

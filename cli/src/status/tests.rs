@@ -71,7 +71,7 @@ fn a_job_of_racks_waits_for_no_rank_by_name_that_it_cannot_know() {
         (1..2, "; has waited 1 ms for some of the ranks 2, 3, 4"),
         (
             0..4,
-            "; has waited 1 ms for rank 0, 1 and some of the ranks 2, 3, 4 and some of the ranks \
+            "; has waited 1 ms for ranks 0, 1 and some of the ranks 2, 3, 4 and some of the ranks \
              5, 6",
         ),
     ] {

@@ -80,9 +80,11 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     let (ended, ms) = end_all(ranks);
     for (rank, ended) in ended.iter().enumerate() {
         let why = match rank {
-            0 | 1 => "lost rank 2, 3: its rack's aggregator is lost or ended the job; check the \
+            0 | 1 => {
+                "lost ranks 2, 3: their rack's aggregator is lost or ended the job; check the \
                       aggregator's log"
-                .to_owned(),
+                    .to_owned()
+            }
             _ => format!("the session ended: the aggregator {} is gone", racks.racks[1].addr),
         };
         assert_eq!(ended.failed(1), why);

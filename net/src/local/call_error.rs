@@ -30,7 +30,7 @@ impl CallError {
         }
     }
 
-    /// Returns whether the error means that no process listens at the path now.
+    /// Returns whether the error means that no process is listening at the path.
     #[must_use]
     pub fn is_absence(&self) -> bool {
         use io::ErrorKind::{ConnectionRefused, NotFound};

@@ -43,7 +43,7 @@ impl Listener {
     /// Returns the kernel's error if too many files are open.
     pub fn of_socket(socket: OwnedFd) -> io::Result<Self> {
         // Make the socket non-blocking: another process that shares the socket may accept the
-        // caller between `poll` and `accept`, which would then block.
+        // connection between `poll` and `accept`, which would then block.
         ioctl_fionbio(&socket, true)?;
         Ok(Self { _name: None, socket, stopped: eventfd(0, EventfdFlags::CLOEXEC)? })
     }

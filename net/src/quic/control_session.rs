@@ -11,6 +11,7 @@ use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
 use super::endpoint::{Connection, connect_from};
 use super::{Credentials, duration, frames, lifeline};
@@ -192,18 +193,33 @@ pub async fn run_session_on(
             }
             message = messages.recv() => {
                 let message = message.unwrap_or(LEAVE);
-                let last = message.is_last();
-                let sent = frames::send(&mut send, &message).await;
-                if last || sent.is_err() {
-                    drop(send.finish());
-                    // The aggregator ends its stream once it has read the last message.
+                if message.is_last() {
+                    let sent = send_last(&mut send, &message, &mut reader);
+                    drop(tokio::time::timeout(LAST_PATIENCE, sent).await);
+                } else if frames::send(&mut send, &message).await.is_ok() {
+                    continue;
+                } else {
+                    // Read what the aggregator sent before it closed the stream.
                     drop(tokio::time::timeout(LAST_PATIENCE, &mut reader).await);
-                    reader.abort();
-                    connection.close("left").await;
-                    return Ended::Parted;
                 }
+                reader.abort();
+                connection.close("left").await;
+                return Ended::Parted;
             }
         }
+    }
+}
+
+/// Sends a last message, and waits until the aggregator ends its stream, which it does once it has
+/// read the message.
+async fn send_last(
+    send: &mut quinn::SendStream,
+    message: &FromWorker,
+    reader: &mut JoinHandle<String>,
+) {
+    if frames::send(send, message).await.is_ok() {
+        drop(send.finish());
+        drop(reader.await);
     }
 }
 
@@ -331,7 +347,7 @@ const STREAM_CLOSED: &str = "the peer closed the control stream";
 /// Reason for the end of a session whose aggregator has died: its host refuses or closes the
 /// lifeline.
 const DEAD: &str = "its process exited";
-/// Time that the aggregator may take to read the last message.
+/// Time limit for the aggregator to receive and read the last message.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

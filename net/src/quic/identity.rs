@@ -67,8 +67,8 @@ impl Identity {
         }
         if authorities.is_empty() {
             return Err(wrong(
-                "the file holds no certificate of an authority after that of the identity; issue \
-                 the identity again with `racksum identity issue`",
+                "the file lacks the authority's certificate, which follows the identity's own; \
+                 issue the identity again with `racksum identity issue`",
             ));
         }
         let details = Certificate::parse_own(&certificate).map_err(|why| wrong(&why))?;

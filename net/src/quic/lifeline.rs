@@ -125,8 +125,8 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&every)
 }
 
-/// Waits until a lifeline is closed or receives data. Data also ends the lifeline, because reading
-/// data would let the peer waste this side's time.
+/// Waits until a lifeline is closed or receives data. Data also ends the lifeline, because a side
+/// that went on reading would let the peer waste its time.
 async fn closed(mut lifeline: Alive<TcpStream>) {
     // End of stream, an error and unexpected data all end the lifeline.
     let _read = lifeline.read(&mut [0]).await;

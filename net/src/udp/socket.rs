@@ -61,7 +61,8 @@ pub struct UdpSocket {
     report: BufferReport,
     gso: AtomicBool,
     gro: bool,
-    /// Number of messages that the kernel dropped, which extends the kernel's 32-bit counter.
+    /// Number of datagrams that the kernel has dropped: its wrapping 32-bit counter, extended to 64
+    /// bits.
     drops: AtomicU64,
     /// Number of messages that were larger than their buffer.
     truncated: AtomicU64,
@@ -139,13 +140,13 @@ impl UdpSocket {
         if self.gso_enabled() { MAX_SEGMENTS } else { 1 }
     }
 
-    /// Returns whether the kernel joins received datagrams of one sender.
+    /// Returns whether the kernel coalesces received datagrams from one sender (GRO).
     #[must_use]
     pub const fn gro_enabled(&self) -> bool {
         self.gro
     }
 
-    /// Returns how many messages the kernel has dropped since the socket was opened, because the
+    /// Returns how many datagrams the kernel has dropped since the socket was opened, because the
     /// receive buffer was full or [`UdpSocket::refuse`] named the sender. The kernel reports the
     /// count only with each received message, so later drops are not included yet.
     #[must_use]

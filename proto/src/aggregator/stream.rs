@@ -197,7 +197,7 @@ impl Stream {
         self.density.of(self.backlog())
     }
 
-    /// Handles the acknowledgement of a rank.
+    /// Handles an acknowledgement from a rank.
     pub(super) fn handle_ack(&mut self, now: Time, rank: Rank, ack: WindowId) {
         // wire: W-32
         // A rank cannot have received a result that does not exist, whatever it acknowledges.

@@ -316,8 +316,8 @@ impl Worker {
         }
     }
 
-    /// Returns the next window to scan, with lanes in priority order; `None` if every window is
-    /// scanned, or enough windows are scanned ahead.
+    /// Returns the next window to scan, from the first lane that has one. Returns `None` if every
+    /// window is scanned, or enough windows are scanned ahead.
     #[must_use]
     pub fn poll_scan(&self) -> Option<Scan> {
         (0..self.config.lanes).find_map(|lane| self.poll_scan_of(lane))

@@ -186,7 +186,7 @@ fn ops_that_fail_leave_nothing_behind_a_credit_that_stands_still() {
     rank.sent();
     rank.deliver(&result(window(0, 0), None));
     rank.machine.poll_outcome().unwrap();
-    // Another rank never acknowledges op 0, so the credit stays at its window.
+    // Another rank never acknowledges op 0, so the credit never passes that op's window.
     let started = format!("{:?}", rank.machine).len();
     for op in 1..1000 {
         rank.start(&[true]);

@@ -57,7 +57,7 @@ def connect(
     :param generation: Number of this life of the job, from 0. Each restart must pass a greater
         number, which ends the earlier generations. By default torchrun's
         ``TORCHELASTIC_RESTART_COUNT``, or 0.
-    :param lanes: Number of priority classes of ops, 1 to 8; by default 1. Ops of a lower lane go
+    :param lanes: Number of priority classes of ops, 1 to 8; by default 1. Lower-numbered lanes go
         first.
     :param pool_slots: The maximum number of windows of a lane in flight at a shard. With 0, the
         default, the aggregator decides.

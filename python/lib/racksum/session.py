@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -88,6 +90,7 @@ class Session:
         #: Called before every op. It waits until other threads have started earlier ops.
         self._before_op: Callable[[], None] | None = None
         _open_sessions.add(self)
+        _close_at_end_of_worker(os.getpid())
         _log.info(
             "rank %d of %d joined job %r, generation %d, at %s%s",
             options.rank,
@@ -191,7 +194,7 @@ class Session:
             scale per block, or ``"fixed32"``. By default the tensor's own type.
         :param block: Elements of a block, a power of two from 32 to 1024. Blocks of zeros are not
             sent.
-        :param lane: Lane of the op, below the session's ``lanes``. Ops of a lower lane go first.
+        :param lane: Lane of the op, below the session's ``lanes``. Lower-numbered lanes go first.
         :param tag: A number from 0 to 2**64 - 1, or a string. All ranks must pass the same tag; by
             default it is derived from the shape.
         :param async_op: Whether to return a :class:`Handle` immediately.
@@ -478,19 +481,25 @@ class Session:
         """Leaves the job. Closing a closed session does nothing.
 
         Ops in flight fail, except those that a sidecar has received from all of the job's ranks on
-        its host. Closing waits for these. An exception from a signal handler, such as Ctrl-C, ends
-        that wait; the session is closed all the same. Once this returns, the process may end in any
-        way and still not count as lost.
+        its host. Closing waits for these, and then up to two seconds until the aggregators, or the
+        sidecar, know that the rank has left. Once they know, the process may end in any way without
+        counting as lost. An exception from a signal handler, such as Ctrl-C, ends these waits; the
+        session is closed all the same.
 
         >>> session.close()
         >>> session.closed
         True
         """
-        self._closed = True
         try:
-            self._session.close()
+            self._leave()
+            self._session.wait_until_left()
         finally:
             forward_logs()
+
+    def _leave(self) -> None:
+        """Begins to leave the job."""
+        self._closed = True
+        self._session.leave()
 
     def __enter__(self) -> Self:
         # If the job is over for another reason, let the next op raise an error that names it.
@@ -550,10 +559,26 @@ _eager_classes: set[type] = set()
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
+@functools.cache
+def _close_at_end_of_worker(_pid: int) -> None:
+    """Lets a forked process of `multiprocessing` close its sessions at its end.
+
+    Such a process runs no handlers of `atexit`. Does this once in each process.
+    """
+    multiprocessing = sys.modules.get("multiprocessing")
+    util = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None and util is not None and multiprocessing.parent_process():
+        util.Finalize(None, close_all, exitpriority=0)
+
+
 @atexit.register
 def close_all() -> None:
     """Closes all sessions before the interpreter finalizes."""
-    for session in list(_open_sessions):
+    sessions = list(_open_sessions)
+    # Begin to leave everywhere first, so that the waits overlap.
+    for session in sessions:
+        session._leave()
+    for session in sessions:
         session.close()
     # All ops have ended, so the threads that waited for them can end now.
     end_all()

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["SerialExecutor", "Waiters", "do_waiting", "drop_in_background", "end_all"]
+__all__ = ["SerialExecutor", "Waiters", "do_waiting", "end_all"]
 
 #: The total time, in seconds, that an ending process waits for its threads to end.
 _PATIENCE = 5.0
@@ -120,14 +120,6 @@ def do_waiting(task: Callable[[], None]) -> None:
     _waiters.do(task)
 
 
-def drop_in_background(value: object) -> None:
-    """Drops a reference on another thread, for objects that take long to destroy."""
-    held = [value]
-    # If no thread can start, the object is destroyed on the caller's thread.
-    with contextlib.suppress(RuntimeError):
-        _waiters.do(held.clear)
-
-
 _all: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 _waiters = Waiters("racksum-futures")
 
@@ -143,7 +135,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def end_all() -> None:
-    """Ends all threads before Python finalizes: a thread inside torch would then abort Python."""
+    """Ends all threads before Python finalizes; a thread still inside torch would abort Python."""
     threads = list(_all)
     for thread in threads:
         thread.end()

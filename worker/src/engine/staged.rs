@@ -16,7 +16,8 @@ pub(super) struct Staged {
     pub(super) start: usize,
     pub(super) gso_batch: GsoBatch,
     pub(super) stream: Stream,
-    /// The rest of the datagram, if it is sent from a tensor: the op, and the range of its tensor.
+    /// Where the rest of the datagram lies, if the batch does not hold all of it: an op, and a
+    /// range of its tensor.
     pub(super) in_tensor: Option<(OpId, Range<usize>)>,
 }
 

@@ -20,9 +20,7 @@ pub(super) fn describe(why: &FromSidecar) -> String {
         FromSidecar::Lost { ranks, why: Loss::Left } => {
             format!("an op needs ranks that have left: {}", listed(ranks.iter().copied()))
         }
-        FromSidecar::Lost { ranks, why } => {
-            format!("lost rank {}: {}", listed(ranks.iter().copied()), why.name())
-        }
+        FromSidecar::Lost { ranks, why } => why.describe(ranks.iter().copied()),
         FromSidecar::CutOff { why } => why.clone(),
         FromSidecar::TimedOut => "an op timed out".into(),
         FromSidecar::Superseded { why } => why.clone(),
@@ -33,7 +31,7 @@ pub(super) fn describe(why: &FromSidecar) -> String {
 }
 
 /// Returns the log text for a rank that is no longer in its job. A rank that leaves is not logged
-/// as lost, because it is missed only if a later op starts.
+/// as lost, because only a later op would need it.
 pub(super) fn parting(why: Loss) -> String {
     match why {
         Loss::Left => "rank left".into(),
@@ -148,7 +146,7 @@ mod tests {
         assert!(parting(Loss::Died).starts_with("rank lost: its process exited"));
         let over = |why| describe(&FromSidecar::Lost { ranks: vec![1, 2], why });
         assert_eq!(over(Loss::Left), "an op needs ranks that have left: 1, 2");
-        assert!(over(Loss::Died).starts_with("lost rank 1, 2: its process exited"));
+        assert!(over(Loss::Died).starts_with("lost ranks 1, 2: their processes exited"));
     }
 
     #[test]

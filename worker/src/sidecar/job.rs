@@ -193,7 +193,11 @@ impl Job {
         let mut state = self.lock();
         match started {
             // The ranks have already received the refusal.
-            _ if state.refused.is_some() => {}
+            Ok(upstream) if state.refused.is_some() => {
+                drop(state);
+                upstream.close();
+            }
+            Err(_) if state.refused.is_some() => {}
             Ok(upstream) => {
                 state.cancel = None;
                 (state.upstream, state.began) = (Some(Arc::new(upstream)), true);

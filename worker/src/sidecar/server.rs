@@ -192,7 +192,8 @@ impl ServerState {
             };
             if !self.let_in(&line) {
                 CALLERS.note(|left_out| {
-                    tracing::warn!(left_out, "closing a new connection: too many are open");
+                    let most = self.most_lines();
+                    tracing::warn!(left_out, most, "closing a new connection: too many are open");
                 });
                 continue;
             }

@@ -10,7 +10,7 @@ use racksum_net::local::{CallError, Line, LineError};
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::status::SidecarStatus;
 
-use super::message::{FromRank, FromSidecar};
+use super::message::{FromRank, FromSidecar, VERSION};
 
 /// How long a sidecar may take to answer.
 const PATIENCE: Duration = Duration::from_millis(PATIENCE_MS);
@@ -33,8 +33,10 @@ pub enum AskError {
     /// The sidecar does not answer.
     #[error("no answer; the process may be suspended")]
     Silent,
-    /// The sidecar closed the connection, refused the request, or sent an invalid answer. The text
-    /// says which.
+    /// The sidecar refused the request. The text says why, and what to do.
+    #[error("{0}")]
+    Refused(String),
+    /// The sidecar closed the connection or sent an invalid answer. The text says which.
     #[error("{0}")]
     Answer(String),
 }
@@ -78,8 +80,14 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
                     });
                 }
             }
-            Some((FromSidecar::WrongVersion { .. } | FromSidecar::Refused { .. }, _)) => {
-                return Err(AskError::Answer("it refuses to send this user its status".into()));
+            Some((FromSidecar::Refused { reason }, _)) => {
+                return Err(AskError::Refused(format!("it refuses to send its status: {reason}")));
+            }
+            Some((FromSidecar::WrongVersion { speaks }, _)) => {
+                return Err(AskError::Refused(format!(
+                    "it speaks protocol version {speaks}, but this program speaks version \
+                     {VERSION}; install the same release on both"
+                )));
             }
             _ => {
                 return Err(AskError::Answer(

@@ -344,7 +344,7 @@ fn a_rank_that_leaves_is_only_missed_by_ops() {
     ranks[2].close();
     ranks[1].close();
     let error = failure(&ranks[0], own(floats(1.0, 10)), sum_of(10));
-    assert!(error.contains("lost rank 1, 2: it left the job"), "{error}");
+    assert!(error.contains("lost ranks 1, 2: they left the job"), "{error}");
 }
 
 #[test]

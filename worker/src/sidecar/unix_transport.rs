@@ -17,7 +17,7 @@ use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
-use racksum_proto::ids::{OpId, listed};
+use racksum_proto::ids::{OpId, named};
 use racksum_proto::stats::{SidecarStats, Stats};
 
 use self::flights::{CHECK_INTERVAL, Flight, Flights, Over, State};
@@ -125,7 +125,7 @@ impl UnixTransport {
                 break ConnectError::Incomplete { missing, waited, elsewhere };
             }
             if !missing.is_empty() {
-                mailbox.awaited.set(format!("ranks {}", listed(missing)));
+                mailbox.awaited.set(named(missing));
             }
         };
         // A working sidecar frees the rank's place within this time. Do not wait longer for a stuck
@@ -256,7 +256,7 @@ impl UnixTransport {
         Ok(Handed { memory: copy.id(), copy: Some(copy), at: at as u64, list, len })
     }
 
-    /// Returns lent memory for a copy of `len` bytes.
+    /// Takes spare memory that is lent to the sidecar, for a copy of `len` bytes.
     fn spare(&self, len: usize) -> Result<Arc<Lent>, Error> {
         let mut state = self.flights.lock();
         if let Some(spare) = state.take_spare(len) {
@@ -450,6 +450,11 @@ impl Transport for UnixTransport {
         self.line.hang_up();
         // Unread messages no longer matter, so the ops in flight end here.
         self.flights.end(Over::because("the client was closed"));
+    }
+
+    /// Returns true, because the sidecar reads the message even after this process has ended.
+    fn has_left_within(&self, _limit: Duration) -> bool {
+        true
     }
 }
 

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use racksum_net::log_limit::LogLimit;
+use racksum_net::quic::LEAVE;
 use racksum_proto::control::{FromWorker, Resume};
 
 use super::Supervisor;
 use crate::aggregator_selector::AggregatorSelector;
-use crate::control::close_all;
 use crate::error::ConnectError;
 use crate::grant::{Granted, grant};
 
@@ -34,8 +34,12 @@ impl Supervisor {
         let text = selector.text();
         let first_op =
             self.driver.with_engine(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
-        close_all(std::mem::take(&mut self.membership.controls), &FromWorker::Move);
-        let Some(Some(first_op)) = first_op else { return };
+        let controls = std::mem::take(&mut self.membership.controls);
+        let Some(Some(first_op)) = first_op else {
+            // The session has ended, so this rank does not come to the next aggregators.
+            return controls.close(&LEAVE);
+        };
+        controls.close(&FromWorker::Move);
         let resume = Resume { first_op, absent: self.absent.clone() };
         while self.mailbox.closed.is_none() && self.note_tried(selector.text_of_try()) {
             let joined = selector.join(MOVE_TIMEOUT, Some(&resume), &mut self.mailbox);
@@ -82,5 +86,42 @@ impl Supervisor {
             self.membership = granted.membership;
             self.senders.set(&self.membership.controls);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::control::tests::control;
+    use crate::control::{ControlSenders, Controls, Mailbox};
+    use crate::driver::Driver;
+    use crate::engine::tests::Bench;
+    use crate::grant::Membership;
+    use crate::options::ConnectOptions;
+
+    #[test]
+    fn a_closed_client_leaves_a_failed_set_of_aggregators_for_good() {
+        let driver = Driver::new(Bench::new(1, 1, Ipv4Addr::LOCALHOST).engine).unwrap();
+        driver.with_engine(|engine| engine.end("the client was closed"));
+        let (control, mut messages) = control();
+        let options = ConnectOptions {
+            standbys: vec![vec!["127.0.0.1:9".into()]],
+            ..ConnectOptions::new("127.0.0.1:8", "job")
+        };
+        let (controls, early) = (Controls::from_iter([control]), Default::default());
+        let mut supervisor = Supervisor {
+            options,
+            at: 0,
+            membership: Membership { controls, early },
+            senders: ControlSenders::default(),
+            absent: Vec::new(),
+            mailbox: Mailbox::new(),
+            driver: Arc::new(driver),
+        };
+        supervisor.move_on("one of its aggregators is gone".into());
+        assert_eq!(messages.try_recv().unwrap(), LEAVE);
     }
 }

@@ -60,9 +60,9 @@ fn rig() -> Rig {
         turn: Mutex::default(),
         senders: ControlSenders::default(),
         stop: Mailbox::new().sender(),
-        threads: Mutex::default(),
+        left: Mutex::new(channel().1),
+        threads: vec![spawn("drive", move || drives.drive_in_background()).unwrap()],
     });
-    transport.spawn("drive", move || drives.drive_in_background()).unwrap();
     let client = Client::over(Arc::clone(&transport) as Arc<dyn Transport>);
     let client = Rank { client, transport };
     Rig { client, socket: socket.local_addr(), shard: shards.remove(0) }
@@ -174,13 +174,13 @@ impl Sleeper {
         state.driving = true;
         drop(state);
         let sleeps = Arc::clone(&driver);
-        let thread = std::thread::spawn(move || {
+        let thread = spawn("sleeps", move || {
             drop(sleeps.await_that(sleeps.lock(), |state| !state.engine.is_in_flight(op)));
         });
         while driver.lock().asleep == 0 {
             std::thread::yield_now();
         }
-        Self { driver, rank, shard: shards.remove(0), op, thread }
+        Self { driver, rank, shard: shards.remove(0), op, thread: thread.unwrap() }
     }
 
     /// Sends a failure that ends the op.
@@ -241,7 +241,7 @@ fn waiting_for_a_while_ends_with_the_op_or_with_the_while() {
 fn a_task_that_awaits_an_op_is_woken_when_it_ends() {
     let client = client();
     let handle: Handle<Vec<f32>> = client.submit(vec![1.0; 1000], descriptor()).unwrap();
-    let (woken, is_woken) = std::sync::mpsc::channel();
+    let (woken, is_woken) = channel();
     let waker = Waker::from(Arc::new(Notifier(woken)));
     let mut awaited = std::pin::pin!(handle);
     let mut context = Context::from_waker(&waker);
@@ -287,7 +287,7 @@ impl Drop for Owner {
 #[test]
 fn the_owner_of_a_tensor_is_kept_until_its_op_has_ended() {
     let client = client();
-    let (gone, is_gone) = std::sync::mpsc::channel();
+    let (gone, is_gone) = channel();
     let region = region_of(tensor(), Owner(gone));
     // No thread waits for the op.
     drop(client.submit(region, descriptor()).unwrap());

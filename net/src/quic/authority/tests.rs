@@ -231,7 +231,7 @@ fn files_that_hold_no_identity_say_what_they_lack() {
     for (pem, why) in [
         ("", "holds no certificate"),
         (&whole[..key], "holds no private key"),
-        (&whole[..behind], "holds no certificate of an authority"),
+        (&whole[..behind], "lacks the authority's certificate"),
         (&other, "the file belongs to an authority"),
         (&both, "several private keys"),
         ("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", ""),

@@ -93,8 +93,8 @@ impl Stream {
         })
     }
 
-    /// Returns the entries of a nack to `rank`. Unless the rank is `stalled`, they request only
-    /// fragments that it must have sent; other fragments may still be on the path.
+    /// Returns the entries of a nack that this side sends to `rank`. Unless the rank is `stalled`,
+    /// they request only fragments that it must have sent; others may still be on the path.
     pub(in crate::aggregator) fn missing_of(
         &self,
         now: Time,

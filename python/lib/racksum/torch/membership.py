@@ -20,7 +20,6 @@ from racksum.call import PartOf
 from racksum.errors import Error, JoinTimeout, SessionClosed
 from racksum.options import ConnectOptions, limits_of_group
 from racksum.session import Session
-from racksum.threads import drop_in_background
 from racksum.torch.departures import sentence
 from racksum.torch.groups import (
     drawn_in,
@@ -152,9 +151,6 @@ class Membership:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            # Drop the session on another thread: its threads take a moment to end, and waiting for
-            # them would delay the release of the store's port, which the next group may need.
-            drop_in_background(session)
         # A rank that could not join has reported that already.
         if not self._has_ever_joined and self._failure is None:
             self._departures.report_left()

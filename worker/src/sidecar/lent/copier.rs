@@ -80,8 +80,7 @@ impl Copier {
         unsafe { self.copy(lent, Own::Target(own.as_mut_ptr())) };
     }
 
-    /// Copies between lent memory and own memory, in the direction that the variant of `own`
-    /// implies.
+    /// Copies between lent memory and `own`, in the direction that the variant of `own` implies.
     ///
     /// # Safety
     /// `own` must point to as many bytes as `lent` holds, and they must stay borrowed during the

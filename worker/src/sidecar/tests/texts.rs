@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::*;
+use crate::sidecar::AskError;
 use crate::sidecar::message::{FromSidecar, Join, NotJoined, VERSION};
 
 /// Checks that the message's `Debug` output is plain and short when a hostile text replaces `TEXT`.
@@ -87,4 +88,24 @@ fn no_text_of_what_a_sidecar_does_is_shown_as_it_came() {
         memory: Memory::default(),
         jobs: vec![job],
     });
+}
+
+#[test]
+fn a_sidecar_that_refuses_its_status_is_quoted() {
+    let path = std::env::temp_dir().join(format!("racksum-refuses-{}", std::process::id()));
+    let listener = Listener::bind(&path, 0o600).unwrap();
+    for (answer, expected) in [
+        (FromSidecar::Refused { reason: TEXT.into() }, TEXT),
+        (FromSidecar::WrongVersion { speaks: 9 }, "it speaks protocol version 9"),
+    ] {
+        std::thread::scope(|scope| {
+            let asks = scope.spawn(|| ask(&path).unwrap_err());
+            let line = listener.accept().unwrap().unwrap();
+            line.recv::<FromRank>().unwrap();
+            line.send(&answer, None).unwrap();
+            let error = asks.join().unwrap();
+            assert!(matches!(error, AskError::Refused(_)), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+        });
+    }
 }

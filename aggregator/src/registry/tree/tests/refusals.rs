@@ -20,7 +20,8 @@ fn what_cannot_be_in_a_tree_is_refused_with_what_to_do() {
         assert!(error.contains(why), "{error}");
     }
     let mut root = registry(Fanout::Unicast, 0);
-    // A member with several ranks may move, because it may be a sidecar.
+    // The root cannot tell a child aggregator from a sidecar with several ranks, which may move to
+    // a standby.
     for (wish, why) in wishes(relayed("job", 0, 2)).into_iter().skip(1) {
         let error = join(&mut root, wish).unwrap_err();
         assert!(error.contains(why), "{error}");
