@@ -8,6 +8,7 @@ use racksum_proto::descriptor::Descriptor;
 use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
 use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Scan, Worker};
 
@@ -141,7 +142,7 @@ impl Cluster {
     fn deliver_to_shard(&mut self, shard: usize, header: &Header, body: &[u8], congested: bool) {
         let machine = &mut self.shards[shard];
         let verdict = machine.handle_decoded(self.now, header, body, congested, &mut ());
-        if let aggregator::Verdict::Store(place) = verdict {
+        if let Verdict::Store(place) = verdict {
             self.check_place(&place);
         }
     }
@@ -149,7 +150,7 @@ impl Cluster {
     fn deliver_to_worker(&mut self, rank: usize, header: &Header, body: &[u8], congested: bool) {
         let machine = &mut self.workers[rank];
         let verdict = machine.handle_decoded(self.now, header, body, congested, &mut ());
-        let worker::Verdict::Deliver(delivery) = verdict else { return };
+        let Verdict::Store(delivery) = verdict else { return };
         check_delivery(&delivery, body.len());
         if delivery.complete {
             machine.handle_delivered(self.now, &delivery, &mut ());

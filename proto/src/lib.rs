@@ -45,6 +45,7 @@ mod sequence;
 pub mod stats;
 pub mod status;
 pub mod time;
+pub mod verdict;
 mod waited;
 pub mod wire;
 pub mod worker;

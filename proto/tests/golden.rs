@@ -9,6 +9,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{
     self, Disagreement, Header, Kind, MissingRanks, NackEntries, NackEntry, OpenDecoder,
 };
@@ -168,11 +169,11 @@ fn the_machines_say_what_the_document_shows() {
     let mut shard = aggregation();
     for bytes in [golden("open"), open(0, 0, 0, &four(), None, &[true])] {
         let verdict = shard.handle_datagram(now, &bytes, false, &mut ());
-        assert_eq!(verdict, aggregator::Verdict::Control);
+        assert_eq!(verdict, Verdict::Control);
     }
     for bytes in [golden("data"), data(0, &floats([0.5, 0.0, 0.0, 0.25]))] {
         let verdict = shard.handle_datagram(now, &bytes, false, &mut ());
-        assert!(matches!(verdict, aggregator::Verdict::Store(_)), "{verdict:?}");
+        assert!(matches!(verdict, Verdict::Store(_)), "{verdict:?}");
     }
     let fold = shard.poll_fold().unwrap();
     shard.handle_folded(&fold, &mut ());
@@ -185,7 +186,7 @@ fn the_machines_say_what_the_document_shows() {
     assert_eq!(datagram(result.header, &sums), golden("result"));
 
     let verdict = rank.handle_datagram(now, &golden("result"), false, &mut ());
-    let worker::Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
+    let Verdict::Store(delivery) = verdict else { panic!("{verdict:?}") };
     rank.handle_delivered(now, &delivery, &mut ());
     assert_eq!(rank.poll_outcome().map(|outcome| outcome.result), Some(Ok(())));
 }
@@ -220,9 +221,9 @@ fn every_truncation_of_a_golden_datagram_is_rejected() {
             let short = &bytes[..len];
             assert_eq!(Header::decode(short), Err(Reject::Truncated), "{name} of {len}");
             let verdict = rank.handle_datagram(Time(1), short, false, &mut ());
-            assert_eq!(verdict, worker::Verdict::Reject(Reject::Truncated));
+            assert_eq!(verdict, Verdict::Reject(Reject::Truncated));
             let verdict = shard.handle_datagram(Time(1), short, false, &mut ());
-            assert_eq!(verdict, aggregator::Verdict::Reject(Reject::Truncated));
+            assert_eq!(verdict, Verdict::Reject(Reject::Truncated));
         }
     }
 }
@@ -256,7 +257,7 @@ fn mid_job() -> (Worker, Aggregation) {
 
 fn take(rank: &mut Worker, shard: &mut Aggregation, bytes: &[u8]) {
     let verdict = rank.handle_datagram(Time(1), bytes, false, &mut ());
-    if let worker::Verdict::Deliver(delivery) = verdict
+    if let Verdict::Store(delivery) = verdict
         && delivery.complete
     {
         rank.handle_delivered(Time(1), &delivery, &mut ());

@@ -24,7 +24,7 @@ mod extension {
     #[pymodule_export]
     use crate::session::{Lent, Session};
     #[pymodule_export]
-    use crate::turn::Turn;
+    use crate::turn::CallTurn;
 
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");

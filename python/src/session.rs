@@ -19,7 +19,7 @@ use crate::memory::{read_from, region_of};
 use crate::op::Op;
 use crate::options::Options;
 use crate::patience::{wait_in_checked_slices, wait_in_slices};
-use crate::turn::{PartOf, Turn, Unreported};
+use crate::turn::{CallTurn, PartOf, Unreported};
 
 /// A session of one rank in a job.
 #[pyclass(frozen, module = "racksum._racksum")]
@@ -184,16 +184,16 @@ impl Session {
         }
     }
 
-    /// Returns the [`Turn`] in which a call's op begins or is refused. `begins_next` means that no
-    /// other thread still has to begin ops of earlier calls.
+    /// Returns the [`CallTurn`] in which a call's op begins or is refused. `begins_next` means that
+    /// no other thread still has to begin ops of earlier calls.
     fn turn(
         &self,
         py: Python<'_>,
         part_of: &Bound<'_, PyAny>,
         begins_next: bool,
-    ) -> PyResult<Turn> {
+    ) -> PyResult<CallTurn> {
         let call = part_of.extract::<PartOf>()?.call(py)?;
-        Ok(Turn::new(Arc::clone(&self.unreported), call, begins_next))
+        Ok(CallTurn::new(Arc::clone(&self.unreported), call, begins_next))
     }
 
     /// Makes all refused calls due. Call this once the ops of all earlier calls have begun.
@@ -218,7 +218,7 @@ impl Session {
     fn submit(
         &self,
         py: Python<'_>,
-        turn: &Bound<'_, Turn>,
+        turn: &Bound<'_, CallTurn>,
         call: OpArgs,
         address: usize,
         nbytes: usize,
@@ -235,7 +235,7 @@ impl Session {
     fn submit_blocks(
         &self,
         py: Python<'_>,
-        turn: &Bound<'_, Turn>,
+        turn: &Bound<'_, CallTurn>,
         call: OpArgs,
         indices: usize,
         count: usize,

@@ -89,14 +89,14 @@ impl Unreported {
 /// the block raises an exception before the turn is taken.
 #[pyclass(frozen, module = "racksum._racksum")]
 #[derive(Debug)]
-pub(crate) struct Turn {
+pub(crate) struct CallTurn {
     unreported: Arc<Unreported>,
     call: call::Call,
     begins_next: bool,
     is_open: AtomicBool,
 }
 
-impl Turn {
+impl CallTurn {
     pub(crate) fn new(unreported: Arc<Unreported>, call: call::Call, begins_next: bool) -> Self {
         Self { unreported, call, begins_next, is_open: AtomicBool::new(true) }
     }
@@ -109,7 +109,7 @@ impl Turn {
 }
 
 #[pymethods]
-impl Turn {
+impl CallTurn {
     /// Takes the turn; returns false if it was taken before. Only the first taker may begin the op
     /// or refuse the call.
     fn take(&self) -> bool {

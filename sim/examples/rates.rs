@@ -118,7 +118,7 @@ fn row(scenario: &Scenario, seed: u64) -> Row {
     let plan = plan(scenario, seed);
     let limit = limit(&plan);
     let idle = Rc::new(RefCell::new(Idle::default()));
-    let checkers = Checkers::default().with(Shared(Rc::clone(&idle)));
+    let checkers = Checkers::default().with(SharedIdle(Rc::clone(&idle)));
     let run = match Cluster::new(&plan, checkers).run() {
         Ok(run) => run,
         Err(violation) => {
@@ -239,9 +239,9 @@ struct Idle {
     total: Picos,
 }
 
-struct Shared(Rc<RefCell<Idle>>);
+struct SharedIdle(Rc<RefCell<Idle>>);
 
-impl Checker for Shared {
+impl Checker for SharedIdle {
     fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
         let Sight::Received(bytes) = sight else { return Ok(()) };
         let is_result =

@@ -7,6 +7,7 @@ use racksum_proto::geometry::{Geometry, Stripe};
 use racksum_proto::ids::{OpId, WindowId};
 use racksum_proto::observer::{Event, Observer};
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{self, Disagreement};
 use racksum_proto::worker::{self, Worker};
 
@@ -55,7 +56,7 @@ impl ChildNode {
                 }
             };
             let verdict = self.worker.handle_decoded(now, &header, body, false, observer);
-            if let worker::Verdict::Deliver(delivery) = verdict {
+            if let Verdict::Store(delivery) = verdict {
                 if let Some(place) = self.shard.machine.handle_from_parent(&delivery) {
                     self.shard.store(place, body);
                 }

@@ -13,6 +13,7 @@ use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::observer::{Event, Observer};
 use racksum_proto::schedule::{Turn, cost};
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{self, Header};
 use racksum_proto::worker::{self, Delivery, Worker};
 
@@ -112,7 +113,7 @@ impl WorkerNode {
                 }
             };
             let verdict = self.machine.handle_decoded(now, &header, body, congested, observer);
-            if let worker::Verdict::Deliver(delivery) = verdict {
+            if let Verdict::Store(delivery) = verdict {
                 self.deliver(&delivery, body);
                 if delivery.complete {
                     self.machine.handle_delivered(now, &delivery, observer);
@@ -319,7 +320,7 @@ impl ShardNode {
                 }
             };
             let verdict = self.machine.handle_decoded(now, &header, body, congested, observer);
-            if let aggregator::Verdict::Store(place) = verdict {
+            if let Verdict::Store(place) = verdict {
                 self.store(place, body);
             }
         }

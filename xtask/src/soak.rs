@@ -26,7 +26,7 @@ use racksum_tools::deadline::Deadline;
 use racksum_tools::interrupt;
 use racksum_tools::shell::Cmd;
 
-use self::job::{Draw, Job};
+use self::job::{Draw, SoakJob};
 use self::served::{Resources, Served};
 
 /// Duration and load of a soak.
@@ -108,7 +108,7 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
                         break;
                     }
                     let name = format!("job-{slot}-{nth}");
-                    Job::new(&name, aggregators.clone(), &mut draw).run(program, logs, tally);
+                    SoakJob::new(&name, aggregators.clone(), &mut draw).run(program, logs, tally);
                 }
             });
         }

@@ -13,8 +13,9 @@ use racksum_proto::ids::{JobId, WindowId};
 use racksum_proto::reject::Reject;
 use racksum_proto::schedule::Turn;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Disagreement, Header};
-use racksum_proto::worker::{Config, Outcome, Transmit, Verdict, Worker};
+use racksum_proto::worker::{Config, Outcome, Transmit, Worker};
 
 use super::ShardJob;
 use super::outbox::Outbox;
@@ -65,7 +66,7 @@ pub(super) fn take<'a>(
     let ShardJob { machine, parent: Some(parent), events, .. } = job else { return None };
     let (header, body) = message.inspect_err(|reject| events.rejects.count(*reject)).ok()?;
     let verdict = parent.machine.handle_decoded(now, &header, body, congested, events);
-    let Verdict::Deliver(delivery) = verdict else { return None };
+    let Verdict::Store(delivery) = verdict else { return None };
     let place = machine.handle_from_parent(&delivery);
     if delivery.complete {
         parent.machine.handle_delivered(now, &delivery, events);

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 
 use racksum_net::udp::{self, Received};
-use racksum_proto::aggregator::{FragmentPlace, Verdict};
+use racksum_proto::aggregator::FragmentPlace;
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::observer::EventCounts;
 use racksum_proto::path;
 use racksum_proto::reject::Reject;
 use racksum_proto::schedule::{DeficitRoundRobin, Schedule, cost};
 use racksum_proto::time::Time;
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{self, Header, Kind};
 
 use super::floods::Floods;

@@ -1,5 +1,5 @@
-//! A neighbour: another job at the same aggregator that sends as much as it can while a side is
-//! measured.
+//! A background job: another job at the same aggregator, which sends as much as it can while a
+//! side is measured.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use crate::process_group::{ITERATION_TIMEOUT, ProcessGroup};
 
-/// State that the neighbour's thread shares with its owner.
+/// The flags that the background thread shares with its owner.
 #[derive(Debug, Default)]
-struct Shared {
-    /// Whether the neighbour should send.
+struct Flags {
+    /// Whether the ranks should send.
     wanted: AtomicBool,
-    /// Whether the neighbour is sending.
+    /// Whether the ranks are sending.
     busy: AtomicBool,
     quit: AtomicBool,
 }
@@ -22,15 +22,15 @@ struct Shared {
 /// The ranks of another job, and the thread that runs their iterations.
 #[derive(Debug)]
 pub(crate) struct BackgroundJob {
-    shared: Arc<Shared>,
+    flags: Arc<Flags>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl BackgroundJob {
-    /// Creates a neighbour that is ready but does not send yet.
+    /// Creates a background job that is ready but does not send yet.
     pub(crate) fn new(mut process_group: ProcessGroup) -> Self {
-        let shared = Arc::new(Shared::default());
-        let own = Arc::clone(&shared);
+        let flags = Arc::new(Flags::default());
+        let own = Arc::clone(&flags);
         let thread = spawn(move || {
             while !own.quit.load(SeqCst) {
                 let wanted = own.wanted.load(SeqCst);
@@ -44,14 +44,14 @@ impl BackgroundJob {
             }
             own.busy.store(false, SeqCst);
         });
-        Self { shared, thread: Some(thread) }
+        Self { flags, thread: Some(thread) }
     }
 
-    /// Starts or stops the neighbour's sending, and waits until the change has taken effect.
-    /// Returns false if the neighbour's thread has ended.
+    /// Starts or stops the ranks' sending, and waits until the change has taken effect.
+    /// Returns false if the thread has ended.
     pub(crate) fn set(&self, sends: bool) -> bool {
-        self.shared.wanted.store(sends, SeqCst);
-        while self.shared.busy.load(SeqCst) != sends {
+        self.flags.wanted.store(sends, SeqCst);
+        while self.flags.busy.load(SeqCst) != sends {
             if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
                 return false;
             }
@@ -66,7 +66,7 @@ impl BackgroundJob {
 
 impl Drop for BackgroundJob {
     fn drop(&mut self) {
-        self.shared.quit.store(true, SeqCst);
+        self.flags.quit.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {
             // Ignore a panic, because the thread has already printed it.
             drop(thread.join());
@@ -75,5 +75,5 @@ impl Drop for BackgroundJob {
 }
 
 const POLL: Duration = Duration::from_millis(5);
-/// Time for which the neighbour sends before a measurement begins.
+/// Time for which the background job sends before a measurement begins.
 const WARM_UP: Duration = Duration::from_millis(300);

@@ -239,8 +239,8 @@ pub(crate) struct Racksum {
     pub(crate) aggregators: u8,
     /// Authentication of datagrams; `None` leaves the default.
     pub(crate) data_auth: Option<DataAuth>,
-    /// Op size in bytes of a neighbour: another job with as many ranks, which uses the same
-    /// aggregator during the measurement. `None` means no neighbour.
+    /// Op size in bytes of a background job: another job with as many ranks, which uses the same
+    /// aggregator during the measurement. `None` means no background job.
     pub(crate) beside: Option<u64>,
 }
 

@@ -423,7 +423,8 @@ fn two_aggregators(seed: u64) -> Case {
     })
 }
 
-/// Returns a race that shows how much a neighbour with 20 times as many bytes slows a job down.
+/// Returns a race that shows how much a background job with 20 times as many bytes slows a job
+/// down.
 fn tenants(seed: u64) -> Case {
     let light = 1 << 20;
     let beside = Racksum { beside: Some(20 * light), ..Racksum::PLAIN };

@@ -176,9 +176,9 @@ impl Racer {
     /// Takes a turn. A side that fails is stopped, and the other sides continue.
     fn turn(&mut self, iterations: u32, counts: bool, round: u32) {
         let Some(team) = &mut self.team else { return };
-        let done = team.set_neighbour(true).and_then(|()| {
+        let done = team.set_background(true).and_then(|()| {
             let done = (0..iterations).map(|_| team.go()).collect::<Result<Vec<_>>>();
-            team.set_neighbour(false).and(done)
+            team.set_background(false).and(done)
         });
         match self.log.keep(done, &format!("round {round}")) {
             Some(iterations) if counts => self.log.rounds.push(iterations),

@@ -207,7 +207,7 @@ impl Team {
             anyhow::Ok(process_group)
         };
         let process_group = start(side.name, &rank, race.data.bytes)?;
-        let other = format!("{job}-neighbour");
+        let other = format!("{job}-background");
         let of_other = |rank| {
             let host = place.worker(rank);
             let mut command = rank_of(program, host, &aggregator, &other, rank, race.world);
@@ -361,11 +361,11 @@ impl Team {
         self.predicted_us
     }
 
-    /// Starts or stops the neighbour's sending, if there is a neighbour.
-    pub(crate) fn set_neighbour(&self, sends: bool) -> Result<()> {
+    /// Starts or stops the background job's sending, if there is a background job.
+    pub(crate) fn set_background(&self, sends: bool) -> Result<()> {
         let there =
             self.background_job.as_ref().is_none_or(|background_job| background_job.set(sends));
-        ensure!(there, "the ranks of the neighbour have failed");
+        ensure!(there, "the ranks of the background job have failed");
         Ok(())
     }
 

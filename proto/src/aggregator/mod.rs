@@ -43,21 +43,9 @@ use crate::observer::{Event, Observer};
 use crate::reject::Reject;
 use crate::sequence::Sequence;
 use crate::time::Time;
+use crate::verdict::Verdict;
 use crate::waited::Waited;
 use crate::wire::{Flags, Header, Kind, OpenDecoder};
-
-/// The outcome of handling a message. It tells the driver whether to store the payload, and where.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// The driver stores the body, a fragment of a rank's contribution, at this place.
-    Store(FragmentPlace),
-    /// The fragment had arrived before.
-    Duplicate,
-    /// The machine has handled the message, which carries no payload.
-    Control,
-    /// The message was rejected for this reason.
-    Reject(Reject),
-}
 
 /// The place of a fragment in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -226,7 +214,7 @@ impl Aggregation {
         datagram: &[u8],
         congested: bool,
         observer: &mut impl Observer,
-    ) -> Verdict {
+    ) -> Verdict<FragmentPlace> {
         match Header::decode(datagram) {
             Ok((header, body)) => self.handle_decoded(now, &header, body, congested, observer),
             Err(reject) => rejected(reject, observer),
@@ -242,7 +230,7 @@ impl Aggregation {
         body: &[u8],
         congested: bool,
         observer: &mut impl Observer,
-    ) -> Verdict {
+    ) -> Verdict<FragmentPlace> {
         match self.handle(now, header, body, congested, observer) {
             Verdict::Reject(reject) => rejected(reject, observer),
             verdict @ (Verdict::Store(_) | Verdict::Duplicate | Verdict::Control) => verdict,
@@ -295,7 +283,7 @@ impl Aggregation {
         body: &[u8],
         congested: bool,
         observer: &mut impl Observer,
-    ) -> Verdict {
+    ) -> Verdict<FragmentPlace> {
         let has_racks = self.config.weight.is_some();
         let checked = self.check_identity(header);
         if let Err(reject) = checked.and_then(|()| check_kind(header, body, has_racks)) {
@@ -363,7 +351,7 @@ impl Aggregation {
         header: &Header,
         body: &[u8],
         observer: &mut impl Observer,
-    ) -> Verdict {
+    ) -> Verdict<FragmentPlace> {
         let (lane, rank) = (header.lane, header.sender);
         let stream = &mut self.streams[usize::from(lane)];
         let op = header.window.op;
@@ -497,13 +485,13 @@ fn check_kind(header: &Header, body: &[u8], has_racks: bool) -> Result<(), Rejec
 }
 
 /// Reports a rejected message to the observer, and returns the verdict.
-fn rejected(reject: Reject, observer: &mut impl Observer) -> Verdict {
+fn rejected(reject: Reject, observer: &mut impl Observer) -> Verdict<FragmentPlace> {
     observer.on_event(&Event::Rejected(reject));
     Verdict::Reject(reject)
 }
 
 /// Converts the outcome of a message without payload to a verdict.
-const fn control_verdict(taken: Result<(), Reject>) -> Verdict {
+const fn control_verdict(taken: Result<(), Reject>) -> Verdict<FragmentPlace> {
     match taken {
         Ok(()) => Verdict::Control,
         Err(reject) => Verdict::Reject(reject),

@@ -29,7 +29,7 @@ use core::ops::Range;
 
 pub use config::{ChildShard, Config};
 use op::{Op, Share};
-pub use receive::{Delivery, Verdict};
+pub use receive::Delivery;
 use resume::FAILED_BEFORE;
 use stream::Stream;
 use sum::{Failure, Waits};

@@ -9,20 +9,8 @@ use crate::loss::Loss;
 use crate::observer::{Event, Observer};
 use crate::reject::Reject;
 use crate::time::Time;
+use crate::verdict::Verdict;
 use crate::wire::{Disagreement, Flags, Header, Kind, MissingRanks, NackEntries};
-
-/// The outcome of a datagram, and what happens to its payload.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// The driver must write the body to its place in the tensor.
-    Deliver(Delivery),
-    /// The fragment had arrived before.
-    Duplicate,
-    /// The datagram was a control message without payload.
-    Control,
-    /// The datagram changed nothing but a counter.
-    Reject(Reject),
-}
 
 /// A fragment of a window's packed sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +45,7 @@ impl Worker {
         datagram: &[u8],
         congested: bool,
         observer: &mut impl Observer,
-    ) -> Verdict {
+    ) -> Verdict<Delivery> {
         match Header::decode(datagram) {
             Ok((header, body)) => self.handle_decoded(now, &header, body, congested, observer),
             Err(reject) => rejected(reject, observer),
@@ -73,7 +61,7 @@ impl Worker {
         body: &[u8],
         congested: bool,
         observer: &mut impl Observer,
-    ) -> Verdict {
+    ) -> Verdict<Delivery> {
         match self.handle(now, header, body, congested, observer) {
             Ok(verdict) => verdict,
             Err(reject) => rejected(reject, observer),
@@ -87,7 +75,7 @@ impl Worker {
         body: &[u8],
         congested: bool,
         observer: &mut impl Observer,
-    ) -> Result<Verdict, Reject> {
+    ) -> Result<Verdict<Delivery>, Reject> {
         let at = self.check_identity(header)?;
         let stream = &mut self.streams[at];
         stream.note_mark(congested);
@@ -144,7 +132,7 @@ impl Worker {
         now: Time,
         header: &Header,
         observer: &mut impl Observer,
-    ) -> Result<Verdict, Reject> {
+    ) -> Result<Verdict<Delivery>, Reject> {
         let window = header.window;
         let at = self.config.stream(header.lane, header.shard);
         let op = self.op(window.op).map(|op| (*op.descriptor(), *op.geometry()));
@@ -180,7 +168,7 @@ impl Worker {
         let cut = geometry.cut(self.config.cut, len);
         let delivery =
             Delivery { shard, window, descriptor, geometry, mask, len, cut, fragment, complete };
-        Ok(Verdict::Deliver(delivery))
+        Ok(Verdict::Store(delivery))
     }
 
     /// Notes that the driver has written a delivery that completes its window. Schedules an
@@ -213,7 +201,12 @@ impl Worker {
     }
 
     /// Handles a nack: the aggregator lacks fragments or opens.
-    fn handle_nack(&mut self, now: Time, at: usize, body: &[u8]) -> Result<Verdict, Reject> {
+    fn handle_nack(
+        &mut self,
+        now: Time,
+        at: usize,
+        body: &[u8],
+    ) -> Result<Verdict<Delivery>, Reject> {
         let entries = NackEntries::decode(body)?;
         let stream = &mut self.streams[at];
         let congestion = &mut self.paths[usize::from(stream.shard())].congestion;
@@ -230,7 +223,7 @@ impl Worker {
         end: WindowId,
         body: &[u8],
         observer: &mut impl Observer,
-    ) -> Result<Verdict, Reject> {
+    ) -> Result<Verdict<Delivery>, Reject> {
         let missing = MissingRanks::decode(body)?;
         let stream = &mut self.streams[at];
         let nacks = &mut self.paths[usize::from(stream.shard())].nacks;
@@ -250,7 +243,7 @@ impl Worker {
         op: OpId,
         body: &[u8],
         observer: &mut impl Observer,
-    ) -> Result<Verdict, Reject> {
+    ) -> Result<Verdict<Delivery>, Reject> {
         let Disagreement { one, other } = Disagreement::decode(body)?;
         self.note_failure_confirmed(op);
         // wire: W-41
@@ -264,7 +257,7 @@ impl Worker {
 }
 
 /// Reports a rejected datagram to the observer.
-fn rejected(reject: Reject, observer: &mut impl Observer) -> Verdict {
+fn rejected(reject: Reject, observer: &mut impl Observer) -> Verdict<Delivery> {
     observer.on_event(&Event::Rejected(reject));
     Verdict::Reject(reject)
 }

@@ -5,6 +5,7 @@ use super::*;
 use crate::dtype::DType;
 use crate::geometry::Fragmentation;
 use crate::ids::Generation;
+use crate::verdict::Verdict;
 use crate::wire::{Disagreement, Flags, Header, Kind};
 
 fn config() -> Config {
@@ -76,7 +77,7 @@ fn arrive(worker: &mut Worker, window: WindowId, previous: u32) {
         ..Header::ping(JobId(1), Generation(0), 0)
     };
     let verdict = worker.handle_decoded(Time(1), &header, &[0; 1024], false, &mut ());
-    let Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
+    let Verdict::Store(delivery) = verdict else { panic!("{verdict:?}") };
     worker.handle_delivered(Time(1), &delivery, &mut ());
 }
 
@@ -148,7 +149,7 @@ fn an_op_that_all_have_ended_elsewhere_is_passed_over_before_it_is_opened_again(
     };
     let verdict =
         worker.handle_decoded(Time(1), &header(Kind::Result, first), &[0; 4], false, &mut ());
-    let Verdict::Deliver(delivery) = verdict else { panic!("{verdict:?}") };
+    let Verdict::Store(delivery) = verdict else { panic!("{verdict:?}") };
     worker.handle_delivered(Time(1), &delivery, &mut ());
     assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
     assert_eq!(worker.first_kept(), first);

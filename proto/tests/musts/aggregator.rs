@@ -1,12 +1,13 @@
 //! How an aggregator handles data and sends results.
 
-use racksum_proto::aggregator::{Aggregation, Recipient, Verdict};
+use racksum_proto::aggregator::{Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::geometry::Geometry;
 use racksum_proto::ids::{Generation, JobId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Flags, Header, Kind, NackEntry};
 
 use crate::shard::{Shard, ack, block, entries, everything_from, nack, sum};

@@ -1,5 +1,6 @@
 //! How a worker ends its ops.
 
+use racksum_proto::Verdict;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};
@@ -7,8 +8,8 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Disagreement, MissingRanks, NackEntry};
-use racksum_proto::worker::Verdict;
 use racksum_proto::worker::{Config, Worker};
 
 use crate::rank::{Machine, Sent, disagreement, fail, nack, result, sum, wait};

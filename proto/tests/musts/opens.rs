@@ -1,10 +1,11 @@
 //! How an aggregator handles opens, and ranks that disagree.
 
-use racksum_proto::aggregator::{self, Aggregation, Recipient, Verdict};
+use racksum_proto::aggregator::{self, Aggregation, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Disagreement, Header, Kind, Open};
 
 use crate::shard::{Shard, block, entries, everything_from, sum};

@@ -6,8 +6,9 @@ use racksum_proto::ids::{OpId, Rank, WindowId};
 use racksum_proto::observer::EventCounts;
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks, NackEntries, NackEntry};
-use racksum_proto::worker::{Transmit, Verdict, Worker};
+use racksum_proto::worker::{Transmit, Worker};
 
 use crate::support::{TIMEOUT, datagram, header, worker};
 
@@ -86,7 +87,7 @@ impl Machine {
 
     pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict {
         let verdict = self.machine.handle_datagram(self.now, bytes, false, &mut self.events);
-        if let Verdict::Deliver(delivery) = verdict
+        if let Verdict::Store(delivery) = verdict
             && delivery.complete
         {
             self.machine.handle_delivered(self.now, &delivery, &mut self.events);
@@ -103,7 +104,7 @@ impl Machine {
 
     pub(crate) fn deliver(&mut self, bytes: &[u8]) {
         let verdict = self.take(bytes);
-        assert!(matches!(verdict, Verdict::Deliver(_)), "{verdict:?}");
+        assert!(matches!(verdict, Verdict::Store(_)), "{verdict:?}");
     }
 
     /// Advances the clock by 200 ms, longer than any answer takes, and handles timeouts.

@@ -6,6 +6,7 @@ use racksum_proto::dtype::DType;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Flags, Header, Kind, MissingRanks, NackEntries, NackEntry};
 use racksum_proto::worker::{self, Worker};
 
@@ -249,7 +250,7 @@ impl Machine {
 
     fn take(&mut self, bytes: &[u8]) {
         let verdict = self.0.handle_datagram(self.1, bytes, false, &mut ());
-        if let worker::Verdict::Deliver(delivery) = verdict
+        if let Verdict::Store(delivery) = verdict
             && delivery.complete
         {
             self.0.handle_delivered(self.1, &delivery, &mut ());

@@ -1,12 +1,13 @@
 //! A shard of one small job, and the messages that ranks send to it.
 
-use racksum_proto::aggregator::{Aggregation, CompleteWindow, Recipient, Transmit, Verdict};
+use racksum_proto::aggregator::{Aggregation, CompleteWindow, Recipient, Transmit};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Rank, WindowId};
 use racksum_proto::observer::EventCounts;
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Header, Kind, MissingRanks, NackEntries, NackEntry};
 
 use crate::support::{aggregation, datagram, header, open};

@@ -1,12 +1,13 @@
 //! An aggregator that has a parent, and one that is a parent.
 
-use racksum_proto::aggregator::{Aggregation, Config, Recipient, Verdict};
+use racksum_proto::aggregator::{Aggregation, Config, Recipient};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction};
 use racksum_proto::error::OpError;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks};
 use racksum_proto::worker::{self, Transmit, Worker};
 

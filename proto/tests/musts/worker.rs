@@ -3,8 +3,9 @@
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Flags, Header, Kind, NackEntry, OpenDecoder};
-use racksum_proto::worker::{Config, Verdict, Worker};
+use racksum_proto::worker::{Config, Worker};
 
 use crate::rank::{Machine, Sent, credit, everything_from, fail, nack, result, sum};
 use crate::support::{TIMEOUT, datagram, header, window, worker};

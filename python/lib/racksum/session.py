@@ -343,7 +343,7 @@ class Session:
         self._send_notices()
 
     @contextlib.contextmanager
-    def reporting_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.Turn]:
+    def reporting_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.CallTurn]:
         """Refuses a call if the block raises before the call's op has begun.
 
         Like :meth:`refuse`, this tells the other ranks. The block receives the turn of the call.
@@ -372,7 +372,7 @@ class Session:
         if self._session.owes:
             self._take_turn()
 
-    def _turn(self, part_of: PartOf | None) -> _racksum.Turn:
+    def _turn(self, part_of: PartOf | None) -> _racksum.CallTurn:
         """Returns the turn of a call, which is a context manager.
 
         If the block raises before the op begins, the session owes the other ranks a notice, which
@@ -380,7 +380,7 @@ class Session:
         """
         return self._session.turn(part_of or ONE_OP, _thread.begins_ops)
 
-    def _report_refusal(self, turn: _racksum.Turn) -> None:
+    def _report_refusal(self, turn: _racksum.CallTurn) -> None:
         """Tells the other ranks immediately that a call has failed at this rank.
 
         Call this for every exception, even for that of Ctrl-C: users may catch it and continue.

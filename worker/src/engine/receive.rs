@@ -10,8 +10,9 @@ use bytes::BytesMut;
 use racksum_net::udp::{RECV_BATCH, RECV_CAPACITY, Received, RecvRing, UdpSocket};
 use racksum_proto::reject::Reject;
 use racksum_proto::time::Time;
+use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{self, Header, Kind};
-use racksum_proto::worker::{Delivery, Verdict};
+use racksum_proto::worker::Delivery;
 
 use super::{Engine, GRACE, Links};
 use crate::fault::Fate;
@@ -263,7 +264,7 @@ impl Engine {
             return None;
         }
         match self.machine.handle_decoded(now, header, body, meta.ce, &mut self.events) {
-            Verdict::Deliver(delivery) => Some(delivery),
+            Verdict::Store(delivery) => Some(delivery),
             Verdict::Duplicate | Verdict::Control | Verdict::Reject(_) => None,
         }
     }

@@ -41,7 +41,7 @@ const REPORT: Duration = Duration::from_secs(2);
 
 /// One life of a job.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct HostJob {
     pub(super) generation: Generation,
     /// The secret that the first rank presented; see [`Join::secret`].
     pub(super) secret: Option<Key>,
@@ -89,11 +89,11 @@ struct State {
     notified: bool,
     /// Whether the next life has begun, even if this life was already over for another reason.
     superseded: bool,
-    /// The condition variable of [`Job::changed`], for notifications from methods of the state.
+    /// The condition variable of [`HostJob::changed`], for notifications from methods of the state.
     changed: Arc<Condvar>,
 }
 
-impl Job {
+impl HostJob {
     /// Creates a job from the request of the first rank that joins.
     pub(super) fn new(join: &Join, peer: Peer) -> Self {
         let changed = Arc::<Condvar>::default();
@@ -423,7 +423,7 @@ impl Job {
     }
 }
 
-impl OpSink for Job {
+impl OpSink for HostJob {
     /// Ends the job because the ranks cannot receive an op's sums.
     fn spoilt(&self, op: u32, spoilt: FoldError) {
         let mut state = self.lock();

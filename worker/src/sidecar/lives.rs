@@ -3,11 +3,11 @@
 use racksum_net::local::Peer;
 use racksum_proto::lives::{self, Known};
 
-use super::job::Job;
+use super::job::HostJob;
 use super::message::{FromSidecar, Join};
 use crate::error::superseded;
 
-impl Job {
+impl HostJob {
     /// Returns whether a rank of the job's user belongs to this job, and so may join this life or
     /// end it by starting the next one. One user may run several jobs, so the same user is only
     /// weak evidence, like the same host ([`Known::ByPlace`]).

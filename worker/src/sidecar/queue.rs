@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use racksum_proto::schedule::{DeficitRoundRobin, Schedule, Turn};
 
 use super::fold::Fold;
-use super::job::Job;
+use super::job::HostJob;
 
 /// Number of bytes that a job may read and write in one turn. A turn takes much longer than the
 /// switch to the next turn, but not so long that other jobs notice.
@@ -16,7 +16,7 @@ const QUANTUM: usize = 8 << 20;
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) fold: Arc<Fold>,
-    pub(super) job: Arc<Job>,
+    pub(super) job: Arc<HostJob>,
     pub(super) op: u32,
 }
 
@@ -154,7 +154,7 @@ mod tests {
     use crate::sidecar::fold::{Handed, LentRange, Memory, Share};
     use crate::sidecar::message::{Join, VERSION};
 
-    fn job(name: &str) -> Arc<Job> {
+    fn job(name: &str) -> Arc<HostJob> {
         let join = Join {
             version: VERSION,
             job: name.into(),
@@ -167,7 +167,7 @@ mod tests {
             join_timeout: 1000,
             op_timeout: 1000,
         };
-        Arc::new(Job::new(&join, Peer { pid: 1, uid: 0 }))
+        Arc::new(HostJob::new(&join, Peer { pid: 1, uid: 0 }))
     }
 
     #[test]

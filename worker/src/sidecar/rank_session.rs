@@ -11,7 +11,7 @@ use racksum_proto::loss::Loss;
 
 use super::budget::Budget;
 use super::fold::{Handed, LentRange, List, Memory};
-use super::job::Job;
+use super::job::HostJob;
 use super::member::LOST;
 use super::message::{FromRank, FromSidecar, ListAt};
 use super::queue::{Queue, Task};
@@ -22,7 +22,7 @@ pub(super) struct RankSession<'a> {
     queue: &'a Queue,
     budget: &'a Arc<Budget>,
     line: &'a Line,
-    job: &'a Arc<Job>,
+    job: &'a Arc<HostJob>,
     rank: u16,
     memories: HashMap<u32, Arc<Memory>>,
 }
@@ -32,7 +32,7 @@ impl<'a> RankSession<'a> {
         queue: &'a Queue,
         budget: &'a Arc<Budget>,
         line: &'a Line,
-        job: &'a Arc<Job>,
+        job: &'a Arc<HostJob>,
         rank: u16,
     ) -> Self {
         Self { queue, budget, line, job, rank, memories: HashMap::new() }

@@ -21,7 +21,7 @@ use racksum_proto::time::{Span, Time};
 use super::budget::Budget;
 use super::caller_limit::CallerLimit;
 use super::error_map::parting;
-use super::job::Job;
+use super::job::HostJob;
 use super::member::LOST;
 use super::message::{FromRank, FromSidecar, Join, VERSION};
 use super::queue::Queue;
@@ -75,7 +75,7 @@ pub struct Sidecar {
 /// State that the sidecar's threads share.
 #[derive(Debug)]
 pub(super) struct ServerState {
-    jobs: Mutex<BTreeMap<JobName, Arc<Job>>>,
+    jobs: Mutex<BTreeMap<JobName, Arc<HostJob>>>,
     /// Options for joining jobs at the aggregator, if there is one.
     upstream: Option<ConnectOptions>,
     limits: Limits,
@@ -324,7 +324,7 @@ impl ServerState {
         join: &Join,
         line: &Arc<Line>,
         peer: Peer,
-    ) -> Result<Arc<Job>, String> {
+    ) -> Result<Arc<HostJob>, String> {
         check(join)?;
         if join.local_world < join.world && self.upstream.is_none() {
             let Join { local_world, world, .. } = *join;
@@ -356,7 +356,7 @@ impl ServerState {
             before => {
                 self.check_room(join, &jobs)?;
                 before.into_iter().for_each(|job| job.end(job.superseded(join, peer)));
-                Arc::new(Job::new(join, peer))
+                Arc::new(HostJob::new(join, peer))
             }
         };
         let is_to_call = job.join(join, line, peer)?;
@@ -380,7 +380,11 @@ impl ServerState {
     }
 
     /// Checks that the sidecar accepts a new job and has room for its ranks on this host.
-    fn check_room(&self, join: &Join, jobs: &BTreeMap<JobName, Arc<Job>>) -> Result<(), String> {
+    fn check_room(
+        &self,
+        join: &Join,
+        jobs: &BTreeMap<JobName, Arc<HostJob>>,
+    ) -> Result<(), String> {
         if self.draining.load(Relaxed) {
             return Err(DRAINING.into());
         }
@@ -429,7 +433,7 @@ impl ServerState {
         drop(write_status(&status, line));
     }
 
-    fn jobs(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<Job>>> {
+    fn jobs(&self) -> MutexGuard<'_, BTreeMap<JobName, Arc<HostJob>>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

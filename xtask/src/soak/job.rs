@@ -38,7 +38,7 @@ impl Draw {
 
 /// The settings of a job.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct SoakJob {
     name: String,
     world: u64,
     /// The aggregators where the ranks join, in rank order; after the last, the list starts over.
@@ -54,7 +54,7 @@ struct Rank {
     out: std::path::PathBuf,
 }
 
-impl Job {
+impl SoakJob {
     pub(super) fn new(name: &str, aggregators: Vec<String>, draw: &mut Draw) -> Self {
         let world = draw.between(2, 4);
         let wire = draw.one_of(&["f32", "f32", "bf16", "int8", "fixed32"]);

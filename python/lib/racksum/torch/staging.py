@@ -33,7 +33,7 @@ from racksum.threads import SerialExecutor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from racksum._racksum import Turn
+    from racksum._racksum import CallTurn
 
 __all__ = [
     "Staging",
@@ -191,7 +191,7 @@ class Staging:
         device: torch.device,
         start: Callable[[], Handle[Any]],
         finish: Callable[[Any], T],
-        reporting: Callable[[], AbstractContextManager[Turn | None]] = contextlib.nullcontext,
+        reporting: Callable[[], AbstractContextManager[CallTurn | None]] = contextlib.nullcontext,
     ) -> Handle[T]:
         """Starts an op once the device has done all work queued so far on its current stream.
 
@@ -215,7 +215,7 @@ class Staging:
             with torch.inference_mode(inference), torch.no_grad(), module.stream(stream):
                 yield
 
-        def take_up(turn: Turn | None, ready: Any, up: Any, down: Any) -> None:
+        def take_up(turn: CallTurn | None, ready: Any, up: Any, down: Any) -> None:
             if turn is not None and not turn.take():
                 # A signal handler has ended the call, and the other ranks will be told.
                 return

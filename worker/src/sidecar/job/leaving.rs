@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use racksum_proto::loss::Loss;
 
-use super::{FOR_EVER, Job, State};
+use super::{FOR_EVER, HostJob, State};
 use crate::sidecar::calls::Folding;
 use crate::sidecar::member::Member;
 use crate::sidecar::message::FromSidecar;
 
-impl Job {
+impl HostJob {
     /// Removes a leaving rank once no op uses its memory. The job ends if ops of the rank still
     /// wait for other hosts after `limit`, because the sums of these ops belong in memory that the
     /// rank takes back.

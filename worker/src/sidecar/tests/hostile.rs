@@ -12,7 +12,7 @@ use crate::blocks::Blocks;
 use crate::sidecar::ask;
 use crate::sidecar::budget::Budget;
 use crate::sidecar::fold::{Handed, LentRange, List, Memory};
-use crate::sidecar::job::Job;
+use crate::sidecar::job::HostJob;
 use crate::sidecar::message::{FromSidecar, Join, ListAt, Outcome, VERSION};
 use crate::sidecar::status::write_status;
 use crate::transport::StatsQuery;
@@ -134,7 +134,7 @@ fn final_message(rank: &Line) -> FromSidecar {
 fn a_bad_list_of_a_rank_that_is_gone_leaves_nobody_waiting() {
     let peer = Peer { pid: 1, uid: 0 };
     let lines = [(); 2].map(|()| ends());
-    let job = Job::new(&wish(0, 2), peer);
+    let job = HostJob::new(&wish(0, 2), peer);
     for (rank, (line, _)) in (0..).zip(&lines) {
         assert!(!job.join(&wish(rank, 2), line, peer).unwrap());
     }
@@ -159,7 +159,7 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
     let peer = Peer { pid: 1, uid: 0 };
     let lines = [(); 3].map(|()| ends());
     let wish = |rank| Join { world: 4, local_world: 2, ..wish(rank, 4) };
-    let job = Arc::new(Job::new(&wish(0), peer));
+    let job = Arc::new(HostJob::new(&wish(0), peer));
     assert!(!job.join(&wish(0), &lines[0].0, peer).unwrap());
     assert!(job.join(&wish(1), &lines[1].0, peer).unwrap());
     job.part(1, Loss::Died);
@@ -177,7 +177,7 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
 fn a_rank_that_leaves_waits_for_folds_of_its_memory_however_long_they_take() {
     let peer = Peer { pid: 1, uid: 0 };
     let lines = [(); 2].map(|()| ends());
-    let job = Arc::new(Job::new(&wish(0, 2), peer));
+    let job = Arc::new(HostJob::new(&wish(0, 2), peer));
     let (_memory, descriptor) = SharedMemory::new(4096).unwrap();
     let memory = Memory::of(&descriptor, &Arc::new(Budget::new(4096))).unwrap();
     for (rank, (line, _)) in (0..).zip(&lines) {

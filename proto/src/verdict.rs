@@ -1,0 +1,16 @@
+//! What a machine makes of a datagram.
+
+use crate::reject::Reject;
+
+/// The outcome of handling a datagram. `P` is the place of a payload in the driver's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict<P> {
+    /// The driver must store the body, a fragment of a window, at this place.
+    Store(P),
+    /// The fragment had arrived before.
+    Duplicate,
+    /// The machine has handled the datagram, which carries no payload.
+    Control,
+    /// The datagram was rejected and changed nothing but a counter.
+    Reject(Reject),
+}
