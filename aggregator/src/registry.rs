@@ -566,7 +566,8 @@ impl Registry {
             }
             (why, JobState::Probing | JobState::Running) => {
                 LOST.note(|left_out| {
-                    tracing::warn!(job = ?name, ?ranks, left_out, "rank lost: {}", why.name());
+                    let why = why.describe(ranks.iter().copied());
+                    tracing::warn!(job = ?name, left_out, "the job ends: {why}");
                 });
                 job.send_to_all(&FromAggregator::PeerLost { ranks, why });
                 true

@@ -59,8 +59,7 @@ impl Loss {
     }
 
     /// Returns the clause that describes the loss of several ranks.
-    #[must_use]
-    pub const fn name_of_several(self) -> &'static str {
+    const fn name_of_several(self) -> &'static str {
         match self {
             Self::Died => "their processes exited unexpectedly; check their logs",
             Self::Silent => {

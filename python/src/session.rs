@@ -294,8 +294,8 @@ impl Session {
         Ok(Some(lent))
     }
 
-    /// Begins to leave the job. Ops in flight fail. With a sidecar, however, ops that all its ranks
-    /// have called continue.
+    /// Waits until the rank may leave the job, and begins to leave it. Ops in flight fail. With a
+    /// sidecar, however, ops that all its ranks have called continue.
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(client) = self.client.get(py) else { return Ok(()) };
         let may_leave = |slice| client.may_leave_within(slice).then_some(());

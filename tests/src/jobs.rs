@@ -65,7 +65,8 @@ fn a_client_that_is_closed_has_left_at_every_aggregator() {
                 rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
             let client = Client::connect(&options).unwrap();
             let ((), ms) = timed(|| client.close());
-            // On a busy machine, an aggregator may take longer to answer than the client waits.
+            // On a busy machine, an aggregator may take longer to answer than the client waits,
+            // which is a second.
             if ms < 900 {
                 // Count the jobs before the drop, which leaves too.
                 let jobs = rigs.each_ref().map(|rig| rig.aggregator.jobs());

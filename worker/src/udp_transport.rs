@@ -94,7 +94,9 @@ impl UdpTransport {
         let engine = Engine::new(config, options.world, links, Clock::start(), &options.faults);
         let driver = Arc::new(Driver::new(engine)?);
         let op_timeout = span(options.op_timeout);
-        let (turn, threads) = (Mutex::default(), Vec::new());
+        let drives = Arc::clone(&driver);
+        let drives = spawn("racksum-drive", move || drives.drive_in_background())?;
+        let (turn, threads) = (Mutex::default(), vec![drives]);
         let (leaving, left) = channel();
         let left = Mutex::new(left);
         let senders = ControlSenders::default();
@@ -111,8 +113,6 @@ impl UdpTransport {
             left,
             threads,
         };
-        let driver = Arc::clone(&transport.driver);
-        transport.threads.push(spawn("racksum-drive", move || driver.drive_in_background())?);
         let (driver, options) = (Arc::clone(&transport.driver), options.clone());
         let (senders, absent) = (transport.senders.clone(), Vec::new());
         let supervisor = Supervisor { options, at, membership, senders, absent, mailbox, driver };

@@ -181,7 +181,7 @@ impl Registry {
         }
         if granted.data_auth != auth {
             let reason = format!(
-                "its parent at {parent_addr} authenticates data with {:?}, and this aggregator \
+                "its parent at {parent_addr} authenticates data with {:?}, but this aggregator \
                  with {:?}; start both with the same `racksum aggregator --data-auth`",
                 granted.data_auth.name(),
                 auth.name()

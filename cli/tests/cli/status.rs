@@ -1,5 +1,6 @@
 //! Tests of `racksum status` for aggregators.
 
+use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::process::Command;
@@ -160,6 +161,24 @@ fn an_aggregator_without_a_place_for_its_status_socket_names_the_folder() {
         format!("without a status socket: cannot use the folder {nowhere}/racksum: No such file");
     let err = serving.end().err;
     assert!(err.contains(&why), "{err}");
+}
+
+#[test]
+fn a_folder_that_others_can_write_to_is_not_used() {
+    let folder = Folder::new("status-shared");
+    let shared = folder.path("racksum");
+    std::fs::create_dir(&shared).unwrap();
+    std::fs::set_permissions(&shared, Permissions::from_mode(0o777)).unwrap();
+    let command = |args: &[&str]| {
+        let mut command = Command::new(RACKSUM);
+        command.args(args).env("XDG_RUNTIME_DIR", folder.path(""));
+        Process::spawn(&mut command)
+    };
+    let why = "is not a folder that only this user or root can write to";
+    let serving = Serving::of(command(&["aggregator", "--port", "0", "--pool-mib", "16"]));
+    assert!(command(&["status"]).end(20).failed(3).contains(why));
+    let err = serving.end().err;
+    assert!(err.contains("without a status socket") && err.contains(why), "{err}");
 }
 
 #[test]

@@ -283,7 +283,7 @@ pub async fn ask_status(to: SocketAddr, caller: &CallOptions) -> Result<String, 
                 FromAggregator::Refused { reason } => return Err(Ended::of(reason)),
                 FromAggregator::WrongVersion { speaks } => {
                     return Err(Ended::of(format!(
-                        "the aggregator speaks protocol version {speaks}, and this program speaks \
+                        "the aggregator speaks protocol version {speaks}, but this program speaks \
                          version {CONTROL_VERSION}; install the same release on both"
                     )));
                 }

@@ -61,8 +61,8 @@ pub struct UdpSocket {
     report: BufferReport,
     gso: AtomicBool,
     gro: bool,
-    /// Number of datagrams that the kernel has dropped: its wrapping 32-bit counter, extended to 64
-    /// bits.
+    /// Number of messages that the kernel has dropped: its wrapping 32-bit counter, extended to 64
+    /// bits. A coalesced batch of datagrams counts as one.
     drops: AtomicU64,
     /// Number of messages that were larger than their buffer.
     truncated: AtomicU64,
@@ -146,7 +146,7 @@ impl UdpSocket {
         self.gro
     }
 
-    /// Returns how many datagrams the kernel has dropped since the socket was opened, because the
+    /// Returns how many messages the kernel has dropped since the socket was opened, because the
     /// receive buffer was full or [`UdpSocket::refuse`] named the sender. The kernel reports the
     /// count only with each received message, so later drops are not included yet.
     #[must_use]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -90,7 +88,6 @@ class Session:
         #: Called before every op. It waits until other threads have started earlier ops.
         self._before_op: Callable[[], None] | None = None
         _open_sessions.add(self)
-        _close_at_end_of_worker(os.getpid())
         _log.info(
             "rank %d of %d joined job %r, generation %d, at %s%s",
             options.rank,
@@ -486,6 +483,9 @@ class Session:
         counting as lost. An exception from a signal handler, such as Ctrl-C, ends these waits; the
         session is closed all the same.
 
+        The interpreter closes all sessions at its exit. A process that skips its exit, as
+        ``os._exit`` and forked processes of `multiprocessing` do, must close them itself.
+
         >>> session.close()
         >>> session.closed
         True
@@ -497,7 +497,7 @@ class Session:
             forward_logs()
 
     def _leave(self) -> None:
-        """Begins to leave the job."""
+        """Waits until the rank may leave the job, and begins to leave it."""
         self._closed = True
         self._session.leave()
 
@@ -559,23 +559,11 @@ _eager_classes: set[type] = set()
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-@functools.cache
-def _close_at_end_of_worker(_pid: int) -> None:
-    """Lets a forked process of `multiprocessing` close its sessions at its end.
-
-    Such a process runs no handlers of `atexit`. Does this once in each process.
-    """
-    multiprocessing = sys.modules.get("multiprocessing")
-    util = sys.modules.get("multiprocessing.util")
-    if multiprocessing is not None and util is not None and multiprocessing.parent_process():
-        util.Finalize(None, close_all, exitpriority=0)
-
-
 @atexit.register
 def close_all() -> None:
     """Closes all sessions before the interpreter finalizes."""
     sessions = list(_open_sessions)
-    # Begin to leave everywhere first, so that the waits overlap.
+    # Begin to leave everywhere first, so that the waits for answers overlap.
     for session in sessions:
         session._leave()
     for session in sessions:

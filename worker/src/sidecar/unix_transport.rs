@@ -452,7 +452,7 @@ impl Transport for UnixTransport {
         self.flights.end(Over::because("the client was closed"));
     }
 
-    /// Returns true, because the sidecar reads the message even after this process has ended.
+    /// Returns true, because the sidecar reads a queued message even after this process has ended.
     fn has_left_within(&self, _limit: Duration) -> bool {
         true
     }

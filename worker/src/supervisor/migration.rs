@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use racksum_net::log_limit::LogLimit;
-use racksum_net::quic::LEAVE;
 use racksum_proto::control::{FromWorker, Resume};
 
 use super::Supervisor;
@@ -27,18 +26,22 @@ impl Supervisor {
     pub(super) fn move_on(&mut self, why: String) {
         let options = self.options.clone();
         let mut selector = AggregatorSelector::new(&options, self.at);
-        MOVING.note(|left_out| {
-            tracing::warn!(aggregator = selector.name(), left_out, "moving to a standby: {why}");
-        });
-        selector.leave(why);
+        selector.leave(why.clone());
         let text = selector.text();
         let first_op =
             self.driver.with_engine(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
         let controls = std::mem::take(&mut self.membership.controls);
         let Some(Some(first_op)) = first_op else {
-            // The session has ended, so this rank does not come to the next aggregators.
-            return controls.close(&LEAVE);
+            // The session has ended, so this rank does not come to the next aggregators. If the
+            // client was closed, the mailbox holds its next op.
+            self.mailbox.next_session();
+            drop(self.mailbox.recv(Some(Duration::ZERO)));
+            let next_op = self.mailbox.closed.and_then(|closed| closed.next_op);
+            return controls.close(&FromWorker::Leave { next_op });
         };
+        MOVING.note(|left_out| {
+            tracing::warn!(aggregator = selector.name(), left_out, "moving to a standby: {why}");
+        });
         controls.close(&FromWorker::Move);
         let resume = Resume { first_op, absent: self.absent.clone() };
         while self.mailbox.closed.is_none() && self.note_tried(selector.text_of_try()) {
@@ -94,9 +97,11 @@ mod tests {
     use std::net::Ipv4Addr;
     use std::sync::Arc;
 
+    use racksum_proto::ids::OpId;
+
     use super::*;
     use crate::control::tests::control;
-    use crate::control::{ControlSenders, Controls, Mailbox};
+    use crate::control::{Closed, ControlSenders, Controls, Mailbox, Message};
     use crate::driver::Driver;
     use crate::engine::tests::Bench;
     use crate::grant::Membership;
@@ -107,6 +112,8 @@ mod tests {
         let driver = Driver::new(Bench::new(1, 1, Ipv4Addr::LOCALHOST).engine).unwrap();
         driver.with_engine(|engine| engine.end("the client was closed"));
         let (control, mut messages) = control();
+        let (mailbox, next_op) = (Mailbox::new(), Some(OpId(7)));
+        mailbox.sender().send(Message::Stop(Closed { next_op })).unwrap();
         let options = ConnectOptions {
             standbys: vec![vec!["127.0.0.1:9".into()]],
             ..ConnectOptions::new("127.0.0.1:8", "job")
@@ -118,10 +125,10 @@ mod tests {
             membership: Membership { controls, early },
             senders: ControlSenders::default(),
             absent: Vec::new(),
-            mailbox: Mailbox::new(),
+            mailbox,
             driver: Arc::new(driver),
         };
         supervisor.move_on("one of its aggregators is gone".into());
-        assert_eq!(messages.try_recv().unwrap(), LEAVE);
+        assert_eq!(messages.try_recv().unwrap(), FromWorker::Leave { next_op });
     }
 }
