@@ -1,8 +1,8 @@
-//! What a machine makes of a datagram.
+//! The outcome of handling a datagram.
 
 use crate::reject::Reject;
 
-/// The outcome of handling a datagram. `P` is the place of a payload in the driver's memory.
+/// Tells a driver what to do with a datagram. `P` is the place of a payload in the driver's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict<P> {
     /// The driver must store the body, a fragment of a window, at this place.

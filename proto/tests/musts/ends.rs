@@ -1,6 +1,5 @@
 //! How a worker ends its ops.
 
-use racksum_proto::Verdict;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::{OpError, SubmitError};

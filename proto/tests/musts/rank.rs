@@ -8,7 +8,7 @@ use racksum_proto::reject::Reject;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::verdict::Verdict;
 use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks, NackEntries, NackEntry};
-use racksum_proto::worker::{Transmit, Worker};
+use racksum_proto::worker::{Delivery, Transmit, Worker};
 
 use crate::support::{TIMEOUT, datagram, header, worker};
 
@@ -85,7 +85,7 @@ impl Machine {
         self.machine.submit_scanned(self.now, descriptor, masks, TIMEOUT).expect("the op is valid")
     }
 
-    pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict {
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict<Delivery> {
         let verdict = self.machine.handle_datagram(self.now, bytes, false, &mut self.events);
         if let Verdict::Store(delivery) = verdict
             && delivery.complete

@@ -1,6 +1,6 @@
 //! A shard of one small job, and the messages that ranks send to it.
 
-use racksum_proto::aggregator::{Aggregation, CompleteWindow, Recipient, Transmit};
+use racksum_proto::aggregator::{Aggregation, CompleteWindow, FragmentPlace, Recipient, Transmit};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::ids::{Rank, WindowId};
@@ -61,7 +61,7 @@ impl Shard {
         Self { machine, events: EventCounts::default(), now: Time(0), unread: Vec::new() }
     }
 
-    pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict {
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> Verdict<FragmentPlace> {
         self.machine.handle_datagram(self.now, bytes, false, &mut self.events)
     }
 
