@@ -3,9 +3,9 @@
 //! during the attack. `RACKSUM_ATTACK_S` sets how many seconds each attack lasts.
 
 use std::net::UdpSocket;
-use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use racksum_net::auth::Sealer;
@@ -20,11 +20,10 @@ use racksum_proto::ids::{Generation, OpId, Rank, WindowId};
 use racksum_proto::time::Span;
 use racksum_proto::wire::{Header, Kind, NackEntries, NackEntry, OpenEncoder, Opening};
 use racksum_worker::Client;
-use rustix::process::setpriority_process;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::impostor::Impostor;
-use crate::rig::{Rig, in_a_process_of_its_own};
+use crate::impostor::{Impostor, give_way};
+use crate::rig::{Rig, in_a_process_of_its_own, with_retries};
 use crate::strangers::{datagram, header};
 
 /// Default duration of an attack, in seconds.
@@ -317,14 +316,9 @@ fn ask_again_and_again(name: &str, rate: Option<u64>) {
     assert!(sent <= 2 * received + more, "{sent} bytes in answer to {received}");
 }
 
-/// Lowers the priority of this thread and the threads that it starts. The attackers stand for
-/// another host, so they should take no cores from the aggregator and the other tenant.
-fn give_way() {
-    setpriority_process(None, 19).unwrap();
-}
-
-/// Runs an attack by ranks that send control messages without end.
-fn send_without_end(name: &str, ranks: u16, message: &FromWorker) {
+/// Runs an attack by ranks that send control messages without end. Returns an error if one of them
+/// is lost, because the machine gave its threads no time.
+fn send_without_end(name: &str, ranks: u16, message: &FromWorker) -> Result<(), String> {
     let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
     // Each rank joins as soon as it has connected, because the aggregator refuses a caller that
     // delays its join.
@@ -334,15 +328,12 @@ fn send_without_end(name: &str, ranks: u16, message: &FromWorker) {
         sender.send_message(&FromWorker::Join(join));
         sender
     };
-    let all = || {
-        give_way();
-        (0..ranks).map(join).collect::<Vec<_>>()
-    };
-    let mut senders = std::thread::scope(|scope| scope.spawn(all).join().unwrap());
+    let mut senders: Vec<_> = (0..ranks).map(join).collect();
     for sender in &mut senders {
         sender.granted();
+        sender.give_way();
     }
-    let other = Other::default();
+    let (other, lost) = (Other::default(), Mutex::new(None));
     let rested = Barrier::new(usize::from(WORLD + ranks));
     let ops = std::thread::scope(|scope| {
         let ops = scope.spawn(|| {
@@ -351,19 +342,28 @@ fn send_without_end(name: &str, ranks: u16, message: &FromWorker) {
             })
         });
         for sender in &mut senders {
-            let (other, rested) = (&other, &rested);
+            let (other, rested, lost) = (&other, &rested, &lost);
             scope.spawn(move || {
                 let _ends_all = EndsAll;
                 give_way();
                 rested.wait();
                 // The send blocks while the aggregator does not read, and gives up once the ops
                 // have ended.
-                sender.send_message_until(message, || other.done.load(SeqCst));
+                let sent = sender.send_message_until(message, || other.done.load(SeqCst));
+                if let Err(why) = sent {
+                    *lost.lock().unwrap() = Some(why);
+                }
             });
         }
         ops.join().unwrap()
     });
-    Figures { bytes: None, ops }.print(name, &rig);
+    match lost.into_inner().unwrap() {
+        Some(why) => Err(why),
+        None => {
+            Figures { bytes: None, ops }.print(name, &rig);
+            Ok(())
+        }
+    }
 }
 
 #[test]
@@ -381,5 +381,7 @@ fn a_tenant_that_asks_as_fast_as_it_can_leaves_others_their_share() {
 #[test]
 fn ranks_that_say_words_without_end_leave_others_their_share() {
     let test = "attack::ranks_that_say_words_without_end_leave_others_their_share";
-    in_a_process_of_its_own(test, || send_without_end("words", 64, &FromWorker::PingArrived));
+    in_a_process_of_its_own(test, || {
+        with_retries(|| send_without_end("words", 64, &FromWorker::PingArrived));
+    });
 }

@@ -10,6 +10,7 @@ use racksum_proto::control::{
 };
 use racksum_proto::ids::Generation;
 use racksum_proto::time::Span;
+use rustix::process::setpriority_process;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
@@ -80,9 +81,18 @@ impl Impostor {
         self.runtime.block_on(frames::send(&mut self.send, message)).unwrap();
     }
 
+    /// Lowers the priority of the thread that drives the connection.
+    pub(crate) fn give_way(&self) {
+        self.runtime.spawn(async { give_way() });
+    }
+
     /// Sends a control message again and again, as fast as the aggregator reads, until `enough`
-    /// returns true.
-    pub(crate) fn send_message_until(&mut self, message: &FromWorker, enough: impl Fn() -> bool) {
+    /// returns true, or until the connection ends.
+    pub(crate) fn send_message_until(
+        &mut self,
+        message: &FromWorker,
+        enough: impl Fn() -> bool,
+    ) -> Result<(), String> {
         let Self { runtime, send, .. } = self;
         let pause = Duration::from_millis(100);
         runtime.block_on(async {
@@ -91,13 +101,14 @@ impl Impostor {
                 let mut sending = std::pin::pin!(frames::send(send, message));
                 loop {
                     match tokio::time::timeout(pause, &mut sending).await {
-                        Ok(sending) => break sending.unwrap(),
-                        Err(_) if enough() => return,
+                        Ok(sending) => break sending.map_err(|error| error.to_string())?,
+                        Err(_) if enough() => return Ok(()),
                         Err(_) => {}
                     }
                 }
             }
-        });
+            Ok(())
+        })
     }
 
     /// Writes arbitrary bytes to the control stream.
@@ -173,6 +184,12 @@ impl Impostor {
     pub(crate) fn vanish(self) {
         drop(self);
     }
+}
+
+/// Lowers the priority of this thread and the threads that it starts. Attackers stand for another
+/// host, so they should take no cores from the aggregator and other tenants.
+pub(crate) fn give_way() {
+    setpriority_process(None, 19).unwrap();
 }
 
 impl Drop for Impostor {

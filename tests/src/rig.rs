@@ -206,6 +206,17 @@ pub(crate) fn with_limits<T>(
     }
 }
 
+/// Repeats an attempt, at most four times, as long as it reports that the machine gave some threads
+/// no time.
+pub(crate) fn with_retries<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
+    for _ in 0..4 {
+        if let Ok(done) = attempt() {
+            return done;
+        }
+    }
+    attempt().unwrap()
+}
+
 /// Runs a test, and panics if it takes much longer than `seconds`, the limit on a quiet machine.
 pub(crate) fn bounded(seconds: u64, test: impl FnOnce() + Send + 'static) {
     let (done, wait) = channel();
