@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +59,20 @@ class Aggregator:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(timeout=30)
+
+
+def stop(pid: int) -> None:
+    """Stops a process, and waits until none of its threads runs."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> Iterator[str]:
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with suppress(FileNotFoundError):  # The thread has ended.
+                # The state follows the name of the program, which is in parentheses.
+                yield stat.read_text().rpartition(")")[2].split()[0]
+
+    while any(state != "T" for state in states()):
+        time.sleep(0.001)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import racksum
 import racksum.torch
-from conftest import Cluster
+from conftest import Cluster, stop
 from racksum.torch import membership
 from racksum.torch.calls import Chain
 from racksum.torch.departures import Departures
@@ -95,7 +95,7 @@ def stall(address: str, job: str, stalled: int) -> None:
     own = dist.get_rank()
     if own == 0:
         until_only_these_are_absent(group, [])
-        os.kill(pids[stalled], signal.SIGSTOP)
+        stop(pids[stalled])
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         reduced(group)

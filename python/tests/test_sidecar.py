@@ -24,7 +24,7 @@ import torch
 import racksum
 import racksum.torch
 import report
-from conftest import Aggregator, Cluster, Sidecar, binary
+from conftest import Aggregator, Cluster, Sidecar, binary, stop
 from racksum.torch.staging import Staging, allreduce
 
 
@@ -217,7 +217,7 @@ def test_a_sidecar_that_is_stopped_holds_up_no_other_thread(sidecar, call):
         # If this thread is blocked, another process lets the sidecar continue.
         going_on = subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {pid}"])
         try:
-            sidecar.process.send_signal(signal.SIGSTOP)
+            stop(pid)
             waiter.start()
             time.sleep(0.3)
             assert going_on.poll() is None, "the wait blocked this thread too"
@@ -240,12 +240,6 @@ def test_waiting_for_a_sidecar_that_is_stopped_may_be_interrupted(sidecar, call)
         assert session.allreduce(np.ones(2, np.float32)).sum() == 2
 
 
-def states_of_threads(pid):
-    """Returns the states of a process's threads: `T` if stopped."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return [stat.rpartition(")")[2].split()[0] for stat in stats]
-
-
 @contextmanager
 def interrupted(sidecar):
     """Stops a sidecar, and checks that a wait for it can be interrupted."""
@@ -255,9 +249,7 @@ def interrupted(sidecar):
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        sidecar.process.send_signal(signal.SIGSTOP)
-        while any(state != "T" for state in states_of_threads(sidecar.process.pid)):
-            time.sleep(0.001)
+        stop(sidecar.process.pid)
         began = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
@@ -277,7 +269,7 @@ def test_closing_beside_a_sidecar_that_is_stopped_may_be_interrupted(sidecar):
 
 
 def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
-    sidecar.process.send_signal(signal.SIGSTOP)
+    stop(sidecar.process.pid)
     try:
         began = time.monotonic()
         with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was"):

@@ -7,7 +7,7 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use crate::files::{Folder, Tensor};
-use crate::process::{Process, Serving, bench_rank, run, signal};
+use crate::process::{Process, Serving, bench_rank, run, signal, stop};
 use crate::waits::{await_that, timed};
 
 /// Starts ranks of an endless benchmark.
@@ -76,7 +76,7 @@ fn ranks_end_with_the_parent_that_started_them() {
 fn a_rank_that_is_stopped_is_named_at_the_timeout() {
     let serving = Serving::start(&[]);
     let ranks = busy(&serving, 3, "2");
-    signal(ranks[2].id(), "STOP");
+    stop(ranks[2].id());
     let mut ranks = ranks.into_iter();
     for ended in ranks.by_ref().take(2).map(|rank| rank.end(30)) {
         let why = ended.failed(1);
@@ -96,7 +96,7 @@ fn a_rank_that_is_stopped_for_ten_seconds_is_waited_for() {
     let mut ranks: Vec<_> = (0..3).map(|rank| bench_rank(&serving.addr, rank, 3, &flags)).collect();
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
     std::thread::sleep(Duration::from_millis(300));
-    signal(ranks[2].id(), "STOP");
+    stop(ranks[2].id());
     std::thread::sleep(Duration::from_secs(10));
     assert!(ranks.iter_mut().all(Process::runs), "no rank may end while one is stopped");
     signal(ranks[2].id(), "CONT");

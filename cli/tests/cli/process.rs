@@ -1,7 +1,8 @@
 //! Processes that tests start. A test fails if its process does not end in time. The processes that
 //! remain are killed when the test ends.
 
-use std::io::{BufReader, Read};
+use std::fs;
+use std::io::{self, BufReader, Read};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -81,7 +82,7 @@ impl Reader {
     }
 
     fn of_nothing() -> Self {
-        Self::start(std::io::empty())
+        Self::start(io::empty())
     }
 
     fn so_far(&self) -> String {
@@ -122,7 +123,7 @@ impl Process {
     /// Returns the processes that this process has started.
     pub(crate) fn children(&self) -> Vec<u32> {
         let id = self.id();
-        let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"));
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children"));
         children.unwrap_or_default().split_whitespace().map(|id| id.parse().unwrap()).collect()
     }
 
@@ -182,6 +183,21 @@ pub(crate) fn run<S: AsRef<str>>(args: &[S]) -> Ended {
 pub(crate) fn signal(id: u32, name: &str) {
     let kill = Command::new("kill").args([&format!("-{name}"), &id.to_string()]).status();
     assert!(kill.unwrap().success());
+}
+
+/// Stops a process, and waits until it has stopped: on a busy machine, its threads may run on for a
+/// while after the signal.
+pub(crate) fn stop(id: u32) {
+    signal(id, "STOP");
+    let is_stopped = |thread: io::Result<fs::DirEntry>| {
+        // A thread that has ended has no such file.
+        let stat = fs::read_to_string(thread.unwrap().path().join("stat")).unwrap_or_default();
+        // The state follows the name of the program, which is in parentheses.
+        stat.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with('T'))
+    };
+    await_that("the process has stopped", || {
+        fs::read_dir(format!("/proc/{id}/task")).unwrap().all(is_stopped)
+    });
 }
 
 /// An aggregator process.

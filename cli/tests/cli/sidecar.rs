@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use crate::files::Folder;
 use crate::ports::own_port;
-use crate::process::{Ended, Process, RACKSUM, Serving, run, signal};
+use crate::process::{Ended, Process, RACKSUM, Serving, run, signal, stop};
 use crate::waits::await_that;
 
 /// A sidecar and the socket that ranks connect to.
@@ -148,7 +148,7 @@ fn a_rank_that_holds_up_a_job_is_named_and_so_are_those_that_are_awaited() {
         none.failed(3).contains("check that the path is the --socket of a racksum worker"),
         "{none:?}"
     );
-    signal(sidecar.process.id(), "STOP");
+    stop(sidecar.process.id());
     let stopped = run(&["status", &format!("unix:{}", sidecar.socket)]);
     signal(sidecar.process.id(), "CONT");
     assert!(

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::files::Folder;
 use crate::identity::{authority, issue};
 use crate::ports::own_port;
-use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal};
+use crate::process::{Ended, Process, RACKSUM, Serving, bench_rank, run, signal, stop};
 use crate::waits::await_that;
 
 /// Returns the status as JSON.
@@ -29,7 +29,7 @@ fn a_rank_that_holds_up_a_job_is_named_with_how_long() {
     let flags = ["-b", "1M", "-e", "1M", "-n", "1000000", "--job", "stuck", "--generation", "7"];
     let ranks: Vec<_> = (0..3).map(|rank| bench_rank(&serving.addr, rank, 3, &flags)).collect();
     await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));
-    signal(ranks[1].id(), "STOP");
+    stop(ranks[1].id());
     let behind = |job: &Value| {
         let behind = |rank: &&Value| rank["behind"].as_bool().unwrap();
         let behind = job["ranks"].as_array().unwrap().iter().filter(behind);
@@ -194,7 +194,7 @@ fn an_aggregator_that_does_not_answer_hides_no_other() {
     // `status` queries the sockets in the order of their names. Stop the first aggregator.
     all.sort_by_key(|one| format!("{}.sock", one.process.id()));
     let silent = all[0].process.id();
-    signal(silent, "STOP");
+    stop(silent);
     let ended = command(&["status", "--format", "json"]).end(20);
     signal(silent, "CONT");
     let why = ended.failed(3);
@@ -251,7 +251,7 @@ fn an_aggregator_that_does_not_answer_is_not_waited_for() {
     let folder = Folder::new("status-silent");
     let socket = folder.path("status.sock");
     let serving = Serving::start(&["--status-socket", &socket]);
-    signal(serving.process.id(), "STOP");
+    stop(serving.process.id());
     let ended = run(&["status", &socket]);
     signal(serving.process.id(), "CONT");
     assert!(ended.failed(3).contains("no answer within 5 s"), "{ended:?}");
