@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -58,11 +60,20 @@ class Ranks:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+#: Ports below the ephemeral ones, so that the system assigns none before a test listens to it.
+_PORTS = range(12_000, 32_000)
+
+#: Processes begin at different ports.
+_next_port = count(os.getpid() * 31)
+
+
 def new_port() -> int:
-    """Returns a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Returns a free port, which no other test of this process gets."""
+    while True:
+        port = _PORTS[next(_next_port) % len(_PORTS)]
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _initialize(rank: int, world: int, port: int) -> None:
