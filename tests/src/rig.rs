@@ -207,11 +207,12 @@ pub(crate) fn with_limits<T>(
 }
 
 /// Repeats an attempt, at most four times, as long as it reports that the machine gave some threads
-/// no time.
+/// no time. Prints each reason.
 pub(crate) fn with_retries<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
     for _ in 0..4 {
-        if let Ok(done) = attempt() {
-            return done;
+        match attempt() {
+            Ok(done) => return done,
+            Err(why) => eprintln!("once more: {why}"),
         }
     }
     attempt().unwrap()
