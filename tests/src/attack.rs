@@ -317,7 +317,7 @@ fn ask_again_and_again(name: &str, rate: Option<u64>) {
 }
 
 /// Runs an attack by ranks that send control messages without end. Returns an error if one of them
-/// is lost, because the machine gave its threads no time.
+/// fell silent, because the machine gave its threads no time.
 fn send_without_end(name: &str, ranks: u16, message: &FromWorker) -> Result<(), String> {
     let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
     // Each rank joins as soon as it has connected, because the aggregator refuses a caller that
@@ -351,6 +351,7 @@ fn send_without_end(name: &str, ranks: u16, message: &FromWorker) -> Result<(), 
                 // have ended.
                 let sent = sender.send_message_until(message, || other.done.load(SeqCst));
                 if let Err(why) = sent {
+                    assert!(sender.was_silent(), "the aggregator ended the attack: {why}");
                     *lost.lock().unwrap() = Some(why);
                 }
             });

@@ -4,11 +4,13 @@ use std::net::{SocketAddr, UdpSocket};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use racksum_net::quic::quinn::ConnectionError::{Reset, TimedOut};
 use racksum_net::quic::{Connection, Credentials, connect, frames, quinn};
 use racksum_proto::control::{
     CONTROL_VERSION, FromAggregator, FromWorker, Join, OnRankLoss, Welcome,
 };
 use racksum_proto::ids::Generation;
+use racksum_proto::loss::Loss;
 use racksum_proto::time::Span;
 use rustix::process::setpriority_process;
 use tokio::runtime::Handle;
@@ -109,6 +111,22 @@ impl Impostor {
             }
             Ok(())
         })
+    }
+
+    /// Returns whether this rank, or another rank of its job, was lost because the aggregator heard
+    /// nothing from it for too long. The connection must have failed.
+    pub(crate) fn was_silent(&mut self) -> bool {
+        let connection = self.connection.as_ref().unwrap();
+        // An aggregator that has given up a connection answers its packets with a reset.
+        if let Some(TimedOut | Reset) = connection.quic().close_reason() {
+            return true;
+        }
+        while let Some(message) = self.recv_message() {
+            if let FromAggregator::PeerLost { why, .. } = message {
+                return why == Loss::Silent;
+            }
+        }
+        false
     }
 
     /// Writes arbitrary bytes to the control stream.
