@@ -25,11 +25,12 @@ impl Case {
         }
     }
 
-    /// Turns a race into one of racksum against an earlier build of itself. Leaves other cases
-    /// unchanged.
-    pub(crate) fn against_before(&mut self) {
+    /// Turns a race into one of racksum against an earlier build of itself, whose Python package
+    /// takes part only if `has_package`. Leaves other cases unchanged.
+    pub(crate) fn against_before(&mut self, has_package: bool) {
         const MOST: f64 = 0.02;
         if let Self::Race(race) = self {
+            race.sides.retain(|side| has_package || !side.program.uses_package());
             race.against_before(MOST);
         }
     }
@@ -89,11 +90,10 @@ impl Race {
         let sides = std::mem::take(&mut self.sides);
         self.bounds.clear();
         for side in sides {
-            let Program::Racksum(racksum) = side.program else { continue };
-            let before = Racksum { build: Build::Before, ..racksum };
+            let Some(program) = side.program.before() else { continue };
             // The cases are few and live as long as the process, so the leak is harmless.
             let name = format!("{}, before", side.name).leak();
-            self.sides.extend([side, Side { name, program: Program::Racksum(before) }]);
+            self.sides.extend([side, Side { name, program }]);
             let figure = Figure::CostInTurn(side.name, name);
             self.bounds.push(Bound { figure, must: 1.0 + most, reach: 1.0 });
         }
@@ -143,7 +143,10 @@ pub(crate) enum Program {
     /// Training steps.
     Training(Training),
     /// A reduction through the sidecar of a host; dense only, loopback only.
-    Sidecar(Way),
+    Sidecar {
+        way: Way,
+        build: Build,
+    },
     /// Open MPI over TCP or shared memory; dense only, loopback only.
     OpenMpi {
         shared: bool,
@@ -161,9 +164,31 @@ impl Program {
             Self::Gloo { .. }
             | Self::OpenMpi { .. }
             | Self::Floor { .. }
-            | Self::Sidecar(_)
+            | Self::Sidecar { .. }
             | Self::Training(_) => None,
         }
+    }
+
+    /// Returns the program of an earlier build, or `None` if racksum takes no part in this one.
+    fn before(self) -> Option<Self> {
+        const BUILD: Build = Build::Before;
+        match self {
+            Self::Racksum(racksum) => Some(Self::Racksum(Racksum { build: BUILD, ..racksum })),
+            Self::Training(training) => {
+                let racksum = Some(Racksum { build: BUILD, ..training.racksum? });
+                Some(Self::Training(Training { racksum, ..training }))
+            }
+            Self::Sidecar { way: Way::Memcpy, .. }
+            | Self::Gloo { .. }
+            | Self::OpenMpi { .. }
+            | Self::Floor { .. } => None,
+            Self::Sidecar { way, .. } => Some(Self::Sidecar { way, build: BUILD }),
+        }
+    }
+
+    /// Returns whether the program uses racksum's Python package.
+    pub(crate) const fn uses_package(&self) -> bool {
+        matches!(self, Self::Training(_) | Self::Sidecar { .. })
     }
 
     /// Returns the racksum settings of the aggregator that the program needs, if it needs one.
@@ -454,7 +479,7 @@ mod tests {
     #[test]
     fn a_race_against_an_earlier_build_has_each_side_of_racksum_twice_and_nobody_else() {
         let mut cases = crate::cases::all(1);
-        cases.iter_mut().for_each(Case::against_before);
+        cases.iter_mut().for_each(|case| case.against_before(false));
         let Case::Race(race) = &cases[0] else { panic!("the case is not a race") };
         let sides: Vec<_> = race.sides.iter().map(|side| side.name).collect();
         assert_eq!(sides, ["racksum", "racksum, before"]);
@@ -462,6 +487,20 @@ mod tests {
         assert_eq!(race.sides.iter().map(build).collect::<Vec<_>>(), [Build::Own, Build::Before]);
         let [bound] = race.bounds[..] else { panic!("the race must have one bound") };
         assert_eq!((bound.figure.name(), bound.must), ("racksum / racksum, before".into(), 1.02));
+    }
+
+    #[test]
+    fn a_race_against_a_checkout_has_the_sides_of_its_python_package_too() {
+        let names = |case: &str, has_package| {
+            let mut case = crate::cases::chosen(&[case.to_owned()], 1).unwrap().remove(0);
+            case.against_before(has_package);
+            let Case::Race(race) = case else { panic!("the case is not a race") };
+            race.sides.iter().map(|side| side.name).collect::<Vec<_>>()
+        };
+        assert_eq!(names("hook-w1", true), ["hook", "hook, before"]);
+        assert_eq!(names("train-words-1g-w4", true), ["racksum", "racksum, before"]);
+        assert_eq!(names("hook-w1", false), [""; 0]);
+        assert_eq!(names("train-words-1g-w4", false), [""; 0]);
     }
 
     #[test]

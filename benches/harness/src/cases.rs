@@ -4,7 +4,9 @@ use racksum_benches::data::{Input, Overlap};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::dtype::WireType;
 
-use crate::case::{Bound, Case, Figure, Memory, Net, Program, Race, Racksum, Side, Training, Way};
+use crate::case::{
+    Bound, Build, Case, Figure, Memory, Net, Program, Race, Racksum, Side, Training, Way,
+};
 use crate::volume::Data;
 
 /// Returns all cases that have bounds, in the order of the table.
@@ -341,7 +343,7 @@ fn hook(seed: u64) -> Case {
 }
 
 const fn beside(name: &'static str, way: Way) -> Side {
-    Side { name, program: Program::Sidecar(way) }
+    Side { name, program: Program::Sidecar { way, build: Build::Own } }
 }
 
 /// Returns a loopback race with `density` 0.01. The bounds on times come from a machine where

@@ -8,6 +8,7 @@
 //! this program (`xtask/src/bench.rs`).
 
 mod background_job;
+mod before;
 mod case;
 mod cases;
 mod failures;

@@ -43,8 +43,8 @@ pub(crate) struct PeersArgs {
     /// Run the cases with tensors of this many bytes instead, without bounds on times.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(4..))]
     bytes: Option<u64>,
-    /// Race this source against another build of racksum instead. No case may take more than 2 %
-    /// longer.
+    /// Race this source against another build of racksum instead: an executable, or a checkout,
+    /// whose Python package races too. No case may take more than 2 % longer.
     #[arg(long, value_name = "PATH", conflicts_with = "bytes")]
     against: Option<PathBuf>,
     /// Python with torch and numpy to use, instead of a virtual environment.
@@ -75,8 +75,8 @@ pub(crate) fn run(root: &Path, args: &PeersArgs) -> Result<bool> {
         );
     }
     let rounds = Rounds { setups, warmup: args.warmup, counted: args.rounds };
-    if args.against.is_some() {
-        cases.iter_mut().for_each(Case::against_before);
+    if let Some(before) = &args.against {
+        cases.iter_mut().for_each(|case| case.against_before(before.is_dir()));
         cases.retain(|case| !matches!(case, Case::Race(race) if race.sides.is_empty()));
     }
     let given = Given { python: args.python.clone(), before: args.against.clone() };

@@ -9,6 +9,7 @@ use racksum_tools::machine;
 use racksum_tools::python;
 use racksum_tools::shell::{Cmd, path, target};
 
+use crate::before::{Before, Package};
 use crate::case::{Build, Case, Net, Program, Race};
 
 /// Programs that the caller provides.
@@ -16,7 +17,7 @@ use crate::case::{Build, Case, Net, Program, Race};
 pub(crate) struct Given {
     /// A Python with torch.
     pub(crate) python: Option<PathBuf>,
-    /// A build of racksum to race against.
+    /// A build of racksum to race against: an executable, or a checkout.
     pub(crate) before: Option<PathBuf>,
 }
 
@@ -25,7 +26,7 @@ pub(crate) struct Given {
 pub(crate) struct Setup {
     pub(crate) racksum: PathBuf,
     /// Another build of racksum, to race against.
-    before: Option<PathBuf>,
+    before: Option<Before>,
     /// The folder of the peer programs.
     pub(crate) peers: PathBuf,
     pub(crate) python: Result<PathBuf, String>,
@@ -44,10 +45,20 @@ impl Setup {
     pub(crate) fn program(&self, build: Build) -> &Path {
         match build {
             Build::Own => &self.racksum,
-            Build::Before => {
-                self.before.as_ref().expect("only `--against` adds sides of an earlier build")
-            }
+            Build::Before => &self.before().racksum,
         }
+    }
+
+    /// Returns the Python package of a build, or `None` if the interpreter has it.
+    pub(crate) fn package(&self, build: Build) -> Option<&Package> {
+        match build {
+            Build::Own => None,
+            Build::Before => self.before().package.as_ref(),
+        }
+    }
+
+    fn before(&self) -> &Before {
+        self.before.as_ref().expect("only `--against` adds sides of an earlier build")
     }
 
     /// Builds and installs what `cases` need, except for the programs in `given`.
@@ -57,17 +68,6 @@ impl Setup {
         fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
         Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
         let racksum = work.with_file_name("release").join("racksum");
-        let before = given.before.clone();
-        if let Some(before) = &before {
-            let args = ["--version"];
-            Cmd::new(path(before)?, &args).run(root).with_context(|| {
-                format!(
-                    "--against {} is not a racksum program; pass the path of a `racksum` \
-                     executable",
-                    before.display()
-                )
-            })?;
-        }
 
         let needs = |is: fn(&Program) -> bool| {
             let races = cases.iter().filter_map(|case| match case {
@@ -79,10 +79,7 @@ impl Setup {
         let unneeded = "no case needs it".to_owned();
         let python = match &given.python {
             Some(python) => Ok(python.clone()),
-            None if needs(|program| {
-                matches!(program, Program::Training(_) | Program::Sidecar(_))
-            }) =>
-            {
+            None if needs(Program::uses_package) => {
                 let installed = python::installed(root);
                 report_missing(
                     "the Python package",
@@ -94,6 +91,9 @@ impl Setup {
             }
             None => Err(unneeded.clone()),
         };
+        let package_python = python.as_deref().ok().filter(|_| needs(Program::uses_package));
+        let before = given.before.as_deref();
+        let before = before.map(|before| Before::prepare(before, package_python)).transpose()?;
         let mpi = if needs(|program| matches!(program, Program::OpenMpi { .. })) {
             report_missing("Open MPI", openmpi(root, &work, &peers))
         } else {
@@ -132,7 +132,7 @@ impl Setup {
     pub(crate) fn missing(&self, program: &Program) -> Option<String> {
         match program {
             Program::Racksum(_) => None,
-            Program::Gloo { .. } | Program::Training(_) | Program::Sidecar(_) => {
+            Program::Gloo { .. } | Program::Training(_) | Program::Sidecar { .. } => {
                 self.python.as_ref().err().cloned()
             }
             Program::OpenMpi { .. } => self.mpi.as_ref().err().cloned(),

@@ -159,7 +159,7 @@ impl Team {
             Program::Racksum(racksum) => Self::racksum(race, side, racksum, place, setup, logs),
             Program::Gloo { sparse } => Self::gloo(race, side, sparse, place, setup, logs),
             Program::Training(training) => Self::training(race, side, training, place, setup, logs),
-            Program::Sidecar(way) => Self::sidecar(race, side, way, setup, logs),
+            Program::Sidecar { way, build } => Self::sidecar(race, side, (way, build), setup, logs),
             Program::OpenMpi { shared } => Self::openmpi(race, side, shared, setup, logs),
             Program::Floor { wire } => Self::floor(race, side, wire, setup, logs),
         }
@@ -264,11 +264,11 @@ impl Team {
     ) -> Result<Self> {
         let Ok(python) = &setup.python else { bail!("no Python with torch was found") };
         let master = master(race, side, place)?;
+        let build = training.racksum.map_or(Build::Own, |racksum| racksum.build);
         let rank = |rank: u16| {
             let host = place.worker(rank);
-            let mut command = on(host, python);
-            command.arg(setup.peers.join("training.py")).arg(training.script);
-            command.args(training.flags);
+            let mut command = with_package(python, "training.py", host, setup, build);
+            command.arg(training.script).args(training.flags);
             command
                 .env("RANK", rank.to_string())
                 .env("WORLD_SIZE", race.world.to_string())
@@ -300,18 +300,24 @@ impl Team {
         Ok(Self { predicted_us: answers[0]["predicted_us"].as_f64(), ..Self::of(process_group) })
     }
 
-    fn sidecar(race: &Race, side: &Side, way: Way, setup: &Setup, logs: &Path) -> Result<Self> {
+    fn sidecar(
+        race: &Race,
+        side: &Side,
+        (way, build): (Way, Build),
+        setup: &Setup,
+        logs: &Path,
+    ) -> Result<Self> {
         let Ok(python) = &setup.python else { bail!("no Python with torch was found") };
         ensure!(race.net == Net::Loopback, "a sidecar serves the ranks of one host");
         let socket = logs.join(format!("{}.sock", side.name));
-        let mut worker = Command::new(&setup.racksum);
+        let mut worker = Command::new(setup.program(build));
         worker.arg("worker").arg("--socket").arg(&socket);
         let mut worker = ProcessGroup::start(&format!("{}-worker", side.name), [worker], logs)?;
         worker.lines(START_TIMEOUT)?;
         let master = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)).to_string();
         let rank = |rank: u16| {
-            let mut command = Command::new(python);
-            command.arg(setup.peers.join("sidecar.py")).args(gloo_flags(race, rank, &master));
+            let mut command = with_package(python, "sidecar.py", None, setup, build);
+            command.args(gloo_flags(race, rank, &master));
             command.args(["--way", way.name(), "--iface", "lo", "--sidecar"]).arg(&socket);
             command
         };
@@ -390,6 +396,23 @@ pub(crate) fn rank_of(
     let mut command = on(host, program);
     command.args(["bench", "--interactive", "--aggregator", aggregator, "--job", job]);
     command.args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
+    command
+}
+
+/// Creates the command of a program in `benches/peers` that uses the Python package of `build`.
+fn with_package(
+    python: &Path,
+    script: &str,
+    host: Option<&Host>,
+    setup: &Setup,
+    build: Build,
+) -> Command {
+    let mut command = on(host, python);
+    let package = setup.package(build);
+    if let Some(package) = package {
+        command.env("PYTHONPATH", &package.folder);
+    }
+    command.arg(package.map_or(&setup.peers, |package| &package.peers).join(script));
     command
 }
 
