@@ -6,7 +6,6 @@ use std::rc::Rc;
 
 use racksum_proto::geometry::Stripe;
 use racksum_proto::ids::{OpId, Rank};
-use racksum_proto::wire::Header;
 
 use super::oracle::{Oracle, Truth};
 use super::{Checker, Invariant, Machine, Sight, Violation};
@@ -19,7 +18,7 @@ use crate::plan::Plan;
 pub struct FewBytes {
     plan: Plan,
     oracle: Rc<Oracle>,
-    /// Bytes of datagrams, including headers, that each rank has sent and received.
+    /// Bytes of datagrams, including headers and tags, that each rank has sent and received.
     traffic: BTreeMap<(usize, Rank), (u64, u64)>,
 }
 
@@ -41,7 +40,7 @@ impl FewBytes {
     /// Returns the extra bytes allowed: one datagram for each op and stream.
     fn allowance(&self, job: usize) -> u64 {
         let shards = self.plan.network.shards;
-        let datagram = (Header::LEN + self.plan.jobs[job].cut.payload()) as u64;
+        let datagram = self.plan.jobs[job].cut.stride() as u64;
         let truths = (0..).map_while(|op| Some((op, self.oracle.truth(job, OpId(op))?)));
         let streams = truths.flat_map(|(op, truth)| {
             (0..shards).map(move |i| Stripe::new(OpId(op), truth.windows(), i, shards))
@@ -53,10 +52,11 @@ impl FewBytes {
 impl Checker for FewBytes {
     fn see(&mut self, _: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation> {
         if let Machine::Worker { job, rank } = machine {
+            let tag = self.plan.jobs[job].cut.trailer();
             let (sent, received) = self.traffic.entry((job, rank)).or_default();
             match sight {
-                Sight::Sent(datagram) => *sent += datagram.len() as u64,
-                Sight::Received(datagram) => *received += datagram.len() as u64,
+                Sight::Sent(datagram) => *sent += (datagram.len() + tag) as u64,
+                Sight::Received(datagram) => *received += (datagram.len() + tag) as u64,
                 _ => {}
             }
         }
