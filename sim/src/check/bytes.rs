@@ -40,7 +40,7 @@ impl FewBytes {
     /// Returns the extra bytes allowed: one datagram for each op and stream.
     fn allowance(&self, job: usize) -> u64 {
         let shards = self.plan.network.shards;
-        let datagram = self.plan.jobs[job].cut.stride() as u64;
+        let datagram = self.plan.jobs[job].cut.unsealed() as u64;
         let truths = (0..).map_while(|op| Some((op, self.oracle.truth(job, OpId(op))?)));
         let streams = truths.flat_map(|(op, truth)| {
             (0..shards).map(move |i| Stripe::new(OpId(op), truth.windows(), i, shards))
