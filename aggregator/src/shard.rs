@@ -176,16 +176,15 @@ struct Shard {
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
-            // A full batch means that more messages may be waiting, so the thread does not pause
-            // after it. A batch of large messages is full with only two messages.
-            if self.unserved || self.more_commands {
+            // A full batch means that more messages may be waiting. A batch of large messages is
+            // full with only two messages.
+            if self.unserved || self.more_commands || self.recv.is_full() {
                 continue;
             }
-            if received > 0 && !self.recv.is_full() && self.gather.is_due(self.backlog()) {
+            if received > 0 && self.gather.is_due(self.backlog()) {
                 // Ignore an error: the next receive reports it.
                 drop(self.gather.pause(&self.waker));
-            }
-            if received == 0 {
+            } else {
                 let fds = [self.socket.as_fd(), self.waker.as_fd()];
                 let ready = udp::wait(&fds, Some(self.patience())).unwrap_or(0);
                 if ready & 2 != 0 {

@@ -15,7 +15,8 @@ use racksum_proto::error::SubmitError;
 use racksum_proto::ids::OpId;
 use racksum_proto::time::{Span, Time};
 
-use crate::engine::{Engine, Next};
+use crate::engine::{Engine, Next, Readable};
+use crate::span::span;
 
 /// The state that the client's threads share.
 #[derive(Debug)]
@@ -40,7 +41,7 @@ pub(crate) struct State {
     /// The number of threads that wait for an op. One of them drives, instead of the client's own
     /// thread.
     waiting: usize,
-    /// The number of waiting threads that sleep because another one drives.
+    /// The number of threads that sleep until the state changes, because another one drives.
     pub(crate) asleep: usize,
     /// The number of woken threads that have not looked at the state yet. The driver yields to
     /// them.
@@ -149,6 +150,9 @@ impl Driver {
         mut state: MutexGuard<'a, State>,
         mut done: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
+        // Send before anything is read, because other ranks may wait for that. But a wait that may
+        // be too short for a second step reads in its first.
+        let first = if deadline < Time::NEVER { Readable::ALL } else { Readable::NONE };
         state.waiting += 1;
         while !done(&mut state) {
             let left = left_until(deadline);
@@ -158,12 +162,9 @@ impl Driver {
             if state.driving {
                 // The client's own thread may be driving, and stops once it is woken.
                 self.waker.wake();
-                state.asleep += 1;
                 state = self.sleep(state, left);
-                state.asleep -= 1;
-                state.woken = state.woken.saturating_sub(1);
             } else {
-                state = self.drive(deadline, state, &mut done);
+                state = self.drive(deadline, first, state, &mut done);
             }
         }
         state.waiting -= 1;
@@ -176,23 +177,28 @@ impl Driver {
     /// Sleeps until the state changes or `limit` has passed.
     fn sleep<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, State>,
         limit: Option<Span>,
     ) -> MutexGuard<'a, State> {
-        match limit {
+        state.asleep += 1;
+        state = match limit {
             None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             Some(limit) => {
                 let slept = self.changed.wait_timeout(state, Duration::from_nanos(limit.0));
                 slept.unwrap_or_else(PoisonError::into_inner).0
             }
-        }
+        };
+        state.asleep -= 1;
+        state.woken = state.woken.saturating_sub(1);
+        state
     }
 
-    /// Drives the sockets until `done` returns true, or until `deadline`. No other thread may drive
-    /// meanwhile.
+    /// Drives the sockets until `done` returns true, or until `deadline`. The first step reads the
+    /// `readable` sockets. No other thread may drive meanwhile.
     fn drive<'a>(
         &'a self,
         deadline: Time,
+        mut readable: Readable,
         mut state: MutexGuard<'a, State>,
         mut done: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
@@ -203,7 +209,12 @@ impl Driver {
             if left == Some(Span::ZERO) {
                 break;
             }
-            state = self.step(left, state);
+            let Some(next) = self.advance(readable, &mut state) else { continue };
+            // An event that makes `done` true need not end an op.
+            if next != Next::Step && done(&mut state) {
+                break;
+            }
+            (state, readable) = self.wait(next, left, state);
         }
         state.driving = false;
         self.wake_waiting(&mut state);
@@ -226,9 +237,16 @@ impl Driver {
     /// move, a rank without that sum would need this rank after the move. Returns false on timeout.
     /// Returns true without waiting while an op is in flight or after the session has ended.
     pub(crate) fn is_done_within(&self, limit: Duration) -> bool {
-        let is_needed = |state: &mut State| !state.is_idle() && state.engine.rests_at().is_some();
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, is_needed);
-        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+        let deadline = Clock::start().now() + span(limit);
+        let mut state = self.lock();
+        while !state.is_idle() && state.engine.rests_at().is_some() {
+            let left = left_until(deadline);
+            if left == Some(Span::ZERO) {
+                return false;
+            }
+            state = self.sleep(state, left);
+        }
+        true
     }
 
     /// Wakes the tasks whose ops have ended, and all sleeping threads, which check their own
@@ -237,67 +255,73 @@ impl Driver {
         let State { wakers, engine, .. } = state;
         wakers.extract_if(.., |op, _| !engine.is_in_flight(*op)).for_each(|(_, it)| it.wake());
         state.woken = state.asleep;
-        self.changed.notify_all();
+        // A notification is a system call even if no thread sleeps.
+        if state.asleep > 0 {
+            self.changed.notify_all();
+        }
     }
 
     /// Lets the engine do its due work, and wakes waiting threads if ops have ended. Returns the
     /// engine's next action, or `None` if the engine is broken.
-    fn advance(&self, state: &mut State) -> Option<Next> {
-        let progress = state.run(Engine::step);
+    pub(crate) fn advance(&self, readable: Readable, state: &mut State) -> Option<Next> {
+        let progress = state.run(|engine| engine.step(readable));
         if progress.is_none_or(|progress| progress.ended) {
             self.wake_waiting(state);
         }
         Some(progress?.next)
     }
 
-    /// Does the due work and, if no more is due, waits up to `limit` for an event. The lock is free
-    /// during the wait.
-    pub(crate) fn step<'a>(
+    /// Waits up to `limit` for an event, unless the engine has more to do at once. The lock is free
+    /// during the wait. Returns the sockets that may hold datagrams after it.
+    pub(crate) fn wait<'a>(
         &'a self,
+        next: Next,
         limit: Option<Span>,
-        mut state: MutexGuard<'a, State>,
-    ) -> MutexGuard<'a, State> {
+        state: MutexGuard<'a, State>,
+    ) -> (MutexGuard<'a, State>, Readable) {
         let limited = |patience: Option<Span>| limit.into_iter().chain(patience).min();
-        let Some(next) = self.advance(&mut state) else { return state };
-        // Treat a failed wait as readiness: the next step detects the error.
+        let mut readable = Readable::ALL;
+        // A thread that submits an op, or waits for one that has ended, must not wait until the
+        // engine runs out of work.
+        let yields = self.wanted.load(Relaxed) > 0 || state.woken > 0;
+        if next == Next::Step && !yields {
+            return (state, readable);
+        }
+        let (socket, groups) = state.engine.sockets();
+        drop(state);
+        if yields {
+            std::thread::yield_now();
+        }
         match next {
-            Next::Gather(backlog) if self.gather.is_due(backlog) => {
-                drop(state);
+            Next::Step => {}
+            Next::Wait { backlog, .. } if self.gather.is_due(backlog) => {
+                // Ignore an error: the next receive reports it.
                 drop(self.gather.pause(&self.waker));
             }
-            Next::Step | Next::Gather(_) => {
-                // A thread that submits an op, or waits for one that has ended, must not wait until
-                // the engine runs out of work.
-                if self.wanted.load(Relaxed) == 0 && state.woken == 0 {
-                    return state;
-                }
-                drop(state);
-                std::thread::yield_now();
-            }
             Next::Sleep(patience) => {
-                drop(state);
                 drop(udp::wait(&[self.waker.as_fd()], limited(patience)));
                 self.waker.drain();
             }
-            Next::Wait(patience) => {
-                let (socket, groups) = state.engine.sockets();
-                drop(state);
+            Next::Wait { patience, .. } => {
                 let sockets = std::iter::once(&*socket).chain(groups.iter());
                 let mut fds = [self.waker.as_fd(); udp::MAX_FDS];
                 fds.iter_mut().skip(1).zip(sockets).for_each(|(fd, socket)| *fd = socket.as_fd());
                 let count = 2 + groups.len();
+                // Treat a failed wait as readiness: the next receive reports the error.
                 let ready = udp::wait(&fds[..count.min(fds.len())], limited(patience));
-                if ready.unwrap_or(1) & 1 != 0 {
+                let ready = ready.unwrap_or(u64::MAX);
+                if ready & 1 != 0 {
                     self.waker.drain();
                 }
+                readable = Readable { own: ready & 2 != 0, groups: ready & !3 != 0 };
             }
         }
-        self.lock()
+        (self.lock(), readable)
     }
 
     /// Sends the first datagrams of a submitted op, and ensures that a thread drives it.
     pub(crate) fn set_off(&self, mut state: MutexGuard<'_, State>) {
-        self.advance(&mut state);
+        self.advance(Readable::ALL, &mut state);
         let driven = state.driving || state.waiting > 0;
         drop(state);
         if driven {
@@ -316,7 +340,7 @@ impl Driver {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
             } else {
                 let is_done = |state: &mut State| state.closed || needless(state);
-                state = self.drive(Time::NEVER, state, is_done);
+                state = self.drive(Time::NEVER, Readable::ALL, state, is_done);
             }
         }
     }

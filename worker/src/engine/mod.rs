@@ -31,6 +31,7 @@ use crate::payload::{Data, Payload};
 use crate::tensor::{Region, meet};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::ids::JobId;
+pub(crate) use receive::Readable;
 use receive::{Inbox, RecvStatus};
 use send::Staging;
 
@@ -67,11 +68,9 @@ pub(crate) struct Progress {
 pub(crate) enum Next {
     /// Step again immediately, because there may be more to do.
     Step,
-    /// Step immediately to receive a few datagrams, or a little later to receive many. About this
-    /// many bytes have yet to arrive.
-    Gather(u64),
-    /// Wait for datagrams, at most this long.
-    Wait(Option<Span>),
+    /// Wait for datagrams, at most for `patience`. If datagrams are arriving, about `backlog` bytes
+    /// have yet to arrive; otherwise `backlog` is 0.
+    Wait { patience: Option<Span>, backlog: u64 },
     /// Wait for a wake-up, at most this long, and ignore datagrams.
     Sleep(Option<Span>),
 }
@@ -205,32 +204,34 @@ impl Engine {
         }
     }
 
-    /// Performs one step: receives datagrams, handles timeouts, scans windows and sends messages.
-    pub(crate) fn step(&mut self) -> Progress {
+    /// Performs one step: receives datagrams from the readable sockets, handles timeouts, scans
+    /// windows and sends messages.
+    pub(crate) fn step(&mut self, readable: Readable) -> Progress {
         if self.migration.is_some() {
             return self.wait_for_aggregator();
         }
-        let received = self.receive();
+        // Datagrams that have arrived may hold the awaited results, so read all sockets before
+        // timeouts are handled. But a flood must not delay timeouts forever.
+        let is_due = self.machine.poll_timeout() <= self.clock.now();
+        let received = self.receive(if is_due { Readable::ALL } else { readable });
         let now = self.clock.now();
         let due = self.machine.poll_timeout();
-        // Datagrams that have arrived may hold the awaited results, so handle them first. But a
-        // flood must not delay timeouts forever.
-        if due <= now && (received == RecvStatus::Nothing || now.since(due) > GRACE) {
+        let has_read = received == RecvStatus::Nothing || now.since(due) > GRACE;
+        if is_due && due <= now && has_read {
             self.machine.handle_timeout(now, &mut self.events);
         }
         self.transmit(now);
-        let scanned = self.scan();
-        if scanned {
+        if self.scan() {
             self.transmit(now);
         }
         self.flush();
         // An op may end by timeout. A thread that waits for the op must see that before it sleeps.
         let ended = self.collect();
         let next = match received {
-            _ if scanned || ended => Next::Step,
+            _ if ended || self.next_scan().is_some() => Next::Step,
             RecvStatus::Batch => Next::Step,
-            RecvStatus::Some => Next::Gather(self.machine.backlog()),
-            RecvStatus::Nothing => Next::Wait(self.patience()),
+            RecvStatus::Some => self.wait(self.machine.backlog()),
+            RecvStatus::Nothing => self.wait(0),
         };
         Progress { ended, next }
     }
@@ -331,10 +332,11 @@ impl Engine {
         rests.then(|| self.machine.next_op())
     }
 
-    /// Returns the time until the next timeout, or `None` if no timeout is set.
-    fn patience(&self) -> Option<Span> {
+    /// Returns a wait for datagrams, which ends at the next timeout.
+    fn wait(&self, backlog: u64) -> Next {
         let at = self.machine.poll_timeout();
-        (at < Time::NEVER).then(|| at.since(self.clock.now()))
+        let patience = (at < Time::NEVER).then(|| at.since(self.clock.now()));
+        Next::Wait { patience, backlog }
     }
 
     /// Notes that the aggregator with index `place` continues without a rank.
@@ -372,7 +374,9 @@ impl Engine {
             return;
         }
         let began = self.clock.now();
-        while self.receive() > RecvStatus::Nothing && self.clock.now().since(began) < DRAIN {}
+        while self.receive(Readable::ALL) > RecvStatus::Nothing
+            && self.clock.now().since(began) < DRAIN
+        {}
     }
 
     /// Ends every op in flight without the machine, which cannot be trusted after a panic.

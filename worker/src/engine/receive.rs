@@ -44,6 +44,20 @@ const GROUP: usize = 1;
 /// The maximum number of results to receive straight into the tensor before the engine sends again.
 const BATCH_IN_PLACE: usize = 2;
 
+/// The sockets that may hold datagrams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Readable {
+    /// Whether the rank's own socket may.
+    pub(crate) own: bool,
+    /// Whether some multicast socket may.
+    pub(crate) groups: bool,
+}
+
+impl Readable {
+    pub(crate) const ALL: Self = Self { own: true, groups: true };
+    pub(crate) const NONE: Self = Self { own: false, groups: false };
+}
+
 /// The amount of data that a receive call found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum RecvStatus {
@@ -65,20 +79,26 @@ impl RecvStatus {
 }
 
 impl Engine {
-    /// Takes the datagrams that have arrived on all sockets, at most one batch of them from the
-    /// rank's own socket.
+    /// Takes the datagrams that have arrived on the readable sockets, at most one batch of them
+    /// from the rank's own socket. If that socket is readable, takes those of all groups too.
     ///
     /// A shard's unicast message may follow multicast results and refer to them, but the kernel
     /// queues the two separately. The engine therefore receives its own batch first and handles it
-    /// last, after the multicast datagrams.
-    pub(super) fn receive(&mut self) -> RecvStatus {
+    /// last, after all multicast datagrams.
+    pub(super) fn receive(&mut self, readable: Readable) -> RecvStatus {
+        if readable == Readable::NONE {
+            return RecvStatus::Nothing;
+        }
         let (socket, groups) = (Arc::clone(&self.links.socket), Arc::clone(&self.links.groups));
         if groups.is_empty()
             && let Some(placed) = self.receive_in_place(&socket)
         {
             return placed;
         }
-        let own = self.receive_into(OWN, &socket, RECV_BATCH);
+        let own = match readable.own {
+            true => self.receive_into(OWN, &socket, RECV_BATCH),
+            false => RecvStatus::Nothing,
+        };
         let mut received = own;
         let mut began = None;
         for group in groups.iter() {

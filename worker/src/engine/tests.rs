@@ -99,7 +99,7 @@ impl Bench {
     /// Sends a datagram from a shard's address, and steps the engine.
     pub(crate) fn send(&mut self, shard: usize, contents: &[u8]) {
         send(&self.shards[shard], self.socket.local_addr(), contents);
-        self.engine.step();
+        self.engine.step(Readable::ALL);
     }
 
     fn is_empty(&self) -> bool {
@@ -175,7 +175,7 @@ fn an_op_ends_with_a_result_that_arrived_before_the_session_ended() {
     for end in ends {
         let mut bench = Bench::with_datagrams(61_440, 1, 1, Ipv4Addr::LOCALHOST.into(), false);
         let [first, second] = [(); 2].map(|()| bench.submit(0, LONG));
-        bench.engine.step();
+        bench.engine.step(Readable::ALL);
         // The result is in the socket's queue when the session ends.
         send(&bench.shards[0], bench.socket.local_addr(), &result(first, 0, ALL, 2.0));
         end(&mut bench.engine);
@@ -237,6 +237,23 @@ fn a_flood_of_a_group_puts_no_timeout_off() {
 }
 
 #[test]
+fn a_step_reads_the_readable_sockets_and_all_groups_with_the_own_one() {
+    let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
+    let group = UdpSocket::open(&UdpConfig::new("127.0.0.1:0".parse().unwrap())).unwrap();
+    let (own, to) = (bench.socket.local_addr(), group.local_addr());
+    bench.engine.links.groups = Arc::from([group]);
+    let mut counts = |readable| {
+        send(&bench.shards[0], own, b"noise");
+        send(&bench.shards[0], to, b"noise");
+        bench.engine.step(readable);
+        bench.engine.stats().rx_datagrams
+    };
+    assert_eq!(counts(Readable::NONE), 0);
+    assert_eq!(counts(Readable { own: false, groups: true }), 2);
+    assert_eq!(counts(Readable { own: true, groups: false }), 6);
+}
+
+#[test]
 fn an_op_that_nobody_waits_for_keeps_nothing_once_it_ends() {
     let mut bench = Bench::new(1, 1, Ipv4Addr::LOCALHOST);
     let early = bench.submit(0, LONG);
@@ -261,8 +278,8 @@ fn what_is_sent_bears_the_mark_of_its_lane() {
         for lane in [3, 0, 2, 1] {
             bench.submit(lane, LONG);
         }
-        bench.engine.step();
-        bench.engine.step();
+        bench.engine.step(Readable::ALL);
+        bench.engine.step(Readable::ALL);
         let mut kinds = 0;
         for (header, tos) in marked(&bench.shards[0]) {
             assert_eq!(Some(tos), tos_of_lane(header.lane, 4), "{:?}", header.kind);
@@ -311,7 +328,7 @@ fn in_large_pieces_of(data_of: impl Fn(Vec<u8>) -> Data) -> (Bench, OpId) {
     let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
     let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
     let op = bench.engine.start(descriptor, data_of(tensor), LONG).unwrap();
-    while bench.engine.step().next == Next::Step {}
+    while bench.engine.step(Readable::ALL).next == Next::Step {}
     bench.send(0, &result(op, 0, ALL, 0.5));
     assert!(bench.engine.in_place, "the next result may be received in place too");
     (bench, op)
@@ -360,7 +377,7 @@ fn what_is_not_believed_is_not_written_either() {
     let forged = result(op, 1, ALL, 9.0);
     let message = Transmit::new(bench.socket.local_addr(), &forged, forged.len());
     assert_eq!(stranger.send(&mut SendRing::new(), &[message]).sent, 1);
-    bench.engine.step();
+    bench.engine.step(Readable::ALL);
     assert_eq!(bench.engine.stats().rejects, 1, "W-9: the stranger's datagram must be rejected");
     bench.send(0, &result(op, 0, ALL, 9.0));
     bench.send(0, &result(OpId(77), 1, ALL, 9.0));
@@ -387,7 +404,7 @@ fn of_what_comes_from_a_shards_address_only_the_authentic_is_written() {
         let tensor = 1f32.to_le_bytes().repeat(8 * WINDOW);
         let descriptor = Descriptor::sum(8 * WINDOW as u64, DType::F32);
         let op = bench.engine.start(descriptor, Data::Owned(tensor), LONG).unwrap();
-        while bench.engine.step().next == Next::Step {}
+        while bench.engine.step(Readable::ALL).next == Next::Step {}
         for index in 0..8 {
             let genuine = seal(&mut shard, &result(op, index, ALL, index as f32));
             // The forger has the shard's address but not its key.
@@ -428,7 +445,7 @@ fn what_is_sent_is_sealed_wherever_it_lies() {
                 (0..RECV_BATCH).map(|_| BytesMut::with_capacity(RECV_CAPACITY)).collect();
             let mut windows = 0;
             while windows < 2 {
-                bench.engine.step();
+                bench.engine.step(Readable::ALL);
                 let count = bench.shards[0].recv(&mut ring, &mut buffers).unwrap();
                 for (meta, buffer) in ring.received().iter().zip(&mut buffers[..count]) {
                     for datagram in buffer.chunks_mut(meta.stride) {
@@ -468,7 +485,7 @@ fn large_and_small_results_and_other_messages_come_in_any_order() {
     contents.insert(5, b"noise".to_vec());
     let messages: Vec<_> = contents.iter().map(|c| Transmit::new(to, c, c.len())).collect();
     assert_eq!(bench.shards[0].send(&mut SendRing::new(), &messages).sent, messages.len());
-    while bench.engine.step().next != Next::Wait(None) {}
+    while bench.engine.step(Readable::ALL).next == Next::Step {}
     assert_eq!(sums(&mut bench, op), [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
     assert_eq!(bench.engine.stats().rejects, 1);
 }
@@ -484,7 +501,7 @@ fn what_is_held_back_goes_whole_behind_whatever_is_next() {
     // No fragment follows the last one, so it is held back until a nack, which is shorter, has
     // passed.
     while seen.contains(&0) {
-        bench.engine.step();
+        bench.engine.step(Readable::ALL);
         for (header, _) in arrived(&bench.shards[0]) {
             if header.kind == Kind::Data {
                 seen[usize::from(header.fragment)] += 1;
@@ -501,7 +518,7 @@ fn a_probe_counts_as_an_ask() {
     bench.submit(0, LONG);
     // No shard answers, so the rank probes.
     while bench.engine.stats().asks == 0 {
-        bench.engine.step();
+        bench.engine.step(Readable::ALL);
     }
     let Stats { asks, probes, retransmits, rejects, .. } = bench.engine.stats();
     assert_eq!([asks, probes, retransmits, rejects], [1, 1, 0, 0]);

@@ -11,6 +11,7 @@ use racksum_proto::wire::{Header, Kind, OpenDecoder};
 use super::*;
 use crate::client::{Client, Connecting, Handle};
 use crate::engine::tests::{Bench, arrived, fail, send};
+use crate::engine::{Next, Readable};
 use crate::join::tests::welcome;
 use crate::tensor::tests::{region_of, regions_of};
 
@@ -216,7 +217,10 @@ fn a_driver_that_is_never_idle_lets_those_look_whom_it_has_woken() {
     let mut state = Some(sleeper.driver.lock());
     assert!(sleeper.wakes(|| {
         send(&sleeper.shard, sleeper.rank, b"noise");
-        state = state.take().map(|state| sleeper.driver.step(None, state));
+        state = state.take().map(|mut state| {
+            sleeper.driver.advance(Readable::ALL, &mut state);
+            sleeper.driver.wait(Next::Step, None, state).0
+        });
     }));
 }
 

@@ -1,13 +1,17 @@
+use racksum_net::clock::Clock;
 use racksum_net::udp::{SendRing, Transmit};
 use racksum_proto::arith::encode_block;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, WireType};
 use racksum_proto::error::OpError;
 use racksum_proto::ids::{Generation, JobId};
+use racksum_proto::time::Span;
 use racksum_proto::wire::{Header, Kind};
 
-use super::super::tests::Bench;
+use super::super::tests::{Bench, arrived, send};
 use super::*;
+use crate::driver::Driver;
+use crate::engine::Readable;
 use crate::payload::Data;
 
 /// Returns a message about op 0, which has one window. According to the message, all ranks have
@@ -34,7 +38,7 @@ fn between_two_aggregators_nobody_waits_for_datagrams() {
     bench.engine.leave("it is about to stop".into());
     // A late datagram that stays unread would repeatedly wake a thread that waits for datagrams.
     bench.send(0, &message(Kind::Credit, OpId(0), &[]));
-    assert_eq!(bench.engine.step().next, Next::Sleep(None));
+    assert_eq!(bench.engine.step(Readable::ALL).next, Next::Sleep(None));
 }
 
 #[test]
@@ -51,6 +55,44 @@ fn what_the_old_sockets_counted_stays() {
 }
 
 #[test]
+fn the_background_thread_rests_as_soon_as_no_rank_lacks_a_sum() {
+    let mut bench = Bench::migration();
+    let descriptor = Descriptor::sum(256, DType::F32);
+    let timeout = Span::from_secs(60);
+    let op = bench.engine.start(descriptor, Data::Owned(vec![1; 1024]), timeout).unwrap();
+    bench.engine.step(Readable::ALL);
+    bench.send(0, &message(Kind::Result, OpId(0), &[2; 1024]));
+    assert_eq!(bench.engine.take(op).unwrap().result, Ok(()));
+    let Bench { engine, socket, shards } = bench;
+    let driver = Driver::new(engine).unwrap();
+    let clock = Clock::start();
+    let comes = |is: &dyn Fn() -> bool| {
+        let began = clock.now();
+        loop {
+            let late = clock.now().since(began) > Span::from_secs(200);
+            if is() || late {
+                return !late;
+            }
+            std::thread::yield_now();
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| driver.drive_in_background());
+        let drives = comes(&|| driver.lock().driving);
+        // Once the rank has acknowledged the result, it has nothing to do but to probe.
+        let probes = |(header, _): &(Header, _)| header.kind == Kind::Nack;
+        let asks = comes(&|| arrived(&shards[0]).iter().any(probes));
+        // This message ends no op, but tells the rank that all others have its sums.
+        send(&shards[0], socket.local_addr(), &message(Kind::Credit, OpId(1), &[]));
+        let rests = comes(&|| !driver.lock().driving);
+        driver.lock().closed = true;
+        driver.work.notify_all();
+        driver.waker.wake();
+        assert_eq!([drives, asks, rests], [true; 3]);
+    });
+}
+
+#[test]
 fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
     for value in [1.0, f32::INFINITY] {
         let mut bench = Bench::migration();
@@ -59,9 +101,9 @@ fn the_sum_of_an_op_is_kept_until_all_have_it_also_where_it_overflowed() {
         let tensor = value.to_le_bytes().repeat(256);
         let mut sum = vec![0; wire.block_len(256)];
         encode_block(DType::F32, wire, 2, &tensor, &mut sum).unwrap();
-        let timeout = racksum_proto::time::Span::from_secs(60);
+        let timeout = Span::from_secs(60);
         let op = bench.engine.start(descriptor, Data::Owned(tensor), timeout).unwrap();
-        bench.engine.step();
+        bench.engine.step(Readable::ALL);
         bench.send(0, &message(Kind::Result, OpId(0), &sum));
         let result = bench.engine.take(op).unwrap().result;
         let overflowed = matches!(result, Err(OpError::Overflow { .. }));
