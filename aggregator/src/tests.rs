@@ -5,6 +5,7 @@ use racksum_proto::time::Span;
 
 use super::*;
 use crate::shard::Command;
+use crate::start::any_number;
 
 fn config() -> Config {
     Config { port: 0, pool_mib: 1, ..Config::default() }

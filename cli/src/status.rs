@@ -17,9 +17,9 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::local::{CallError, Peer, call_for_stream, remove_dead};
 use racksum_proto::counted::counted;
-use racksum_proto::ids::{listed, named};
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::rank_list::{listed, named};
 use racksum_proto::status::{AggregatorStatus, JobStatus, RankStatus, ShardStatus};
 use racksum_worker::{aggregator_sets, check_address};
 

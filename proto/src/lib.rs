@@ -37,6 +37,7 @@ pub mod names;
 pub mod observer;
 pub mod path;
 pub mod peer_text;
+pub mod rank_list;
 mod recovery;
 pub mod reject;
 pub mod rtt;

@@ -22,7 +22,7 @@ import racksum
 import racksum.torch
 from conftest import Cluster, stop
 from racksum.torch import membership
-from racksum.torch.calls import Chain
+from racksum.torch.call_order import Chain
 from racksum.torch.departures import Departures
 from racksum.torch.membership import Membership
 from racksum.torch.staging import Staging

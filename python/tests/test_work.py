@@ -21,8 +21,8 @@ from racksum import threads
 from racksum.errors import WaitTimeout
 from racksum.futures import future_of
 from racksum.threads import SerialExecutor
-from racksum.torch import calls
-from racksum.torch.calls import Chain, Deferred
+from racksum.torch import call_order
+from racksum.torch.call_order import Chain, Deferred
 from racksum.torch.work import handle_of
 from ranks import Ranks, in_group
 
@@ -57,8 +57,8 @@ def in_begin(chain: Chain, refuse: Callable[[], None]) -> Deferred:
 
 def in_an_event(chain: Chain, refuse: Callable[[], None]) -> Deferred:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "so_far", lambda _: Failing())
-        patch.setattr(calls, "own_streams_on", lambda _: nullcontext())
+        patch.setattr(call_order, "so_far", lambda _: Failing())
+        patch.setattr(call_order, "own_streams_on", lambda _: nullcontext())
         deferred = chain.defer([], lambda: [], [torch.empty(1, device="meta")], refuse)
         deferred.begun.wait(PATIENCE)
     return deferred
@@ -66,7 +66,7 @@ def in_an_event(chain: Chain, refuse: Callable[[], None]) -> Deferred:
 
 def in_a_stream(chain: Chain, refuse: Callable[[], None]) -> Deferred:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "own_streams_on", lambda _: panic())
+        patch.setattr(call_order, "own_streams_on", lambda _: panic())
         deferred = chain.defer([], lambda: [], [], refuse)
         deferred.begun.wait(PATIENCE)
     return deferred
@@ -246,7 +246,7 @@ def fail_before_the_turn(address: str, job: str) -> None:
                 dist.all_reduce(torch.ones(3), group=group)
             return
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("racksum.torch.calls.own_streams_on", failing)
+            patch.setattr("racksum.torch.call_order.own_streams_on", failing)
             with pytest.raises(RuntimeError, match="device-side assert"):
                 dist.all_reduce(torch.ones(3), group=group)
 

@@ -8,8 +8,9 @@ use std::time::Duration;
 use racksum_net::NetError;
 use racksum_net::quic::SILENT;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::{Rank, named};
+use racksum_proto::ids::Rank;
 use racksum_proto::loss::Loss;
+use racksum_proto::rank_list::named;
 
 use crate::span::span;
 

@@ -15,7 +15,8 @@ use racksum_net::multicast::Multicast;
 use racksum_net::udp::{self, RECV_BATCH, RECV_CAPACITY, RecvRing, UdpConfig, UdpSocket};
 use racksum_proto::auth::DataAuth;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume, Welcome};
-use racksum_proto::ids::{Rank, listed, named};
+use racksum_proto::ids::Rank;
+use racksum_proto::rank_list::{listed, named};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::Header;
 

@@ -4,9 +4,9 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use racksum_proto::control::{FromAggregator, Join, LostRank, OnRankLoss, Resume};
-use racksum_proto::ids::named;
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
+use racksum_proto::rank_list::named;
 use racksum_proto::status::JobState;
 use racksum_proto::wire::Flags;
 use tokio::time::Instant;

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::io::{self, Write};
 
 use racksum_proto::counted::counted;
-use racksum_proto::ids::named;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::rank_list::named;
 use serde::{Deserialize, Serialize};
 
 use super::Args;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use racksum_proto::counted::counted;
-use racksum_proto::ids::named;
+use racksum_proto::rank_list::named;
 use racksum_proto::status::{Memory, SidecarJobStatus, SidecarStatus};
 use racksum_worker::sidecar::{AskError, ask};
 

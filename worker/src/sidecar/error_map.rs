@@ -6,8 +6,9 @@ use std::time::Duration;
 use racksum_net::NetError;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::error::{OpError, SubmitError};
-use racksum_proto::ids::{Rank, listed};
+use racksum_proto::ids::Rank;
 use racksum_proto::loss::Loss;
+use racksum_proto::rank_list::listed;
 
 use super::fold::Handed;
 use super::message::{Called, FromSidecar, NotJoined, Outcome};

@@ -17,7 +17,8 @@ use racksum_proto::control::MAX_OPS;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::WireType;
 use racksum_proto::error::SubmitError;
-use racksum_proto::ids::{OpId, named};
+use racksum_proto::ids::OpId;
+use racksum_proto::rank_list::named;
 use racksum_proto::stats::{SidecarStats, Stats};
 
 use self::flights::{CHECK_INTERVAL, Flight, Flights, Over, State};

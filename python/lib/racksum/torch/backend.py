@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
 from racksum.log import logger
-from racksum.torch.calls import Call, Chain, numbered
+from racksum.torch.call_order import Call, Chain, numbered
 from racksum.torch.compress import wire_for
 from racksum.torch.delegates import DelegatesToGloo
 from racksum.torch.departures import Departures, of_this_life

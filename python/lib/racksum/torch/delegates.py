@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from racksum.eager import eager_methods
 from racksum.errors import BadArgument
-from racksum.torch.calls import Call, Chain, numbered
+from racksum.torch.call_order import Call, Chain, numbered
 from racksum.torch.membership import Membership, start_earlier
 from racksum.torch.staging import Staging, to_host
 from racksum.torch.work import Work, handle_of, write

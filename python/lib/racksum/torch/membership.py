@@ -34,7 +34,7 @@ from racksum.torch.staging import staging_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from racksum.torch.calls import Chain
+    from racksum.torch.call_order import Chain
     from racksum.torch.departures import Departures, Watch
     from racksum.torch.options import Options
     from racksum.torch.staging import Staging
