@@ -75,6 +75,12 @@ pub enum OpError {
         /// Another rank and its descriptor.
         other: (Rank, Descriptor),
     },
+    /// The ranks disagreed about the op, and the others dropped it before this rank learned how.
+    /// The job continues.
+    Dropped {
+        /// The op.
+        op: OpId,
+    },
     /// The op did not end in time, so the session has ended.
     Timeout {
         /// The op.
@@ -130,6 +136,12 @@ impl fmt::Display for OpError {
                 one.1.beside(&other.1),
                 other.0.0,
                 other.1.beside(&one.1)
+            ),
+            Self::Dropped { op } => write!(
+                f,
+                "op {}: the ranks disagreed about it before the job moved to another aggregator; \
+                 the error at another rank shows the difference",
+                op.0
             ),
             Self::Timeout { op, after, missing, idle } if missing.is_empty() => {
                 let still_coming = *idle < Self::STILL_COMING.min(*after);

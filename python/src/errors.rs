@@ -59,6 +59,7 @@ pub(crate) fn of_op(py: Python<'_>, error: &Error) -> PyErr {
             raise(py, "OpTimeout", (text, missing))
         }
         Error::Op(OpError::Mismatch { .. }) => raise(py, "Mismatch", format!("{text}{OF_TAGS}")),
+        Error::Op(OpError::Dropped { .. }) => raise(py, "Mismatch", text),
         Error::Op(OpError::Overflow { element, .. }) => raise(py, "Overflow", (text, *element)),
         Error::Op(OpError::NoAggregator { .. }) => raise(py, "NoAggregator", text),
         Error::Submit(SubmitError::Ended { .. } | SubmitError::OpsExhausted)

@@ -30,7 +30,6 @@ use core::ops::Range;
 pub use config::{ChildShard, Config};
 use op::{Op, Share};
 pub use receive::Delivery;
-use resume::FAILED_BEFORE;
 use stream::Stream;
 use sum::{Failure, Waits};
 pub use transmit::{DataFragments, Transmit};
@@ -273,7 +272,7 @@ impl Worker {
             return None;
         }
         self.next_op += 1;
-        let result = Err(OpError::Ended { why: FAILED_BEFORE.into() });
+        let result = Err(OpError::Dropped { op });
         self.outcomes.push_back(Outcome { op, result, absent: Vec::new() });
         Some(op)
     }

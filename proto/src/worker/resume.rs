@@ -78,7 +78,7 @@ impl Worker {
         let late = |op: &&Op| op.id() < config.first_op && op.is_in_flight();
         let late: Vec<_> = self.ops.iter().filter(late).map(Op::id).collect();
         for op in late {
-            self.fail(op, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
+            self.fail(op, OpError::Dropped { op }, observer);
         }
         let mut ops = core::mem::take(&mut self.ops);
         while ops.pop_front_if(|op| op.id() < config.first_op).is_some() {}
@@ -117,7 +117,7 @@ impl Worker {
             if op.is_in_flight() {
                 // Other ranks dropped this op without a result: they learned before the move that
                 // it had failed.
-                self.fail(id, OpError::Ended { why: FAILED_BEFORE.into() }, observer);
+                self.fail(id, OpError::Dropped { op: id }, observer);
             } else {
                 op.leave_stream();
                 self.streams[at].pass_op();
@@ -146,6 +146,3 @@ impl Worker {
         }
     }
 }
-
-/// The reason for ending an op that, before the job moved, only other ranks knew to have failed.
-pub(super) const FAILED_BEFORE: &str = "the op failed before the job moved";

@@ -73,7 +73,7 @@ impl Worker {
 
     /// Drops an op that the ranks below no longer need.
     pub fn drop_sum(&mut self, op: OpId, observer: &mut impl Observer) {
-        self.fail(op, OpError::Ended { why: "the ranks dropped the op".into() }, observer);
+        self.fail(op, OpError::Dropped { op }, observer);
     }
 
     /// Fails an op that the ranks below disagree about, and queues a report to the parent.

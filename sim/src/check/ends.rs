@@ -102,6 +102,7 @@ impl Ends {
                     && is_true(one)
                     && is_true(other)
             }
+            OpError::Dropped { .. } => *expected == Expected::Mismatch,
             OpError::Overflow { element, .. } => {
                 matches!(expected, Expected::Overflow(elements) if elements.contains(element))
             }

@@ -160,7 +160,7 @@ fn an_op_of_whose_failure_only_some_were_told_ends_after_a_move() {
             for (op, result) in &worker.done {
                 let right = match result {
                     Ok(sum) => *op != OpId(1) && *sum == threes,
-                    Err(OpError::Mismatch { .. } | OpError::Ended { .. }) => *op == OpId(1),
+                    Err(OpError::Mismatch { .. } | OpError::Dropped { .. }) => *op == OpId(1),
                     Err(_) => false,
                 };
                 assert!(right, "seed {seed}, rank {rank}, {op:?}: {:?}", result.as_ref().err());
@@ -196,7 +196,7 @@ fn an_op_that_the_others_dropped_fails_at_a_rank_that_starts_it_after_the_move()
         }
         cluster.run(2);
         let late = &cluster.workers[2].done[0];
-        assert!(matches!(late, (OpId(0), Err(OpError::Ended { .. }))), "{:?}", late.1);
+        assert!(matches!(late, (OpId(0), Err(OpError::Dropped { op: OpId(0) }))), "{:?}", late.1);
         let threes = bytes(&[3; 700]);
         for worker in &cluster.workers {
             assert!(worker.done[1].1.as_ref() == Ok(&threes));

@@ -107,6 +107,7 @@ pub(super) fn split_error(error: Error) -> (Option<Outcome>, Option<FromSidecar>
             let (one, other) = (called(one), called(other));
             (Some(Outcome::Mismatch { one, other }), None)
         }
+        Error::Op(OpError::Dropped { .. }) => (Some(Outcome::Dropped), None),
         Error::Op(OpError::Overflow { element, .. }) => (Some(Outcome::Overflow { element }), None),
         Error::Op(OpError::Timeout { after, missing, .. }) => {
             let missing = missing.into_iter().map(|(rank, _)| rank.0).collect();
@@ -139,7 +140,16 @@ pub(super) fn disagreement(
 
 #[cfg(test)]
 mod tests {
+    use racksum_proto::ids::OpId;
+
     use super::*;
+
+    #[test]
+    fn an_op_that_other_hosts_dropped_does_not_end_the_job() {
+        let (outcome, end) = split_error(OpError::Dropped { op: OpId(3) }.into());
+        assert!(matches!(outcome, Some(Outcome::Dropped)), "{outcome:?}");
+        assert!(end.is_none(), "{end:?}");
+    }
 
     #[test]
     fn a_rank_that_leaves_is_not_said_to_be_lost() {

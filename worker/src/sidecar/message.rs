@@ -172,6 +172,9 @@ pub(super) enum Outcome {
     Union { blocks: u32 },
     /// Two ranks called the op with different descriptors. The job continues.
     Mismatch { one: Called, other: Called },
+    /// Other hosts' ranks dropped the op after a mismatch, before this host learned of it. The job
+    /// continues.
+    Dropped,
     /// The wire type cannot carry a value of the block that begins at index `element`. The job
     /// continues.
     Overflow { element: u64 },

@@ -433,6 +433,7 @@ impl Outcome {
             Self::Mismatch { one, other } => {
                 Err(OpError::Mismatch { op, one: called(one)?, other: called(other)? })
             }
+            Self::Dropped => Err(OpError::Dropped { op }),
             Self::Overflow { element } => Err(OpError::Overflow { op, element }),
             Self::Timeout { after, missing } => {
                 let after = Span::from_millis(after);
