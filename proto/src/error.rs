@@ -6,6 +6,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
 
+use crate::counted::counted;
 use crate::descriptor::{Descriptor, DescriptorError};
 use crate::ids::{OpId, Rank};
 use crate::loss::Loss;
@@ -28,7 +29,10 @@ pub enum SubmitError {
         max: usize,
     },
     /// The lane does not exist.
-    #[error("lane {lane} does not exist: the job joined with {lanes} lanes, 0 to {}", lanes - 1)]
+    #[error(
+        "lane {lane} does not exist: the job joined with {}, numbered from 0",
+        counted(*lanes, "lane")
+    )]
     NoSuchLane {
         /// The requested lane.
         lane: u8,

@@ -173,7 +173,7 @@ fn a_lane_that_was_not_joined_with_is_refused() {
             |client, _| {
                 let of_lane = |lane| Descriptor { lane, ..Descriptor::sum(1, DType::F32) };
                 let error = client.reduce(&mut [0; 4], of_lane(3)).unwrap_err();
-                let why = "lane 3 does not exist: the job joined with 3 lanes, 0 to 2";
+                let why = "lane 3 does not exist: the job joined with 3 lanes, numbered from 0";
                 assert_eq!(error.to_string(), why);
                 client.reduce(&mut [0; 4], of_lane(2)).unwrap();
             },

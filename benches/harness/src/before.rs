@@ -35,7 +35,9 @@ impl Before {
             })?;
             return Ok(Self { racksum: given.to_owned(), package: None });
         }
-        let checkout = given.canonicalize()?;
+        let checkout = given
+            .canonicalize()
+            .with_context(|| format!("cannot open --against {}", given.display()))?;
         let package = checkout.join("python");
         ensure!(
             package.join("pyproject.toml").is_file(),

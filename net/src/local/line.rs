@@ -74,7 +74,10 @@ pub enum LineError {
     },
     /// The bytes are not a message of the expected type.
     #[error("cannot parse a message: {}", PeerText::of(.0))]
-    Json(#[from] serde_json::Error),
+    Decode(serde_json::Error),
+    /// The message cannot be written as JSON.
+    #[error("cannot encode a message: {0}")]
+    Encode(serde_json::Error),
     /// This user has sent as many descriptors as the kernel allows to processes that have not
     /// received them yet. The line stays usable.
     #[error("too many file descriptors are in flight to processes that do not read")]
@@ -223,7 +226,7 @@ impl Line {
         descriptor: Option<BorrowedFd<'_>>,
         flags: SendFlags,
     ) -> Result<(), LineError> {
-        let bytes = serde_json::to_vec(message)?;
+        let bytes = serde_json::to_vec(message).map_err(LineError::Encode)?;
         if bytes.len() > MAX_MESSAGE {
             return Err(LineError::TooLong { len: bytes.len() });
         }
@@ -263,7 +266,10 @@ impl Line {
         });
         match received.bytes {
             0 => Ok(None),
-            len => Ok(Some((serde_json::from_slice(&bytes[..len])?, descriptor))),
+            len => {
+                let message = serde_json::from_slice(&bytes[..len]).map_err(LineError::Decode)?;
+                Ok(Some((message, descriptor)))
+            }
         }
     }
 

@@ -100,7 +100,7 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
 
 /// Sends the status to the caller that asked for it.
 pub(super) fn write_status(status: &SidecarStatus, line: &Line) -> Result<(), LineError> {
-    let json = serde_json::to_string(status)?;
+    let json = serde_json::to_string(status).map_err(LineError::Encode)?;
     let mut left = &json[..];
     loop {
         let (part, rest) = left.split_at(left.floor_char_boundary(PART));
