@@ -218,7 +218,7 @@ def aggregator(racksum: Path) -> Iterator[str]:
         line = process.stdout.readline() if process.stdout else ""
         found = re.match(r"racksum aggregator on (\S+?): ", line)
         if not found:
-            sys.exit(f"error: the aggregator did not print its address, but {line!r}")
+            sys.exit(f"error: the aggregator printed {line!r} instead of its address")
         try:
             yield found[1]
         finally:
@@ -245,7 +245,7 @@ def main() -> int:
         good = exact(bench, arguments.steps, above)
         good &= compressed(bench, arguments.compressed_steps, below)
     figure.savefig(arguments.out / "learning.png")
-    print(f"\n{'as demanded' if good else 'NOT as demanded'}; results: {arguments.out}")
+    print(f"\n{'all checks pass' if good else 'a check FAILED'}; results: {arguments.out}")
     return 0 if good else 1
 
 

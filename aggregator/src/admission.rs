@@ -16,9 +16,9 @@ use crate::registry::{
     Caller, Joined, Progress, Returning, Seat, SharedRegistry, lock, settle, watch,
 };
 
-/// Admits a rank to its job, and waits for room if the rank asks for that. Returns `None` if the
-/// rank leaves first. A rank that starts to wait gives up its permit for callers that have not
-/// joined, and counts as a waiting rank from then on.
+/// Admits a rank to its job, and waits for room if the rank asked to wait. Returns `None` if the
+/// rank leaves first. A rank that starts to wait gives up its permit in `CallerLimits::unjoined`,
+/// and counts as a waiting rank from then on.
 pub(crate) async fn admit(
     registry: &SharedRegistry,
     (send, reader): (&mut quinn::SendStream, &mut ControlReader),
@@ -121,8 +121,8 @@ async fn await_turn(
     }
 }
 
-/// Allows a rank that waits for room to withdraw. Returns `Some` if the rank stays after all, and
-/// `None` if it leaves or does not answer in time.
+/// Lets a rank withdraw while it waits for room. Returns `Some` if the rank stays after all, and
+/// `None` if the rank leaves or does not answer in time.
 async fn hold_back(send: &mut quinn::SendStream, reader: &mut ControlReader) -> Option<()> {
     if !send_message(send, &FromAggregator::MayLeave).await {
         return None;

@@ -35,8 +35,8 @@ pub(crate) fn check(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
     }
     let Some(identity) = identity else {
         return Err(
-            "this aggregator requires an identity that its [[admit]] rules name, and the rank has \
-             none; set `identity`"
+            "this aggregator requires an identity that its [[admit]] rules name, but the rank has \
+             no identity; set `identity`"
                 .into(),
         );
     };
@@ -44,8 +44,9 @@ pub(crate) fn check(rules: &[Admit], identity: Option<&str>, job: &str) -> Resul
         return Ok(());
     }
     Err(format!(
-        "identity {identity:?} may not join job {job:?} here; set `job` to one that it may join, \
-         or ask the operator to admit it in the [[admit]] rules of the aggregator's configuration"
+        "identity {identity:?} may not join job {job:?} here; set `job` to a job that this \
+         identity may join, or ask the operator to add the identity to the [[admit]] rules of the \
+         aggregator's configuration"
     ))
 }
 

@@ -1,4 +1,4 @@
-//! A shard's packet buffers: allocated at start, passed by value, never copied.
+//! A shard's packet buffers: allocated at start, then moved rather than copied.
 
 use std::collections::TryReserveError;
 

@@ -282,17 +282,20 @@ fn identify(
 fn no_aggregator(certificate: Option<&Certificate>) -> Option<String> {
     let Some(Certificate { name, role, .. }) = certificate else {
         return Some(
-            "a caller that joins for other ranks must have an identity of role aggregator".into(),
+            "a caller that joins for other ranks must have an identity with the role aggregator; \
+             issue one with `racksum identity issue NAME --role aggregator`"
+                .into(),
         );
     };
     let it = (*role != Role::Aggregator).then_some(role)?;
     Some(format!(
-        "{name:?} has role {it}, but only an identity of role aggregator may join for other ranks"
+        "{name:?} has role {it}, but only an identity with the role aggregator may join for other \
+         ranks; issue one with `racksum identity issue NAME --role aggregator`"
     ))
 }
 
-/// Offers a rank a lifeline, and returns a future that yields the connection. An error means that
-/// the rank has disconnected.
+/// Offers a rank a lifeline. Returns a future that yields the lifeline once the rank has claimed
+/// it. An error means that the rank has disconnected.
 async fn offer(
     lifelines: &Lifelines,
     send: &mut quinn::SendStream,

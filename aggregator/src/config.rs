@@ -178,12 +178,12 @@ pub enum ConfigError {
         /// The value that was given.
         parent: String,
     },
-    /// The pools together are larger than this host's memory.
+    /// The packet buffers of all shards together are larger than this host's memory.
     #[error("{}", self.message_with_options(Options::USUAL.memory))]
     Memory {
-        /// The number of pools, one per shard.
+        /// The number of shards.
         shards: u8,
-        /// The size of each pool in MiB.
+        /// The size in MiB of each shard's packet buffers.
         pool_mib: u32,
         /// The host's memory in MiB.
         host_mib: u64,
@@ -212,8 +212,8 @@ impl ConfigError {
             options => format!("lower {}", options.join(" or ")),
         };
         format!(
-            "the pools of {}, {pool_mib} MiB each, exceed the {host_mib} MiB of memory of this \
-             host; {advice}",
+            "the packet buffers of {}, {pool_mib} MiB each, exceed the {host_mib} MiB of memory of \
+             this host; {advice}",
             counted(*shards, "shard")
         )
     }
@@ -252,7 +252,8 @@ impl Config {
 
     /// Checks that each value is valid, and that the values are consistent.
     ///
-    /// # Errors The configuration is invalid. The error describes the first problem found.
+    /// # Errors
+    /// The configuration is invalid. The error describes the first problem found.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         if !self.admit.is_empty() && self.identity.is_none() {
@@ -281,7 +282,8 @@ impl Config {
 
     /// Checks each value on its own, for example that a number is within its range.
     ///
-    /// # Errors A value is invalid. The error names the first invalid value.
+    /// # Errors
+    /// A value is invalid. The error names the first invalid value.
     fn check_ranges(&self) -> Result<(), ConfigError> {
         let numbers = [
             i64::from(self.shards),
@@ -308,12 +310,12 @@ impl Config {
         (1..).zip(&self.admit).try_for_each(|(number, rule)| check_rule(number, rule))
     }
 
-    /// Checks that the pools fit the host's memory. The kernel provides a pool's memory page by
-    /// page as jobs use it. With an oversized pool, the kernel would therefore kill the process in
-    /// the middle of a job.
+    /// Checks that the packet buffers fit the host's memory. The kernel provides their memory page
+    /// by page as jobs use it. If they were too large, the kernel would therefore kill the process
+    /// in the middle of a job.
     ///
     /// # Errors
-    /// The pools are larger than the host's memory.
+    /// The packet buffers are larger than the host's memory.
     pub fn check_memory(&self, host_mib: u64) -> Result<(), ConfigError> {
         let Self { shards, pool_mib, .. } = *self;
         if u64::from(shards) * u64::from(pool_mib) > host_mib {
@@ -322,11 +324,12 @@ impl Config {
         Ok(())
     }
 
-    /// Shrinks pools of the default size until they take at most half of the host's memory, since
-    /// other programs need memory too. The default size never prevents an aggregator from starting.
-    /// Returns a warning if the pools have shrunk.
+    /// Shrinks packet buffers of the default size until they take at most half of the host's
+    /// memory, since other programs need memory too. The default size never prevents an aggregator
+    /// from starting. Returns a warning if the buffers have shrunk.
     ///
-    /// # Errors The pools do not have the default size, and do not fit the host's memory.
+    /// # Errors
+    /// The packet buffers do not have the default size, and do not fit the host's memory.
     pub(crate) fn fit_memory(&mut self, host_mib: u64) -> Result<Option<String>, ConfigError> {
         let usual = Self::default().pool_mib;
         if self.pool_mib != usual {
@@ -336,8 +339,8 @@ impl Config {
         self.pool_mib = u32::try_from(each).unwrap_or(usual).clamp(1, usual);
         Ok((self.pool_mib < usual).then(|| {
             format!(
-                "the pools of {} have {} MiB each instead of {usual} MiB, because this host has \
-                 {host_mib} MiB of memory",
+                "the packet buffers of {} have {} MiB each instead of {usual} MiB, because this \
+                 host has {host_mib} MiB of memory",
                 counted(self.shards, "shard"),
                 self.pool_mib
             )
@@ -364,8 +367,8 @@ impl Config {
             ("insecure", self.insecure != running.insecure),
             ("status_socket", self.status_socket != running.status_socket),
             ("parent", self.parent != running.parent),
-            // Another identity file can replace the first, but only a restart turns the checks of
-            // certificates on or off.
+            // Another identity file can replace the first, but only a restart turns certificate
+            // checks on or off.
             ("identity", self.identity.is_some() != running.identity.is_some()),
         ];
         changes.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key).collect()

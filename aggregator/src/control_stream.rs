@@ -21,7 +21,7 @@ const QUEUE: usize = 16;
 /// The number of messages handled without delay: an aggregator sends two for each of its ranks, and
 /// the largest jobs have 256 ranks.
 const AT_ONCE: u32 = 512;
-/// The interval at which messages beyond that number are handled. A well-behaved rank sends a few
+/// The interval at which messages beyond `AT_ONCE` are handled. A well-behaved rank sends a few
 /// messages an hour.
 const PERIOD: Duration = Duration::from_millis(10);
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use racksum_net::quic::{Certificate, Credentials};
 
-/// Checks the current identity every hour for as long as the future is polled. Warns when the
-/// identity is about to expire and when it has expired, and repeats the warning once a day.
+/// Checks the current identity every hour for as long as the future is polled. Warns if the
+/// identity is about to expire or is not valid, and repeats the warning once a day.
 pub(crate) async fn watch(credentials: Arc<Mutex<Credentials>>) {
     let current = || {
         let credentials = credentials.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -60,7 +60,7 @@ impl Drop for Guard {
         }
         let thread = &self.thread;
         self.failure.report(format!(
-            "the thread {thread} panicked, which is a bug in racksum; all jobs are lost"
+            "the thread {thread} panicked, which is a bug in racksum; all jobs have ended"
         ));
     }
 }

@@ -14,6 +14,7 @@ mod caller_session;
 mod config;
 mod control_stream;
 mod destinations;
+mod error;
 mod expiry;
 mod failure;
 mod handshake;
@@ -41,6 +42,7 @@ use std::thread::JoinHandle;
 
 pub use admit_rule::Admit;
 pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, bounds, host_mib};
+pub use error::{Options, StartError};
 use failure::Failure;
 use racksum_net::quic::{Credentials, change_credentials, quinn};
 pub use registry::MAX_LANES;
@@ -48,7 +50,6 @@ use registry::{SharedRegistry, lock};
 use shard::ShardHandle;
 pub use shard::ShardStats;
 pub use slots::MAX_WORLD;
-pub use start::{Options, StartError};
 use tokio::sync::watch;
 
 /// A running aggregator. Dropping it stops it.
@@ -91,9 +92,9 @@ impl Aggregator {
         lock(&self.registry).config().clone()
     }
 
-    /// Applies another configuration. Running jobs keep what they were granted. If an authority is
-    /// no longer trusted, callers that have not joined must connect again. Returns the
-    /// configuration keys that differ but need a restart; those keep their old values.
+    /// Applies another configuration. Running jobs keep their grants. If an authority is no longer
+    /// trusted, callers that have not joined must connect again. Returns the keys that differ from
+    /// the running configuration but take effect only after a restart; they keep their old values.
     ///
     /// # Errors
     /// The new credentials cannot be used; the configuration is unchanged.
@@ -131,7 +132,7 @@ impl Aggregator {
         self.failure.subscribe().borrow().clone()
     }
 
-    /// Waits until one of the threads fails, possibly forever. Returns the reason for the failure.
+    /// Waits, possibly forever, until one of the threads fails. Returns the reason for the failure.
     pub async fn failed(&self) -> String {
         let mut failure = self.failure.subscribe();
         match failure.wait_for(Option::is_some).await.as_deref() {
@@ -141,7 +142,7 @@ impl Aggregator {
         }
     }
 
-    /// Returns the number of jobs.
+    /// Returns the number of open jobs, including those that still gather ranks.
     #[must_use]
     pub fn jobs(&self) -> usize {
         lock(&self.registry).jobs()
@@ -177,7 +178,7 @@ impl Reload {
     /// The configuration is invalid, or the identity file cannot be used.
     pub fn read(mut config: Config, running: &Config) -> Result<Self, StartError> {
         config.validate()?;
-        // Ignore the warning about smaller pools: it was reported when the aggregator started.
+        // Ignore the warning about smaller packet buffers: the start has already reported it.
         let _smaller = host_mib().map_or(Ok(None), |mib| config.fit_memory(mib))?;
         let fixed = config.fixed_changes(running);
         let stays = config.identity.is_none() && running.identity.is_some();

@@ -51,7 +51,8 @@ impl Lifelines {
     }
 
     /// Offers a lifeline. Returns its token, the port, and a receiver for the connection, or `None`
-    /// if the aggregator cannot listen. An offer is forgotten once its receiver is dropped.
+    /// if the aggregator cannot listen or the system provides no randomness. An offer is forgotten
+    /// once its receiver is dropped.
     pub(crate) fn offer(&self) -> Option<(Key, u16, oneshot::Receiver<TcpStream>)> {
         let (port, token) = (self.port?, new_key().ok()?);
         let (come, lifeline) = oneshot::channel();

@@ -1,5 +1,5 @@
-//! Calls from an aggregator to its parent: one connection per job, over which the aggregator joins
-//! that job.
+//! The calls from an aggregator to its parent: one connection per job, over which the aggregator
+//! joins that job.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -70,8 +70,8 @@ fn on_message(
 }
 
 /// The error for a parent that floods this aggregator.
-const FLOODS: &str = "the parent sent more messages than the protocol allows; it runs another \
-                      release, or is not a racksum aggregator";
+const FLOODS: &str = "the parent sent more messages than the protocol allows; check that --parent \
+                      names a racksum aggregator, and install the same release on both";
 
 /// The reason why a parent cannot be called.
 #[derive(Debug)]

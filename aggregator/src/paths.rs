@@ -28,7 +28,7 @@ const PROVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit for the parent to report which pings arrived.
 const ARRIVED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A proof in progress; the shards forget it when this is dropped.
+/// A proof in progress. Dropping this guard makes the shards forget the proof.
 struct Proving {
     registry: SharedRegistry,
     token: Key,
@@ -187,7 +187,8 @@ pub(crate) async fn prove(
     if narrowest < wanted {
         tracing::warn!(
             %parent,
-            "the path to the parent passes datagrams of {narrowest} bytes, but not of {wanted}"
+            "the path to the parent passes datagrams of {narrowest} bytes, but not of {wanted}; \
+             the job sends datagrams of at most {narrowest} bytes"
         );
     }
     Ok(narrowest)

@@ -59,7 +59,7 @@ struct Position {
 }
 
 /// The key that groups the waiting ranks of a job. Ranks of one job that different rules admit wait
-/// separately, since it may be that only one of these rules has room.
+/// separately, since one of these rules may have room while another has none.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     name: JobName,
@@ -112,7 +112,7 @@ pub(crate) struct Ticket {
 }
 
 impl Queue {
-    /// Adds a rank that calls from `addr` to the queue.
+    /// Adds to the queue a rank that calls from `addr`.
     ///
     /// # Errors
     /// Too many ranks are already waiting.
@@ -137,7 +137,7 @@ impl Queue {
             };
             let waiting = self.counts.get(common).copied().unwrap_or(0);
             if waiting >= most {
-                return Err(format!("{waiting} ranks{whose} already wait for room"));
+                return Err(format!("{waiting} ranks{whose} are already waiting for room"));
             }
         }
         for common in &counted {

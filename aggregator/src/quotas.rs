@@ -22,15 +22,15 @@ pub(crate) enum Refusal {
     Never(String),
     /// There is no room now; the text names the limit.
     NoRoom(String),
-    /// There is no room now, and too many ranks wait already.
+    /// There is no room now, and too many ranks are already waiting.
     NoWait(String),
 }
 
-/// The term for the operator in messages.
-const OPERATOR: &str = "the operator of the aggregator";
+/// The end of the advice in a refusal: whom to ask, and for what.
+const OPERATOR: &str = "the operator of the aggregator for room";
 
 impl Refusal {
-    /// Returns the sentence for the refused rank.
+    /// Returns the reason for the refusal, worded for the refused rank.
     pub(crate) fn why(self) -> String {
         let why = match self {
             Self::Never(why) => why,
@@ -38,8 +38,8 @@ impl Refusal {
             Self::NoWait(why) => format!("{why}; try again later, or ask {OPERATOR}"),
             Self::Draining => "this aggregator is draining".into(),
             Self::WrongVersion(theirs) => format!(
-                "this aggregator speaks protocol version {CONTROL_VERSION}, and the worker version \
-                 {theirs}; install the same release on both"
+                "this aggregator speaks protocol version {CONTROL_VERSION}, but the worker speaks \
+                 version {theirs}; install the same release on both"
             ),
         };
         PeerText::of(why).into()
@@ -196,7 +196,7 @@ impl<'a> Tally<'a> {
     /// alongside other jobs.
     ///
     /// A job that a rule admits has a share of its own: the rule's share, or an equal share. The
-    /// first group of the job gets half of it. A group without a name, which is the job itself,
+    /// first group of the job gets half of it. If this group has no name, it is the job itself, and
     /// gets three quarters, since most jobs have no other groups. Further groups get part of the
     /// rest, so that they cannot get around the rule's `max_jobs`.
     ///
@@ -276,8 +276,8 @@ pub(crate) fn least_share(config: &Config, world: u16, lanes: u8) -> f64 {
     100.0 * f64::from(held) / config.buffers() as f64
 }
 
-/// Returns the packet buffers per slot of a stream: one for each contributor, and one for the
-/// result.
+/// Returns the number of packet buffers per slot of a stream: one for each rank, one for the parent
+/// if there is one, and one for the result.
 pub(crate) fn buffers_of_slot(config: &Config, ranks: u16) -> u32 {
     u32::from(ranks) + 1 + u32::from(config.parent.is_some())
 }
@@ -312,8 +312,9 @@ impl Held<'_> {
 
 /// Checks whether one more job may be opened in addition to the present ones.
 ///
-/// # Errors A limit prevents the job from being opened. The refusal names the limit and, as far as
-/// the caller may know, the jobs that hold the room.
+/// # Errors
+/// A limit prevents the job from being opened. The refusal names the limit, and the jobs that hold
+/// the room, as far as the caller may know of them.
 pub(crate) fn check_room(
     config: &Config,
     held: &[Tenant<'_>],
@@ -359,7 +360,7 @@ fn holders<'a>(
         0 => {}
         jobs => names.push(format!("{} of other identities", counted(jobs, "job"))),
     }
-    if names.is_empty() { String::new() } else { format!(", held by {}", names.join(", ")) }
+    if names.is_empty() { String::new() } else { format!("; room is held by {}", names.join(", ")) }
 }
 
 /// The maximum number of jobs named in a refusal.

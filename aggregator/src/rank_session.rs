@@ -80,7 +80,7 @@ fn timed_out(connection: &quinn::Connection) -> bool {
 enum Parting {
     /// The rank is lost.
     Lost(Loss),
-    /// The rank has left. It may rejoin at this op, or not at all if this is `None`.
+    /// The rank has left. It may rejoin at this op, or not at all if there is no op.
     Left(Option<OpId>),
     /// The rank has rejoined, and leaves again before it has done anything.
     Retreated,

@@ -54,7 +54,7 @@ const PINGS: u32 = 15;
 const DEMANDED_PINGS: u32 = 250;
 
 /// The log limit for lost ranks, and for jobs that ended because of a loss. A tenant may lose any
-/// number of ranks, and a host failure loses ranks of several jobs at once.
+/// number of ranks, and one failed host can take down ranks of several jobs.
 static LOST: LogLimit = LogLimit::new(64);
 
 /// The log limit for refused joins: all ranks of a large job may be refused at once.
@@ -157,7 +157,7 @@ impl Registry {
         &self.config
     }
 
-    /// Applies another configuration. Running jobs keep what they were granted.
+    /// Applies another configuration. Running jobs keep their grants.
     pub(crate) fn reconfigure(&mut self, config: Config) {
         self.config = config;
         self.queue.reconfigure(&self.config);
@@ -167,7 +167,7 @@ impl Registry {
     /// Adds a rank to the queue for room.
     ///
     /// # Errors
-    /// Too many ranks wait already.
+    /// Too many ranks are already waiting.
     pub(crate) fn enter_queue(&mut self, join: &Join, caller: &Caller) -> Result<Ticket, String> {
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
         let ticket = self.queue.enter(&self.config, join, identity, ip)?;
@@ -214,7 +214,7 @@ impl Registry {
         self.config.identity.is_some()
     }
 
-    /// Returns the number of jobs.
+    /// Returns the number of open jobs, including those that still gather ranks.
     pub(crate) fn jobs(&self) -> usize {
         self.jobs.len()
     }
@@ -300,7 +300,7 @@ impl Registry {
         Ok((seat, joined))
     }
 
-    /// Starts a job once it waits for no more ranks.
+    /// Starts a job if no rank is missing; otherwise returns the missing ranks.
     fn start_if_complete(&mut self, name: &JobName) -> Result<Joined, String> {
         let missing = self.jobs.get(name).map(Job::missing).unwrap_or_default();
         if missing.is_empty() { self.start(name) } else { Ok(Joined::Waiting(missing)) }
@@ -315,11 +315,11 @@ impl Registry {
         check_room(&self.config, &held, &wanted)?;
         let mut parent = self.config.parent.is_some().then(ParentLink::default);
         if !self.jobs.contains_key(&join.job) {
-            // A job whose turn has come keeps its room although none of its ranks has joined yet.
+            // A job whose turn has come keeps its room even if none of its ranks has joined yet.
             let called = self.queue.called_before(&self.config, join, identity, ip);
             held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
             if check_room(&self.config, &held, &wanted).is_err() {
-                let why = "jobs that waited earlier take the free room";
+                let why = "the free room is reserved for jobs that were already waiting";
                 return Err(Refusal::NoRoom(why.into()));
             }
         }

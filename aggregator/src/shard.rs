@@ -78,7 +78,7 @@ pub(crate) enum Command {
     /// Note that a rank of a member aggregator has left: `rank` identifies the aggregator, and
     /// `name` the rank that has left.
     LeftBelow { job: JobId, rank: Rank, name: Rank },
-    /// Fail an op of the job that has failed at another shard.
+    /// Fail an op that has failed at another shard.
     Failed(JobId, Failed),
     /// Readmit a rank.
     Rejoin(Box<Rejoin>),
@@ -176,8 +176,8 @@ struct Shard {
 impl Shard {
     fn run(&mut self) {
         while let Some(received) = self.turn() {
-            // A full batch means that more messages may be waiting. A batch of large messages is
-            // full with only two messages.
+            // A full batch means that more messages may be waiting. Two large messages already fill
+            // a batch.
             if self.unserved || self.more_commands || self.recv.is_full() {
                 continue;
             }
@@ -358,7 +358,7 @@ impl Shard {
             Err(error) => {
                 let addr = self.socket.local_addr();
                 self.failure
-                    .report(format!("the data socket {addr} failed: {error}; all jobs are lost"));
+                    .report(format!("the data socket {addr} failed: {error}; all jobs have ended"));
                 return None;
             }
         };
@@ -460,7 +460,7 @@ impl ShardJob {
         }
     }
 
-    /// Folds and sends what is due, for as long as the job's turn lasts.
+    /// Folds complete windows and sends due datagrams, for as long as the job's turn lasts.
     fn serve(
         &mut self,
         now: Time,
@@ -500,8 +500,8 @@ impl ShardJob {
         fold.is_some()
     }
 
-    /// Sends what is due. Returns true if the turn ended first, in which case more may remain to be
-    /// sent.
+    /// Sends the datagrams that are due. Returns true if the turn ended first, in which case more
+    /// may remain to be sent.
     fn send(
         &mut self,
         now: Time,

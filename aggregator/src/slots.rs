@@ -2,8 +2,8 @@
 //!
 //! A contribution stays in its buffer as it arrived: fragment after fragment, each with its header.
 //! A buffer that holds a whole window is swapped into its slot. Fragments that arrive separately
-//! are copied to the positions they would have in such a buffer. Results have the same layout, so a
-//! result's buffer is sent as one segmented message.
+//! are copied to the offsets that they would have in such a buffer. Results have the same layout,
+//! so a result's buffer goes out with one segmented send.
 
 use std::collections::VecDeque;
 
@@ -73,8 +73,8 @@ impl Layout {
         self.cut.stride()
     }
 
-    /// Returns the buffer position of payload byte `offset`, and how many payload bytes are
-    /// contiguous from there.
+    /// Returns the place of payload byte `offset` in the buffer, in bytes, and how many payload
+    /// bytes are contiguous from there.
     fn locate(&self, offset: usize) -> (usize, usize) {
         let fragment = offset / self.cut.payload();
         let within = offset % self.cut.payload();
@@ -82,8 +82,8 @@ impl Layout {
     }
 
     /// Visits the contiguous pieces of the `len` payload bytes that start at `offset`. The callback
-    /// gets the buffer position of each piece, and the range of payload bytes, counted from
-    /// `offset`, that the piece holds.
+    /// gets the place of each piece in the buffer, in bytes, and the range of payload bytes in the
+    /// piece, counted from `offset`.
     fn each_piece(
         &self,
         offset: usize,
@@ -314,7 +314,7 @@ impl Pieces<'_> {
         let terms = FoldTerms { world: u32::from(self.fold.weight), absent: run.absent };
         let descriptor = &self.fold.descriptor;
         fold::fold_run(descriptor.wire, descriptor.reduction, terms, inputs, out)
-            .expect("the runs of the plan have equal lengths and a valid descriptor");
+            .expect("the slices of a run have equal lengths, and the descriptor is valid");
     }
 
     fn held(&self, rank: Rank) -> &[u8] {

@@ -16,7 +16,7 @@ fn a_shard_that_panics_ends_the_aggregator_and_its_ranks_are_told() {
     let aggregator = Aggregator::start(Config { shards: 2, ..config() }).unwrap();
     assert_eq!(aggregator.failure(), None);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let why = "the thread shard-1 panicked, which is a bug in racksum; all jobs are lost";
+    let why = "the thread shard-1 panicked, which is a bug in racksum; all jobs have ended";
     let ended = runtime.block_on(async {
         let credentials = Credentials::new(None, false).unwrap();
         let patience = Span::from_secs(100);
@@ -41,7 +41,8 @@ fn multicast_is_refused_where_it_cannot_be_and_passed_over_where_it_need_not() {
     assert_eq!(
         error.to_string(),
         "--fanout multicast is not possible: cannot use lo for multicast: the interface does not \
-         support multicast; choose another interface, or turn multicast off"
+         support multicast; choose another interface, or turn multicast off with `racksum \
+         aggregator --fanout unicast`"
     );
     drop(Aggregator::start(Config { fanout: Fanout::Auto, ..six }).unwrap());
     drop(Aggregator::start(Config { fanout: Fanout::Multicast, ..config() }).unwrap());

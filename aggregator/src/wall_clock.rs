@@ -1,7 +1,7 @@
 //! Warnings about steps of the host's wall clock.
 //!
 //! The aggregator's timeouts do not depend on that clock, so jobs are unaffected. Operators should
-//! know of a step, because log timestamps jump, and certificates may expire or become invalid.
+//! know of a step, because log timestamps jump, and certificates may seem expired or not yet valid.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub(crate) async fn watch(clock: Clock) {
         if let Some(step) = step(before, now) {
             tracing::warn!(
                 "the wall clock of this host jumped {step}; jobs continue unaffected, but \
-                 certificates are checked by this clock"
+                 certificates are checked against this clock"
             );
         }
         // Each reading is compared with the one before it, so the small changes from slewing never

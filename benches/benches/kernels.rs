@@ -2,7 +2,7 @@
 //!
 //! The counted bytes are those of all inputs for a fold, of the tensor for a scan, of the f32
 //! tensor for a conversion, of the source for a copy, and of the header itself for a header. To run
-//! a part, use `cargo bench -p racksum-benches --bench kernels -- fold/f32`.
+//! some of the benches, use `cargo bench -p racksum-benches --bench kernels -- fold/f32`.
 
 mod setting;
 
@@ -88,7 +88,7 @@ fn folds(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Measures folds of a fragment's short runs: a few elements, a small block, a datagram.
+/// Measures folds of short runs, as in fragments: a few elements, a small block, a datagram.
 fn short_folds(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("short fold");
     for wire in [WireType::F32, WireType::Bf16] {
@@ -215,7 +215,7 @@ fn headers(criterion: &mut Criterion) {
 /// Default number of elements in a block.
 const BLOCK_ELEMENTS: usize = 256;
 
-/// Number of bytes in a window of f32.
+/// Number of bytes in 64 blocks of f32, the most blocks that one scan covers.
 const WINDOW_LEN: usize = 64 * BLOCK_ELEMENTS * 4;
 
 /// Number of bytes that fit in a core's cache.

@@ -178,7 +178,7 @@ class Operation(Protocol):
         """Runs the collective; only this is timed."""
 
     def is_correct(self) -> bool:
-        """Compares the result with the exact sum."""
+        """Returns whether the result equals the exact sum."""
 
     def facts(self) -> dict[str, int]:
         """Returns facts that a reader of the times should know."""
@@ -322,7 +322,7 @@ def changed(case: Case, argument: str) -> Case:
 
 
 def describe(case: Case, rank: int, world: int, operation: Operation) -> dict[str, object]:
-    """Returns the fields that all long lines share; omits those that only sparse cases use."""
+    """Returns the fields of all long lines; only sparse cases have `overlap` and `block`."""
     facts = {"peer": "gloo", "rank": rank, "world": world, **dataclasses.asdict(case)}
     if case.mode != "sparse":
         facts |= {"density": 1.0}
@@ -409,7 +409,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--rank", type=int, required=True, help="number of this process")
     add("--world", type=int, required=True, help="number of processes")
     add("--master", required=True, metavar="HOST:PORT", help="address of rank 0")
-    add("--iface", metavar="NAME", help="network interface Gloo binds (GLOO_SOCKET_IFNAME)")
+    add("--iface", metavar="NAME", help="interface that Gloo binds to (GLOO_SOCKET_IFNAME)")
     add("--bytes", type=int, help="size of the whole tensor (default: 100000000; small: 4096)")
     add("--mode", choices=tuple(DEFAULT_BYTES), default="dense", help="what to measure")
     add("--dtype", choices=tuple(DTYPES), default="f32", help="element type")

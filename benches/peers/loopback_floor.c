@@ -177,7 +177,7 @@ static void await(int fd)
 {
     struct pollfd readable = {.fd = fd, .events = POLLIN};
     if (poll(&readable, 1, LOST_MS) == 0)
-        fail("a datagram was lost: the socket buffers are too small, or the shards too slow");
+        fail("a datagram was lost: the socket buffers are too small, or the shards are too slow");
 }
 
 static void open_shards(void)
@@ -443,7 +443,8 @@ static void parse_options(int argc, char **argv)
         else if (known && strcmp(name, "--shards") == 0 && number <= MAX_SHARDS)
             shards = (int)number;
         else
-            leave(STATUS_BAD_CASE, "an option or its value is invalid; see README.md");
+            leave(STATUS_BAD_CASE,
+                  "an option or its value is invalid; see benches/peers/README.md");
     }
     if (bytes % 4 != 0)
         leave(STATUS_BAD_CASE, "--bytes must be a multiple of 4");

@@ -104,7 +104,7 @@ def main() -> int:
     print(json.dumps(answer), flush=True)
     if speed["pack"] < LEAST * speed["copy"]:
         share = speed["pack"] / speed["copy"]
-        return leave(f"packing reaches {share:.2f} of a copy's speed, below {LEAST}", status=1)
+        return leave(f"packing reaches {share:.2f} of a copy's speed, less than {LEAST}", status=1)
     return 0
 
 

@@ -71,7 +71,7 @@ class Timed(common.Run):
         found = racksum.torch.study(model, batches, loss, optimizer=optimizer)
         if self.session is not None:
             return found.step_time(LINK, self.arguments.wire or "f32", self.arguments.block)
-        # A study predicts only rings for Gloo, and Gloo does not reduce sparse tensors in a ring.
+        # For Gloo, a study predicts only rings, and Gloo does not reduce sparse tensors in a ring.
         sparse = any(bucket.sparse for bucket in found.buckets)
         return None if sparse else found.ring_time(LINK)
 

@@ -18,7 +18,7 @@ pub enum Input {
 }
 
 impl Input {
-    /// Returns the name that users write.
+    /// Returns the name that users write on the command line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -41,7 +41,7 @@ pub enum Overlap {
 }
 
 impl Overlap {
-    /// Returns the name that users and the peers write.
+    /// Returns the name that users and the commands to the peers use.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -23,7 +23,7 @@ from torch import nn
 from common import Run, flags
 
 ROWS, WIDTH = 50_000, 256
-#: Number of words that the model can predict, which are the most common ones.
+#: Number of words that the model can predict: the most common ones.
 CLASSES = 100
 CONTEXT = 16
 HELD_OUT = 4000

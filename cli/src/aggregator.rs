@@ -119,9 +119,9 @@ impl Args {
         config.status_socket = self.status_socket.clone().or(config.status_socket);
         config.parent = self.parent.clone().or(config.parent);
         config.data_auth = self.data_auth.or(config.data_auth);
-        // Pools of the default size shrink to fit the host's memory. Never shrink a size that the
-        // user gives on the command line: refuse it if it does not fit, even if it equals the
-        // default.
+        // Packet buffers of the default size shrink to fit the host's memory. Never shrink a size
+        // that the user gives on the command line: refuse it if it does not fit, even if it equals
+        // the default.
         if let (Some(_), Some(mib)) = (self.pool_mib, host_mib()) {
             config.check_memory(mib).map_err(|error| Failure::usage(error.to_string()))?;
         }
@@ -238,8 +238,8 @@ const RELOADING: &str = "reloading the configuration and the identity";
 const RELOAD_PATIENCE: Duration = Duration::from_secs(10);
 
 impl Reloader<'_> {
-    /// Reads the configuration and the identity on another thread, so that signals are handled even
-    /// if a read hangs, and applies them. An error in either leaves both unchanged.
+    /// Reads the configuration and the identity, and applies both; an error in either leaves both
+    /// unchanged. Another thread reads them, so that signals are handled even if a read hangs.
     async fn reload(&self) {
         let (args, running) = (self.args.clone(), self.aggregator.config());
         let is_usual = self.is_usual;
@@ -268,8 +268,8 @@ impl Reloader<'_> {
     }
 }
 
-/// Stops accepting jobs, and waits until all running jobs have ended or moved. Returns early at
-/// another signal to stop, or if the aggregator fails.
+/// Stops accepting jobs, and waits until all running jobs have ended or moved. Returns early if
+/// another signal to stop arrives, or if the aggregator fails.
 async fn drained(aggregator: &Aggregator, signals: &mut Signals) -> Stop {
     let jobs = aggregator.jobs();
     aggregator.drain();

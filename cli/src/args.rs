@@ -15,7 +15,7 @@ Exit codes:
   1  the work failed: a wrong sum, a lost rank, ranks that disagree, a timeout
   2  the command line, the configuration or an input is wrong
   3  the network, the aggregator or file descriptors are unavailable: no answer, a refusal, no room
-  128 + N  ended by signal N (SIGINT: 130); an aggregator or sidecar told to stop ends with 0
+  128 + N  ended by signal N (SIGINT: 130); an aggregator or sidecar told to stop exits with 0
   141  the reader of standard output has closed it, as `head` does; no message is printed";
 
 /// Parses a size: a whole number of bytes, or of the units K, M, G or T, which are powers of 1024.
@@ -36,8 +36,8 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     number.checked_mul(unit).ok_or_else(bad)
 }
 
-/// Returns a parser of whole numbers in a range. Every error names the range, unlike the error of
-/// clap's own parser for text that is not a number.
+/// Returns a parser of whole numbers in a range. Every error names the range; clap's own parser
+/// does not name it if the text is not a number.
 pub(crate) fn number<T: TryFrom<u64>>(
     range: RangeInclusive<u64>,
 ) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
@@ -71,7 +71,7 @@ pub(crate) const WORLDS: RangeInclusive<u64> = 1..=MAX_WORLD as u64;
 pub(crate) const RANKS: RangeInclusive<u64> = 0..=MAX_WORLD as u64 - 1;
 /// Range of an aggregator's number of shards.
 pub(crate) const SHARDS: RangeInclusive<u64> = 1..=MAX_SHARDS as u64;
-/// Range of a number of threads. Far more threads would need more memory mappings than the kernel
+/// Range of a thread count. A much larger count would need more memory mappings than the kernel
 /// allows a process.
 pub(crate) const THREADS: RangeInclusive<u64> = 1..=1024;
 /// Range of a sidecar's limits on jobs and ranks.
@@ -80,7 +80,7 @@ pub(crate) const PLACES: RangeInclusive<u64> = 1..=1 << 18;
 pub(crate) const SECONDS: RangeInclusive<u64> = 1..=365 * 24 * 3600;
 /// Range of a path's MTU in bytes.
 pub(crate) const MTUS: RangeInclusive<u64> = MIN_MTU as u64..=MAX_MTU as u64;
-/// Range of a block's number of elements. `Descriptor::with_block` rejects numbers that are not
+/// Range of a block's length in elements. `Descriptor::with_block` rejects lengths that are not
 /// powers of two.
 pub(crate) const BLOCKS: RangeInclusive<u64> = 32..=1024;
 /// Range of an unsigned 32-bit number.
@@ -91,14 +91,14 @@ pub(crate) fn of_configuration(key: &str) -> RangeInclusive<u64> {
     bounds(key).unwrap_or(0..=u64::MAX)
 }
 
-/// Parses the number of slots that a rank requests. With 0 the aggregator chooses.
+/// Parses the number of slots that a rank requests; 0 lets the aggregator choose.
 pub(crate) fn slots(text: &str) -> Result<u32, String> {
     if text == "0" {
         return Ok(0);
     }
     let (least, most) = POOL_SLOTS.into_inner();
     let slots = number(least.into()..=most.into());
-    slots(text).map_err(|why| format!("{why}; with 0 the aggregator chooses"))
+    slots(text).map_err(|why| format!("{why}, or 0 to let the aggregator choose"))
 }
 
 /// Parses a share from 0 to 1.

@@ -82,7 +82,7 @@ fn issue(authority: &Authority, role: Role) -> Result<String, Failure> {
 fn in_memory(secret: &str) -> Result<File, Failure> {
     let write = || -> io::Result<File> {
         let mut file = File::from(memfd_create("racksum-identity", MemfdFlags::CLOEXEC)?);
-        // By default, the permissions of a file in memory include all users.
+        // By default, a file in memory has permissions for all users.
         file.set_permissions(Permissions::from_mode(0o600))?;
         file.write_all(secret.as_bytes())?;
         Ok(file)
@@ -93,13 +93,14 @@ fn in_memory(secret: &str) -> Result<File, Failure> {
 /// Returns the failure to report when an identity of this run cannot be stored.
 fn cannot(error: &io::Error) -> Failure {
     let why = with_limit(error);
-    Failure::of_host(format!("cannot store an identity of this run in memory: {why}"), error)
+    let why = format!("cannot keep this run's temporary identity file in memory: {why}");
+    Failure::of_host(why, error)
 }
 
 /// Returns the failure for an embedded aggregator that did not start. The message names only flags
 /// that the commands with an embedded aggregator have.
 fn of_own(error: &StartError, shards: u8) -> Failure {
-    // These commands have no flag for the pool size, so only a lower `--shards` can save memory.
+    // These commands have no `--pool-mib`, so only a lower `--shards` can save memory.
     let memory: &[_] = if shards == 1 { &[] } else { &["--shards"] };
     Failure::of_start(error, &Options { memory, ..Options::USUAL })
 }

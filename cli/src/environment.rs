@@ -32,7 +32,7 @@ fn bytes(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// Returns the aggregators that the variable names, parsed with `read`, the flag's parser.
+/// Returns the aggregators that [`AGGREGATOR`] names, parsed with `read`, the flag's parser.
 ///
 /// # Errors
 /// A message that names the variable, if its value is invalid.
@@ -45,8 +45,8 @@ pub(crate) fn aggregator<T>(
     read(&value).map_err(of_variable).map(Some)
 }
 
-/// Returns the interfaces to connect from: those that the flag names, or else those that the
-/// variable names.
+/// Returns the interfaces to connect from: those that the flag names, or else those that
+/// [`INTERFACE`] names.
 ///
 /// # Errors
 /// A message that names the variable, if its value is not UTF-8.
@@ -61,11 +61,11 @@ pub(crate) fn interface(named: Option<String>) -> Result<Option<String>, Failure
     Ok(value)
 }
 
-/// Returns the identity file that the flag or the configuration names, or else the one that the
-/// variable names.
+/// Returns the identity file that the flag or the configuration names, or else the one that
+/// [`IDENTITY`] names.
 ///
 /// # Errors
-/// A message that names the variable, if only the variable names a file and `--insecure` is given.
+/// A message that names the variable, if only the variable names a file and `insecure` is set.
 pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<PathBuf>, Failure> {
     match (named, bytes(IDENTITY)) {
         (Some(named), _) => Ok(Some(named)),

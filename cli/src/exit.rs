@@ -33,7 +33,7 @@ impl Exit {
     /// SIGPIPE. No message is printed, because a reader such as `head` has all it needs.
     pub(crate) const UNREAD: Self = Self(128 + 13);
 
-    /// Returns the exit code of this process after the process of a rank has exited with `status`.
+    /// Returns the exit code for this process after a rank's process has exited with `status`.
     pub(crate) fn of(status: ExitStatus) -> Self {
         let own = [Self::USAGE, Self::UNAVAILABLE];
         own.into_iter().find(|exit| status.code() == Some(exit.0.into())).unwrap_or(Self::FAILED)
@@ -143,7 +143,7 @@ impl Failure {
     }
 
     /// Returns the failure for a socket path that could not be bound. The exit code is
-    /// `UNAVAILABLE` if another process serves there.
+    /// `UNAVAILABLE` if another process serves there, and otherwise that of [`Self::of_path`].
     pub(crate) fn of_serving(why: impl Into<String>, error: &io::Error) -> Self {
         match error.kind() {
             ErrorKind::AddrInUse => Self::unavailable(why),
@@ -187,8 +187,17 @@ pub(crate) fn with_flags(why: impl fmt::Display) -> String {
 }
 
 /// Option names that appear in the libraries' messages.
-const OPTIONS: [&str; 8] =
-    ["data_auth", "generation", "identity", "insecure", "job", "on_rank_loss", "rank", "wait"];
+const OPTIONS: [&str; 9] = [
+    "data_auth",
+    "generation",
+    "identity",
+    "insecure",
+    "job",
+    "mtu",
+    "on_rank_loss",
+    "rank",
+    "wait",
+];
 
 impl From<NetError> for Failure {
     fn from(error: NetError) -> Self {
@@ -256,6 +265,7 @@ impl From<Error> for Failure {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
     use racksum_proto::loss::Loss;
 
     use super::*;
@@ -342,6 +352,18 @@ mod tests {
         let failure = Failure::from(ConnectError::Refused(why.into()));
         assert_eq!(failure.to_string(), format!("the aggregator refused: {expected}"));
         assert_eq!(Failure::usage("unknown key `job`").to_string(), "unknown key `job`");
+    }
+
+    #[test]
+    fn commands_that_join_have_the_flag_that_errors_about_the_path_name() {
+        let why = "MTU 9000 exceeds 1500; lower `mtu`".into();
+        let failure = Failure::from(ConnectError::Arguments { options: &["mtu"], why });
+        assert_eq!(failure.to_string(), "MTU 9000 exceeds 1500; lower --mtu");
+        let command = crate::Cli::command();
+        for name in ["bench", "reduce", "worker"] {
+            let joins = command.find_subcommand(name).unwrap();
+            assert!(joins.get_arguments().any(|flag| flag.get_long() == Some("mtu")), "{name}");
+        }
     }
 
     #[test]

@@ -61,8 +61,8 @@ enum Command {
         /// Role of the node.
         #[arg(long, value_enum, ignore_case = true, default_value_t = NodeRole::Worker)]
         role: NodeRole,
-        /// Number of days until the identity expires, at most until its authority expires
-        /// [default: 365, or fewer if the authority expires earlier].
+        /// Number of days until the identity expires; it must not outlive its authority [default:
+        /// 365, or fewer if the authority expires earlier].
         #[arg(long, value_parser = args::number::<u32>(DAYS))]
         days: Option<u32>,
         /// File of the authority.

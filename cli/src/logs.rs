@@ -6,7 +6,7 @@ use tracing_subscriber::filter::LevelFilter;
 use crate::exit::Failure;
 use crate::{environment, stderr};
 
-/// Starts logging. The filter comes from the flag, or else from the variable; the default is
+/// Starts logging. The filter comes from `--log`, or else from [`environment::LOG`]; the default is
 /// warnings only.
 ///
 /// # Errors

@@ -55,7 +55,8 @@ enum Command {
     Aggregator(aggregator::Args),
     /// Issue and show the certificates that identify the nodes of a cluster.
     Identity(identity::Args),
-    /// Measure and check allreduce, alone on this host or as one rank of a distributed run.
+    /// Measure and check allreduce, with all ranks on this host or as one rank of a distributed
+    /// run.
     Bench(Box<bench::Args>),
     /// Sum the gradients in safetensors files, one file per rank.
     Reduce(Box<reduce::Args>),
@@ -86,7 +87,8 @@ fn main() -> Exit {
     end(done.map(|()| Exit::OK))
 }
 
-/// Returns the exit code of a command. If the command failed, first prints the reason.
+/// Returns the exit code of a command. If the command failed, first prints the reason, except for
+/// [`Exit::UNREAD`].
 fn end(done: Result<Exit, Failure>) -> Exit {
     match done {
         Ok(exit) => exit,

@@ -5,9 +5,9 @@ use racksum_proto::counted::counted;
 
 use crate::exit::Failure;
 
-/// Refuses tensors that do not fit this host's memory, if each of `ranks` ranks needs `each` bytes.
-/// Without this check, the kernel would kill a rank without a message. In the error, `what` names
-/// the tensors, and `advice` says what to do.
+/// Refuses tensors that do not fit in this host's memory when each of `ranks` ranks needs `each`
+/// bytes. Without this check, the kernel would kill a rank without a message. In the error, `what`
+/// names the tensors, and `advice` says what to do.
 pub(crate) fn check_host(what: &str, each: u64, ranks: u16, advice: &str) -> Result<(), Failure> {
     // If the system does not report its memory, accept any tensors.
     host_mib().map_or(Ok(()), |host_mib| check(host_mib, what, each, ranks, advice))

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::sync::{Mutex, PoisonError};
 
-/// Maps each option that a variable has set to that variable, as `NAME="value"`.
+/// Maps an option to the variable that set it, as `NAME="value"`.
 static TAKEN: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
 
 /// Records that a variable sets an option.

@@ -15,7 +15,7 @@ use crate::environment;
 use crate::exit::{Exit, Failure, print_line};
 use crate::thread::spawn;
 
-/// One process for each rank. Dropping the group kills the ranks that still run.
+/// One process for each rank. Dropping the group kills the ranks that are still running.
 #[derive(Debug)]
 pub(crate) struct ProcessGroup {
     ranks: Vec<Child>,
@@ -70,8 +70,8 @@ impl ProcessGroup {
         Ok(process_group)
     }
 
-    /// Receives the next message of any rank. Returns `None` as the message if the rank's output
-    /// has ended.
+    /// Receives the next result that any rank reports. Returns `None` instead of a result if the
+    /// rank's output has ended.
     ///
     /// # Errors
     /// The reason why the job failed, if a rank reports a failure.
@@ -137,12 +137,12 @@ pub(crate) fn send_to_parent<T: Serialize>(result: &Result<T, Failure>) -> Resul
 }
 
 /// Ends this rank of a [`ProcessGroup`] when its parent process exits. Otherwise the rank would
-/// wait for an aggregator that exited with the parent.
+/// wait for an aggregator that exited with the parent process.
 pub(crate) fn end_with_parent() -> Result<(), Failure> {
     spawn(|| {
         let ended = io::copy(&mut io::stdin().lock(), &mut io::sink());
-        // The parent never writes to this pipe, so the copy ends only when the pipe closes or
-        // breaks.
+        // The parent process never writes to this pipe, so the copy ends only when the pipe closes
+        // or breaks.
         drop(ended);
         std::process::exit(1);
     })?;

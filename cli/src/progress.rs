@@ -100,7 +100,7 @@ fn within(columns: usize, text: &str) -> Cow<'_, str> {
 /// Control sequence that moves to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Joins a job, while a progress line shows what the join waits for, such as missing ranks.
+/// Joins a job while a progress line shows what the join waits for, such as missing ranks.
 pub(crate) fn connect(options: &ConnectOptions) -> Result<Client, ConnectError> {
     let connecting = Connecting::new();
     let awaited = connecting.awaited();
@@ -112,7 +112,7 @@ pub(crate) fn connect(options: &ConnectOptions) -> Result<Client, ConnectError> 
     connecting.run(options)
 }
 
-/// Progress counter of some work, in any unit.
+/// Progress of a piece of work, counted in any unit.
 #[derive(Debug)]
 pub(crate) struct Work {
     all: u64,

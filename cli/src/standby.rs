@@ -36,8 +36,8 @@ impl StandbyArgs {
         let Some(at) = self.standby else { return Ok(None) };
         if !member.names(at) {
             return Err(Failure::usage(format!(
-                "--aggregator does not list the standby {at}, so no rank would move to it; list it \
-                 after a comma at every rank"
+                "--aggregator does not list the standby {at}, so no rank would move to it; add it, \
+                 after a comma, to --aggregator of every rank"
             )));
         }
         let config = Config {

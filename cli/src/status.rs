@@ -111,15 +111,16 @@ fn advice(error: &CallError, whose: &str, question: &str) -> String {
         }
         CallError::Untrusted(_) => {
             format!(
-                "run this as the {whose}'s user; only processes of the user who asks, or of root, \
-                 are trusted"
+                "run this as the {whose}'s user; this program trusts only processes of its own \
+                 user and of root"
             )
         }
         _ => question.to_owned(),
     }
 }
 
-/// Queries all aggregators of this host and prints their answers.
+/// Queries the aggregators of this user on this host (for root, of all users) and prints their
+/// answers.
 fn ask_all(format: Format) -> Result<(), Failure> {
     let (mut answered, mut silent, mut dead) = (false, Vec::new(), Vec::new());
     let unasked = ask_each(in_turns(sockets()?), PATIENCE, 2 * PATIENCE, |socket, answer| {
@@ -143,23 +144,24 @@ fn ask_all(format: Format) -> Result<(), Failure> {
             2 * PATIENCE.as_secs()
         ));
     }
-    // Remove the sockets that killed aggregators left in this user's folder. Root leaves the
-    // folders of other users alone.
+    // Remove the sockets of killed aggregators from this user's folder. Root leaves the folders of
+    // other users alone.
     let folder = folder();
     dead.retain(|socket| socket.starts_with(&folder));
     remove_dead(&folder, dead);
     match (answered, &silent[..]) {
         (true, []) => Ok(()),
         (false, []) => Err(Failure::unavailable(format!(
-            "no aggregator of this user has a status socket in {}; start one, or pass the path of \
-             its --status-socket or its HOST:PORT",
+            "no aggregator of this user has a status socket in {}; start an aggregator, or pass \
+             the HOST:PORT or the --status-socket path of a running aggregator",
             folder.display()
         ))),
         (_, silent) => Err(Failure::unavailable(silent.join("; "))),
     }
 }
 
-/// Sorts sockets so that a user with many sockets does not delay those of other users.
+/// Sorts sockets so that the many sockets of one user do not delay the queries of other users'
+/// sockets.
 fn in_turns(sockets: Vec<(PathBuf, u32)>) -> Vec<(PathBuf, u32)> {
     let mut of_owners = BTreeMap::<u32, usize>::new();
     let turn = |socket: (PathBuf, u32)| {
@@ -226,8 +228,8 @@ pub(crate) fn usual_socket() -> Result<PathBuf, String> {
     Ok(folder.join(format!("{}.sock", std::process::id())))
 }
 
-/// Creates a folder that only this user may enter, unless a folder exists that only this user or
-/// root can write to.
+/// Creates a folder that only this user may enter. Accepts an existing folder if only this user or
+/// root can write to it.
 fn own(folder: &Path) -> Result<(), String> {
     let of_folder = |error| format!("cannot use the folder {}: {error}", folder.display());
     match DirBuilder::new().mode(0o700).create(folder) {
@@ -281,7 +283,8 @@ fn sockets() -> Result<Vec<(PathBuf, u32)>, Failure> {
     if let Ok(found) = fs::symlink_metadata(&folder) {
         check_private(&folder, &found).map_err(|why| {
             Failure::unavailable(format!(
-                "{why}, so its sockets are not trusted; remove it, or pass a --status-socket path"
+                "{why}, so its sockets are not trusted; remove the folder, or pass a \
+                 --status-socket path"
             ))
         })?;
         folders.push((folder, own_uid()));
@@ -339,8 +342,8 @@ fn parse(json: &[u8]) -> Result<AggregatorStatus, String> {
     serde_json::from_slice(json).map_err(|error| {
         let error = PeerText::of(error);
         format!(
-            "cannot parse the answer ({error}); check that the aggregator has the same release as \
-             this program"
+            "cannot parse the answer ({error}); check that the aggregator and this program are \
+             from the same release"
         )
     })
 }

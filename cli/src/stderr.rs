@@ -27,7 +27,7 @@ pub(crate) fn lines() -> Lines<'static, StderrLock<'static>> {
     Lines { to: io::stderr().lock(), lost: &LOST }
 }
 
-/// An output that may be full for a time, during which a write would block.
+/// An output that can be full for a while; a write would then block.
 pub(crate) trait Room {
     /// Returns whether [`ROOM`] bytes can be written without blocking.
     fn has_room(&self) -> bool;

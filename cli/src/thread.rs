@@ -16,7 +16,8 @@ pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 /// Returns the failure to report when a thread cannot start.
 pub(crate) fn not_started(error: &io::Error) -> Failure {
     Failure::unavailable(format!(
-        "cannot start a thread: {error}; use fewer threads, or raise their limit (ulimit -u)"
+        "cannot start a thread: {error}; use fewer threads, or raise the limit on threads \
+         (ulimit -u)"
     ))
 }
 

@@ -1,5 +1,5 @@
-//! Files that get a name only once they are complete, so that a killed process leaves no partial
-//! file behind.
+//! Unnamed files, which get a name only once they are complete, so that a killed process leaves no
+//! partial file behind. On file systems without unnamed files, callers use temporary files instead.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
@@ -26,7 +26,7 @@ pub(crate) fn unnamed(folder: &Path, mut options: OpenOptions) -> Option<File> {
 /// Gives an unnamed file a name. Fails if another file already has that name.
 ///
 /// # Errors
-/// The error of linkat(2).
+/// The error from linkat(2).
 pub(crate) fn link(file: &File, to: &Path) -> io::Result<()> {
     Ok(linkat(CWD, open_at("self", file), CWD, to, AtFlags::SYMLINK_FOLLOW)?)
 }
@@ -51,7 +51,8 @@ pub(crate) const ATTEMPTS: u32 = 16;
 /// allow names of at most 255 bytes.
 const LONGEST_NAME: usize = 200;
 
-/// Makes a temporary file beside a path, under an unused name that contains a number from `draw`.
+/// Creates a temporary file in the folder of `path` with `make`, under an unused name that contains
+/// a number from `draw`.
 pub(crate) fn beside<T>(
     path: &Path,
     mut draw: impl FnMut() -> u64,

@@ -43,8 +43,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "256")]
     #[arg(value_parser = args::number::<usize>(args::PLACES))]
     max_ranks: usize,
-    /// Maximum memory for tensors that ranks share and for sums of block lists: bytes, or with K,
-    /// M, G or T; at least 1M [default: half of the host's memory].
+    /// Maximum memory for tensors that ranks share and for sums of block lists, in bytes or with
+    /// the unit K, M, G or T; at least 1M [default: half of the host's memory].
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     memory: Option<u64>,
     /// Aggregator for jobs that have ranks on other hosts, HOST:PORT; with A,B a job moves to B
@@ -67,6 +67,9 @@ pub(crate) struct Args {
     /// RACKSUM_INTERFACE].
     #[arg(long, value_name = "NAMES", requires = "aggregator")]
     interface: Option<String>,
+    /// MTU of the path to the aggregator [default: the interface's].
+    #[arg(long, requires = "aggregator", value_parser = args::number::<usize>(args::MTUS))]
+    mtu: Option<usize>,
     /// Wait while the aggregator has no room for a job, instead of failing.
     #[arg(long, requires = "aggregator")]
     wait: bool,
@@ -93,6 +96,7 @@ impl Args {
             insecure: self.insecure,
             data_auth: self.data_auth,
             interface,
+            mtu: self.mtu,
             wait: self.wait,
             ..ConnectOptions::new("", "")
         };
@@ -110,7 +114,7 @@ impl Args {
         let memory = match (self.memory, host_mib) {
             (Some(asked), Some(mib)) if asked.div_ceil(1 << 20) > mib => {
                 return Err(Failure::usage(format!(
-                    "--memory of {} MiB exceeds the {mib} MiB of memory of this host; lower it",
+                    "--memory of {} MiB exceeds this host's memory of {mib} MiB; lower --memory",
                     asked.div_ceil(1 << 20)
                 )));
             }
@@ -159,7 +163,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
                  ListenSequentialPacket= and SocketMode= in the socket unit",
             ));
         }
-        (Some(passed), _) => (passed, "the socket of systemd".to_owned()),
+        (Some(passed), _) => (passed, "the systemd socket".to_owned()),
         (None, Some(path)) => {
             if path.as_os_str().as_bytes().starts_with(b"unix:") {
                 return Err(Failure::usage(format!(
@@ -201,8 +205,8 @@ fn not_served(path: &Path, error: &io::Error) -> Failure {
     Failure::of_serving(why, error)
 }
 
-/// Reports that the sidecar is ready, and waits for a signal. Then waits until no job is left, or
-/// for another signal.
+/// Reports that the sidecar is ready, and waits for a signal. Then refuses new jobs, and waits
+/// until no job is left or another signal arrives.
 fn serve(sidecar: &Sidecar, ready: &str) -> io::Result<()> {
     let runtime = racksum_net::runtime::single_threaded()?;
     runtime.block_on(async {

@@ -251,7 +251,8 @@ impl Cluster {
         }
     }
 
-    /// Checks that windows are folded in order and that the contributions make up the union.
+    /// Folds a window. Checks that windows are folded in order and that the contributions make up
+    /// the union.
     fn fold(&mut self, shard: usize, fold: &CompleteWindow) {
         let machine = &mut self.shards[shard];
         assert!(fold.slot < self.shape.pool_slots);
@@ -307,8 +308,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the size of the machines' debug output. It stands for their memory use, so that no
-    /// counting allocator is needed.
+    /// Returns the size of the machines' debug output, which stands in for their memory use, so
+    /// that no counting allocator is needed.
     pub fn footprint(&self) -> usize {
         format!("{:?}{:?}", self.workers, self.shards).len()
     }

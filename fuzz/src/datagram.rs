@@ -1,5 +1,5 @@
-//! Runs any bytes through every decoder, and checks that no decoder panics. Accepted input must be
-//! valid, and must decode to the same value after re-encoding.
+//! Runs arbitrary bytes through every decoder, and checks that no decoder panics. Accepted input
+//! must be valid, and must decode to the same value after re-encoding.
 
 use racksum_proto::geometry::{Geometry, MAX_WINDOW_BLOCKS, WINDOW_BYTES};
 use racksum_proto::wire::{

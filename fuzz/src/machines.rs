@@ -15,7 +15,7 @@ pub fn run(script: &[u8]) {
 }
 
 /// Returns the sizes of the machines' debug output before the first step of a script and after the
-/// last. The size stands for the machines' memory use, so that no counting allocator is needed.
+/// last. The size stands in for the machines' memory use, so that no counting allocator is needed.
 pub fn footprints(script: &[u8]) -> (usize, usize) {
     let fresh = Cluster::new(shape(&mut Script(script)));
     (fresh.footprint(), play(script).footprint())

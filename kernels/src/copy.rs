@@ -1,5 +1,5 @@
-//! Copies from and to memory that another process may write. [`crate::shared`] explains why they
-//! are inline assembly or volatile accesses.
+//! Functions that copy from and to memory that another process may write. [`crate::shared`]
+//! explains why they use inline assembly or volatile accesses.
 #![expect(unsafe_code, reason = "copies by address")]
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -26,7 +26,8 @@ mod assembly {
     /// accesses it.
     #[inline]
     pub(crate) unsafe fn copy(mut from: *const u8, mut to: *mut u8, mut len: usize) {
-        // SAFETY: the copies below stay within the ranges.
+        // SAFETY: the copies below stay within the two ranges, which the caller guarantees to be
+        // readable and writable.
         unsafe {
             if len < VECTOR {
                 return string(from, to, len);
@@ -69,8 +70,8 @@ mod assembly {
     #[inline]
     pub(crate) unsafe fn line(start: *const u8, at: usize) -> [u8; LINE] {
         let (a, b, c, d): (__m128i, __m128i, __m128i, __m128i);
-        // SAFETY: the instructions read what the caller allows, and need no alignment. Any bytes
-        // are a valid array.
+        // SAFETY: the caller guarantees that the line can be read, and the instructions need no
+        // alignment. Any bytes are a valid array.
         unsafe {
             asm!(
                 "movups {a}, [{start} + {at}]",
@@ -96,7 +97,8 @@ mod assembly {
     /// The requirements of [`copy`], for [`LINE`] bytes.
     #[inline]
     unsafe fn line_to(from: *const u8, to: *mut u8) {
-        // SAFETY: the instructions access what the caller allows, and need no alignment.
+        // SAFETY: the caller guarantees that a line can be read at `from` and written at `to`. The
+        // instructions need no alignment.
         unsafe {
             asm!(
                 "movups {a}, [{from}]",
@@ -125,7 +127,8 @@ mod assembly {
     /// The requirements of [`copy`], for [`VECTOR`] bytes.
     #[inline]
     unsafe fn vector(from: *const u8, to: *mut u8) {
-        // SAFETY: the instructions access what the caller allows, and need no alignment.
+        // SAFETY: the caller guarantees that a vector can be read at `from` and written at `to`.
+        // The instructions need no alignment.
         unsafe {
             asm!(
                 "movups {vector}, [{from}]",
@@ -146,8 +149,8 @@ mod assembly {
     /// The requirements of [`copy`].
     #[inline]
     unsafe fn string(from: *const u8, to: *mut u8, len: usize) {
-        // SAFETY: the instruction accesses what the caller allows. The direction flag is clear on
-        // entry to assembly.
+        // SAFETY: the caller guarantees that `len` bytes can be read at `from` and written at `to`.
+        // The direction flag is clear on entry to assembly.
         unsafe {
             asm!(
                 "rep movsb",
@@ -182,7 +185,8 @@ pub(crate) mod volatile {
     pub(crate) unsafe fn read(from: *const u8, to: *mut u8, len: usize) {
         let head = from.align_offset(WORD).min(len);
         let end = head + (len - head) / WORD * WORD;
-        // SAFETY: the offsets are less than `len`, and the words are aligned in the source.
+        // SAFETY: the caller guarantees that `len` bytes can be read at `from` and written at `to`.
+        // All accesses stay within these bytes, and the words are aligned in the source.
         unsafe {
             for at in (0..head).chain(end..len) {
                 to.add(at).write(from.add(at).read_volatile());
@@ -203,7 +207,8 @@ pub(crate) mod volatile {
     pub(crate) unsafe fn write(from: *const u8, to: *mut u8, len: usize) {
         let head = to.align_offset(WORD).min(len);
         let end = head + (len - head) / WORD * WORD;
-        // SAFETY: the offsets are less than `len`, and the words are aligned in the target.
+        // SAFETY: the caller guarantees that `len` bytes can be read at `from` and written at `to`.
+        // All accesses stay within these bytes, and the words are aligned in the target.
         unsafe {
             for at in (0..head).chain(end..len) {
                 to.add(at).write_volatile(from.add(at).read());
@@ -224,7 +229,8 @@ pub(crate) mod volatile {
         let mut buffer = [0; BUFFER];
         for at in (0..len).step_by(BUFFER) {
             let part = BUFFER.min(len - at);
-            // SAFETY: the part lies within the ranges, and the buffer is private.
+            // SAFETY: the caller guarantees that the source can be read and the target written. The
+            // part lies within both, and the buffer is private.
             unsafe {
                 read(from.add(at), buffer.as_mut_ptr(), part);
                 write(buffer.as_ptr(), to.add(at), part);
@@ -239,12 +245,12 @@ pub(crate) mod volatile {
     /// The bytes of the line can be read.
     pub(crate) unsafe fn line(start: *const u8, at: usize) -> [u8; LINE] {
         let mut line = [0; LINE];
-        // SAFETY: the caller allows the read, and the line is private.
+        // SAFETY: the caller guarantees that the bytes can be read. The copy is private.
         unsafe { read(start.add(at), line.as_mut_ptr(), LINE) };
         line
     }
 
-    /// Size in bytes of a word, which is what one access reads or writes.
+    /// Size in bytes of a word, the most that one access reads or writes.
     const WORD: usize = size_of::<usize>();
 
     /// Size in bytes of the private buffer for a copy between two ranges of shared memory.

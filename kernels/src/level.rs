@@ -105,7 +105,7 @@ impl Level {
         }
     }
 
-    /// Runs `task`, compiled for this level.
+    /// Runs `task` with the instructions of this level.
     pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
         match self.0 {
             Isa::Baseline => task.run(Portable),

@@ -1,8 +1,8 @@
-//! Branch-free operations on single numbers, so that the compiler can vectorize them.
+//! Branch-free operations on single numbers, which the compiler can vectorize.
 
 /// Number type in which contributions are folded.
 pub(crate) trait Number: Copy {
-    /// Element that an absent rank contributes.
+    /// Zero, which an absent rank contributes.
     const ZERO: Self;
 
     /// Adds two numbers. Integers wrap around.
@@ -124,7 +124,7 @@ pub(crate) fn bf16_to_f32(x: u16) -> f32 {
 
 /// Returns the bits of the bf16 nearest to `x`.
 #[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "the upper half of 32 bits")]
+#[expect(clippy::cast_possible_truncation, reason = "a 16-bit pattern in 32 bits")]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     // Add half a step, minus one if the upper half is even, so that ties round to even. Above the

@@ -11,19 +11,19 @@
 //! # Why this is sound
 //!
 //! On x86-64, inline assembly makes each copy. The compiler treats assembly as a black box that
-//! accesses memory like a foreign function, and its outputs are defined values ([inline
-//! assembly][asm]). The processor alone decides what a race yields: some old bytes and some new
-//! ones. Elsewhere, and under Miri, copies are volatile accesses of aligned words. Rust defines
-//! these for memory outside of its allocations, such as mapped memory ([`read_volatile`]). rust-vmm
-//! accesses the memory of guests in the same way: no references, and volatile copies
+//! accesses memory as a foreign function does, and the outputs of assembly are defined values
+//! ([inline assembly][asm]). The processor alone decides the outcome of a race: some old bytes and
+//! some new ones. Elsewhere, and under Miri, copies are volatile accesses of aligned words. Rust
+//! defines these for memory outside of its allocations, such as mapped memory ([`read_volatile`]).
+//! rust-vmm accesses the memory of guests in the same way: no references, and volatile copies
 //! ([`vm-memory`][vm], [discussion][ucg]).
 //!
 //! Relaxed atomics do not fit. The other process may write words of other sizes, which Rust's
-//! atomics exclude, and copies in words of eight bytes slow folds down.
+//! atomics exclude, and copies in words of eight bytes would slow folds down.
 //!
-//! Copies that race may mix bytes of different times, and two copies may differ. So memory safety
-//! must not depend on these bytes: an index, length or branch that it relies on may come only from
-//! a checked private copy.
+//! A copy that races with a write may mix old and new bytes, and two copies may differ. So memory
+//! safety must not depend on these bytes: an index, length or branch that it relies on may come
+//! only from a checked private copy.
 //!
 //! [`fold_shared`]: crate::fold::fold_shared
 //! [`scan_shared`]: crate::codec::scan_shared
@@ -120,8 +120,8 @@ impl<'a> SharedBytes<'a> {
     #[inline]
     pub fn read(self, into: &mut [u8]) {
         assert_eq!(into.len(), self.len, "a copy has the length of its source");
-        // SAFETY: both ranges have this length. Only this function accesses `into`, which is not
-        // shared, because no reference to shared bytes exists.
+        // SAFETY: both ranges have this length, and the caller of `new` guarantees that the source
+        // can be read. `into` is private, because no reference to shared bytes exists.
         unsafe { copy::read(self.start.as_ptr(), into.as_mut_ptr(), self.len) }
     }
 
@@ -129,7 +129,8 @@ impl<'a> SharedBytes<'a> {
     pub fn append_to(self, out: &mut Vec<u8>) {
         out.reserve(self.len);
         let used = out.len();
-        // SAFETY: the vector has room for the bytes, and the copy initializes them.
+        // SAFETY: the caller of `new` guarantees that the source can be read. The vector has room
+        // for the bytes, and the copy initializes them.
         unsafe {
             copy::read(self.start.as_ptr(), out.spare_capacity_mut().as_mut_ptr().cast(), self.len);
             out.set_len(used + self.len);
@@ -144,7 +145,8 @@ impl<'a> SharedBytes<'a> {
     #[inline]
     pub fn write(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.len, "a copy has the length of its source");
-        // SAFETY: both ranges have this length, and `bytes` is not shared.
+        // SAFETY: both ranges have this length, and the caller of `new` guarantees that the target
+        // can be written. `bytes` is private, because no reference to shared bytes exists.
         unsafe { copy::write(bytes.as_ptr(), self.start.as_ptr(), self.len) }
     }
 
@@ -155,7 +157,8 @@ impl<'a> SharedBytes<'a> {
     /// If `other` has another length.
     pub fn copy_from(self, other: SharedBytes<'_>) {
         assert_eq!(other.len, self.len, "a copy has the length of its source");
-        // SAFETY: both ranges have this length, and both tolerate concurrent writes.
+        // SAFETY: both ranges have this length, and the callers of `new` guarantee access to both.
+        // The copy tolerates concurrent writes to either.
         unsafe { copy::between(other.start.as_ptr(), self.start.as_ptr(), self.len) }
     }
 
@@ -190,7 +193,8 @@ impl<'a> SharedBytes<'a> {
             at + size_of::<S::Span>() <= self.len,
             "the range ends beyond the shared bytes"
         );
-        // SAFETY: the caller keeps the span within the range, which can be read.
+        // SAFETY: the caller of `new` guarantees that the range can be read, and the caller of this
+        // method that the span lies within the range.
         unsafe { simd.copy_span(self.start.as_ptr(), at) }
     }
 
@@ -205,7 +209,8 @@ impl<'a> SharedBytes<'a> {
             at + size_of::<S::Span>() <= self.len,
             "the range ends beyond the shared bytes"
         );
-        // SAFETY: the caller keeps the span within the range, which can be read.
+        // SAFETY: the caller of `new` guarantees that the range can be read, and the caller of this
+        // method that the span lies within the range.
         unsafe { simd.copy_span_by_halves(self.start.as_ptr(), at) }
     }
 
@@ -217,12 +222,13 @@ impl<'a> SharedBytes<'a> {
     #[inline(always)]
     pub(crate) unsafe fn line<S: Simd>(self, simd: S, at: usize) -> [u8; LINE] {
         debug_assert!(at + LINE <= self.len, "the range ends beyond the shared bytes");
-        // SAFETY: the caller keeps the line within the range, which can be read.
+        // SAFETY: the caller of `new` guarantees that the range can be read, and the caller of this
+        // method that the line lies within the range.
         unsafe { simd.copy_line(self.start.as_ptr(), at) }
     }
 
-    /// Returns a copy of the bytes from byte `at` to the end, padded with zeros to a span. These
-    /// bytes must be fewer than a span has.
+    /// Returns a copy of the bytes from byte `at` to the end, padded with zeros to a span. The
+    /// bytes must fit into a span.
     #[inline(always)]
     pub(crate) fn padded_span<S: Simd>(self, simd: S, at: usize) -> S::Span {
         let (mut span, end) = (simd.zero_span(), self.part(at..self.len));
@@ -246,7 +252,7 @@ impl Task for Equals<'_> {
         let rest = spans.remainder();
         let mut at = 0;
         for bytes in spans {
-            // SAFETY: both ranges have the same length, and `bytes` has this span.
+            // SAFETY: the span lies within `self.bytes`, and the shared range has the same length.
             let span = unsafe { self.shared.span(simd, at) };
             let (one, other) = (span.as_ref().as_chunks().0, bytes.as_chunks().0);
             let mut differences = 0;
@@ -262,5 +268,5 @@ impl Task for Equals<'_> {
     }
 }
 
-/// Zeros for [`SharedBytes::clear`], as many as the largest block has bytes.
+/// Zeros for [`SharedBytes::clear`]: as many bytes as the largest block has.
 static ZEROS: [u8; 8 << 10] = [0; 8 << 10];

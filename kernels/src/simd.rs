@@ -6,7 +6,7 @@ use std::array::from_fn;
 use crate::copy::{self, LINE};
 use crate::number::{Number, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
-/// Instruction set. A value of this type proves that the machine supports the set.
+/// Vector instruction set. A value of such a type proves that the machine supports the set.
 pub(crate) trait Simd:
     Lanes<f32> + Lanes<f64> + Lanes<i32> + Lanes<i64> + Halves + Copy
 {
@@ -87,8 +87,8 @@ pub(crate) trait Lanes<N>: Copy {
 
 /// Vectors of 16-bit floats, each split into two vectors of f32.
 ///
-/// The two vectors of a bf16 vector hold its even and its odd lanes: a shift and a mask separate
-/// them, and no lane has to move.
+/// For bf16, the two vectors hold the even and the odd lanes: a shift and a mask separate them, and
+/// no lane has to move.
 pub(crate) trait Halves: Lanes<f32> {
     /// Loads the f16 values at the start of `bytes`.
     fn load_f16(self, bytes: &[u8]) -> [Self::Vector; 2];
@@ -121,19 +121,19 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span {
-        // SAFETY: a span of this level is a line, and the caller allows the read.
+        // SAFETY: a span of this level is a line, and the caller guarantees that it can be read.
         unsafe { copy::line(start, at) }
     }
 
     #[inline(always)]
     unsafe fn copy_span_by_halves(self, start: *const u8, at: usize) -> Self::Span {
-        // SAFETY: the caller allows the read.
+        // SAFETY: the caller guarantees that the span can be read.
         unsafe { self.copy_span(start, at) }
     }
 
     #[inline(always)]
     unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE] {
-        // SAFETY: the caller allows the read.
+        // SAFETY: the caller guarantees that the line can be read.
         unsafe { copy::line(start, at) }
     }
 }

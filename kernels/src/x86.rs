@@ -53,8 +53,8 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span {
-        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
-        // read. Any bytes are a valid array.
+        // SAFETY: `self` proves that the machine has the instructions, and the caller guarantees
+        // that the span can be read. Any bytes are a valid array.
         unsafe { transmute(copy_4_of_256(start, at)) }
     }
 
@@ -66,8 +66,8 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE] {
-        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
-        // read. Any bytes are a valid array.
+        // SAFETY: `self` proves that the machine has the instructions, and the caller guarantees
+        // that the line can be read. Any bytes are a valid array.
         unsafe { transmute(copy_2_of_256(start, at)) }
     }
 }
@@ -84,8 +84,8 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn copy_span(self, start: *const u8, at: usize) -> Self::Span {
-        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
-        // read. Any bytes are a valid array.
+        // SAFETY: `self` proves that the machine has the instructions, and the caller guarantees
+        // that the span can be read. Any bytes are a valid array.
         unsafe { transmute(copy_4_of_512(start, at)) }
     }
 
@@ -97,8 +97,8 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn copy_line(self, start: *const u8, at: usize) -> [u8; LINE] {
-        // SAFETY: `self` proves that the machine has the instructions, and the caller allows the
-        // read. Any bytes are a valid array.
+        // SAFETY: `self` proves that the machine has the instructions, and the caller guarantees
+        // that the line can be read. Any bytes are a valid array.
         unsafe { transmute(copy_1_of_512(start, at)) }
     }
 }
@@ -115,7 +115,8 @@ macro_rules! copy_vectors {
         #[target_feature(enable = $feature)]
         unsafe fn $name(start: *const u8, at: usize) -> [$vector; $count] {
             $(let $out: $vector;)+
-            // SAFETY: the instructions read what the caller allows, and need no alignment.
+            // SAFETY: the caller guarantees that the bytes of the vectors can be read, and the
+            // instructions need no alignment.
             unsafe {
                 asm!(
                     $($load,)+
@@ -177,7 +178,7 @@ copy_vectors!(
 );
 
 /// Implements [`Lanes`]. The arguments that look like closures are not closures: a closure would be
-/// compiled without the instructions, and might then not be inlined.
+/// compiled without AVX2 or AVX-512, and might then not be inlined.
 macro_rules! lanes {
     (
         $simd:ident, $number:ident, $vector:ident,
@@ -253,7 +254,7 @@ macro_rules! lanes {
 }
 
 // If either operand is a NaN or both are zeros, the minimum and maximum instructions return their
-// second operand. So the code executes the instruction with both orders of the operands. For the
+// second operand. So the code executes the instruction with the operands in both orders. For the
 // minimum, the OR of both results keeps a NaN, or the sign of a negative zero. For the maximum, the
 // AND keeps a positive zero, and a NaN is inserted separately.
 

@@ -1,9 +1,9 @@
-//! Sockets that show peers that this process is alive: the kernel closes them when the process
+//! Sockets that tell peers whether this process is alive: the kernel closes them when the process
 //! dies.
 //!
-//! A forked child, such as a worker of a data loader, inherits these sockets and would keep them
-//! open for as long as it lives. So a fork handler replaces them with `/dev/null` in every child,
-//! right after the fork.
+//! A forked child, such as a data loader worker, inherits these sockets and would keep them open
+//! for as long as it lives. So a fork handler replaces them with `/dev/null` in every child, right
+//! after the fork.
 
 #![expect(unsafe_code, reason = "libc registers the fork handler")]
 
@@ -30,7 +30,7 @@ static ALL: [AtomicI32; MOST] = [const { AtomicI32::new(NONE) }; MOST];
 /// because a child may have no free descriptor.
 static NOTHING: AtomicI32 = AtomicI32::new(NONE);
 
-/// Socket that forked children do not keep open.
+/// Socket that forked children do not keep open, unless `ALL` was full.
 #[derive(Debug)]
 pub(crate) struct Alive<T> {
     /// Entry of `ALL` that holds the descriptor; `None` if `ALL` was full.
@@ -70,8 +70,9 @@ fn prepare() -> io::Result<()> {
     Ok(())
 }
 
-/// Replaces the sockets with `/dev/null` in a child. The descriptor numbers stay in use, because
-/// the child's copies of the socket objects may still close them, and must not close another file.
+/// Replaces the sockets with `/dev/null` in a child. The descriptor numbers stay in use: the
+/// child's copies of the socket objects may still close them, and would close another file if the
+/// kernel reused a number.
 extern "C" fn let_go() {
     let nothing = NOTHING.load(Relaxed);
     for note in &ALL {

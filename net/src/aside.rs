@@ -56,8 +56,8 @@ pub struct Aside {
 }
 
 impl Aside {
-    /// Default limit on the pieces of work that run at the same time, so that hanging work takes a
-    /// bounded number of threads.
+    /// Default limit on the pieces of work that run at the same time. It bounds the number of
+    /// threads that hanging work occupies.
     pub const MOST: usize = 16;
 
     /// Creates a runner. Its error messages begin with `what`, such as `reading the identity`.
@@ -90,7 +90,7 @@ impl Aside {
         self.spawn(move || drop(sender.send(work())))?;
         match tokio::time::timeout(limit, receiver).await {
             Ok(Ok(done)) => Ok(done),
-            Ok(Err(_)) => Err(self.failed("it panicked".into())),
+            Ok(Err(_)) => Err(self.failed("its thread panicked".into())),
             Err(_) => Err(AsideError::Late { what: self.what, limit }),
         }
     }
@@ -109,7 +109,7 @@ impl Aside {
         self.spawn(move || drop(sender.send(work())))?;
         receiver.recv_timeout(limit).map_err(|error| match error {
             mpsc::RecvTimeoutError::Timeout => AsideError::Late { what: self.what, limit },
-            mpsc::RecvTimeoutError::Disconnected => self.failed("it panicked".into()),
+            mpsc::RecvTimeoutError::Disconnected => self.failed("its thread panicked".into()),
         })
     }
 
@@ -186,7 +186,7 @@ mod tests {
     async fn work_that_panics_is_an_error() {
         let aside = Aside::new("reading a file");
         let failed = aside.run(LONG, || panic!("as it should")).await.unwrap_err();
-        assert!(matches!(&failed, AsideError::Failed { why, .. } if why == "it panicked"));
+        assert!(matches!(&failed, AsideError::Failed { why, .. } if why == "its thread panicked"));
         assert_eq!(aside.run(LONG, || 7).await.unwrap(), 7);
     }
 }

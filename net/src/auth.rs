@@ -33,7 +33,7 @@ pub fn new_key() -> Result<Key, NetError> {
     Ok(key)
 }
 
-/// Cipher of one datagram, whose tag is as long as the longest trailer.
+/// Cipher for one datagram. Its tag is as long as the longest trailer.
 type Cipher = Aegis128X2<TAG>;
 const TAG: usize = DataAuth::MAX_TRAILER;
 
@@ -56,8 +56,8 @@ impl Lock {
     }
 
     /// Returns the cipher for one datagram. No nonce repeats under one key, because the nonce
-    /// contains the sender, the shard and the number, and no sender reuses a number towards a
-    /// shard.
+    /// contains the sender, the shard and the number, and no number is used twice for the same
+    /// sender and shard.
     fn cipher(&self, number: u64) -> Cipher {
         let mut nonce = Nonce::default();
         nonce[0..2].copy_from_slice(&self.sender.0.to_be_bytes());
@@ -83,8 +83,8 @@ impl Lock {
         self.cipher(number).encrypt_in_place(hidden, plain)
     }
 
-    /// Checks whether a datagram ends with its tag and, with [`DataAuth::Aead`], decrypts the
-    /// datagram.
+    /// Verifies the tag at the end of a datagram and, with [`DataAuth::Aead`], decrypts the
+    /// datagram. Returns false if the tag is wrong or missing.
     fn open(&self, number: u64, datagram: &mut [u8]) -> bool {
         let Some(at) = datagram.len().checked_sub(self.auth.trailer()) else { return false };
         let (messages, trailer) = datagram.split_at_mut(at);
@@ -182,7 +182,7 @@ impl Sealer {
         trailer.extend_from_slice(&tag[..self.lock.auth.trailer()]);
     }
 
-    /// Numbers one datagram and returns its tag.
+    /// Gives one datagram the next number, seals the datagram in place and returns its tag.
     fn seal_one(&mut self, datagram: &mut [u8]) -> Tag<TAG> {
         let number = self.next;
         self.next += 1;
@@ -260,9 +260,9 @@ impl Opener {
     }
 }
 
-/// Appends a copy of `bytes` in short pieces, because glibc copies 2,112 bytes or more with `rep
-/// movsb` if the processor has AVX-512. On AMD's Zen 4, `rep movsb` takes up to eight times as long
-/// if the copy begins less than 32 bytes after its source, modulo a page.
+/// Appends a copy of `bytes` in short pieces, because glibc makes copies of 2,112 bytes or more
+/// with `rep movsb` if the processor has AVX-512. On AMD's Zen 4, `rep movsb` takes up to eight
+/// times as long if the target begins less than 32 bytes after the source, modulo a page.
 pub fn append(out: &mut Vec<u8>, bytes: &[u8]) {
     const PIECE: usize = 2048;
     out.reserve(bytes.len());

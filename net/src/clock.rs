@@ -51,7 +51,7 @@ const APART: i64 = 10_000_000;
 /// Returns the time of one of the host's clocks, in nanoseconds since the epoch of that clock.
 fn nanos_of(clock: libc::clockid_t) -> i64 {
     let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `spec` is a valid timespec to write to for the whole call.
+    // SAFETY: `spec` is valid for the write of one timespec.
     let rc = unsafe { libc::clock_gettime(clock, &raw mut spec) };
     // The call fails only for an unknown clock or a bad pointer, and neither can occur here.
     debug_assert_eq!(rc, 0, "Linux always has these clocks");

@@ -15,8 +15,8 @@ use crate::interface::MIN_MTU;
 /// Error of this crate. Its message states what failed, at which address, file or interface, and,
 /// where possible, what to do.
 ///
-/// The message already contains the cause. So the cause is a plain field instead of the
-/// `Error::source`, which a printed chain of errors would repeat.
+/// The message already contains the cause. So the cause is a plain field and not the
+/// `Error::source`: a printed chain of errors would repeat it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetError {
@@ -68,7 +68,10 @@ pub enum NetError {
         cause: io::Error,
     },
     /// The interface's MTU is too small.
-    #[error("MTU {mtu} is too small; racksum needs at least {MIN_MTU}, so raise the MTU")]
+    #[error(
+        "MTU {mtu} is too small; racksum needs at least {MIN_MTU} bytes, so raise the MTU of the \
+         interface, and `mtu` if it is set"
+    )]
     MtuTooSmall {
         /// The MTU in bytes.
         mtu: usize,
@@ -76,14 +79,14 @@ pub enum NetError {
     /// The address given as a multicast group is not a multicast address.
     #[error(
         "{group} is not a multicast group; choose one in 239.0.0.0/8 or ff15::/16, or turn \
-         multicast off"
+         multicast off with `racksum aggregator --fanout unicast`"
     )]
     NotMulticast {
         /// The address that was given as a group.
         group: SocketAddr,
     },
-    /// The bind address of a member socket differs from its group.
-    #[error("a receiver of multicast group {group} must bind the group itself, not {bind}")]
+    /// The bind address of a member socket differs from the group's address.
+    #[error("a receiver of multicast must bind to its group's address {group}, not to {bind}")]
     MemberBind {
         /// The group.
         group: SocketAddr,
@@ -93,7 +96,7 @@ pub enum NetError {
     /// The interface cannot be used for multicast.
     #[error(
         "cannot use {interface} for multicast: {cause}; choose another interface, or turn \
-         multicast off"
+         multicast off with `racksum aggregator --fanout unicast`"
     )]
     Multicast {
         /// The name of the interface.
@@ -107,7 +110,7 @@ pub enum NetError {
          {usable}"
     )]
     NoInterface {
-        /// The pattern as it was given.
+        /// The interface pattern that the caller passed.
         pattern: String,
         /// The names of the usable interfaces, comma separated, or "none".
         usable: String,
@@ -118,7 +121,7 @@ pub enum NetError {
          names as in =eth0, or exclusions as in ^docker,lo"
     )]
     EmptyPattern {
-        /// The pattern as it was given.
+        /// The interface pattern that the caller passed.
         pattern: String,
     },
     /// An address beyond loopback was used without an identity and without `insecure`.
@@ -186,8 +189,8 @@ pub enum NetError {
     },
     /// We reject the peer's certificate.
     #[error(
-        "rejected the certificate of {addr}: it {why}; both sides need identities from one \
-         authority, and the called side needs one of role aggregator"
+        "rejected the certificate of {addr}: it {why}; both sides need identities from the same \
+         authority, and the side that listens needs role aggregator"
     )]
     CertificateRejected {
         /// The address of the peer.
@@ -207,7 +210,7 @@ pub enum NetError {
         what: FileKind,
         /// The file's path.
         path: PathBuf,
-        /// The fault of the file.
+        /// The defect of the file, or the reason why it cannot be read.
         why: String,
     },
     /// A file could not be opened because this process or the host has no free descriptor.
@@ -267,7 +270,7 @@ impl FileKind {
 }
 
 impl NetError {
-    /// Checks whether the caller's input caused the error, so that a retry with the same input
+    /// Returns whether the caller's input caused the error. If so, a retry with the same input
     /// fails again.
     #[must_use]
     pub const fn is_usage(&self) -> bool {
@@ -306,7 +309,8 @@ impl NetError {
         }
     }
 
-    /// Returns the address of the peer, if the error is about the peer or its silence.
+    /// Returns the address of the peer, if the error is about the peer or about reaching it. For
+    /// [`NetError::Unprotected`], the address may be this side's own.
     #[must_use]
     pub const fn called(&self) -> Option<SocketAddr> {
         match *self {
@@ -345,7 +349,7 @@ impl NetError {
     }
 }
 
-/// Formats a system error. If this process has too many open files, adds which limit to raise.
+/// Formats a system error. If this process has too many open files, names the limit to raise.
 ///
 /// ```
 /// # use racksum_net::with_limit;
@@ -407,7 +411,7 @@ fn unanswered(addr: SocketAddr, waited: Span, narrow: Option<usize>) -> String {
 const fn advice(narrow: Option<usize>) -> &'static str {
     match narrow {
         None => "; check the address, that the aggregator runs, and that no firewall drops UDP",
-        Some(_) => ", so raise the MTU of its links",
+        Some(_) => ", so raise the MTU of the links on this path",
     }
 }
 

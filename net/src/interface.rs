@@ -74,9 +74,9 @@ pub fn local_addr_towards(peer: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket_towards(any, peer)?.local_addr()?.ip())
 }
 
-/// Returns the size of the largest IP packet that the kernel expects to reach `peer` from the
-/// address `from`. The kernel learns the size from its routes, and from routers that report dropped
-/// packets. Sends nothing.
+/// Returns the size in bytes of the largest IP packet that the kernel expects to reach `peer` from
+/// the address `from`. The kernel learns the size from its routes, and from routers that report
+/// dropped packets. Sends nothing.
 ///
 /// # Errors
 ///
@@ -118,14 +118,12 @@ pub fn no_host(ip: IpAddr) -> Option<Cow<'static, str>> {
 }
 
 /// Checks whether an address is a broadcast address. Only the kernel knows the broadcast addresses
-/// of its networks. Unless a socket has `SO_BROADCAST`, the kernel forbids it to connect to such an
-/// address.
+/// of its networks. It lets a socket connect to one only if the socket has `SO_BROADCAST`.
 fn is_broadcast(ip: Ipv4Addr) -> io::Result<bool> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
     let forbidden = socket.connect((ip, 9)).is_err_and(|error| error.kind() == PermissionDenied);
     socket.set_broadcast(true)?;
-    // A route may forbid an address too, but then the kernel also forbids it to a socket with
-    // `SO_BROADCAST`.
+    // A route can also forbid an address, but then the kernel refuses it even with `SO_BROADCAST`.
     Ok(forbidden && socket.connect((ip, 9)).is_ok())
 }
 
@@ -152,11 +150,11 @@ pub fn max_datagram(mtu: usize, ipv6: bool) -> Result<usize, NetError> {
 
 /// Returns the usable interfaces that match `pattern`, in the order of `all`.
 ///
-/// The grammar is that of `NCCL_SOCKET_IFNAME`, so that one setting serves NCCL and racksum. A
+/// The grammar is that of `NCCL_SOCKET_IFNAME`, so one setting serves both NCCL and racksum. A
 /// pattern holds comma-separated prefixes (`eth,ens`) or exact names (`=eth0,eth1`), or excludes
-/// either (`^docker,lo`, `^=docker0`). A blank pattern selects what NCCL selects by default: all
-/// interfaces but Docker's bridges and loopback. If that leaves none, it selects all usable
-/// interfaces.
+/// either (`^docker,lo`, `^=docker0`). A blank pattern selects the same interfaces as NCCL's
+/// default: all but Docker's bridges and loopback. If no other interface is usable, a blank pattern
+/// selects all usable interfaces.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
 //! System calls for packets: all of racksum's access to the kernel's network stack.
 //!
-//! This crate contains UDP batches with GSO and GRO, multicast, the sizing of socket buffers, the
-//! interfaces of the host, QUIC endpoints with their TLS identities, and the clock. It contains no
-//! protocol rules, which are in `racksum-proto`, and no event loops, which the callers own.
+//! This crate covers batched UDP with GSO and GRO, multicast, socket buffer sizes, the host's
+//! interfaces, QUIC endpoints with their TLS identities, and the clock. The protocol rules are in
+//! `racksum-proto`, and callers own the event loops.
 //!
 //! [`local`] connects processes of one host and shares memory between them.
 //!

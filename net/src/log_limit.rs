@@ -6,8 +6,7 @@ use racksum_proto::time::{Span, Time};
 
 use crate::clock::Clock;
 
-/// Rate limit for one kind of log line: a burst of up to `most` lines, and `most` more lines a
-/// minute.
+/// Rate limit for one kind of log line: a burst of up to `most` lines, then `most` lines a minute.
 ///
 /// ```
 /// # use racksum_net::log_limit::LogLimit;
@@ -38,8 +37,8 @@ impl LogLimit {
     }
 
     /// Calls `line` to write a line, if the limit allows one. The argument is the number of lines
-    /// suppressed since the last written line, or `None` instead of 0, because a log omits fields
-    /// that are `None`.
+    /// suppressed since the last written one. It is `None` if there were none, because a log omits
+    /// fields that are `None`.
     pub fn note(&self, line: impl FnOnce(Option<u64>)) {
         if let Some(left_out) = self.admit(Clock::start().now()) {
             line(Some(left_out).filter(|lines| *lines > 0));

@@ -2,8 +2,9 @@
 //! alive.
 //!
 //! [`server`] and [`connect`] create endpoints from [`Credentials`]: this side's identity and the
-//! certificates it trusts. Both sides always show a certificate; an [`Authority`] issues those that
-//! are trusted. [`frames`] sends messages on the streams. Endpoints need a tokio runtime.
+//! certificates it trusts. Both sides always show a certificate; an [`Authority`] issues the
+//! trusted ones. [`frames`] sends and receives messages on the streams. Endpoints need a tokio
+//! runtime.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Creation of tokio runtimes, which returns an error instead of panicking if too few descriptors
-//! are left.
+//! Construction of tokio runtimes. If too few file descriptors are left, this module returns an
+//! error; tokio itself would panic.
 
 use std::io;
 use std::os::unix::net::UnixStream;

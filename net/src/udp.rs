@@ -2,10 +2,10 @@
 //!
 //! [`UdpSocket`] is opened from a [`UdpConfig`]. A [`SendRing`] sends [`Transmit`]s, each of up to
 //! 64 datagrams that the kernel cuts from one buffer (GSO). A [`RecvRing`] receives messages into
-//! the caller's buffers. Each message may hold several datagrams that the kernel joined (GRO). The
-//! rings own the storage of the system calls, so no call allocates. Only [`wait()`],
-//! [`wait_writable`], [`Gather::pause`] and [`UdpSocket::send_patiently`] block. A [`Waker`] ends a
-//! wait or a pause from another thread.
+//! the caller's buffers. A message of a socket is not a message of the protocol: it may hold
+//! several datagrams that the kernel joined (GRO). The rings own the storage of the system calls,
+//! so no call allocates. Only [`wait()`], [`wait_writable`], [`Gather::pause`] and
+//! [`UdpSocket::send_patiently`] block. A [`Waker`] ends a wait or a pause from another thread.
 
 mod buffers;
 mod cmsg;
@@ -37,8 +37,8 @@ pub const SEND_BATCH: usize = 32;
 /// Limit on the messages that one system call receives.
 pub const RECV_BATCH: usize = 8;
 
-/// Recommended spare capacity of a receive buffer: more than the kernel ever joins into one
-/// message.
+/// Recommended spare capacity of a receive buffer, in bytes: more than the kernel ever joins into
+/// one message.
 pub const RECV_CAPACITY: usize = 65_536;
 
 /// ECN bits of a sender that supports marking instead of dropping (RFC 3168: ECT(0)).
@@ -61,8 +61,7 @@ pub const fn tos_of_lane(lane: u8, lanes: u8) -> Option<u8> {
     }
 }
 
-/// DSCP of AF11, the lowest class of assured forwarding. The DSCP of each higher class is greater
-/// by 8.
+/// DSCP of AF11, the lowest class of assured forwarding. Each higher class adds 8 to the DSCP.
 const AF11: u8 = 10;
 
 /// Returns the TOS byte for a DSCP (0..=63), marked ECT(0).

@@ -109,7 +109,7 @@ impl From<Key> for String {
     }
 }
 
-/// The keys with which a rank and its aggregator authenticate datagrams.
+/// The keys with which a rank and its aggregator authenticate, and may encrypt, their datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Keys {
     /// The key for datagrams that the rank sends; no other rank has it.

@@ -1,8 +1,8 @@
 //! The collective call that an op belongs to.
 //!
 //! Ops of different collectives may look alike on the wire: a broadcast is a sum of one rank's
-//! elements and zeros. Ranks that pair such ops would compute a wrong sum. So every op names its
-//! call, and the aggregator compares the calls like the rest of the descriptors.
+//! elements and zeros. If ranks paired such ops, they would compute a wrong sum. So every op names
+//! its call, and the aggregator compares calls along with the other fields of the descriptors.
 
 use core::fmt;
 

@@ -1,10 +1,10 @@
 //! Congestion control: how many bytes may be in flight to one receiver.
 //!
 //! The algorithm is slow start, additive increase and multiplicative decrease (RFC 5681), with two
-//! changes for this traffic. First, the buffer size that the receiver states limits the window,
-//! since incast at one socket is the normal case. Second, a cut needs more than a few lost
+//! changes for this traffic. First, the receiver's advertised buffer size limits the congestion
+//! window, since incast at one socket is the normal case. Second, a cut needs more than a few lost
 //! fragments in a round. Stray loss does not indicate a queue, and a cut for each stray loss would
-//! collapse the window (the argument for BBRv2's loss threshold).
+//! collapse the congestion window (the argument for BBRv2's loss threshold).
 
 /// A congestion window, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -16,8 +16,8 @@ pub struct Congestion {
     in_flight: usize,
     /// The maximum number of bytes in flight since the round began.
     peak: usize,
-    /// The number of bytes delivered since the round began. A round ends once a window's worth of
-    /// bytes is delivered.
+    /// The number of bytes delivered since the round began. A round ends once a whole congestion
+    /// window has been delivered.
     delivered: usize,
     lost: usize,
     /// The number of finished rounds.
@@ -26,8 +26,8 @@ pub struct Congestion {
 }
 
 impl Congestion {
-    /// Creates a window that stays between `least` and `max` bytes. A `max` below [`Self::LEAST`]
-    /// is raised to it, and a `least` above `max` is lowered to `max`.
+    /// Creates a congestion window that stays between `least` and `max` bytes. A `max` below
+    /// [`Self::LEAST`] is raised to it, and a `least` above `max` is lowered to `max`.
     #[must_use]
     pub fn new(least: usize, max: usize) -> Self {
         let max = max.max(Self::LEAST);
@@ -53,13 +53,13 @@ impl Congestion {
         self.in_flight == 0 || self.in_flight + len <= self.window
     }
 
-    /// Returns the window, in bytes.
+    /// Returns the size of the congestion window, in bytes.
     #[must_use]
     pub const fn window(&self) -> usize {
         self.window
     }
 
-    /// Records that `len` bytes were sent for the first time.
+    /// Records that `len` bytes were sent, for the first time or again.
     pub const fn on_sent(&mut self, len: usize) {
         self.in_flight += len;
         if self.peak < self.in_flight {
@@ -69,8 +69,8 @@ impl Congestion {
 
     /// Records that `len` bytes were delivered.
     pub fn on_delivered(&mut self, len: usize) {
-        // An unused window says nothing about the path. If it grew, it would allow a burst later
-        // (RFC 7661).
+        // A congestion window that is not used up says nothing about the path. If it grew, it would
+        // allow a burst later (RFC 7661).
         let used = 2 * self.peak >= self.window;
         self.in_flight = self.in_flight.saturating_sub(len);
         self.delivered += len;
@@ -88,7 +88,7 @@ impl Congestion {
         }
     }
 
-    /// Records that `len` bytes were never sent, or no longer need to arrive.
+    /// Records that `len` bytes in flight no longer need to arrive.
     pub const fn on_forgotten(&mut self, len: usize) {
         self.in_flight = self.in_flight.saturating_sub(len);
     }
@@ -127,8 +127,8 @@ impl Congestion {
         self.slow_start_below = self.window;
     }
 
-    /// The least congestion window, in bytes. It holds two full windows of data, so that a stream
-    /// never stops and waits.
+    /// The least congestion window, in bytes: two full windows of data. With less, a stream would
+    /// stop and wait for each window.
     pub const LEAST: usize = 2 * crate::geometry::WINDOW_BYTES;
     /// The initial congestion window as a multiple of the least one. A switch's queue may hold much
     /// less than the receiver's buffer, so the congestion window starts small.
@@ -140,7 +140,7 @@ impl Congestion {
     /// The tolerated loss in a round is the congestion window divided by this number.
     const LOSS_DIVISOR: usize = 16;
     /// The least tolerated loss in a round, in bytes: a few stray datagrams are a large part of a
-    /// small window.
+    /// small congestion window.
     const STRAY_LOSS: usize = crate::geometry::WINDOW_BYTES / 2;
 }
 

@@ -1,11 +1,11 @@
 //! The messages of the control plane: how a rank joins and leaves a job.
 //!
-//! The messages are JSON frames on one QUIC stream that lives as long as the rank. A worker sends
-//! [`FromWorker::Prove`] and proves its data path with the contents of [`FromAggregator::Prove`]
-//! (see [`path`](crate::path)). Then the worker sends [`FromWorker::Join`]. It receives
-//! [`FromAggregator::Waiting`] until all ranks have joined, and then [`FromAggregator::Welcome`].
-//! If the job has a multicast group, the worker sends [`FromWorker::PingArrived`] once a ping
-//! arrives. [`FromAggregator::Ready`] starts the ops.
+//! The messages are JSON frames on one QUIC stream, which stays open until the rank leaves or is
+//! lost. A worker sends [`FromWorker::Prove`], and proves its data path with the information in the
+//! answer, [`FromAggregator::Prove`] (see [`path`](crate::path)). Then the worker sends
+//! [`FromWorker::Join`]. It receives [`FromAggregator::Waiting`] until all ranks have joined, and
+//! then [`FromAggregator::Welcome`]. If the job has a multicast group, the worker sends
+//! [`FromWorker::PingArrived`] once a ping arrives. [`FromAggregator::Ready`] starts the ops.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -25,7 +25,7 @@ use crate::peer_text::{PeerText, Unshown};
 
 /// The version of the control protocol. An aggregator refuses joins with another version.
 pub const CONTROL_VERSION: u16 = 1;
-/// The permitted numbers of slots in a stream.
+/// The permitted range of the number of slots per stream.
 pub const POOL_SLOTS: RangeInclusive<u32> = 2..=4096;
 /// The most ops that a rank may have in flight.
 pub const MAX_OPS: u16 = 64;
@@ -39,13 +39,13 @@ pub enum FromWorker {
         /// [`CONTROL_VERSION`] of the worker.
         version: u16,
     },
-    /// The worker asks for the size of the largest ping that arrived at each shard, since it lacks
-    /// some answers.
+    /// The worker lacks answers to some pings, and asks for the size of the largest ping that
+    /// arrived at each shard.
     AskPingSizes,
     /// The worker asks to join a job as a rank.
     Join(Join),
-    /// Another rank has joined the sender. The sender sums for its ranks and joins for them at its
-    /// parent, which receives this message.
+    /// Another rank has joined the sender, which sums for its ranks and joins for them at the
+    /// receiver.
     AddRank(Join),
     /// A rank that had joined the sender is lost.
     RankLost(LostRank),
@@ -57,7 +57,7 @@ pub enum FromWorker {
         /// in the middle of an op.
         next_op: Option<OpId>,
     },
-    /// The worker gives up its attempt to rejoin before it has rejoined, and may try again later.
+    /// The worker gives up an attempt to rejoin that has not succeeded yet. It may try again later.
     CancelRejoin,
     /// A worker that waits at another aggregator asks which ranks of its job wait at this
     /// aggregator. This is the worker's first and only message.
@@ -174,7 +174,7 @@ impl fmt::Display for CallerId {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
     /// The oldest op whose results some rank may lack, as far as this rank knows. The job resumes
-    /// with the greatest op that a rank names.
+    /// with the greatest of the ops that its ranks name.
     pub first_op: OpId,
     /// The lost ranks, without which the job continues, as far as this rank knows.
     pub absent: Vec<LostRank>,
@@ -229,7 +229,7 @@ pub enum FromAggregator {
         /// [`CONTROL_VERSION`] of the aggregator.
         speaks: u16,
     },
-    /// The aggregator refuses a rank that had joined the receiving aggregator. The connection ends,
+    /// The aggregator refuses one of the ranks that the receiver joins for. The connection ends,
     /// and the receiver may call again for its other ranks.
     RefusedRank {
         /// The refused rank.
@@ -247,10 +247,10 @@ pub enum FromAggregator {
         /// The IP address that the worker calls from, as the aggregator sees it.
         ip: IpAddr,
     },
-    /// The sizes of the worker's largest pings that arrived. This answers
+    /// The sizes of the worker's largest pings that reached the shards. This answers
     /// [`FromWorker::AskPingSizes`].
     PingSizes {
-        /// The size at each shard, in bytes; 0 if no ping arrived.
+        /// The size of the largest ping that arrived at each shard, in bytes; 0 if none arrived.
         sizes: Vec<u16>,
     },
     /// The port for a lifeline: a TCP connection that quickly reveals the death of the rank or the
@@ -342,7 +342,7 @@ pub struct Welcome {
     pub pool_slots: u32,
     /// The most ops that each rank may have in flight.
     pub max_ops: u16,
-    /// The payload of a fragment, in bytes.
+    /// The size of the payload of a full fragment, in bytes.
     pub fragment_payload: u16,
     /// The most bytes in flight to each shard.
     pub in_flight: u32,

@@ -43,12 +43,11 @@ impl Descriptor {
     pub const LEN: usize = 28;
     /// The default number of elements in a block.
     pub const DEFAULT_BLOCK: usize = 256;
-    /// The most elements of an op: window numbers have 32 bits, and a window holds at least 32
-    /// elements.
+    /// The maximum number of elements of an op: window numbers have 32 bits, and a window holds at
+    /// least 32 elements.
     pub const MAX_ELEMENTS: u64 = 1 << 36;
 
-    /// Returns the descriptor of a sum of `elements` elements of `dtype`, unchanged on the wire, in
-    /// lane 0.
+    /// Returns the descriptor of a sum of `elements` elements of `dtype`, sent unchanged in lane 0.
     #[must_use]
     pub const fn sum(elements: u64, dtype: DType) -> Self {
         Self {
@@ -118,7 +117,7 @@ impl Descriptor {
         Ok(())
     }
 
-    /// Writes the descriptor.
+    /// Writes the descriptor to `out` in wire form.
     pub fn encode(&self, out: &mut [u8; Self::LEN]) {
         out[0..8].copy_from_slice(&self.elements.to_be_bytes());
         out[8..16].copy_from_slice(&self.tag.to_be_bytes());
@@ -132,7 +131,7 @@ impl Descriptor {
         out[24..28].copy_from_slice(&self.call.number.to_be_bytes());
     }
 
-    /// Reads a descriptor.
+    /// Reads a descriptor from its wire form, and checks that it is valid.
     ///
     /// # Errors
     /// Returns [`Reject::Descriptor`] for an invalid descriptor.

@@ -41,7 +41,7 @@ pub enum WireType {
     I64 = 6,
     /// Blocks, each with an f32 scale and one signed byte per element.
     Int8 = 7,
-    /// Blocks, each with a power-of-two exponent and one i32 per element (SwitchML's arithmetic).
+    /// Blocks, each with an exponent of base 2 and one i32 per element (SwitchML's arithmetic).
     Fixed32 = 8,
 }
 
@@ -138,7 +138,7 @@ impl WireType {
         }
     }
 
-    /// Returns whether each block starts with a four-byte scale, so that it can only be folded
+    /// Returns whether each block starts with a four-byte scale. Such blocks can only be folded
     /// whole.
     #[must_use]
     pub const fn is_scaled(self) -> bool {
@@ -212,5 +212,5 @@ impl Reduction {
     }
 }
 
-/// The size of the scale before each block of a scaled wire type, in bytes.
+/// The size of the scale at the start of each block of a scaled wire type, in bytes.
 pub const SCALE_LEN: usize = 4;

@@ -25,7 +25,7 @@ pub enum SubmitError {
          oldest op first"
     )]
     TooManyOps {
-        /// The most ops that the job may have in flight.
+        /// The maximum number of ops that the job may have in flight.
         max: usize,
     },
     /// The lane does not exist.
@@ -79,8 +79,8 @@ pub enum OpError {
         /// Another rank and its descriptor.
         other: (Rank, Descriptor),
     },
-    /// The ranks disagreed about the op, and the others dropped it before this rank learned how.
-    /// The job continues.
+    /// The ranks disagreed about the op, and the other ranks dropped it before this rank learned of
+    /// the disagreement. The job continues.
     Dropped {
         /// The op.
         op: OpId,
@@ -143,8 +143,7 @@ impl fmt::Display for OpError {
             ),
             Self::Dropped { op } => write!(
                 f,
-                "op {}: the ranks disagreed about it before the job moved to another aggregator; \
-                 the error at another rank shows the difference",
+                "op {}: the ranks disagree; the error at another rank shows the difference",
                 op.0
             ),
             Self::Timeout { op, after, missing, idle } if missing.is_empty() => {
@@ -154,14 +153,14 @@ impl fmt::Display for OpError {
                     return write!(
                         f,
                         "op {op}: not done after {after} ms, although results still arrive; the \
-                         network is slow or lossy, or the timeout is too short"
+                         network is slow or lossy, or the op's timeout is too short"
                     );
                 }
                 write!(
                     f,
                     "op {op}: no result after {after} ms, and the aggregator named no missing \
-                     rank; check that the aggregator, and any parent of it, runs, and that UDP \
-                     passes between the hosts"
+                     rank; check that the aggregator (and its parent, if any) is running, and \
+                     that UDP passes between the hosts"
                 )
             }
             Self::Timeout { op, after, missing, .. } => {

@@ -23,7 +23,7 @@ pub struct Run<'a> {
     pub out: Range<usize>,
     /// The contributors in rank order.
     pub inputs: &'a [Input],
-    /// Whether some participating rank contributes nothing to the run, and so counts as zeros.
+    /// Whether some participating rank contributes nothing to the run. Its share counts as zeros.
     pub absent: bool,
 }
 

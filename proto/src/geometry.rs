@@ -17,7 +17,8 @@ pub const WINDOW_BYTES: usize = 60 * 1024;
 pub const MAX_WINDOW_BLOCKS: usize = 64;
 /// The maximum number of fragments of a window: one `u64` records which have arrived.
 pub const MAX_FRAGMENTS: usize = 64;
-/// The least payload of a fragment in bytes, so that a window has at most 64 fragments.
+/// The least payload of a fragment, in bytes. With a smaller payload, a window could have more than
+/// 64 fragments.
 pub const MIN_FRAGMENT_PAYLOAD: usize = WINDOW_BYTES / MAX_FRAGMENTS;
 /// The maximum overhead of a datagram, in percent of its payload (invariant I3).
 const MAX_OVERHEAD_PERCENT: usize = 6;
@@ -221,7 +222,8 @@ pub struct Stripe {
 }
 
 impl Stripe {
-    /// Returns the windows of op `op`, which has `windows` in total, on `shard` of `shards`.
+    /// Returns the windows that op `op`, which has `windows` windows in total, has on shard `shard`
+    /// of `shards`.
     #[must_use]
     pub fn new(op: OpId, windows: u32, shard: u8, shards: u8) -> Self {
         let step = u32::from(shards.max(1));
@@ -264,7 +266,7 @@ impl Stripe {
     }
 }
 
-/// The division of a packed payload into fragments: `payload` bytes each, the last one shorter.
+/// The division of a packed payload into fragments of `payload` bytes; the last may be shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fragmentation {
     payload: usize,
@@ -289,7 +291,8 @@ impl Fragmentation {
         Self { trailer: auth.trailer(), ..self }
     }
 
-    /// Returns the size of every datagram but the last: header, payload and authentication trailer.
+    /// Returns the size in bytes of every datagram but the last: header, payload and authentication
+    /// trailer.
     #[must_use]
     pub const fn stride(&self) -> usize {
         Header::LEN + self.payload + self.trailer
@@ -301,7 +304,8 @@ impl Fragmentation {
         self.trailer
     }
 
-    /// Returns the size of every datagram but the last, without the authentication trailer.
+    /// Returns the size in bytes of every datagram but the last, without the authentication
+    /// trailer.
     #[must_use]
     pub const fn unsealed(&self) -> usize {
         Header::LEN + self.payload

@@ -10,7 +10,7 @@ use crate::peer_text::{PeerText, Unshown};
 /// The maximum length of a name in characters: the limit of an X.509 common name (RFC 5280,
 /// `ub-common-name`).
 pub const MAX_NAME: usize = 64;
-/// The maximum length of a name in bytes: a character may have four bytes.
+/// The maximum length of a name in bytes: a character takes up to four bytes in UTF-8.
 pub const MAX_NAME_BYTES: usize = 4 * MAX_NAME;
 
 /// The name of an identity, from its certificate or from a message of another process.

@@ -1,8 +1,8 @@
 //! The rules for the lives of a job: which ranks may join a life, and which may end it by starting
 //! the next.
 //!
-//! Aggregators and sidecars share these rules. Besides the caller's secret, each of them gathers
-//! its own evidence about the caller ([`Known`]).
+//! Aggregators and sidecars share these rules. In addition to the caller's secret, each of them
+//! uses its own evidence about the caller ([`Known`]).
 
 use crate::auth::Key;
 

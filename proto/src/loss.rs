@@ -53,7 +53,7 @@ impl Loss {
             Self::Broke => "it dropped the connection or violated the protocol; check its log",
             Self::Left => "it left the job, and this op needs it",
             Self::Aggregator => {
-                "its rack's aggregator is lost or ended the job; check the aggregator's log"
+                "its rack's aggregator is lost or has ended the job; check the aggregator's log"
             }
         }
     }
@@ -69,7 +69,7 @@ impl Loss {
             Self::Broke => "they dropped the connection or violated the protocol; check their logs",
             Self::Left => "they left the job, and this op needs them",
             Self::Aggregator => {
-                "their rack's aggregator is lost or ended the job; check the aggregator's log"
+                "their rack's aggregator is lost or has ended the job; check the aggregator's log"
             }
         }
     }

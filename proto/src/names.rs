@@ -1,4 +1,4 @@
-//! Parsing of the names that users write: the inverse of each type's `name` method.
+//! Parses the names that users write: the inverse of each type's `name` method.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -37,7 +37,7 @@ macro_rules! from_name {
 from_name!(DType, "dtype");
 from_name!(WireType, "wire type");
 from_name!(Reduction, "reduction");
-from_name!(OnRankLoss, "policy");
+from_name!(OnRankLoss, "rank-loss policy");
 from_name!(DataAuth, "data authentication mode");
 
 #[cfg(test)]

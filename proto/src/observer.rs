@@ -25,16 +25,17 @@ pub enum Event<'a> {
         /// The op.
         op: OpId,
     },
-    /// A window was folded, after all owed contributions had arrived.
+    /// A window was folded after all owed contributions had arrived, or the parent's result became
+    /// the window's result.
     Folded {
         /// The window.
         window: WindowId,
         /// The mask of blocks that at least one rank contributed.
         union: u64,
-        /// The number of ranks that contributed.
+        /// The number of ranks that contributed; 1 for the parent's result.
         contributors: u32,
     },
-    /// A nack asked for missing fragments or results.
+    /// The machine sent a nack for missing fragments or results.
     Nacked {
         /// The recipient of the nack: a rank, or [`Rank::AGGREGATOR`].
         of: Rank,

@@ -90,12 +90,12 @@ pub struct Passed {
 /// The prover first tries the wanted size alone, which proves most paths in one round trip. Then it
 /// tries a ladder of sizes in rounds with doubling pauses. The driver sends each ping that
 /// [`Prover::poll_transmit`] returns until that method returns `None`, waits for answers until
-/// [`Prover::poll_timeout`], and stops once [`Prover::is_over`].
+/// [`Prover::poll_timeout`], and stops once [`Prover::is_over`] returns true.
 #[derive(Debug)]
 pub struct Prover {
-    /// The sizes to try, in descending order; the first is the wanted size.
+    /// The sizes to try, in bytes and in descending order; the first is the wanted size.
     sizes: Vec<u16>,
-    /// The least useful size.
+    /// The smallest size, in bytes, that is large enough for data.
     least: u16,
     shards: Vec<Passed>,
     due: VecDeque<(usize, u16)>,
@@ -148,8 +148,8 @@ impl Prover {
         self.next.min(self.began + self.patience())
     }
 
-    /// Returns whether the proof is over: datagrams of the wanted size pass to all shards, or the
-    /// time for larger sizes has run out.
+    /// Returns whether the proof is over: datagrams of the wanted size pass to all shards and back,
+    /// or the prover's time has run out.
     #[must_use]
     pub fn is_over(&self, now: Time) -> bool {
         let all = |size: u16| self.shards.iter().all(|passed| passed.size >= size);
@@ -163,25 +163,25 @@ impl Prover {
         if is_useful { NARROW_PATIENCE } else { BLOCKED_PATIENCE }
     }
 
-    /// Returns the results, by shard.
+    /// Returns the results so far, indexed by shard.
     #[must_use]
     pub fn passed(&self) -> &[Passed] {
         &self.shards
     }
 }
 
-/// A blocked data path. Its `Display` text is for the operator of the caller.
+/// A blocked data path. Its `Display` text is for the operator of the caller's host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocked {
     /// The shard's address.
     pub shard: SocketAddr,
     /// The caller's expected address: the IP address that it calls from, and its data port.
     pub caller: SocketAddr,
-    /// The cause of the block.
+    /// The obstacle on the path.
     pub what: Obstacle,
 }
 
-/// The cause of a blocked data path.
+/// The obstacle that blocks a data path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
     /// No ping arrives at the shard.
@@ -198,8 +198,8 @@ pub enum Obstacle {
         size: u16,
         /// The largest size that passes both ways, in bytes.
         passed: u16,
-        /// Whether datagrams of the needed size arrive at the shard, so that only the answers do
-        /// not pass.
+        /// Whether datagrams of the needed size arrive at the shard. If so, only the answers do not
+        /// pass.
         arrives: bool,
     },
     /// The shard sees the caller at an address or port other than the expected one.
@@ -251,14 +251,15 @@ impl fmt::Display for Blocked {
             Obstacle::Up => write!(
                 f,
                 "no datagram from this host arrives at the aggregator's data port {shard} (UDP), \
-                 although its control port answers; open that port in the firewall of the \
-                 aggregator's host and on the path"
+                 although its control port answers; open the data port in the firewall of the \
+                 aggregator's host and in any firewall on the path"
             ),
             Obstacle::Down { arrived } => write!(
                 f,
                 "no datagram from the aggregator's data port {shard} reaches UDP port {port} of \
                  this host, although datagrams of up to {arrived} bytes from this host arrive at \
-                 that port; allow UDP from {shard} in the firewall of this host and on the path"
+                 the aggregator; allow UDP from {shard} in the firewall of this host and in any \
+                 firewall on the path"
             ),
             Obstacle::Size { size, passed, arrives } => {
                 let way: String = if *arrives {
@@ -269,14 +270,14 @@ impl fmt::Display for Blocked {
                 write!(
                     f,
                     "datagrams of {size} bytes do not {way}, but those of {passed} bytes do; raise \
-                     the MTU of the path, or lower the MTU that you configured"
+                     the MTU of the path, or lower `mtu` if you set it"
                 )
             }
             Obstacle::Translated { seen } => write!(
                 f,
-                "the aggregator sees datagrams of {caller} come from {seen}: a device on the path \
-                 translates addresses or ports (NAT); connect this host to {shard} without NAT, or \
-                 make NAT keep UDP ports"
+                "the aggregator expects datagrams from {caller}, but they come from {seen}: a \
+                 device on the path translates addresses or ports (NAT); connect this host to \
+                 {shard} without NAT, or configure the NAT to preserve UDP ports"
             ),
         }
     }
@@ -285,7 +286,8 @@ impl fmt::Display for Blocked {
 /// The MTUs of common links and tunnels, from which a ladder of sizes is built.
 pub const COMMON_MTUS: [usize; 13] =
     [9000, 8900, 4000, 1500, 1492, 1476, 1450, 1440, 1420, 1400, 1380, 1340, 1280];
-/// The size of a ping that passes any network. If only small pings pass, size is the obstacle.
+/// The size, in bytes, of a ping that passes any network. If only such pings pass, the obstacle is
+/// [`Obstacle::Size`].
 pub const SMALL: u16 = 200;
 
 /// The pause before the second round; later pauses double.

@@ -55,8 +55,8 @@ impl PeerText {
     }
 
     /// Writes a text field of a message as its reader will show it, for `#[serde(serialize_with)]`.
-    /// The limit on its length keeps the message short enough to send, even if the text quotes
-    /// other texts.
+    /// The length limit keeps the message short enough to send, even if the text quotes other
+    /// texts.
     ///
     /// # Errors
     ///
@@ -218,7 +218,7 @@ impl fmt::Write for Plain {
 }
 
 /// The maximum length of the kept part of a cut text, in bytes. The note about the missing bytes
-/// fits in the rest of [`PeerText::MAX`], so that a cut text is not cut again.
+/// fits in the rest of [`PeerText::MAX`], so a cut text is not cut again.
 const ROOM: usize = PeerText::MAX - 48;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Lists of ranks in messages: at most [`MAX_LISTED`] are named, the others are counted.
+//! Lists of ranks in messages. A list names at most [`MAX_LISTED`] ranks and counts the others.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -18,7 +18,7 @@ pub fn listed(ranks: impl IntoIterator<Item = u16>) -> String {
     }
 }
 
-/// Names ranks in a sentence: `rank 3`, or `ranks 3, 5, 9`. Lists them as [`listed`] does.
+/// Formats ranks with their noun: `rank 3`, or `ranks 3, 5, 9`. Lists them as [`listed`] does.
 #[must_use]
 pub fn named(ranks: impl IntoIterator<Item = u16>) -> String {
     let mut ranks = ranks.into_iter();

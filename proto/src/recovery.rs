@@ -44,7 +44,7 @@ impl Nacked {
         self.at = now;
     }
 
-    /// Forgets all fragments outside `all`, now that the window's fragments are known.
+    /// Forgets all fragments outside `all`, now that the number of the window's fragments is known.
     pub(crate) const fn limit(&mut self, all: u64) {
         self.fragments &= all;
     }
@@ -69,7 +69,7 @@ impl Nacked {
     }
 
     /// Notes the arrival of a fragment at `now`, if it was requested. Once all nacked fragments
-    /// have arrived, returns how long the answer took: all fragments of one answer are one
+    /// have arrived, returns how long the answer took: all fragments of one answer count as one
     /// measurement. The inner value is `None` if a nack was repeated. A fragment without `again` is
     /// the original, so it was requested too early. It settles the nack, so no answer is awaited,
     /// but yields no measurement.
@@ -121,9 +121,9 @@ impl Again {
 }
 
 /// Returns the fragments of a window that must have been overtaken when `fragment` arrives. Leaves
-/// out the fragments just before it, because networks reorder (RFC 9002's packet threshold). If
-/// `fragment` was sent `again`, all fragments count, because no fragment is sent again before the
-/// whole window has been sent.
+/// out the fragments just before it, because networks reorder datagrams (RFC 9002's packet
+/// threshold). If `fragment` was sent `again`, all fragments count, because no fragment is sent
+/// again before the whole window has been sent.
 pub(crate) const fn sent_before(fragment: u8, again: bool) -> u64 {
     match fragment.checked_sub(REORDERING - 1) {
         _ if again => u64::MAX,

@@ -19,7 +19,7 @@ pub enum Reject {
     Job,
     /// Authentication failed: no holder of the key made the datagram.
     Forged,
-    /// The datagram is authentic, but was accepted before, or is too old to tell.
+    /// The datagram is authentic, but it was accepted before, or it is too old to rule that out.
     Replayed,
     /// The datagram belongs to another generation, such as an earlier life of the job.
     Generation,
@@ -34,7 +34,7 @@ pub enum Reject {
     Descriptor,
     /// The op or window is already settled.
     Stale,
-    /// The data belongs to a window that the sender has not opened, or whose open was lost.
+    /// The data or result belongs to a window that the rank has not opened, or whose open was lost.
     Unopened,
     /// The data belongs to a window that the sender opened as zero.
     Unowed,

@@ -1,9 +1,9 @@
 //! Round-trip estimate and retransmission timeout with Jacobson's estimator (RFC 6298).
 //!
 //! The round trip of a window's result includes the wait for other ranks and for their lost
-//! datagrams. So the wait for a result is bounded by a multiple of the round trip from a nack to
-//! its answer, which waits for no rank. An early nack costs one small datagram; a late nack stalls
-//! every rank.
+//! datagrams. The answer to a nack does not wait for other ranks, so a multiple of the round trip
+//! from nack to answer bounds the wait for a result. An early nack costs one small datagram; a late
+//! nack stalls every rank.
 
 use crate::time::Span;
 
@@ -64,8 +64,8 @@ impl Rtt {
     }
 
     /// Returns how long to wait after `attempts` nacks, if answers also wait for other ranks.
-    /// `alone` is the estimate for answers that wait for no rank; a small multiple of its round
-    /// trip bounds the timeout.
+    /// `alone` is the estimate for answers that do not wait for other ranks; a small multiple of
+    /// its round trip bounds the timeout.
     #[must_use]
     pub fn patience(&self, alone: &Self, attempts: u32) -> Span {
         let most = Span(Self::MOST_TIMES * alone.smoothed_ns).max(Self::PATIENCE);

@@ -1,9 +1,9 @@
 //! The order of turns among the jobs that share a thread.
 //!
-//! A driver puts jobs with work into a [`Schedule`], asks it for the next [`Turn`], works for that
-//! job until the turn is over or the job has no work left, and hands the turn back. The schedule
-//! decides the order of the jobs and the size of each turn. Shards of an aggregator, fold threads
-//! of a sidecar and the simulator drive the same code.
+//! A driver puts jobs with work into a [`Schedule`], asks it for the next [`Turn`], works for the
+//! job of that turn until the turn is over or the job has no work left, and hands the turn back.
+//! The schedule decides the order of the jobs and the size of each turn. Shards of an aggregator,
+//! fold threads of a sidecar and the simulator drive the same code.
 //!
 //! All work is measured in bytes, at the prices of [`cost`].
 //!
@@ -33,7 +33,7 @@ mod deficit_round_robin;
 
 pub use deficit_round_robin::DeficitRoundRobin;
 
-/// An order of the jobs that share a thread. A `J` identifies a job.
+/// A schedule for the jobs that share a thread. A `J` identifies a job.
 ///
 /// A job that was never added, or was removed, has no turns: calls for that job do nothing.
 pub trait Schedule<J> {
@@ -44,16 +44,16 @@ pub trait Schedule<J> {
     /// Removes a job. If one of its turns is handed back later, that turn is ignored.
     fn remove(&mut self, job: J);
 
-    /// Notes that a job has work. A job that already waits for its turn keeps its place.
+    /// Notes that a job has work. A job that is already waiting for its turn keeps its place.
     fn enqueue(&mut self, job: J);
 
-    /// Returns the number of jobs that wait for their turn.
+    /// Returns the number of jobs that are waiting for their turn.
     fn waiting(&self) -> usize;
 
-    /// Begins the next turn, or returns `None` if no job waits.
+    /// Begins the next turn, or returns `None` if no job is waiting.
     ///
-    /// The job no longer waits: if it has work left after the turn, it must be enqueued again. A
-    /// turn that only pays the job's debt is over immediately.
+    /// The job of the turn leaves the queue. If it has work left after the turn, the driver must
+    /// enqueue it again. A turn that only pays the job's debt is over immediately.
     fn next(&mut self) -> Option<Turn<J>>;
 
     /// Ends a turn, and charges the job for the bytes that it spent beyond the turn's budget.

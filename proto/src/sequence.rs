@@ -20,7 +20,7 @@ pub(crate) struct StreamOp {
     pub(crate) base: u64,
     pub(crate) stripe: Stripe,
     pub(crate) geometry: Geometry,
-    /// Whether the op failed, so that its positions are skipped.
+    /// Whether the op failed. The positions of a failed op are skipped.
     pub(crate) failed: bool,
     /// At a worker, whether it has opened some windows of the op; unused at an aggregator.
     pub(crate) opened: bool,
@@ -78,7 +78,7 @@ impl Sequence {
         self.ops.len().saturating_add(ops) <= self.capacity
     }
 
-    /// Appends an op and returns its first position. The caller makes room first.
+    /// Appends an op and returns its first position. The caller must make room first.
     pub(crate) fn push(&mut self, op: OpId, descriptor: &Descriptor, stripe: Stripe) -> u64 {
         debug_assert!(self.ops.len() < self.capacity, "the caller makes room first");
         let base = self.end;
@@ -88,7 +88,7 @@ impl Sequence {
         base
     }
 
-    /// Inserts, in op order, a failed op that has no windows. The caller makes room first.
+    /// Inserts, in op order, a failed op that has no windows. The caller must make room first.
     pub(crate) fn insert_failed(&mut self, op: OpId, descriptor: &Descriptor) {
         debug_assert!(self.ops.len() < self.capacity, "the caller makes room first");
         let i = self.ops.partition_point(|entry| entry.op < op);
@@ -194,7 +194,7 @@ impl Sequence {
         })
     }
 
-    /// Returns whether any op has failed, so that its positions are skipped.
+    /// Returns whether any op has failed. The positions of a failed op are skipped.
     pub(crate) fn has_failed(&self) -> bool {
         self.ops.iter().any(|entry| entry.failed)
     }
@@ -272,7 +272,7 @@ mod tests {
         sequence.fail(OpId(2));
         assert!(sequence.make_room(passed));
         assert!(sequence.get(OpId(1)).is_none());
-        assert!(sequence.get(OpId(2)).is_some(), "the next op comes after the last");
+        assert!(sequence.get(OpId(2)).is_some(), "the last op stays, although it failed");
         assert_eq!(push(&mut sequence, 3, 1), 3);
         sequence.fail(OpId(3));
         assert!(sequence.make_room(passed), "op 2 is no longer the last");

@@ -1,8 +1,8 @@
 //! The counters that a rank's session shows.
 //!
-//! A counter has one name, that of its field: Python's `session.stats()` lists the fields, and a
-//! sidecar sends them to its ranks by name. [`crate::status`] has the counters of a shard. On both
-//! sides, [`crate::observer`] counts the events of the state machines.
+//! A counter has the name of its field everywhere: Python's `session.stats()` lists the fields, and
+//! a sidecar sends them to its ranks by name. [`crate::status`] has the counters of a shard. On
+//! both sides, [`crate::observer`] counts the events of the state machines.
 
 use serde::{Deserialize, Serialize};
 
@@ -48,8 +48,8 @@ counters! {
         pub probes: u64,
         /// Messages and datagrams that were rejected.
         pub rejects: u64,
-        /// Datagrams, or runs of datagrams that the kernel joined, that were dropped because the
-        /// receive buffer was full.
+        /// Datagrams that the kernel dropped because the receive buffer was full. A run of
+        /// datagrams that the kernel joined counts as one.
         pub kernel_drops: u64,
         /// Sends that the kernel refused, or had no room for in time. The counts of sent datagrams
         /// and bytes include them.
@@ -58,8 +58,8 @@ counters! {
 }
 
 counters! {
-    /// Counts of the ops and bytes that a rank has exchanged with its sidecar. In Python, their
-    /// names begin with `sidecar_`.
+    /// Counts of the ops that a rank has started at its sidecar, and of their bytes. In Python, the
+    /// names of these counters begin with `sidecar_`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub struct SidecarStats {
         /// Ops that the rank has started.

@@ -15,7 +15,7 @@ use crate::peer_text::PeerText;
 /// The status of an aggregator.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AggregatorStatus {
-    /// The release of the aggregator.
+    /// The racksum version of the aggregator.
     #[serde(deserialize_with = "PeerText::string")]
     pub version: String,
     /// The address of the aggregator's control plane.
@@ -31,11 +31,11 @@ pub struct AggregatorStatus {
     /// The authentication mode of datagrams.
     #[serde(deserialize_with = "PeerText::string")]
     pub data_auth: String,
-    /// The most jobs at a time.
+    /// The most jobs that the aggregator serves at a time.
     pub max_jobs: u16,
     /// Whether the aggregator rejects new jobs because it is about to stop.
     pub draining: bool,
-    /// The jobs, by name.
+    /// The jobs, sorted by name.
     pub jobs: Vec<JobStatus>,
     /// The jobs that wait for room, in queue order.
     pub queued: Vec<JobName>,
@@ -69,8 +69,8 @@ pub struct JobStatus {
     pub missing: Vec<u16>,
     /// The lost ranks, without which the job continues.
     pub absent: Vec<u16>,
-    /// Milliseconds since the last fold, while windows are due: how long the job has waited for the
-    /// ranks that are behind.
+    /// Milliseconds since the last fold, or since windows began to wait if that was later; `None`
+    /// if no window waits. This is how long the job has waited for the ranks that are behind.
     pub stalled_ms: Option<u64>,
     /// The job's ranks.
     pub ranks: Vec<RankStatus>,
@@ -101,7 +101,7 @@ pub struct RankStatus {
     pub delivered: u64,
     /// Milliseconds since any shard last received a datagram from the rank.
     pub silent_ms: u64,
-    /// Whether the next window waits for this rank.
+    /// Whether the next window of some stream waits for this rank.
     pub behind: bool,
 }
 
@@ -123,12 +123,12 @@ pub struct ShardStatus {
     pub fragments_again: u64,
     /// The number of nacks that asked for missing fragments.
     pub asks: u64,
-    /// The number of datagrams that the kernel dropped, because the receive buffer was full or the
+    /// The number of datagrams that the kernel dropped because the receive buffer was full or the
     /// sender was refused for flooding.
     pub kernel_drops: u64,
     /// The number of sends that the kernel refused, or had no room for in time.
     pub send_failures: u64,
-    /// The number of rejected datagrams for each reason that has occurred.
+    /// The number of rejected messages and datagrams, for each reason that has occurred.
     #[serde(deserialize_with = "PeerText::counts")]
     pub rejects: BTreeMap<String, u64>,
     /// The packet buffers.
@@ -175,7 +175,7 @@ impl AggregatorStatus {
 pub enum JobState {
     /// Some ranks have not joined.
     Gathering,
-    /// The aggregator pings the multicast group, to learn which ranks receive from it.
+    /// The aggregator is pinging the multicast group to find out which ranks receive its pings.
     Probing,
     /// Ops may run.
     Running,
@@ -199,12 +199,12 @@ impl JobState {
 /// The status of a sidecar.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SidecarStatus {
-    /// The release of the sidecar.
+    /// The racksum version of the sidecar.
     #[serde(deserialize_with = "PeerText::string")]
     pub version: String,
     /// Milliseconds since the sidecar started.
     pub up_ms: u64,
-    /// The aggregators for jobs with ranks on other hosts: the first choice, then its standbys.
+    /// The aggregators for jobs with ranks on other hosts: the first choice, then the standbys.
     #[serde(deserialize_with = "PeerText::list")]
     pub aggregators: Vec<String>,
     /// Whether the sidecar calls the aggregators without an identity.
@@ -212,15 +212,15 @@ pub struct SidecarStatus {
     pub insecure: bool,
     /// Whether the sidecar rejects new jobs because it is about to stop.
     pub draining: bool,
-    /// The most jobs at a time.
+    /// The most jobs that the sidecar serves at a time.
     pub max_jobs: usize,
-    /// The most ranks at a time.
+    /// The most ranks that the sidecar serves at a time, over all jobs.
     pub max_ranks: usize,
     /// The number of ranks, over all jobs.
     pub ranks: usize,
     /// The memory that ranks have lent, plus the memory in which lists of blocks are summed.
     pub memory: Memory,
-    /// The jobs that the caller may see, by name.
+    /// The jobs that the caller may see, sorted by name.
     pub jobs: Vec<SidecarJobStatus>,
 }
 
@@ -255,8 +255,8 @@ pub struct SidecarJobStatus {
     /// The number of ops that all ranks of this host have called, and that are being summed on this
     /// host or with other hosts.
     pub summed_ops: usize,
-    /// Milliseconds since a rank called the oldest op that other ranks still have to call: how long
-    /// the op has waited for the ranks that are behind.
+    /// Milliseconds since a rank first called the oldest op that other ranks still have to call;
+    /// `None` if there is no such op. The op has waited that long for the ranks that are behind.
     pub stalled_ms: Option<u64>,
     /// The job's ranks on this host.
     pub ranks: Vec<SidecarRankStatus>,

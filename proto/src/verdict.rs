@@ -7,9 +7,9 @@ use crate::reject::Reject;
 pub enum Verdict<P> {
     /// The driver must store the body, a fragment of a window, at this place.
     Store(P),
-    /// The fragment had arrived before.
+    /// The fragment has already arrived.
     Duplicate,
-    /// The machine has handled the datagram, which carries no payload.
+    /// The machine has handled the datagram; the driver has nothing to store.
     Control,
     /// The datagram was rejected and changed nothing but a counter.
     Reject(Reject),

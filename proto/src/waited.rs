@@ -7,7 +7,7 @@ use crate::ids::{OpId, Rank};
 use crate::time::{Span, Time};
 use crate::wire::MissingRanks;
 
-/// The ranks in the last wait message. Their buffer is allocated once and never grows.
+/// The ranks in the last wait message. The buffer is allocated once and never grows.
 #[derive(Debug)]
 pub(crate) struct Waited {
     reported_at: Time,
@@ -40,8 +40,8 @@ impl Waited {
         self.ranks.clear();
     }
 
-    /// Returns the ranks, and how long each had been silent when it was reported. Returns an empty
-    /// list if the report is too old to explain the wait.
+    /// Returns the ranks, and how long each had been silent at the time of the report. Returns an
+    /// empty list if the report is too old to explain the wait.
     pub(crate) fn ranks(&self, now: Time) -> &[(Rank, Span)] {
         if now.since(self.reported_at) <= Self::FRESH { &self.ranks } else { &[] }
     }
@@ -55,7 +55,7 @@ impl Waited {
         })
     }
 
-    /// The age up to which a report is valid: many times the longest wait between two probes, each
-    /// of which gets an answer.
+    /// The age up to which a report is valid. Each answered probe renews the report, and probes are
+    /// usually far less than a second apart.
     const FRESH: Span = Span::from_secs(1);
 }

@@ -1,4 +1,4 @@
-"""Trains on the backend racksum: all of torch.distributed goes through it, DDP included.
+"""Trains on the racksum backend: all of torch.distributed goes through it, DDP included.
 
 pip install './python[torch]'
 racksum aggregator &
@@ -26,7 +26,7 @@ def main() -> None:
     parts = [torch.empty(1) for _ in range(world)]
     dist.all_gather(parts, torch.tensor([float(rank)]))
     if rank == 0:
-        print(f"the sum of all ranks is {x[0].item():g}, and they are {[int(p) for p in parts]}")
+        print(f"the ranks add up to {x[0].item():g}, and they are {[int(p) for p in parts]}")
 
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)))

@@ -43,7 +43,7 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.4f}")
     if dist.get_rank() == 0:
         sent, dense = session.stats()["tx_bytes"] / STEPS, ROWS * WIDTH * 4
-        print(f"rank 0 sent {sent / 1e3:.0f} kB a step; the gradient has {dense / 1e3:.0f} kB")
+        print(f"rank 0 sent {sent / 1e3:.0f} kB a step; a dense gradient is {dense / 1e3:.0f} kB")
     session.close()
     dist.destroy_process_group()
 

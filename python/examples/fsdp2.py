@@ -1,4 +1,4 @@
-"""Trains replicas with FSDP2: each shards the model, and racksum averages the shards' gradients.
+"""Trains with FSDP2: each replica shards the model, and racksum averages the shards' gradients.
 
 pip install './python[torch]'
 racksum aggregator &

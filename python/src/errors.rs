@@ -74,7 +74,7 @@ fn numbers(ranks: &[Rank]) -> Vec<u16> {
     ranks.iter().map(|rank| rank.0).collect()
 }
 
-/// Parses the text of a user's option.
+/// Parses the text of a user's option, or returns a `BadArgument` that names the option.
 pub(crate) fn read<T: FromStr<Err: Display>>(
     py: Python<'_>,
     option: &str,
@@ -116,5 +116,6 @@ impl<'py, T: IntoPyObject<'py>> IntoArgs<'py> for (String, T) {
     }
 }
 
-/// An explanation of default tags, because a message may name tags although no user has set any.
+/// The explanation of default tags that follows each error that shows a difference: the difference
+/// may be between tags that no user has set.
 const OF_TAGS: &str = " (the default tag is derived from the tensor's shape, dtype and layout)";

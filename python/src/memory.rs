@@ -13,7 +13,7 @@ use racksum_worker::Region;
 use crate::errors::{raise, read};
 
 /// Returns a mask of the non-zero blocks of the tensor at `address`: one bit for each block, lowest
-/// bit first, padded to whole 64-bit words. Turns -0.0 into +0.0 in the other blocks.
+/// bit first, padded to whole 64-bit words. Turns -0.0 into +0.0 in blocks of zeros.
 #[pyfunction]
 pub(crate) fn scan<'py>(
     py: Python<'py>,
@@ -36,7 +36,8 @@ pub(crate) fn scan<'py>(
 pub(crate) fn region_of(address: usize, len: usize, owner: Py<PyAny>) -> Region {
     assert_is_somewhere(address, len);
     let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
-    // SAFETY: the package passes a contiguous tensor, and `owner` keeps its memory in place.
+    // SAFETY: the package guarantees that the bytes are those of a contiguous tensor, which `owner`
+    // keeps in place, and that only ops of this client access them until the op has ended.
     unsafe { Region::new(start, len, owner) }
 }
 
@@ -45,8 +46,9 @@ pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
     assert_is_somewhere(address, len);
     let mut bytes = Vec::with_capacity(len);
     if len > 0 {
-        // SAFETY: the source is a contiguous tensor, which the package keeps alive during the call.
-        // The vector has room for `len` bytes, and the copy initialises them.
+        // SAFETY: the package guarantees that the `len` bytes are those of a contiguous tensor, and
+        // keeps the tensor alive during the call. The vector has room for `len` bytes, and the copy
+        // initialises them.
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), len);
             bytes.set_len(len);
@@ -59,8 +61,8 @@ pub(crate) fn read_from(address: usize, len: usize) -> Vec<u8> {
 pub(crate) fn write_to(address: usize, bytes: &[u8]) {
     assert_is_somewhere(address, bytes.len());
     if !bytes.is_empty() {
-        // SAFETY: the target is a contiguous tensor that the package created with room for these
-        // bytes and keeps alive during the call.
+        // SAFETY: the package guarantees that the target is a contiguous tensor with room for these
+        // bytes. It created the tensor, and keeps it alive during the call.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
         }

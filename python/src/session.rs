@@ -26,7 +26,7 @@ use crate::turn::{CallTurn, PartOf, Unreported};
 #[derive(Debug)]
 pub(crate) struct Session {
     client: Connected,
-    /// The calls that were refused before their ops began. Ranks pair ops by their order, so this
+    /// The calls that were refused before their ops began. Ranks pair ops by call order, so this
     /// rank reports these calls to the other ranks before the next op.
     unreported: Arc<Unreported>,
 }
@@ -59,7 +59,8 @@ impl OpArgs {
 }
 
 impl Session {
-    /// Starts an op as soon as fewer ops are in flight than the job allows.
+    /// Starts an op as soon as no earlier op uses its memory, and fewer ops are in flight than the
+    /// job allows.
     fn start<T: Into<Operand> + Send>(
         &self,
         py: Python<'_>,
@@ -75,8 +76,8 @@ impl Session {
         self.begin(py, call.lane, part_of, || {
             let operand = operand(py).into();
             let memory = operand.extent();
-            // `submit` also waits for memory that earlier ops use, but signals can interrupt only
-            // this wait.
+            // `submit` also waits for memory that earlier ops use, but signals cannot interrupt
+            // that wait. So wait here first.
             let is_free = |slice| client.is_free_within(&memory, slice).then_some(());
             wait_in_slices(py, None, is_free)?;
             Ok(py.detach(|| client.submit(operand, descriptor)))
@@ -104,14 +105,14 @@ impl Session {
         }
     }
 
-    /// Tells the other ranks that a call is refused. Returns `why`, or the exception that
+    /// Tells the other ranks that this rank refuses a call. Returns `why`, or the exception that
     /// interrupted this method.
     fn refuse(&self, py: Python<'_>, call: call::Call, why: PyErr) -> PyErr {
         self.unreported.add_next(call);
         self.tell(py).err().unwrap_or(why)
     }
 
-    /// Tells the other ranks of the refused calls that are due.
+    /// Sends the other ranks a notice of each refused call that is due.
     fn report_refused(&self, py: Python<'_>, client: &Client) -> PyResult<()> {
         while let Some(call) = self.unreported.take_next() {
             // A session that is over has no ops to keep in step, so ignore its errors.
@@ -129,8 +130,8 @@ impl Session {
 /// Calls `start` until it returns anything but `TooManyOps`, and waits for room between the calls.
 ///
 /// # Errors
-/// Returns the exception that `start` or a signal handler raised. In this case, no op has begun,
-/// and no refusal was sent.
+/// Returns the exception that `start` or a signal handler raised. In this case, no op has begun and
+/// no refusal has been sent.
 fn once_there_is_room<T>(
     py: Python<'_>,
     client: &Client,
@@ -208,7 +209,7 @@ impl Session {
         self.unreported.owes()
     }
 
-    /// Tells the other ranks of the refused calls that are due, with one empty op for each call.
+    /// Sends the other ranks a notice of each refused call that is due. A notice is an empty op.
     fn tell(&self, py: Python<'_>) -> PyResult<()> {
         self.report_refused(py, self.client.get(py)?)
     }
@@ -275,7 +276,7 @@ impl Session {
         if wire.is_some_and(|wire| client.must_agree(wire)) {
             return Ok(false);
         }
-        // The empty ops of refused calls begin first.
+        // The empty ops that report refused calls begin first.
         let ops = ops.saturating_add(self.unreported.len());
         Ok(py.detach(|| client.has_room_for(0, ops)))
     }
@@ -295,7 +296,7 @@ impl Session {
     }
 
     /// Waits until the rank may leave the job, and begins to leave it. Ops in flight fail. With a
-    /// sidecar, however, ops that all its ranks have called continue.
+    /// sidecar, however, ops that all of the job's ranks on this host have called continue.
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(client) = self.client.get(py) else { return Ok(()) };
         let may_leave = |slice| client.may_leave_within(slice).then_some(());
@@ -305,7 +306,7 @@ impl Session {
     }
 
     /// Waits until the aggregators, or the sidecar, know that the rank has left, or until they have
-    /// had enough time to answer.
+    /// had a second to answer. Gives up after [`Client::LEAVE_TIMEOUT`].
     fn wait_until_left(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(client) = self.client.get(py) else { return Ok(()) };
         let has_left = |slice| client.has_left_within(slice).then_some(());
@@ -360,7 +361,7 @@ fn refresh_stats(py: Python<'_>, client: &Client) -> PyResult<()> {
     let is_fresh = |slice| client.refreshes_stats_within(&mut query, slice).then_some(());
     if wait_in_slices(py, Some(Client::SIDECAR_TIMEOUT), is_fresh)?.is_none() {
         tracing::warn!(
-            "the sidecar did not answer in time; its counters are those of its last answer"
+            "the sidecar did not answer in time; stats() returns the counters of its last answer"
         );
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The turn of a call: either its op begins, or the other ranks learn that the call is refused.
 //!
-//! Ranks pair ops by their order. So if an error or Ctrl-C ends a call before its op begins, this
+//! Ranks pair ops by call order. So if an error or Ctrl-C ends a call before its op begins, this
 //! rank owes the other ranks a notice, which it sends before any later op begins. Python may run a
 //! signal handler between any two of its instructions, so this module keeps the state in Rust.
 

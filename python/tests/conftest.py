@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def binary() -> Path:
-    """Returns the path of the program `racksum`: RACKSUM_BINARY, or the newest in ``target/``."""
+    """Returns the path of the program `racksum`: RACKSUM_BINARY, or the newest build in target/."""
     named = os.environ.get("RACKSUM_BINARY")
     if named:
         return Path(named)
@@ -175,7 +175,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    # Import torch only if there are such tests, because the import takes long.
+    # Import torch only if there are such tests, because the import is slow.
     if gpu and not importlib.import_module("torch").cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="CUDA finds no GPU"))

@@ -1,4 +1,4 @@
-"""Ranks as processes with a Gloo group. Tests of PyTorch run functions in these processes."""
+"""Ranks as processes that share a Gloo group. The PyTorch tests run functions in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT = 30.0
 
 
 class Ranks:
-    """A process for each rank. Tests share the processes, because importing torch takes long."""
+    """A process for each rank. Tests share the processes, because importing torch is slow."""
 
     def __init__(self, world: int) -> None:
         port = new_port()
@@ -60,10 +60,10 @@ class Ranks:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-#: Ports below the ephemeral ones, so that the system assigns none before a test listens to it.
+#: Ports below the ephemeral range, so that the system does not assign one before a test binds it.
 _PORTS = range(12_000, 32_000)
 
-#: Processes begin at different ports.
+#: The number of the next port to try. Processes begin at different ports.
 _next_port = count(os.getpid() * 31)
 
 

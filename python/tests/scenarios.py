@@ -1,4 +1,4 @@
-"""Scenarios of DDP, which must have the same results with Gloo, the hook and the backend."""
+"""DDP scenarios, which must give the same results with Gloo, the hook and the backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scenario = Callable[[Wrap], list[Any]]
 
 
 def comes_to_the_same(ranks: Ranks, cluster: Cluster, behaviour: Scenario, through: str) -> None:
-    """Checks that a scenario has the same result as with Gloo."""
+    """Checks that a scenario gives the same result as with Gloo."""
     gloo = ranks.run(come_to, behaviour, "gloo", "", "")
     ours = ranks.run(come_to, behaviour, through, cluster.address, cluster.new_job())
     torch.testing.assert_close(ours, gloo)

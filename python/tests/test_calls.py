@@ -47,7 +47,7 @@ def reduce_scatter_wrongly(x: Tensor, group: Group) -> None:
 
 
 def several_reduced(*tensors: Tensor, group: Group) -> Any:
-    """Calls one all_reduce of several tensors. `torch.distributed` has no function for this."""
+    """Calls one all_reduce with several tensors. `torch.distributed` has no function for this."""
     return group.allreduce(list(tensors), c10d.AllreduceOptions())
 
 
@@ -363,7 +363,7 @@ _rounds = count()
 
 
 def chained(chain: Callable[[Group], InFlight], late: int, address: str, job: str) -> Tensor:
-    """Returns the result of a chain if one rank makes all its calls before the other begins."""
+    """Returns the result of a chain that one rank calls as a whole before the other begins."""
     group, key = group_on_backend(address, job), f"called-{next(_rounds)}"
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == late:

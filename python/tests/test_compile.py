@@ -1,4 +1,4 @@
-"""`torch.compile` around DDP: training has the same result in each mode as uncompiled training."""
+"""`torch.compile` around DDP: in each mode, training gives the same result as without it."""
 
 from __future__ import annotations
 

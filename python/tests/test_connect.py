@@ -57,7 +57,7 @@ def test_what_is_given_comes_before_the_environment_and_that_before_torchrun():
         ConnectOptions.resolve({**gloo, "GLOO_SOCKET_IFNAME": "^lo"})
 
 
-#: For each option, a valid text of its variable, and the value that the option gets.
+#: For each option, a valid text for its variable, and the value that the option gets.
 VALUES = {
     "aggregator": ("b:2", "b:2"),
     "job": ("named", "named"),
@@ -201,7 +201,7 @@ def test_what_cannot_be_is_refused(given, environment, sentence):
         ConnectOptions.resolve(environment, **{**FULL, **given})
 
 
-#: An invalid text of each variable, and its error. The extension raises the last seven errors.
+#: An invalid text for each variable, and its error. The extension raises the last seven errors.
 WRONG = {
     "RACKSUM_JOB": ("x" * 129, "job must be a name of 1 to 128 bytes"),
     "TORCHELASTIC_RUN_ID": ("x" * 129, "job must be a name of 1 to 128 bytes"),

@@ -1,4 +1,4 @@
-"""DDP with the hook and on the backend: training has the same result as with Gloo."""
+"""DDP with the hook and on the backend: training gives the same result as with Gloo."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ class Breaks:
 
 
 def fail_alone(address: str, job: str, after: int) -> str:
-    """Trains until rank 1, and no other rank, fails. Returns the error at this rank."""
+    """Trains until rank 1 alone fails. Returns the error at this rank."""
     model = DistributedDataParallel(Constant(), bucket_cap_mb=0.01)
     own = dist.new_group(backend="gloo")
     with session_of_group(address, job, timeout=3.0) as session:
@@ -345,7 +345,7 @@ def fail_alone(address: str, job: str, after: int) -> str:
 
 @pytest.mark.parametrize(
     ("after", "error"),
-    [(0, "Mismatch: op "), (1, "Error: the ranks cannot agree whether all averaged bucket 0: ")],
+    [(0, "Mismatch: op "), (1, "Error: cannot find out whether all ranks averaged bucket 0: ")],
     ids=["the op fails", "the op ends"],
 )
 def test_a_rank_that_fails_alone_is_not_waited_for_by_the_group(ranks, cluster, after, error):
@@ -387,7 +387,7 @@ def steps_of(model: DistributedDataParallel, seed: int, count: int) -> None:
 
 
 def resume(address: str, job: str, order: list[int]) -> bool:
-    """Returns whether training has the same result with and without a break."""
+    """Returns whether training gives the same result with and without a break."""
     with session_of_group(address, job) as session:
         state = racksum.torch.HookState(session, compressor=BlockTopK(8, block=32))
         model = crossed(order, state)

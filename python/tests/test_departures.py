@@ -71,7 +71,7 @@ def test_leaving_does_not_wait_for_a_store_that_does_not_answer(impatient, monke
     store: Any = Stuck()
     monkeypatch.setattr(first._reporter, "_shared", store)
     first.report_left()
-    # Groups leave one after the other. A late report costs time only once.
+    # Groups leave one after another. A late report costs time only once.
     monkeypatch.setattr(departures, "_PATIENCE", LONG)
     second.report_left()
     assert not store.gave_up.is_set()

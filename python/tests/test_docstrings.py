@@ -97,7 +97,7 @@ def aggregator() -> Iterator[Aggregator]:
 
 @pytest.fixture(scope="module")
 def process(aggregator: Aggregator) -> Iterator[ProcessPoolExecutor]:
-    """A process for the examples, because the threads of their process groups never end."""
+    """A process that runs the examples: the threads of their process groups never end."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     yield pool
     end(pool)

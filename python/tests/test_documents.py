@@ -1,4 +1,4 @@
-"""Checks of what documents say about tests."""
+"""The statements of documents about tests are true."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def destroy_without_a_collection(address: str, job: str) -> None:
 
 
 def test_a_group_that_is_destroyed_keeps_nothing_of_the_store(ranks, cluster):
-    """Checks that nothing keeps the store alive, because the next group may need its port."""
+    """Checks that nothing keeps the store alive: the next group may need its port."""
     ranks.run(destroy_without_a_collection, cluster.address, cluster.new_job())
 
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import Cluster
 from ranks import new_port
 
-#: Parts of torch whose import takes long and needs much memory.
+#: Parts of torch that are slow to import and need much memory.
 LARGE = ("torch.distributed.fsdp", "torch._dynamo", "sympy")
 
 IMPORT = "import racksum.torch"

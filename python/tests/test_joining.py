@@ -185,7 +185,7 @@ def test_who_has_closed_its_connections_and_lives_is_not_said_to_have_ended(
 
 
 def refuse_before_one_comes(address: str, job: str, refused: int, late: int) -> str:
-    # With a generation, no rank waits for the number of the first rank.
+    # If the generation is given, no rank waits for the first rank to broadcast one.
     given: dict[str, Any] = {"generation": 1, "timeout": LONG, "join_timeout": LONG}
     if dist.get_rank() == refused:
         given["interface"] = "none0"
@@ -289,7 +289,7 @@ def join_while_a_thread_waits(address: str, job: str) -> None:
 
 
 def until_it_is_held(store: dist.Store) -> None:
-    """Returns once another thread waits at the connection to the store."""
+    """Returns once another thread blocks the connection to the store."""
     while True:
         query = threading.Thread(target=store.check, args=(["never set"],), daemon=True)
         query.start()

@@ -52,7 +52,7 @@ COMMAND = re.compile(r"`racksum [^`]*")
     "room", ["proto", "net", "worker", "aggregator/src/registry", "python/src"]
 )
 def test_libraries_name_options_as_their_callers_do(room):
-    """Messages of libraries reach Python users, so they name flags only with their program."""
+    """Messages of libraries reach Python users, so they name a flag only with its program."""
     for path in (ROOT / room).rglob("*.rs"):
         if "tests" in path.parts or path.name == "tests.rs":
             continue

@@ -121,7 +121,7 @@ def test_what_a_collective_writes_to_stays_in_the_mode_it_was_made_in(
 
 
 def train_an_embedding(through: str, address: str, job: str) -> Tensor:
-    """Reads the entries of sums, as optimizers and gradient clipping do."""
+    """Trains an embedding, and reads the entries of its gradients as gradient clipping does."""
     torch.manual_seed(1)
     net = nn.Embedding(10, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(net.parameters(), lr=0.1)

@@ -67,7 +67,7 @@ def test_the_profiler_shows_each_call_and_each_wait(
 
 
 def outlived(address: str, job: str, count: int) -> list[float]:
-    """Returns the results of collectives whose profile has ended before the wait."""
+    """Returns the results of collectives whose profile ends before the wait."""
     group = group_on_backend(address, job)
     results = []
     for _ in range(count):

@@ -128,7 +128,7 @@ def test_who_calls_what_all_ranks_agree_on_first_does_not_wait(
 
 
 def agree_later(addresses: list[str], job: str) -> None:
-    """Reduces below different aggregators, where ranks agree on exponents once all have called."""
+    """Reduces across two racks, whose ranks agree on exponents once all have called."""
     rank = dist.get_rank()
     exact = {"wire": "fixed32", "timeout": PATIENCE}
     one, other = (

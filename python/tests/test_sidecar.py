@@ -272,7 +272,7 @@ def test_connecting_to_a_sidecar_that_is_stopped_ends_in_its_time(sidecar):
     stop(sidecar.process.pid)
     try:
         began = time.monotonic()
-        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was"):
+        with pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job had"):
             sidecar.connect(join_timeout=0.5)
         report.time("joining at a stopped sidecar gives up", time.monotonic() - began, 10.0)
     finally:
@@ -440,7 +440,7 @@ def fake_sidecar(path: Path, *answers: bytes) -> Iterator[Cluster]:
 
 def test_a_sidecar_of_another_version_says_which_it_speaks(tmp_path):
     answer = b'{"wrong_version": {"speaks": 2}}'
-    sentence = "the sidecar speaks protocol version 2, and this rank version 1"
+    sentence = "the sidecar speaks protocol version 2, but this rank speaks version 1"
     with fake_sidecar(tmp_path / "socket", answer) as other:
         with pytest.raises(racksum.VersionMismatch, match=sentence) as refused:
             other.connect()
@@ -456,7 +456,7 @@ def test_a_sidecar_that_says_what_nobody_understands_is_an_error(tmp_path):
 
 
 def test_a_sidecar_that_says_nothing_is_waited_for_within_the_limit(tmp_path):
-    waited = pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job was")
+    waited = pytest.raises(racksum.JoinTimeout, match=r"after 0\.5 s the job had")
     with fake_sidecar(tmp_path / "socket") as silent, waited:
         silent.connect(join_timeout=0.5)
 
@@ -542,7 +542,7 @@ def test_systemd_may_open_the_socket(tmp_path):
     process.terminate()
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert output.startswith("racksum worker at the socket of systemd: ")
+    assert output.startswith("racksum worker at the systemd socket: ")
 
 
 def test_a_socket_where_somebody_serves_is_not_taken(sidecar):

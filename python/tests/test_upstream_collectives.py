@@ -1,6 +1,6 @@
-"""Collectives on the backend have the behaviours that PyTorch's own tests check for Gloo.
+"""Collectives on the backend behave as PyTorch's own tests expect of Gloo.
 
-docs/c10d.md lists them. `test_backend.py` covers some of them.
+docs/c10d.md lists the behaviours. `test_backend.py` covers some of them.
 """
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ def gloo_receives_from_anybody_and_torch_cannot_say_whom(group: dist.ProcessGrou
 
 @check
 def the_future_of_what_is_sent_or_received_answers(group: dist.ProcessGroup) -> None:
-    """A barrier does not wait for a receive, whose message may be sent after the barrier."""
+    """A barrier does not wait for a receive, whose tensor may be sent after the barrier."""
     right, left, x = (dist.get_rank() + 1) % WORLD, (dist.get_rank() - 1) % WORLD, torch.empty(1)
     receiving = dist.irecv(x, left, group)
     came = receiving.get_future()

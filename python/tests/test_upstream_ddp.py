@@ -1,6 +1,6 @@
-"""With the hook and the backend, DDP has the behaviours that PyTorch's own tests check.
+"""With the hook and the backend, DDP behaves as PyTorch's own tests expect.
 
-docs/c10d.md lists them.
+docs/c10d.md lists the behaviours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCENARIOS: list[Scenario] = []
 
 
 def scenario(behaviour: Scenario) -> Scenario:
-    """Adds a scenario that must have the same result as with Gloo."""
+    """Adds a scenario that must give the same result as with Gloo."""
     SCENARIOS.append(behaviour)
     return behaviour
 

@@ -1,4 +1,4 @@
-"""DDP in steps that use a part of a model, or a part more than once, as in PyTorch's own tests.
+"""DDP steps that use only part of a model, or a part more than once, as in PyTorch's own tests.
 
 docs/c10d.md lists the behaviours.
 """
@@ -29,7 +29,7 @@ SCENARIOS: list[Scenario] = []
 
 
 def scenario(behaviour: Scenario) -> Scenario:
-    """Adds a scenario that must have the same result as with Gloo."""
+    """Adds a scenario that must give the same result as with Gloo."""
     SCENARIOS.append(behaviour)
     return behaviour
 

@@ -1,4 +1,4 @@
-"""The behaviours of groups that PyTorch's own tests check: subsets, order, and destruction."""
+"""Groups behave as PyTorch's own tests expect: subsets, order, and destruction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_group(address: str, ranks: list[int] | None, **options: Any) -> Any:
 
 
 def gathered(group: dist.ProcessGroup) -> list[int]:
-    """Returns the ranks of the world in the group's order."""
+    """Returns the world ranks of the group's members, in the group's order."""
     mine = torch.tensor([dist.get_rank()])
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)

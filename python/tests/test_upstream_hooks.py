@@ -1,6 +1,6 @@
-"""The behaviours of hooks, the reducer and model averaging that PyTorch's own tests check.
+"""Hooks, the reducer and model averaging behave as PyTorch's own tests expect.
 
-docs/c10d.md lists them.
+docs/c10d.md lists the behaviours.
 """
 
 # DDP compares the annotations of hooks with types, so this module does not postpone annotations.
@@ -107,7 +107,7 @@ def the_result_of_a_hook_is_the_gradient(group: dist.ProcessGroup) -> None:
 
 
 def same_as_without(group: dist.ProcessGroup, state: Any, hook: Any, far: float = 1e-6) -> None:
-    """Checks that training has the same result with and without a hook."""
+    """Checks that training gives the same result with and without a hook."""
     without = trained(DistributedDataParallel(net(), process_group=group))
     model = DistributedDataParallel(net(), process_group=group)
     model.register_comm_hook(state, hook)

@@ -83,7 +83,7 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "broadcast_of_tensors_that_differ": (
         on("broadcast", [ONE, TWO]),
         BAD,
-        r"must have one shape, dtype and layout, not \(1,\) x torch\.float32, .*; \(2,\) x",
+        r"must have the same shape, dtype and layout, not \(1,\) x torch\.float32, .*; \(2,\) x",
     ),
     "broadcast_of_a_tensor_beyond": (
         on("broadcast", [ONE], rootTensor=1),
@@ -94,7 +94,7 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "broadcast_of_an_expanded_tensor": (
         lambda group: dist.broadcast(torch.ones(3, 1).expand(3, 2), 0, group=group),
         BAD,
-        "several of its elements share one place",
+        "share memory; pass x",
     ),
     "reduce_to_no_rank": (on("reduce", [ONE], rootRank=-1), BAD, "0 to 1, not -1"),
     "reduce_to_beyond": (on("reduce", [ONE], rootRank=2), BAD, "0 to 1, not 2"),
@@ -103,7 +103,7 @@ REFUSALS: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "all_reduce_of_tensors_that_differ": (
         on("allreduce", [ONE, ONE.double()]),
         BAD,
-        r"must have one shape, dtype and layout, not .*float32, .*float64",
+        r"must have the same shape, dtype and layout, not .*float32, .*float64",
     ),
     "several_tensors_of_which_there_is_none": (
         on("allreduce_coalesced", []),

@@ -36,7 +36,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def as_gloo(group: dist.ProcessGroup, call: Callable[[Any], list[Tensor]]) -> None:
-    """Checks that the backend has the same result as Gloo."""
+    """Checks that the backend gives the same result as Gloo."""
     torch.testing.assert_close(call(group), call(dist.group.WORLD))
 
 

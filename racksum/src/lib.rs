@@ -1,4 +1,4 @@
-//! For distributed training, racksum sums tensors near the rack. An aggregator on an ordinary host
+//! racksum sums tensors for distributed training. An aggregator on an ordinary host near the rack
 //! receives the non-zero blocks of each rank's tensor over UDP, sums them, and sends the sum to all
 //! ranks. This crate is the client for Rust programs; `pip install racksum` installs the client for
 //! PyTorch.
@@ -80,7 +80,7 @@
 //!
 //! Every op ends within its timeout, with a result or an [`Error`] that names the cause. With
 //! several sets of aggregators, as in `"a:7177,b:7177"`, a job moves to the next set when its
-//! aggregator fails, and each op still has the same result bits. The examples `allreduce`,
+//! aggregator fails, and each op still produces the same bits. The examples `allreduce`,
 //! `sparse_blocks` and `failover` run against aggregators in their own process.
 
 mod options;

@@ -69,8 +69,8 @@ impl ConnectOptions {
     }
 
     /// Sets the generation, which numbers the lives of the job. A restarted job must have a greater
-    /// generation than before. It ends the earlier life if both lives have the same
-    /// [`secret`](Self::secret).
+    /// generation than before. The new life ends the earlier one only if it proves to be the same
+    /// job, for example by the same [`secret`](Self::secret).
     pub const fn generation(mut self, generation: u32) -> Self {
         self.options.generation = Generation(generation);
         self
@@ -121,7 +121,7 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets whether this rank left the job between two ops and now returns. The rank resumes with
+    /// Sets whether this rank rejoins a job that it left between two ops. The rank resumes with
     /// the op [`Grant::first_op`](crate::Grant::first_op).
     pub const fn rejoin(mut self, rejoin: bool) -> Self {
         self.options.rejoin = rejoin;
@@ -153,8 +153,8 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets the interfaces of this host from which to call aggregators, in the syntax of NCCL's
-    /// `NCCL_SOCKET_IFNAME`. The default is the kernel's choice.
+    /// Sets which interfaces of this host the rank may use to reach aggregators, in the syntax of
+    /// NCCL's `NCCL_SOCKET_IFNAME`. The default is the kernel's choice.
     pub fn interface(mut self, pattern: impl Into<String>) -> Self {
         self.options.interface = Some(pattern.into());
         self

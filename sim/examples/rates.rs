@@ -39,8 +39,8 @@ fn main() {
         "probes",
         "idle ms"
     );
-    // Given an argument, trace the first seed of the scenario with that index, and print nothing
-    // else.
+    // Given the index of a scenario as the argument, trace the scenario's first seed instead of
+    // running all scenarios.
     let traced = std::env::args().nth(1).and_then(|arg| arg.parse::<usize>().ok());
     if let Some(scenario) = traced.and_then(|number| scenarios().into_iter().nth(number)) {
         let plan = plan(&scenario, 0);
@@ -193,7 +193,7 @@ fn plan(scenario: &Scenario, seed: u64) -> Plan {
     plan
 }
 
-/// Returns the limit in milliseconds.
+/// Returns the shortest time that the links allow, in milliseconds.
 fn limit(plan: &Plan) -> f64 {
     let oracle = Oracle::new(plan);
     let truth = oracle.truth(0, racksum_proto::ids::OpId(0)).expect("the plan has one op");
@@ -232,7 +232,7 @@ fn limit(plan: &Plan) -> f64 {
         + seconds(first, network.worker.up.rate_bps) * 1e3
 }
 
-/// The time in which rank 0 received no result, summed over the gaps longer than 0.5 ms.
+/// The time during which rank 0 received no results, summed over the gaps longer than 0.5 ms.
 #[derive(Default)]
 struct Idle {
     last: Picos,

@@ -1,4 +1,5 @@
-//! Runs a swarm: `cargo run --release -p racksum-sim --example swarm -- FIRST END [THREADS]`.
+//! Runs a swarm of the seeds from FIRST up to, but not including, END:
+//! `cargo run --release -p racksum-sim --example swarm -- [FIRST [END [THREADS]]]`.
 
 use racksum_sim::swarm;
 

@@ -1,4 +1,4 @@
-//! Prints a trace of a seed's run:
+//! Prints a seed's plan, and then at most LINES lines of a trace of the seed's run:
 //! `cargo run --release -p racksum-sim --example trace -- SEED [LINES]`.
 
 use racksum_proto::geometry::Geometry;

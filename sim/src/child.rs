@@ -1,5 +1,5 @@
 //! A shard that has a parent. Its aggregator half serves the ranks; its worker half sends their
-//! sums to the parent and takes the parent's results.
+//! sums to the parent and receives the parent's results.
 
 use racksum_proto::aggregator::Failed;
 use racksum_proto::error::OpError;
@@ -13,7 +13,7 @@ use racksum_proto::worker::{self, Worker};
 
 use crate::node::{Datagram, Endpoint, Joined, ShardNode, buffer, fragments};
 
-/// A shard connected to the parent's shard of the same number.
+/// A shard connected to the parent's shard with the same number.
 #[derive(Debug)]
 pub struct ChildNode {
     /// The aggregator half, which the ranks see.

@@ -60,7 +60,7 @@ impl Match {
     }
 }
 
-/// The effect of a rule.
+/// The effect of a rule on a datagram.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// The datagram is lost.
@@ -108,7 +108,7 @@ impl Rule {
         Self { chance_ppm, ..Self::always(to, effect) }
     }
 
-    /// Limits how often the rule takes effect to `times`.
+    /// Lets the rule take effect at most `times` times.
     #[must_use]
     pub fn at_most(self, times: u32) -> Self {
         Self { times, ..self }

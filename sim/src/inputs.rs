@@ -67,7 +67,7 @@ impl Inputs {
     }
 }
 
-/// Makes one element of a zero block negative zero.
+/// Sets one element of a zero block to negative zero.
 fn negate(dtype: DType, block: &mut [u8], draw: u64) {
     let elements = block.len() / dtype.size();
     let at = usize::try_from(draw % elements as u64).expect("the remainder is below a length");

@@ -88,7 +88,7 @@ impl WorkerNode {
         Ok(op)
     }
 
-    /// Continues at another aggregator.
+    /// Continues the job at another aggregator.
     pub fn resume(&mut self, config: worker::Config, now: Time, observer: &mut impl Observer) {
         self.partial.clear();
         self.buffer = buffer(config.cut);
@@ -254,8 +254,7 @@ impl WorkerNode {
         }
     }
 
-    /// Moves the ops that have ended to `done`, and drops the payloads that no other rank can lack
-    /// any more.
+    /// Moves ended ops to `done`, and drops the payloads that no other rank can still lack.
     pub fn collect(&mut self) {
         while let Some(worker::Outcome { op, result, absent }) = self.machine.poll_outcome() {
             let tensor = self.tensors.remove(&op).unwrap_or_default();

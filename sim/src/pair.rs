@@ -28,7 +28,7 @@ struct Cluster {
     steps: u64,
     now: Time,
     faults: Faults,
-    /// The sizes of the largest datagrams that arrive, in bytes: at a shard, and at a worker.
+    /// The maximum size of a datagram that arrives at a shard, and at a worker, in bytes.
     largest: [usize; 2],
     /// The number of datagrams that were lost because they exceeded `largest`.
     too_large: u64,
@@ -145,7 +145,7 @@ impl Cluster {
         self.workers.pop();
     }
 
-    /// Moves the job to a new aggregator. All datagrams in flight are lost with the old one.
+    /// Moves the job to a new aggregator. All datagrams in flight are lost with the old aggregator.
     fn move_to(&mut self, grant: Grant) {
         self.wire.clear();
         self.shards = grant.shards(self.now);
@@ -371,12 +371,12 @@ fn what_never_arrives_is_sent_again_more_and_more_rarely() {
         }
         cluster.run(1);
         assert!(cluster.workers.iter().all(|worker| worker.done[0].1.is_err()));
-        // Each rank, and the shard for each rank, has 8 windows of 44 fragments in flight, and
-        // sends each fragment at most 25 times.
+        // Each rank has 8 windows of 44 fragments in flight to the shard, and the shard has as many
+        // in flight to each rank. Each fragment is sent at most 25 times.
         let sent = cluster.too_large;
         assert!(
             (44..2 * 25 * 8 * 44).contains(&sent),
-            "{largest:?}: {sent} datagrams were too large"
+            "{largest:?}: {sent} datagrams were too large to arrive, not 44 to 17,599"
         );
     }
 }

@@ -45,7 +45,7 @@ pub struct Network {
     pub worker: PortPlan,
     /// The connection of a shard to the switch.
     pub shard: PortPlan,
-    /// Whether the switch copies a shard's datagram to all ranks. If not, the shard sends one to
+    /// Whether the switch copies a shard's datagram to all ranks. If not, the shard sends a copy to
     /// each rank.
     pub multicast: bool,
     /// Bytes that a job with a share of 1 may spend at a shard in one turn.
@@ -61,7 +61,7 @@ pub struct PortPlan {
     pub up: LinkConfig,
     /// The link from the switch.
     pub down: LinkConfig,
-    /// Capacity of the socket in bytes, for datagrams that the host has not taken yet.
+    /// Capacity of the socket in bytes, for datagrams that the host has not read yet.
     pub receive_buffer: usize,
     /// Bytes that may wait for the uplink. A rank that has filled the buffer sends again once half
     /// of it is free, as with a real socket. Shards ignore this limit, because they send no more
@@ -105,8 +105,8 @@ pub struct OpPlan {
     pub inputs: Inputs,
     /// The timeout of the op at each rank.
     pub timeout: Span,
-    /// The earliest time at which each rank calls the op. The job's limit on ops may delay the
-    /// call.
+    /// The earliest time at which each rank calls the op. The job's limit on ops in flight may
+    /// delay the call.
     pub starts: Vec<Picos>,
     /// A rank that calls the op with a different descriptor.
     pub odd: Option<(Rank, Descriptor)>,
@@ -139,7 +139,7 @@ pub struct Move {
     pub lasts: Picos,
 }
 
-/// A pause, during which a host handles nothing. Datagrams that do not fit its socket are lost.
+/// A pause, during which a host handles nothing. Datagrams that do not fit in its socket are lost.
 #[derive(Debug, Clone, Copy)]
 pub struct Pause {
     /// The host that pauses.
@@ -358,8 +358,8 @@ impl Network {
 }
 
 impl Pause {
-    /// Draws a pause of any host of `plan` that begins before `until` and is shorter than
-    /// `longest`.
+    /// Draws a pause of a random host of `plan`. The pause begins before `until` and is shorter
+    /// than `longest`.
     #[must_use]
     pub fn draw(plan: &Plan, random: &mut Random, until: Picos, longest: Picos) -> Self {
         let hosts: Vec<Host> = plan.hosts().collect();

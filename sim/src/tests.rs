@@ -102,7 +102,7 @@ fn i2_turns_at_a_shard_do_not_change_the_bits() {
     let whole = run(1 << 24);
     for bits in [12, 14, 16] {
         let run = run(1 << bits);
-        assert_ne!(run.trace, whole.trace, "smaller turns change the order of events");
+        assert_ne!(run.trace, whole.trace, "smaller turns must change the order of events");
         SameBits::compare(&whole, &run).unwrap();
     }
 }
@@ -124,12 +124,15 @@ fn i7_a_busy_job_delays_another_by_no_more_than_its_share() {
     };
     let alone = latency(1 << 17, &[&small]);
     let [fair, unfair] = [1 << 17, 1 << 40].map(|quantum| latency(quantum, &[&busy, &small]));
-    // A window of the busy job, 5 * 64 KiB, takes 0.33 ms.
+    // Folding a window of the busy job reads and writes about 5 * 64 KiB, which takes 0.33 ms.
     let window = Picos::from_micros(330).0;
-    assert!(fair <= alone + 3 * window, "took {fair} ps beside a busy job, and {alone} ps alone");
+    assert!(
+        fair <= alone + 3 * window,
+        "the small op took {fair} ps with a busy job, and {alone} ps alone"
+    );
     assert!(
         unfair > alone + 6 * window,
-        "took only {unfair} ps without turns, and {alone} ps alone"
+        "the small op took only {unfair} ps without turns, and {alone} ps alone"
     );
 }
 
@@ -317,8 +320,8 @@ fn every_dtype_wire_type_and_reduction_comes_to_the_right_bits() {
 
 #[test]
 fn queues_that_are_longer_than_anyones_patience_make_nothing_be_sent_twice() {
-    // Sending the results of both ops to 16 ranks occupies the shard's link of 100 Mbit/s for 0.4
-    // s. A window is one datagram.
+    // Sending the results of both ops to 16 ranks occupies the shard's 100 Mbit/s link for 0.4 s. A
+    // window is one datagram.
     let mut network = Network { multicast: false, ..network() };
     network.shard.up.rate_bps = 100_000_000;
     let cut = Fragmentation::new(65_456).unwrap();
@@ -341,7 +344,7 @@ fn the_counts_of_a_shard_outlive_it() {
     let moved = check(&Plan { moves: vec![Move { at, lasts }], ..plan });
     // Each life of the shard folds only some windows, so the total must include both lives.
     let [quiet, moved] = [quiet, moved].map(|run| run.totals.folds);
-    assert!(moved >= quiet, "{moved} windows folded with a move, {quiet} without");
+    assert!(moved >= quiet, "{moved} windows were folded with a move, and {quiet} without");
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! A model of the protocol's core, checked in every reachable state. It covers credits, slots,
 //! folds, and a failover from an aggregator that dies at any time.
 //!
-//! The model is small and shares no code with the protocol: two ranks, and one stream of three
+//! The model shares no code with the protocol, and is small: two ranks, and one stream of three
 //! windows with a pool of two slots. Each message may arrive at any time after it is sent, in any
-//! order, any number of times. A sum counts how often it contains each rank.
+//! order, any number of times. A sum records how often it contains each rank's contribution.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ const RANKS: usize = 2;
 const WINDOWS: usize = 3;
 const POOL: u8 = 2;
 
-/// How often a sum contains each rank.
+/// How often a sum contains each rank's contribution.
 type Sum = [u8; RANKS];
 /// A set of windows.
 type Windows = [bool; WINDOWS];
@@ -29,7 +29,7 @@ enum Message {
     /// A rank's own contribution to a window, or the window's sum if the rank had it before the
     /// move.
     Data { rank: usize, window: u8, sum: Sum },
-    /// The sums that a rank holds when the job moves, and those of them that it can still send.
+    /// The sums that a rank holds when the job moves, and which of these it can still send.
     Open { rank: usize, held: Windows, lent: Windows },
     /// A rank's acknowledgement that it has all sums before this window.
     Ack { rank: usize, ack: u8 },
@@ -47,8 +47,8 @@ struct Aggregator {
     acked: [u8; RANKS],
     /// The window in each slot, and the data received from each rank.
     slots: [Option<(u8, [Option<Sum>; RANKS])>; POOL as usize],
-    /// The contents of each rank's open: the sums that the rank holds, and those that it would
-    /// send.
+    /// The contents of each rank's open: the windows whose sums the rank holds, and the windows
+    /// whose sums it can still send.
     opened: [Option<(Windows, Windows)>; RANKS],
     /// Results that some rank has not acknowledged.
     results: [Option<Sum>; WINDOWS],
@@ -62,8 +62,8 @@ struct Rank {
     sums: [Option<Sum>; WINDOWS],
     /// The windows whose sums this rank held when the job moved.
     held: Windows,
-    /// The windows that all ranks had acknowledged when the job moved. Their memory may belong to
-    /// the caller again.
+    /// The windows that, by this rank's credit, all ranks had acknowledged when the job moved.
+    /// Their memory may belong to the caller again.
     given_back: Windows,
 }
 
@@ -173,8 +173,8 @@ impl Aggregator {
         }
     }
 
-    /// Returns `None` until the next window can be folded. Then returns its sum, or an inner `None`
-    /// if no rank owes the window.
+    /// Returns the sum of the next window, with an inner `None` if no rank owes the window. Returns
+    /// an outer `None` while the window cannot be folded yet.
     fn ready(&self, moved: bool, protocol: &Protocol) -> Option<Option<Sum>> {
         if usize::from(self.next) == WINDOWS || self.next >= self.low() + POOL {
             return None;

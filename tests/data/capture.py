@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Capture the gradients of two small models in real data-parallel training.
+"""Captures the gradients of two small models in real data-parallel training.
 
     python tests/data/capture.py --out tests/data      # train and write the files anew
     python tests/data/capture.py --describe            # describe the committed files
@@ -13,7 +13,8 @@ words    a next-word model on the text of the Python standard library: an embedd
          sampled softmax, so that a batch touches few rows and most blocks are exactly zero
 
 Seeds are fixed and one thread computes, so two runs with the same versions on the same machine
-write the same bytes. Other versions of Python have another standard library, hence other words.
+write the same bytes. Other versions of Python have a different standard library, and so different
+words.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ LossOf = Callable[[int, int], torch.Tensor]
 
 
 def main() -> int:
-    """Parse the command line, then describe the files or create them."""
+    """Parses the command line, then describes the files or creates them."""
     args = parse_arguments()
     if args.describe:
         return describe(args.out)
@@ -71,7 +72,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the options of the command line."""
+    """Reads the options of the command line."""
     parser = argparse.ArgumentParser(
         description="Capture gradients of real training, or describe the captured files."
     )
@@ -85,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--describe",
         action="store_true",
-        help="train nothing; print shapes and block densities of the files in DIR",
+        help="print shapes and block densities of the files in DIR, without training",
     )
     return parser.parse_args()
 
@@ -94,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(name: str, model: nn.Module, loss_of: LossOf, steps: int, rate: float) -> list[Gradients]:
-    """Run `steps` data-parallel SGD steps; return each rank's gradient of the following step."""
+    """Runs `steps` data-parallel SGD steps; returns each rank's gradient of the following step."""
     for step in range(steps):
         losses, gradients = gradients_of_ranks(model, loss_of, step)
         if step == 0:
@@ -108,7 +109,7 @@ def train(name: str, model: nn.Module, loss_of: LossOf, steps: int, rate: float)
 def gradients_of_ranks(
     model: nn.Module, loss_of: LossOf, step: int
 ) -> tuple[list[float], list[Gradients]]:
-    """Compute every rank's loss and local gradient at the model's current weights."""
+    """Computes every rank's loss and local gradient at the model's current weights."""
     losses: list[float] = []
     gradients: list[Gradients] = []
     for rank in range(RANKS):
@@ -121,13 +122,13 @@ def gradients_of_ranks(
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Copy a parameter's gradient out of the model."""
+    """Copies a parameter's gradient out of the model."""
     assert parameter.grad is not None, "every parameter takes part in the loss"
     return parameter.grad.detach().clone().contiguous()
 
 
 def apply_mean(model: nn.Module, gradients: Sequence[Gradients], rate: float) -> None:
-    """Take one plain SGD step along the mean of the ranks' gradients."""
+    """Takes one plain SGD step along the mean of the ranks' gradients."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean = torch.stack([of_rank[name] for of_rank in gradients]).mean(dim=0)
@@ -135,7 +136,7 @@ def apply_mean(model: nn.Module, gradients: Sequence[Gradients], rate: float) ->
 
 
 def report(name: str, step: int, losses: Sequence[float]) -> None:
-    """Print the mean loss of a step to stderr."""
+    """Prints the mean loss of a step to stderr."""
     print(f"{name}: mean loss {np.mean(losses):.3f} at step {step}", file=sys.stderr)
 
 
@@ -143,7 +144,7 @@ def report(name: str, step: int, losses: Sequence[float]) -> None:
 
 
 def capture_digits() -> list[Gradients]:
-    """Train the digits network; rank r holds every fourth image of a random order."""
+    """Trains the digits network; rank r holds every fourth shuffled image, starting at index r."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(digits.target, dtype=torch.int64)
@@ -160,7 +161,7 @@ def capture_digits() -> list[Gradients]:
 
 
 def digits_model() -> nn.Sequential:
-    """Create a network of two convolutions and two linear layers: 21 546 parameters."""
+    """Creates a network of two convolutions and two linear layers: 21 546 parameters."""
     model = nn.Sequential()
     model.add_module("conv1", nn.Conv2d(1, 16, kernel_size=3, padding=1))
     model.add_module("relu1", nn.ReLU())
@@ -189,7 +190,7 @@ class WordModel(nn.Module):
     def loss(
         self, context: torch.Tensor, target: torch.Tensor, negatives: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss of a sampled softmax over each true word and the batch's negatives."""
+        """Returns the loss of a sampled softmax over each true word and the batch's negatives."""
         hidden = torch.tanh(self.hidden(self.embedding(context).flatten(1)))
         true_score = (hidden * self.output.weight[target]).sum(1) + self.output.bias[target]
         false_scores = hidden @ self.output.weight[negatives].T + self.output.bias[negatives]
@@ -200,7 +201,7 @@ class WordModel(nn.Module):
 
 
 def capture_words() -> list[Gradients]:
-    """Train the word model; rank r reads every fourth library module, starting at index r."""
+    """Trains the word model; rank r reads every fourth library module, starting at index r."""
     modules = [words_of(path) for path in standard_library_modules()]
     vocabulary, frequencies = build_vocabulary(modules)
     shards = [encode(modules[rank::RANKS], vocabulary) for rank in range(RANKS)]
@@ -217,18 +218,18 @@ def capture_words() -> list[Gradients]:
 
 
 def standard_library_modules() -> list[Path]:
-    """List the top-level modules of the standard library, sorted by path."""
+    """Lists the top-level modules of the standard library, sorted by path."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
 def words_of(path: Path) -> list[str]:
-    """Split a module's source, docstrings included, into lower-case words."""
+    """Splits a module's source, docstrings included, into lower-case words."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)]
 
 
 def build_vocabulary(modules: Sequence[Sequence[str]]) -> tuple[dict[str, int], torch.Tensor]:
-    """Number the most common words by descending count; weigh each by its count to the power 3/4.
+    """Numbers the most common words by descending count, each with its count^(3/4) as its weight.
 
     Number 0 stands for all other words.
     """
@@ -241,12 +242,12 @@ def build_vocabulary(modules: Sequence[Sequence[str]]) -> tuple[dict[str, int], 
 
 
 def encode(modules: Sequence[Sequence[str]], vocabulary: dict[str, int]) -> torch.Tensor:
-    """Turn a shard's words into one tensor of word numbers."""
+    """Turns a shard's words into one tensor of word numbers."""
     return torch.tensor([vocabulary.get(word, 0) for module in modules for word in module])
 
 
 def batch_of(shard: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut one passage of consecutive words into (context, next word) examples."""
+    """Cuts one passage of consecutive words into (context, next word) examples."""
     span = WORDS_BATCH + CONTEXT
     start = int(torch.randint(len(shard) - span, (1,), generator=generator))
     windows = shard[start : start + span].unfold(0, CONTEXT + 1, 1)
@@ -257,7 +258,7 @@ def batch_of(shard: torch.Tensor, generator: torch.Generator) -> tuple[torch.Ten
 
 
 def write_set(directory: Path, gradients: Sequence[Gradients], step: int) -> None:
-    """Write one file per rank."""
+    """Writes one file per rank."""
     directory.mkdir(parents=True, exist_ok=True)
     for rank, of_rank in enumerate(gradients):
         # Use a single key, because the library writes several keys in no fixed order.
@@ -267,12 +268,12 @@ def write_set(directory: Path, gradients: Sequence[Gradients], step: int) -> Non
 
 
 def file_of(directory: Path, rank: int) -> Path:
-    """Return the path of one rank's file."""
+    """Returns the path of one rank's file."""
     return directory / f"rank{rank}.safetensors"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that the gradients depend on."""
+    """Returns the versions of the software that the gradients depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -285,11 +286,11 @@ def versions() -> dict[str, str]:
 
 
 def describe(directory: Path) -> int:
-    """Print both sets' tables in Markdown."""
+    """Prints both sets' tables in Markdown."""
     sets = [directory / name for name in ("digits", "words")]
     missing = [file_of(s, r) for s in sets for r in range(RANKS) if not file_of(s, r).is_file()]
     if missing:
-        print(f"{missing[0]} does not exist; first run without --describe.", file=sys.stderr)
+        print(f"{missing[0]} does not exist; run without --describe first.", file=sys.stderr)
         return 2
     for part in sets:
         print("\n".join(describe_set(part)), end="\n\n")
@@ -299,7 +300,7 @@ def describe(directory: Path) -> int:
 
 
 def describe_set(directory: Path) -> Iterator[str]:
-    """Yield the lines of one set's table: a row per tensor, then the whole file."""
+    """Yields the lines of one set's table: a row per tensor, then a row for the whole set."""
     occupancies: dict[str, npt.NDArray[np.bool_]] = {}
     elements_total = 0
     ranks = " | ".join(f"rank {rank}" for rank in range(RANKS))
@@ -316,21 +317,21 @@ def describe_set(directory: Path) -> Iterator[str]:
 
 
 def describe_row(name: str, shape: str, elements: int, occupied: npt.NDArray[np.bool_]) -> str:
-    """Format one row; `occupied` has a row per rank and a column per block."""
+    """Formats one row; `occupied` has a row per rank and a column per block."""
     shares = [*occupied.mean(axis=1), occupied.any(axis=0).mean()]
     cells = " | ".join(f"{share:.1%}".replace("%", " %") for share in shares)
     return f"| {name} | {shape} | {elements} | {occupied.shape[1]} | {cells} |"
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[str, list[npt.NDArray[np.float32]]]]:
-    """Yield the name of every tensor, with its value at each rank."""
+    """Yields the name of every tensor, with its value at each rank."""
     files = [safe_open(file_of(directory, rank), framework="numpy") for rank in range(RANKS)]
     for name in sorted(files[0].keys()):
         yield name, [file.get_tensor(name) for file in files]
 
 
 def about_of(path: Path) -> str:
-    """Describe the run that created a file."""
+    """Describes the run that created a file."""
     with safe_open(path, framework="numpy") as file:
         about = json.loads(file.metadata()["about"])
     made_with = ", ".join(f"{name} {version}" for name, version in about["made_with"].items())
@@ -338,7 +339,7 @@ def about_of(path: Path) -> str:
 
 
 def occupied_blocks(tensor: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return whether each block of the tensor is non-zero, including a short last block."""
+    """Returns whether each block of the tensor is non-zero, including a short last block."""
     flat = tensor.reshape(-1)
     padded = np.zeros(-(-flat.size // BLOCK_ELEMENTS) * BLOCK_ELEMENTS, dtype=flat.dtype)
     padded[: flat.size] = flat

@@ -1,6 +1,6 @@
-//! Floods an aggregator's control port with calls that fall silent, and prints their number: `cargo
-//! run -p racksum-tests --example initials -- TO ADDRESSES RATE SECONDS`. The calls come from
-//! ADDRESSES addresses, starting with 127.0.1.1, at RATE a second in total.
+//! Floods an aggregator's control port with calls that fall silent, and prints their number:
+//! `cargo run -p racksum-tests --example initials -- TO ADDRESSES RATE SECONDS`. The calls come
+//! from ADDRESSES addresses, starting with 127.0.1.1, at RATE a second in total.
 
 use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
@@ -12,7 +12,10 @@ mod initials;
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let Some(flood) = flood(&args) else {
-        eprintln!("usage: initials TO ADDRESSES(1-250) RATE(1-100000) SECONDS(1-600)");
+        eprintln!(
+            "usage: initials TO ADDRESSES(1-250) RATE(1-100000) SECONDS(1-600); TO is a loopback \
+             address and port, such as 127.0.0.1:7177"
+        );
         return ExitCode::from(2);
     };
     match flood.run(|| false) {

@@ -1,6 +1,6 @@
-//! Attacks by an admitted tenant. Each attack runs beside another tenant's job and prints a line of
-//! figures: the bytes that the attacker sent and received, and the other tenant's ops before and
-//! during the attack. `RACKSUM_ATTACK_S` sets how many seconds each attack lasts.
+//! Attacks by an admitted tenant. Each attack runs during the ops of another tenant, and prints a
+//! line of figures: the bytes that the attacker sent and received, and the other tenant's ops
+//! before and during the attack. `RACKSUM_ATTACK_S` sets how many seconds each attack lasts.
 
 use std::net::UdpSocket;
 use std::sync::atomic::AtomicBool;
@@ -40,8 +40,8 @@ struct Attacker {
     impostor: Impostor,
     welcome: Welcome,
     sealer: Option<Sealer>,
-    /// Socket to send on instead of sending to the shard, if set. No thread reads its datagrams, so
-    /// the host has the same work as in an attack, and the aggregator has none.
+    /// Socket to send on instead of sending to the shard, if set. Sending to a peer that no thread
+    /// reads gives the host the same work as an attack, and the aggregator none.
     aside: Option<UdpSocket>,
     /// Bytes sent to the shard.
     sent: u64,
@@ -253,7 +253,7 @@ impl Figures {
     }
 }
 
-/// Runs an attack, first while the other tenant is idle, to count the bytes, and then beside its
+/// Runs an attack, first while the other tenant is idle, to count the bytes, and then during its
 /// ops. Calls `attack` `rate` times a second, or as often as possible if there is no rate. Before
 /// the attack, during the tenant's quiet ops, the attacker sends the same messages to a socket that
 /// is never read. The two measurements then differ by the aggregator's work, not by the attacker's
@@ -308,16 +308,20 @@ fn run(name: &str, rate: Option<u64>, attack: impl Fn(&mut Attacker) + Sync) -> 
     figures
 }
 
-/// Requests all results `rate` times a second, and acknowledges none.
+/// Attacks by requesting all results `rate` times a second, or as often as possible without a rate.
+/// Acknowledges none of them.
 fn ask_again_and_again(name: &str, rate: Option<u64>) {
     let [received, sent] = run(name, rate, Attacker::ask).bytes.unwrap();
     // Allow for the initial value of the aggregator's budget, and for its growth over time.
     let more = 8 * WINDOW_BYTES as u64 + (1 << 20);
-    assert!(sent <= 2 * received + more, "{sent} bytes in answer to {received}");
+    assert!(
+        sent <= 2 * received + more,
+        "the aggregator sent {sent} bytes in answer to {received} bytes"
+    );
 }
 
-/// Runs an attack by ranks that send control messages without end. Returns an error if one of them
-/// fell silent, because the machine gave its threads no time.
+/// Runs an attack by ranks that send control messages without end. Returns an error if a rank fell
+/// silent because the machine gave its threads no time.
 fn send_without_end(name: &str, ranks: u16, message: &FromWorker) -> Result<(), String> {
     let rig = apart(|| Rig::start(|config| config.pool_mib = 256));
     // Each rank joins as soon as it has connected, because the aggregator refuses a caller that

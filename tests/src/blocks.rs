@@ -1,4 +1,5 @@
-//! Lists of blocks as input give the same sums as whole tensors, and return the union's blocks.
+//! Ops on lists of blocks: they give the same sums as ops on whole tensors, and return the union's
+//! blocks.
 
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};

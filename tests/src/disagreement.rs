@@ -129,7 +129,7 @@ fn ops_around_a_disagreement_are_not_disturbed() {
                         let sum = handle.wait().unwrap().tensor;
                         assert!(
                             sum.chunks(4).all(|x| x == (3.0 * f32::from(i)).to_le_bytes()),
-                            "{i}"
+                            "op {i}: wrong sum"
                         );
                     }
                 }

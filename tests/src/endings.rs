@@ -17,7 +17,7 @@ use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, header};
 use crate::waits::await_that;
 
-/// Joins both ranks of a job and runs its only op, whose result neither rank acknowledges.
+/// Joins a job as both of its ranks and runs its only op, whose result neither rank acknowledges.
 fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
     let mut ranks = [Impostor::connect(rig), Impostor::connect(rig)];
     for (rank, impostor) in (0..).zip(&mut ranks) {
@@ -39,7 +39,7 @@ fn ranks(rig: &Rig) -> ([Impostor; 2], JobId) {
     (ranks, first.job)
 }
 
-/// Waits until all ranks have joined, and returns the welcome of this rank.
+/// Waits until all ranks have joined, and returns this rank's welcome.
 fn welcomed(impostor: &mut Impostor) -> Welcome {
     let mut welcome = None;
     loop {
@@ -104,11 +104,11 @@ fn last_message<T>(end: impl FnOnce(&Rig, Impostor) -> T) -> Option<FromAggregat
     })
 }
 
-/// Calls [`last_message`] up to five times, because on a busy machine the end may overtake the
-/// result: the job does not wait for a rank that is silent for half a second.
+/// Calls [`last_message`] up to five times, because on a busy machine the job may end before rank 1
+/// acknowledges: the job does not wait for a rank that is silent for half a second.
 fn last_message_after_result<T>(end: impl Fn(&Rig, Impostor) -> T) -> FromAggregator {
     let message = (0..5).find_map(|_| last_message(&end));
-    message.expect("the end overtook the result in every attempt")
+    message.expect("the job ended before rank 1 acknowledged the result, in all five attempts")
 }
 
 #[test]

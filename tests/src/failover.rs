@@ -67,7 +67,10 @@ fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
         let list = client.submit(list, descriptor).unwrap();
         for (i, (case, handle)) in cases.iter().zip(started).enumerate() {
             let sum = handle.wait().unwrap_or_else(|error| panic!("round {round}: {error}"));
-            assert!(sum.tensor == case.expected.tensor, "round {round}, op {i}: rank {rank}");
+            assert!(
+                sum.tensor == case.expected.tensor,
+                "round {round}, op {i}: wrong sum at rank {rank}"
+            );
         }
         let sums = list.wait().unwrap().tensor;
         let Expected { tensor, union, .. } = &cases[0].expected;
@@ -163,7 +166,8 @@ fn an_aggregator_that_drains_hands_its_jobs_over_and_takes_no_others() {
             std::thread::sleep(Duration::from_millis(300));
             one.aggregator.drain();
             one.await_peace();
-            let why = "the aggregator refused: it is draining and takes no more jobs; use another";
+            let why = "the aggregator refused: it is draining and takes no more jobs; use another \
+                       aggregator";
             with_limits(Duration::from_secs(2), |join_timeout| {
                 let new = ConnectOptions { join_timeout, ..one.options("new", 0, 1) };
                 let error = Client::connect(&new).unwrap_err().to_string();
@@ -334,7 +338,7 @@ fn one_that_knows_another_place_closes_at_once_although_others_know_none() {
                     }
                     let ((), ms) = timed(|| drop(client));
                     closed.wait();
-                    time("a client closes beside ranks that call nothing", ms, 3_000);
+                    time("a client closes while other ranks call nothing", ms, 3_000);
                 });
             }
         });

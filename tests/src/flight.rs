@@ -1,4 +1,4 @@
-//! Several ops in flight, over lanes and from several threads, with and without waits.
+//! Several ops in flight, on several lanes and from several threads, with and without waits.
 
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -29,7 +29,7 @@ fn submit(client: &Client, i: u16, rank: u16) -> Handle<Vec<u8>> {
 fn check(i: u16, handle: Handle<Vec<u8>>, world: u16) {
     let sum = handle.wait().unwrap().tensor;
     let of_ranks: f32 = (0..world).map(|rank| f32::from(i) + f32::from(rank)).sum();
-    assert!(sum == floats((0..elements(i)).map(|_| of_ranks)), "op {i}");
+    assert!(sum == floats((0..elements(i)).map(|_| of_ranks)), "op {i}: wrong sum");
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn an_op_that_nobody_waits_for_goes_on() {
             |client, rank| {
                 let handles: Vec<_> = (0..10).map(|i| (i, submit(client, i, rank))).collect();
                 if rank == 0 {
-                    // The ops of ranks 1 and 2 end although this rank waits for nothing.
+                    // The ops of ranks 1 and 2 end although this rank does not wait for any op.
                     let others = others.lock().unwrap();
                     for _ in 0..2 {
                         others.recv_timeout(Duration::from_secs(200)).unwrap();

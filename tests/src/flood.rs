@@ -1,4 +1,4 @@
-//! Floods from forged addresses. Raw sockets send with the ranks' addresses, as anyone on the same
+//! A flood from forged addresses: raw sockets send with the ranks' addresses, as anyone on the same
 //! network could.
 
 use std::io::Read;
@@ -24,14 +24,15 @@ const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
 /// Length of the IPv4 and UDP headers of a datagram.
 const HEADERS: usize = 28;
 
-/// Raw sockets that send datagrams with any source, and receive all datagrams of this host.
+/// Raw sockets that send datagrams with any source port, and receive all UDP datagrams to
+/// 127.0.0.1.
 struct Wire {
     out: Socket,
     incoming: Socket,
 }
 
 impl Wire {
-    /// Opens the sockets, which needs root.
+    /// Opens the sockets. This needs root.
     fn open() -> std::io::Result<Self> {
         let raw =
             |protocol: i32| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(protocol)));
@@ -115,7 +116,7 @@ fn ops(client: &Client, rank: u16, enough: impl Fn(Span) -> bool) -> (u64, Span)
     for op in 1.. {
         let mut tensor = input.clone();
         client.reduce(&mut tensor, descriptor).unwrap();
-        assert!(tensor == expected, "rank {rank}, op {op}");
+        assert!(tensor == expected, "rank {rank}, op {op}: wrong sum");
         // Rank 0 decides when to stop, so that all ranks end after the same op.
         let took = clock.now().since(start);
         let mut over = i32::from(rank == 0 && enough(took)).to_le_bytes();
@@ -167,22 +168,26 @@ fn fifty_thousand_datagrams_a_second_in_the_ranks_names_change_no_sum() {
             stop.store(true, SeqCst);
             flooder.join().unwrap();
             let [(quiet, noisy, _, memory), ..] = counts[..] else { panic!("no rank ran") };
-            // An op must cost about as many datagrams as before, because the aggregator answers no
-            // stranger.
+            // An op must cost about as many datagrams as before, because the aggregator does not
+            // answer strangers.
             let [before, flooded] = counts[0].2;
-            assert!(flooded <= before + before / 2, "{before} datagrams an op, then {flooded}");
+            assert!(
+                flooded <= before + before / 2,
+                "the aggregator sent {before} datagrams an op before the flood, and {flooded} \
+                 during it"
+            );
             (quiet, noisy, memory)
         });
         let sent = sent.into_inner();
         let rate = |(count, took): (u64, Span)| count * Span::from_secs(1).0 / took.0;
         println!(
-            "{} ops/s, and {} ops/s with {sent} datagrams of others; memory grew by {} KiB",
+            "{} ops/s, and {} ops/s under a flood of {sent} datagrams; memory grew by {} KiB",
             rate(quiet),
             rate(noisy),
             memory >> 10
         );
         rig.await_stats("most of the flood is counted", |_| rig.rejects().total() > sent / 2);
-        assert!(memory < 16 << 20, "{memory} bytes");
+        assert!(memory < 16 << 20, "memory grew by {memory} bytes");
         rig.await_peace();
     });
 }

@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 
 use crate::rig::Rig;
 
-/// A control connection and a data socket that send only what the test asks for.
+/// A control connection and a data socket that send only when the test asks them to.
 pub(crate) struct Impostor {
     runtime: Handle,
     connection: Option<Connection>,
@@ -32,7 +32,7 @@ pub(crate) struct Impostor {
 }
 
 impl Impostor {
-    /// Connects, and sends nothing yet.
+    /// Connects to the aggregator, but sends no message yet.
     pub(crate) fn connect(rig: &Rig) -> Self {
         let driver = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let runtime = driver.handle().clone();
@@ -99,7 +99,7 @@ impl Impostor {
         let pause = Duration::from_millis(100);
         runtime.block_on(async {
             while !enough() {
-                // A send that has timed out continues where it stopped, so that no message is cut.
+                // After a timeout, continue the same send, so that no message is cut short.
                 let mut sending = std::pin::pin!(frames::send(send, message));
                 loop {
                     match tokio::time::timeout(pause, &mut sending).await {
@@ -117,7 +117,7 @@ impl Impostor {
     /// nothing from it for too long. The connection must have failed.
     pub(crate) fn was_silent(&mut self) -> bool {
         let connection = self.connection.as_ref().unwrap();
-        // An aggregator that has given up a connection answers its packets with a reset.
+        // An aggregator that has given up on a connection answers further packets with a reset.
         if let Some(TimedOut | Reset) = connection.quic().close_reason() {
             return true;
         }
@@ -141,7 +141,7 @@ impl Impostor {
             let received = runtime.block_on(async {
                 tokio::time::timeout(Duration::from_secs(10), frames::recv(recv)).await
             });
-            match received.expect("the aggregator is silent").ok().flatten() {
+            match received.expect("the aggregator must send a message within 10 s").ok().flatten() {
                 Some(FromAggregator::Lifeline { .. }) => {}
                 received => return received,
             }
@@ -204,8 +204,8 @@ impl Impostor {
     }
 }
 
-/// Lowers the priority of this thread and the threads that it starts. Attackers stand for another
-/// host, so they should take no cores from the aggregator and other tenants.
+/// Lowers the priority of this thread and the threads that it starts. Attackers stand in for
+/// another host, so they should not take cores from the aggregator and other tenants.
 pub(crate) fn give_way() {
     setpriority_process(None, 19).unwrap();
 }

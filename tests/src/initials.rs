@@ -65,10 +65,10 @@ impl Flood {
     }
 }
 
-/// Largest number of calls between two reads of the sockets.
+/// Maximum number of calls between two reads of the sockets.
 const BURST: u128 = 64;
 const PAUSE: Duration = Duration::from_micros(500);
-/// Largest number of calls of one address that wait for their answers.
+/// Maximum number of calls from one address that await an answer.
 const MOST_PENDING: usize = 1024;
 
 /// A source address and its calls in progress.

@@ -65,10 +65,10 @@ fn a_client_that_is_closed_has_left_at_every_aggregator() {
                 rigs.iter().map(|rig| rig.aggregator.addr().to_string()).collect();
             let client = Client::connect(&options).unwrap();
             let ((), ms) = timed(|| client.close());
-            // On a busy machine, an aggregator may take longer to answer than the client waits,
-            // which is a second.
+            // The client waits a second for the answers, and on a busy machine an aggregator may
+            // take longer.
             if ms < 900 {
-                // Count the jobs before the drop, which leaves too.
+                // Count the jobs before dropping the client, because the drop would also leave.
                 let jobs = rigs.each_ref().map(|rig| rig.aggregator.jobs());
                 assert_eq!(jobs, [0, 0], "job {nth}");
                 known += 1;
@@ -129,7 +129,7 @@ fn twenty_jobs_in_sequence_leave_nothing_behind() {
         rig.await_peace();
         let after: Vec<_> = rig.aggregator.stats().iter().map(|shard| shard.buffers).collect();
         assert_eq!(after, before);
-        // Other tests of this process open some files meanwhile, but fewer than ten per job.
+        // Other tests of this process also open files, but fewer than ten during each job.
         assert!(files() < open + 200, "{open} files were open, and now {} are", files());
     });
 }
@@ -261,7 +261,8 @@ fn a_rank_that_hears_the_group_late_is_waited_for_only_where_multicast_is_demand
                 let wish = impostor.wish("late", rank, world);
                 impostor.send_message(&FromWorker::Join(Join { multicast: true, ..wish }));
             }
-            // Wait, because a new link takes about a second before it forwards multicast.
+            // Answer the pings late, as if on a new link, which forwards multicast only after about
+            // a second.
             std::thread::sleep(Duration::from_millis(1200));
             for impostor in &mut ranks {
                 impostor.send_message(&FromWorker::PingArrived);

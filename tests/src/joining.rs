@@ -46,9 +46,17 @@ fn a_rank_that_does_not_fit_its_job_is_refused_and_the_job_goes_on() {
                 "{again}"
             );
             let world = refusal(&of(1, 3));
-            assert_eq!(world, "job \"job\" was opened with world 2, but rank 1 has 3");
+            assert_eq!(
+                world,
+                "job \"job\" was opened with world 2, but rank 1 has 3; set the same value at all \
+                 ranks"
+            );
             let lanes = refusal(&ConnectOptions { lanes: 2, ..of(1, 2) });
-            assert_eq!(lanes, "job \"job\" was opened with lanes 1, but rank 1 has 2");
+            assert_eq!(
+                lanes,
+                "job \"job\" was opened with lanes 1, but rank 1 has 2; set the same value at all \
+                 ranks"
+            );
             let second = Client::connect(&of(1, 2)).unwrap();
             let late = refusal(&of(1, 2));
             let why =
@@ -181,9 +189,9 @@ fn more_jobs_than_there_is_room_for_are_refused_until_one_ends() {
         let one = Client::connect(&rig.options("one", 0, 1)).unwrap();
         let two = Client::connect(&rig.options("two", 0, 1)).unwrap();
         let reason = refusal(&rig.options("three", 0, 1));
-        let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \
-                        \"one\" with 1 rank, \"two\" with 1 rank; try again later, set `wait`, or \
-                        ask the operator of the aggregator";
+        let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2; room is held \
+                        by \"one\" with 1 rank, \"two\" with 1 rank; try again later, set \
+                        `wait`, or ask the operator of the aggregator for room";
         assert_eq!(reason, expected);
         drop(one);
         await_that("the job is gone", || rig.aggregator.jobs() == 1);
@@ -227,7 +235,7 @@ fn jobs_that_wait_for_room_are_served_in_turn() {
                         served.send(name).unwrap();
                     });
                 }
-                await_that("its job waits", || jobs_that_wait(&rig) == waiting);
+                await_that("the job waits", || jobs_that_wait(&rig) == waiting);
             }
             // A job that does not set `wait` is not admitted before the waiting jobs.
             let error = refusal(&rig.options("hasty", 0, 1));
@@ -305,7 +313,10 @@ fn datagrams_fit_the_smallest_mtu_of_the_ranks() {
                         let client = Client::connect(&options).unwrap();
                         let payload = usize::from(client.grant().fragment_payload);
                         let room = mtus[0].min(mtus[1]) - 28 - 48;
-                        assert!(payload <= room, "{payload} in {mtus:?}");
+                        assert!(
+                            payload <= room,
+                            "a payload of {payload} bytes does not fit the MTUs {mtus:?}"
+                        );
                         check(&client, 2.0);
                     });
                 }
@@ -341,13 +352,13 @@ fn a_control_connection_that_babbles_harms_nobody() {
         let mut impostor = Impostor::connect(&rig);
         impostor.join(impostor.wish("other", 0, 1));
         impostor.send_bytes(&json("nonsense"));
-        await_that("its job is gone", || rig.aggregator.jobs() == 1);
+        await_that("the impostor's job is gone", || rig.aggregator.jobs() == 1);
         // A rank that joins twice is lost in the same manner.
         let mut impostor = Impostor::connect(&rig);
         let wish = impostor.wish("other", 0, 1);
         impostor.join(wish.clone());
         impostor.send_message(&FromWorker::Join(wish));
-        await_that("its job is gone", || rig.aggregator.jobs() == 1);
+        await_that("the impostor's job is gone", || rig.aggregator.jobs() == 1);
         check(&client, 1.0);
     });
 }

@@ -21,12 +21,12 @@ fn sum_of(client: &Client, elements: usize) -> Result<(), Error> {
     client.reduce(&mut tensor, Descriptor::sum(elements as u64, DType::I32)).map(|_| ())
 }
 
-/// Returns how many milliseconds after its limit an op gave up; panics if it gave up before its
-/// limit.
+/// Returns how many milliseconds after its limit an op or a join gave up; panics if it gave up
+/// before its limit.
 fn past(limit: Duration, ms: u64) -> u64 {
     let limit = u64::try_from(limit.as_millis()).unwrap();
     ms.checked_sub(limit)
-        .unwrap_or_else(|| panic!("gave up after {ms} ms, before the limit of {limit} ms"))
+        .unwrap_or_else(|| panic!("the rank gave up after {ms} ms, before its limit of {limit} ms"))
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn an_aggregator_that_stops_ends_the_ops_in_flight() {
                     let client = Client::connect(&options).unwrap();
                     sum_of(&client, 5).unwrap();
                     let rank = options.rank;
-                    // Rank 1 waits for no op when the aggregator stops.
+                    // Rank 1 has no op in flight when the aggregator stops.
                     let handle = (rank == 0).then(|| {
                         client.submit(vec![0u8; 4], Descriptor::sum(1, DType::I32)).unwrap()
                     });

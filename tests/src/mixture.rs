@@ -93,7 +93,7 @@ impl Op {
 enum Running {
     Whole(Handle<Vec<u8>>),
     List(Handle<Blocks>),
-    /// `submit` failed, because the ranks could not agree on exponents.
+    /// `submit` failed because the ranks could not agree on exponents.
     Failed(Error),
 }
 

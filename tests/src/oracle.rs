@@ -17,7 +17,7 @@ pub(crate) struct Expected {
     pub(crate) union: Vec<u32>,
 }
 
-/// A node in the tree of sums.
+/// A node in the tree in which aggregators sum the ranks' contributions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     /// A rank's own contribution.
@@ -162,7 +162,7 @@ pub(crate) fn error(descriptor: &Descriptor, inputs: &[Vec<u8>], result: &[u8]) 
             let coarse = match wire {
                 // The error is one quantum of the scale at each rank, and one for the sum.
                 WireType::Int8 => 2.0 * greatest / 127.0,
-                // The sum of all ranks must fit 31 bits, which limits the precision of each.
+                // The sum of all ranks must fit in 31 bits, which limits the precision of each.
                 WireType::Fixed32 => 2.0 * world * greatest / f64::from(1 << 30),
                 _ => 0.0,
             };

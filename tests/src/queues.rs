@@ -33,8 +33,9 @@ fn a_crowd_that_waits_keeps_out_nobody_for_whom_there_is_room() {
     in_a_process_of_its_own(name, || with_retries(come_and_move_beside_a_crowd));
 }
 
-/// Connects to an aggregator, and moves to it, beside a crowd. Returns an error if a rank that
-/// should hold a place fell silent, because the machine gave its threads no time.
+/// Joins one job at an aggregator and moves another to it, while a crowd waits there for room.
+/// Returns an error if a rank that should hold a place fell silent because the machine gave its
+/// threads no time.
 fn come_and_move_beside_a_crowd() -> Result<(), String> {
     let crowded = Rig::start(|config| (config.port, config.max_ranks) = (own_port(), 3));
     let full = crowded.options("there", 0, 1);
@@ -55,7 +56,7 @@ fn come_and_move_beside_a_crowd() -> Result<(), String> {
     let crowd = Crowd::gather(crowded.aggregator.addr());
     let (small, ms) = timed(|| Client::connect(&crowded.options("small", 0, 1)));
     places_are_held()?;
-    time("a rank joins beside a crowd that waits", ms, 2_000);
+    time("a rank joins while a crowd waits", ms, 2_000);
     let small = small.unwrap();
     reduce(&small).unwrap();
     drop(small);
@@ -63,7 +64,7 @@ fn come_and_move_beside_a_crowd() -> Result<(), String> {
     drop(first);
     let (moved, ms) = timed(|| reduce(&moving));
     places_are_held()?;
-    time("a job fails over beside a crowd that waits", ms, 3_000);
+    time("a job fails over while a crowd waits", ms, 3_000);
     moved.unwrap();
     // This frees three places, so one two-rank job of the crowd fits.
     drop((moving, there));

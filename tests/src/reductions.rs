@@ -72,8 +72,8 @@ fn lengths(block: u64) -> [u64; 5] {
     [1, block - 1, block + 1, 64 * block + 1, 60 * 256 + 1]
 }
 
-/// Returns all cases for a job of `world` ranks, `lengths_each` lengths for each kind of op. Block
-/// sizes and lengths rotate over the kinds, so that every combination of the two occurs.
+/// Returns all cases for a job of `world` ranks, with `lengths_each` lengths for each kind of op.
+/// Block sizes and lengths rotate over the kinds, so that every combination of the two occurs.
 fn cases(world: u16, lengths_each: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     let seed = seed(u64::from(world));
@@ -181,7 +181,7 @@ fn blocks_of_minus_zero_end_as_plus_zero_at_every_rank() {
                 };
                 let expected = (0..1000).map(|i| match i {
                     300 => of_union,
-                    // Rank 1's zeroes are positive, and so are the sum and the maximum.
+                    // Rank 1's zeroes are positive, and so are the sum, average and maximum.
                     256..512 if reduction == Reduction::Min => -0.0,
                     _ => 0.0,
                 });
@@ -321,7 +321,10 @@ fn a_narrow_wire_sends_fewer_bytes() {
             },
         );
         for [whole, half, quarter] in sent {
-            assert!(half < 0.52 * whole && quarter < 0.28 * whole, "{whole} {half} {quarter}");
+            assert!(
+                half < 0.52 * whole && quarter < 0.28 * whole,
+                "sent {whole} bytes as f32, {half} as bf16 and {quarter} as int8"
+            );
         }
     });
 }

@@ -121,14 +121,14 @@ fn who_cannot_come_back_is_told_why() {
         let options = |rank| rig.options("job", rank, 2);
         let back = |rank| ConnectOptions { rejoin: true, ..options(rank) };
         let refused = |options: &ConnectOptions| Client::connect(options).unwrap_err().to_string();
-        assert!(refused(&back(0)).contains("job \"job\" does not run here"));
+        assert!(refused(&back(0)).contains("job \"job\" is not running here"));
         std::thread::scope(|scope| {
             let other = scope.spawn(|| Client::connect(&options(1)).unwrap());
             let client = Client::connect(&options(0)).unwrap();
             let mut other = other.join().unwrap();
             assert!(refused(&back(1)).contains("rank 1 has not left job \"job\""));
             drop(other);
-            assert!(refused(&options(1)).contains("rank 1 has left job \"job\"; it can rejoin"));
+            assert!(refused(&options(1)).contains("rank 1 has left job \"job\"; a rank that left"));
             let world = ConnectOptions { world: 3, ..back(1) };
             assert!(refused(&world).contains("was opened with world 2, but rank 1 has 3"));
             let small = ConnectOptions { mtu: Some(1280), ..back(1) };

@@ -103,13 +103,12 @@ impl Shape {
         Self::new(&[], &vec![0; world.into()])
     }
 
-    /// Returns the tree of sums.
+    /// Returns the tree in which the aggregators sum the ranks' contributions.
     pub(crate) fn place(&self) -> Place {
         self.place_of(0).unwrap()
     }
 
-    /// Returns the tree of sums at one aggregator, or `None` if no rank joins it or its
-    /// descendants.
+    /// Returns the tree at one aggregator and below, or `None` if no rank joins there.
     fn place_of(&self, aggregator: usize) -> Option<Place> {
         let ranks = (0..).zip(&self.at).filter(|(_, at)| **at == aggregator);
         let below = (1..).zip(&self.parents).filter(|(_, parent)| **parent == aggregator);
@@ -212,7 +211,7 @@ pub(crate) fn with_retries<T>(mut attempt: impl FnMut() -> Result<T, String>) ->
     for _ in 0..4 {
         match attempt() {
             Ok(done) => return done,
-            Err(why) => eprintln!("once more: {why}"),
+            Err(why) => eprintln!("trying again: {why}"),
         }
     }
     attempt().unwrap()

@@ -20,7 +20,7 @@ use crate::rig::{Rig, bounded};
 use crate::strangers::{datagram, disturbed, header};
 use crate::waits::await_that;
 
-/// The authentication methods.
+/// The methods that authenticate datagrams.
 const WAYS: [DataAuth; 2] = [DataAuth::Mac, DataAuth::Aead];
 
 fn sealed(sealer: &mut Sealer, contents: &[u8]) -> Vec<u8> {
@@ -35,7 +35,7 @@ fn sealer(welcome: &Welcome) -> Sealer {
     Sealer::of_rank(welcome.data_auth, &welcome.keys.unwrap(), Rank(0), 0).unwrap()
 }
 
-/// Returns the header of an acknowledgement by rank 0, unsealed.
+/// Returns the header of an unsealed acknowledgement from rank 0.
 fn ack(welcome: &Welcome) -> Header {
     header(welcome.job, Generation(0), Rank(0))
 }
@@ -158,7 +158,7 @@ fn a_rank_that_wants_its_data_authenticated_otherwise_is_told_and_the_others_wai
             let error = run(&wrong).unwrap_err();
             assert!(matches!(error, ConnectError::Refused(_)), "{error:?}");
             let why = "the aggregator refused: this aggregator authenticates data with \"mac\", \
-                       and rank 1 asks for \"aead\"; set `data_auth` to the aggregator's";
+                       but rank 1 asks for \"aead\"; set `data_auth` to the aggregator's";
             assert_eq!(error.to_string(), why);
             let right = ConnectOptions { data_auth: Some(DataAuth::Mac), ..second };
             assert_eq!(run(&right).unwrap(), floats([2.0, 4.0]));

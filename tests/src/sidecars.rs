@@ -100,7 +100,8 @@ fn operands(rank: u16, seed: u64) -> Vec<(Operand, Descriptor)> {
     each.collect()
 }
 
-/// Returns a tensor as a list of all its blocks.
+/// Returns a tensor as a list of all its blocks, or unchanged if its elements are not four bytes
+/// long.
 fn list_of(tensor: &[u8]) -> Operand {
     let blocks = tensor.len().div_ceil(1024);
     // A tensor of 24 bytes stays a tensor, because its elements are not four bytes long.
@@ -428,7 +429,7 @@ fn the_time_that_ranks_of_a_host_are_waited_for_is_of_the_op() {
     });
 }
 
-/// Connects two ranks through a sidecar, and one rank without it.
+/// Connects two ranks through a sidecar, and a third rank without one.
 fn two_and_one(host: &Host, options: &ConnectOptions) -> ([Client; 2], Client) {
     let of = |rank| ConnectOptions { rank, ..options.clone() };
     let all = [host.options(of(0), 2), host.options(of(1), 2), of(2)];
@@ -482,7 +483,7 @@ fn what_a_rank_that_has_closed_makes_of_its_memory_is_no_sum_of_others() {
         let options = rig.options("closed", 0, 3);
         let host = Host::start("closed", options.clone());
         let ([first, second], third) = two_and_one(&host, &options);
-        // The tensor is much larger than what is sent before the third rank calls the op.
+        // The tensor is much larger than the part that is sent before the third rank calls the op.
         let descriptor = Descriptor::sum(8 << 20, DType::I32);
         let ones = 1_i32.to_le_bytes().repeat(8 << 20);
         let handles = [&first, &second].map(|rank| rank.submit(ones.clone(), descriptor).unwrap());

@@ -36,7 +36,7 @@ fn work(client: &Client, world: f32, done: &AtomicU32, stop: &AtomicBool) {
     }
 }
 
-/// Runs a job of three ranks, and `disturb` meanwhile.
+/// Runs a job of three ranks, and calls `disturb` while the job reduces.
 pub(crate) fn disturbed(rig: &Rig, disturb: impl FnOnce()) {
     let (done, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -160,7 +160,7 @@ fn a_stranger_who_knows_the_protocol_changes_nothing() {
 fn a_rank_of_another_job_changes_nothing_and_each_reason_is_counted() {
     bounded(60, || {
         let rig = Rig::start(|_| {});
-        // The impostor is a genuine rank of job 1, with the right address.
+        // The impostor is a genuine rank of a job of its own, with the right address.
         let mut impostor = Impostor::connect(&rig);
         let welcome = impostor.join(impostor.wish("own", 0, 1));
         let (mine, theirs) = (welcome.job, JobId(welcome.job.0 + 1));

@@ -1,5 +1,5 @@
-//! Jobs that continue after they lose a rank: the sums of the other ranks, and the contributors of
-//! each sum.
+//! Jobs that continue after they lose a rank: the sums of the other ranks, and which ranks
+//! contributed to each sum.
 
 use std::sync::Barrier;
 use std::time::Duration;
@@ -42,7 +42,7 @@ fn an_op_that_loses_a_rank_ends_with_the_average_of_the_others() {
                         for elements in [1, 30_000] {
                             let (got, ms) = timed(|| average(&client, value, elements));
                             let fives = floats((0..elements).map(|_| 5.0));
-                            assert!(got == (fives, vec![Rank(1)]), "{elements}");
+                            assert!(got == (fives, vec![Rank(1)]), "{elements} elements");
                             time("an op continues without a lost rank", ms, 3_000);
                         }
                     });
@@ -66,9 +66,9 @@ fn a_rank_may_leave_a_job_that_goes_on() {
         rig.ranks("leave", 3, go_on, |client, rank| {
             for (round, expected) in (0..3 - rank).zip(rounds) {
                 let (got, absent) = average(client, 4.0 * f32::from(rank), 40_000);
-                assert!(got == floats((0..40_000).map(|_| expected)), "{round}");
+                assert!(got == floats((0..40_000).map(|_| expected)), "round {round}");
                 let left: Vec<_> = (3 - round..3).map(Rank).collect();
-                assert_eq!(absent, left, "{round}");
+                assert_eq!(absent, left, "round {round}");
             }
         });
         rig.await_peace();

@@ -17,7 +17,7 @@ use racksum_worker::{Client, ConnectError, ConnectOptions, Error};
 use crate::rig::{Rig, Shape, Tree, bounded, in_a_process_of_its_own, with_limits};
 use crate::waits::{await_that, timed};
 
-/// Returns the shape of two racks of two ranks.
+/// Returns the shape of two racks of two ranks each.
 fn racks() -> Shape {
     Shape::new(&[0, 0], &[1, 2, 1, 2])
 }
@@ -188,8 +188,8 @@ fn a_job_that_is_refused_above_is_refused_to_all_ranks_with_the_reason() {
             );
         }
         tree.await_peace();
-        // One rack joins later than the other, and rank 4 never joins. The root's one timeout
-        // covers both racks.
+        // One rack joins later than the other, and rank 4 never joins. The root has a single
+        // timeout for both racks.
         let tree = Tree::start(&Shape::new(&[0, 0], &[1, 1, 2, 2, 2]), |config| {
             config.join_timeout_s = 3;
         });

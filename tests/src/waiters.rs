@@ -15,7 +15,7 @@ const PATIENCE: Span = Span::from_secs(20);
 /// Number of joins in progress at a time.
 const AT_ONCE: usize = 16;
 
-/// A rank that waits for room, or for others, until this value is dropped.
+/// A rank that waits for room, or for other ranks, until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Waiter {
     _connection: Connection,
@@ -31,7 +31,7 @@ pub(crate) struct Waiters {
 }
 
 /// Makes `count` jobs of two ranks wait for room at an aggregator; only one rank of each job calls.
-/// The jobs' names begin with `name`, and the calls come from these addresses of this host in turn.
+/// The jobs' names begin with `name`, and the calls come from this host's addresses `from` in turn.
 pub(crate) async fn gather(to: SocketAddr, from: &[IpAddr], name: &str, count: usize) -> Waiters {
     let (mut waiters, mut calls) = (Waiters::default(), JoinSet::new());
     for (number, from) in (0..count).zip(from.iter().copied().cycle()) {

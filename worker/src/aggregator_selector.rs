@@ -22,8 +22,8 @@ use crate::span::span;
 /// doubles with each further rejection, up to [`LONGEST_SHUN`].
 const FIRST_SHUN: Duration = Duration::from_secs(4);
 /// The longest time for which the rank avoids a set that keeps rejecting it. This exceeds the time
-/// for which an aggregator waits for the ranks of a moving job, so that the aggregator has detected
-/// any lost rank by then.
+/// for which an aggregator waits for the ranks of a moving job, so the aggregator has detected any
+/// lost rank by then.
 const LONGEST_SHUN: Duration = Duration::from_secs(30);
 /// How long an aggregator that is reachable again may still count a rank as present, and so refuse
 /// it as a duplicate. This is slightly longer than the aggregator may take to detect a lost rank.
@@ -35,7 +35,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(250);
 /// round.
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 
-/// The minimum time that must be left for another try. A shorter try could hardly succeed.
+/// The minimum time that must be left for another try. A shorter try is unlikely to succeed.
 const LEAST_TRY: Duration = Duration::from_millis(500);
 
 /// The note about an aggregator that was reachable once and has not answered since.
@@ -103,9 +103,9 @@ impl<'a> AggregatorSelector<'a> {
         Self { limit: Some(limit), ..self }
     }
 
-    /// Checks that every address is valid, since retries cannot fix an invalid one, and that no
-    /// aggregator is listed twice. If two sets shared an aggregator, ranks that join through
-    /// different sets would wait for each other there.
+    /// Checks that every address is valid and that no aggregator is listed twice. Retries cannot
+    /// fix an invalid address. If two sets shared an aggregator, ranks that join through different
+    /// sets would wait for each other there.
     pub(crate) fn check(&self) -> Result<(), ConnectError> {
         self.sets.iter().flat_map(|set| set.hosts).try_for_each(|host| check_address(host))?;
         let mut seen = BTreeSet::new();
@@ -223,7 +223,7 @@ impl<'a> AggregatorSelector<'a> {
         self.sets.iter().enumerate().map(candidate).collect()
     }
 
-    /// Skips the current set after an error. Returns whether a round is over.
+    /// Skips the current set after an error. Returns whether this ends the round.
     pub(crate) fn pass_over(&mut self, error: ConnectError) -> bool {
         let (now, set) = (self.clock.now(), &mut self.sets[self.at]);
         if error.is_gone() || error.is_unanswered() && set.gone_at.is_some() {

@@ -74,7 +74,7 @@ struct Arrived {
 }
 
 impl BlockSet {
-    /// Creates the state of an op from its block list, which it checks and sorts.
+    /// Checks and sorts an op's block list, and creates the op's state from it.
     pub(crate) fn new(descriptor: &Descriptor, blocks: Blocks) -> Result<Self, Error> {
         let input = blocks.sorted(descriptor)?;
         let windows = Geometry::new(descriptor).windows() as usize;
@@ -140,8 +140,8 @@ impl BlockSet {
         }
     }
 
-    /// Returns the given bytes of a window's sums. [`Self::expect_window`] must have made room for
-    /// them.
+    /// Returns a mutable view of the given bytes of a window's sums. [`Self::expect_window`] must
+    /// have made room for the sums.
     pub(crate) fn sums(&mut self, window: u32, bytes: Range<usize>) -> &mut [u8] {
         let nth = self.places[window as usize].expect("`expect_window` has made room for the sums");
         let start = self.arrived[nth.get() as usize - 1].start;
@@ -229,8 +229,8 @@ pub(crate) struct Listed {
 pub(crate) struct Union {
     /// The entries, sorted by index, then by list.
     listed: Vec<Listed>,
-    /// The positions in `listed` at which the entries of each block begin, followed by the length
-    /// of `listed`.
+    /// The indices in `listed` at which the entries of each block begin, followed by the length of
+    /// `listed`.
     begins: Vec<usize>,
 }
 
@@ -341,8 +341,7 @@ fn combine(descriptor: &Descriptor, blocks: &Blocks) -> Result<Blocks, Error> {
 }
 
 /// Combines the values of one block that is listed several times. Adds them even for an average,
-/// because they all come from the same rank. Fails only if there are more parts than a fold may
-/// have inputs.
+/// because they all come from the same rank. Fails only if there are too many parts for one fold.
 fn sum(
     dtype: DType,
     reduction: Reduction,

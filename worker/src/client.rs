@@ -39,8 +39,8 @@ pub struct Client {
     transport: Arc<dyn Transport>,
 }
 
-/// An op in flight. If the handle is dropped, the op continues, since the other ranks need it, and
-/// frees its operand when it ends.
+/// An op in flight. Dropping the handle does not stop the op, because the other ranks need it. The
+/// operand is then freed when the op ends.
 #[derive(Debug)]
 #[must_use = "call `wait` or await the handle to get the op's result"]
 pub struct Handle<T> {
@@ -55,7 +55,7 @@ impl Client {
     /// Joins a job and returns once all its ranks have joined.
     ///
     /// # Errors
-    /// Returns an error if the job cannot be joined, or is not complete in time.
+    /// Returns an error if the job cannot be joined, or if some ranks do not join in time.
     pub fn connect(options: &ConnectOptions) -> Result<Self, ConnectError> {
         Connecting::new().run(options)
     }
@@ -88,17 +88,17 @@ impl Client {
     }
 
     /// Starts the reduction of a tensor or of a list of its blocks. Blocks that are not listed
-    /// count as zero, and so do listed blocks that are zero. The op owns the operand until `wait`
-    /// returns it. Ops on the same memory run in call order: each begins when the earlier ones have
-    /// ended. With a sidecar, this method waits for them, and copies operands that are not in
-    /// [lent](Self::lend) memory.
+    /// count as zero, and listed blocks that are zero count as not listed. The op owns the operand
+    /// until `wait` returns it. Ops on the same memory run in call order: each begins when the
+    /// earlier ones have ended. With a sidecar, this method waits for those ops, and copies
+    /// operands that are not in [lent](Self::lend) memory.
     ///
     /// If this rank refuses the call, the call still gets an op number. Other ranks that made the
     /// same call then get a mismatch error.
     ///
     /// If aggregators sum in a tree, an op with [`WireType::Fixed32`] starts once all ranks have
-    /// called it, because they must first agree on its exponents. This method waits for that
-    /// agreement, and returns an error if it fails.
+    /// called it, because they must first agree on its exponents. Without a sidecar, this method
+    /// waits for that agreement, and returns an error if the agreement fails.
     ///
     /// # Errors
     /// Returns an error if the op does not start: for example [`SubmitError::TooManyOps`], until
@@ -123,7 +123,7 @@ impl Client {
         self.transport.refuse(call)
     }
 
-    /// Waits up to `limit` until [`submit`](Self::submit) need not wait for earlier ops on the
+    /// Waits up to `limit` until [`submit`](Self::submit) would not wait for earlier ops on the
     /// memory at these addresses. Returns false on timeout.
     #[must_use]
     pub fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool {
@@ -137,16 +137,16 @@ impl Client {
         self.transport.has_room_within(lane, limit)
     }
 
-    /// Returns, without waiting, whether `ops` more ops of a lane may be in flight. Another thread
-    /// may still use that room first. Returns true for a client that takes no more ops, because it
+    /// Returns, without waiting, whether a lane has room for `ops` more ops. Another thread may
+    /// still use that room first. Returns true for a client that takes no more ops, because it
     /// refuses them without waiting.
     #[must_use]
     pub fn has_room_for(&self, lane: u8, ops: usize) -> bool {
         self.transport.has_room_for(lane, ops)
     }
 
-    /// Returns whether [`submit`](Self::submit) of an op of this wire type waits until all ranks
-    /// have called that op. With a sidecar, the sidecar waits instead.
+    /// Returns whether [`submit`](Self::submit) waits, for an op of this wire type, until all ranks
+    /// have called the op. Returns false with a sidecar, because the sidecar waits instead.
     #[must_use]
     pub fn must_agree(&self, wire: WireType) -> bool {
         self.transport.must_agree(wire)
@@ -159,7 +159,7 @@ impl Client {
     }
 
     /// Lends `len` bytes of new memory to the sidecar, which reduces tensors in it without a copy.
-    /// Returns `None` without a sidecar.
+    /// Returns `None` if the client has no sidecar.
     ///
     /// # Errors
     /// Returns the kernel's error if there is not enough memory, the sidecar's reason if it refuses
@@ -209,8 +209,9 @@ impl Client {
     ///
     /// If other ranks may lack sums that this rank has, the client first stays for at most
     /// [`linger`](Self::linger). With a sidecar, an op in flight still ends with its result if all
-    /// ranks of the host have called it. Afterwards the sidecar no longer uses this rank's memory,
-    /// unless the sidecar is stuck, or other hosts delay the op for more than five seconds.
+    /// ranks of the host have called it, unless other hosts delay the op for more than five
+    /// seconds. Once this method returns, the sidecar no longer uses this rank's memory, unless the
+    /// sidecar is stuck.
     ///
     /// Finally, the client waits for at most two seconds until the aggregators, or the sidecar,
     /// know that the rank has left. Once they know, the process may end in any way, and the rank
@@ -278,7 +279,7 @@ impl Client {
         self.transport.sidecar_stats()
     }
 
-    /// Returns the limits and the paths that the job was granted.
+    /// Returns the limits and the data path settings that the job was granted.
     #[must_use]
     pub fn grant(&self) -> Grant {
         self.transport.grant()

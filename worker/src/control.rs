@@ -59,11 +59,11 @@ pub(crate) struct Mailbox {
     session: u32,
     /// Set once the client is closed.
     pub(crate) closed: Option<Closed>,
-    /// The name of the event for which the attempt to connect waits. Other threads may read it.
+    /// A text that names what the attempt to connect is waiting for. Other threads may read it.
     pub(crate) awaited: Awaited,
 }
 
-/// A text, shared between threads, that names the event for which an attempt to connect waits.
+/// A text, shared between threads, that names what an attempt to connect is waiting for.
 #[derive(Debug, Clone, Default)]
 pub struct Awaited(Arc<Mutex<String>>);
 
@@ -202,11 +202,11 @@ fn check_ranks(message: &FromAggregator, world: u16) -> Result<(), String> {
 }
 
 /// Returns the time limit for an aggregator to answer a rank that joins a job, or that moves with
-/// it. The aggregator may have several `addresses`.
+/// it. `addresses` is the number of the aggregator's addresses that are still to be tried.
 pub(crate) fn patience(options: &ConnectOptions, moves: bool, addresses: usize) -> Span {
     // The limit is shorter than the join timeout, because an error about a missing answer is more
-    // useful than one about an expired join timeout. The time is also shared with standbys and with
-    // the other addresses of the aggregator.
+    // useful than one about an expired join timeout. The standbys and the other addresses of the
+    // aggregator also need a share of the join timeout.
     let others = (1 + options.standbys.len() as u64) * addresses.max(1) as u64;
     let patience = Span::from_millis(span(options.join_timeout).as_millis() * 9 / 10 / others);
     patience.min(if moves { MOVE_PATIENCE } else { CONNECT_PATIENCE })
@@ -273,7 +273,7 @@ impl Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
-        // A message after the last one is never sent.
+        // `Controls` may have sent the last message already; the connection then ignores this one.
         self.send(self.parting.clone());
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
@@ -300,12 +300,12 @@ impl FromIterator<Control> for Controls {
 }
 
 impl Controls {
-    /// Makes the rank a member: from now on, dropping the connections leaves the job.
+    /// Makes the rank a member, which leaves the job when its connections are dropped.
     pub(crate) fn stay(&mut self) {
         self.0.iter_mut().for_each(|control| control.parting = LEAVE);
     }
 
-    /// Closes the connections with the last message `last`.
+    /// Sends `last` as the last message on each connection, and closes the connections.
     pub(crate) fn close(mut self, last: &FromWorker) {
         self.0.iter_mut().for_each(|control| control.parting = last.clone());
     }
@@ -416,7 +416,10 @@ pub(crate) mod tests {
             let clock = Clock::start();
             let began = clock.now();
             while messages.try_recv() != Ok(FromWorker::Move) {
-                assert!(clock.now().since(began) < Span::from_secs(100), "it has no message");
+                assert!(
+                    clock.now().since(began) < Span::from_secs(100),
+                    "the second connection got no message"
+                );
                 std::thread::yield_now();
             }
             closed.send(()).unwrap();

@@ -24,7 +24,7 @@ pub(crate) struct Driver {
     state: Mutex<State>,
     /// The number of threads that wait to lock the state.
     wanted: AtomicUsize,
-    /// Signals that an op ended, or that no thread drives any more.
+    /// Signals that an op ended, or that no thread drives the sockets any more.
     changed: Condvar,
     /// Signals that the background thread has work.
     pub(crate) work: Condvar,
@@ -38,13 +38,13 @@ pub(crate) struct State {
     pub(crate) engine: Engine,
     /// Whether a thread drives the sockets.
     pub(crate) driving: bool,
-    /// The number of threads that wait for an op. One of them drives, instead of the client's own
-    /// thread.
+    /// The number of threads that wait for an op. One of them drives the sockets, instead of the
+    /// client's own thread.
     waiting: usize,
     /// The number of threads that sleep until the state changes, because another one drives.
     pub(crate) asleep: usize,
-    /// The number of woken threads that have not looked at the state yet. The driver yields to
-    /// them.
+    /// The number of woken threads that have not rechecked the state yet. The driving thread yields
+    /// to them.
     woken: usize,
     /// The wakers of the tasks that await an op, by op.
     wakers: BTreeMap<OpId, task::Waker>,
@@ -87,7 +87,7 @@ impl State {
         has_ended
     }
 
-    /// Marks an op that no caller will wait for.
+    /// Abandons an op that no caller will wait for.
     pub(crate) fn abandon(&mut self, op: OpId) {
         self.wakers.remove(&op);
         self.engine.abandon(op);
@@ -150,8 +150,8 @@ impl Driver {
         mut state: MutexGuard<'a, State>,
         mut done: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
-        // Send before anything is read, because other ranks may wait for that. But a wait that may
-        // be too short for a second step reads in its first.
+        // Send before reading, because other ranks may be waiting for this rank's data. A wait with
+        // a deadline may be too short for a second step, so its first step also reads.
         let first = if deadline < Time::NEVER { Readable::ALL } else { Readable::NONE };
         state.waiting += 1;
         while !done(&mut state) {
@@ -194,7 +194,7 @@ impl Driver {
     }
 
     /// Drives the sockets until `done` returns true, or until `deadline`. The first step reads the
-    /// `readable` sockets. No other thread may drive meanwhile.
+    /// `readable` sockets. No other thread may drive the sockets meanwhile.
     fn drive<'a>(
         &'a self,
         deadline: Time,
@@ -210,7 +210,7 @@ impl Driver {
                 break;
             }
             let Some(next) = self.advance(readable, &mut state) else { continue };
-            // An event that makes `done` true need not end an op.
+            // The step may have made `done` true without ending an op.
             if next != Next::Step && done(&mut state) {
                 break;
             }
@@ -261,8 +261,8 @@ impl Driver {
         }
     }
 
-    /// Lets the engine do its due work, and wakes waiting threads if ops have ended. Returns the
-    /// engine's next action, or `None` if the engine is broken.
+    /// Runs one step of the engine, and wakes waiting threads if ops have ended. Returns the next
+    /// action to take, or `None` if the engine is broken.
     pub(crate) fn advance(&self, readable: Readable, state: &mut State) -> Option<Next> {
         let progress = state.run(|engine| engine.step(readable));
         if progress.is_none_or(|progress| progress.ended) {
@@ -271,8 +271,8 @@ impl Driver {
         Some(progress?.next)
     }
 
-    /// Waits up to `limit` for an event, unless the engine has more to do at once. The lock is free
-    /// during the wait. Returns the sockets that may hold datagrams after it.
+    /// Waits up to `limit` for an event, unless the engine can continue immediately. Releases the
+    /// lock during the wait. Returns the sockets that may hold datagrams afterwards.
     pub(crate) fn wait<'a>(
         &'a self,
         next: Next,
@@ -346,12 +346,13 @@ impl Driver {
     }
 }
 
-/// Returns the time left until `deadline`, or `None` if that is [`Time::NEVER`].
+/// Returns the time left until `deadline`, or `None` if the deadline is [`Time::NEVER`].
 fn left_until(deadline: Time) -> Option<Span> {
     (deadline < Time::NEVER).then(|| deadline.since(Clock::start().now()))
 }
 
 /// The error text of ops once the engine has panicked.
 const PANICKED: &str = "a thread of the client panicked";
-/// The longest time that results wait in the sockets, so that they are received in batches.
+/// The longest time for which the driving thread leaves results in the sockets, to receive them in
+/// batches.
 const LONGEST_PAUSE: Span = Span::from_micros(200);

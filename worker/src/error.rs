@@ -70,8 +70,8 @@ pub enum ConnectError {
     Refused(String),
     /// The aggregator speaks another version of the protocol.
     #[error(
-        "the aggregator speaks protocol version {theirs}, and this worker version {own}; install \
-         the same release on both"
+        "the aggregator speaks protocol version {theirs}, but this worker speaks version {own}; \
+         install the same release on both"
     )]
     Version {
         /// The aggregator's version.
@@ -97,13 +97,13 @@ pub enum ConnectError {
         /// The reason why it is not trusted.
         why: String,
     },
-    /// The sidecar refused the rank, or dropped it before the job was complete.
+    /// The sidecar refused the rank, or dropped it before all ranks had joined.
     #[error("the sidecar refused: {0}")]
     SidecarRefused(String),
     /// The sidecar is from another release.
     #[error(
-        "the sidecar speaks protocol version {theirs}, and this rank version {own}; install the \
-         same release on both"
+        "the sidecar speaks protocol version {theirs}, but this rank speaks version {own}; \
+         install the same release on both"
     )]
     SidecarVersion {
         /// The sidecar's version.
@@ -112,7 +112,7 @@ pub enum ConnectError {
         own: u16,
     },
     /// The aggregator is about to stop and takes no more jobs.
-    #[error("{DRAINING}; use another")]
+    #[error("{DRAINING}; use another aggregator")]
     Draining,
     /// Some ranks of the job did not join in time.
     #[error("{}{elsewhere}", incomplete(missing, *waited))]
@@ -138,13 +138,13 @@ pub enum ConnectError {
     /// The aggregator was silent for too long.
     #[error("{SILENT}")]
     Silent,
-    /// The client was closed, or the attempt was cancelled, before the job was complete.
+    /// The client was closed, or the attempt was cancelled, before all ranks had joined.
     #[error("the attempt to connect was cancelled")]
     GivenUp,
-    /// The connection broke before the job was complete.
+    /// The connection broke before all ranks had joined.
     #[error("lost the connection to the aggregator: {0}")]
     Closed(String),
-    /// A rank was lost before the job was complete.
+    /// A rank was lost before all ranks had joined.
     #[error("the aggregator closed the connection: {}", lost(ranks, *why))]
     PeerLost {
         /// The lost ranks.
@@ -172,8 +172,7 @@ impl ConnectError {
         Self::Arguments { options: &["aggregator"], why: why.into() }
     }
 
-    /// Returns whether the caller's input is wrong, so that a retry with the same input always
-    /// fails.
+    /// Returns whether the caller's input is wrong. A retry with the same input then always fails.
     #[must_use]
     pub fn is_usage(&self) -> bool {
         match self {
@@ -366,7 +365,7 @@ fn incomplete(missing: &[u16], waited: Duration) -> String {
         seconds => seconds.to_string(),
     };
     match missing {
-        [] => format!("after {waited} s the job was still not complete"),
+        [] => format!("after {waited} s the job had still not started"),
         _ => format!("after {waited} s {}", not_joined(missing)),
     }
 }
@@ -416,7 +415,7 @@ mod tests {
             (
                 ConnectError::Draining,
                 "the aggregator refused: it is draining and takes no more jobs",
-                "use another",
+                "use another aggregator",
             ),
             (ConnectError::Closed(why()), "lost the connection to the aggregator: a; b", ""),
         ] {

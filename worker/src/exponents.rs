@@ -93,8 +93,8 @@ impl Exponents {
     }
 }
 
-/// The offset that makes every exponent positive. They span about the same range as the exponents
-/// of f64.
+/// The offset that makes every exponent positive. Exponents span about the same range as those of
+/// f64.
 const ABOVE_ZERO: i32 = 1 << 12;
 /// The first byte of an agreement's tag.
 const MARK: u64 = 0xe5;

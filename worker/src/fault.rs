@@ -42,7 +42,7 @@ impl Fate {
     }
 }
 
-/// The random generator of one direction.
+/// The random number generator of one direction.
 #[derive(Debug)]
 pub(crate) struct Dice {
     faults: Faults,
@@ -70,8 +70,8 @@ impl Dice {
         }
     }
 
-    /// Returns a number from 0 (included) to 1 (excluded), made of the upper 53 bits of SplitMix64
-    /// (Steele, Lea, Flood 2014).
+    /// Returns a random number in `[0, 1)`, from the upper 53 bits of SplitMix64 (Steele, Lea,
+    /// Flood 2014).
     fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;

@@ -1,4 +1,4 @@
-//! The combined grants of all aggregators of a job to a rank.
+//! The grants that a rank gets from all aggregators of its job, combined.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;

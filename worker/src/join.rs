@@ -40,15 +40,15 @@ const FREE_TIMEOUT: Span = Span::from_secs(3);
 static QUEUED: LogLimit = LogLimit::new(16);
 static WAITING: LogLimit = LogLimit::new(64);
 static NO_GROUP: LogLimit = LogLimit::new(4);
-/// The maximum number of aggregators of a job. The worker waits for their groups, the data socket
-/// and a waker in one call, which takes at most 64 file descriptors.
+/// The maximum number of aggregators of a job. The worker waits on their multicast sockets, the
+/// data socket and a waker in one system call, which takes at most 64 file descriptors.
 const MAX_AGGREGATORS: usize = 62;
 
-/// The connections and grants of a worker whose job is complete.
+/// The connections and grants of a worker after every rank of its job has joined.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) controls: Controls,
-    /// Events that arrived before the session was complete, and that concern the running job.
+    /// Events that arrived before every rank had joined, and that concern the running job.
     pub(crate) early: VecDeque<(u8, Event)>,
     pub(crate) socket: UdpSocket,
     /// Sockets that are members of the multicast groups for results.
@@ -89,8 +89,8 @@ pub(crate) fn join(
     join_by(options, aggregators, ways, resume, peer_poll, mailbox)
 }
 
-/// Joins over the first entry of `ways` over which an aggregator answers. Each entry holds one
-/// route to each aggregator.
+/// Joins a job, trying the entries of `ways` in order until an aggregator answers. Each entry holds
+/// one route to each aggregator.
 pub(crate) fn join_by(
     options: &ConnectOptions,
     aggregators: &[String],
@@ -132,7 +132,7 @@ fn join_at(
 ) -> Result<Outcome, ConnectError> {
     mailbox.next_session();
     let bind = data_addr(routes)?;
-    // Windows are cut into the same fragments for all shards, so the narrowest route decides.
+    // Windows are cut into the same fragments for all shards, so the smallest MTU applies.
     let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
     if let (Some(mtu), Some(narrowest)) = (options.mtu, narrowest)
         && mtu > narrowest

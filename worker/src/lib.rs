@@ -1,10 +1,10 @@
 //! The worker: the part of a training process that sums its gradients with those of other ranks.
 //!
 //! [`Client`] joins a job at an aggregator and reduces tensors. [`Client::allreduce`] reduces one
-//! tensor in place. [`Client::submit`] starts several ops at a time and also takes lists of blocks.
-//! Over UDP, the worker scans, encodes and sends a tensor window by window as credit allows, and
-//! never copies it whole. With a sidecar, the tensor goes through shared memory. `racksum-proto`
-//! makes the decisions; `racksum-net` sends and receives the packets.
+//! tensor in place. [`Client::submit`] starts an op without waiting for its result, and also takes
+//! lists of blocks. Over UDP, the worker scans, encodes and sends a tensor window by window as
+//! credit allows, and never copies it whole. With a sidecar, the tensor goes through shared memory.
+//! `racksum-proto` makes the decisions; `racksum-net` sends and receives the packets.
 
 mod aggregator_selector;
 mod blocks;

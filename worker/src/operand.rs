@@ -86,7 +86,7 @@ impl Operand {
         }
     }
 
-    /// Returns the addresses of a region; an empty range for other operands.
+    /// Returns the address range of a region; an empty range for other operands.
     #[must_use]
     pub fn extent(&self) -> Range<usize> {
         self.region().map(Region::extent).unwrap_or_default()
@@ -110,7 +110,7 @@ impl Operand {
         }
     }
 
-    /// Returns the bytes of a tensor or a region, mutable; no bytes for a list of blocks.
+    /// Returns a mutable view of the bytes of a tensor or a region; no bytes for a list of blocks.
     pub(crate) fn bytes_mut(&mut self) -> TensorBytesMut<'_> {
         match self {
             Self::Tensor(tensor) => TensorBytesMut::Own(tensor),

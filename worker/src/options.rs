@@ -83,7 +83,7 @@ pub struct ConnectOptions {
     pub identity: Option<PathBuf>,
     /// Whether to connect beyond loopback without an identity.
     pub insecure: bool,
-    /// How datagrams must be authenticated; `None` leaves it to the aggregator.
+    /// How datagrams must be authenticated; `None` leaves the choice to the aggregator.
     pub data_auth: Option<DataAuth>,
     /// Whether to wait while an aggregator has no room for the job, instead of being refused.
     pub wait: bool,
@@ -100,8 +100,9 @@ pub struct ConnectOptions {
     pub op_timeout: Duration,
     /// The path's MTU, in bytes; `None` selects the MTU of the interface.
     pub mtu: Option<usize>,
-    /// The interfaces of this host from which to call aggregators on other hosts, in the grammar of
-    /// [`select`](racksum_net::interface::select). `None` leaves the choice to the kernel's routes.
+    /// A pattern for the interfaces of this host from which to connect to aggregators on other
+    /// hosts; [`select`](racksum_net::interface::select) documents the syntax. `None` leaves the
+    /// choice to the kernel's routes.
     pub interface: Option<String>,
     /// Injected faults, for tests.
     pub faults: Faults,
@@ -114,7 +115,7 @@ impl ConnectOptions {
         JobName::new(&*self.job, &*self.group)
     }
 
-    /// Creates the options of a rank with these aggregators, in the grammar of [`aggregator_sets`],
+    /// Creates the options of a rank with these aggregators, in the syntax of [`aggregator_sets`],
     /// and defaults for the rest.
     ///
     /// # Errors

@@ -58,8 +58,8 @@ impl Data {
 
     /// Calls `to` with `head` and a range of the tensor as one slice. During the call, `head` takes
     /// the place of the bytes before the range. Returns false without calling `to` if there are too
-    /// few bytes before the range, if other processes may write to them, or if the data is not a
-    /// tensor.
+    /// few bytes before the range, if other processes may write to the tensor, or if the data is
+    /// not a tensor.
     pub(crate) fn show_behind(
         &mut self,
         head: &mut [u8],
@@ -85,9 +85,9 @@ pub(crate) struct Payload {
     world: u32,
     /// Whether the job may move to another aggregator. If so, this rank's share of a window stays
     /// intact until the window's sum is complete, because a new aggregator may need the share.
-    /// Later it may request the sum instead.
+    /// After that, a new aggregator may request the sum.
     may_move: bool,
-    /// The blocks of each window to send, if the caller chose them. Otherwise the op sends the
+    /// The blocks to send from each window, if the caller chose them. Otherwise the op sends the
     /// non-zero blocks.
     sent: Option<Vec<u64>>,
     /// The exponents that the ranks agreed on, if any.
@@ -124,7 +124,7 @@ impl Payload {
         Self { descriptor, geometry, data, world, may_move, sent, agreed, partial, kept }
     }
 
-    /// Drops sums that no rank lacks any more, if the payload keeps more than `most`.
+    /// Drops sums that every rank is known to have, if the payload keeps more than `most`.
     pub(crate) fn drop_kept(&mut self, most: usize, may_lack: impl Fn(u32) -> bool) {
         if self.kept.len() > most {
             self.kept.retain(|index, _| may_lack(*index));
@@ -136,7 +136,8 @@ impl Payload {
         self.partial.clear();
     }
 
-    /// Finds the non-zero blocks of a window. Turns -0.0 into +0.0 in zero blocks: no result
+    /// Returns the blocks to send from a window: those that the caller chose, or else the non-zero
+    /// blocks. The search for non-zero blocks turns -0.0 into +0.0 in zero blocks: no result
     /// overwrites them, and all ranks must end with the same bits.
     pub(crate) fn scan(&mut self, index: u32) -> u64 {
         if let Some(sent) = &self.sent {
@@ -159,9 +160,9 @@ impl Payload {
         self.sent = Some(masks);
     }
 
-    /// Returns the blocks of each window to send, if they are known in advance: the chosen blocks,
-    /// or the non-zero blocks of a list. Otherwise returns `None`, because a tensor is scanned as
-    /// it is sent.
+    /// Returns the blocks to send from each window, if they are known in advance: the chosen
+    /// blocks, or the non-zero blocks of a list. Otherwise returns `None`, because a tensor is
+    /// scanned as it is sent.
     pub(crate) fn masks(&mut self) -> Option<Vec<u64>> {
         if let Some(sent) = &self.sent {
             return Some(sent.clone());
@@ -246,10 +247,10 @@ impl Payload {
         used
     }
 
-    /// Returns the bytes of the tensor that equal a window's payload, so that no copy is needed.
-    /// The payload must be one contiguous piece of the tensor in one datagram, at least
-    /// [`MIN_IN_PLACE`] bytes long, with the tensor's own type as wire type. The header names the
-    /// window and its blocks; `len` is the payload's length in bytes.
+    /// Returns the byte range of the tensor that can be sent as a window's payload without a copy,
+    /// if there is one. The payload must be one contiguous piece of the tensor in one datagram, at
+    /// least [`MIN_IN_PLACE`] bytes long, with the tensor's own type as wire type. The header names
+    /// the window and its blocks; `len` is the payload's length in bytes.
     pub(crate) fn in_place(
         &self,
         header: &Header,
@@ -266,9 +267,9 @@ impl Payload {
         (range.len() == len).then_some(range)
     }
 
-    /// Returns the bytes of the tensor that a result's payload can be received into, like
-    /// [`Self::in_place`]. Checks the header first, because the network may have sent any values.
-    /// `cut` is the job's fragmentation.
+    /// Returns the byte range of the tensor that a result's payload can be received into, under the
+    /// conditions of [`Self::in_place`]. Checks the header first, because the network may have sent
+    /// any values. `cut` is the job's fragmentation.
     pub(crate) fn result_in_place(
         &self,
         header: &Header,
@@ -282,7 +283,7 @@ impl Payload {
         self.in_place(header, len, self.geometry.cut(cut, len))
     }
 
-    /// Encodes the elements in bytes `range` of the packed payload.
+    /// Encodes the elements that fill bytes `range` of the packed payload.
     fn gather_run(&self, index: u32, mask: u64, range: Range<usize>, body: &mut [u8]) {
         let Descriptor { dtype, wire, .. } = self.descriptor;
         for stretch in self.geometry.stretches(index, mask, range) {
@@ -328,8 +329,8 @@ impl Payload {
         }
     }
 
-    /// Writes a fragment of a window's sums to the data. Returns the first element of a block that
-    /// overflowed, if any.
+    /// Writes a fragment of a window's sums to the data, or stores it until the window is complete.
+    /// Returns the first element of a block that overflowed, if any.
     pub(crate) fn scatter(&mut self, delivery: &Delivery, body: &[u8]) -> Option<u64> {
         let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
         let index = delivery.window.index;
@@ -443,15 +444,15 @@ pub(crate) fn bytes_of(descriptor: &Descriptor, elements: Range<u64>) -> Range<u
     at(elements.start)..at(elements.end)
 }
 
-/// Returns the position of byte `offset` of a packed payload among consecutive datagrams, and the
-/// number of bytes from there to the end of its datagram's body.
+/// Returns the index, in a buffer of consecutive datagrams, of byte `offset` of a packed payload.
+/// Also returns the number of bytes from there to the end of that datagram's body.
 fn locate(cut: Fragmentation, offset: usize) -> (usize, usize) {
     let (fragment, within) = (offset / cut.payload(), offset % cut.payload());
     let at = fragment * cut.unsealed() + Header::LEN + within;
     (at, cut.payload() - within)
 }
 
-/// The size of the smallest payload that is sent from the tensor or received into it, in bytes.
+/// The size in bytes of the smallest payload that is sent from the tensor or received into it.
 /// Smaller payloads are copied, so that the kernel can handle several as one batch.
 const MIN_IN_PLACE: usize = 16 << 10;
 /// The number of stretches to prefetch before the first is written.

@@ -54,7 +54,7 @@ pub(crate) enum JoinState {
     Waits,
 }
 
-/// The polls of one rank from its current set.
+/// The polls that one rank, waiting at its current set, sends to other sets.
 #[derive(Debug)]
 pub(crate) struct PeerPoll<'a> {
     options: &'a ConnectOptions,
@@ -91,8 +91,8 @@ impl<'a> PeerPoll<'a> {
         self.polling = None;
     }
 
-    /// Returns the index of a set where others wait and to which a rank in `state` may move, if a
-    /// poll found one. Starts a new poll if the state has changed since the last call.
+    /// Returns the index of a set where other ranks wait and to which a rank in `state` may move,
+    /// if a poll found one. Starts a new poll if the state has changed since the last call.
     pub(crate) fn seen(&mut self, state: JoinState) -> Option<usize> {
         if self.polling.as_ref().is_none_or(|(before, _)| *before != state) {
             self.polling = None;
@@ -107,7 +107,7 @@ impl<'a> PeerPoll<'a> {
                 return None;
             }
             let polling = Polling::start(self.options, self.resume, candidates)
-                .inspect_err(|error| tracing::warn!(%error, "cannot look for other ranks"));
+                .inspect_err(|error| tracing::warn!(%error, "cannot poll other aggregators"));
             self.polling = Some((state, polling.ok()));
         }
         let (_, polling) = self.polling.as_ref()?;
@@ -153,7 +153,7 @@ impl Polling {
 }
 
 impl PollTask {
-    /// Polls a set until others of the job wait at each of its aggregators.
+    /// Polls a set until other ranks of the job wait at each of its aggregators.
     async fn poll(&self, candidate: &Candidate) {
         let ConnectOptions { rank, world, .. } = self.options;
         let early = candidate.from.since(Clock::start().now());
@@ -188,7 +188,7 @@ impl PollTask {
         !hosts.is_empty()
     }
 
-    /// Returns the ranks that wait at a host, from the first of its addresses that answers.
+    /// Asks the addresses of a host in order which ranks wait there, and returns the first answer.
     async fn present_at(&self, host: &str, ways: &[Route], join: &Join) -> Option<Vec<u16>> {
         for route in ways {
             let (from, credentials) = (route.caller(), self.credentials.clone());

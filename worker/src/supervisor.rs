@@ -18,7 +18,7 @@ use crate::error::{ConnectError, superseded};
 use crate::grant::Membership;
 use crate::options::ConnectOptions;
 
-/// Limits on the log records that aggregators can cause.
+/// Rate limits for log records that an aggregator can trigger.
 static LOST: LogLimit = LogLimit::new(64);
 static NO_PARENT: LogLimit = LogLimit::new(4);
 
@@ -53,7 +53,7 @@ impl Supervisor {
                     self.end(reason);
                 }
                 Event::Received(FromAggregator::Drain) if self.may_move() => {
-                    self.move_on("it is draining".into());
+                    self.move_on("the aggregator is draining".into());
                 }
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
                 Event::Closed(ConnectError::Silent) => {

@@ -40,7 +40,7 @@ macro_rules! elements {
 
 elements!(f32 => F32, f64 => F64, half::f16 => F16, half::bf16 => Bf16, i32 => I32, i64 => I64);
 
-/// Returns the bytes of a slice of elements, mutable.
+/// Returns a mutable view of the bytes of a slice of elements.
 #[must_use]
 pub fn as_bytes_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     let len = size_of_val(elements);
@@ -49,7 +49,7 @@ pub fn as_bytes_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), len) }
 }
 
-/// Returns the bytes of a slice of elements, read-only.
+/// Returns a read-only view of the bytes of a slice of elements.
 #[must_use]
 pub fn as_bytes<T: Element>(elements: &[T]) -> &[u8] {
     // SAFETY: `Element` is sealed to types without padding, and the length is the slice's own.
@@ -76,14 +76,14 @@ impl fmt::Debug for Region {
     }
 }
 
-/// The borrow behind a [`Region`]. It must not end before the region does.
+/// The borrow behind a [`Region`]. If it ends before the region is dropped, the process aborts.
 #[derive(Debug)]
 pub(crate) struct Loan<'a> {
     held: Arc<()>,
     _bytes: PhantomData<&'a mut [u8]>,
 }
 
-/// Lends memory to an op in flight.
+/// Lends memory to an op. The op gets the region, and the caller keeps the loan.
 pub(crate) fn lend(bytes: &mut [u8]) -> (Loan<'_>, Region) {
     let held = Arc::new(());
     let start = NonNull::from(&mut *bytes).cast();
@@ -97,7 +97,7 @@ impl Drop for Loan<'_> {
         if Arc::strong_count(&self.held) > 1 {
             // Abort, because the owner is about to use the memory while an op still writes to it.
             eprintln!(
-                "racksum: a loan of a tensor ends while an op still uses the tensor; aborting"
+                "racksum bug: a call ends while an op still writes to the call's tensor; aborting"
             );
             std::process::abort();
         }
@@ -110,7 +110,7 @@ pub(crate) fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
 }
 
 // SAFETY: only ops of one client access the bytes of a region, and ops on the same bytes take
-// turns. Any thread may use the bytes, as `Region::new` requires.
+// turns. The caller of `Region::new` guarantees that any thread may use the bytes.
 unsafe impl Send for Region {}
 
 impl Region {
@@ -118,12 +118,13 @@ impl Region {
     /// ended and its caller has waited for the op or abandoned it. Any thread may drop `owner`.
     ///
     /// # Safety
-    /// While `owner` is kept, the bytes must stay in place in one allocation, and any thread may
-    /// read and write them. Only ops of the same client may access them; these ops take turns.
+    /// While `owner` is kept, the bytes must stay in place in one allocation, and must be readable
+    /// and writable from any thread. Only ops of one client may access them; that client makes ops
+    /// on the same bytes take turns.
     ///
-    /// If the bytes lie in memory that a rank has lent to its sidecar, only the client of that
-    /// sidecar may get the region. That client finds the memory by the region's address, and sends
-    /// the sidecar an offset.
+    /// If the bytes lie in memory that a rank has lent to its sidecar, only that rank's client may
+    /// get the region. The client finds the memory by the region's address, and sends the sidecar
+    /// an offset.
     #[must_use]
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: impl Send + 'static) -> Self {
         Self { start, len, is_shared: false, owner: Box::new(owner) }
@@ -148,8 +149,8 @@ impl Region {
         Self { start: bytes.start(), len: bytes.len(), is_shared: true, owner }
     }
 
-    /// Returns the tensor that the region was created from, or the region if it owns no such
-    /// tensor.
+    /// Returns the vector that [`owned`](Self::owned) created the region from. Returns the region
+    /// itself if it owns no vector of this element type.
     pub(crate) fn into_tensor<T: Element>(self) -> Result<Vec<T>, Self> {
         let Self { start, len, is_shared, owner } = self;
         let rest = |owner| Self { start, len, is_shared, owner };
@@ -181,7 +182,7 @@ impl Region {
         TensorBytes::Own(unsafe { std::slice::from_raw_parts(start, range.len()) })
     }
 
-    /// Returns bytes `range` of the memory, mutable.
+    /// Returns a mutable view of bytes `range` of the memory.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> TensorBytesMut<'_> {
         if self.is_shared {
             return TensorBytesMut::Shared(self.as_shared().part(range));
@@ -192,19 +193,20 @@ impl Region {
         TensorBytesMut::Own(unsafe { std::slice::from_raw_parts_mut(start, range.len()) })
     }
 
-    /// Returns all bytes by their address, whether other processes may write to them or not.
+    /// Returns a view that accesses all bytes by address, whether or not other processes may write
+    /// to them.
     pub(crate) fn as_shared(&mut self) -> SharedBytes<'_> {
         // SAFETY: `&mut self` makes the borrow unique.
         unsafe { self.by_address() }
     }
 
-    /// Returns all bytes by their address.
+    /// Returns a view that accesses all bytes by address.
     ///
     /// # Safety
     /// The region must be shared, or must have no other borrow.
     const unsafe fn by_address(&self) -> SharedBytes<'_> {
         // SAFETY: the memory lives as long as the region. Shared memory is mapped, and no reference
-        // to its bytes exists. The caller excludes references to other memory.
+        // to its bytes exists. For other memory, the caller guarantees that there is no borrow.
         unsafe { SharedBytes::new(self.start, self.len) }
     }
 }
@@ -232,7 +234,8 @@ pub(crate) mod tests {
     }
 
     impl Scribbler {
-        /// Starts a thread that overwrites a range of whole words of eight bytes.
+        /// Starts a thread that overwrites a range, which must consist of whole eight-byte words.
+        /// Returns once the thread has written the whole range.
         pub(crate) fn start(memory: &Arc<SharedMemory>, range: Range<usize>) -> Self {
             assert!(range.end <= memory.len() && range.start.is_multiple_of(8));
             let [stop, begun] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));

@@ -24,7 +24,7 @@ use crate::operand::Operand;
 /// The outcome of an op.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reduced<T> {
-    /// The reduced tensor, or `()` if the tensor is the caller's.
+    /// The reduced tensor, or `()` if the op reduced the caller's tensor in place.
     pub tensor: T,
     /// The ranks that were lost before they had contributed to the whole tensor, in ascending
     /// order. All other ranks have contributed. The list is empty unless the job has
@@ -33,8 +33,8 @@ pub struct Reduced<T> {
     pub absent: Vec<Rank>,
 }
 
-/// The limits and the paths that a job was granted when it began. An aggregator that the job moves
-/// to may grant something else.
+/// The limits and the data path settings that a job was granted when it began. An aggregator that
+/// the job moves to may grant other ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Grant {
@@ -73,7 +73,7 @@ pub trait LentMemory: Debug + Send + Sync {
 /// [`Client`](crate::Client) documents the methods of the same names. Dropping a transport closes
 /// it and joins its threads.
 pub(crate) trait Transport: Debug + Send + Sync {
-    /// Returns the limits and the paths that the job was granted.
+    /// Returns the limits and the data path settings that the job was granted.
     fn grant(&self) -> Grant;
 
     /// Starts an op. A call that this rank refuses gets an op number too.
@@ -90,7 +90,7 @@ pub(crate) trait Transport: Debug + Send + Sync {
         reduced
     }
 
-    /// Notes that no caller waits for an op any more. Ignores an op whose result was already taken.
+    /// Abandons an op that no caller will wait for. Ignores an op whose result was already taken.
     fn abandon(&self, op: OpId);
 
     /// Starts an empty op in place of a refused call.
@@ -102,21 +102,21 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Returns whether an op has ended. If not, stores `waker`, which is woken when the op ends.
     fn poll_ended(&self, op: OpId, waker: &Waker) -> bool;
 
-    /// Waits up to `limit` until [`submit`](Self::submit) need not wait for earlier ops on this
+    /// Waits up to `limit` until [`submit`](Self::submit) would not wait for earlier ops on this
     /// memory. Returns false on timeout.
     fn is_free_within(&self, memory: &Range<usize>, limit: Duration) -> bool;
 
-    /// Waits up to `limit` until one more op of a lane may be in flight. Returns whether it may.
+    /// Waits up to `limit` until a lane has room for one more op. Returns whether it has.
     fn has_room_within(&self, lane: u8, limit: Duration) -> bool;
 
-    /// Returns, without waiting, whether `ops` more ops of a lane may be in flight.
+    /// Returns, without waiting, whether a lane has room for `ops` more ops.
     fn has_room_for(&self, lane: u8, ops: usize) -> bool;
 
-    /// Returns whether [`submit`](Self::submit) of an op of this wire type waits until all ranks
-    /// have called that op.
+    /// Returns whether [`submit`](Self::submit) waits, for an op of this wire type, until all ranks
+    /// have called the op.
     fn must_agree(&self, wire: WireType) -> bool;
 
-    /// Reuses the memory of sums for the sums of later ops.
+    /// Takes back the memory of sums, to reuse it for the sums of later ops.
     fn recycle(&self, blocks: Blocks);
 
     /// Offers `len` bytes of new memory to the sidecar, if there is one.
@@ -125,7 +125,7 @@ pub(crate) trait Transport: Debug + Send + Sync {
     /// Waits up to `limit` for the answer to an offer of memory. Returns `None` on timeout.
     fn is_taken_within(&self, lent: &dyn LentMemory, limit: Duration) -> Option<io::Result<()>>;
 
-    /// Returns the network's counters, as of the last refresh.
+    /// Returns the network counters, as of the last refresh.
     fn stats(&self) -> Stats;
 
     /// Waits up to `limit` until the counters are up to date. Returns whether they are.

@@ -123,9 +123,9 @@ impl UdpTransport {
         Ok(transport)
     }
 
-    /// Like [`submit`](Transport::submit), for an operand that several ranks have already folded.
-    /// Sends exactly these blocks: a block that is zero now may be non-zero at one of those ranks.
-    /// `spent` is the part of the op's timeout that has already passed.
+    /// Like [`submit`](Transport::submit), for an operand that is the fold of several ranks'
+    /// operands. Sends exactly these blocks: a block that is zero in the fold may be non-zero at
+    /// one of those ranks. `spent` is the part of the op's timeout that has already passed.
     pub(crate) fn submit_folded(
         &self,
         operand: Operand,
@@ -366,7 +366,7 @@ impl Drop for UdpTransport {
     fn drop(&mut self) {
         self.close();
         for thread in self.threads.drain(..) {
-            // The thread has already printed its panic.
+            // If the thread panicked, the panic hook has already printed the message.
             drop(thread.join());
         }
     }

@@ -23,7 +23,7 @@ use crate::bench;
 /// Duration of an attack and number of rounds.
 #[derive(Debug, Args)]
 pub(crate) struct AttackArgs {
-    /// Seconds that each attack lasts.
+    /// Duration of each attack in seconds.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=60))]
     seconds: u64,
     /// Number of rounds; the bounds apply to the median of each figure.
@@ -88,8 +88,8 @@ fn tenant(root: &Path, args: &AttackArgs) -> Result<Vec<Figure>> {
 }
 
 /// Returns the figures of a line that an attack prints, `attack=NAME key=value ...`, and the bound
-/// of each. Any other line has no figures. Both byte counts may be missing, because some attacks
-/// get no answers; any other missing value is an error.
+/// of each. Any other line has no figures. The two byte counts may be missing together, because
+/// some attacks get no answers. Any other missing value is an error.
 fn attack_line(line: &str) -> Result<Vec<(String, f64, f64)>> {
     let Some((_, rest)) = line.split_once("attack=") else { return Ok(Vec::new()) };
     let (name, fields) = rest.split_once(' ').unwrap_or((rest, ""));

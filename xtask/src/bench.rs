@@ -14,7 +14,7 @@ use racksum_tools::interrupt;
 /// The command line of the harness.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// Arguments of the harness.
+    /// Arguments for the harness.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<OsString>,
 }
@@ -39,7 +39,7 @@ pub(crate) fn exec(root: &Path, args: &BenchArgs) -> Error {
     Error::new(error).context("cannot start cargo")
 }
 
-/// Runs small races of racksum with itself, and appends the skipped ones to `report`.
+/// Runs small races of racksum against itself, and appends the skipped ones to `report`.
 pub(crate) fn smoke(root: &Path, report: &Path) -> Result<()> {
     if !succeeds(harness(root).arg("smoke").env(report::FILE, report))? {
         bail!("a race failed; repeat with `cargo xtask bench peers --case smoke --strict`");
@@ -63,8 +63,8 @@ fn harness(root: &Path) -> Command {
     command
 }
 
-/// Returns whether the harness succeeds. After a signal, waits until the harness has removed its
-/// processes and namespaces.
+/// Runs the harness and returns whether it succeeded. After a signal, waits until the harness has
+/// removed its processes and namespaces, and returns an error.
 fn succeeds(harness: &mut Command) -> Result<bool> {
     interrupt::listen()?;
     let mut child = harness.spawn().context("cannot start cargo")?;

@@ -16,7 +16,8 @@ enum MayImport {
     Only(&'static [&'static str]),
 }
 
-/// The last column of the table of crates in ARCHITECTURE.md. A crate without a row is an error.
+/// The workspace crates that each crate and its tests may import. The table of crates in
+/// ARCHITECTURE.md summarizes this one. A crate without a row is an error.
 const ARROWS: [(&str, MayImport); 16] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
@@ -83,7 +84,7 @@ const ARROWS: [(&str, MayImport); 16] = [
     ("racksum-tools", MayImport::Only(&[])),
 ];
 
-/// The crates that own no socket, clock, thread or randomness (invariant I8).
+/// The crates that may not own a socket, a clock or the system's randomness (invariant I8).
 const SANS_IO: [&str; 2] = ["racksum-proto", "racksum-sim"];
 
 /// The packages that a sans-IO crate may use only in its tests.
@@ -113,14 +114,14 @@ pub(crate) fn published(root: &Path) -> Result<Vec<String>> {
     Ok(published.map(|package| package.name.to_string()).collect())
 }
 
-/// Reads the metadata of the workspace at `root` without the network.
+/// Reads the metadata of the workspace at `root` without network access.
 fn metadata(root: &Path) -> Result<Metadata> {
     let mut command = MetadataCommand::new();
     command.current_dir(root).no_deps().exec().context("cannot read cargo metadata")
 }
 
 impl Graph {
-    /// Reads the workspace at `root` without the network.
+    /// Reads the workspace at `root` without network access.
     pub(crate) fn load(root: &Path) -> Result<Self> {
         let metadata = metadata(root)?;
         let mut graph = Self::default();

@@ -12,7 +12,7 @@ const UNCLEAR_STARTS: [&str; 13] = [
     "Them", "So",
 ];
 
-/// The most words in a sentence.
+/// Maximum number of words in a sentence.
 const MAX_WORDS: usize = 40;
 
 /// Checks the comments of a file.
@@ -71,11 +71,11 @@ impl Block {
         });
         let long = self.sentences().into_iter().find(|words| *words > MAX_WORDS);
         let long = long
-            .map(|words| problem(format!("a sentence of {words} words; use at most {MAX_WORDS}")));
+            .map(|words| problem(format!("a sentence has {words} words; use at most {MAX_WORDS}")));
         unclear.into_iter().chain(long).collect()
     }
 
-    /// Returns the number of words of each sentence. Code, tables and headings contain no
+    /// Returns the number of words in each sentence. Code, tables and headings contain no
     /// sentences; each list item begins one.
     fn sentences(&self) -> Vec<usize> {
         let (mut sentences, mut words, mut is_code) = (Vec::new(), 0, false);
@@ -134,7 +134,7 @@ mod tests {
         let long = format!("// {}\n// {}end.\n", words(20), words(20));
         assert_eq!(
             found(&long),
-            ["net/src/a.rs:1: [english] a sentence of 41 words; use at most 40"]
+            ["net/src/a.rs:1: [english] a sentence has 41 words; use at most 40"]
         );
         // Neither a list nor code is a sentence.
         let list = format!("//! - {}\n//! - {}\n", words(30), words(30));

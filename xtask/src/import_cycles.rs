@@ -1,7 +1,7 @@
 //! Finds modules that import each other in a cycle, in the Rust crates and in the Python package.
 //!
 //! The rule holds at each level of the module tree: sibling modules, each with all its descendants,
-//! may not import each other in a cycle. A parent and its own children may.
+//! may not import each other in a cycle. A parent module and its own children may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::source::Source;
 /// A module's path in its crate or package; the root's path is empty.
 type Module = Vec<String>;
 
-/// One import of a module by another.
+/// An import of one module by another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Import {
     from: Module,
@@ -174,7 +174,7 @@ fn follow(
     paths.push((path, line));
 }
 
-/// Returns the imports of Python files, by `from … import` and `import`.
+/// Returns the imports of Python files, from their `import` and `from … import` statements.
 fn python_imports(package: &str, modules: &BTreeMap<Module, &(PathBuf, String)>) -> Vec<Import> {
     let mut imports = Vec::new();
     for (module, (path, text)) in modules {

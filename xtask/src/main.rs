@@ -2,8 +2,9 @@
 //!
 //! [`steps`] holds the steps of a test run and [`tidy`] the rules that rustfmt and clippy do not
 //! check. [`mod@bench`] starts the harness that races racksum against other programs, and [`soak`]
-//! is the long run. [`sanitize`] needs a nightly toolchain. A new chore needs a module here and a
-//! variant of [`Chore`]. A new step of the test run needs a variant of [`steps::Step`].
+//! runs jobs for a long time while it kills ranks and aggregators. [`sanitize`] needs a nightly
+//! toolchain. A new chore needs a module here and a variant of [`Chore`]. A new step of the test
+//! run needs a variant of [`steps::Step`].
 
 mod attack;
 mod bench;
@@ -56,7 +57,7 @@ enum Chore {
     /// Attack aggregators on this host as a tenant or a stranger could, and measure the effect on
     /// others.
     Attack(AttackArgs),
-    /// Draw sentences of comments and messages at random, to judge their English.
+    /// Draw sentences from comments and messages at random, to judge their English.
     Sample(SampleArgs),
     /// Start and end jobs for a while, and kill ranks and aggregators.
     Soak(SoakArgs),

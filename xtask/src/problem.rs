@@ -1,9 +1,9 @@
-//! Problems of a file, as `cargo xtask tidy` reports them.
+//! Problems that `cargo xtask tidy` reports.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// A broken rule at one place.
+/// A violation of one rule at one place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Problem {
     path: PathBuf,
@@ -13,7 +13,7 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    /// Creates a problem of `path`, at `line` (from 1) if it has one.
+    /// Creates a problem in `path`, at `line` (counted from 1) if it concerns a single line.
     pub(crate) fn new(
         path: impl AsRef<Path>,
         line: Option<usize>,

@@ -6,7 +6,7 @@ use anyhow::Result;
 use racksum_tools::python::installed;
 use racksum_tools::shell::{Cmd, path};
 
-/// Installs the package as a user does, checks it and runs its tests, which append their skips and
+/// Installs the package as a user would, checks it and runs its tests, which append their skips and
 /// times to `report`.
 pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     let python = installed(root)?;
@@ -22,7 +22,8 @@ pub(crate) fn test(root: &Path, report: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests of process groups in torch's wheel, and compares the results with docs/c10d.md.
+/// Runs the process-group tests that torch's wheel ships, and compares the results with
+/// docs/c10d.md.
 pub(crate) fn upstream(root: &Path) -> Result<()> {
     let python = installed(root)?;
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;

@@ -1,4 +1,4 @@
-//! Draws sentences of comments and messages at random, for a reader who judges their English.
+//! Draws sentences from comments and messages at random, for a reader who judges their English.
 //!
 //! `CONTRIBUTING.md` says how we write. A program checks little of it, so a reader takes a sample:
 //! the same seed draws the same sentences from the same tree.
@@ -15,7 +15,7 @@ use crate::english::comments;
 use crate::source::Source;
 use crate::tidy;
 
-/// The fewest words of a sentence that is worth reading.
+/// Minimum number of words in a sentence that is worth reading.
 const MIN_WORDS: usize = 5;
 
 /// The sentences to draw.
@@ -43,7 +43,7 @@ struct Sentence {
     text: String,
 }
 
-/// Prints sentences of the tree at `root`.
+/// Prints randomly drawn sentences from the tree at `root`.
 pub(crate) fn run(root: &Path, args: &SampleArgs) -> Result<()> {
     let (mut of_comments, mut of_messages) = (Vec::new(), Vec::new());
     for source in tidy::sources(root)? {
@@ -58,7 +58,7 @@ pub(crate) fn run(root: &Path, args: &SampleArgs) -> Result<()> {
     for (kind, all, count) in
         [("comments", of_comments, args.comments), ("messages", of_messages, args.messages)]
     {
-        println!("{count} of {} sentences of {kind}, seed {}:", all.len(), args.seed);
+        println!("{count} of {} sentences from {kind}, seed {}:", all.len(), args.seed);
         for Sentence { path, line, text } in draw(all, count, args.seed) {
             println!("{}:{line}: {text}", path.display());
         }

@@ -51,7 +51,7 @@ fn pointers(root: &Path) -> Result<Cmd> {
 /// missing parts.
 fn check_toolchain(root: &Path) -> Result<()> {
     if !Cmd::line("cargo +nightly --version").succeeds(root) {
-        bail!("there is no nightly toolchain; run `{INSTALL}`");
+        bail!("no nightly toolchain is installed; run `{INSTALL}`");
     }
     if !Cmd::line("cargo +nightly miri --version").succeeds(root) {
         bail!("the nightly toolchain has no Miri; run `{INSTALL}`");
@@ -59,7 +59,7 @@ fn check_toolchain(root: &Path) -> Result<()> {
     let sysroot = Cmd::line("rustc +nightly --print sysroot").output(root)?;
     let library = Path::new(sysroot.trim()).join("lib/rustlib/src/rust/library");
     if !library.exists() {
-        bail!("the nightly toolchain has no source of the standard library; run `{INSTALL}`");
+        bail!("the nightly toolchain lacks the standard library's source; run `{INSTALL}`");
     }
     Ok(())
 }
@@ -67,7 +67,7 @@ fn check_toolchain(root: &Path) -> Result<()> {
 /// Returns the host's target from the output of `rustc -vV`.
 fn host(version: &str) -> Result<String> {
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-    host.map(str::to_owned).context("rustc does not name its host")
+    host.map(str::to_owned).context("`rustc -vV` printed no line that starts with `host: `")
 }
 
 /// The command that installs the toolchain.

@@ -32,7 +32,7 @@ use self::served::{Resources, Served};
 /// Duration and load of a soak.
 #[derive(Debug, Args)]
 pub(crate) struct SoakArgs {
-    /// Minutes that the soak lasts.
+    /// Duration of the soak in minutes.
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..))]
     minutes: u64,
     /// Number of jobs at a time.
@@ -59,7 +59,7 @@ struct Tally {
 }
 
 impl Tally {
-    /// Records a fault and prints it at once, because later runs soon overwrite the logs.
+    /// Records a fault and prints it at once, because later jobs soon overwrite the logs.
     fn fault(&mut self, what: String) {
         println!("fault: {what}");
         self.faults.push(what);
@@ -88,7 +88,7 @@ pub(crate) fn run(root: &Path, args: &SoakArgs) -> Result<bool> {
         racks.iter().map(|rack| rack.addr.clone()).collect(),
     ];
     println!(
-        "steady aggregator {}, the parent of {}; the others {both}; logs in {}",
+        "steady aggregators: {}, the parent of {}; killed or drained in turn: {both}; logs in {}",
         steady.addr,
         places[2].join(" and "),
         logs.display()
@@ -143,7 +143,7 @@ fn watch(
             let tally = lock(tally);
             println!(
                 "{:>3} min: {} jobs, {} checked ops, {} ranks and {} aggregators killed, {} \
-                 drained, {} faults; memory of undisturbed aggregators: {memory}",
+                 drained, {} faults; memory of steady aggregators: {memory}",
                 run.elapsed().as_secs() / 60,
                 tally.jobs,
                 tally.ops,
@@ -164,7 +164,7 @@ fn in_mb(all: Vec<Resources>) -> String {
     format!("{} MB", each.join(", "))
 }
 
-/// Kills or drains one of the two aggregators in turn and starts it again, until the soak is over.
+/// Kills or drains the two aggregators in turn, and starts each again, until the soak is over.
 fn trouble(
     pair: &mut [Served; 2],
     program: &Path,
@@ -175,7 +175,7 @@ fn trouble(
 ) {
     for turn in 0.. {
         // Jobs need one of the two aggregators, so the restarted one must run for a while before
-        // the other is stopped.
+        // this thread stops the other.
         let pause = Deadline::after(Duration::from_millis(draw.between(5_000, 9_000)));
         while !pause.is_over() && !over.load(Relaxed) {
             sleep(Duration::from_millis(50));
@@ -210,7 +210,7 @@ fn report(tally: &Tally, steady: &[Served], before: &[Resources]) -> Result<bool
     println!("ops, every sum checked         {ops}");
     println!("ranks killed                   {ranks_killed}, named by {losses_named} jobs");
     println!("aggregators killed, drained    {aggregators_killed}, {aggregators_drained}");
-    println!("undisturbed aggregators, near the start and at the end:");
+    println!("steady aggregators, near the start and at the end:");
     let mut clean = true;
     for (served, before) in steady.iter().zip(before) {
         let after = served.resources()?;
@@ -229,7 +229,7 @@ fn report(tally: &Tally, steady: &[Served], before: &[Resources]) -> Result<bool
     for fault in faults {
         println!("  {fault}");
     }
-    ensure!(*jobs > 0, "no job has ended; run the soak for more minutes");
+    ensure!(*jobs > 0, "no job has ended; pass a larger --minutes");
     Ok(faults.is_empty() && clean)
 }
 

@@ -16,14 +16,14 @@ pub(crate) struct Line {
     pub(crate) comment: String,
 }
 
-/// A source file of ours.
+/// A Rust source file of this repository.
 #[derive(Debug)]
 pub(crate) struct Source {
     /// The path, from the workspace root.
     pub(crate) path: PathBuf,
     /// The text as it is on disk.
     pub(crate) text: String,
-    /// The text, line by line.
+    /// The lines of the text, each split into code and comments.
     pub(crate) lines: Vec<Line>,
 }
 
@@ -48,7 +48,7 @@ impl Source {
     }
 
     /// Returns the index of the first line of the test module at the file's end, or the number of
-    /// lines.
+    /// lines if the file has no such module.
     pub(crate) fn tests_start(&self) -> usize {
         let mut attribute = None;
         for (index, line) in self.lines.iter().enumerate() {

@@ -34,13 +34,13 @@ pub(crate) enum Step {
     Test,
     /// Check the Python package's style and types and run its tests, with the pinned PyTorch.
     Python,
-    /// Run the tests of process groups that torch ships, with Gloo and with racksum.
+    /// Run the process-group tests that torch ships, with Gloo and with racksum.
     Upstream,
     /// Run 2000 fixed seeds through an optimised simulator.
     Swarm,
     /// Run every bench once.
     Bench,
-    /// Run small races of racksum with itself: real processes and, as root, real links.
+    /// Run small races of racksum against itself: real processes and, as root, real links.
     Smoke,
 }
 

@@ -1,4 +1,4 @@
-//! Checks the rules that rustfmt and clippy do not check, over every Rust file of ours.
+//! Checks the rules that rustfmt and clippy do not check, in every Rust file of this repository.
 //!
 //! Each rule is a function from a file (or the whole tree) to problems. A new rule is one more
 //! function and, if it looks at one file, an entry in [`FILE_RULES`].
@@ -18,7 +18,7 @@ use crate::{english, import_cycles, wire};
 /// The findings of a check of the tree.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
-    /// Broken rules.
+    /// Violations of rules.
     pub(crate) problems: Vec<Problem>,
     /// Files that are about to break a rule.
     pub(crate) warnings: Vec<Problem>,
@@ -106,7 +106,7 @@ fn subject_length(commit: &str) -> Option<Problem> {
     (length > MAX_SUBJECT).then(|| Problem::new(".git", None, "subject", message()))
 }
 
-/// The most characters of a commit's subject.
+/// Maximum number of characters in a commit's subject.
 const MAX_SUBJECT: usize = 72;
 
 /// The rules that check one file each.
@@ -145,7 +145,7 @@ const MESSAGES: [&str; 3] =
 const COMMENT_MARKS: [&str; 4] =
     [concat!("FIX", "ME"), concat!("TO", "DO"), concat!("XX", "X"), concat!("HA", "CK")];
 
-/// Macros of unfinished work.
+/// Macros that mark unfinished work.
 const MACRO_MARKS: [&str; 3] = ["dbg", "todo", "unimplemented"];
 
 fn line_length(source: &Source) -> Vec<Problem> {
@@ -180,7 +180,7 @@ fn leftovers(source: &Source) -> Vec<Problem> {
             .iter()
             .filter(|mark| has_word(&line.code, mark) && line.code.contains(&format!("{mark}!")));
         for mark in comment.chain(code) {
-            let message = format!("remove {mark}");
+            let message = format!("{mark} marks unfinished work; finish it and remove the mark");
             problems.push(Problem::new(&source.path, Some(index + 1), "leftover", message));
         }
     }

@@ -1,9 +1,9 @@
-//! Checks the citations of the wire spec. `docs/wire.md` must define every id that source cites,
-//! and both code and a test must cite every MUST of the spec.
+//! Checks the citations of the wire spec. `docs/wire.md` must define every id that the source
+//! cites, and both code and a test must cite every MUST of the spec.
 //!
-//! An item of the spec starts with its id (`W-<n>`, in bold or not): a list item, a table row, a
-//! paragraph or a heading. A heading's item runs to the next heading or id, and any other item to
-//! the next blank line or id. A citation in source is a comment with `wire:` and one or several
+//! An item of the spec is a list item, a table row, a paragraph or a heading that starts with an id
+//! (`W-<n>`, in bold or not). A heading's item runs to the next heading or id, and any other item
+//! to the next blank line or id. A citation in source is a comment with `wire:` and one or more
 //! ids.
 
 use crate::problem::Problem;

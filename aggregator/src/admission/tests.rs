@@ -144,7 +144,7 @@ async fn a_rank_whose_job_ends_while_it_comes_back_is_told_that_it_runs_no_more(
         lock(&job.registry).part(&job.stays, None, Instant::now());
     });
     let why = back.unwrap_err();
-    assert!(why.contains("job \"job\" does not run here"), "{why}");
+    assert!(why.contains("job \"job\" is not running here"), "{why}");
 }
 
 #[tokio::test]

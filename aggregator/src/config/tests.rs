@@ -238,8 +238,8 @@ fn pools_that_no_memory_holds_are_refused() {
     let config = Config { shards: 2, pool_mib: 2000, ..Config::default() };
     assert_eq!(config.check_memory(4000), Ok(()));
     let error = config.check_memory(3999).unwrap_err().to_string();
-    let expected = "the pools of 2 shards, 2000 MiB each, exceed the 3999 MiB of memory of this \
-                    host; lower --pool-mib or --shards";
+    let expected = "the packet buffers of 2 shards, 2000 MiB each, exceed the 3999 MiB of memory \
+                    of this host; lower --pool-mib or --shards";
     assert_eq!(error, expected);
     let mut small = Config { shards: 64, pool_mib: 16, ..Config::default() };
     assert!(small.fit_memory(512).is_err());
@@ -248,7 +248,7 @@ fn pools_that_no_memory_holds_are_refused() {
 
 #[test]
 fn pools_of_the_default_size_are_made_to_fit() {
-    // Embedded aggregators use the default pool size, whatever their host and shard count.
+    // Embedded aggregators use the default `pool_mib`, whatever their host and shard count.
     for (shards, host_mib, pool_mib) in [(1, 2048, 1024), (64, 1024, 8), (64, 1, 1), (1, 1024, 512)]
     {
         let mut config = Config { shards, ..Config::default() };

@@ -275,19 +275,19 @@ fn ranks_that_wait_are_few_of_each_identity_rule_and_address() {
         }
     };
     let (first, why) = full(&mut queue, Some("crowd-1"), [10, 0, 0, 1]);
-    assert_eq!(why, "1024 ranks of identity \"crowd-1\" already wait for room");
+    assert_eq!(why, "1024 ranks of identity \"crowd-1\" are already waiting for room");
     let (_, why) = full(&mut queue, Some("crowd-2"), [10, 0, 0, 2]);
-    assert_eq!(why, "1024 ranks of your [[admit]] rule already wait for room");
+    assert_eq!(why, "1024 ranks of your [[admit]] rule are already waiting for room");
     let (other, why) = full(&mut queue, Some("team"), [10, 0, 0, 1]);
-    assert_eq!((other.len(), &*why), (0, "1024 ranks from 10.0.0.1 already wait for room"));
+    assert_eq!((other.len(), &*why), (0, "1024 ranks from 10.0.0.1 are already waiting for room"));
     let (second, why) = full(&mut queue, Some("team"), [10, 0, 0, 3]);
-    assert_eq!(why, "1024 ranks of identity \"team\" already wait for room");
+    assert_eq!(why, "1024 ranks of identity \"team\" are already waiting for room");
     assert_eq!(queue.ranks(), 2048);
     for ip in [[10, 0, 1, 1], [10, 0, 1, 2]] {
         full(&mut queue, None, ip);
     }
     let (none, why) = full(&mut queue, None, [10, 0, 1, 3]);
-    assert_eq!((none.len(), &*why), (0, "4096 ranks already wait for room"));
+    assert_eq!((none.len(), &*why), (0, "4096 ranks are already waiting for room"));
     for ticket in first.iter().chain(&second) {
         queue.leave(ticket);
     }
@@ -304,6 +304,6 @@ fn ranks_that_wait_from_a_network_of_ipv6_count_as_one_address() {
         queue.enter(&config, &join, None, from(0, host)).unwrap();
     }
     let why = queue.enter(&config, &wish("job", 0, 1), None, from(0, 1024)).unwrap_err();
-    assert_eq!(why, "1024 ranks from 2001:db8:: already wait for room");
+    assert_eq!(why, "1024 ranks from 2001:db8:: are already waiting for room");
     queue.enter(&config, &wish("job", 0, 1), None, from(1, 0)).unwrap();
 }

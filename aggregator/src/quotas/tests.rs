@@ -36,9 +36,9 @@ fn jobs_and_ranks_are_counted_and_the_holders_named() {
     let (one, two) = (tenant("one", "a", 4), tenant("two", "b", 4));
     assert_eq!(check_room(&config, &[one], &two), Ok(()));
     let (later, reason) = why(check_room(&config, &[one, two], &tenant("three", "c", 1)));
-    let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2, held by \"one\" \
-                    with 4 ranks, \"two\" with 4 ranks; try again later, set `wait`, or ask the \
-                    operator of the aggregator";
+    let expected = "there are 2 jobs, and --max-jobs of the aggregator allows 2; room is held by \
+                    \"one\" with 4 ranks, \"two\" with 4 ranks; try again later, set `wait`, \
+                    or ask the operator of the aggregator for room";
     assert_eq!((later, &*reason), (true, expected));
     let (later, reason) = why(check_room(&config, &[one], &tenant("two", "b", 7)));
     assert!(
@@ -57,14 +57,16 @@ fn only_who_is_refused_is_told_what_to_do_about_it() {
     let config = Config { max_jobs: 1, ..Config::default() };
     let there = of(&config, "one", "a", 4);
     let refusal = check_room(&config, &[there], &of(&config, "two", "b", 4)).unwrap_err();
-    let why = "there is 1 job, and --max-jobs of the aggregator allows 1, \
-               held by \"one\" with 4 ranks";
+    let why = "there is 1 job, and --max-jobs of the aggregator allows 1; \
+               room is held by \"one\" with 4 ranks";
     // A rank that waits gets the reason without advice.
     assert_eq!(refusal, Refusal::NoRoom(why.into()));
     assert_eq!(refusal.why(), format!("{why}; try again later, set `wait`, or ask {OPERATOR}"));
     let full = Refusal::NoWait(format!("{why}; 1024 ranks wait")).why();
     assert!(
-        full.ends_with("ranks wait; try again later, or ask the operator of the aggregator"),
+        full.ends_with(
+            "ranks wait; try again later, or ask the operator of the aggregator for room"
+        ),
         "{full}"
     );
 }
@@ -76,9 +78,9 @@ fn each_rule_has_limits_of_its_own_and_others_are_not_named() {
     let tenant = |job, identity, world| of(&config, job, identity, world);
     let held = [tenant("s-1", "speech-1", 100), tenant("v-1", "vision-1", 4)];
     let (later, reason) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 4)));
-    let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1, held by \"v-1\" \
-                    with 4 ranks; try again later, set `wait`, or ask the operator of the \
-                    aggregator";
+    let expected = "there is 1 job, and max_jobs of your [[admit]] rule allows 1; room is held by \
+                    \"v-1\" with 4 ranks; try again later, set `wait`, or ask the operator of \
+                    the aggregator for room";
     assert_eq!((later, &*reason), (true, expected));
     let (later, reason) = why(check_room(&config, &held, &tenant("v-2", "vision-2", 9)));
     assert!(!later && reason.contains("max_ranks of your [[admit]] rule"), "{reason}");
@@ -142,7 +144,7 @@ fn groups_of_one_job_are_one_job_and_have_what_is_left_of_the_buffers() {
     let one = Config { max_jobs: 1, ..config };
     let (_, reason) = why(check_room(&one, &held, &of(&one, "other", "y", 8)));
     assert!(
-        reason.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1, held by"),
+        reason.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1; room is"),
         "{reason}"
     );
 }
@@ -193,7 +195,7 @@ fn groups_do_not_get_around_the_most_jobs_of_a_rule() {
     let expected = "this job has 1 group, and too little of its share (25 % of the packet buffers) \
                     is left for one more group; destroy groups, or raise --pool-mib at the \
                     aggregator or share_percent of the job's [[admit]] rule; try again later, set \
-                    `wait`, or ask the operator of the aggregator";
+                    `wait`, or ask the operator of the aggregator for room";
     assert_eq!((later, &*reason), (true, expected));
 }
 

@@ -14,7 +14,7 @@ use crate::quotas::Refusal;
 use crate::slots::MAX_WORLD;
 
 impl Registry {
-    /// Checks all parts of a rank's join that do not depend on what other jobs hold.
+    /// Checks all parts of a rank's join that do not depend on the room that other jobs hold.
     pub(super) fn check_caller(&self, join: &Join, caller: &Caller) -> Result<(), Refusal> {
         self.admit(join, caller.identity.as_deref(), caller.addr.ip())?;
         self.check_data(join)?;
@@ -61,7 +61,8 @@ impl Registry {
         let mine = self.shards.len();
         if mine * usize::from(aggregators) > usize::from(u8::MAX) {
             return Err(format!(
-                "{aggregators} aggregators with {mine} shards each exceed the limit of {} shards",
+                "{aggregators} aggregators with {mine} shards each exceed the limit of {} shards; \
+                 lower --shards, or use fewer aggregators",
                 u8::MAX
             ));
         }
@@ -75,19 +76,19 @@ impl Registry {
         other_ip_version(addr).map_or(Ok(()), Err)
     }
 
-    /// Checks that the rank wants the data authentication that this aggregator uses.
+    /// Checks that this aggregator uses the data authentication that the rank asks for, if any.
     fn check_auth(&self, join: &Join) -> Result<(), String> {
         let own = self.config.data_auth();
         match join.data_auth {
             Some(wanted) if wanted != own && join.aggregates => Err(format!(
-                "this aggregator authenticates data with {:?}, and the caller that joins for rank \
-                 {} with {:?}; set the same `data_auth` for both",
+                "this aggregator authenticates data with {:?}, but the caller that joins for rank \
+                 {} uses {:?}; set the same `data_auth` for both",
                 own.name(),
                 join.rank,
                 wanted.name()
             )),
             Some(wanted) if wanted != own => Err(format!(
-                "this aggregator authenticates data with {:?}, and rank {} asks for {:?}; set \
+                "this aggregator authenticates data with {:?}, but rank {} asks for {:?}; set \
                  `data_auth` to the aggregator's",
                 own.name(),
                 join.rank,
@@ -125,14 +126,14 @@ impl Registry {
     }
 }
 
-/// Returns why data could not arrive from the address of a call, or `None` if it can. The control
+/// Returns why data from the address of a call could not arrive, or `None` if it could. The control
 /// socket accepts both IP versions. Each data socket accepts only one, so that a peer has a single
 /// address.
 pub(crate) fn other_ip_version(addr: IpAddr) -> Option<String> {
     let is_mapped = matches!(addr, IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some());
     is_mapped.then(|| {
-        "this aggregator serves IPv6, and the worker called by IPv4; call it by an IPv6 address, \
-         or start it with --bind and an IPv4 address"
+        "this aggregator serves IPv6, but the worker called it over IPv4; call it at an IPv6 \
+         address, or start it with --bind and an IPv4 address"
             .into()
     })
 }

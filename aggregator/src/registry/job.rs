@@ -77,7 +77,8 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Checks that a join matches the parameters that the job was opened with.
+    /// Checks that a rank may still join the job, and that its join matches the parameters that the
+    /// job was opened with.
     pub(super) fn check(&self, join: &Join) -> Result<(), String> {
         let name = &join.job;
         self.check_secret(join)?;
@@ -86,8 +87,8 @@ impl Job {
         }
         if self.state != JobState::Gathering && self.left.contains_key(&join.rank) {
             return Err(format!(
-                "rank {} has left job {name:?}; it can rejoin between two ops with `rejoin`; \
-                 otherwise restart all ranks with a greater `generation`",
+                "rank {} has left job {name:?}; a rank that left between two ops can join again \
+                 with `rejoin`; otherwise restart all ranks with a greater `generation`",
                 join.rank
             ));
         }
@@ -102,7 +103,7 @@ impl Job {
             ));
         }
         // A job without results may have lost its earlier aggregator before all ranks learned that
-        // it had started. Joins with and without a resume at op 0 therefore fit together.
+        // the job had started. Joins with and without a resume at op 0 are therefore compatible.
         let (here, there) = (self.moved_at, join.resume.as_ref().map(|resume| resume.first_op));
         if here.is_some() != there.is_some() && here.max(there) != Some(OpId(0)) {
             let (new, old) = ("starts from its first op", "continues from another aggregator");
@@ -135,8 +136,8 @@ impl Job {
         let (stripe, its) = (self.stripe, join.stripe);
         let order = "; set the same aggregators in the same order at all ranks";
         for (what, mine, theirs, advice) in [
-            ("world", self.world, join.world, ""),
-            ("lanes", self.lanes.into(), join.lanes.into(), ""),
+            ("world", self.world, join.world, "; set the same value at all ranks"),
+            ("lanes", self.lanes.into(), join.lanes.into(), "; set the same value at all ranks"),
             ("aggregator count", stripe.1.into(), its.1.into(), order),
             ("aggregator index", stripe.0.into(), its.0.into(), order),
         ] {
@@ -285,7 +286,8 @@ impl Job {
         let (place, aggregators) = self.stripe;
         let shards = mine.checked_mul(aggregators).ok_or_else(|| {
             format!(
-                "{aggregators} aggregators with {mine} shards each exceed the limit of 255 shards"
+                "{aggregators} aggregators with {mine} shards each exceed the limit of 255 shards; \
+                 lower --shards, or use fewer aggregators"
             )
         })?;
         let first = mine * place;
@@ -357,7 +359,11 @@ const MAX_LOCAL_IN_FLIGHT: usize = 1 << 19;
 
 /// Returns the error for a job that has lost too many ranks to continue.
 pub(super) fn too_many_absent() -> String {
-    format!("a job can lose at most {} ranks and continue", Flags::MAX_ABSENT)
+    format!(
+        "the job has lost more than {} ranks, the most that a job can continue without; restart \
+         all ranks with a greater `generation`",
+        Flags::MAX_ABSENT
+    )
 }
 
 /// Returns why a rank that the others have lost can no longer join the job.

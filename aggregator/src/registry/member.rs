@@ -11,9 +11,9 @@ use tokio::time::Instant;
 
 use super::Caller;
 
-/// The maximum number of messages queued for a member. It is more than twice what a job sends: a
-/// welcome, a start, a message for each rank that the job can continue without, a drain, and a
-/// final message.
+/// The maximum number of messages queued for a member. It is more than twice the number that a job
+/// sends: a welcome, a start, a message for each rank that the job can continue without, a drain,
+/// and a final message.
 pub(crate) const MEMBER_QUEUE: usize = 2 * (Flags::MAX_ABSENT + 8);
 
 /// A rank that has joined, or an aggregator that has joined for its ranks.
@@ -143,8 +143,8 @@ pub(super) fn who(identity: Option<&str>, addr: SocketAddr) -> CallerId {
 pub(super) fn unreached(join: &Join, ip: IpAddr) -> String {
     if join.aggregates {
         return format!(
-            "the aggregator at {ip} has this one as its parent and needs unicast results; start \
-             the parent with --fanout auto or unicast"
+            "the aggregator at {ip} needs unicast results from its parent; start the parent with \
+             --fanout auto or unicast"
         );
     }
     format!(

@@ -24,9 +24,10 @@ const MAX_SILENCE: Duration = Duration::from_secs(2);
 const PARENT_FIRST: Duration = Duration::from_secs(2);
 
 impl Registry {
-    /// Checks the timeouts of a job whose ranks join or leave, and returns its next step. A job
-    /// that gathers for too long ends, and its ranks learn which ranks are missing. A job that has
-    /// moved here may continue without the missing ranks.
+    /// Checks the timeouts of a job, and returns the job's next step. A job that gathers for too
+    /// long ends, and its ranks learn which ranks are missing. A job that has moved here may
+    /// continue without the missing ranks. A running job loses the ranks that have moved elsewhere
+    /// if the others do not follow in time.
     pub(crate) fn check_timeouts(&mut self, seat: &Seat, now: Instant) -> Joined {
         let patience = Duration::from_secs(self.config.join_timeout_s.into());
         let draining = self.draining;
@@ -67,7 +68,10 @@ impl Registry {
         let queued = self.job(seat).and_then(|job| job.parent.as_ref()?.queued.clone());
         if let Some(why) = queued {
             let waited = patience.as_secs();
-            let reason = format!("the parent had no room for {waited} s: {why}");
+            let reason = format!(
+                "its parent had no room for the job within {waited} s: {why}; try again later, or \
+                 raise --join-timeout-s at the aggregator"
+            );
             return self.refuse_all(&seat.job, &reason);
         }
         let reason = format!(
@@ -108,7 +112,7 @@ impl Registry {
             return Joined::Ready;
         }
         job.absent.extend(lost);
-        // If the start fails, it has already refused all members.
+        // A failed start has already refused all members.
         self.start(name).unwrap_or(Joined::Ready)
     }
 
@@ -172,9 +176,9 @@ impl Registry {
     }
 
     /// Handles a rank's request to withdraw, and returns whether the rank may leave. A rank may
-    /// withdraw while its job gathers ranks, unless this aggregator has a parent; the job then
-    /// counts the rank as missing. After that, a rank may not withdraw, because other ranks depend
-    /// on it, or because the job has ended and the rank was told why.
+    /// withdraw while its job gathers ranks, unless this aggregator has a parent. The job counts a
+    /// withdrawn rank as missing. Once the job has started, its ranks depend on each other, so none
+    /// may withdraw. Once the job has ended, the ranks have already been told why.
     pub(crate) fn withdraw(&mut self, seat: &Seat) -> bool {
         // wire: W-67
         let gathers = |job: &&mut Job| job.state == JobState::Gathering && job.parent.is_none();
@@ -198,12 +202,12 @@ impl Registry {
             return Joined::Ready;
         };
         member.withdraws = false;
-        // If the start fails, it has already refused all members.
+        // A failed start has already refused all members.
         self.start_if_complete(&seat.job).unwrap_or(Joined::Ready)
     }
 
     /// Notes that a rank has moved to another aggregator with its job; the other ranks should
-    /// follow soon.
+    /// follow soon. If the job may not move, the rank is lost instead.
     pub(crate) fn depart(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
         if !job.may_move {
@@ -231,8 +235,8 @@ impl Job {
     /// removed from the registry.
     ///
     /// Silent ranks may have gathered at another aggregator, and the job must not continue at both.
-    /// In a job that may move, the ranks that are still heard here must therefore be a majority of
-    /// the ranks that are not certainly lost.
+    /// In a job that may move, the ranks that this aggregator still hears from, and those that have
+    /// departed, must therefore be a majority of the ranks that are not certainly lost.
     pub(super) fn continues_without(&self, lost: &[LostRank], now: Instant) -> bool {
         let gone = || self.absent.iter().chain(lost);
         let certain = gone().filter(|absent| absent.why.is_certain()).count();
@@ -279,7 +283,7 @@ pub(super) fn check_resume(join: &Join) -> Result<(), String> {
     let mut ranks: Vec<u16> = resume.absent.iter().map(|absent| absent.rank).collect();
     ranks.sort_unstable();
     ranks.dedup();
-    // Check this here, before a job is opened for the rank.
+    // Check the number of lost ranks here, before a job is opened for the rank.
     if ranks.len() > Flags::MAX_ABSENT {
         return Err(too_many_absent());
     }

@@ -20,7 +20,7 @@ pub(super) struct ParentLink {
     /// Dropping this sender ends a call that the parent has not answered yet. After the answer,
     /// dropping `messages` ends the call.
     pub(super) _over: Option<oneshot::Sender<()>>,
-    /// The ranks that have joined nowhere, according to the parent.
+    /// The ranks that, according to the parent, have not joined anywhere in the tree.
     pub(super) missing: Option<Vec<u16>>,
     /// The reason why there is no room at the parent, in the parent's words.
     pub(super) queued: Option<String>,

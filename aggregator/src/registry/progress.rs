@@ -99,8 +99,8 @@ async fn publish_progress(registry: SharedRegistry, id: JobId, feed: watch::Send
 }
 
 impl Registry {
-    /// Subscribes to a job. The first subscriber also gets the sender, and must start the task that
-    /// feeds it.
+    /// Subscribes to the progress of a job. The first subscriber also gets the sender, and must
+    /// start the task that publishes the progress.
     fn watch(&mut self, id: JobId) -> Option<(Watched, Option<watch::Sender<Progress>>)> {
         let job = self.jobs.values_mut().find(|job| job.id == id)?;
         let (progress, feed) = match &job.progress {

@@ -110,7 +110,7 @@ impl Registry {
         self.check_data(join)?;
         if self.config.fanout == Fanout::Multicast {
             return Err(Refusal::Never(
-                "a rank that rejoins needs unicast results, and this aggregator only multicasts; \
+                "a rank that rejoins needs unicast results, but this aggregator only multicasts; \
                  start it with --fanout auto"
                     .into(),
             ));
@@ -118,7 +118,7 @@ impl Registry {
         let runs = |job: &&Job| job.generation == join.generation && job.state == JobState::Running;
         let Some(job) = self.jobs.get(&join.job).filter(runs) else {
             return Err(Refusal::Never(format!(
-                "job {:?} does not run here in generation {}, so rank {} cannot rejoin it",
+                "job {:?} is not running here in generation {}, so rank {} cannot rejoin it",
                 join.job, join.generation.0, join.rank
             )));
         };
@@ -199,16 +199,16 @@ impl Job {
         });
         if usize::from(join.max_datagram) < fragment {
             return Err(format!(
-                "datagrams of job {name:?} have up to {fragment} bytes, and rank {rank} now takes \
+                "datagrams of job {name:?} have up to {fragment} bytes, but rank {rank} now takes \
                  at most {}; give the rank its former MTU",
                 join.max_datagram
             ));
         }
-        // When the job started, its results in flight were limited to what the smallest receive
-        // buffer of its ranks holds.
+        // When the job started, its results in flight were limited to the size of its ranks'
+        // smallest receive buffer.
         if join.receive_buffer < self.least_buffer {
             return Err(format!(
-                "rank {rank} now has a receive buffer of {} bytes, and job {name:?} needs {}; give \
+                "rank {rank} now has a receive buffer of {} bytes, but job {name:?} needs {}; give \
                  the rank its former buffer (net.core.rmem_max)",
                 join.receive_buffer, self.least_buffer
             ));

@@ -197,11 +197,11 @@ fn a_rank_that_is_refused_has_never_had_a_place() {
     for (wrong, why) in [
         (
             Join { data_auth: Some(DataAuth::Aead), ..right.clone() },
-            "this aggregator authenticates data with \"none\", and rank 1 asks for \"aead\"; ",
+            "this aggregator authenticates data with \"none\", but rank 1 asks for \"aead\"; ",
         ),
         (
             Join { data_auth: Some(DataAuth::Aead), aggregates: true, ..right.clone() },
-            "\"none\", and the caller that joins for rank 1 with \"aead\"; ",
+            "\"none\", but the caller that joins for rank 1 uses \"aead\"; ",
         ),
         (
             Join { max_datagram: 1000, ..right.clone() },
@@ -262,7 +262,7 @@ fn a_rank_that_no_data_could_reach_is_refused() {
         Caller { identity: None, addr: mapped, outbox },
         Instant::now(),
     );
-    assert!(refused.unwrap_err().why().contains("the worker called by IPv4"));
+    assert!(refused.unwrap_err().why().contains("the worker called it over IPv4"));
     assert_eq!(registry.jobs(), 0);
 }
 
@@ -349,7 +349,7 @@ fn room_for_more_jobs_takes_nothing_from_those_that_run() {
     let limit = |max_jobs| Config { pool_mib: 4, max_jobs, ..Config::default() };
     registry.reconfigure(limit(2));
     let [one, _two] = ["one", "two"].map(|name| join(&mut registry, wish(name, 0, 1)).unwrap());
-    // The jobs keep their buffers, although shares are smaller now.
+    // The running jobs keep their buffers, even though new shares are smaller.
     registry.reconfigure(limit(8));
     let error = join(&mut registry, wish("three", 0, 1)).unwrap_err();
     assert!(

@@ -2,7 +2,7 @@
 //!
 //! An aggregator with a parent joins the job at the parent for each of its ranks, as the rank
 //! arrives. Only the parent sees when the world is complete. The job therefore starts at the
-//! parent, and all ranks get what the parent grants.
+//! parent, and all ranks get the parent's grant.
 
 use std::net::SocketAddr;
 
@@ -45,7 +45,8 @@ pub(super) fn lost_with(member: Option<Member>, rank: u16, why: Loss) -> (Vec<u1
 }
 
 impl Registry {
-    /// Checks that a tree supports what a rank wants, if its job is part of a tree.
+    /// Checks a join whose job is part of a tree: the caller's number of shards must match, and the
+    /// join may ask only for features that a tree supports. Accepts every other join.
     pub(super) fn check_relay(&self, join: &Join) -> Result<(), String> {
         let (mine, theirs) = (self.shards.len(), join.data_ports.len());
         // A sidecar has one port for all shards.
@@ -113,13 +114,14 @@ impl Registry {
                 self.refuse_all(
                     name,
                     &format!(
-                        "its parent at {parent_addr} speaks protocol version {speaks}, and this \
-                         aggregator version {CONTROL_VERSION}; install the same release on both"
+                        "its parent at {parent_addr} speaks protocol version {speaks}, but the \
+                         aggregator itself speaks version {CONTROL_VERSION}; install the same \
+                         release on both"
                     ),
                 );
             }
             FromAggregator::Refused { reason } if job.state != JobState::Gathering => {
-                let reason = parent_gone(&format!("{parent_addr} refused: {reason}"));
+                let reason = parent_gone(&format!("{parent_addr}: the parent refused: {reason}"));
                 job.send_to_all(&FromAggregator::ParentLost { reason });
                 self.remove(name);
             }
@@ -140,7 +142,13 @@ impl Registry {
             FromAggregator::Welcome(_) if job.state != JobState::Gathering => {}
             FromAggregator::Welcome(granted) => return self.welcomed(seat, parent_addr, granted),
             FromAggregator::Drain if job.state == JobState::Gathering => {
-                self.refuse_all(name, &format!("its parent at {parent_addr} is draining"));
+                self.refuse_all(
+                    name,
+                    &format!(
+                        "its parent at {parent_addr} is draining and takes no more jobs; use \
+                         another aggregator, or try again later"
+                    ),
+                );
             }
             FromAggregator::PeerLost { ranks, why } => {
                 let ranks = of_world(ranks, job.world);
@@ -166,13 +174,13 @@ impl Registry {
         Joined::Ready
     }
 
-    /// Starts a job with the grant from the parent.
+    /// Starts a job with the grant from the parent, or refuses the job if the grant is unusable.
     fn welcomed(&mut self, seat: &Seat, parent_addr: SocketAddr, granted: Welcome) -> Joined {
         let (name, auth) = (&seat.job, self.config.data_auth());
         let (mine, theirs) = (self.shards.len(), granted.data_ports.len());
         if mine != theirs {
             let reason = other_shards(theirs, mine);
-            self.refuse_all(name, &format!("its parent at {parent_addr} does not fit: {reason}"));
+            self.refuse_all(name, &format!("its parent at {parent_addr} does not match: {reason}"));
             return Joined::Ready;
         }
         if !may_grant(&granted, self.shards.len()) {
@@ -181,8 +189,8 @@ impl Registry {
         }
         if granted.data_auth != auth {
             let reason = format!(
-                "its parent at {parent_addr} authenticates data with {:?}, but this aggregator \
-                 with {:?}; start both with the same `racksum aggregator --data-auth`",
+                "its parent at {parent_addr} authenticates data with {:?}, but the aggregator \
+                 itself uses {:?}; start both with the same `racksum aggregator --data-auth`",
                 granted.data_auth.name(),
                 auth.name()
             );
@@ -389,9 +397,9 @@ impl Job {
         }
         if join.aggregates && !join.may_move && self.may_move {
             return Err(format!(
-                "ranks of job {:?} have standbys, but others joined without standbys through an \
-                 aggregator with a parent, or through a sidecar; set one aggregator, or the same \
-                 aggregators at all ranks",
+                "some ranks of job {:?} have standbys, but others joined without standbys through \
+                 an aggregator with a parent, or through a sidecar; set one aggregator, or the \
+                 same aggregators at all ranks",
                 join.job
             ));
         }
@@ -429,8 +437,8 @@ impl Job {
     }
 
     /// Tells the parent that ranks are lost, since the parent may already have started the job.
-    /// While the job gathers ranks, this also ends the connection, and the parent is called again
-    /// for the remaining ranks.
+    /// While the job gathers ranks, this method also ends the connection, and the parent is called
+    /// again for the remaining ranks.
     pub(super) fn send_lost_to_parent(&mut self, ranks: &[u16], why: Loss) {
         let Some(parent) = &mut self.parent else { return };
         for rank in ranks {
@@ -462,7 +470,10 @@ impl Job {
             let late = |member: &mut Member| !rack.contains(&member.join.rank);
             if let Some(member) = place.take_if(late) {
                 let name = &member.join.job;
-                let reason = format!("job {name:?} is already running without this rank");
+                let reason = format!(
+                    "job {name:?} is already running without this rank; to include it, restart all \
+                     ranks with a greater `generation`"
+                );
                 member.send(FromAggregator::Refused { reason });
             }
         }
@@ -518,11 +529,11 @@ fn may_grant(granted: &Welcome, shards: usize) -> bool {
 }
 
 /// Returns the error for a parent and a calling aggregator with different numbers of shards.
-fn other_shards(parent_addr: usize, calling: usize) -> String {
+fn other_shards(parent: usize, calling: usize) -> String {
     format!(
-        "the parent has {}, and the aggregator that calls it {calling}; start both with the same \
-         --shards",
-        counted(parent_addr, "shard")
+        "the parent has {}, but the aggregator that calls it has {calling}; start both with the \
+         same --shards",
+        counted(parent, "shard")
     )
 }
 
@@ -537,7 +548,7 @@ fn of_world(mut ranks: Vec<u16>, world: u16) -> Vec<u16> {
 
 /// Returns the message to the ranks of a job that ends because the parent is lost.
 fn parent_gone(how: &str) -> String {
-    format!("the aggregator lost its parent: {how}")
+    format!("the aggregator lost its parent at {how}")
 }
 
 /// Returns the error for a parent that breaks the protocol.

@@ -24,7 +24,7 @@ pub(super) struct Floods {
     /// The number of messages that the kernel had dropped by the last check.
     drops: u64,
     /// Whether the last check found that the receive buffer had overflowed. Messages are counted
-    /// only if it had.
+    /// only after such a check.
     overflows: bool,
     messages: u32,
     /// The useless messages, by sender.

@@ -19,8 +19,8 @@ use super::floods::Floods;
 use super::outbox::Outbox;
 use super::proof::Proofs;
 use super::{Command, LONGEST_PAUSE, MULTICAST_TTL, QUANTUM, Shard, ShardReport, ShardStats};
-use crate::StartError;
 use crate::arena::Arena;
+use crate::error::StartError;
 use crate::failure::Failure;
 
 /// The command channel of a shard.

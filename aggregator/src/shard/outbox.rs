@@ -87,7 +87,7 @@ impl Outbox {
         let again = result.header.flags.has(Flags::AGAIN);
         let small = again || result.len <= MAX_JOINED;
         if !small || to != self.joined_to || tos != job.tos(&self.joined) {
-            // Results must stay in order: if one overtook another, the other would seem to be lost.
+            // Keep results in order, because the receiver would consider an overtaken one lost.
             self.send_joined(socket, job);
         }
         if !small {
@@ -179,9 +179,9 @@ impl Post {
         self.sealed = sealed;
     }
 
-    /// Sends datagrams that lie `stride` bytes apart to each address, and waits briefly for room in
-    /// the send buffer. Datagrams that still cannot be sent are lost, and their receivers request
-    /// them again.
+    /// Sends datagrams to each address, and waits briefly for room in the send buffer. In
+    /// `contents`, the datagrams lie `stride` bytes apart. Datagrams that still cannot be sent are
+    /// lost, and their receivers request them again.
     fn send(
         &mut self,
         socket: &UdpSocket,
@@ -218,7 +218,7 @@ impl Post {
 
 /// The maximum size in bytes of a result that is copied to be sent together with others.
 const MAX_JOINED: usize = 16 << 10;
-/// The maximum size in bytes of a datagram without tensor data: a nack or a wait.
+/// The maximum size in bytes of a datagram without tensor data, such as a nack or a wait.
 const MAX_CONTROL: usize = 2048;
 /// How many times to wait for room in the send buffer before giving up on a batch.
 const MAX_SEND_WAITS: u32 = 16;

@@ -55,8 +55,8 @@ pub(super) fn open<'a>(job: &mut ShardJob, datagram: &'a mut [u8]) -> Option<&'a
     opened.map(|messages| &*messages).inspect_err(|reject| job.events.rejects.count(*reject)).ok()
 }
 
-/// Handles a message from the parent. Returns its body and where to store it, if the body is
-/// wanted.
+/// Handles a message from the parent. Returns the message's body and the place to store it, if the
+/// body must be stored.
 pub(super) fn take<'a>(
     job: &mut ShardJob,
     now: Time,
@@ -81,7 +81,8 @@ impl ShardJob {
         self.parent.as_ref().map_or(Time::NEVER, |parent| parent.machine.poll_timeout())
     }
 
-    /// Updates the aggregator half with the progress at the parent.
+    /// Handles a due timeout of the worker half, and updates the aggregator half with the progress
+    /// at the parent.
     pub(super) fn poll_parent(&mut self, now: Time) {
         let Self { machine, parent: Some(parent), events, .. } = self else { return };
         if parent.machine.poll_timeout() <= now {
@@ -208,5 +209,5 @@ impl ShardJob {
     }
 }
 
-/// A timeout that never expires, because the ranks enforce the timeout of an op.
+/// A timeout of 12 days, which never expires in practice: the ranks enforce the timeout of an op.
 const NO_TIMEOUT: Span = Span::from_secs(1 << 20);

@@ -113,7 +113,8 @@ impl Shard {
     }
 }
 
-/// Hands a message to its job. Returns its body and where to store it, if the body is wanted.
+/// Hands a message to its job. Returns the message's body and the place to store it, if the body
+/// must be stored.
 fn take_message<'a>(
     jobs: &mut BTreeMap<JobId, ShardJob>,
     schedule: &mut DeficitRoundRobin<JobId>,

@@ -240,7 +240,7 @@ fn a_job_that_only_asks_is_answered_within_its_turns_and_another_has_its_own() {
         assert!(turns < 1000, "the answers end");
     }
     let again = shard.jobs[&asker.id].events.fragments_again;
-    assert_eq!(again, u64::from(world) * u64::from(WINDOWS), "every nack is answered in the end");
+    assert_eq!(again, u64::from(world) * u64::from(WINDOWS), "every nack is eventually answered");
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn a_job_that_is_flooded_by_its_rank_is_not_heard_until_it_has_paid() {
     while overdrawn(&shard, flooder.id) == 0 {
         flooder.nack(&mut shard, 0);
         asks += 1;
-        assert!(asks < 100_000, "datagrams of a job in debt are rejected in the end");
+        assert!(asks < 100_000, "datagrams of a job in debt are eventually rejected");
     }
     other.work(&mut shard, 1);
     assert_eq!(overdrawn(&shard, other.id), 0);

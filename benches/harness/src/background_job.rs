@@ -47,8 +47,8 @@ impl BackgroundJob {
         Self { flags, thread: Some(thread) }
     }
 
-    /// Starts or stops the ranks' sending, and waits until the change has taken effect.
-    /// Returns false if the thread has ended.
+    /// Makes the ranks start or stop sending, and waits until they do. After a start, also waits
+    /// for [`WARM_UP`]. Returns false if the thread has ended.
     pub(crate) fn set(&self, sends: bool) -> bool {
         self.flags.wanted.store(sends, SeqCst);
         while self.flags.busy.load(SeqCst) != sends {

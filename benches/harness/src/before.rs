@@ -15,15 +15,16 @@ pub(crate) struct Before {
 /// The Python package of a checkout.
 #[derive(Debug)]
 pub(crate) struct Package {
-    /// The folder that holds the package. It goes before the interpreter's own packages.
+    /// The folder that holds the package. Python searches it before the interpreter's own packages.
     pub(crate) folder: PathBuf,
-    /// The checkout's programs that use the package, since its functions may have had other names.
+    /// The folder of the checkout's peer programs. This source's programs may not fit the package,
+    /// whose functions may have other names.
     pub(crate) peers: PathBuf,
 }
 
 impl Before {
-    /// Prepares `given`: an executable, or a checkout. Builds a checkout's program and, with a
-    /// `python` that will run it, its package.
+    /// Prepares the build at `given`: an executable, or a checkout. For a checkout, builds its
+    /// program and, if `python` is given, installs its package for that interpreter.
     pub(crate) fn prepare(given: &Path, python: Option<&Path>) -> Result<Self> {
         if !given.is_dir() {
             Cmd::new(path(given)?, &["--version"]).run(Path::new(".")).with_context(|| {

@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::stats::{Summary, ms};
 use crate::volume::Data;
 
-/// A case of the benches: one line of the table.
+/// A case of the benches: a race, or a measurement of memory.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Case {
     Race(Race),
@@ -25,8 +25,8 @@ impl Case {
         }
     }
 
-    /// Turns a race into one of racksum against an earlier build of itself, whose Python package
-    /// takes part only if `has_package`. Leaves other cases unchanged.
+    /// Turns a race into one of racksum against an earlier build of itself. Sides that use the
+    /// Python package take part only if `has_package` is true. Leaves other cases unchanged.
     pub(crate) fn against_before(&mut self, has_package: bool) {
         const MOST: f64 = 0.02;
         if let Self::Race(race) = self {
@@ -53,7 +53,7 @@ pub(crate) struct Race {
     /// Shards of each aggregator.
     pub(crate) shards: u8,
     pub(crate) data: Data,
-    /// Number of iterations that each side runs in a round. The round counts with their median.
+    /// Number of iterations that each side runs in a round. Their median is the time of the round.
     pub(crate) iterations: u32,
     pub(crate) sides: Vec<Side>,
     #[serde(skip)]
@@ -169,7 +169,7 @@ impl Program {
         }
     }
 
-    /// Returns the program of an earlier build, or `None` if racksum takes no part in this one.
+    /// Returns the program of an earlier build, or `None` if this program does not use racksum.
     fn before(self) -> Option<Self> {
         const BUILD: Build = Build::Before;
         match self {
@@ -330,7 +330,7 @@ pub(crate) enum Figure {
     Cost(&'static str, &'static str),
     /// Like [`Self::Cost`], but precise enough for small differences. Each pair of rounds yields
     /// the geometric mean of its two costs, and the figure is the median of these means. A pair is
-    /// a round and its mirror: the round of the same number in the next set-up, where the sides
+    /// a round and its mirror: the round with the same number in the next set-up, where the sides
     /// have swapped places. The sides take their turns of a round close together, so the machine
     /// changes little between them.
     CostInTurn(&'static str, &'static str),

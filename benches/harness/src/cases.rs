@@ -1,4 +1,4 @@
-//! The cases: one for each line of the table of bounds, and small ones that cover every mechanism.
+//! The cases: those with bounds, and small ones that cover every mechanism.
 
 use racksum_benches::data::{Input, Overlap};
 use racksum_proto::auth::DataAuth;
@@ -9,7 +9,7 @@ use crate::case::{
 };
 use crate::volume::Data;
 
-/// Returns all cases that have bounds, in the order of the table.
+/// Returns all cases that have bounds, in the order in which they run.
 pub(crate) fn all(seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for (world, must, reach) in [(2, 1.15, 1.2), (4, 1.25, 1.4), (8, 1.45, 1.7)] {
@@ -100,7 +100,7 @@ pub(crate) fn smoke(seed: u64) -> Vec<Case> {
 }
 
 /// Returns the cases that a user named, each by its full name or by a prefix that ends before a
-/// dash.
+/// dash. If `names` is empty, returns all cases that have bounds.
 pub(crate) fn chosen(names: &[String], seed: u64) -> Result<Vec<Case>, String> {
     if names.is_empty() {
         return Ok(all(seed));
@@ -145,7 +145,7 @@ const FLOOR_BF16: Side = Side { name: "floor", program: Program::Floor { wire: W
 const OPENMPI: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: false } };
 const OPENMPI_SHARED: Side = Side { name: "openmpi", program: Program::OpenMpi { shared: true } };
 
-/// Number of shards for dense tensors on loopback. Beside eight ranks, the remaining cores suffice
+/// Number of shards for dense tensors on loopback. With eight ranks, the remaining cores suffice
 /// for two shards.
 const BULK_SHARDS: u8 = 2;
 
@@ -363,7 +363,7 @@ fn sparse_loopback(seed: u64, name: &str, input: Input, must_ms: f64, reach_ms: 
     })
 }
 
-/// Time of Gloo's sparse sum on the loopback machine where the bounds were set.
+/// Time of Gloo's sparse sum over loopback on the machine where the bounds were set.
 const GLOO_SPARSE_MS: f64 = 113.0;
 
 fn small(seed: u64, world: u16, must_ms: f64, reach_ms: f64) -> Case {

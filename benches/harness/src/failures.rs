@@ -69,7 +69,7 @@ pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
     }
     show_progress("");
     if times.is_empty() {
-        bail!("no test whose path contains {test:?} records a time");
+        bail!("no test whose path contains {test:?} records a time; pass another text to --test");
     }
     print!("{}", table(&times));
     Ok(times.values().all(Times::is_kept))
@@ -111,7 +111,7 @@ fn record(root: &Path, program: &Path, name: &str, file: &Path) -> Result<Vec<En
     report::read(file).map_err(|why| anyhow!(why))
 }
 
-/// Adds the longest time of each measurement of a test; returns `true` if there is any.
+/// Adds the longest time of each measurement of a test; returns `true` if the test recorded a time.
 fn collect(entries: Vec<Entry>, times: &mut BTreeMap<String, Times>) -> bool {
     let mut longest: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for entry in entries {

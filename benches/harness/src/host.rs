@@ -41,7 +41,7 @@ impl Provenance {
         }
     }
 
-    /// Formats one line for people.
+    /// Describes the commit and the machine in one line for people.
     pub(crate) fn line(&self) -> String {
         let Self { commit, dirty, kernel, cores, cpu, load, .. } = self;
         let commit = commit.get(..12).unwrap_or(commit);

@@ -7,13 +7,13 @@ use clap::Args;
 use racksum_tools::python;
 use racksum_tools::shell::{Cmd, path, target};
 
-/// Length of the training.
+/// Lengths of the trainings, and the folder for their curves.
 #[derive(Debug, Args)]
 pub(crate) struct LearningArgs {
-    /// Steps of each example.
+    /// Training steps of each example.
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Steps of the runs with compressors.
+    /// Training steps of the runs with compressors.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     compressed_steps: u32,
     /// Folder for the curves. [default: learning in cargo's target folder]

@@ -4,8 +4,8 @@
 //! `benches/README.md` explains the measurements to a reader of the results. In this program,
 //! [`cases`] defines the cases, [`race`] the procedure, [`side`] the programs and [`network`] the
 //! links. The peer programs are in `benches/peers`. Racksum's own ranks run `racksum bench
-//! --interactive`, which obeys the same command lines as the peers. `cargo xtask` builds and starts
-//! this program (`xtask/src/bench.rs`).
+//! --interactive`, which obeys the same commands on standard input as the peers. `cargo xtask`
+//! builds and starts this program (`xtask/src/bench.rs`).
 
 mod background_job;
 mod before;

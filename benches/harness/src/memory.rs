@@ -1,4 +1,4 @@
-//! Compares the memory of an aggregator with many jobs to its configured pool.
+//! Compares the memory use of an aggregator that serves many jobs to its configured pool.
 
 use std::fs;
 use std::path::Path;

@@ -181,7 +181,7 @@ fn owner(namespace: &str) -> Option<&str> {
 
 fn remove(namespace: &str) {
     if !Cmd::new("ip", &["netns", "del", namespace]).succeeds(Path::new(".")) {
-        eprintln!("cannot remove the network namespace {namespace}");
+        eprintln!("cannot remove the network namespace {namespace}; remove it with `ip netns del`");
     }
 }
 

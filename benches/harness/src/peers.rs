@@ -30,7 +30,7 @@ pub(crate) struct PeersArgs {
     /// be even. [default: 1; with --against 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     setups: Option<u32>,
-    /// Append the results to this file, one JSON object a line. [default: peers/results.jsonl in
+    /// Append the results to this file, one JSON object per line. [default: peers/results.jsonl in
     /// cargo's target folder]
     #[arg(long, value_name = "FILE.jsonl")]
     out: Option<PathBuf>,
@@ -40,14 +40,14 @@ pub(crate) struct PeersArgs {
     /// Fail if a bound is not met or not measured.
     #[arg(long)]
     strict: bool,
-    /// Run the cases with tensors of this many bytes instead, without bounds on times.
+    /// Run the cases with tensors of N bytes instead of their usual size, without bounds on times.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(4..))]
     bytes: Option<u64>,
-    /// Race this source against another build of racksum instead: an executable, or a checkout,
-    /// whose Python package races too. No case may take more than 2 % longer.
+    /// Race this source against another build of racksum instead of the peers: an executable, or a
+    /// checkout, whose Python package races too. No case may take more than 2 % longer.
     #[arg(long, value_name = "PATH", conflicts_with = "bytes")]
     against: Option<PathBuf>,
-    /// Python with torch and numpy to use, instead of a virtual environment.
+    /// Use this Python, which must have torch and numpy, instead of a new virtual environment.
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Seed of the data.
@@ -119,7 +119,7 @@ fn run_cases(
     }
     println!("{}", Provenance::now(root).line());
     let Rounds { setups, warmup, counted } = rounds;
-    println!("{counted} round(s) after {warmup} warm-up round(s), in {setups} set-up(s)");
+    println!("{counted} round(s) after {warmup} warm-up round(s), in each of {setups} set-up(s)");
     println!("slow links: {} at a host, {} at the switch", network::HOST_TBF, network::SWITCH_TBF);
     let out = out.map_or_else(|| setup.work.join("results.jsonl"), Path::to_owned);
     let mut results = Vec::new();

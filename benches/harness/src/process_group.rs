@@ -1,5 +1,5 @@
-//! A process group: processes that start together and obey the same command lines. Each process
-//! answers each command with one line.
+//! A process group: processes that start together and read the same commands from standard input.
+//! Each process answers each command with one line.
 //!
 //! Every wait ends with all answers, the end of a process, a timeout or Ctrl-C. Dropping the group
 //! closes the processes' input, then terminates and finally kills them.
@@ -22,7 +22,7 @@ use serde_json::Value;
 /// Timeout of an iteration.
 pub(crate) const ITERATION_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Processes that obey the same command lines.
+/// Processes that read the same commands from standard input.
 #[derive(Debug)]
 pub(crate) struct ProcessGroup {
     name: String,

@@ -45,7 +45,7 @@ pub(crate) struct SideOutcome {
     pub(crate) skipped: Option<String>,
     /// Reason why the side did not finish the race.
     pub(crate) failed: Option<String>,
-    /// Summary over the rounds, each of which counts with the median of its iterations.
+    /// Summary of the rounds, each represented by the median of its iterations.
     pub(crate) summary: Option<Summary>,
     /// Predicted time of an iteration, if the side predicts it.
     pub(crate) predicted_us: Option<f64>,

@@ -99,7 +99,7 @@ impl Ending {
         }
     }
 
-    /// Formats the case's lines of the last table: figure, value, must, reach and verdict.
+    /// Formats the case's rows in the final table: figure, value, must, reach and verdict.
     pub(crate) fn verdicts(&self, case: &str) -> Vec<String> {
         let row = |figure: &str, value: &str, must: &str, reach: &str, verdict: &str| {
             format!("{case:<20} {figure:<32} {value:>9} {must:>12} {reach:>12}  {verdict}")
@@ -162,7 +162,7 @@ impl Ending {
     }
 }
 
-/// Formats the head of the last table.
+/// Formats the head of the final table.
 pub(crate) fn verdicts_head() -> String {
     let [case, figure] = ["case", "figure"];
     format!("{case:<20} {figure:<32} {:>9} {:>12} {:>12}  verdict", "measured", "must", "reach")

@@ -61,7 +61,7 @@ impl Setup {
         self.before.as_ref().expect("only `--against` adds sides of an earlier build")
     }
 
-    /// Builds and installs what `cases` need, except for the programs in `given`.
+    /// Builds and installs the programs that `cases` need, except for those in `given`.
     pub(crate) fn prepare(root: &Path, cases: &[Case], given: &Given) -> Result<Self> {
         let work = target(root).join("peers");
         let peers = root.join("benches/peers");
@@ -121,14 +121,14 @@ impl Setup {
         Ok(Self { racksum, before, peers, python, mpi, floor, links, gpu, work })
     }
 
-    /// Returns the reason why a race cannot take place.
+    /// Returns the reason why a race cannot take place, or `None` if it can.
     pub(crate) fn lacks(&self, race: &Race) -> Option<String> {
         let links = self.links.as_ref().err().filter(|_| race.net != Net::Loopback);
         let gpu = self.gpu.as_ref().err().filter(|_| race.needs_gpu());
         links.or(gpu).cloned()
     }
 
-    /// Returns the reason why a program cannot race.
+    /// Returns the reason why a program cannot race, or `None` if it can.
     pub(crate) fn missing(&self, program: &Program) -> Option<String> {
         match program {
             Program::Racksum(_) => None,
@@ -141,7 +141,7 @@ impl Setup {
     }
 }
 
-/// Prints in one line which program is missing, and why.
+/// Returns `had`. If it is an error, first prints in one line that `what` is skipped, and why.
 fn report_missing<T>(what: &str, had: Result<T, String>) -> Result<T, String> {
     if let Err(why) = &had {
         println!("skipping {what}: {}", why.replace('\n', " "));

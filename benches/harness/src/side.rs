@@ -72,7 +72,7 @@ impl Venue {
             None => None,
             Some(network) => {
                 let host = network.aggregators().get(i);
-                Some(host.context("a race has more aggregators than its network")?)
+                Some(host.context("the race needs more aggregators than its network has")?)
             }
         };
         let build = racksum.build;
@@ -202,7 +202,7 @@ impl Team {
                     .chain([("bytes".to_owned(), json!(bytes))])
                     .collect(),
             );
-            // `set` checks the first sum; starting does not.
+            // The command `set` checks the first sum; the start does not.
             ready(&process_group.ask(&format!("set {setting}"), START_TIMEOUT)?)?;
             anyhow::Ok(process_group)
         };
@@ -362,12 +362,12 @@ impl Team {
         Self { process_group, background_job: None, _served: None, predicted_us: None }
     }
 
-    /// Returns the predicted time of an iteration, if the ranks have sent one.
+    /// Returns the predicted time of an iteration, if the ranks have predicted it.
     pub(crate) const fn predicted_us(&self) -> Option<f64> {
         self.predicted_us
     }
 
-    /// Starts or stops the background job's sending, if there is a background job.
+    /// Makes the background job, if there is one, start or stop sending.
     pub(crate) fn set_background(&self, sends: bool) -> Result<()> {
         let there =
             self.background_job.as_ref().is_none_or(|background_job| background_job.set(sends));
@@ -466,8 +466,8 @@ fn same_blocks(volume: &Volume, answers: &[Value]) -> Result<()> {
         };
         ensure!(
             near(theirs.0, *own) && near(theirs.1, volume.union),
-            "the data of a peer differ: it has {theirs:?} non-zero bytes (own, union) instead of \
-             {own} and {}",
+            "a peer generated other data: {theirs:?} non-zero bytes (own, union) instead of {own} \
+             and {}",
             volume.union
         );
     }

@@ -29,7 +29,7 @@ use crate::{memory, stderr};
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_long_help = format!("{HELP}\n\n{}", args::EXIT_CODES))]
 pub(crate) struct Args {
-    /// Smallest size in bytes, or with K, M, G or T.
+    /// Smallest size, in bytes or with the unit K, M, G or T.
     #[arg(short = 'b', long, value_parser = args::size, default_value = "4K")]
     min_bytes: u64,
     /// Largest size.
@@ -84,7 +84,7 @@ pub(crate) struct Args {
     /// Number of shards of the aggregator on this host [default: 1].
     #[arg(long, value_parser = args::number::<u8>(args::SHARDS))]
     shards: Option<u8>,
-    /// Maximum number of slots per stream; with 0 the aggregator chooses.
+    /// Maximum number of slots per stream; 0 lets the aggregator choose.
     #[arg(long, default_value_t = 0, value_parser = args::slots)]
     pool_slots: u32,
     /// How results reach the ranks on this host [default: auto].
@@ -128,8 +128,9 @@ pub(crate) struct Args {
 
 /// Text of `--help` after the flags.
 const HELP: &str = "\
-Without --rank, an aggregator and the workers run on this host, each worker a process. Without
-flags, a dense and a 1 % sweep are measured and checked in less than a minute.
+Without --rank, an aggregator and the workers run on this host, each worker in its own process.
+Without flags, the benchmark measures and checks a dense sweep and a sweep with a density of 1 %,
+in less than a minute.
 
 The columns are those of nccl-tests. An iteration takes as long as its slowest rank; time and p99
 are the median and the 99th percentile over the iterations. algbw is size / time and busbw is
@@ -148,7 +149,7 @@ Examples:
 const WORKERS: u16 = 4;
 
 impl Args {
-    /// Refuses flags that are invalid or would have no effect. Called before anything starts.
+    /// Refuses flags that are invalid or would have no effect. Runs before anything starts.
     fn check(&self) -> Result<(), Failure> {
         let usage = |error: String| Err(Failure::usage(error));
         self.check_least()?;
@@ -174,8 +175,8 @@ impl Args {
                  {density}; lower --density"
             ));
         }
-        // A parent passes all its flags on to its ranks, so a rank with `--raw` may have the flags
-        // below.
+        // The parent process passes all its flags on to its ranks, so a rank with `--raw` may have
+        // the flags below.
         if !self.member.is_rank() || self.raw {
             return Ok(());
         }
@@ -190,7 +191,7 @@ impl Args {
         })
     }
 
-    /// Refuses tensors that do not fit this host's memory.
+    /// Refuses tensors that do not fit in this host's memory.
     fn check_memory(&self, most: u64) -> Result<(), Failure> {
         let here = if self.member.is_rank() { 1 } else { self.workers.unwrap_or(WORKERS) };
         // Each op has a tensor, and each rank has one pristine copy to restore the tensors from.
@@ -269,7 +270,7 @@ impl Args {
     }
 }
 
-/// Runs the benchmark, as the parent of all ranks or as one rank.
+/// Runs the benchmark, as the parent process of all ranks or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     if !args.raw && u16::from(args.lanes) > args.ops_in_flight {
@@ -286,7 +287,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         return interact(args, &mut Runner::connect(args, &member)?);
     }
     match measure(args, &member) {
-        // The parent prints the reason once for all ranks.
+        // The parent process prints the reason once for all ranks.
         Err(failure) if args.raw => send_to_parent(&Err::<(), _>(failure)),
         measured => measured,
     }
@@ -298,8 +299,8 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
     let mut runner = Runner::connect(args, member)?;
     runner.agree(args)?;
     let work = args.work();
-    // If all ranks run on this host, their parent draws the line from the progress that rank 0
-    // reports.
+    // If all ranks run on this host, their parent process draws the line from the progress that
+    // rank 0 reports.
     let line = (!args.raw).then(|| line_of(&work));
     let mut pace = Pace::start();
     let mut is_report_due = || args.raw && rank == 0 && pace.is_due();
@@ -332,7 +333,7 @@ fn measure(args: &Args, member: &Member) -> Result<(), Failure> {
         }
     }
     drop(line);
-    // The parent counts the wrong elements of all ranks.
+    // The parent process counts the wrong elements of all ranks.
     if args.raw { Ok(()) } else { verdict(wrong) }
 }
 
@@ -342,8 +343,8 @@ fn line_of(work: &Arc<Work>) -> Line {
     Line::start(move |passed| format!("measuring: {}", work.text(passed)))
 }
 
-/// Estimates the duration of an op, expressed as a number of bytes. The fixed cost of an op counts
-/// as 64 KiB.
+/// Estimates the cost of an op in bytes: the size of its tensor, plus 64 KiB for the op's fixed
+/// cost.
 const fn effort(bytes: u64) -> u64 {
     bytes.saturating_add(64 << 10)
 }

@@ -30,7 +30,7 @@ pub(crate) struct Measured {
     pub(crate) wrong: Option<u64>,
 }
 
-/// A message from a rank to its parent, one per line.
+/// A report from a rank to its parent process: one line of JSON.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) enum RankMessage {
     /// The work that the rank has done so far, in the unit of [`super::effort`].
@@ -69,7 +69,7 @@ impl Runner {
         agree::check(args, &flags)
     }
 
-    /// Sets the data pattern for the following sizes.
+    /// Sets the data pattern for all sizes from now on.
     pub(crate) const fn set_pattern(&mut self, pattern: Pattern) {
         self.pattern = pattern;
     }
@@ -227,13 +227,15 @@ impl Runner {
     }
 }
 
-/// Converts an op's error to a failure. For a mismatch, adds advice for the user.
+/// Converts an op's error to a failure. If the ranks disagree, adds advice for the user.
 fn explained(error: Error) -> Failure {
     match error {
-        Error::Op(error @ OpError::Mismatch { .. }) => Failure::failed(format!(
-            "{error}; give all ranks of a benchmark the same flags, and use another --job for \
-             every other command"
-        )),
+        Error::Op(error @ (OpError::Mismatch { .. } | OpError::Dropped { .. })) => {
+            Failure::failed(format!(
+                "{error}; give all ranks of a benchmark the same flags, and give every other \
+                 command its own --job"
+            ))
+        }
         error => error.into(),
     }
 }

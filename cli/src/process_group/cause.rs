@@ -1,4 +1,5 @@
-//! Finds the rank to blame: the rank that failed by itself, not a rank that only noticed its loss.
+//! Finds the rank to blame: a rank that failed on its own, not a rank that only reports the loss of
+//! another.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use crate::exit::Failure;
 
 impl ProcessGroup {
     /// Returns why the job failed, after `rank` has reported `failure`. If the failure is only that
-    /// other ranks were lost, waits for their own failures, because reports arrive in any order.
+    /// other ranks were lost, waits up to [`PATIENCE`] for the failures of these ranks, because
+    /// reports arrive in any order. If none arrives, returns `failure`.
     pub(super) fn cause(&mut self, rank: usize, failure: Failure) -> Failure {
         let clock = Clock::start();
         let start = clock.now();
@@ -57,7 +59,7 @@ fn failed(line: &str) -> Option<Failure> {
     serde_json::from_str::<Result<IgnoredAny, Failure>>(line).ok()?.err()
 }
 
-/// Returns the ranks that were lost according to a failure.
+/// Returns the ranks that a failure reports as lost.
 fn lost(failure: &Failure) -> impl Iterator<Item = usize> {
     failure.lost.iter().map(|rank| usize::from(*rank))
 }

@@ -13,7 +13,7 @@ use super::quoted::Quoted;
 /// header's parser reports it.
 ///
 /// # Errors
-/// A clause for an error message, which names the key.
+/// A clause that names the key, for use in an error message.
 pub(super) fn check_unique(header: &[u8]) -> Result<(), String> {
     match serde_json::from_slice::<Unique>(header) {
         Err(error) if error.is_data() => Err(PeerText::of(error).into()),

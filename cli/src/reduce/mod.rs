@@ -61,6 +61,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, ignore_case = true, default_value_t = Fanout::Auto)]
     #[arg(conflicts_with = "rank")]
     fanout: Fanout,
+    /// MTU of the path [default: the interface's].
+    #[arg(long, value_parser = args::number::<usize>(args::MTUS), requires = "rank")]
+    mtu: Option<usize>,
     /// Share of datagrams that each rank drops on purpose, in each direction.
     #[arg(long, value_parser = args::share, default_value = "0")]
     drop: f64,
@@ -79,16 +82,16 @@ pub(crate) struct Args {
     timeout: u64,
     #[command(flatten)]
     standby: StandbyArgs,
-    /// Policy when a rank is lost: abort, or continue and report the tensors that lack the rank.
+    /// Policy when a rank is lost: abort, or continue and report the tensors that lack its values.
     #[arg(long, value_name = "POLICY", default_value = "abort", requires = "rank")]
     on_rank_loss: OnRankLoss,
     /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
-    /// Print the report as JSON on standard output, for the parent to merge.
+    /// Print the report as JSON on standard output, for the parent process to merge.
     #[arg(long, hide = true, requires = "rank")]
     raw: bool,
-    /// Write the result into this file, which the parent moves to --out.
+    /// Write the result into this file, which the parent process moves to --out.
     #[arg(long, hide = true, requires = "raw", requires = "out")]
     into: Option<PathBuf>,
 }
@@ -111,8 +114,11 @@ impl Args {
     fn connect_options(&self, member: &Member) -> ConnectOptions {
         let faults =
             Faults { drop: self.drop, duplicate: self.dup, reorder: self.reorder, seed: self.seed };
-        let on_rank_loss = self.on_rank_loss;
-        ConnectOptions { on_rank_loss, ..member.options(self.timeout, faults) }
+        ConnectOptions {
+            on_rank_loss: self.on_rank_loss,
+            mtu: self.mtu,
+            ..member.options(self.timeout, faults)
+        }
     }
 
     /// Returns the descriptor of a tensor's op. The descriptor covers the tensor's name and shape,
@@ -178,12 +184,12 @@ impl Args {
     }
 }
 
-/// Runs the reduction, as the parent of all ranks or as one rank.
+/// Runs the reduction, as the parent process of all ranks or as one rank.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let Some(member) = args.member.member("reduce")? else { return parent::run(args) };
     let [path] = &args.files[..] else {
         return Err(Failure::usage(format!(
-            "with --rank, give this rank's file alone, not {} files",
+            "with --rank, give only this rank's file, not {} files",
             args.files.len()
         )));
     };

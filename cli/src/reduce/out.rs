@@ -16,7 +16,7 @@ use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, random, unnamed}
 
 /// An output file that is written without a name and moved to its path once it is complete. A
 /// killed process therefore leaves no partial file. On a file system without unnamed files, the
-/// output has a temporary name in the same folder.
+/// output has a temporary name in the same folder, and a killed process leaves that file behind.
 #[derive(Debug)]
 pub(super) struct OutFile {
     path: PathBuf,
@@ -27,7 +27,7 @@ pub(super) struct OutFile {
 }
 
 /// The temporary name of a file, if it has one. Shared with the thread that removes the temporary
-/// file at a signal.
+/// file when a signal ends this process.
 type Name = Arc<Mutex<Option<PathBuf>>>;
 
 impl OutFile {
@@ -248,7 +248,7 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
 }
 
 /// Reason to refuse a path to something other than a file.
-const NO_FILE: &str = "is a pipe, a device or an open descriptor, and --out needs a file";
+const NO_FILE: &str = "is a pipe, a device or an open descriptor; --out needs a regular file";
 /// Reason to refuse a dangling link.
 const NOTHING: &str = "is a dangling link";
 /// Maximum number of links that the kernel follows from a path to its file.
@@ -419,7 +419,7 @@ mod tests {
         std::os::unix::fs::symlink(&own, &link).unwrap();
         for path in [own, link, PathBuf::from(format!("/dev/fd/{number}"))] {
             let why = OutFile::create(&path).unwrap_err().to_string();
-            assert!(why.contains("or an open descriptor, and --out needs"), "{why}");
+            assert!(why.contains("or an open descriptor; --out needs a regular file"), "{why}");
         }
         // A file in shared memory has a name, so it is accepted.
         let shared = PathBuf::from(format!("/dev/shm/racksum-out-{}", std::process::id()));

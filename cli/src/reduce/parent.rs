@@ -20,7 +20,10 @@ use crate::process_group::ProcessGroup;
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let world = u16::try_from(args.files.len()).ok().filter(|world| *world <= MAX_WORLD);
     let world = world.ok_or_else(|| {
-        Failure::usage(format!("a job must have 1 to {MAX_WORLD} ranks, not {}", args.files.len()))
+        Failure::usage(format!(
+            "give 1 to {MAX_WORLD} files, one per rank, not {}",
+            args.files.len()
+        ))
     })?;
     let files =
         args.files.iter().map(|path| GradientFile::open(path)).collect::<Result<Vec<_>, _>>()?;
@@ -97,7 +100,7 @@ fn reports(mut process_group: ProcessGroup, world: u16) -> Result<Vec<Report>, F
 }
 
 impl Args {
-    /// Returns the flags that the parent passes on to the ranks' processes.
+    /// Returns the flags that the parent process passes on to the ranks' processes.
     fn for_ranks(&self) -> Vec<String> {
         let Self { op, wire, block, drop, dup, reorder, seed, timeout, .. } = self;
         let mut flags: Vec<String> = [

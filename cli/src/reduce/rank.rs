@@ -62,7 +62,7 @@ pub(super) fn run(args: &Args, member: &Member, path: &Path) -> Result<(), Failu
     Table { args, tensors: &file.tensors, rank, reports: &[report] }.print()
 }
 
-/// Runs one rank of a reduction on this host. The parent creates the output file.
+/// Runs one rank of a reduction on this host. The parent process creates the output file.
 pub(super) fn run_for_parent(args: &Args, member: &Member, path: &Path) -> Result<Report, Failure> {
     let file = GradientFile::open(path)?;
     let mut out = match &args.into {
@@ -161,9 +161,9 @@ fn is_no_reduction((rank, has): (Rank, Descriptor)) -> Failure {
     ))
 }
 
-/// Finds the first tensor that differs between ranks, and returns the failure that names it. To
-/// compare a tensor, submits an op with the tensor's descriptor but without blocks, which sends
-/// almost nothing.
+/// Returns the failure for two ranks that disagree. It names the first tensor or the flags that
+/// differ, or the numbers of tensors. To compare a tensor, submits an op with the tensor's
+/// descriptor but without blocks, which sends almost nothing.
 fn difference(
     client: &Client,
     file: &GradientFile,
@@ -217,7 +217,8 @@ fn other_flags(
     ];
     let flags: Vec<_> = flags.into_iter().filter(|flag| flag.0).map(|flag| flag.1).collect();
     Some(format!(
-        "the ranks have different {}: rank {} has {mine}; rank {} has {theirs}",
+        "the ranks have different {}: rank {} has {mine}; rank {} has {theirs}; give all ranks the \
+         same flags",
         flags.join(" and "),
         one.0,
         other.0
@@ -281,7 +282,8 @@ impl Pipeline<'_> {
         Ok(())
     }
 
-    /// Waits for the sum of the oldest tensor in flight, and writes the sum.
+    /// Waits for the sum of the oldest tensor in flight, and writes it if this rank has an output
+    /// file.
     fn finish_oldest(&mut self) -> Result<(), Failure> {
         let Some((i, handle)) = self.in_flight.pop_front() else { return Ok(()) };
         let tensor = &self.file.tensors[i];
@@ -298,7 +300,7 @@ impl Pipeline<'_> {
     }
 }
 
-/// Writer of the result file: the header, then one tensor after the other.
+/// Writer of the result file: the header, then the tensors in order.
 struct Writer<'a> {
     to: BufWriter<&'a mut File>,
     /// The path of the result, for errors.

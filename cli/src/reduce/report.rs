@@ -311,7 +311,7 @@ fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.1}", part as f64 / whole as f64 * 1e2) }
 }
 
-/// Returns a tensor's name, safe to print.
+/// Returns a tensor's name in a form that is safe to print.
 fn shown(name: &str) -> String {
     PeerText::of(name).into()
 }

@@ -37,7 +37,7 @@ fn check_words(printed: &str) {
     let words = |text: &'static str| text.split(|c: char| !c.is_alphabetic());
     let listed: BTreeSet<_> = DOCUMENT.lines().filter_map(first_cell).flat_map(words).collect();
     for word in printed.split(|c: char| !c.is_alphabetic()) {
-        assert!(listed.contains(word), "docs/status.md lacks {word:?} of:\n{printed}");
+        assert!(listed.contains(word), "docs/status.md lacks {word:?}, a word in:\n{printed}");
     }
 }
 

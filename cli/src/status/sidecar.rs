@@ -14,7 +14,8 @@ use crate::exit::{Failure, print_line};
 /// Queries the sidecar at a path and prints its answer.
 pub(super) fn print(path: &Path, format: Format) -> Result<(), Failure> {
     let status = ask(path).map_err(|error| {
-        let question = "check that the path is the --socket of a racksum worker of this release";
+        let question = "check that the path is the --socket of a racksum worker from the same \
+                        release as this program";
         let path = path.display();
         let what = format!("cannot query {path}: {error}");
         match error {

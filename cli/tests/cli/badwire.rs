@@ -75,7 +75,7 @@ impl Hosts {
             ip(&["netns", "add", &space])?;
             let tun = tun::make(&device)
                 .map_err(|error| format!("cannot create a TUN device: {error}"))?;
-            // This process keeps the device open, although the interface moves to the namespace.
+            // This process keeps the device open after the interface has moved to the namespace.
             ip(&["link", "set", &device, "netns", &space])?;
             ip(&["-n", &space, "link", "set", "lo", "up"])?;
             ip(&["-n", &space, "link", "set", &device, "mtu", "1500", "up"])?;

@@ -140,7 +140,7 @@ fn a_rank_that_stays_cut_off_is_named_to_the_others_and_they_to_it() {
         };
         assert!(ended.failed(1).starts_with(&why), "{ended:?}");
     }
-    // The connection's idle timeout ends the wait, not the op's timeout.
+    // The connection's idle timeout ends the wait before the op's timeout does.
     assert!(ms >= 15_000, "{ms} ms");
     time("a host that is cut off is noticed after 20 s of silence", ms, 40_000);
     assert_eq!(cluster.status()["jobs"], serde_json::json!([]));

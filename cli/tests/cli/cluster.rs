@@ -77,7 +77,7 @@ impl Cluster {
         self.serve_on("0")
     }
 
-    /// Starts the aggregator on its host, at a port.
+    /// Starts the aggregator on its host, on a given port.
     pub(crate) fn serve_on(&self, port: &str) -> Serving {
         self.serve_at(&self.hub(), "10.78.0.1", "status.sock", &["--port", port])
     }

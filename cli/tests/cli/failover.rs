@@ -20,7 +20,7 @@ use crate::waits::{await_that, timed};
 
 const WORLD: u16 = 4;
 
-/// Ranks in threads that reduce the same tensor again and again, and check each result.
+/// Ranks that run in threads, reduce the same tensor again and again, and check each result.
 struct Load {
     elements: usize,
     /// Addresses of the aggregators, in order of preference.
@@ -109,7 +109,7 @@ impl Load {
     }
 }
 
-/// Starts an aggregator at a port.
+/// Starts an aggregator on a given port.
 fn serve(port: u16) -> Serving {
     let port = port.to_string();
     Serving::of(Process::start(&["aggregator", "--port", &port, "--pool-mib", "64"]))

@@ -22,7 +22,7 @@ impl Folder {
         self.0.join(name).to_str().unwrap().to_owned()
     }
 
-    /// Returns the names of the folder's entries, sorted.
+    /// Returns the sorted names of the folder's entries.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.0).unwrap();
         let mut names: Vec<_> =
@@ -63,7 +63,7 @@ impl Tensor {
         Self { dtype, shape: shape.to_vec(), bytes }
     }
 
-    /// Returns the elements as numbers, exact except for large i64s.
+    /// Returns the elements as numbers. Only large i64s are rounded.
     pub(crate) fn numbers(&self) -> Vec<f64> {
         let size = self.dtype.bitsize() / 8;
         self.bytes.chunks(size).map(|element| number(self.dtype, element)).collect()

@@ -121,7 +121,7 @@ fn too_few_files_are_an_error_and_never_a_panic() {
 /// Starts the program with the library of `tests/preload`, which replaces functions of the C
 /// library.
 fn preloaded(args: &[&str], setting: (&str, &str)) -> Process {
-    // Cargo places the library beside this test.
+    // Cargo places the library in the folder of this test's binary.
     let library = std::env::current_exe().unwrap().with_file_name("libracksum_preload.so");
     assert!(library.exists(), "{}", library.display());
     let mut command = Command::new(RACKSUM);
@@ -149,7 +149,7 @@ fn small_receive_buffers_are_told_once_and_cost_no_sum() {
     }
 }
 
-/// A file with the offset of the wall clock. The preloaded library reads it.
+/// A file that holds the wall clock's offset in seconds. The preloaded library reads it.
 struct WallClock(PathBuf);
 
 impl WallClock {

@@ -205,8 +205,8 @@ fn rules_say_who_may_join_which_job() {
         let ended = join(name, job);
         let why = format!(
             "the aggregator refused: identity {name:?} may not join job {job:?} here; set --job to \
-             one that it may join, or ask the operator to admit it in the [[admit]] rules of the \
-             aggregator's configuration"
+             a job that this identity may join, or ask the operator to add the identity to the \
+             [[admit]] rules of the aggregator's configuration"
         );
         assert_eq!(ended.failed(3), why);
     }

@@ -1,5 +1,5 @@
-//! Tests of MTUs, segmentation and multicast, which loopback cannot show. Two network namespaces
-//! with a wire between them serve as hosts.
+//! Tests of MTUs, segmentation and multicast, which cannot be tested over loopback. Two network
+//! namespaces with a wire between them serve as hosts.
 
 use std::process::Command;
 

@@ -58,14 +58,14 @@ impl Chain {
         Process::spawn(Command::new("ip").args(exec).args(args))
     }
 
-    /// Starts an aggregator at a port.
+    /// Starts an aggregator on a given port.
     fn serve(&self, port: u16, flags: &[&str]) -> Serving {
         let port = port.to_string();
         let args = ["aggregator", "--insecure", "--pool-mib", "64", "--bind", AGGREGATOR];
         Serving::of(self.start("a", &[&args[..], &["--port", &port], flags].concat()))
     }
 
-    /// Runs a benchmark of one rank to its end.
+    /// Runs a benchmark of one rank to completion.
     fn bench(&self, serving: &Serving, flags: &[&str]) -> Ended {
         let rank = ["--aggregator", &serving.addr, "--insecure", "--rank", "0", "--world", "1"];
         let sizes = ["-b", "4K", "-e", "1M", "-n", "2", "-w", "0"];

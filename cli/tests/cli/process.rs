@@ -1,5 +1,5 @@
-//! Processes that tests start. A test fails if its process does not end in time. The processes that
-//! remain are killed when the test ends.
+//! Processes that tests start. A test fails if its process does not end in time. Processes that are
+//! still running when the test ends are killed.
 
 use std::fs;
 use std::io::{self, BufReader, Read};
@@ -137,7 +137,7 @@ impl Process {
         self.err.so_far()
     }
 
-    /// Returns whether the process still runs.
+    /// Returns whether the process is still running.
     pub(crate) fn runs(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -151,7 +151,7 @@ impl Process {
             let waited = clock.now().since(start).as_millis();
             assert!(
                 waited < seconds * 1000 * BUSY,
-                "the process still runs after {waited} ms: {} {}",
+                "the process is still running after {waited} ms: {} {}",
                 self.out(),
                 self.err.so_far()
             );
@@ -174,7 +174,7 @@ impl Drop for Process {
     }
 }
 
-/// Runs the program to its end.
+/// Runs the program to completion.
 pub(crate) fn run<S: AsRef<str>>(args: &[S]) -> Ended {
     Process::start(args).end(60)
 }
@@ -185,8 +185,8 @@ pub(crate) fn signal(id: u32, name: &str) {
     assert!(kill.unwrap().success());
 }
 
-/// Stops a process, and waits until it has stopped: on a busy machine, its threads may run on for a
-/// while after the signal.
+/// Stops a process, and waits until it has stopped: on a busy machine, its threads may keep running
+/// for a while after the signal.
 pub(crate) fn stop(id: u32) {
     signal(id, "STOP");
     let is_stopped = |thread: io::Result<fs::DirEntry>| {

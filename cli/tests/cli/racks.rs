@@ -81,7 +81,7 @@ fn what_is_killed_in_one_rack_is_named_in_all_in_time_and_leaves_nothing_behind(
     for (rank, ended) in ended.iter().enumerate() {
         let why = match rank {
             0 | 1 => {
-                "lost ranks 2, 3: their rack's aggregator is lost or ended the job; check the \
+                "lost ranks 2, 3: their rack's aggregator is lost or has ended the job; check the \
                       aggregator's log"
                     .to_owned()
             }
@@ -100,7 +100,7 @@ fn a_root_that_is_killed_ends_the_job_in_every_rack_and_they_serve_the_next() {
     std::thread::sleep(Duration::from_millis(300));
     signal(racks.root.process.id(), "KILL");
     let (ended, ms) = end_all(ranks);
-    let why = "the session ended: the aggregator lost its parent: ";
+    let why = "the session ended: the aggregator lost its parent at ";
     ended.iter().for_each(|ended| assert!(ended.failed(1).starts_with(why), "{ended:?}"));
     time("a killed root is noticed in all racks", ms, 3_000);
     for rack in RACKS {

@@ -1,4 +1,4 @@
-//! Tests of `racksum reduce` end to end: captured gradients of real training, files of every dtype,
+//! Tests of `racksum reduce` end to end: gradients captured in real training, files of every dtype,
 //! and invalid files.
 
 use std::fs::File;
@@ -488,10 +488,7 @@ fn another_command_with_the_same_job_is_told_from_a_rank_that_disagrees() {
     assert!(ended.failed(1).starts_with(why), "{ended:?}");
     assert!(ended.failed(1).ends_with("; give each command its own --job"), "{ended:?}");
     let ended = benches.end(30);
-    assert!(
-        ended.failed(1).ends_with("and use another --job for every other command"),
-        "{ended:?}"
-    );
+    assert!(ended.failed(1).ends_with("and give every other command its own --job"), "{ended:?}");
 }
 
 #[test]
@@ -533,8 +530,8 @@ fn arguments_that_contradict_each_other_are_refused() {
     let file_less = run(&["reduce"]);
     assert!(!file_less.err.contains("tip:"), "{file_less:?}");
     let two = ["reduce", "--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2", file, file];
-    assert!(run(&two).failed(2).contains("give this rank's file alone, not 2"));
+    assert!(run(&two).failed(2).contains("give only this rank's file, not 2"));
     let mut many = vec!["reduce"];
     many.extend([&file[..]; 257]);
-    assert!(run(&many).failed(2).contains("a job must have 1 to 256 ranks, not 257"));
+    assert!(run(&many).failed(2).contains("give 1 to 256 files, one per rank, not 257"));
 }

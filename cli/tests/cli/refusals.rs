@@ -54,7 +54,7 @@ fn an_aggregator_that_cannot_serve_says_why() {
     assert!(ended.err.contains("cannot serve at 224.0.0.1, which is a multicast group"));
     assert_eq!(ended.code, Some(2));
     let ended = run(&["worker", "--socket", &folder.path("worker"), "--memory", "100T"]);
-    assert!(ended.failed(2).ends_with(" MiB of memory of this host; lower it"), "{ended:?}");
+    assert!(ended.failed(2).ends_with(" MiB; lower --memory"), "{ended:?}");
     let ended = bench_rank("0.0.0.0:7177", 0, 1, &[]).end(30);
     assert!(ended.failed(2).contains("its host is 0.0.0.0, which is not a host's address"));
 }
@@ -73,7 +73,7 @@ fn a_number_of_a_flag_that_is_out_of_its_bounds_is_refused_with_them() {
             "bench",
             "--pool-slots <POOL_SLOTS>",
             "1",
-            "must be from 2 to 4096; with 0 the aggregator",
+            "must be from 2 to 4096, or 0 to let the aggregator",
         ),
         ("bench", "--mtu <MTU>", "1279", "must be from 1280 to 65536"),
         ("bench", "--mtu <MTU>", "70000", "must be from 1280 to 65536"),
@@ -180,8 +180,8 @@ fn an_aggregator_names_the_port_of_a_shard_that_is_taken() {
 fn an_aggregator_for_ipv6_says_so_to_who_comes_by_ipv4() {
     let serving = Serving::start(&["--bind", "::", "--insecure"]);
     let ended = bench_rank(&format!("127.0.0.1:{}", serving.port()), 0, 1, &[]).end(30);
-    let why = "the aggregator refused: this aggregator serves IPv6, and the worker called by \
-               IPv4; ";
+    let why = "the aggregator refused: this aggregator serves IPv6, but the worker called \
+               it over IPv4; ";
     assert!(ended.failed(3).starts_with(why), "{ended:?}");
 }
 

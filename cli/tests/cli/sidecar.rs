@@ -191,7 +191,7 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     let (sidecar_user, rank_user) = (1234, 1235);
     if Command::new(RACKSUM).arg("--version").uid(sidecar_user).output().is_err() {
         return racksum_test_report::skip(
-            "this test needs root, and a program that all users may run",
+            "this test needs root, and a racksum binary that all users may run",
         );
     }
     let folder = Folder::new("sidecar-users");
@@ -205,9 +205,9 @@ fn a_sidecar_of_another_user_is_called_in_the_folder_that_root_gave_it() {
     let refused = sidecar.status_as(rank_user);
     let why = refused.failed(3);
     let what_to_do = format!(
-        "a process of user 1234 listens there, and other users may create sockets in {at}; run it \
-         as the user of this process or as root, or put the socket in a folder that only its user \
-         may write to",
+        "a process of user 1234 listens there, and other users may create sockets in {at}; run the \
+         listening process as the user of this process or as root, or put the socket in a folder \
+         that only the listening user may write to",
     );
     assert!(why.contains(&what_to_do), "{why}");
     chown(&at, Some(sidecar_user), None).unwrap();
@@ -228,7 +228,7 @@ fn a_second_signal_stops_a_sidecar_and_its_ranks_are_told() {
     let sidecar = Sidecar::start(&folder, "socket", &[]);
     let ranks: [_; 2] = sidecar.ranks();
     let handle = ranks[0].submit(vec![0u8; 4], one()).unwrap();
-    // A terminal sends SIGINT at Ctrl-C, and SIGQUIT at Ctrl-\.
+    // A terminal sends SIGINT on Ctrl-C, and SIGQUIT on Ctrl-\.
     signal(sidecar.process.id(), "INT");
     await_that("the sidecar drains", || sidecar.process.out().contains("is draining"));
     signal(sidecar.process.id(), "QUIT");

@@ -25,7 +25,7 @@ fn on_terminal(line: &str) -> Option<Process> {
     // `script` gives its child a terminal, and prints the terminal's output.
     let script = ["-q", "-e", "-f", "-c", line, "/dev/null"];
     if Command::new("script").arg("--version").output().is_err() {
-        racksum_test_report::skip("this test needs `script` of util-linux");
+        racksum_test_report::skip("this test needs `script` from util-linux");
         return None;
     }
     Some(Process::spawn(Command::new("script").args(script)))

@@ -1,4 +1,5 @@
-//! Branch-free operations on single elements, so that loops over them become vector code.
+//! Branch-free operations on single elements. The compiler turns loops over elements into vector
+//! code.
 
 use crate::number::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
@@ -10,7 +11,7 @@ pub(super) trait Element {
     /// Splits a run into its elements.
     fn elements(run: &[u8]) -> &[Self::Bytes];
 
-    /// Splits a run into its elements, for writing.
+    /// Splits a run into its elements, which the caller may overwrite.
     fn elements_mut(run: &mut [u8]) -> &mut [Self::Bytes];
 
     /// Converts an element to the nearest f32. The conversion is exact for all types but f64.

@@ -43,9 +43,9 @@ pub fn scan_window(dtype: DType, block_elements: usize, window: &mut [u8]) -> u6
     Level::best().scan_window(dtype, block_elements, window)
 }
 
-/// Returns the occupancy of a window that another process may write, like [`scan_window`]. Copies
-/// the elements to registers and examines the copies, because the memory may change during the
-/// scan. In that case the result is arbitrary.
+/// Like [`scan_window`], for a window that another process may write. Copies the elements to
+/// registers and examines the copies, because the memory may change during the scan. If it does,
+/// the result is arbitrary.
 ///
 /// # Panics
 ///

@@ -33,7 +33,7 @@ pub(super) trait Window: Sized {
     fn clear(self);
 }
 
-/// Bytes that a scan reads from the first to the last.
+/// Bytes that a scan reads in order.
 pub(super) trait Source: Copy {
     /// Returns the number of bytes.
     fn len(self) -> usize;
@@ -41,11 +41,11 @@ pub(super) trait Source: Copy {
     /// Returns the address of the first byte.
     fn start(self) -> *const u8;
 
-    /// Splits off the first `LEN` bytes, which are whole lines. Returns the OR of their words, and
-    /// the remaining bytes; `None` if there are fewer than `LEN` bytes.
+    /// Splits off the first `LEN` bytes, which are whole lines. Returns the OR of their words and
+    /// the remaining bytes, or `None` if there are fewer than `LEN` bytes.
     fn split<S: Simd, const LEN: usize>(self, simd: S) -> Option<(u64, Self)>;
 
-    /// Returns the OR of the words of all bytes. There must be fewer bytes than a line has.
+    /// Returns the OR of the words of all bytes. There must be fewer bytes than a line holds.
     fn union_of_rest(self) -> u64;
 }
 
@@ -139,12 +139,12 @@ impl Source for SharedBytes<'_> {
         let mut bits = 0;
         if LEN < size_of::<S::Span>() {
             for line in (0..LEN).step_by(LINE) {
-                // SAFETY: the line lies within the first `LEN` bytes, which exist.
+                // SAFETY: the line lies within the first `LEN` bytes, and `self` is not shorter.
                 bits |= union_of_words(&unsafe { self.line(simd, line) });
             }
         } else {
             for span in (0..LEN).step_by(size_of::<S::Span>()) {
-                // SAFETY: the span lies within the first `LEN` bytes, which exist.
+                // SAFETY: the span lies within the first `LEN` bytes, and `self` is not shorter.
                 bits |= union_of_words(unsafe { self.span(simd, span) }.as_ref());
             }
         }
@@ -213,7 +213,7 @@ fn union<S: Simd>(simd: S, block: impl Source, mask: u64) -> u64 {
     bits
 }
 
-/// Returns the OR of the words of `bytes`. Zeros complete the last word.
+/// Returns the OR of the words of `bytes`. Pads the last word with zeros.
 #[inline(always)]
 fn union_of_words(bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks();

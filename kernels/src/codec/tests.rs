@@ -107,7 +107,7 @@ fn every_16_bit_float_converts_as_defined() {
 
 #[test]
 fn rounding_to_16_bits_is_as_defined_around_every_tie() {
-    // Combine each upper half with lower halves at and beside the ties of bf16 and f16.
+    // Combine each upper half with lower halves at and next to the ties of bf16 and f16.
     let lower = [0, 1, 0x0fff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff];
     for low in lower {
         let src: Vec<u8> =
@@ -253,7 +253,7 @@ impl Random {
         (0..elements).flat_map(|_| self.ordinary_element(dtype)).collect()
     }
 
-    /// Returns random bits, ordinary elements, zeros, infinities, NaNs and denormals.
+    /// Returns a mix of random bits, ordinary elements, zeros, infinities, NaNs and denormals.
     fn elements(&mut self, dtype: DType, elements: usize) -> Vec<u8> {
         (0..elements).flat_map(|_| self.element(dtype)).collect()
     }

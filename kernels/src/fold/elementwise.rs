@@ -1,4 +1,4 @@
-//! Fold of elementwise wire types: one pass over all inputs that keeps the sums in registers.
+//! Fold of elementwise wire types: one pass over all inputs, with the sums in registers.
 #![expect(unsafe_code, reason = "spans of inputs are checked once for a whole fold")]
 
 use std::marker::PhantomData;
@@ -17,7 +17,7 @@ pub(super) struct Run<'a, I, W: Wire, C> {
     pub(super) out: &'a mut [u8],
     /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<W::Number>,
-    /// Whether some rank is absent, so that a zero takes part in a minimum or maximum.
+    /// Whether some rank is absent. If so, a zero takes part in a minimum or maximum.
     pub(super) absent: bool,
     pub(super) combine: PhantomData<C>,
 }
@@ -70,8 +70,8 @@ impl<I: Input, W: Wire, C: Combine> Task for Run<'_, I, W, C> {
 }
 
 impl<I: Input, W: Wire, C: Combine> Run<'_, I, W, C> {
-    /// Folds `VECTORS` vectors at a time. The last span may overlap the one before it, because a
-    /// result does not depend on its neighbours.
+    /// Folds `VECTORS` vectors at a time. The last span may overlap the span before it: an element
+    /// that is folded twice gets the same result.
     #[inline(always)]
     fn spans<S: Simd, const VECTORS: usize>(mut self, simd: S) {
         for input in self.inputs {
@@ -84,7 +84,7 @@ impl<I: Input, W: Wire, C: Combine> Run<'_, I, W, C> {
             unsafe { self.span::<S, VECTORS, false>(simd, at) };
             at += VECTORS * S::BYTES;
         }
-        // SAFETY: as above.
+        // SAFETY: the inputs are as long as `out`, whose last span begins at `last`.
         unsafe { self.span::<S, VECTORS, false>(simd, last) };
     }
 
@@ -95,7 +95,7 @@ impl<I: Input, W: Wire, C: Combine> Run<'_, I, W, C> {
         let Self { inputs, out, divisor, absent, combine } = self;
         let mut sums = simd.zero_span();
         let mut whole = Run::<I, W, C> { inputs, out: sums.as_mut(), divisor, absent, combine };
-        // SAFETY: the span is padded.
+        // SAFETY: `PADDED` is true, so the inputs may be shorter than the span.
         unsafe { whole.span::<S, SPAN, true>(simd, 0) };
         out.copy_from_slice(&sums.as_ref()[..out.len()]);
     }

@@ -15,7 +15,7 @@ pub(super) struct Run<'a, C> {
     pub(super) out: &'a mut [u8],
     /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<f64>,
-    /// Whether some rank is absent, so that a zero takes part in a minimum or maximum.
+    /// Whether some rank is absent. If so, a zero takes part in a minimum or maximum.
     pub(super) absent: bool,
     pub(super) combine: PhantomData<C>,
 }
@@ -56,8 +56,8 @@ impl<C: Combine> Task for Run<'_, C> {
     }
 }
 
-/// Folds the elements that begin at index `start` into `sums`, rescaled to the exponent `common`.
-/// The length of `sums` is the number of elements.
+/// Folds elements into `sums`, rescaled to the exponent `common`: as many as `sums` holds, starting
+/// with the element at index `start`.
 #[inline(always)]
 fn fold<C: Combine>(inputs: &[&[u8]], common: i32, start: usize, sums: &mut [i64]) {
     let (first, rest) = inputs.split_first().expect("check_fold refuses an empty fold");
@@ -136,8 +136,8 @@ impl Rescale {
 
 /// Returns the quotient, rounded to the nearest integer with ties to even.
 ///
-/// The result is exact: a sum of 2^16 i32 fits into f64, and the division errs by less than the
-/// distance between a tie and the nearest quotient that is not a tie.
+/// The result is exact: a sum of 2^16 i32 values fits into f64, and the division errs by less than
+/// the distance between a tie and the nearest quotient that is not a tie.
 #[inline(always)]
 fn divide(sum: i64, divisor: f64) -> i64 {
     // Adjacent f64 values near 1.5 * 2^52 differ by one, and so do their bit patterns.

@@ -6,7 +6,7 @@ use crate::simd::{SPAN, Simd};
 
 /// Contribution to an elementwise fold.
 pub(super) trait Input: Copy {
-    /// Bytes of the contribution that no other process can write.
+    /// Some of the contribution's bytes, in memory that no other process can write.
     type Span<S: Simd>: AsRef<[u8]>;
 
     /// Whether a fold pads a contribution that is shorter than [`SPAN`] vectors. Otherwise the fold

@@ -17,7 +17,7 @@ pub(super) struct Run<'a, C> {
     pub(super) out: &'a mut [u8],
     /// The divisor for an average, applied at the end.
     pub(super) divisor: Option<f32>,
-    /// Whether some rank is absent, so that a zero takes part in a minimum or maximum.
+    /// Whether some rank is absent. If so, a zero takes part in a minimum or maximum.
     pub(super) absent: bool,
     pub(super) combine: PhantomData<C>,
 }

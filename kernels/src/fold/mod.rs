@@ -45,9 +45,9 @@ pub fn fold_run(
 }
 
 /// Reduces tensor elements of `dtype`, in rank order, to `out`, like [`fold_run`] for the dtype's
-/// own wire type. Each byte of an input is copied to a register; the bytes at the end of a run may
-/// be copied twice. If another process changes an element during the fold, the result for this
-/// element is arbitrary.
+/// own wire type. The fold works on private copies of the inputs' bytes, and may copy the bytes at
+/// the end of a run twice. If another process changes an element during the fold, the result for
+/// this element is arbitrary.
 ///
 /// # Errors
 ///
@@ -63,7 +63,7 @@ pub fn fold_shared(
 }
 
 impl Level {
-    /// Runs [`fold_run`] with the instructions of this level, to compare levels.
+    /// Runs [`fold_run`] with the instructions of this level, for tests and benches.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl Level {
         Ok(())
     }
 
-    /// Runs [`fold_shared`] with the instructions of this level, to compare levels.
+    /// Runs [`fold_shared`] with the instructions of this level, for tests and benches.
     ///
     /// # Errors
     ///

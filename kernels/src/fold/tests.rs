@@ -188,7 +188,7 @@ fn block(random: &mut Random, style: u64, case: &Case) -> Vec<u8> {
     let mut out = vec![0; case.wire.block_len(case.elements)];
     match (style + random.below(4)) % 16 {
         0 => out.iter_mut().for_each(|byte| *byte = random.next().to_le_bytes()[0]),
-        // Full-range integers near one exponent make sums overflow and quotients tie.
+        // Full-range integers with similar exponents make sums overflow and quotients tie.
         1 | 2 => {
             out.iter_mut().for_each(|byte| *byte = random.next().to_le_bytes()[0]);
             let exponent = i32::try_from(random.below(40)).unwrap();

@@ -58,7 +58,7 @@ fn copies_have_every_byte_and_no_other() {
 fn volatile_copies_have_every_byte_and_no_other() {
     type Copy = unsafe fn(*const u8, *mut u8, usize);
     for copy in [volatile::read as Copy, volatile::write, volatile::between] {
-        // SAFETY: both buffers have the length, and no other thread accesses them.
+        // SAFETY: both buffers have this length, and no other thread accesses them.
         check(|from, to| unsafe { copy(from.as_ptr(), to.as_mut_ptr(), from.len()) });
     }
     let bytes = pattern(100);
@@ -127,8 +127,8 @@ fn shared_tensors_are_folded_and_scanned_as_defined() {
     }
 }
 
-// This test needs copies in assembly: the volatile accesses of other processors would race with the
-// stores of the other thread.
+// This test needs copies in assembly: the volatile accesses used on other processors would race
+// with the stores of the other thread.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod changing {
     use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -146,8 +146,8 @@ mod changing {
         let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
         let inner = |words: &[AtomicU64]| {
             let words = &words[MARGIN..WORDS - MARGIN];
-            // SAFETY: the memory outlives its use below. All other accesses are atomic, which
-            // assembly may race with.
+            // SAFETY: the memory outlives its use below. All other accesses are atomic, and
+            // assembly may race with atomic accesses.
             unsafe { SharedBytes::new(NonNull::from(words).cast(), size_of_val(words)) }
         };
         std::thread::scope(|scope| {

@@ -74,7 +74,8 @@ fn mtu_of(socket: BorrowedFd<'_>, name: &str) -> io::Result<usize> {
     for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
         *to = from.cast_signed();
     }
-    // SAFETY: SIOCGIFMTU reads the name from and writes the MTU to a valid ifreq.
+    // SAFETY: `request` is a valid ifreq, from which SIOCGIFMTU reads the name and to which it
+    // writes the MTU.
     let rc = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) };
     if rc != 0 {
         return Err(io::Error::last_os_error());

@@ -10,12 +10,12 @@ use std::io;
 /// Returns the kernel's error.
 pub fn raise_open_files() -> io::Result<()> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the kernel writes one limit to `limit`.
+    // SAFETY: `limit` is valid for the write of one limit.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
         return Err(io::Error::last_os_error());
     }
     limit.rlim_cur = limit.rlim_max;
-    // SAFETY: the kernel reads one limit from `limit`.
+    // SAFETY: `limit` is valid for the read of one limit.
     match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

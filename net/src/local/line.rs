@@ -1,5 +1,5 @@
-//! Lines: connections between processes that deliver each message whole, with its descriptor if it
-//! has one.
+//! Lines: connections between processes of one host. A line delivers each message whole, with its
+//! descriptor if it has one.
 //!
 //! Messages are JSON on a `SOCK_SEQPACKET` socket, which keeps message boundaries. Messages are
 //! few, and JSON lets people read them when debugging.
@@ -32,7 +32,7 @@ use crate::alive::Alive;
 /// Size of the largest message, in bytes of JSON.
 const MAX_MESSAGE: usize = 64 << 10;
 
-/// Time that a send waits for a peer that does not read.
+/// Longest time that a send waits for a peer that does not read.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Connects to the stream socket at a path, without checking which user listens at it. Waits at
@@ -55,7 +55,8 @@ fn call(socket: &OwnedFd, path: &Path) -> Result<(), CallError> {
     let addr = SocketAddrUnix::new(path).map_err(io::Error::from)?;
     match retry_on_intr(|| connect(socket, &addr)) {
         Err(Errno::AGAIN) => {
-            let why = "its connection queue is full; the process may be suspended";
+            let why = "the queue of the process that listens there is full; the process may be \
+                       suspended";
             Err(io::Error::new(io::ErrorKind::WouldBlock, why).into())
         }
         called => called.map_err(|errno| CallError::of(path, errno.into())),
@@ -78,8 +79,8 @@ pub enum LineError {
     /// The message cannot be written as JSON.
     #[error("cannot encode a message: {0}")]
     Encode(serde_json::Error),
-    /// This user has sent as many descriptors as the kernel allows to processes that have not
-    /// received them yet. The line stays usable.
+    /// This user has reached the kernel's limit on descriptors that are sent but not yet received.
+    /// The line stays usable.
     #[error("too many file descriptors are in flight to processes that do not read")]
     TooManyOnTheWay,
     /// The peer is dead, does not read, or sent nothing before the timeout.
@@ -139,8 +140,9 @@ impl Line {
     /// Connects to the process that listens at a path. The process must run as this user, as root,
     /// or as the only user who can put a socket at the path.
     ///
-    /// # Errors Returns a [`CallError`] if the call fails or the process that listens at the path
-    /// is not trusted.
+    /// # Errors
+    /// Returns a [`CallError`] if the call fails or the process that listens at the path is not
+    /// trusted.
     pub fn connect(path: &Path) -> Result<Self, CallError> {
         // `of` sets the send timeout, which also limits the connect.
         let line = Self::of(new_socket()?)?;

@@ -1,4 +1,4 @@
-//! Listening sockets for calls from other processes.
+//! Sockets on which a process listens for connections from other processes of its host.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

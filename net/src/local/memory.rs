@@ -1,6 +1,6 @@
 //! Shared memory, which every process that has its descriptor can map.
 
-#![expect(unsafe_code, reason = "memory is mapped")]
+#![expect(unsafe_code, reason = "mmap and munmap take raw addresses")]
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -70,8 +70,8 @@ impl SharedMemory {
             ));
         }
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the kernel picks a free address. The file is sealed, so the whole mapping stays
-        // backed by memory.
+        // SAFETY: the kernel picks a free address. The file is sealed against shrinking, so the
+        // whole mapping stays backed by memory.
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, descriptor, 0) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
@@ -85,7 +85,7 @@ impl SharedMemory {
         self.len
     }
 
-    /// Returns the address in this process, which is valid as long as `self`.
+    /// Returns the address in this process, which is valid until `self` is dropped.
     #[must_use]
     pub const fn start(&self) -> NonNull<u8> {
         self.start

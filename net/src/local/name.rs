@@ -1,4 +1,4 @@
-//! Names of sockets in folders: their permissions and their removal.
+//! Names of sockets in the file system: how they are created, their permissions and their removal.
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;

@@ -38,7 +38,7 @@ fn messages_arrive_whole_and_with_their_descriptors() {
     assert_eq!(same.len(), 5000);
     // SAFETY: the byte lies within the mapping, and no reference to it exists.
     unsafe { memory.start().add(4999).write_volatile(7) };
-    // SAFETY: as above.
+    // SAFETY: the byte lies within the other mapping, and no reference to it exists.
     assert_eq!(unsafe { same.start().add(4999).read_volatile() }, 7);
     // SAFETY: `getuid` takes no arguments and cannot fail.
     assert_eq!(answerer.peer().unwrap().uid, unsafe { libc::getuid() });
@@ -290,7 +290,7 @@ fn a_process_of_another_user_is_not_called_where_all_may_put_sockets() {
     let at = folder.join("socket");
     let listen = || {
         // SAFETY: the arguments are numbers. The C library's function would change the user of all
-        // threads; this call only affects the current thread, which is about to end.
+        // threads; this call affects only the current thread, which is about to end.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 1234, -1) }, 0);
         Listener::bind(&at, 0o777).unwrap()
     };

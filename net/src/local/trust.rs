@@ -34,20 +34,20 @@ pub(super) fn check(listener: u32, path: &Path, own: u32) -> Result<(), CallErro
     }
     let why = match holders(Path::new("/"), &std::path::absolute(path)?, trusted)? {
         Ok(holders) if holders.contains(&listener) => return Ok(()),
-        Ok(_) => "who owns neither the socket nor its folder".to_owned(),
+        Ok(_) => "and that user owns neither the socket nor its folder".to_owned(),
         Err(shared) => format!("and other users may create sockets in {}", shared.display()),
     };
     let why = format!(
-        "a process of user {listener} listens there, {why}; run it as the user of this process or \
-         as root, or put the socket in a folder that only its user may write to (as root: chown \
-         {listener} FOLDER; chmod 755 FOLDER), with no folder above it that other users may write \
-         to"
+        "a process of user {listener} listens there, {why}; run the listening process as the user \
+         of this process or as root, or put the socket in a folder that only the listening user \
+         may write to (as root: chown {listener} FOLDER; chmod 755 FOLDER), and let no other user \
+         write to the folders above it"
     );
     Err(CallError::Untrusted(why))
 }
 
-/// Finds the users who alone decide which socket `path`, starting at `root`, leads to. They are the
-/// initial `holders`, which the caller trusts, and the owners of the folders on the path and of the
+/// Finds the users who alone control which socket `path` leads to, starting at `root`. They are the
+/// initial `holders`, whom the caller trusts, and the owners of the folders on the path and of the
 /// socket. If another user may have placed an entry of the path, returns the folder of that entry
 /// instead.
 fn holders(
@@ -146,7 +146,7 @@ mod tests {
         }
     }
 
-    /// Temporary folder, removed with the test; root or this user owns it.
+    /// Temporary folder that root or this user owns, removed on drop.
     struct Top(PathBuf);
 
     impl Top {

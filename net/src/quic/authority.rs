@@ -40,8 +40,8 @@ pub struct Subject<'a> {
 }
 
 impl Authority {
-    /// Creates an authority called `name` that is valid for `days` days. Returns its PEM file: the
-    /// certificate, which is public, and the key, which must stay secret.
+    /// Creates an authority called `name` that is valid for `days` days. Returns the contents of
+    /// its PEM file: the certificate, which is public, and the key, which must stay secret.
     ///
     /// # Errors
     ///
@@ -53,7 +53,7 @@ impl Authority {
     }
 
     /// Creates an authority called `name` that is valid for `days` days and has no file. Its key is
-    /// lost when the authority is dropped, so that nobody can issue further identities.
+    /// lost when the authority is dropped, and nobody can issue further identities after that.
     ///
     /// # Errors
     ///
@@ -108,8 +108,8 @@ impl Authority {
     }
 
     /// Issues an identity file in PEM: the node's certificate, its key, and this authority's
-    /// certificate, with which the node verifies others of the cluster. Returns the contents of the
-    /// file and the identity's expiry time, as RFC 3339 in UTC.
+    /// certificate, with which the node verifies other nodes of the cluster. Returns the contents
+    /// of the file and the identity's expiry time, as RFC 3339 in UTC.
     ///
     /// # Errors
     ///
@@ -129,8 +129,9 @@ impl Authority {
         if let Some(days) = subject.days.filter(|days| Duration::days((*days).into()) > left + DAY)
         {
             let reason = format!(
-                "{days} days exceed the life of the authority, which expires at {until}; request \
-                 fewer days, or create another authority"
+                "{days} days exceed the life of the authority, which expires at {until}; pass \
+                 fewer to `racksum identity issue --days`, or create another authority with \
+                 `racksum identity init`"
             );
             return Err(NetError::Certificate { reason });
         }

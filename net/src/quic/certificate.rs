@@ -54,13 +54,14 @@ pub struct Certificate {
     pub role: Role,
     /// Common name of the issuer.
     pub issuer: String,
-    /// Start of the validity, as RFC 3339 in UTC.
+    /// Start of the validity period, as RFC 3339 in UTC.
     pub not_before: String,
-    /// End of the validity, as RFC 3339 in UTC.
+    /// End of the validity period, as RFC 3339 in UTC.
     pub not_after: String,
     /// Whether the certificate is valid now.
     pub valid: bool,
-    /// Whether the certificate expires within a week and is in the last tenth of its validity.
+    /// Whether the certificate expires within a week and is in the last tenth of its validity
+    /// period.
     pub ends_soon: bool,
     /// SHA-256 of the certificate, in hexadecimal.
     pub fingerprint: String,
@@ -99,8 +100,8 @@ impl Certificate {
         Self::of(&x509(der)?, der)
     }
 
-    /// Parses this side's own certificate, which must be of X.509 version 3, the only one TLS
-    /// accepts.
+    /// Parses this side's own certificate, which must be of X.509 version 3, the only version that
+    /// TLS accepts.
     pub(super) fn parse_own(der: &CertificateDer<'_>) -> Result<Self, String> {
         let x509 = x509(der)?;
         if x509.version() != X509Version::V3 {

@@ -17,10 +17,10 @@ use super::endpoint::{Connection, connect_from};
 use super::{Credentials, duration, frames, lifeline};
 use crate::NetError;
 
-/// Settings with which a rank calls an aggregator.
+/// Settings for a rank's call to an aggregator.
 #[derive(Debug)]
 pub struct CallOptions {
-    /// Local address to call from; `None` lets the kernel choose.
+    /// Local address to connect from; `None` lets the kernel choose.
     pub from: Option<IpAddr>,
     /// Identity of the caller, and the certificates it trusts.
     pub credentials: Credentials,
@@ -80,7 +80,7 @@ impl ControlConnection {
         sent.map_err(|error| self.ended(&error))
     }
 
-    /// Receives the aggregator's next message. A caller that cancels this future must close the
+    /// Receives the aggregator's next message. If the caller cancels this future, it must close the
     /// connection, because part of a message may be lost.
     ///
     /// # Errors
@@ -343,7 +343,7 @@ async fn listen(
 /// Last message of a rank that neither rejoins nor moves to another aggregator.
 pub const LEAVE: FromWorker = FromWorker::Leave { next_op: None };
 /// Reason for the end of a session that the aggregator closed without a message.
-const STREAM_CLOSED: &str = "the peer closed the control stream";
+const STREAM_CLOSED: &str = "it closed the control stream without giving a reason";
 /// Reason for the end of a session whose aggregator has died: its host refuses or closes the
 /// lifeline.
 const DEAD: &str = "its process exited";

@@ -51,8 +51,8 @@ impl Connection {
     pub async fn close(self, reason: &str) {
         self.quic.close(VarInt::from_u32(0), reason.as_bytes());
         // The close is sent long before the endpoint is idle: QUIC keeps a closed connection for
-        // three probe timeouts (RFC 9000, section 10.2). Probe timeouts can take seconds if this
-        // process or the network was delayed.
+        // three probe timeouts (RFC 9000, section 10.2). A probe timeout can be seconds long if
+        // this process or the network was delayed.
         drop(tokio::time::timeout(duration(CLOSING), self.endpoint.wait_idle()).await);
     }
 }
@@ -169,7 +169,8 @@ async fn twice(
         },
         () = &mut late => return Err(ConnectionError::TimedOut.into()),
     };
-    // Keep waiting for the other call: the server may have refused this one only for lack of room.
+    // Keep waiting for the other call: the server may have refused this one because it had no room
+    // then.
     tokio::select! {
         answered = other => Ok(answered?),
         () = late => Err(cause.into()),
@@ -211,7 +212,7 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
             "is damaged, or lacks subjectAltName=DNS:racksum, the name that every aggregator has"
         }
         Some(AlertDescription::CertificateUnknown) => {
-            "is of a kind that TLS does not accept, such as that of an authority"
+            "is of a kind that TLS does not accept, such as an authority's own certificate"
         }
         Some(AlertDescription::CertificateRequired) => "is missing",
         Some(AlertDescription::AccessDenied) if ours => {
@@ -390,9 +391,9 @@ fn tls_error(error: impl std::fmt::Display) -> NetError {
     NetError::Tls { reason: error.to_string() }
 }
 
-/// Round-trip time assumed before the first measurement, which is long for a cluster. QUIC keeps an
-/// abandoned handshake for nine times this (RFC 9000, section 10.2), and a lost first packet delays
-/// the handshake by three times this.
+/// Round-trip time assumed before the first measurement. It is long for a cluster. QUIC keeps an
+/// abandoned handshake for nine times this value (RFC 9000, section 10.2), and a lost first packet
+/// delays the handshake by three times this value.
 const INITIAL_RTT: Duration = Duration::from_millis(100);
 /// Time that [`Connection::close`] waits for the endpoint to become idle.
 const CLOSING: Span = Span::from_millis(10);
@@ -406,7 +407,7 @@ const MAX_INCOMING_BYTES: u64 = 16 << 10;
 /// Limit on the streams that a caller may have open: the control session needs one, and the server
 /// reads no other.
 const CALLER_STREAMS: u32 = 1;
-/// Bytes of a connection that may be unread, or sent but not acknowledged: one message of the
-/// maximum length. Thousands of ranks may wait at an aggregator, each with this much unread.
+/// Limit on the bytes of a connection that are unread, or sent but not acknowledged: one message of
+/// the maximum length. An aggregator may hold this much unread data for each of thousands of ranks.
 #[expect(clippy::cast_possible_truncation, reason = "it is just above 64 KiB")]
 const WINDOW: u32 = LONGEST as u32;

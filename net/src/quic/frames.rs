@@ -13,7 +13,7 @@ pub const MAX_FRAME: usize = 64 << 10;
 
 const LENGTH: usize = 4;
 
-/// Size of the largest message on a stream, in bytes, with its length field.
+/// Size of the largest message on a stream, in bytes, including its length field.
 pub(super) const LONGEST: usize = LENGTH + MAX_FRAME;
 
 /// Reason why a message was not sent or not received. The stream is unusable after any of these

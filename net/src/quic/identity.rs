@@ -23,7 +23,8 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Creates an identity with a self-signed certificate, for networks where everyone is trusted.
+    /// Creates an identity with a self-signed certificate, for loopback and for networks where
+    /// everyone is trusted.
     ///
     /// # Errors
     ///
@@ -67,7 +68,7 @@ impl Identity {
         }
         if authorities.is_empty() {
             return Err(wrong(
-                "the file lacks the authority's certificate, which follows the identity's own; \
+                "the file lacks the authority's certificate, which must follow the identity's own; \
                  issue the identity again with `racksum identity issue`",
             ));
         }

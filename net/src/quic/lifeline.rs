@@ -1,9 +1,9 @@
 //! Lifelines: TCP connections that distinguish a dead peer from a silent one.
 //!
-//! A process that is killed sends nothing, but neither does one that is stopped or cut off. The
-//! host of a killed process, however, closes its sockets. So a TCP connection that carries no data
-//! runs beside the QUIC connection: QUIC shows that the process answers, and the TCP connection
-//! closes when the process dies.
+//! A killed process sends nothing, but neither does a process that is stopped or cut off. The host
+//! of a killed process, however, closes its sockets. So an idle TCP connection accompanies the QUIC
+//! connection: QUIC shows that the process answers, and the TCP connection closes when the process
+//! dies.
 
 use std::future::pending;
 use std::io;
@@ -89,8 +89,8 @@ pub async fn listen(mut addr: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Opens a lifeline to a port of the aggregator at `to`. The `token` identifies the rank. If no
-/// lifeline can be opened, the death of the aggregator's process is detected late.
+/// Opens a lifeline to a port of the aggregator at `to`. The `token` identifies the rank. Without a
+/// lifeline, this side detects late that the aggregator's process has died.
 pub async fn lay(mut to: SocketAddr, port: u16, token: Key) -> Lifeline {
     to.set_port(port);
     let connect = async {
@@ -164,8 +164,8 @@ fn ticker() -> Interval {
 const TICK: Span = Span::from_millis(100);
 /// Length of the silence that confirms a death: more than two QUIC keep-alive intervals.
 const SILENCE: Span = Span::from_millis(1200);
-/// Silence of the aggregator before its offer, after which this side tries a TCP connection to its
-/// host.
+/// Silence of the aggregator before its offer, after which this side tries a TCP connection to the
+/// aggregator's host.
 const FIRST_MESSAGE: Span = Span::from_secs(2);
 /// Time to wait for a silence of [`SILENCE`] once the lifeline is closed or refused.
 const DOUBT: Span = Span::from_secs(4);

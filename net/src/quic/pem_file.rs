@@ -56,7 +56,7 @@ pub(super) fn key_of(pem: &[u8]) -> Result<PrivateKeyDer<'static>, &'static str>
     let key = keys.next().ok_or("the file holds no private key for its certificate")?;
     if keys.next().is_some() {
         return Err(
-            "the file holds several private keys; keep only that of its first certificate, and \
+            "the file holds several private keys; keep only the key of its first certificate, and \
              leave the authority's key where identities are issued",
         );
     }

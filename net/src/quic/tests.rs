@@ -173,7 +173,8 @@ async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
 }
 
 /// Calls, through a relay, a server that validates the caller's address first. The relay passes
-/// each datagram to `see`, with whether the server sent it; `see` may change the datagram.
+/// `see` each datagram, and a flag that is true if the server sent it; `see` may change the
+/// datagram.
 async fn call_through(mut see: impl FnMut(&mut [u8], bool) + Send + 'static) {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();

@@ -33,7 +33,7 @@ pub struct Credentials {
     trust: Trust,
 }
 
-/// Peer certificates that are accepted.
+/// Rule that decides which peer certificates are accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Trust {
     /// Any certificate, but only on loopback addresses.
@@ -135,7 +135,8 @@ impl Credentials {
                     issuer,
                     left_out,
                     "the identity file lacks the certificate of the authority that issued the \
-                     identity; peers of that authority are rejected"
+                     identity, so this process rejects peers of that authority; add that \
+                     certificate to the file"
                 );
             });
         }
@@ -192,14 +193,16 @@ impl Credentials {
         self.identity.certificate()
     }
 
-    /// Returns whether this side verifies peer certificates, so that they prove the peer's
-    /// identity.
+    /// Returns whether this side verifies peer certificates. Only a verified certificate proves the
+    /// peer's identity.
     #[must_use]
     pub fn are_verified(&self) -> bool {
         self.trust == Trust::Authorities
     }
 
     /// Returns whether these credentials accept every peer that the `other` credentials accept.
+    /// Returns false if the two differ in their kind of trust, because each kind judges different
+    /// properties of a peer.
     #[must_use]
     pub fn accept_all_of(&self, other: &Self) -> bool {
         let authorities = self.identity.authorities();
@@ -384,5 +387,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 static FILES: LazyLock<Aside> = LazyLock::new(|| Aside::new("reading the identity"));
 
-/// Error for TLS 1.2 signatures, which QUIC never uses but the rustls traits require.
+/// Error for TLS 1.2 signatures. QUIC never uses them, but the rustls traits require methods that
+/// verify them.
 const NO_TLS12: Error = Error::PeerIncompatible(PeerIncompatible::Tls12NotOfferedOrEnabled);

@@ -64,8 +64,8 @@ pub(super) fn size(socket: &Socket, receive: usize, send: usize) -> io::Result<B
     })
 }
 
-/// Requests a buffer size. The forced option ignores the kernel's limit but needs CAP_NET_ADMIN;
-/// the kernel cuts the value of the plain option to the limit.
+/// Requests a buffer size. The forced option ignores the kernel's limit but needs CAP_NET_ADMIN.
+/// The kernel caps the plain option at the limit.
 fn ask(socket: &Socket, bytes: usize, [force, plain]: [c_int; 2]) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -83,7 +83,7 @@ fn got(socket: &Socket, option: c_int) -> io::Result<usize> {
 }
 
 /// Reads one of the kernel's limits; `None` if it cannot be read. Network namespaces other than the
-/// first may lack the file.
+/// initial one may lack the file.
 fn limit(name: &str) -> Option<usize> {
     fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?.trim().parse().ok()
 }

@@ -95,10 +95,10 @@ fn code(code: u32) -> u16 {
 
 const WHOLE: u32 = u32::MAX;
 
-/// Limit of Linux on the instructions of one program.
+/// Linux's limit on the instructions of one program.
 const MOST_INSTRUCTIONS: usize = 4096;
 
-/// Base offset of the network header for loads of a program; offset 0 is the UDP header.
+/// Offset at which a load instruction finds the network header. Offset 0 is the UDP header.
 const NETWORK_HEADER: u32 = 0xfff0_0000;
 const IPV4_SOURCE: u32 = NETWORK_HEADER + 12;
 const IPV6_SOURCE: u32 = NETWORK_HEADER + 8;

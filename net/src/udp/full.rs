@@ -17,7 +17,7 @@ impl UdpSocket {
     #[must_use]
     pub fn is_full(&self) -> bool {
         let mut memory = [0_u32; FIELDS];
-        #[expect(clippy::cast_possible_truncation, reason = "36 bytes")]
+        #[expect(clippy::cast_possible_truncation, reason = "the size is 36 bytes")]
         let mut len = size_of_val(&memory) as libc::socklen_t;
         // SAFETY: the kernel writes at most `len` bytes, the size of `memory`, and every bit
         // pattern is valid.

@@ -1,4 +1,4 @@
-//! Pauses before a receive, so that datagrams accumulate: waking a thread costs as much as handling
+//! A pause before a receive lets datagrams accumulate: waking a thread costs as much as handling
 //! several datagrams. Network cards moderate their interrupts for the same reason.
 
 use std::io;
@@ -15,16 +15,17 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Creates a pause of at most `longest`. The pause is so short that data at 8 GB/s fill at most
-    /// half of the receive buffer of `receive_buffer` bytes. If such a pause would be too short to
-    /// be useful, the receiver never pauses.
+    /// Creates a pause of at most `longest`. The pause is so short that data arriving at 8 GB/s
+    /// fills at most half of a receive buffer of `receive_buffer` bytes. If that is too short to be
+    /// useful, the receiver never pauses.
     #[must_use]
     pub fn new(receive_buffer: usize, longest: Span) -> Self {
         let pause = Span(receive_buffer as u64 / 16).min(longest);
         Self { pause: (pause >= Self::SHORTEST).then_some(pause) }
     }
 
-    /// Returns whether to pause while `backlog` bytes are still expected; small ops never pause.
+    /// Returns whether to pause while `backlog` bytes are still expected. A small backlog gets no
+    /// pause, so small ops are never delayed.
     #[must_use]
     pub const fn is_due(&self, backlog: u64) -> bool {
         self.pause.is_some() && backlog >= Self::BULK

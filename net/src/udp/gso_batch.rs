@@ -75,8 +75,8 @@ const MAX_LEN: usize = MAX_DATAGRAM - MAX_SEGMENTS * DataAuth::MAX_TRAILER;
 mod tests {
     use super::*;
 
-    /// Adds single datagrams; returns the number of datagrams that the batch took, the batch's
-    /// length and its stride.
+    /// Adds messages of one datagram each. Returns how many messages the batch took, its length and
+    /// its stride.
     fn singles(lens: &[usize]) -> (usize, usize, usize) {
         let mut gso_batch = GsoBatch::default();
         let taken = lens.iter().take_while(|len| gso_batch.try_append(**len, 1472, 1472)).count();

@@ -20,15 +20,15 @@ use super::{CE, RECV_BATCH, RECV_CAPACITY, UdpSocket};
 pub struct Received {
     /// Sender of the message.
     pub from: SocketAddr,
-    /// Length of the message; 0 if the message is empty or larger than its buffer, so that the
-    /// caller must skip it.
+    /// Length of the message in bytes. The caller must skip a message of length 0, which is empty
+    /// or larger than its buffer.
     pub len: usize,
     /// Length of each datagram in the message but the last, which may be shorter. At least 1, so
     /// that `chunks(stride)` never panics.
     pub stride: usize,
     /// TOS byte of the message: the sender's DSCP, and ECN bits that queues may have changed.
     pub tos: u8,
-    /// Whether a queue on the path marked the message with CE, which means congestion experienced.
+    /// Whether a queue on the path marked the message with CE (congestion experienced).
     pub ce: bool,
 }
 
@@ -108,14 +108,15 @@ impl UdpSocket {
     }
 
     /// Takes the message that [`UdpSocket::peek`] has shown: its first bytes go to `head`, the next
-    /// to `tail`. Returns how many bytes were written; bytes that exceed both are lost.
+    /// to `tail`. Returns how many bytes were written; bytes that fit into neither are lost.
     ///
     /// # Errors
     ///
     /// Returns the kernel's error; `WouldBlock` if no message is pending, which happens after a
     /// peek only if another thread receives.
     pub fn take_peeked(&self, head: &mut [u8], tail: &mut [u8]) -> io::Result<usize> {
-        // SAFETY: the tail stays borrowed during the call.
+        // SAFETY: the tail stays mutably borrowed during the call, so its bytes are writable and no
+        // other code uses them.
         unsafe { self.take_peeked_at(head, NonNull::from(&mut *tail).cast(), tail.len()) }
     }
 
@@ -154,8 +155,8 @@ impl UdpSocket {
     }
 }
 
-/// Returns whether a receive with this error may be tried again: nothing is pending, a signal
-/// arrived, or the kernel reported an ICMP error of an earlier datagram, which is now cleared.
+/// Returns whether a receive that failed with this error may be retried: nothing is pending, a
+/// signal arrived, or the kernel reported an ICMP error of an earlier datagram, now cleared.
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR | libc::ECONNREFUSED))
 }
@@ -183,7 +184,7 @@ impl RecvRing {
         Self { storage, received, count: 0, asked: 0, batch: RECV_BATCH }
     }
 
-    /// Returns whether the last [`UdpSocket::recv`] got as many messages as it requested, so that
+    /// Returns whether the last [`UdpSocket::recv`] got as many messages as it requested. If so,
     /// more may be pending.
     #[must_use]
     pub const fn is_full(&self) -> bool {
@@ -222,7 +223,7 @@ impl RecvRing {
         }
     }
 
-    /// Points the header of a slot at the `len` bytes that begin at `start`.
+    /// Points header number `slot` at the `len` bytes that begin at `start`.
     fn lay_out_one(&mut self, slot: usize, start: *mut u8, len: usize) {
         let Storage { headers, iovecs, names, controls } = &mut *self.storage;
         iovecs[slot] = libc::iovec { iov_base: start.cast(), iov_len: len };

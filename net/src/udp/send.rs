@@ -14,7 +14,7 @@ use socket2::SockAddr;
 use super::cmsg::Control;
 use super::{MAX_DATAGRAM, MAX_SEGMENTS, SEND_BATCH, UdpSocket, wait_writable};
 
-/// Bytes for one receiver, which are cut into datagrams.
+/// Bytes for one receiver or multicast group, sent as one or more datagrams.
 #[derive(Debug, Clone, Copy)]
 pub struct Transmit<'a> {
     /// Receiver or multicast group.
@@ -22,8 +22,8 @@ pub struct Transmit<'a> {
     /// Datagrams, one after the other. Together with tail and trailer, the contents have 1 to
     /// 65,507 bytes.
     pub contents: &'a [u8],
-    /// Bytes that follow `contents` in the same datagram, sent from where they lie. A transmit with
-    /// a tail or a trailer is a single datagram.
+    /// Bytes that follow `contents` in the same datagram, sent without a copy in user space. A
+    /// transmit with a tail or a trailer is a single datagram.
     pub tail: Tail<'a>,
     /// Bytes that follow the tail in the same datagram.
     pub trailer: &'a [u8],
@@ -62,7 +62,7 @@ impl<'a> Transmit<'a> {
         self.contents.len() + self.tail.len() + self.trailer.len()
     }
 
-    /// Returns whether the transmit has no bytes, and so cannot be sent.
+    /// Returns whether the transmit has no bytes. An empty transmit cannot be sent.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
@@ -81,8 +81,8 @@ impl<'a> Transmit<'a> {
     }
 }
 
-/// Bytes that the kernel sends from where they lie. Another process may write to them at any time,
-/// so a tail holds their address and no reference.
+/// Bytes that the kernel reads in place when it sends them. Another process may write to them at
+/// any time, so a tail holds their address and no reference.
 #[derive(Debug, Clone, Copy)]
 pub struct Tail<'a> {
     start: *const u8,
@@ -211,13 +211,13 @@ impl UdpSocket {
 
     /// Sends a batch in order, with as few system calls as its size allows.
     ///
-    /// Without GSO, each datagram is a message of its own. If the buffer fills in the middle of a
-    /// transmit, the transmit counts as unsent although its first datagrams were sent. Sending it
-    /// again repeats them, but receivers detect duplicates anyway.
+    /// Without GSO, each datagram is a message of its own. If the send buffer fills up in the
+    /// middle of a transmit, the transmit counts as unsent although its first datagrams were sent.
+    /// Sending the transmit again repeats them, but receivers detect duplicates anyway.
     pub fn send(&self, ring: &mut SendRing, batch: &[Transmit<'_>]) -> SendOutcome {
         let mut job = BatchSend { batch, at: Cursor::default(), outcome: SendOutcome::default() };
-        // Errno of a segmented message that failed, set while this method tries its datagrams one
-        // by one.
+        // Errno of a segmented message that failed, set while this method tries the datagrams of
+        // that message one by one.
         let mut trial: Option<c_int> = None;
         // ICMP errors of earlier datagrams surface in a later call, which then sends nothing.
         let mut stale_left = MAX_STALE_ERRORS;
@@ -258,7 +258,7 @@ impl UdpSocket {
                 }
             }
         }
-        // The trial is undecided, because the buffer filled up, so switch GSO on again.
+        // The buffer filled up before the trial was decided, so switch GSO on again.
         if trial.is_some() {
             self.set_gso(true);
         }

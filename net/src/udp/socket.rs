@@ -13,7 +13,7 @@ use crate::interface::Interface;
 use crate::multicast::{self, Multicast};
 use crate::{NetError, options};
 
-/// Settings with which a socket is opened.
+/// Settings for opening a [`UdpSocket`].
 #[derive(Debug, Clone)]
 pub struct UdpConfig {
     /// Local address. IPv6 sockets are IPv6-only, so that each peer has one address.
@@ -30,8 +30,8 @@ pub struct UdpConfig {
 }
 
 impl UdpConfig {
-    /// Returns settings for a unicast socket at `bind` with buffers of 4 MiB, best effort and
-    /// ECN-capable.
+    /// Returns settings for a unicast socket at `bind` that has buffers of 4 MiB and sends
+    /// best-effort, ECN-capable datagrams.
     #[must_use]
     pub const fn new(bind: SocketAddr) -> Self {
         Self {
@@ -126,9 +126,8 @@ impl UdpSocket {
         &self.report
     }
 
-    /// Returns whether one message may hold several datagrams. Some drivers cannot segment. So once
-    /// a message has failed and its datagrams could be sent one by one, the result is false for
-    /// good.
+    /// Returns whether one message may hold several datagrams. Some drivers cannot segment. Once a
+    /// segmented message fails but its datagrams can be sent one by one, the result stays false.
     #[must_use]
     pub fn gso_enabled(&self) -> bool {
         self.gso.load(Ordering::Relaxed)
@@ -200,7 +199,7 @@ impl UdpSocket {
         &self.inner
     }
 
-    /// Switches segmentation on or off, depending on the result of a send.
+    /// Switches segmentation on or off, as the result of a send requires.
     pub(super) fn set_gso(&self, on: bool) {
         self.gso.store(on, Ordering::Relaxed);
     }

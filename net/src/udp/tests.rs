@@ -512,8 +512,8 @@ fn sockets_and_rings_go_to_other_threads() {
 fn what_is_refused_is_dropped_and_all_else_arrives() {
     for ip in [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()] {
         let (receiver, refused, other) = (open(ip), open(ip), open(ip));
-        // The last sender differs from `other` only in its port, and the rest in parts of their
-        // addresses.
+        // The last refused sender differs from `other` only in its port. The rest share only parts
+        // of their addresses with `other`.
         let mut senders: Vec<SocketAddr> =
             ["127.0.1.1:7", "[::1:0:1]:7", "[1::1]:7"].map(|it| it.parse().unwrap()).into();
         senders.push(refused.local_addr());

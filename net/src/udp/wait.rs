@@ -23,7 +23,7 @@ pub fn wait(fds: &[BorrowedFd<'_>], timeout: Option<Span>) -> io::Result<u64> {
     poll(fds.iter().map(|fd| entry(*fd, libc::POLLIN)), timeout)
 }
 
-/// Waits until `fd` has room to send; returns false after the timeout or a signal.
+/// Waits until `fd` is writable; returns false after the timeout or a signal.
 ///
 /// # Errors
 ///

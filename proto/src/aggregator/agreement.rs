@@ -1,4 +1,4 @@
-//! Checks that the ranks agree on each op: compares the descriptors with which they open it.
+//! Checks that the ranks agree on each op: compares the descriptors with which the ranks open it.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -8,7 +8,7 @@ use crate::ids::{OpId, Rank};
 use crate::reject::Reject;
 use crate::wire::Disagreement;
 
-/// The outcome of comparing a rank's descriptor with the others.
+/// The outcome of comparing a rank's descriptor of an op with the op's first descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Comparison {
     /// The rank is the first to open the op, or its descriptor equals the first one.
@@ -24,7 +24,7 @@ pub(super) enum Comparison {
 struct Opened {
     op: OpId,
     /// A rank and its descriptor. The rank is the first that opened the op or, if the op failed
-    /// elsewhere, one of the two ranks that disagree.
+    /// elsewhere before any rank opened it here, one of the two ranks that disagree.
     one: (Rank, Descriptor),
     /// The first rank with a different descriptor, and that descriptor. `Some` means that the op
     /// has failed.
@@ -36,7 +36,7 @@ struct Opened {
 /// The descriptors of the ops that some rank may have in flight, over all lanes of a shard.
 ///
 /// Every rank opens an op at the shard of the op's first window, even if the ranks disagree about
-/// the op's size. So that shard sees every disagreement about the op.
+/// the op's size. Therefore, that shard sees every disagreement about the op.
 ///
 /// A rank has at most `max_ops` ops in flight, and their numbers are consecutive. By opening op
 /// `o`, a rank shows that it has ended all ops up to `o - max_ops`. No rank needs an op that every

@@ -1,8 +1,9 @@
-//! Limits on the bytes sent in answer to a rank, so that small nacks cannot cause floods.
+//! Limits on the bytes sent in answer to each rank's messages, so that small nacks cannot cause
+//! floods.
 //!
 //! A rank earns the length of each result that is sent to it for the first time, since that result
 //! may be lost. It also earns the length of each message that it sends, unless the message carries
-//! data. Besides, it earns a little over time, so that it can end its ops even if its path loses
+//! data. Finally, it earns a little over time, so that it can end its ops even if its path loses
 //! more than half of all datagrams. Every message that is addressed to the rank alone costs its
 //! length: a repeated result, a wait, a nack or a fail.
 

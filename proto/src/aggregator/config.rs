@@ -5,7 +5,7 @@ use crate::ids::{Generation, JobId, OpId};
 use crate::reject::Reject;
 use crate::wire::Header;
 
-/// The configuration and the resources granted to a job at a shard.
+/// The configuration of a job at a shard, and the resources granted to the job.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
     /// The job.
@@ -49,7 +49,7 @@ impl Config {
     }
 
     /// Checks the window, mask, fragment number and length against the op's geometry. Returns the
-    /// length of the payload that the mask describes, and how it is cut.
+    /// length of the payload that the mask describes, and how that payload is cut into fragments.
     pub(super) fn check_shape(
         &self,
         header: &Header,

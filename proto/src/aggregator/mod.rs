@@ -1,11 +1,12 @@
 //! The aggregator half of the sliding-window sum: one [`Aggregation`] per job and shard.
 //!
-//! The machine decides; the driver owns the bytes. For each datagram, the driver calls
-//! [`Aggregation::handle_datagram`] and stores the payload where the verdict says. Then it polls
-//! two methods until both return `None`. For each window from [`Aggregation::poll_fold`], it folds
-//! the window and calls [`Aggregation::handle_folded`]. For each transmit from
+//! The machine decides; the driver owns the bytes. For each message, the driver calls
+//! [`Aggregation::handle_decoded`] and stores the payload where the verdict says. Then it polls two
+//! methods until both return `None`. For each window from [`Aggregation::poll_fold`], it folds the
+//! window and calls [`Aggregation::handle_folded`]. For each transmit from
 //! [`Aggregation::poll_transmit`], it sends the datagrams. The machine has no timers: a worker that
-//! receives nothing sends a nack, and the answer names what is missing.
+//! receives nothing sends a nack. The answer requests missing data from that worker, or names the
+//! ranks that the next result waits for.
 
 mod agreement;
 mod budget;
@@ -50,24 +51,25 @@ use crate::wire::{Flags, Header, Kind, OpenDecoder};
 /// The place of a fragment in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FragmentPlace {
-    /// The lane.
+    /// The lane of the stream.
     pub lane: u8,
     /// The slot's number in the lane's pool.
     pub slot: u32,
-    /// The contributor.
+    /// The contributor: a rank, or the number that stands for the parent.
     pub rank: Rank,
-    /// The fragment's number.
+    /// The fragment's number within the contribution, from 0.
     pub fragment: u8,
     /// The number of fragments in the whole contribution.
     pub fragments: u8,
-    /// How the contribution is cut.
+    /// How the contribution is cut into fragments.
     pub cut: Fragmentation,
 }
 
-/// A window whose contributions are complete. The driver folds them in rank order.
+/// A window for which all owed contributions, or the parent's result, have arrived. The driver
+/// folds contributions in rank order.
 #[derive(Debug, Clone, Copy)]
 pub struct CompleteWindow {
-    /// The lane.
+    /// The lane of the stream.
     pub lane: u8,
     /// The slot's number in the lane's pool.
     pub slot: u32,
@@ -82,14 +84,14 @@ pub struct CompleteWindow {
     pub union: u64,
     /// The length of the result's payload, in bytes.
     pub len: usize,
-    /// How the result's payload is cut.
+    /// How the result's payload is cut into fragments.
     pub cut: Fragmentation,
     /// How many ranks take part: the world minus the lost ranks.
     pub ranks: u16,
-    /// The divisor of an average.
+    /// The divisor of an average: how many workers the sum covers.
     pub weight: u16,
-    /// The contributor whose contribution already is the sum, byte for byte, if there is one: a
-    /// rank, or the number that stands for the parent.
+    /// The contributor, if any, whose contribution is already the sum, byte for byte: a rank, or
+    /// the number that stands for the parent.
     pub whole: Option<Rank>,
     /// Whether the sum goes to the parent and is not a result yet.
     pub for_parent: bool,
@@ -110,14 +112,14 @@ impl CompleteWindow {
 /// other.
 const LEAST_RESULTS: usize = 8 * WINDOW_BYTES;
 
-/// The aggregator half of one job at one shard.
+/// The aggregator half of the protocol, for one job at one shard.
 #[derive(Debug)]
 pub struct Aggregation {
     config: Config,
     agreement: Agreement,
     opens: OpenDecoder,
     streams: Box<[Stream]>,
-    /// When the last datagram from each rank arrived.
+    /// The arrival time of the last datagram from each rank.
     last_received: Box<[Time]>,
     /// Whether each rank has left or, for a child aggregator, whether one of its workers has left.
     left: Box<[bool]>,
@@ -138,7 +140,7 @@ pub struct Aggregation {
 }
 
 impl Aggregation {
-    /// Creates the aggregator half of a job that starts at `now`. Allocates all memory up front,
+    /// Creates the aggregator half for a job that starts at `now`. Allocates all memory up front,
     /// with two exceptions in a tree of aggregators: the list of failures to report, and the list
     /// of ranks that the parent waits for.
     #[must_use]
@@ -193,14 +195,14 @@ impl Aggregation {
     }
 
     /// Returns the largest backlog of any stream: the number of windows that some rank has opened
-    /// and that are not folded.
+    /// and that are not folded yet.
     #[must_use]
     pub fn backlog(&self) -> u64 {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
     }
 
-    /// Estimates how many bytes of results are still to come in a stream, and returns the largest
-    /// estimate of any stream.
+    /// Estimates how many bytes of results are still to come in each stream, and returns the
+    /// largest estimate.
     #[must_use]
     pub fn backlog_bytes(&self) -> u64 {
         self.streams.iter().map(Stream::backlog_bytes).max().unwrap_or(0)
@@ -257,16 +259,19 @@ impl Aggregation {
         }
     }
 
-    /// Continues without a lost rank. Windows that are not folded yet are folded without its
-    /// contribution, and its messages are rejected from now on. A job can lose at most
+    /// Continues without a lost rank. Windows that are not folded yet are folded without the rank's
+    /// contribution, and the rank's messages are rejected from now on. A job can lose at most
     /// [`Flags::MAX_ABSENT`] ranks.
     pub fn handle_gone(&mut self, rank: Rank, observer: &mut impl Observer) {
         let last = self.gone.len() + 1 >= usize::from(self.config.world);
         if rank.0 >= self.config.world || self.gone.contains(&rank) || last {
-            // Ignore the loss of the last rank: no rank would be left to use the results.
+            // Ignore the loss of the last remaining rank: no other rank could use the results.
             return;
         }
-        debug_assert!(self.gone.len() < Flags::MAX_ABSENT, "a job ends if it loses more ranks");
+        debug_assert!(
+            self.gone.len() < Flags::MAX_ABSENT,
+            "the driver must end a job that loses more than `Flags::MAX_ABSENT` ranks"
+        );
         self.gone.push(rank);
         self.queue.forget(rank);
         self.note_reached(rank, OpId(u32::MAX));
@@ -314,7 +319,7 @@ impl Aggregation {
         }
     }
 
-    /// Checks that the datagram comes from one of this job's ranks and belongs to one of its
+    /// Checks that a message comes from one of this job's ranks and belongs to one of the job's
     /// streams.
     fn check_identity(&self, header: &Header) -> Result<(), Reject> {
         // wire: W-7
@@ -461,7 +466,8 @@ impl Aggregation {
         self.nack_lost(fold.lane);
     }
 
-    /// Queues nacks for lost fragments that the next fold may wait for.
+    /// Moves the stream to its next window to fold, and queues the nacks for lost fragments that
+    /// are now due.
     fn nack_lost(&mut self, lane: u8) {
         let stream = &mut self.streams[usize::from(lane)];
         stream.advance();

@@ -252,8 +252,8 @@ mod tests {
             [Some(0), Some(1), Some(2), None]
         );
         assert_eq!([0, 1].map(|from| occupancy.next_of(Rank(0), from, 5)), [Some(0), None]);
-        // Once the holder is lost, the next holder owes the sum. If no other rank holds the sum,
-        // each rank owes its own windows again.
+        // Once the holder is lost, the next holder owes the window. If no other rank holds the sum,
+        // each remaining rank owes its own contribution again.
         occupancy.forget(Rank(2));
         assert_eq!(all(&occupancy), [vec![0], vec![0], vec![1], vec![], vec![]]);
     }

@@ -111,7 +111,7 @@ impl Aggregation {
         }
     }
 
-    /// Fails an op at every rank, in all lanes, since the ranks may disagree about the lane.
+    /// Fails an op at every rank and in all lanes: the ranks may disagree about the op's lane.
     fn fail(&mut self, op: OpId, disagreement: Disagreement, observer: &mut impl Observer) {
         for stream in &mut self.streams {
             stream.sequence.fail(op);

@@ -1,7 +1,8 @@
-//! An aggregator with a parent: contributes the sum of its ranks to the parent, through the worker
-//! half of the same protocol, and forwards the parent's results to its ranks.
+//! An aggregator with a parent. It contributes the sum of its ranks to the parent, through the
+//! worker half of the same protocol, and forwards the parent's results to its ranks.
 //!
-//! The driver runs a [`Worker`](crate::worker::Worker) beside this half. The driver's duties are:
+//! The driver also runs a [`Worker`](crate::worker::Worker), which contributes to the parent. The
+//! driver's duties are:
 //!
 //! - It submits each op from [`Aggregation::poll_begun`] to the worker.
 //! - It answers the worker's scans with [`Aggregation::summed`], and uses the sum as the payload of
@@ -81,17 +82,17 @@ impl Aggregation {
         Some(FragmentPlace { lane, slot, rank: stream.parent(), fragment, fragments, cut })
     }
 
-    /// Notes that all results of a lane's windows before `done` have arrived, and that windows
-    /// before `low` without a result will not get one.
+    /// Notes the parent's progress in a lane. All results before the window `done` have arrived. A
+    /// window before `low` that has no result will not get one.
     pub fn handle_parent_at(&mut self, lane: u8, done: WindowId, low: WindowId) {
         if let Some(stream) = self.streams.get_mut(usize::from(lane)) {
             stream.handle_parent_at(done, low);
         }
     }
 
-    /// Returns the ranks that the next window of a lane waits for, at this aggregator or at a child
-    /// of it, and how long each has been silent. Returns no ranks if the window waits for the
-    /// parent.
+    /// Returns the ranks that the next window of a lane waits for, at this aggregator or at one of
+    /// its children, and how long each has been silent. Returns no ranks if all opened windows are
+    /// folded: the lane is then idle or waits for the parent.
     pub fn awaited(&self, now: Time, lane: u8) -> impl Iterator<Item = (Rank, Span)> + '_ {
         let stream = self.streams.get(usize::from(lane)).filter(|stream| stream.is_behind());
         let ranks = stream.into_iter().flat_map(Stream::awaited);
@@ -138,7 +139,7 @@ impl Aggregation {
     /// Notes that the worker `name` of the child aggregator `rank` has left. As a result, the child
     /// opens no more windows.
     pub fn handle_left_below(&mut self, rank: Rank, name: Rank) {
-        // Name the first worker that left: the others leave because of it.
+        // Name the first worker that left: the others leave because that worker left.
         if self.left.get(rank.index()) == Some(&false) {
             self.set_name(rank, name);
             self.left[rank.index()] = true;

@@ -9,16 +9,16 @@ use crate::recovery::{Again, Nacked};
 use crate::time::Time;
 use crate::wire::Header;
 
-/// The contribution of one rank to one window, as far as it has arrived.
+/// The state of one rank's contribution to one window.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Contribution {
     /// The mask of the contributed blocks; 0 while nothing has arrived.
     pub(super) mask: u64,
-    /// The fragments that have arrived.
+    /// The mask of the fragments that have arrived.
     pub(super) have: u64,
     /// Whether all fragments have arrived.
     pub(super) complete: bool,
-    /// The fragments that the rank must have sent, since later ones have arrived.
+    /// The fragments that the rank must have sent, because later ones have arrived.
     pub(super) sent: u64,
     /// The fragments that nacks have requested from the rank.
     pub(super) nacked: Nacked,
@@ -37,7 +37,7 @@ pub(super) struct Slot {
     pub(super) union: u64,
     /// The length of the result's payload in bytes, once the window is folded.
     pub(super) result_len: usize,
-    /// How the result is cut.
+    /// How the result is cut into fragments.
     pub(super) cut: Fragmentation,
     /// The index of the op's previous window with a result, or [`Header::NO_PREVIOUS`].
     pub(super) previous: u32,
@@ -139,7 +139,8 @@ impl Pool {
         }
     }
 
-    /// Returns the contribution of `rank` to the window at `position`.
+    /// Returns the contribution of `rank` to the window at `position`, or an empty contribution if
+    /// no slot holds that window.
     pub(super) fn contribution(&self, position: u64, rank: Rank) -> Contribution {
         if self.get(position).is_none() {
             return Contribution::default();

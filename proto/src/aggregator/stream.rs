@@ -27,8 +27,8 @@ use crate::wire::{Flags, Header, NackEntry, OPEN_AHEAD, Open};
 /// The progress of one rank in a stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
-    /// The position before which the rank has opened all windows, so that the aggregator knows
-    /// which of them the rank owes.
+    /// The position before which the rank has opened all windows. The aggregator knows which of
+    /// these windows the rank owes.
     pub(super) opened: u64,
     /// The position before which the rank has all results.
     pub(super) acked: u64,
@@ -47,7 +47,7 @@ pub(super) struct Progress {
     lost: (u64, usize),
     /// The position before which the results that the rank lacks have been counted as lost.
     counted: u64,
-    /// When opens were last requested from the rank; cleared when it opens more windows.
+    /// The time of the last request for the rank's opens; cleared when the rank opens more windows.
     open_nacked_at: Option<Time>,
     /// The estimate of the round trip from a nack to its answer.
     rtt: Rtt,
@@ -78,25 +78,25 @@ impl Progress {
     /// The assumed round trip before the first measurement.
     const GUESS: Span = Span::from_millis(1);
 
-    /// Returns the shortest round trip measured so far, since an estimate that is too long would
-    /// delay repairs.
+    /// Returns the shortest round trip from a nack to its answer or, before the first such answer,
+    /// from a result to its acknowledgement. A longer estimate would delay repairs.
     fn round_trip(&self) -> Span {
         self.nack_trip.unwrap_or(self.acked_trip)
     }
 }
 
-/// The position of a lost rank, which counts as having opened and acknowledged all windows.
+/// The position of a lost rank: the rank counts as having opened and acknowledged all windows.
 const GONE: u64 = u64::MAX;
 
-/// A window that can be folded next: its contributions, or the parent's result, are complete.
+/// A window that can be folded next: all its contributions, or the parent's result, have arrived.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ready {
     pub(super) position: u64,
     pub(super) entry: StreamOp,
     pub(super) union: u64,
     pub(super) contributors: u32,
-    /// The contributor whose contribution already is the sum, if there is one: a rank, or the
-    /// number that stands for the parent.
+    /// The contributor, if any, whose contribution is already the sum: a rank, or the number that
+    /// stands for the parent.
     pub(super) whole: Option<Rank>,
 }
 
@@ -118,8 +118,8 @@ pub(super) enum Stored {
     Duplicate,
     /// The fragment is new and belongs to the slot with this number.
     New(u32),
-    /// The fragment is new and belongs to the slot with this number. Earlier fragments are lost and
-    /// should be requested from the rank.
+    /// The fragment is new and belongs to the slot with this number. Other fragments from the rank
+    /// are lost, and should be requested now.
     Gap(u32),
 }
 
@@ -133,13 +133,13 @@ pub(super) struct Stream {
     occupancy: Occupancy,
     /// The position before which every rank has opened all windows.
     agreed: u64,
-    /// The first window that is not folded.
+    /// The position of the first window that is not folded.
     pub(super) next: u64,
-    /// The first window without a result. Equals `next`, unless results come from a parent.
+    /// The position of the first window without a result. Equals `next` if there is no parent.
     pub(super) resulted: u64,
-    /// Windows with results that some rank has not acknowledged, in order.
+    /// The positions of the windows with results that some rank has not acknowledged, in order.
     pub(super) folded: VecDeque<u64>,
-    /// The first window after the newest result and after any failed ops that follow it.
+    /// The position after the newest result and after any failed ops that follow that result.
     pub(super) results_end: u64,
     /// The mean size of results per window.
     density: Density,
@@ -229,9 +229,9 @@ impl Stream {
         progress.open_nacked_at = None;
     }
 
-    /// Continues without a lost rank. Forgets its contributions to windows that are not folded,
-    /// even complete ones, so that the count of missing ranks in a result is enough to identify
-    /// them.
+    /// Continues without a lost rank. Forgets the rank's contributions to windows that are not
+    /// folded, even complete contributions. As a result, the number of ranks that a result lacks is
+    /// enough to identify them.
     pub(super) fn handle_gone(&mut self, rank: Rank) {
         self.handle_left(rank);
         if let Some(progress) = self.ranks.get_mut(rank.index()) {
@@ -262,7 +262,7 @@ impl Stream {
         self.sequence.settle_before(self.low()).is_some()
     }
 
-    /// Returns whether the stream already has `op` or has room for it. Drops failed ops if it needs
+    /// Returns whether the stream already has `op` or has room for it. Drops failed ops to make
     /// room.
     pub(super) fn has_room_for(&mut self, op: OpId) -> bool {
         let Self { sequence, folded, resulted, .. } = self;
@@ -292,7 +292,7 @@ impl Stream {
             }
             return Placed::At(self.sequence.push(op, &open.descriptor, stripe));
         }
-        // Other ranks have passed the number of `op`, but do not have the op in this stream. The
+        // Other ranks are past the number of `op`, but did not open the op in this stream. The
         // shard of the op's first window reports this disagreement; this stream fails the op
         // silently.
         let base = self.sequence.position_from(WindowId::new(op, 0));
@@ -413,8 +413,8 @@ impl Stream {
     }
 
     /// Returns the first window that `rank` has not opened. Between two ops, this is the first
-    /// window that can follow the earlier op: the rank's next op may be one that no other rank has
-    /// opened.
+    /// window that can follow the earlier op: it is possible that no other rank has opened the
+    /// rank's next op yet.
     pub(super) fn unopened(&self, rank: Rank) -> WindowId {
         let opened = self.ranks[rank.index()].opened;
         match self.sequence.at(opened) {
@@ -426,7 +426,7 @@ impl Stream {
 
     /// Returns whether to request opens from `rank` now, and if so, notes the time. Opens are
     /// requested at most once per retransmission timeout, since the answer to the last request may
-    /// be on its way.
+    /// still be on its way.
     pub(super) fn may_nack_open(&mut self, rank: Rank, now: Time) -> bool {
         let progress = &mut self.ranks[rank.index()];
         let patience = progress.rtt.timeout();
@@ -477,8 +477,8 @@ impl Stream {
     }
 
     /// Returns the next window to fold, if its contributions are complete, the pool has room for
-    /// its result, and congestion control admits the result's bytes. Call this method again after
-    /// the fold.
+    /// its result, and congestion control admits the result's bytes. A window whose result has
+    /// arrived from the parent comes first. Call this method again after the fold.
     pub(super) fn poll_ready(&mut self) -> Option<Ready> {
         if let Some(ready) = self.poll_from_parent() {
             return Some(ready);
@@ -519,8 +519,8 @@ impl Stream {
             return None;
         }
         // wire: W-63
-        // Forget the shares that ranks sent before the aggregator knew that another rank holds the
-        // sum.
+        // Forget the contributions that ranks sent before the aggregator knew that another rank
+        // holds the sum.
         let whole = self.occupancy.holder(position);
         if whole.is_some() {
             for rank in self.ranks().filter(|rank| !self.occupancy.owes(*rank, position)) {

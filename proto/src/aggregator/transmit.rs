@@ -14,7 +14,7 @@ use crate::wire::{Disagreement, Flags, Header, Kind, MissingRanks, NackEntries, 
 /// The recipient of a [`Transmit`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recipient {
-    /// Every rank, by multicast or by one copy each.
+    /// Every rank, by multicast or with one copy to each.
     All,
     /// One rank.
     Rank(Rank),
@@ -23,11 +23,11 @@ pub enum Recipient {
 /// A datagram or a set of fragments to send now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transmit {
-    /// The first `len` bytes of the buffer.
+    /// A datagram, in the first `len` bytes of the buffer passed to [`Aggregation::poll_transmit`].
     Datagram {
         /// The recipient.
         to: Recipient,
-        /// The datagram's length.
+        /// The datagram's length, in bytes.
         len: usize,
     },
     /// Fragments of a folded window.
@@ -42,15 +42,15 @@ pub enum Transmit {
 /// Fragments of a folded window; the driver holds their payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResultFragments {
-    /// The lane.
+    /// The lane of the stream.
     pub lane: u8,
     /// The slot's number in the lane's pool.
     pub slot: u32,
     /// The length of the whole payload, in bytes.
     pub len: usize,
-    /// How the payload is cut.
+    /// How the payload is cut into fragments.
     pub cut: Fragmentation,
-    /// The fragments to send.
+    /// The mask of the fragments to send.
     pub fragments: u64,
     /// The header of each fragment, except for length and fragment number.
     pub header: Header,
@@ -77,7 +77,7 @@ pub(super) struct Due {
     queued: bool,
 }
 
-/// Fragments of a result that a rank lacks.
+/// The fragments of one result that will be sent to a rank again.
 #[derive(Debug, Clone, Copy)]
 struct Resend {
     lane: u8,
@@ -85,8 +85,8 @@ struct Resend {
     fragments: u64,
 }
 
-/// The messages that are due: failures go first, then resends, for which the ranks take turns, then
-/// all others. Their number is bounded by the numbers of ranks and lanes.
+/// The messages that are due. Failures go first, then resends (the ranks take turns), then all
+/// others. The number of messages is bounded by the numbers of ranks and lanes.
 #[derive(Debug)]
 pub(super) struct Queue {
     due: Box<[Due]>,
@@ -125,9 +125,9 @@ impl Queue {
         }
     }
 
-    /// Queues fragments of a result to be sent to a rank again. Returns the fragments that this
-    /// call has queued: at most `most`, and none that was queued before. If the queue is full, the
-    /// rank has to request the other fragments again.
+    /// Queues fragments of a result to be sent to a rank again. Returns the mask of the fragments
+    /// that this call has queued: at most `most`, and none that were queued before. If the rank's
+    /// queue is full, the call queues none. Fragments that are not queued need another nack.
     pub(super) fn resend(
         &mut self,
         lane: u8,
@@ -200,13 +200,13 @@ impl Queue {
 
     const RESENDS_A_TURN: usize = 4;
     const MAX_FAILURES: usize = 64;
-    /// The most windows whose results may be queued to be sent to a rank again.
+    /// The most windows whose results may be queued to be sent again to one rank.
     const MAX_RESENDS: usize = NackEntries::MAX;
 }
 
 impl Aggregation {
-    /// Returns the next [`Transmit`]. Writes a datagram into `out`, which must have room for the
-    /// job's largest datagram. The driver polls until this method returns `None`.
+    /// Returns the next [`Transmit`]. Writes a [`Transmit::Datagram`] into `out`, which must have
+    /// room for the job's largest datagram. The driver polls until this method returns `None`.
     pub fn poll_transmit(
         &mut self,
         now: Time,
@@ -297,7 +297,8 @@ impl Aggregation {
             self.put_off(lane, rank, due);
             return self.write_failure(op, lane, Recipient::Rank(rank), out);
         }
-        // A nack carries the congestion mark once, so messages that are put off must not repeat it.
+        // Only one nack reports the mark, so messages that are put off until after that nack must
+        // not report it again.
         let congested = core::mem::take(&mut due.congested);
         let may_nack = due.open && self.streams[usize::from(lane)].may_nack_open(rank, now);
         due.open = false;
@@ -312,8 +313,8 @@ impl Aggregation {
             return Some(self.write_wait(now, lane, rank, out));
         }
         let stream = &self.streams[usize::from(lane)];
-        // This stalled rank waits for other ranks. Its own missing data is requested once the next
-        // window waits for it.
+        // This stalled rank waits for other ranks. Its own missing data is requested only when the
+        // next window waits for that data.
         if due.stalled && !stream.waits_for(rank) {
             self.put_off(lane, rank, Due { congested, ..Due::default() });
             return Some(self.write_wait(now, lane, rank, out));
@@ -354,14 +355,15 @@ impl Aggregation {
         self.finish(Recipient::Rank(rank), header, len, out)
     }
 
-    /// Writes a wait that names the ranks that the next window waits for. The wait names its
-    /// recipient only if the window waits for no other rank.
+    /// Writes a wait that names the ranks that the next result waits for. If the result waits for
+    /// the parent, these are the ranks that the parent waits for. Otherwise, the wait names its
+    /// recipient only if the result waits for no other rank.
     fn write_wait(&mut self, now: Time, lane: u8, rank: Rank, out: &mut [u8]) -> Transmit {
         let most = MissingRanks::room_of(self.budgets.left(now, rank));
         let stream = &self.streams[usize::from(lane)];
         let alone = stream.awaited().all(|awaited| awaited == rank);
-        // If this rank awaits no window, the wait marks no rank as left, since the wait may arrive
-        // after a rank that left has rejoined.
+        // If the recipient waits for no window, the wait marks no rank as left, since the wait may
+        // arrive after a rank that left has rejoined.
         let waits = stream.ranks[rank.index()].opened > stream.next;
         let awaited = stream.awaited().filter(|awaited| alone || *awaited != rank);
         let missing = awaited.flat_map(|awaited| self.awaited_of(now, lane, awaited, waits));
@@ -369,8 +371,8 @@ impl Aggregation {
         let here = if parent.is_empty() { usize::MAX } else { 0 };
         let missing = parent.iter().copied().chain(missing.take(here));
         let len = MissingRanks::encode(missing.take(most), &mut out[Header::LEN..]);
-        // The header names the end of the results, not the awaited window: windows between the two
-        // that no rank owes have no result.
+        // The header names the end of the results, not the awaited window, since no results exist
+        // for the windows in between.
         let window = stream.sequence.window(stream.results_end);
         let header = Header { window, ..self.header(Kind::Wait, lane) };
         self.finish(Recipient::Rank(rank), header, len, out)
@@ -391,7 +393,7 @@ impl Aggregation {
         Some(self.finish(to, header, Disagreement::LEN, out))
     }
 
-    /// Writes a credit that is due and that no result can carry (wire: W-33, W-56).
+    /// Writes the next credit that is due and that no result can carry (wire: W-33, W-56).
     fn write_credit(&mut self, out: &mut [u8]) -> Option<Transmit> {
         let streams = (0..self.config.lanes).zip(&mut self.streams);
         let mut due = streams.filter_map(|(lane, stream)| Some((lane, stream.poll_credit()?)));
@@ -400,7 +402,8 @@ impl Aggregation {
         Some(self.finish(Recipient::All, header, 0, out))
     }
 
-    /// Writes the header in front of a body of `len` bytes.
+    /// Writes the header in front of a body of `len` bytes. If the recipient is one rank, deducts
+    /// the message from the rank's budget.
     fn finish(&mut self, to: Recipient, header: Header, len: usize, out: &mut [u8]) -> Transmit {
         let ack = self.streams[usize::from(header.lane)].announce();
         let length = u16::try_from(len).unwrap_or(u16::MAX);
@@ -432,7 +435,7 @@ impl Aggregation {
     }
 }
 
-/// Returns the `most` lowest bits that are set in `fragments`.
+/// Returns the lowest set bits of `fragments`, at most `most` of them.
 fn lowest(fragments: u64, most: usize) -> u64 {
     let beyond = (0..most).try_fold(fragments, |left, _| (left != 0).then(|| left & (left - 1)));
     fragments & !beyond.unwrap_or(0)

@@ -18,9 +18,10 @@ use crate::dtype::{Reduction, SCALE_LEN};
 /// range of i32. The block's integers are zero, and the block decodes to NaN.
 pub const FIXED32_OVERFLOW: i32 = i32::MAX;
 
-/// The least exponent that an encoder picks, so that two to the power of its negation is a normal
-/// f64. Only f64 tensors can reach it. If a block's largest magnitude is less than about 2^-970,
-/// the block's resolution stays at 2^-1000 instead of shrinking with the magnitude.
+/// The least exponent that an encoder picks. Encoding multiplies by two to the power of the negated
+/// exponent, which must be a normal f64. Only f64 tensors can reach the least exponent. If a
+/// block's largest magnitude is less than about 2^-970, the block's resolution stays at 2^-1000
+/// instead of shrinking with the magnitude.
 pub const FIXED32_MIN_EXPONENT: i32 = -1000;
 
 /// Returns the largest magnitude of an encoded integer in a job of `world` ranks: at least 1, and
@@ -94,7 +95,7 @@ pub fn fixed32_counting_exponent(block: &[u8]) -> Option<i32> {
 /// If the block is too short to have an exponent.
 pub fn fixed32_rescale(block: &mut [u8], exponent: i32) {
     let shift = i64::from(exponent) - i64::from(exponent_of(block));
-    // Rescaling to a smaller exponent would change the value of the integers.
+    // The integers are never scaled up, so a smaller exponent would change the block's values.
     if fixed32_overflowed(block) || shift <= 0 {
         return;
     }

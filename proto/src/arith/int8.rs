@@ -7,8 +7,8 @@ use super::FoldTerms;
 use super::element::{element, f32_store, reduce, round_ties_even_f32};
 use crate::dtype::{Reduction, SCALE_LEN};
 
-/// The largest magnitude of an encoded element. The encoder never produces -128, so that the range
-/// is symmetric.
+/// The largest magnitude of an encoded element. The range is symmetric: the encoder never produces
+/// -128.
 pub const INT8_MAX: f32 = 127.0;
 
 /// Returns the scale of a block whose largest magnitude is `max_abs`. An element is encoded as

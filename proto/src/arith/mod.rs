@@ -16,8 +16,8 @@
 //!   twice. The quotient of integers is rounded toward zero.
 //! - [`Reduction::Min`] and [`Reduction::Max`] are `minimum` and `maximum` of IEEE 754-2019: a
 //!   NaN anywhere gives NaN, and -0 is less than +0.
-//! - A rank that sent nothing counts as zeros. Sums leave it out; a minimum or maximum includes one
-//!   +0 ([`FoldTerms::absent`]).
+//! - The share of a rank that sent nothing counts as zeros. A sum leaves it out; a minimum or
+//!   maximum includes one +0 ([`FoldTerms::absent`]).
 //! - Every NaN from a fold or a conversion is *the* quiet NaN of its type (positive, no payload),
 //!   even if a fold has only one contribution. Payloads depend on operand order and vector width,
 //!   so they would break "same inputs, same bits". A tensor that travels unchanged is copied with
@@ -56,7 +56,7 @@ use crate::dtype::{DType, Reduction, SCALE_LEN, WireType};
 pub struct FoldTerms {
     /// The number of ranks that take part, which is the divisor of an average.
     pub world: u32,
-    /// Whether some rank takes part but sent nothing, and so counts as zeros.
+    /// Whether some rank takes part but sent nothing. Its share counts as zeros.
     pub absent: bool,
 }
 
@@ -77,7 +77,7 @@ pub enum ArithError {
     /// The bytes are not whole elements or, for a scaled wire type, not one block.
     #[error(
         "{len} bytes are not {} {}",
-        if wire.is_scaled() { "one block of" } else { "whole elements of" },
+        if wire.is_scaled() { "one block of" } else { "a whole number of elements of" },
         wire.name()
     )]
     Ragged {
@@ -97,7 +97,8 @@ pub enum ArithError {
     },
     /// The number of ranks is 0, above [`MAX_WORLD`], or less than the number of contributions.
     #[error(
-        "the number of ranks, {world}, must be 1 to 65535 and at least the number of contributions"
+        "the number of ranks must be 1 to 65535, and at least the number of contributions, not \
+         {world}"
     )]
     World {
         /// The number of ranks that was passed.
@@ -240,7 +241,7 @@ pub fn decode_block(
 /// # Errors
 ///
 /// Returns an error if there is no input, or if an input and the output differ in length. Returns
-/// an error if the length is not that of whole elements or, for a scaled wire type, of one block.
+/// an error if the output is not a whole number of elements or, for a scaled wire type, one block.
 /// Returns an error if `fold.world` is out of range or less than the number of inputs.
 pub fn check_fold(
     wire: WireType,
@@ -415,8 +416,10 @@ fn store_float(dtype: DType, value: f64, y: &mut [u8]) {
     }
 }
 
-/// The most ranks of a job: a rank's number has 16 bits, and one value stands for the aggregator.
+/// The maximum number of ranks in a job: a rank's number has 16 bits, and one value stands for the
+/// aggregator.
 pub const MAX_WORLD: u32 = u16::MAX as u32;
 
-/// The most elements of a block, so that a kernel can hold a block in a stack buffer.
+/// The maximum number of elements in a block. A kernel can hold a block of this size in a stack
+/// buffer.
 pub const MAX_BLOCK_ELEMENTS: usize = 1024;

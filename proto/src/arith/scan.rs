@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 
-/// The most blocks of a window: its occupancy is one `u64`.
+/// The maximum number of blocks in a window: one `u64` holds the occupancy of a window.
 pub const WINDOW_BLOCKS: usize = 64;
 
 /// Returns the bits to compare with zero in a `u64` that holds elements: all bits except the signs

@@ -1,7 +1,7 @@
 //! Prices, in bytes, of the work that a job's messages cause.
 //!
 //! The dominant cost is memory traffic, so folds and sends cost the bytes that they read and write.
-//! Work that does not grow with its bytes has a fixed price on that scale.
+//! Work whose cost does not depend on the number of bytes has a fixed price on that scale.
 
 use crate::dtype::{DType, WireType};
 use crate::wire::Kind;
@@ -11,7 +11,7 @@ pub const SEND: usize = 8 << 10;
 
 /// The cost of receiving a message, in addition to the bytes of its body.
 const MESSAGE: usize = 1 << 10;
-/// The cost of receiving an open, which is decompressed and whose windows are recorded one by one.
+/// The cost of receiving an open, which includes decompressing and recording its occupancy.
 const OPEN: usize = 16 << 10;
 
 /// Returns the cost of receiving a message of this kind, in addition to the bytes of its body.

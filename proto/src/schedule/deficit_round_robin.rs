@@ -4,14 +4,14 @@ use alloc::collections::{BTreeMap, VecDeque};
 
 use super::{Schedule, Turn};
 
-/// A schedule in which jobs take turns in a circle, and each job spends bytes in proportion to its
-/// share.
+/// A schedule in which jobs take turns in round-robin order, and each job spends bytes in
+/// proportion to its share.
 ///
-/// A turn lasts for one quantum. A job may spend more, because its last piece of work was larger
-/// than the rest of its budget or because it was charged for messages. It pays the difference with
-/// its next turns. A busy job therefore delays another job by no more than its own share, whatever
-/// the sizes of their pieces of work. A job without work saves nothing up, and a job without
-/// competitors owes nothing.
+/// A turn lasts for one quantum. A job may spend more, if its last piece of work is larger than the
+/// rest of its budget or if it is charged for messages. It pays the difference with its next turns.
+/// A busy job therefore delays another job by no more than its own share, whatever the sizes of
+/// their pieces of work. A job without work saves nothing up, and a job without competitors owes
+/// nothing.
 ///
 /// Source: Shreedhar and Varghese, *Efficient Fair Queuing Using Deficit Round Robin*, SIGCOMM
 /// 1995. In the paper, a packet must fit the rest of a queue's deficit. In this schedule, the size
@@ -204,7 +204,7 @@ mod tests {
         schedule.finish(turn);
         schedule.add(1, 0.99);
         assert!(!idle(&mut schedule, 0), "a job must not owe bytes that it spent while alone");
-        // A debt to a competitor that has left is forgotten, too.
+        // Once the last competitor has left, the debt is forgotten, too.
         schedule.charge(0, 100 * QUANTUM);
         schedule.remove(1);
         assert!(!idle(&mut schedule, 0));

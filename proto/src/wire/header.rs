@@ -15,7 +15,7 @@ const MAGIC: [u8; 2] = *b"RS";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// From a worker: a descriptor, and the non-zero windows of a stretch.
+    /// From a worker: an op's descriptor, and which windows of a stretch the worker will send.
     Open = 1,
     /// From a worker: a fragment of a window's packed non-zero blocks.
     Data = 2,
@@ -26,7 +26,8 @@ pub enum Kind {
     Nack = 4,
     /// From the aggregator: a fragment of a window's packed sums.
     Result = 5,
-    /// From the aggregator: only the credit in the header.
+    /// From the aggregator: no body. The header carries the credit and the first window with data
+    /// that has not arrived.
     Credit = 6,
     /// From the aggregator, or from a child aggregator to its parent: the ranks that the next
     /// result waits for.
@@ -34,8 +35,8 @@ pub enum Kind {
     /// From the aggregator, or from a child aggregator to its parent: the op failed because the
     /// descriptors differ.
     Fail = 8,
-    /// From the aggregator: a datagram to the multicast group at join, to find out which ranks
-    /// receive it.
+    /// From the aggregator: a datagram to the multicast group, to find out which ranks receive from
+    /// the group.
     Ping = 9,
 }
 
@@ -135,7 +136,7 @@ pub struct Header {
     pub ack: WindowId,
     /// The mask of blocks in the window's payload.
     pub mask: u64,
-    /// In a result, the op's previous window with a result in this stream, or
+    /// In a result, the index of the op's previous window with a result in this stream, or
     /// [`Header::NO_PREVIOUS`].
     pub previous: u32,
     /// The size of the body after the header, in bytes.
@@ -154,7 +155,7 @@ impl Header {
     /// The value of `previous` in the first result of an op in a stream.
     pub const NO_PREVIOUS: u32 = u32::MAX;
 
-    /// Writes the header.
+    /// Writes the header in the wire layout.
     pub fn encode(&self, out: &mut [u8; Self::LEN]) {
         out[0..2].copy_from_slice(&MAGIC);
         out[2] = VERSION;
@@ -191,8 +192,8 @@ impl Header {
         }
     }
 
-    /// Returns the job and the sender that a datagram claims, without any check. Returns `None` if
-    /// the datagram is too short.
+    /// Returns the job and the sender that a datagram claims to come from, without any check.
+    /// Returns `None` if the datagram is too short.
     #[must_use]
     pub fn origin(datagram: &[u8]) -> Option<(JobId, Rank)> {
         let head: &[u8; Self::LEN] = datagram.first_chunk()?;
@@ -200,7 +201,7 @@ impl Header {
         Some((JobId(job), Rank(u16::from_be_bytes([head[12], head[13]]))))
     }
 
-    /// Returns whether the message belongs to this job and sender.
+    /// Returns whether the message belongs to `job` and comes from `sender`.
     #[must_use]
     pub fn is_of(&self, job: JobId, sender: Rank) -> bool {
         self.job == job && self.sender == sender
@@ -227,10 +228,10 @@ impl Header {
         }
     }
 
-    /// Returns the header of one fragment with a body of `length` bytes.
+    /// Returns a copy of this header for one fragment, whose body has `length` bytes.
     #[must_use]
     pub fn of_fragment(&self, fragment: usize, length: usize) -> Self {
-        // A window has at most 64 fragments, and a datagram at most 64 KiB.
+        // Both values fit: a window has at most 64 fragments, and a datagram at most 64 KiB.
         let fragment = u8::try_from(fragment).unwrap_or(u8::MAX);
         Self { fragment, length: u16::try_from(length).unwrap_or(u16::MAX), ..*self }
     }

@@ -1,4 +1,4 @@
-//! The bodies that are lists: nacks, waits and disagreements.
+//! The bodies of nacks, waits and fails.
 
 use super::{COUNT_LEN, read_u16, read_u32, read_u64};
 use crate::descriptor::Descriptor;
@@ -13,12 +13,12 @@ pub struct NackEntry {
     pub window: WindowId,
     /// The mask of missing fragments. In a nack to a worker, 0 requests the worker's opens,
     /// starting with this window. In a nack to the aggregator, 0 requests every result from this
-    /// window up to, but excluding, the next entry's window. In the last entry, 0 asks whether
-    /// results exist from this window onward.
+    /// window up to, but excluding, the next entry's window. In the last entry of such a nack, 0
+    /// asks which results exist from this window onward.
     pub fragments: u64,
 }
 
-/// The checked body of a nack: a count and its entries.
+/// The entries in the checked body of a nack.
 #[derive(Debug, Clone, Copy)]
 pub struct NackEntries<'a>(&'a [u8]);
 
@@ -29,7 +29,7 @@ impl<'a> NackEntries<'a> {
     pub(crate) const NONE_LEN: usize = COUNT_LEN;
     const ENTRY_LEN: usize = 16;
 
-    /// Returns how many entries fit in a nack of `len` bytes; at least one.
+    /// Returns how many entries fit in a nack of `len` bytes, including the header; at least one.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(1)
     }
@@ -73,7 +73,7 @@ impl<'a> NackEntries<'a> {
     }
 }
 
-/// The checked body of a wait: the ranks that the next window waits for.
+/// The ranks in the checked body of a wait. The next result waits for these ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct MissingRanks<'a>(&'a [u8]);
 
@@ -90,7 +90,7 @@ impl<'a> MissingRanks<'a> {
     pub const MAX: usize = 128;
     const ENTRY_LEN: usize = 6;
 
-    /// Returns how many ranks fit in a wait of `len` bytes; at least two.
+    /// Returns how many ranks fit in a wait of `len` bytes, including the header; at least two.
     pub(crate) fn room_of(len: usize) -> usize {
         (len.saturating_sub(super::Header::LEN + COUNT_LEN) / Self::ENTRY_LEN).max(2)
     }
@@ -149,7 +149,7 @@ impl Disagreement {
     /// The size of the body, in bytes.
     pub const LEN: usize = 2 * (2 + Descriptor::LEN);
 
-    /// Writes the body.
+    /// Writes the body of a fail.
     pub fn encode(&self, out: &mut [u8; Self::LEN]) {
         for ((rank, descriptor), half) in
             [self.one, self.other].iter().zip(out.chunks_exact_mut(Self::LEN / 2))

@@ -3,7 +3,7 @@
 //!
 //! Headers and bodies are big-endian; tensor elements are little-endian, as in memory. Decoders
 //! check every length before they read, and never panic. Decoded values are valid in themselves, so
-//! the state machines check only what depends on their state.
+//! the state machines make only those checks that depend on their state.
 
 mod header;
 mod lists;
@@ -15,8 +15,8 @@ pub use open::{Open, OpenDecoder, OpenEncoder, Opening};
 
 use crate::reject::Reject;
 
-/// Returns the messages of a datagram, in order. If a message is malformed, all messages after it
-/// are discarded with it (wire: W-54).
+/// Returns the messages of a datagram, in order. A malformed message yields an error, and the rest
+/// of the datagram is discarded (wire: W-54).
 pub fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<(Header, &[u8]), Reject>> {
     let mut rest = Some(datagram);
     core::iter::from_fn(move || {

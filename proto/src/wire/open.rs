@@ -33,8 +33,8 @@ enum Encoding {
 pub struct Open {
     /// The op's descriptor.
     pub descriptor: Descriptor,
-    /// The last op before this one that the sender has opened in the stream and that, as far as it
-    /// knows, has not failed.
+    /// The last op before this one that the sender has opened in the stream and that, as far as the
+    /// sender knows, has not failed.
     pub after: Option<OpId>,
     /// The number of windows in the stretch.
     pub windows: u32,
@@ -56,7 +56,8 @@ type Occupancy = [u64; Open::MAX_WINDOWS / 64];
 impl Open {
     /// The size of the body before the occupancy, in bytes.
     pub const LEN: usize = Descriptor::LEN + 16;
-    /// The most windows of a stretch: their raw bits fit in a datagram at every MTU.
+    /// The most windows of a stretch, or half as many if the op is resumed: each then has two bits.
+    /// The raw bits fit in a datagram at every MTU.
     pub const MAX_WINDOWS: usize = 8192;
 
     /// Returns a bit for each window of the stretch: whether the rank will send it.
@@ -73,7 +74,8 @@ impl Open {
 }
 
 impl Opening {
-    /// Returns the statement about one window, for an op that began at this aggregator.
+    /// Returns the statement about a window of an op that began at this aggregator. The rank holds
+    /// no sum of such a window from before a move.
     #[must_use]
     pub const fn of(owed: bool) -> Self {
         Self { owed, held: false }
@@ -211,9 +213,9 @@ impl OpenEncoder {
         }
     }
 
-    /// Writes the body of an open of `windows` into `out`. Returns the body's length and the number
-    /// of windows in it, since windows that do not fit are left out. If the op was `resumed`, the
-    /// body also says which sums the rank holds.
+    /// Writes the body of an open of `windows` into `out`. Windows that do not fit are left out. If
+    /// the op was `resumed`, the body also says which sums the rank holds. Returns the body's
+    /// length and the number of windows in the body.
     pub fn encode(
         &mut self,
         descriptor: &Descriptor,
@@ -340,7 +342,7 @@ mod tests {
         let descriptor = Descriptor::sum(1 << 30, DType::F32);
         let (_, taken) =
             OpenEncoder::new().encode(&descriptor, None, all.into_iter(), true, &mut out);
-        assert_eq!(taken, 4096, "as many as fit");
+        assert_eq!(taken, 4096, "the encoder must take as many windows as fit");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::time::{Span, Time};
 /// The configuration and the resources granted to a rank at join.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
-    /// The job.
+    /// The job's number.
     pub job: JobId,
     /// The job's generation.
     pub generation: Generation,
@@ -33,23 +33,22 @@ pub struct Config {
     pub cut: Fragmentation,
     /// The maximum bytes in flight to a shard: the rank's share of the shard's receive buffer.
     pub in_flight: usize,
-    /// The first op that the aggregator accepts; 0 unless the job has moved to it.
+    /// The first op that the aggregator accepts; 0 unless the job has moved to this aggregator.
     pub first_op: OpId,
     /// Whether the job may move to another aggregator. If so, this rank keeps sums for other ranks.
     pub may_move: bool,
-    /// Whether results are acknowledged even while no result is awaited, because some rank keeps
-    /// sums until all ranks have them.
+    /// Whether some rank keeps sums until all ranks have them. If so, this rank acknowledges
+    /// results even while it awaits no result.
     pub acks_at_rest: bool,
     /// The source of the worker's contributions, if the worker belongs to an aggregator with a
     /// parent.
     pub child: Option<ChildShard>,
 }
 
-/// The sums that a worker contributes on behalf of an aggregator: the sums of one of the
-/// aggregator's shards.
+/// The shard of a child aggregator whose sums a worker contributes to the parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChildShard {
-    /// The shard. The worker sends only to the parent's shard of the same number.
+    /// The shard's number. The worker sends only to the parent's shard of the same number.
     pub shard: u8,
     /// How many slots each of the aggregator's own streams has. The slots limit how far sums run
     /// ahead of the results.

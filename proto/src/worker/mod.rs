@@ -45,7 +45,7 @@ use crate::rtt::Rtt;
 use crate::time::{Span, Time};
 use crate::wire::{Flags, OpenEncoder};
 
-/// The outcome of an op.
+/// The outcome of an op: how it ended, and which ranks its result lacks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     /// The op.
@@ -72,9 +72,10 @@ struct Path {
     /// The job's number at the shard's aggregator.
     job: JobId,
     congestion: Congestion,
-    /// The time from a window's data to its result, which also waits for other ranks.
+    /// The time from sending a window's data to receiving its result, including the wait for other
+    /// ranks.
     rtt: Rtt,
-    /// The time from a nack to its answer.
+    /// The time from sending a nack to receiving its answer.
     nacks: Rtt,
     /// The ranks that the shard's aggregator has lost, in the order of their loss.
     gone: Vec<Rank>,
@@ -92,7 +93,7 @@ impl Path {
 pub struct Worker {
     config: Config,
     /// The ops in flight, ordered by number. An ended op stays until all older ops are dropped and
-    /// no other rank may lack its sums.
+    /// no other rank can still lack its sums.
     ops: VecDeque<Op>,
     next_op: u32,
     /// The streams, ordered by lane and then by shard.
@@ -105,7 +106,7 @@ pub struct Worker {
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
     ended: Option<Cow<'static, str>>,
-    /// The ranks whose loss ended the session, and how they were lost.
+    /// The ranks whose loss ended the session, and the reason for their loss.
     lost: Option<(Vec<Rank>, Loss)>,
     /// In a tree of aggregators, the ops that failed at the ranks below, until the parent confirms
     /// each failure.
@@ -116,7 +117,8 @@ pub struct Worker {
 
 impl Worker {
     /// Creates the worker half of a rank that joined at `now`. Allocates all memory up front,
-    /// except for each op's masks and lists and, in a tree of aggregators, the failures and waits.
+    /// except for each op's masks and lists, the lists of lost ranks and, in a tree of aggregators,
+    /// the failures and waits.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {
         Self {
@@ -148,29 +150,29 @@ impl Worker {
         OpId(self.next_op)
     }
 
-    /// Sets the job's number at one shard. Another aggregator may use another number.
+    /// Sets the job's number at one shard. Each aggregator numbers jobs on its own.
     pub fn set_shard_job(&mut self, shard: u8, job: JobId) {
         if let Some(path) = self.paths.get_mut(usize::from(shard)) {
             path.job = job;
         }
     }
 
-    /// Returns whether the session has ended, so that no more ops can start.
+    /// Returns whether the session has ended. Once it has, no more ops can start.
     #[must_use]
     pub const fn has_ended(&self) -> bool {
         self.ended.is_some()
     }
 
-    /// Returns whether nothing is in flight: every op has ended, and if the job may move, every
-    /// rank is known to have its results.
+    /// Returns whether no op is in flight and, if the job may move, every rank is known to have all
+    /// results.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.ops.is_empty()
     }
 
     /// Returns whether there is nothing to do until an op starts. While the session lasts, a rank
-    /// that keeps no sums is never at rest if others keep some: it cannot know whether they have
-    /// received its last acknowledgement.
+    /// that keeps no sums is never at rest if other ranks keep some: it cannot know whether they
+    /// have received its last acknowledgement.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
         let answers = self.config.acks_at_rest && !self.config.may_move && !self.has_ended();
@@ -186,7 +188,7 @@ impl Worker {
     /// Starts an op. Its windows are scanned shortly before they are sent.
     ///
     /// # Errors
-    /// Returns an error if the descriptor is invalid or no more ops may start.
+    /// Returns an error if the descriptor is invalid, or if no more ops can start.
     pub fn submit(
         &mut self,
         now: Time,
@@ -200,7 +202,7 @@ impl Worker {
         Ok(self.start(now, descriptor, Share::unscanned(windows), timeout))
     }
 
-    /// Starts an op whose non-zero blocks are known: one mask for each window.
+    /// Starts an op whose non-zero blocks are known: `masks` has one mask for each window.
     ///
     /// # Errors
     /// Returns the same errors as [`Self::submit`].
@@ -264,8 +266,8 @@ impl Worker {
             && self.streams[own].iter_mut().all(|stream| stream.has_room_for(ops))
     }
 
-    /// Ends the next op immediately if the other ranks are done with it because they learned,
-    /// before the job moved, that the op had failed. Otherwise returns `None`.
+    /// Ends and returns the next op if the other ranks are done with it: they learned before the
+    /// job moved that the op had failed. Otherwise returns `None`.
     fn start_late(&mut self) -> Option<OpId> {
         let op = OpId(self.next_op);
         if op >= self.config.first_op {
@@ -322,7 +324,7 @@ impl Worker {
         (0..self.config.lanes).find_map(|lane| self.poll_scan_of(lane))
     }
 
-    /// Returns the next window of one lane to scan; see [`Self::poll_scan`].
+    /// Returns the next window to scan in one lane; see [`Self::poll_scan`].
     #[must_use]
     pub fn poll_scan_of(&self, lane: u8) -> Option<Scan> {
         let due = |op: &&Op| op.is_in_flight() && !op.share().is_scanned();
@@ -351,25 +353,26 @@ impl Worker {
         }
     }
 
-    /// Returns the descriptor of an op in flight.
+    /// Returns the descriptor of an op, unless the op is unknown or was dropped.
     #[must_use]
     pub fn descriptor(&self, op: OpId) -> Option<Descriptor> {
         self.op(op).map(|op| *op.descriptor())
     }
 
-    /// Returns the mask of the blocks that this rank contributes to a window.
+    /// Returns the mask of the blocks that this rank would send for a window: those of its own
+    /// share, or of the sum once the sum has arrived and is kept. Returns 0 for an unknown window.
     #[must_use]
     pub fn mask(&self, window: WindowId) -> u64 {
         self.op(window.op).map_or(0, |op| op.share().mask(window.index))
     }
 
-    /// Returns the next outcome of an op.
+    /// Returns the outcome of an op that has ended, oldest outcome first.
     pub fn poll_outcome(&mut self) -> Option<Outcome> {
         self.outcomes.pop_front()
     }
 
-    /// Returns the time at which [`Self::handle_timeout`] is due, or [`Time::NEVER`] if nothing is
-    /// awaited.
+    /// Returns the time at which [`Self::handle_timeout`] is due, or [`Time::NEVER`] if no timeout
+    /// is pending.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
         let ops = self.ops.iter().map(Op::deadline);
@@ -402,7 +405,8 @@ impl Worker {
         }
     }
 
-    /// Returns the ranks that hold up an op, or an earlier op of its lane.
+    /// Returns the ranks that hold up an op, or an earlier op of its lane, and how long each had
+    /// been silent when the aggregator reported it.
     fn waited_for(&self, now: Time, id: OpId) -> Vec<(Rank, Span)> {
         let mut missing = Vec::new();
         let lane = self.op(id).map(|op| op.descriptor().lane);
@@ -422,7 +426,7 @@ impl Worker {
     }
 
     /// Notes that the aggregator of `shards` continues without a lost rank. Ends the ops that
-    /// waited only to learn which rank their results lack.
+    /// waited only to learn which ranks their results lack.
     pub fn handle_gone(&mut self, shards: Range<u8>, rank: Rank, observer: &mut impl Observer) {
         for path in self.paths.iter_mut().take(shards.end.into()).skip(shards.start.into()) {
             if path.gone.len() < Flags::MAX_ABSENT && !path.gone.contains(&rank) {
@@ -432,7 +436,7 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Ends the ops that have all their results, if it is known which ranks these lack.
+    /// Ends each op that has all its results, once the ranks missing from those results are known.
     fn conclude_all(&mut self, observer: &mut impl Observer) {
         let done = self.ops.iter().filter(|op| op.is_complete());
         let done: Vec<_> = done.map(Op::id).collect();
@@ -464,15 +468,15 @@ impl Worker {
         self.drop_ended();
     }
 
-    /// Notes that the result of `op` holds a block that overflowed. The op continues, because other
-    /// ranks need this rank's data, and fails at its end.
+    /// Notes that, in the result of `op`, the block that starts at `element` overflowed. The op
+    /// continues, because other ranks need this rank's data, and fails at its end.
     pub fn handle_overflow(&mut self, op: OpId, element: u64) {
         if let Some(op) = self.op_mut(op) {
             op.note_error(OpError::Overflow { op: op.id(), element });
         }
     }
 
-    /// Ends an op with an error. Its windows are skipped from now on.
+    /// Ends an op in flight with an error. The streams skip the op's windows from now on.
     fn fail(&mut self, id: OpId, error: OpError, observer: &mut impl Observer) {
         let Some(op) = self.op_mut(id).filter(|op| op.is_in_flight()) else { return };
         op.fail();
@@ -483,12 +487,11 @@ impl Worker {
             stream.fail(id, &mut path.congestion);
         }
         self.drop_ended();
-        // Windows of later ops may be scanned already, so that only this op's windows held them
-        // back.
+        // Later ops may have scanned windows that only the failed op's unscanned windows held back.
         (0..self.config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
-    /// Notes that one more stream has all results of an op.
+    /// Notes that one more stream has all results of an op. Ends the op after its last stream.
     fn finish_stream(&mut self, id: OpId, observer: &mut impl Observer) {
         let Some(op) = self.op_mut(id).filter(|op| !op.has_failed()) else { return };
         op.leave_stream();
@@ -497,7 +500,7 @@ impl Worker {
         }
     }
 
-    /// Ends an op that has all its results, if it is known which ranks these lack.
+    /// Ends an op that has all its results, once the ranks missing from those results are known.
     fn conclude(&mut self, id: OpId, observer: &mut impl Observer) {
         let Some(absent) = self.op(id).and_then(|op| op.absent(&self.paths)) else { return };
         let Some(op) = self.op_mut(id) else { return };
@@ -526,12 +529,12 @@ impl Worker {
         self.ops.get_mut(at)
     }
 
-    /// How many windows of an op are scanned ahead of sending.
+    /// The maximum number of windows of an op that are scanned ahead of sending.
     const SCAN_AHEAD: u32 = 1024;
 }
 
-/// Returns the index of an op in `ops`. The ops have consecutive numbers, except in a child
-/// aggregator, which lacks the ops that have no window on its shard.
+/// Returns the index of an op in `ops`. The ops have consecutive numbers, except at a child
+/// aggregator, where a worker has only the ops with a window on its shard.
 fn find(ops: &VecDeque<Op>, id: OpId) -> Option<usize> {
     let at = id.0.checked_sub(ops.front()?.id().0)? as usize;
     if ops.get(at).is_some_and(|op| op.id() == id) {

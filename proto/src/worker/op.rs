@@ -39,7 +39,8 @@ pub(super) struct Op {
     /// The error with which the op fails once all its results have arrived.
     error: Option<OpError>,
     state: State,
-    /// Whether the op was in flight or kept when the job moved; its opens then name the held sums.
+    /// Whether the op was in flight or kept when the job moved. If so, its opens say which sums
+    /// this rank holds.
     resumed: bool,
 }
 
@@ -156,12 +157,12 @@ impl Op {
         self.absent.names(paths)
     }
 
-    /// Forgets the shards at `paths`, but not the ranks that their results lacked.
+    /// Saves which ranks the results of the shards at `paths` lack, and forgets the shards.
     pub(super) fn forget_shards(&mut self, paths: &[Path]) {
         self.absent.forget_shards(paths);
     }
 
-    /// Starts the op again at other shards.
+    /// Resets the op, so that it can start again at other shards.
     pub(super) const fn resume(&mut self) {
         self.resumed = true;
         self.share.restart();

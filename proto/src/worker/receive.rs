@@ -31,8 +31,8 @@ pub struct Delivery {
     pub cut: Fragmentation,
     /// The fragment's number.
     pub fragment: u8,
-    /// Whether this fragment completes the window. If so, the driver must write the fragment and
-    /// then call [`Worker::handle_delivered`].
+    /// Whether this fragment completes the window. If so, the driver must call
+    /// [`Worker::handle_delivered`] once it has written the fragment.
     pub complete: bool,
 }
 
@@ -183,8 +183,8 @@ impl Worker {
         self.settle_results(now, at, observer);
     }
 
-    /// Moves the cursor past complete results, frees what was in flight for them, and queues a nack
-    /// for results that must have been lost.
+    /// Moves the cursor past complete results, removes their windows from those in flight, and
+    /// queues a nack for results that must have been lost.
     fn settle_results(&mut self, now: Time, at: usize, observer: &mut impl Observer) {
         while let Some(op) = self.streams[at].advance(now) {
             self.finish_stream(op, observer);
@@ -194,7 +194,7 @@ impl Worker {
         stream.nack_lost(now, &self.paths[usize::from(stream.shard())].nacks);
     }
 
-    /// Frees what a stream had in flight for windows that no longer need a result.
+    /// Removes the windows that no longer need a result from those that a stream has in flight.
     fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
         stream.release(now, &mut self.paths[usize::from(stream.shard())]);
@@ -248,7 +248,7 @@ impl Worker {
         self.note_failure_confirmed(op);
         // wire: W-41
         self.fail(op, OpError::Mismatch { op, one, other }, observer);
-        // Results of later ops may have waited for this op.
+        // The failed op may have held up complete results of later ops.
         for at in 0..self.streams.len() {
             self.settle_results(now, at, observer);
         }

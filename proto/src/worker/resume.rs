@@ -22,7 +22,7 @@ impl Worker {
         self.ops.front().map_or(OpId(self.next_op), Op::id)
     }
 
-    /// Returns whether an ended op is kept because another rank may lack some of its results.
+    /// Returns whether another rank may lack results of an ended op. This rank then keeps the op.
     pub(super) fn is_kept(&self, op: &Op) -> bool {
         let lane = op.descriptor().lane;
         self.config.may_move
@@ -59,7 +59,8 @@ impl Worker {
         self.ops.iter().map(Op::deadline).min().unwrap_or(Time::NEVER)
     }
 
-    /// Ends the session because no aggregator is left to move to.
+    /// Ends the session because no aggregator is left to move to. `tried` holds the last error of
+    /// each aggregator.
     pub fn handle_no_aggregator(&mut self, tried: &str, observer: &mut impl Observer) {
         self.fail_all(&OpError::NoAggregator { tried: tried.into() }, observer);
         self.end("no aggregator is left", observer);
@@ -67,12 +68,12 @@ impl Worker {
 
     /// Continues at other aggregators with the grants in `config`. `config.first_op` is the
     /// greatest [`Self::first_kept`] of all ranks. If only a part of a window's sum has arrived,
-    /// the driver must restore this rank's share of the window first.
+    /// the driver must first restore this rank's share of the window.
     ///
     /// # Panics
     /// Panics if [`Config::may_move`] was false until now.
     pub fn resume(&mut self, config: Config, now: Time, observer: &mut impl Observer) {
-        assert!(self.config.may_move, "the job may not move, so no sums were kept");
+        assert!(self.config.may_move, "the job cannot move, so no sums were kept");
         self.forget_shards(observer);
         // Other ranks are done with these ops, so no aggregator will send their results.
         let late = |op: &&Op| op.id() < config.first_op && op.is_in_flight();
@@ -95,8 +96,8 @@ impl Worker {
         (0..config.lanes).for_each(|lane| self.note_scanned(lane));
     }
 
-    /// Saves in the ops what was recorded only for the old shards. Ends the ops that have all their
-    /// results, if it is known which ranks these lack.
+    /// Saves in each op the state that was recorded only for the old shards. Ends each op that has
+    /// all its results, if the ranks missing from those results are known.
     fn forget_shards(&mut self, observer: &mut impl Observer) {
         let mut ops = core::mem::take(&mut self.ops);
         for op in ops.iter_mut().filter(|op| !op.has_failed()) {
@@ -107,8 +108,8 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Passes over ops from before the move once the credit has passed them, since no more results
-    /// will arrive for them. An op that is still in flight at this rank fails.
+    /// Skips the ops from before the move that the credit has passed: no more results will arrive
+    /// for them. If such an op is still in flight at this rank, it fails.
     pub(super) fn pass_ended(&mut self, at: usize, observer: &mut impl Observer) {
         while let Some(id) = self.streams[at].acknowledged_op() {
             let Some(op) = self.op_mut(id).filter(|op| op.is_resumed() && !op.has_failed()) else {
@@ -139,7 +140,7 @@ impl Worker {
                 if nth < acknowledged {
                     share.note_held(index, 0);
                 } else if nth < passed {
-                    // A window without a result is zero at every rank.
+                    // A window without a result is zero at every rank, so its mask is 0 already.
                     share.note_held(index, share.mask(index));
                 }
             }

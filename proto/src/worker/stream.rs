@@ -3,7 +3,7 @@
 //! - [`Progress`] holds the ops, and the positions up to which windows are scanned, opened, sent
 //!   and summed;
 //! - [`Opens`], [`InFlight`] and [`Acks`] decide what to send;
-//! - [`Results`] holds what has arrived, and finds what must have been lost;
+//! - [`Results`] records which results have arrived, and finds those that must have been lost;
 //! - [`Probes`] and [`Backoff`] decide when to probe, and when to nack again.
 
 mod acks;
@@ -76,8 +76,8 @@ impl Stream {
         let slots = config.pool_slots.max(1) as usize;
         let pool = u64::from(config.pool_slots.max(1));
         // There must be room for the ops in flight, for the ops between credit and cursor, and for
-        // the last op, which stays even if it failed. The ops between credit and cursor number at
-        // most `slots`, since each has a result in a slot.
+        // the last op, which stays even if it failed. At most `slots` ops are between credit and
+        // cursor, since each has a result in a slot.
         let ops = usize::from(config.max_ops) + slots + 1;
         Self {
             lane,
@@ -127,7 +127,7 @@ impl Stream {
         self.progress.note_scanned(scanned_of);
     }
 
-    /// Skips a failed op and forgets what was in flight for it.
+    /// Skips a failed op, and forgets its results and its windows in flight.
     pub(super) fn fail(&mut self, op: OpId, congestion: &mut Congestion) {
         let Some(failed) = self.progress.fail(op) else { return };
         self.results.forget(&failed);
@@ -140,7 +140,8 @@ impl Stream {
         self.density.of(self.progress.ops().end() - self.progress.cursor())
     }
 
-    /// Returns the ranks that the stream waits for, and how long each has been silent.
+    /// Returns the ranks that the stream waits for, and how long each had been silent when the
+    /// aggregator reported it.
     pub(super) fn waited(&self, now: Time) -> &[(Rank, Span)] {
         self.waited.ranks(now)
     }

@@ -11,7 +11,7 @@ use crate::observer::Observer;
 use crate::time::{Span, Time};
 use crate::wire::{Disagreement, Header, Kind, MissingRanks};
 
-/// A failed op of the ranks below.
+/// An op that failed at the ranks below.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Failure {
     op: OpId,
@@ -22,8 +22,8 @@ pub(super) struct Failure {
 }
 
 impl Failure {
-    /// Returns the time at which to send the failure again. The worker repeats the failure until
-    /// the parent confirms it with a fail.
+    /// Returns the time at which to send the failure, for the first time or again. The worker
+    /// repeats the failure until the parent confirms it with a fail.
     pub(super) fn due(&self) -> Time {
         self.sent_at.map_or(Time(0), |at| at + Self::PATIENCE)
     }
@@ -36,7 +36,7 @@ impl Failure {
 pub(super) struct Waits {
     /// The lane that [`Worker::poll_waits`] returns next.
     lane: Option<u8>,
-    /// The lane whose wait `awaited` holds; `None` once it is sent.
+    /// The lane whose wait `awaited` holds; `None` once the wait is sent.
     of: Option<u8>,
     awaited: Vec<(Rank, Span)>,
     sent_at: Time,
@@ -73,7 +73,7 @@ impl Worker {
 
     /// Drops an op that the ranks below no longer need.
     pub fn drop_sum(&mut self, op: OpId, observer: &mut impl Observer) {
-        self.fail(op, OpError::Dropped { op }, observer);
+        self.fail(op, OpError::Ended { why: "the ranks dropped the op".into() }, observer);
     }
 
     /// Fails an op that the ranks below disagree about, and queues a report to the parent.
@@ -117,7 +117,7 @@ impl Worker {
     }
 
     /// Queues a wait to the parent: the ranks below that a lane waits for, and how long each has
-    /// been silent.
+    /// been silent. Queues nothing if `ranks` is empty.
     pub fn queue_waits(&mut self, lane: u8, ranks: impl Iterator<Item = (Rank, Span)>) {
         let Waits { awaited, .. } = &mut self.waits;
         awaited.clear();
@@ -155,7 +155,8 @@ impl Worker {
         self.streams[self.config.stream(lane, shard)].reached()
     }
 
-    /// Returns the ranks that a lane of a shard waits for, and how long each has been silent.
+    /// Returns the ranks that a lane of a shard waits for, and how long each had been silent when
+    /// the aggregator reported it.
     #[must_use]
     pub fn waits(&self, now: Time, lane: u8, shard: u8) -> &[(Rank, Span)] {
         self.streams[self.config.stream(lane, shard)].waited(now)

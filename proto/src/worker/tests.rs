@@ -168,7 +168,7 @@ fn windows_of_zeros_count_for_acknowledgements_as_they_do_for_the_pool() {
     arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
     assert_eq!(acknowledged(&mut worker), None);
     // Only another rank contributes to this window. With it, more than a quarter of the pool is
-    // done.
+    // unacknowledged.
     arrive(&mut worker, WindowId::new(op, 5), 0);
     assert_eq!(acknowledged(&mut worker), Some(6));
 }

@@ -11,7 +11,7 @@ use crate::wire::{Flags, Header, Kind, Opening};
 /// A datagram or a set of fragments to send now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transmit {
-    /// The first `len` bytes of the buffer.
+    /// A datagram: the first `len` bytes of the buffer that the driver passed.
     Datagram {
         /// The shard that the datagram goes to.
         shard: u8,
@@ -36,15 +36,16 @@ pub struct DataFragments {
     /// The header of each fragment, except for length and fragment number. It names the window and
     /// its blocks.
     pub header: Header,
-    /// Whether the payload is the window's sum, which other ranks lack, and not this rank's share.
+    /// Whether the payload is the window's sum, which other ranks may lack. Otherwise the payload
+    /// is this rank's share.
     pub held: bool,
 }
 
 impl Worker {
-    /// Returns what to send next. Takes lanes in priority order and shards in turn, so that all
-    /// shards stay busy even if the driver cannot send everything at once. Writes datagrams into
-    /// `out`, which must have room for one of the job's datagrams. The driver must poll until
-    /// `None`.
+    /// Returns the next datagram or fragments to send. Takes lanes in priority order and shards in
+    /// turn, so that all shards stay busy even if the driver cannot send everything at once. Writes
+    /// datagrams into `out`, which must have room for one of the job's datagrams. The driver must
+    /// poll until `None`.
     pub fn poll_transmit(
         &mut self,
         now: Time,
@@ -71,7 +72,7 @@ impl Worker {
         })
     }
 
-    /// Writes an open: one that the aggregator requested again, or the next stretch.
+    /// Writes an open: either a repetition that the aggregator requested, or the next stretch.
     fn write_open(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
         let stream = &mut self.streams[at];
         let (entry, range) = stream.poll_open()?;
@@ -92,7 +93,7 @@ impl Worker {
         Some(self.finish(at, header, len, out))
     }
 
-    /// Returns the next fragments that the aggregator requested again.
+    /// Returns the next fragments to send again, as the aggregator requested.
     fn repeat(&mut self, at: usize, observer: &mut impl Observer) -> Option<Transmit> {
         let (window, fragments) = self.streams[at].poll_repeat()?;
         observer.on_event(&Event::Again { window, fragments });
@@ -122,7 +123,7 @@ impl Worker {
         }
     }
 
-    /// Notes that a window was sent or is empty, so that more windows can be scanned.
+    /// Notes that a window was sent or is empty. More windows can then be scanned.
     fn note_passed(&mut self, window: WindowId) {
         if let Some(op) = self.op_mut(window.op) {
             op.share_mut().pass(window.index);

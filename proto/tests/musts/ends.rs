@@ -94,6 +94,8 @@ fn ranks_that_disagree_are_told_a_lane_and_a_tag_only_where_they_differ() {
     assert!(tagged.contains("256, tag 0x0; ") && tagged.ends_with("256, tag 0x1"), "{tagged}");
     let other_lane = text(Descriptor { lane: 1, ..one });
     assert!(other_lane.ends_with("256, lane 1"), "{other_lane}");
+    let dropped = OpError::Dropped { op: OpId(3) }.to_string();
+    assert!(dropped.starts_with("op 3: the ranks disagree; "), "{dropped}");
 }
 
 #[test]
@@ -101,11 +103,11 @@ fn a_timeout_says_whether_results_still_came() {
     let seconds = Span::from_secs;
     let millis = Span::from_millis;
     for (after, idle, expected) in [
-        (seconds(60), seconds(60), "check that the aggregator, and any parent of it, runs"),
-        (seconds(60), millis(1_001), "check that the aggregator, and any parent of it, runs"),
+        (seconds(60), seconds(60), "check that the aggregator (and its parent, if any)"),
+        (seconds(60), millis(1_001), "check that the aggregator (and its parent, if any)"),
         (seconds(60), millis(999), "results still arrive"),
         // The last result that arrived belonged to an earlier op.
-        (millis(500), millis(500), "check that the aggregator, and any parent of it, runs"),
+        (millis(500), millis(500), "check that the aggregator (and its parent, if any)"),
         (millis(500), millis(499), "results still arrive"),
     ] {
         let late = OpError::Timeout { op: OpId(3), after, missing: vec![], idle };
@@ -234,11 +236,11 @@ fn an_op_ends_when_what_it_lacks_waits_for_a_rank_that_has_left() {
     let mut rank = Machine::new();
     let op = rank.start(&[true; 2]);
     rank.sent();
-    // This wait shows only that results are lost here. The rank requests them, but ends no op.
+    // This wait shows only that results are lost here. The rank requests them; the op continues.
     rank.take(&wait(window(0, 1), &left));
     assert!(
         rank.machine.poll_outcome().is_none(),
-        "the op must not fail: its result was lost, so it waits for no other rank"
+        "the op must not fail: its result was lost, so it is not waiting for another rank"
     );
     rank.deliver(&result(window(0, 0), None));
     rank.take(&wait(window(0, 1), &[(Rank(1), Span::from_secs(1))]));

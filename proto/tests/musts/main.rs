@@ -1,5 +1,5 @@
-//! Tests for the numbered items of `docs/wire.md` that need a state machine or arithmetic. Tests
-//! for the items about codecs are beside the codecs.
+//! Tests for the numbered items of `docs/wire.md` that need a state machine or arithmetic. Items
+//! about codecs are tested next to the codecs.
 
 #[path = "../support/mod.rs"]
 mod support;

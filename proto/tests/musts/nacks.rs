@@ -201,7 +201,7 @@ fn of_a_rank_that_has_left_a_wait_says_so_and_no_slot_is_kept_for_it() {
     assert_eq!(shard.machine.results_held(0), 0);
 }
 
-/// Returns how many bytes of results the shard sends to one rank alone.
+/// Returns how many bytes of results the shard sends to this rank alone.
 fn again(shard: &mut Shard, rank: u16) -> usize {
     let sent = shard.sent();
     let results = sent.iter().filter(|(to, header, _)| {

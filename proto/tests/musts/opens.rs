@@ -35,7 +35,7 @@ fn stretches_are_taken_in_order_only() {
     // wire: W-34
     let mut shard = Shard::new();
     // The late opens are a later stretch of an op, and the first stretch of an op whose predecessor
-    // is not open.
+    // has not been opened.
     for late in
         [open(0, 0, 2, &sum(4), None, &[true; 2]), open(0, 1, 0, &sum(4), Some(0), &[true; 4])]
     {

@@ -394,7 +394,7 @@ fn what_is_lost_makes_less_patient_than_what_others_owe() {
     rank.sent();
     let before = rank.1;
     rank.probes();
-    assert!(rank.1.since(before) <= first, "the rank waits for no other rank");
+    assert!(rank.1.since(before) <= first, "the rank lacks results, so it is impatient");
 }
 
 #[test]
@@ -421,7 +421,7 @@ fn what_the_aggregator_asks_for_shows_what_has_left_the_path() {
     let mut rank = Machine::new(worker::Config { in_flight: 2 * WINDOW_BYTES, ..config }, 4);
     assert_eq!(rank.sent().0, [(0, 0), (0, 1)]);
     // The rest of both windows has arrived, or will be requested later. So there is room for one
-    // more window beside the repeated fragment.
+    // more window in addition to the repeated fragment.
     rank.take(&nack(Rank::AGGREGATOR, window(0, 0), &[entry(1, 1 << 9)]));
     assert_eq!(rank.sent().0, [(0, 1), (0, 2)]);
 }
@@ -463,7 +463,7 @@ fn ranks_are_told_what_has_arrived_while_a_fold_waits() {
     assert_eq!(shard.credits(), [], "only one window of rank 0 is known to have arrived");
     send(&mut shard, 0, 2, 0);
     assert_eq!(shard.credits(), [window(0, 2)]);
-    assert_eq!(shard.credits(), [], "the shard sends a credit once");
+    assert_eq!(shard.credits(), [], "the shard sends each credit once");
 }
 
 #[test]

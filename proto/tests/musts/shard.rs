@@ -133,7 +133,7 @@ impl Shard {
         (*header, body.clone())
     }
 
-    /// Delivers the block of `rank`, the last that a window lacks, and folds the window.
+    /// Delivers the block of `rank`, the last one that a window lacks, and folds the window.
     pub(crate) fn complete(&mut self, rank: u16, id: WindowId) -> CompleteWindow {
         self.store(&block(rank, id));
         let fold = self.fold().expect("both ranks have sent what they owe");

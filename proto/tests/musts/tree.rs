@@ -1,4 +1,4 @@
-//! An aggregator that has a parent, and one that is a parent.
+//! An aggregator that has a parent, and an aggregator that is a parent.
 
 use racksum_proto::aggregator::{Aggregation, Config, Recipient};
 use racksum_proto::descriptor::Descriptor;
@@ -47,7 +47,7 @@ fn a_window_is_known_to_the_parent_once_it_is_folded_and_within_the_pools_reach(
     // No rank of the rack owes the other windows. The pool has slots for the results of only the
     // first eight windows.
     assert_eq!(known(&rack), [Some(1), Some(0), Some(1), Some(0), Some(0), None]);
-    // Acknowledgements from all ranks free slots.
+    // Slots become free once all ranks have acknowledged their windows.
     rack.machine.handle_parent_at(0, window(0, 4), window(0, 4));
     for rank in [0, 1] {
         rack.take(&ack(rank, window(0, 4)));
@@ -191,7 +191,7 @@ fn an_aggregator_says_whom_it_waits_for_again_and_again_in_each_lane() {
         }
         assert_eq!(above.poll_waits(), None);
     }
-    // A worker that waits for no rank sends no wait.
+    // A worker that is not waiting for any rank sends no wait.
     above.handle_timeout(above.poll_timeout(), &mut ());
     assert_eq!(above.poll_waits(), Some(0));
     above.queue_waits(0, std::iter::empty());

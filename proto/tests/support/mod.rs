@@ -13,7 +13,7 @@ pub(crate) const JOB: JobId = JobId(7);
 pub(crate) const GENERATION: Generation = Generation(3);
 pub(crate) const TIMEOUT: Span = Span::from_secs(10);
 
-/// Returns the cut for an MTU of 1500 over IPv4, with room for an authentication code.
+/// Returns the cut for an MTU of 1500 over IPv4, with room for an authentication trailer.
 pub(crate) fn cut() -> Fragmentation {
     Fragmentation::new(1500 - 28 - Header::LEN - DataAuth::MAX_TRAILER)
         .expect("1408 bytes are a valid payload")

@@ -38,8 +38,8 @@ def connect(
 ) -> Session:
     """Joins a job at an aggregator and returns a session once all ranks of the job have joined.
 
-    An option that is not given is read from the environment: from the variable ``RACKSUM_`` plus
-    its name in capitals, or else from the variable of torchrun that is named below.
+    An option that is not given is read from the environment: from the variable named ``RACKSUM_``
+    plus the option's name in capitals, or else from the torchrun variable named below.
 
     >>> session = racksum.connect("127.0.0.1:7177", job="digits", rank=0, world=1, timeout=30)
     >>> session.allreduce(np.ones(3, np.float32)).tolist()
@@ -59,8 +59,8 @@ def connect(
         ``TORCHELASTIC_RESTART_COUNT``, or 0.
     :param lanes: Number of priority classes of ops, 1 to 8; by default 1. Lower-numbered lanes go
         first.
-    :param pool_slots: The maximum number of windows of a lane in flight at a shard. With 0, the
-        default, the aggregator decides.
+    :param pool_slots: The maximum number of windows that a lane may have in flight at a shard. With
+        0, the default, the aggregator decides.
     :param multicast: Whether to receive results by multicast if the aggregator offers it; by
         default True.
     :param identity: Path of the identity file to connect with. Required for
@@ -80,7 +80,7 @@ def connect(
     :param timeout: Seconds that an op may take, including the wait for ranks that have not called
         it yet. By default the timeout of torch's default process group, or 60 without one.
     :param mtu: MTU of the path in bytes, 1280 to 65536. By default the interface's MTU.
-    :param interface: Interfaces of this host to use, in the grammar of ``NCCL_SOCKET_IFNAME``. By
+    :param interface: Interfaces of this host to use, in the syntax of ``NCCL_SOCKET_IFNAME``. By
         default ``NCCL_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``.
     :param local_world: Number of ranks of the job that are on this host and use its sidecar. By
         default torchrun's ``LOCAL_WORLD_SIZE``, or else ``world``.

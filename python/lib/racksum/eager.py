@@ -1,8 +1,8 @@
 """Decorators that keep Dynamo, torch's compiler, from compiling racksum's functions.
 
-While compiled code runs, Dynamo compiles every Python function that this code calls, even through
-C++, such as a backend's collectives, a hook, or the ``wait`` of a work. Dynamo would call racksum's
-functions with fake tensors, which have no memory and whose sizes are symbols.
+While compiled code runs, Dynamo compiles every Python function that the code calls, directly or
+through C++, such as a backend's collectives, a hook, or the ``wait`` of a work. Dynamo would call
+racksum's functions with fake tensors, which have no memory and whose sizes are symbols.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _skip(code: CodeType) -> None:
 def eager_methods(cls: C) -> C:
     """Decorates a class so that Dynamo does not compile the methods that other code calls.
 
-    These are the public methods, and the private methods that override those of a base class.
+    These are the public methods, and the private methods that override methods of a base class.
     """
     for name, member in list(vars(cls).items()):
         overrides = any(hasattr(base, name) for base in cls.__mro__[1:])

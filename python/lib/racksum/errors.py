@@ -72,7 +72,7 @@ class VersionMismatch(Refused):
     >>> racksum.connect("unix:/run/racksum", job="digits", rank=0, world=1)
     Traceback (most recent call last):
         ...
-    racksum.errors.VersionMismatch: the sidecar speaks protocol version 2, and this rank version ...
+    racksum.errors.VersionMismatch: the sidecar speaks protocol version 2, but this rank speaks ...
     """
 
 
@@ -165,6 +165,9 @@ class PeerLost(Error, ConnectionError):
 
 class Mismatch(Error, ValueError):
     """The ranks called an op with different arguments. The session remains open.
+
+    The error shows the difference, unless the job has moved to another aggregator since. Then the
+    error of another rank shows it.
 
     If rank 1 of two passes three elements:
 

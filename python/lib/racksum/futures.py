@@ -15,7 +15,7 @@ __all__ = ["as_exception", "future_of", "new_future", "own_streams_on"]
 
 
 def new_future(devices: Iterable[torch.device]) -> Future[Any]:
-    """Returns a future of tensors on these devices. A wait synchronizes with their streams."""
+    """Returns a future of tensors on these devices. Waiting for it synchronizes their streams."""
     return Future(devices=_with_streams(devices))
 
 

@@ -100,7 +100,7 @@ class Handle(Generic[T]):
 
         ``work`` runs in the first wait for the new handle. If it raises, the next wait runs it
         again. If the result is on a GPU, ``work`` runs once, after the op has ended, on another
-        thread and in a stream of its own.
+        thread and on a stream of its own.
 
         >>> handle = session.allreduce(np.ones(4, np.float32), async_op=True)
         >>> handle.then(lambda x: x.sum().item()).wait()
@@ -134,7 +134,7 @@ class Handle(Generic[T]):
     def absent(self) -> tuple[int, ...]:
         """The ranks whose contributions the result lacks. Waits for the op to end.
 
-        Only a job with ``on_rank_loss="continue"`` sums without a lost rank.
+        This is always empty unless the job was joined with ``on_rank_loss="continue"``.
 
         >>> session.allreduce(np.ones(4, np.float32), async_op=True).absent
         ()
@@ -164,7 +164,7 @@ class Handle(Generic[T]):
 
 @dataclass(frozen=True)
 class _Running(Generic[T]):
-    """Two functions of an op without an outcome: one waits for its end, one makes its outcome."""
+    """Functions of an op that has no outcome yet: one waits for the op, one makes its outcome."""
 
     ends_within: Callable[[float | None], bool]
     make: Callable[[], Outcome[T]]

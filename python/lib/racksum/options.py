@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
     secret: str
 
 
-#: The option that each class of error is about. These errors do not name it themselves.
+#: The option that each of these errors is about, since the error itself does not name it.
 _ERROR_OPTIONS: Mapping[type[Error], tuple[str, ...]] = {
     NoAggregator: ("aggregator",),
     JoinTimeout: ("join_timeout",),
@@ -105,8 +105,8 @@ class ConnectOptions:
             if self.uses_sidecar and (self.rejoin or self.on_rank_loss != "abort"):
                 raise BadArgument(
                     "rejoin and on_rank_loss cannot be set with unix:PATH, because ranks of a "
-                    "sidecar neither rejoin nor continue without a rank; leave them out, or "
-                    "connect to the aggregator itself",
+                    "sidecar neither rejoin nor continue without a lost rank; leave them out, or "
+                    "connect directly to the aggregator",
                     ("rejoin", "on_rank_loss"),
                 )
             if self.uses_sidecar and self.data_auth is not None:
@@ -152,7 +152,7 @@ class ConnectOptions:
 
         :param environment: The variables to read; by default those of the process.
         :param drawn: The generated secret and name of a process group's job. The name applies only
-            if no option, ``RACKSUM_JOB`` or run id of torchrun sets one.
+            if neither an option, nor ``RACKSUM_JOB``, nor torchrun's run id sets one.
         :param given: Options, with the names and meanings of :func:`racksum.connect`.
         :raises racksum.BadArgument: An option is unknown or invalid, or a required option is not
             set.
@@ -357,7 +357,7 @@ def _seconds(text: str) -> float:
 
 _NEEDED = {
     "aggregator": (
-        'pass connect("HOST:PORT") or, for a sidecar, connect("unix:PATH"), or set '
+        'call connect("HOST:PORT") or, for a sidecar, connect("unix:PATH"), or set '
         "RACKSUM_AGGREGATOR"
     ),
     "job": "pass job= or set RACKSUM_JOB",
@@ -365,9 +365,9 @@ _NEEDED = {
     "world": "pass world= or set RACKSUM_WORLD (torchrun sets WORLD_SIZE)",
 }
 
-#: Options of the connection to the aggregator, which ranks of a sidecar cannot pass. If the
-#: environment sets them, such ranks ignore them. `data_auth` is refused from the environment too,
-#: because a user who sets it relies on it.
+#: Options of the connection to the aggregator. Ranks of a sidecar cannot pass them, and ignore them
+#: if the environment sets them. `data_auth` is refused even if the environment sets it, because a
+#: user who sets it relies on it.
 _CONNECTION_OPTIONS = ("identity", "interface", "mtu", "multicast", "pool_slots", "wait")
 
 _NOT_WITH_SIDECAR = (

@@ -74,7 +74,7 @@ class Session:
         _make_eager()
         self._options = options
         _racksum.keep_logs(min(_log.getEffectiveLevel(), logging.CRITICAL))
-        # While joining, which may take minutes, forward the log lines that say what it waits for.
+        # Joining may take minutes, so forward the log lines that say what the session waits for.
         joined = threading.Event()
         threading.Thread(target=forward_logs_until, args=(joined,), daemon=True).start()
         try:
@@ -139,8 +139,8 @@ class Session:
     def closed(self) -> bool:
         """True if the session accepts no more ops.
 
-        That is so once the session has been closed or the job is over, and in a process that was
-        forked from the one that connected.
+        It is true after :meth:`close`, after the end of the job, and in a process that was forked
+        from the one that connected.
         """
         return self._closed or self._session.is_forked or self._session.is_over
 
@@ -169,11 +169,11 @@ class Session:
         async_op: bool = False,
         part_of: PartOf | None = None,
     ) -> T | Handle[T]:
-        """Reduces a numpy array or a torch tensor in place, together with those of all other ranks.
+        """Reduces a numpy array or a torch tensor in place, across all ranks.
 
-        Ops on the same memory take turns in the order of the calls. If a call fails at this rank
-        before its op begins, the ranks that made the same call get :class:`racksum.Mismatch`, and
-        the next calls of all ranks pair again.
+        Ops on the same memory take turns in call order. If a call fails at this rank before its op
+        begins, the ranks that made the same call get :class:`racksum.Mismatch`, and the next calls
+        of all ranks pair again.
 
         >>> x = np.array([1.0, 2.0, 3.0], np.float32)
         >>> session.allreduce(x, "avg", wire="bf16").tolist()
@@ -182,9 +182,9 @@ class Session:
         >>> handle.wait() is x
         True
 
-        :param x: A contiguous tensor of any shape in host memory, of float32, float64, float16,
-            bfloat16, int32 or int64. Until the op has ended, only ops may use it, and its storage
-            must not be resized.
+        :param x: A contiguous tensor in host memory, of any shape. Its dtype is float32, float64,
+            float16, bfloat16, int32 or int64. Until the op has ended, only ops may use it, and its
+            storage must not be resized.
         :param op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``. The average of integers is rounded
             toward zero.
         :param wire: Type of the elements on the network: ``"bf16"``, ``"f16"``, ``"int8"`` with one
@@ -270,7 +270,7 @@ class Session:
         async_op: bool = False,
         part_of: PartOf | None = None,
     ) -> tuple[T, T] | Handle[tuple[T, T]]:
-        """Reduces a tensor from the blocks that each rank passes; its other blocks count as zeros.
+        """Reduces a tensor of which each rank passes only some blocks; the others count as zeros.
 
         The other arguments and the errors are those of :meth:`allreduce`. This example passes
         blocks 0 and 7 of a tensor with a million elements:
@@ -282,9 +282,9 @@ class Session:
 
         :param indices: The numbers of the blocks that this rank passes, an int64 array or tensor.
             If a block is listed twice, its values are combined first; ``"avg"`` adds them.
-        :param values: The elements of these blocks, one block after the other: ``block`` elements
-            each, except that the tensor's last block may be shorter. An array or tensor of a dtype
-            that :meth:`allreduce` takes.
+        :param values: The elements of these blocks, block by block: ``block`` elements each, except
+            that the tensor's last block may be shorter. An array or tensor of a dtype that
+            :meth:`allreduce` takes.
         :param elements: The number of elements of the whole tensor.
         :return: The sorted int64 numbers of the blocks in which some rank passed a non-zero
             element, and their reduced values as a flat tensor; or a :class:`Handle` of both.
@@ -325,7 +325,7 @@ class Session:
     def refuse(self, part_of: PartOf | None = None) -> None:
         """Tells the other ranks that this rank does not make the next call.
 
-        Ranks pair ops by their order. A rank that skips a call must call this method instead.
+        Ranks pair ops by call order. A rank that skips a call must call this method instead.
         Otherwise its next op would pair with the skipped call. The ranks that made the call get
         :class:`racksum.Mismatch`.
 
@@ -343,11 +343,12 @@ class Session:
     def reporting_refusals(self, part_of: PartOf | None = None) -> Iterator[_racksum.CallTurn]:
         """Refuses a call if the block raises before the call's op has begun.
 
-        Like :meth:`refuse`, this tells the other ranks. The block receives the turn of the call.
-        Code that takes the turn must itself tell the other ranks of a failure.
+        Like :meth:`refuse`, this tells the other ranks that this rank does not make the call. The
+        block receives the turn of the call. Code that takes the turn must itself tell the other
+        ranks about a failure.
 
         >>> with session.reporting_refusals():
-        ...     x = np.ones(1000, np.float32)  # This may raise for lack of memory.
+        ...     x = np.ones(1000, np.float32)  # This may run out of memory.
         >>> session.allreduce(x).sum().item()
         1000.0
 
@@ -362,7 +363,7 @@ class Session:
                 raise
 
     def catch_up(self) -> None:
-        """Places the notices of interrupted calls ahead of calls that other threads begin later.
+        """Ensures that notices of interrupted calls precede ops that other threads begin later.
 
         >>> session.catch_up()  # No call was interrupted, so this does nothing.
         """
@@ -380,11 +381,11 @@ class Session:
     def _report_refusal(self, turn: _racksum.CallTurn) -> None:
         """Tells the other ranks immediately that a call has failed at this rank.
 
-        Call this for every exception, even for that of Ctrl-C: users may catch it and continue.
+        Call this for every exception, even ``KeyboardInterrupt``: users may catch it and continue.
         """
         # First record that the notice is owed: another signal may end the wait for earlier ops.
         turn.owe()
-        # If the session is over, no later ops have to pair, so ignore its errors.
+        # If the session is over, no later op has to pair, so ignore its errors.
         with contextlib.suppress(Error):
             self._send_notices()
 
@@ -400,7 +401,8 @@ class Session:
         """
         if self._before_op is not None:
             self._before_op()
-        # A thread that begins ops of earlier calls must not wait for itself.
+        # A thread that begins ops of other threads' calls may still have to begin earlier ones, so
+        # it must not wait for them here.
         if not _thread.begins_ops:
             self._session.settle()
 
@@ -442,7 +444,7 @@ class Session:
         return cast("T", self.empty(tuple(x.shape), x.dtype))  # type: ignore[attr-defined]
 
     def stats(self) -> dict[str, int]:
-        """Returns counters of the traffic so far, by name. Bytes on the network are UDP payload.
+        """Returns the traffic counters, by name. Counters of network bytes count UDP payload.
 
         ``tx_bytes``, ``rx_bytes``, ``tx_datagrams``, ``rx_datagrams``, ``retransmits``, ``asks``,
         ``probes``, ``rejects``, ``kernel_drops`` and ``send_failures`` count this rank's traffic.
@@ -478,13 +480,14 @@ class Session:
         """Leaves the job. Closing a closed session does nothing.
 
         Ops in flight fail, except those that a sidecar has received from all of the job's ranks on
-        its host. Closing waits for these, and then up to two seconds until the aggregators, or the
-        sidecar, know that the rank has left. Once they know, the process may end in any way without
-        counting as lost. An exception from a signal handler, such as Ctrl-C, ends these waits; the
-        session is closed all the same.
+        its host. Closing waits for these, and for a few seconds while other ranks may lack results.
+        It then waits up to two seconds until the aggregators, or the sidecar, know that the rank
+        has left. Once they know, the process may end in any way without counting as lost. An
+        exception from a signal handler, such as ``KeyboardInterrupt``, ends these waits, but the
+        session still closes.
 
-        The interpreter closes all sessions at its exit. A process that skips its exit, as
-        ``os._exit`` and forked processes of `multiprocessing` do, must close them itself.
+        The interpreter closes all sessions when it exits. A process that skips this, by
+        ``os._exit`` or as a forked child of `multiprocessing`, must close its sessions itself.
 
         >>> session.close()
         >>> session.closed
@@ -563,7 +566,7 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def close_all() -> None:
     """Closes all sessions before the interpreter finalizes."""
     sessions = list(_open_sessions)
-    # Begin to leave everywhere first, so that the waits for answers overlap.
+    # Begin to leave all jobs first, so that the waits for answers overlap.
     for session in sessions:
         session._leave()
     for session in sessions:

@@ -55,10 +55,10 @@ def memory_of(x: Any) -> Memory:
 
 
 def empty_like(x: Any, elements: int, dtype: str | None = None) -> Any:
-    """Returns a new flat tensor in host memory: a torch tensor if ``x`` is one, or a numpy array.
+    """Returns a new flat tensor in host memory: a torch tensor if ``x`` is one, else a numpy array.
 
-    Its dtype is ``dtype``, by default that of ``x``. It is pinned if ``x`` is pinned, because it
-    will then be copied to a GPU.
+    Its dtype is ``dtype``, by default that of ``x``. If ``x`` is pinned, the new tensor is pinned
+    too, because the caller will copy it to a GPU.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -78,7 +78,7 @@ def _of_torch(torch: Any, x: Any) -> Memory:
         )
     if x.device.type != "cpu":
         raise BadArgument(
-            f"the tensor is on {x.device}, and a session reduces tensors in host memory; pass "
+            f"the tensor is on {x.device}, but a session reduces only tensors in host memory; pass "
             "x.cpu(), or use the hooks or the backend of racksum.torch"
         )
     dtype = checked_dtype(str(x.dtype).removeprefix("torch."))
@@ -134,7 +134,7 @@ def check_unmoved(x: Any, address: int) -> None:
 
 
 def checked_dtype(name: str) -> str:
-    """Returns racksum's name of a dtype. Raises :class:`BadArgument` if it cannot be reduced."""
+    """Returns racksum's name for a dtype, or raises :class:`BadArgument` if it has none."""
     try:
         return _LONG_NAMES[name]
     except KeyError:

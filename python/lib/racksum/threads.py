@@ -1,4 +1,4 @@
-"""Threads that run tasks one after the other, and threads that wait for ops."""
+"""Threads that run tasks one after another, and threads that wait for ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_IDLE = 8
 
 
 class SerialExecutor:
-    """Runs tasks one after the other on a thread, which starts with the first task.
+    """Runs tasks one after another on a thread, which starts with the first task.
 
     :param begin: Called once on the thread when it starts.
     """
@@ -49,7 +49,7 @@ class SerialExecutor:
         # Change the executor only after this call, which raises if no more threads can start.
         thread.start()
         self._tasks, self._thread, self._pid = tasks, thread, os.getpid()
-        # The thread ends when the executor is collected.
+        # The thread ends when the executor is garbage-collected.
         weakref.finalize(self, tasks.put, None).atexit = False
 
     def is_current(self) -> bool:
@@ -83,7 +83,7 @@ def _do_all(
         # Each task reports its errors itself, so ignore them. Even a panic must not end the thread.
         with contextlib.suppress(BaseException):
             task()
-        # Drops the task's references before the thread waits for the next task.
+        # Drop the task's references before the thread waits for the next task.
         del task
 
 

@@ -1,4 +1,4 @@
-"""Runs the tests of process groups that torch's wheel ships, with Gloo and with racksum.
+"""Runs the process group tests that torch's wheel ships, with Gloo and with racksum.
 
     python run.py                        # all; compares with docs/c10d.md
     python run.py --only test_all_gather # runs only tests whose names begin with this
@@ -163,7 +163,7 @@ def end_of(one: Try, log: Path) -> End | None:
 
 
 def be(one: Try, log: Path) -> None:
-    """Runs a test in this process, which serves no other test."""
+    """Runs a test in this process, which runs no other test."""
     os.setsid()
     output = os.open(one.path(log, "log"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     os.dup2(output, 1)
@@ -187,7 +187,7 @@ def be(one: Try, log: Path) -> None:
 
 
 def sentence(trace: str) -> str:
-    """Returns a trace's first error line, and prefers errors that a rank raised."""
+    """Returns a trace's first error line, preferring errors that a rank raised."""
     lines = [line.strip() for line in trace.splitlines()]
     errors = [line for line in lines if line.split(":")[0].endswith("Error")]
     of_rank = [line for line in errors if "exited with error code" not in line]

@@ -41,7 +41,7 @@ def compared(found: Found) -> list[str]:
 
 
 def written() -> str:
-    """Returns the section of docs/c10d.md."""
+    """Returns the section of docs/c10d.md that lists the results."""
     return DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
 
 

@@ -29,8 +29,8 @@ impl FewBytes {
         Self { plan: plan.clone(), oracle, traffic: BTreeMap::new() }
     }
 
-    /// Returns the payload bytes of all ops of a job. `mask` returns the blocks of a window that
-    /// count.
+    /// Returns the payload of all ops of a job in bytes, counting only the blocks of each window
+    /// that `mask` returns.
     fn due(&self, job: usize, mask: impl Fn(&Truth, u32) -> u64) -> u64 {
         let truths = (0..).map_while(|op| self.oracle.truth(job, OpId(op)));
         let windows = truths.flat_map(|truth| (0..truth.windows()).map(move |i| (truth, i)));
@@ -73,7 +73,7 @@ impl Checker for FewBytes {
                 if moved > most {
                     return Invariant::I3.broken(format!(
                         "rank {} of job {job} {what} {moved} bytes, more than the limit of {most}; \
-                         {due} are necessary",
+                         the payload is {due} bytes",
                         rank.0
                     ));
                 }

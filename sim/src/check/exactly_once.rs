@@ -10,14 +10,14 @@ use super::oracle::{Expected, Oracle};
 use super::{Checker, Invariant, Machine, Sight, Violation};
 use crate::engine::Picos;
 
-/// Compares the blocks and the number of ranks of every fold with those that the oracle expects.
-/// Compares every result with the expected one bit by bit.
+/// Compares every fold's blocks and number of ranks, and every bit of every result, with the
+/// oracle's expectations.
 #[derive(Debug)]
 pub struct ExactlyOnce {
     oracle: Rc<Oracle>,
     folded: BTreeSet<(usize, WindowId)>,
     /// Whether jobs move. After a move, shards fold a window again if some rank lacks its sum, or
-    /// take the sum from a rank that has it. Only the results can then be checked.
+    /// take the sum from a rank that has it. The checker then checks only the results.
     moves: bool,
 }
 
@@ -49,7 +49,7 @@ impl ExactlyOnce {
         if (union, contributors) != (owed, by) {
             return BROKEN.broken(format!(
                 "window {index} of op {op} was folded with blocks {union:#x} of {contributors} \
-                 ranks; {by} ranks contribute {owed:#x}"
+                 ranks, but {by} ranks contribute blocks {owed:#x}"
             ));
         }
         Ok(())

@@ -12,11 +12,11 @@ use crate::run::Run;
 /// with and without strangers.
 #[derive(Debug)]
 pub struct Foreign {
-    /// For each job, whether any of its ops fails. After a failure, the job's ranks may number
+    /// For each job, whether its ranks disagree about an op. After a disagreement, they may number
     /// windows differently for a while.
     diverges: Vec<bool>,
     /// Whether jobs move. After a move, datagrams from or to dead shards may reach live machines,
-    /// and ranks may send data of windows whose sums other ranks have.
+    /// and ranks may send data of windows whose sums other ranks already have.
     moves: bool,
 }
 

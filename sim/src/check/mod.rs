@@ -57,7 +57,7 @@ pub enum Invariant {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{invariant}: {sentence}")]
 pub struct Violation {
-    /// The invariant.
+    /// The invariant that the run broke.
     pub invariant: Invariant,
     /// A sentence that describes the violation.
     pub sentence: String,
@@ -95,10 +95,10 @@ pub trait Checker {
     /// Returns the violation that the observation shows.
     fn see(&mut self, at: Picos, machine: Machine, sight: &Sight<'_>) -> Result<(), Violation>;
 
-    /// Checks at the end of the run that nothing is missing.
+    /// Makes the checks that need the complete run, such as whether every op has ended.
     ///
     /// # Errors
-    /// Returns a violation if anything is missing.
+    /// Returns the violation that the complete run shows.
     fn conclude(&mut self) -> Result<(), Violation> {
         Ok(())
     }
@@ -182,11 +182,11 @@ impl fmt::Debug for Checkers {
 pub struct Watch<'a> {
     /// The time of the events.
     pub at: Picos,
-    /// The machine.
+    /// The machine that reports the events.
     pub machine: Machine,
     /// Whether the machine is handling a stranger's datagram.
     pub foreign: bool,
-    /// The checkers.
+    /// The checkers that receive the events.
     pub checkers: &'a mut Checkers,
 }
 

@@ -50,7 +50,7 @@ impl Oracle {
         Self { jobs: plan.jobs.iter().map(of_job).collect() }
     }
 
-    /// Returns the expected outcome of an op.
+    /// Returns the expectations for an op, or `None` if the plan has no such op.
     #[must_use]
     pub fn truth(&self, job: usize, op: OpId) -> Option<&Truth> {
         self.jobs.get(job)?.get(op.0 as usize)
@@ -128,7 +128,7 @@ fn is_zero(dtype: DType, block: &[u8]) -> bool {
     })
 }
 
-/// Reduces whole tensors.
+/// Reduces the ranks' whole tensors, block by block in rank order.
 fn reduce(descriptor: &Descriptor, tensors: &[Vec<u8>]) -> Expected {
     let Descriptor { dtype, wire, .. } = *descriptor;
     let world = u32::try_from(tensors.len()).expect("the number of ranks is a u16");
@@ -180,7 +180,8 @@ fn encode(dtype: DType, wire: WireType, world: u32, elements: usize, block: &[u8
     out
 }
 
-/// Sums the most common types without the protocol's arithmetic. Returns false for any other op.
+/// Sums tensors of the most common types without the protocol's arithmetic. Returns false for any
+/// other op.
 fn plain_sum(descriptor: &Descriptor, inputs: &[&[u8]], out: &mut [u8]) -> bool {
     let Descriptor { dtype, wire, reduction, .. } = *descriptor;
     if reduction != Reduction::Sum || wire != dtype.native_wire() {

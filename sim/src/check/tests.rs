@@ -254,7 +254,8 @@ fn ends_fires_when_a_disagreement_is_missed_or_misquoted() {
     };
     let good = mismatch(odd);
     assert!(see(&mut called(&plan), RANK, &Sight::Ended(OP, &good)).is_ok());
-    for bad in [mismatch(Descriptor { tag: 8, ..odd }), Ok(result())] {
+    let dropped = Err(OpError::Dropped { op: OP });
+    for bad in [mismatch(Descriptor { tag: 8, ..odd }), dropped, Ok(result())] {
         let sight = Sight::Ended(OP, &bad);
         assert!(breaks(see(&mut called(&plan), RANK, &sight), Invariant::I5));
     }

@@ -26,7 +26,7 @@ impl<W: Write> Checker for Trace<W> {
         let what = match sight {
             Sight::Driven { .. } | Sight::Foreign(_) => return Ok(()),
             Sight::Sent(datagram) => format!("sends {}", summary(datagram)),
-            Sight::Received(datagram) => format!("takes {}", summary(datagram)),
+            Sight::Received(datagram) => format!("receives {}", summary(datagram)),
             Sight::Ended(op, Ok(_)) => format!("has the result of op {}", op.0),
             Sight::Ended(_, Err(error)) => error.to_string(),
             Sight::Called(op) => format!("calls op {}", op.0),

@@ -36,7 +36,7 @@ pub(super) struct HostState {
     /// The time of the next scheduled wake-up.
     pub(super) wakes_at: Option<Picos>,
     pub(super) role: Role,
-    /// The last genuine datagram that the host has taken. Strangers imitate it.
+    /// The last genuine datagram that the host has read. Strangers imitate it.
     pub(super) last: Option<Rc<[u8]>>,
 }
 
@@ -201,7 +201,8 @@ impl HostState {
         }
     }
 
-    /// Handles a stranger's datagram, which bypasses the socket, and then sends what is due.
+    /// Handles a stranger's datagram, which bypasses the socket, and then sends the datagrams that
+    /// are due.
     pub(super) fn act_foreign(
         &mut self,
         now: Picos,
@@ -287,7 +288,7 @@ impl WorkerHost {
         self.node.handle(now.time(), bytes, marked, &mut watch);
     }
 
-    /// Calls ops, handles timeouts and sends what is due.
+    /// Calls ops, handles timeouts and sends the datagrams that are due.
     fn drive(
         &mut self,
         now: Picos,
@@ -315,8 +316,8 @@ impl WorkerHost {
         }
     }
 
-    /// Reports ops that have ended, then calls the ops that are due while the job's limit allows
-    /// it. Returns whether any op was called.
+    /// Reports ops that have ended, then calls the ops that are due, up to the job's limit on ops
+    /// in flight. Returns whether any op was called.
     fn call(&mut self, now: Picos, plan: &JobPlan, checkers: &mut Checkers) -> bool {
         let machine = self.machine();
         self.full &= self.node.done.is_empty();

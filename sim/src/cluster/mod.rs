@@ -1,9 +1,9 @@
 //! A cluster: hosts and links in the engine, and the protocol's machines on the hosts.
 //!
 //! Every host is connected to one switch. A datagram first crosses its sender's uplink, where a
-//! fault may hit it. The switch then copies a multicast datagram. Another fault may hit each copy.
-//! The copy crosses the downlink of its recipient, and waits in the recipient's socket until it is
-//! read.
+//! fault may hit it. The switch then forwards the datagram, with one copy to each recipient of a
+//! multicast. Another fault may hit each copy, which then crosses its recipient's downlink, and
+//! waits in the recipient's socket until the host reads it.
 
 mod host;
 mod strangers;

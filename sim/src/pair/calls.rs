@@ -1,4 +1,4 @@
-//! Ranks that refuse calls, make different calls than their peers, or skip some.
+//! Ranks that refuse calls, skip calls, or make different calls than their peers.
 
 use racksum_proto::call::{Call, Collective};
 use racksum_proto::descriptor::Descriptor;
@@ -8,8 +8,8 @@ use racksum_proto::time::Time;
 
 use super::{Cluster, Faults, Random, TIMEOUT, bytes};
 
-/// The call that a rank intends to make. Most calls are sums of the same size, so that only the
-/// call itself tells them apart.
+/// The call that a rank intends to make. Most calls sum equally many elements, so that only
+/// `Descriptor::call` tells them apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Intent {
     number: u32,
@@ -102,6 +102,7 @@ fn an_op_sums_one_and_the_same_call_or_is_a_mismatch_at_every_rank() {
     }
     assert!(
         summed > 500 && differed > 500,
-        "only {summed} ops summed and {differed} differed: the scripts test too little"
+        "only {summed} results were sums and {differed} were mismatches: the scripts test too \
+         little"
     );
 }

@@ -2,13 +2,13 @@
 
 use super::*;
 
-/// The number of ranks. The last of them is lost.
+/// The number of ranks. The last rank is lost.
 const WORLD: u16 = 3;
 const LOST: Rank = Rank(WORLD - 1);
 const WINDOW: usize = 60 * 256;
 
-/// The sizes of the ops, in elements. Each rank contributes ten to the power of its number to every
-/// element, so a sum shows which ranks took part.
+/// The sizes of the ops, in elements. Rank r contributes 10^r to every element, so a sum shows
+/// which ranks took part.
 const SIZES: [usize; 3] = [WINDOW * 12, 700, WINDOW * 5];
 
 fn submit(cluster: &mut Cluster, elements: usize, ranks: u16) {
@@ -105,7 +105,8 @@ fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
     }
     assert!(
         mixed > 100,
-        "only {mixed} losses in the middle of ops; windows with and without the rank: {seen:?}"
+        "only {mixed} losses happened while ops were folded; windows with and without the lost \
+         rank: {seen:?}"
     );
 }
 

@@ -37,7 +37,7 @@ struct Tree {
 }
 
 impl Tree {
-    /// Creates a tree whose racks have these numbers of ranks.
+    /// Creates a tree. `racks` holds the number of ranks of each rack.
     fn new(racks: &[u16], shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
         let total: u16 = racks.iter().sum();
         let first = |rack: usize| Rank(racks[..rack].iter().sum());
@@ -54,8 +54,8 @@ impl Tree {
             );
             name(&mut shard.machine, (0..racks.len()).map(first));
         }
-        // With some seeds, a rack has fewer slots than the root, or its ranks may have only a few
-        // bytes in flight.
+        // With some seeds, a rack has fewer slots than the root, or its ranks may have only two
+        // windows in flight.
         let rack_slots = [8, 64, 2, 3][usize::try_from(seed % 4).unwrap()];
         let in_flight = [1 << 18, 2 * WINDOW_BYTES][usize::try_from(seed / 4 % 2).unwrap()];
         let grant = |world| Grant { pool_slots: rack_slots, ..grant(world) };
@@ -448,7 +448,7 @@ fn what_is_changed_on_the_way_makes_no_half_panic_or_go_on_for_ever() {
 
 #[test]
 fn ranks_that_send_little_ahead_wait_for_no_probe() {
-    // wire: W-64 With these seeds, racks have 2 to 64 slots, and each rank may have two windows in
+    // wire: W-64. With these seeds, racks have 2 to 64 slots, and each rank may have two windows in
     // flight.
     for seed in [5, 4, 6, 7] {
         let mut tree = Tree::new(&[8, 1], 1, 1, seed, Faults::default());

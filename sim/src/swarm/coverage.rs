@@ -153,7 +153,7 @@ mod tests {
             kinds.extend(features.filter(|name| !seen.contains_key(&**name)).map(|name| (name, 1)));
         }
         let missing: Vec<_> = seen.iter().filter(|(_, has)| !**has).collect();
-        assert!(missing.is_empty(), "{missing:?}");
+        assert!(missing.is_empty(), "no plan has these features: {missing:?}");
         assert_eq!(kinds.len(), DType::ALL.len() + WireType::ALL.len() + Reduction::ALL.len());
     }
 }

@@ -111,7 +111,8 @@ fn job(random: &mut Random, network: &Network) -> JobPlan {
         if job.missing.is_some() {
             op.timeout = Span::from_millis(1_500);
         }
-        // A missing rank may never call the op, so it could not disagree about it.
+        // A job with a missing rank has no disagreements: the rank that should disagree may be the
+        // missing one, and never call the op.
         if job.missing.is_none() && world > 1 && number < 3 && random.once_in(16) {
             let rank = Rank(
                 u16::try_from(random.below(u64::from(world)))
@@ -169,8 +170,7 @@ fn descriptor(random: &mut Random, job: &JobPlan) -> Descriptor {
     descriptor
 }
 
-/// Draws a number of elements, often near the size of a block or window, or as many as fill several
-/// windows.
+/// Draws a number of elements: none, one, close to a block or a window, or up to 100 windows.
 fn elements(random: &mut Random, descriptor: &Descriptor, world: u16) -> u64 {
     let block = descriptor.block_elements() as u64;
     let window = Geometry::new(descriptor).window_elements() as u64;
@@ -186,7 +186,7 @@ fn elements(random: &mut Random, descriptor: &Descriptor, world: u16) -> u64 {
     elements.min(most)
 }
 
-/// Returns a descriptor that differs from `descriptor`.
+/// Draws a variant of `descriptor`. For a few small tensors, the variant is the same.
 fn odd(random: &mut Random, job: &JobPlan, descriptor: Descriptor) -> Descriptor {
     match random.below(4) {
         0 => Descriptor { tag: descriptor.tag + 1, ..descriptor },
@@ -272,7 +272,7 @@ fn outage(plan: &Plan, random: &mut Random) -> Rule {
     Rule { during: start..end, ..Rule::always(to, Effect::Drop) }
 }
 
-/// The length of the first part of a run, during which ops are in flight with most seeds.
+/// The length of the first part of a run, during which most seeds have ops in flight.
 const BUSY: Picos = Picos::from_millis(10);
 /// The maximum size of an op's tensors in bytes, summed over all ranks.
 const MAX_BYTES: u64 = 2 << 20;

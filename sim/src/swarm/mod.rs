@@ -87,7 +87,7 @@ pub fn run_seed(seed: u64) -> Result<Report, Failure> {
                 .map(String::as_str)
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
-            let sentence = format!("panicked: {message}");
+            let sentence = format!("the run panicked: {message}");
             Violation { invariant: Invariant::I5, sentence }
         }
     };

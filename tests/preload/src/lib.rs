@@ -27,10 +27,10 @@ const RMEM_MAX: &str = "RACKSUM_PRELOAD_RMEM_MAX";
 /// The arguments must be valid for `clock_gettime(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) -> c_int {
-    // SAFETY: the caller's arguments are passed on unchanged.
+    // SAFETY: the caller guarantees that the arguments are valid for this system call.
     let rc = unsafe { libc::syscall(libc::SYS_clock_gettime, clock, time) };
     if rc == 0 && clock == libc::CLOCK_REALTIME {
-        // SAFETY: the system call succeeded, so the kernel has written to `time`.
+        // SAFETY: the system call succeeded, so `time` is valid and the kernel has written to it.
         unsafe { (*time).tv_sec += wall_clock() };
     }
     if rc == 0 { 0 } else { -1 }
@@ -50,19 +50,20 @@ pub unsafe extern "C" fn setsockopt(
 ) -> c_int {
     let rc = match (level, option, rmem_max()) {
         (libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, Some(_)) => {
-            // SAFETY: the pointer is to this thread's own errno.
+            // SAFETY: `__errno_location` returns a valid pointer to this thread's own errno.
             unsafe { *libc::__errno_location() = libc::EPERM };
             -1
         }
         (libc::SOL_SOCKET, libc::SO_RCVBUF, Some(limit)) => {
-            // SAFETY: the option's value is an int, and the caller passes a pointer to it.
+            // SAFETY: the caller guarantees that `value` points to the option's value, an int.
             let cut = limit.min(unsafe { value.cast::<c_int>().read_unaligned() });
-            // SAFETY: the caller's arguments are passed on, with `cut` in place of the value.
+            // SAFETY: the caller guarantees that the other arguments are valid, and `cut`, an int,
+            // outlives the system call.
             unsafe {
                 libc::syscall(libc::SYS_setsockopt, socket, level, option, &raw const cut, len)
             }
         }
-        // SAFETY: the caller's arguments are passed on unchanged.
+        // SAFETY: the caller guarantees that the arguments are valid for this system call.
         _ => unsafe { libc::syscall(libc::SYS_setsockopt, socket, level, option, value, len) },
     };
     if rc == 0 { 0 } else { -1 }

@@ -1,10 +1,10 @@
-//! Records of a test run: skipped tests with their reasons, and the times that users would wait.
+//! Records of a test run: skipped tests with their reasons, and times that users wait for.
 //!
 //! A busy machine must not make a test fail, so no test asserts on time. Tests record times here
 //! instead. `cargo xtask bench failures` runs these tests one at a time and judges the times. The
-//! test run collects skips and lists them in its summary. Both read the file named by [`FILE`], one
-//! JSON object per line. Without that variable, skips go to standard error only and times are
-//! dropped.
+//! test run collects skips and lists them in its summary. Both read the file that the environment
+//! variable [`FILE`] names; each line is a JSON object. If the variable is not set, skips go to
+//! standard error only and times are dropped.
 //!
 //! The Python tests append to the same file (`python/tests/report.py`). A test that counts log
 //! lines uses [`lines_logged`].
@@ -25,7 +25,7 @@ pub const FILE: &str = "RACKSUM_TEST_REPORT";
 /// own.
 pub const TEST: &str = "RACKSUM_TEST_NAME";
 
-/// One line of the file.
+/// One line of the report file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Entry {
@@ -49,7 +49,7 @@ pub enum Entry {
     },
 }
 
-/// Records that the calling test cannot run here, and the reason.
+/// Records and prints that the calling test cannot run here, and the reason.
 ///
 /// ```no_run
 /// racksum_test_report::skip("raw sockets need root");
@@ -70,7 +70,7 @@ pub fn time(what: &str, ms: u64, most: u64) {
     append(&Entry::Time { test: test_name(), what: what.to_owned(), ms, most });
 }
 
-/// Reads the entries of a file; returns no entries if the file does not exist.
+/// Reads the entries of a report file; returns no entries if the file does not exist.
 ///
 /// # Errors
 /// Returns a message if the file cannot be read or a line is not an entry.
@@ -81,7 +81,9 @@ pub fn read(file: &Path) -> Result<Vec<Entry>, String> {
     let text = std::fs::read_to_string(file)
         .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
     let entry = |line| {
-        serde_json::from_str(line).map_err(|error| format!("{}: {error}: {line}", file.display()))
+        serde_json::from_str(line).map_err(|error| {
+            format!("{}: not a line of a test report: {error}: {line}", file.display())
+        })
     };
     text.lines().map(entry).collect()
 }

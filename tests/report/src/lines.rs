@@ -1,4 +1,4 @@
-//! Counting of log lines.
+//! Counts log lines.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Runs `work` and returns the number of lines that this thread logged meanwhile at `level` or a
-/// more severe level.
+/// Runs `work` and returns the number of lines that it logs on this thread at `level` or a more
+/// severe level.
 pub fn lines_logged(level: Level, work: impl FnOnce()) -> usize {
     let written = Arc::<AtomicUsize>::default();
     tracing::subscriber::with_default(Lines { level, written: Arc::clone(&written) }, work);

@@ -216,7 +216,7 @@ fn a_rank_stays_if_one_of_its_aggregators_does_not_let_it_go() {
     let error = selector.join(long_enough, None, &mut Mailbox::new()).unwrap_err();
     assert!(matches!(error, ConnectError::Incomplete { .. }), "{error}");
     for fake in set {
-        // The rank stays, and asks to withdraw again later.
+        // The rank stays, and later asks again to withdraw.
         let received = fake.received();
         assert_eq!(received[..4], ["join", "withdraw", "stay", "withdraw"], "{received:?}");
     }
@@ -332,7 +332,7 @@ fn only_one_that_does_not_want_a_rank_is_shunned() {
 }
 
 /// Answers the first join as an aggregator that is about to stop, and later joins as one that
-/// serves.
+/// accepts the rank.
 fn restarting(message: &FromWorker) -> Vec<FromAggregator> {
     static ASKED: AtomicU32 = AtomicU32::new(0);
     match message {

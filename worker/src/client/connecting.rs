@@ -74,7 +74,7 @@ impl Connecting {
         let joined = joined.await;
         // The attempt has ended, so a cancellation would now close the client.
         cancel.0 = None;
-        // A panic of the thread has printed its message already.
+        // If the thread panicked, the panic hook has already printed the message.
         joined.unwrap_or(Err(ConnectError::GivenUp))
     }
 }

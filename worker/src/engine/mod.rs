@@ -157,7 +157,7 @@ impl Engine {
         }
     }
 
-    /// Returns the payload of an op on `data`.
+    /// Creates the payload of an op on `data`.
     pub(crate) fn payload(&self, descriptor: Descriptor, data: Data) -> Payload {
         Payload::new(descriptor, data, self.world, self.machine.config().may_move)
     }
@@ -197,7 +197,8 @@ impl Engine {
         Ok(op)
     }
 
-    /// Takes memory of sums that are no longer needed, and keeps it for the sums of later ops.
+    /// Takes memory of sums that are no longer needed. Keeps it for the sums of later ops, or frees
+    /// it if there is enough spare memory.
     pub(crate) fn recycle(&mut self, memory: Vec<u8>) {
         if self.spare.len() < MAX_SPARE {
             self.spare.push(memory);
@@ -205,13 +206,13 @@ impl Engine {
     }
 
     /// Performs one step: receives datagrams from the readable sockets, handles timeouts, scans
-    /// windows and sends messages.
+    /// windows and sends messages. During a migration, only checks deadlines.
     pub(crate) fn step(&mut self, readable: Readable) -> Progress {
         if self.migration.is_some() {
             return self.wait_for_aggregator();
         }
         // Datagrams that have arrived may hold the awaited results, so read all sockets before
-        // timeouts are handled. But a flood must not delay timeouts forever.
+        // handling timeouts. But a flood must not delay timeouts forever.
         let is_due = self.machine.poll_timeout() <= self.clock.now();
         let received = self.receive(if is_due { Readable::ALL } else { readable });
         let now = self.clock.now();
@@ -249,8 +250,9 @@ impl Engine {
         any
     }
 
-    /// Returns the next window to scan, with lanes in priority order. While the first unscanned op
-    /// of a lane is held, the whole lane waits. The op may be held by an op of another lane.
+    /// Returns the next window to scan, from the first lane in priority order that has one. While
+    /// the first unscanned op of a lane is held, the whole lane waits. The op may be held by an op
+    /// of another lane.
     fn next_scan(&self) -> Option<Scan> {
         let may_begin = |scan: &Scan| !self.held.contains_key(&scan.op);
         let lanes = 0..self.machine.config().lanes;
@@ -294,7 +296,8 @@ impl Engine {
         self.finished.remove(&op)
     }
 
-    /// Marks an op that no caller will wait for, so that its payload is freed when it ends.
+    /// Abandons an op that no caller will wait for. Its payload is freed when the op ends, or
+    /// immediately if the op has already ended.
     pub(crate) fn abandon(&mut self, op: OpId) {
         if self.finished.remove(&op).is_none() && self.is_in_flight(op) {
             self.abandoned.insert(op);
@@ -306,12 +309,12 @@ impl Engine {
         self.payloads.contains_key(&op)
     }
 
-    /// Returns whether one more op of a lane may be in flight.
+    /// Returns whether a lane has room for one more op in flight.
     pub(crate) fn has_room(&mut self, lane: u8) -> bool {
         self.machine.has_room(lane)
     }
 
-    /// Returns whether `ops` more ops of a lane may be in flight.
+    /// Returns whether a lane has room for `ops` more ops in flight.
     pub(crate) fn has_room_for(&mut self, lane: u8, ops: usize) -> bool {
         self.machine.has_room_for(lane, ops)
     }
@@ -332,7 +335,7 @@ impl Engine {
         rests.then(|| self.machine.next_op())
     }
 
-    /// Returns a wait for datagrams, which ends at the next timeout.
+    /// Returns a [`Next::Wait`] that ends at the next timeout.
     fn wait(&self, backlog: u64) -> Next {
         let at = self.machine.poll_timeout();
         let patience = (at < Time::NEVER).then(|| at.since(self.clock.now()));
@@ -347,27 +350,29 @@ impl Engine {
         self.collect();
     }
 
-    /// Ends every op in flight because ranks are lost.
+    /// Handles the datagrams that have arrived. Then ends the session and every op in flight,
+    /// because ranks are lost.
     pub(crate) fn lose(&mut self, ranks: &[Rank], why: Loss) {
         self.drain();
         self.machine.handle_peers_lost(ranks, why, &mut self.events);
         self.collect();
     }
 
-    /// Ends every op in flight.
+    /// Handles the datagrams that have arrived. Then ends the session and every op in flight.
     pub(crate) fn end(&mut self, why: impl Into<Cow<'static, str>>) {
         self.drain();
         self.end_at_once(why);
     }
 
-    /// Ends every op in flight, without first receiving the datagrams that have arrived.
+    /// Ends the session and every op in flight, without first receiving the datagrams that have
+    /// arrived.
     fn end_at_once(&mut self, why: impl Into<Cow<'static, str>>) {
         self.machine.end(why, &mut self.events);
         self.collect();
     }
 
-    /// Receives the datagrams that have arrived, so that ops end with their results. The message
-    /// that ends a session arrives over another connection, and may overtake results.
+    /// Receives the datagrams that have arrived, because they may hold results of ops in flight.
+    /// The message that ends a session arrives over another connection, and may overtake results.
     fn drain(&mut self) {
         // The engine receives nothing during a migration.
         if self.migration.is_some() {

@@ -18,7 +18,8 @@ use super::{Engine, GRACE, Links};
 use crate::fault::Fate;
 use crate::tensor::TensorBytesMut;
 
-/// The buffers that messages are received into.
+/// The buffers that datagrams are received into. The kernel may join several datagrams of one
+/// sender in a buffer.
 pub(super) struct Inbox {
     ring: RecvRing,
     buffers: [BytesMut; RECV_BATCH],
@@ -30,7 +31,7 @@ impl Inbox {
         Self { ring: RecvRing::new(), buffers }
     }
 
-    /// Receives the messages that have arrived, at most `most`.
+    /// Receives datagrams that have arrived into at most `most` buffers.
     fn receive(&mut self, socket: &UdpSocket, most: usize) -> io::Result<RecvStatus> {
         let count = socket.recv(&mut self.ring, &mut self.buffers[..most])?;
         Ok(RecvStatus::of(count, self.ring.is_full()))
@@ -47,9 +48,9 @@ const BATCH_IN_PLACE: usize = 2;
 /// The sockets that may hold datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Readable {
-    /// Whether the rank's own socket may.
+    /// Whether the rank's own socket may hold datagrams.
     pub(crate) own: bool,
-    /// Whether some multicast socket may.
+    /// Whether any multicast socket may hold datagrams.
     pub(crate) groups: bool,
 }
 
@@ -79,8 +80,9 @@ impl RecvStatus {
 }
 
 impl Engine {
-    /// Takes the datagrams that have arrived on the readable sockets, at most one batch of them
-    /// from the rank's own socket. If that socket is readable, takes those of all groups too.
+    /// Takes datagrams that have arrived: at most one batch from the rank's own socket, if it is
+    /// readable, and those of the multicast sockets. Reads the multicast sockets even if only the
+    /// rank's own socket is readable.
     ///
     /// A shard's unicast message may follow multicast results and refer to them, but the kernel
     /// queues the two separately. The engine therefore receives its own batch first and handles it
@@ -123,7 +125,8 @@ impl Engine {
         received
     }
 
-    /// Receives up to `most` messages of a socket into the group inbox, and handles them.
+    /// Receives datagrams from a socket into at most `most` buffers of the group inbox, and handles
+    /// them.
     fn receive_some(&mut self, socket: &UdpSocket, most: usize) -> RecvStatus {
         let status = self.receive_into(GROUP, socket, most);
         if status > RecvStatus::Nothing {
@@ -132,8 +135,8 @@ impl Engine {
         status
     }
 
-    /// Receives the messages that have arrived. Ends all ops if the socket fails, because it can
-    /// receive no more.
+    /// Receives datagrams into at most `most` buffers of an inbox. If the socket fails, ends all
+    /// ops, because the socket can receive no more datagrams.
     fn receive_into(&mut self, inbox: usize, socket: &UdpSocket, most: usize) -> RecvStatus {
         self.inboxes[inbox].receive(socket, most).unwrap_or_else(|error| self.give_in(&error))
     }
@@ -145,7 +148,7 @@ impl Engine {
         RecvStatus::Nothing
     }
 
-    /// Handles the messages of an inbox.
+    /// Handles the datagrams in an inbox.
     fn take_messages(&mut self, inbox: usize) {
         for i in 0..self.inboxes[inbox].ring.received().len() {
             let Inbox { ring, buffers } = &mut self.inboxes[inbox];
@@ -157,7 +160,7 @@ impl Engine {
 
     /// Receives results straight into the tensor while they arrive in large pieces. The engine
     /// peeks at each header to find the place, which costs less than another copy. Takes at most
-    /// [`BATCH_IN_PLACE`] messages; returns `None` once a message is not such a result.
+    /// [`BATCH_IN_PLACE`] datagrams. Returns `None` if the last message was not such a result.
     fn receive_in_place(&mut self, socket: &UdpSocket) -> Option<RecvStatus> {
         let mut count = 0;
         while self.in_place && count < BATCH_IN_PLACE {
@@ -241,8 +244,8 @@ impl Engine {
                     continue;
                 }
             };
-            // Faults duplicate messages after authentication, so that the machine always sees the
-            // duplicates.
+            // Fault injection duplicates messages after authentication, which would reject the
+            // duplicates as replays.
             for _ in 0..fate.copies() {
                 for message in wire::messages(messages) {
                     match message {
@@ -268,8 +271,9 @@ impl Engine {
         }
     }
 
-    /// Passes a message to the machine. Returns the delivery to write, if any. The machine has not
-    /// examined the body of a delivery.
+    /// Passes a message to the machine, unless it names a shard at another address than its
+    /// sender's. Returns the delivery to write, if any. The machine has not examined the body of a
+    /// delivery.
     fn take_header(
         &mut self,
         now: Time,

@@ -23,14 +23,14 @@ struct SealedRange {
     start: usize,
     end: usize,
     stride: usize,
-    /// Whether the payload stays in the tensor, so that the buffer holds only a header and a tag.
+    /// Whether the payload stays in the tensor. The buffer then holds only a header and a tag.
     in_tensor: bool,
 }
 
 impl Links {
     /// Returns whether datagrams are authenticated.
     pub(super) fn are_sealed(&self) -> bool {
-        // The aggregators of a job all authenticate or none does, so the first link decides.
+        // Either all aggregators of a job authenticate datagrams or none does, so check one link.
         self.shards.first().is_some_and(|link| link.auth.is_some())
     }
 
@@ -95,9 +95,10 @@ impl Staged {
     }
 
     /// Seals a message around its tensor data without a copy, and appends the header and the tag to
-    /// `sealed`. Returns false if that is impossible: encryption needs a copy, and so does a tensor
-    /// that other processes may write. The tag covers the header and the data as one slice. Sealing
-    /// therefore needs enough tensor bytes before the data, which the header temporarily replaces.
+    /// `sealed`. The tag covers the header and the data as one slice, so the header temporarily
+    /// replaces the tensor bytes before the data. Returns false if the message has no tensor data,
+    /// if there are too few bytes before the data, or if a copy is needed: to encrypt, or because
+    /// other processes may write to the tensor.
     fn seal_in_tensor(
         &self,
         sealer: &mut Sealer,

@@ -52,7 +52,7 @@ impl Staging {
         self.messages.push(Staged { start, gso_batch, stream, in_tensor: Some((op, tail)) });
     }
 
-    /// Discards all staged and held messages.
+    /// Discards all staged messages, and the datagram that a fault holds back.
     pub(super) fn clear(&mut self) {
         self.messages.clear();
         self.used = 0;
@@ -169,7 +169,7 @@ fn send_by_chance(
     message: &Message<'_>,
 ) {
     let Message { contents, tail, trailer, stride, .. } = *message;
-    debug_assert!(tail.is_empty() && trailer.is_empty(), "nothing is staged in place");
+    debug_assert!(tail.is_empty() && trailer.is_empty(), "faults need contiguous datagrams");
     let mut post = |stream: Stream, contents: &[u8], stride: usize| {
         if !contents.is_empty() {
             let to = links.shards[usize::from(stream.shard)].addr;
@@ -202,5 +202,5 @@ fn send_by_chance(
 /// The size of the staging buffer in bytes: a few windows, so that they stay in the processor's
 /// cache.
 const STAGING: usize = 4 * RECV_CAPACITY;
-/// The number of waits for room in the send buffer before a batch is given up.
+/// How many times to wait for room in the send buffer before giving up on a batch.
 const MAX_SEND_WAITS: u32 = 64;

@@ -1,4 +1,4 @@
-//! Staged messages: the location of their bytes until they are sent.
+//! Staged datagrams: the location of their bytes until they are sent.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -29,12 +29,13 @@ pub(super) struct Stream {
 }
 
 impl Staged {
-    /// Returns the bytes in the staging buffer.
+    /// Returns the batch's part of the staging buffer `bytes`.
     pub(super) fn contents<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
         &bytes[self.start..self.start + self.gso_batch.len()]
     }
 
-    /// Returns the bytes in the tensor, if there are any.
+    /// Returns the rest of the datagram, which lies in a tensor; no bytes if the staging buffer
+    /// holds the whole batch.
     pub(super) fn tail<'a>(&self, payloads: &'a BTreeMap<OpId, Payload>) -> TensorBytes<'a> {
         let payload = |op| payloads.get(op).map(|payload| &payload.data);
         let tail =
@@ -42,7 +43,7 @@ impl Staged {
         tail.map_or(TensorBytes::Own(&[]), |(data, range)| data.bytes(range))
     }
 
-    /// Returns the message to send, without authentication.
+    /// Returns the batch in the form that the socket sends, without authentication.
     pub(super) fn message<'a>(
         &self,
         to: SocketAddr,

@@ -9,7 +9,7 @@ use racksum_proto::worker::Config;
 use super::{Engine, Links, Next, Progress};
 
 impl Engine {
-    /// Leaves the current aggregators. Returns the op with which the job must resume. If no other
+    /// Leaves the current aggregators. Returns the op at which the job must resume. If no other
     /// aggregator takes the job, the errors of its ops contain `why`.
     pub(crate) fn leave(&mut self, why: String) -> OpId {
         self.migration = Some(why);
@@ -21,7 +21,7 @@ impl Engine {
         self.migration = Some(what);
     }
 
-    /// Returns whether the session has ended, so that no more ops can start.
+    /// Returns whether the session has ended, after which no op can start.
     pub(crate) fn has_ended(&self) -> bool {
         self.machine.has_ended()
     }
@@ -64,7 +64,7 @@ impl Engine {
         Progress { ended, next: if ended { Next::Step } else { Next::Sleep(patience) } }
     }
 
-    /// Drops kept sums that no rank can lack any more.
+    /// Drops kept sums that every rank is known to have.
     pub(super) fn drop_kept(&mut self) {
         let Self { kept, payloads, machine, .. } = self;
         let first = machine.first_kept();

@@ -316,8 +316,8 @@ fn received(socket: &UdpSocket) -> Vec<(Header, Vec<u8>, u8)> {
     all
 }
 
-/// Returns a bench with datagrams of whole windows, and an op of eight windows. The result of the
-/// first window has arrived.
+/// Returns a bench whose datagrams hold whole windows, and an op of eight windows. The result of
+/// the first window has arrived.
 fn in_large_pieces() -> (Bench, OpId) {
     in_large_pieces_of(Data::Owned)
 }
@@ -389,7 +389,7 @@ fn what_is_not_believed_is_not_written_either() {
     assert_eq!(sums(&mut bench, op), [0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]);
 }
 
-/// Returns a datagram sealed by its sender.
+/// Returns `contents` as one sealed datagram.
 fn seal(sealer: &mut Sealer, contents: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     sealer.seal(&Transmit::new("0.0.0.0:0".parse().unwrap(), contents, contents.len()), &mut out);
@@ -498,8 +498,8 @@ fn what_is_held_back_goes_whole_behind_whatever_is_next() {
     bench.submit(0, LONG);
     let fragments = Fragmentation::new(1408).unwrap().count(WINDOW * 4);
     let mut seen = vec![0; fragments];
-    // No fragment follows the last one, so it is held back until a nack, which is shorter, has
-    // passed.
+    // No fragment follows the last one, so it is held back until a nack is sent. The nack is
+    // shorter, and must not cut the fragment to its own length.
     while seen.contains(&0) {
         bench.engine.step(Readable::ALL);
         for (header, _) in arrived(&bench.shards[0]) {

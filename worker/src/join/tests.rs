@@ -115,7 +115,7 @@ fn what_is_granted_must_be_what_was_asked_for_and_make_sense() {
     let granted = |data_auth, keys| Welcome { data_auth, keys, ..welcome() };
     check_auth(&granted(DataAuth::None, None), None).unwrap();
     check_auth(&granted(DataAuth::Aead, keys), Some(DataAuth::Aead)).unwrap();
-    // An aggregator that claims authentication without keys must not be trusted.
+    // An aggregator whose keys do not match its authentication mode must not be trusted.
     for (auth, keys) in [(DataAuth::Mac, None), (DataAuth::None, keys)] {
         let error = check_auth(&granted(auth, keys), None).unwrap_err();
         assert!(matches!(error, ConnectError::Protocol(_)), "{error}");

@@ -55,8 +55,8 @@ impl Budget {
         }
         if taken.memories == MAX_MEMORIES {
             return Err(format!(
-                "the sidecar already holds {MAX_MEMORIES} pieces of lent memory and sums, its \
-                 limit; lend fewer, larger pieces"
+                "the sidecar already holds its limit of {MAX_MEMORIES} pieces of lent memory and \
+                 sums; lend fewer, larger pieces"
             ));
         }
         taken.bytes += len;

@@ -159,7 +159,8 @@ impl HostJob {
         Ok(state.is_called)
     }
 
-    /// Joins the job at the aggregator for all ranks of this host, and sends them the result.
+    /// Joins the job at the aggregator for all ranks of this host, and tells the ranks whether that
+    /// succeeded.
     pub(super) fn call(self: &Arc<Self>, upstream: &ConnectOptions) {
         let mailbox = Mailbox::new();
         let mut state = self.lock();

@@ -1,4 +1,4 @@
-//! Lives of a job at a sidecar: which ranks may join or end a life, and what the ranks are told.
+//! Lives of a job at a sidecar: the ranks that may join or end a life, and the messages about it.
 
 use racksum_net::local::Peer;
 use racksum_proto::lives::{self, Known};
@@ -9,8 +9,8 @@ use crate::error::superseded;
 
 impl HostJob {
     /// Returns whether a rank of the job's user belongs to this job, and so may join this life or
-    /// end it by starting the next one. One user may run several jobs, so the same user is only
-    /// weak evidence, like the same host ([`Known::ByPlace`]).
+    /// end it by starting the next one. One user may run several jobs, so a match of the user is
+    /// only weak evidence, like a match of the host ([`Known::ByPlace`]).
     pub(super) fn is_of(&self, join: &Join) -> bool {
         if join.generation == self.generation {
             lives::may_join(self.secret, join.secret)

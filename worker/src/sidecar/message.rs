@@ -11,7 +11,8 @@ use racksum_proto::peer_text::PeerText;
 use racksum_proto::stats::Stats;
 use serde::{Deserialize, Serialize};
 
-/// A part of a JSON document. The reader applies [`PeerText`] to the texts of the whole document.
+/// A part of a JSON document. The reader sanitizes all texts of the whole document with
+/// [`PeerText`].
 pub(super) type Json = String;
 
 /// The version of these messages. A sidecar and its ranks must come from the same release.

@@ -51,11 +51,11 @@ impl<'a> RankSession<'a> {
                     let memory = self
                         .memories
                         .get(&memory)
-                        .ok_or_else(|| broken("the rank named unknown memory"))?;
+                        .ok_or_else(|| broken("the rank named memory that is not lent"))?;
                     let descriptor = Descriptor::decode(&descriptor)
                         .map_err(|_| broken("the rank sent an invalid descriptor"))?;
                     let handed = handed(memory, at, list, &descriptor).ok_or_else(|| {
-                        broken("an operand is misaligned or not within its memory")
+                        broken("the rank's operand is misaligned or outside its memory")
                     })?;
                     self.submit(descriptor, handed, memory)?;
                 }
@@ -63,7 +63,7 @@ impl<'a> RankSession<'a> {
                     let descriptor = Descriptor::decode(&descriptor).ok();
                     let refused = descriptor.filter(Descriptor::is_refused);
                     let refused = refused
-                        .ok_or_else(|| broken("a refusal lacks the descriptor of a refused op"))?;
+                        .ok_or_else(|| broken("the rank's refusal has an invalid descriptor"))?;
                     self.job.refuse_op(self.rank, refused);
                 }
                 FromRank::AskStats => {
@@ -71,7 +71,7 @@ impl<'a> RankSession<'a> {
                 }
                 FromRank::Leave => return Ok(Loss::Left),
                 FromRank::Join(_) | FromRank::AskStatus => {
-                    return Err(broken("the rank sent another join or a status request"));
+                    return Err(broken("the rank sent a second join or a status request"));
                 }
             }
         }

@@ -68,7 +68,7 @@ pub struct Sidecar {
     listener: Arc<Listener>,
     pub(super) shared: Arc<ServerState>,
     threads: Vec<JoinHandle<()>>,
-    /// Stops the tick thread when it is dropped.
+    /// The sender whose drop stops the tick thread.
     stop: Option<Sender<()>>,
 }
 
@@ -305,7 +305,7 @@ impl ServerState {
             .unwrap_or_else(|error| {
                 LOST.note(|left_out| {
                     let (job, rank) = (&join.job, join.rank);
-                    tracing::warn!(?job, rank, %error, left_out, "cannot serve a rank any longer");
+                    tracing::warn!(?job, rank, %error, left_out, "can no longer serve this rank");
                 });
                 Loss::Broke
             });
@@ -453,7 +453,7 @@ fn check(join: &Join) -> Result<(), String> {
         return Err(format!("`local_world` must be from 1 to {world}, not {local_world}"));
     }
     if lanes == 0 {
-        return Err("a job must have at least one lane".into());
+        return Err("`lanes` must be at least 1, not 0".into());
     }
     Ok(())
 }

@@ -89,10 +89,12 @@ pub fn ask(path: &Path) -> Result<SidecarStatus, AskError> {
                      {VERSION}; install the same release on both"
                 )));
             }
-            _ => {
-                return Err(AskError::Answer(
-                    "it closed the connection without sending its status".into(),
-                ));
+            answer => {
+                let what = match answer {
+                    Some(_) => "it sent another message before the end of its status",
+                    None => "it closed the connection before the end of its status",
+                };
+                return Err(AskError::Answer(what.into()));
             }
         }
     }

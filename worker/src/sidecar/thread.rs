@@ -13,7 +13,7 @@ pub(super) fn spawn(
 ) -> io::Result<JoinHandle<()>> {
     let work = || {
         if catch_unwind(AssertUnwindSafe(work)).is_err() {
-            // The thread has already printed its panic.
+            // The panic hook has already printed the message.
             std::process::exit(1);
         }
     };

@@ -43,8 +43,8 @@ const FULL: Duration = Duration::from_millis(20);
 /// timeout itself.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// How long to wait between calls to an unreachable sidecar, and between checks for a cancelled
-/// attempt to join.
+/// How long to wait between calls to an unreachable sidecar, and between checks whether the attempt
+/// to join was cancelled.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// How long a sidecar may take to release a rank whose attempt to join has failed.
@@ -140,7 +140,8 @@ impl UnixTransport {
     pub(super) fn call(path: &Path, options: &ConnectOptions) -> Result<Self, ConnectError> {
         check_name(options)?;
         if path.as_os_str().is_empty() {
-            let why = "unix: has no path; pass unix:PATH with the path of a sidecar's --socket";
+            let why = "unix: has no path; pass unix:PATH with the path of `racksum worker \
+                       --socket`";
             return Err(ConnectError::of_aggregators(why));
         }
         let line = Line::connect(path).map_err(|error| not_called(path, error))?;
@@ -257,7 +258,8 @@ impl UnixTransport {
         Ok(Handed { memory: copy.id(), copy: Some(copy), at: at as u64, list, len })
     }
 
-    /// Takes spare memory that is lent to the sidecar, for a copy of `len` bytes.
+    /// Returns lent memory for a copy of `len` bytes. Takes spare memory, or lends new memory if no
+    /// spare memory is large enough.
     fn spare(&self, len: usize) -> Result<Arc<Lent>, Error> {
         let mut state = self.flights.lock();
         if let Some(spare) = state.take_spare(len) {
@@ -474,8 +476,10 @@ pub(crate) const SIDECAR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the error for a sidecar that has not answered in time.
 pub(crate) fn unanswered() -> io::Error {
-    let why =
-        format!("no answer within {} s; its process may be suspended", SIDECAR_TIMEOUT.as_secs());
+    let why = format!(
+        "no answer from the sidecar within {} s; its process may be suspended",
+        SIDECAR_TIMEOUT.as_secs()
+    );
     io::Error::new(io::ErrorKind::TimedOut, why)
 }
 
@@ -487,7 +491,8 @@ fn not_called(path: &Path, error: CallError) -> ConnectError {
         CallError::NoSocket => {
             let path = path.display();
             ConnectError::of_aggregators(format!(
-                "unix:{path} is not a socket; pass unix:PATH with the path of a sidecar's --socket"
+                "unix:{path} is not a socket; pass unix:PATH with the path of `racksum worker \
+                 --socket`"
             ))
         }
         CallError::Io(error) => ConnectError::NoSidecar { path, why: error.to_string(), absent },

@@ -1,4 +1,4 @@
-//! Migration of a job to other aggregators, when one of its own fails or is about to stop.
+//! Migration of a job to other aggregators, when one of its current aggregators fails or drains.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const MOVE_TIMEOUT: Duration = Duration::from_secs(25);
 /// The pause after all aggregators were tried without success.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// Limits on the log records that aggregators can cause.
+/// Rate limits for log records that an aggregator can trigger.
 static MOVING: LogLimit = LogLimit::new(16);
 static MOVED: LogLimit = LogLimit::new(16);
 
@@ -32,8 +32,8 @@ impl Supervisor {
             self.driver.with_engine(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
         let controls = std::mem::take(&mut self.membership.controls);
         let Some(Some(first_op)) = first_op else {
-            // The session has ended, so this rank does not come to the next aggregators. If the
-            // client was closed, the mailbox holds its next op.
+            // The session has ended, so this rank does not join the next aggregators. If the client
+            // was closed, the mailbox holds its next op.
             self.mailbox.next_session();
             drop(self.mailbox.recv(Some(Duration::ZERO)));
             let next_op = self.mailbox.closed.and_then(|closed| closed.next_op);
@@ -52,7 +52,7 @@ impl Supervisor {
                 Ok(Some(granted)) => return self.resume(selector.at(), selector.name(), granted),
                 Ok(None) => {}
                 Err(ConnectError::PeerLost { ranks, why }) => {
-                    // The job has failed, so ignore further messages of these aggregators.
+                    // The job has failed, so ignore further messages from these aggregators.
                     self.mailbox.next_session();
                     self.driver.with_engine(|engine| engine.lose(&ranks, why));
                     return;
@@ -83,7 +83,7 @@ impl Supervisor {
         self.at = at;
         let resumed =
             self.driver.with_engine(|engine| engine.resume(granted.config, granted.links));
-        // If the session has ended, the grant is dropped, so that this rank leaves at once and no
+        // If the session has ended, the grant is dropped. This rank then leaves immediately, and no
         // other rank waits for it.
         if resumed == Some(true) {
             self.membership = granted.membership;

@@ -1,7 +1,7 @@
 //! Bytes of a tensor: private, or shared with other processes, which may write to them.
 //!
-//! Elements in shared bytes are converted in a private copy of a few blocks, which stays in the L1
-//! cache. Elements that are not converted are copied once.
+//! A conversion of shared bytes goes through a private copy of a few blocks, which stays in the L1
+//! cache. Bytes that need no conversion are copied once.
 
 #![expect(unsafe_code, reason = "the kernel sends and receives bytes by address")]
 
@@ -121,7 +121,7 @@ impl TensorBytesMut<'_> {
         }
     }
 
-    /// Returns the occupancy of a window, like [`codec::scan_window`].
+    /// Returns the mask of a window's non-zero blocks, like [`codec::scan_window`].
     pub(crate) fn scan_window(self, dtype: DType, block_elements: usize) -> u64 {
         match self {
             Self::Own(window) => codec::scan_window(dtype, block_elements, window),
@@ -183,7 +183,7 @@ impl TensorBytesMut<'_> {
         }
     }
 
-    /// Takes the message that a peek at the socket has shown. Its first bytes go to `head`, the
+    /// Takes the datagram that a peek at the socket has shown. Its first bytes go to `head`, the
     /// next ones to the tensor. Returns how many bytes were written.
     pub(crate) fn receive(self, socket: &UdpSocket, head: &mut [u8]) -> io::Result<usize> {
         match self {

@@ -353,7 +353,7 @@ fn a_call_that_is_refused_is_opened_as_such_and_has_a_number() {
     let of = |op| if op < 4 { refused } else { broadcast };
     let expected: Vec<_> = (0..5).map(|op| (OpId(op), of(op))).collect();
     assert_eq!(opened, expected);
-    // No thread waits for a refused op, whatever its outcome.
+    // The engine keeps no outcome of a refused op, because no thread waits for it.
     send(&shard, socket, &fail(OpId(0), 0));
     client.driver().with_engine(|engine| engine.end("the test is over"));
     assert!((0..4).all(|op| client.driver().lock().engine.take(OpId(op)).is_none()));
@@ -381,7 +381,7 @@ fn ops_on_the_same_memory_take_turns_whatever_lanes_they_are_in() {
         while opened.len() < upto {
             opened.extend(opens(&shard).into_iter().map(|(op, _)| op.0));
         }
-        // The exchanges so far gave later ops enough time to begin too early.
+        // By now, an op that begins too early would have been opened too.
         opened.clone()
     };
     assert_eq!(begun(1), [0]);

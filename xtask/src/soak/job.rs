@@ -41,7 +41,8 @@ impl Draw {
 pub(super) struct SoakJob {
     name: String,
     world: u64,
-    /// The aggregators where the ranks join, in rank order; after the last, the list starts over.
+    /// The aggregators that the ranks join, in rank order. If there are more ranks, the list
+    /// repeats.
     aggregators: Vec<String>,
     flags: Vec<String>,
     /// The rank to kill, and when.
@@ -130,7 +131,7 @@ impl SoakJob {
             let is_victim = self.victim.is_some_and(|(victim, _)| victim == rank);
             let names = self.victim.is_some_and(|(victim, _)| names(&errors, victim));
             named |= names;
-            // A rank that lost another rank reports the loss and exits by itself.
+            // A rank that lost another rank reports the loss and exits on its own.
             let reports = names && status.code() > Some(0) && !errors.contains("panicked");
             let well = if killed { is_victim || reports } else { status.success() };
             if !well {
@@ -172,7 +173,7 @@ impl SoakJob {
     }
 }
 
-/// Returns how many of the ops that a rank reports had right sums, and how many had wrong ones.
+/// Returns how many of the ops that a rank reports had correct sums, and how many had wrong ones.
 fn checked(out: &str) -> (u64, u64) {
     // A killed rank may have left half a line.
     let rows = out.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

@@ -38,8 +38,8 @@ pub(super) struct Resources {
 }
 
 impl Served {
-    /// Starts an aggregator at a port of this host, with or without a parent; returns once it
-    /// serves.
+    /// Starts an aggregator on a port of this host, with or without a parent. Returns once the
+    /// aggregator accepts ranks.
     pub(super) fn start(
         program: &Path,
         logs: &Path,
@@ -71,7 +71,7 @@ impl Served {
             if child.try_wait()?.is_some() {
                 bail!("the aggregator exited: {}", fs::read_to_string(&err)?.trim());
             }
-            ensure!(!patience.is_over(), "the aggregator printed no address in time");
+            ensure!(!patience.is_over(), "the aggregator did not print its address in time");
             sleep(POLL);
         };
         let (name, parent) = (name.to_owned(), parent.map(str::to_owned));
@@ -88,7 +88,8 @@ impl Served {
         Ok(())
     }
 
-    /// Sends SIGTERM to the aggregator and waits until its jobs have moved and it has ended.
+    /// Sends SIGTERM to the aggregator and waits until its jobs have moved and it has ended. After
+    /// a timeout, kills the aggregator and returns an error.
     pub(super) fn drain(&mut self) -> Result<()> {
         ensure!(terminate(&self.child), "cannot signal the aggregator");
         let patience = Deadline::after(PATIENCE);
@@ -105,7 +106,7 @@ impl Served {
         Ok(())
     }
 
-    /// Starts the aggregator again at the same port.
+    /// Starts the aggregator again on the same port.
     pub(super) fn again(&mut self, program: &Path, logs: &Path) -> Result<()> {
         let (name, parent) = (self.name.clone(), self.parent.clone());
         *self = Self::start(program, logs, &name, self.port, parent.as_deref())?;
@@ -132,7 +133,7 @@ impl Served {
             of("total") - of("free")
         };
         Ok(Resources {
-            resident_mb: kib.context("/proc has no VmRSS of the aggregator")? / 1024,
+            resident_mb: kib.context("/proc shows no VmRSS for the aggregator")? / 1024,
             files: self.files()?,
             idle_files: self.idle_files,
             jobs: answer["jobs"].as_array().map_or(0, |jobs| jobs.len() as u64),
@@ -140,8 +141,8 @@ impl Served {
         })
     }
 
-    /// Waits until the aggregator has no jobs, all its buffers and no extra open files, or until
-    /// the timeout.
+    /// Waits until the aggregator has no jobs, has freed all its buffers and has closed the files
+    /// of its ranks, or until the timeout.
     pub(super) fn await_peace(&self) -> Result<()> {
         let patience = Deadline::after(PATIENCE);
         while !patience.is_over() {
@@ -168,6 +169,6 @@ impl Drop for Served {
 }
 
 const POLL: Duration = Duration::from_millis(20);
-/// Time limit for an aggregator to start, to drain, and to get back all buffers and close its
-/// files.
+/// Timeout of each wait for an aggregator: to start, to drain, or to free its buffers and close its
+/// ranks' files.
 const PATIENCE: Duration = Duration::from_secs(60);

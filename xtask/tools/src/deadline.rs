@@ -1,4 +1,4 @@
-//! Timeouts of a program that waits for its processes.
+//! Timeouts for a program that waits for its processes.
 
 use std::time::{Duration, Instant};
 

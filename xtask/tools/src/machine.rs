@@ -1,4 +1,4 @@
-//! Requirements of the tests and the benches: programs of this machine, and the right to create
+//! Requirements of the tests and the benches: programs on this machine, and the right to create
 //! network namespaces.
 //!
 //! Tests and benches that lack a requirement skip themselves, with one line of output and no

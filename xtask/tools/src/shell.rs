@@ -44,8 +44,8 @@ impl Cmd {
         self
     }
 
-    /// Runs the command in `dir` and passes its output on. An exit status other than 0 is an error
-    /// that repeats the command line.
+    /// Prints the command line, runs it in `dir` and passes its output on. An exit status other
+    /// than 0 is an error that repeats the command line.
     ///
     /// # Errors
     /// Returns an error if the command does not start or does not succeed.
@@ -113,7 +113,7 @@ impl fmt::Display for Cmd {
     }
 }
 
-/// Returns a path as an argument.
+/// Returns a path as the text of a command's argument.
 ///
 /// # Errors
 /// Returns an error if the path is not UTF-8.

@@ -82,7 +82,7 @@ fn ranks_that_may_be_together_elsewhere_are_not_gone_on_without_by_fewer() {
         assert_eq!(registry.jobs() == 1, goes_on, "{here} of {world} without {absent:?}");
         assert_eq!(last_message(&mut ranks[0].1) == Some(lost(missing)), !goes_on);
     }
-    // The rule also holds for a running job if any of its ranks knows another aggregator.
+    // The rule also holds for a running job if any of its ranks knows a standby.
     for (may_move, why, goes_on) in
         [(true, Loss::Silent, false), (true, Loss::Died, true), (false, Loss::Broke, true)]
     {
@@ -192,7 +192,11 @@ fn a_rank_that_lacks_too_many_others_opens_no_job_and_ends_none() {
     for name in ["job", "another"] {
         let wish = Join { job: name.into(), ..moved.clone() };
         let why = join(&mut registry, wish).unwrap_err();
-        assert_eq!(why.to_string(), "a job can lose at most 63 ranks and continue");
+        assert_eq!(
+            why.to_string(),
+            "the job has lost more than 63 ranks, the most that a job can continue without; \
+             restart all ranks with a greater `generation`"
+        );
     }
     assert_eq!((registry.jobs(), last_message(&mut inbox)), (1, None));
 }
@@ -281,7 +285,7 @@ fn who_asks_does_not_hear_of_a_rank_that_it_has_lost_and_does_not_inherit_its_ti
     let now = Instant::now();
     assert_eq!(registry.present(&moved(0, 5, &[]), here, now), [3]);
     assert!(registry.present(&asks, here, now).is_empty());
-    // Rank 0 joins before the job that rank 3 waits in times out, and gets the full time to wait.
+    // Rank 0 joins before rank 3's job times out, and gets the full time to wait.
     let later = now + PATIENCE * 3 / 4;
     let (seat, _, mut inbox) = join_at(&mut registry, asks, later).unwrap();
     assert!(matches!(last_message(&mut lost[0].1), Some(FromAggregator::Refused { .. })));

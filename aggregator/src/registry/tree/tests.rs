@@ -300,7 +300,7 @@ fn a_parent_that_cannot_be_had_is_named_to_every_rank() {
     let (_call, [(seat, mut three), _]) = rack(&mut registry);
     registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(welcome()));
     assert!(!registry.handle_parent_disconnect(&seat, PARENT, "nobody answers"));
-    let reason = format!("the aggregator lost its parent: {PARENT}: nobody answers");
+    let reason = format!("the aggregator lost its parent at {PARENT}: nobody answers");
     assert_eq!(last_message(&mut three), Some(FromAggregator::ParentLost { reason }));
     // A parent that authenticates data differently is refused.
     let (mut call, [(seat, mut three), _]) = rack(&mut registry);

@@ -1,4 +1,4 @@
-//! Tests of hostile text from a peer in the fields of control messages, and of how it is displayed.
+//! Tests that hostile text in the fields of a peer's control messages is displayed safely.
 
 use racksum_proto::auth::{DataAuth, Key};
 use racksum_proto::control::{
@@ -38,8 +38,8 @@ fn with_text(value: &Value, text: &str) -> Vec<Value> {
     }
 }
 
-/// Checks the displayed message, or its decode error, for a hostile text in each string field.
-/// Returns how many fields accepted the text.
+/// Puts hostile text into each string field in turn, and checks how the message or its decode error
+/// is displayed. Returns how many fields accepted the text.
 fn feed<T: Serialize + DeserializeOwned + std::fmt::Debug>(message: &T) -> usize {
     let evil = "\n\x1b[31m\x07\u{202e}".to_owned() + &"x".repeat(1 << 20);
     let texts = with_text(&serde_json::to_value(message).unwrap(), &evil);

@@ -34,8 +34,8 @@ impl Stream {
         progress.oldest_missing = oldest;
     }
 
-    /// Records the window at `position` as lacking if fragments of it should be requested from
-    /// `rank`.
+    /// Records the window at `position` as lacking fragments, if any of them should be requested
+    /// from `rank`.
     pub(super) fn note_if_lacking(&mut self, now: Time, rank: Rank, position: u64) {
         if self.due_of(now, rank, position, false) != 0 {
             let lacking = &mut self.ranks[rank.index()].lacking;
@@ -43,15 +43,16 @@ impl Stream {
         }
     }
 
-    /// Returns whether to request the lost fragments of `rank` now: the next fold waits for them,
-    /// or enough later windows were sent that one nack can cover their losses too.
+    /// Returns whether to request the lost fragments of `rank` now. They are requested if the next
+    /// fold waits for them, or if the rank has sent enough later windows for one nack to cover the
+    /// losses in those windows too.
     pub(super) fn is_to_be_nacked(&self, rank: Rank) -> bool {
         let Progress { lacking, sent, .. } = self.ranks[rank.index()];
         lacking
             .is_some_and(|first| first <= self.next || sent >= first + recovery::GATHERED_WINDOWS)
     }
 
-    /// Returns the ranks from which to request lost fragments, after `next` has moved.
+    /// Returns the ranks from which to request lost fragments now that `next` has moved.
     pub(in crate::aggregator) fn to_be_nacked(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.is_to_be_nacked(*rank))
     }
@@ -93,8 +94,8 @@ impl Stream {
         })
     }
 
-    /// Returns the entries of a nack that this side sends to `rank`. Unless the rank is `stalled`,
-    /// they request only fragments that it must have sent; others may still be on the path.
+    /// Returns the entries of a nack to `rank`. Unless the rank is `stalled`, the entries request
+    /// only fragments that the rank must have sent; other fragments may still be on the path.
     pub(in crate::aggregator) fn missing_of(
         &self,
         now: Time,

@@ -35,7 +35,7 @@ impl Stream {
         Rank(u16::try_from(self.ranks.len()).unwrap_or(u16::MAX))
     }
 
-    /// Returns the next op that some rank has begun and the driver has not, and notes it as begun.
+    /// Returns the next op that some rank has begun but the driver has not, and notes it as begun.
     pub(in crate::aggregator) fn pop_begun(&mut self) -> Option<OpId> {
         let parent = self.at_parent.as_mut()?;
         let op = self.sequence.iter_after(parent.begun).find(|entry| !entry.failed)?.op;
@@ -75,8 +75,8 @@ impl Stream {
         is_known.then(|| self.pool.get(position).map_or(0, |slot| slot.union))
     }
 
-    /// Notes that the result of a window has arrived from the parent, with the blocks `mask`.
-    /// [`Self::expect_from_parent`] has claimed its slot.
+    /// Notes that the result of a window has arrived from the parent, with the blocks `mask`. The
+    /// caller has claimed the window's slot with [`Self::expect_from_parent`].
     pub(in crate::aggregator) fn take_from_parent(&mut self, window: WindowId, mask: u64) {
         let rank = self.parent();
         let Self { sequence, pool, at_parent: Some(parent), .. } = self else { return };
@@ -98,8 +98,8 @@ impl Stream {
         Some(self.pool.number(position))
     }
 
-    /// Notes that all results of windows before `done` have arrived, and that windows before `low`
-    /// without a result will not get one.
+    /// Notes the parent's progress. All results before the window `done` have arrived. A window
+    /// before `low` that has no result will not get one.
     pub(in crate::aggregator) fn handle_parent_at(&mut self, done: WindowId, low: WindowId) {
         let done = self.sequence.position_from(done);
         let low = self.sequence.position_from(low).min(self.next);
@@ -107,8 +107,8 @@ impl Stream {
         parent.done = parent.done.max(done);
         self.skip_without_results();
         let waits = self.at_parent.as_ref().is_some_and(|parent| !parent.results.is_empty());
-        // Stop before the op's last window. It always has a result, unless the op failed; the
-        // parent then reports the failure.
+        // Stop before the op's last window. It always has a result, unless the op failed, in which
+        // case the parent reports the failure.
         let last = self.sequence.at(self.resulted).map_or(low, |entry| entry.end() - 1);
         if !waits {
             self.resulted = self.resulted.max(low.min(last));
@@ -145,7 +145,8 @@ impl Stream {
         self.results.admits(len).then_some(Ready { position, entry, union, contributors: 1, whole })
     }
 
-    /// Removes the parent's next result from the queue, since it becomes a result for the ranks.
+    /// Removes the parent's next result from the queue, and records it in its slot as the result
+    /// for the ranks.
     pub(super) fn pass_from_parent(&mut self, ready: &Ready) {
         if let Some(parent) = &mut self.at_parent {
             parent.results.pop_front();

@@ -8,14 +8,14 @@ use crate::worker::Path;
 /// The ranks that the results of an op lack, as far as they are known.
 #[derive(Debug, Default)]
 pub(super) struct Absent {
-    /// How many ranks the results of each shard lack; shards whose results lack no rank have no
-    /// entry.
+    /// How many ranks the results of each shard lack. A shard has no entry if its results include
+    /// all ranks.
     at_shards: Vec<(u8, usize)>,
     /// The ranks that the results lacked before the job moved.
     before: Lacked,
 }
 
-/// Ranks that results lack, some of which may be unknown.
+/// The ranks that results lack; some of these ranks may be unknown.
 #[derive(Debug, Clone, Default)]
 struct Lacked {
     /// The known ranks.
@@ -37,7 +37,7 @@ impl Absent {
         }
     }
 
-    /// Saves which ranks the results of the shards at `paths` lack, since the job moves to other
+    /// Saves which ranks the results of the shards at `paths` lack, before the job moves to other
     /// shards.
     pub(super) fn forget_shards(&mut self, paths: &[Path]) {
         self.before = self.lacked(paths);
@@ -59,7 +59,7 @@ impl Absent {
     ///
     /// The old aggregator may have died before it named the ranks that it lost. Those ranks are
     /// among the lost ranks that the new aggregators name. Once the new aggregators have named at
-    /// least as many ranks as are unknown, this method returns all of those that they named.
+    /// least as many additional ranks as are unknown, this method adds all of them.
     fn lacked(&self, paths: &[Path]) -> Lacked {
         let Lacked { mut ranks, mut unnamed } = self.before.clone();
         if unnamed > 0 {

@@ -11,7 +11,7 @@ pub(in crate::worker) struct Share {
     masks: Vec<u64>,
     /// How many windows are scanned, in tensor order.
     scanned: u32,
-    /// The window after the last one that was sent, or skipped because it is empty.
+    /// The window after the last one that was either sent or skipped because it is empty.
     passed: u32,
     /// Whether the sum of each window has arrived; empty if the job cannot move. Once a sum has
     /// arrived, the window's mask is that of the sum.
@@ -24,13 +24,13 @@ impl Share {
         Self { masks: vec![0; windows as usize], scanned: 0, passed: 0, held: Vec::new() }
     }
 
-    /// Creates a share whose non-zero blocks are known: one mask for each window.
+    /// Creates a share whose non-zero blocks are known: `masks` has one mask for each window.
     pub(in crate::worker) fn scanned(masks: Vec<u64>) -> Self {
         let scanned = u32::try_from(masks.len()).unwrap_or(u32::MAX);
         Self { masks, scanned, passed: 0, held: Vec::new() }
     }
 
-    /// Prepares to note which sums have arrived, because the job may move.
+    /// Prepares to record which sums have arrived; needed only if the job may move.
     pub(in crate::worker) fn keep_sums(&mut self) {
         self.held = vec![false; self.masks.len()];
     }
@@ -71,7 +71,7 @@ impl Share {
         self.passed = self.passed.max(index + 1);
     }
 
-    /// Notes that all windows are to be sent again, to other shards.
+    /// Notes that all windows must be sent again, to other shards.
     pub(in crate::worker) const fn restart(&mut self) {
         self.passed = 0;
     }

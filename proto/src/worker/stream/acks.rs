@@ -10,7 +10,7 @@ pub(super) struct Acks {
     /// The first unacknowledged window, whether or not it has a result.
     from: u64,
     bytes: usize,
-    /// The time at which the first of these results arrived.
+    /// The time at which the first unacknowledged result arrived.
     since: Option<Time>,
     is_due: bool,
     /// Whether results are acknowledged even while no result is awaited.

@@ -3,8 +3,8 @@
 
 use crate::time::{Span, Time};
 
-/// The number of consecutive fruitless repetitions: nacks that brought no fragment, or data that
-/// the aggregator still lacks.
+/// Counts consecutive fruitless repetitions: nacks that brought no fragment, or data that the
+/// aggregator still lacks.
 #[derive(Debug)]
 pub(super) struct Backoff {
     fruitless: u32,
@@ -35,8 +35,8 @@ impl Backoff {
         self.is_reported = true;
     }
 
-    /// Notes that results are requested. The last nack was fruitless if the aggregator has sent the
-    /// results since, and no fragment has arrived.
+    /// Notes that results are requested. The previous nack was fruitless if the aggregator has
+    /// since reported that it sent the results, but no fragment has arrived.
     pub(super) fn note_nacked(&mut self, now: Time) {
         // wire: W-77
         self.fruitless += u32::from(core::mem::take(&mut self.is_reported));

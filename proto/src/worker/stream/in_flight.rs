@@ -18,14 +18,14 @@ struct Sent {
     /// if its result waits for other ranks.
     on_path: usize,
     at: Time,
-    /// Fragments that the aggregator requested again.
+    /// Fragments to send again, as the aggregator requested.
     again: u64,
-    /// Whether any fragment was ever sent again, so that the round trip is ambiguous (Karn).
+    /// Whether any fragment was ever sent again. The round trip is then ambiguous (Karn).
     repeated: bool,
     /// The fragments that the aggregator lacked at its last nack.
     lacked: u64,
-    /// How many repeated nacks named the same fragments, which shows that every repetition was
-    /// lost.
+    /// How many consecutive nacks named the same fragments again. Each of these nacks shows that
+    /// the whole repetition before it was lost.
     fruitless: u32,
 }
 
@@ -101,7 +101,7 @@ impl InFlight {
 
     /// Notes that the aggregator lacks `fragments` of the window at `position`, and queues them to
     /// be sent again. `cut_of` returns how a payload of a given length is cut. Returns how many
-    /// consecutive nacks named the same fragments, or `None` if the window is not in flight.
+    /// consecutive nacks named the same fragments again, or `None` if the window is not in flight.
     pub(super) fn note_lacked(
         &mut self,
         position: u64,
@@ -118,7 +118,7 @@ impl InFlight {
         sent.again |= wanted;
         let lost = cut.payload() * wanted.count_ones() as usize;
         let lost = lost.min(sent.len);
-        // Losing a repetition proves nothing more about the path than the first loss.
+        // A lost repetition proves no more about the path than the first loss did.
         if !core::mem::replace(&mut sent.repeated, true) {
             congestion.on_lost(lost);
         }
@@ -138,8 +138,8 @@ impl InFlight {
         Some((sent.position, core::mem::take(&mut sent.again)))
     }
 
-    /// Cancels the repetitions of a window whose sum has arrived. No shard lacks the window any
-    /// more, and the tensor now holds the sum, which may have other blocks.
+    /// Cancels the repetitions of a window whose sum has arrived. The shard no longer lacks the
+    /// window, and the tensor now holds the sum, which may have other blocks.
     pub(super) fn cancel_repeats(&mut self, position: u64) {
         if let Some(i) = self.find(position) {
             let again = core::mem::take(&mut self.windows[i].again);

@@ -53,7 +53,7 @@ impl Stream {
         (entry.end() <= self.progress.low()).then_some(entry.op)
     }
 
-    /// Passes over the op at the cursor: its windows need no results and no opens.
+    /// Skips the op at the cursor: its windows need no results and no opens.
     pub(in crate::worker) fn pass_op(&mut self) {
         if let Some(end) = self.progress.ops().at(self.progress.cursor()).map(|entry| entry.end()) {
             self.progress.pass(end);

@@ -10,12 +10,12 @@ use crate::worker::Config;
 /// The opens of a stream.
 #[derive(Debug)]
 pub(super) struct Opens {
-    /// The first position whose open is sent again.
+    /// The first position whose open must be sent again, if any.
     again_from: Option<u64>,
-    /// The minimum size of the next stretch, in windows; it doubles within an op.
+    /// The minimum size of the next stretch, in windows; it doubles after each stretch of an op.
     stretch: u64,
     max_stretch: u64,
-    /// Whether the worker belongs to a child aggregator. It must then not wait for a full stretch
+    /// Whether the worker belongs to a child aggregator. Such a worker opens even a short stretch
     /// while it awaits no result, because further sums may need earlier results first.
     is_child: bool,
 }
@@ -44,7 +44,8 @@ impl Opens {
     /// the next stretch, once it is long enough or ends its op.
     pub(super) fn poll(&mut self, progress: &mut Progress) -> Option<(StreamOp, Range<u64>)> {
         loop {
-            // The results of windows before the cursor have arrived, so the opens have arrived too.
+            // The results of windows before the cursor have arrived, so the aggregator does not
+            // lack the opens of these windows.
             let (from, to) = match self.again_from.map(|from| from.max(progress.cursor())) {
                 Some(from) if from < progress.opened() => (from, progress.opened()),
                 _ => {

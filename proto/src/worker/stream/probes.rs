@@ -8,8 +8,8 @@ use crate::worker::Path;
 #[derive(Debug, Clone, Copy)]
 struct Probe {
     at: Time,
-    /// The first window that had not yet been sent at the time of this probe, or of an earlier
-    /// unanswered probe.
+    /// The first window that had not been sent yet at the time of the oldest unanswered probe;
+    /// `u64::MAX` after a nack, which may have answered that probe.
     sent: u64,
 }
 
@@ -22,7 +22,7 @@ pub(super) struct Probes {
     /// The number of probes since the last progress. A wait that shows no lost result raises it to
     /// the next multiple of [`Self::A_STEP`].
     count: u32,
-    /// The last probe, until its answer.
+    /// The last probe, until it is answered.
     unanswered: Option<Probe>,
 }
 
@@ -84,14 +84,14 @@ impl Probes {
         self.unanswered.take().filter(|_| is_first).map(|probe| now.since(probe.at))
     }
 
-    /// Notes that the stream waits for other ranks and lacks no result. Its patience grows more
+    /// Notes that no result is lost: the stream waits for other ranks. Its patience grows more
     /// than after an unanswered probe, which may simply have been lost.
     pub(super) const fn note_wait(&mut self, now: Time) {
         self.quiet_since = now;
         self.count = (self.count / Self::A_STEP + 1) * Self::A_STEP;
     }
 
-    /// Notes that the stream lacks results, which are urgent.
+    /// Notes that results are lost. The next probe is then urgent.
     pub(super) const fn note_lack(&mut self, now: Time) {
         // The count is 1, not 0: an answer to another probe may still arrive, so the next probe
         // must not count as the first.

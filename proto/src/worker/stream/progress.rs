@@ -19,7 +19,7 @@ pub(super) struct Progress {
     sent: u64,
     /// The lowest window that some rank has not acknowledged: the base of the credit.
     low: u64,
-    /// The first window without a result.
+    /// The position before which all results have arrived.
     cursor: u64,
 }
 
@@ -34,7 +34,7 @@ impl Progress {
         &self.ops
     }
 
-    /// Returns the first window without a result.
+    /// Returns the position before which all results have arrived.
     #[inline]
     pub(super) const fn cursor(&self) -> u64 {
         self.cursor
@@ -153,7 +153,7 @@ impl Progress {
         self.skip_failed();
     }
 
-    /// Skips an op that has failed. Returns its positions.
+    /// Marks an op as failed and skips it. Returns its positions, if it is in this stream.
     pub(super) fn fail(&mut self, op: OpId) -> Option<Range<u64>> {
         let failed = self.ops.get(op).map(|entry| entry.base..entry.end())?;
         self.ops.fail(op);
@@ -174,8 +174,8 @@ impl Progress {
         self.settle();
     }
 
-    /// Drops the ops that lie before both the cursor and the credit: until then, the credit may
-    /// still name a window of an op that has ended at this rank. Also advances `sent`, since
+    /// Drops the ops that lie before both the cursor and the credit. An op that has ended at this
+    /// rank stays while the credit may still name one of its windows. Also advances `sent`, since
     /// windows before the cursor or the credit do not need this rank's share.
     fn settle(&mut self) {
         self.sent = self.sent.max(self.cursor.max(self.low).min(self.opened));

@@ -13,7 +13,8 @@ use crate::wire::{Header, MissingRanks, NackEntries};
 use crate::worker::Path;
 
 impl Stream {
-    /// Notes whether a datagram arrived with a congestion mark, to report it to the aggregator.
+    /// Notes whether a datagram arrived with a congestion mark. The next message to the aggregator
+    /// reports the mark.
     #[inline]
     pub(in crate::worker) const fn note_mark(&mut self, congested: bool) {
         self.congested |= congested;
@@ -51,8 +52,8 @@ impl Stream {
     }
 
     /// Handles a fragment of the result at `position`, and queues a nack for losses that it
-    /// reveals. `cut` is the cut of the job. Returns the window's length in bytes, and whether the
-    /// fragment completes the window; `None` if the fragment had arrived before.
+    /// reveals. `cut` is the job's fragmentation. Returns the window's length in bytes, and whether
+    /// the fragment completes the window; `None` if the fragment has already arrived.
     pub(in crate::worker) fn handle_result(
         &mut self,
         now: Time,
@@ -73,7 +74,7 @@ impl Stream {
         let proves_more = self.results.note_overtaken(place, header);
         let (len, complete) = self.results.arrived(place);
         // wire: W-38
-        // A complete window is checked after its delivery.
+        // For a complete window, `nack_lost` searches for losses after the delivery.
         if !complete && (place == 0 || proves_more) {
             let search = self.search(now, nacks);
             if place == 0 && self.results.is_to_nack_of_first(search)
@@ -111,9 +112,9 @@ impl Stream {
         }
     }
 
-    /// Frees what was in flight for windows before the cursor or the credit. If all ranks turn out
-    /// to have the sum of a window, no result for the window arrives, and only the credit passes
-    /// it.
+    /// Removes the windows before the cursor or the credit from those in flight. If all ranks turn
+    /// out to have the sum of a window, no result for the window arrives, and only the credit
+    /// passes the window.
     pub(in crate::worker) fn release(&mut self, now: Time, path: &mut Path) {
         let cursor = self.progress.cursor();
         self.in_flight.release(now, cursor.max(self.progress.low()), cursor, path);
@@ -126,8 +127,8 @@ impl Stream {
         }
     }
 
-    /// Handles a nack: queues the fragments and opens that the aggregator lacks. `cut` is the cut
-    /// of the job.
+    /// Handles a nack: queues the fragments and opens that the aggregator lacks. `cut` is the job's
+    /// fragmentation.
     pub(in crate::worker) fn handle_nack(
         &mut self,
         now: Time,

@@ -64,8 +64,8 @@ impl Results {
         }
     }
 
-    /// Checks the shape of a result at `position`, and finds or creates its place. `cut` is the cut
-    /// of the job, and `pool` the number of slots.
+    /// Checks the shape of a result at `position`, and finds or creates its place. `cut` is the
+    /// job's fragmentation, and `pool` the number of slots.
     pub(super) fn place(
         &mut self,
         position: u64,
@@ -152,8 +152,8 @@ impl Results {
         is_new
     }
 
-    /// Notes what the arrival of a fragment proves about earlier windows. Returns whether it proves
-    /// that more results were sent than was known.
+    /// Notes which earlier results must have been sent, now that a fragment has arrived. Returns
+    /// whether the fragment proves that more results were sent than was known before.
     #[inline]
     pub(super) fn note_overtaken(&mut self, place: usize, header: &Header) -> bool {
         let arrival = &self.arrivals[place];
@@ -179,8 +179,8 @@ impl Results {
         self.find(position).is_ok_and(|i| self.arrivals[i].is_complete())
     }
 
-    /// Takes the first arrival, if it is complete and no window between `cursor` and it has a
-    /// result. Returns its position and its length in bytes.
+    /// Removes the first arrival, if it is complete and no window from `cursor` up to the arrival
+    /// has a result. Returns its position and its length in bytes.
     pub(super) fn pop_complete(&mut self, cursor: u64) -> Option<(u64, usize)> {
         let first =
             self.arrivals.pop_front_if(|first| first.is_complete() && first.start <= cursor)?;

@@ -27,7 +27,7 @@ impl Stream {
         self.opens.note_sent(op, end, &mut self.progress);
     }
 
-    /// Returns the next fragments that the aggregator requested again, with their window.
+    /// Returns the next fragments to send again, as the aggregator requested, with their window.
     #[inline]
     pub(in crate::worker) fn poll_repeat(&mut self) -> Option<(WindowId, u64)> {
         let (position, fragments) = self.in_flight.poll_repeat()?;
@@ -40,7 +40,7 @@ impl Stream {
         self.progress.next_to_send()
     }
 
-    /// Passes the window that [`Self::next_to_send`] returned, since it is empty.
+    /// Passes the window that [`Self::next_to_send`] returned, which is empty.
     pub(in crate::worker) const fn pass_empty(&mut self) {
         self.progress.pass_next();
     }
@@ -78,7 +78,7 @@ impl Stream {
     }
 
     /// Writes the body of a nack. Returns its length, or `None` if it has no entries. A probe also
-    /// requests a wait. The wait arrives after all results on the path, so that no result is
+    /// requests a wait. Results that are still on the path arrive before the wait, so they are not
     /// repeated needlessly.
     pub(in crate::worker) fn write_nack(
         &mut self,
@@ -114,7 +114,8 @@ impl Stream {
         self.progress.ops().window(cursor)
     }
 
-    /// Returns whether to report congestion marks to the aggregator, and marks them as reported.
+    /// Returns whether to report congestion marks to the aggregator. The caller must report them,
+    /// since the stream forgets them.
     #[inline]
     pub(in crate::worker) const fn report_mark(&mut self) -> bool {
         core::mem::replace(&mut self.congested, false)

@@ -1,8 +1,9 @@
-"""The c10d backend ``racksum``: ``init_process_group("racksum")``, or ``"cpu:racksum,cuda:nccl"``.
+"""The ``racksum`` c10d backend: ``init_process_group("racksum")``, or ``"cpu:racksum,cuda:nccl"``.
 
 racksum does reductions and the collectives that can be written as sums
-(:mod:`racksum.torch.gathering`). Gloo handles sends, and the operators and element types that
-racksum lacks. GPU tensors reach both through host memory (:mod:`racksum.torch.staging`).
+(:mod:`racksum.torch.gathering`). Gloo handles sends, the other collectives, and the operators and
+element types that racksum lacks. GPU tensors reach the collectives of both through host memory
+(:mod:`racksum.torch.staging`).
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class RacksumBackend(DelegatesToGloo):
 
     @numbered("all_reduce_coalesced", ops=lambda tensors, _: len(tensors))
     def allreduce_coalesced(self, call: Call, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduces tensors in place, each with those at the same position at the other ranks."""
+        """Reduces tensors in place, each with the other ranks' tensors at the same position."""
         for x in tensors:
             check_reducible(x, opts)
 
@@ -349,7 +350,10 @@ class RacksumBackend(DelegatesToGloo):
         """Does nothing: all ranks count from 0."""
 
     def shutdown(self) -> None:
-        """Waits for the rank's collectives and leaves. The default group's ranks leave together."""
+        """Waits for the rank's collectives, and leaves the job.
+
+        In the default group, also waits briefly for the other ranks to leave.
+        """
         self._membership.check_process()
         for work in list(self._in_flight):
             # Ignore the error: a caller that waits for the work gets it.
@@ -376,7 +380,7 @@ class RacksumBackend(DelegatesToGloo):
         return Call(collective, self._sequence, ops)
 
     def _catch_up(self) -> None:
-        """Places the notices of interrupted calls ahead of the calls that the chain gets next."""
+        """Ensures that notices of interrupted calls precede the calls that the chain gets next."""
         session = self._membership._session
         if session is not None:
             session.catch_up()
@@ -473,7 +477,7 @@ class RacksumBackend(DelegatesToGloo):
         if len(parts) != self.size() * each:
             raise BadArgument(
                 f"a list must hold one tensor for each of the {self.size()} ranks"
-                f"{f' and {each} inputs' if each > 1 else ''}, not {len(parts)}"
+                f"{f' and each of the {each} inputs' if each > 1 else ''}, not {len(parts)}"
             )
 
     def _check_gathered(
@@ -490,7 +494,7 @@ class RacksumBackend(DelegatesToGloo):
         self, call: Call, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]
     ) -> Handle[Any]:
         """Starts gathering the tensors of all ranks into lists."""
-        # `whole` holds the tensors of a list, one after the other.
+        # `whole` holds the tensors of a list, one after another.
         whole = inputs[0].new_empty((self.size() * len(inputs), *inputs[0].shape))
         own = inputs[0] if len(inputs) == 1 else torch.stack(list(inputs))
         copies = [copying_to(of_place) for of_place in zip(*outputs, strict=True)]
@@ -557,7 +561,8 @@ class RacksumBackend(DelegatesToGloo):
         return self._reduced(call, whole, opts).then(lambda _: write(output, own.view_as(output)))
 
 
-#: Keeps open backends alive, because torch does not if TORCH_DISTRIBUTED_DEBUG makes it wrap them.
+#: The open backends. This set keeps them alive, because torch does not if TORCH_DISTRIBUTED_DEBUG
+#: makes it wrap them.
 _open: set[RacksumBackend] = set()
 
 
@@ -578,7 +583,7 @@ def _create(group: Any, options: object) -> RacksumBackend:
 
 
 def _of_default_group() -> Options:
-    """Returns the options for a group that has none: the default group's if that uses racksum."""
+    """Returns the options of a group without any: those of the default group if it uses racksum."""
     world = dist.group.WORLD
     of_world = (
         backend._options

@@ -63,7 +63,7 @@ def numbered(
     """Returns a decorator that numbers the calls of a method within its group.
 
     The method receives the :class:`Call` before its arguments. A refused call is numbered too.
-    Calls of several threads run one after the other, so that ops begin in the order of numbers.
+    Calls of several threads run one after another, so that ops begin in the order of their numbers.
 
     :param ops: A function of the call's arguments. Returns how many ops the call has at ranks that
         do not refuse it.
@@ -115,7 +115,7 @@ class Chain:
         touched: Sequence[Tensor],
         refuse: Callable[[], None] = lambda: None,
     ) -> Deferred:
-        """Queues a collective, which begins once earlier works have ended, with or without error.
+        """Queues a collective, which begins once earlier works have succeeded or failed.
 
         :param earlier: The works to wait for.
         :param begin: Begins the ops of the collective. Returns, for each op, a function that waits.
@@ -173,7 +173,7 @@ class Deferred:
         return self._taken.acquire(blocking=False)
 
     def begin(self, begin: Callable[[], Sequence[Wait]], refuse: Callable[[], None]) -> None:
-        """Begins the collective, or refuses it if that fails."""
+        """Begins the collective, or refuses it if it cannot begin."""
         if not self.take():
             return
         try:
@@ -189,7 +189,7 @@ class Deferred:
         """Waits for the collective to begin and to end, each for ``timeout`` seconds at most."""
         if not self.begun.wait(timeout):
             raise WaitTimeout(
-                "the collective has not begun yet: it waits for earlier collectives, for room or "
+                "the collective has not begun yet: it is waiting for earlier collectives to end or "
                 "for all ranks to join; wait again"
             )
         if self._error is not None:

@@ -190,7 +190,7 @@ class Memory(Protocol):
         tensor_compressed: list[torch.Tensor],
         ctx: Any,
     ) -> None:
-        """Stores the residual: what the compressor left out of the compensated tensor.
+        """Stores the residual: the parts of the compensated tensor that the compressor left out.
 
         >>> memory, compressor, x = ResidualMemory(), BlockTopK(1, block=32), torch.arange(64.0)
         >>> memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
@@ -207,7 +207,7 @@ class Memory(Protocol):
 
 
 class ResidualMemory:
-    """Error feedback: adds what a step leaves out to the gradients of the next step.
+    """Error feedback: adds the parts that a step leaves out to the gradients of the next step.
 
     >>> memory, compressor, x = ResidualMemory(), BlockTopK(1, block=32), torch.ones(64)
     >>> memory.update(x, "bucket 0", compressor, *compressor.compress(x, "bucket 0"))
@@ -231,7 +231,7 @@ class ResidualMemory:
         >>> memory.compensate(torch.ones(2), "bucket 0").tolist()
         [3.0, 1.0]
 
-        :param tensor: The gradients of a bucket, flat.
+        :param tensor: The flat gradients of a bucket.
         :param name: The name of the bucket.
         :raises BadArgument: The tensor of this name had another shape before.
         """
@@ -355,7 +355,7 @@ class BlockTopK(BlockCompressor):
     64.0
 
     :param k: Number of blocks to keep of each tensor, 1 or more.
-    :param block: Elements of a block, 32 to 1024, a power of two.
+    :param block: Elements of a block, a power of two from 32 to 1024.
     :raises BadArgument: An argument is invalid.
     """
 
@@ -381,7 +381,7 @@ class BlockTopKRatio(BlockCompressor):
     64.0
 
     :param compress_ratio: Share of each tensor's blocks to keep, above 0 and at most 1.
-    :param block: Elements of a block, 32 to 1024, a power of two.
+    :param block: Elements of a block, a power of two from 32 to 1024.
     :raises BadArgument: An argument is invalid.
     """
 
@@ -408,7 +408,7 @@ class BlockRandomK(BlockCompressor):
 
     :param compress_ratio: Share of each tensor's blocks to keep, above 0 and at most 1.
     :param seed: Seed of the random choice. All ranks must pass the same seed.
-    :param block: Elements of a block, 32 to 1024, a power of two.
+    :param block: Elements of a block, a power of two from 32 to 1024.
     :raises BadArgument: An argument is invalid.
     """
 
@@ -464,7 +464,7 @@ class BlockThreshold(BlockCompressor):
     -16.0
 
     :param threshold: The smallest magnitude at which an element keeps its block.
-    :param block: Elements of a block, 32 to 1024, a power of two.
+    :param block: Elements of a block, a power of two from 32 to 1024.
     :raises BadArgument: ``block`` is invalid.
     """
 
@@ -484,9 +484,9 @@ class BlockThreshold(BlockCompressor):
 
 
 class Rounded:
-    """Rounds to a wire type, after another compressor if one is given.
+    """Rounds tensors to a wire type, after another compressor if one is given.
 
-    A memory adds the rounding errors of a step to the next step, like any residual.
+    A :class:`Memory` adds the rounding errors of a step to the next step, like other residuals.
 
     >>> compressor, x = Rounded("bf16"), torch.tensor([1.0, 1.001])
     >>> compressor.decompress(*compressor.compress(x, "bucket 0")).tolist()
@@ -494,8 +494,8 @@ class Rounded:
 
     :param wire: ``"bf16"``, ``"f16"`` or ``"int8"``. Ops send the tensor as this type.
     :param compressor: A compressor that keeps whole blocks; by default none.
-    :param block: Elements of a block, 32 to 1024, a power of two. By default the compressor's, or
-        256.
+    :param block: Elements of a block, a power of two from 32 to 1024. By default the compressor's,
+        or 256.
     :raises BadArgument: ``wire`` or ``block`` is invalid, or ``block`` is not the compressor's.
     """
 

@@ -1,4 +1,4 @@
-"""The part of the backend ``racksum`` that calls Gloo.
+"""The part of the ``racksum`` backend that calls Gloo.
 
 Gloo sends from rank to rank, and does the collectives that cannot be written as sums. GPU tensors
 reach these collectives through host memory.
@@ -71,12 +71,12 @@ class DelegatesToGloo(Backend):
 
     @numbered("op", ops=lambda *_: 0)
     def alltoall(self, call: Call, outputs: Any, *args: Any) -> Any:
-        """Sends one tensor of each rank to every rank through Gloo."""
+        """Sends a separate tensor from each rank to every rank through Gloo."""
         return self._through_gloo(call, self._gloo.alltoall, outputs, *args)
 
     @numbered("op", ops=lambda *_: 0)
     def all_to_all_single(self, call: Call, output: Any, *args: Any) -> Any:
-        """Sends a part of each rank's tensor to every rank through Gloo."""
+        """Sends each rank its part of every rank's tensor through Gloo."""
         return self._through_gloo(call, self._gloo.all_to_all_single, output, *args)
 
     def _of_host(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -86,7 +86,7 @@ class DelegatesToGloo(Backend):
         for x in tensors:
             if self._staging.takes(x.device):
                 raise BadArgument(
-                    f"the tensor is on {x.device}, and racksum sends and receives only tensors in "
+                    f"the tensor is on {x.device}, but racksum sends and receives only tensors in "
                     'host memory; pass x.cpu(), or make the group with "cpu:racksum,cuda:nccl"'
                 )
         return tensors

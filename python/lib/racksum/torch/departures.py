@@ -79,8 +79,8 @@ def _server_of(store: Store) -> tuple[str, int] | None:
 def _connected(store: Store) -> Store:
     """Returns a new connection to a store.
 
-    First checks that the server answers. torch would try for minutes. A process that ended in
-    that time would have to wait: Python aborts if a thread returns from C++ during finalization.
+    First checks that the server answers, because torch would retry for minutes. A process that ends
+    meanwhile would have to wait: Python aborts if a thread returns from C++ during finalization.
 
     :raises OSError: The server cannot be reached.
     :raises RuntimeError: The server does not serve the store.
@@ -120,7 +120,7 @@ class _Reporter:
 
         :param write: Writes the report to the store that it receives.
         """
-        # Groups leave one after the other, and a server that is down should cost time only once.
+        # Groups leave one after another, and an unreachable server should cost time only once.
         if _server_of(self._shared) in _unreachable:
             return
         done = threading.Event()
@@ -150,7 +150,7 @@ _reporters: weakref.WeakValueDictionary[Store, _Reporter] = weakref.WeakValueDic
 
 
 class Departures:
-    """Publishes in a store which ranks of a group have left.
+    """Publishes, in a store, which ranks of a group have left.
 
     Create this object before the ranks first meet. It removes the reports of an earlier group of
     this name that used the same store.
@@ -193,7 +193,7 @@ class Departures:
 
     def _report(self, ranks: Sequence[int], how: str, missing: Sequence[int] = ()) -> None:
         record = json.dumps([how, *missing])
-        # The report may end late, so its closure must not keep the group alive.
+        # Writing the report may take long, so the closure must not keep the group alive.
         own, name = self._rank, self._name
 
         def write(store: Store) -> None:
@@ -268,7 +268,7 @@ class Watch:
         return has_answered
 
     def absent(self) -> list[int]:
-        """Returns the ranks that have not begun to join; no ranks if the store does not answer."""
+        """Returns the ranks that have not begun to join, or no ranks if the store is silent."""
         return self._absent if self._query(self._find_absent) else []
 
     def _query(self, query: Callable[[Store], None]) -> bool:

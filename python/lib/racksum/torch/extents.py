@@ -34,7 +34,7 @@ def extents_of(tensors: Any) -> Extents:
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether two of the tensors have memory in common."""
+    """Returns whether any two of the tensors have memory in common."""
     spans = sorted(
         (str(device), start, end, which)
         for which, x in enumerate(tensors)
@@ -90,7 +90,7 @@ class OnMemory:
 
 
 class _Spans:
-    """Sorted spans of a device's memory without overlaps, each with its last work."""
+    """Sorted spans of a device's memory that do not overlap, each with its last work."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []

@@ -1,4 +1,4 @@
-"""Checks of PyTorch: older versions and some builds lack functions that racksum calls."""
+"""Checks the installed PyTorch: old versions and some builds lack functions that racksum calls."""
 
 from racksum.extras import FLOORS, needed
 

@@ -51,7 +51,7 @@ def set_all_reduce_hook(
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise BadArgument(
             "the model is sharded by FullyShardedDataParallel, which has no all-reduce hook; shard "
-            "with fully_shard, or give FSDP a process_group of the backend racksum"
+            "with fully_shard, or give FSDP a process_group of the racksum backend"
         )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:

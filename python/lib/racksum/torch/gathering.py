@@ -1,7 +1,7 @@
 """Broadcast and gather as sums: each rank has its data in a place of its own, and zeros elsewhere.
 
-Blocks of zeros are not sent, so each rank sends its own data once, and receives the sum by
-multicast. Elements of all types are summed as integers, so that no bit changes.
+Blocks of zeros are not sent, so each rank sends only its own data, and receives the sum of all.
+Elements of all types are summed as integers, so that no bit changes.
 """
 
 from __future__ import annotations

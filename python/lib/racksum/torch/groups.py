@@ -35,7 +35,7 @@ def connect(
     ...     session.allreduce(torch.ones(3)).tolist()
     [1.0, 1.0, 1.0]
 
-    The generation of the job is the current time of the group's first rank in seconds, unless
+    The generation of the job is the Unix time at the group's first rank, in seconds, unless
     ``generation`` or ``RACKSUM_GENERATION`` sets it. So ranks that torchrun restarts end the
     earlier generation and need not wait for it.
 
@@ -44,8 +44,8 @@ def connect(
 
     :param aggregator: Address of the aggregator, as for :func:`racksum.connect`.
     :param group: The process group; by default the group of all ranks. A smaller group sums
-        separately, under a name made from those of the job and the group. A second session that a
-        group opens while its first is open also sums separately, unless ``generation`` is set.
+        separately, under a name made from the names of the job and the group. A second session that
+        a group opens while its first is open also sums separately, unless ``generation`` is set.
     :param options: Options of :func:`racksum.connect`, except ``rank`` and ``world``. Both timeouts
         default to the group's timeout.
     :return: The session, whose ranks are numbered as in the group.
@@ -61,7 +61,8 @@ def connect(
     own = {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     if own["rank"] < 0:
         raise BadArgument("this process is not in the group; call connect only on its ranks")
-    # With a generation from the user, the session ends earlier ones, so it takes the first place.
+    # With a generation from the user, this session ends the group's earlier ones and takes the
+    # first place.
     place = 0
     if not is_generation_given(options):
         first = _first_free(group)
@@ -79,7 +80,10 @@ def connect(
 
 
 def _name_of(group: ProcessGroup | None, place: int) -> str:
-    """Returns a name for a group's session. No group of the backend ``racksum`` has this name."""
+    """Returns a name for a group's session, which is empty for the default group's first session.
+
+    No group on the ``racksum`` backend has this name.
+    """
     further = f"session-{place + 1}" if place else ""
     if group is None or group is dist.group.WORLD:
         return further

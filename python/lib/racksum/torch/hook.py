@@ -100,7 +100,7 @@ class HookState:
         example because all aggregators are lost. ``"raise"``, the default, raises the error.
         ``"process_group"`` then averages uncompressed gradients over the process group, and adds
         the residual of each bucket once. It costs a copy of each bucket in every step. It also
-        costs a small all_reduce per bucket, in which the ranks agree whether all have the result.
+        costs a small all_reduce per bucket, by which the ranks learn whether all have the result.
     :param process_group: The group to fall back to; by default the default group.
     :raises racksum.BadArgument: An argument is invalid, or two arguments contradict each other.
     """
@@ -245,7 +245,7 @@ def allreduce_hook(
         raise BadArgument(
             "allreduce_hook is for DDP, but FullyShardedDataParallel called it; shard with "
             "fully_shard and use racksum.torch.set_all_reduce_hook, or give FSDP a process_group "
-            "of the backend racksum"
+            "of the racksum backend"
         )
     if isinstance(bucket, tuple):
         return _average_one(state, *bucket)
@@ -299,7 +299,7 @@ class _One(NamedTuple):
         return self.place
 
     def buffer(self) -> torch.Tensor:
-        """Returns the gradient, flat if it is dense."""
+        """Returns the gradient, which is flat if it is dense."""
         return self.gradient
 
     def parameters(self) -> list[torch.Tensor]:
@@ -307,7 +307,10 @@ class _One(NamedTuple):
         return [self.parameter]
 
     def is_last(self) -> bool:
-        """Returns true, for lane 0. Each gradient is waited for, so none can overtake another."""
+        """Returns true, which selects lane 0.
+
+        Each gradient is waited for, so none overtakes another.
+        """
         return True
 
 
@@ -402,15 +405,15 @@ def _started(state: HookState, part: _Part) -> Callable[[], torch.Tensor]:
             have = _all_have(state, failed is None, kept.gradients.device)
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, Error) and not isinstance(error, WaitTimeout):
-                # The process group is on the backend racksum, whose error says enough.
+                # The process group is on the racksum backend, whose error says enough.
                 raise failed or error from None
-            unknown = Error(f"the ranks cannot agree whether all averaged {part.name}: {error}")
+            unknown = Error(f"cannot find out whether all ranks averaged {part.name}: {error}")
             raise failed or unknown from error
         if have:
             return result
         if not state.fell_back:
             _log.warning(
-                "falling back: the process group averages gradients from now on, uncompressed: %s",
+                "falling back: from now on the process group averages uncompressed gradients: %s",
                 failed or "the session of another rank is over",
             )
         state.fell_back = True

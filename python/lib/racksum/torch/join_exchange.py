@@ -1,8 +1,8 @@
-"""Detection of ranks of a process group that end before they begin to join.
+"""Detects that a rank ends before it begins to join the job of its process group.
 
-The aggregator does not know a rank before the rank has joined, and a killed process reports
-nothing. But Gloo connects every rank with every other. So an exchange of all ranks is in flight
-until the last rank has begun to join, and fails at every rank immediately when one of them ends.
+The aggregator does not know a rank until the rank has joined, and a killed process reports
+nothing. But Gloo connects every rank with every other. So the ranks begin an exchange over Gloo. It
+stays in flight until the last rank has begun to join, and fails at every rank as soon as one ends.
 
 After the exchange, nothing detects that a rank ends before it has joined at the aggregator. The
 other ranks then raise ``JoinTimeout`` with its number once ``join_timeout`` expires.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JoinExchange"]
 
-#: A tag for messages that are never received. It is far from users' tags, which start at 0.
+#: Gloo's tag for messages that are never received. It is far from users' tags, which start at 0.
 _TAG = 2**31 - 1
 #: The tag of a rank's last message to ranks that join. The message has a byte for each rank, which
 #: is 1 if that rank has ended.
@@ -45,7 +45,7 @@ _OWN_TIMEOUT = "Application timeout"
 
 
 class JoinExchange:
-    """An exchange of the ranks that join. All ranks begin it at the same point of their calls.
+    """An exchange among ranks that join. All ranks begin it at the same point in their call order.
 
     :param gloo: The group's Gloo backend.
     :param rank: The number of this rank in the group.
@@ -115,8 +115,8 @@ class JoinExchange:
             raise left from error
         found = sorted({rank for ended in reports.values() for rank in ended})
         silent = [rank for rank in closed if rank not in reports]
-        # Some silent ranks may have closed their connections only because another rank ended. If
-        # the store answers, it would have named those ranks.
+        # Some silent ranks may have closed their connections only because another rank ended. They
+        # first report that to the store, so `poll` would have raised if the store had answered.
         if not found and (has_answered or len(silent) == 1):
             found = silent
         self.ended = found
@@ -137,11 +137,11 @@ class JoinExchange:
         )
 
     def give_up(self, ended: Sequence[int] = ()) -> None:
-        """If the exchange is in flight, ends it at all ranks, and with it every other wait of Gloo.
+        """Ends the exchange at all ranks if it is in flight, and with it every other wait of Gloo.
 
-        Otherwise Gloo's threads would keep waiting, and the end of the group would wait for them.
-        First tells the other ranks, which may not reach the store, that this one is alive and which
-        ranks have ended.
+        Without this, Gloo's threads would keep waiting, and the end of the group would wait for
+        them. First tells the other ranks, which may not reach the store, that this one is alive and
+        which ranks have ended.
 
         :param ended: The ranks that have ended.
         """

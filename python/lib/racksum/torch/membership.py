@@ -89,7 +89,7 @@ class Membership:
         self._failure: Error | None = None
         self._exchange: JoinExchange | None = None
         self._watch: Watch | None = None
-        # Held by the thread that joins until it has joined.
+        # Held by the joining thread until the rank has joined or failed to join.
         self._joining = threading.Lock()
         # Held briefly by a thread that refuses an op, and by the thread that has just joined.
         self._refusing = threading.Lock()
@@ -109,7 +109,7 @@ class Membership:
         If joining fails, later accesses raise the same error, because the other ranks have been
         told that this one does not join.
 
-        :raises racksum.SessionClosed: The group has ended, or this process is a fork.
+        :raises racksum.SessionClosed: The group has ended, or this process is a forked child.
         :raises racksum.Error: The rank could not join.
         """
         # Earlier collectives may wait in the chain, so let the chain's thread join first.
@@ -122,14 +122,14 @@ class Membership:
         return not ops or session is None or session._session.would_begin(ops, self._options.wire)
 
     def refuse(self, part_of: PartOf) -> None:
-        """Tells the other ranks of an op that this rank does not begin."""
+        """Tells the other ranks that this rank does not begin an op."""
         with self._refusing:
             session = self._session
             if session is None:
                 # Tell the other ranks once this rank has joined.
                 self._pending_refusals.append(part_of)
                 return
-        # If the session is over, no later ops have to pair, so ignore its errors.
+        # If the session is over, no later op has to pair, so ignore its errors.
         with suppress(Error):
             session.refuse(part_of)
 
@@ -139,8 +139,8 @@ class Membership:
             self._options._timeout = timeout
         else:
             warnings.warn(
-                f"racksum: the timeout of {self._name} cannot be changed, because this rank has "
-                "joined; set it before the first collective",
+                f"racksum: the timeout of the process group {self._name} cannot be changed, "
+                "because this rank has joined; set it before the first collective",
                 stacklevel=3,
             )
 
@@ -168,7 +168,7 @@ class Membership:
             self._gloo.barrier(options).wait()
 
     def check_process(self) -> None:
-        """Checks that this is the process that made the group. A fork lacks the group's threads.
+        """Checks that this process made the group. A forked child lacks the group's threads.
 
         :raises racksum.SessionClosed: This process was forked from the one that made the group.
         """
@@ -213,7 +213,8 @@ class Membership:
         elif not is_cause_stored:
             # An error that came from the store needs no report: the others read its cause there.
             self._departures.report_left(error)
-        # Give up after the reports: this ends the other ranks' waits, and they look for the reason.
+        # Give up only after the reports: giving up ends the other ranks' waits, and they then look
+        # for the reason.
         if self._exchange is not None:
             self._exchange.give_up(ended)
 
@@ -228,7 +229,7 @@ class Membership:
         watch = self._watch = self._departures.watch(options.join_timeout)
         # Gloo pairs collectives in the order in which they begin, so let staged ones begin first.
         self._staging.drain()
-        # The ranks first agree on a generation and then join. Each may take the whole timeout.
+        # The ranks first agree on a generation and then join. Each step may take the whole timeout.
         limit = 2 * timedelta(seconds=options.join_timeout) + _SLACK
         agreeing = None
         if not is_generation_given(self._options.connect):
@@ -294,7 +295,7 @@ class Membership:
                 f"{seconds:g} s"
             )
             return JoinTimeout(
-                f"{sentence(missing, what)}; find out why, or raise join_timeout", missing
+                f"{sentence(missing, what)}; check the logs, or raise join_timeout", missing
             )
         return JoinTimeout(
             f"not all ranks of the process group {self._name} called one of its collectives within "

@@ -1,4 +1,4 @@
-"""The ``pg_options`` of process groups on the backend ``racksum``."""
+"""The ``pg_options`` of process groups on the ``racksum`` backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Options"]
 
 
 class Options(Backend.Options):
-    """The ``pg_options`` of a process group on the backend ``racksum``.
+    """The ``pg_options`` of a process group on the ``racksum`` backend.
 
     >>> options = racksum.torch.Options(aggregator="127.0.0.1:7177", wire="bf16")
     >>> torch.distributed.init_process_group("racksum", pg_options=options)
@@ -47,7 +47,7 @@ class Options(Backend.Options):
         self.connect = connect
 
     def of_group(self, group: Any) -> Options:
-        """Returns a copy for a group, because torch keeps data of the group in its options.
+        """Returns a copy of the options for a group. torch keeps data of the group in the copy.
 
         >>> from datetime import timedelta
         >>> from types import SimpleNamespace

@@ -1,8 +1,8 @@
 """Events of collectives for PyTorch's profiler: one for each call, and one for each wait.
 
 An event ends on the thread on which it begins. If another thread ended it together with the
-collective, the profile could end at the same time. torch then frees its records without a lock, and
-crashes.
+collective, the profile could end at the same time. torch would then free its records without a
+lock, and crash.
 """
 
 from __future__ import annotations

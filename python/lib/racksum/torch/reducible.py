@@ -1,6 +1,6 @@
 """Checks whether a process group can reduce a tensor, and whether racksum or Gloo reduces it.
 
-All ranks must decide alike, so the checks depend only on what all ranks have in common.
+All ranks must decide alike, so the checks depend only on properties that all ranks have in common.
 """
 
 from __future__ import annotations
@@ -95,10 +95,14 @@ def check_dense(x: Tensor) -> None:
 
     A rank that only reads the tensor raises too, so that all ranks raise alike.
     """
-    if x.layout is not torch.strided or torch._debug_has_internal_overlap(x) == _OVERLAPS:
+    if x.layout is not torch.strided:
         raise BadArgument(
-            f"the tensor of shape {tuple(x.shape)} is not dense, or several of its elements share "
-            "one place in memory; pass x.contiguous()"
+            f"the tensor of shape {tuple(x.shape)} and layout {x.layout} is not dense; pass "
+            "x.to_dense()"
+        )
+    if torch._debug_has_internal_overlap(x) == _OVERLAPS:
+        raise BadArgument(
+            f"elements of the tensor of shape {tuple(x.shape)} share memory; pass x.contiguous()"
         )
     if x.is_conj() or x.is_neg():
         raise BadArgument(

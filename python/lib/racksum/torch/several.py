@@ -1,4 +1,4 @@
-"""Several tensors of a rank in one call, which are first combined into one tensor."""
+"""Calls with several tensors of a rank, which are first combined into one tensor."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     kinds = {f"{tuple(x.shape)} x {x.dtype}, {x.layout}": x for x in tensors}
     if len(kinds) > 1:
         raise BadArgument(
-            f"the tensors of one call must have one shape, dtype and layout, not {'; '.join(kinds)}"
+            "the tensors of one call must have the same shape, dtype and layout, not "
+            f"{'; '.join(kinds)}"
         )
     return tensors
 
 
 def check_root_tensor(index: int, tensors: Sequence[Tensor]) -> None:
-    """Raises :class:`BadArgument` if no tensor of the call has the index."""
+    """Raises :class:`BadArgument` if no tensor of the call has this index."""
     if not 0 <= index < len(tensors):
         raise BadArgument(f"rootTensor must be from 0 to {len(tensors) - 1}, not {index}")
 

@@ -1,4 +1,4 @@
-"""Sparse COO tensors, such as gradients of `nn.Embedding(sparse=True)`, as lists of blocks."""
+"""Sums of sparse COO tensors, such as gradients of `nn.Embedding(sparse=True)`, as block lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def allreduce_sparse(
     lane: int = 0,
     part_of: PartOf | None = None,
 ) -> Handle[torch.Tensor]:
-    """Starts reducing a sparse COO tensor with those of all other ranks, and returns a handle.
+    """Starts reducing a sparse COO tensor across all ranks, and returns a handle.
 
     Ranks may have different entries, no entries, or an entry more than once. Only blocks that hold
     an entry are sent, without an index for each entry:
@@ -48,15 +48,15 @@ def allreduce_sparse(
     ([[5, 900]], [[1.0, 2.0], [3.0, 4.0]])
 
     :param session: The session that reduces the tensor.
-    :param x: A sparse COO tensor, coalesced or not, of the same shape at all ranks, of float32,
-        float64, float16, bfloat16, int32 or int64. It may be on a GPU.
+    :param x: A sparse COO tensor, coalesced or not, of the same shape at all ranks. Its dtype is
+        float32, float64, float16, bfloat16, int32 or int64. It may be on a GPU.
     :param op: ``"sum"`` or ``"avg"``. An entry that a rank lacks counts as zero.
     :param wire: Type of the elements on the network, as for :meth:`racksum.Session.allreduce`.
     :param lane: Lane of the op, below the session's ``lanes``.
     :param part_of: The collective call that the op belongs to; only the backend sets it.
     :return: A handle of a new tensor: coalesced, on the device of ``x``, with the entries that are
         not zero.
-    :raises racksum.BadArgument: ``x`` or ``op`` is invalid; nothing was sent.
+    :raises racksum.BadArgument: ``x`` or ``op`` is invalid. No element was sent.
     """
     session = checked_session(session)
     reporting = partial(session.reporting_refusals, part_of)
@@ -85,7 +85,7 @@ def _check(x: torch.Tensor, op: str) -> None:
     if x.layout is not torch.sparse_coo or x.sparse_dim() == 0:
         raise BadArgument(
             f"the tensor of shape {tuple(x.shape)} and layout {x.layout} has no sparse COO "
-            "dimension; use Session.allreduce for dense tensors"
+            "dimension; pass x.to_sparse(), or use Session.allreduce for dense tensors"
         )
     if math.prod(x.shape) > MAX_ELEMENTS:
         raise BadArgument(
@@ -181,7 +181,7 @@ class _Layout(NamedTuple):
     def _joined(
         self, blocks: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Joins blocks to rows of whole blocks. Blocks that are not listed become zeros."""
+        """Joins blocks into rows of whole blocks. Blocks that are not listed become zeros."""
         each = self.width // self.block
         if each <= 1:
             return blocks, values
@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
     def _scattered(
         self, rows: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes rows, which may begin or end within a block, to new blocks. Adds up equal rows."""
+        """Writes rows, which may begin or end within a block, to new blocks. Sums repeated rows."""
         elements = (
             rows[:, None] * self.width + torch.arange(self.width, device=rows.device)
         ).flatten()
@@ -220,7 +220,7 @@ class _Layout(NamedTuple):
 
     def sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Returns a coalesced tensor of these rows."""
-        # `torch.unravel_index` would import SymPy, which takes long.
+        # `torch.unravel_index` would import SymPy, which takes a long time.
         parts: list[torch.Tensor] = []
         for size in reversed(self.shape[1 : self.sparse_dim]):
             parts.append(rows % size)

@@ -4,7 +4,7 @@ For each session a thread copies tensors to the host, in the order of the calls.
 computed, the GPU finds and packs the blocks that are not zero, and only these are copied. If most
 blocks are not zero, the whole tensor is copied. A second thread copies the sums back. Both threads
 overlap with the caller and the GPU. In this module, neither the caller nor the GPU waits for the
-other; only streams wait for events.
+other; only these threads and streams wait for events.
 
 Host tensors are reduced in place. To PyTorch the host is a device like any other, so the tests also
 send host tensors through this module.
@@ -143,7 +143,7 @@ def unpack(x: Tensor, block: int, indices: Tensor, values: Tensor) -> None:
     blocks, rest = _cut(x, block)
     short = len(values) % block
     whole = len(values) - short
-    # This also clears blocks of -0.0, which no rank sends, so that all ranks have the same bits.
+    # This also clears blocks of -0.0. No rank sends them, but all ranks must get the same bits.
     x.zero_()
     blocks.index_copy_(0, indices[: whole // block], values[:whole].view(-1, block))
     if short:
@@ -199,7 +199,7 @@ class Staging:
         :param start: Starts the op. It runs on another thread, with a stream of its own, and tells
             the other ranks itself if it fails.
         :param finish: Makes the result from the op's sums, on another thread and another stream.
-        :param reporting: Tells the other ranks of a failure that occurs before ``start`` is called.
+        :param reporting: Tells the other ranks if a failure occurs before ``start`` is called.
         """
         # Tensors that were made in inference mode cannot be written to outside of it.
         inference = torch.is_inference_mode_enabled()

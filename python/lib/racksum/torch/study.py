@@ -48,7 +48,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A bucket of gradients, as DDP makes them.
+    """A bucket of gradients, as DDP makes it.
 
     >>> bucket = found.buckets[0]
     >>> bucket.elements, bucket.density[256], bucket.union[256]
@@ -521,7 +521,7 @@ def _wire_bytes(elements: float, wire: str, block: int) -> float:
 
 @contextmanager
 def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Restores what the steps in the block change."""
+    """Restores the state that the steps in the block change."""
     # Restore the references of modules too, because forward may replace a buffer with a new tensor.
     held = [places for module in net.modules() for places in (module._parameters, module._buffers)]
     before = [dict(places) for places in held]
@@ -550,8 +550,8 @@ def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 def _on_a_copy(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Makes an optimizer work on copies of its state, and restores the originals.
 
-    A ``state_dict`` would not do: an optimizer converts what it loads to the dtypes of its
-    parameters.
+    A ``state_dict`` would not do: an optimizer converts the state that it loads to the dtypes of
+    its parameters.
     """
     if optimizer is None:
         yield

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def at_end_of_backward(finish: Callable[[], Any]) -> bool:
-    """Schedules a function for the end of the current backward. Returns false if there is none.
+    """Schedules a function for the end of the current backward. Returns false outside of one.
 
     DDP waits for futures in C++, where an exception would lose its type. The function runs just
     before that, on the thread that ran backward, so its exceptions keep their types.
@@ -126,8 +126,8 @@ def handle_of(work: dist.Work) -> Handle[None]:
 class Work(dist._Work):  # type: ignore[name-defined,misc]
     """A collective in flight, and the tensors that it writes to.
 
-    Users see it through an object of torch, which calls only ``wait`` and ``get_future``. So only
-    the future tells them whether the collective has ended.
+    Users see it through an object of torch, which forwards only ``wait`` and ``get_future``. So
+    only the future tells them whether the collective has ended.
 
     :param waits: For each part of the collective, a function that waits for it.
     :param result: The tensors that the collective writes to.
@@ -188,7 +188,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future of the tensors. It is complete already if the work was waited for."""
+        """Returns a future of the tensors. It is already complete if the work was waited for."""
         devices = {tensor.device for tensor in self._result}
         ended = new_future(devices)
 

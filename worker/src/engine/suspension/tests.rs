@@ -44,7 +44,7 @@ fn between_two_aggregators_nobody_waits_for_datagrams() {
 #[test]
 fn what_the_old_sockets_counted_stays() {
     let mut bench = Bench::migration();
-    // An IPv4 socket sends nothing to an IPv6 address.
+    // An IPv4 socket cannot send to an IPv6 address.
     let unsendable = Transmit::new("[::1]:9".parse().unwrap(), b"bad", 3);
     bench.socket.send_patiently(&mut SendRing::new(), &[unsendable], 2);
     assert_eq!(bench.engine.stats().send_failures, 1);
@@ -79,7 +79,7 @@ fn the_background_thread_rests_as_soon_as_no_rank_lacks_a_sum() {
     std::thread::scope(|scope| {
         scope.spawn(|| driver.drive_in_background());
         let drives = comes(&|| driver.lock().driving);
-        // Once the rank has acknowledged the result, it has nothing to do but to probe.
+        // Once the rank has acknowledged the result, it has nothing left to do but probe.
         let probes = |(header, _): &(Header, _)| header.kind == Kind::Nack;
         let asks = comes(&|| arrived(&shards[0]).iter().any(probes));
         // This message ends no op, but tells the rank that all others have its sums.

@@ -127,7 +127,7 @@ impl Lists {
         Ok(Begun { places, union, sums, chunks, failed: OnceLock::new() })
     }
 
-    /// Folds the blocks at these positions in the union, and writes their sums.
+    /// Folds a range of the union's blocks, and writes their sums.
     fn fold_chunk(
         &self,
         begun: &Begun,

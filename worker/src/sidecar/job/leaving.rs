@@ -27,7 +27,8 @@ impl HostJob {
         let mut state = wait_while(state, FOR_EVER, &|state| runs(state) && is_folded_here(state));
         if is_at_work(&state) {
             state.end(FromSidecar::Lost { ranks: vec![rank], why: Loss::Left });
-            // Ops in flight at the aggregator end only when this host leaves the job there.
+            // Leave the job at the aggregator: otherwise ops that wait there for other hosts would
+            // not end.
             Self::leave_upstream(state, rank, Loss::Left);
             state = wait_while(self.lock(), FOR_EVER, &is_at_work);
         }
@@ -46,7 +47,7 @@ impl HostJob {
             return;
         }
         if state.is_called && !state.began && state.refused.is_none() {
-            let reason = format!("rank {rank} was lost before the job was complete");
+            let reason = format!("rank {rank} was lost before the job started");
             state.refuse(FromSidecar::Refused { reason });
         }
         if state.began {

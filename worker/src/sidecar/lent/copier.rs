@@ -2,7 +2,7 @@
 
 #![expect(
     unsafe_code,
-    reason = "the helper thread may take up a copy after the borrow of its memory has ended, so a \
+    reason = "the helper thread may pick up a copy after the borrow of its memory has ended, so a \
               copy holds raw pointers"
 )]
 
@@ -52,8 +52,8 @@ enum Own {
     Target(*mut u8),
 }
 
-// SAFETY: threads access the bytes only until all chunks are done, and `Copier::copy` borrows them
-// until then.
+// SAFETY: threads access the bytes only until all chunks are done. `Copier::copy` returns only
+// then, and its caller guarantees that the bytes stay borrowed during the call.
 unsafe impl Send for Copying {}
 // SAFETY: as for `Send`, and only one thread accesses each chunk.
 unsafe impl Sync for Copying {}

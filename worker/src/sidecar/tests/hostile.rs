@@ -166,7 +166,7 @@ fn nobody_takes_the_place_of_a_rank_that_goes_while_the_aggregator_is_called() {
     let FromSidecar::Refused { reason } = final_message(&lines[0].1) else {
         panic!("expected `Refused`")
     };
-    assert_eq!(reason, "rank 1 was lost before the job was complete");
+    assert_eq!(reason, "rank 1 was lost before the job started");
     assert_eq!(job.join(&wish(2), &lines[2].0, peer).unwrap_err(), reason);
     assert!(job.is_refused());
     // A refused job does not call the aggregator.
@@ -364,7 +364,7 @@ fn a_sidecar_that_does_not_run_ends_the_session_of_its_rank() {
     while submit().is_ok() {}
     let error = sums_of(first).unwrap_err();
     assert!(matches!(error, Error::Op(OpError::NoAggregator { .. })), "{error}");
-    let why = "has not ended an op for 5100 ms; its process may be suspended";
+    let why = "has left an op unfinished for 5100 ms; its process may be suspended";
     assert!(error.to_string().contains(why), "{error}");
     while !matches!(submit(), Err(Error::Op(_))) {}
 }

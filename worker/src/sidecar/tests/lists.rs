@@ -10,8 +10,8 @@ struct Case {
 }
 
 impl Case {
-    /// Creates tensors in which about one of four blocks has random values. If the type has a -0.0,
-    /// about one of eight blocks contains one.
+    /// Creates tensors in which about one in four blocks has random values. If the type has a -0.0,
+    /// about one in eight blocks contains one.
     fn new(
         dtype: DType,
         reduction: Reduction,

@@ -157,7 +157,7 @@ impl Flights {
         flight
     }
 
-    /// Marks an op that no caller will wait for. Removes the op immediately if it has already
+    /// Abandons an op that no caller will wait for. Removes the op immediately if it has already
     /// ended.
     pub(super) fn abandon(&self, op: u32) {
         let mut state = self.lock();
@@ -191,7 +191,7 @@ impl Flights {
                 if self.lock().has_late(now, limit) {
                     let limit = limit.as_millis();
                     break format!(
-                        "it has not ended an op for {limit} ms; its process may be suspended"
+                        "it has left an op unfinished for {limit} ms; its process may be suspended"
                     );
                 }
             }
@@ -309,7 +309,7 @@ impl State {
         oldest.is_some_and(|oldest| Duration::from_nanos(now.since(oldest.since).0) > limit)
     }
 
-    /// Checks that the session is not over and that one more op may be in flight.
+    /// Checks that the session is not over and that there is room for one more op.
     pub(super) fn check(&self) -> Result<(), Error> {
         if let Some(over) = &self.over {
             return Err(over.refused.clone());
@@ -320,8 +320,8 @@ impl State {
         Ok(())
     }
 
-    /// Returns whether `ops` more ops may be in flight. Also returns true after the session has
-    /// ended, because it then refuses every op immediately.
+    /// Returns whether there is room for `ops` more ops in flight. Also returns true after the
+    /// session has ended, because it then refuses every op immediately.
     pub(super) fn has_room_for(&self, ops: usize) -> bool {
         let max = usize::from(MAX_OPS);
         self.over.is_some() || ops <= max.saturating_sub(usize::from(self.in_flight))

@@ -163,8 +163,8 @@ fn a_parent_with_another_number_of_shards_is_refused_with_what_to_do() {
     let granted = Welcome { data_ports: vec![5001, 5002], ..welcome() };
     registry.handle_parent_message(&seat, parent(), FromAggregator::Welcome(granted));
     let reason = format!(
-        "its parent at {PARENT} does not fit: the parent has 2 shards, and the aggregator that \
-         calls it 1; start both with the same --shards"
+        "its parent at {PARENT} does not match: the parent has 2 shards, but the aggregator that \
+         calls it has 1; start both with the same --shards"
     );
     assert_eq!(last_message(&mut three), Some(FromAggregator::Refused { reason }));
     assert_eq!((sent(&mut call), registry.jobs()), (vec!["Stop".to_owned()], 0));

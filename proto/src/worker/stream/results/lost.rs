@@ -1,4 +1,4 @@
-//! Lost results: finds the results that must have been sent and never arrived, and decides when to
+//! Lost results: finds the results that must have been sent but never arrived, and decides when to
 //! request them.
 
 use core::ops::Range;
@@ -11,10 +11,10 @@ use crate::time::Time;
 use crate::wire::{NackEntries, NackEntry};
 use crate::worker::stream::backoff::Backoff;
 
-/// The circumstances of a search for lost results.
+/// The parameters of a search for lost results.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::worker::stream) struct Search<'a> {
-    /// The first window without a result.
+    /// The position before which all results have arrived.
     cursor: u64,
     now: Time,
     /// The round trip of nacks.
@@ -38,8 +38,8 @@ impl<'a> Search<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Lack {
     position: u64,
-    /// The windows before `position` whose results have not arrived. At least the last of them has
-    /// a result.
+    /// The windows before `position` whose results have not arrived. The aggregator has a result
+    /// for at least the last of them.
     gap: Range<u64>,
     fragments: u64,
 }
@@ -69,8 +69,9 @@ impl Results {
         self.sent = self.sent.max(end);
     }
 
-    /// Returns whether to request lost results now: the first lost one holds up all others, or
-    /// enough later results were sent that one nack can cover their losses too (wire: W-38).
+    /// Returns whether to request lost results now (wire: W-38). This is true in three cases: the
+    /// first lost result holds up all others; enough later results were sent that one nack can
+    /// cover their losses too; or results after the last arrival are lost.
     pub(in crate::worker::stream) fn is_to_nack(&self, search: Search<'_>) -> bool {
         let first = self.lacking(search).enumerate().find(|(_, lack)| lack.entries() > 0);
         first.is_some_and(|(at, lack)| {
@@ -169,7 +170,7 @@ impl Results {
         })
     }
 
-    /// Returns what to request after the last arrival: results that were sent and never arrived.
+    /// Returns the request for results after the last arrival that were sent but never arrived.
     fn lack_of_tail(&self, search: Search<'_>) -> Lack {
         let Search { cursor, now, nacks, held_back } = search;
         let start = self.tail_start(cursor);
@@ -179,7 +180,7 @@ impl Results {
         Lack { position: start, gap: start..self.sent.max(start), fragments: 0 }
     }
 
-    /// Returns what to request of an arrival and of the gap before it.
+    /// Returns the request for the lost fragments of an arrival and for the gap before it.
     fn lack(&self, arrival: &Arrival, gap: Range<u64>, search: Search<'_>) -> Lack {
         let Arrival { position, all, have, sent, nacked, gap_nacked, .. } = *arrival;
         let Search { now, nacks, held_back, .. } = search;
