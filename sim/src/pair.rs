@@ -13,6 +13,7 @@ use crate::node::{Datagram, Endpoint, ShardNode, WorkerNode};
 use crate::random::Random;
 
 mod calls;
+mod failed_ops;
 mod failover;
 mod loss;
 mod rejoin;

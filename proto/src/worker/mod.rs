@@ -106,6 +106,8 @@ pub struct Worker {
     outcomes: VecDeque<Outcome>,
     opens: OpenEncoder,
     ended: Option<Cow<'static, str>>,
+    /// Whether the job has moved to other aggregators.
+    moved: bool,
     /// The ranks whose loss ended the session, and the reason for their loss.
     lost: Option<(Vec<Rank>, Loss)>,
     /// In a tree of aggregators, the ops that failed at the ranks below, until the parent confirms
@@ -131,6 +133,7 @@ impl Worker {
             outcomes: VecDeque::with_capacity(usize::from(config.max_ops)),
             opens: OpenEncoder::new(),
             ended: None,
+            moved: false,
             lost: None,
             failures: Vec::new(),
             waits: Waits::default(),

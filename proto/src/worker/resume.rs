@@ -75,20 +75,23 @@ impl Worker {
     pub fn resume(&mut self, config: Config, now: Time, observer: &mut impl Observer) {
         assert!(self.config.may_move, "the job cannot move, so no sums were kept");
         self.forget_shards(observer);
-        // Other ranks are done with these ops, so no aggregator will send their results.
-        let late = |op: &&Op| op.id() < config.first_op && op.is_in_flight();
-        let late: Vec<_> = self.ops.iter().filter(late).map(Op::id).collect();
-        for op in late {
+        // Other ranks are done with earlier ops, so no aggregator will send their results.
+        let is_late = |op: &Op| op.id() < config.first_op;
+        let late = self.ops.iter().filter(|op| is_late(op) && op.is_in_flight());
+        let lacking: Vec<_> = late.filter(|op| !op.is_complete()).map(Op::id).collect();
+        for op in lacking {
             self.fail(op, OpError::Dropped { op }, observer);
         }
         let mut ops = core::mem::take(&mut self.ops);
-        while ops.pop_front_if(|op| op.id() < config.first_op).is_some() {}
+        // A late op that is complete lacks only the names of lost ranks.
+        ops.retain(|op| !is_late(op) || op.is_complete());
         self.config = config;
+        self.moved = true;
         self.streams = config.streams(now, ops.len());
         self.paths = config.paths();
         self.turn = 0;
         self.last_received = now;
-        for op in ops.iter_mut().filter(|op| !op.has_failed()) {
+        for op in ops.iter_mut().filter(|op| !is_late(op) && !op.has_failed()) {
             op.resume();
             self.enter(now, op);
         }
@@ -108,16 +111,16 @@ impl Worker {
         self.conclude_all(observer);
     }
 
-    /// Skips the ops from before the move that the credit has passed: no more results will arrive
-    /// for them. If such an op is still in flight at this rank, it fails.
+    /// After a move, skips the ops that the credit has passed: no more results will arrive for
+    /// them. If such an op is still in flight at this rank, it fails.
     pub(super) fn pass_ended(&mut self, at: usize, observer: &mut impl Observer) {
+        if !self.moved {
+            return;
+        }
         while let Some(id) = self.streams[at].acknowledged_op() {
-            let Some(op) = self.op_mut(id).filter(|op| op.is_resumed() && !op.has_failed()) else {
-                return;
-            };
+            let Some(op) = self.op_mut(id).filter(|op| !op.has_failed()) else { return };
             if op.is_in_flight() {
-                // Other ranks dropped this op without a result: they learned before the move that
-                // it had failed.
+                // Other ranks have passed this op without a result: they know that it failed.
                 self.fail(id, OpError::Dropped { op: id }, observer);
             } else {
                 op.leave_stream();
@@ -137,7 +140,8 @@ impl Worker {
             let share = op.share_mut();
             for nth in 0..stripe.len() {
                 let index = stripe.index(nth);
-                if nth < acknowledged {
+                // The credit also passes windows of a failed op, whose sums no rank has.
+                if nth < acknowledged && (nth < passed || share.holds(index)) {
                     share.note_held(index, 0);
                 } else if nth < passed {
                     // A window without a result is zero at every rank, so its mask is 0 already.

@@ -110,38 +110,103 @@ fn a_job_goes_on_without_a_rank_that_is_lost_at_any_time() {
     );
 }
 
+/// Runs an op whose results lack the lost rank. All results arrive at every survivor, but no
+/// survivor learns whose contributions they lack.
+fn lose_unnamed(seed: u64) -> Cluster {
+    let faults = Faults { drop: seed % 4 * 7, double: seed % 5 * 3, delay: seed % 3 * 8 };
+    let mut cluster = Cluster::new(WORLD, 2, 1, seed, faults);
+    submit(&mut cluster, WINDOW * 12, WORLD);
+    cluster.lose(LOST);
+    for shard in &mut cluster.shards {
+        shard.machine.handle_gone(LOST, &mut ());
+    }
+    cluster.run_until(|cluster| {
+        let due = cluster.workers.iter().map(|worker| worker.machine.poll_timeout()).min();
+        cluster.wire.is_empty() && due > Some(cluster.now + Span::from_secs(1))
+    });
+    assert!(cluster.workers.iter().all(|worker| worker.done.is_empty()), "seed {seed}");
+    cluster
+}
+
+/// Moves the job. Returns the op with which it continues.
+fn move_on(cluster: &mut Cluster) -> Option<OpId> {
+    let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
+    let grant = Grant { world: WORLD, shards: 2, lanes: 1, pool_slots: 8, moved_at: first };
+    cluster.move_to(grant);
+    first
+}
+
+/// Names the lost rank to all shards and survivors.
+fn name_lost(cluster: &mut Cluster) {
+    for shard in &mut cluster.shards {
+        shard.machine.handle_gone(LOST, &mut ());
+    }
+    for worker in &mut cluster.workers {
+        worker.machine.handle_gone(0..2, LOST, &mut ());
+        worker.collect();
+    }
+}
+
 #[test]
 fn a_rank_that_an_aggregator_lost_and_never_named_is_named_after_the_move() {
     for seed in 0..60 {
-        let faults = Faults { drop: seed % 4 * 7, double: seed % 5 * 3, delay: seed % 3 * 8 };
-        let grant = Grant { world: WORLD, shards: 2, lanes: 1, pool_slots: 8, moved_at: None };
-        let mut cluster = Cluster::new(WORLD, 2, 1, seed, faults);
-        submit(&mut cluster, WINDOW * 12, WORLD);
-        cluster.lose(LOST);
-        for shard in &mut cluster.shards {
-            shard.machine.handle_gone(LOST, &mut ());
-        }
-        // All results arrive, but no rank learns whose contributions they lack.
-        cluster.run_until(|cluster| {
-            let due = cluster.workers.iter().map(|worker| worker.machine.poll_timeout()).min();
-            cluster.wire.is_empty() && due > Some(cluster.now + Span::from_secs(1))
-        });
-        assert!(cluster.workers.iter().all(|worker| worker.done.is_empty()), "seed {seed}");
-        let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
-        cluster.move_to(Grant { moved_at: first, ..grant });
-        for shard in &mut cluster.shards {
-            shard.machine.handle_gone(LOST, &mut ());
-        }
-        for worker in &mut cluster.workers {
-            assert!(
-                worker.done.is_empty(),
-                "seed {seed}: an op ended before the lost rank was named"
-            );
-            worker.machine.handle_gone(0..2, LOST, &mut ());
-            worker.collect();
-        }
+        let mut cluster = lose_unnamed(seed);
+        move_on(&mut cluster);
+        assert!(
+            cluster.workers.iter().all(|worker| worker.done.is_empty()),
+            "seed {seed}: an op ended before the lost rank was named"
+        );
+        name_lost(&mut cluster);
         cluster.run(1);
         let windows = check(&cluster, seed, 1);
         assert_eq!(windows, [0, 12], "seed {seed}");
     }
+}
+
+#[test]
+fn an_op_ends_at_all_ranks_although_the_lost_rank_was_named_to_one_before_the_move() {
+    let mut dropped = 0;
+    for seed in 0..60 {
+        let mut cluster = lose_unnamed(seed);
+        let told = &mut cluster.workers[0];
+        told.machine.handle_gone(0..2, LOST, &mut ());
+        told.collect();
+        assert_eq!(told.done.len(), 1, "seed {seed}");
+        // A rank that has ended the op drops it once it knows that all ranks have its results.
+        dropped += usize::from(move_on(&mut cluster) == Some(OpId(1)));
+        submit(&mut cluster, WINDOW * 2, WORLD - 1);
+        name_lost(&mut cluster);
+        cluster.run(2);
+        let windows = check(&cluster, seed, 2);
+        assert_eq!(windows, [0, 14], "seed {seed}");
+    }
+    assert!(dropped > 40, "only {dropped} moves happened after a rank had dropped the op");
+}
+
+#[test]
+fn a_rank_that_was_named_before_the_first_of_two_moves_is_not_awaited_again() {
+    let mut cluster = Cluster::new(WORLD, 2, 1, 1, Faults::default());
+    submit(&mut cluster, WINDOW * 40, WORLD);
+    cluster.lose(LOST);
+    for shard in &mut cluster.shards {
+        shard.machine.handle_gone(LOST, &mut ());
+    }
+    let is_past = |worker: &WorkerNode| worker.machine.reached(0, 0).0.index > 2;
+    cluster.run_until(|cluster| cluster.workers.iter().all(is_past));
+    name_lost(&mut cluster);
+    move_on(&mut cluster);
+    // The other results arrive, but nobody names the rank again before the second move.
+    for shard in &mut cluster.shards {
+        shard.machine.handle_gone(LOST, &mut ());
+    }
+    cluster.run_until(|cluster| {
+        let due = cluster.workers.iter().map(|worker| worker.machine.poll_timeout()).min();
+        cluster.wire.is_empty() && due > Some(cluster.now + Span::from_secs(1))
+    });
+    assert!(cluster.workers.iter().all(|worker| worker.done.is_empty()));
+    move_on(&mut cluster);
+    name_lost(&mut cluster);
+    cluster.run(1);
+    let windows = check(&cluster, 1, 1);
+    assert_eq!(windows, [0, 40]);
 }

@@ -20,8 +20,17 @@ pub(super) struct Absent {
 struct Lacked {
     /// The known ranks.
     ranks: Vec<Rank>,
-    /// The number of unknown ranks.
-    unnamed: usize,
+    /// The ranks that are unknown yet, by shard.
+    unnamed: Vec<Unnamed>,
+}
+
+/// The ranks that a shard's results lack, but that the shard has not named.
+#[derive(Debug, Clone)]
+struct Unnamed {
+    /// The ranks that the shard has named.
+    named: Vec<Rank>,
+    /// How many more ranks its results lack.
+    others: usize,
 }
 
 impl Absent {
@@ -47,7 +56,7 @@ impl Absent {
     /// Returns the ranks in ascending order; `None` while any of them is unknown.
     pub(super) fn names(&self, paths: &[Path]) -> Option<Vec<Rank>> {
         let Lacked { mut ranks, unnamed } = self.lacked(paths);
-        if unnamed > 0 {
+        if !unnamed.is_empty() {
             return None;
         }
         ranks.sort_unstable();
@@ -57,23 +66,29 @@ impl Absent {
 
     /// Returns the ranks, as far as the shards at `paths` have named them.
     ///
-    /// The old aggregator may have died before it named the ranks that it lost. Those ranks are
-    /// among the lost ranks that the new aggregators name. Once the new aggregators have named at
-    /// least as many additional ranks as are unknown, this method adds all of them.
+    /// An old shard's aggregator may have died before it named all ranks that it lost. Those ranks
+    /// are among the lost ranks that the new aggregators name. Once the new aggregators have named
+    /// at least as many ranks that the old shard had not named as are unknown, this method adds all
+    /// of them.
     fn lacked(&self, paths: &[Path]) -> Lacked {
-        let Lacked { mut ranks, mut unnamed } = self.before.clone();
-        if unnamed > 0 {
-            let mut others = gone(paths);
-            others.retain(|rank| !ranks.contains(rank));
-            if others.len() >= unnamed {
+        let Lacked { mut ranks, unnamed: before } = self.before.clone();
+        let all = gone(paths);
+        let mut unnamed = Vec::new();
+        for shard in before {
+            let mut others = all.clone();
+            others.retain(|rank| !shard.named.contains(rank));
+            if others.len() >= shard.others {
                 ranks.append(&mut others);
-                unnamed = 0;
+            } else {
+                unnamed.push(shard);
             }
         }
         for (shard, lacked) in &self.at_shards {
             let gone = &paths[usize::from(*shard)].gone;
             ranks.extend_from_slice(&gone[..gone.len().min(*lacked)]);
-            unnamed = unnamed.max(lacked.saturating_sub(gone.len()));
+            if *lacked > gone.len() {
+                unnamed.push(Unnamed { named: gone.clone(), others: lacked - gone.len() });
+            }
         }
         Lacked { ranks, unnamed }
     }
