@@ -244,3 +244,23 @@ fn notify(state: &str) {
 
 /// How often a draining sidecar checks whether its jobs have ended.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn jobs_of_several_hosts_join_with_the_mtu_that_the_sidecar_is_given() {
+        let line = ["worker", "--socket", "s", "--aggregator", "127.0.0.1:1", "--mtu", "1400"];
+        let Command { args } = Command::try_parse_from(line).unwrap();
+        assert_eq!(args.upstream().unwrap().unwrap().mtu, Some(1400));
+    }
+}

@@ -27,7 +27,7 @@ use crate::join_message::join_message;
 use crate::options::ConnectOptions;
 use crate::peer_poll::{JoinState, PeerPoll};
 use crate::proof::Proof;
-use crate::route::{Route, data_addr, find_ways};
+use crate::route::{Route, data_addr, find_ways, mtu_of};
 
 /// How often a joining worker checks for multicast pings.
 const PING_POLL: Duration = Duration::from_millis(2);
@@ -132,19 +132,7 @@ fn join_at(
 ) -> Result<Outcome, ConnectError> {
     mailbox.next_session();
     let bind = data_addr(routes)?;
-    // Windows are cut into the same fragments for all shards, so the smallest MTU applies.
-    let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
-    if let (Some(mtu), Some(narrowest)) = (options.mtu, narrowest)
-        && mtu > narrowest
-    {
-        let why = format!(
-            "MTU {mtu} exceeds {narrowest}, the MTU of the interface towards the aggregator; lower \
-             `mtu`"
-        );
-        return Err(ConnectError::Arguments { options: &["mtu"], why });
-    }
-    let mtu = options.mtu.or(narrowest).unwrap_or(1500);
-    let datagram = max_datagram(mtu, bind.is_ipv6())?;
+    let datagram = max_datagram(mtu_of(routes, options.mtu)?, bind.is_ipv6())?;
     let socket = UdpSocket::open(&UdpConfig::new(bind))?;
     if let Some(shortfall) = socket.report().shortfall() {
         tracing::warn!("{shortfall}");

@@ -33,7 +33,7 @@ impl Route {
         Ok(Self { to, from, interface: interface_of(local), is_chosen: chosen.is_some() })
     }
 
-    /// Returns the local address to call from, or `None` if any will do.
+    /// Returns the local address to connect from, or `None` if any will do.
     pub(crate) fn caller(&self) -> Option<IpAddr> {
         self.is_chosen.then(|| self.from.ip())
     }
@@ -68,6 +68,26 @@ pub(crate) fn find_ways(
     match error {
         Some(error) if ways.is_empty() => Err(error),
         _ => Ok(ways),
+    }
+}
+
+/// Returns the MTU for datagrams over these routes, in bytes: the one that the user `asked` for, or
+/// the smallest of the interfaces'. All shards get the same fragments of a window, so one MTU
+/// applies to all routes.
+///
+/// # Errors
+/// Returns [`ConnectError::Arguments`] if an interface cannot send datagrams of the size asked for.
+pub(crate) fn mtu_of(routes: &[Route], asked: Option<usize>) -> Result<usize, ConnectError> {
+    let narrowest = routes.iter().filter_map(|route| Some(route.interface.as_ref()?.mtu)).min();
+    match (asked, narrowest) {
+        (Some(asked), Some(narrowest)) if asked > narrowest => {
+            let why = format!(
+                "MTU {asked} exceeds {narrowest}, the MTU of the interface towards the aggregator; \
+                 lower `mtu`"
+            );
+            Err(ConnectError::Arguments { options: &["mtu"], why })
+        }
+        (asked, narrowest) => Ok(asked.or(narrowest).unwrap_or(1500)),
     }
 }
 

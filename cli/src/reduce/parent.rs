@@ -146,4 +146,13 @@ mod tests {
             assert_eq!(config(&command.args).data_auth, Some(auth), "{flags:?}");
         }
     }
+
+    #[test]
+    fn a_rank_joins_with_the_mtu_that_it_is_given() {
+        let joins = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
+        let line = [&["reduce", "file", "--mtu", "1400"], &joins[..]].concat();
+        let Command { args } = Command::try_parse_from(line).unwrap();
+        let member = args.member.member("job").unwrap().unwrap();
+        assert_eq!(args.connect_options(&member).mtu, Some(1400));
+    }
 }

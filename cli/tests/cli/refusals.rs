@@ -497,6 +497,7 @@ fn a_benchmark_that_cannot_be_is_refused_before_it_starts() {
     }
     for args in [
         &["reduce", "--seed", "3", "file"][..],
+        &["reduce", "--mtu", "1500", "file"],
         &["status", "--insecure"],
         &["status", "/tmp/none", "--identity", "node.pem"],
         &["status", "unix:/tmp/none", "--insecure"],

@@ -259,6 +259,8 @@ fn what_a_sidecar_cannot_do_is_a_wrong_command_line() {
         (&["--identity", "node.pem"], "--aggregator <HOSTS>"),
         (&["--data-auth", "mac"], "--aggregator <HOSTS>"),
         (&["--interface", "eth0"], "--aggregator <HOSTS>"),
+        (&["--mtu", "1500"], "--aggregator <HOSTS>"),
+        (&["--aggregator", "127.0.0.1:1", "--mtu", "100"], "must be from 1280 to 65536"),
     ] {
         let ended = run(&[&["worker", "--socket", &socket], flags].concat());
         assert_eq!(ended.code, Some(2), "{ended:?}");

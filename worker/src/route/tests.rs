@@ -140,8 +140,8 @@ fn each_address_of_a_name_has_its_turn() {
     let other = addrs(&["127.0.0.1:9", "[::1]:9"]);
     let pairs = vec![addrs(&["[::1]:7", "[::1]:9"]), addrs(&["127.0.0.1:7", "127.0.0.1:9"])];
     assert_eq!(choices(&[both, other]), pairs);
-    // A name with one IP version decides for both. The name with fewer addresses repeats its last
-    // one.
+    // If one name has addresses of only one IP version, both names use that version. The name with
+    // fewer addresses repeats its last one.
     let more = addrs(&["[::1]:7", "192.0.2.1:7", "192.0.2.2:7"]);
     let fixed = addrs(&["198.51.100.1:7"]);
     let two = |ip: &str| addrs(&[ip, "198.51.100.1:7"]);
@@ -159,4 +159,18 @@ fn a_name_has_a_way_for_each_address_that_this_host_can_call() {
     let called: Vec<_> = ways.iter().flatten().map(|route| route.to).collect();
     assert!(!called.is_empty() && called.iter().all(|to| each.contains(to)), "{called:?}");
     assert!(ways.iter().all(|routes| routes.len() == 1));
+}
+
+#[test]
+fn the_smallest_mtu_applies_and_none_may_be_asked_for_above_it() {
+    let through = |mtu| {
+        let interface = Some(Interface { mtu, ..interface("eth0", &["192.0.2.9"]) });
+        Route { interface, ..route("192.0.2.1:7", "192.0.2.9:0") }
+    };
+    let both = [through(9000), through(1500)];
+    assert_eq!(mtu_of(&both, None).unwrap(), 1500);
+    assert_eq!(mtu_of(&both, Some(1400)).unwrap(), 1400);
+    assert_eq!(mtu_of(&both[..1], Some(9000)).unwrap(), 9000);
+    let error = mtu_of(&both, Some(9000)).unwrap_err();
+    assert!(matches!(error, ConnectError::Arguments { options: ["mtu"], .. }), "{error}");
 }

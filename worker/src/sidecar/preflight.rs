@@ -6,11 +6,11 @@ use racksum_net::quic::Credentials;
 use crate::aggregator_selector::AggregatorSelector;
 use crate::error::ConnectError;
 use crate::options::ConnectOptions;
-use crate::route::{find_ways, resolve};
+use crate::route::{find_ways, mtu_of, resolve};
 
 /// Checks those options of a sidecar that can be checked before a job joins: the identity, the
-/// network interface, and the aggregators. Returns a sentence for each set of aggregators that
-/// cannot be reached yet, because a name does not resolve or there is no route.
+/// network interface, the MTU and the aggregators. Returns a sentence for each set of aggregators
+/// that cannot be reached yet, because a name does not resolve or there is no route.
 ///
 /// # Errors
 /// Returns a [`ConnectError`] for a fault that later attempts cannot fix.
@@ -38,7 +38,9 @@ pub fn check_sidecar(options: &ConnectOptions) -> Result<Vec<String>, ConnectErr
             }
         }
         match find_ways(hosts, pattern) {
-            Ok(_) => {}
+            Ok(ways) => {
+                ways.iter().try_for_each(|routes| mtu_of(routes, options.mtu).map(|_| ()))?
+            }
             Err(later @ (ConnectError::Unresolved { .. } | ConnectError::NoWay { .. })) => {
                 unknown.push(later.to_string());
             }
