@@ -139,6 +139,13 @@ impl From<Fanout> for racksum_aggregator::Fanout {
     }
 }
 
+/// Parses the arguments of a subcommand, the first of which is its name.
+#[cfg(test)]
+pub(crate) fn parsed<A: clap::Args>(line: &[&str]) -> A {
+    let command = A::augment_args(clap::Command::new("racksum"));
+    A::from_arg_matches(&command.try_get_matches_from(line).unwrap()).unwrap()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

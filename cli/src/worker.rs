@@ -247,20 +247,13 @@ const DRAIN_POLL: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::args::parsed;
 
     #[test]
     fn jobs_of_several_hosts_join_with_the_mtu_that_the_sidecar_is_given() {
         let line = ["worker", "--socket", "s", "--aggregator", "127.0.0.1:1", "--mtu", "1400"];
-        let Command { args } = Command::try_parse_from(line).unwrap();
+        let args: Args = parsed(&line);
         assert_eq!(args.upstream().unwrap().unwrap().mtu, Some(1400));
     }
 }

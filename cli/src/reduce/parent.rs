@@ -124,15 +124,8 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::args::parsed;
 
     #[test]
     fn datagrams_are_sealed_unless_something_else_is_asked_for() {
@@ -142,8 +135,7 @@ mod tests {
             (&["--data-auth", "none"], DataAuth::None),
         ] {
             let line = [&["reduce", "file"][..], flags].concat();
-            let command = Command::try_parse_from(line).unwrap();
-            assert_eq!(config(&command.args).data_auth, Some(auth), "{flags:?}");
+            assert_eq!(config(&parsed(&line)).data_auth, Some(auth), "{flags:?}");
         }
     }
 
@@ -151,7 +143,7 @@ mod tests {
     fn a_rank_joins_with_the_mtu_that_it_is_given() {
         let joins = ["--aggregator", "127.0.0.1:1", "--rank", "0", "--world", "2"];
         let line = [&["reduce", "file", "--mtu", "1400"], &joins[..]].concat();
-        let Command { args } = Command::try_parse_from(line).unwrap();
+        let args: Args = parsed(&line);
         let member = args.member.member("job").unwrap().unwrap();
         assert_eq!(args.connect_options(&member).mtu, Some(1400));
     }

@@ -339,20 +339,13 @@ const MAX_NAME: usize = 48;
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::args::parsed;
 
     /// Returns `absent` from the last JSON object of a report in which tensor `i` lacks the ranks
     /// `absent[i]`.
     fn absent_of_all(absent: &[&[u16]]) -> serde_json::Value {
-        let Command { args } = Command::parse_from(["reduce", "--format", "json", "file"]);
+        let args: Args = parsed(&["reduce", "--format", "json", "file"]);
         let report = Report {
             held: Vec::new(),
             absent: absent.iter().map(|ranks| ranks.to_vec()).collect(),
