@@ -114,6 +114,11 @@ impl Sequence {
         self.settled.is_some_and(|settled| op <= settled)
     }
 
+    /// Returns whether the sequence continues beyond the number of `op`, but does not contain `op`.
+    pub(crate) fn has_passed(&self, op: OpId) -> bool {
+        Some(op) <= self.last() && self.get(op).is_none()
+    }
+
     pub(crate) fn get(&self, op: OpId) -> Option<&StreamOp> {
         self.ops.binary_search_by_key(&op, |entry| entry.op).ok().map(|i| &self.ops[i])
     }

@@ -25,11 +25,13 @@ impl Aggregation {
         let at = stream.sequence.position_from(header.window);
         let opened = stream.ranks[rank.index()].opened;
         let next = stream.next;
+        let passed = (!failed && stream.sequence.has_passed(reached)).then_some(reached);
         let may_lack = |from: u64| stream.folded.back().is_some_and(|newest| *newest >= from);
         let probed = from.map(may_lack);
         self.queue.note(lane, rank, |due| {
             due.failed = failed.then_some(reached).or(due.failed);
-            due.open |= !failed && opened <= at.max(next);
+            due.passed = passed;
+            due.open |= passed.is_some() || (!failed && opened <= at.max(next));
             due.sign |= probed == Some(true);
             due.stalled |= probed == Some(false);
         });

@@ -61,6 +61,9 @@ pub struct ResultFragments {
 pub(super) struct Due {
     /// Whether to request the rank's opens, starting with the first missing one.
     pub(super) open: bool,
+    /// An op that the rank waits for and whose number the lane has passed without the op, since the
+    /// ranks disagree about the op's lane. The rank's opens are requested from there on.
+    pub(super) passed: Option<OpId>,
     /// Whether to request fragments that must have been lost.
     pub(super) fragments: bool,
     /// Whether to send a wait that names the end of the results. The wait arrives behind all
@@ -302,9 +305,11 @@ impl Aggregation {
         let congested = core::mem::take(&mut due.congested);
         let may_nack = due.open && self.streams[usize::from(lane)].may_nack_open(rank, now);
         due.open = false;
+        let passed = due.passed.take().map(|op| WindowId::new(op, 0));
         if may_nack {
             self.put_off(lane, rank, due);
-            let window = self.streams[usize::from(lane)].unopened(rank);
+            let unopened = self.streams[usize::from(lane)].unopened(rank);
+            let window = passed.map_or(unopened, |passed| passed.min(unopened));
             let entry = core::iter::once(NackEntry { window, fragments: 0 });
             return Some(self.write_nack(lane, rank, congested, entry, out));
         }

@@ -104,6 +104,31 @@ fn an_op_that_a_lost_rank_called_in_another_lane_is_summed_after_a_move() {
 }
 
 #[test]
+fn an_open_that_is_lost_in_a_lane_that_has_passed_its_op_is_sent_again() {
+    // wire: W-22
+    let mut cluster = Cluster::new(3, 1, 2, 1, Faults::default());
+    // Rank 0 calls the first op in lane 0, and the others in lane 1.
+    submit(&mut cluster, 0, sum());
+    (1..3).for_each(|rank| submit(&mut cluster, rank, Descriptor { lane: 1, ..sum() }));
+    // The others disagree about the second op in lane 0, so that lane passes both ops.
+    submit(&mut cluster, 1, sum());
+    submit(&mut cluster, 2, Descriptor { reduction: Reduction::Max, ..sum() });
+    cluster.run_until(|cluster| {
+        lose(cluster, |_, header| header.sender == Rank(0));
+        [1, 2].iter().all(|rank| cluster.workers[*rank].done.len() == 1)
+    });
+    cluster.run_until(|cluster| {
+        let mut ended = cluster.workers.iter().map(|worker| worker.done.iter());
+        ended.all(|mut done| done.any(|(op, _)| *op == OpId(0)))
+    });
+    for (rank, worker) in cluster.workers.iter().enumerate() {
+        let (_, result) = worker.done.iter().find(|(op, _)| *op == OpId(0)).unwrap();
+        let error = result.as_ref().err();
+        assert!(matches!(error, Some(OpError::Mismatch { .. })), "rank {rank}: {error:?}");
+    }
+}
+
+#[test]
 fn an_op_that_the_others_failed_ends_at_a_rank_that_starts_it_after_the_move() {
     let mut cluster = Cluster::new(3, 1, 1, 1, Faults::default());
     for rank in 0..3 {
