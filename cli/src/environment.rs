@@ -70,8 +70,8 @@ pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<
     match (named, bytes(IDENTITY)) {
         (Some(named), _) => Ok(Some(named)),
         (None, Some(file)) if insecure => Err(Failure::usage(format!(
-            "{IDENTITY}={file:?} conflicts with --insecure; unset the variable, or leave \
-             --insecure out"
+            "{IDENTITY}={file:?} conflicts with --insecure, or with insecure of the configuration \
+             file; unset the variable, or leave that option out"
         ))),
         (None, file) => Ok(file.map(|file| {
             take("identity", IDENTITY, &file);
