@@ -3,7 +3,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use racksum_proto::aggregator::{self, Aggregation, CompleteWindow, FragmentPlace, Recipient};
+use racksum_proto::aggregator::{
+    self, Aggregation, CompleteWindow, Failed, FragmentPlace, Recipient,
+};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::geometry::{Fragmentation, Geometry, MAX_FRAGMENTS, WINDOW_BYTES};
 use racksum_proto::ids::{OpId, Rank, WindowId};
@@ -169,8 +171,20 @@ impl Cluster {
         for rank in 0..self.workers.len() {
             self.drive_worker(rank);
         }
+        self.pass_failures();
         for shard in 0..self.shards.len() {
             self.drive_shard(shard);
+        }
+    }
+
+    /// Reports the ops that have failed at a shard to the other shards.
+    fn pass_failures(&mut self) {
+        for shard in 0..self.shards.len() {
+            while let Some(Failed { op, why, .. }) = self.shards[shard].poll_failed() {
+                for machine in &mut self.shards {
+                    machine.handle_failed_beside(op, why, &mut ());
+                }
+            }
         }
     }
 

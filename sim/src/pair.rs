@@ -1,6 +1,8 @@
 //! In-memory clusters without links. Each datagram may be lost, duplicated or delayed at random.
 
-use racksum_proto::aggregator;
+use std::iter;
+
+use racksum_proto::aggregator::{self, Failed};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
 use racksum_proto::error::OpError;
@@ -159,6 +161,14 @@ impl Cluster {
         let mut out = Vec::new();
         for worker in &mut self.workers {
             worker.drive(self.now, usize::MAX, &mut out, &mut ());
+        }
+        let failed =
+            |shard: &mut ShardNode| iter::from_fn(|| shard.machine.poll_failed()).collect();
+        let failed: Vec<Vec<_>> = self.shards.iter_mut().map(failed).collect();
+        for Failed { op, why, .. } in failed.into_iter().flatten() {
+            for shard in &mut self.shards {
+                shard.machine.handle_failed_beside(op, why, &mut ());
+            }
         }
         for shard in &mut self.shards {
             shard.drive(self.now, &mut out, &mut ());

@@ -19,7 +19,7 @@ pub(super) enum Comparison {
     Failed,
 }
 
-/// An op that some rank has opened, or that failed elsewhere in a tree of aggregators.
+/// An op that some rank has opened, or that failed at another shard or elsewhere in a tree.
 #[derive(Debug, Clone, Copy)]
 struct Opened {
     op: OpId,
@@ -29,7 +29,7 @@ struct Opened {
     /// The first rank with a different descriptor, and that descriptor. `Some` means that the op
     /// has failed.
     other: Option<(Rank, Descriptor)>,
-    /// The disagreement, if the op failed elsewhere in a tree of aggregators.
+    /// The disagreement, if the op failed at another shard or elsewhere in a tree of aggregators.
     elsewhere: Option<Disagreement>,
 }
 

@@ -4,13 +4,15 @@
 //! [`Aggregation::handle_decoded`] and stores the payload where the verdict says. Then it polls two
 //! methods until both return `None`. For each window from [`Aggregation::poll_fold`], it folds the
 //! window and calls [`Aggregation::handle_folded`]. For each transmit from
-//! [`Aggregation::poll_transmit`], it sends the datagrams. The machine has no timers: a worker that
+//! [`Aggregation::poll_transmit`], it sends the datagrams. It reports each failed op from
+//! [`Aggregation::poll_failed`] to the job's other shards. The machine has no timers: a worker that
 //! receives nothing sends a nack. The answer requests missing data from that worker, or names the
 //! ranks that the next result waits for.
 
 mod agreement;
 mod budget;
 mod config;
+mod failures;
 mod nacks;
 mod occupancy;
 mod opens;
@@ -28,8 +30,8 @@ use alloc::vec::Vec;
 use agreement::Agreement;
 use budget::Budgets;
 pub use config::Config;
+pub use failures::Failed;
 use occupancy::Occupancy;
-pub use parent::Failed;
 use pool::Pool;
 pub use report::RankProgress;
 use stream::{Ready, Stored, Stream};
@@ -141,7 +143,7 @@ pub struct Aggregation {
 
 impl Aggregation {
     /// Creates the aggregator half for a job that starts at `now`. Allocates all memory up front,
-    /// with two exceptions in a tree of aggregators: the list of failures to report, and the list
+    /// with two exceptions: the list of failures to report and, in a tree of aggregators, the list
     /// of ranks that the parent waits for.
     #[must_use]
     pub fn new(config: Config, now: Time) -> Self {

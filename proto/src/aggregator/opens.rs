@@ -2,14 +2,13 @@
 
 use super::Aggregation;
 use super::agreement;
-use super::parent::Failed;
 use super::stream::Placed;
 use crate::descriptor::Descriptor;
 use crate::geometry::{Geometry, Stripe};
 use crate::ids::{OpId, Rank};
 use crate::observer::{Event, Observer};
 use crate::reject::Reject;
-use crate::wire::{Disagreement, Flags, Header};
+use crate::wire::{Flags, Header};
 
 impl Aggregation {
     pub(super) fn handle_open(
@@ -45,13 +44,11 @@ impl Aggregation {
         }
         let stream = &mut self.streams[usize::from(lane)];
         if stream.sequence.is_settled(op) {
-            // If other ranks opened the op in another lane, this lane may have passed the op's
-            // number without ever containing the op.
-            let elsewhere = self.agreement.descriptor(op).is_some_and(|it| it != open.descriptor);
-            if !elsewhere {
+            // If other ranks open the op in another lane, this lane may have passed the op's number
+            // without ever containing the op.
+            if !self.check_agreement(op, rank, &open.descriptor, observer) {
                 return Err(Reject::Stale);
             }
-            self.check_agreement(op, rank, &open.descriptor, observer);
             self.queue.note(lane, rank, |due| due.failed = Some(op));
             return Ok(());
         }
@@ -109,21 +106,5 @@ impl Aggregation {
                 true
             }
         }
-    }
-
-    /// Fails an op at every rank and in all lanes: the ranks may disagree about the op's lane.
-    fn fail(&mut self, op: OpId, disagreement: Disagreement, observer: &mut impl Observer) {
-        for stream in &mut self.streams {
-            stream.sequence.fail(op);
-        }
-        for (rank, descriptor) in [disagreement.one, disagreement.other] {
-            self.queue.note(descriptor.lane, rank, |due| due.failed = Some(op));
-        }
-        if self.config.is_of_tree() {
-            let why = self.named(disagreement);
-            self.failed.push_back(Failed { op, why, from_parent: false });
-        }
-        self.queue.broadcast_failure(op);
-        observer.on_event(&Event::Failed { op, error: None });
     }
 }

@@ -1,8 +1,10 @@
 //! A host: its links, its socket and its state machines.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::iter;
 use std::rc::Rc;
 
+use racksum_proto::aggregator::Failed;
 use racksum_proto::error::SubmitError;
 use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::schedule::{DeficitRoundRobin, Schedule, cost};
@@ -182,6 +184,37 @@ impl HostState {
                 self.occupy(now + Picos(plan.network.work.0 * spent as u64 / 1024));
             }
         }
+    }
+
+    /// Returns the ops that have failed at a shard, each with its job.
+    pub(super) fn poll_failed(&mut self) -> Vec<(usize, Failed)> {
+        let Role::Shard(host) = &mut self.role else { return Vec::new() };
+        let jobs = host.jobs.iter_mut().enumerate();
+        let failed = |(job, node): (usize, &mut ShardNode)| {
+            iter::from_fn(|| node.machine.poll_failed()).map(|failed| (job, failed)).collect()
+        };
+        let failed: Vec<Vec<_>> = jobs.map(failed).collect();
+        failed.into_iter().flatten().collect()
+    }
+
+    /// Fails an op that has failed at another shard. Returns whether the host is a shard that
+    /// lives.
+    pub(super) fn handle_failed_beside(
+        &mut self,
+        now: Picos,
+        job: usize,
+        failed: &Failed,
+        checkers: &mut Checkers,
+    ) -> bool {
+        let lives = self.acts_at(now) < Picos::NEVER;
+        let Role::Shard(host) = &mut self.role else { return false };
+        if lives {
+            let machine = Machine::Shard { job, shard: host.shard };
+            let mut watch = Watch { at: now, machine, foreign: false, checkers };
+            let Failed { op, why, .. } = *failed;
+            host.jobs[job].machine.handle_failed_beside(op, why, &mut watch);
+        }
+        lives
     }
 
     /// Returns the time at which the host next has something to do, unless a datagram arrives

@@ -189,9 +189,22 @@ impl<'a> Cluster<'a> {
                 .broken("a rank's timer was due again immediately too many times in a row");
         }
         self.post(at, out);
+        self.pass_failures(at);
         let due = self.hosts[at].next_due(self.plan);
         self.rouse(at, due.max(now));
         Ok(())
+    }
+
+    /// Reports the ops that have failed at a shard to the other shards, as an aggregator does.
+    fn pass_failures(&mut self, at: usize) {
+        let now = self.engine.now();
+        for (job, failed) in self.hosts[at].poll_failed() {
+            for other in (0..self.hosts.len()).filter(|other| *other != at) {
+                if self.hosts[other].handle_failed_beside(now, job, &failed, &mut self.checkers) {
+                    self.rouse(other, now);
+                }
+            }
+        }
     }
 
     /// Sends datagrams from the host with index `at`.

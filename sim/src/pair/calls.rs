@@ -4,7 +4,6 @@ use racksum_proto::call::{Call, Collective};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::error::OpError;
-use racksum_proto::time::Time;
 
 use super::{Cluster, Faults, Random, TIMEOUT, bytes};
 
@@ -16,29 +15,33 @@ struct Intent {
     collective: Collective,
     root: u16,
     elements: usize,
+    lane: u8,
 }
 
 impl Intent {
     fn descriptor(self) -> Descriptor {
-        let Self { number, collective, root, elements } = self;
+        let Self { number, collective, root, elements, lane } = self;
         let call = Call { number, collective, root };
         match collective {
             Collective::Refused => Descriptor::refused(call),
-            _ => Descriptor { call, ..Descriptor::sum(elements as u64, DType::I32) },
+            _ => Descriptor { call, lane, ..Descriptor::sum(elements as u64, DType::I32) },
         }
     }
 
     fn refused(self) -> Self {
-        Self { collective: Collective::Refused, root: 0, elements: 0, ..self }
+        Self { collective: Collective::Refused, root: 0, elements: 0, lane: 0, ..self }
     }
 }
 
+const LANES: u8 = 2;
+
 fn draw(dice: &mut Random, number: u32) -> Intent {
     let kinds = [Collective::AllReduce, Collective::Broadcast, Collective::AllGather];
-    let collective = kinds[usize::try_from(dice.below(3)).unwrap()];
+    let collective = kinds[index(dice, kinds.len())];
     let root = if collective.has_root() { u16::try_from(dice.below(2)).unwrap() } else { 0 };
     let elements = if dice.below(4) == 0 { 60 * 256 * 3 } else { 8 };
-    Intent { number, collective, root, elements }
+    let lane = u8::try_from(dice.below(u64::from(LANES))).unwrap();
+    Intent { number, collective, root, elements, lane }
 }
 
 /// Returns the calls that one rank makes when the job's calls are `calls`.
@@ -58,25 +61,51 @@ fn script(dice: &mut Random, calls: &[Intent], odds: u64) -> Vec<Intent> {
     made
 }
 
+/// Draws an index below `len`.
+fn index(dice: &mut Random, len: usize) -> usize {
+    usize::try_from(dice.below(len as u64)).unwrap()
+}
+
+/// Starts the next calls of each rank, up to `in_flight` at once. Returns whether any started.
+fn start_due(seed: u64, cluster: &mut Cluster, scripts: &[Vec<Intent>], in_flight: &[u32]) -> bool {
+    let now = cluster.now;
+    let mut is_started = false;
+    for ((worker, script), in_flight) in cluster.workers.iter_mut().zip(scripts).zip(in_flight) {
+        let ended = u32::try_from(worker.done.len()).unwrap();
+        let next = worker.machine.next_op().0;
+        for intent in script.iter().take((ended + in_flight) as usize).skip(next as usize) {
+            let ones = bytes(&vec![1; intent.elements]);
+            let submitted = worker.submit(now, intent.descriptor(), ones, TIMEOUT);
+            assert!(submitted.is_ok(), "seed {seed}: {submitted:?}");
+            is_started = true;
+        }
+    }
+    is_started
+}
+
 #[test]
 fn an_op_sums_one_and_the_same_call_or_is_a_mismatch_at_every_rank() {
     // wire: W-13, W-40, W-70
     let (mut summed, mut differed) = (0, 0);
-    for seed in 0..150 {
+    // Ops timed out with the last two seeds, since lost opens were not requested again, and since
+    // some ranks learned of a failure that the other shard did not know.
+    for seed in (0..150).chain([680, 1907]) {
         let world = 2 + u16::try_from(seed % 3).unwrap();
         let faults = Faults { drop: seed % 20, double: 5, delay: 5 };
-        let mut cluster = Cluster::new(world, 2, 1, seed, faults);
+        let mut cluster = Cluster::new(world, 2, LANES, seed, faults);
         let mut dice = Random::new(seed ^ 0xca11);
         let calls: Vec<_> = (0..12).map(|number| draw(&mut dice, number)).collect();
         let odds = [1, 3, 10][usize::try_from(seed % 3).unwrap()];
         let scripts: Vec<_> = (0..world).map(|_| script(&mut dice, &calls, odds)).collect();
-        for (worker, script) in cluster.workers.iter_mut().zip(&scripts) {
-            for intent in script {
-                let ones = bytes(&vec![1; intent.elements]);
-                worker.submit(Time(0), intent.descriptor(), ones, TIMEOUT).unwrap();
+        // A rank that makes one call at a time sends nothing after an open that is lost.
+        let in_flight: Vec<_> = (0..world).map(|_| [1, 2, 12][index(&mut dice, 3)]).collect();
+        cluster.run_until(|cluster| {
+            let is_started = start_due(seed, cluster, &scripts, &in_flight);
+            if is_started {
+                cluster.drive();
             }
-        }
-        cluster.run(calls.len());
+            cluster.workers.iter().all(|worker| worker.done.len() == calls.len())
+        });
         for (rank, worker) in cluster.workers.iter_mut().enumerate() {
             worker.done.sort_by_key(|(op, _)| *op);
             for (nth, (_, result)) in worker.done.iter().enumerate() {

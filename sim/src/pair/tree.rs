@@ -148,8 +148,7 @@ impl Tree {
                 }
             }
         }
-        let failed =
-            |root: &mut ShardNode| std::iter::from_fn(|| root.machine.poll_failed()).collect();
+        let failed = |root: &mut ShardNode| iter::from_fn(|| root.machine.poll_failed()).collect();
         let failed: Vec<Vec<_>> = self.root.iter_mut().map(failed).collect();
         for Failed { op, why, .. } in failed.into_iter().flatten() {
             passed = true;
