@@ -171,21 +171,30 @@ impl Cluster {
         for rank in 0..self.workers.len() {
             self.drive_worker(rank);
         }
-        self.pass_failures();
-        for shard in 0..self.shards.len() {
-            self.drive_shard(shard);
+        loop {
+            for shard in 0..self.shards.len() {
+                self.drive_shard(shard);
+            }
+            if !self.pass_failures() {
+                break;
+            }
         }
     }
 
-    /// Reports the ops that have failed at a shard to the other shards.
-    fn pass_failures(&mut self) {
+    /// Reports the ops that have failed at a shard to the other shards. Returns whether there were
+    /// any.
+    fn pass_failures(&mut self) -> bool {
+        let mut any = false;
         for shard in 0..self.shards.len() {
             while let Some(Failed { op, why, .. }) = self.shards[shard].poll_failed() {
-                for machine in &mut self.shards {
-                    machine.handle_failed_beside(op, why, &mut ());
+                any = true;
+                let (before, after) = self.shards.split_at_mut(shard);
+                for other in before.iter_mut().chain(&mut after[1..]) {
+                    other.handle_failed_beside(op, why, &mut ());
                 }
             }
         }
+        any
     }
 
     fn drive_worker(&mut self, rank: usize) {

@@ -114,7 +114,8 @@ impl Sequence {
         self.settled.is_some_and(|settled| op <= settled)
     }
 
-    /// Returns whether the sequence continues beyond the number of `op`, but does not contain `op`.
+    /// Returns whether the sequence has reached the number of `op` and does not hold `op`: it never
+    /// did, or no longer does.
     pub(crate) fn has_passed(&self, op: OpId) -> bool {
         Some(op) <= self.last() && self.get(op).is_none()
     }

@@ -1,7 +1,5 @@
 //! In-memory clusters without links. Each datagram may be lost, duplicated or delayed at random.
 
-use std::iter;
-
 use racksum_proto::aggregator::{self, Failed};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::{DType, Reduction, WireType};
@@ -100,6 +98,21 @@ impl Grant {
     }
 }
 
+/// Reports the ops that have failed at a shard to the other shards. Returns whether there were any.
+fn pass_failures(shards: &mut [ShardNode]) -> bool {
+    let mut any = false;
+    for at in 0..shards.len() {
+        while let Some(Failed { op, why, .. }) = shards[at].machine.poll_failed() {
+            any = true;
+            let (before, after) = shards.split_at_mut(at);
+            for other in before.iter_mut().chain(&mut after[1..]) {
+                other.machine.handle_failed_beside(op, why, &mut ());
+            }
+        }
+    }
+    any
+}
+
 impl Cluster {
     fn new(world: u16, shards: u8, lanes: u8, seed: u64, faults: Faults) -> Self {
         let grant = Grant { world, shards, lanes, pool_slots: 8, moved_at: None };
@@ -162,16 +175,13 @@ impl Cluster {
         for worker in &mut self.workers {
             worker.drive(self.now, usize::MAX, &mut out, &mut ());
         }
-        let failed =
-            |shard: &mut ShardNode| iter::from_fn(|| shard.machine.poll_failed()).collect();
-        let failed: Vec<Vec<_>> = self.shards.iter_mut().map(failed).collect();
-        for Failed { op, why, .. } in failed.into_iter().flatten() {
+        loop {
             for shard in &mut self.shards {
-                shard.machine.handle_failed_beside(op, why, &mut ());
+                shard.drive(self.now, &mut out, &mut ());
             }
-        }
-        for shard in &mut self.shards {
-            shard.drive(self.now, &mut out, &mut ());
+            if !pass_failures(&mut self.shards) {
+                break;
+            }
         }
         self.post(out);
     }

@@ -107,6 +107,7 @@ impl Agreement {
     /// Compares `rank`'s descriptor of `op` with the first descriptor of `op`. The caller has
     /// checked `op` with [`Self::admits`].
     pub(super) fn check(&mut self, op: OpId, rank: Rank, descriptor: Descriptor) -> Comparison {
+        debug_assert!(self.admits(op).is_ok(), "the record of another op would be lost");
         let mine = (rank, descriptor);
         let place = &mut self.ops[op.0 as usize % self.ops.len()];
         match place.as_mut().filter(|opened| opened.op == op) {

@@ -5,9 +5,9 @@
 //! methods until both return `None`. For each window from [`Aggregation::poll_fold`], it folds the
 //! window and calls [`Aggregation::handle_folded`]. For each transmit from
 //! [`Aggregation::poll_transmit`], it sends the datagrams. It reports each failed op from
-//! [`Aggregation::poll_failed`] to the job's other shards. The machine has no timers: a worker that
-//! receives nothing sends a nack. The answer requests missing data from that worker, or names the
-//! ranks that the next result waits for.
+//! [`Aggregation::poll_failed`] to the aggregator's other shards. The machine has no timers: a
+//! worker that receives nothing sends a nack. The answer requests missing data from that worker, or
+//! names the ranks that the next result waits for.
 
 mod agreement;
 mod budget;

@@ -25,12 +25,13 @@ impl Aggregation {
         let at = stream.sequence.position_from(header.window);
         let opened = stream.ranks[rank.index()].opened;
         let next = stream.next;
-        let passed = (!failed && stream.sequence.has_passed(reached)).then_some(reached);
+        let is_due = !failed && !self.agreement.is_past(reached);
+        let passed = (is_due && stream.sequence.has_passed(reached)).then_some(reached);
         let may_lack = |from: u64| stream.folded.back().is_some_and(|newest| *newest >= from);
         let probed = from.map(may_lack);
         self.queue.note(lane, rank, |due| {
             due.failed = failed.then_some(reached).or(due.failed);
-            due.passed = passed;
+            due.passed = due.passed.into_iter().chain(passed).min();
             due.open |= passed.is_some() || (!failed && opened <= at.max(next));
             due.sign |= probed == Some(true);
             due.stalled |= probed == Some(false);

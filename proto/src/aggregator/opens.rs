@@ -46,7 +46,7 @@ impl Aggregation {
         if stream.sequence.is_settled(op) {
             // If other ranks open the op in another lane, this lane may have passed the op's number
             // without ever containing the op.
-            if !self.check_agreement(op, rank, &open.descriptor, observer) {
+            if is_over || !self.check_agreement(op, rank, &open.descriptor, observer) {
                 return Err(Reject::Stale);
             }
             self.queue.note(lane, rank, |due| due.failed = Some(op));

@@ -61,8 +61,9 @@ pub struct ResultFragments {
 pub(super) struct Due {
     /// Whether to request the rank's opens, starting with the first missing one.
     pub(super) open: bool,
-    /// An op that the rank waits for and whose number the lane has passed without the op, since the
-    /// ranks disagree about the op's lane. The rank's opens are requested from there on.
+    /// An op that the rank waits for and that the lane does not hold, although it has passed the
+    /// op's number: ranks may disagree about the op's lane. The rank's opens are requested from
+    /// there on.
     pub(super) passed: Option<OpId>,
     /// Whether to request fragments that must have been lost.
     pub(super) fragments: bool,

@@ -82,7 +82,11 @@ impl Worker {
         if header.flags.has(Flags::CONGESTED) {
             self.paths[usize::from(header.shard)].congestion.on_congested();
         }
-        if stream.handle_low(header.ack) {
+        if header.kind == Kind::Fail {
+            // The credit may pass the failed op, which would then end without the reason.
+            self.handle_fail(now, header.window.op, body, observer)?;
+        }
+        if self.streams[at].handle_low(header.ack) {
             self.pass_ended(at, observer);
             self.release(now, at);
             self.drop_ended();
@@ -98,9 +102,9 @@ impl Worker {
                 Ok(Verdict::Control)
             }
             Kind::Ping if body.is_empty() => Ok(Verdict::Control),
+            Kind::Fail => Ok(Verdict::Control),
             Kind::Credit | Kind::Ping => Err(Reject::Body),
             Kind::Wait => self.handle_wait(now, at, header.window, body, observer),
-            Kind::Fail => self.handle_fail(now, header.window.op, body, observer),
             Kind::Open | Kind::Data | Kind::Ack => Err(Reject::Kind),
         }
     }
@@ -243,7 +247,7 @@ impl Worker {
         op: OpId,
         body: &[u8],
         observer: &mut impl Observer,
-    ) -> Result<Verdict<Delivery>, Reject> {
+    ) -> Result<(), Reject> {
         let Disagreement { one, other } = Disagreement::decode(body)?;
         self.note_failure_confirmed(op);
         // wire: W-41
@@ -252,7 +256,7 @@ impl Worker {
         for at in 0..self.streams.len() {
             self.settle_results(now, at, observer);
         }
-        Ok(Verdict::Control)
+        Ok(())
     }
 }
 

@@ -6,9 +6,9 @@ use racksum_proto::dtype::DType;
 use racksum_proto::geometry::WINDOW_BYTES;
 use racksum_proto::ids::Rank;
 use racksum_proto::time::{Span, Time};
-use racksum_proto::wire::{Header, Kind, MissingRanks, NackEntry};
+use racksum_proto::wire::{Disagreement, Header, Kind, MissingRanks, NackEntry};
 
-use crate::shard::{Shard, ack, block, entries, everything_from, nack, names, sum};
+use crate::shard::{Shard, WINDOW, ack, block, entries, everything_from, nack, names, sum};
 use crate::support::{datagram, header, open, shard, window};
 
 #[test]
@@ -59,6 +59,37 @@ fn a_nack_is_answered_with_what_it_takes() {
             (*to, header.kind) == (Recipient::Rank(Rank(0)), Kind::Fail)
         })
     );
+}
+
+#[test]
+fn a_nack_for_an_op_that_failed_at_another_shard_is_answered_with_the_fail() {
+    // wire: W-22, W-40
+    let [mut first, mut second] =
+        [0, 1].map(|nth| Shard::of(Aggregation::new(shard(nth, 2), Time(0))));
+    let at_second = |mut message: Vec<u8>| {
+        message[15] = 1;
+        message
+    };
+    let other = Descriptor::sum(2 * WINDOW, DType::I32);
+    first.take(&open(1, 0, 0, &sum(2), None, &[true]));
+    second.take(&at_second(open(1, 0, 1, &sum(2), None, &[true])));
+    // The other rank's open reaches the first shard only.
+    first.take(&open(0, 0, 0, &other, None, &[true]));
+    let failed = first.machine.poll_failed().expect("the shard reports the failure");
+    second.machine.handle_failed_beside(failed.op, failed.why, &mut second.events);
+    // The first shard has told all ranks, so the second tells only those that ask.
+    assert!(second.sent().iter().all(|(_, header, _)| header.kind != Kind::Fail));
+    assert!(second.machine.poll_failed().is_none());
+    let from = window(0, 1);
+    second.take(&at_second(nack(1, from, &everything_from(from))));
+    let (_, body) = second.sent_to(1, Kind::Fail);
+    assert_eq!(Disagreement::decode(&body), Ok(failed.why));
+
+    // A job's only shard has no shard to tell.
+    let mut only = Shard::new();
+    only.take(&open(0, 0, 0, &sum(1), None, &[true]));
+    only.take(&open(1, 0, 0, &sum(2), None, &[true; 2]));
+    assert!(only.machine.poll_failed().is_none());
 }
 
 #[test]

@@ -54,6 +54,8 @@ pub(super) enum Role {
 pub(super) struct ShardHost {
     shard: u8,
     jobs: Vec<ShardNode>,
+    /// The ops that have failed at other shards, each with its job.
+    told: Vec<(usize, Failed)>,
     /// The jobs' turns. A job that waits for a turn has work left.
     schedule: DeficitRoundRobin<usize>,
 }
@@ -177,6 +179,7 @@ impl HostState {
                 worker.drive(now, room, &plan.jobs[worker.job], out, checkers);
             }
             Role::Shard(host) => {
+                host.fail_told(now, checkers);
                 for (bytes, marked) in batch {
                     host.handle(now, &bytes, marked, checkers);
                 }
@@ -197,24 +200,12 @@ impl HostState {
         failed.into_iter().flatten().collect()
     }
 
-    /// Fails an op that has failed at another shard. Returns whether the host is a shard that
-    /// lives.
-    pub(super) fn handle_failed_beside(
-        &mut self,
-        now: Picos,
-        job: usize,
-        failed: &Failed,
-        checkers: &mut Checkers,
-    ) -> bool {
-        let lives = self.acts_at(now) < Picos::NEVER;
+    /// Tells a shard that an op has failed at another shard. The shard handles this when it next
+    /// acts. Returns whether the host is a shard.
+    pub(super) fn tell_failed(&mut self, job: usize, failed: Failed) -> bool {
         let Role::Shard(host) = &mut self.role else { return false };
-        if lives {
-            let machine = Machine::Shard { job, shard: host.shard };
-            let mut watch = Watch { at: now, machine, foreign: false, checkers };
-            let Failed { op, why, .. } = *failed;
-            host.jobs[job].machine.handle_failed_beside(op, why, &mut watch);
-        }
-        lives
+        host.told.push((job, failed));
+        true
     }
 
     /// Returns the time at which the host next has something to do, unless a datagram arrives
@@ -415,7 +406,16 @@ impl ShardHost {
             ShardNode::new(config, plan.network.multicast, now.time())
         };
         let jobs = (0..plan.jobs.len()).map(&mut node).collect();
-        Self { shard, jobs, schedule }
+        Self { shard, jobs, told: Vec::new(), schedule }
+    }
+
+    /// Fails the ops that have failed at other shards.
+    fn fail_told(&mut self, now: Picos, checkers: &mut Checkers) {
+        for (job, Failed { op, why, .. }) in self.told.drain(..) {
+            let machine = Machine::Shard { job, shard: self.shard };
+            let mut watch = Watch { at: now, machine, foreign: false, checkers };
+            self.jobs[job].machine.handle_failed_beside(op, why, &mut watch);
+        }
     }
 
     /// Passes a datagram to the machine of its job.

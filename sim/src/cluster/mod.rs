@@ -200,7 +200,7 @@ impl<'a> Cluster<'a> {
         let now = self.engine.now();
         for (job, failed) in self.hosts[at].poll_failed() {
             for other in (0..self.hosts.len()).filter(|other| *other != at) {
-                if self.hosts[other].handle_failed_beside(now, job, &failed, &mut self.checkers) {
+                if self.hosts[other].tell_failed(job, failed) {
                     self.rouse(other, now);
                 }
             }

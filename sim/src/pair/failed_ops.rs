@@ -104,6 +104,22 @@ fn an_op_that_a_lost_rank_called_in_another_lane_is_summed_after_a_move() {
 }
 
 #[test]
+fn a_disagreement_after_a_move_is_shown_to_all_ranks() {
+    // wire: W-41
+    let mut cluster = Cluster::new(3, 1, 1, 1, Faults::default());
+    move_on(&mut cluster, 1);
+    for rank in 0..3 {
+        let odd = Descriptor { reduction: Reduction::Max, ..sum() };
+        submit(&mut cluster, rank, if rank == ODD.index() { odd } else { sum() });
+    }
+    cluster.run(1);
+    for (rank, worker) in cluster.workers.iter().enumerate() {
+        let error = worker.done[0].1.as_ref().err();
+        assert!(matches!(error, Some(OpError::Mismatch { .. })), "rank {rank}: {error:?}");
+    }
+}
+
+#[test]
 fn an_open_that_is_lost_in_a_lane_that_has_passed_its_op_is_sent_again() {
     // wire: W-22
     let mut cluster = Cluster::new(3, 1, 2, 1, Faults::default());

@@ -208,6 +208,29 @@ fn an_op_that_the_others_dropped_fails_at_a_rank_that_starts_it_after_the_move()
 }
 
 #[test]
+fn small_ops_of_a_job_that_has_moved_end_although_opens_come_late_and_twice() {
+    for seed in 0..12 {
+        let faults = Faults { drop: 0, double: 20, delay: 20 };
+        let mut cluster = Cluster::new(2, 1, 1, seed, faults);
+        let moved_at = Some(OpId(0));
+        cluster.move_to(Grant { world: 2, shards: 1, lanes: 1, pool_slots: 8, moved_at });
+        let descriptor = Descriptor::sum(8, DType::I32);
+        for op in 0..600 {
+            let now = cluster.now;
+            for worker in &mut cluster.workers {
+                worker.submit(now, descriptor, bytes(&[1; 8]), Span::from_secs(2)).unwrap();
+            }
+            // A few ops are in flight at once, so that late opens overtake many others.
+            cluster.run((op + 1_usize).saturating_sub(8));
+            let failed = cluster.workers[0].done.iter().find(|(_, result)| result.is_err());
+            assert!(failed.is_none(), "seed {seed}: {failed:?}");
+        }
+        cluster.run(600);
+        assert!(cluster.workers[1].done.iter().all(|(_, sum)| *sum == Ok(bytes(&[2; 8]))));
+    }
+}
+
+#[test]
 fn a_rank_at_rest_asks_less_and_less_whether_all_have_what_it_has() {
     let mut cluster = Cluster::new(3, 2, 2, 1, Faults::default());
     submit(&mut cluster, 1, 0, Descriptor::sum(60 * 256 * 9, DType::F32));

@@ -148,14 +148,7 @@ impl Tree {
                 }
             }
         }
-        let failed = |root: &mut ShardNode| iter::from_fn(|| root.machine.poll_failed()).collect();
-        let failed: Vec<Vec<_>> = self.root.iter_mut().map(failed).collect();
-        for Failed { op, why, .. } in failed.into_iter().flatten() {
-            passed = true;
-            for root in &mut self.root {
-                root.machine.handle_failed_beside(op, why, &mut ());
-            }
-        }
+        passed |= pass_failures(&mut self.root);
         for (number, root) in (0..).zip(&mut self.root) {
             root.drive(self.now, &mut down, &mut ());
             let to = |datagram: &Datagram| End::Above(usize::from(rank(datagram)), number);
