@@ -18,7 +18,7 @@ enum MayImport {
 
 /// The workspace crates that each crate and its tests may import. The table of crates in
 /// ARCHITECTURE.md summarizes this one. A crate without a row is an error.
-const ARROWS: [(&str, MayImport); 16] = [
+const ARROWS: [(&str, MayImport); 17] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
@@ -43,6 +43,7 @@ const ARROWS: [(&str, MayImport); 16] = [
     ("racksum", MayImport::Only(&["racksum-proto", "racksum-worker", "racksum-aggregator"])),
     ("racksum-python", MayImport::Only(&["racksum-proto", "racksum-worker"])),
     ("racksum-sim", MayImport::Only(&["racksum-proto"])),
+    ("racksum-placer", MayImport::Only(&[])),
     (
         "racksum-cli",
         MayImport::Only(&[
@@ -52,6 +53,7 @@ const ARROWS: [(&str, MayImport); 16] = [
             "racksum-aggregator",
             "racksum-worker",
             "racksum-sim",
+            "racksum-placer",
             "racksum-benches",
             "racksum-preload",
             "racksum-test-report",
@@ -85,7 +87,7 @@ const ARROWS: [(&str, MayImport); 16] = [
 ];
 
 /// The crates that may not own a socket, a clock or the system's randomness (invariant I8).
-const SANS_IO: [&str; 2] = ["racksum-proto", "racksum-sim"];
+const SANS_IO: [&str; 3] = ["racksum-proto", "racksum-sim", "racksum-placer"];
 
 /// The packages that a sans-IO crate may use only in its tests.
 const IO_PACKAGES: [&str; 8] =

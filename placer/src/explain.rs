@@ -1,0 +1,232 @@
+//! The reasons for a plan, and the changes that would shorten its step.
+
+use std::ops::Range;
+
+use crate::constraint::{Constraint, lifted};
+use crate::job::Job;
+use crate::model::step_time;
+use crate::network::Bottleneck;
+use crate::placement::Placement;
+use crate::plan::{Plan, best_plan, plan_in};
+use crate::problem::{Exclusion, Problem, free_gpus};
+use crate::topology::{HostId, Topology, VertexId};
+
+/// The reasons for a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explanation {
+    /// Per host, in the order of the topology.
+    pub hosts: Vec<Reason>,
+    /// The other domains of the level of the plan's domain.
+    pub domains: Vec<(VertexId, Alternative)>,
+    /// Changes that would shorten the step, the greatest saving first.
+    pub helps: Vec<Help>,
+}
+
+/// The reason why a plan uses a host or does not.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Reason {
+    /// The plan uses the host.
+    Used,
+    /// No rank of the job may be there.
+    Excluded(Exclusion),
+    /// The plan stays in a domain that does not contain the host.
+    Outside,
+    /// A limit of the job or a link that carries nothing forbids a rank there.
+    Forbidden,
+    /// If one rank were there, the step would take this long, in seconds. This is not less than the
+    /// plan's step, and equal if the plan prefers the used hosts only to keep domains whole.
+    Step(f64),
+}
+
+/// The result of planning a job in another domain.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Alternative {
+    /// The domain has room for fewer ranks than the job has.
+    Room(u32),
+    /// No placement was found there.
+    None,
+    /// The best step found there takes this long, in seconds.
+    Step(f64),
+}
+
+/// A change, and the step time with it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Help {
+    /// The change.
+    pub change: Change,
+    /// The step time with the change, in seconds.
+    pub step_s: f64,
+    /// The share of the step time that the change saves.
+    pub saving: f64,
+}
+
+/// A change that would shorten a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// The link or path that limits the step carries twice as much.
+    Faster(Bottleneck),
+    /// The job lacks this constraint.
+    Without(Constraint),
+    /// Other jobs free some resources in a domain.
+    Freed {
+        /// The domain.
+        domain: VertexId,
+        /// The number of GPUs.
+        gpus: u32,
+        /// The number of CPU cores.
+        cpus: u32,
+    },
+}
+
+/// Explains a plan that [`crate::plan::plan`] made for this problem and job.
+#[must_use]
+pub fn explain(problem: &Problem<'_>, job: &Job, plan: &Plan) -> Explanation {
+    Explanation {
+        hosts: reasons(problem, plan),
+        domains: alternatives(problem, plan),
+        helps: helps(problem, job, plan),
+    }
+}
+
+fn reasons(problem: &Problem<'_>, plan: &Plan) -> Vec<Reason> {
+    let mut reasons: Vec<Reason> = vec![];
+    for host in 0..problem.topology.hosts().len() {
+        let is_like_previous = problem.is_like_previous(Topology::ROOT, host)
+            && problem.seats[host].excluded == problem.seats[host - 1].excluded
+            && !plan.placement.uses(host)
+            && !plan.placement.uses(host - 1);
+        let reason = match reasons.last() {
+            // Large clusters have few kinds of hosts.
+            Some(previous) if is_like_previous => previous.clone(),
+            _ => reason(problem, plan, host),
+        };
+        reasons.push(reason);
+    }
+    reasons
+}
+
+fn reason(problem: &Problem<'_>, plan: &Plan, host: usize) -> Reason {
+    if plan.placement.uses(host) {
+        return Reason::Used;
+    }
+    if let Some(exclusion) = &problem.seats[host].excluded {
+        return Reason::Excluded(exclusion.clone());
+    }
+    if !problem.topology.hosts_of(plan.domain).contains(&host) {
+        return Reason::Outside;
+    }
+    with_rank_on(problem, plan, host).map_or(Reason::Forbidden, Reason::Step)
+}
+
+/// Returns the shortest step in seconds if one rank moves to an unused host from one of the hosts
+/// with most ranks.
+fn with_rank_on(problem: &Problem<'_>, plan: &Plan, host: usize) -> Option<f64> {
+    let moved = |from: usize| {
+        let mut placement = plan.placement.clone();
+        placement.ranks[from] -= 1;
+        placement.ranks[host] += 1;
+        problem.allows(&placement).then(|| step_time(problem, &placement).total_s())
+    };
+    let ranks = &plan.placement.ranks;
+    let mut from: Vec<_> = (0..ranks.len()).filter(|from| ranks[*from] > 0).collect();
+    from.sort_by_key(|from| std::cmp::Reverse(ranks[*from]));
+    from.truncate(MOST_SOURCES);
+    from.into_iter().filter_map(moved).filter(|step_s| step_s.is_finite()).reduce(f64::min)
+}
+
+fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternative)> {
+    let topology = problem.topology;
+    // A plan for the whole cluster is compared with its widest domains.
+    let depth = topology.depth(plan.domain).max(1);
+    if depth > topology.levels().len() {
+        return vec![];
+    }
+    let others = topology.domains(depth).filter(|domain| *domain != plan.domain);
+    let alternative = |domain: VertexId| {
+        let room = problem.rooms[domain.0];
+        let alternative = if room < problem.traffic.ranks {
+            Alternative::Room(room)
+        } else {
+            let plan = plan_in(problem, domain);
+            plan.map_or(Alternative::None, |plan| Alternative::Step(plan.time.total_s()))
+        };
+        (domain, alternative)
+    };
+    others.map(alternative).collect()
+}
+
+fn helps(problem: &Problem<'_>, job: &Job, plan: &Plan) -> Vec<Help> {
+    let now_s = plan.time.total_s();
+    let help = |change: Change, step_s: f64| {
+        let saving = 1.0 - step_s / now_s;
+        (saving >= LEAST_SAVING).then_some(Help { change, step_s, saving })
+    };
+    let step_s = |problem: &Problem<'_>| Some(best_plan(problem)?.time.total_s());
+    let bottleneck = plan.time.bottleneck;
+    let faster = problem.links.faster(bottleneck);
+    let faster = faster.and_then(|links| step_s(&problem.with_links(&links)));
+    let faster = faster.and_then(|step_s| help(Change::Faster(bottleneck), step_s));
+    let lifted = lifted(problem.topology, problem.links, job).filter_map(|(without, lifted)| {
+        // Room in one domain is a more useful answer than room everywhere.
+        let is_asked = without != Constraint::OtherJobs;
+        is_asked.then(|| help(Change::Without(without), step_s(&lifted)?))?
+    });
+    let mut helps: Vec<Help> = faster.into_iter().chain(lifted).collect();
+    if let Ok(freed) = Problem::without_other_jobs(problem.topology, problem.links, job) {
+        let domains = crowded_domains(problem, &freed, &plan.placement);
+        helps.extend(domains.into_iter().filter_map(|(domain, hosts)| {
+            let freed = problem.with_seats_of(&freed, hosts);
+            let plan = best_plan(&freed)?;
+            let (gpus, cpus) = lacking(problem.topology, job, &plan.placement);
+            let change = Change::Freed { domain, gpus, cpus };
+            (gpus + cpus > 0).then(|| help(change, plan.time.total_s()))?
+        }));
+    }
+    helps.sort_by(|one, other| other.saving.total_cmp(&one.saving));
+    helps
+}
+
+/// Returns the GPUs and CPU cores that other jobs use and a placement needs.
+fn lacking(topology: &Topology, job: &Job, placement: &Placement) -> (u32, u32) {
+    let lacking = |(host, ranks, aggregators): (HostId, Range<u32>, u32)| {
+        let ranks = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
+        let host = topology.host(host);
+        let cpus = ranks * job.cpus_per_rank + aggregators * job.cpus_per_aggregator;
+        let gpus = (ranks * job.gpus_per_rank).saturating_sub(free_gpus(host, job));
+        (gpus, cpus.saturating_sub(host.cpus.free()))
+    };
+    let hosts = placement.hosts().map(lacking);
+    hosts.fold((0, 0), |sum, host| (sum.0 + host.0, sum.1 + host.1))
+}
+
+/// Returns the innermost domains in which other jobs use seats: those with most ranks of this job
+/// first, then those with most seats.
+fn crowded_domains(
+    problem: &Problem<'_>,
+    freed: &Problem<'_>,
+    placement: &Placement,
+) -> Vec<(VertexId, Range<usize>)> {
+    let topology = problem.topology;
+    let seats = |problem: &Problem<'_>, hosts: Range<usize>| {
+        let seats = problem.seats[hosts].iter();
+        seats.map(|seats| u64::from(seats.ranks) + u64::from(seats.aggregators)).sum::<u64>()
+    };
+    let crowded = |domain: VertexId| {
+        let hosts = topology.hosts_of(domain);
+        let ranks = placement.ranks[hosts.clone()].iter().sum::<u32>();
+        let most = seats(freed, hosts.clone());
+        (most > seats(problem, hosts.clone())).then_some(((ranks, most), domain, hosts))
+    };
+    let mut domains: Vec<_> =
+        topology.domains(topology.levels().len()).filter_map(crowded).collect();
+    domains.sort_by_key(|(key, domain, _)| (std::cmp::Reverse(*key), *domain));
+    domains.truncate(MOST_DOMAINS);
+    domains.into_iter().map(|(_, domain, hosts)| (domain, hosts)).collect()
+}
+
+/// A change that saves a smaller share of the step is not worth a line.
+const LEAST_SAVING: f64 = 0.05;
+/// Each domain costs one plan.
+const MOST_DOMAINS: usize = 8;
+/// Hosts from which a rank is moved to each unused host.
+const MOST_SOURCES: usize = 8;

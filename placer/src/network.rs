@@ -1,0 +1,457 @@
+//! Measurements of the links, their ages, and the rates that they imply today.
+//!
+//! [`Network`] is the file that the probe writes. [`Links`] holds a rate and a delay for each link
+//! of a topology, with the source of each. A planner reads only [`Links`].
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::topology::{HostId, Topology, VertexId};
+
+/// Measurements of a cluster's links.
+///
+/// The link of a vertex connects it to its parent: the link of a host is its network interface, and
+/// the link of a rack is the rack's uplink.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    /// The time in which a measurement loses half of its confidence, in seconds.
+    #[serde(default = "default_half_life")]
+    pub half_life_s: f64,
+    /// Links of domains and hosts.
+    #[serde(default)]
+    pub links: Vec<LinkRecord>,
+    /// Paths between hosts that differ from what their links imply.
+    #[serde(default)]
+    pub pairs: Vec<PairRecord>,
+}
+
+impl Default for Network {
+    fn default() -> Self {
+        Self { half_life_s: default_half_life(), links: vec![], pairs: vec![] }
+    }
+}
+
+/// The link between a vertex and its parent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LinkRecord {
+    /// The path of a domain, such as `a/a1`, or the name of a host.
+    pub of: String,
+    /// From the vertex to its parent.
+    pub up: Option<Measurement>,
+    /// From the parent to the vertex.
+    pub down: Option<Measurement>,
+    /// The median round-trip time that this link adds to a path, in microseconds.
+    pub rtt_us: Option<f64>,
+}
+
+/// A path from one host to another.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PairRecord {
+    /// The name of the sending host.
+    pub from: String,
+    /// The name of the receiving host.
+    pub to: String,
+    /// The throughput and loss of the path.
+    pub path: Measurement,
+    /// The median round-trip time in microseconds.
+    pub rtt_us: Option<f64>,
+}
+
+/// The throughput and loss of one direction of a link or path.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measurement {
+    /// Throughput at the receiver in Mbit/s. Zero means that nothing passes.
+    pub mbit: f64,
+    /// The share of datagrams that are lost, from 0 to 1.
+    #[serde(default)]
+    pub loss: f64,
+    /// The age of the measurement in seconds.
+    #[serde(default)]
+    pub age_s: f64,
+    /// The confidence at the time of the measurement, from 0 to 1.
+    #[serde(default = "full_confidence")]
+    pub confidence: f64,
+    /// Whether the value was inferred from other measurements.
+    #[serde(default)]
+    pub is_inferred: bool,
+}
+
+const fn default_half_life() -> f64 {
+    24.0 * 3600.0
+}
+
+const fn full_confidence() -> f64 {
+    1.0
+}
+
+/// The error for a network file that is wrong or that describes another cluster.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum NetworkError {
+    /// A record names a host or domain that the inventory does not list.
+    #[error("the network file names {0:?}, which is neither a host nor a domain of the inventory")]
+    Unknown(String),
+    /// A value is not a number or outside its range.
+    #[error("{of}: {field} is {value}; it must be {range}")]
+    Value {
+        /// The link or path.
+        of: String,
+        /// The name of the field.
+        field: &'static str,
+        /// The value given.
+        value: f64,
+        /// The range of valid values.
+        range: &'static str,
+    },
+    /// A link or path has two records.
+    #[error("the network file has two records of {0:?}; remove the older one")]
+    Twice(String),
+    /// A record of a path starts and ends at one host.
+    #[error("the network file has a path from {0:?} to itself; remove it")]
+    Loop(String),
+}
+
+/// The origin of a link's rate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// A measurement of this link.
+    Measured,
+    /// Measurements of other links.
+    Inferred,
+    /// The rate of the host's network interface.
+    Nominal,
+    /// None: the rate is unknown. The planner assumes that the link carries all that its children
+    /// can send.
+    Unknown,
+}
+
+/// The rate of one direction of a link or path.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rate {
+    /// The expected goodput in bytes per second.
+    pub bytes_per_s: f64,
+    /// The origin of the rate.
+    pub source: Source,
+    /// The confidence in a measured rate, from 0 to 1, after ageing.
+    pub confidence: f64,
+}
+
+impl Rate {
+    /// Returns the goodput in Mbit/s.
+    #[must_use]
+    pub fn mbit(self) -> f64 {
+        self.bytes_per_s / BYTES_PER_MBIT
+    }
+
+    /// Returns the relative error that the rate may have.
+    fn uncertainty(self) -> f64 {
+        let confidence = match self.source {
+            Source::Measured | Source::Inferred => self.confidence,
+            Source::Nominal | Source::Unknown => 0.0,
+        };
+        confidence.mul_add(LEAST_UNCERTAINTY - UNCERTAINTY_UNMEASURED, UNCERTAINTY_UNMEASURED)
+    }
+}
+
+/// The rates and delays of all links of a topology, as expected today.
+#[derive(Debug, Clone)]
+pub struct Links {
+    /// Per vertex, towards the parent.
+    pub(crate) up: Vec<Rate>,
+    /// Per vertex, from the parent.
+    pub(crate) down: Vec<Rate>,
+    /// Per vertex: round-trip time that the link adds, in seconds.
+    rtt: Vec<f64>,
+    pairs: BTreeMap<(HostId, HostId), Pair>,
+}
+
+/// The link or path that limits the transfers of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bottleneck {
+    /// Nothing crosses a link.
+    None,
+    /// The link of a vertex to its parent.
+    Up(VertexId),
+    /// The link of a vertex from its parent.
+    Down(VertexId),
+    /// The path from a host to another one.
+    Path(HostId, HostId),
+}
+
+impl Bottleneck {
+    /// Returns whether the link between a vertex and its parent is the bottleneck.
+    #[must_use]
+    pub fn is_link_of(self, vertex: VertexId) -> bool {
+        self == Self::Up(vertex) || self == Self::Down(vertex)
+    }
+}
+
+/// The measurements of a path that replace those of its links.
+#[derive(Debug, Clone, Copy)]
+struct Pair {
+    /// The greatest goodput.
+    ceiling: Rate,
+    rtt: Option<f64>,
+}
+
+impl Links {
+    /// Combines measurements with the nominal rates of the hosts' interfaces.
+    ///
+    /// A measured goodput *m* with confidence *c* and a nominal rate *n* give *m^c n^(1-c)*: an old
+    /// measurement fades towards the nominal rate. Lost datagrams are sent again and make the
+    /// sender slow down, which [`goodput_share`] accounts for.
+    ///
+    /// A domain's link without a measurement carries all that its children can send, which is
+    /// marked as [`Source::Unknown`].
+    ///
+    /// # Errors
+    /// If a record names an unknown host or domain, or has a value outside its range.
+    pub fn new(topology: &Topology, network: &Network) -> Result<Self, NetworkError> {
+        check("the network file", "half_life_s", network.half_life_s, &POSITIVE)?;
+        let records = records_by_vertex(topology, network)?;
+        let direction = |measurement: fn(&LinkRecord) -> Option<Measurement>| {
+            resolve(topology, |vertex| records[vertex].and_then(measurement), network.half_life_s)
+        };
+        let rtt_of = |record: &Option<&LinkRecord>| record.and_then(|record| record.rtt_us);
+        let mut links = Self {
+            up: direction(|record| record.up),
+            down: direction(|record| record.down),
+            rtt: records.iter().map(|record| rtt_of(record).unwrap_or(0.0) / 1e6).collect(),
+            pairs: BTreeMap::new(),
+        };
+        links.add_pairs(topology, network)?;
+        Ok(links)
+    }
+
+    fn add_pairs(&mut self, topology: &Topology, network: &Network) -> Result<(), NetworkError> {
+        let hosts: BTreeMap<_, _> =
+            topology.hosts().iter().map(|host| &host.name).zip(0..).collect();
+        let find = |name: &String| {
+            let host = hosts.get(name).copied().map(HostId);
+            host.ok_or_else(|| NetworkError::Unknown(name.clone()))
+        };
+        for record in &network.pairs {
+            let ends = (find(&record.from)?, find(&record.to)?);
+            if ends.0 == ends.1 {
+                return Err(NetworkError::Loop(record.from.clone()));
+            }
+            let of = format!("{} -> {}", record.from, record.to);
+            record.path.check(&of)?;
+            check_rtt(&of, record.rtt_us)?;
+            let links = Rate {
+                bytes_per_s: self.rate_of_links(topology, ends.0, ends.1),
+                source: Source::Inferred,
+                confidence: 0.0,
+            };
+            let ceiling = record.path.blend(links, network.half_life_s);
+            let pair = Pair { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
+            if self.pairs.insert(ends, pair).is_some() {
+                return Err(NetworkError::Twice(of));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the rate of the slowest link between two hosts, in bytes per second.
+    fn rate_of_links(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
+        let (from, to) = (topology.leaf(from), topology.leaf(to));
+        let meet = topology.meet(from, to);
+        let below = |vertex: &VertexId| *vertex != meet;
+        let up = topology.climb(from).take_while(below).map(|v| self.up[v.0].bytes_per_s);
+        let down = topology.climb(to).take_while(below).map(|v| self.down[v.0].bytes_per_s);
+        up.chain(down).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Returns the round-trip time between two hosts in seconds: zero from a host to itself.
+    #[must_use]
+    pub fn rtt(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
+        let measured = |one, other| self.pairs.get(&(one, other)).and_then(|pair| pair.rtt);
+        if let Some(rtt) = measured(from, to).or_else(|| measured(to, from)) {
+            return rtt;
+        }
+        let (from, to) = (topology.leaf(from), topology.leaf(to));
+        let meet = topology.meet(from, to);
+        let below = |vertex: &VertexId| *vertex != meet;
+        let ends = [from, to].into_iter();
+        ends.flat_map(|end| topology.climb(end).take_while(below)).map(|v| self.rtt[v.0]).sum()
+    }
+
+    /// Returns the measured ceiling of the goodput from one host to another in bytes per second, if
+    /// the path was measured by itself.
+    #[must_use]
+    pub fn ceiling(&self, from: HostId, to: HostId) -> Option<f64> {
+        self.pairs.get(&(from, to)).map(|pair| pair.ceiling.bytes_per_s)
+    }
+
+    /// Returns the rate of a vertex's link to its parent.
+    #[must_use]
+    pub fn up(&self, vertex: VertexId) -> Rate {
+        self.up[vertex.0]
+    }
+
+    /// Returns the rate of a vertex's link from its parent.
+    #[must_use]
+    pub fn down(&self, vertex: VertexId) -> Rate {
+        self.down[vertex.0]
+    }
+
+    /// Returns these links with each rate at the better or the worse end of its uncertainty.
+    pub(crate) fn at_limit(&self, is_best: bool) -> Self {
+        let factor = |uncertainty: f64| {
+            if is_best { 1.0 + uncertainty } else { 1.0 / (1.0 + uncertainty) }
+        };
+        let mut links = self.clone();
+        let paths = links.pairs.values_mut().map(|pair| &mut pair.ceiling);
+        for rate in links.up.iter_mut().chain(&mut links.down).chain(paths) {
+            rate.bytes_per_s *= factor(rate.uncertainty());
+        }
+        links
+    }
+
+    /// Returns these links with twice the rate at a bottleneck, or `None` if no link is one.
+    pub(crate) fn faster(&self, bottleneck: Bottleneck) -> Option<Self> {
+        let mut links = self.clone();
+        match bottleneck {
+            Bottleneck::None => return None,
+            Bottleneck::Up(vertex) => links.up[vertex.0].bytes_per_s *= 2.0,
+            Bottleneck::Down(vertex) => links.down[vertex.0].bytes_per_s *= 2.0,
+            Bottleneck::Path(from, to) => {
+                links.pairs.get_mut(&(from, to))?.ceiling.bytes_per_s *= 2.0
+            }
+        }
+        Some(links)
+    }
+
+    /// Returns whether the links of two vertices have the same rates and delays.
+    pub(crate) fn are_alike(&self, one: VertexId, other: VertexId) -> bool {
+        let rates = |v: VertexId| (self.up[v.0].bytes_per_s, self.down[v.0].bytes_per_s);
+        rates(one) == rates(other) && self.rtt[one.0] == self.rtt[other.0]
+    }
+
+    /// Returns whether any path was measured by itself.
+    pub(crate) fn has_pairs(&self) -> bool {
+        !self.pairs.is_empty()
+    }
+}
+
+impl LinkRecord {
+    fn check(&self) -> Result<(), NetworkError> {
+        [self.up, self.down].iter().flatten().try_for_each(|measured| measured.check(&self.of))?;
+        check_rtt(&self.of, self.rtt_us)
+    }
+}
+
+impl Measurement {
+    fn check(&self, of: &str) -> Result<(), NetworkError> {
+        check(of, "mbit", self.mbit, &NOT_NEGATIVE)?;
+        check(of, "loss", self.loss, &SHARE)?;
+        check(of, "age_s", self.age_s, &NOT_NEGATIVE)?;
+        check(of, "confidence", self.confidence, &SHARE)
+    }
+
+    /// Returns the confidence today.
+    #[must_use]
+    pub fn confidence_today(&self, half_life_s: f64) -> f64 {
+        self.confidence * (-self.age_s / half_life_s).exp2()
+    }
+
+    /// Returns the rate that this measurement and the rate without it imply together.
+    fn blend(&self, without: Rate, half_life_s: f64) -> Rate {
+        let confidence = self.confidence_today(half_life_s);
+        let measured = self.mbit * BYTES_PER_MBIT * goodput_share(self.loss);
+        let bytes_per_s = if measured > 0.0 {
+            measured.powf(confidence) * without.bytes_per_s.powf(1.0 - confidence)
+        } else {
+            // A geometric mean with zero is zero, and a dead link would never be tried again.
+            without.bytes_per_s * (1.0 - confidence)
+        };
+        let source = if self.is_inferred { Source::Inferred } else { Source::Measured };
+        Rate { bytes_per_s, source, confidence }
+    }
+}
+
+/// Returns the share of a link's throughput that remains as goodput at a loss rate.
+///
+/// The throughput at the receiver already lacks the lost datagrams. The congestion control slows
+/// the sender down. The factor 16 is an assumption that no measurement has confirmed yet.
+#[must_use]
+pub fn goodput_share(loss: f64) -> f64 {
+    if loss < 1.0 { 1.0 / 16.0f64.mul_add(loss, 1.0) } else { 0.0 }
+}
+
+fn records_by_vertex<'a>(
+    topology: &Topology,
+    network: &'a Network,
+) -> Result<Vec<Option<&'a LinkRecord>>, NetworkError> {
+    let vertices = (1..topology.vertices()).map(VertexId);
+    let vertices: BTreeMap<_, _> = vertices.map(|v| (topology.name(v), v)).collect();
+    let mut records = vec![None; topology.vertices()];
+    for record in &network.links {
+        let unknown = || NetworkError::Unknown(record.of.clone());
+        let vertex = vertices.get(record.of.as_str()).ok_or_else(unknown)?;
+        record.check()?;
+        if records[vertex.0].replace(record).is_some() {
+            return Err(NetworkError::Twice(record.of.clone()));
+        }
+    }
+    Ok(records)
+}
+
+/// Returns the rate of one direction of each vertex's link.
+fn resolve(
+    topology: &Topology,
+    measurement: impl Fn(usize) -> Option<Measurement>,
+    half_life_s: f64,
+) -> Vec<Rate> {
+    let unknown = Rate { bytes_per_s: 0.0, source: Source::Unknown, confidence: 0.0 };
+    let mut rates = vec![unknown; topology.vertices()];
+    for (index, host) in topology.hosts().iter().enumerate() {
+        let bytes_per_s = host.nic_mbit * BYTES_PER_MBIT * PAYLOAD_SHARE;
+        let leaf = topology.leaf(HostId(index));
+        rates[leaf.0] = Rate { bytes_per_s, source: Source::Nominal, confidence: 0.0 };
+    }
+    // Children precede their parent, which starts with the sum of their rates.
+    for vertex in (1..topology.vertices()).rev() {
+        if let Some(measurement) = measurement(vertex) {
+            rates[vertex] = measurement.blend(rates[vertex], half_life_s);
+        }
+        let parent = topology.parent(VertexId(vertex)).unwrap_or(Topology::ROOT);
+        rates[parent.0].bytes_per_s += rates[vertex].bytes_per_s;
+    }
+    rates
+}
+
+fn check_rtt(of: &str, rtt_us: Option<f64>) -> Result<(), NetworkError> {
+    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &NOT_NEGATIVE))
+}
+
+/// A range of valid values, and how a message names it.
+struct Valid {
+    name: &'static str,
+    holds: fn(f64) -> bool,
+}
+
+const POSITIVE: Valid = Valid { name: "a positive number", holds: |value| value > 0.0 };
+const NOT_NEGATIVE: Valid =
+    Valid { name: "zero or a positive number", holds: |value| value >= 0.0 };
+const SHARE: Valid =
+    Valid { name: "a number from 0 to 1", holds: |value| (0.0..=1.0).contains(&value) };
+
+fn check(of: &str, field: &'static str, value: f64, valid: &Valid) -> Result<(), NetworkError> {
+    if value.is_finite() && (valid.holds)(value) {
+        return Ok(());
+    }
+    Err(NetworkError::Value { of: of.into(), field, value, range: valid.name })
+}
+
+/// The relative error of a rate that was measured just now.
+const LEAST_UNCERTAINTY: f64 = 0.1;
+/// The relative error of a rate that was not measured.
+const UNCERTAINTY_UNMEASURED: f64 = 0.5;
+const BYTES_PER_MBIT: f64 = 1e6 / 8.0;
+/// The share of an interface's rate that datagrams of 1472 bytes leave for payload.
+const PAYLOAD_SHARE: f64 = 0.94;

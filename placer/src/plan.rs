@@ -1,0 +1,149 @@
+//! Plans: where a job's ranks and aggregators go, how long a step takes, and how good that is.
+
+use crate::constraint::{Constraint, Relief, lifted, reliefs};
+use crate::job::Job;
+use crate::model::{StepTime, step_range_s};
+use crate::network::Links;
+use crate::placement::Placement;
+use crate::problem::{JobError, Problem};
+use crate::search::{self, Found, Relaxed};
+use crate::topology::{Topology, VertexId};
+
+/// The hosts chosen for a job's ranks and aggregators.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// The ranks and aggregators of each host.
+    pub placement: Placement,
+    /// The expected time of a step.
+    pub time: StepTime,
+    /// The shortest and the longest step that the uncertain rates of the links allow, in seconds.
+    pub range_s: (f64, f64),
+    /// No placement in `domain` has a shorter step, in seconds.
+    pub bound_s: f64,
+    /// The domain that the job stays in.
+    pub domain: VertexId,
+}
+
+/// The error for a job that has no plan.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// The job's own numbers are wrong.
+    #[error(transparent)]
+    Job(#[from] JobError),
+    /// The domains that the job may use have too few seats.
+    #[error(
+        "job {job:?} has {ranks} ranks, and there is room for {room}{}",
+        reliefs.iter().map(|relief| relief_text(relief, *ranks)).collect::<String>()
+    )]
+    Room {
+        /// The job's name.
+        job: String,
+        /// The ranks that the job needs.
+        ranks: u32,
+        /// The ranks that fit.
+        room: u32,
+        /// The constraints without which more ranks would fit.
+        reliefs: Vec<Relief>,
+    },
+    /// Ranks fit, but not together with the aggregators, or links that carry nothing separate them.
+    #[error("job {job:?}: no placement of its ranks and aggregators found{}", cause(*without))]
+    NoPlacement {
+        /// The job's name.
+        job: String,
+        /// The first constraint without which there is a placement.
+        without: Option<Constraint>,
+    },
+}
+
+impl Plan {
+    /// Returns how much longer the step is than the bound, as a share of the bound. `None` if the
+    /// bound is zero and the step is not.
+    #[must_use]
+    pub fn gap(&self) -> Option<f64> {
+        let total_s = self.time.total_s();
+        if total_s <= self.bound_s {
+            return Some(0.0);
+        }
+        (self.bound_s > 0.0).then(|| total_s / self.bound_s - 1.0)
+    }
+}
+
+/// Plans a job.
+///
+/// The job stays in one domain of its scope's level if one has room: in the one with the shortest
+/// step. Level by level, a wider domain is chosen if none was found before, or if it shortens the
+/// step by more than the job's `widen_gain`, unless the job requires its scope. This extends the
+/// rule of Lee et al. (Electronics 12(14):3021, 2023), who keep a job in one zone.
+///
+/// # Errors
+/// If the job's numbers are wrong, or the job does not fit.
+pub fn plan(topology: &Topology, links: &Links, job: &Job) -> Result<Plan, PlanError> {
+    let problem = Problem::new(topology, links, job)?;
+    let room = problem.room();
+    if room < job.ranks {
+        let reliefs = reliefs(topology, links, job, room);
+        return Err(PlanError::Room { job: job.name.clone(), ranks: job.ranks, room, reliefs });
+    }
+    best_plan(&problem).ok_or_else(|| {
+        let mut lifted = lifted(topology, links, job);
+        let without = lifted.find(|(_, problem)| best_plan(problem).is_some());
+        let without = without.map(|(constraint, _)| constraint);
+        PlanError::NoPlacement { job: job.name.clone(), without }
+    })
+}
+
+/// Returns the plan that [`plan`] describes.
+pub(crate) fn best_plan(problem: &Problem<'_>) -> Option<Plan> {
+    problem.depths().rev().fold(None, |best: Option<Plan>, depth| {
+        let worth_s = best.as_ref().map(|best| best.time.total_s() * (1.0 - problem.widen_gain));
+        best_at(problem, depth, worth_s.unwrap_or(f64::INFINITY)).or(best)
+    })
+}
+
+/// Returns the best plan in one domain of a depth, if its step is shorter than `below_s` seconds.
+fn best_at(problem: &Problem<'_>, depth: usize, below_s: f64) -> Option<Plan> {
+    let domains = problem.topology.domains(depth);
+    let mut domains: Vec<_> = domains.filter_map(|d| Some((d, relaxed(problem, d)?))).collect();
+    // The first of equals is searched first, so that the plan does not depend on the order.
+    domains.sort_by(|(one, bound), (other, other_bound)| {
+        bound.transfer_s.total_cmp(&other_bound.transfer_s).then(one.cmp(other))
+    });
+    domains.into_iter().fold(None, |best: Option<Plan>, (domain, relaxed)| {
+        let below_s = best.as_ref().map_or(below_s, |best| best.time.total_s());
+        if relaxed.transfer_s >= below_s {
+            return best;
+        }
+        let plan = planned(problem, domain, relaxed);
+        plan.filter(|plan| plan.time.total_s() < below_s).or(best)
+    })
+}
+
+/// Returns the best placement that the search finds in a domain.
+pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId) -> Option<Plan> {
+    planned(problem, domain, relaxed(problem, domain)?)
+}
+
+fn relaxed(problem: &Problem<'_>, domain: VertexId) -> Option<Relaxed> {
+    let has_room = problem.rooms[domain.0] >= problem.traffic.ranks;
+    has_room.then(|| search::relax(problem, domain))?
+}
+
+fn planned(problem: &Problem<'_>, domain: VertexId, relaxed: Relaxed) -> Option<Plan> {
+    let (found, bound_s) = search::search(problem, domain, relaxed)?;
+    let Found { placement, time } = found;
+    let range_s = step_range_s(problem, &placement);
+    Some(Plan { placement, time, range_s, bound_s: bound_s.min(time.total_s()), domain })
+}
+
+fn relief_text(relief: &Relief, ranks: u32) -> String {
+    let Relief { without, room } = relief;
+    if *room >= ranks {
+        format!("; without {without}, all fit")
+    } else {
+        format!("; without {without}, {room} fit")
+    }
+}
+
+fn cause(without: Option<Constraint>) -> String {
+    without.map_or_else(String::new, |constraint| format!("; without {constraint}, there is one"))
+}

@@ -1,0 +1,331 @@
+//! The rates, losses and round trips of links that explain samples of paths.
+
+use super::rounds::links_between;
+use crate::network::{LinkRecord, Measurement, Network, PairRecord};
+use crate::topology::{HostId, Topology, VertexId};
+
+/// The measurements of the path from one host to another.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample {
+    /// The sending host.
+    pub from: HostId,
+    /// The receiving host.
+    pub to: HostId,
+    /// The throughput at the receiver while no other pair was measured, in Mbit/s.
+    pub mbit: f64,
+    /// The share of the datagrams that were lost.
+    pub loss: f64,
+    /// The median round-trip time in microseconds.
+    pub rtt_us: f64,
+}
+
+/// The throughput of several pairs that sent over one link at the same time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Contended {
+    /// The domain whose link all pairs used.
+    pub of: VertexId,
+    /// Whether the pairs sent from the domain to its parent, or into the domain.
+    pub is_up: bool,
+    /// The paths and their throughputs in Mbit/s.
+    pub pairs: Vec<(HostId, HostId, f64)>,
+}
+
+/// Returns the network that samples imply.
+///
+/// A path is as fast as its slowest link. The rate of a link is therefore the greatest throughput
+/// of a path over it, and a path that is slower than all of its links gets a record of its own.
+/// A domain's link that let all paths through at the rates of their hosts carries at least that;
+/// how much more, only [`Contended`] samples show. Without these it gets no rate.
+///
+/// The logarithm of the share of datagrams that arrive, and the round-trip time, are sums over the
+/// links. Least squares without negative values find them.
+#[must_use]
+pub fn fit(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Network {
+    let rates = Rates::new(topology, samples, contended);
+    let arrivals = |sample: &Sample| -(1.0 - sample.loss).max(LEAST_ARRIVALS).ln();
+    let directed = |sample: &Sample| directed_links(topology, sample.from, sample.to);
+    let losses = least_squares(samples, 2 * topology.vertices(), directed, arrivals);
+    let both =
+        |sample: &Sample| links_between(topology, sample.from, sample.to).map(|v| v.0).collect();
+    let rtts_us = least_squares(samples, topology.vertices(), both, |sample| sample.rtt_us);
+    let measured = |rate: Option<f64>, loss: f64| {
+        rate.map(|mbit| Measurement {
+            mbit,
+            loss: 1.0 - (-loss).exp(),
+            age_s: 0.0,
+            confidence: 1.0,
+            is_inferred: true,
+        })
+    };
+    let link = |vertex: usize| {
+        let record = LinkRecord {
+            of: topology.name(VertexId(vertex)).into(),
+            up: measured(rates.0[up(vertex)], losses[up(vertex)]),
+            down: measured(rates.0[down(vertex)], losses[down(vertex)]),
+            rtt_us: Some(rtts_us[vertex]).filter(|rtt_us| *rtt_us >= LEAST_RTT_US),
+        };
+        (record.up.is_some() || record.down.is_some() || record.rtt_us.is_some()).then_some(record)
+    };
+    let pairs = samples.iter().filter_map(|sample| {
+        let links = directed(sample);
+        // A link without a rate has no record that could hold its loss.
+        let recorded = links.iter().filter(|link| rates.0[**link].is_some());
+        let loss = 1.0 - (-recorded.map(|link| losses[*link]).sum::<f64>()).exp();
+        let rtt_us: f64 = both(sample).iter().map(|link: &usize| rtts_us[*link]).sum();
+        let is_slow = sample.mbit < rates.of(&links) * (1.0 - RATE_TOLERANCE);
+        let is_lossy = sample.loss > loss + LOSS_TOLERANCE;
+        let is_far = sample.rtt_us > rtt_us * (1.0 + RTT_TOLERANCE) + RTT_TOLERANCE_US;
+        (is_slow || is_lossy || is_far).then(|| record(topology, sample))
+    });
+    Network {
+        links: (1..topology.vertices()).filter_map(link).collect(),
+        pairs: pairs.collect(),
+        ..Network::default()
+    }
+}
+
+fn record(topology: &Topology, sample: &Sample) -> PairRecord {
+    PairRecord {
+        from: topology.host(sample.from).name.clone(),
+        to: topology.host(sample.to).name.clone(),
+        path: Measurement {
+            mbit: sample.mbit,
+            loss: sample.loss,
+            age_s: 0.0,
+            confidence: 1.0,
+            is_inferred: false,
+        },
+        rtt_us: Some(sample.rtt_us),
+    }
+}
+
+/// Per direction of a link: its rate in Mbit/s, if the samples show it.
+struct Rates(Vec<Option<f64>>);
+
+impl Rates {
+    fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
+        let mut greatest = vec![None; 2 * topology.vertices()];
+        for sample in samples {
+            for link in directed_links(topology, sample.from, sample.to) {
+                greatest[link] = greater(greatest[link], sample.mbit);
+            }
+        }
+        let host_rate = |from: HostId, to: HostId| {
+            let ends = [up(topology.leaf(from).0), down(topology.leaf(to).0)];
+            ends.into_iter().filter_map(|link| greatest[link]).fold(f64::INFINITY, f64::min)
+        };
+        let is_slower = |mbit: f64, limit: f64| mbit < limit * (1.0 - RATE_TOLERANCE);
+        // A link is no limit if the fastest path over it is as fast as its hosts.
+        let mut is_limit = vec![true; greatest.len()];
+        for sample in samples {
+            if is_slower(sample.mbit, host_rate(sample.from, sample.to)) {
+                continue;
+            }
+            for link in directed_links(topology, sample.from, sample.to) {
+                let is_fastest = !greatest[link].is_some_and(|most| is_slower(sample.mbit, most));
+                is_limit[link] &= !is_fastest;
+            }
+        }
+        let is_leaf = |link: usize| topology.subtree(VertexId(link / 2)).len() == 1;
+        let shown = |link: usize| greatest[link].filter(|_| is_leaf(link) || is_limit[link]);
+        let mut rates: Vec<_> = (0..greatest.len()).map(shown).collect();
+        for Contended { of, is_up, pairs } in contended {
+            let link = if *is_up { up(of.0) } else { down(of.0) };
+            let total: f64 = pairs.iter().map(|(_, _, mbit)| mbit).sum();
+            let alone: f64 = pairs.iter().map(|(from, to, _)| host_rate(*from, *to)).sum();
+            rates[link] = if is_slower(total, alone) { greater(rates[link], total) } else { None };
+        }
+        Self(rates)
+    }
+
+    /// Returns the rate of the slowest of some links.
+    fn of(&self, links: &[usize]) -> f64 {
+        links.iter().filter_map(|link| self.0[*link]).fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Returns the greater of a rate and the one that is known, if any.
+fn greater(known: Option<f64>, rate: f64) -> Option<f64> {
+    Some(known.map_or(rate, |known| known.max(rate)))
+}
+
+/// Returns the numbers of the directions of links that the path from one host to another uses.
+fn directed_links(topology: &Topology, from: HostId, to: HostId) -> Vec<usize> {
+    let sender = topology.leaf(from);
+    let links = links_between(topology, from, to);
+    let number = |vertex: VertexId| match topology.subtree(vertex).contains(&sender.0) {
+        true => up(vertex.0),
+        false => down(vertex.0),
+    };
+    links.map(number).collect()
+}
+
+const fn up(vertex: usize) -> usize {
+    2 * vertex
+}
+
+const fn down(vertex: usize) -> usize {
+    2 * vertex + 1
+}
+
+/// Returns values of links, none negative, whose sums over the links of each sample are closest to
+/// the sample's value: coordinate descent for non-negative least squares.
+fn least_squares(
+    samples: &[Sample],
+    links: usize,
+    links_of: impl Fn(&Sample) -> Vec<usize>,
+    value: impl Fn(&Sample) -> f64,
+) -> Vec<f64> {
+    let rows: Vec<_> = samples.iter().map(&links_of).collect();
+    let mut rest: Vec<_> = samples.iter().map(value).collect();
+    let mut uses = vec![vec![]; links];
+    for (row, links) in rows.iter().enumerate() {
+        links.iter().for_each(|link| uses[*link].push(row));
+    }
+    let mut values = vec![0.0f64; links];
+    for _ in 0..SWEEPS {
+        let mut moved = 0.0f64;
+        for (value, rows) in values.iter_mut().zip(&uses).filter(|(_, rows)| !rows.is_empty()) {
+            #[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 samples")]
+            let step = rows.iter().map(|row| rest[*row]).sum::<f64>() / rows.len() as f64;
+            let step = step.max(-*value);
+            *value += step;
+            rows.iter().for_each(|row| rest[*row] -= step);
+            moved = moved.max(step.abs());
+        }
+        if moved < CONVERGED {
+            break;
+        }
+    }
+    values
+}
+
+/// A rate that is lower by a smaller share than its links imply makes no record of a pair.
+const RATE_TOLERANCE: f64 = 0.1;
+/// Excess loss below this share makes no record of a pair.
+const LOSS_TOLERANCE: f64 = 0.01;
+/// A round trip that is longer by a smaller share than its links imply makes no record of a pair.
+const RTT_TOLERANCE: f64 = 0.2;
+/// A difference of a round trip that does not count, in microseconds.
+const RTT_TOLERANCE_US: f64 = 50.0;
+/// The least share of datagrams that a path can deliver, for its logarithm.
+const LEAST_ARRIVALS: f64 = 1e-6;
+/// A shorter round trip of a link is noise, in microseconds.
+const LEAST_RTT_US: f64 = 0.1;
+/// The greatest number of passes over all links.
+const SWEEPS: usize = 200;
+/// A pass that changes no value by more ends the descent.
+const CONVERGED: f64 = 1e-9;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::survey::sampled_pairs;
+    use crate::survey::tests::racks;
+
+    /// The true rates, losses and round trips of the links of a cluster.
+    struct Truth {
+        mbit: Vec<f64>,
+        loss: Vec<f64>,
+        rtt_us: Vec<f64>,
+    }
+
+    impl Truth {
+        fn new(topology: &Topology) -> Self {
+            let directions = 2 * topology.vertices();
+            let mut mbit = vec![1000.0; directions];
+            for host in topology.host_ids() {
+                mbit[up(topology.leaf(host).0)] = 100.0;
+                mbit[down(topology.leaf(host).0)] = 100.0;
+            }
+            Self { mbit, loss: vec![0.0; directions], rtt_us: vec![50.0; topology.vertices()] }
+        }
+
+        fn samples(&self, topology: &Topology) -> Vec<Sample> {
+            let pairs = sampled_pairs(topology, None).into_iter();
+            let sample = |(from, to): (HostId, HostId)| {
+                let links = directed_links(topology, from, to);
+                let arrivals: f64 = links.iter().map(|link| 1.0 - self.loss[*link]).product();
+                Sample {
+                    from,
+                    to,
+                    mbit: links.iter().map(|link| self.mbit[*link]).fold(f64::INFINITY, f64::min),
+                    loss: 1.0 - arrivals,
+                    rtt_us: links.iter().map(|link| self.rtt_us[link / 2]).sum(),
+                }
+            };
+            pairs.flat_map(|(one, other)| [(one, other), (other, one)]).map(sample).collect()
+        }
+    }
+
+    fn close(one: f64, other: f64) -> bool {
+        (one - other).abs() <= 1e-6 * other.abs() + 1e-9
+    }
+
+    #[test]
+    fn slow_and_lossy_links_are_found_in_their_direction() {
+        let topology = racks(&[3, 3, 3]);
+        let mut truth = Truth::new(&topology);
+        let (host, rack) = (topology.vertex("r1h1").unwrap(), topology.vertex("r2").unwrap());
+        truth.mbit[up(host.0)] = 20.0;
+        truth.loss[down(host.0)] = 0.05;
+        truth.mbit[down(rack.0)] = 40.0;
+        let network = fit(&topology, &truth.samples(&topology), &[]);
+        assert_eq!(network.pairs, []);
+        let link = |name: &str| network.links.iter().find(|link| link.of == name).unwrap();
+        assert!(close(link("r1h1").up.unwrap().mbit, 20.0));
+        assert!(close(link("r1h1").down.unwrap().mbit, 100.0));
+        assert!((link("r1h1").down.unwrap().loss - 0.05).abs() < 1e-4);
+        assert!(link("r1h1").up.unwrap().loss < 1e-4);
+        assert!(close(link("r2").down.unwrap().mbit, 40.0));
+        // The uplinks let each single path through, so nothing is known about them.
+        assert_eq!((link("r2").up, link("r0").down, link("r0").up), (None, None, None));
+    }
+
+    #[test]
+    fn only_paths_at_the_same_time_show_the_rate_of_an_uplink() {
+        let topology = racks(&[2, 2]);
+        let samples = Truth::new(&topology).samples(&topology);
+        let rack = topology.vertex("r0").unwrap();
+        let contended = |each: f64| Contended {
+            of: rack,
+            is_up: true,
+            pairs: vec![(HostId(0), HostId(2), each), (HostId(1), HostId(3), each)],
+        };
+        let rate = |each: f64| {
+            let network = fit(&topology, &samples, &[contended(each)]);
+            network.links.into_iter().find(|link| link.of == "r0").and_then(|link| link.up)
+        };
+        assert!(close(rate(60.0).unwrap().mbit, 120.0));
+        assert_eq!(rate(99.0), None);
+    }
+
+    #[test]
+    fn a_path_that_its_links_do_not_explain_gets_a_record() {
+        let topology = racks(&[4, 4]);
+        let mut samples = Truth::new(&topology).samples(&topology);
+        let odd = samples.iter().position(|s| (s.from, s.to) == (HostId(1), HostId(6))).unwrap();
+        samples[odd].mbit = 30.0;
+        let network = fit(&topology, &samples, &[]);
+        let [pair] = &network.pairs[..] else { panic!("{:?}", network.pairs) };
+        assert_eq!((pair.from.as_str(), pair.to.as_str()), ("r0h1", "r1h2"));
+        assert!(close(pair.path.mbit, 30.0) && !pair.path.is_inferred);
+    }
+
+    #[test]
+    fn round_trips_are_divided_among_links() {
+        let topology = racks(&[3, 3, 3]);
+        let mut truth = Truth::new(&topology);
+        truth.rtt_us[topology.vertex("r0").unwrap().0] = 2000.0;
+        let samples = truth.samples(&topology);
+        let network = fit(&topology, &samples, &[]);
+        assert_eq!(network.pairs, []);
+        let of = |name: &str| {
+            network.links.iter().find(|link| link.of == name).and_then(|link| link.rtt_us)
+        };
+        let path = |one: &str, other: &str| [one, other].map(|name| of(name).unwrap_or(0.0));
+        let across: f64 = ["r0h0", "r1h0"].map(|n| of(n).unwrap()).iter().sum::<f64>()
+            + path("r0", "r1").iter().sum::<f64>();
+        assert!((across - 2150.0).abs() < 1.0, "{across}");
+    }
+}

@@ -1,0 +1,36 @@
+//! Measurements of pairs of hosts: their order, and the network that they imply.
+//!
+//! [`sampled_pairs`] and [`rounds()`] say which pairs are measured, and which at the same time.
+//! [`fit()`] turns samples of paths into rates, losses and round trips of links. It keeps the paths
+//! that these do not explain. [`tiers()`] finds domains without labels, and [`misplaced`] finds
+//! hosts whose labels are wrong.
+
+mod fit;
+mod rounds;
+mod tiers;
+
+pub use fit::{Contended, Sample, fit};
+pub use rounds::{Pair, circle, rounds, sampled_pairs};
+pub use tiers::{Misplaced, misplaced, tiers};
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use crate::inventory::{Host, Inventory};
+    use crate::topology::Topology;
+
+    /// Returns the topology of racks with these numbers of hosts.
+    pub(crate) fn racks(hosts: &[usize]) -> Topology {
+        let host = |rack: usize, host: usize| Host {
+            name: format!("r{rack}h{host}"),
+            labels: [("rack".into(), format!("r{rack}"))].into(),
+            nic_mbit: 100.0,
+            cpus: <_>::default(),
+            gpus: <_>::default(),
+            taints: vec![],
+        };
+        let hosts = hosts.iter().enumerate();
+        let hosts =
+            hosts.flat_map(|(rack, hosts)| (0..*hosts).map(move |number| host(rack, number)));
+        Topology::new(&Inventory { levels: vec!["rack".into()], hosts: hosts.collect() }).unwrap()
+    }
+}

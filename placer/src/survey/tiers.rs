@@ -1,0 +1,194 @@
+//! Domains that measurements show, whatever the labels say.
+//!
+//! The distance of two hosts is the round-trip time between them, times the share by which the path
+//! is slower than the hosts' own links. Hosts of one rack are close to each other, and about as far
+//! as each other from the hosts of another rack.
+
+use std::collections::BTreeMap;
+
+use super::fit::Sample;
+use crate::topology::{HostId, Topology, VertexId};
+
+/// A host that was measured in another domain than its labels say.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Misplaced {
+    /// The host.
+    pub host: HostId,
+    /// The innermost domain that its labels name.
+    pub labelled: VertexId,
+    /// The domain whose hosts are closest.
+    pub measured: VertexId,
+    /// The distance to the hosts of the labelled domain, divided by that to the measured one.
+    pub ratio: f64,
+}
+
+/// Returns the hosts that are closer to the hosts of another innermost domain than to those of
+/// their own.
+#[must_use]
+pub fn misplaced(topology: &Topology, samples: &[Sample]) -> Vec<Misplaced> {
+    let distances = Distances::new(topology.hosts().len(), samples);
+    let domains: Vec<_> = topology.domains(topology.levels().len()).collect();
+    let find = |host: HostId| {
+        let mean = |domain: VertexId| {
+            let others = topology.hosts_of(domain).filter(|other| *other != host.0);
+            mean(others.filter_map(|other| distances.log(host.0, other)))
+        };
+        let labelled = topology.domain_of(host);
+        let own = mean(labelled)?;
+        let others = domains.iter().filter(|domain| **domain != labelled);
+        let others = others.filter_map(|domain| Some((mean(*domain)?, *domain)));
+        let (closest, measured) = others.min_by(|one, other| one.0.total_cmp(&other.0))?;
+        let ratio = (own - closest).exp();
+        (ratio >= CLEARLY).then_some(Misplaced { host, labelled, measured, ratio })
+    };
+    topology.host_ids().filter_map(find).collect()
+}
+
+/// Returns the tiers of hosts that samples show, widest first: per tier, the number of the group of
+/// each host. Groups are numbered in the order of their first hosts.
+///
+/// Single linkage joins the closest groups first. Where the distance at which groups join rises by
+/// more than half at once, there is a tier.
+///
+/// Returns no tier if all hosts are about as far from each other.
+#[must_use]
+pub fn tiers(hosts: usize, samples: &[Sample]) -> Vec<Vec<usize>> {
+    let mut edges: Vec<_> = Distances::new(hosts, samples).0.into_iter().collect();
+    edges.sort_by(|(one, near), (other, far)| near.total_cmp(far).then(one.cmp(other)));
+    let mut groups: Vec<usize> = (0..hosts).collect();
+    let mut tiers = vec![];
+    let mut last: Option<f64> = None;
+    for ((one, other), distance) in edges {
+        let (into, from) = {
+            let (one, other) = (groups[one], groups[other]);
+            (one.min(other), one.max(other))
+        };
+        if into == from {
+            continue;
+        }
+        if last.is_some_and(|last| distance - last >= CLEARLY.ln()) {
+            tiers.push(numbered(&groups));
+        }
+        last = Some(distance);
+        groups.iter_mut().filter(|group| **group == from).for_each(|group| *group = into);
+    }
+    // No path joins the groups that are left.
+    if groups.iter().any(|group| *group != 0) {
+        tiers.push(numbered(&groups));
+    }
+    tiers.reverse();
+    tiers
+}
+
+/// Numbers groups in the order of their first hosts.
+fn numbered(groups: &[usize]) -> Vec<usize> {
+    let mut numbers = BTreeMap::new();
+    groups
+        .iter()
+        .map(|group| {
+            let next = numbers.len();
+            *numbers.entry(*group).or_insert(next)
+        })
+        .collect()
+}
+
+/// The logarithms of the distances between hosts, with the smaller number of a pair first.
+struct Distances(BTreeMap<(usize, usize), f64>);
+
+impl Distances {
+    fn new(hosts: usize, samples: &[Sample]) -> Self {
+        // The greatest rate at which each host sends and receives.
+        let (mut sends, mut receives) = (vec![0.0f64; hosts], vec![0.0f64; hosts]);
+        for sample in samples {
+            sends[sample.from.0] = sends[sample.from.0].max(sample.mbit);
+            receives[sample.to.0] = receives[sample.to.0].max(sample.mbit);
+        }
+        let mut found: BTreeMap<_, Vec<f64>> = BTreeMap::new();
+        for sample in samples.iter().filter(|sample| sample.mbit > 0.0) {
+            let (from, to) = (sample.from.0, sample.to.0);
+            let slowdown = sends[from].min(receives[to]) / sample.mbit;
+            let distance = slowdown.ln() + sample.rtt_us.max(LEAST_RTT_US).ln();
+            found.entry((from.min(to), from.max(to))).or_default().push(distance);
+        }
+        let mean = |(pair, logs): (_, Vec<f64>)| Some((pair, mean(logs.into_iter())?));
+        Self(found.into_iter().filter_map(mean).collect())
+    }
+
+    fn log(&self, one: usize, other: usize) -> Option<f64> {
+        self.0.get(&(one.min(other), one.max(other))).copied()
+    }
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (sum, count) = values.fold((0.0, 0u32), |(sum, count), value| (sum + value, count + 1));
+    (count > 0).then(|| sum / f64::from(count))
+}
+
+/// Distances that differ by this factor tell domains apart.
+const CLEARLY: f64 = 1.5;
+/// Shorter round trips differ mostly by how busy the hosts are.
+const LEAST_RTT_US: f64 = 20.0;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::survey::tests::racks;
+
+    /// Samples between all hosts, where `rack` says in which rack a host really is.
+    fn samples(hosts: usize, rack: impl Fn(usize) -> usize) -> Vec<Sample> {
+        let pairs = (0..hosts).flat_map(|a| (0..hosts).map(move |b| (a, b)));
+        let sample = |(from, to): (usize, usize)| {
+            let is_near = rack(from) == rack(to);
+            Sample {
+                from: HostId(from),
+                to: HostId(to),
+                mbit: if is_near { 100.0 } else { 40.0 },
+                loss: 0.0,
+                rtt_us: if is_near { 60.0 } else { 90.0 },
+            }
+        };
+        pairs.filter(|(a, b)| a != b).map(sample).collect()
+    }
+
+    #[test]
+    fn racks_without_labels_are_found() {
+        let found = tiers(9, &samples(9, |host| host % 3));
+        assert_eq!(found, [vec![0, 1, 2, 0, 1, 2, 0, 1, 2]]);
+        assert!(tiers(9, &samples(9, |_| 0)).is_empty());
+    }
+
+    #[test]
+    fn racks_within_zones_are_two_tiers() {
+        let mut samples = samples(8, |host| host / 2);
+        for sample in &mut samples {
+            if sample.from.0 / 4 != sample.to.0 / 4 {
+                sample.rtt_us *= 4.0;
+            }
+        }
+        let found = tiers(8, &samples);
+        assert_eq!(found, [vec![0, 0, 0, 0, 1, 1, 1, 1], vec![0, 0, 1, 1, 2, 2, 3, 3]]);
+    }
+
+    #[test]
+    fn a_host_that_lies_about_its_rack_is_named() {
+        let topology = racks(&[4, 4]);
+        // Host 1 says rack 0.
+        let samples = samples(8, |host| usize::from(host >= 4 || host == 1));
+        let [found] = misplaced(&topology, &samples)[..] else { panic!("one host lies") };
+        assert_eq!(topology.host(found.host).name, "r0h1");
+        assert_eq!((topology.name(found.labelled), topology.name(found.measured)), ("r0", "r1"));
+        assert!(found.ratio > 2.0, "{}", found.ratio);
+    }
+
+    #[test]
+    fn a_slow_host_does_not_lie() {
+        let topology = racks(&[4, 4]);
+        let mut samples = samples(8, |host| host / 4);
+        for sample in samples.iter_mut().filter(|sample| [sample.from.0, sample.to.0].contains(&2))
+        {
+            sample.mbit = sample.mbit.min(10.0);
+            sample.rtt_us += 500.0;
+        }
+        assert_eq!(misplaced(&topology, &samples), []);
+    }
+}

@@ -1,0 +1,123 @@
+//! Inputs at the edges: many aggregators, dead paths, colliding names, and wrong numbers.
+
+use super::vectors::{cluster, job, planned};
+use crate::explain::{Reason, explain};
+use crate::inventory::{Host, Inventory};
+use crate::job::Job;
+use crate::network::{Links, Network};
+use crate::plan::plan;
+use crate::problem::{Exclusion, Problem};
+use crate::topology::{InventoryError, Topology};
+
+fn network(text: &str) -> Network {
+    toml::from_str(text).unwrap()
+}
+
+#[test]
+fn as_many_aggregators_as_hosts_take_one_each() {
+    let mut inventory = cluster(&[&[1; 40]]);
+    inventory.hosts.iter_mut().for_each(|host| host.cpus.total = 1);
+    let job = Job { cpus_per_aggregator: 1, aggregators: 40, ..job("ranks = 40") };
+    assert_eq!(planned(&inventory, &job).unwrap().placement.aggregators, [1; 40]);
+}
+
+#[test]
+fn aggregators_avoid_a_host_that_no_path_reaches() {
+    let inventory = cluster(&[&[1; 60]]);
+    let topology = Topology::new(&inventory).unwrap();
+    let dead = |number: usize| {
+        format!("[[pairs]]\nfrom = 'r0h{number}'\nto = 'r0h0'\npath = {{ mbit = 0 }}\n")
+    };
+    let links = Links::new(&topology, &network(&(1..60).map(dead).collect::<String>())).unwrap();
+    let job = Job { aggregators: 3, ..job("ranks = 20") };
+    let plan = plan(&topology, &links, &job).unwrap();
+    assert_eq!(plan.placement.aggregators[0], 0);
+    assert!(plan.time.total_s().is_finite());
+}
+
+#[test]
+fn each_host_is_excluded_for_its_own_reason() {
+    let mut inventory = cluster(&[&[1; 4]]);
+    inventory.hosts[1].taints = vec!["spot".into()];
+    inventory.hosts[3].taints = vec!["maintenance".into()];
+    let except = vec![[("host".into(), "r0h2".into())].into()];
+    let job = Job { except, ..job("ranks = 1") };
+    let topology = Topology::new(&inventory).unwrap();
+    let links = Links::new(&topology, &Network::default()).unwrap();
+    let plan = plan(&topology, &links, &job).unwrap();
+    let problem = Problem::new(&topology, &links, &job).unwrap();
+    assert_eq!(
+        explain(&problem, &job, &plan).hosts,
+        [
+            Reason::Used,
+            Reason::Excluded(Exclusion::Taint("spot".into())),
+            Reason::Excluded(Exclusion::Excepted),
+            Reason::Excluded(Exclusion::Taint("maintenance".into())),
+        ]
+    );
+}
+
+#[test]
+fn a_link_that_was_dead_long_ago_is_tried_again() {
+    let topology = Topology::new(&cluster(&[&[1, 1]])).unwrap();
+    let mbit = |age_s: f64| {
+        let text = format!("[[links]]\nof = 'r0h0'\nup = {{ mbit = 0, age_s = {age_s:?} }}");
+        let links = Links::new(&topology, &network(&text)).unwrap();
+        links.up(topology.vertex("r0h0").unwrap()).mbit()
+    };
+    assert!(mbit(0.0).abs() < 1e-9);
+    assert!((mbit(24.0 * 3600.0) - 47.0).abs() < 1e-9);
+    assert!((mbit(1e9) - 94.0).abs() < 1e-9);
+}
+
+#[test]
+fn names_that_collide_are_errors() {
+    let error = |change: fn(&mut Host)| {
+        let mut inventory = cluster(&[&[1, 1]]);
+        change(&mut inventory.hosts[1]);
+        Topology::new(&inventory).unwrap_err()
+    };
+    let domain = error(|host| host.name = "r0".into());
+    assert_eq!(domain, InventoryError::Ambiguous("r0".into()));
+    for bad in [error(|host| host.name = "a\u{1b}[31m".into()), error(|host| host.name.clear())] {
+        assert!(matches!(bad, InventoryError::Name { .. }), "{bad:?}");
+    }
+    let slash = error(|host| _ = host.labels.insert("rack".into(), "r0/x".into()));
+    assert!(matches!(slash, InventoryError::Name { .. }), "{slash:?}");
+    let topology = Topology::new(&cluster(&[&[1, 1]])).unwrap();
+    let twice = "[[links]]\nof = 'r0h0'\n[[links]]\nof = 'r0h0'";
+    let error = Links::new(&topology, &network(twice)).unwrap_err().to_string();
+    assert_eq!(error, "the network file has two records of \"r0h0\"; remove the older one");
+}
+
+#[test]
+fn wrong_amounts_are_errors() {
+    let parsed = |cpus: &str| {
+        let host = format!("hosts = [{{ name = 'h', nic_mbit = 1, cpus = {cpus} }}]");
+        toml::from_str::<Inventory>(&host).map_err(|error| error.message().to_owned())
+    };
+    assert_eq!(parsed("{ total = 8, used = 2 }").unwrap().hosts[0].cpus.free(), 6);
+    for wrong in ["{ total = 8, usd = 8 }", "-1", "'8'"] {
+        assert_eq!(parsed(wrong).unwrap_err(), "expected a number, or a table of total and used");
+    }
+    for (text, why) in [
+        ("ranks = 65537", "job \"job\": ranks is 65537; it must be from 1 to 65536"),
+        (
+            "ranks = 1\naggregators = 1025",
+            "job \"job\": aggregators is 1025; it must be from 1 to 1024",
+        ),
+    ] {
+        assert_eq!(planned(&cluster(&[&[1]]), &job(text)).unwrap_err().to_string(), why);
+    }
+}
+
+#[test]
+fn gpus_of_all_types_count_but_a_rank_uses_one_type() {
+    let mut inventory = cluster(&[&[3]]);
+    let more = inventory.hosts[0].gpus["h100"];
+    inventory.hosts[0].gpus.insert("a100".into(), more);
+    let with = |ranks: u32| Job { gpus_per_rank: 2, ..job(&format!("ranks = {ranks}")) };
+    assert_eq!(planned(&inventory, &with(2)).unwrap().placement.ranks, [2]);
+    let error = planned(&inventory, &with(3)).unwrap_err().to_string();
+    assert!(error.starts_with("job \"job\" has 3 ranks, and there is room for 2"), "{error}");
+}

@@ -1,0 +1,105 @@
+//! Properties of plans that hold whatever the measurements are.
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+use super::{Instance, Shape, instances};
+use crate::network::{LinkRecord, Measurement};
+use crate::plan::{Plan, PlanError, plan};
+
+const SMALL: Shape = Shape { hosts: 1..=9, ranks: 1..=6, aggregators: 1..=2 };
+
+fn plan_of(instance: &Instance) -> Result<Plan, PlanError> {
+    let topology = instance.topology();
+    plan(&topology, &instance.links(&topology), &instance.job)
+}
+
+/// An odd factor, so that different numbers have different products.
+const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Makes the links of a host worse. The host keeps all measurements that it has.
+fn degrade(instance: &mut Instance, host: usize, factor: f64, more_loss: f64, more_rtt_us: f64) {
+    let name = instance.inventory.hosts[host].name.clone();
+    let nic_mbit = instance.inventory.hosts[host].nic_mbit;
+    let links = &mut instance.network.links;
+    if !links.iter().any(|link| link.of == name) {
+        links.push(LinkRecord { of: name.clone(), up: None, down: None, rtt_us: None });
+    }
+    let link = links.iter_mut().find(|link| link.of == name).expect("added above");
+    for way in [&mut link.up, &mut link.down] {
+        // Without a measurement the nominal rate counts, less what headers take.
+        let nominal = Measurement {
+            mbit: nic_mbit * 0.94,
+            loss: 0.0,
+            age_s: 0.0,
+            confidence: 1.0,
+            is_inferred: false,
+        };
+        let measured = way.get_or_insert(nominal);
+        measured.mbit *= factor;
+        measured.loss = (measured.loss + more_loss).min(1.0);
+    }
+    link.rtt_us = Some(link.rtt_us.unwrap_or(0.0) + more_rtt_us);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn a_host_that_becomes_worse_is_never_preferred(
+        instance in instances(SMALL),
+        host: Index,
+        (factor, more_loss, more_rtt_us) in (0.1..=1.0, 0.0..=0.1, 0.0..=1000.0),
+    ) {
+        let host = host.index(instance.inventory.hosts.len());
+        let mut worse = instance.clone();
+        degrade(&mut worse, host, factor, more_loss, more_rtt_us);
+        let (before, after) = (plan_of(&instance), plan_of(&worse));
+        if let (Ok(before), Ok(after)) = (&before, &after) {
+            prop_assert!(after.time.total_s() >= before.time.total_s() * (1.0 - 1e-8));
+            let topology = instance.topology();
+            let name = &instance.inventory.hosts[host].name;
+            let place = topology.hosts().iter().position(|host| host.name == *name).unwrap();
+            let used = |Plan { placement, .. }: &Plan| {
+                placement.ranks[place] + placement.aggregators[place]
+            };
+            prop_assert!(used(before) > 0 || used(after) == 0, "{before:?} {after:?}");
+        }
+        prop_assert!(before.is_ok() || after.is_err());
+    }
+
+    #[test]
+    fn names_and_order_of_hosts_do_not_matter(
+        instance in instances(SMALL),
+        seed in any::<u64>(),
+    ) {
+        let mut renamed = instance.clone();
+        let new_name = |name: &str| {
+            let number = name.strip_prefix('h').and_then(|number| number.parse::<u64>().ok());
+            // Domains keep their names.
+            number.map_or_else(|| name.into(), |n| format!("node-{}", (n ^ seed).wrapping_mul(ODD)))
+        };
+        for host in &mut renamed.inventory.hosts {
+            host.name = new_name(&host.name);
+        }
+        for link in &mut renamed.network.links {
+            link.of = new_name(&link.of);
+        }
+        for pair in &mut renamed.network.pairs {
+            (pair.from, pair.to) = (new_name(&pair.from), new_name(&pair.to));
+        }
+        renamed.inventory.hosts.reverse();
+        match (plan_of(&instance), plan_of(&renamed)) {
+            (Ok(one), Ok(other)) => {
+                let (one_s, other_s) = (one.time.total_s(), other.time.total_s());
+                prop_assert!((one_s - other_s).abs() <= 1e-8 * one_s, "{one_s} {other_s}");
+            }
+            (one, other) => prop_assert_eq!(one.is_ok(), other.is_ok()),
+        }
+    }
+
+    #[test]
+    fn the_same_input_gives_the_same_plan(instance in instances(SMALL)) {
+        prop_assert_eq!(plan_of(&instance), plan_of(&instance));
+    }
+}
