@@ -15,6 +15,7 @@ mod logs;
 mod member;
 mod memory;
 mod option_source;
+mod place;
 mod process_group;
 mod progress;
 mod reduce;
@@ -64,6 +65,8 @@ enum Command {
     Status(status::Args),
     /// Run a sidecar, which sums the tensors of this host's ranks in shared memory.
     Worker(worker::Args),
+    /// Choose hosts for the ranks and aggregators of a job.
+    Place(place::Args),
     /// Run the protocol in the simulator.
     Sim(sim::Args),
 }
@@ -82,6 +85,7 @@ fn main() -> Exit {
         Command::Reduce(args) => reduce::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Worker(args) => worker::run(&args),
+        Command::Place(args) => place::run(&args),
         Command::Sim(args) => sim::run(&args),
     });
     end(done.map(|()| Exit::OK))

@@ -39,6 +39,8 @@ mod noise;
 #[cfg(test)]
 mod paths;
 #[cfg(test)]
+mod place;
+#[cfg(test)]
 mod racks;
 #[cfg(test)]
 mod reduce;

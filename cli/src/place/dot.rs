@@ -1,0 +1,45 @@
+//! A plan as a graph for Graphviz.
+
+use racksum_placer::topology::{Topology, VertexId};
+
+use super::Planned;
+
+/// Returns a graph of the hosts in use and of the domains above them. Each edge shows the rates of
+/// the link in Mbit/s, and the link that limits the step is bold.
+pub(super) fn of(planned: &Planned<'_>) -> String {
+    let Planned { topology, links, job, plan, .. } = planned;
+    let mut lines = vec![format!("graph {:?} {{", job.name), "  node [shape=box];".into()];
+    let mut drawn = vec![];
+    for (host, ranks, aggregators) in plan.placement.hosts() {
+        let leaf = topology.leaf(host);
+        let parts = [
+            (!ranks.is_empty()).then(|| format!("ranks {}", super::text::numbers(ranks.clone()))),
+            (aggregators > 0).then(|| format!("aggregators {aggregators}")),
+        ];
+        let parts: Vec<_> = parts.into_iter().flatten().collect();
+        let label = format!("{}\n{}", topology.name(leaf), parts.join("\n"));
+        lines.push(format!("  {:?} [label={label:?}];", id(topology, leaf)));
+        let mut vertex = leaf;
+        while let Some(parent) = topology.parent(vertex).filter(|_| !drawn.contains(&vertex)) {
+            let (up, down) = (links.up(vertex).mbit(), links.down(vertex).mbit());
+            let style = if plan.time.bottleneck.is_link_of(vertex) { ", style=bold" } else { "" };
+            lines.push(format!(
+                "  {:?} -- {:?} [label=\"{up:.0} up, {down:.0} down\"{style}];",
+                id(topology, parent),
+                id(topology, vertex)
+            ));
+            drawn.push(vertex);
+            vertex = parent;
+        }
+    }
+    lines.push("}".into());
+    lines.join("\n")
+}
+
+/// Returns the name of a vertex in the graph. The root is a slash, in which no domain's name ends.
+fn id(topology: &Topology, vertex: VertexId) -> &str {
+    match topology.name(vertex) {
+        "" => "/",
+        name => name,
+    }
+}

@@ -1,0 +1,112 @@
+//! `racksum place`: chooses hosts for the ranks and aggregators of a job.
+
+mod document;
+mod dot;
+mod text;
+mod words;
+
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use racksum_net::file::read_text;
+use racksum_placer::explain::{Explanation, explain};
+use racksum_placer::inventory::Inventory;
+use racksum_placer::job::Job;
+use racksum_placer::network::{Links, Network};
+use racksum_placer::plan::{Plan, PlanError, plan};
+use racksum_placer::problem::Problem;
+use racksum_placer::topology::Topology;
+use racksum_proto::peer_text::PeerText;
+use serde::de::DeserializeOwned;
+
+use crate::args;
+use crate::exit::{Failure, print_line};
+
+/// Chooses hosts for the ranks and aggregators of a job, such that a step's all-reduce takes the
+/// least time that the links allow.
+///
+/// All files are TOML, or JSON if their names end in .json; docs/placement.md describes them.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
+pub(crate) struct Args {
+    /// The needs of the job, and the bytes that it sends.
+    #[arg(long, value_name = "FILE")]
+    job: PathBuf,
+    /// The hosts of the cluster: labels, interface rates, free resources.
+    #[arg(long, value_name = "FILE")]
+    nodes: PathBuf,
+    /// Measurements of the links. Without them, the rates of the hosts' interfaces count.
+    #[arg(long, value_name = "FILE")]
+    net: Option<PathBuf>,
+    /// Also print the reason for each host, and what would shorten the step.
+    #[arg(long)]
+    explain: bool,
+    /// Output format.
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
+    format: Format,
+}
+
+/// The output format of a plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// Text for people.
+    Text,
+    /// JSON for programs, one object.
+    Json,
+    /// A graph for Graphviz.
+    Dot,
+}
+
+/// A plan, and the problem that it solves.
+struct Planned<'a> {
+    topology: &'a Topology,
+    links: &'a Links,
+    job: &'a Job,
+    plan: Plan,
+    explanation: Option<Explanation>,
+}
+
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let job: Job = read(&args.job)?;
+    let inventory: Inventory = read(&args.nodes)?;
+    let network: Network = args.net.as_deref().map(read).transpose()?.unwrap_or_default();
+    let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
+    let net = args.net.as_ref().unwrap_or(&args.nodes);
+    let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
+    let plan = plan(&topology, &links, &job).map_err(|error| match error {
+        PlanError::Job(error) => wrong(&args.job, error),
+        error => Failure::unavailable(PeerText::of(error).as_str()),
+    })?;
+    let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
+    let explanation = args.explain.then(|| explain(&problem, &job, &plan));
+    let planned = Planned { topology: &topology, links: &links, job: &job, plan, explanation };
+    print_line(&match args.format {
+        Format::Text => text::of(&planned),
+        Format::Json => document::of(&planned),
+        Format::Dot => dot::of(&planned),
+    })
+}
+
+/// Reads a file as TOML, or as JSON if its name ends in `.json`.
+fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
+    let text = read_text(path, MOST_BYTES).map_err(|error| {
+        Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
+    })?;
+    if path.extension().is_some_and(|extension| extension == "json") {
+        serde_json::from_str(&text).map_err(|error| wrong(path, error))
+    } else {
+        toml::from_str(&text).map_err(|error| {
+            let line = error.span().map(|span| text[..span.start].matches('\n').count() + 1);
+            let at = line.map_or_else(String::new, |line| format!("line {line}: "));
+            wrong(path, format!("{at}{}", error.message()))
+        })
+    }
+}
+
+/// Returns the failure for a file whose content is wrong.
+fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
+    Failure::usage(PeerText::of(format!("{}: {why}", path.display())).as_str())
+}
+
+/// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB.
+const MOST_BYTES: u64 = 256 << 20;

@@ -1,0 +1,93 @@
+//! The reasons for a plan in words.
+
+use racksum_placer::explain::{Alternative, Change, Reason};
+use racksum_placer::network::Bottleneck;
+use racksum_placer::topology::{HostId, Topology, VertexId};
+use racksum_proto::counted::counted;
+
+/// The names of a topology's links and domains.
+pub(super) struct Words<'a>(pub(super) &'a Topology);
+
+impl Words<'_> {
+    /// Returns the name of a domain.
+    pub(super) fn domain(&self, domain: VertexId) -> String {
+        match self.0.name(domain) {
+            "" => "the whole cluster".into(),
+            name => name.into(),
+        }
+    }
+
+    fn host(&self, host: HostId) -> &str {
+        &self.0.host(host).name
+    }
+
+    /// Returns the link or path that limits a step.
+    pub(super) fn bottleneck(&self, bottleneck: Bottleneck) -> Option<String> {
+        Some(match bottleneck {
+            Bottleneck::None => return None,
+            Bottleneck::Up(vertex) => format!("the link from {}", self.0.name(vertex)),
+            Bottleneck::Down(vertex) => format!("the link to {}", self.0.name(vertex)),
+            Bottleneck::Path(from, to) => {
+                format!("the path from {} to {}", self.host(from), self.host(to))
+            }
+        })
+    }
+
+    /// Returns a change that would shorten a step.
+    pub(super) fn change(&self, change: Change) -> String {
+        match change {
+            Change::Faster(bottleneck) => {
+                let link = self.bottleneck(bottleneck).unwrap_or_default();
+                format!("with twice the rate of {link}")
+            }
+            Change::Without(constraint) => format!("without {constraint}"),
+            Change::Freed { domain, gpus, cpus } => {
+                let freed = [(gpus, "more free GPU"), (cpus, "more free CPU core")];
+                let freed = freed.into_iter().filter(|(count, _)| *count > 0);
+                let freed: Vec<_> = freed.map(|(count, noun)| counted(count, noun)).collect();
+                format!("with {} in {}", freed.join(" and "), self.domain(domain))
+            }
+        }
+    }
+}
+
+/// Returns why a plan uses a host or does not.
+pub(super) fn reason(reason: &Reason, now_s: f64) -> String {
+    match reason {
+        Reason::Used => "used".into(),
+        Reason::Excluded(exclusion) => exclusion.to_string(),
+        Reason::Outside => "outside the domain of the plan".into(),
+        Reason::Forbidden => "a limit of the job or a dead link forbids a rank".into(),
+        Reason::Step(step_s) => format!("a rank here: {}", compared(*step_s, now_s)),
+    }
+}
+
+/// Returns how well a job would do in another domain.
+pub(super) fn alternative(alternative: Alternative, now_s: f64) -> String {
+    match alternative {
+        Alternative::Room(room) => format!("room for {}", counted(room, "rank")),
+        Alternative::None => "no placement found".into(),
+        Alternative::Step(step_s) => compared(step_s, now_s),
+    }
+}
+
+/// Returns a time in milliseconds.
+pub(super) fn millis(time_s: f64) -> String {
+    let millis = time_s * 1e3;
+    if millis >= 10.0 || millis == 0.0 {
+        format!("{millis:.1} ms")
+    } else {
+        format!("{millis:.4} ms")
+    }
+}
+
+fn compared(step_s: f64, now_s: f64) -> String {
+    let percent = (step_s / now_s - 1.0) * 100.0;
+    if (step_s - now_s).abs() <= now_s * 1e-6 {
+        "step as long as planned".into()
+    } else if percent.is_finite() {
+        format!("step {} ({percent:+.1} %)", millis(step_s))
+    } else {
+        format!("step {}", millis(step_s))
+    }
+}

@@ -1,0 +1,183 @@
+//! `racksum place`: plans, their formats, and files that are wrong.
+
+use serde_json::Value;
+
+use crate::files::Folder;
+use crate::process::run;
+
+/// Two zones of two hosts. The second host of zone `a` was measured at a tenth of its rate.
+const NODES: &str = r#"
+levels = ["zone"]
+[[hosts]]
+name = "a1"
+labels = { zone = "a" }
+nic_mbit = 1000
+gpus = { h100 = 1 }
+[[hosts]]
+name = "a2"
+labels = { zone = "a" }
+nic_mbit = 1000
+gpus = { h100 = 1 }
+[[hosts]]
+name = "b1"
+labels = { zone = "b" }
+nic_mbit = 1000
+gpus = { h100 = 1 }
+[[hosts]]
+name = "b2"
+labels = { zone = "b" }
+nic_mbit = 1000
+gpus = { h100 = { total = 4, used = 3 } }
+taints = ["spot"]
+"#;
+const NET: &str = r#"
+[[links]]
+of = "a2"
+up = { mbit = 94 }
+down = { mbit = 94 }
+"#;
+const JOB: &str = r#"
+name = "vision"
+ranks = 2
+gpus_per_rank = 1
+bytes = 100_000_000
+tolerates = ["spot"]
+"#;
+
+/// A folder with the files of a plan.
+struct Files(Folder);
+
+impl Files {
+    fn new(test: &str) -> Self {
+        let files = Self(Folder::new(&format!("place-{test}")));
+        files.write("job.toml", JOB);
+        files.write("nodes.toml", NODES);
+        files.write("net.toml", NET);
+        files
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.0.path(name), text).unwrap();
+    }
+
+    /// Returns the standard output of a plan.
+    fn plan(&self, flags: &[&str]) -> String {
+        let [job, nodes, net] =
+            ["job.toml", "nodes.toml", "net.toml"].map(|name| self.0.path(name));
+        let line = ["place", "--job", &job, "--nodes", &nodes, "--net", &net];
+        run(&[&line[..], flags].concat()).ok().out
+    }
+
+    /// Returns the message of a plan that fails with exit code `exit`.
+    fn fails(&self, exit: i32) -> String {
+        let [job, nodes, net] =
+            ["job.toml", "nodes.toml", "net.toml"].map(|name| self.0.path(name));
+        run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).failed(exit).to_owned()
+    }
+}
+
+#[test]
+fn a_plan_avoids_the_host_with_the_slow_link() {
+    let files = Files::new("slow");
+    let text = files.plan(&[]);
+    let expected = "job vision: 2 ranks and 1 aggregator on 2 of 4 hosts, in b\n";
+    assert!(text.starts_with(expected), "{text}");
+    for row in ["b1    b       0             1", "b2    b       1             0"] {
+        assert!(text.contains(row), "{text}");
+    }
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    assert_eq!(json["hosts"][0]["host"], "b1");
+    assert_eq!(json["hosts"][1]["ranks"][0], 1);
+    assert!(json.get("explain").is_none());
+    // 106 MB at 94 % of 1 Gbit/s.
+    let step_s = json["step_s"].as_f64().unwrap();
+    assert!((step_s - 0.9021).abs() < 1e-3, "{step_s}");
+    assert_eq!(json["gap"], 0.0);
+    let dot = files.plan(&["--format", "dot"]);
+    assert!(dot.starts_with("graph \"vision\" {\n") && dot.ends_with("}\n"), "{dot}");
+    assert!(dot.contains(r#""/" -- "b" "#) && dot.contains(r#""b" -- "b1" "#), "{dot}");
+}
+
+#[test]
+fn an_explanation_names_each_host_and_what_would_help() {
+    let files = Files::new("explain");
+    let text = files.plan(&["--explain"]);
+    assert!(text.contains("\na2    outside the domain of the plan\n"), "{text}");
+    assert!(text.contains("\na       step 9021.3 ms (+900.0 %)\n"), "{text}");
+    assert!(text.contains("\nwith 1 more free GPU in b: step 0.0 ms (-100 %)\n"), "{text}");
+    let json: Value =
+        serde_json::from_str(&files.plan(&["--explain", "--format", "json"])).unwrap();
+    assert_eq!(json["explain"]["hosts"][2]["reason"], "used");
+    // Without the tainted host, zone b has room for one rank only.
+    files.write("job.toml", &JOB.replace("\"spot\"", ""));
+    let text = files.plan(&["--explain"]);
+    assert!(text.contains("in the whole cluster\n"), "{text}");
+    for row in [
+        "a2    a rank here: step 9021.3 ms (+900.0 %)",
+        "b2    taint \"spot\" is not tolerated",
+        "b       room for 1 rank",
+    ] {
+        assert!(text.contains(&format!("\n{row}\n")), "{text}");
+    }
+}
+
+#[test]
+fn a_job_that_does_not_fit_is_told_what_binds() {
+    let files = Files::new("room");
+    files.write("job.toml", &JOB.replace("ranks = 2", "ranks = 5").replace("\"spot\"", ""));
+    assert_eq!(
+        files.fails(3),
+        "job \"vision\" has 5 ranks, and there is room for 3; without taints, 4 fit"
+    );
+}
+
+#[test]
+fn a_file_that_is_wrong_is_named() {
+    let files = Files::new("wrong");
+    let case = |name: &str, text: &str, expected: &str| {
+        files.write(name, text);
+        let why = files.fails(2);
+        assert!(why.starts_with(&files.0.path(name)) && why.ends_with(expected), "{why}");
+        let whole = [("job.toml", JOB), ("nodes.toml", NODES), ("net.toml", NET)];
+        let (_, whole) = whole.into_iter().find(|(whole, _)| *whole == name).unwrap();
+        files.write(name, whole);
+    };
+    case(
+        "job.toml",
+        &format!("{JOB}\nscope = 'rack'"),
+        "unknown level \"rack\"; the inventory has zone",
+    );
+    case(
+        "job.toml",
+        &JOB.replace("ranks = 2", "ranks = 0"),
+        "ranks is 0; it must be from 1 to 65536",
+    );
+    case(
+        "job.toml",
+        "name = 'x'\nranks =",
+        "line 2: string values must be quoted, expected literal string",
+    );
+    case(
+        "net.toml",
+        &NET.replace("\"a2\"", "\"c9\""),
+        "names \"c9\", which is neither a host nor a domain of the inventory",
+    );
+    case(
+        "net.toml",
+        &NET.replace("mbit = 94", "mbit = nan"),
+        "a2: mbit is NaN; it must be zero or a positive number",
+    );
+    case(
+        "net.toml",
+        &NET.replace("mbit = 94", "mbit = -1"),
+        "a2: mbit is -1; it must be zero or a positive number",
+    );
+    case(
+        "nodes.toml",
+        &NODES.replace("\"a2\"", "\"a1\""),
+        "host \"a1\" is listed twice; give each host a name of its own",
+    );
+    case("nodes.toml", "hosts = []", "the inventory has no hosts; list at least one");
+    let missing = run(&["place", "--job", "/nowhere", "--nodes", &files.0.path("nodes.toml")]);
+    assert!(missing.failed(2).starts_with("cannot read /nowhere: No such file"), "{missing:?}");
+}
