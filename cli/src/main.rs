@@ -7,6 +7,7 @@
 mod aggregator;
 mod args;
 mod bench;
+mod cluster_file;
 mod embedded;
 mod environment;
 mod exit;
@@ -15,7 +16,9 @@ mod logs;
 mod member;
 mod memory;
 mod option_source;
+mod out_file;
 mod place;
+mod probe;
 mod process_group;
 mod progress;
 mod reduce;
@@ -24,6 +27,7 @@ mod sim;
 mod standby;
 mod status;
 mod stderr;
+mod table;
 mod thread;
 mod unnamed;
 mod worker;
@@ -67,6 +71,9 @@ enum Command {
     Worker(worker::Args),
     /// Choose hosts for the ranks and aggregators of a job.
     Place(place::Args),
+    /// Measure the links between hosts.
+    #[command(subcommand)]
+    Probe(probe::Command),
     /// Run the protocol in the simulator.
     Sim(sim::Args),
 }
@@ -86,6 +93,7 @@ fn main() -> Exit {
         Command::Status(args) => status::run(&args),
         Command::Worker(args) => worker::run(&args),
         Command::Place(args) => place::run(&args),
+        Command::Probe(command) => probe::run(&command),
         Command::Sim(args) => sim::run(&args),
     });
     end(done.map(|()| Exit::OK))

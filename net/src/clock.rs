@@ -24,6 +24,12 @@ impl Clock {
         Time(u64::try_from(nanos_of(libc::CLOCK_MONOTONIC)).unwrap_or(0))
     }
 
+    /// Returns the wall-clock time in nanoseconds since 1970, which may jump.
+    #[must_use]
+    pub fn wall(&self) -> i64 {
+        nanos_of(libc::CLOCK_REALTIME)
+    }
+
     /// Returns the wall-clock time at which the host booted, in nanoseconds since 1970. The result
     /// changes when the wall clock is set or slewed, but not when the host is suspended.
     #[must_use]

@@ -27,7 +27,10 @@ pub use control_session::{
     CallOptions, ControlConnection, Ended, LEAVE, SILENT, ask_present, ask_status, call,
     run_session, run_session_on,
 };
-pub use endpoint::{Connection, change_credentials, connect, connect_from, not_connected, server};
+pub use endpoint::{
+    Connection, change_credentials, connect, connect_from, connect_with, not_connected, serve,
+    server,
+};
 pub use identity::Identity;
 /// The QUIC implementation, re-exported because its connections and streams appear in this
 /// interface.

@@ -37,6 +37,9 @@ pub struct Inventory {
 pub struct Host {
     /// The host's name, unique in the inventory.
     pub name: String,
+    /// The address at which other hosts reach this one, as HOST or HOST:PORT. By default, the name.
+    #[serde(default)]
+    pub address: Option<String>,
     /// Labels. Those whose keys are levels place the host in the topology.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
@@ -51,6 +54,40 @@ pub struct Host {
     /// Taints. Only jobs that tolerate all of them may use the host.
     #[serde(default)]
     pub taints: Vec<String>,
+}
+
+/// Where hosts are according to measurements.
+///
+/// In a file, this is the table `tree` of the network.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tree {
+    /// The keys of the topology labels, widest first.
+    pub levels: Vec<String>,
+    /// The names of hosts, each with the values of all labels, widest first.
+    pub hosts: BTreeMap<String, Vec<String>>,
+}
+
+impl Inventory {
+    /// Returns the inventory with the hosts where measurements place them. The labels of all other
+    /// hosts stay as they are.
+    ///
+    /// A tree with other levels than the inventory counts only if the inventory has none.
+    #[must_use]
+    pub fn placed_by(mut self, tree: &Tree) -> Self {
+        if self.levels.is_empty() {
+            self.levels.clone_from(&tree.levels);
+        }
+        if self.levels != tree.levels {
+            return self;
+        }
+        for host in &mut self.hosts {
+            if let Some(values) = tree.hosts.get(&host.name) {
+                host.labels.extend(tree.levels.iter().cloned().zip(values.iter().cloned()));
+            }
+        }
+        self
+    }
 }
 
 impl Host {

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::inventory::Tree;
 use crate::topology::{HostId, Topology, VertexId};
 
 /// Measurements of a cluster's links.
@@ -19,6 +20,13 @@ pub struct Network {
     /// The time in which a measurement loses half of its confidence, in seconds.
     #[serde(default = "default_half_life")]
     pub half_life_s: f64,
+    /// The time of the measurements in seconds since 1970. Their ages count from then. Without it,
+    /// they count from now.
+    #[serde(default)]
+    pub measured_at: Option<u64>,
+    /// Hosts that were measured elsewhere than their labels say, or that have no labels.
+    #[serde(default)]
+    pub tree: Option<Tree>,
     /// Links of domains and hosts.
     #[serde(default)]
     pub links: Vec<LinkRecord>,
@@ -29,7 +37,58 @@ pub struct Network {
 
 impl Default for Network {
     fn default() -> Self {
-        Self { half_life_s: default_half_life(), links: vec![], pairs: vec![] }
+        Self {
+            half_life_s: default_half_life(),
+            measured_at: None,
+            tree: None,
+            links: vec![],
+            pairs: vec![],
+        }
+    }
+}
+
+impl Network {
+    /// Returns the network with all ages as they are at a time in seconds since 1970. A time before
+    /// that of the measurements counts as that time, since clocks may differ.
+    #[must_use]
+    pub fn at(mut self, now: u64) -> Self {
+        let Some(measured_at) = self.measured_at.replace(now) else { return self };
+        #[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 seconds")]
+        let passed_s = now.saturating_sub(measured_at) as f64;
+        self.measurements_mut().for_each(|measurement| measurement.age_s += passed_s);
+        self
+    }
+
+    /// Returns the age of the oldest measurement in seconds, if there is any.
+    #[must_use]
+    pub fn oldest_s(&self) -> Option<f64> {
+        let links = self.links.iter().flat_map(|link| [link.up, link.down]).flatten();
+        let paths = self.pairs.iter().map(|pair| pair.path);
+        links.chain(paths).map(|measurement| measurement.age_s).reduce(f64::max)
+    }
+
+    /// Returns these measurements, and older ones of links that these lack. Older paths are
+    /// dropped: a path without a newer record may be as its links imply now.
+    ///
+    /// Both networks must have the ages of the same time, see [`Self::at`].
+    #[must_use]
+    pub fn over(mut self, older: Self) -> Self {
+        for old in older.links {
+            match self.links.iter_mut().find(|link| link.of == old.of) {
+                Some(link) => {
+                    link.up = link.up.or(old.up);
+                    link.down = link.down.or(old.down);
+                    link.rtt_us = link.rtt_us.or(old.rtt_us);
+                }
+                None => self.links.push(old),
+            }
+        }
+        self
+    }
+
+    fn measurements_mut(&mut self) -> impl Iterator<Item = &mut Measurement> {
+        let links = self.links.iter_mut().flat_map(|link| [&mut link.up, &mut link.down]);
+        links.flatten().chain(self.pairs.iter_mut().map(|pair| &mut pair.path))
     }
 }
 
@@ -242,11 +301,9 @@ impl Links {
             let of = format!("{} -> {}", record.from, record.to);
             record.path.check(&of)?;
             check_rtt(&of, record.rtt_us)?;
-            let links = Rate {
-                bytes_per_s: self.rate_of_links(topology, ends.0, ends.1),
-                source: Source::Inferred,
-                confidence: 0.0,
-            };
+            let slowest = self.slowest_link(topology, ends.0, ends.1);
+            let bytes_per_s = slowest.map_or(f64::INFINITY, |rate| rate.bytes_per_s);
+            let links = Rate { bytes_per_s, source: Source::Inferred, confidence: 0.0 };
             let ceiling = record.path.blend(links, network.half_life_s);
             let pair = Pair { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
             if self.pairs.insert(ends, pair).is_some() {
@@ -256,14 +313,23 @@ impl Links {
         Ok(())
     }
 
-    /// Returns the rate of the slowest link between two hosts, in bytes per second.
-    fn rate_of_links(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
+    /// Returns the rate of the slowest link between two hosts. `None` from a host to itself.
+    fn slowest_link(&self, topology: &Topology, from: HostId, to: HostId) -> Option<Rate> {
         let (from, to) = (topology.leaf(from), topology.leaf(to));
         let meet = topology.meet(from, to);
         let below = |vertex: &VertexId| *vertex != meet;
-        let up = topology.climb(from).take_while(below).map(|v| self.up[v.0].bytes_per_s);
-        let down = topology.climb(to).take_while(below).map(|v| self.down[v.0].bytes_per_s);
-        up.chain(down).fold(f64::INFINITY, f64::min)
+        let up = topology.climb(from).take_while(below).map(|v| self.up[v.0]);
+        let down = topology.climb(to).take_while(below).map(|v| self.down[v.0]);
+        up.chain(down).min_by(|one, other| one.bytes_per_s.total_cmp(&other.bytes_per_s))
+    }
+
+    /// Returns the rate of the path from one host to another: that of its slowest link, or of the
+    /// path if it was measured by itself and is slower. `None` from a host to itself.
+    #[must_use]
+    pub fn path(&self, topology: &Topology, from: HostId, to: HostId) -> Option<Rate> {
+        let link = self.slowest_link(topology, from, to)?;
+        let path = self.pairs.get(&(from, to)).map(|pair| pair.ceiling);
+        Some(path.filter(|path| path.bytes_per_s < link.bytes_per_s).unwrap_or(link))
     }
 
     /// Returns the round-trip time between two hosts in seconds: zero from a host to itself.

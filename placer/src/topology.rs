@@ -224,6 +224,12 @@ impl Topology {
         &self.hosts[host.0]
     }
 
+    /// Returns the number of the host with a name.
+    #[must_use]
+    pub fn host_named(&self, name: &str) -> Option<HostId> {
+        self.hosts.iter().position(|host| host.name == name).map(HostId)
+    }
+
     /// Returns the innermost domain of a host.
     #[must_use]
     pub fn domain_of(&self, host: HostId) -> VertexId {
@@ -246,6 +252,11 @@ impl Topology {
     pub(crate) fn domains(&self, depth: usize) -> impl Iterator<Item = VertexId> {
         let vertices = (0..self.vertices.len()).map(VertexId);
         vertices.filter(move |vertex| self.depth(*vertex) == depth)
+    }
+
+    /// Returns the domains that have a link to a parent, widest first.
+    pub fn inner_domains(&self) -> impl Iterator<Item = VertexId> {
+        (1..=self.levels.len()).flat_map(|depth| self.domains(depth))
     }
 
     /// Returns the number of edges between a vertex and the root.

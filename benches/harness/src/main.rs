@@ -1,5 +1,5 @@
 //! `cargo xtask bench` compares racksum with other programs and with its bounds (`peers`), times
-//! failures (`failures`) and compares training results (`learning`).
+//! failures (`failures`), compares training results (`learning`) and placements (`placement`).
 //!
 //! `benches/README.md` explains the measurements to a reader of the results. In this program,
 //! [`cases`] defines the cases, [`race`] the procedure, [`side`] the programs and [`network`] the
@@ -17,6 +17,7 @@ mod learning;
 mod memory;
 mod network;
 mod peers;
+mod placement;
 mod process_group;
 mod race;
 mod report;
@@ -35,6 +36,7 @@ use racksum_tools::root;
 use crate::failures::FailuresArgs;
 use crate::learning::LearningArgs;
 use crate::peers::PeersArgs;
+use crate::placement::PlacementArgs;
 
 /// Compare racksum with other programs and with its bounds.
 #[derive(Debug, Parser)]
@@ -59,6 +61,11 @@ enum What {
     Failures(FailuresArgs),
     /// Train the examples with Gloo and with racksum, and compare what they learn.
     Learning(LearningArgs),
+    /// Measure links of small clusters, place jobs in them, and compare their steps with those of
+    /// other placements and with predictions.
+    ///
+    /// As root it creates network namespaces, and removes them afterwards.
+    Placement(PlacementArgs),
     /// Run small races of racksum with itself, as `cargo xtask test --only smoke` does.
     #[command(hide = true)]
     Smoke,
@@ -70,6 +77,7 @@ fn run(what: &What) -> Result<bool> {
         What::Peers(args) => peers::run(root(), args),
         What::Failures(args) => failures::run(root(), args),
         What::Learning(args) => learning::run(root(), args).map(|()| true),
+        What::Placement(args) => placement::run(root(), args),
         What::Smoke => peers::smoke(root()),
     }
 }

@@ -31,10 +31,31 @@ pub(crate) const SWITCH_TBF: &str = "tbf rate 1000mbit burst 72kb limit 1mb";
 /// The name of a host's only interface.
 pub(crate) const INTERFACE: &str = "eth0";
 
+/// Network namespaces of this process. Dropping this value removes them.
+#[derive(Debug, Default)]
+pub(crate) struct Namespaces(Vec<String>);
+
+impl Namespaces {
+    /// Creates a namespace with a loopback interface, and returns its name.
+    pub(crate) fn add(&mut self, name: &str) -> Result<String> {
+        let namespace = format!("{PREFIX}{}-{name}", std::process::id());
+        run(&format!("ip netns add {namespace}"))?;
+        self.0.push(namespace.clone());
+        run(&format!("ip -n {namespace} link set lo up"))?;
+        Ok(namespace)
+    }
+}
+
+impl Drop for Namespaces {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|namespace| remove(namespace));
+    }
+}
+
 /// Workers and aggregators around a switch.
 #[derive(Debug)]
 pub(crate) struct Network {
-    namespaces: Vec<String>,
+    namespaces: Namespaces,
     workers: Vec<Host>,
     aggregators: Vec<Host>,
 }
@@ -67,7 +88,7 @@ impl AddAssign for Drops {
 /// A host with one link.
 #[derive(Debug, Clone)]
 pub(crate) struct Host {
-    namespace: String,
+    pub(crate) namespace: String,
     pub(crate) addr: Ipv4Addr,
 }
 
@@ -86,8 +107,8 @@ impl Network {
         // Namespaces are recorded one by one, so that dropping a half-built network removes those
         // that exist.
         let mut network =
-            Self { namespaces: Vec::new(), workers: Vec::new(), aggregators: Vec::new() };
-        let switch = network.namespace("switch")?;
+            Self { namespaces: <_>::default(), workers: Vec::new(), aggregators: Vec::new() };
+        let switch = network.namespaces.add("switch")?;
         run(&format!(
             "ip -n {switch} link add br0 type bridge stp_state 0 mcast_snooping 1 \
              mcast_querier 1 mcast_query_response_interval 100 mcast_igmp_version 3"
@@ -113,7 +134,7 @@ impl Network {
             drops(&json.output(Path::new("."))?)
         };
         // The switch's namespace was created first.
-        let mut drops = self.namespaces.iter().map(of);
+        let mut drops = self.namespaces.0.iter().map(of);
         let at_switch = drops.next().unwrap_or(Ok(0))?;
         Ok(Drops { at_switch, at_hosts: drops.sum::<Result<u64>>()? })
     }
@@ -126,16 +147,8 @@ impl Network {
         &self.aggregators
     }
 
-    fn namespace(&mut self, name: &str) -> Result<String> {
-        let namespace = format!("{PREFIX}{}-{name}", std::process::id());
-        run(&format!("ip netns add {namespace}"))?;
-        self.namespaces.push(namespace.clone());
-        run(&format!("ip -n {namespace} link set lo up"))?;
-        Ok(namespace)
-    }
-
     fn attach(&mut self, switch: &str, name: &str, addr: Ipv4Addr, limited: bool) -> Result<Host> {
-        let namespace = self.namespace(name)?;
+        let namespace = self.namespaces.add(name)?;
         let port = format!("port-{name}");
         for line in [
             format!(
@@ -153,14 +166,6 @@ impl Network {
             run(&format!("tc -n {namespace} qdisc add dev {INTERFACE} root {HOST_TBF}"))?;
         }
         Ok(Host { namespace, addr })
-    }
-}
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        for namespace in &self.namespaces {
-            remove(namespace);
-        }
     }
 }
 
@@ -198,7 +203,8 @@ struct Queue {
     drops: u64,
 }
 
-fn run(line: &str) -> Result<()> {
+/// Runs a command that sets up a network.
+pub(crate) fn run(line: &str) -> Result<()> {
     Cmd::line(line).output(Path::new(".")).map(drop).context("cannot create the network")
 }
 
@@ -254,7 +260,7 @@ mod tests {
         let free = { of_aggregator }.args(["qdisc", "show"]).output().unwrap();
         assert!(!String::from_utf8_lossy(&free.stdout).contains("tbf"));
         assert_eq!(network.drops().unwrap(), Drops::default());
-        let names = network.namespaces.clone();
+        let names = network.namespaces.0.clone();
         drop(network);
         let left = Cmd::line("ip netns list").output(Path::new(".")).unwrap();
         assert!(names.iter().all(|name| !left.contains(name.as_str())), "{left}");

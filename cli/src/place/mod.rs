@@ -5,21 +5,20 @@ mod dot;
 mod text;
 mod words;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::ValueEnum;
-use racksum_net::file::read_text;
 use racksum_placer::explain::{Explanation, explain};
 use racksum_placer::inventory::Inventory;
 use racksum_placer::job::Job;
-use racksum_placer::network::{Links, Network};
+use racksum_placer::network::Links;
 use racksum_placer::plan::{Plan, PlanError, plan};
 use racksum_placer::problem::Problem;
 use racksum_placer::topology::Topology;
 use racksum_proto::peer_text::PeerText;
-use serde::de::DeserializeOwned;
 
 use crate::args;
+use crate::cluster_file::{read, read_network, wrong};
 use crate::exit::{Failure, print_line};
 
 /// Chooses hosts for the ranks and aggregators of a job, such that a step's all-reduce takes the
@@ -69,7 +68,11 @@ struct Planned<'a> {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let job: Job = read(&args.job)?;
     let inventory: Inventory = read(&args.nodes)?;
-    let network: Network = args.net.as_deref().map(read).transpose()?.unwrap_or_default();
+    let network = args.net.as_deref().map(read_network).transpose()?.unwrap_or_default();
+    let inventory = match &network.tree {
+        Some(tree) => inventory.placed_by(tree),
+        None => inventory,
+    };
     let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
     let net = args.net.as_ref().unwrap_or(&args.nodes);
     let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
@@ -86,27 +89,3 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         Format::Dot => dot::of(&planned),
     })
 }
-
-/// Reads a file as TOML, or as JSON if its name ends in `.json`.
-fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
-    let text = read_text(path, MOST_BYTES).map_err(|error| {
-        Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
-    })?;
-    if path.extension().is_some_and(|extension| extension == "json") {
-        serde_json::from_str(&text).map_err(|error| wrong(path, error))
-    } else {
-        toml::from_str(&text).map_err(|error| {
-            let line = error.span().map(|span| text[..span.start].matches('\n').count() + 1);
-            let at = line.map_or_else(String::new, |line| format!("line {line}: "));
-            wrong(path, format!("{at}{}", error.message()))
-        })
-    }
-}
-
-/// Returns the failure for a file whose content is wrong.
-fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
-    Failure::usage(PeerText::of(format!("{}: {why}", path.display())).as_str())
-}
-
-/// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB.
-const MOST_BYTES: u64 = 256 << 20;

@@ -7,6 +7,7 @@ use racksum_proto::counted::counted;
 
 use super::Planned;
 use super::words::{self, Words, millis};
+use crate::table::table;
 
 /// Returns a plan as lines of text.
 pub(super) fn of(planned: &Planned<'_>) -> String {
@@ -86,16 +87,4 @@ pub(super) fn numbers(ranks: Range<u32>) -> String {
         1 => ranks.start.to_string(),
         _ => format!("{}-{}", ranks.start, ranks.end - 1),
     }
-}
-
-/// Formats rows under headings. Columns are separated by two spaces.
-fn table<const N: usize>(headings: [&str; N], rows: Vec<[String; N]>) -> Vec<String> {
-    let rows: Vec<_> = std::iter::once(headings.map(Into::into)).chain(rows).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: Vec<usize> = (0..N).map(|column| width(column).unwrap_or(0)).collect();
-    let line = |row: &[String; N]| {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
-        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
-    };
-    rows.iter().map(line).collect()
 }

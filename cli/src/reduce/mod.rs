@@ -2,7 +2,6 @@
 
 mod file;
 mod keys;
-mod out;
 mod parent;
 mod quoted;
 mod rank;

@@ -8,12 +8,12 @@ use racksum_proto::auth::DataAuth;
 
 use super::Args;
 use super::file::GradientFile;
-use super::out::OutFile;
 use super::rank::check_memory;
 use super::report::Report;
 use super::report::Table;
 use crate::embedded::Embedded;
 use crate::exit::Failure;
+use crate::out_file::OutFile;
 use crate::process_group::ProcessGroup;
 
 /// Reduces the files and prints the report.

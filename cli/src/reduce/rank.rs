@@ -16,13 +16,13 @@ use racksum_worker::{Blocks, Client, Error, Handle, Reduced, Stats};
 
 use super::Args;
 use super::file::{Digest, GradientFile, Tensor, header_of};
-use super::out::{OutFile, cannot_write};
 use super::quoted::Quoted;
 use super::report::{Report, Table};
 use super::survey::{Held, Survey};
 use crate::exit::{Failure, with_flags};
 use crate::member::Member;
 use crate::memory;
+use crate::out_file::{OutFile, cannot_write};
 use crate::progress::{self, Line, Work};
 
 /// Refuses a file if this host lacks the memory to reduce its tensors with `ranks` ranks.

@@ -41,6 +41,8 @@ mod paths;
 #[cfg(test)]
 mod place;
 #[cfg(test)]
+mod probe;
+#[cfg(test)]
 mod racks;
 #[cfg(test)]
 mod reduce;

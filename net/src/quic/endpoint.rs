@@ -42,7 +42,8 @@ impl Connection {
     }
 
     /// Returns the reason why the connection to `addr` has ended, or `None` while it is open.
-    pub(super) fn why_ended(&self, addr: SocketAddr) -> Option<NetError> {
+    #[must_use]
+    pub fn why_ended(&self, addr: SocketAddr) -> Option<NetError> {
         let cause = self.quic.close_reason()?;
         Some(self.credentials.explain(not_connected(addr, cause)))
     }
@@ -115,13 +116,32 @@ pub async fn connect_from(
     credentials: &Credentials,
     patience: Span,
 ) -> Result<Connection, NetError> {
+    connect_with(PROTOCOL, from, to, credentials, patience).await
+}
+
+/// Connects like [`connect_from`] to a server that [`serve`] opened for the same protocol.
+///
+/// # Errors
+///
+/// Returns the errors of [`connect`].
+///
+/// # Panics
+///
+/// Panics outside a tokio runtime.
+pub async fn connect_with(
+    protocol: &str,
+    from: Option<IpAddr>,
+    to: SocketAddr,
+    credentials: &Credentials,
+    patience: Span,
+) -> Result<Connection, NetError> {
     credentials.check(to)?;
     let from = from.unwrap_or_else(|| local_for(to));
     let spawner = Spawner::default();
     // Aborts the tasks of a call that fails or is cancelled.
     let mut tasks = Tasks(Some(spawner.clone()));
     let endpoint = endpoint(SocketAddr::new(from, 0), None, Arc::new(spawner))?;
-    let config = client_config(credentials)?;
+    let config = client_config(credentials, protocol)?;
     let call = || {
         endpoint.connect_with(config.clone(), to, NAME).map_err(|error: ConnectError| {
             NetError::NotCallable { addr: to, reason: error.to_string() }
@@ -229,7 +249,17 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
     }
 }
 
-pub(super) fn serve(
+/// Opens an endpoint like [`server`] for another protocol than racksum's control messages. Both
+/// sides must offer the protocol's ALPN name.
+///
+/// # Errors
+///
+/// Returns the errors of [`server`].
+///
+/// # Panics
+///
+/// Panics outside a tokio runtime.
+pub fn serve(
     bind: SocketAddr,
     credentials: &Credentials,
     protocol: &str,
@@ -341,7 +371,10 @@ fn server_config(credentials: &Credentials, protocol: &str) -> Result<ServerConf
     Ok(config)
 }
 
-pub(super) fn client_config(credentials: &Credentials) -> Result<ClientConfig, NetError> {
+pub(super) fn client_config(
+    credentials: &Credentials,
+    protocol: &str,
+) -> Result<ClientConfig, NetError> {
     let (provider, identity) = (provider(), &credentials.identity);
     let mut tls = rustls::ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_protocol_versions(&[&TLS13])
@@ -350,7 +383,7 @@ pub(super) fn client_config(credentials: &Credentials) -> Result<ClientConfig, N
         .with_custom_certificate_verifier(credentials.judge_of_servers(provider)?)
         .with_client_auth_cert(identity.chain(), identity.key())
         .map_err(tls_error)?;
-    tls.alpn_protocols = vec![PROTOCOL.as_bytes().to_vec()];
+    tls.alpn_protocols = vec![protocol.as_bytes().to_vec()];
     let crypto = QuicClientConfig::try_from(tls).map_err(tls_error)?;
     let mut config = ClientConfig::new(Arc::new(crypto));
     // Aggregators open no streams.

@@ -2,7 +2,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::endpoint::{client_config, serve};
+use super::endpoint::client_config;
 use super::frames::{FrameError, LONGEST, MAX_FRAME, recv, send};
 use super::*;
 use crate::NetError;
@@ -160,7 +160,7 @@ async fn a_peer_has_one_stream_and_no_more_room_than_a_message_takes() {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();
     let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
-    let mut config = client_config(&strangers()).unwrap();
+    let mut config = client_config(&strangers(), PROTOCOL).unwrap();
     config.transport_config(quinn::TransportConfig::default().into());
     let caller = quinn::Endpoint::client(any_port()).unwrap();
     let connection = caller.connect_with(config, to, "racksum").unwrap().await.unwrap();

@@ -6,7 +6,8 @@
 
 use libc::c_int;
 
-/// Buffer size for the control messages of one message: at most three of 24 bytes each are used.
+/// Buffer size for the control messages of one message: at most three of 24 bytes and one of
+/// 32 bytes are used.
 pub(super) const SPACE: usize = 128;
 
 const WORD: usize = size_of::<usize>();
@@ -61,6 +62,14 @@ impl Message<'_> {
         Some(c_int::from_ne_bytes(self.data.try_into().ok()?))
     }
 
+    /// Returns the data as nanoseconds if it has the size of a `struct timespec`.
+    pub(super) fn nanos(&self) -> Option<i64> {
+        let (seconds, nanos) = self.data.split_first_chunk::<8>()?;
+        let (seconds, nanos) =
+            (i64::from_ne_bytes(*seconds), i64::from_ne_bytes(nanos.try_into().ok()?));
+        seconds.checked_mul(1_000_000_000)?.checked_add(nanos)
+    }
+
     /// Returns the first byte. The kernel reports an IPv4 TOS as one byte, although the socket
     /// option is an `int`.
     pub(super) fn byte(&self) -> Option<u8> {
@@ -110,6 +119,18 @@ mod tests {
         assert_eq!(got[0].data, 1472u16.to_ne_bytes());
         assert_eq!(got[0].int(), None, "two bytes are not an int");
         assert_eq!(got[1].int(), Some(3));
+    }
+
+    #[test]
+    fn a_time_is_read_unless_it_overflows() {
+        let read = |seconds: i64, nanos: i64| {
+            let mut control = Control::new();
+            let data = [seconds.to_ne_bytes(), nanos.to_ne_bytes()].concat();
+            let used = control.push(0, libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS, &data);
+            control.messages(used).next().and_then(|message| message.nanos())
+        };
+        assert_eq!(read(1_700_000_000, 5), Some(1_700_000_000_000_000_005));
+        assert_eq!(read(i64::MAX, 0), None);
     }
 
     #[test]

@@ -30,6 +30,10 @@ pub struct Received {
     pub tos: u8,
     /// Whether a queue on the path marked the message with CE (congestion experienced).
     pub ce: bool,
+    /// Wall-clock time at which the kernel received the message, in nanoseconds since 1970. `None`
+    /// unless [`UdpConfig::timestamps`](super::UdpConfig::timestamps) is set. Of several joined
+    /// datagrams, this is the time of the first.
+    pub at: Option<i64>,
 }
 
 /// Storage for `recvmmsg` calls of one thread, with the result of the last call.
@@ -265,7 +269,7 @@ impl RecvRing {
         let Storage { headers, controls, .. } = &*self.storage;
         let header = &headers[index];
         let control = controls[index].messages(header.msg_hdr.msg_controllen);
-        let (mut stride, mut tos) = (None, 0);
+        let (mut stride, mut tos, mut at) = (None, 0, None);
         for message in control {
             match (message.level, message.kind) {
                 (libc::SOL_UDP, libc::UDP_GRO) => stride = message.int(),
@@ -276,12 +280,13 @@ impl RecvRing {
                 (libc::SOL_SOCKET, libc::SO_RXQ_OVFL) => {
                     message.int().into_iter().for_each(|n| socket.note_drops(n.cast_unsigned()));
                 }
+                (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS) => at = message.nanos(),
                 _ => {}
             }
         }
         let len = usize::try_from(header.msg_len).unwrap_or(0);
         let Some(from) = self.sender(index) else { return Received::NOTHING };
-        Received { from, len, stride: stride_of(stride, len), tos, ce: tos & CE == CE }
+        Received { from, len, stride: stride_of(stride, len), tos, ce: tos & CE == CE, at }
     }
 
     fn sender(&mut self, index: usize) -> Option<SocketAddr> {
@@ -313,6 +318,7 @@ impl Received {
         stride: 1,
         tos: 0,
         ce: false,
+        at: None,
     };
 }
 

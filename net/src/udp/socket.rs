@@ -27,6 +27,8 @@ pub struct UdpConfig {
     pub tos: u8,
     /// Multicast group to join. [`UdpConfig::bind`] must then be the group's address.
     pub multicast: Option<Multicast>,
+    /// Whether the kernel reports when it received each message.
+    pub timestamps: bool,
 }
 
 impl UdpConfig {
@@ -40,6 +42,7 @@ impl UdpConfig {
             send_buffer: DEFAULT_BUFFER,
             tos: ECT0,
             multicast: None,
+            timestamps: false,
         }
     }
 
@@ -263,6 +266,9 @@ fn prepare(socket: &Socket, config: &UdpConfig) -> Result<(), NetError> {
         socket.set_reuse_address(true).map_err(failed("SO_REUSEADDR"))?;
     }
     int(libc::SOL_SOCKET, libc::SO_RXQ_OVFL, 1, "SO_RXQ_OVFL")?;
+    if config.timestamps {
+        int(libc::SOL_SOCKET, libc::SO_TIMESTAMPNS, 1, "SO_TIMESTAMPNS")?;
+    }
     let tos = c_int::from(config.tos);
     // With `PMTUDISC_PROBE`, the kernel never fragments, and ignores path MTUs that ICMP reports. A
     // datagram that is too large for the interface fails immediately.

@@ -1,5 +1,7 @@
 //! The rates, losses and round trips of links that explain samples of paths.
 
+use std::collections::BTreeMap;
+
 use super::rounds::links_between;
 use crate::network::{LinkRecord, Measurement, Network, PairRecord};
 use crate::topology::{HostId, Topology, VertexId};
@@ -33,7 +35,10 @@ pub struct Contended {
 /// Returns the network that samples imply.
 ///
 /// A path is as fast as its slowest link. The rate of a link is therefore the greatest throughput
-/// of a path over it, and a path that is slower than all of its links gets a record of its own.
+/// over it that two samples agree on, and a path that is slower than all of its links gets a record
+/// of its own. A single greater throughput does not count: after a stall, a token bucket lets more
+/// pass for a while.
+///
 /// A domain's link that let all paths through at the rates of their hosts carries at least that;
 /// how much more, only [`Contended`] samples show. Without these it gets no rate.
 ///
@@ -66,13 +71,13 @@ pub fn fit(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> 
         };
         (record.up.is_some() || record.down.is_some() || record.rtt_us.is_some()).then_some(record)
     };
-    let pairs = samples.iter().filter_map(|sample| {
+    let pairs = fastest_of_paths(samples).into_iter().filter_map(|sample| {
         let links = directed(sample);
         // A link without a rate has no record that could hold its loss.
         let recorded = links.iter().filter(|link| rates.0[**link].is_some());
         let loss = 1.0 - (-recorded.map(|link| losses[*link]).sum::<f64>()).exp();
         let rtt_us: f64 = both(sample).iter().map(|link: &usize| rtts_us[*link]).sum();
-        let is_slow = sample.mbit < rates.of(&links) * (1.0 - RATE_TOLERANCE);
+        let is_slow = is_slower(sample.mbit, rates.of(&links));
         let is_lossy = sample.loss > loss + LOSS_TOLERANCE;
         let is_far = sample.rtt_us > rtt_us * (1.0 + RTT_TOLERANCE) + RTT_TOLERANCE_US;
         (is_slow || is_lossy || is_far).then(|| record(topology, sample))
@@ -82,6 +87,18 @@ pub fn fit(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> 
         pairs: pairs.collect(),
         ..Network::default()
     }
+}
+
+/// Returns the fastest sample of each path.
+fn fastest_of_paths(samples: &[Sample]) -> Vec<&Sample> {
+    let mut fastest: BTreeMap<_, &Sample> = BTreeMap::new();
+    for sample in samples {
+        let known = fastest.entry((sample.from, sample.to)).or_insert(sample);
+        if sample.mbit > known.mbit {
+            *known = sample;
+        }
+    }
+    fastest.into_values().collect()
 }
 
 fn record(topology: &Topology, sample: &Sample) -> PairRecord {
@@ -104,17 +121,17 @@ struct Rates(Vec<Option<f64>>);
 
 impl Rates {
     fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
-        let mut greatest = vec![None; 2 * topology.vertices()];
+        let mut all = vec![vec![]; 2 * topology.vertices()];
         for sample in samples {
             for link in directed_links(topology, sample.from, sample.to) {
-                greatest[link] = greater(greatest[link], sample.mbit);
+                all[link].push(sample.mbit);
             }
         }
+        let greatest: Vec<_> = all.into_iter().map(confirmed).collect();
         let host_rate = |from: HostId, to: HostId| {
             let ends = [up(topology.leaf(from).0), down(topology.leaf(to).0)];
             ends.into_iter().filter_map(|link| greatest[link]).fold(f64::INFINITY, f64::min)
         };
-        let is_slower = |mbit: f64, limit: f64| mbit < limit * (1.0 - RATE_TOLERANCE);
         // A link is no limit if the fastest path over it is as fast as its hosts.
         let mut is_limit = vec![true; greatest.len()];
         for sample in samples {
@@ -133,7 +150,12 @@ impl Rates {
             let link = if *is_up { up(of.0) } else { down(of.0) };
             let total: f64 = pairs.iter().map(|(_, _, mbit)| mbit).sum();
             let alone: f64 = pairs.iter().map(|(from, to, _)| host_rate(*from, *to)).sum();
-            rates[link] = if is_slower(total, alone) { greater(rates[link], total) } else { None };
+            rates[link] = match rates[link] {
+                _ if !is_slower(total, alone) => None,
+                // Single paths have shown the rate already, and more exactly.
+                Some(known) if !is_slower(known, total) => Some(known),
+                _ => Some(total),
+            };
         }
         Self(rates)
     }
@@ -144,9 +166,16 @@ impl Rates {
     }
 }
 
-/// Returns the greater of a rate and the one that is known, if any.
-fn greater(known: Option<f64>, rate: f64) -> Option<f64> {
-    Some(known.map_or(rate, |known| known.max(rate)))
+/// Returns the greatest rate that the next one confirms, or the greatest of all if none is.
+fn confirmed(mut rates: Vec<f64>) -> Option<f64> {
+    rates.sort_by(|one, other| other.total_cmp(one));
+    let pairs = rates.windows(2);
+    let confirmed = pairs.filter(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0]).next();
+    confirmed.or_else(|| rates.first().copied())
+}
+
+fn is_slower(mbit: f64, limit: f64) -> bool {
+    mbit < limit * (1.0 - RATE_TOLERANCE)
 }
 
 /// Returns the numbers of the directions of links that the path from one host to another uses.
@@ -280,6 +309,23 @@ mod tests {
         assert!(close(link("r2").down.unwrap().mbit, 40.0));
         // The uplinks let each single path through, so nothing is known about them.
         assert_eq!((link("r2").up, link("r0").down, link("r0").up), (None, None, None));
+    }
+
+    #[test]
+    fn a_single_fast_sample_counts_only_once_it_is_confirmed() {
+        let topology = racks(&[4, 4]);
+        let mut samples = Truth::new(&topology).samples(&topology);
+        let find = |s: &Sample| (s.from, s.to) == (HostId(1), HostId(6));
+        let fast = samples.iter().position(find).unwrap();
+        samples[fast].mbit = 150.0;
+        let rate = |samples: &[Sample]| {
+            let network = fit(&topology, samples, &[]);
+            let link = network.links.into_iter().find(|link| link.of == "r0h1").unwrap();
+            link.up.unwrap().mbit
+        };
+        assert!(close(rate(&samples), 100.0));
+        samples.push(Sample { mbit: 145.0, ..samples[fast] });
+        assert!(close(rate(&samples), 150.0));
     }
 
     #[test]

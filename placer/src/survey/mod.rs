@@ -2,16 +2,16 @@
 //!
 //! [`sampled_pairs`] and [`rounds()`] say which pairs are measured, and which at the same time.
 //! [`fit()`] turns samples of paths into rates, losses and round trips of links. It keeps the paths
-//! that these do not explain. [`tiers()`] finds domains without labels, and [`misplaced`] finds
-//! hosts whose labels are wrong.
+//! that these do not explain. [`tiers()`] finds domains without labels, [`misplaced`] finds hosts
+//! whose labels are wrong, and [`found_tree`] says where all hosts are.
 
 mod fit;
 mod rounds;
 mod tiers;
 
 pub use fit::{Contended, Sample, fit};
-pub use rounds::{Pair, circle, rounds, sampled_pairs};
-pub use tiers::{Misplaced, misplaced, tiers};
+pub use rounds::{Pair, circle, contended_pairs, rounds, sampled_pairs};
+pub use tiers::{Misplaced, found_tree, misplaced, tiers};
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -23,6 +23,7 @@ pub(crate) mod tests {
         let host = |rack: usize, host: usize| Host {
             name: format!("r{rack}h{host}"),
             labels: [("rack".into(), format!("r{rack}"))].into(),
+            address: None,
             nic_mbit: 100.0,
             cpus: <_>::default(),
             gpus: <_>::default(),

@@ -57,6 +57,27 @@ pub fn sampled_pairs(topology: &Topology, samples: Option<usize>) -> Vec<Pair> {
     within.chain(between).map(|(one, other)| (HostId(one), HostId(other))).collect()
 }
 
+/// Returns pairs of hosts whose paths all use the link of a domain: each with one host of the
+/// domain and one outside it. No host is in two pairs.
+///
+/// As many pairs as possible load the link together, so hosts outside are taken from each of the
+/// other domains of the same depth in turn.
+#[must_use]
+pub fn contended_pairs(
+    topology: &Topology,
+    domain: VertexId,
+    is_usable: impl Fn(HostId) -> bool,
+) -> Vec<Pair> {
+    let usable = |hosts: std::ops::Range<usize>| {
+        hosts.map(HostId).filter(|host| is_usable(*host)).collect::<Vec<_>>()
+    };
+    let others = topology.domains(topology.depth(domain)).filter(|other| *other != domain);
+    let others: Vec<_> = others.map(|other| usable(topology.hosts_of(other))).collect();
+    let longest = others.iter().map(Vec::len).max().unwrap_or(0);
+    let outside = (0..longest).flat_map(|place| others.iter().filter_map(move |o| o.get(place)));
+    usable(topology.hosts_of(domain)).into_iter().zip(outside.copied()).collect()
+}
+
 fn least_common_multiple(one: usize, other: usize) -> usize {
     let (mut divisor, mut rest) = (one, other);
     while rest > 0 {
@@ -145,6 +166,16 @@ mod tests {
         between.sort_unstable();
         between.dedup();
         assert_eq!(between.len(), 15);
+    }
+
+    #[test]
+    fn contended_pairs_share_only_the_link_of_the_domain() {
+        let topology = racks(&[3, 2, 2]);
+        let rack = topology.vertex("r0").unwrap();
+        let pairs = contended_pairs(&topology, rack, |_| true);
+        assert_eq!(pairs, [(0, 3), (1, 5), (2, 4)].map(|(a, b)| (HostId(a), HostId(b))));
+        let pairs = contended_pairs(&topology, rack, |host| host != HostId(3) && host.0 != 1);
+        assert_eq!(pairs, [(0, 4), (2, 5)].map(|(a, b)| (HostId(a), HostId(b))));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::fit::Sample;
+use crate::inventory::Tree;
 use crate::topology::{HostId, Topology, VertexId};
 
 /// A host that was measured in another domain than its labels say.
@@ -28,6 +29,9 @@ pub struct Misplaced {
 pub fn misplaced(topology: &Topology, samples: &[Sample]) -> Vec<Misplaced> {
     let distances = Distances::new(topology.hosts().len(), samples);
     let domains: Vec<_> = topology.domains(topology.levels().len()).collect();
+    if topology.levels().is_empty() {
+        return vec![];
+    }
     let find = |host: HostId| {
         let mean = |domain: VertexId| {
             let others = topology.hosts_of(domain).filter(|other| *other != host.0);
@@ -78,6 +82,30 @@ pub fn tiers(hosts: usize, samples: &[Sample]) -> Vec<Vec<usize>> {
     }
     tiers.reverse();
     tiers
+}
+
+/// Returns where samples show hosts that have no labels, or other ones than their labels say.
+/// `None` if the labels are right, or if no labels are needed.
+///
+/// Without labels, the levels are called `tier1`, `tier2` and so on, widest first, and the domains
+/// of each are numbered in the order of their first hosts.
+#[must_use]
+pub fn found_tree(topology: &Topology, samples: &[Sample]) -> Option<Tree> {
+    let name = |host: HostId| topology.host(host).name.clone();
+    if topology.levels().is_empty() {
+        let tiers = tiers(topology.hosts().len(), samples);
+        let levels = (1..=tiers.len()).map(|tier| format!("tier{tier}")).collect();
+        let labels = |host: HostId| {
+            tiers.iter().map(|groups| (groups[host.0] + 1).to_string()).collect::<Vec<_>>()
+        };
+        let hosts = topology.host_ids().map(|host| (name(host), labels(host)));
+        return (!tiers.is_empty()).then(|| Tree { levels, hosts: hosts.collect() });
+    }
+    let found = misplaced(topology, samples);
+    let labels = |domain: VertexId| topology.name(domain).split('/').map(str::to_owned).collect();
+    let hosts = found.iter().map(|found| (name(found.host), labels(found.measured)));
+    let levels = topology.levels().to_vec();
+    (!found.is_empty()).then(|| Tree { levels, hosts: hosts.collect() })
 }
 
 /// Numbers groups in the order of their first hosts.
@@ -132,6 +160,7 @@ const LEAST_RTT_US: f64 = 20.0;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inventory::Inventory;
     use crate::survey::tests::racks;
 
     /// Samples between all hosts, where `rack` says in which rack a host really is.
@@ -178,6 +207,25 @@ mod tests {
         assert_eq!(topology.host(found.host).name, "r0h1");
         assert_eq!((topology.name(found.labelled), topology.name(found.measured)), ("r0", "r1"));
         assert!(found.ratio > 2.0, "{}", found.ratio);
+    }
+
+    #[test]
+    fn the_tree_that_is_found_places_hosts_without_labels_and_hosts_that_lie() {
+        let labelled = racks(&[4, 4]);
+        let samples = samples(8, |host| usize::from(host >= 4 || host == 1));
+        let tree = found_tree(&labelled, &samples).unwrap();
+        assert_eq!(tree.levels, ["rack"]);
+        assert_eq!(tree.hosts, [("r0h1".into(), vec!["r1".into()])].into());
+
+        let hosts = labelled.hosts().to_vec();
+        let flat = Inventory { levels: vec![], hosts };
+        let flat_topology = Topology::new(&flat).unwrap();
+        let tree = found_tree(&flat_topology, &samples).unwrap();
+        assert_eq!(tree.levels, ["tier1"]);
+        let placed = Topology::new(&flat.placed_by(&tree)).unwrap();
+        let of = |name: &str| placed.domain_of(placed.host_named(name).unwrap());
+        assert_eq!((placed.name(of("r0h0")), placed.name(of("r0h1"))), ("1", "2"));
+        assert_eq!(of("r0h1"), of("r1h3"));
     }
 
     #[test]

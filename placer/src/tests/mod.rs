@@ -85,6 +85,7 @@ fn host(is_uniform: bool) -> impl Strategy<Value = Host> {
         |(labels, nic_mbit, used, gpus, taints)| Host {
             name: String::new(),
             labels,
+            address: None,
             nic_mbit,
             cpus: Amount { total: 8, used },
             gpus: [("h100".into(), Amount { total: gpus, used: 0 })].into(),
@@ -111,7 +112,12 @@ fn network(hosts: usize, most_pairs: usize) -> impl Strategy<Value = Network> {
         let record = |((from, to), (path, rtt_us))| PairRecord { from, to, path, rtt_us };
         pairs.into_iter().map(record).collect()
     });
-    (links, pairs).prop_map(|(links, pairs)| Network { half_life_s: 1000.0, links, pairs })
+    (links, pairs).prop_map(|(links, pairs)| Network {
+        half_life_s: 1000.0,
+        links,
+        pairs,
+        ..Network::default()
+    })
 }
 
 fn measurement() -> impl Strategy<Value = Measurement> {

@@ -16,6 +16,7 @@ pub(super) fn cluster(racks: &[&[u32]]) -> Inventory {
     let host = |rack: usize, (number, gpus): (usize, &u32)| Host {
         name: format!("r{rack}h{number}"),
         labels: [("rack".into(), format!("r{rack}"))].into(),
+        address: None,
         nic_mbit: 100.0,
         cpus: Amount { total: *gpus, used: 0 },
         gpus: [("h100".into(), Amount { total: *gpus, used: 0 })].into(),

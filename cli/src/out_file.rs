@@ -18,7 +18,7 @@ use crate::unnamed::{Unnamed, beside, folder_of, link, open_at, random, unnamed}
 /// killed process therefore leaves no partial file. On a file system without unnamed files, the
 /// output has a temporary name in the same folder, and a killed process leaves that file behind.
 #[derive(Debug)]
-pub(super) struct OutFile {
+pub(crate) struct OutFile {
     path: PathBuf,
     file: File,
     /// Permissions of the finished file, if it replaces a file of this user.
@@ -35,7 +35,7 @@ impl OutFile {
     ///
     /// # Errors
     /// A message that names the file or folder and the problem.
-    pub(super) fn create(path: &Path) -> Result<Self, Failure> {
+    pub(crate) fn create(path: &Path) -> Result<Self, Failure> {
         Self::create_by(path, unnamed)
     }
 
@@ -68,7 +68,7 @@ impl OutFile {
     ///
     /// # Errors
     /// A message for the user, if the process cannot wait for signals.
-    pub(super) fn remove_at_signal(&self) -> Result<(), Failure> {
+    pub(crate) fn remove_at_signal(&self) -> Result<(), Failure> {
         let cannot = |error: io::Error| Failure::of_host(cannot_wait(&error), &error);
         let runtime = racksum_net::runtime::single_threaded().map_err(cannot)?;
         let entered = runtime.enter();
@@ -86,14 +86,14 @@ impl OutFile {
     }
 
     /// Returns the file for writing.
-    pub(super) const fn file(&mut self) -> &mut File {
+    pub(crate) const fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
     /// Returns a path at which other processes of this user can open the file before it is
     /// committed. The path does not use the temporary name, because another user of the folder
     /// could put another file under that name.
-    pub(super) fn temporary(&self) -> PathBuf {
+    pub(crate) fn temporary(&self) -> PathBuf {
         open_at(&std::process::id().to_string(), &self.file)
     }
 
@@ -101,7 +101,7 @@ impl OutFile {
     ///
     /// # Errors
     /// A message for the user, if the move fails. In that case no temporary file remains.
-    pub(super) fn commit(self) -> Result<(), Failure> {
+    pub(crate) fn commit(self) -> Result<(), Failure> {
         let Self { path, file, permissions, .. } = &self;
         let permitted = permissions.clone().map_or(Ok(()), |it| file.set_permissions(it));
         permitted
@@ -243,7 +243,7 @@ const fn may_follow(user: u32, owner: u32, folder_owner: u32, folder_mode: u32) 
 }
 
 /// Returns the failure for a result that could not be written.
-pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
+pub(crate) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     Failure::of_path(format!("cannot write {}: {error}", path.display()), error)
 }
 

@@ -1,0 +1,299 @@
+//! `cargo xtask bench placement` shows what measured placement gains, and how well the model
+//! predicts.
+//!
+//! Each scene is a cluster of three zones with four hosts each, and one flaw that labels do not
+//! show. The bench measures it with `racksum probe`, places a job with `racksum place`, and runs
+//! the job at that placement, at a best fit that knows labels only, and at random ones. The random
+//! placements also test the predictions of the model.
+
+mod scene;
+mod summary;
+mod zones;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use fastrand::Rng;
+use racksum_placer::inventory::Inventory;
+use racksum_placer::job::Job;
+use racksum_placer::model::step_time;
+use racksum_placer::network::{Links, Network};
+use racksum_placer::placement::Placement;
+use racksum_placer::problem::Problem;
+use racksum_placer::topology::Topology;
+use racksum_tools::interrupt;
+use racksum_tools::machine;
+use racksum_tools::shell::{Cmd, path, target};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use self::scene::{Scene, Seats};
+use self::summary::Summary;
+use self::zones::Zones;
+use crate::host::Provenance;
+use crate::process_group::ProcessGroup;
+use crate::show_progress;
+
+/// The scenes to run.
+#[derive(Debug, Args)]
+pub(crate) struct PlacementArgs {
+    /// Number of scenes with a flaw.
+    #[arg(long, default_value_t = 20)]
+    scenes: usize,
+    /// Number of uniform scenes.
+    #[arg(long, default_value_t = 5)]
+    uniform: usize,
+    /// Random placements in each scene.
+    #[arg(long, default_value_t = 4)]
+    random: usize,
+    /// Seed of the scenes.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Bytes that a step reduces.
+    #[arg(long, default_value_t = 500_000)]
+    bytes: u64,
+}
+
+/// The steps of one placement, as predicted and as measured.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Outcome {
+    pub(crate) scene: usize,
+    pub(crate) flaw: String,
+    pub(crate) placement: &'static str,
+    pub(crate) ranks: Vec<u32>,
+    pub(crate) aggregator: usize,
+    pub(crate) predicted_s: f64,
+    pub(crate) measured_s: f64,
+}
+
+/// Runs the scenes; returns whether all bounds hold.
+pub(crate) fn run(root: &Path, args: &PlacementArgs) -> Result<bool> {
+    interrupt::listen()?;
+    if let Some(why) = machine::link_tools(root)? {
+        anyhow::bail!("placements need network namespaces: {why}");
+    }
+    crate::network::sweep();
+    Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
+    let bench = Bench {
+        racksum: target(root).join("release/racksum"),
+        work: target(root).join("placement"),
+        args,
+    };
+    fs::create_dir_all(&bench.work)?;
+    println!("{}; seed {}", Provenance::now(root).line(), args.seed);
+    let mut outcomes = vec![];
+    for number in 0..args.scenes + args.uniform {
+        interrupt::check()?;
+        let mut random = Rng::with_seed(args.seed.wrapping_mul(1 << 32) + number as u64);
+        let scene = if number < args.scenes {
+            Scene::draw(number, &mut random)
+        } else {
+            Scene::uniform(&mut random)
+        };
+        show_progress(&format!("scene {number}: {}", scene.flaw));
+        let of_scene = bench.run(number, &scene, &mut random);
+        let of_scene = of_scene.with_context(|| format!("scene {number} ({})", scene.flaw))?;
+        show_progress("");
+        for outcome in &of_scene {
+            println!("{}", outcome.line());
+        }
+        outcomes.extend(of_scene);
+    }
+    let lines: Result<Vec<_>, _> = outcomes.iter().map(serde_json::to_string).collect();
+    fs::write(bench.work.join("results.jsonl"), lines?.join("\n") + "\n")?;
+    let summary = Summary::of(&outcomes);
+    print!("{summary}");
+    Ok(summary.holds())
+}
+
+impl Outcome {
+    fn line(&self) -> String {
+        let Self { scene, flaw, placement, ranks, aggregator, predicted_s, measured_s } = self;
+        let ranks: String = ranks.iter().map(|ranks| ranks.to_string()).collect();
+        format!(
+            "scene {scene:>2} {flaw:<20} {placement:<8} ranks {ranks} aggregator {aggregator:>2}: \
+             {:>7.1} ms, predicted {:>7.1} ms",
+            measured_s * 1e3,
+            predicted_s * 1e3
+        )
+    }
+}
+
+struct Bench<'a> {
+    racksum: PathBuf,
+    work: PathBuf,
+    args: &'a PlacementArgs,
+}
+
+impl Bench<'_> {
+    fn run(&self, number: usize, scene: &Scene, random: &mut Rng) -> Result<Vec<Outcome>> {
+        let zones = Zones::build(scene)?;
+        let inventory = scene.inventory(|host| zones.hosts[host].addr.to_string());
+        let job = scene.job(self.args.bytes);
+        fs::write(self.file("nodes.json"), serde_json::to_string(&inventory)?)?;
+        fs::write(self.file("job.json"), job.to_string())?;
+        self.probe(&zones)?;
+        let mut placements =
+            vec![("placer", self.place(&inventory)?), ("labels", scene.best_fit())];
+        for _ in 0..self.args.random {
+            placements.push(("random", scene.random_placement(random)));
+        }
+        let predictor = Predictor::new(inventory, &self.file("net.json"), job)?;
+        let mut outcomes = vec![];
+        for (placement, seats) in placements {
+            interrupt::check()?;
+            // Equal placements have equal steps; measuring them twice would compare noise.
+            let known = outcomes.iter().find(|known: &&Outcome| {
+                known.ranks == seats.ranks && known.aggregator == seats.aggregator
+            });
+            let measured_s = match known {
+                Some(known) => known.measured_s,
+                None => self.step_s(&zones, &seats)?,
+            };
+            outcomes.push(Outcome {
+                scene: number,
+                flaw: scene.flaw.to_string(),
+                placement,
+                predicted_s: predictor.step_s(&seats)?,
+                measured_s,
+                ranks: seats.ranks,
+                aggregator: seats.aggregator,
+            });
+        }
+        Ok(outcomes)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.work.join(name)
+    }
+
+    /// Measures the links into `net.json`.
+    fn probe(&self, zones: &Zones) -> Result<()> {
+        let serve = |host: &crate::network::Host| {
+            let mut command = host.command(&self.racksum);
+            command.args(["probe", "serve", "--insecure", "--bind", &host.addr.to_string()]);
+            command
+        };
+        let mut agents = ProcessGroup::start("agent", zones.hosts.iter().map(serve), &self.work)?;
+        agents.lines(START)?;
+        let [nodes, net] = ["nodes.json", "net.json"].map(|name| self.file(name));
+        fs::remove_file(&net).or_else(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Ok(()),
+            _ => Err(error),
+        })?;
+        let mut command = zones.hosts[0].command(&self.racksum);
+        command.args(["probe", "run", "--insecure", "--share", SHARE]);
+        command.args(["--nodes", path(&nodes)?, "--out", path(&net)?]);
+        output(command).map(drop)
+    }
+
+    /// Returns the placement that `racksum place` chooses.
+    fn place(&self, inventory: &Inventory) -> Result<Seats> {
+        let [job, nodes, net] = ["job.json", "nodes.json", "net.json"].map(|name| self.file(name));
+        let mut command = Command::new(&self.racksum);
+        command.args(["place", "--format", "json", "--job", path(&job)?]);
+        command.args(["--nodes", path(&nodes)?, "--net", path(&net)?]);
+        let plan: Value = serde_json::from_str(&output(command)?)?;
+        let mut seats = Seats { ranks: vec![0; inventory.hosts.len()], aggregator: 0 };
+        for host in plan["hosts"].as_array().context("the plan has no hosts")? {
+            let place = inventory.hosts.iter().position(|known| host["host"] == known.name);
+            let place = place.context("the plan names an unknown host")?;
+            let ranks = host["ranks"].as_array().context("the plan lacks ranks")?;
+            seats.ranks[place] = u32::try_from(ranks.len())?;
+            if host["aggregators"] == 1 {
+                seats.aggregator = place;
+            }
+        }
+        Ok(seats)
+    }
+
+    /// Runs the job at a placement. Returns the median time of its steps in seconds.
+    fn step_s(&self, zones: &Zones, seats: &Seats) -> Result<f64> {
+        let server = &zones.hosts[seats.aggregator];
+        let mut command = server.command(&self.racksum);
+        command.args(["aggregator", "--insecure", "--fanout", "unicast", "--pool-mib", "64"]);
+        command.args(["--bind", &server.addr.to_string()]);
+        let mut aggregator = ProcessGroup::start("aggregator", [command], &self.work)?;
+        aggregator.lines(START)?;
+        let world: u32 = seats.ranks.iter().sum();
+        let hosts = seats.ranks.iter().zip(&zones.hosts);
+        let hosts = hosts.flat_map(|(ranks, host)| std::iter::repeat_n(host, *ranks as usize));
+        let rank = |(rank, host): (usize, &crate::network::Host)| {
+            let mut command = host.command(&self.racksum);
+            let size = self.args.bytes.to_string();
+            command.args(["bench", "--insecure", "--format", "json", "-w", "1", "-n", STEPS]);
+            command.args(["-b", &size, "-e", &size, "--timeout", "120"]);
+            command.args(["--aggregator", &format!("{}:7177", server.addr)]);
+            command.args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
+            command
+        };
+        let ranks = hosts.enumerate().map(rank);
+        let rows = ProcessGroup::start("rank", ranks, &self.work)?.answers(RUN)?;
+        ensure!(rows.iter().all(|row| row["wrong"] == 0), "a sum is wrong: {rows:?}");
+        let medians_us = rows.iter().filter_map(|row| row["time_us"]["p50"].as_f64());
+        Ok(medians_us.fold(0.0, f64::max) / 1e6)
+    }
+}
+
+/// The model of a measured cluster.
+struct Predictor {
+    inventory: Inventory,
+    topology: Topology,
+    links: Links,
+    job: Job,
+}
+
+impl Predictor {
+    fn new(inventory: Inventory, net: &Path, job: Value) -> Result<Self> {
+        let network: Network = read(net)?;
+        let inventory = match &network.tree {
+            Some(tree) => inventory.placed_by(tree),
+            None => inventory,
+        };
+        let topology = Topology::new(&inventory)?;
+        let links = Links::new(&topology, &network)?;
+        Ok(Self { inventory, topology, links, job: serde_json::from_value(job)? })
+    }
+
+    /// Returns the expected step time of a placement in seconds.
+    fn step_s(&self, seats: &Seats) -> Result<f64> {
+        let hosts = self.topology.hosts().len();
+        let mut placement = Placement { ranks: vec![0; hosts], aggregators: vec![0; hosts] };
+        for (place, host) in self.topology.hosts().iter().enumerate() {
+            let number = self.inventory.hosts.iter().position(|known| known.name == host.name);
+            let number = number.context("the topology has a host that the inventory lacks")?;
+            placement.ranks[place] = seats.ranks[number];
+            placement.aggregators[place] = u32::from(seats.aggregator == number);
+        }
+        let problem = Problem::new(&self.topology, &self.links, &self.job)?;
+        Ok(step_time(&problem, &placement).total_s())
+    }
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    let text =
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("cannot parse {}", path.display()))
+}
+
+/// Runs a command and returns its standard output; a failure is an error with its standard error.
+fn output(mut command: Command) -> Result<String> {
+    let output = command.output()?;
+    let why = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {why}");
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Time limit for the start of a process.
+const START: Duration = Duration::from_secs(20);
+/// Time limit for the steps of one placement.
+const RUN: Duration = Duration::from_secs(240);
+/// The share of the links that measurements use; nothing else uses them.
+const SHARE: &str = "1";
+/// The number of steps, of which the median counts.
+const STEPS: &str = "5";

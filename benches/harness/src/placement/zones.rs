@@ -1,0 +1,85 @@
+//! Three zones of four hosts. Each host and each uplink of a zone has rates of its own.
+//!
+//! A host is a network namespace. The switches of the zones and the one between them are bridges in
+//! one more namespace. Token buckets limit each link in both directions.
+
+use std::net::Ipv4Addr;
+
+use anyhow::Result;
+
+use super::scene::{HOSTS_PER_ZONE, Scene};
+use crate::network::{Host, Namespaces, run};
+
+/// The hosts of a scene. Dropping this value removes them.
+#[derive(Debug)]
+pub(crate) struct Zones {
+    _namespaces: Namespaces,
+    pub(crate) hosts: Vec<Host>,
+}
+
+impl Zones {
+    /// Creates the hosts and links of a scene.
+    pub(crate) fn build(scene: &Scene) -> Result<Self> {
+        let mut namespaces = Namespaces::default();
+        let fabric = namespaces.add("fabric")?;
+        bridge(&fabric, "core")?;
+        for (zone, mbit) in scene.uplink_mbit.iter().enumerate() {
+            bridge(&fabric, &format!("zone{zone}"))?;
+            run(&format!("ip -n {fabric} link add up{zone} type veth peer name down{zone}"))?;
+            run(&format!("ip -n {fabric} link set up{zone} master zone{zone} up"))?;
+            run(&format!("ip -n {fabric} link set down{zone} master core up"))?;
+            limit(&fabric, &format!("up{zone}"), *mbit, SWITCH_QUEUE)?;
+            limit(&fabric, &format!("down{zone}"), *mbit, SWITCH_QUEUE)?;
+        }
+        let mut hosts = vec![];
+        for (number, host) in scene.hosts.iter().enumerate() {
+            let zone = number / HOSTS_PER_ZONE;
+            let namespace = namespaces.add(&host.name)?;
+            let addr = Ipv4Addr::from(u32::from(SUBNET) + 1 + u32::try_from(number)?);
+            for line in [
+                format!(
+                    "ip -n {fabric} link add port{number} type veth peer name eth0 netns \
+                     {namespace}"
+                ),
+                format!("ip -n {fabric} link set port{number} master zone{zone} up"),
+                format!("ip -n {namespace} addr add {addr}/24 brd + dev eth0"),
+                format!("ip -n {namespace} link set eth0 up"),
+            ] {
+                run(&line)?;
+            }
+            limit(&fabric, &format!("port{number}"), host.mbit, SWITCH_QUEUE)?;
+            limit(&namespace, "eth0", host.mbit, HOST_QUEUE)?;
+            if host.loss > 0.0 {
+                for chain in ["INPUT -i", "OUTPUT -o"] {
+                    run(&format!(
+                        "ip netns exec {namespace} iptables -A {chain} eth0 -m statistic --mode \
+                         random --probability {} -j DROP",
+                        host.loss
+                    ))?;
+                }
+            }
+            hosts.push(Host { namespace, addr });
+        }
+        Ok(Self { _namespaces: namespaces, hosts })
+    }
+}
+
+fn bridge(fabric: &str, name: &str) -> Result<()> {
+    run(&format!("ip -n {fabric} link add {name} type bridge stp_state 0 mcast_snooping 0"))?;
+    run(&format!("ip -n {fabric} link set {name} up"))
+}
+
+fn limit(namespace: &str, interface: &str, mbit: u32, queue: &str) -> Result<()> {
+    run(&format!(
+        "tc -n {namespace} qdisc add dev {interface} root tbf rate {mbit}mbit burst {BURST} limit \
+         {queue}"
+    ))
+}
+
+/// The bytes that pass a link at once after a pause.
+const BURST: &str = "16kb";
+/// A switch's queue drops what it cannot hold: 26 ms of data at 100 Mbit/s.
+const SWITCH_QUEUE: &str = "320kb";
+/// A host's queue holds more than a socket's buffer, so that it makes senders wait.
+const HOST_QUEUE: &str = "16mb";
+const SUBNET: Ipv4Addr = Ipv4Addr::new(10, 88, 0, 0);

@@ -1,0 +1,60 @@
+//! Files that describe a cluster: its hosts, its links and its jobs.
+
+use std::path::Path;
+
+use racksum_net::clock::Clock;
+use racksum_net::file::read_text;
+use racksum_placer::network::Network;
+use racksum_proto::peer_text::PeerText;
+use serde::de::DeserializeOwned;
+
+use crate::exit::Failure;
+use crate::stderr;
+
+/// Reads a file as TOML, or as JSON if its name ends in `.json`.
+pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
+    let text = read_text(path, MOST_BYTES).map_err(|error| {
+        Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
+    })?;
+    if path.extension().is_some_and(|extension| extension == "json") {
+        serde_json::from_str(&text).map_err(|error| wrong(path, error))
+    } else {
+        toml::from_str(&text).map_err(|error| {
+            let line = error.span().map(|span| text[..span.start].matches('\n').count() + 1);
+            let at = line.map_or_else(String::new, |line| format!("line {line}: "));
+            wrong(path, format!("{at}{}", error.message()))
+        })
+    }
+}
+
+/// Reads a network file, with the ages that its measurements have now. Warns if some are old.
+pub(crate) fn read_network(path: &Path) -> Result<Network, Failure> {
+    let network: Network = read(path)?;
+    let half_life_s = network.half_life_s;
+    let network = network.at(now());
+    let oldest_s = network.oldest_s().filter(|oldest_s| *oldest_s > OLD * half_life_s);
+    if let Some(oldest_s) = oldest_s {
+        stderr::warn(format_args!(
+            "{}: some measurements are {:.1} hours old and count little; measure again with \
+             `racksum probe run`",
+            path.display(),
+            oldest_s / 3600.0
+        ));
+    }
+    Ok(network)
+}
+
+/// Returns the time in seconds since 1970.
+pub(crate) fn now() -> u64 {
+    u64::try_from(Clock::start().wall() / 1_000_000_000).unwrap_or(0)
+}
+
+/// Returns the failure for a file whose content is wrong.
+pub(crate) fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
+    Failure::usage(PeerText::of(format!("{}: {why}", path.display())).as_str())
+}
+
+/// Measurements older than this many half-lives are worth a warning: their confidence is below 1/4.
+const OLD: f64 = 2.0;
+/// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB.
+const MOST_BYTES: u64 = 256 << 20;

@@ -1,0 +1,152 @@
+//! `racksum probe run`: the coordinator of a measurement.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use racksum_net::quic::Credentials;
+use racksum_net::runtime::single_threaded;
+use racksum_placer::inventory::Inventory;
+use racksum_placer::network::Network;
+use racksum_probe::{MeasureError, Options, Outcome, measure};
+use racksum_proto::counted::counted;
+use racksum_proto::peer_text::PeerText;
+
+use super::show;
+use crate::cluster_file::{now, read, read_network, wrong};
+use crate::exit::{Failure, print_line};
+use crate::out_file::{OutFile, cannot_write};
+use crate::progress::{Line, Work};
+use crate::{args, environment, stderr};
+
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
+pub(crate) struct Args {
+    /// The hosts of the cluster: names or addresses, labels, interface rates. A host runs `racksum
+    /// probe serve`.
+    #[arg(long, value_name = "FILE")]
+    nodes: PathBuf,
+    /// The network file to write: TOML, or JSON if its name ends in .json. Older measurements of
+    /// links in it stay if these are not measured now.
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// The share of each host's interface that measurements use on average, up to 1.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.01, value_parser = positive_share)]
+    share: f64,
+    /// Bytes that measurements send or receive at each host, at most; with K, M, G or T.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = args::size)]
+    budget: u64,
+    /// Pairs of hosts to measure for each two of the innermost domains, besides all pairs within
+    /// them [default: all pairs in clusters of up to 32 hosts, otherwise 4].
+    #[arg(long, value_name = "N", value_parser = args::number::<u32>(1..=1 << 20))]
+    samples: Option<u32>,
+    /// Identity file with role aggregator [env: RACKSUM_IDENTITY].
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
+    identity: Option<PathBuf>,
+    /// Connect beyond loopback without an identity.
+    #[arg(long)]
+    insecure: bool,
+}
+
+fn positive_share(text: &str) -> Result<f64, String> {
+    let share = args::share(text).ok().filter(|share| *share > 0.0);
+    share.ok_or_else(|| "must be a number above 0, and at most 1".to_owned())
+}
+
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let inventory: Inventory = read(&args.nodes)?;
+    let older = if args.out.exists() { Some(read_network(&args.out)?) } else { None };
+    // A path that cannot be written must not cost a measurement.
+    let mut out = OutFile::create(&args.out)?;
+    let outcome = measured(args, &inventory)?;
+    let network = Network { measured_at: Some(now()), ..outcome.network.clone() };
+    let network = match older {
+        Some(older) if older.tree == network.tree => network.over(older),
+        _ => network,
+    };
+    let text = written(&args.out, &network)?;
+    out.file().write_all(text.as_bytes()).map_err(|error| cannot_write(&args.out, &error))?;
+    out.commit()?;
+    report(&inventory, &outcome)?;
+    print_line(&show::tables(&network).join("\n"))
+}
+
+fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
+    let identity = environment::identity(args.identity.clone(), args.insecure)?;
+    let credentials = Credentials::read_blocking(identity, args.insecure)?;
+    let options = Options {
+        credentials,
+        share: args.share,
+        budget: args.budget,
+        samples: samples(args, inventory.hosts.len()),
+    };
+    let runtime = single_threaded().map_err(|error| {
+        Failure::of_host(format!("cannot start the measurement: {error}"), &error)
+    })?;
+    let work = Work::new(1_000);
+    let progress = std::sync::Arc::clone(&work);
+    let line = Line::start(move |passed: Duration| format!("measures: {}", progress.text(passed)));
+    let measuring = measure(inventory, &options, |done, all| {
+        work.reach(u64::try_from(done * 1_000 / all.max(1)).unwrap_or(0));
+    });
+    let outcome = runtime.block_on(measuring);
+    drop(line);
+    outcome.map_err(|error| match error {
+        MeasureError::Inventory(error) => wrong(&args.nodes, error),
+        error => Failure::unavailable(PeerText::of(error).as_str()),
+    })
+}
+
+/// Returns the number of samples that the flag or the size of the cluster implies.
+fn samples(args: &Args, hosts: usize) -> Option<usize> {
+    match args.samples {
+        Some(samples) => Some(usize::try_from(samples).unwrap_or(usize::MAX)),
+        None if hosts <= MOST_HOSTS_FOR_ALL_PAIRS => None,
+        None => Some(DEFAULT_SAMPLES),
+    }
+}
+
+fn written(path: &Path, network: &Network) -> Result<String, Failure> {
+    let failed = |why: String| Failure::failed(format!("cannot write {}: {why}", path.display()));
+    if path.extension().is_some_and(|extension| extension == "json") {
+        serde_json::to_string_pretty(network).map_err(|error| failed(error.to_string()))
+    } else {
+        toml::to_string(network).map_err(|error| failed(error.to_string()))
+    }
+}
+
+/// Prints what was measured, and warns of what was not.
+fn report(inventory: &Inventory, outcome: &Outcome) -> Result<(), Failure> {
+    for (host, why) in &outcome.failed {
+        stderr::warn(PeerText::of(format!("{host} was not measured: {why}")));
+    }
+    if outcome.unaffordable > 0 {
+        stderr::warn(format_args!(
+            "{} were not measured, because that would exceed --budget",
+            counted(outcome.unaffordable as u64, "pair")
+        ));
+    }
+    print_line(&format!(
+        "{} between {}, at most {:.1} MB at each host",
+        counted(outcome.samples.len() as u64, "measured path"),
+        counted((inventory.hosts.len() - outcome.failed.len()) as u64, "host"),
+        megabytes(outcome.most_bytes)
+    ))?;
+    for wrong in &outcome.wrong_labels {
+        stderr::warn(format_args!(
+            "{} is labelled {} but was measured in {}, to whose hosts it is {:.1} times as close",
+            wrong.host, wrong.labelled, wrong.measured, wrong.ratio
+        ));
+    }
+    Ok(())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 bytes")]
+fn megabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}
+
+/// The greatest cluster of which all pairs are measured by default.
+const MOST_HOSTS_FOR_ALL_PAIRS: usize = 32;
+/// Pairs for each two innermost domains of larger clusters.
+const DEFAULT_SAMPLES: usize = 4;

@@ -1,0 +1,59 @@
+//! `racksum probe serve`: the agent of a host.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use racksum_aggregator::bind_address;
+use racksum_net::quic::Credentials;
+use racksum_net::runtime::single_threaded;
+use racksum_probe::{Agent, PORT};
+
+use crate::args;
+use crate::environment;
+use crate::exit::{Failure, print_or_warn};
+use crate::signals::{Ending, cannot_wait};
+
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = args::EXIT_CODES)]
+pub(crate) struct Args {
+    /// The address to serve on.
+    #[arg(long, value_name = "IP", value_parser = bind_address)]
+    #[arg(default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
+    bind: IpAddr,
+    /// UDP port of the control server; 0 for a free one.
+    #[arg(long, value_name = "PORT", default_value_t = PORT)]
+    port: u16,
+    /// UDP port of the measurements; 0 for a free one.
+    #[arg(long, value_name = "PORT", default_value_t = PORT + 1)]
+    data_port: u16,
+    /// Identity file with role aggregator; then only coordinators with an identity of that role
+    /// from the same authority are served [env: RACKSUM_IDENTITY].
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
+    identity: Option<PathBuf>,
+    /// Serve beyond loopback without an identity: any host can then order measurements.
+    #[arg(long)]
+    insecure: bool,
+}
+
+/// Serves until a signal stops the agent.
+pub(super) fn run(args: &Args) -> Result<(), Failure> {
+    let identity = environment::identity(args.identity.clone(), args.insecure)?;
+    let credentials = Credentials::of_aggregator(identity.as_deref(), args.insecure)?;
+    let cannot = |error: std::io::Error| Failure::of_host(cannot_wait(&error), &error);
+    single_threaded().map_err(cannot)?.block_on(async {
+        let mut signals = Ending::listen().map_err(cannot)?;
+        let bind = SocketAddr::new(args.bind, args.port);
+        let agent = Agent::open(bind, args.data_port, &credentials)?;
+        let data = agent.data_addr().port();
+        print_or_warn(&format!(
+            "racksum probe on {}, measurements on UDP {data}",
+            agent.addr().map_err(cannot)?
+        ));
+        tokio::select! {
+            () = agent.run() => {}
+            _ = signals.next() => {}
+        }
+        print_or_warn("racksum probe stops");
+        Ok(())
+    })
+}

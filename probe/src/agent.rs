@@ -1,0 +1,260 @@
+//! Agents: each serves one host, and measures paths to other agents when a coordinator orders it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use racksum_net::NetError;
+use racksum_net::log_limit::LogLimit;
+use racksum_net::quic::quinn::{Connection, Endpoint, Incoming, SendStream};
+use racksum_net::quic::{Certificate, Credentials, Role, frames, serve};
+use racksum_proto::peer_text::PeerText;
+use tokio::sync::Semaphore;
+use tokio::task::spawn_blocking;
+use tokio::time::{sleep, timeout};
+
+use crate::data::{Data, Shared};
+use crate::message::{Answer, Arrived, Order, PROTOCOL, Train, VERSION};
+
+/// An agent: a server for coordinators, and a data socket.
+///
+/// It carries out the orders of callers with an identity of role aggregator. Without an identity it
+/// serves only loopback, or any caller if its credentials are insecure.
+#[derive(Debug)]
+pub struct Agent {
+    endpoint: Endpoint,
+    data: Data,
+    knows_identities: bool,
+}
+
+impl Agent {
+    /// Opens an agent at `bind`. Its data socket has the same address and the port `data_port`; 0
+    /// lets the kernel choose.
+    ///
+    /// # Errors
+    ///
+    /// Returns a [`NetError`] that names the address, for example if a port is taken.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside a tokio runtime.
+    pub fn open(
+        bind: SocketAddr,
+        data_port: u16,
+        credentials: &Credentials,
+    ) -> Result<Self, NetError> {
+        let endpoint = serve(bind, credentials, PROTOCOL)?;
+        let data = Data::open(SocketAddr::new(bind.ip(), data_port))?;
+        Ok(Self { endpoint, data, knows_identities: credentials.are_verified() })
+    }
+
+    /// Returns the address of the control server.
+    ///
+    /// # Errors
+    ///
+    /// Returns the kernel's error.
+    pub fn addr(&self) -> std::io::Result<SocketAddr> {
+        self.endpoint.local_addr()
+    }
+
+    /// Returns the address of the data socket.
+    #[must_use]
+    pub fn data_addr(&self) -> SocketAddr {
+        self.data.addr()
+    }
+
+    /// Serves coordinators for as long as the future is polled.
+    pub async fn run(&self) {
+        let places = Arc::new(Semaphore::new(MOST_CALLERS));
+        while let Some(incoming) = self.endpoint.accept().await {
+            // A retry is shorter than the packet that it answers.
+            if !incoming.remote_address_validated() {
+                drop(incoming.retry());
+                continue;
+            }
+            let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+                incoming.refuse();
+                continue;
+            };
+            let knows_identities = self.knows_identities;
+            let shared = Arc::clone(self.data.shared());
+            tokio::spawn(async move {
+                if let Some(connection) = handshake(incoming).await {
+                    serve_caller(&connection, shared, knows_identities).await;
+                }
+                drop(place);
+            });
+        }
+    }
+}
+
+async fn handshake(incoming: Incoming) -> Option<Connection> {
+    let from = incoming.remote_address();
+    let connecting = incoming.accept().ok()?;
+    match timeout(HANDSHAKE, connecting).await {
+        Ok(Ok(connection)) => Some(connection),
+        Ok(Err(error)) => {
+            STRANGERS.note(|left_out| {
+                tracing::warn!(%from, left_out, "connection refused: {}", PeerText::of(&error));
+            });
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+async fn serve_caller(connection: &Connection, shared: Arc<Shared>, knows_identities: bool) {
+    let role = Certificate::of_peer(connection).map(|certificate| certificate.role);
+    if knows_identities && role != Some(Role::Aggregator) {
+        let why = "measuring needs an identity with role aggregator; issue one with `racksum \
+                   identity issue NAME --role aggregator`";
+        connection.close(1u32.into(), why.as_bytes());
+        return;
+    }
+    let Ok(Ok((mut send, mut recv))) = timeout(HANDSHAKE, connection.accept_bi()).await else {
+        return;
+    };
+    let mut session = Session { shared, flows: vec![], is_greeted: false };
+    loop {
+        // Silent callers end with the connection's own timeout.
+        let order = match frames::recv::<Order>(&mut recv).await {
+            Ok(Some(order)) => order,
+            Ok(None) => return,
+            Err(error) => {
+                let why = format!("cannot read an order: {error}");
+                connection.close(1u32.into(), why.as_bytes());
+                return;
+            }
+        };
+        let answer = session.obey(order).await;
+        if !answered(&mut send, &answer).await {
+            return;
+        }
+    }
+}
+
+async fn answered(send: &mut SendStream, answer: &Answer) -> bool {
+    frames::send(send, answer).await.is_ok()
+}
+
+/// The state of one coordinator's connection. Its flows end with it.
+struct Session {
+    shared: Arc<Shared>,
+    flows: Vec<u64>,
+    is_greeted: bool,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        for flow in &self.flows {
+            self.shared.flows.remove(*flow);
+        }
+    }
+}
+
+impl Session {
+    async fn obey(&mut self, order: Order) -> Answer {
+        match order {
+            Order::Ping { flow, .. } | Order::Train { flow, .. } | Order::Report { flow }
+                if !self.flows.contains(&flow) =>
+            {
+                ended()
+            }
+            Order::Hello { version } if version == VERSION => {
+                self.is_greeted = true;
+                Answer::Hello { version: VERSION, data_port: self.shared.port() }
+            }
+            Order::Hello { version } => refused(format!(
+                "the agent speaks version {VERSION} and the coordinator version {version}; \
+                 install the same release on both"
+            )),
+            _ if !self.is_greeted => refused("the first order must be a hello"),
+            Order::Expect { flow, key } => {
+                if !self.shared.flows.add(flow, &key) {
+                    return refused(
+                        "the agent has too many flows; another coordinator may be \
+                                    measuring, so try again later",
+                    );
+                }
+                self.flows.push(flow);
+                Answer::Expected
+            }
+            Order::Ping { flow, to, count, interval_us } => {
+                let interval = Duration::from_micros(u64::from(interval_us).max(LEAST_INTERVAL_US));
+                self.blocking(move |shared| shared.ping(flow, to, count, interval))
+                    .await
+                    .map_or_else(ended, Answer::Pinged)
+            }
+            Order::Train { flow, to, train } => self.train(flow, to, train).await,
+            Order::Report { flow } => self.report(flow).await,
+        }
+    }
+
+    async fn train(&self, flow: u64, to: SocketAddr, train: Train) -> Answer {
+        let is_valid = train.mbit.is_finite() && train.mbit > 0.0 && train.millis <= MOST_MILLIS;
+        if !is_valid {
+            return refused(format!("a train needs a positive rate and at most {MOST_MILLIS} ms"));
+        }
+        // Without this rule, an order could aim a train at a host that runs no agent.
+        let is_proven = self.shared.flows.with(flow, |flow| flow.is_proven());
+        match is_proven {
+            Some(true) => {}
+            Some(false) => return refused("the other agent has not answered a ping of this flow"),
+            None => return ended(),
+        }
+        self.blocking(move |shared| shared.train(flow, to, &train))
+            .await
+            .map_or_else(ended, |datagrams| Answer::Trained { datagrams })
+    }
+
+    /// Waits until a train has ended, and reports what arrived of the flow.
+    async fn report(&mut self, flow: u64) -> Answer {
+        let mut last = None;
+        for _ in 0..MOST_QUIET_CHECKS {
+            let Some(arrival) = self.shared.flows.with(flow, |flow| flow.last_arrival()) else {
+                return ended();
+            };
+            if arrival == last {
+                break;
+            }
+            last = arrival;
+            sleep(QUIET).await;
+        }
+        self.flows.retain(|known| *known != flow);
+        let Some(flow) = self.shared.flows.remove(flow) else { return ended() };
+        let train: Option<Arrived> = flow.arrived();
+        Answer::Report { pings: flow.pings(), train }
+    }
+
+    /// Runs work that sends datagrams on a thread of its own. Returns `None` if the flow has ended.
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Shared) -> Option<T> + Send + 'static,
+    ) -> Option<T> {
+        let shared = Arc::clone(&self.shared);
+        spawn_blocking(move || work(&shared)).await.ok()?
+    }
+}
+
+fn refused(reason: impl Into<String>) -> Answer {
+    Answer::Refused { reason: reason.into() }
+}
+
+fn ended() -> Answer {
+    refused("the flow is unknown or has ended")
+}
+
+/// The log limit for callers that fail the handshake.
+static STRANGERS: LogLimit = LogLimit::new(3);
+/// The greatest number of connected callers.
+const MOST_CALLERS: usize = 16;
+/// The time limit of a handshake, and of opening the stream after it.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// The shortest interval between pings: 10,000 a second, or 11 Mbit/s.
+const LEAST_INTERVAL_US: u64 = 100;
+/// The longest train in milliseconds.
+const MOST_MILLIS: u32 = 2_000;
+/// A train has ended when nothing arrives for this long.
+const QUIET: Duration = Duration::from_millis(50);
+/// The greatest number of checks for that.
+const MOST_QUIET_CHECKS: u32 = 200;

@@ -1,0 +1,314 @@
+//! Flows: the datagrams of one direction between two agents, and what arrived of them.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use racksum_proto::auth::Key;
+
+use crate::datagram::{Header, Kind, Lock, PING_LEN, TRAIN_LEN};
+use crate::message::{Arrived, Pinged};
+
+/// The flows that an agent sends or expects.
+#[derive(Debug, Default)]
+pub(crate) struct Flows(Mutex<BTreeMap<u64, Flow>>);
+
+/// One flow at one of its two agents.
+#[derive(Debug)]
+pub(crate) struct Flow {
+    lock: Lock,
+    pings: Seen,
+    echoes: Seen,
+    /// Wall-clock times at which pings were sent, in nanoseconds since 1970, by their numbers.
+    sent_at: Vec<i64>,
+    rtts_ns: Vec<u64>,
+    train: Seen,
+    /// Wall-clock times at which the train's datagrams arrived.
+    arrivals: Vec<i64>,
+}
+
+/// The answer to a datagram.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Reaction {
+    None,
+    /// Send an echo with this header.
+    Echo(Header),
+}
+
+impl Flows {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Flow>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a flow. Returns false if its number is taken or there are too many flows.
+    pub(crate) fn add(&self, number: u64, key: &Key) -> bool {
+        let mut flows = self.all();
+        if flows.len() >= MOST_FLOWS || flows.contains_key(&number) {
+            return false;
+        }
+        flows.insert(number, Flow::new(key));
+        true
+    }
+
+    pub(crate) fn remove(&self, number: u64) -> Option<Flow> {
+        self.all().remove(&number)
+    }
+
+    /// Calls `act` with a flow, if it exists.
+    pub(crate) fn with<T>(&self, number: u64, act: impl FnOnce(&mut Flow) -> T) -> Option<T> {
+        self.all().get_mut(&number).map(act)
+    }
+
+    pub(crate) fn lock_of(&self, number: u64) -> Option<Lock> {
+        self.with(number, |flow| flow.lock.clone())
+    }
+
+    /// Counts a datagram that arrived at a wall-clock time. Other datagrams than those of a flow
+    /// are ignored.
+    pub(crate) fn receive(&self, datagram: &[u8], at: i64) -> Reaction {
+        let Some(header) = Header::read(datagram, |flow| self.lock_of(flow)) else {
+            return Reaction::None;
+        };
+        let react = |flow: &mut Flow| flow.receive(header, datagram.len(), at);
+        self.with(header.flow, react).unwrap_or(Reaction::None)
+    }
+}
+
+impl Flow {
+    fn new(key: &Key) -> Self {
+        Self {
+            lock: Lock::new(key),
+            pings: Seen::new(MOST_PINGS),
+            echoes: Seen::new(MOST_PINGS),
+            sent_at: vec![],
+            rtts_ns: vec![],
+            train: Seen::new(MOST_TRAIN),
+            arrivals: vec![],
+        }
+    }
+
+    fn receive(&mut self, header: Header, len: usize, at: i64) -> Reaction {
+        match header.kind {
+            // An echo is sent once per ping and is not longer, so it amplifies nothing.
+            Kind::Ping if len == PING_LEN && self.pings.add(header.number) => {
+                Reaction::Echo(Header { kind: Kind::Echo, ..header })
+            }
+            Kind::Echo if len == PING_LEN => {
+                self.receive_echo(header, at);
+                Reaction::None
+            }
+            Kind::Train if len == TRAIN_LEN && self.train.add(header.number) => {
+                self.arrivals.push(at);
+                Reaction::None
+            }
+            _ => Reaction::None,
+        }
+    }
+
+    fn receive_echo(&mut self, header: Header, at: i64) {
+        let sent_at = usize::try_from(header.number).ok().and_then(|n| self.sent_at.get(n));
+        let Some(&sent_at) = sent_at else { return };
+        if self.echoes.add(header.number) {
+            let passed = u64::try_from(at.saturating_sub(sent_at)).unwrap_or(0);
+            self.rtts_ns.push(passed.saturating_sub(header.held_ns));
+        }
+    }
+
+    /// Returns the number of the next ping, which is sent at a wall-clock time. `None` if the flow
+    /// has no more numbers.
+    pub(crate) fn next_ping(&mut self, at: i64) -> Option<u32> {
+        let number = u32::try_from(self.sent_at.len()).ok().filter(|n| *n < MOST_PINGS)?;
+        self.sent_at.push(at);
+        Some(number)
+    }
+
+    /// Returns whether the other agent has echoed a ping, and so agrees to receive.
+    pub(crate) const fn is_proven(&self) -> bool {
+        self.echoes.count > 0
+    }
+
+    /// Returns the number of echoes that are still missing.
+    pub(crate) fn missing(&self) -> usize {
+        self.sent_at.len() - self.echoes.count as usize
+    }
+
+    pub(crate) const fn pings(&self) -> u32 {
+        self.pings.count
+    }
+
+    /// Returns the wall-clock time of the last arrival of the train.
+    pub(crate) fn last_arrival(&self) -> Option<i64> {
+        self.arrivals.iter().copied().max()
+    }
+
+    /// Summarizes the pings that were sent, and their echoes.
+    pub(crate) fn pinged(&self) -> Pinged {
+        let mut rtts_ns = self.rtts_ns.clone();
+        rtts_ns.sort_unstable();
+        let quantile_us = |permille: usize| {
+            let last = rtts_ns.len().saturating_sub(1);
+            let rtt_ns = rtts_ns.get((last * permille).div_ceil(1000)).copied().unwrap_or(0);
+            as_f64(rtt_ns) / 1e3
+        };
+        Pinged {
+            sent: u32::try_from(self.sent_at.len()).unwrap_or(u32::MAX),
+            echoes: self.echoes.count,
+            rtt_p50_us: quantile_us(500),
+            rtt_p99_us: quantile_us(990),
+        }
+    }
+
+    /// Summarizes the train that arrived: its rate is that between 40 % and 85 % of its time.
+    ///
+    /// Token buckets on the path pass the first datagrams at a higher rate than the others. Trains
+    /// that share a link do not start and end at exactly the same time, so one may have the link
+    /// for itself at first or in the end. The rate is bytes over time at the receiver: single gaps
+    /// between datagrams say little, because interfaces deliver interrupts late.
+    pub(crate) fn arrived(&self) -> Option<Arrived> {
+        let mut arrivals = self.arrivals.clone();
+        arrivals.sort_unstable();
+        let (&first, &last) = (arrivals.first()?, arrivals.last()?);
+        let at_percent = |percent: i64| first + (last - first) / 100 * percent;
+        let [from, to] = WINDOW_PERCENT.map(|percent| {
+            let place = arrivals.partition_point(|at| *at < at_percent(percent));
+            arrivals[place.min(arrivals.len() - 1)]
+        });
+        // Datagrams with the time of the first one came before the window.
+        let count = arrivals.iter().filter(|at| (from + 1..=to).contains(at)).count();
+        let span_ns = u64::try_from(to - from).unwrap_or(0);
+        let bits = 8.0 * as_f64((count * TRAIN_LEN) as u64);
+        let mbit = if span_ns > 0 { bits * 1e3 / as_f64(span_ns) } else { 0.0 };
+        Some(Arrived { datagrams: self.train.count, mbit })
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "times and sizes are far below 2^53")]
+const fn as_f64(number: u64) -> f64 {
+    number as f64
+}
+
+/// The numbers that have arrived, each counted once.
+#[derive(Debug)]
+struct Seen {
+    bits: Vec<u64>,
+    most: u32,
+    count: u32,
+}
+
+impl Seen {
+    const fn new(most: u32) -> Self {
+        Self { bits: vec![], most, count: 0 }
+    }
+
+    /// Counts a number. Returns false if it was counted before or is too large.
+    fn add(&mut self, number: u32) -> bool {
+        if number >= self.most {
+            return false;
+        }
+        let (word, bit) = (number as usize / 64, 1 << (number % 64));
+        if self.bits.len() <= word {
+            self.bits.resize(word + 1, 0);
+        }
+        let is_new = self.bits[word] & bit == 0;
+        self.bits[word] |= bit;
+        self.count += u32::from(is_new);
+        is_new
+    }
+}
+
+/// The part of a train's time at the receiver in which its rate is measured.
+const WINDOW_PERCENT: [i64; 2] = [40, 85];
+/// The greatest number of flows that an agent serves at once.
+const MOST_FLOWS: usize = 256;
+/// The greatest number of pings of a flow.
+pub(crate) const MOST_PINGS: u32 = 10_000;
+/// The greatest number of datagrams of a train: 19 MB.
+pub(crate) const MOST_TRAIN: u32 = 16_384;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FLOW: u64 = 3;
+
+    fn flows() -> (Flows, Lock) {
+        let (flows, key) = (Flows::default(), Key([9; Key::LEN]));
+        assert!(flows.add(FLOW, &key));
+        (flows, Lock::new(&key))
+    }
+
+    fn datagram(lock: &Lock, kind: Kind, number: u32, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        Header::new(kind, FLOW, number).write(lock, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn a_ping_is_echoed_once() {
+        let (flows, lock) = flows();
+        let ping = datagram(&lock, Kind::Ping, 4, PING_LEN);
+        let echo = Header::new(Kind::Echo, FLOW, 4);
+        assert_eq!(flows.receive(&ping, 0), Reaction::Echo(echo));
+        assert_eq!(flows.receive(&ping, 0), Reaction::None);
+        let long = datagram(&lock, Kind::Ping, 5, 1200);
+        assert_eq!(flows.receive(&long, 0), Reaction::None);
+        let many = datagram(&lock, Kind::Ping, MOST_PINGS, PING_LEN);
+        assert_eq!(flows.receive(&many, 0), Reaction::None);
+        assert_eq!(flows.remove(FLOW).unwrap().pings(), 1);
+        assert_eq!(flows.receive(&datagram(&lock, Kind::Ping, 6, PING_LEN), 0), Reaction::None);
+    }
+
+    #[test]
+    fn only_echoes_of_pings_that_were_sent_count() {
+        let (flows, lock) = flows();
+        for number in 0..100 {
+            flows.with(FLOW, |flow| flow.next_ping(i64::from(number) * 1_000_000));
+        }
+        let echo = |number: u32, rtt_ns: i64| {
+            let mut bytes = vec![0; PING_LEN];
+            let header = Header { held_ns: 500, ..Header::new(Kind::Echo, FLOW, number) };
+            header.write(&lock, &mut bytes);
+            flows.receive(&bytes, i64::from(number) * 1_000_000 + rtt_ns + 500)
+        };
+        assert_eq!(echo(100, 1), Reaction::None);
+        for number in 0..98 {
+            echo(number, 50_000);
+        }
+        echo(0, 50_000);
+        echo(98, 900_000);
+        let flow = flows.remove(FLOW).unwrap();
+        assert_eq!(flow.missing(), 1);
+        let pinged = flow.pinged();
+        assert_eq!((pinged.sent, pinged.echoes), (100, 99));
+        assert_eq!((pinged.rtt_p50_us, pinged.rtt_p99_us), (50.0, 900.0));
+    }
+
+    #[test]
+    fn the_rate_of_a_train_is_that_after_its_burst() {
+        let (flows, lock) = flows();
+        // 40 datagrams at once, then one each 100 us: 96 Mbit/s.
+        for number in 0..200 {
+            let at = i64::from(number.max(40_u32) - 40) * 100_000;
+            flows.receive(&datagram(&lock, Kind::Train, number, TRAIN_LEN), at);
+        }
+        let arrived = flows.remove(FLOW).unwrap().arrived().unwrap();
+        assert_eq!(arrived.datagrams, 200);
+        assert!((arrived.mbit - 96.0).abs() < 1e-9, "{}", arrived.mbit);
+    }
+
+    #[test]
+    fn a_train_of_one_datagram_has_no_rate() {
+        let (flows, lock) = flows();
+        assert_eq!(flows.with(FLOW, |flow| flow.arrived()), Some(None));
+        flows.receive(&datagram(&lock, Kind::Train, 0, TRAIN_LEN), 5);
+        let arrived = flows.remove(FLOW).unwrap().arrived();
+        assert_eq!(arrived, Some(Arrived { datagrams: 1, mbit: 0.0 }));
+    }
+
+    #[test]
+    fn the_number_of_flows_is_bounded() {
+        let (flows, _) = flows();
+        assert!(!flows.add(FLOW, &Key([0; Key::LEN])));
+        let added = (100..2000).filter(|number| flows.add(*number, &Key([0; Key::LEN]))).count();
+        assert_eq!(added, MOST_FLOWS - 1);
+    }
+}

@@ -1,0 +1,167 @@
+//! Agents and a coordinator over loopback.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::time::Duration;
+
+use racksum_net::quic::{Connection, Credentials, connect_with, frames};
+use racksum_placer::inventory::{Host, Inventory};
+use racksum_proto::auth::Key;
+use racksum_proto::time::Span;
+
+use crate::message::{Answer, Order, PROTOCOL, Train, VERSION};
+use crate::{Agent, MeasureError, Options, measure};
+
+fn credentials() -> Credentials {
+    Credentials::new(None, false).unwrap()
+}
+
+fn options() -> Options {
+    Options { credentials: credentials(), share: 1.0, budget: 1 << 30, samples: None }
+}
+
+/// Starts an agent on a runtime; it serves until the runtime ends.
+fn start() -> (SocketAddr, SocketAddr) {
+    let agent = Agent::open("127.0.0.1:0".parse().unwrap(), 0, &credentials()).unwrap();
+    let addrs = (agent.addr().unwrap(), agent.data_addr());
+    tokio::spawn(async move { agent.run().await });
+    addrs
+}
+
+fn host(name: &str, rack: &str, address: SocketAddr) -> Host {
+    Host {
+        name: name.into(),
+        address: Some(address.to_string()),
+        labels: [("rack".into(), rack.into())].into(),
+        nic_mbit: 200.0,
+        cpus: <_>::default(),
+        gpus: <_>::default(),
+        taints: vec![],
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_pairs_of_agents_that_answer_are_measured() {
+    let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let mut hosts: Vec<_> =
+        (0..4).map(|n| host(&format!("h{n}"), if n < 2 { "a" } else { "b" }, start().0)).collect();
+    hosts.push(host("dead", "b", silent.local_addr().unwrap()));
+    let inventory = Inventory { levels: vec!["rack".into()], hosts };
+    let outcome = measure(&inventory, &options(), |_, _| {}).await.unwrap();
+    assert_eq!(outcome.samples.len(), 12);
+    for sample in &outcome.samples {
+        assert!((0.0..0.5).contains(&sample.loss), "{sample:?}");
+        assert!(sample.mbit > 0.0 && sample.rtt_us > 0.0, "{sample:?}");
+    }
+    let [(name, why)] = &outcome.failed[..] else { panic!("{:?}", outcome.failed) };
+    assert_eq!(name, "dead");
+    assert!(why.starts_with("no answer from 127.0.0.1:"), "{why}");
+    assert_eq!(outcome.unaffordable, 0);
+    assert!(outcome.network.links.iter().any(|link| link.of == "h3" && link.up.is_some()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_budget_is_kept() {
+    let hosts = (0..3).map(|n| host(&format!("h{n}"), "a", start().0)).collect();
+    let inventory = Inventory { levels: vec![], hosts };
+    let budget = 9_000_000;
+    let outcome = measure(&inventory, &Options { budget, ..options() }, |_, _| {}).await.unwrap();
+    assert!(outcome.most_bytes <= budget, "{}", outcome.most_bytes);
+    assert_eq!(outcome.unaffordable + outcome.samples.len() / 2, 3);
+    assert!(outcome.unaffordable > 0);
+    let nothing = measure(&inventory, &Options { budget: 1000, ..options() }, |_, _| {}).await;
+    assert!(matches!(nothing, Err(MeasureError::Nothing { .. })), "{nothing:?}");
+}
+
+/// Connects to an agent and says hello.
+async fn call(to: SocketAddr) -> Caller {
+    let connection = connect_with(PROTOCOL, None, to, &credentials(), Span::from_secs(5)).await;
+    let connection = connection.unwrap();
+    let (send, recv) = connection.quic().open_bi().await.unwrap();
+    Caller { _connection: connection, send, recv }
+}
+
+struct Caller {
+    _connection: Connection,
+    send: racksum_net::quic::quinn::SendStream,
+    recv: racksum_net::quic::quinn::RecvStream,
+}
+
+impl Caller {
+    async fn ask(&mut self, order: Order) -> Answer {
+        frames::send(&mut self.send, &order).await.unwrap();
+        frames::recv(&mut self.recv).await.unwrap().unwrap()
+    }
+
+    async fn refusal(&mut self, order: Order) -> String {
+        match self.ask(order).await {
+            Answer::Refused { reason } => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_train_is_sent_only_to_an_agent_that_agrees() {
+    let (agent, _) = start();
+    let victim = UdpSocket::bind("127.0.0.1:0").unwrap();
+    victim.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    let to = victim.local_addr().unwrap();
+    let mut caller = call(agent).await;
+    let wrong = caller.refusal(Order::Hello { version: VERSION + 1 }).await;
+    assert!(wrong.contains("install the same release"), "{wrong}");
+    let (flow, key) = (1, Key([1; Key::LEN]));
+    assert!(caller.refusal(Order::Expect { flow, key }).await.contains("hello"));
+    assert!(matches!(caller.ask(Order::Hello { version: VERSION }).await, Answer::Hello { .. }));
+    assert_eq!(caller.ask(Order::Expect { flow, key }).await, Answer::Expected);
+    let train = Train { bytes: 1_000_000, millis: 100, mbit: 100.0 };
+    let why = caller.refusal(Order::Train { flow, to, train }).await;
+    assert!(why.contains("has not answered a ping"), "{why}");
+    assert!(victim.recv(&mut [0; 2000]).is_err(), "nothing was sent");
+    for mbit in [0.0, -1.0, f64::INFINITY] {
+        let train = Train { mbit, ..train };
+        // JSON has no infinity, so that order is not even sent as a number.
+        if mbit.is_finite() {
+            assert!(caller.refusal(Order::Train { flow, to, train }).await.contains("rate"));
+        }
+    }
+    let of_another = caller.refusal(Order::Report { flow: 2 }).await;
+    assert!(of_another.contains("unknown"), "{of_another}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_flows_of_a_caller_are_its_own_and_end_with_it() {
+    let (agent, _) = start();
+    let (mut one, mut other) = (call(agent).await, call(agent).await);
+    let (flow, key) = (7, Key([1; Key::LEN]));
+    for caller in [&mut one, &mut other] {
+        caller.ask(Order::Hello { version: VERSION }).await;
+    }
+    assert_eq!(one.ask(Order::Expect { flow, key }).await, Answer::Expected);
+    other.refusal(Order::Expect { flow, key }).await;
+    other.refusal(Order::Report { flow }).await;
+    drop(one);
+    // The agent learns of the end of the connection a little later.
+    loop {
+        match other.ask(Order::Expect { flow, key }).await {
+            Answer::Expected => break,
+            _ => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_reply_is_longer_than_its_request() {
+    let (control, data) = start();
+    let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    for (to, len) in [(data, 100), (data, 1200), (control, 100), (control, 1100)] {
+        for first in [0u8, 0xc0, b'R'] {
+            let request = vec![first; len];
+            socket.send_to(&request, to).unwrap();
+            let mut reply = [0; 65_536];
+            while let Ok(got) = socket.recv(&mut reply) {
+                assert!(got <= len, "{got} bytes in reply to {len}");
+            }
+        }
+    }
+}
