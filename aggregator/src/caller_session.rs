@@ -4,10 +4,12 @@
 
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 
 use racksum_net::quic::lifeline::{Lifeline, dead};
 use racksum_net::quic::{Certificate, Role, frames, quinn};
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join};
+use racksum_proto::control::{CONTROL_VERSION, CallerId, FromAggregator, FromWorker, Join};
+use racksum_proto::move_target::MoveTarget;
 use racksum_proto::peer_text::Unshown;
 use tokio::sync::mpsc::channel;
 use tokio::sync::watch;
@@ -18,6 +20,7 @@ use crate::admit_rule;
 use crate::caller_limits::{CallerKey, CallerLimits, Permit};
 use crate::control_stream::{ControlReader, JOIN_TIMEOUT, end, send_message};
 use crate::handshake::STRANGERS;
+use crate::job_move::{self, Operation};
 use crate::lifelines::Lifelines;
 use crate::paths::{answers_elsewhere, serve_proof};
 use crate::quotas::Refusal;
@@ -33,6 +36,8 @@ pub(crate) struct Server {
     pub(crate) limits: CallerLimits,
     /// The address of the control server.
     pub(crate) addr: Option<SocketAddr>,
+    /// Set once an operator has asked the aggregator to drain.
+    pub(crate) drain_requested: watch::Sender<bool>,
     /// Signals that an authority is no longer trusted.
     pub(crate) authorities_changed: watch::Receiver<()>,
 }
@@ -137,6 +142,13 @@ impl<'a> CallerSession<'a> {
                     }
                 }
             }
+            FromWorker::AskRoom(join) => self.send_room(join, &mut send).await,
+            FromWorker::MoveJob { version, job, to } => {
+                self.operate(version, Operation::Move(job), to, &mut send).await
+            }
+            FromWorker::DrainTo { version, to } => {
+                self.operate(version, Operation::Drain, to, &mut send).await
+            }
             _ => false,
         };
         if sent { self.end(send).await } else { CallerOutcome::Away }
@@ -188,6 +200,85 @@ impl<'a> CallerSession<'a> {
             }
         }
         true
+    }
+
+    /// Tells a caller whether its join would be admitted now. Returns false if the caller has
+    /// disconnected.
+    async fn send_room(&self, join: Join, send: &mut quinn::SendStream) -> bool {
+        let (registry, ip) = (&self.server.registry, self.connection.remote_address().ip());
+        // Only another aggregator may ask for a rank with another identity.
+        let is_aggregator = self.certificate.as_ref().is_some_and(|it| it.role == Role::Aggregator);
+        let identity = match &join.begun_by {
+            Some(CallerId::Identity(name)) if is_aggregator => Some(Unshown::from(name.clone()).0),
+            _ => self.identity().map(str::to_owned),
+        };
+        let checked = match answers_elsewhere(registry, self.connection) {
+            Some(reason) => Err(Refusal::Never(reason)),
+            None => lock(registry).check_space(&join, identity.as_deref(), ip),
+        };
+        let answer = match checked {
+            Ok(()) => FromAggregator::Room,
+            // Leave out the advice, which is for ranks.
+            Err(Refusal::NoRoom(reason)) => FromAggregator::Refused { reason },
+            Err(refusal) => refused(&refusal, refusal.clone().why(), join.rank, false),
+        };
+        send_message(send, &answer).await
+    }
+
+    /// Carries out an operator's request, and sends the outcome. Returns false if the caller has
+    /// disconnected.
+    async fn operate(
+        &self,
+        version: u16,
+        operation: Operation,
+        to: MoveTarget,
+        send: &mut quinn::SendStream,
+    ) -> bool {
+        let Some(addr) = self.server.addr.filter(|_| version == CONTROL_VERSION) else {
+            let wrong = FromAggregator::WrongVersion { speaks: CONTROL_VERSION };
+            return send_message(send, &wrong).await;
+        };
+        let (registry, drain) = (&self.server.registry, &self.server.drain_requested);
+        let done = match self.check_operator() {
+            Ok(()) => {
+                let request = (operation, to);
+                job_move::start(Arc::clone(registry), drain.clone(), addr, request).await
+            }
+            Err(reason) => Err(reason),
+        };
+        let answer = match done {
+            Ok(jobs) => FromAggregator::Moved { jobs },
+            Err(reason) => {
+                let by = self.identity();
+                let from = self.connection.remote_address();
+                STRANGERS.note(|left_out| {
+                    tracing::warn!(%from, by, reason, left_out, "jobs are not moved");
+                });
+                FromAggregator::Refused { reason }
+            }
+        };
+        send_message(send, &answer).await
+    }
+
+    /// Checks that the caller may move jobs: an aggregator decides who reads and sums the ranks'
+    /// data.
+    fn check_operator(&self) -> Result<(), String> {
+        let (local, remote) = (self.connection.local_ip(), self.connection.remote_address().ip());
+        let is_here = remote.to_canonical().is_loopback() || local == Some(remote);
+        match &self.certificate {
+            Some(certificate) if certificate.role == Role::Aggregator => Ok(()),
+            None if !self.knows && is_here => Ok(()),
+            None if !self.knows => Err(format!(
+                "this aggregator has no identities, so only a caller on its own host may move \
+                 jobs, not one at {remote}; run the command there, or start all nodes with \
+                 identities"
+            )),
+            Some(Certificate { name, role, .. }) => Err(format!(
+                "{name:?} has role {role}, but only an identity with the role aggregator may move \
+                 jobs; issue one with `racksum identity issue NAME --role aggregator`"
+            )),
+            None => Err("the caller has no identity; set `identity`".into()),
+        }
     }
 
     /// Admits a rank to its job, or sends the reason for the refusal.

@@ -19,6 +19,7 @@ mod expiry;
 mod failure;
 mod handshake;
 mod job_keys;
+mod job_move;
 mod lifelines;
 mod multicast_ping;
 mod network;
@@ -60,6 +61,8 @@ pub struct Aggregator {
     endpoint: quinn::Endpoint,
     /// The current credentials: this aggregator's identity, and the authorities that it trusts.
     credentials: Arc<Mutex<Credentials>>,
+    /// Set once an operator has asked this aggregator to drain.
+    drain_requested: watch::Sender<bool>,
     /// Signals that an authority is no longer trusted.
     change_authorities: watch::Sender<()>,
     control: Option<JoinHandle<()>>,
@@ -118,6 +121,16 @@ impl Aggregator {
     /// without a standby are served until they end; [`Self::jobs`] returns how many jobs are left.
     pub fn drain(&self) {
         lock(&self.registry).drain();
+    }
+
+    /// Waits, possibly forever, until an operator asks this aggregator to drain and stop. All jobs
+    /// that run have moved by then.
+    pub async fn drain_requested(&self) {
+        let mut requested = self.drain_requested.subscribe();
+        if requested.wait_for(|requested| *requested).await.is_err() {
+            // The channel cannot close, because `self` holds the sender.
+            std::future::pending().await
+        }
     }
 
     /// Waits until no connection is open.

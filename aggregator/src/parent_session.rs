@@ -83,7 +83,7 @@ pub(crate) enum NotFound {
 }
 
 impl NotFound {
-    fn why(self) -> String {
+    pub(crate) fn why(self) -> String {
         match self {
             Self::Temporary(why) | Self::Permanent(why) => why,
         }

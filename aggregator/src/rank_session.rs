@@ -174,12 +174,17 @@ async fn handle_message(
             let joined = lock(registry).stay(seat);
             take_next_step(registry, seat, joined);
         }
+        FromWorker::MovePrepared => lock(registry).handle_move_prepared(seat),
+        FromWorker::CannotMove { reason } => lock(registry).handle_cannot_move(seat, reason),
         FromWorker::Move => return ControlFlow::Break(Parting::Moved),
         FromWorker::Prove { .. }
         | FromWorker::AskPingSizes
         | FromWorker::Join(_)
         | FromWorker::AskPresent(_)
         | FromWorker::AskStatus { .. }
+        | FromWorker::AskRoom(_)
+        | FromWorker::MoveJob { .. }
+        | FromWorker::DrainTo { .. }
         | FromWorker::Stop => return BROKE,
     }
     ControlFlow::Continue(())

@@ -3,21 +3,25 @@
 mod checks;
 mod ending;
 mod job;
+mod job_move;
 mod lives;
 mod member;
 mod migration;
 mod parent_link;
+mod planned_move;
 mod progress;
 mod rejoin;
+mod room;
 mod tree;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use checks::other_ip_version;
 pub(crate) use ending::settle;
 use job::{Job, group_of, millis};
+pub(crate) use job_move::MovableJob;
 use lives::beginner_of;
 pub(crate) use member::MEMBER_QUEUE;
 use member::Member;
@@ -28,6 +32,7 @@ use racksum_proto::control::{FromAggregator, Join, LostRank, Welcome};
 use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
+use racksum_proto::move_target::MoveTarget;
 use racksum_proto::status::{AggregatorStatus, JobState};
 pub(crate) use rejoin::Returning;
 use tokio::sync::mpsc::Sender;
@@ -37,7 +42,7 @@ use tokio::time::Instant;
 use crate::config::{Config, Fanout};
 use crate::job_keys::JobKeys;
 use crate::queue::{Queue, Ticket};
-use crate::quotas::{ROUNDING, Refusal, Tally, Tenant, buffers_of_slot, check_room};
+use crate::quotas::{Refusal, Tenant};
 use crate::shard::{Command, NewJob, ShardHandle, ShardReport};
 pub(crate) use tree::ParentCall;
 use tree::lost_with;
@@ -87,6 +92,8 @@ pub(crate) struct Registry {
     queue: Queue,
     /// Whether the aggregator accepts no more jobs.
     draining: bool,
+    /// The last jobs that an operator has moved away, with the targets and times of the moves.
+    moved: VecDeque<(JobName, MoveTarget, Instant)>,
     started: Instant,
 }
 
@@ -138,8 +145,8 @@ impl Registry {
         last_id: u32,
     ) -> Self {
         let (jobs, queue, draining) = (BTreeMap::new(), Queue::default(), false);
-        let started = Instant::now();
-        Self { config, shards, jobs, last_id, can_multicast, queue, draining, started }
+        let (moved, started) = (VecDeque::new(), Instant::now());
+        Self { config, shards, jobs, last_id, can_multicast, queue, draining, moved, started }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -236,6 +243,7 @@ impl Registry {
             draining: self.draining,
             jobs: self.jobs.iter().map(|(name, job)| job.status(name)).collect(),
             queued: self.queue.names(),
+            moved: self.moved_jobs(),
             shards: shards.collect(),
         }
     }
@@ -310,20 +318,8 @@ impl Registry {
     fn open(&mut self, join: &Join, caller: &Caller, now: Instant) -> Result<(), Refusal> {
         self.check_succession(join)?;
         let (identity, ip) = (caller.identity.as_deref(), caller.addr.ip());
-        let wanted = Tenant::new(&self.config, &join.job, identity, (join.world, join.lanes));
-        let mut held = self.held_beside(&join.job);
-        check_room(&self.config, &held, &wanted)?;
+        let share = self.find_share(join, identity, ip)?;
         let mut parent = self.config.parent.is_some().then(ParentLink::default);
-        if !self.jobs.contains_key(&join.job) {
-            // A job whose turn has come keeps its room even if none of its ranks has joined yet.
-            let called = self.queue.called_before(&self.config, join, identity, ip);
-            held.extend(called.filter(|it| !self.jobs.contains_key(it.name)));
-            if check_room(&self.config, &held, &wanted).is_err() {
-                let why = "the free room is reserved for jobs that were already waiting";
-                return Err(Refusal::NoRoom(why.into()));
-            }
-        }
-        let share = Tally::of(&self.config, &held).share_of(&self.config, &wanted);
         if self.jobs.contains_key(&join.job) {
             let before = self.supersede(join);
             parent = parent.map(|_| ParentLink::after(before));
@@ -350,6 +346,7 @@ impl Registry {
             granted: None,
             departed: Vec::new(),
             departed_at: None,
+            planned: None,
             moved_at: join.resume.as_ref().map(|resume| resume.first_op),
             stripe: join.stripe,
             members: (0..join.world).map(|_| None).collect(),
@@ -425,24 +422,6 @@ impl Registry {
         }
         self.run(name);
         Ok(Joined::Ready)
-    }
-
-    /// Returns the number of slots of each stream of a job: as many as its share of the packet
-    /// buffers holds, but no more than its ranks ask for or its limit allows.
-    fn slots(&self, name: &JobName, job: &Job) -> u32 {
-        let tenant = job.tenant(&self.config, name);
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "a count from 0 to 2^24"
-        )]
-        let share = (self.config.buffers() as f64 * job.share / 100.0 + ROUNDING) as u32;
-        let ranks = u16::try_from(job.order.len()).unwrap_or(job.world);
-        let affordable = share / (u32::from(job.lanes) * buffers_of_slot(&self.config, ranks));
-        let joins = job.members.iter().flatten().flat_map(Member::joins);
-        let asked = joins.map(|join| join.pool_slots);
-        let asked = asked.filter(|slots| *slots > 0).min().unwrap_or(u32::MAX);
-        affordable.min(asked).min(tenant.pool_slots(&self.config))
     }
 
     /// Returns how many times a group is pinged.
@@ -549,6 +528,7 @@ impl Registry {
             (why, JobState::Running) if goes_on => {
                 job.send_to_all(&FromAggregator::ContinueWithout(absent));
                 job.absent.push(absent);
+                job.note_move_without(rank);
                 if why != Loss::Left {
                     LOST.note(|left_out| {
                         let why = format_args!("rank lost: {}; the job continues", why.name());
@@ -559,6 +539,7 @@ impl Registry {
                 false
             }
             (Loss::Left, JobState::Probing | JobState::Running) => {
+                job.stop_move(format!("rank {rank} has left the job"));
                 if let Some(number) = number {
                     self.send_to_shards(|| Command::Left(seat.id, number));
                 }

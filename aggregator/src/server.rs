@@ -25,10 +25,11 @@ pub(crate) async fn serve(
     unjoined: usize,
     mut failure: watch::Receiver<Option<String>>,
     authorities_changed: watch::Receiver<()>,
+    drain_requested: watch::Sender<bool>,
 ) {
     let lifelines = Lifelines::serve(&endpoint, unjoined).await;
     let (limits, addr) = (CallerLimits::new(unjoined), endpoint.local_addr().ok());
-    let server = Server { registry, lifelines, limits, addr, authorities_changed };
+    let server = Server { registry, lifelines, limits, addr, drain_requested, authorities_changed };
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,

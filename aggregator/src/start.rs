@@ -61,12 +61,14 @@ impl Aggregator {
         let registry = Registry::new(config, shards, can_multicast, any_number());
         let registry = Arc::new(Mutex::new(registry));
         let change_authorities = watch::Sender::new(());
+        let drain_requested = watch::Sender::new(false);
         let serving = server::serve(
             endpoint.clone(),
             Arc::clone(&registry),
             server::MAX_STRANGERS,
             failure.subscribe(),
             change_authorities.subscribe(),
+            drain_requested.clone(),
         );
         let status_server = status.map(|status| status.serve(Arc::clone(&registry), addr));
         let credentials = Arc::new(Mutex::new(credentials));
@@ -84,6 +86,7 @@ impl Aggregator {
             registry,
             endpoint,
             credentials,
+            drain_requested,
             change_authorities,
             control,
             failure,

@@ -172,10 +172,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             runtime.block_on(async {
                 let mut signals = Signals::listen()?;
                 print_or_warn(&ready);
-                match signals.stopped(aggregator.failed(), reload).await {
-                    Stop::Signaled if aggregator.jobs() > 0 => {
-                        Ok(drained(&aggregator, &mut signals).await)
-                    }
+                let stopped = signals.stopped(aggregator.failed(), reload);
+                let (stop, has_callers) = tokio::select! {
+                    stop = stopped => (stop, aggregator.jobs() > 0),
+                    // The operator who has moved the jobs waits for the answer.
+                    () = aggregator.drain_requested() => (Stop::Signaled, true),
+                };
+                match stop {
+                    Stop::Signaled if has_callers => Ok(drained(&aggregator, &mut signals).await),
                     stop => Ok(stop),
                 }
             })

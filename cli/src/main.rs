@@ -15,6 +15,7 @@ mod identity;
 mod logs;
 mod member;
 mod memory;
+mod moves;
 mod option_source;
 mod out_file;
 mod place;
@@ -22,6 +23,7 @@ mod probe;
 mod process_group;
 mod progress;
 mod reduce;
+mod remote;
 mod signals;
 mod sim;
 mod standby;
@@ -67,6 +69,10 @@ enum Command {
     Reduce(Box<reduce::Args>),
     /// Show the jobs of aggregators or of a sidecar, and the ranks that the jobs wait for.
     Status(status::Args),
+    /// Move a running job to another aggregator, which its ranks need not know.
+    Move(moves::MoveArgs),
+    /// Move all jobs of an aggregator to another one, and then stop the aggregator.
+    Drain(moves::DrainArgs),
     /// Run a sidecar, which sums the tensors of this host's ranks in shared memory.
     Worker(worker::Args),
     /// Choose hosts for the ranks and aggregators of a job.
@@ -91,6 +97,8 @@ fn main() -> Exit {
         Command::Bench(args) => bench::run(&args),
         Command::Reduce(args) => reduce::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Move(args) => moves::run_move(&args),
+        Command::Drain(args) => moves::run_drain(&args),
         Command::Worker(args) => worker::run(&args),
         Command::Place(args) => place::run(&args),
         Command::Probe(command) => probe::run(&command),

@@ -20,7 +20,7 @@ use racksum_proto::counted::counted;
 use racksum_proto::job_name::JobName;
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::rank_list::{listed, named};
-use racksum_proto::status::{AggregatorStatus, JobStatus, RankStatus, ShardStatus};
+use racksum_proto::status::{AggregatorStatus, JobStatus, MovedJob, RankStatus, ShardStatus};
 use racksum_worker::{aggregator_sets, check_address};
 
 use crate::args::{self, Format};
@@ -70,18 +70,30 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         return ask_addresses(addrs, args);
     }
     match &args.socket {
-        Some(socket) => {
-            let status = ask(socket, own_uid(), PATIENCE).map_err(|error| {
-                let question = "check that the path is the --status-socket of a running \
-                                aggregator; for a sidecar give unix:PATH";
-                let advice = advice(&error, "aggregator", question);
-                let why = format!("cannot query {}: {error}; {advice}", socket.display());
-                Failure::of_call(why, &error)
-            })?;
-            print(&status, args.format)
-        }
+        Some(socket) => print(&ask_socket(socket)?, args.format),
         None => ask_all(args.format),
     }
+}
+
+/// Queries the aggregator at a status socket.
+pub(crate) fn ask_socket(socket: &Path) -> Result<AggregatorStatus, Failure> {
+    ask(socket, own_uid(), PATIENCE).map_err(|error| {
+        let question = "check that the path is the --status-socket of a running aggregator; for a \
+                        sidecar give unix:PATH";
+        let advice = advice(&error, "aggregator", question);
+        let why = format!("cannot query {}: {error}; {advice}", socket.display());
+        Failure::of_call(why, &error)
+    })
+}
+
+/// Queries the aggregators of this user on this host (for root, of all users). Returns the answers.
+pub(crate) fn ask_local() -> Result<Vec<AggregatorStatus>, Failure> {
+    let mut answers = Vec::new();
+    ask_each(in_turns(sockets()?), PATIENCE, 2 * PATIENCE, |_, answer| {
+        answers.extend(answer);
+        Ok(())
+    })?;
+    Ok(answers)
 }
 
 /// Queries the aggregators in `addrs`, which has the format of a job's `--aggregator`, and prints
@@ -333,7 +345,7 @@ fn folders_of_others(each: &Path, shared: &Path) -> Vec<(PathBuf, u32)> {
 }
 
 /// Returns whether a text is the path of a socket rather than an aggregator's address.
-fn is_path(text: &str) -> bool {
+pub(crate) fn is_path(text: &str) -> bool {
     text.contains('/') || check_address(text).is_err() && Path::new(text).exists()
 }
 
@@ -421,6 +433,7 @@ fn text(status: &AggregatorStatus) -> String {
         max_jobs,
         jobs,
         queued,
+        moved,
         shards,
         ..
     } = status;
@@ -438,6 +451,9 @@ fn text(status: &AggregatorStatus) -> String {
     if !queued.is_empty() {
         let names: Vec<_> = queued.iter().map(|name| format!("{name:?}")).collect();
         text += &format!("waiting for room, in queue order: {}\n", names.join(", "));
+    }
+    for MovedJob { job, to, ago_ms } in moved {
+        text += &format!("moved {} s ago: job {job:?} to {to}\n", ago_ms / 1000);
     }
     shards.iter().for_each(|shard| text += &shard_text(shard));
     text

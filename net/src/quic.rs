@@ -24,8 +24,8 @@ mod trust;
 pub use authority::{Authority, Subject};
 pub use certificate::{Certificate, Role};
 pub use control_session::{
-    CallOptions, ControlConnection, Ended, LEAVE, SILENT, ask_present, ask_status, call,
-    run_session, run_session_on,
+    CallOptions, ControlConnection, Ended, LEAVE, SILENT, ask_present, ask_room, ask_status,
+    ask_to_move, call, run_session, run_session_on,
 };
 pub use endpoint::{
     Connection, change_credentials, connect, connect_from, connect_with, not_connected, serve,

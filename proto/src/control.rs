@@ -21,6 +21,7 @@ use crate::identity_name::IdentityName;
 use crate::ids::{Generation, JobId, OpId, Rank};
 use crate::job_name::JobName;
 use crate::loss::Loss;
+use crate::move_target::MoveTarget;
 use crate::peer_text::{PeerText, Unshown};
 
 /// The version of the control protocol. An aggregator refuses joins with another version.
@@ -66,6 +67,35 @@ pub enum FromWorker {
     AskStatus {
         /// [`CONTROL_VERSION`] of the caller.
         version: u16,
+    },
+    /// The caller asks whether the aggregator would admit this join, without joining. An aggregator
+    /// that asks for one of its ranks names the rank's caller in `begun_by`.
+    AskRoom(Join),
+    /// An operator asks the aggregator to move all groups of a job to other aggregators. This is
+    /// the caller's first and only message.
+    MoveJob {
+        /// [`CONTROL_VERSION`] of the caller.
+        version: u16,
+        /// The job, without a group.
+        job: JobName,
+        /// The aggregators to move to.
+        to: MoveTarget,
+    },
+    /// An operator asks the aggregator to move all its jobs to other aggregators, and then to stop
+    /// as at SIGTERM. This is the caller's first and only message.
+    DrainTo {
+        /// [`CONTROL_VERSION`] of the caller.
+        version: u16,
+        /// The aggregators to move to.
+        to: MoveTarget,
+    },
+    /// The rank can move to the aggregators that [`FromAggregator::PrepareMove`] named.
+    MovePrepared,
+    /// The rank cannot move to the aggregators that [`FromAggregator::PrepareMove`] named.
+    CannotMove {
+        /// The reason, as a sentence for the operator.
+        #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
+        reason: String,
     },
     /// The worker would prefer another aggregator, and waits for [`FromAggregator::MayLeave`]. The
     /// aggregator does not answer if the job has begun or the aggregator has a parent.
@@ -288,6 +318,25 @@ pub enum FromAggregator {
         part: Unshown,
         /// Whether more parts follow.
         more: bool,
+    },
+    /// The aggregator would admit the join now. This answers [`FromWorker::AskRoom`].
+    Room,
+    /// The job is about to move to these aggregators. The rank checks that it can join them, keeps
+    /// sums for other ranks from now on, and answers with [`FromWorker::MovePrepared`] or
+    /// [`FromWorker::CannotMove`].
+    PrepareMove {
+        /// The aggregators to move to.
+        to: MoveTarget,
+    },
+    /// All ranks are prepared. The rank moves to the aggregators that
+    /// [`FromAggregator::PrepareMove`] named.
+    MoveNow,
+    /// The job does not move to the aggregators that [`FromAggregator::PrepareMove`] named.
+    CancelMove,
+    /// The jobs have moved. This answers [`FromWorker::MoveJob`] and [`FromWorker::DrainTo`].
+    Moved {
+        /// The number of jobs; each group of a job counts.
+        jobs: u16,
     },
     /// The rank may leave. The job has not begun, and does not begin with this rank until the rank
     /// sends [`FromWorker::Stay`].

@@ -33,6 +33,7 @@ pub mod ids;
 pub mod job_name;
 pub mod lives;
 pub mod loss;
+pub mod move_target;
 pub mod names;
 pub mod observer;
 pub mod path;

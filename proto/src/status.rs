@@ -39,8 +39,22 @@ pub struct AggregatorStatus {
     pub jobs: Vec<JobStatus>,
     /// The jobs that wait for room, in queue order.
     pub queued: Vec<JobName>,
+    /// The last jobs that an operator has moved to other aggregators, oldest first.
+    pub moved: Vec<MovedJob>,
     /// The shards.
     pub shards: Vec<ShardStatus>,
+}
+
+/// A job that an operator has moved to other aggregators.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedJob {
+    /// The names of the job and its group.
+    pub job: JobName,
+    /// The aggregators that the job has moved to.
+    #[serde(deserialize_with = "PeerText::string")]
+    pub to: String,
+    /// Milliseconds since the move.
+    pub ago_ms: u64,
 }
 
 /// The status of a job.
@@ -167,6 +181,7 @@ impl AggregatorStatus {
     pub fn keep_only(&mut self, may_know: impl Fn(&str) -> bool) {
         self.jobs.retain(|job| may_know(&job.job));
         self.queued.retain(|job| may_know(&job.name));
+        self.moved.retain(|moved| may_know(&moved.job.name));
     }
 }
 

@@ -215,7 +215,7 @@ impl WorkerNode {
         let Some(tensor) = self.tensors.get_mut(&delivery.window.op) else { return };
         let range = delivery.cut.range(delivery.len, usize::from(delivery.fragment));
         let index = delivery.window.index;
-        let may_move = self.machine.config().may_move;
+        let may_move = self.machine.keeps_sums_of(delivery.window.op);
         let mut write_run = |range, body: &[u8]| {
             let size = descriptor.wire.element_size();
             for stretch in delivery.geometry.stretches(index, delivery.mask, range) {

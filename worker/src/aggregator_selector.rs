@@ -176,9 +176,13 @@ impl<'a> AggregatorSelector<'a> {
     /// Leaves the current set, where the job ran, and makes the next set current. Later rounds
     /// begin at the new set.
     pub(crate) fn leave(&mut self, why: String) {
+        self.leave_for((self.at + 1) % self.sets.len(), why);
+    }
+
+    /// Like [`leave`](Self::leave), but makes the set with index `to` the current one.
+    pub(crate) fn leave_for(&mut self, to: usize, why: String) {
         self.note(why);
-        self.at = (self.at + 1) % self.sets.len();
-        self.first = self.at;
+        (self.at, self.first) = (to, to);
     }
 
     /// Joins the job at the current set. All ranks must join within `patience`. If other ranks wait

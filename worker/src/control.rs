@@ -32,6 +32,9 @@ pub(crate) enum Event {
     Received(FromAggregator),
     /// The connection is over.
     Closed(ConnectError),
+    /// The trial with this number, of other aggregators that the job may move to, has ended. The
+    /// error is a sentence for the operator.
+    Tried { trial: u64, result: Result<(), String> },
 }
 
 /// A message to the worker.
@@ -120,6 +123,11 @@ impl Mailbox {
         self.session += 1;
     }
 
+    /// Returns a sender of this session's events, for the aggregator at `place`.
+    pub(crate) fn events(&self, place: u8) -> Events {
+        Events { sender: self.sender(), session: self.session, place }
+    }
+
     /// Ends the session, then waits for `pause` or until the client is closed.
     pub(crate) fn pause(&mut self, pause: Duration) {
         self.next_session();
@@ -155,7 +163,7 @@ impl Mailbox {
 
 /// The sender of a control connection's events to the worker.
 #[derive(Debug, Clone)]
-struct Events {
+pub(crate) struct Events {
     sender: Sender<Message>,
     session: u32,
     place: u8,
@@ -175,7 +183,7 @@ impl Events {
     }
 
     /// Sends an event. Returns false if the worker no longer receives.
-    fn send(&self, event: Event) -> bool {
+    pub(crate) fn send(&self, event: Event) -> bool {
         let Self { ref sender, session, place } = *self;
         sender.send(Message::Event { session, place, event }).is_ok()
     }
@@ -239,10 +247,8 @@ impl Control {
             (_, true) => FromWorker::CancelRejoin,
             _ => LEAVE,
         };
-        let (sender, session, place) = (mailbox.sender(), mailbox.session, wish.stripe.0);
-        let world = wish.world;
+        let (events, world) = (mailbox.events(wish.stripe.0), wish.world);
         let first = FromWorker::Prove { version: wish.version };
-        let events = Events { sender, session, place };
         let (to, from) = (route.to, route.caller());
         let (sender, messages) = unbounded_channel();
         let runtime = racksum_net::runtime::single_threaded()?;

@@ -99,6 +99,20 @@ pub(crate) fn join_by(
     peer_poll: &mut PeerPoll<'_>,
     mailbox: &mut Mailbox,
 ) -> Result<Outcome, ConnectError> {
+    try_ways(options, aggregators, &ways, resume.is_some(), |options, routes| {
+        join_at(options, routes, resume, peer_poll, mailbox)
+    })
+}
+
+/// Calls `try_at` with the entries of `ways` in order until an aggregator answers, and with the
+/// time limit for the answers. `moves` says whether the job can move elsewhere instead.
+pub(crate) fn try_ways<T>(
+    options: &ConnectOptions,
+    aggregators: &[String],
+    ways: &[Vec<Route>],
+    moves: bool,
+    mut try_at: impl FnMut((&ConnectOptions, Span), &[Route]) -> Result<T, ConnectError>,
+) -> Result<T, ConnectError> {
     let clock = Clock::start();
     let (began, mut tried) = (clock.now(), Vec::new());
     let is_address = |host: &String| host.parse::<SocketAddr>().is_ok();
@@ -107,8 +121,8 @@ pub(crate) fn join_by(
         let passed = Duration::from_nanos(clock.now().since(began).0);
         let join_timeout = options.join_timeout.saturating_sub(passed);
         let options = ConnectOptions { join_timeout, ..options.clone() };
-        let patience = patience(&options, resume.is_some(), ways.len() - at);
-        match join_at((&options, patience), routes, resume, peer_poll, mailbox) {
+        let patience = patience(&options, moves, ways.len() - at);
+        match try_at((&options, patience), routes) {
             Err(error) if error.is_of_address() && is_named => {
                 let is_answered = error.is_answered();
                 tried.push(error);
@@ -122,14 +136,21 @@ pub(crate) fn join_by(
     Err(ConnectError::Named { name: aggregators.join("+"), tried })
 }
 
-/// Joins over these routes, one to each aggregator. All aggregators must answer within `patience`.
-fn join_at(
+/// The connections to aggregators to which the data path is proven, and the join for each.
+pub(crate) struct Reached {
+    pub(crate) controls: Controls,
+    socket: UdpSocket,
+    pub(crate) joins: Vec<Join>,
+}
+
+/// Connects over these routes, one to each aggregator, and proves the data path. All aggregators
+/// must answer within `patience`.
+pub(crate) fn reach(
     (options, patience): (&ConnectOptions, Span),
     routes: &[Route],
     resume: Option<&Resume>,
-    peer_poll: &mut PeerPoll<'_>,
     mailbox: &mut Mailbox,
-) -> Result<Outcome, ConnectError> {
+) -> Result<Reached, ConnectError> {
     mailbox.next_session();
     let bind = data_addr(routes)?;
     let datagram = max_datagram(mtu_of(routes, options.mtu)?, bind.is_ipv6())?;
@@ -148,14 +169,28 @@ fn join_at(
     let controls = started.collect::<Result<Controls, _>>()?;
     let proof = Proof { options, routes, controls: &controls, socket: &socket };
     let max_datagram = proof.run(datagram, mailbox)?;
-    for ((route, wish), control) in routes.iter().zip(wishes).zip(&*controls) {
-        let join = Join {
-            data_ports: vec![socket.local_addr().port()],
-            receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
-            max_datagram,
-            multicast: options.multicast && route.interface.is_some(),
-            ..wish
-        };
+    let join = |(route, wish): (&Route, Join)| Join {
+        data_ports: vec![socket.local_addr().port()],
+        receive_buffer: u32::try_from(socket.report().got_receive).unwrap_or(u32::MAX),
+        max_datagram,
+        multicast: options.multicast && route.interface.is_some(),
+        ..wish
+    };
+    let joins = routes.iter().zip(wishes).map(join).collect();
+    Ok(Reached { controls, socket, joins })
+}
+
+/// Joins over these routes, one to each aggregator. All aggregators must answer within `patience`.
+fn join_at(
+    (options, patience): (&ConnectOptions, Span),
+    routes: &[Route],
+    resume: Option<&Resume>,
+    peer_poll: &mut PeerPoll<'_>,
+    mailbox: &mut Mailbox,
+) -> Result<Outcome, ConnectError> {
+    let reached = reach((options, patience), routes, resume, mailbox)?;
+    let Reached { controls, socket, joins } = reached;
+    for (control, join) in controls.iter().zip(joins) {
         control.send(FromWorker::Join(join.clone()));
         for rank in &options.also {
             control.send(FromWorker::AddRank(Join { rank: *rank, ..join.clone() }));
@@ -235,7 +270,7 @@ fn awaited(parts: &[Joining<'_>]) -> String {
     }
 }
 
-fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {
+pub(crate) fn check(options: &ConnectOptions, aggregators: &[String]) -> Result<(), ConnectError> {
     if aggregators.is_empty() {
         return Err(ConnectError::of_aggregators(
             "no aggregator is given; set `aggregator` to HOST:PORT",
@@ -388,6 +423,8 @@ impl<'a> Joining<'a> {
                 return Err(ConnectError::Closed(format!("{why}; until then {missing}")));
             }
             Event::Closed(error) => return Err(error),
+            // A trial belongs to a session that has ended.
+            Event::Tried { .. } => return Ok(()),
         };
         match message {
             FromAggregator::Refused { reason } | FromAggregator::RefusedRank { reason, .. } => {
@@ -403,8 +440,17 @@ impl<'a> Joining<'a> {
             FromAggregator::Queued { before, why } => self.wait_for_room(before, why),
             FromAggregator::Waiting { missing, .. } => self.wait_for_ranks(missing),
             FromAggregator::MayLeave => self.unanswered = self.unanswered.saturating_sub(1),
-            FromAggregator::Present { .. } | FromAggregator::Status { .. } => {
+            FromAggregator::Present { .. }
+            | FromAggregator::Status { .. }
+            | FromAggregator::Room
+            | FromAggregator::Moved { .. } => {
                 return Err(ConnectError::Protocol("it sent an answer without a request".into()));
+            }
+            FromAggregator::PrepareMove { .. }
+            | FromAggregator::MoveNow
+            | FromAggregator::CancelMove => {
+                let why = "it moved a job that had not started";
+                return Err(ConnectError::Protocol(why.into()));
             }
             FromAggregator::Welcome(granted) if !granted.is_sound() => {
                 let why = "its grant is invalid";

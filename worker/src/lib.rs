@@ -30,6 +30,7 @@ mod span;
 mod supervisor;
 pub mod tensor;
 mod transport;
+mod trial;
 mod udp_transport;
 
 pub use blocks::Blocks;

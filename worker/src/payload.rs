@@ -105,6 +105,11 @@ impl Payload {
         Self { descriptor, geometry, data, world, may_move, sent, agreed, partial, kept }
     }
 
+    /// Sets whether the job may move. No part of the op may have been sent yet.
+    pub(crate) const fn note_may_move(&mut self, may_move: bool) {
+        self.may_move = may_move;
+    }
+
     /// Returns a payload that keeps the sums of `windows`, given by index and block mask. Other
     /// ranks may lack these sums after the op has ended and the caller has the tensor back.
     pub(crate) fn keep(&mut self, windows: Vec<(u32, u64)>) -> Self {

@@ -1,7 +1,9 @@
 //! The supervisor of a client's session. Its thread handles the aggregators' messages while ops
-//! run, and moves the job to a standby when an aggregator fails.
+//! run. It moves the job to a standby when an aggregator fails, and to the aggregators that an
+//! operator names.
 
 mod migration;
+mod planned_move;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -17,6 +19,7 @@ use crate::driver::Driver;
 use crate::error::{ConnectError, superseded};
 use crate::grant::Membership;
 use crate::options::ConnectOptions;
+use planned_move::PlannedMove;
 
 /// Rate limits for log records that an aggregator can trigger.
 static LOST: LogLimit = LogLimit::new(64);
@@ -34,9 +37,38 @@ pub(crate) struct Supervisor {
     pub(crate) absent: Vec<LostRank>,
     pub(crate) mailbox: Mailbox,
     pub(crate) driver: Arc<Driver>,
+    /// The number of sets of aggregators that the user named. Further sets in `options` are those
+    /// of operators.
+    pub(crate) user_sets: usize,
+    /// The move that is being prepared, if any.
+    pub(crate) planned: Option<PlannedMove>,
+    /// The number of trials of other aggregators so far.
+    pub(crate) trials: u64,
 }
 
 impl Supervisor {
+    pub(crate) fn new(
+        options: ConnectOptions,
+        at: usize,
+        membership: Membership,
+        senders: ControlSenders,
+        mailbox: Mailbox,
+        driver: Arc<Driver>,
+    ) -> Self {
+        Self {
+            user_sets: 1 + options.standbys.len(),
+            options,
+            at,
+            membership,
+            senders,
+            absent: Vec::new(),
+            mailbox,
+            driver,
+            planned: None,
+            trials: 0,
+        }
+    }
+
     /// Handles the aggregators' messages until the client is closed, and then leaves the job.
     pub(crate) fn run(mut self) {
         while let Some((place, event)) = self.next() {
@@ -52,6 +84,10 @@ impl Supervisor {
                     NO_PARENT.note(|left_out| tracing::warn!(left_out, "{reason}"));
                     self.end(reason);
                 }
+                Event::Received(FromAggregator::PrepareMove { to }) => self.prepare(place, to),
+                Event::Received(FromAggregator::CancelMove) => self.cancel(place),
+                Event::Received(FromAggregator::MoveNow) => self.move_as_planned(place),
+                Event::Tried { trial, result } => self.finish_trial(trial, result),
                 Event::Received(FromAggregator::Drain) if self.may_move() => {
                     self.move_on("the aggregator is draining".into());
                 }
@@ -86,8 +122,11 @@ impl Supervisor {
         host.map_or("an aggregator", String::as_str)
     }
 
-    const fn may_move(&self) -> bool {
-        !self.options.standbys.is_empty()
+    /// Returns whether the rank knows other aggregators, and keeps all sums that other ranks may
+    /// lack there.
+    fn may_move(&self) -> bool {
+        let is_ready = || self.driver.with_engine(|engine| engine.is_ready_to_move());
+        !self.options.standbys.is_empty() && is_ready() == Some(true)
     }
 
     fn lose(&self, ranks: &[u16], why: Loss) {

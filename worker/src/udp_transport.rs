@@ -114,8 +114,8 @@ impl UdpTransport {
             threads,
         };
         let (driver, options) = (Arc::clone(&transport.driver), options.clone());
-        let (senders, absent) = (transport.senders.clone(), Vec::new());
-        let supervisor = Supervisor { options, at, membership, senders, absent, mailbox, driver };
+        let senders = transport.senders.clone();
+        let supervisor = Supervisor::new(options, at, membership, senders, mailbox, driver);
         transport.threads.push(spawn("racksum-session", move || {
             supervisor.run();
             drop(leaving);

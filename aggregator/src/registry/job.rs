@@ -19,6 +19,7 @@ use tokio::time::Instant;
 
 use super::member::{Left, Member, Return};
 use super::parent_link::ParentLink;
+use super::planned_move::PlannedMove;
 use super::progress::Progress;
 use crate::config::Config as AggregatorConfig;
 use crate::job_keys::JobKeys;
@@ -62,6 +63,8 @@ pub(super) struct Job {
     /// first of them moved.
     pub(super) departed: Vec<u16>,
     pub(super) departed_at: Option<Instant>,
+    /// The move that an operator has asked for, if it is in progress.
+    pub(super) planned: Option<PlannedMove>,
     /// The first op at this aggregator, if the job has moved to it.
     pub(super) moved_at: Option<OpId>,
     /// The index of this aggregator among the job's aggregators, and their number.

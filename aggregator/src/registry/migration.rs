@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use super::job::{Job, given_up, too_many_absent};
 use super::member::Member;
+use super::planned_move::PlannedMove;
 use super::{Joined, LOST, Registry, Seat};
 
 /// How long a job that moves waits for its ranks: as long as a rank may be silent.
@@ -142,7 +143,11 @@ impl Registry {
                 job.send_to_all(&FromAggregator::Drain);
             }
         }
-        self.jobs.values().for_each(|job| job.send_to_all(&FromAggregator::Drain));
+        for job in self.jobs.values_mut() {
+            // Ranks that are not prepared cannot follow those that are.
+            job.cancel_move("the aggregator is draining");
+            job.send_to_all(&FromAggregator::Drain);
+        }
     }
 
     /// Returns the ranks that wait in the job that this caller asks about, except those that the
@@ -220,8 +225,15 @@ impl Registry {
             job.departed_at.get_or_insert(now);
         }
         if job.members.iter().all(Option::is_none) {
+            let planned = job.planned.take();
             self.remove(&seat.job);
             tracing::info!(job = ?seat.job, "job moved");
+            if let Some(to) = planned.and_then(PlannedMove::finish) {
+                self.note_moved(seat.job.clone(), to, now);
+            }
+        } else {
+            let rank = seat.rank;
+            job.stop_move(format!("rank {rank} has already moved to another aggregator"));
         }
     }
 }

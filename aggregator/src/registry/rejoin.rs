@@ -144,6 +144,8 @@ impl Registry {
         let seat = Seat { job: join.job.clone(), id, rank: join.rank };
         let job = self.jobs.get_mut(&seat.job).ok_or("the job ended")?;
         let (rank, next_op) = (Rank(join.rank), job.rejoins_at(&join)?);
+        // The new process is not prepared.
+        job.stop_move(format!("rank {} rejoins the job; try again", rank.0));
         let (welcome, job_keys) = job.granted.as_mut().ok_or("the job is not running")?;
         job_keys.renew(rank).map_err(|error| error.to_string())?;
         let keys = job_keys.keys_of(rank);

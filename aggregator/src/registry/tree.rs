@@ -159,6 +159,15 @@ impl Registry {
                 job.send_to_all(&message);
                 self.remove(name);
             }
+            FromAggregator::PrepareMove { .. } => {
+                let reason = "an aggregator whose ranks take part in the job has this parent, and \
+                              cannot change it; stop the job, and start its ranks with other \
+                              aggregators";
+                if let Some(messages) = &parent.messages {
+                    // Ignore a failed send: `handle_parent_disconnect` handles a closed connection.
+                    drop(messages.send(FromWorker::CannotMove { reason: reason.into() }));
+                }
+            }
             // The other messages need no action here. A parent that drains still serves a running
             // job to its end.
             FromAggregator::Drain
@@ -169,6 +178,10 @@ impl Registry {
             | FromAggregator::Present { .. }
             | FromAggregator::Status { .. }
             | FromAggregator::MayLeave
+            | FromAggregator::Room
+            | FromAggregator::MoveNow
+            | FromAggregator::CancelMove
+            | FromAggregator::Moved { .. }
             | FromAggregator::ContinueWithout(_) => {}
         }
         Joined::Ready

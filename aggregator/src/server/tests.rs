@@ -49,7 +49,15 @@ fn serving_with(
     let registry = Arc::new(Mutex::new(Registry::new(config, Vec::new(), false, 0)));
     let change_authorities = watch::Sender::new(());
     let (failures, authorities_changed) = (failure.subscribe(), change_authorities.subscribe());
-    tokio::spawn(serve(served, Arc::clone(&registry), unjoined, failures, authorities_changed));
+    let drain_requested = watch::Sender::new(false);
+    tokio::spawn(serve(
+        served,
+        Arc::clone(&registry),
+        unjoined,
+        failures,
+        authorities_changed,
+        drain_requested,
+    ));
     (addr, registry, failure, change_authorities)
 }
 

@@ -18,22 +18,22 @@ use crate::ports::own_port;
 use crate::process::{Process, RACKSUM, Serving, run, signal};
 use crate::waits::{await_that, timed};
 
-const WORLD: u16 = 4;
+pub(crate) const WORLD: u16 = 4;
 
 /// Ranks that run in threads, reduce the same tensor again and again, and check each result.
-struct Load {
+pub(crate) struct Load {
     elements: usize,
     /// Addresses of the aggregators, in order of preference.
     addrs: Vec<String>,
     /// Number of ops that each rank has completed.
-    ended: [AtomicU64; WORLD as usize],
+    pub(crate) ended: [AtomicU64; WORLD as usize],
     /// Duration of the longest op, in milliseconds.
-    longest: AtomicU64,
+    pub(crate) longest: AtomicU64,
     stop: AtomicBool,
 }
 
 impl Load {
-    fn new(elements: usize, aggregators: &[&Serving]) -> Self {
+    pub(crate) fn new(elements: usize, aggregators: &[&Serving]) -> Self {
         let addrs = aggregators.iter().map(|serving| serving.addr.clone()).collect();
         Self {
             elements,
@@ -86,7 +86,7 @@ impl Load {
     }
 
     /// Runs all ranks while `body` acts on the aggregators.
-    fn run(&self, body: impl FnOnce(&Self)) {
+    pub(crate) fn run(&self, body: impl FnOnce(&Self)) {
         std::thread::scope(|scope| {
             let ranks: Vec<_> =
                 (0..WORLD).map(|rank| scope.spawn(move || self.rank(rank))).collect();
@@ -102,7 +102,7 @@ impl Load {
     }
 
     /// Waits until every rank has completed `more` further ops.
-    fn await_ops(&self, more: u64) {
+    pub(crate) fn await_ops(&self, more: u64) {
         let ended = || self.ended.iter().map(|ops| ops.load(SeqCst)).min().unwrap();
         let before = ended();
         await_that("ops complete", || ended() >= before + more);
@@ -110,7 +110,7 @@ impl Load {
 }
 
 /// Starts an aggregator on a given port.
-fn serve(port: u16) -> Serving {
+pub(crate) fn serve(port: u16) -> Serving {
     let port = port.to_string();
     Serving::of(Process::start(&["aggregator", "--port", &port, "--pool-mib", "64"]))
 }

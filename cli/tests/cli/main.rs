@@ -33,6 +33,8 @@ mod host;
 #[cfg(test)]
 mod identity;
 #[cfg(test)]
+mod moves;
+#[cfg(test)]
 mod namespaces;
 #[cfg(test)]
 mod noise;

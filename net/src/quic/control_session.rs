@@ -255,6 +255,81 @@ pub async fn ask_present(
     answer
 }
 
+/// Asks the aggregator at `to` whether it would admit `join` now.
+///
+/// # Errors
+///
+/// Returns the reason why it would not, or why there was no answer. Connecting and answering may
+/// each take up to the caller's `patience`.
+///
+/// # Panics
+///
+/// Panics outside a tokio runtime.
+pub async fn ask_room(to: SocketAddr, join: Join, caller: &CallOptions) -> Result<(), Ended> {
+    match ask_once(to, FromWorker::AskRoom(join), caller, caller.patience).await? {
+        FromAggregator::Room => Ok(()),
+        other => Err(refusal(other)),
+    }
+}
+
+/// Sends an operator's request to the aggregator at `to`: [`FromWorker::MoveJob`] or
+/// [`FromWorker::DrainTo`]. Returns the number of jobs that have moved.
+///
+/// # Errors
+///
+/// Returns the aggregator's reason for a refusal, or the reason why there was no answer within
+/// `limit`.
+///
+/// # Panics
+///
+/// Panics outside a tokio runtime.
+pub async fn ask_to_move(
+    to: SocketAddr,
+    request: FromWorker,
+    caller: &CallOptions,
+    limit: Span,
+) -> Result<u16, Ended> {
+    match ask_once(to, request, caller, limit).await? {
+        FromAggregator::Moved { jobs } => Ok(jobs),
+        other => Err(refusal(other)),
+    }
+}
+
+/// Calls the aggregator at `to`, sends one message, and returns the answer if it arrives within
+/// `limit`.
+async fn ask_once(
+    to: SocketAddr,
+    message: FromWorker,
+    caller: &CallOptions,
+    limit: Span,
+) -> Result<FromAggregator, Ended> {
+    let mut line = call(to, caller).await?;
+    let answer = async {
+        line.send(&message).await?;
+        line.recv().await
+    };
+    let answer = tokio::time::timeout(duration(limit), answer).await;
+    line.connection.close("answer received").await;
+    answer.unwrap_or(Err(Ended::Silent))
+}
+
+/// Returns the reason for a refusal, from the answer to a request.
+fn refusal(answer: FromAggregator) -> Ended {
+    match answer {
+        FromAggregator::Refused { reason } => Ended::of(reason),
+        FromAggregator::WrongVersion { speaks } => wrong_version(speaks),
+        FromAggregator::Drain => Ended::of("the aggregator is draining and takes no more jobs"),
+        other => Ended::of(format!("the aggregator answered a request with {other:?}")),
+    }
+}
+
+fn wrong_version(speaks: u16) -> Ended {
+    Ended::of(format!(
+        "the aggregator speaks protocol version {speaks}, but this program speaks version \
+         {CONTROL_VERSION}; install the same release on both"
+    ))
+}
+
 /// Requests the status of the aggregator at `to`; returns it as JSON.
 ///
 /// # Errors
@@ -281,12 +356,7 @@ pub async fn ask_status(to: SocketAddr, caller: &CallOptions) -> Result<String, 
                     }
                 }
                 FromAggregator::Refused { reason } => return Err(Ended::of(reason)),
-                FromAggregator::WrongVersion { speaks } => {
-                    return Err(Ended::of(format!(
-                        "the aggregator speaks protocol version {speaks}, but this program speaks \
-                         version {CONTROL_VERSION}; install the same release on both"
-                    )));
-                }
+                FromAggregator::WrongVersion { speaks } => return Err(wrong_version(speaks)),
                 other => {
                     return Err(Ended::of(format!(
                         "the aggregator answered a status request with {other:?}"

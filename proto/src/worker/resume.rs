@@ -8,7 +8,7 @@
 
 use alloc::vec::Vec;
 
-use super::{Config, Op, Worker};
+use super::{Config, Op, Stream, Worker};
 use crate::error::OpError;
 use crate::geometry::Stripe;
 use crate::ids::{OpId, WindowId};
@@ -16,6 +16,28 @@ use crate::observer::Observer;
 use crate::time::Time;
 
 impl Worker {
+    /// Starts to keep sums for other ranks, because the job is about to move. Sums of ops that have
+    /// already started are not kept, so the job may move only once [`Self::is_ready_to_move`]
+    /// returns true at every rank.
+    pub fn prepare_to_move(&mut self) {
+        if !core::mem::replace(&mut self.config.may_move, true) {
+            self.streams.iter_mut().for_each(Stream::keep_from_now);
+        }
+    }
+
+    /// Returns whether this rank keeps every sum that another rank may lack.
+    #[must_use]
+    pub fn is_ready_to_move(&self) -> bool {
+        // wire: W-78
+        self.config.may_move && self.streams.iter().all(Stream::keeps_all)
+    }
+
+    /// Returns whether this rank keeps the sums of an op that has started.
+    #[must_use]
+    pub fn keeps_sums_of(&self, op: OpId) -> bool {
+        self.op(op).is_some_and(|op| op.share().keeps_sums())
+    }
+
     /// Returns the oldest op whose results some rank may lack. No rank needs earlier ops.
     #[must_use]
     pub fn first_kept(&self) -> OpId {
@@ -71,9 +93,9 @@ impl Worker {
     /// the driver must first restore this rank's share of the window.
     ///
     /// # Panics
-    /// Panics if [`Config::may_move`] was false until now.
+    /// Panics if this rank is not [ready to move](Self::is_ready_to_move).
     pub fn resume(&mut self, config: Config, now: Time, observer: &mut impl Observer) {
-        assert!(self.config.may_move, "the job cannot move, so no sums were kept");
+        assert!(self.is_ready_to_move(), "the job cannot move: some sums were not kept");
         self.forget_shards(observer);
         // Other ranks are done with earlier ops, so no aggregator will send their results.
         let is_late = |op: &Op| op.id() < config.first_op;

@@ -66,6 +66,8 @@ pub(super) struct Stream {
     congested: bool,
     /// Whether sums are kept until every rank has them.
     keeps: bool,
+    /// The position from which sums are kept.
+    keeps_from: u64,
     /// The number of slots in the pool.
     pool: u64,
 }
@@ -94,6 +96,7 @@ impl Stream {
             waited: Waited::new(),
             congested: false,
             keeps: config.may_move,
+            keeps_from: 0,
             pool,
         }
     }

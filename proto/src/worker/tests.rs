@@ -186,3 +186,93 @@ fn a_rank_that_the_pool_stops_acknowledges_at_once() {
     arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
     assert_eq!(acknowledged(&mut worker), Some(1));
 }
+
+/// Delivers the result of an op of one element, with this credit.
+fn finish_small(worker: &mut Worker, op: OpId, credit: OpId) {
+    let header = Header {
+        kind: Kind::Result,
+        window: WindowId::new(op, 0),
+        ack: WindowId::new(credit, 0),
+        mask: 1,
+        length: 4,
+        previous: Header::NO_PREVIOUS,
+        ..Header::ping(JobId(1), Generation(0), 0)
+    };
+    let verdict = worker.handle_decoded(Time(1), &header, &[0; 4], false, &mut ());
+    let Verdict::Store(delivery) = verdict else { panic!("{verdict:?}") };
+    worker.handle_delivered(Time(1), &delivery, &mut ());
+}
+
+fn credit(worker: &mut Worker, to: OpId) {
+    let ack = WindowId::new(to, 0);
+    let header = Header { kind: Kind::Credit, ack, ..Header::ping(JobId(1), Generation(0), 0) };
+    worker.handle_decoded(Time(3), &header, &[], false, &mut ());
+}
+
+#[test]
+fn a_rank_is_ready_to_move_once_all_have_the_sums_that_it_has_not_kept() {
+    // wire: W-78
+    let mut worker = worker();
+    let small = Descriptor::sum(1, DType::F32);
+    let submit = |worker: &mut Worker| {
+        worker.submit_scanned(Time(0), small, vec![1], Span::from_secs(1)).unwrap()
+    };
+    // This op has ended here and is forgotten, but another rank may lack its sum.
+    let ended = submit(&mut worker);
+    opened(&mut worker);
+    finish_small(&mut worker, ended, ended);
+    assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
+    assert!(worker.is_idle() && !worker.is_ready_to_move());
+    let in_flight = submit(&mut worker);
+    opened(&mut worker);
+    worker.prepare_to_move();
+    let later = submit(&mut worker);
+    opened(&mut worker);
+    let kept = [ended, in_flight, later].map(|op| worker.keeps_sums_of(op));
+    assert_eq!(kept, [false, false, true]);
+    assert!(!worker.is_ready_to_move());
+    credit(&mut worker, in_flight);
+    assert!(!worker.is_ready_to_move());
+    finish_small(&mut worker, in_flight, in_flight);
+    assert!(!worker.is_ready_to_move(), "another rank may lack the sum of the second op");
+    credit(&mut worker, later);
+    assert!(worker.is_ready_to_move());
+    // The op that is in flight resumes elsewhere.
+    assert_eq!(worker.first_kept(), later);
+    worker.resume(Config { may_move: true, ..config() }, Time(4), &mut ());
+    assert_eq!(opened(&mut worker), [later]);
+    assert!(worker.is_ready_to_move());
+}
+
+#[test]
+fn a_prepared_rank_at_rest_acknowledges_and_asks_until_it_is_ready() {
+    let mut worker = worker();
+    let op = submit(&mut worker, &[1]);
+    opened(&mut worker);
+    arrive(&mut worker, WindowId::new(op, 0), Header::NO_PREVIOUS);
+    assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
+    assert_eq!(worker.poll_timeout(), Time::NEVER, "a rank that keeps nothing rests");
+    worker.prepare_to_move();
+    let due = worker.poll_timeout();
+    assert!(due < Time::NEVER && !worker.is_ready_to_move());
+    worker.handle_timeout(due, &mut ());
+    let mut out = [0xa5; Header::LEN + 1408];
+    let sent = worker.poll_transmit(due, &mut out, &mut ());
+    let Some(Transmit::Datagram { len, .. }) = sent else { panic!("{sent:?}") };
+    // Every message acknowledges, and a probe asks for the credit too.
+    let (header, _) = Header::decode(&out[..len]).unwrap();
+    assert!(matches!(header.kind, Kind::Ack | Kind::Nack), "{header:?}");
+    assert_eq!(header.ack, WindowId::new(OpId(op.0 + 1), 0));
+    credit(&mut worker, OpId(op.0 + 1));
+    assert!(worker.is_ready_to_move());
+    assert_eq!(worker.poll_timeout(), Time::NEVER);
+}
+
+#[test]
+#[should_panic(expected = "some sums were not kept")]
+fn a_rank_that_is_not_ready_cannot_resume_elsewhere() {
+    let mut worker = worker();
+    submit(&mut worker, &[1]);
+    worker.prepare_to_move();
+    worker.resume(Config { may_move: true, ..config() }, Time(4), &mut ());
+}

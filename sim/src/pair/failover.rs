@@ -35,12 +35,44 @@ fn submit(cluster: &mut Cluster, seed: u64, op: u64, descriptor: Descriptor) {
     }
 }
 
-/// Runs all ops, `OPEN` of them at a time. Each number in `deaths` is the number of steps after
-/// which the aggregator dies, counted from the previous death. Returns each rank's results, by op.
-fn results(seed: u64, faults: Faults, deaths: &[u64]) -> Vec<Vec<Result<Vec<u8>, OpError>>> {
+/// Returns whether the aggregator dies now, given the steps that are `left` until its death.
+fn dies(_: &mut Cluster, _: &mut Random, left: &mut u64) -> bool {
+    let is_due = *left == 0;
+    *left = left.saturating_sub(1);
+    is_due
+}
+
+/// Like [`dies`], for an aggregator that first prepares the ranks, one after the other at random
+/// times, and dies once all of them are ready to move.
+fn hands_over(cluster: &mut Cluster, random: &mut Random, left: &mut u64) -> bool {
+    if !dies(cluster, random, left) {
+        return false;
+    }
+    let unprepared = cluster.workers.iter_mut().find(|worker| !worker.machine.config().may_move);
+    if let Some(worker) = unprepared {
+        worker.machine.prepare_to_move();
+        *left = random.below(40);
+        return false;
+    }
+    cluster.workers.iter().all(|worker| worker.machine.is_ready_to_move())
+}
+
+/// Runs all ops, `OPEN` of them at a time. Each number in `deaths` is the number of steps until the
+/// next death of the aggregator, which `dies` then decides on. Returns each rank's results, by op.
+fn results(
+    seed: u64,
+    faults: Faults,
+    deaths: &[u64],
+    dies: impl Fn(&mut Cluster, &mut Random, &mut u64) -> bool,
+    may_move: bool,
+) -> Vec<Vec<Result<Vec<u8>, OpError>>> {
     let descriptors = descriptors();
     let grant = Grant { world: 3, shards: 2, lanes: 2, pool_slots: 8, moved_at: None };
     let mut cluster = Cluster::new(grant.world, grant.shards, grant.lanes, seed, faults);
+    for (rank, worker) in (0..).zip(&mut cluster.workers) {
+        let config = worker::Config { may_move, ..grant.worker(rank) };
+        *worker = WorkerNode::new(config, grant.world, Time(0));
+    }
     let mut random = Random::new(seed ^ 0x5eed);
     let mut deaths = deaths.iter().copied();
     let mut left = deaths.next();
@@ -52,15 +84,13 @@ fn results(seed: u64, faults: Faults, deaths: &[u64]) -> Vec<Vec<Result<Vec<u8>,
             started += 1;
         }
         let before = ended(&cluster);
-        let mut dies = false;
+        let mut is_dead = false;
         cluster.run_until(|cluster| {
-            if let Some(left) = &mut left {
-                dies = *left == 0;
-                *left = left.saturating_sub(1);
-            }
-            dies || ended(cluster) > before
+            let left = left.as_mut();
+            is_dead = left.is_some_and(|left| dies(cluster, &mut random, left));
+            is_dead || ended(cluster) > before
         });
-        if dies {
+        if is_dead {
             left = deaths.next();
             let first = cluster.workers.iter().map(|w| w.machine.first_kept()).max();
             let shards = 1 + u8::try_from(random.below(3)).unwrap();
@@ -80,19 +110,46 @@ fn results(seed: u64, faults: Faults, deaths: &[u64]) -> Vec<Vec<Result<Vec<u8>,
 fn an_aggregator_may_die_at_any_time_and_the_sums_are_the_same() {
     for seed in 0..120 {
         let faults = Faults { drop: seed % 3 * 6, double: seed % 4 * 3, delay: seed % 5 * 5 };
-        let undisturbed = results(seed, Faults::default(), &[]);
+        let undisturbed = results(seed, Faults::default(), &[], dies, true);
         assert!(undisturbed.iter().all(|results| *results == undisturbed[0]));
         let mut random = Random::new(seed);
         let deaths: Vec<_> = (0..1 + seed % 4).map(|_| random.below(3_000)).collect();
-        let disturbed = results(seed, faults, &deaths);
-        for (rank, (one, other)) in undisturbed.iter().zip(&disturbed).enumerate() {
-            for (op, (one, other)) in one.iter().zip(other).enumerate() {
-                assert!(
-                    one == other,
-                    "seed {seed}, rank {rank}, op {op}: different bits, {:?}",
-                    other.as_ref().err()
-                );
-            }
+        assert_same(seed, &undisturbed, &results(seed, faults, &deaths, dies, true));
+    }
+}
+
+#[test]
+fn a_job_that_knew_no_standby_moves_once_all_its_ranks_are_prepared() {
+    // wire: W-78
+    let moves = std::cell::Cell::new(0);
+    for seed in 0..100 {
+        let faults = Faults { drop: seed % 3 * 6, double: seed % 4 * 3, delay: seed % 5 * 5 };
+        let undisturbed = results(seed, Faults::default(), &[], dies, false);
+        let mut random = Random::new(seed);
+        let deaths: Vec<_> = (0..1 + seed % 4).map(|_| random.below(300)).collect();
+        let counted = |cluster: &mut Cluster, random: &mut Random, left: &mut u64| {
+            let moves_now = hands_over(cluster, random, left);
+            moves.set(moves.get() + u64::from(moves_now));
+            moves_now
+        };
+        assert_same(seed, &undisturbed, &results(seed, faults, &deaths, counted, false));
+    }
+    assert!(moves.get() > 80, "only {} moves happened before all ops had ended", moves.get());
+}
+
+/// Checks that every rank has the same results in both runs.
+fn assert_same(
+    seed: u64,
+    undisturbed: &[Vec<Result<Vec<u8>, OpError>>],
+    disturbed: &[Vec<Result<Vec<u8>, OpError>>],
+) {
+    for (rank, (one, other)) in undisturbed.iter().zip(disturbed).enumerate() {
+        for (op, (one, other)) in one.iter().zip(other).enumerate() {
+            assert!(
+                one == other,
+                "seed {seed}, rank {rank}, op {op}: different bits, {:?}",
+                other.as_ref().err()
+            );
         }
     }
 }

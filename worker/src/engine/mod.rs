@@ -183,6 +183,8 @@ impl Engine {
         if let Data::Blocks(blocks) = &mut payload.data {
             blocks.reuse(self.spare.pop().unwrap_or_default());
         }
+        // The rank may have been prepared to move since the payload was created.
+        payload.note_may_move(self.machine.config().may_move);
         let before = self.users_of(&payload.data);
         // The blocks of a held op may be known, but must not be sent yet. The scan names them when
         // the op begins.

@@ -9,6 +9,16 @@ use racksum_proto::worker::Config;
 use super::{Engine, Links, Next, Progress};
 
 impl Engine {
+    /// Starts to keep sums for other ranks, because the job is about to move.
+    pub(crate) fn prepare_to_move(&mut self) {
+        self.machine.prepare_to_move();
+    }
+
+    /// Returns whether this rank keeps every sum that another rank may lack.
+    pub(crate) fn is_ready_to_move(&self) -> bool {
+        self.machine.is_ready_to_move()
+    }
+
     /// Leaves the current aggregators. Returns the op at which the job must resume. If no other
     /// aggregator takes the job, the errors of its ops contain `why`.
     pub(crate) fn leave(&mut self, why: String) -> OpId {

@@ -24,9 +24,20 @@ impl Supervisor {
     /// Moves the job to other aggregators. Tries set after set, starting with the next one, until a
     /// set accepts the job, a rank is lost, an op times out, or the client is closed.
     pub(super) fn move_on(&mut self, why: String) {
+        self.migrate(why, None);
+    }
+
+    /// Like [`move_on`](Self::move_on), but starts with the set of aggregators with index `to`, or
+    /// with the next set if there is none.
+    pub(super) fn migrate(&mut self, why: String, to: Option<usize>) {
+        // The aggregator that prepared a move is left.
+        self.planned = None;
         let options = self.options.clone();
         let mut selector = AggregatorSelector::new(&options, self.at);
-        selector.leave(why.clone());
+        match to {
+            Some(to) => selector.leave_for(to, why.clone()),
+            None => selector.leave(why.clone()),
+        }
         let text = selector.text();
         let first_op =
             self.driver.with_engine(|engine| (!engine.has_ended()).then(|| engine.leave(text)));
@@ -40,7 +51,7 @@ impl Supervisor {
             return controls.close(&FromWorker::Leave { next_op });
         };
         MOVING.note(|left_out| {
-            tracing::warn!(aggregator = selector.name(), left_out, "moving to a standby: {why}");
+            tracing::warn!(aggregator = selector.name(), left_out, "moving: {why}");
         });
         controls.close(&FromWorker::Move);
         let resume = Resume { first_op, absent: self.absent.clone() };
@@ -119,15 +130,9 @@ mod tests {
             ..ConnectOptions::new("127.0.0.1:8", "job")
         };
         let (controls, early) = (Controls::from_iter([control]), Default::default());
-        let mut supervisor = Supervisor {
-            options,
-            at: 0,
-            membership: Membership { controls, early },
-            senders: ControlSenders::default(),
-            absent: Vec::new(),
-            mailbox,
-            driver: Arc::new(driver),
-        };
+        let membership = Membership { controls, early };
+        let (senders, driver) = (ControlSenders::default(), Arc::new(driver));
+        let mut supervisor = Supervisor::new(options, 0, membership, senders, mailbox, driver);
         supervisor.move_on("one of its aggregators is gone".into());
         assert_eq!(messages.try_recv().unwrap(), FromWorker::Leave { next_op });
     }

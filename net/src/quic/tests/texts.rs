@@ -6,6 +6,7 @@ use racksum_proto::control::{
 };
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::loss::Loss;
+use racksum_proto::move_target::MoveTarget;
 use racksum_proto::peer_text::{PeerText, Unshown};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -83,6 +84,10 @@ fn join() -> Join {
     }
 }
 
+fn target() -> MoveTarget {
+    MoveTarget { hosts: vec!["agg-2:7177".into()] }
+}
+
 const ABSENT: LostRank = LostRank { rank: 1, why: Loss::Died };
 
 fn welcome() -> Welcome {
@@ -111,7 +116,12 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
     // Number of free-text fields in each message. A join has the names of a job, a group and an
     // identity. The match makes the compiler reject a message that is not listed.
     let texts = |message: &Message| match message {
-        Message::Join(_) | Message::AddRank(_) | Message::AskPresent(_) => 3,
+        Message::Join(_)
+        | Message::AddRank(_)
+        | Message::AskPresent(_)
+        | Message::AskRoom(_)
+        | Message::MoveJob { .. } => 3,
+        Message::DrainTo { .. } | Message::CannotMove { .. } => 1,
         Message::RankLost(_)
         | Message::PingArrived
         | Message::Leave { .. }
@@ -122,12 +132,18 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         | Message::AskStatus { .. }
         | Message::Prove { .. }
         | Message::AskPingSizes
+        | Message::MovePrepared
         | Message::Stop => 0,
     };
     let all = [
         Message::Join(join()),
         Message::AddRank(join()),
         Message::AskPresent(join()),
+        Message::AskRoom(join()),
+        Message::MoveJob { version: 1, job: "train".into(), to: target() },
+        Message::DrainTo { version: 1, to: target() },
+        Message::CannotMove { reason: String::new() },
+        Message::MovePrepared,
         Message::RankLost(ABSENT),
         Message::PingArrived,
         Message::Prove { version: 1 },
@@ -146,6 +162,7 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Message::Queued { .. }
         | Message::ParentLost { .. }
         | Message::Status { .. }
+        | Message::PrepareMove { .. }
         | Message::Superseded { .. } => 1,
         Message::WrongVersion { .. }
         | Message::Lifeline { .. }
@@ -154,6 +171,10 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Message::Waiting { .. }
         | Message::Present { .. }
         | Message::MayLeave
+        | Message::Room
+        | Message::MoveNow
+        | Message::CancelMove
+        | Message::Moved { .. }
         | Message::Welcome(_)
         | Message::Ready { .. }
         | Message::ContinueWithout(_)
@@ -179,6 +200,11 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Message::ContinueWithout(ABSENT),
         Message::PeerLost { ranks: Vec::new(), why: Loss::Died },
         Message::MayLeave,
+        Message::Room,
+        Message::PrepareMove { to: target() },
+        Message::MoveNow,
+        Message::CancelMove,
+        Message::Moved { jobs: 1 },
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
 }

@@ -35,6 +35,11 @@ impl Share {
         self.held = vec![false; self.masks.len()];
     }
 
+    /// Returns whether the share records which sums have arrived.
+    pub(in crate::worker) const fn keeps_sums(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// Returns the mask of a window's blocks; 0 for an unknown window.
     #[inline]
     pub(in crate::worker) fn mask(&self, index: u32) -> u64 {

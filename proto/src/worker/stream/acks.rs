@@ -25,6 +25,11 @@ impl Acks {
         Self { from: 0, bytes: 0, since: None, is_due: false, at_rest, max_windows }
     }
 
+    /// Acknowledges results from now on even while no result is awaited.
+    pub(super) const fn acknowledge_at_rest(&mut self) {
+        self.at_rest = true;
+    }
+
     /// Notes that a result of `len` bytes has moved the cursor to `cursor`.
     pub(super) fn note_result(&mut self, now: Time, len: usize, cursor: u64) {
         self.bytes += len;

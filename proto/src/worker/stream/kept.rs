@@ -13,6 +13,18 @@ impl Stream {
         (ops.window(self.progress.cursor()), ops.window(self.progress.low()))
     }
 
+    /// Starts to keep sums for other ranks, from the next op on.
+    pub(in crate::worker) fn keep_from_now(&mut self) {
+        self.keeps = true;
+        self.keeps_from = self.progress.ops().end();
+        self.acks.acknowledge_at_rest();
+    }
+
+    /// Returns whether every rank has acknowledged all sums that this rank does not keep.
+    pub(in crate::worker) const fn keeps_all(&self) -> bool {
+        self.progress.low() >= self.keeps_from
+    }
+
     /// Stops keeping sums for other ranks.
     pub(in crate::worker) const fn forget_kept(&mut self) {
         self.keeps = false;

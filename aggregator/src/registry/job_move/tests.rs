@@ -1,0 +1,184 @@
+use racksum_proto::control::OnRankLoss;
+use racksum_proto::loss::Loss;
+
+use super::super::tests::{Inbox, caller, join, last_message, registry, wish};
+use super::*;
+use crate::admit_rule::Admit;
+use crate::config::Fanout;
+use crate::quotas::Refusal;
+
+const HERE: std::net::IpAddr = std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+fn target() -> MoveTarget {
+    MoveTarget { hosts: vec!["agg-2:7177".into()] }
+}
+
+/// Returns the members of a running job of three ranks, which continues without lost ones if
+/// `goes_on` is set.
+fn running(registry: &mut Registry, goes_on: bool) -> Vec<(Seat, Inbox)> {
+    let on_rank_loss = if goes_on { OnRankLoss::Continue } else { OnRankLoss::Abort };
+    let joins = (0..3).map(|rank| Join { on_rank_loss, ..wish("job", rank, 3) });
+    let joined = joins.map(|wish| join(registry, wish).unwrap());
+    let mut ranks: Vec<_> = joined.map(|(seat, _, inbox)| (seat, inbox)).collect();
+    ranks.iter_mut().for_each(|(_, inbox)| drop(last_message(inbox)));
+    ranks
+}
+
+type Prepared = oneshot::Receiver<Result<(), String>>;
+
+fn prepare(registry: &mut Registry, ranks: &[(Seat, Inbox)]) -> Prepared {
+    registry.prepare_move(&"job".into(), ranks[0].0.id(), &target()).unwrap()
+}
+
+#[test]
+fn no_rank_is_told_to_move_before_all_are_prepared() {
+    // wire: W-79
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = running(&mut registry, false);
+    let (name, id) = ("job".into(), ranks[0].0.id());
+    let mut prepared = prepare(&mut registry, &ranks);
+    let again = registry.prepare_move(&name, id, &target()).unwrap_err();
+    assert_eq!(again, "a move of job \"job\" to agg-2:7177 is in progress");
+    for (seat, inbox) in &mut ranks {
+        let asked = Some(FromAggregator::PrepareMove { to: target() });
+        assert_eq!(last_message(inbox), asked);
+        assert!(prepared.try_recv().is_err() && registry.begin_move(&name, id).is_none());
+        // An answer that comes twice counts once.
+        registry.handle_move_prepared(seat);
+        registry.handle_move_prepared(seat);
+    }
+    assert_eq!(prepared.try_recv(), Ok(Ok(())));
+    let mut departed = registry.begin_move(&name, id).unwrap();
+    assert!(registry.begin_move(&name, id).is_none(), "the move begins once");
+    registry.cancel_move(&name, id);
+    for (seat, inbox) in &mut ranks {
+        assert_eq!(last_message(inbox), Some(FromAggregator::MoveNow));
+        assert!(departed.try_recv().is_err() && registry.moved_jobs().is_empty());
+        registry.depart(seat, Instant::now());
+    }
+    assert_eq!((departed.try_recv(), registry.jobs()), (Ok(()), 0));
+    let moved: Vec<_> = registry.moved_jobs().into_iter().map(|it| (it.job, it.to)).collect();
+    assert_eq!(moved, [(name, "agg-2:7177".to_owned())]);
+}
+
+#[test]
+fn a_move_is_cancelled_if_a_rank_refuses_leaves_or_moves_by_itself_or_if_the_aggregator_drains() {
+    type Act = fn(&mut Registry, &Seat);
+    let cases: [(&str, Act); 4] = [
+        ("rank 1: no answer", |registry, seat| {
+            registry.handle_cannot_move(seat, "rank 1: no answer".into());
+        }),
+        ("rank 1 has left the job", |registry, seat| {
+            registry.part(seat, Some(OpId(3)), Instant::now());
+        }),
+        ("rank 1 has already moved to another aggregator", |registry, seat| {
+            registry.depart(seat, Instant::now());
+        }),
+        ("the aggregator is draining", |registry, _| registry.drain()),
+    ];
+    // Whether the rank acts before or after all ranks are prepared.
+    for (why, act) in cases {
+        for is_late in [false, true] {
+            let mut registry = registry(Fanout::Unicast, 0);
+            let mut ranks = running(&mut registry, false);
+            let (name, id) = ("job".into(), ranks[0].0.id());
+            let mut prepared = prepare(&mut registry, &ranks);
+            let all = if is_late { &ranks[..] } else { &ranks[..2] };
+            all.iter().for_each(|(seat, _)| registry.handle_move_prepared(seat));
+            act(&mut registry, &ranks[1].0);
+            let expected = if is_late { Ok(()) } else { Err(why.to_owned()) };
+            assert_eq!(prepared.try_recv(), Ok(expected));
+            registry.handle_move_prepared(&ranks[2].0);
+            assert!(registry.begin_move(&name, id).is_none(), "{why}, {is_late}");
+            registry.cancel_move(&name, id);
+            let received: Vec<_> =
+                std::iter::from_fn(|| ranks[0].1.try_recv().ok()).skip(1).collect();
+            assert_eq!(received[0], FromAggregator::CancelMove, "{why}: {received:?}");
+            assert_eq!(registry.jobs(), 1);
+        }
+    }
+}
+
+#[test]
+fn a_move_waits_for_no_rank_that_the_job_continues_without_and_for_no_job_that_ends() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let ranks = running(&mut registry, true);
+    let mut prepared = prepare(&mut registry, &ranks);
+    ranks[..2].iter().for_each(|(seat, _)| registry.handle_move_prepared(seat));
+    registry.leave(&ranks[2].0, Loss::Died, Instant::now());
+    assert_eq!(prepared.try_recv(), Ok(Ok(())));
+    // The join at the target names the lost rank.
+    registry.cancel_move(&"job".into(), ranks[0].0.id());
+    let resume = registry.movable(&"job".into()).unwrap().join.resume.unwrap();
+    assert_eq!(resume.absent.iter().map(|absent| absent.rank).collect::<Vec<_>>(), [2]);
+    registry.refuse_all(&"job".into(), "for the test's sake");
+
+    let ranks = running(&mut registry, false);
+    let mut prepared = prepare(&mut registry, &ranks);
+    registry.leave(&ranks[2].0, Loss::Died, Instant::now());
+    assert_eq!(prepared.try_recv(), Err(oneshot::error::TryRecvError::Closed));
+}
+
+#[test]
+fn a_job_that_gathers_or_that_a_rank_has_left_does_not_move() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let (seat, _, _inbox) = join(&mut registry, wish("waits", 1, 3)).unwrap();
+    let why = |registry: &Registry, job: &str| registry.movable(&job.into()).unwrap_err();
+    let expected = "job \"waits\" has not started: it waits for ranks 0, 2; try again once it runs";
+    assert_eq!(why(&registry, "waits"), expected);
+    assert!(registry.prepare_move(&"waits".into(), seat.id(), &target()).is_err());
+    let ranks = running(&mut registry, false);
+    registry.part(&ranks[1].0, Some(OpId(3)), Instant::now());
+    assert!(why(&registry, "job").starts_with("rank 1 left job \"job\", and the job would wait"));
+    assert_eq!(why(&registry, "none"), "job \"none\" has ended");
+}
+
+#[test]
+fn a_name_without_a_group_means_all_groups_of_the_job() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    for (name, group) in [("a", ""), ("a", "dp"), ("ab", ""), ("b", "dp")] {
+        let job = JobName::new(name, group);
+        join(&mut registry, Join { job, ..wish("a", 0, 2) }).unwrap();
+    }
+    let groups = |job: Option<JobName>| registry.groups_of(job.as_ref()).len();
+    assert_eq!(groups(Some("a".into())), 2);
+    assert_eq!(groups(Some(JobName::new("a", "dp"))), 1);
+    assert_eq!((groups(Some("c".into())), groups(None)), (0, 4));
+}
+
+#[test]
+fn a_job_is_told_whether_there_is_room_for_it_without_taking_any() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    registry.config.max_jobs = 1;
+    let moving = |rank| Join { may_move: true, ..wish("job", rank, 2) };
+    let room = |registry: &Registry, join: &Join, identity: Option<&str>| {
+        registry.check_space(join, identity, HERE).map_err(Refusal::why)
+    };
+    for _ in 0..3 {
+        assert_eq!(room(&registry, &moving(0), None), Ok(()));
+    }
+    assert_eq!(registry.jobs(), 0);
+    let (other, _) = caller(None, [127, 0, 0, 1]);
+    let (seat, _) = registry.join(wish("other", 0, 2), other, Instant::now()).unwrap();
+    let why = room(&registry, &moving(0), None).unwrap_err();
+    assert!(why.starts_with("there is 1 job, and --max-jobs of the aggregator allows 1"), "{why}");
+    registry.leave(&seat, Loss::Died, Instant::now());
+
+    // A job of this name that already runs here is another one.
+    let ranks = running(&mut registry, false);
+    let why = room(&registry, &moving(0), None).unwrap_err();
+    assert_eq!(why, "it already serves a job with the name \"job\"");
+    drop(ranks);
+    registry.refuse_all(&"job".into(), "for the test's sake");
+
+    // The rank's own identity counts.
+    let admit = Admit { identity: "vision-*".into(), jobs: vec!["*".into()], ..Admit::default() };
+    registry.config.admit = vec![admit];
+    assert_eq!(room(&registry, &moving(0), Some("vision-1")), Ok(()));
+    assert!(room(&registry, &moving(0), Some("speech-1")).unwrap_err().contains("may not join"));
+    registry.config.admit.clear();
+    let many = Join { lanes: 8, world: 256, ..moving(0) };
+    assert!(room(&registry, &many, None).unwrap_err().contains("too few packet buffers"));
+    registry.drain();
+    assert!(room(&registry, &moving(0), None).is_err());
+}
