@@ -30,6 +30,9 @@ pub struct Plan {
     /// The times at which all shards die, in ascending order. The jobs move to new shards on the
     /// same hosts.
     pub moves: Vec<Move>,
+    /// Whether the ranks know no standby before the first move. They are then prepared, and the
+    /// shards die once all ranks are ready.
+    pub prepares: bool,
     /// How many datagrams strangers send.
     pub noise: u32,
 }
@@ -175,6 +178,7 @@ impl Plan {
             faults: Vec::new(),
             pauses: Vec::new(),
             moves: Vec::new(),
+            prepares: false,
             noise: 0,
         }
     }
@@ -226,7 +230,7 @@ impl Plan {
             cut: plan.cut,
             in_flight: plan.in_flight,
             first_op: life.first_op,
-            may_move: !self.moves.is_empty(),
+            may_move: !self.moves.is_empty() && (!self.prepares || life.number > 0),
             acks_at_rest: false,
             child: None,
         }

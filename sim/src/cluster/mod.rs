@@ -38,6 +38,8 @@ pub struct Cluster<'a> {
     checkers: Checkers,
     trace: u64,
     totals: Totals,
+    /// The number of moves that have ended.
+    moved: usize,
 }
 
 #[derive(Debug)]
@@ -76,6 +78,7 @@ impl<'a> Cluster<'a> {
             checkers,
             trace: mix(plan.seed),
             totals: Totals::default(),
+            moved: 0,
         }
     }
 
@@ -286,8 +289,13 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Stops the shards until the jobs move. The shards lose their state.
+    /// Stops the shards until the jobs move. The shards lose their state. If the plan prepares the
+    /// ranks, first waits until all of them are ready.
     fn die(&mut self, number: usize) {
+        if self.plan.prepares && !(self.moved == number && self.is_prepared()) {
+            self.engine.schedule(self.engine.now() + PREPARE_POLL, Event::Die(number));
+            return;
+        }
         let again = self.engine.now() + self.plan.moves[number].lasts;
         for host in &mut self.hosts {
             if matches!(host.role, Role::Shard(_)) {
@@ -298,9 +306,24 @@ impl<'a> Cluster<'a> {
         self.engine.schedule(again, Event::Move(number));
     }
 
+    /// Prepares all ranks to move. Returns whether all are ready.
+    fn is_prepared(&mut self) -> bool {
+        let mut all_ready = true;
+        for at in 0..self.hosts.len() {
+            let Role::Worker(worker) = &mut self.hosts[at].role else { continue };
+            worker.node.machine.prepare_to_move();
+            all_ready &= worker.node.machine.is_ready_to_move();
+            // The rank may have to acknowledge, or to ask, although it rests.
+            let due = self.hosts[at].next_due(self.plan).max(self.engine.now());
+            self.rouse(at, due);
+        }
+        all_ready
+    }
+
     /// Moves every job to new shards, starting at the oldest op whose results some rank may lack.
     fn move_jobs(&mut self, number: usize) {
         let now = self.engine.now();
+        self.moved = number + 1;
         let lives: Vec<_> =
             (0..self.plan.jobs.len()).map(|job| self.next_life(job, number)).collect();
         for at in 0..self.hosts.len() {
@@ -395,5 +418,7 @@ fn trace(hash: u64, now: Picos, at: usize, datagram: &Datagram) -> u64 {
 pub const OVERHEAD_BYTES: u64 = 66;
 /// The number of events after which a run counts as a livelock.
 const MAX_EVENTS: u64 = 5_000_000;
+/// How often to check whether all ranks are ready to move.
+const PREPARE_POLL: Picos = Picos::from_millis(1);
 /// How long events may continue after the last op has ended.
 const MAX_AFTERMATH: Picos = Picos::from_millis(30_000);

@@ -66,7 +66,8 @@ fn results(
     dies: impl Fn(&mut Cluster, &mut Random, &mut u64) -> bool,
     may_move: bool,
 ) -> Vec<Vec<Result<Vec<u8>, OpError>>> {
-    let descriptors = descriptors();
+    // A job that knows no standby moves only after its first ops.
+    let descriptors = descriptors().repeat(if may_move { 1 } else { 3 });
     let grant = Grant { world: 3, shards: 2, lanes: 2, pool_slots: 8, moved_at: None };
     let mut cluster = Cluster::new(grant.world, grant.shards, grant.lanes, seed, faults);
     for (rank, worker) in (0..).zip(&mut cluster.workers) {
@@ -122,7 +123,7 @@ fn an_aggregator_may_die_at_any_time_and_the_sums_are_the_same() {
 fn a_job_that_knew_no_standby_moves_once_all_its_ranks_are_prepared() {
     // wire: W-78
     let moves = std::cell::Cell::new(0);
-    for seed in 0..100 {
+    for seed in 0..60 {
         let faults = Faults { drop: seed % 3 * 6, double: seed % 4 * 3, delay: seed % 5 * 5 };
         let undisturbed = results(seed, Faults::default(), &[], dies, false);
         let mut random = Random::new(seed);
@@ -134,7 +135,7 @@ fn a_job_that_knew_no_standby_moves_once_all_its_ranks_are_prepared() {
         };
         assert_same(seed, &undisturbed, &results(seed, faults, &deaths, counted, false));
     }
-    assert!(moves.get() > 80, "only {} moves happened before all ops had ended", moves.get());
+    assert!(moves.get() > 60, "only {} moves happened before all ops had ended", moves.get());
 }
 
 /// Checks that every rank has the same results in both runs.

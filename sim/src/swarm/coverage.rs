@@ -69,6 +69,7 @@ fn of_network(plan: &Plan) -> Vec<Feature> {
         ("host cut off", rule(&|rule| rule.to.leg.is_none() && rule.effect == Effect::Drop)),
         ("aggregator dies", !plan.moves.is_empty()),
         ("aggregators die one after the other", plan.moves.len() > 1),
+        ("job moves without a standby", plan.prepares && !plan.moves.is_empty()),
         ("duplicates", rule(&|rule| matches!(rule.effect, Effect::Copy(_)))),
         ("duplicates among later ops", rule(&|rule| copies_late(rule))),
         ("reordering", rule(&|rule| matches!(rule.effect, Effect::Delay(_)))),
