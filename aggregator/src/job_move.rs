@@ -176,6 +176,12 @@ impl Mover {
             {
                 return Ok(());
             }
+            if lock(&self.registry).serves(name) {
+                return Err(format!(
+                    "job {name:?} has come back to this aggregator: its ranks did not all reach {}",
+                    self.to
+                ));
+            }
             if Instant::now() >= deadline {
                 return Err(format!(
                     "job {name:?} has left, but does not run at {}; it may have ended, or have \

@@ -16,7 +16,7 @@ use crate::ports::own_port;
 use crate::rig::{Rig, bounded, with_limits};
 use crate::waits::{await_that, timed};
 
-const WORLD: u16 = 3;
+pub(crate) const WORLD: u16 = 3;
 
 /// Returns descriptors that cover each kind of op that needs special care in a migration.
 fn descriptors() -> Vec<Descriptor> {
@@ -33,13 +33,13 @@ fn descriptors() -> Vec<Descriptor> {
     ]
 }
 
-struct Case {
+pub(crate) struct Case {
     descriptor: Descriptor,
     inputs: Vec<Vec<u8>>,
     expected: Expected,
 }
 
-fn cases(seed: u64) -> Vec<Case> {
+pub(crate) fn cases(seed: u64) -> Vec<Case> {
     let case = |(i, descriptor): (u64, Descriptor)| {
         let values = if i % 2 == 0 { Values::Ordinary } else { Values::Wide };
         let of = |rank| {
@@ -53,7 +53,7 @@ fn cases(seed: u64) -> Vec<Case> {
 }
 
 /// Reduces all tensors and a list of blocks in each round, with all these ops in flight together.
-fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
+pub(crate) fn run(client: &Client, rank: u16, cases: &[Case], rounds: usize) {
     for round in 0..rounds {
         let started: Vec<_> = cases
             .iter()

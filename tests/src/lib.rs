@@ -46,6 +46,8 @@ mod missing;
 #[cfg(test)]
 mod mixture;
 #[cfg(test)]
+mod moves;
+#[cfg(test)]
 mod queues;
 #[cfg(test)]
 mod reductions;

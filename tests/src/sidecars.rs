@@ -27,13 +27,13 @@ const HOSTS: [&[u16]; 2] = [&[0, 1, 2], &[4, 5]];
 const BLOCKS: u64 = 200;
 
 /// A sidecar of a test and its socket path.
-struct Host {
+pub(crate) struct Host {
     path: PathBuf,
     _sidecar: Sidecar,
 }
 
 impl Host {
-    fn start(name: &str, upstream: ConnectOptions) -> Self {
+    pub(crate) fn start(name: &str, upstream: ConnectOptions) -> Self {
         Self::with_memory(name, upstream, 1 << 30)
     }
 
@@ -49,7 +49,7 @@ impl Host {
 impl Host {
     /// Returns the options of a rank that joins through this host's sidecar, with `local` ranks of
     /// the job on the host.
-    fn options(&self, options: ConnectOptions, local: usize) -> ConnectOptions {
+    pub(crate) fn options(&self, options: ConnectOptions, local: usize) -> ConnectOptions {
         let aggregators = vec![format!("unix:{}", self.path.display())];
         let (standbys, local_world) = (Vec::new(), Some(u16::try_from(local).unwrap()));
         ConnectOptions { aggregators, standbys, local_world, ..options }

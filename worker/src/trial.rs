@@ -1,5 +1,6 @@
 //! Trials of aggregators that a job may move to.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -91,14 +92,16 @@ fn try_out_at(
     for (control, join) in controls.iter().zip(joins) {
         control.send(FromWorker::AskRoom(join));
     }
-    let mut left = controls.len();
-    while left > 0 {
-        match mailbox.recv(Some(Duration::from_nanos(patience.0))) {
-            Some((_, Event::Received(FromAggregator::Room))) => left -= 1,
-            Some((_, Event::Received(message))) => return Err(refusal(message)),
-            Some((_, Event::Closed(error))) => return Err(error),
-            Some((_, Event::Tried { .. })) => {}
-            None => return Err(ConnectError::Silent),
+    let mut unanswered: BTreeSet<_> = (0..controls.len()).collect();
+    while !unanswered.is_empty() {
+        let received = mailbox.recv(Some(Duration::from_nanos(patience.0)));
+        let Some((place, event)) = received else { return Err(ConnectError::Silent) };
+        match event {
+            Event::Received(FromAggregator::Room) => drop(unanswered.remove(&place.into())),
+            Event::Received(message) => return Err(refusal(message)),
+            // An aggregator hangs up once it has answered.
+            Event::Closed(error) if unanswered.contains(&place.into()) => return Err(error),
+            Event::Closed(_) | Event::Tried { .. } => {}
         }
     }
     Ok(())

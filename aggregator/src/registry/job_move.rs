@@ -35,6 +35,11 @@ impl Registry {
         self.jobs.keys().filter(is_of).cloned().collect()
     }
 
+    /// Returns whether a job is at this aggregator.
+    pub(crate) fn serves(&self, name: &JobName) -> bool {
+        self.jobs.contains_key(name)
+    }
+
     /// Returns whether a job still gathers its ranks.
     pub(crate) fn is_gathering(&self, name: &JobName) -> bool {
         self.jobs.get(name).is_some_and(|job| job.state == JobState::Gathering)
