@@ -31,8 +31,10 @@ pub(crate) struct FailuresArgs {
 }
 
 /// Arguments of cargo for each test binary that records times.
-const BINARIES: [&[&str]; 2] =
-    [&["-p", "racksum-tests", "--lib"], &["-p", "racksum-cli", "--test", "cli"]];
+const BINARIES: [&[&str]; 2] = [&["-p", "racksum-tests", "--lib"], CLI_TESTS];
+
+/// Arguments of cargo for the tests of the program.
+pub(crate) const CLI_TESTS: &[&str] = &["-p", "racksum-cli", "--test", "cli"];
 
 /// Times of one measurement, in the order of the rounds, and their limit.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -76,7 +78,7 @@ pub(crate) fn run(root: &Path, args: &FailuresArgs) -> Result<bool> {
 }
 
 /// Builds a test binary and returns its path.
-fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
+pub(crate) fn build(root: &Path, binary: &[&str]) -> Result<PathBuf> {
     /// The part of cargo's messages that names a build product.
     #[derive(Deserialize)]
     struct Message {

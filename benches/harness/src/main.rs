@@ -1,5 +1,6 @@
 //! `cargo xtask bench` compares racksum with other programs and with its bounds (`peers`), times
-//! failures (`failures`), compares training results (`learning`) and placements (`placement`).
+//! failures (`failures`) and moves of running jobs (`moves`), and compares training results
+//! (`learning`) and placements (`placement`).
 //!
 //! `benches/README.md` explains the measurements to a reader of the results. In this program,
 //! [`cases`] defines the cases, [`race`] the procedure, [`side`] the programs and [`network`] the
@@ -15,6 +16,7 @@ mod failures;
 mod host;
 mod learning;
 mod memory;
+mod moves;
 mod network;
 mod peers;
 mod placement;
@@ -35,6 +37,7 @@ use racksum_tools::root;
 
 use crate::failures::FailuresArgs;
 use crate::learning::LearningArgs;
+use crate::moves::MovesArgs;
 use crate::peers::PeersArgs;
 use crate::placement::PlacementArgs;
 
@@ -59,6 +62,8 @@ enum What {
     /// Runs the end-to-end tests that record such times, one at a time. The machine should be
     /// idle.
     Failures(FailuresArgs),
+    /// Move a live job of 4 ranks again and again, and measure its longest op.
+    Moves(MovesArgs),
     /// Train the examples with Gloo and with racksum, and compare what they learn.
     Learning(LearningArgs),
     /// Measure links of small clusters, place jobs in them, and compare their steps with those of
@@ -76,6 +81,7 @@ fn run(what: &What) -> Result<bool> {
     match what {
         What::Peers(args) => peers::run(root(), args),
         What::Failures(args) => failures::run(root(), args),
+        What::Moves(args) => moves::run(root(), args),
         What::Learning(args) => learning::run(root(), args).map(|()| true),
         What::Placement(args) => placement::run(root(), args),
         What::Smoke => peers::smoke(root()),

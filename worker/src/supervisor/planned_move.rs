@@ -147,3 +147,121 @@ impl Supervisor {
         self.at = self.at.min(first);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use tokio::sync::mpsc::UnboundedReceiver;
+
+    use super::*;
+    use crate::control::tests::control;
+    use crate::control::{ControlSenders, Controls, Mailbox};
+    use crate::driver::Driver;
+    use crate::engine::tests::Bench;
+    use crate::grant::Membership;
+    use crate::options::ConnectOptions;
+
+    /// Returns a supervisor at A, which knows B as its standby, and the messages that it sends to
+    /// two aggregators of its set.
+    fn supervisor() -> (Supervisor, [UnboundedReceiver<FromWorker>; 2]) {
+        let driver = Driver::new(Bench::new(1, 1, Ipv4Addr::LOCALHOST).engine).unwrap();
+        let [(one, sent), (other, also)] = [(); 2].map(|()| control());
+        let options = ConnectOptions {
+            standbys: vec![vec!["b:1".into()]],
+            ..ConnectOptions::new("a:1", "job")
+        };
+        let (controls, early) = (Controls::from_iter([one, other]), Default::default());
+        let (membership, senders) = (Membership { controls, early }, ControlSenders::default());
+        let driver = Arc::new(driver);
+        let mailbox = Mailbox::new();
+        (Supervisor::new(options, 0, membership, senders, mailbox, driver), [sent, also])
+    }
+
+    fn target(host: &str) -> MoveTarget {
+        MoveTarget { hosts: vec![host.into()] }
+    }
+
+    fn standbys(supervisor: &Supervisor) -> Vec<String> {
+        supervisor.options.standbys.iter().map(|set| set.join("+")).collect()
+    }
+
+    #[test]
+    fn the_sets_that_operators_name_are_bounded_and_those_of_the_user_stay() {
+        let (mut supervisor, _sent) = supervisor();
+        supervisor.add_set(&target("c:1"));
+        assert_eq!(standbys(&supervisor), ["b:1", "c:1"]);
+        // The job runs at C now, and the next target comes after it.
+        supervisor.at = 2;
+        supervisor.add_set(&target("d:1"));
+        assert_eq!(
+            (standbys(&supervisor), supervisor.at),
+            (vec!["b:1".into(), "c:1".into(), "d:1".into()], 2)
+        );
+        supervisor.at = 3;
+        supervisor.add_set(&target("e:1"));
+        assert_eq!(
+            (standbys(&supervisor), supervisor.at),
+            (vec!["b:1".into(), "d:1".into(), "e:1".into()], 2)
+        );
+        assert_eq!(supervisor.options.standbys[supervisor.at - 1], ["d:1"]);
+        // A set that the user named is not added again.
+        supervisor.add_set(&target("b:1"));
+        assert_eq!(standbys(&supervisor), ["b:1", "d:1", "e:1"]);
+        supervisor.at = 0;
+        supervisor.forget_sets();
+        assert_eq!((standbys(&supervisor), supervisor.at), (vec!["b:1".into()], 0));
+    }
+
+    #[test]
+    fn a_move_that_cannot_be_is_refused_and_leaves_nothing_behind() {
+        let (mut supervisor, [mut sent, _also]) = supervisor();
+        for (to, why) in [
+            (target("a:1"), "rank 0: the job already runs at a:1"),
+            (target("nowhere"), "rank 0: "),
+            (MoveTarget { hosts: Vec::new() }, "rank 0: a job moves to 1 to 62 aggregators"),
+        ] {
+            supervisor.prepare(0, to);
+            let Ok(FromWorker::CannotMove { reason }) = sent.try_recv() else { panic!("{why}") };
+            assert!(reason.starts_with(why), "{reason}");
+            assert!(supervisor.planned.is_none());
+        }
+        assert_eq!(standbys(&supervisor), ["b:1"]);
+    }
+
+    #[test]
+    fn only_the_aggregator_that_prepared_a_move_cancels_or_begins_it() {
+        let (mut supervisor, [mut sent, mut also]) = supervisor();
+        let planned =
+            |is_prepared| Some(PlannedMove { to: target("c:1"), by: 0, trial: 7, is_prepared });
+        supervisor.add_set(&target("c:1"));
+        supervisor.planned = planned(false);
+        supervisor.prepare(1, target("d:1"));
+        let reason = "rank 0: a move to c:1 is already being prepared".to_owned();
+        assert_eq!(also.try_recv(), Ok(FromWorker::CannotMove { reason }));
+        // The end of an earlier trial, another aggregator, and a move before its time.
+        supervisor.finish_trial(6, Ok(()));
+        supervisor.cancel(1);
+        supervisor.move_as_planned(0);
+        assert!(sent.try_recv().is_err() && supervisor.planned.is_some());
+        supervisor.finish_trial(7, Ok(()));
+        assert_eq!(
+            [&mut sent, &mut also].map(|it| it.try_recv()),
+            [Ok(FromWorker::MovePrepared), Ok(FromWorker::MovePrepared)]
+        );
+        supervisor.move_as_planned(1);
+        assert!(supervisor.planned.is_some());
+        supervisor.cancel(0);
+        assert!(supervisor.planned.is_none());
+        assert_eq!(standbys(&supervisor), ["b:1"]);
+        supervisor.move_as_planned(0);
+        assert!(sent.try_recv().is_err());
+        // A trial that fails is reported, and its target forgotten.
+        supervisor.add_set(&target("c:1"));
+        supervisor.planned = planned(false);
+        supervisor.finish_trial(7, Err("c:1: no answer".into()));
+        let reason = "rank 0: c:1: no answer".to_owned();
+        assert_eq!(sent.try_recv(), Ok(FromWorker::CannotMove { reason }));
+        assert_eq!(standbys(&supervisor), ["b:1"]);
+    }
+}
