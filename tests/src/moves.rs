@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use racksum_net::quic::{CallOptions, Credentials, ask_to_move};
 use racksum_net::runtime::single_threaded;
-use racksum_proto::control::{CONTROL_VERSION, FromWorker};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
 use racksum_proto::move_target::MoveTarget;
@@ -16,6 +16,7 @@ use racksum_proto::time::Span;
 use racksum_worker::{Client, ConnectOptions, Faults};
 
 use crate::failover::{Case, WORLD, cases, run};
+use crate::impostor::Impostor;
 use crate::inputs::seed;
 use crate::ports::own_port;
 use crate::rig::{Rig, Shape, Tree, bounded};
@@ -210,5 +211,56 @@ fn of_two_moves_at_once_one_is_refused() {
             let at = [&two, &three].map(|rig| rig.aggregator.jobs());
             assert_eq!(at, moved.map(|moved| usize::from(moved.is_ok())));
         });
+    });
+}
+
+#[test]
+fn a_target_and_an_operator_of_another_version_are_told_which_is_spoken() {
+    bounded(30, || {
+        let rig = Rig::start(|_| {});
+        let wish = Impostor::connect(&rig).wish("job", 0, 1);
+        let (version, job) = (CONTROL_VERSION + 1, wish.job.clone());
+        let to = MoveTarget { hosts: vec!["127.0.0.1:9".into()] };
+        for request in [
+            FromWorker::AskRoom(Join { version, ..wish }),
+            FromWorker::MoveJob { version, job, to: to.clone() },
+            FromWorker::DrainTo { version, to },
+        ] {
+            let mut caller = Impostor::connect(&rig);
+            caller.send_message(&request);
+            let answer = caller.recv_message();
+            assert_eq!(answer, Some(FromAggregator::WrongVersion { speaks: CONTROL_VERSION }));
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_move_keeps_its_job_and_one_that_says_it_can_moves_nobody() {
+    bounded(60, || {
+        let [rig, other] = [(); 2].map(|()| Rig::start(|_| {}));
+        let mut impostor = Impostor::connect(&rig);
+        let client = std::thread::scope(|scope| {
+            let joined = scope.spawn(|| Client::connect(&rig.options("job", 1, 2)).unwrap());
+            let wish = impostor.wish("job", 0, 2);
+            impostor.join(wish);
+            joined.join().unwrap()
+        });
+        // An answer that nobody asked for changes nothing.
+        impostor.send_message(&FromWorker::MovePrepared);
+        let moved = std::thread::scope(|scope| {
+            let moved = scope.spawn(|| move_job(&rig, "job", &[&other]));
+            let Some(FromAggregator::PrepareMove { .. }) = impostor.recv_message() else {
+                panic!("the rank is not asked to prepare")
+            };
+            let reason = "rank 0: it has work to do\n\u{1b}[31m".to_owned();
+            impostor.send_message(&FromWorker::CannotMove { reason });
+            impostor.send_message(&FromWorker::MovePrepared);
+            moved.join().unwrap()
+        });
+        let why = moved.unwrap_err();
+        assert!(why.contains("stays at this aggregator: rank 0: it has work to do\\n\\u"), "{why}");
+        assert_eq!(impostor.recv_message(), Some(FromAggregator::CancelMove));
+        assert_eq!((rig.aggregator.jobs(), other.aggregator.jobs()), (1, 0));
+        drop(client);
     });
 }
