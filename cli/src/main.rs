@@ -11,6 +11,7 @@ mod embedded;
 mod environment;
 mod exit;
 mod identity;
+mod inventory;
 mod logs;
 mod member;
 mod memory;
@@ -66,7 +67,9 @@ enum Command {
     /// Run a sidecar, which sums the tensors of this host's ranks in shared memory.
     Worker(worker::Args),
     /// Choose hosts for the ranks and aggregators of a job.
-    Place(place::Args),
+    Place(Box<place::Args>),
+    /// Make the nodes file of `place` from a topology of Slurm, Topograph or Kubernetes.
+    Inventory(inventory::Args),
     /// Run the protocol in the simulator.
     Sim(sim::Args),
 }
@@ -86,6 +89,7 @@ fn main() -> Exit {
         Command::Status(args) => status::run(&args),
         Command::Worker(args) => worker::run(&args),
         Command::Place(args) => place::run(&args),
+        Command::Inventory(args) => inventory::run(&args),
         Command::Sim(args) => sim::run(&args),
     });
     end(done.map(|()| Exit::OK))

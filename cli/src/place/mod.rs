@@ -2,15 +2,14 @@
 
 mod document;
 mod dot;
+mod slurm;
 mod text;
 mod words;
 
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use racksum_net::file::read_text;
 use racksum_placer::explain::{Explanation, explain};
-use racksum_placer::inventory::Inventory;
 use racksum_placer::job::Job;
 use racksum_placer::network::{Links, Network};
 use racksum_placer::plan::{Plan, PlanError, plan};
@@ -21,6 +20,7 @@ use serde::de::DeserializeOwned;
 
 use crate::args;
 use crate::exit::{Failure, print_line};
+use crate::inventory::{text_of, wrong};
 
 /// Chooses hosts for the ranks and aggregators of a job, such that a step's all-reduce takes the
 /// least time that the links allow.
@@ -32,9 +32,10 @@ pub(crate) struct Args {
     /// The needs of the job, and the bytes that it sends.
     #[arg(long, value_name = "FILE")]
     job: PathBuf,
-    /// The hosts of the cluster: labels, interface rates, free resources.
-    #[arg(long, value_name = "FILE")]
-    nodes: PathBuf,
+    /// The hosts of the cluster: labels, interface rates, free resources. `racksum inventory` makes
+    /// this file from topologies of other programs.
+    #[arg(long, value_name = "FILE", required_unless_present = "slurm")]
+    nodes: Option<PathBuf>,
     /// Measurements of the links. Without them, the rates of the hosts' interfaces count.
     #[arg(long, value_name = "FILE")]
     net: Option<PathBuf>,
@@ -44,6 +45,8 @@ pub(crate) struct Args {
     /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
+    #[command(flatten)]
+    slurm: slurm::Slurm,
 }
 
 /// The output format of a plan.
@@ -55,6 +58,8 @@ enum Format {
     Json,
     /// A graph for Graphviz.
     Dot,
+    /// With --slurm: only the commands that start the aggregators and ranks, for `eval`.
+    Shell,
 }
 
 /// A plan, and the problem that it solves.
@@ -67,11 +72,14 @@ struct Planned<'a> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let job: Job = read(&args.job)?;
-    let inventory: Inventory = read(&args.nodes)?;
+    let mut job: Job = read(&args.job)?;
+    let (nodes, inventory) = match &args.nodes {
+        Some(nodes) => (nodes.clone(), read(nodes)?),
+        None => args.slurm.inventory(&mut job)?,
+    };
     let network: Network = args.net.as_deref().map(read).transpose()?.unwrap_or_default();
-    let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
-    let net = args.net.as_ref().unwrap_or(&args.nodes);
+    let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
+    let net = args.net.as_ref().unwrap_or(&nodes);
     let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
     let plan = plan(&topology, &links, &job).map_err(|error| match error {
         PlanError::Job(error) => wrong(&args.job, error),
@@ -80,18 +88,23 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
     let explanation = args.explain.then(|| explain(&problem, &job, &plan));
     let planned = Planned { topology: &topology, links: &links, job: &job, plan, explanation };
-    print_line(&match args.format {
-        Format::Text => text::of(&planned),
-        Format::Json => document::of(&planned),
-        Format::Dot => dot::of(&planned),
+    let launch = args.slurm.is_set().then(|| args.slurm.launch(&planned)).transpose()?;
+    print_line(&match (args.format, launch) {
+        (Format::Text, None) => text::of(&planned),
+        (Format::Text, Some(launch)) => format!("{}\n\n{}", text::of(&planned), launch.shell()?),
+        (Format::Json, None) => document::of(&planned),
+        (Format::Json, Some(launch)) => launch.added_to(&document::of(&planned)),
+        (Format::Dot, _) => dot::of(&planned),
+        (Format::Shell, Some(launch)) => launch.shell()?,
+        (Format::Shell, None) => {
+            return Err(Failure::usage("--format shell prints Slurm's commands; pass --slurm too"));
+        }
     })
 }
 
 /// Reads a file as TOML, or as JSON if its name ends in `.json`.
 fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
-    let text = read_text(path, MOST_BYTES).map_err(|error| {
-        Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
-    })?;
+    let text = text_of(path)?;
     if path.extension().is_some_and(|extension| extension == "json") {
         serde_json::from_str(&text).map_err(|error| wrong(path, error))
     } else {
@@ -102,11 +115,3 @@ fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
         })
     }
 }
-
-/// Returns the failure for a file whose content is wrong.
-fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
-    Failure::usage(PeerText::of(format!("{}: {why}", path.display())).as_str())
-}
-
-/// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB.
-const MOST_BYTES: u64 = 256 << 20;

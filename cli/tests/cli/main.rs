@@ -33,6 +33,8 @@ mod host;
 #[cfg(test)]
 mod identity;
 #[cfg(test)]
+mod inventory;
+#[cfg(test)]
 mod namespaces;
 #[cfg(test)]
 mod noise;
@@ -48,6 +50,8 @@ mod reduce;
 mod refusals;
 #[cfg(test)]
 mod sidecar;
+#[cfg(test)]
+mod slurm;
 #[cfg(test)]
 mod status;
 #[cfg(test)]

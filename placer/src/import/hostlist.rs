@@ -210,7 +210,7 @@ fn parts(item: &str) -> Result<Vec<Part<'_>>, HostlistError> {
 /// Checks a part of a name. The slash separates domains in the paths of this crate.
 fn check_text(item: &str, text: &str) -> Result<(), HostlistError> {
     let is_wrong =
-        |c: &char| c.is_control() || c.is_whitespace() || "/\"'\\$`;&|<>(){}*?!#=".contains(*c);
+        |c: &char| c.is_control() || c.is_whitespace() || "/\"'\\$`;&|<>(){}*?!#=~".contains(*c);
     let wrong = text.chars().find(is_wrong);
     wrong.map_or(Ok(()), |character| Err(HostlistError::Character { name: shown(item), character }))
 }
