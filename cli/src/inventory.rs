@@ -153,6 +153,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
 impl Common {
     /// Returns an import with the hosts to print.
     fn only(&self, file: &Path, import: Import) -> Result<Import, Failure> {
+        import.check_rates(&self.nic_mbit).map_err(|error| wrong(file, error))?;
         match &self.hosts {
             Some(HostList(names)) => import.only(names).map_err(|error| wrong(file, error)),
             None if import.hosts.is_empty() => {

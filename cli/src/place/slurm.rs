@@ -130,7 +130,9 @@ impl Slurm {
             return Ok(("the allocation".into(), flat));
         };
         let import = read_topology(&file, self.topology_name.as_deref())?;
-        let import = import.only(hosts).map_err(|error| wrong(&file, error))?;
+        let checked = import.check_rates(&self.nic_mbit);
+        let import = checked.and_then(|()| import.only(hosts));
+        let import = import.map_err(|error| wrong(&file, error))?;
         Ok((file, import))
     }
 
@@ -190,6 +192,13 @@ impl Slurm {
         let mut used = 0;
         for (host, ranks, aggregators) in plan.placement.hosts() {
             let host = topology.host(host).name.as_str();
+            if u64::from(aggregators) > *args::SHARDS.end() {
+                return Err(Failure::unavailable(format!(
+                    "the plan has {aggregators} aggregators on {host}, and one process has at most \
+                     {} shards; lower `aggregators` in the job",
+                    args::SHARDS.end()
+                )));
+            }
             if aggregators > 0 {
                 launch.aggregators.push(self.aggregator(job, host, aggregators));
             }

@@ -120,6 +120,9 @@ fn a_file_that_is_wrong_is_named_with_its_line() {
         let why = ended.failed(2);
         assert!(why.starts_with(&format!("{}: {expected}", folder.path(name))), "{why}");
     }
+    let rates = [&RATE[..], &["--nic-mbit", "m[1-2]=100"]].concat();
+    let ended = print(&folder, "slurm", "topology.conf", TOPOLOGY, &rates);
+    assert!(ended.failed(2).contains("the file does not list host \"m1\", for whose"), "{ended:?}");
     let missing = run(&["inventory", "slurm", "/nowhere", "--nic-mbit", "1"]);
     assert!(missing.failed(2).starts_with("cannot read /nowhere: No such file"), "{missing:?}");
 }

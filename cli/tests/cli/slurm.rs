@@ -307,6 +307,16 @@ fn cores_of_tasks_limit_the_ranks_of_a_host() {
 }
 
 #[test]
+fn more_aggregators_than_shards_on_a_host_are_refused() {
+    let slurm = Allocation::new("shards");
+    slurm.write("job.toml", &format!("{JOB}aggregators = 300\n"));
+    let why = slurm.place(&[&RATE[..], &["--", "--insecure"]].concat());
+    let why = why.failed(3);
+    let advice = "and one process has at most 64 shards; lower `aggregators` in the job";
+    assert!(why.starts_with("the plan has ") && why.ends_with(advice), "{why}");
+}
+
+#[test]
 fn flags_that_do_not_fit_together_are_refused() {
     let slurm = Allocation::new("flags");
     for own in ["--port=1", "--shards"] {

@@ -15,7 +15,7 @@ pub mod slurm;
 pub mod topograph;
 mod tree;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub use rates::{NicRate, NicRateError};
 
@@ -65,14 +65,29 @@ impl std::fmt::Display for Note {
 }
 
 impl Import {
+    /// Checks that rates name hosts of the file. A flat network lists none, so any may be named.
+    ///
+    /// # Errors
+    /// If a host that a rate names is not in the file.
+    pub fn check_rates(&self, rates: &[NicRate]) -> Result<(), ImportError> {
+        let known: BTreeSet<_> = self.hosts.iter().map(|host| &host.name).collect();
+        let named = rates.iter().flat_map(|rate| rate.hosts.iter().flatten());
+        let unknown = named.into_iter().find(|name| !known.contains(name) && !known.is_empty());
+        unknown.map_or(Ok(()), |name| Err(Problem::RateOf(name.clone()).nowhere()))
+    }
+
     /// Returns the import with only these hosts, in this order.
     ///
     /// # Errors
-    /// If a host is not in the file. A flat network has all hosts.
+    /// If a host is not in the file, or is named twice. A flat network has all hosts.
     pub fn only(self, names: &[String]) -> Result<Self, ImportError> {
         let mut hosts: BTreeMap<_, _> =
             self.hosts.into_iter().map(|host| (host.name.clone(), host)).collect();
         let is_flat = self.levels.is_empty() && hosts.is_empty();
+        let mut seen = BTreeSet::new();
+        if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
+            return Err(Problem::Twice(name.clone()).nowhere());
+        }
         let only = names.iter().map(|name| match hosts.remove(name) {
             Some(host) => Ok(host),
             None if is_flat => Ok(ImportedHost { name: name.clone(), ..ImportedHost::default() }),
@@ -240,6 +255,12 @@ pub enum Problem {
     /// A host is not in the file.
     #[error("the file does not list host {0:?}; every host needs a place in the topology")]
     Missing(String),
+    /// A host is asked for twice.
+    #[error("host {0:?} is listed twice; list it once")]
+    Twice(String),
+    /// A rate is for a host that is not in the file.
+    #[error("the file does not list host {0:?}, for whose network interface a rate is given")]
+    RateOf(String),
     /// A host has no rate.
     #[error("the rate of its network interface is not given; give one for all hosts")]
     Rate,

@@ -81,6 +81,11 @@ fn a_tree_has_its_levels_widest_first() {
     let inventory = import.inventory(&rates).unwrap();
     let rate = |name| inventory.hosts.iter().find(|host| host.name == name).unwrap().nic_mbit;
     assert_eq!((rate("n001"), rate("n005")), (25_000.0, 100_000.0));
+    import.check_rates(&rates).unwrap();
+    assert_eq!(
+        import.check_rates(&["n[004-006]=1".parse().unwrap()]).unwrap_err().to_string(),
+        "the file does not list host \"n006\", for whose network interface a rate is given"
+    );
 }
 
 #[test]
@@ -92,6 +97,10 @@ fn an_import_has_only_the_hosts_of_an_allocation() {
     assert_eq!(
         import.only(&["n9".into()]).unwrap_err().to_string(),
         "the file does not list host \"n9\"; every host needs a place in the topology"
+    );
+    assert_eq!(
+        conf(TREE).unwrap().only(&["n005".into(), "n005".into()]).unwrap_err().to_string(),
+        "host \"n005\" is listed twice; list it once"
     );
     // A flat network has every host.
     let flat = read(YAML, Format::Yaml, Some("plain")).unwrap().only(&names).unwrap();
