@@ -13,9 +13,7 @@ use crate::stderr;
 
 /// Reads a file as TOML, or as JSON if its name ends in `.json`.
 pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
-    let text = read_text(path, MOST_BYTES).map_err(|error| {
-        Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
-    })?;
+    let text = text_of(path)?;
     if path.extension().is_some_and(|extension| extension == "json") {
         serde_json::from_str(&text).map_err(|error| wrong(path, error))
     } else {
@@ -25,6 +23,13 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
             wrong(path, format!("{at}{}", error.message()))
         })
     }
+}
+
+/// Reads the text of a file.
+pub(crate) fn text_of(path: &Path) -> Result<String, Failure> {
+    read_text(path, MOST_BYTES).map_err(|error| {
+        Failure::of_file(format!("cannot read {}: {error}", path.display()), &error)
+    })
 }
 
 /// Reads a network file, with the ages that its measurements have now. Warns if some are old.
@@ -56,5 +61,6 @@ pub(crate) fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
 
 /// Measurements older than this many half-lives are worth a warning: their confidence is below 1/4.
 const OLD: f64 = 2.0;
-/// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB.
+/// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB, and a
+/// list of as many nodes of Kubernetes has 50 MB.
 const MOST_BYTES: u64 = 256 << 20;

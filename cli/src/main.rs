@@ -12,6 +12,7 @@ mod embedded;
 mod environment;
 mod exit;
 mod identity;
+mod inventory;
 mod logs;
 mod member;
 mod memory;
@@ -76,7 +77,9 @@ enum Command {
     /// Run a sidecar, which sums the tensors of this host's ranks in shared memory.
     Worker(worker::Args),
     /// Choose hosts for the ranks and aggregators of a job.
-    Place(place::Args),
+    Place(Box<place::Args>),
+    /// Make the nodes file of `place` from a topology of Slurm, Topograph or Kubernetes.
+    Inventory(inventory::Args),
     /// Measure the links between hosts.
     #[command(subcommand)]
     Probe(probe::Command),
@@ -101,6 +104,7 @@ fn main() -> Exit {
         Command::Drain(args) => moves::run_drain(&args),
         Command::Worker(args) => worker::run(&args),
         Command::Place(args) => place::run(&args),
+        Command::Inventory(args) => inventory::run(&args),
         Command::Probe(command) => probe::run(&command),
         Command::Sim(args) => sim::run(&args),
     });

@@ -3,9 +3,10 @@
 //! This crate is pure. It reads no files and no clock, and the same input gives the same plan.
 //!
 //! An [`inventory::Inventory`] lists the hosts, and a [`topology::Topology`] is the tree of their
-//! domains. [`network::Links`] holds the rates of the tree's links, as measured or as expected. A
-//! [`job::Job`] says what it needs. [`plan::plan`] combines them into a [`plan::Plan`] with the
-//! least [`model::step_time`]. [`aggregation`] chooses which vertices of a tree should aggregate.
+//! domains. [`import`] makes inventories from other programs' files. [`network::Links`] holds the
+//! rates of the tree's links, as measured or as expected. A [`job::Job`] says what it needs.
+//! [`plan::plan`] combines them into a [`plan::Plan`] with the least [`model::step_time`].
+//! [`aggregation`] chooses which vertices of a tree should aggregate.
 //!
 //! ```
 //! use racksum_placer::{job::Job, network::Links, plan::plan, topology::Topology};
@@ -40,6 +41,7 @@
 pub mod aggregation;
 pub mod constraint;
 pub mod explain;
+pub mod import;
 pub mod inventory;
 pub mod job;
 pub mod model;

@@ -2,6 +2,7 @@
 
 mod document;
 mod dot;
+mod slurm;
 mod text;
 mod words;
 
@@ -31,9 +32,10 @@ pub(crate) struct Args {
     /// The needs of the job, and the bytes that it sends.
     #[arg(long, value_name = "FILE")]
     job: PathBuf,
-    /// The hosts of the cluster: labels, interface rates, free resources.
-    #[arg(long, value_name = "FILE")]
-    nodes: PathBuf,
+    /// The hosts of the cluster: labels, interface rates, free resources. `racksum inventory` makes
+    /// this file from topologies of other programs.
+    #[arg(long, value_name = "FILE", required_unless_present = "slurm")]
+    nodes: Option<PathBuf>,
     /// Measurements of the links. Without them, the rates of the hosts' interfaces count.
     #[arg(long, value_name = "FILE")]
     net: Option<PathBuf>,
@@ -43,6 +45,8 @@ pub(crate) struct Args {
     /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
+    #[command(flatten)]
+    slurm: slurm::Slurm,
 }
 
 /// The output format of a plan.
@@ -54,6 +58,8 @@ enum Format {
     Json,
     /// A graph for Graphviz.
     Dot,
+    /// With --slurm: only the commands that start the aggregators and ranks, for `eval`.
+    Shell,
 }
 
 /// A plan, and the problem that it solves.
@@ -66,15 +72,18 @@ struct Planned<'a> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let job: Job = read(&args.job)?;
-    let inventory: Inventory = read(&args.nodes)?;
+    let mut job: Job = read(&args.job)?;
+    let (nodes, inventory): (_, Inventory) = match &args.nodes {
+        Some(nodes) => (nodes.clone(), read(nodes)?),
+        None => args.slurm.inventory(&mut job)?,
+    };
     let network = args.net.as_deref().map(read_network).transpose()?.unwrap_or_default();
     let inventory = match &network.tree {
         Some(tree) => inventory.placed_by(tree),
         None => inventory,
     };
-    let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
-    let net = args.net.as_ref().unwrap_or(&args.nodes);
+    let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
+    let net = args.net.as_ref().unwrap_or(&nodes);
     let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
     let plan = plan(&topology, &links, &job).map_err(|error| match error {
         PlanError::Job(error) => wrong(&args.job, error),
@@ -83,9 +92,16 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
     let explanation = args.explain.then(|| explain(&problem, &job, &plan));
     let planned = Planned { topology: &topology, links: &links, job: &job, plan, explanation };
-    print_line(&match args.format {
-        Format::Text => text::of(&planned),
-        Format::Json => document::of(&planned),
-        Format::Dot => dot::of(&planned),
+    let launch = args.slurm.is_set().then(|| args.slurm.launch(&planned)).transpose()?;
+    print_line(&match (args.format, launch) {
+        (Format::Text, None) => text::of(&planned),
+        (Format::Text, Some(launch)) => format!("{}\n\n{}", text::of(&planned), launch.shell()?),
+        (Format::Json, None) => document::of(&planned),
+        (Format::Json, Some(launch)) => launch.added_to(&document::of(&planned)),
+        (Format::Dot, _) => dot::of(&planned),
+        (Format::Shell, Some(launch)) => launch.shell()?,
+        (Format::Shell, None) => {
+            return Err(Failure::usage("--format shell prints Slurm's commands; pass --slurm too"));
+        }
     })
 }

@@ -32,6 +32,7 @@ mod failover;
 mod host;
 #[cfg(test)]
 mod identity;
+mod inventory;
 #[cfg(test)]
 mod moves;
 #[cfg(test)]
@@ -52,6 +53,8 @@ mod reduce;
 mod refusals;
 #[cfg(test)]
 mod sidecar;
+#[cfg(test)]
+mod slurm;
 #[cfg(test)]
 mod status;
 #[cfg(test)]

@@ -154,26 +154,50 @@ fn koordinator_blocks() {
     assert_eq!(ranks(&[&[5, 7], &[6, 4]], "ranks = 15"), [5, 7, 0, 3]);
 }
 
-/// Slurm's block topology. racksum has no segments.
+/// Slurm's block topology: blocks of four hosts, and sizes 4 and 8.
+///
+/// racksum has no segments: Slurm's `--segment=2` asks for pairs of hosts in one block each. A
+/// limit per block is the nearest constraint. It refuses 5 ranks because blocks have room for 4,
+/// and Slurm refuses them because 5 is not a multiple of 2.
 #[test]
 fn slurm_blocks() {
-    let mut inventory = cluster(&[&[1; 4], &[1; 4]]);
     let job = |ranks: u32| job(&format!("ranks = {ranks}\nscope = 'rack'\nrequires_scope = true"));
-    let mut run = |ranks: u32| {
-        let placement = planned(&inventory, &job(ranks))?.placement;
-        for (host, ranks) in inventory.hosts.iter_mut().zip(placement.ranks) {
+    let run = |inventory: &mut Inventory, job: &Job| {
+        let placement = planned(inventory, job)?.placement;
+        for (host, ranks) in inventory.hosts.iter_mut().zip(&placement.ranks) {
             host.gpus.get_mut("h100").unwrap().used += ranks;
         }
-        Ok::<_, PlanError>(())
+        Ok::<_, PlanError>(placement.ranks)
     };
-    run(2).unwrap();
-    run(3).unwrap();
-    let error = run(3).unwrap_err().to_string();
+    let empty = cluster(&[&[1; 4], &[1; 4]]);
+    // A job that fits in one block does not get parts of two.
+    let mut inventory = empty.clone();
+    run(&mut inventory, &job(2)).unwrap();
+    run(&mut inventory, &job(3)).unwrap();
+    let error = run(&mut inventory, &job(3)).unwrap_err().to_string();
     assert_eq!(
         error,
         "job \"job\" has 3 ranks, and there is room for 2; without `scope`, all fit; without \
          other jobs, all fit"
     );
+    // A job of more than one block may span blocks. In Slurm, the size of the job says so; here,
+    // the job itself does.
+    let mut inventory = empty.clone();
+    run(&mut inventory, &job(3)).unwrap();
+    let wide = Job { requires_scope: false, ..job(5) };
+    let ranks = run(&mut inventory, &wide).unwrap();
+    assert_eq!(ranks.iter().sum::<u32>(), 5);
+    // Segments.
+    let limit = |ranks: u32| Job {
+        requires_scope: false,
+        max_ranks_per_domain: [("rack".into(), 2)].into(),
+        ..job(ranks)
+    };
+    let ranks = run(&mut empty.clone(), &limit(4)).unwrap();
+    assert_eq!((ranks[..4].iter().sum(), ranks[4..].iter().sum()), (2u32, 2u32));
+    let PlanError::Room { room: 4, .. } = run(&mut empty.clone(), &limit(5)).unwrap_err() else {
+        panic!("blocks have room for 4 ranks")
+    };
 }
 
 /// GKE orders pairs of hosts by the widest level in which they differ.
