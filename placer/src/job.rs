@@ -86,6 +86,13 @@ pub struct Job {
     pub has_dedicated_aggregators: bool,
 }
 
+impl Job {
+    /// Returns whether ranks can use this type of GPU.
+    pub(crate) fn uses_gpu(&self, name: &str) -> bool {
+        self.gpu_type.as_ref().is_none_or(|wanted| wanted == name)
+    }
+}
+
 /// Labels and values that a host must have, all of them. The key `host` means the host's name.
 pub type Selector = BTreeMap<String, String>;
 

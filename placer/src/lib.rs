@@ -47,6 +47,7 @@ pub mod network;
 pub mod placement;
 pub mod plan;
 pub mod problem;
+mod rank_moves;
 mod search;
 pub mod survey;
 #[cfg(test)]

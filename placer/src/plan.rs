@@ -2,11 +2,11 @@
 
 use crate::constraint::{Constraint, Relief, lifted, reliefs};
 use crate::job::Job;
-use crate::model::{StepTime, step_range_s};
+use crate::model::StepTime;
 use crate::network::Links;
 use crate::placement::Placement;
 use crate::problem::{JobError, Problem};
-use crate::search::{self, Found, Relaxed};
+use crate::search::{self, Found};
 use crate::topology::{Topology, VertexId};
 
 /// The hosts chosen for a job's ranks and aggregators.
@@ -16,8 +16,6 @@ pub struct Plan {
     pub placement: Placement,
     /// The expected time of a step.
     pub time: StepTime,
-    /// The shortest and the longest step that the uncertain rates of the links allow, in seconds.
-    pub range_s: (f64, f64),
     /// No placement in `domain` has a shorter step, in seconds.
     pub bound_s: f64,
     /// The domain that the job stays in.
@@ -78,13 +76,21 @@ impl Plan {
 /// # Errors
 /// If the job's numbers are wrong, or the job does not fit.
 pub fn plan(topology: &Topology, links: &Links, job: &Job) -> Result<Plan, PlanError> {
-    let problem = Problem::new(topology, links, job)?;
+    plan_problem(&Problem::new(topology, links, job)?)
+}
+
+/// Like [`plan`], for a job that was combined with its cluster before.
+///
+/// # Errors
+/// If the job does not fit.
+pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
+    let Problem { topology, links, job, .. } = problem;
     let room = problem.room();
     if room < job.ranks {
         let reliefs = reliefs(topology, links, job, room);
         return Err(PlanError::Room { job: job.name.clone(), ranks: job.ranks, room, reliefs });
     }
-    best_plan(&problem).ok_or_else(|| {
+    best_plan(problem).ok_or_else(|| {
         let mut lifted = lifted(topology, links, job);
         let without = lifted.find(|(_, problem)| best_plan(problem).is_some());
         let without = without.map(|(constraint, _)| constraint);
@@ -94,45 +100,32 @@ pub fn plan(topology: &Topology, links: &Links, job: &Job) -> Result<Plan, PlanE
 
 /// Returns the plan that [`plan`] describes.
 pub(crate) fn best_plan(problem: &Problem<'_>) -> Option<Plan> {
+    let widen_gain = problem.job.widen_gain;
     problem.depths().rev().fold(None, |best: Option<Plan>, depth| {
-        let worth_s = best.as_ref().map(|best| best.time.total_s() * (1.0 - problem.widen_gain));
+        let worth_s = best.as_ref().map(|best| best.time.total_s() * (1.0 - widen_gain));
         best_at(problem, depth, worth_s.unwrap_or(f64::INFINITY)).or(best)
     })
 }
 
-/// Returns the best plan in one domain of a depth, if its step is shorter than `below_s` seconds.
+/// Returns the best plan in one domain of a depth, the first of equals, if its step is shorter than
+/// `below_s` seconds.
 fn best_at(problem: &Problem<'_>, depth: usize, below_s: f64) -> Option<Plan> {
-    let domains = problem.topology.domains(depth);
-    let mut domains: Vec<_> = domains.filter_map(|d| Some((d, relaxed(problem, d)?))).collect();
-    // The first of equals is searched first, so that the plan does not depend on the order.
-    domains.sort_by(|(one, bound), (other, other_bound)| {
-        bound.transfer_s.total_cmp(&other_bound.transfer_s).then(one.cmp(other))
-    });
-    domains.into_iter().fold(None, |best: Option<Plan>, (domain, relaxed)| {
+    problem.topology.domains(depth).fold(None, |best: Option<Plan>, domain| {
         let below_s = best.as_ref().map_or(below_s, |best| best.time.total_s());
-        if relaxed.transfer_s >= below_s {
-            return best;
-        }
-        let plan = planned(problem, domain, relaxed);
-        plan.filter(|plan| plan.time.total_s() < below_s).or(best)
+        plan_in(problem, domain, below_s).or(best)
     })
 }
 
-/// Returns the best placement that the search finds in a domain.
-pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId) -> Option<Plan> {
-    planned(problem, domain, relaxed(problem, domain)?)
-}
-
-fn relaxed(problem: &Problem<'_>, domain: VertexId) -> Option<Relaxed> {
-    let has_room = problem.rooms[domain.0] >= problem.traffic.ranks;
-    has_room.then(|| search::relax(problem, domain))?
-}
-
-fn planned(problem: &Problem<'_>, domain: VertexId, relaxed: Relaxed) -> Option<Plan> {
-    let (found, bound_s) = search::search(problem, domain, relaxed)?;
-    let Found { placement, time } = found;
-    let range_s = step_range_s(problem, &placement);
-    Some(Plan { placement, time, range_s, bound_s: bound_s.min(time.total_s()), domain })
+/// Returns the best placement that the search finds in a domain, if its step is shorter than
+/// `below_s` seconds.
+pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
+    if problem.rooms[domain.0] < problem.traffic.ranks {
+        return None;
+    }
+    let relaxed = search::relax(problem, domain, below_s)?;
+    let (Found { placement, time }, bound_s) = search::search(problem, domain, &relaxed)?;
+    let bound_s = bound_s.min(time.total_s());
+    (time.total_s() < below_s).then_some(Plan { placement, time, bound_s, domain })
 }
 
 fn relief_text(relief: &Relief, ranks: u32) -> String {

@@ -22,19 +22,7 @@ pub struct Problem<'a> {
     pub(crate) rooms: Vec<u32>,
     /// The depth of the narrowest domains to which the job may be confined.
     pub(crate) scope: usize,
-    /// Whether it must not leave them at all.
-    requires_scope: bool,
-    /// The share of the step time that a wider domain must save.
-    pub(crate) widen_gain: f64,
-    needs: Needs,
-}
-
-/// The needs of a job's ranks and aggregators at a host.
-#[derive(Debug, Clone, Copy)]
-struct Needs {
-    cpus_per_rank: u32,
-    cpus_per_aggregator: u32,
-    has_dedicated_aggregators: bool,
+    pub(crate) job: Job,
 }
 
 /// The bytes that a job sends in one step.
@@ -168,19 +156,13 @@ impl<'a> Problem<'a> {
             seats,
             limits,
             scope: scope.unwrap_or_else(|| topology.levels().len()),
-            requires_scope: job.requires_scope,
-            widen_gain: job.widen_gain,
-            needs: Needs {
-                cpus_per_rank: job.cpus_per_rank,
-                cpus_per_aggregator: job.cpus_per_aggregator,
-                has_dedicated_aggregators: job.has_dedicated_aggregators,
-            },
+            job: job.clone(),
         })
     }
 
     /// Returns the depths of the domains that the job may use, the narrowest last.
     pub(crate) fn depths(&self) -> RangeInclusive<usize> {
-        if self.requires_scope { self.scope..=self.scope } else { 0..=self.scope }
+        if self.job.requires_scope { self.scope..=self.scope } else { 0..=self.scope }
     }
 
     /// Returns the number of ranks for which the domains that the job may use have room.
@@ -208,15 +190,15 @@ impl<'a> Problem<'a> {
 
     /// Returns the number of ranks that a host can take beside this many aggregators.
     pub(crate) fn ranks_beside(&self, host: usize, aggregators: u32) -> u32 {
-        let (seats, needs) = (&self.seats[host], self.needs);
+        let (seats, job) = (&self.seats[host], &self.job);
         if aggregators == 0 {
             return seats.ranks;
         }
-        if needs.has_dedicated_aggregators {
+        if job.has_dedicated_aggregators {
             return 0;
         }
-        let taken = aggregators.saturating_mul(needs.cpus_per_aggregator);
-        let by_cpus = seats.cpus.saturating_sub(taken).checked_div(needs.cpus_per_rank);
+        let taken = aggregators.saturating_mul(job.cpus_per_aggregator);
+        let by_cpus = seats.cpus.saturating_sub(taken).checked_div(job.cpus_per_rank);
         seats.ranks.min(by_cpus.unwrap_or(u32::MAX))
     }
 
@@ -335,8 +317,8 @@ fn barred(host: &Host, job: &Job) -> Option<Exclusion> {
 /// Returns the free GPUs of a host that ranks of a job can use. A rank uses GPUs of one type, so
 /// what is left over of each type does not count.
 pub(crate) fn free_gpus(host: &Host, job: &Job) -> u32 {
-    let serves = |name: &String| job.gpu_type.as_ref().is_none_or(|wanted| wanted == name);
-    let free = host.gpus.iter().filter(|(name, _)| serves(name)).map(|(_, gpus)| gpus.free());
+    let usable = host.gpus.iter().filter(|(name, _)| job.uses_gpu(name));
+    let free = usable.map(|(_, gpus)| gpus.free());
     let needed = job.gpus_per_rank.max(1);
     free.map(|free| free - free % needed).fold(0, u32::saturating_add)
 }

@@ -224,6 +224,10 @@ impl Topology {
         &self.hosts[host.0]
     }
 
+    pub(crate) fn host_mut(&mut self, host: HostId) -> &mut Host {
+        &mut self.hosts[host.0]
+    }
+
     /// Returns the innermost domain of a host.
     #[must_use]
     pub fn domain_of(&self, host: HostId) -> VertexId {

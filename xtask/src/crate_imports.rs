@@ -70,6 +70,7 @@ const ARROWS: [(&str, MayImport); 17] = [
             "racksum-aggregator",
             "racksum-worker",
             "racksum-sim",
+            "racksum-placer",
         ]),
     ),
     ("racksum-tests", MayImport::Any),

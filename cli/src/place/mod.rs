@@ -12,8 +12,9 @@ use racksum_net::file::read_text;
 use racksum_placer::explain::{Explanation, explain};
 use racksum_placer::inventory::Inventory;
 use racksum_placer::job::Job;
+use racksum_placer::model::step_range_s;
 use racksum_placer::network::{Links, Network};
-use racksum_placer::plan::{Plan, PlanError, plan};
+use racksum_placer::plan::{Plan, plan_problem};
 use racksum_placer::problem::Problem;
 use racksum_placer::topology::Topology;
 use racksum_proto::peer_text::PeerText;
@@ -63,23 +64,29 @@ struct Planned<'a> {
     links: &'a Links,
     job: &'a Job,
     plan: Plan,
+    /// The step time at both ends of the uncertainty of the rates.
+    range_s: (f64, f64),
     explanation: Option<Explanation>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let job: Job = read(&args.job)?;
     let inventory: Inventory = read(&args.nodes)?;
-    let network: Network = args.net.as_deref().map(read).transpose()?.unwrap_or_default();
     let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
-    let net = args.net.as_ref().unwrap_or(&args.nodes);
-    let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
-    let plan = plan(&topology, &links, &job).map_err(|error| match error {
-        PlanError::Job(error) => wrong(&args.job, error),
-        error => Failure::unavailable(PeerText::of(error).as_str()),
-    })?;
+    let links = match &args.net {
+        None => Links::nominal(&topology),
+        Some(net) => {
+            let network: Network = read(net)?;
+            Links::new(&topology, &network).map_err(|error| wrong(net, error))?
+        }
+    };
     let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
-    let explanation = args.explain.then(|| explain(&problem, &job, &plan));
-    let planned = Planned { topology: &topology, links: &links, job: &job, plan, explanation };
+    let plan = plan_problem(&problem)
+        .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?;
+    let explanation = args.explain.then(|| explain(&problem, &plan));
+    let range_s = step_range_s(&problem, &plan.placement);
+    let planned =
+        Planned { topology: &topology, links: &links, job: &job, plan, range_s, explanation };
     print_line(&match args.format {
         Format::Text => text::of(&planned),
         Format::Json => document::of(&planned),

@@ -26,8 +26,8 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         format!(
             "step {}, {} to {} given the uncertainty of the rates",
             millis(plan.time.total_s()),
-            millis(plan.range_s.0),
-            millis(plan.range_s.1)
+            millis(planned.range_s.0),
+            millis(planned.range_s.1)
         ),
         format!(
             "no placement in {} takes less than {}{}",

@@ -47,7 +47,7 @@ fn each_host_is_excluded_for_its_own_reason() {
     let plan = plan(&topology, &links, &job).unwrap();
     let problem = Problem::new(&topology, &links, &job).unwrap();
     assert_eq!(
-        explain(&problem, &job, &plan).hosts,
+        explain(&problem, &plan).hosts,
         [
             Reason::Used,
             Reason::Excluded(Exclusion::Taint("spot".into())),
