@@ -48,6 +48,7 @@ pub mod placement;
 pub mod plan;
 pub mod problem;
 mod rank_moves;
+pub mod running;
 mod search;
 pub mod survey;
 #[cfg(test)]

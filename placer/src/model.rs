@@ -59,9 +59,8 @@ pub(crate) fn step_time_in(
         }
     }
     for path in &paths.capped {
-        for (from, to, transfer_s) in path.transfers(problem.traffic, placement.ranks[path.host.0])
-        {
-            offer(transfer_s, Bottleneck::Path(from, to));
+        for transfer in path.transfers(problem.traffic, placement.ranks[path.host.0]) {
+            offer(transfer.time_s(), Bottleneck::Path(transfer.from, transfer.to));
         }
     }
     let used = placement.ranks[problem.topology.hosts_of(domain)].iter().zip(&paths.rtts_s);
@@ -202,17 +201,32 @@ pub(crate) struct CappedPath {
 }
 
 impl CappedPath {
-    /// Returns the transfers of `ranks` ranks on the host: sender, receiver, and time in seconds.
-    pub(crate) fn transfers(
-        &self,
-        traffic: Traffic,
-        ranks: u32,
-    ) -> impl Iterator<Item = (HostId, HostId, f64)> {
-        let sent = f64::from(ranks) * self.share * traffic.contribution;
-        let received = traffic.copies(ranks) * self.share * traffic.result;
-        let to = self.to_peer.map(|rate| (self.host, self.peer, transfer_s(sent, rate)));
-        let from = self.from_peer.map(|rate| (self.peer, self.host, transfer_s(received, rate)));
-        to.into_iter().chain(from)
+    /// Returns the transfers of `ranks` ranks on the host.
+    pub(crate) fn transfers(&self, traffic: Traffic, ranks: u32) -> impl Iterator<Item = Transfer> {
+        let Self { host, peer, share, .. } = *self;
+        let sent = f64::from(ranks) * share * traffic.contribution;
+        let received = traffic.copies(ranks) * share * traffic.result;
+        let to_peer = self.to_peer.map(|ceiling| (host, peer, sent, ceiling));
+        let from_peer = self.from_peer.map(|ceiling| (peer, host, received, ceiling));
+        let transfers = to_peer.into_iter().chain(from_peer);
+        transfers.map(|(from, to, bytes, ceiling)| Transfer { from, to, bytes, ceiling })
+    }
+}
+
+/// A transfer over a path with a ceiling of its own.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    pub(crate) from: HostId,
+    pub(crate) to: HostId,
+    pub(crate) bytes: f64,
+    /// In bytes per second.
+    ceiling: f64,
+}
+
+impl Transfer {
+    /// Returns the time of the transfer in seconds.
+    pub(crate) fn time_s(&self) -> f64 {
+        transfer_s(self.bytes, self.ceiling)
     }
 }
 

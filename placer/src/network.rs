@@ -390,12 +390,25 @@ impl Links {
             Bottleneck::None => return None,
             Bottleneck::Up(vertex) => links.up[vertex.0].bytes_per_s *= 2.0,
             Bottleneck::Down(vertex) => links.down[vertex.0].bytes_per_s *= 2.0,
-            Bottleneck::Path(from, to) => {
-                links.peer(from, to).to.as_mut()?.ceiling.bytes_per_s *= 2.0;
-                links.peer(to, from).from.as_mut()?.ceiling.bytes_per_s *= 2.0;
-            }
+            Bottleneck::Path(from, to) => links.change_ceiling(from, to, |rate| rate * 2.0),
         }
         Some(links)
+    }
+
+    /// Changes the ceiling of a path that was measured by itself.
+    pub(crate) fn change_ceiling(
+        &mut self,
+        from: HostId,
+        to: HostId,
+        changed: impl Fn(f64) -> f64,
+    ) {
+        let change = |path: &mut Option<Path>| {
+            if let Some(path) = path {
+                path.ceiling.bytes_per_s = changed(path.ceiling.bytes_per_s);
+            }
+        };
+        change(&mut self.peer(from, to).to);
+        change(&mut self.peer(to, from).from);
     }
 
     /// Returns whether the links of two vertices have the same rates and delays.

@@ -1,6 +1,9 @@
 //! The hosts of a job's ranks and aggregators.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
 
 use crate::job::Job;
 use crate::topology::{HostId, Topology, VertexId};
@@ -14,7 +17,112 @@ pub struct Placement {
     pub aggregators: Vec<u32>,
 }
 
+/// The hosts of a job as `racksum place --format json` prints them. Other keys are ignored.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PlacementRecord {
+    /// The hosts in use.
+    pub hosts: Vec<HostRecord>,
+}
+
+/// The ranks and aggregators of a host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HostRecord {
+    /// The host's name.
+    pub host: String,
+    /// The numbers of the ranks.
+    #[serde(default)]
+    pub ranks: Vec<u32>,
+    /// The number of aggregators.
+    #[serde(default)]
+    pub aggregators: u32,
+}
+
+/// The error for a placement that does not fit its job or the cluster.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum PlacementError {
+    /// The inventory does not list a host.
+    #[error("the placement of job {job:?} names host {host:?}, which the inventory does not list")]
+    Unknown {
+        /// The job's name.
+        job: String,
+        /// The host's name.
+        host: String,
+    },
+    /// A host is listed twice.
+    #[error("the placement of job {job:?} lists host {host:?} twice; list each host once")]
+    Twice {
+        /// The job's name.
+        job: String,
+        /// The host's name.
+        host: String,
+    },
+    /// A rank is missing, placed twice, or none of the job's.
+    #[error(
+        "the placement of job {job:?} does not have each rank from 0 to {last} once; see rank {rank}"
+    )]
+    Rank {
+        /// The job's name.
+        job: String,
+        /// The last rank of the job.
+        last: u32,
+        /// A rank that is missing, placed twice, or none of the job's.
+        rank: u32,
+    },
+    /// The number of aggregators is not the job's.
+    #[error("the placement of job {job:?} has {placed} aggregators, and the job has {needed}")]
+    Aggregators {
+        /// The job's name.
+        job: String,
+        /// The number in the placement.
+        placed: u64,
+        /// The number in the job.
+        needed: u32,
+    },
+}
+
 impl Placement {
+    /// Reads the placement of a job.
+    ///
+    /// # Errors
+    /// If a host is unknown or listed twice, or the ranks and aggregators are not those of the job.
+    pub fn of_record(
+        topology: &Topology,
+        job: &Job,
+        record: &PlacementRecord,
+    ) -> Result<Self, PlacementError> {
+        let name = || job.name.clone();
+        let hosts: BTreeMap<_, _> =
+            topology.host_ids().map(|host| (topology.host(host).name.as_str(), host.0)).collect();
+        let none = vec![0; hosts.len()];
+        let mut placement = Self { ranks: none.clone(), aggregators: none };
+        let mut ranks = vec![];
+        for HostRecord { host, ranks: of_host, aggregators } in &record.hosts {
+            let unknown = || PlacementError::Unknown { job: name(), host: host.clone() };
+            let index = *hosts.get(host.as_str()).ok_or_else(unknown)?;
+            if placement.uses(index) {
+                return Err(PlacementError::Twice { job: name(), host: host.clone() });
+            }
+            placement.ranks[index] = u32::try_from(of_host.len()).unwrap_or(u32::MAX);
+            placement.aggregators[index] = *aggregators;
+            ranks.extend(of_host);
+        }
+        ranks.sort_unstable();
+        let wrong = (0..).zip(&ranks).find(|(expected, rank)| expected != *rank);
+        let wrong = wrong.map(|(expected, rank)| expected.min(*rank));
+        let placed = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
+        let differing = || (placed != job.ranks).then(|| placed.min(job.ranks));
+        if let Some(rank) = wrong.or_else(differing) {
+            let last = job.ranks.saturating_sub(1);
+            return Err(PlacementError::Rank { job: name(), last, rank });
+        }
+        let placed = placement.aggregators.iter().copied().map(u64::from).sum();
+        if placed != u64::from(job.aggregators) {
+            let needed = job.aggregators;
+            return Err(PlacementError::Aggregators { job: name(), placed, needed });
+        }
+        Ok(placement)
+    }
+
     /// Returns the hosts in use, each with the numbers of its ranks and of its aggregators.
     ///
     /// Ranks are numbered in the order of the hosts, so that ranks of one domain have

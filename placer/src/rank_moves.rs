@@ -95,7 +95,7 @@ impl<'a> RankMoves<'a> {
 }
 
 fn slowest_s(problem: &Problem<'_>, path: &CappedPath, ranks: u32) -> f64 {
-    path.transfers(problem.traffic, ranks).map(|(_, _, time_s)| time_s).fold(0.0, f64::max)
+    path.transfers(problem.traffic, ranks).map(|transfer| transfer.time_s()).fold(0.0, f64::max)
 }
 
 fn longest_first<T>(times: impl Iterator<Item = (f64, T)>) -> Vec<(f64, T)> {

@@ -16,6 +16,7 @@ use racksum_placer::model::step_range_s;
 use racksum_placer::network::{Links, Network};
 use racksum_placer::plan::{Plan, plan_problem};
 use racksum_placer::problem::Problem;
+use racksum_placer::running::{RunningJobs, remaining};
 use racksum_placer::topology::Topology;
 use racksum_proto::peer_text::PeerText;
 use serde::de::DeserializeOwned;
@@ -39,6 +40,9 @@ pub(crate) struct Args {
     /// Measurements of the links. Without them, the rates of the hosts' interfaces count.
     #[arg(long, value_name = "FILE")]
     net: Option<PathBuf>,
+    /// The jobs that run and load the links: each with its job, its placement and its period.
+    #[arg(long, value_name = "FILE")]
+    jobs: Option<PathBuf>,
     /// Also print the reason for each host, and what would shorten the step.
     #[arg(long)]
     explain: bool,
@@ -73,13 +77,17 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let job: Job = read(&args.job)?;
     let inventory: Inventory = read(&args.nodes)?;
     let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
-    let links = match &args.net {
+    let mut links = match &args.net {
         None => Links::nominal(&topology),
         Some(net) => {
             let network: Network = read(net)?;
             Links::new(&topology, &network).map_err(|error| wrong(net, error))?
         }
     };
+    if let Some(jobs) = &args.jobs {
+        let running: RunningJobs = read(jobs)?;
+        links = remaining(&topology, &links, &running).map_err(|error| wrong(jobs, error))?;
+    }
     let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
     let plan = plan_problem(&problem)
         .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?;

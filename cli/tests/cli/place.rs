@@ -70,9 +70,14 @@ impl Files {
 
     /// Returns the message of a plan that fails with exit code `exit`.
     fn fails(&self, exit: i32) -> String {
+        self.fails_with(&[], exit)
+    }
+
+    fn fails_with(&self, flags: &[&str], exit: i32) -> String {
         let [job, nodes, net] =
             ["job.toml", "nodes.toml", "net.toml"].map(|name| self.0.path(name));
-        run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).failed(exit).to_owned()
+        let line = ["place", "--job", &job, "--nodes", &nodes, "--net", &net];
+        run(&[&line[..], flags].concat()).failed(exit).to_owned()
     }
 }
 
@@ -118,6 +123,45 @@ fn an_explanation_names_each_host_and_what_would_help() {
         "b       room for 1 rank",
     ] {
         assert!(text.contains(&format!("\n{row}\n")), "{text}");
+    }
+}
+
+#[test]
+fn a_job_avoids_links_that_running_jobs_load() {
+    let files = Files::new("jobs");
+    // Between the hosts of zone b, half of each link is taken.
+    let mut jobs = String::from(
+        r#"
+        [[jobs]]
+        job = { name = "words", ranks = 1, bytes = 100_000_000 }
+        placement.hosts = [{ host = "b1", ranks = [0] }, { host = "b2", aggregators = 1 }]
+        "#,
+    );
+    files.write("jobs.toml", &jobs);
+    let path = files.0.path("jobs.toml");
+    let text = files.plan(&["--jobs", &path]);
+    assert!(text.contains("\nstep 1804.3 ms,"), "{text}");
+    // At 5.3 MB/s the job leaves the rest of each link.
+    jobs += "period_s = 20.0";
+    files.write("jobs.toml", &jobs);
+    let text = files.plan(&["--jobs", &path]);
+    assert!(text.contains("\nstep 944.7 ms,"), "{text}");
+    for (from, to, expected) in [
+        ("20.0", "nan", "job \"words\": period_s is NaN; it must be a positive number"),
+        (
+            "\"b2\"",
+            "\"b1\"",
+            "the placement of job \"words\" lists host \"b1\" twice; list each host once",
+        ),
+        (
+            "[0]",
+            "[1]",
+            "the placement of job \"words\" does not have each rank from 0 to 0 once; see rank 0",
+        ),
+    ] {
+        files.write("jobs.toml", &jobs.replace(from, to));
+        let why = files.fails_with(&["--jobs", &path], 2);
+        assert_eq!(why, format!("{path}: {expected}"));
     }
 }
 

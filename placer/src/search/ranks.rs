@@ -190,7 +190,7 @@ impl<'a> RankSearch<'a> {
         for path in &self.paths.capped {
             let fits = |ranks: u32| {
                 let mut transfers = path.transfers(self.problem.traffic, ranks);
-                transfers.all(|(_, _, transfer_s)| transfer_s <= limit.transfer_s)
+                transfers.all(|transfer| transfer.time_s() <= limit.transfer_s)
             };
             let seats = &mut allowed.greatest[index(path.host.0)];
             *seats = greatest(*seats, fits);

@@ -5,7 +5,9 @@ use proptest::sample::Index;
 
 use super::{Instance, Shape, instances};
 use crate::network::{LinkRecord, Measurement};
+use crate::placement::Placement;
 use crate::plan::{Plan, PlanError, plan};
+use crate::running::RunningJob;
 
 const SMALL: Shape = Shape { hosts: 1..=9, ranks: 1..=6, aggregators: 1..=2 };
 
@@ -69,6 +71,33 @@ proptest! {
     }
 
     #[test]
+    fn a_domain_whose_links_other_jobs_load_more_is_never_preferred(
+        instance in instances(SMALL),
+        (factor, job) in (2..=50u64, any::<Index>()),
+    ) {
+        let mut busier = instance.clone();
+        let topology = instance.topology();
+        let jobs = &mut busier.running.jobs;
+        if jobs.is_empty() {
+            return Ok(());
+        }
+        let index = job.index(jobs.len());
+        jobs[index].job.bytes *= factor;
+        let RunningJob { job, placement, .. } = jobs[index].clone();
+        let (before, after) = (plan_of(&instance), plan_of(&busier));
+        // The links between the hosts of the job are in the narrowest domain that contains these.
+        let placement = Placement::of_record(&topology, &job, &placement).unwrap();
+        let hosts = placement.hosts().map(|(host, _, _)| topology.leaf(host));
+        let domain = hosts.reduce(|one, other| topology.meet(one, other)).unwrap();
+        if let (Ok(before), Ok(after)) = (&before, &after) {
+            prop_assert!(after.time.total_s() >= before.time.total_s() * (1.0 - 1e-8));
+            let uses = |plan: &Plan| topology.hosts_of(domain).any(|host| plan.placement.uses(host));
+            prop_assert!(uses(before) || !uses(after), "{before:?} {after:?}");
+        }
+        prop_assert!(before.is_ok() || after.is_err());
+    }
+
+    #[test]
     fn names_and_order_of_hosts_do_not_matter(
         instance in instances(SMALL),
         seed in any::<u64>(),
@@ -84,6 +113,9 @@ proptest! {
         }
         for link in &mut renamed.network.links {
             link.of = new_name(&link.of);
+        }
+        for host in renamed.running.jobs.iter_mut().flat_map(|job| &mut job.placement.hosts) {
+            host.host = new_name(&host.host);
         }
         for pair in &mut renamed.network.pairs {
             (pair.from, pair.to) = (new_name(&pair.from), new_name(&pair.to));
