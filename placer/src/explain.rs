@@ -28,6 +28,8 @@ pub struct Explanation {
 pub enum Reason {
     /// The plan uses the host.
     Used,
+    /// The plan uses the host only for aggregators of a standby: the one with this number, from 1.
+    Standby(usize),
     /// No rank of the job may be there.
     Excluded(Exclusion),
     /// The plan stays in a domain that does not contain the host.
@@ -110,6 +112,10 @@ fn reason(
 ) -> Reason {
     if plan.placement.uses(host.0) {
         return Reason::Used;
+    }
+    let mut standbys = plan.standbys.iter();
+    if let Some(index) = standbys.position(|standby| standby.aggregators[host.0] > 0) {
+        return Reason::Standby(index + 1);
     }
     if let Some(exclusion) = &problem.seats[host.0].excluded {
         return Reason::Excluded(exclusion.clone());

@@ -49,6 +49,14 @@ pub struct Job {
     /// The number of aggregators, each of which sums an equal share of the windows.
     #[serde(default = "one_aggregator")]
     pub aggregators: u32,
+    /// The number of standbys, each a set of as many aggregators that the job moves to when earlier
+    /// ones are gone.
+    #[serde(default)]
+    pub standbys: u32,
+    /// The level of the topology, such as `rack`, of whose domains none may hold aggregators of two
+    /// sets, or `host`. Without it, the innermost level.
+    #[serde(default)]
+    pub standby_level: Option<String>,
     /// CPU cores that each aggregator uses.
     #[serde(default)]
     pub cpus_per_aggregator: u32,

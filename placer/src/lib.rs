@@ -50,6 +50,7 @@ pub mod problem;
 mod rank_moves;
 pub mod running;
 mod search;
+pub mod standby;
 pub mod survey;
 #[cfg(test)]
 mod tests;

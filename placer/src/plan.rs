@@ -7,6 +7,7 @@ use crate::network::Links;
 use crate::placement::Placement;
 use crate::problem::{JobError, Problem};
 use crate::search::{self, Found};
+use crate::standby::{Standby, standbys};
 use crate::topology::{Topology, VertexId};
 
 /// The hosts chosen for a job's ranks and aggregators.
@@ -20,6 +21,8 @@ pub struct Plan {
     pub bound_s: f64,
     /// The domain that the job stays in.
     pub domain: VertexId,
+    /// The aggregators that can take over, in the order in which the job moves to them.
+    pub standbys: Vec<Standby>,
 }
 
 /// The error for a job that has no plan.
@@ -50,6 +53,19 @@ pub enum PlanError {
         job: String,
         /// The first constraint without which there is a placement.
         without: Option<Constraint>,
+    },
+    /// No hosts for a standby are outside the domains of the other aggregators.
+    #[error(
+        "job {job:?}: no placement of standby {number} found outside each {level} with aggregators; \
+         lower `standbys`, or set `standby_level` to a narrower level or to host"
+    )]
+    NoStandby {
+        /// The job's name.
+        job: String,
+        /// The number of the first standby without hosts, from 1.
+        number: usize,
+        /// The level of whose domains none may hold aggregators of two sets.
+        level: String,
     },
 }
 
@@ -90,12 +106,22 @@ pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
         let reliefs = reliefs(topology, links, job, room);
         return Err(PlanError::Room { job: job.name.clone(), ranks: job.ranks, room, reliefs });
     }
-    best_plan(problem).ok_or_else(|| {
+    let plan = best_plan(problem).ok_or_else(|| {
         let mut lifted = lifted(topology, links, job);
         let without = lifted.find(|(_, problem)| best_plan(problem).is_some());
         let without = without.map(|(constraint, _)| constraint);
         PlanError::NoPlacement { job: job.name.clone(), without }
-    })
+    })?;
+    let standbys = standbys(problem, &plan.placement, plan.domain);
+    if standbys.len() < job.standbys as usize {
+        let level = job.standby_level.clone().or_else(|| topology.levels().last().cloned());
+        return Err(PlanError::NoStandby {
+            job: job.name.clone(),
+            number: standbys.len() + 1,
+            level: level.unwrap_or_else(|| "host".into()),
+        });
+    }
+    Ok(Plan { standbys, ..plan })
 }
 
 /// Returns the plan that [`plan`] describes.
@@ -125,7 +151,13 @@ pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> 
     let relaxed = search::relax(problem, domain, below_s)?;
     let (Found { placement, time }, bound_s) = search::search(problem, domain, &relaxed)?;
     let bound_s = bound_s.min(time.total_s());
-    (time.total_s() < below_s).then_some(Plan { placement, time, bound_s, domain })
+    (time.total_s() < below_s).then_some(Plan {
+        placement,
+        time,
+        bound_s,
+        domain,
+        standbys: vec![],
+    })
 }
 
 fn relief_text(relief: &Relief, ranks: u32) -> String {

@@ -22,6 +22,8 @@ pub struct Problem<'a> {
     pub(crate) rooms: Vec<u32>,
     /// The depth of the narrowest domains to which the job may be confined.
     pub(crate) scope: usize,
+    /// The depth of the domains of which none may hold aggregators of two sets.
+    pub(crate) standby_depth: usize,
     pub(crate) job: Job,
 }
 
@@ -107,6 +109,12 @@ pub enum JobError {
         /// The job's name.
         job: String,
     },
+    /// The job names a level for its standbys, and has no standby.
+    #[error("job {job:?}: standby_level is given, but standbys is 0; raise standbys")]
+    NoStandbys {
+        /// The job's name.
+        job: String,
+    },
     /// The job names a level that the inventory does not have.
     #[error("job {job:?}: unknown level {level:?}; {}", known_levels(known))]
     Level {
@@ -156,6 +164,7 @@ impl<'a> Problem<'a> {
             seats,
             limits,
             scope: scope.unwrap_or_else(|| topology.levels().len()),
+            standby_depth: standby_depth(topology, job)?,
             job: job.clone(),
         })
     }
@@ -178,6 +187,14 @@ impl<'a> Problem<'a> {
     {
         let problem: Problem<'b> = self.clone();
         Problem { links, ..problem }
+    }
+
+    /// Returns this problem with other seats. The change takes a host and its seats.
+    pub(crate) fn with_changed_seats(&self, change: impl Fn(usize, &mut Seats)) -> Self {
+        let mut problem = self.clone();
+        problem.seats.iter_mut().enumerate().for_each(|(host, seats)| change(host, seats));
+        problem.rooms = rooms(self.topology, &problem.seats, &problem.limits);
+        problem
     }
 
     /// Returns this problem with the seats that another one has on some hosts.
@@ -323,23 +340,36 @@ pub(crate) fn free_gpus(host: &Host, job: &Job) -> u32 {
     free.map(|free| free - free % needed).fold(0, u32::saturating_add)
 }
 
+/// Returns the depth of a level that a job names.
+fn depth_of(topology: &Topology, job: &Job, level: &String) -> Result<usize, JobError> {
+    topology.depth_of(level).ok_or_else(|| JobError::Level {
+        job: job.name.clone(),
+        level: level.clone(),
+        known: topology.levels().to_vec(),
+    })
+}
+
+/// Returns the depth of the domains of which none may hold aggregators of two sets.
+fn standby_depth(topology: &Topology, job: &Job) -> Result<usize, JobError> {
+    let innermost = topology.levels().len();
+    match &job.standby_level {
+        Some(_) if job.standbys == 0 => Err(JobError::NoStandbys { job: job.name.clone() }),
+        Some(level) if level == "host" => Ok(innermost + 1),
+        Some(level) => depth_of(topology, job, level),
+        None => Ok(if innermost == 0 { 1 } else { innermost }),
+    }
+}
+
 /// Returns the greatest number of ranks in each subtree.
 fn limits(topology: &Topology, job: &Job) -> Result<Vec<u32>, JobError> {
-    let depth_of = |level: &String| {
-        topology.depth_of(level).ok_or_else(|| JobError::Level {
-            job: job.name.clone(),
-            level: level.clone(),
-            known: topology.levels().to_vec(),
-        })
-    };
     match &job.scope {
-        Some(scope) => _ = depth_of(scope)?,
+        Some(scope) => _ = depth_of(topology, job, scope)?,
         None if job.requires_scope => return Err(JobError::NoScope { job: job.name.clone() }),
         None => {}
     }
     let mut limits = vec![job.ranks; topology.vertices()];
     for (level, limit) in &job.max_ranks_per_domain {
-        let depth = depth_of(level)?;
+        let depth = depth_of(topology, job, level)?;
         for (vertex, found) in limits.iter_mut().enumerate() {
             if topology.depth(VertexId(vertex)) == depth {
                 *found = job.ranks.min(*limit);
@@ -387,7 +417,8 @@ fn check(job: &Job) -> Result<(), JobError> {
     let a_share = "a number from 0 to 1";
     #[expect(clippy::cast_precision_loss, reason = "only zero is rejected")]
     let bytes = job.bytes as f64;
-    let checks: [(_, f64, bool, _); 6] = [
+    let checks: [(_, f64, bool, _); 7] = [
+        ("standbys", job.standbys.into(), job.standbys <= MOST_STANDBYS, "from 0 to 8"),
         ("ranks", job.ranks.into(), (1..=MOST_RANKS).contains(&job.ranks), "from 1 to 65536"),
         (
             "aggregators",
@@ -417,5 +448,7 @@ fn check(job: &Job) -> Result<(), JobError> {
 const MOST_RANKS: u32 = 65_536;
 /// The greatest number of aggregators of a job. The search takes time in its square.
 const MOST_AGGREGATORS: u32 = 1024;
+/// The greatest number of standbys of a job.
+const MOST_STANDBYS: u32 = 8;
 /// Headers and packing add at most this factor to the bytes of an op (invariant I3).
 const OVERHEAD: f64 = 1.06;

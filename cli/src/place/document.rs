@@ -1,6 +1,8 @@
 //! A plan as JSON. docs/placement.md lists the keys.
 
 use racksum_placer::explain::Explanation;
+use racksum_placer::standby;
+use racksum_placer::topology::Topology;
 use serde::Serialize;
 
 use super::Planned;
@@ -18,6 +20,8 @@ struct Document<'a> {
     gap: Option<f64>,
     bottleneck: Option<String>,
     hosts: Vec<Host<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    standbys: Vec<Standby<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     explain: Option<Explain<'a>>,
 }
@@ -27,6 +31,20 @@ struct Host<'a> {
     host: &'a str,
     domain: &'a str,
     ranks: Vec<u32>,
+    aggregators: u32,
+}
+
+/// A set of aggregators that can take over, and the step time with it.
+#[derive(Serialize)]
+struct Standby<'a> {
+    step_s: f64,
+    hosts: Vec<AggregatorHost<'a>>,
+}
+
+#[derive(Serialize)]
+struct AggregatorHost<'a> {
+    host: &'a str,
+    domain: &'a str,
     aggregators: u32,
 }
 
@@ -71,9 +89,19 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         gap: plan.gap(),
         bottleneck: words.bottleneck(plan.time.bottleneck),
         hosts: hosts.collect(),
+        standbys: plan.standbys.iter().map(|standby| standby_of(topology, standby)).collect(),
         explain: planned.explanation.as_ref().map(|explanation| explain(planned, explanation)),
     };
     serde_json::to_string(&document).expect("numbers and texts have a form in JSON")
+}
+
+fn standby_of<'a>(topology: &'a Topology, standby: &standby::Standby) -> Standby<'a> {
+    let hosts = standby.hosts().map(|(host, aggregators)| AggregatorHost {
+        host: &topology.host(host).name,
+        domain: topology.name(topology.domain_of(host)),
+        aggregators,
+    });
+    Standby { step_s: standby.time.total_s(), hosts: hosts.collect() }
 }
 
 fn explain<'a>(planned: &Planned<'a>, explanation: &Explanation) -> Explain<'a> {

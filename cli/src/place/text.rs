@@ -47,6 +47,18 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         ]
     });
     lines.extend(table(["host", "domain", "rank numbers", "aggregators"], rows.collect()));
+    if !plan.standbys.is_empty() {
+        lines.push(String::new());
+    }
+    lines.extend((1..).zip(&plan.standbys).map(|(number, standby)| {
+        let hosts = standby.hosts().map(|(host, aggregators)| match aggregators {
+            1 => topology.host(host).name.clone(),
+            _ => format!("{} ({aggregators} aggregators)", topology.host(host).name),
+        });
+        let hosts: Vec<_> = hosts.collect();
+        let step = millis(standby.time.total_s());
+        format!("standby {number}: {}; step {step} once it has taken over", hosts.join(", "))
+    }));
     if let Some(explanation) = &planned.explanation {
         lines.extend(explain(planned, explanation));
     }

@@ -166,6 +166,19 @@ fn a_job_avoids_links_that_running_jobs_load() {
 }
 
 #[test]
+fn a_plan_names_the_standbys_and_their_step() {
+    let files = Files::new("standby");
+    files.write("job.toml", &format!("{JOB}\nstandbys = 1"));
+    let text = files.plan(&["--explain"]);
+    assert!(text.contains("\nstandby 1: a1; step 1804.3 ms once it has taken over\n"), "{text}");
+    assert!(text.contains("\na1    standby 1\n"), "{text}");
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    assert_eq!(json["standbys"][0]["hosts"][0]["host"], "a1");
+    let dot = files.plan(&["--format", "dot"]);
+    assert!(dot.contains(r#""a1" [label="a1\nstandby 1: 1"]"#), "{dot}");
+}
+
+#[test]
 fn a_job_that_does_not_fit_is_told_what_binds() {
     let files = Files::new("room");
     files.write("job.toml", &JOB.replace("ranks = 2", "ranks = 5").replace("\"spot\"", ""));

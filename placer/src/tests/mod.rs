@@ -3,6 +3,7 @@
 mod edge_cases;
 mod optimum;
 mod order;
+mod standby;
 mod vectors;
 
 use std::collections::BTreeMap;

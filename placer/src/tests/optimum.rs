@@ -32,7 +32,7 @@ fn best_of_all(instance: &Instance) -> Option<f64> {
 }
 
 /// Visits all choices of hosts for `count` things.
-fn for_each_choice(hosts: usize, count: u32, visit: &mut dyn FnMut(&[u32])) {
+pub(super) fn for_each_choice(hosts: usize, count: u32, visit: &mut dyn FnMut(&[u32])) {
     fn extend(choice: &mut [u32], first: usize, left: u32, visit: &mut dyn FnMut(&[u32])) {
         if first + 1 == choice.len() {
             choice[first] = left;
