@@ -18,7 +18,7 @@ use crate::inventory::Host;
 ///     scope = "zone"
 ///     "#,
 /// )?;
-/// assert_eq!(job.aggregators, 1);
+/// assert_eq!(job.aggregators, 1.into());
 /// # Ok::<(), toml::de::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -46,9 +46,14 @@ pub struct Job {
     /// The share of blocks that are not zero in the sum. Never less than `own_density`.
     #[serde(default = "one")]
     pub union_density: f64,
-    /// The number of aggregators, each of which sums an equal share of the windows.
+    /// The number of aggregators, each of which sums an equal share of the windows. `auto`: the
+    /// least number from 1 to 16 whose step is within 1 % of the shortest.
     #[serde(default = "one_aggregator")]
-    pub aggregators: u32,
+    pub aggregators: Setting<u32>,
+    /// The shards of each aggregator. Without it, as many as its link keeps busy and its cores
+    /// allow.
+    #[serde(default)]
+    pub shards: Option<u32>,
     /// The number of standbys, each a set of as many aggregators that the job moves to when earlier
     /// ones are gone.
     #[serde(default)]
@@ -101,6 +106,41 @@ impl Job {
     }
 }
 
+/// A value that the job gives or leaves to the planner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a value, or \"auto\"")]
+pub enum Setting<T> {
+    /// The job gives the value.
+    Given(T),
+    /// The planner chooses the value.
+    Auto(Auto),
+}
+
+impl<T: Copy> Setting<T> {
+    /// Returns the value that the job gives.
+    #[must_use]
+    pub const fn given(self) -> Option<T> {
+        match self {
+            Self::Given(value) => Some(value),
+            Self::Auto(Auto::Auto) => None,
+        }
+    }
+}
+
+/// The word `auto` in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Auto {
+    /// The planner chooses.
+    Auto,
+}
+
+impl<T> From<T> for Setting<T> {
+    fn from(value: T) -> Self {
+        Self::Given(value)
+    }
+}
+
 /// Labels and values that a host must have, all of them. The key `host` means the host's name.
 pub type Selector = BTreeMap<String, String>;
 
@@ -116,8 +156,8 @@ const fn one() -> f64 {
     1.0
 }
 
-const fn one_aggregator() -> u32 {
-    1
+const fn one_aggregator() -> Setting<u32> {
+    Setting::Given(1)
 }
 
 const fn default_widen_gain() -> f64 {

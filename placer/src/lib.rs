@@ -48,8 +48,10 @@ pub mod placement;
 pub mod plan;
 pub mod problem;
 mod rank_moves;
+pub mod rebalance;
 pub mod running;
 mod search;
+pub mod shards;
 pub mod standby;
 pub mod survey;
 #[cfg(test)]

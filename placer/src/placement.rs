@@ -58,7 +58,8 @@ pub enum PlacementError {
     },
     /// A rank is missing, placed twice, or none of the job's.
     #[error(
-        "the placement of job {job:?} does not have each rank from 0 to {last} once; see rank {rank}"
+        "the placement of job {job:?} does not have each rank from 0 to {last} once; see \
+         rank {rank}"
     )]
     Rank {
         /// The job's name.
@@ -116,8 +117,9 @@ impl Placement {
             return Err(PlacementError::Rank { job: name(), last, rank });
         }
         let placed = placement.aggregators.iter().copied().map(u64::from).sum();
-        if placed != u64::from(job.aggregators) {
-            let needed = job.aggregators;
+        if let Some(needed) = job.aggregators.given()
+            && placed != u64::from(needed)
+        {
             return Err(PlacementError::Aggregators { job: name(), placed, needed });
         }
         Ok(placement)

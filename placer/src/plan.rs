@@ -56,8 +56,8 @@ pub enum PlanError {
     },
     /// No hosts for a standby are outside the domains of the other aggregators.
     #[error(
-        "job {job:?}: no placement of standby {number} found outside each {level} with aggregators; \
-         lower `standbys`, or set `standby_level` to a narrower level or to host"
+        "job {job:?}: no placement of standby {number} found outside each {level} with \
+         aggregators; lower `standbys`, or set `standby_level` to a narrower level or to host"
     )]
     NoStandby {
         /// The job's name.
@@ -92,7 +92,30 @@ impl Plan {
 /// # Errors
 /// If the job's numbers are wrong, or the job does not fit.
 pub fn plan(topology: &Topology, links: &Links, job: &Job) -> Result<Plan, PlanError> {
-    plan_problem(&Problem::new(topology, links, job)?)
+    let job = with_aggregators(topology, links, job)?;
+    plan_problem(&Problem::new(topology, links, &job)?)
+}
+
+/// Returns a job whose number of aggregators is given: where the job leaves it to the planner, the
+/// least number from 1 to 16 whose step is at most 1 % longer than the shortest one.
+///
+/// # Errors
+/// If the job's numbers are wrong.
+pub fn with_aggregators(topology: &Topology, links: &Links, job: &Job) -> Result<Job, JobError> {
+    let with = |aggregators: u32| Job { aggregators: aggregators.into(), ..job.clone() };
+    if job.aggregators.given().is_some() {
+        return Ok(job.clone());
+    }
+    let mut steps_s = vec![];
+    for aggregators in 1..=MOST_CHOSEN {
+        let problem = Problem::new(topology, links, &with(aggregators))?;
+        let plan = if problem.room() < job.ranks { None } else { best_plan(&problem) };
+        steps_s.extend(plan.map(|plan| (aggregators, plan.time.total_s())));
+    }
+    let least_s = steps_s.iter().map(|(_, step_s)| *step_s).fold(f64::INFINITY, f64::min);
+    let chosen = steps_s.iter().find(|(_, step_s)| *step_s <= least_s * SHORT_ENOUGH);
+    // Without any plan, one aggregator gives the reason.
+    Ok(with(chosen.map_or(1, |(aggregators, _)| *aggregators)))
 }
 
 /// Like [`plan`], for a job that was combined with its cluster before.
@@ -172,3 +195,8 @@ fn relief_text(relief: &Relief, ranks: u32) -> String {
 fn cause(without: Option<Constraint>) -> String {
     without.map_or_else(String::new, |constraint| format!("; without {constraint}, there is one"))
 }
+
+/// The greatest number of aggregators that the planner chooses. Each costs one plan.
+const MOST_CHOSEN: u32 = 16;
+/// Steps of different numbers of aggregators within this factor count as equal.
+const SHORT_ENOUGH: f64 = 1.01;

@@ -109,6 +109,25 @@ pub enum JobError {
         /// The job's name.
         job: String,
     },
+    /// The number of aggregators is left to the planner, and nothing has chosen it yet.
+    #[error("job {job:?}: aggregators is auto; choose a number first")]
+    Undecided {
+        /// The job's name.
+        job: String,
+    },
+    /// An aggregator has more shards, which are threads, than CPU cores.
+    #[error(
+        "job {job:?}: shards is {shards}, but cpus_per_aggregator is {cores}; give each \
+         shard a core"
+    )]
+    Shards {
+        /// The job's name.
+        job: String,
+        /// The shards of an aggregator.
+        shards: u32,
+        /// The cores of an aggregator.
+        cores: u32,
+    },
     /// The job names a level for its standbys, and has no standby.
     #[error("job {job:?}: standby_level is given, but standbys is 0; raise standbys")]
     NoStandbys {
@@ -153,13 +172,13 @@ impl<'a> Problem<'a> {
         job: &Job,
         seats: Vec<Seats>,
     ) -> Result<Self, JobError> {
-        check(job)?;
+        let aggregators = check(job)?;
         let limits = limits(topology, job)?;
         let scope = job.scope.as_ref().and_then(|scope| topology.depth_of(scope));
         Ok(Self {
             topology,
             links,
-            traffic: Traffic::of(job),
+            traffic: Traffic::of(job, aggregators),
             rooms: rooms(topology, &seats, &limits),
             seats,
             limits,
@@ -257,12 +276,12 @@ impl<'a> Problem<'a> {
 }
 
 impl Traffic {
-    fn of(job: &Job) -> Self {
+    fn of(job: &Job, aggregators: u32) -> Self {
         #[expect(clippy::cast_precision_loss, reason = "a step has far fewer than 2^53 bytes")]
         let bytes = job.bytes as f64 * OVERHEAD;
         Self {
             ranks: job.ranks,
-            aggregators: job.aggregators,
+            aggregators,
             contribution: bytes * job.own_density,
             result: bytes * job.union_density,
             is_multicast: job.is_multicast,
@@ -302,7 +321,8 @@ impl Seats {
         }
         let cpus = host.cpus.free();
         let aggregators = cpus.checked_div(job.cpus_per_aggregator);
-        let aggregators = aggregators.unwrap_or(u32::MAX).min(job.aggregators);
+        let most = job.aggregators.given().unwrap_or(MOST_AGGREGATORS);
+        let aggregators = aggregators.unwrap_or(most).min(most);
         let (gpus, needed) = (free_gpus(host, job), job.gpus_per_rank);
         let by_gpus = gpus.checked_div(needed).unwrap_or(u32::MAX);
         let by_cpus = cpus.checked_div(job.cpus_per_rank).unwrap_or(u32::MAX);
@@ -341,10 +361,10 @@ pub(crate) fn free_gpus(host: &Host, job: &Job) -> u32 {
 }
 
 /// Returns the depth of a level that a job names.
-fn depth_of(topology: &Topology, job: &Job, level: &String) -> Result<usize, JobError> {
+fn depth_of(topology: &Topology, job: &Job, level: &str) -> Result<usize, JobError> {
     topology.depth_of(level).ok_or_else(|| JobError::Level {
         job: job.name.clone(),
-        level: level.clone(),
+        level: level.into(),
         known: topology.levels().to_vec(),
     })
 }
@@ -407,7 +427,10 @@ fn known_levels(known: &[String]) -> String {
     }
 }
 
-fn check(job: &Job) -> Result<(), JobError> {
+/// Checks the numbers of a job. Returns the number of its aggregators.
+fn check(job: &Job) -> Result<u32, JobError> {
+    let undecided = || JobError::Undecided { job: job.name.clone() };
+    let aggregators = job.aggregators.given().ok_or_else(undecided)?;
     let share = 0.0..=1.0;
     let at_least_one = "at least 1";
     let is_plain = !job.name.is_empty() && !job.name.contains(char::is_control);
@@ -422,8 +445,8 @@ fn check(job: &Job) -> Result<(), JobError> {
         ("ranks", job.ranks.into(), (1..=MOST_RANKS).contains(&job.ranks), "from 1 to 65536"),
         (
             "aggregators",
-            job.aggregators.into(),
-            (1..=MOST_AGGREGATORS).contains(&job.aggregators),
+            aggregators.into(),
+            (1..=MOST_AGGREGATORS).contains(&aggregators),
             "from 1 to 1024",
         ),
         ("bytes", bytes, job.bytes > 0, at_least_one),
@@ -441,9 +464,21 @@ fn check(job: &Job) -> Result<(), JobError> {
             return Err(JobError::Value { job: job.name.clone(), field, value, range });
         }
     }
-    Ok(())
+    if let Some(shards) = job.shards {
+        let cores = job.cpus_per_aggregator;
+        if !(1..=MOST_SHARDS).contains(&shards) {
+            let (value, range) = (shards.into(), "from 1 to 64");
+            return Err(JobError::Value { job: job.name.clone(), field: "shards", value, range });
+        }
+        if cores > 0 && shards > cores {
+            return Err(JobError::Shards { job: job.name.clone(), shards, cores });
+        }
+    }
+    Ok(aggregators)
 }
 
+/// The greatest number of shards of an aggregator.
+pub(crate) const MOST_SHARDS: u32 = 64;
 /// The greatest number of ranks of a job.
 const MOST_RANKS: u32 = 65_536;
 /// The greatest number of aggregators of a job. The search takes time in its square.

@@ -14,9 +14,12 @@ use racksum_placer::inventory::Inventory;
 use racksum_placer::job::Job;
 use racksum_placer::model::step_range_s;
 use racksum_placer::network::{Links, Network};
-use racksum_placer::plan::{Plan, plan_problem};
+use racksum_placer::placement::{Placement, PlacementRecord};
+use racksum_placer::plan::{Plan, plan_problem, with_aggregators};
 use racksum_placer::problem::Problem;
+use racksum_placer::rebalance::{Rebalance, present_plan, rebalance};
 use racksum_placer::running::{RunningJobs, remaining};
+use racksum_placer::shards::shards;
 use racksum_placer::topology::Topology;
 use racksum_proto::peer_text::PeerText;
 use serde::de::DeserializeOwned;
@@ -43,6 +46,16 @@ pub(crate) struct Args {
     /// The jobs that run and load the links: each with its job, its placement and its period.
     #[arg(long, value_name = "FILE")]
     jobs: Option<PathBuf>,
+    /// The present placement, as `--format json` printed it: print its step time instead of a plan.
+    #[arg(long, value_name = "FILE")]
+    placement: Option<PathBuf>,
+    /// Also print the moves that save more of the step time than --threshold.
+    #[arg(long, requires = "placement")]
+    rebalance: bool,
+    /// The share of the step time that moves must save, from 0 to 1.
+    #[arg(long, value_name = "SHARE", requires = "rebalance", default_value_t = 0.1,
+        value_parser = share)]
+    threshold: f64,
     /// Also print the reason for each host, and what would shorten the step.
     #[arg(long)]
     explain: bool,
@@ -68,13 +81,17 @@ struct Planned<'a> {
     links: &'a Links,
     job: &'a Job,
     plan: Plan,
+    /// The shards of each aggregator.
+    shards: u32,
     /// The step time at both ends of the uncertainty of the rates.
     range_s: (f64, f64),
+    /// The moves that are worth it, if these were asked for.
+    rebalance: Option<Rebalance>,
     explanation: Option<Explanation>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let job: Job = read(&args.job)?;
+    let mut job: Job = read(&args.job)?;
     let inventory: Inventory = read(&args.nodes)?;
     let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
     let mut links = match &args.net {
@@ -86,15 +103,41 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     if let Some(jobs) = &args.jobs {
         let running: RunningJobs = read(jobs)?;
+        if running.jobs.iter().any(|running| running.job.name == job.name) {
+            let why = format!("job {:?} is the one to plan; list only the other jobs", job.name);
+            return Err(wrong(jobs, why));
+        }
         links = remaining(&topology, &links, &running).map_err(|error| wrong(jobs, error))?;
     }
-    let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
-    let plan = plan_problem(&problem)
-        .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?;
+    let mut present = None;
+    if let Some(path) = &args.placement {
+        let record: PlacementRecord = read(path)?;
+        let placement = Placement::of_record(&topology, &job, &record);
+        let placement = placement.map_err(|error| wrong(path, error))?;
+        job.aggregators = placement.aggregators.iter().sum::<u32>().into();
+        present = Some(placement);
+    }
+    let of_job = |error| wrong(&args.job, error);
+    let job = with_aggregators(&topology, &links, &job).map_err(of_job)?;
+    let problem = Problem::new(&topology, &links, &job).map_err(of_job)?;
+    let plan = match present {
+        Some(placement) => present_plan(&problem, placement),
+        None => plan_problem(&problem)
+            .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?,
+    };
+    let rebalance = args.rebalance.then(|| rebalance(&problem, &plan, args.threshold));
     let explanation = args.explain.then(|| explain(&problem, &plan));
     let range_s = step_range_s(&problem, &plan.placement);
-    let planned =
-        Planned { topology: &topology, links: &links, job: &job, plan, range_s, explanation };
+    let planned = Planned {
+        topology: &topology,
+        links: &links,
+        job: &job,
+        shards: shards(&problem, &plan.placement),
+        plan,
+        range_s,
+        rebalance,
+        explanation,
+    };
     print_line(&match args.format {
         Format::Text => text::of(&planned),
         Format::Json => document::of(&planned),
@@ -116,6 +159,12 @@ fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
             wrong(path, format!("{at}{}", error.message()))
         })
     }
+}
+
+/// Parses a share from 0 to 1.
+fn share(text: &str) -> Result<f64, String> {
+    let share: Option<f64> = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "expected a number from 0 to 1".into())
 }
 
 /// Returns the failure for a file whose content is wrong.

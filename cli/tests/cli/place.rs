@@ -85,7 +85,7 @@ impl Files {
 fn a_plan_avoids_the_host_with_the_slow_link() {
     let files = Files::new("slow");
     let text = files.plan(&[]);
-    let expected = "job vision: 2 ranks and 1 aggregator on 2 of 4 hosts, in b\n";
+    let expected = "job vision: 2 ranks and 1 aggregator of 1 shard on 2 of 4 hosts, in b\n";
     assert!(text.starts_with(expected), "{text}");
     for row in ["b1    b       0             1", "b2    b       1             0"] {
         assert!(text.contains(row), "{text}");
@@ -176,6 +176,69 @@ fn a_plan_names_the_standbys_and_their_step() {
     assert_eq!(json["standbys"][0]["hosts"][0]["host"], "a1");
     let dot = files.plan(&["--format", "dot"]);
     assert!(dot.contains(r#""a1" [label="a1\nstandby 1: 1"]"#), "{dot}");
+}
+
+#[test]
+fn the_number_of_aggregators_can_be_left_to_the_plan() {
+    let files = Files::new("auto");
+    let job = JOB.replace("ranks = 2", "ranks = 3");
+    files.write("job.toml", &format!("{job}\naggregators = 'auto'\nmax_ranks_per_host = 1"));
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    let aggregators = [0, 1, 2].map(|host| json["hosts"][host]["aggregators"].as_u64().unwrap());
+    assert_eq!((aggregators, json["shards"].as_u64()), ([1, 1, 1], Some(1)));
+    files.write("job.toml", &format!("{JOB}\naggregators = 'many'"));
+    let why = files.fails(2);
+    assert!(why.ends_with("line 8: expected a value, or \"auto\""), "{why}");
+    files.write("job.toml", &format!("{JOB}\nshards = 8\ncpus_per_aggregator = 4"));
+    let why = files.fails(2);
+    assert!(
+        why.ends_with("shards is 8, but cpus_per_aggregator is 4; give each shard a core"),
+        "{why}"
+    );
+}
+
+#[test]
+fn a_present_placement_stays_unless_a_move_saves_enough() {
+    let files = Files::new("rebalance");
+    let path = files.0.path("placement.json");
+    files.write(
+        "placement.json",
+        r#"{"hosts": [
+            {"host": "a1", "ranks": [0]},
+            {"host": "a2", "ranks": [1], "aggregators": 1}
+        ]}"#,
+    );
+    let text = files.plan(&["--placement", &path]);
+    assert!(
+        text.contains("\nstep 9021.3 ms,") && text.contains("\na2    a       1             1\n"),
+        "{text}"
+    );
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    let expected = "\nno moves of aggregators, while the job runs: none saves enough\n\
+        moves of ranks, which restart the job: step 902.1 ms (-90.0 %)\n";
+    assert!(text.contains(expected), "{text}");
+    for moved in
+        ["  1 aggregator from a2 to b1", "  1 rank from a1 to b1", "  1 rank from a2 to b2"]
+    {
+        assert!(text.contains(&format!("\n{moved}")), "{text}");
+    }
+    let flags = ["--placement", &path, "--rebalance", "--threshold", "0.95", "--format", "json"];
+    let json: Value = serde_json::from_str(&files.plan(&flags)).unwrap();
+    assert_eq!(json["rebalance"]["ranks"], Value::Null);
+    // What a plan prints is its placement.
+    files.write("placement.json", &files.plan(&["--format", "json"]));
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    assert!(
+        text.contains("\nno moves of ranks, which restart the job: none saves enough"),
+        "{text}"
+    );
+    files.write(
+        "placement.json",
+        r#"{"hosts": [{"host": "c9", "ranks": [0, 1], "aggregators": 1}]}"#,
+    );
+    let expected =
+        "the placement of job \"vision\" names host \"c9\", which the inventory does not list";
+    assert_eq!(files.fails_with(&["--placement", &path], 2), format!("{path}: {expected}"));
 }
 
 #[test]

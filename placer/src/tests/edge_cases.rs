@@ -17,7 +17,7 @@ fn network(text: &str) -> Network {
 fn as_many_aggregators_as_hosts_take_one_each() {
     let mut inventory = cluster(&[&[1; 40]]);
     inventory.hosts.iter_mut().for_each(|host| host.cpus.total = 1);
-    let job = Job { cpus_per_aggregator: 1, aggregators: 40, ..job("ranks = 40") };
+    let job = Job { cpus_per_aggregator: 1, aggregators: 40.into(), ..job("ranks = 40") };
     assert_eq!(planned(&inventory, &job).unwrap().placement.aggregators, [1; 40]);
 }
 
@@ -29,7 +29,7 @@ fn aggregators_avoid_a_host_that_no_path_reaches() {
         format!("[[pairs]]\nfrom = 'r0h{number}'\nto = 'r0h0'\npath = {{ mbit = 0 }}\n")
     };
     let links = Links::new(&topology, &network(&(1..60).map(dead).collect::<String>())).unwrap();
-    let job = Job { aggregators: 3, ..job("ranks = 20") };
+    let job = Job { aggregators: 3.into(), ..job("ranks = 20") };
     let plan = plan(&topology, &links, &job).unwrap();
     assert_eq!(plan.placement.aggregators[0], 0);
     assert!(plan.time.total_s().is_finite());

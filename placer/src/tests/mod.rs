@@ -3,8 +3,9 @@
 mod edge_cases;
 mod optimum;
 mod order;
+mod rebalance;
 mod standby;
-mod vectors;
+pub(crate) mod vectors;
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -169,7 +170,7 @@ fn job(
             let limit = limits.1.filter(|_| has_zones);
             Job {
                 ranks,
-                aggregators,
+                aggregators: aggregators.into(),
                 own_density: traffic.0.0,
                 union_density: traffic.0.1,
                 is_multicast: traffic.1,

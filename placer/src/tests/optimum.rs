@@ -14,13 +14,13 @@ use crate::search;
 use crate::topology::Topology;
 
 /// Returns the least step time of all placements in seconds, if any is finite.
-fn best_of_all(instance: &Instance) -> Option<f64> {
+pub(super) fn best_of_all(instance: &Instance) -> Option<f64> {
     let topology = instance.topology();
     let links = instance.links(&topology);
     let problem = Problem::new(&topology, &links, &instance.job).unwrap();
     let hosts = topology.hosts().len();
     let mut best = f64::INFINITY;
-    for_each_choice(hosts, instance.job.aggregators, &mut |aggregators| {
+    for_each_choice(hosts, problem.traffic.aggregators, &mut |aggregators| {
         for_each_choice(hosts, instance.job.ranks, &mut |ranks| {
             let placement = Placement { ranks: ranks.into(), aggregators: aggregators.into() };
             if problem.allows(&placement) {
