@@ -2,6 +2,7 @@
 
 mod document;
 mod dot;
+mod svg;
 mod text;
 mod words;
 
@@ -73,6 +74,8 @@ enum Format {
     Json,
     /// A graph for Graphviz.
     Dot,
+    /// An image of the tree.
+    Svg,
 }
 
 /// A plan, and the problem that it solves.
@@ -142,6 +145,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         Format::Text => text::of(&planned),
         Format::Json => document::of(&planned),
         Format::Dot => dot::of(&planned),
+        Format::Svg => svg::of(&planned),
     })
 }
 

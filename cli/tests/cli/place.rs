@@ -242,6 +242,25 @@ fn a_present_placement_stays_unless_a_move_saves_enough() {
 }
 
 #[test]
+fn an_image_shows_the_members_and_the_bottleneck() {
+    let files = Files::new("svg");
+    files.write("job.toml", &JOB.replace("vision", "a<b> & c"));
+    let svg = files.plan(&["--format", "svg"]);
+    assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{svg}");
+    for part in [
+        "<title>a&lt;b&gt; &amp; c: step 902.1 ms</title>",
+        ">b1</text>",
+        ">1 aggregator</text>",
+        ">rank 1</text>",
+        "<text class=\"rates limit\"",
+        "prefers-color-scheme:dark",
+    ] {
+        assert!(svg.contains(part), "{part} {svg}");
+    }
+    assert!(!svg.contains(">a1</text>"), "{svg}");
+}
+
+#[test]
 fn a_job_that_does_not_fit_is_told_what_binds() {
     let files = Files::new("room");
     files.write("job.toml", &JOB.replace("ranks = 2", "ranks = 5").replace("\"spot\"", ""));
