@@ -8,8 +8,8 @@
 use std::error::Error;
 use std::fs;
 use std::hint::black_box;
-use std::time::{Duration, Instant};
 
+use racksum_net::clock::Clock;
 use racksum_placer::explain::explain;
 use racksum_placer::inventory::{Amount, Host, Inventory};
 use racksum_placer::job::Job;
@@ -17,23 +17,25 @@ use racksum_placer::network::{LinkRecord, Links, Measurement, Network, PairRecor
 use racksum_placer::plan::{plan, plan_problem};
 use racksum_placer::problem::Problem;
 use racksum_placer::topology::Topology;
+use racksum_proto::time::Span;
 use racksum_sim::random::Random;
 
 fn main() -> Result<(), Box<dyn Error>> {
     // `cargo bench -- --test` runs everything once, as criterion does.
     let seeds = if std::env::args().any(|argument| argument == "--test") { 1 } else { SEEDS };
+    let clock = Clock::start();
     println!("cluster   plan ms  worst gap %  explain ms  ranks/s  peak MB  plans in ms");
     for (name, has_pairs) in [("tree", false), ("measured", true)] {
         let clusters: Vec<_> = (0..seeds).map(|seed| Cluster::new(seed, has_pairs)).collect();
         let (mut times_ms, mut worst_gap) = (vec![], 0.0f64);
         for cluster in &clusters {
-            let (time, gap) = cluster.plan()?;
-            times_ms.push(time.as_secs_f64() * 1e3);
+            let (time_s, gap) = cluster.plan(clock)?;
+            times_ms.push(time_s * 1e3);
             worst_gap = worst_gap.max(gap);
         }
-        let explain_ms = clusters[0].explain()?.as_secs_f64() * 1e3;
+        let explain_ms = clusters[0].explain(clock)? * 1e3;
         times_ms.sort_unstable_by(f64::total_cmp);
-        let ranks_per_s = clusters[0].ranks_per_s(if seeds == 1 { 1 } else { JOBS })?;
+        let ranks_per_s = clusters[0].ranks_per_s(clock, if seeds == 1 { 1 } else { JOBS })?;
         let (plan_ms, gap, peak_mb) = (times_ms[times_ms.len() / 2], worst_gap * 100.0, peak_mb()?);
         print!("{name:<8}  {plan_ms:<7.1}  {gap:<11.2}  {explain_ms:<10.0}  ");
         println!("{ranks_per_s:<7.0}  {peak_mb:<7}  {times_ms:.0?}");
@@ -97,55 +99,60 @@ impl Cluster {
             for _ in 0..SLOW_PATHS {
                 let zone = from - from % in_zone;
                 let to = zone + (from + random.within(1..=in_zone - 1)) % in_zone;
-                let [from, to] =
-                    [from, to].map(|host| self.inventory.hosts[host as usize].name.clone());
+                let [from, to] = [from, to].map(|host| {
+                    let (zone, host) = (host / in_zone, host % in_zone);
+                    format!("z{zone}r{}h{}", host / HOSTS, host % HOSTS)
+                });
                 let mbit = random.pick(&[NIC_MBIT, NIC_MBIT / 4, NIC_MBIT / 20]);
                 let path = measured(random, mbit);
                 self.network.pairs.push(PairRecord { from, to, path, rtt_us: Some(500.0) });
             }
         }
-        self.network
-            .pairs
-            .sort_by(|one, other| (&one.from, &one.to).cmp(&(&other.from, &other.to)));
-        self.network.pairs.dedup_by(|one, other| (&one.from, &one.to) == (&other.from, &other.to));
+        let pairs = &mut self.network.pairs;
+        pairs.sort_by(|one, other| (&one.from, &one.to).cmp(&(&other.from, &other.to)));
+        pairs.dedup_by(|one, other| (&one.from, &one.to) == (&other.from, &other.to));
     }
 
-    /// Plans one large job. Returns the time that this took, and the excess of the step over its
-    /// lower bound.
-    fn plan(&self) -> Result<(Duration, f64), Box<dyn Error>> {
+    /// Plans one large job. Returns the time that this took in seconds, and the excess of the step
+    /// over its lower bound.
+    fn plan(&self, clock: Clock) -> Result<(f64, f64), Box<dyn Error>> {
         let topology = Topology::new(&self.inventory)?;
         let links = Links::new(&topology, &self.network)?;
         let job = job(512, 16)?;
-        let started = Instant::now();
+        let started = clock.now();
         let plan = plan(&topology, &links, &job)?;
-        Ok((started.elapsed(), plan.gap().unwrap_or(f64::INFINITY)))
+        Ok((seconds(clock.now().since(started)), plan.gap().unwrap_or(f64::INFINITY)))
     }
 
-    /// Returns the time that the explanation of a plan takes.
-    fn explain(&self) -> Result<Duration, Box<dyn Error>> {
+    /// Returns the time that the explanation of a plan takes, in seconds.
+    fn explain(&self, clock: Clock) -> Result<f64, Box<dyn Error>> {
         let topology = Topology::new(&self.inventory)?;
         let links = Links::new(&topology, &self.network)?;
         let problem = Problem::new(&topology, &links, &job(512, 16)?)?;
         let plan = plan_problem(&problem)?;
-        let started = Instant::now();
+        let started = clock.now();
         black_box(explain(&problem, &plan));
-        Ok(started.elapsed())
+        Ok(seconds(clock.now().since(started)))
     }
 
     /// Plans jobs one after another, each of which takes its seats. Returns the ranks per second.
-    fn ranks_per_s(&self, jobs: u32) -> Result<f64, Box<dyn Error>> {
+    fn ranks_per_s(&self, clock: Clock, jobs: u32) -> Result<f64, Box<dyn Error>> {
         let mut topology = Topology::new(&self.inventory)?;
         let links = Links::new(&topology, &self.network)?;
         let mut ranks = 0;
-        let started = Instant::now();
+        let started = clock.now();
         for number in 0..jobs {
             let job = job([32, 64, 128, 256, 512][number as usize % 5], 1 + number % 16)?;
             let plan = plan(&topology, &links, &job)?;
             plan.placement.occupy(&mut topology, &job);
             ranks += job.ranks;
         }
-        Ok(f64::from(ranks) / started.elapsed().as_secs_f64())
+        Ok(f64::from(ranks) / seconds(clock.now().since(started)))
     }
+}
+
+fn seconds(span: Span) -> f64 {
+    span.0 as f64 / 1e9
 }
 
 fn job(ranks: u32, aggregators: u32) -> Result<Job, serde_json::Error> {

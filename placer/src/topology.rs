@@ -292,8 +292,8 @@ impl Topology {
     }
 
     /// Returns the vertex with this name: a domain's path or a host's name.
-    #[must_use]
-    pub fn vertex(&self, name: &str) -> Option<VertexId> {
+    #[cfg(test)]
+    pub(crate) fn vertex(&self, name: &str) -> Option<VertexId> {
         (1..self.vertices.len()).map(VertexId).find(|vertex| self.name(*vertex) == name)
     }
 
