@@ -9,6 +9,7 @@ use crate::network::Bottleneck;
 use crate::placement::Placement;
 use crate::plan::{Plan, best_plan, plan_in};
 use crate::problem::{Exclusion, Problem, free_gpus};
+use crate::racks::{Tree, allows, tree_step_time};
 use crate::rank_moves::RankMoves;
 use crate::topology::{HostId, Topology, VertexId};
 
@@ -32,6 +33,8 @@ pub enum Reason {
     Standby(usize),
     /// No rank of the job may be there.
     Excluded(Exclusion),
+    /// The plan has an aggregator in each rack that it uses, and none in the host's rack.
+    NoAggregator,
     /// The plan stays in a domain that does not contain the host.
     Outside,
     /// A limit of the job or a link that carries nothing forbids a rank there.
@@ -110,7 +113,8 @@ fn reason(
     from: &[HostId],
     host: HostId,
 ) -> Reason {
-    if plan.placement.uses(host.0) {
+    let is_rack_aggregator = plan.tree.as_ref().is_some_and(|tree| tree.racks.contains(&host));
+    if plan.placement.uses(host.0) || is_rack_aggregator {
         return Reason::Used;
     }
     let mut standbys = plan.standbys.iter();
@@ -123,9 +127,36 @@ fn reason(
     if !problem.topology.hosts_of(plan.domain).contains(&host.0) {
         return Reason::Outside;
     }
+    if let Some(tree) = &plan.tree {
+        return with_tree(problem, plan, tree, from, host);
+    }
     let steps_s = from.iter().filter_map(|from| moves.step_s(*from, host));
     let step_s = steps_s.filter(|step_s| step_s.is_finite()).reduce(f64::min);
     step_s.map_or(Reason::Forbidden, Reason::Step)
+}
+
+/// Returns why a plan with aggregators in racks does not use a host for ranks.
+fn with_tree(
+    problem: &Problem<'_>,
+    plan: &Plan,
+    tree: &Tree,
+    from: &[HostId],
+    host: HostId,
+) -> Reason {
+    let rack = problem.topology.domain_of(host);
+    let mut aggregators = tree.racks.iter().chain([&tree.root]);
+    if !aggregators.any(|aggregator| problem.topology.domain_of(*aggregator) == rack) {
+        return Reason::NoAggregator;
+    }
+    let moved = from.first().map(|from| {
+        let mut moved = plan.placement.clone();
+        moved.ranks[from.0] -= 1;
+        moved.ranks[host.0] += 1;
+        moved
+    });
+    let moved = moved.filter(|moved| allows(problem, moved, tree));
+    let step_s = moved.map(|moved| tree_step_time(problem, &moved, tree).total_s());
+    step_s.filter(|step_s| step_s.is_finite()).map_or(Reason::Forbidden, Reason::Step)
 }
 
 fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternative)> {

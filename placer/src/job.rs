@@ -54,6 +54,10 @@ pub struct Job {
     /// allow.
     #[serde(default)]
     pub shards: Option<u32>,
+    /// Whether each rack in use, a domain of the innermost level, has an aggregator whose parent is
+    /// the job's aggregator. `auto`: if that gives a shorter step.
+    #[serde(default = "no_racks")]
+    pub racks: Setting<bool>,
     /// The number of standbys, each a set of as many aggregators that the job moves to when earlier
     /// ones are gone.
     #[serde(default)]
@@ -158,6 +162,10 @@ const fn one() -> f64 {
 
 const fn one_aggregator() -> Setting<u32> {
     Setting::Given(1)
+}
+
+const fn no_racks() -> Setting<bool> {
+    Setting::Given(false)
 }
 
 const fn default_widen_gain() -> f64 {

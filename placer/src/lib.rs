@@ -47,6 +47,7 @@ pub mod network;
 pub mod placement;
 pub mod plan;
 pub mod problem;
+pub mod racks;
 mod rank_moves;
 pub mod rebalance;
 pub mod running;

@@ -83,17 +83,6 @@ pub(crate) fn link_times(
     )
 }
 
-/// Returns the step times of a placement if all rates are at the better and at the worse end of
-/// their uncertainty, in seconds.
-#[must_use]
-pub fn step_range_s(problem: &Problem<'_>, placement: &Placement) -> (f64, f64) {
-    let at = |is_best: bool| {
-        let links = problem.links.at_limit(is_best);
-        step_time(&problem.with_links(&links), placement).total_s()
-    };
-    (at(true), at(false))
-}
-
 /// The paths between the hosts of a domain and the aggregators.
 #[derive(Debug)]
 pub(crate) struct Paths {

@@ -22,6 +22,16 @@ pub struct Placement {
 pub struct PlacementRecord {
     /// The hosts in use.
     pub hosts: Vec<HostRecord>,
+    /// The aggregators of racks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub racks: Vec<RackRecord>,
+}
+
+/// The aggregator of a rack.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RackRecord {
+    /// The host's name.
+    pub host: String,
 }
 
 /// The ranks and aggregators of a host.
@@ -69,6 +79,12 @@ pub enum PlacementError {
         /// A rank that is missing, placed twice, or none of the job's.
         rank: u32,
     },
+    /// The placement has aggregators of racks, where only one without these can be used.
+    #[error("the placement of job {job:?} has racks; only placements without racks are supported")]
+    Racks {
+        /// The job's name.
+        job: String,
+    },
     /// The number of aggregators is not the job's.
     #[error("the placement of job {job:?} has {placed} aggregators, and the job has {needed}")]
     Aggregators {
@@ -94,6 +110,9 @@ impl Placement {
         let name = || job.name.clone();
         let hosts: BTreeMap<_, _> =
             topology.host_ids().map(|host| (topology.host(host).name.as_str(), host.0)).collect();
+        if !record.racks.is_empty() {
+            return Err(PlacementError::Racks { job: name() });
+        }
         let none = vec![0; hosts.len()];
         let mut placement = Self { ranks: none.clone(), aggregators: none };
         let mut ranks = vec![];

@@ -1,11 +1,12 @@
 //! Plans: where a job's ranks and aggregators go, how long a step takes, and how good that is.
 
 use crate::constraint::{Constraint, Relief, lifted, reliefs};
-use crate::job::Job;
-use crate::model::StepTime;
+use crate::job::{Job, Setting};
+use crate::model::{StepTime, step_time};
 use crate::network::Links;
 use crate::placement::Placement;
 use crate::problem::{JobError, Problem};
+use crate::racks::{Tree, tree_step_time};
 use crate::search::{self, Found};
 use crate::standby::{Standby, standbys};
 use crate::topology::{Topology, VertexId};
@@ -23,6 +24,8 @@ pub struct Plan {
     pub domain: VertexId,
     /// The aggregators that can take over, in the order in which the job moves to them.
     pub standbys: Vec<Standby>,
+    /// The aggregators of racks, if the job has any.
+    pub tree: Option<Tree>,
 }
 
 /// The error for a job that has no plan.
@@ -70,6 +73,22 @@ pub enum PlanError {
 }
 
 impl Plan {
+    /// Returns the step times if all rates are at the better and at the worse end of their
+    /// uncertainty, in seconds. Takes the problem that the plan solves.
+    #[must_use]
+    pub fn range_s(&self, problem: &Problem<'_>) -> (f64, f64) {
+        let at = |is_best: bool| {
+            let links = problem.links.at_limit(is_best);
+            let problem = problem.with_links(&links);
+            let time = self.tree.as_ref().map_or_else(
+                || step_time(&problem, &self.placement),
+                |tree| tree_step_time(&problem, &self.placement, tree),
+            );
+            time.total_s()
+        };
+        (at(true), at(false))
+    }
+
     /// Returns how much longer the step is than the bound, as a share of the bound. `None` if the
     /// bound is zero and the step is not.
     #[must_use]
@@ -105,6 +124,9 @@ pub fn with_aggregators(topology: &Topology, links: &Links, job: &Job) -> Result
     let with = |aggregators: u32| Job { aggregators: aggregators.into(), ..job.clone() };
     if job.aggregators.given().is_some() {
         return Ok(job.clone());
+    }
+    if job.racks == Setting::Given(true) {
+        return Ok(with(1));
     }
     let mut steps_s = vec![];
     for aggregators in 1..=MOST_CHOSEN {
@@ -171,16 +193,36 @@ pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> 
     if problem.rooms[domain.0] < problem.traffic.ranks {
         return None;
     }
+    let flat = (problem.job.racks != Setting::Given(true))
+        .then(|| flat_in(problem, domain, below_s))
+        .flatten();
+    if !problem.may_have_racks() {
+        return flat;
+    }
+    let flat_s = flat.as_ref().map_or(below_s, |flat| flat.time.total_s());
+    let tree = tree_in(problem, domain, flat_s);
+    let flat_bound_s = flat.as_ref().map_or(f64::INFINITY, |flat| flat.bound_s);
+    tree.map(|tree| Plan { bound_s: tree.bound_s.min(flat_bound_s), ..tree }).or(flat)
+}
+
+fn flat_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
     let relaxed = search::relax(problem, domain, below_s)?;
     let (Found { placement, time }, bound_s) = search::search(problem, domain, &relaxed)?;
     let bound_s = bound_s.min(time.total_s());
-    (time.total_s() < below_s).then_some(Plan {
-        placement,
-        time,
-        bound_s,
-        domain,
-        standbys: vec![],
-    })
+    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree: None };
+    (time.total_s() < below_s).then_some(plan)
+}
+
+/// Like [`flat_in`], with an aggregator in each rack.
+fn tree_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
+    if problem.topology.depth(domain) > problem.topology.levels().len() {
+        return None;
+    }
+    let (placement, tree, bound_s) = search::racks::search(problem, domain, below_s)?;
+    let time = tree_step_time(problem, &placement, &tree);
+    let bound_s = bound_s.min(time.total_s());
+    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree: Some(tree) };
+    (time.total_s() < below_s).then_some(plan)
 }
 
 fn relief_text(relief: &Relief, ranks: u32) -> String {

@@ -3,7 +3,7 @@
 use std::ops::{Range, RangeInclusive};
 
 use crate::inventory::Host;
-use crate::job::{Job, Selector, selects};
+use crate::job::{Job, Selector, Setting, selects};
 use crate::network::Links;
 use crate::placement::Placement;
 use crate::topology::{HostId, Topology, VertexId};
@@ -109,6 +109,14 @@ pub enum JobError {
         /// The job's name.
         job: String,
     },
+    /// The job has racks, and something that does not work with these.
+    #[error("job {job:?}: racks is true, so {rule}")]
+    Racks {
+        /// The job's name.
+        job: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
     /// The number of aggregators is left to the planner, and nothing has chosen it yet.
     #[error("job {job:?}: aggregators is auto; choose a number first")]
     Undecided {
@@ -206,6 +214,13 @@ impl<'a> Problem<'a> {
     {
         let problem: Problem<'b> = self.clone();
         Problem { links, ..problem }
+    }
+
+    /// Returns whether racks may have aggregators of their own. These do not work with several
+    /// roots or with standbys.
+    pub(crate) fn may_have_racks(&self) -> bool {
+        let has_one_root = self.traffic.aggregators == 1 && self.job.standbys == 0;
+        self.job.racks != Setting::Given(false) && has_one_root
     }
 
     /// Returns this problem with other seats. The change takes a host and its seats.
@@ -462,6 +477,15 @@ fn check(job: &Job) -> Result<u32, JobError> {
     for (field, value, is_valid, range) in checks {
         if !is_valid {
             return Err(JobError::Value { job: job.name.clone(), field, value, range });
+        }
+    }
+    if job.racks == Setting::Given(true) {
+        let (standbys, job) = (job.standbys, || job.name.clone());
+        if aggregators != 1 {
+            return Err(JobError::Racks { job: job(), rule: "aggregators must be 1, the root" });
+        }
+        if standbys > 0 {
+            return Err(JobError::Racks { job: job(), rule: "standbys must be 0" });
         }
     }
     if let Some(shards) = job.shards {

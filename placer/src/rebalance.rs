@@ -56,12 +56,12 @@ pub fn present_plan(problem: &Problem<'_>, placement: Placement) -> Plan {
     let time = step_time(problem, &placement);
     let relaxed = search::relax(problem, domain, f64::INFINITY);
     let bound_s = relaxed.map_or(0.0, |relaxed| relaxed.transfer_s).min(time.total_s());
-    Plan { placement, time, bound_s, domain, standbys: vec![] }
+    Plan { placement, time, bound_s, domain, standbys: vec![], tree: None }
 }
 
 /// Returns the moves that save more than the share `threshold` of a job's step time. Moves of ranks
 /// are compared with the step after the moves of aggregators. If the job's seats and limits do not
-/// allow its present placement, any saving will do.
+/// allow its present placement, any saving will do. The job must not have racks.
 #[must_use]
 pub fn rebalance(problem: &Problem<'_>, present: &Plan, threshold: f64) -> Rebalance {
     let is_allowed = problem.allows(&present.placement);

@@ -2,9 +2,10 @@
 
 use racksum_placer::explain::Explanation;
 use racksum_placer::placement::Placement;
+use racksum_placer::racks::Tree;
 use racksum_placer::rebalance;
 use racksum_placer::standby;
-use racksum_placer::topology::Topology;
+use racksum_placer::topology::{HostId, Topology};
 use serde::Serialize;
 
 use super::Planned;
@@ -25,6 +26,8 @@ struct Document<'a> {
     shards: u32,
     hosts: Vec<Host<'a>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
+    racks: Vec<RackAggregator<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     standbys: Vec<Standby<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     rebalance: Option<Rebalance<'a>>,
@@ -38,6 +41,14 @@ struct Host<'a> {
     domain: &'a str,
     ranks: Vec<u32>,
     aggregators: u32,
+}
+
+/// An aggregator that serves one rack, and the host of its parent.
+#[derive(Serialize)]
+struct RackAggregator<'a> {
+    host: &'a str,
+    domain: &'a str,
+    parent: &'a str,
 }
 
 /// The moves of a running job that save enough.
@@ -117,6 +128,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         bottleneck: words.bottleneck(plan.time.bottleneck),
         shards: planned.shards,
         hosts: hosts_of(topology, &plan.placement),
+        racks: plan.tree.as_ref().map_or_else(Vec::new, |tree| racks_of(topology, tree)),
         standbys: plan.standbys.iter().map(|standby| standby_of(topology, standby)).collect(),
         rebalance: planned.rebalance.as_ref().map(|found| Rebalance {
             is_allowed: found.is_allowed,
@@ -156,6 +168,15 @@ fn proposal_of<'a>(topology: &'a Topology, proposal: &rebalance::Proposal) -> Pr
         rank_moves: moves(&proposal.rank_moves),
         hosts: hosts_of(topology, &proposal.placement),
     }
+}
+
+fn racks_of<'a>(topology: &'a Topology, tree: &Tree) -> Vec<RackAggregator<'a>> {
+    let aggregator = |rack: &HostId| RackAggregator {
+        host: &topology.host(*rack).name,
+        domain: topology.name(topology.domain_of(*rack)),
+        parent: &topology.host(tree.root).name,
+    };
+    tree.racks.iter().map(aggregator).collect()
 }
 
 fn standby_of<'a>(topology: &'a Topology, standby: &standby::Standby) -> Standby<'a> {

@@ -25,6 +25,12 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
             nodes.entry(host).or_default().push(format!("standby {number}: {aggregators}"));
         }
     }
+    if let Some(tree) = &plan.tree {
+        let parent = &topology.host(tree.root).name;
+        for rack in &tree.racks {
+            nodes.entry(*rack).or_default().push(format!("rack aggregator, parent {parent}"));
+        }
+    }
     for (host, parts) in nodes {
         let leaf = topology.leaf(host);
         let label = format!("{}\n{}", topology.name(leaf), parts.join("\n"));

@@ -12,8 +12,7 @@ use clap::ValueEnum;
 use racksum_net::file::read_text;
 use racksum_placer::explain::{Explanation, explain};
 use racksum_placer::inventory::Inventory;
-use racksum_placer::job::Job;
-use racksum_placer::model::step_range_s;
+use racksum_placer::job::{Job, Setting};
 use racksum_placer::network::{Links, Network};
 use racksum_placer::placement::{Placement, PlacementRecord};
 use racksum_placer::plan::{Plan, plan_problem, with_aggregators};
@@ -117,6 +116,11 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         let record: PlacementRecord = read(path)?;
         let placement = Placement::of_record(&topology, &job, &record);
         let placement = placement.map_err(|error| wrong(path, error))?;
+        if job.racks == Setting::Given(true) {
+            let why = "racks is true; only placements without racks can be compared";
+            return Err(wrong(&args.job, why));
+        }
+        job.racks = Setting::Given(false);
         job.aggregators = placement.aggregators.iter().sum::<u32>().into();
         present = Some(placement);
     }
@@ -130,7 +134,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     };
     let rebalance = args.rebalance.then(|| rebalance(&problem, &plan, args.threshold));
     let explanation = args.explain.then(|| explain(&problem, &plan));
-    let range_s = step_range_s(&problem, &plan.placement);
+    let range_s = plan.range_s(&problem);
     let planned = Planned {
         topology: &topology,
         links: &links,

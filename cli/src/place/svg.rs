@@ -96,6 +96,12 @@ fn rows(planned: &Planned<'_>) -> Vec<Row> {
             add(host, "standby", format!("standby {number}"));
         }
     }
+    if let Some(tree) = &plan.tree {
+        let parent = &topology.host(tree.root).name;
+        for rack in &tree.racks {
+            add(*rack, "aggregators", format!("rack aggregator, parent {parent}"));
+        }
+    }
     let mut rows: BTreeMap<VertexId, Row> = BTreeMap::new();
     let leaves: Vec<_> = badges.keys().copied().collect();
     for leaf in leaves {

@@ -49,6 +49,14 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         ]
     });
     lines.extend(table(["host", "domain", "rank numbers", "aggregators"], rows.collect()));
+    if let Some(tree) = plan.tree.as_ref().filter(|tree| !tree.racks.is_empty()) {
+        lines.push(String::new());
+        let root = &topology.host(tree.root).name;
+        lines.extend(tree.racks.iter().map(|rack| {
+            let (of, host) = (topology.name(topology.domain_of(*rack)), topology.host(*rack));
+            format!("aggregator of {of}: {}, with parent {root}", host.name)
+        }));
+    }
     if !plan.standbys.is_empty() {
         lines.push(String::new());
     }

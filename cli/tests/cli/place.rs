@@ -261,6 +261,28 @@ fn an_image_shows_the_members_and_the_bottleneck() {
 }
 
 #[test]
+fn the_aggregators_of_racks_have_a_parent() {
+    let files = Files::new("racks");
+    let job = JOB.replace("ranks = 2", "ranks = 4");
+    files.write("job.toml", &format!("{job}\nracks = true"));
+    let text = files.plan(&["--explain"]);
+    assert!(text.contains("\naggregator of b: b1, with parent a1\n"), "{text}");
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    assert_eq!(json["racks"][0]["domain"], "b");
+    assert_eq!(json["racks"][0]["parent"], "a1");
+    let times =
+        ["step_least_s", "step_s", "step_greatest_s"].map(|key| json[key].as_f64().unwrap());
+    assert!(times.is_sorted() && times[2] < 2.0 * times[0], "{times:?}");
+    for format in ["dot", "svg"] {
+        assert!(files.plan(&["--format", format]).contains("rack aggregator, parent a1"));
+    }
+    let path = files.0.path("placement.json");
+    files.write("placement.json", &json.to_string());
+    let why = files.fails_with(&["--placement", &path], 2);
+    assert!(why.ends_with("has racks; only placements without racks are supported"), "{why}");
+}
+
+#[test]
 fn a_job_that_does_not_fit_is_told_what_binds() {
     let files = Files::new("room");
     files.write("job.toml", &JOB.replace("ranks = 2", "ranks = 5").replace("\"spot\"", ""));

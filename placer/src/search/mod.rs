@@ -8,6 +8,7 @@ mod counts;
 mod exact;
 mod link_load;
 mod local;
+pub(crate) mod racks;
 mod ranks;
 mod tree;
 

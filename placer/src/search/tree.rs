@@ -27,18 +27,20 @@ pub(crate) fn relax(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Op
         return None;
     }
     while enough - too_short > enough * PRECISION {
-        // Times span many orders of magnitude, so halve the exponent first.
-        let middle = if enough > 4.0 * f64::max(too_short, SHORTEST_S) {
-            (enough * f64::max(too_short, SHORTEST_S)).sqrt()
-        } else {
-            f64::midpoint(too_short, enough)
-        };
+        let middle = middle(too_short, enough);
         if middle <= SHORTEST_S {
             break;
         }
         *if table.fits(middle) { &mut enough } else { &mut too_short } = middle;
     }
     table.fits(enough).then(|| Relaxed { transfer_s: too_short, aggregators: table.aggregators() })
+}
+
+/// Returns a time between two others. Times span many orders of magnitude, so it halves the
+/// exponent first.
+pub(crate) fn middle(too_short: f64, enough: f64) -> f64 {
+    let least = f64::max(too_short, SHORTEST_S);
+    if enough > 4.0 * least { (enough * least).sqrt() } else { f64::midpoint(too_short, enough) }
 }
 
 /// Numbers of ranks: the least and the greatest. None if the least is greater.
@@ -175,8 +177,8 @@ impl<'a> Table<'a> {
 
 const NO_RANKS: Range = (u32::MAX, 0);
 /// The relative difference between the bound and the relaxed optimum.
-const PRECISION: f64 = 1e-6;
+pub(crate) const PRECISION: f64 = 1e-6;
 /// A shorter transfer counts as none.
-const SHORTEST_S: f64 = 1e-9;
+pub(crate) const SHORTEST_S: f64 = 1e-9;
 /// A longer transfer counts as one that never ends.
 pub(crate) const LONGEST_S: f64 = 1e9;

@@ -3,6 +3,7 @@
 mod edge_cases;
 mod optimum;
 mod order;
+mod racks;
 mod rebalance;
 mod standby;
 pub(crate) mod vectors;
@@ -137,7 +138,8 @@ fn running(hosts: usize) -> impl Strategy<Value = RunningJob> {
             aggregators: u32::from(number == aggregator),
         };
         let used = |number: &usize| *number == aggregator || ranks.contains(number);
-        let placement = PlacementRecord { hosts: (0..hosts).filter(used).map(host).collect() };
+        let placement =
+            PlacementRecord { hosts: (0..hosts).filter(used).map(host).collect(), racks: vec![] };
         RunningJob { job: toml::from_str(&job).unwrap(), placement, period_s }
     })
 }
