@@ -140,7 +140,7 @@ impl Paths {
 }
 
 /// Sums of the same delays differ by less than this factor.
-const NEARER: f64 = 1.0 - 1e-12;
+pub(crate) const NEARER: f64 = 1.0 - 1e-12;
 
 /// Returns, per host of a domain, the longest round trip over links to an aggregator, in seconds.
 fn farthest_s(problem: &Problem<'_>, domain: VertexId, aggregators: &[(HostId, u32)]) -> Vec<f64> {

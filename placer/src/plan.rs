@@ -178,13 +178,36 @@ pub(crate) fn best_plan(problem: &Problem<'_>) -> Option<Plan> {
     })
 }
 
-/// Returns the best plan in one domain of a depth, the first of equals, if its step is shorter than
-/// `below_s` seconds.
+/// Returns the best plan in one domain of a depth, if its step is shorter than `below_s` seconds.
 fn best_at(problem: &Problem<'_>, depth: usize, below_s: f64) -> Option<Plan> {
-    problem.topology.domains(depth).fold(None, |best: Option<Plan>, domain| {
+    let domains = problem.topology.domains(depth);
+    let domains = domains.filter(|domain| problem.rooms[domain.0] >= problem.traffic.ranks);
+    let mut domains: Vec<_> = domains.collect();
+    if domains.len() > MOST_SEARCHED && problem.job.racks != Setting::Given(true) {
+        domains = promising(problem, domains, below_s);
+    }
+    domains.into_iter().fold(None, |best: Option<Plan>, domain| {
         let below_s = best.as_ref().map_or(below_s, |best| best.time.total_s());
         plan_in(problem, domain, below_s).or(best)
     })
+}
+
+/// Returns the domains whose searches start with the shortest steps, the shortest first. Leaves out
+/// those in which no step is shorter than `below_s` seconds or than the start of another search.
+fn promising(problem: &Problem<'_>, domains: Vec<VertexId>, below_s: f64) -> Vec<VertexId> {
+    let mut least_s = below_s;
+    let mut starts = vec![];
+    for domain in domains {
+        if let Some(relaxed) = search::relax(problem, domain, least_s) {
+            let start = search::start(problem, domain, &relaxed);
+            let start_s = start.map_or(f64::INFINITY, |start| start.time.total_s());
+            least_s = least_s.min(start_s);
+            starts.push((start_s, domain));
+        }
+    }
+    starts.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
+    starts.truncate(MOST_SEARCHED);
+    starts.into_iter().map(|(_, domain)| domain).collect()
 }
 
 /// Returns the best placement that the search finds in a domain, if its step is shorter than
@@ -238,6 +261,8 @@ fn cause(without: Option<Constraint>) -> String {
     without.map_or_else(String::new, |constraint| format!("; without {constraint}, there is one"))
 }
 
+/// The greatest number of domains of one level that are searched.
+const MOST_SEARCHED: usize = 16;
 /// The greatest number of aggregators that the planner chooses. Each costs one plan.
 const MOST_CHOSEN: u32 = 16;
 /// Steps of different numbers of aggregators within this factor count as equal.

@@ -55,7 +55,7 @@ pub fn present_plan(problem: &Problem<'_>, placement: Placement) -> Plan {
     let domain = leaves.reduce(|one, other| topology.meet(one, other)).unwrap_or(Topology::ROOT);
     let time = step_time(problem, &placement);
     let relaxed = search::relax(problem, domain, f64::INFINITY);
-    let bound_s = relaxed.map_or(0.0, |relaxed| relaxed.transfer_s).min(time.total_s());
+    let bound_s = relaxed.map_or(0.0, |relaxed| relaxed.bound_s).min(time.total_s());
     Plan { placement, time, bound_s, domain, standbys: vec![], tree: None }
 }
 

@@ -54,7 +54,9 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
             svg += &text("badge", badge_x + BADGE_PADDING, y, &badge.label);
             badge_x += badge_width(badge);
         }
-        svg += &text(&format!("rates{class}"), rates_at, y, &row.rates);
+        if !row.rates.is_empty() {
+            svg += &text(&format!("rates{class}"), rates_at, y, &row.rates);
+        }
     }
     svg + "</svg>"
 }

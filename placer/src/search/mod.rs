@@ -41,10 +41,10 @@ pub(crate) fn search(
     let choices = match choices {
         Some(choices) if choices.len() <= FEW_CHOICES => choices,
         choices => {
-            let start = exact::search(problem, domain, [relaxed.aggregators.clone()]);
-            let start = start.filter(|start| start.is_close_to(relaxed.transfer_s));
+            let start = start(problem, domain, relaxed);
+            let start = start.filter(|start| start.is_close_to(relaxed.bound_s));
             match (start, choices) {
-                (Some(start), _) => return Some((start, relaxed.transfer_s)),
+                (Some(start), _) => return Some((start, relaxed.bound_s)),
                 (None, Some(choices)) => choices,
                 (None, None) => return heuristic(problem, domain, relaxed),
             }
@@ -53,6 +53,11 @@ pub(crate) fn search(
     let found = exact::search(problem, domain, choices)?;
     let bound_s = found.time.total_s();
     Some((found, bound_s))
+}
+
+/// Returns the best placement with the aggregators of the relaxed optimum.
+pub(crate) fn start(problem: &Problem<'_>, domain: VertexId, relaxed: &Relaxed) -> Option<Found> {
+    exact::search(problem, domain, [relaxed.aggregators.clone()])
 }
 
 /// Like [`search`], without trying all choices of hosts for the aggregators.
@@ -64,11 +69,11 @@ pub(crate) fn heuristic(
     domain: VertexId,
     relaxed: &Relaxed,
 ) -> Option<(Found, f64)> {
-    let bound_s = relaxed.transfer_s;
+    let bound_s = relaxed.bound_s;
     let subtree = problem.topology.subtree(domain);
     let tries = LOCAL_VISITS / subtree.len();
     let narrower = subtree.skip(1).filter(|vertex| problem.rooms[*vertex] >= problem.traffic.ranks);
-    let start = exact::search(problem, domain, [relaxed.aggregators.clone()]);
+    let start = start(problem, domain, relaxed);
     let mut start = narrower.fold(start, |start, vertex| {
         let below_s = start.as_ref().map_or(LONGEST_S, |start| start.time.total_s());
         let aggregators = relax(problem, VertexId(vertex), below_s).map(|found| found.aggregators);

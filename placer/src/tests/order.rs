@@ -1,9 +1,10 @@
 //! Properties of plans that hold whatever the measurements are.
 
 use proptest::prelude::*;
-use proptest::sample::Index;
+use proptest::sample::{Index, select};
 
 use super::{Instance, Shape, instances};
+use crate::job::{Auto, Setting};
 use crate::network::{LinkRecord, Measurement};
 use crate::placement::Placement;
 use crate::plan::{Plan, PlanError, plan};
@@ -44,15 +45,23 @@ fn degrade(instance: &mut Instance, host: usize, factor: f64, more_loss: f64, mo
     link.rtt_us = Some(link.rtt_us.unwrap_or(0.0) + more_rtt_us);
 }
 
+/// Returns whether a job has aggregators in racks.
+fn racks() -> impl Strategy<Value = Setting<bool>> {
+    select(vec![Setting::Given(false), Setting::Given(false), Setting::Auto(Auto::Auto)])
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn a_host_that_becomes_worse_is_never_preferred(
         instance in instances(SMALL),
+        racks in racks(),
         host: Index,
         (factor, more_loss, more_rtt_us) in (0.1..=1.0, 0.0..=0.1, 0.0..=1000.0),
     ) {
+        let mut instance = instance;
+        instance.job.racks = racks;
         let host = host.index(instance.inventory.hosts.len());
         let mut worse = instance.clone();
         degrade(&mut worse, host, factor, more_loss, more_rtt_us);
@@ -62,10 +71,12 @@ proptest! {
             let topology = instance.topology();
             let name = &instance.inventory.hosts[host].name;
             let place = topology.hosts().iter().position(|host| host.name == *name).unwrap();
-            let used = |Plan { placement, .. }: &Plan| {
-                placement.ranks[place] + placement.aggregators[place]
+            let used = |Plan { placement, tree, .. }: &Plan| {
+                let of_racks = tree.as_ref().map_or(&[][..], |tree| &tree.racks);
+                let has_rack_aggregator = of_racks.iter().any(|host| host.0 == place);
+                placement.uses(place) || has_rack_aggregator
             };
-            prop_assert!(used(before) > 0 || used(after) == 0, "{before:?} {after:?}");
+            prop_assert!(used(before) || !used(after), "{before:?} {after:?}");
         }
         prop_assert!(before.is_ok() || after.is_err());
     }
