@@ -1,14 +1,16 @@
 //! The reasons for a plan, and the changes that would shorten its step.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::constraint::{Constraint, lifted};
 use crate::job::Job;
-use crate::model::step_time;
 use crate::network::Bottleneck;
 use crate::placement::Placement;
 use crate::plan::{Plan, best_plan, plan_in};
 use crate::problem::{Exclusion, Problem, free_gpus};
+use crate::racks::{Tree, allows, tree_step_time};
+use crate::rank_moves::RankMoves;
 use crate::topology::{HostId, Topology, VertexId};
 
 /// The reasons for a plan.
@@ -27,8 +29,12 @@ pub struct Explanation {
 pub enum Reason {
     /// The plan uses the host.
     Used,
+    /// The plan uses the host only for aggregators of a standby: the one with this number, from 1.
+    Standby(usize),
     /// No rank of the job may be there.
     Excluded(Exclusion),
+    /// The plan has an aggregator in each rack that it uses, and none in the host's rack.
+    NoAggregator,
     /// The plan stays in a domain that does not contain the host.
     Outside,
     /// A limit of the job or a link that carries nothing forbids a rank there.
@@ -78,60 +84,79 @@ pub enum Change {
     },
 }
 
-/// Explains a plan that [`crate::plan::plan`] made for this problem and job.
+/// Explains a plan of a problem.
 #[must_use]
-pub fn explain(problem: &Problem<'_>, job: &Job, plan: &Plan) -> Explanation {
+pub fn explain(problem: &Problem<'_>, plan: &Plan) -> Explanation {
     Explanation {
         hosts: reasons(problem, plan),
         domains: alternatives(problem, plan),
-        helps: helps(problem, job, plan),
+        helps: helps(problem, plan),
     }
 }
 
 fn reasons(problem: &Problem<'_>, plan: &Plan) -> Vec<Reason> {
-    let mut reasons: Vec<Reason> = vec![];
-    for host in 0..problem.topology.hosts().len() {
-        let is_like_previous = problem.is_like_previous(Topology::ROOT, host)
-            && problem.seats[host].excluded == problem.seats[host - 1].excluded
-            && !plan.placement.uses(host)
-            && !plan.placement.uses(host - 1);
-        let reason = match reasons.last() {
-            // Large clusters have few kinds of hosts.
-            Some(previous) if is_like_previous => previous.clone(),
-            _ => reason(problem, plan, host),
-        };
-        reasons.push(reason);
-    }
-    reasons
+    let moves = RankMoves::new(problem, &plan.placement);
+    let ranks = &plan.placement.ranks;
+    let mut from: Vec<_> = problem.topology.host_ids().filter(|host| ranks[host.0] > 0).collect();
+    from.sort_by_key(|host| Reverse(ranks[host.0]));
+    from.truncate(MOST_SOURCES);
+    let hosts = problem.topology.host_ids();
+    hosts.map(|host| reason(problem, plan, &moves, &from, host)).collect()
 }
 
-fn reason(problem: &Problem<'_>, plan: &Plan, host: usize) -> Reason {
-    if plan.placement.uses(host) {
+/// Returns why a plan uses a host or does not. If one rank could be there, it is the one of the
+/// `from` hosts that gives the shortest step.
+fn reason(
+    problem: &Problem<'_>,
+    plan: &Plan,
+    moves: &RankMoves<'_>,
+    from: &[HostId],
+    host: HostId,
+) -> Reason {
+    let is_rack_aggregator = plan.tree.as_ref().is_some_and(|tree| tree.racks.contains(&host));
+    if plan.placement.uses(host.0) || is_rack_aggregator {
         return Reason::Used;
     }
-    if let Some(exclusion) = &problem.seats[host].excluded {
+    let mut standbys = plan.standbys.iter();
+    if let Some(index) = standbys.position(|standby| standby.aggregators[host.0] > 0) {
+        return Reason::Standby(index + 1);
+    }
+    if let Some(exclusion) = &problem.seats[host.0].excluded {
         return Reason::Excluded(exclusion.clone());
     }
-    if !problem.topology.hosts_of(plan.domain).contains(&host) {
+    if !problem.topology.hosts_of(plan.domain).contains(&host.0) {
         return Reason::Outside;
     }
-    with_rank_on(problem, plan, host).map_or(Reason::Forbidden, Reason::Step)
+    if let Some(tree) = &plan.tree {
+        return with_tree(problem, plan, tree, from, host);
+    }
+    let steps_s = from.iter().filter_map(|from| moves.step_s(*from, host));
+    let step_s = steps_s.filter(|step_s| step_s.is_finite()).reduce(f64::min);
+    step_s.map_or(Reason::Forbidden, Reason::Step)
 }
 
-/// Returns the shortest step in seconds if one rank moves to an unused host from one of the hosts
-/// with most ranks.
-fn with_rank_on(problem: &Problem<'_>, plan: &Plan, host: usize) -> Option<f64> {
-    let moved = |from: usize| {
-        let mut placement = plan.placement.clone();
-        placement.ranks[from] -= 1;
-        placement.ranks[host] += 1;
-        problem.allows(&placement).then(|| step_time(problem, &placement).total_s())
-    };
-    let ranks = &plan.placement.ranks;
-    let mut from: Vec<_> = (0..ranks.len()).filter(|from| ranks[*from] > 0).collect();
-    from.sort_by_key(|from| std::cmp::Reverse(ranks[*from]));
-    from.truncate(MOST_SOURCES);
-    from.into_iter().filter_map(moved).filter(|step_s| step_s.is_finite()).reduce(f64::min)
+/// Returns why a plan with aggregators in racks does not use a host for ranks.
+fn with_tree(
+    problem: &Problem<'_>,
+    plan: &Plan,
+    tree: &Tree,
+    from: &[HostId],
+    host: HostId,
+) -> Reason {
+    let rack = problem.topology.domain_of(host);
+    let mut aggregators = tree.racks.iter().chain([&tree.root]);
+    if !aggregators.any(|aggregator| problem.topology.domain_of(*aggregator) == rack) {
+        return Reason::NoAggregator;
+    }
+    let moved = from.first().map(|from| {
+        let mut moved = plan.placement.clone();
+        moved.ranks[from.0] -= 1;
+        moved.ranks[host.0] += 1;
+        moved
+    });
+    let moved = moved.filter(|moved| allows(problem, moved, tree));
+    let step_s = moved.map(|moved| tree_step_time(problem, &moved, tree).total_s());
+    step_s.filter(|step_s| step_s.is_finite()).map_or(Reason::Forbidden, Reason::Step)
 }
 
 fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternative)> {
@@ -147,7 +172,7 @@ fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternativ
         let alternative = if room < problem.traffic.ranks {
             Alternative::Room(room)
         } else {
-            let plan = plan_in(problem, domain);
+            let plan = plan_in(problem, domain, f64::INFINITY);
             plan.map_or(Alternative::None, |plan| Alternative::Step(plan.time.total_s()))
         };
         (domain, alternative)
@@ -155,7 +180,8 @@ fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternativ
     others.map(alternative).collect()
 }
 
-fn helps(problem: &Problem<'_>, job: &Job, plan: &Plan) -> Vec<Help> {
+fn helps(problem: &Problem<'_>, plan: &Plan) -> Vec<Help> {
+    let job = &problem.job;
     let now_s = plan.time.total_s();
     let help = |change: Change, step_s: f64| {
         let saving = 1.0 - step_s / now_s;
@@ -219,7 +245,7 @@ fn crowded_domains(
     };
     let mut domains: Vec<_> =
         topology.domains(topology.levels().len()).filter_map(crowded).collect();
-    domains.sort_by_key(|(key, domain, _)| (std::cmp::Reverse(*key), *domain));
+    domains.sort_by_key(|(key, domain, _)| (Reverse(*key), *domain));
     domains.truncate(MOST_DOMAINS);
     domains.into_iter().map(|(_, domain, hosts)| (domain, hosts)).collect()
 }

@@ -118,6 +118,11 @@ impl Amount {
     pub const fn free(self) -> u32 {
         self.total.saturating_sub(self.used)
     }
+
+    /// Marks units as used, as far as they are free.
+    pub(crate) fn take(&mut self, units: u32) {
+        self.used += units.min(self.free());
+    }
 }
 
 #[derive(Deserialize)]

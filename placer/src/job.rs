@@ -18,7 +18,7 @@ use crate::inventory::Host;
 ///     scope = "zone"
 ///     "#,
 /// )?;
-/// assert_eq!(job.aggregators, 1);
+/// assert_eq!(job.aggregators, 1.into());
 /// # Ok::<(), toml::de::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -46,9 +46,26 @@ pub struct Job {
     /// The share of blocks that are not zero in the sum. Never less than `own_density`.
     #[serde(default = "one")]
     pub union_density: f64,
-    /// The number of aggregators, each of which sums an equal share of the windows.
+    /// The number of aggregators, each of which sums an equal share of the windows. `auto`: the
+    /// least number from 1 to 16 whose step is within 1 % of the shortest.
     #[serde(default = "one_aggregator")]
-    pub aggregators: u32,
+    pub aggregators: Setting<u32>,
+    /// The shards of each aggregator. Without it, as many as its link keeps busy and its cores
+    /// allow.
+    #[serde(default)]
+    pub shards: Option<u32>,
+    /// Whether each rack in use, a domain of the innermost level, has an aggregator whose parent is
+    /// the job's aggregator. `auto`: if that gives a shorter step.
+    #[serde(default = "no_racks")]
+    pub racks: Setting<bool>,
+    /// The number of standbys, each a set of as many aggregators that the job moves to when earlier
+    /// ones are gone.
+    #[serde(default)]
+    pub standbys: u32,
+    /// The level of the topology, such as `rack`, of whose domains none may hold aggregators of two
+    /// sets, or `host`. Without it, the innermost level.
+    #[serde(default)]
+    pub standby_level: Option<String>,
     /// CPU cores that each aggregator uses.
     #[serde(default)]
     pub cpus_per_aggregator: u32,
@@ -86,6 +103,48 @@ pub struct Job {
     pub has_dedicated_aggregators: bool,
 }
 
+impl Job {
+    /// Returns whether ranks can use this type of GPU.
+    pub(crate) fn uses_gpu(&self, name: &str) -> bool {
+        self.gpu_type.as_ref().is_none_or(|wanted| wanted == name)
+    }
+}
+
+/// A value that the job gives or leaves to the planner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a value, or \"auto\"")]
+pub enum Setting<T> {
+    /// The job gives the value.
+    Given(T),
+    /// The planner chooses the value.
+    Auto(Auto),
+}
+
+impl<T: Copy> Setting<T> {
+    /// Returns the value that the job gives.
+    #[must_use]
+    pub const fn given(self) -> Option<T> {
+        match self {
+            Self::Given(value) => Some(value),
+            Self::Auto(Auto::Auto) => None,
+        }
+    }
+}
+
+/// The word `auto` in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Auto {
+    /// The planner chooses.
+    Auto,
+}
+
+impl<T> From<T> for Setting<T> {
+    fn from(value: T) -> Self {
+        Self::Given(value)
+    }
+}
+
 /// Labels and values that a host must have, all of them. The key `host` means the host's name.
 pub type Selector = BTreeMap<String, String>;
 
@@ -101,8 +160,12 @@ const fn one() -> f64 {
     1.0
 }
 
-const fn one_aggregator() -> u32 {
-    1
+const fn one_aggregator() -> Setting<u32> {
+    Setting::Given(1)
+}
+
+const fn no_racks() -> Setting<bool> {
+    Setting::Given(false)
 }
 
 const fn default_widen_gain() -> f64 {

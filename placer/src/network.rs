@@ -224,8 +224,11 @@ pub struct Links {
     /// Per vertex, from the parent.
     pub(crate) down: Vec<Rate>,
     /// Per vertex: round-trip time that the link adds, in seconds.
-    rtt: Vec<f64>,
-    pairs: BTreeMap<(HostId, HostId), Pair>,
+    pub(crate) rtt: Vec<f64>,
+    /// Per host: the hosts to or from which the path was measured by itself, in ascending order.
+    /// Each pair is in the lists of both hosts.
+    peers: Vec<Vec<Peer>>,
+    has_pairs: bool,
 }
 
 /// The link or path that limits the transfers of a step.
@@ -249,12 +252,40 @@ impl Bottleneck {
     }
 }
 
-/// The measurements of a path that replace those of its links.
+/// The measurements of a path that replace those of its links, as one of its hosts sees them.
 #[derive(Debug, Clone, Copy)]
-struct Pair {
+pub(crate) struct Peer {
+    pub(crate) host: HostId,
+    /// The path to the peer.
+    to: Option<Path>,
+    /// The path from the peer.
+    from: Option<Path>,
+}
+
+/// The measurements of one direction of a path.
+#[derive(Debug, Clone, Copy)]
+struct Path {
     /// The greatest goodput.
     ceiling: Rate,
     rtt: Option<f64>,
+}
+
+impl Peer {
+    /// Returns the greatest goodput to the peer in bytes per second.
+    pub(crate) fn ceiling_to(&self) -> Option<f64> {
+        self.to.map(|path| path.ceiling.bytes_per_s)
+    }
+
+    /// Returns the greatest goodput from the peer in bytes per second.
+    pub(crate) fn ceiling_from(&self) -> Option<f64> {
+        self.from.map(|path| path.ceiling.bytes_per_s)
+    }
+
+    /// Returns the measured round-trip time in seconds.
+    pub(crate) fn rtt(&self) -> Option<f64> {
+        let rtt = |path: Option<Path>| path.and_then(|path| path.rtt);
+        rtt(self.to).or_else(|| rtt(self.from))
+    }
 }
 
 impl Links {
@@ -272,18 +303,29 @@ impl Links {
     pub fn new(topology: &Topology, network: &Network) -> Result<Self, NetworkError> {
         check("the network file", "half_life_s", network.half_life_s, &POSITIVE)?;
         let records = records_by_vertex(topology, network)?;
+        let mut links = Self::of_records(topology, &records, network.half_life_s);
+        links.add_pairs(topology, network)?;
+        Ok(links)
+    }
+
+    /// Returns the rates that the hosts' interfaces imply, for a cluster without measurements.
+    #[must_use]
+    pub fn nominal(topology: &Topology) -> Self {
+        Self::of_records(topology, &vec![None; topology.vertices()], default_half_life())
+    }
+
+    fn of_records(topology: &Topology, records: &[Option<&LinkRecord>], half_life_s: f64) -> Self {
         let direction = |measurement: fn(&LinkRecord) -> Option<Measurement>| {
-            resolve(topology, |vertex| records[vertex].and_then(measurement), network.half_life_s)
+            resolve(topology, |vertex| records[vertex].and_then(measurement), half_life_s)
         };
         let rtt_of = |record: &Option<&LinkRecord>| record.and_then(|record| record.rtt_us);
-        let mut links = Self {
+        Self {
             up: direction(|record| record.up),
             down: direction(|record| record.down),
             rtt: records.iter().map(|record| rtt_of(record).unwrap_or(0.0) / 1e6).collect(),
-            pairs: BTreeMap::new(),
-        };
-        links.add_pairs(topology, network)?;
-        Ok(links)
+            peers: vec![vec![]; topology.hosts().len()],
+            has_pairs: false,
+        }
     }
 
     fn add_pairs(&mut self, topology: &Topology, network: &Network) -> Result<(), NetworkError> {
@@ -293,6 +335,7 @@ impl Links {
             let host = hosts.get(name).copied().map(HostId);
             host.ok_or_else(|| NetworkError::Unknown(name.clone()))
         };
+        self.has_pairs = !network.pairs.is_empty();
         for record in &network.pairs {
             let ends = (find(&record.from)?, find(&record.to)?);
             if ends.0 == ends.1 {
@@ -305,12 +348,34 @@ impl Links {
             let bytes_per_s = slowest.map_or(f64::INFINITY, |rate| rate.bytes_per_s);
             let links = Rate { bytes_per_s, source: Source::Inferred, confidence: 0.0 };
             let ceiling = record.path.blend(links, network.half_life_s);
-            let pair = Pair { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
-            if self.pairs.insert(ends, pair).is_some() {
+            let path = Path { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
+            if self.peer(ends.0, ends.1).to.replace(path).is_some() {
                 return Err(NetworkError::Twice(of));
             }
+            self.peer(ends.1, ends.0).from = Some(path);
         }
         Ok(())
+    }
+
+    /// Returns the record of a peer at a host, which is added if it is missing.
+    fn peer(&mut self, host: HostId, peer: HostId) -> &mut Peer {
+        let peers = &mut self.peers[host.0];
+        let index = peers.binary_search_by_key(&peer, |known| known.host).unwrap_or_else(|index| {
+            peers.insert(index, Peer { host: peer, to: None, from: None });
+            index
+        });
+        &mut peers[index]
+    }
+
+    /// Returns the measurements of the paths between a host and another one.
+    fn measured(&self, host: HostId, peer: HostId) -> Option<&Peer> {
+        let peers = &self.peers[host.0];
+        peers.binary_search_by_key(&peer, |known| known.host).ok().map(|index| &peers[index])
+    }
+
+    /// Returns the hosts to or from which the path was measured by itself.
+    pub(crate) fn peers(&self, host: HostId) -> &[Peer] {
+        &self.peers[host.0]
     }
 
     /// Returns the rate of the slowest link between two hosts. `None` from a host to itself.
@@ -328,17 +393,21 @@ impl Links {
     #[must_use]
     pub fn path(&self, topology: &Topology, from: HostId, to: HostId) -> Option<Rate> {
         let link = self.slowest_link(topology, from, to)?;
-        let path = self.pairs.get(&(from, to)).map(|pair| pair.ceiling);
+        let path = self.measured(from, to).and_then(|peer| peer.to).map(|path| path.ceiling);
         Some(path.filter(|path| path.bytes_per_s < link.bytes_per_s).unwrap_or(link))
     }
 
     /// Returns the round-trip time between two hosts in seconds: zero from a host to itself.
     #[must_use]
     pub fn rtt(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
-        let measured = |one, other| self.pairs.get(&(one, other)).and_then(|pair| pair.rtt);
-        if let Some(rtt) = measured(from, to).or_else(|| measured(to, from)) {
+        if let Some(rtt) = self.measured(from, to).and_then(Peer::rtt) {
             return rtt;
         }
+        self.rtt_of_links(topology, from, to)
+    }
+
+    /// Returns the round-trip time of the links between two hosts in seconds.
+    pub(crate) fn rtt_of_links(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
         let (from, to) = (topology.leaf(from), topology.leaf(to));
         let meet = topology.meet(from, to);
         let below = |vertex: &VertexId| *vertex != meet;
@@ -350,7 +419,7 @@ impl Links {
     /// the path was measured by itself.
     #[must_use]
     pub fn ceiling(&self, from: HostId, to: HostId) -> Option<f64> {
-        self.pairs.get(&(from, to)).map(|pair| pair.ceiling.bytes_per_s)
+        self.measured(from, to)?.ceiling_to()
     }
 
     /// Returns the rate of a vertex's link to its parent.
@@ -371,7 +440,9 @@ impl Links {
             if is_best { 1.0 + uncertainty } else { 1.0 / (1.0 + uncertainty) }
         };
         let mut links = self.clone();
-        let paths = links.pairs.values_mut().map(|pair| &mut pair.ceiling);
+        let paths =
+            links.peers.iter_mut().flatten().flat_map(|peer| [&mut peer.to, &mut peer.from]);
+        let paths = paths.flatten().map(|path| &mut path.ceiling);
         for rate in links.up.iter_mut().chain(&mut links.down).chain(paths) {
             rate.bytes_per_s *= factor(rate.uncertainty());
         }
@@ -385,11 +456,25 @@ impl Links {
             Bottleneck::None => return None,
             Bottleneck::Up(vertex) => links.up[vertex.0].bytes_per_s *= 2.0,
             Bottleneck::Down(vertex) => links.down[vertex.0].bytes_per_s *= 2.0,
-            Bottleneck::Path(from, to) => {
-                links.pairs.get_mut(&(from, to))?.ceiling.bytes_per_s *= 2.0
-            }
+            Bottleneck::Path(from, to) => links.change_ceiling(from, to, |rate| rate * 2.0),
         }
         Some(links)
+    }
+
+    /// Changes the ceiling of a path that was measured by itself.
+    pub(crate) fn change_ceiling(
+        &mut self,
+        from: HostId,
+        to: HostId,
+        changed: impl Fn(f64) -> f64,
+    ) {
+        let change = |path: &mut Option<Path>| {
+            if let Some(path) = path {
+                path.ceiling.bytes_per_s = changed(path.ceiling.bytes_per_s);
+            }
+        };
+        change(&mut self.peer(from, to).to);
+        change(&mut self.peer(to, from).from);
     }
 
     /// Returns whether the links of two vertices have the same rates and delays.
@@ -399,8 +484,8 @@ impl Links {
     }
 
     /// Returns whether any path was measured by itself.
-    pub(crate) fn has_pairs(&self) -> bool {
-        !self.pairs.is_empty()
+    pub(crate) const fn has_pairs(&self) -> bool {
+        self.has_pairs
     }
 }
 

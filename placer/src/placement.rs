@@ -1,8 +1,12 @@
 //! The hosts of a job's ranks and aggregators.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::topology::HostId;
+use serde::{Deserialize, Serialize};
+
+use crate::job::Job;
+use crate::topology::{HostId, Topology, VertexId};
 
 /// The hosts of a job: per host, the number of ranks and of aggregators.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,7 +17,133 @@ pub struct Placement {
     pub aggregators: Vec<u32>,
 }
 
+/// The hosts of a job as `racksum place --format json` prints them. Other keys are ignored.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PlacementRecord {
+    /// The hosts in use.
+    pub hosts: Vec<HostRecord>,
+    /// The aggregators of racks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub racks: Vec<RackRecord>,
+}
+
+/// The aggregator of a rack.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RackRecord {
+    /// The host's name.
+    pub host: String,
+}
+
+/// The ranks and aggregators of a host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HostRecord {
+    /// The host's name.
+    pub host: String,
+    /// The numbers of the ranks.
+    #[serde(default)]
+    pub ranks: Vec<u32>,
+    /// The number of aggregators.
+    #[serde(default)]
+    pub aggregators: u32,
+}
+
+/// The error for a placement that does not fit its job or the cluster.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum PlacementError {
+    /// The inventory does not list a host.
+    #[error("the placement of job {job:?} names host {host:?}, which the inventory does not list")]
+    Unknown {
+        /// The job's name.
+        job: String,
+        /// The host's name.
+        host: String,
+    },
+    /// A host is listed twice.
+    #[error("the placement of job {job:?} lists host {host:?} twice; list each host once")]
+    Twice {
+        /// The job's name.
+        job: String,
+        /// The host's name.
+        host: String,
+    },
+    /// A rank is missing, placed twice, or none of the job's.
+    #[error(
+        "the placement of job {job:?} does not have each rank from 0 to {last} once; see \
+         rank {rank}"
+    )]
+    Rank {
+        /// The job's name.
+        job: String,
+        /// The last rank of the job.
+        last: u32,
+        /// A rank that is missing, placed twice, or none of the job's.
+        rank: u32,
+    },
+    /// The placement has aggregators of racks, where only one without these can be used.
+    #[error("the placement of job {job:?} has racks; only placements without racks are supported")]
+    Racks {
+        /// The job's name.
+        job: String,
+    },
+    /// The number of aggregators is not the job's.
+    #[error("the placement of job {job:?} has {placed} aggregators, and the job has {needed}")]
+    Aggregators {
+        /// The job's name.
+        job: String,
+        /// The number in the placement.
+        placed: u64,
+        /// The number in the job.
+        needed: u32,
+    },
+}
+
 impl Placement {
+    /// Reads the placement of a job.
+    ///
+    /// # Errors
+    /// If a host is unknown or listed twice, or the ranks and aggregators are not those of the job.
+    pub fn of_record(
+        topology: &Topology,
+        job: &Job,
+        record: &PlacementRecord,
+    ) -> Result<Self, PlacementError> {
+        let name = || job.name.clone();
+        let hosts: BTreeMap<_, _> =
+            topology.host_ids().map(|host| (topology.host(host).name.as_str(), host.0)).collect();
+        if !record.racks.is_empty() {
+            return Err(PlacementError::Racks { job: name() });
+        }
+        let none = vec![0; hosts.len()];
+        let mut placement = Self { ranks: none.clone(), aggregators: none };
+        let mut ranks = vec![];
+        for HostRecord { host, ranks: of_host, aggregators } in &record.hosts {
+            let unknown = || PlacementError::Unknown { job: name(), host: host.clone() };
+            let index = *hosts.get(host.as_str()).ok_or_else(unknown)?;
+            if placement.uses(index) {
+                return Err(PlacementError::Twice { job: name(), host: host.clone() });
+            }
+            placement.ranks[index] = u32::try_from(of_host.len()).unwrap_or(u32::MAX);
+            placement.aggregators[index] = *aggregators;
+            ranks.extend(of_host);
+        }
+        ranks.sort_unstable();
+        let wrong = (0..).zip(&ranks).find(|(expected, rank)| expected != *rank);
+        let wrong = wrong.map(|(expected, rank)| expected.min(*rank));
+        let placed = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
+        let differing = || (placed != job.ranks).then(|| placed.min(job.ranks));
+        if let Some(rank) = wrong.or_else(differing) {
+            let last = job.ranks.saturating_sub(1);
+            return Err(PlacementError::Rank { job: name(), last, rank });
+        }
+        let placed = placement.aggregators.iter().copied().map(u64::from).sum();
+        if let Some(needed) = job.aggregators.given()
+            && placed != u64::from(needed)
+        {
+            return Err(PlacementError::Aggregators { job: name(), placed, needed });
+        }
+        Ok(placement)
+    }
+
     /// Returns the hosts in use, each with the numbers of its ranks and of its aggregators.
     ///
     /// Ranks are numbered in the order of the hosts, so that ranks of one domain have
@@ -27,6 +157,22 @@ impl Placement {
         let hosts = numbered.zip(&self.aggregators).enumerate();
         let used = hosts.filter(|(_, (ranks, aggregators))| !ranks.is_empty() || **aggregators > 0);
         used.map(|(host, (ranks, aggregators))| (HostId(host), ranks, *aggregators))
+    }
+
+    /// Returns the numbers of ranks and aggregators in the subtree of each vertex of a domain.
+    pub(crate) fn by_vertex(&self, topology: &Topology, domain: VertexId) -> Vec<(u32, u32)> {
+        let mut behind = vec![(0, 0); topology.subtree(domain).len()];
+        for host in topology.hosts_of(domain) {
+            let leaf = topology.leaf(HostId(host)).0 - domain.0;
+            behind[leaf] = (self.ranks[host], self.aggregators[host]);
+        }
+        for index in (1..behind.len()).rev() {
+            let (ranks, aggregators) = behind[index];
+            let parent = topology.parent(VertexId(domain.0 + index)).unwrap_or(domain);
+            behind[parent.0 - domain.0].0 += ranks;
+            behind[parent.0 - domain.0].1 += aggregators;
+        }
+        behind
     }
 
     /// Returns whether a host has a rank or an aggregator.

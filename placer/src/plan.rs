@@ -1,12 +1,14 @@
 //! Plans: where a job's ranks and aggregators go, how long a step takes, and how good that is.
 
 use crate::constraint::{Constraint, Relief, lifted, reliefs};
-use crate::job::Job;
-use crate::model::{StepTime, step_range_s};
+use crate::job::{Job, Setting};
+use crate::model::{StepTime, step_time};
 use crate::network::Links;
 use crate::placement::Placement;
 use crate::problem::{JobError, Problem};
-use crate::search::{self, Found, Relaxed};
+use crate::racks::{Tree, tree_step_time};
+use crate::search::{self, Found};
+use crate::standby::{Standby, standbys};
 use crate::topology::{Topology, VertexId};
 
 /// The hosts chosen for a job's ranks and aggregators.
@@ -16,12 +18,14 @@ pub struct Plan {
     pub placement: Placement,
     /// The expected time of a step.
     pub time: StepTime,
-    /// The shortest and the longest step that the uncertain rates of the links allow, in seconds.
-    pub range_s: (f64, f64),
     /// No placement in `domain` has a shorter step, in seconds.
     pub bound_s: f64,
     /// The domain that the job stays in.
     pub domain: VertexId,
+    /// The aggregators that can take over, in the order in which the job moves to them.
+    pub standbys: Vec<Standby>,
+    /// The aggregators of racks, if the job has any.
+    pub tree: Option<Tree>,
 }
 
 /// The error for a job that has no plan.
@@ -53,9 +57,62 @@ pub enum PlanError {
         /// The first constraint without which there is a placement.
         without: Option<Constraint>,
     },
+    /// No hosts for a standby are outside the domains of the other aggregators.
+    #[error(
+        "job {job:?}: no placement of standby {number} found outside each {level} with \
+         aggregators; lower `standbys`, or set `standby_level` to a narrower level or to host"
+    )]
+    NoStandby {
+        /// The job's name.
+        job: String,
+        /// The number of the first standby without hosts, from 1.
+        number: usize,
+        /// The level of whose domains none may hold aggregators of two sets.
+        level: String,
+    },
 }
 
 impl Plan {
+    /// Marks the GPUs and CPU cores that this plan of a job needs as used, so that the next job finds
+    /// what is left. Ranks take the types of GPUs in the order of their names.
+    pub fn occupy(&self, topology: &mut Topology, job: &Job) {
+        let mut aggregators = self.placement.aggregators.clone();
+        for (host, count) in self.standbys.iter().flat_map(Standby::hosts) {
+            aggregators[host.0] += count;
+        }
+        for host in self.tree.iter().flat_map(|tree| &tree.racks) {
+            aggregators[host.0] += 1;
+        }
+        for (id, aggregators) in topology.host_ids().zip(aggregators) {
+            let host = topology.host_mut(id);
+            let mut ranks = self.placement.ranks[id.0];
+            let cpus = ranks.saturating_mul(job.cpus_per_rank);
+            let cpus = cpus.saturating_add(aggregators.saturating_mul(job.cpus_per_aggregator));
+            host.cpus.take(cpus);
+            for (_, gpus) in host.gpus.iter_mut().filter(|(name, _)| job.uses_gpu(name)) {
+                let taken = gpus.free().checked_div(job.gpus_per_rank).unwrap_or(0).min(ranks);
+                gpus.take(taken * job.gpus_per_rank);
+                ranks -= taken;
+            }
+        }
+    }
+
+    /// Returns the step times if all rates are at the better and at the worse end of their
+    /// uncertainty, in seconds. Takes the problem that the plan solves.
+    #[must_use]
+    pub fn range_s(&self, problem: &Problem<'_>) -> (f64, f64) {
+        let at = |is_best: bool| {
+            let links = problem.links.at_limit(is_best);
+            let problem = problem.with_links(&links);
+            let time = self.tree.as_ref().map_or_else(
+                || step_time(&problem, &self.placement),
+                |tree| tree_step_time(&problem, &self.placement, tree),
+            );
+            time.total_s()
+        };
+        (at(true), at(false))
+    }
+
     /// Returns how much longer the step is than the bound, as a share of the bound. `None` if the
     /// bound is zero and the step is not.
     #[must_use]
@@ -78,24 +135,69 @@ impl Plan {
 /// # Errors
 /// If the job's numbers are wrong, or the job does not fit.
 pub fn plan(topology: &Topology, links: &Links, job: &Job) -> Result<Plan, PlanError> {
-    let problem = Problem::new(topology, links, job)?;
+    let job = with_aggregators(topology, links, job)?;
+    plan_problem(&Problem::new(topology, links, &job)?)
+}
+
+/// Returns a job whose number of aggregators is given: where the job leaves it to the planner, the
+/// least number from 1 to 16 whose step is at most 1 % longer than the shortest one.
+///
+/// # Errors
+/// If the job's numbers are wrong.
+pub fn with_aggregators(topology: &Topology, links: &Links, job: &Job) -> Result<Job, JobError> {
+    let with = |aggregators: u32| Job { aggregators: aggregators.into(), ..job.clone() };
+    if job.aggregators.given().is_some() {
+        return Ok(job.clone());
+    }
+    if job.racks == Setting::Given(true) {
+        return Ok(with(1));
+    }
+    let mut steps_s = vec![];
+    for aggregators in 1..=MOST_CHOSEN {
+        let problem = Problem::new(topology, links, &with(aggregators))?;
+        let plan = if problem.room() < job.ranks { None } else { best_plan(&problem) };
+        steps_s.extend(plan.map(|plan| (aggregators, plan.time.total_s())));
+    }
+    let least_s = steps_s.iter().map(|(_, step_s)| *step_s).fold(f64::INFINITY, f64::min);
+    let chosen = steps_s.iter().find(|(_, step_s)| *step_s <= least_s * SHORT_ENOUGH);
+    // Without any plan, one aggregator gives the reason.
+    Ok(with(chosen.map_or(1, |(aggregators, _)| *aggregators)))
+}
+
+/// Like [`plan`], for a job that was combined with its cluster before.
+///
+/// # Errors
+/// If the job does not fit.
+pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
+    let Problem { topology, links, job, .. } = problem;
     let room = problem.room();
     if room < job.ranks {
         let reliefs = reliefs(topology, links, job, room);
         return Err(PlanError::Room { job: job.name.clone(), ranks: job.ranks, room, reliefs });
     }
-    best_plan(&problem).ok_or_else(|| {
+    let plan = best_plan(problem).ok_or_else(|| {
         let mut lifted = lifted(topology, links, job);
         let without = lifted.find(|(_, problem)| best_plan(problem).is_some());
         let without = without.map(|(constraint, _)| constraint);
         PlanError::NoPlacement { job: job.name.clone(), without }
-    })
+    })?;
+    let standbys = standbys(problem, &plan.placement, plan.domain);
+    if standbys.len() < job.standbys as usize {
+        let level = job.standby_level.clone().or_else(|| topology.levels().last().cloned());
+        return Err(PlanError::NoStandby {
+            job: job.name.clone(),
+            number: standbys.len() + 1,
+            level: level.unwrap_or_else(|| "host".into()),
+        });
+    }
+    Ok(Plan { standbys, ..plan })
 }
 
 /// Returns the plan that [`plan`] describes.
 pub(crate) fn best_plan(problem: &Problem<'_>) -> Option<Plan> {
+    let widen_gain = problem.job.widen_gain;
     problem.depths().rev().fold(None, |best: Option<Plan>, depth| {
-        let worth_s = best.as_ref().map(|best| best.time.total_s() * (1.0 - problem.widen_gain));
+        let worth_s = best.as_ref().map(|best| best.time.total_s() * (1.0 - widen_gain));
         best_at(problem, depth, worth_s.unwrap_or(f64::INFINITY)).or(best)
     })
 }
@@ -103,36 +205,71 @@ pub(crate) fn best_plan(problem: &Problem<'_>) -> Option<Plan> {
 /// Returns the best plan in one domain of a depth, if its step is shorter than `below_s` seconds.
 fn best_at(problem: &Problem<'_>, depth: usize, below_s: f64) -> Option<Plan> {
     let domains = problem.topology.domains(depth);
-    let mut domains: Vec<_> = domains.filter_map(|d| Some((d, relaxed(problem, d)?))).collect();
-    // The first of equals is searched first, so that the plan does not depend on the order.
-    domains.sort_by(|(one, bound), (other, other_bound)| {
-        bound.transfer_s.total_cmp(&other_bound.transfer_s).then(one.cmp(other))
-    });
-    domains.into_iter().fold(None, |best: Option<Plan>, (domain, relaxed)| {
+    let domains = domains.filter(|domain| problem.rooms[domain.0] >= problem.traffic.ranks);
+    let mut domains: Vec<_> = domains.collect();
+    if domains.len() > MOST_SEARCHED && problem.job.racks != Setting::Given(true) {
+        domains = promising(problem, domains, below_s);
+    }
+    domains.into_iter().fold(None, |best: Option<Plan>, domain| {
         let below_s = best.as_ref().map_or(below_s, |best| best.time.total_s());
-        if relaxed.transfer_s >= below_s {
-            return best;
-        }
-        let plan = planned(problem, domain, relaxed);
-        plan.filter(|plan| plan.time.total_s() < below_s).or(best)
+        plan_in(problem, domain, below_s).or(best)
     })
 }
 
-/// Returns the best placement that the search finds in a domain.
-pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId) -> Option<Plan> {
-    planned(problem, domain, relaxed(problem, domain)?)
+/// Returns the domains whose searches start with the shortest steps, the shortest first. Leaves out
+/// those in which no step is shorter than `below_s` seconds or than the start of another search.
+fn promising(problem: &Problem<'_>, domains: Vec<VertexId>, below_s: f64) -> Vec<VertexId> {
+    let mut least_s = below_s;
+    let mut starts = vec![];
+    for domain in domains {
+        if let Some(relaxed) = search::relax(problem, domain, least_s) {
+            let start = search::start(problem, domain, &relaxed);
+            let start_s = start.map_or(f64::INFINITY, |start| start.time.total_s());
+            least_s = least_s.min(start_s);
+            starts.push((start_s, domain));
+        }
+    }
+    starts.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
+    starts.truncate(MOST_SEARCHED);
+    starts.into_iter().map(|(_, domain)| domain).collect()
 }
 
-fn relaxed(problem: &Problem<'_>, domain: VertexId) -> Option<Relaxed> {
-    let has_room = problem.rooms[domain.0] >= problem.traffic.ranks;
-    has_room.then(|| search::relax(problem, domain))?
+/// Returns the best placement that the search finds in a domain, if its step is shorter than
+/// `below_s` seconds.
+pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
+    if problem.rooms[domain.0] < problem.traffic.ranks {
+        return None;
+    }
+    let flat = (problem.job.racks != Setting::Given(true))
+        .then(|| flat_in(problem, domain, below_s))
+        .flatten();
+    if !problem.may_have_racks() {
+        return flat;
+    }
+    let flat_s = flat.as_ref().map_or(below_s, |flat| flat.time.total_s());
+    let tree = tree_in(problem, domain, flat_s);
+    let flat_bound_s = flat.as_ref().map_or(f64::INFINITY, |flat| flat.bound_s);
+    tree.map(|tree| Plan { bound_s: tree.bound_s.min(flat_bound_s), ..tree }).or(flat)
 }
 
-fn planned(problem: &Problem<'_>, domain: VertexId, relaxed: Relaxed) -> Option<Plan> {
-    let (found, bound_s) = search::search(problem, domain, relaxed)?;
-    let Found { placement, time } = found;
-    let range_s = step_range_s(problem, &placement);
-    Some(Plan { placement, time, range_s, bound_s: bound_s.min(time.total_s()), domain })
+fn flat_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
+    let relaxed = search::relax(problem, domain, below_s)?;
+    let (Found { placement, time }, bound_s) = search::search(problem, domain, &relaxed)?;
+    let bound_s = bound_s.min(time.total_s());
+    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree: None };
+    (time.total_s() < below_s).then_some(plan)
+}
+
+/// Like [`flat_in`], with an aggregator in each rack.
+fn tree_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
+    if problem.topology.depth(domain) > problem.topology.levels().len() {
+        return None;
+    }
+    let (placement, tree, bound_s) = search::racks::search(problem, domain, below_s)?;
+    let time = tree_step_time(problem, &placement, &tree);
+    let bound_s = bound_s.min(time.total_s());
+    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree: Some(tree) };
+    (time.total_s() < below_s).then_some(plan)
 }
 
 fn relief_text(relief: &Relief, ranks: u32) -> String {
@@ -147,3 +284,10 @@ fn relief_text(relief: &Relief, ranks: u32) -> String {
 fn cause(without: Option<Constraint>) -> String {
     without.map_or_else(String::new, |constraint| format!("; without {constraint}, there is one"))
 }
+
+/// The greatest number of domains of one level that are searched.
+const MOST_SEARCHED: usize = 16;
+/// The greatest number of aggregators that the planner chooses. Each costs one plan.
+const MOST_CHOSEN: u32 = 16;
+/// Steps of different numbers of aggregators within this factor count as equal.
+const SHORT_ENOUGH: f64 = 1.01;

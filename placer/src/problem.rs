@@ -3,7 +3,7 @@
 use std::ops::{Range, RangeInclusive};
 
 use crate::inventory::Host;
-use crate::job::{Job, Selector, selects};
+use crate::job::{Job, Selector, Setting, selects};
 use crate::network::Links;
 use crate::placement::Placement;
 use crate::topology::{HostId, Topology, VertexId};
@@ -22,19 +22,9 @@ pub struct Problem<'a> {
     pub(crate) rooms: Vec<u32>,
     /// The depth of the narrowest domains to which the job may be confined.
     pub(crate) scope: usize,
-    /// Whether it must not leave them at all.
-    requires_scope: bool,
-    /// The share of the step time that a wider domain must save.
-    pub(crate) widen_gain: f64,
-    needs: Needs,
-}
-
-/// The needs of a job's ranks and aggregators at a host.
-#[derive(Debug, Clone, Copy)]
-struct Needs {
-    cpus_per_rank: u32,
-    cpus_per_aggregator: u32,
-    has_dedicated_aggregators: bool,
+    /// The depth of the domains of which none may hold aggregators of two sets.
+    pub(crate) standby_depth: usize,
+    pub(crate) job: Job,
 }
 
 /// The bytes that a job sends in one step.
@@ -119,6 +109,39 @@ pub enum JobError {
         /// The job's name.
         job: String,
     },
+    /// The job has racks, and something that does not work with these.
+    #[error("job {job:?}: racks is true, so {rule}")]
+    Racks {
+        /// The job's name.
+        job: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// The number of aggregators is left to the planner, and nothing has chosen it yet.
+    #[error("job {job:?}: aggregators is auto; choose a number first")]
+    Undecided {
+        /// The job's name.
+        job: String,
+    },
+    /// An aggregator has more shards, which are threads, than CPU cores.
+    #[error(
+        "job {job:?}: shards is {shards}, but cpus_per_aggregator is {cores}; give each \
+         shard a core"
+    )]
+    Shards {
+        /// The job's name.
+        job: String,
+        /// The shards of an aggregator.
+        shards: u32,
+        /// The cores of an aggregator.
+        cores: u32,
+    },
+    /// The job names a level for its standbys, and has no standby.
+    #[error("job {job:?}: standby_level is given, but standbys is 0; raise standbys")]
+    NoStandbys {
+        /// The job's name.
+        job: String,
+    },
     /// The job names a level that the inventory does not have.
     #[error("job {job:?}: unknown level {level:?}; {}", known_levels(known))]
     Level {
@@ -157,30 +180,25 @@ impl<'a> Problem<'a> {
         job: &Job,
         seats: Vec<Seats>,
     ) -> Result<Self, JobError> {
-        check(job)?;
+        let aggregators = check(job)?;
         let limits = limits(topology, job)?;
         let scope = job.scope.as_ref().and_then(|scope| topology.depth_of(scope));
         Ok(Self {
             topology,
             links,
-            traffic: Traffic::of(job),
+            traffic: Traffic::of(job, aggregators),
             rooms: rooms(topology, &seats, &limits),
             seats,
             limits,
             scope: scope.unwrap_or_else(|| topology.levels().len()),
-            requires_scope: job.requires_scope,
-            widen_gain: job.widen_gain,
-            needs: Needs {
-                cpus_per_rank: job.cpus_per_rank,
-                cpus_per_aggregator: job.cpus_per_aggregator,
-                has_dedicated_aggregators: job.has_dedicated_aggregators,
-            },
+            standby_depth: standby_depth(topology, job)?,
+            job: job.clone(),
         })
     }
 
     /// Returns the depths of the domains that the job may use, the narrowest last.
     pub(crate) fn depths(&self) -> RangeInclusive<usize> {
-        if self.requires_scope { self.scope..=self.scope } else { 0..=self.scope }
+        if self.job.requires_scope { self.scope..=self.scope } else { 0..=self.scope }
     }
 
     /// Returns the number of ranks for which the domains that the job may use have room.
@@ -198,6 +216,21 @@ impl<'a> Problem<'a> {
         Problem { links, ..problem }
     }
 
+    /// Returns whether racks may have aggregators of their own. These do not work with several
+    /// roots or with standbys.
+    pub(crate) fn may_have_racks(&self) -> bool {
+        let has_one_root = self.traffic.aggregators == 1 && self.job.standbys == 0;
+        self.job.racks != Setting::Given(false) && has_one_root
+    }
+
+    /// Returns this problem with other seats. The change takes a host and its seats.
+    pub(crate) fn with_changed_seats(&self, change: impl Fn(usize, &mut Seats)) -> Self {
+        let mut problem = self.clone();
+        problem.seats.iter_mut().enumerate().for_each(|(host, seats)| change(host, seats));
+        problem.rooms = rooms(self.topology, &problem.seats, &problem.limits);
+        problem
+    }
+
     /// Returns this problem with the seats that another one has on some hosts.
     pub(crate) fn with_seats_of(&self, other: &Self, hosts: Range<usize>) -> Self {
         let mut problem = self.clone();
@@ -208,15 +241,15 @@ impl<'a> Problem<'a> {
 
     /// Returns the number of ranks that a host can take beside this many aggregators.
     pub(crate) fn ranks_beside(&self, host: usize, aggregators: u32) -> u32 {
-        let (seats, needs) = (&self.seats[host], self.needs);
+        let (seats, job) = (&self.seats[host], &self.job);
         if aggregators == 0 {
             return seats.ranks;
         }
-        if needs.has_dedicated_aggregators {
+        if job.has_dedicated_aggregators {
             return 0;
         }
-        let taken = aggregators.saturating_mul(needs.cpus_per_aggregator);
-        let by_cpus = seats.cpus.saturating_sub(taken).checked_div(needs.cpus_per_rank);
+        let taken = aggregators.saturating_mul(job.cpus_per_aggregator);
+        let by_cpus = seats.cpus.saturating_sub(taken).checked_div(job.cpus_per_rank);
         seats.ranks.min(by_cpus.unwrap_or(u32::MAX))
     }
 
@@ -258,12 +291,12 @@ impl<'a> Problem<'a> {
 }
 
 impl Traffic {
-    fn of(job: &Job) -> Self {
+    fn of(job: &Job, aggregators: u32) -> Self {
         #[expect(clippy::cast_precision_loss, reason = "a step has far fewer than 2^53 bytes")]
         let bytes = job.bytes as f64 * OVERHEAD;
         Self {
             ranks: job.ranks,
-            aggregators: job.aggregators,
+            aggregators,
             contribution: bytes * job.own_density,
             result: bytes * job.union_density,
             is_multicast: job.is_multicast,
@@ -303,7 +336,8 @@ impl Seats {
         }
         let cpus = host.cpus.free();
         let aggregators = cpus.checked_div(job.cpus_per_aggregator);
-        let aggregators = aggregators.unwrap_or(u32::MAX).min(job.aggregators);
+        let most = job.aggregators.given().unwrap_or(MOST_AGGREGATORS);
+        let aggregators = aggregators.unwrap_or(most).min(most);
         let (gpus, needed) = (free_gpus(host, job), job.gpus_per_rank);
         let by_gpus = gpus.checked_div(needed).unwrap_or(u32::MAX);
         let by_cpus = cpus.checked_div(job.cpus_per_rank).unwrap_or(u32::MAX);
@@ -335,29 +369,42 @@ fn barred(host: &Host, job: &Job) -> Option<Exclusion> {
 /// Returns the free GPUs of a host that ranks of a job can use. A rank uses GPUs of one type, so
 /// what is left over of each type does not count.
 pub(crate) fn free_gpus(host: &Host, job: &Job) -> u32 {
-    let serves = |name: &String| job.gpu_type.as_ref().is_none_or(|wanted| wanted == name);
-    let free = host.gpus.iter().filter(|(name, _)| serves(name)).map(|(_, gpus)| gpus.free());
+    let usable = host.gpus.iter().filter(|(name, _)| job.uses_gpu(name));
+    let free = usable.map(|(_, gpus)| gpus.free());
     let needed = job.gpus_per_rank.max(1);
     free.map(|free| free - free % needed).fold(0, u32::saturating_add)
 }
 
+/// Returns the depth of a level that a job names.
+fn depth_of(topology: &Topology, job: &Job, level: &str) -> Result<usize, JobError> {
+    topology.depth_of(level).ok_or_else(|| JobError::Level {
+        job: job.name.clone(),
+        level: level.into(),
+        known: topology.levels().to_vec(),
+    })
+}
+
+/// Returns the depth of the domains of which none may hold aggregators of two sets.
+fn standby_depth(topology: &Topology, job: &Job) -> Result<usize, JobError> {
+    let innermost = topology.levels().len();
+    match &job.standby_level {
+        Some(_) if job.standbys == 0 => Err(JobError::NoStandbys { job: job.name.clone() }),
+        Some(level) if level == "host" => Ok(innermost + 1),
+        Some(level) => depth_of(topology, job, level),
+        None => Ok(if innermost == 0 { 1 } else { innermost }),
+    }
+}
+
 /// Returns the greatest number of ranks in each subtree.
 fn limits(topology: &Topology, job: &Job) -> Result<Vec<u32>, JobError> {
-    let depth_of = |level: &String| {
-        topology.depth_of(level).ok_or_else(|| JobError::Level {
-            job: job.name.clone(),
-            level: level.clone(),
-            known: topology.levels().to_vec(),
-        })
-    };
     match &job.scope {
-        Some(scope) => _ = depth_of(scope)?,
+        Some(scope) => _ = depth_of(topology, job, scope)?,
         None if job.requires_scope => return Err(JobError::NoScope { job: job.name.clone() }),
         None => {}
     }
     let mut limits = vec![job.ranks; topology.vertices()];
     for (level, limit) in &job.max_ranks_per_domain {
-        let depth = depth_of(level)?;
+        let depth = depth_of(topology, job, level)?;
         for (vertex, found) in limits.iter_mut().enumerate() {
             if topology.depth(VertexId(vertex)) == depth {
                 *found = job.ranks.min(*limit);
@@ -395,7 +442,10 @@ fn known_levels(known: &[String]) -> String {
     }
 }
 
-fn check(job: &Job) -> Result<(), JobError> {
+/// Checks the numbers of a job. Returns the number of its aggregators.
+fn check(job: &Job) -> Result<u32, JobError> {
+    let undecided = || JobError::Undecided { job: job.name.clone() };
+    let aggregators = job.aggregators.given().ok_or_else(undecided)?;
     let share = 0.0..=1.0;
     let at_least_one = "at least 1";
     let is_plain = !job.name.is_empty() && !job.name.contains(char::is_control);
@@ -405,12 +455,13 @@ fn check(job: &Job) -> Result<(), JobError> {
     let a_share = "a number from 0 to 1";
     #[expect(clippy::cast_precision_loss, reason = "only zero is rejected")]
     let bytes = job.bytes as f64;
-    let checks: [(_, f64, bool, _); 6] = [
+    let checks: [(_, f64, bool, _); 7] = [
+        ("standbys", job.standbys.into(), job.standbys <= MOST_STANDBYS, "from 0 to 8"),
         ("ranks", job.ranks.into(), (1..=MOST_RANKS).contains(&job.ranks), "from 1 to 65536"),
         (
             "aggregators",
-            job.aggregators.into(),
-            (1..=MOST_AGGREGATORS).contains(&job.aggregators),
+            aggregators.into(),
+            (1..=MOST_AGGREGATORS).contains(&aggregators),
             "from 1 to 1024",
         ),
         ("bytes", bytes, job.bytes > 0, at_least_one),
@@ -428,12 +479,35 @@ fn check(job: &Job) -> Result<(), JobError> {
             return Err(JobError::Value { job: job.name.clone(), field, value, range });
         }
     }
-    Ok(())
+    if job.racks == Setting::Given(true) {
+        let (standbys, job) = (job.standbys, || job.name.clone());
+        if aggregators != 1 {
+            return Err(JobError::Racks { job: job(), rule: "aggregators must be 1, the root" });
+        }
+        if standbys > 0 {
+            return Err(JobError::Racks { job: job(), rule: "standbys must be 0" });
+        }
+    }
+    if let Some(shards) = job.shards {
+        let cores = job.cpus_per_aggregator;
+        if !(1..=MOST_SHARDS).contains(&shards) {
+            let (value, range) = (shards.into(), "from 1 to 64");
+            return Err(JobError::Value { job: job.name.clone(), field: "shards", value, range });
+        }
+        if cores > 0 && shards > cores {
+            return Err(JobError::Shards { job: job.name.clone(), shards, cores });
+        }
+    }
+    Ok(aggregators)
 }
 
+/// The greatest number of shards of an aggregator.
+pub(crate) const MOST_SHARDS: u32 = 64;
 /// The greatest number of ranks of a job.
 const MOST_RANKS: u32 = 65_536;
 /// The greatest number of aggregators of a job. The search takes time in its square.
 const MOST_AGGREGATORS: u32 = 1024;
+/// The greatest number of standbys of a job.
+const MOST_STANDBYS: u32 = 8;
 /// Headers and packing add at most this factor to the bytes of an op (invariant I3).
 const OVERHEAD: f64 = 1.06;

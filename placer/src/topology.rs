@@ -230,6 +230,10 @@ impl Topology {
         self.hosts.iter().position(|host| host.name == name).map(HostId)
     }
 
+    pub(crate) fn host_mut(&mut self, host: HostId) -> &mut Host {
+        &mut self.hosts[host.0]
+    }
+
     /// Returns the innermost domain of a host.
     #[must_use]
     pub fn domain_of(&self, host: HostId) -> VertexId {
@@ -299,8 +303,8 @@ impl Topology {
     }
 
     /// Returns the vertex with this name: a domain's path or a host's name.
-    #[must_use]
-    pub fn vertex(&self, name: &str) -> Option<VertexId> {
+    #[cfg(test)]
+    pub(crate) fn vertex(&self, name: &str) -> Option<VertexId> {
         (1..self.vertices.len()).map(VertexId).find(|vertex| self.name(*vertex) == name)
     }
 

@@ -72,6 +72,7 @@ const ARROWS: [(&str, MayImport); 18] = [
             "racksum-aggregator",
             "racksum-worker",
             "racksum-sim",
+            "racksum-placer",
         ]),
     ),
     ("racksum-tests", MayImport::Any),

@@ -1,6 +1,11 @@
 //! A plan as JSON. docs/placement.md lists the keys.
 
 use racksum_placer::explain::Explanation;
+use racksum_placer::placement::Placement;
+use racksum_placer::racks::Tree;
+use racksum_placer::rebalance;
+use racksum_placer::standby;
+use racksum_placer::topology::{HostId, Topology};
 use serde::Serialize;
 
 use super::Planned;
@@ -17,7 +22,15 @@ struct Document<'a> {
     bound_s: f64,
     gap: Option<f64>,
     bottleneck: Option<String>,
+    /// The shards of each aggregator.
+    shards: u32,
     hosts: Vec<Host<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    racks: Vec<RackAggregator<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    standbys: Vec<Standby<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rebalance: Option<Rebalance<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     explain: Option<Explain<'a>>,
 }
@@ -27,6 +40,55 @@ struct Host<'a> {
     host: &'a str,
     domain: &'a str,
     ranks: Vec<u32>,
+    aggregators: u32,
+}
+
+/// An aggregator that serves one rack, and the host of its parent.
+#[derive(Serialize)]
+struct RackAggregator<'a> {
+    host: &'a str,
+    domain: &'a str,
+    parent: &'a str,
+}
+
+/// The moves of a running job that save enough.
+#[derive(Serialize)]
+struct Rebalance<'a> {
+    /// Whether the job allows its present placement.
+    is_allowed: bool,
+    /// Moves of aggregators alone.
+    aggregators: Option<Proposal<'a>>,
+    /// Moves of ranks too.
+    ranks: Option<Proposal<'a>>,
+}
+
+#[derive(Serialize)]
+struct Proposal<'a> {
+    step_s: f64,
+    saving: f64,
+    aggregator_moves: Vec<Move<'a>>,
+    rank_moves: Vec<Move<'a>>,
+    hosts: Vec<Host<'a>>,
+}
+
+#[derive(Serialize)]
+struct Move<'a> {
+    from: &'a str,
+    to: &'a str,
+    count: u32,
+}
+
+/// A set of aggregators that can take over, and the step time with it.
+#[derive(Serialize)]
+struct Standby<'a> {
+    step_s: f64,
+    hosts: Vec<AggregatorHost<'a>>,
+}
+
+#[derive(Serialize)]
+struct AggregatorHost<'a> {
+    host: &'a str,
+    domain: &'a str,
     aggregators: u32,
 }
 
@@ -55,25 +117,75 @@ struct Help {
 pub(super) fn of(planned: &Planned<'_>) -> String {
     let Planned { topology, plan, .. } = planned;
     let words = Words(topology);
-    let hosts = plan.placement.hosts().map(|(host, ranks, aggregators)| Host {
+    let document = Document {
+        job: &planned.job.name,
+        domain: topology.name(plan.domain),
+        step_s: plan.time.total_s(),
+        step_least_s: planned.range_s.0,
+        step_greatest_s: planned.range_s.1,
+        bound_s: plan.bound_s,
+        gap: plan.gap(),
+        bottleneck: words.bottleneck(plan.time.bottleneck),
+        shards: planned.shards,
+        hosts: hosts_of(topology, &plan.placement),
+        racks: plan.tree.as_ref().map_or_else(Vec::new, |tree| racks_of(topology, tree)),
+        standbys: plan.standbys.iter().map(|standby| standby_of(topology, standby)).collect(),
+        rebalance: planned.rebalance.as_ref().map(|found| Rebalance {
+            is_allowed: found.is_allowed,
+            aggregators: found.aggregators.as_ref().map(|found| proposal_of(topology, found)),
+            ranks: found.ranks.as_ref().map(|found| proposal_of(topology, found)),
+        }),
+        explain: planned.explanation.as_ref().map(|explanation| explain(planned, explanation)),
+    };
+    serde_json::to_string(&document).expect("numbers and texts have a form in JSON")
+}
+
+fn hosts_of<'a>(topology: &'a Topology, placement: &Placement) -> Vec<Host<'a>> {
+    let hosts = placement.hosts().map(|(host, ranks, aggregators)| Host {
         host: &topology.host(host).name,
         domain: topology.name(topology.domain_of(host)),
         ranks: ranks.collect(),
         aggregators,
     });
-    let document = Document {
-        job: &planned.job.name,
-        domain: topology.name(plan.domain),
-        step_s: plan.time.total_s(),
-        step_least_s: plan.range_s.0,
-        step_greatest_s: plan.range_s.1,
-        bound_s: plan.bound_s,
-        gap: plan.gap(),
-        bottleneck: words.bottleneck(plan.time.bottleneck),
-        hosts: hosts.collect(),
-        explain: planned.explanation.as_ref().map(|explanation| explain(planned, explanation)),
+    hosts.collect()
+}
+
+fn proposal_of<'a>(topology: &'a Topology, proposal: &rebalance::Proposal) -> Proposal<'a> {
+    let moves = |moves: &[rebalance::Move]| {
+        let name = |host| topology.host(host).name.as_str();
+        let moves = moves.iter();
+        let moves = moves.map(|moved| Move {
+            from: name(moved.from),
+            to: name(moved.to),
+            count: moved.count,
+        });
+        moves.collect()
     };
-    serde_json::to_string(&document).expect("numbers and texts have a form in JSON")
+    Proposal {
+        step_s: proposal.time.total_s(),
+        saving: proposal.saving,
+        aggregator_moves: moves(&proposal.aggregator_moves),
+        rank_moves: moves(&proposal.rank_moves),
+        hosts: hosts_of(topology, &proposal.placement),
+    }
+}
+
+fn racks_of<'a>(topology: &'a Topology, tree: &Tree) -> Vec<RackAggregator<'a>> {
+    let aggregator = |rack: &HostId| RackAggregator {
+        host: &topology.host(*rack).name,
+        domain: topology.name(topology.domain_of(*rack)),
+        parent: &topology.host(tree.root).name,
+    };
+    tree.racks.iter().map(aggregator).collect()
+}
+
+fn standby_of<'a>(topology: &'a Topology, standby: &standby::Standby) -> Standby<'a> {
+    let hosts = standby.hosts().map(|(host, aggregators)| AggregatorHost {
+        host: &topology.host(host).name,
+        domain: topology.name(topology.domain_of(host)),
+        aggregators,
+    });
+    Standby { step_s: standby.time.total_s(), hosts: hosts.collect() }
 }
 
 fn explain<'a>(planned: &Planned<'a>, explanation: &Explanation) -> Explain<'a> {

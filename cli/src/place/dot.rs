@@ -1,6 +1,8 @@
 //! A plan as a graph for Graphviz.
 
-use racksum_placer::topology::{Topology, VertexId};
+use std::collections::BTreeMap;
+
+use racksum_placer::topology::{HostId, Topology, VertexId};
 
 use super::Planned;
 
@@ -10,13 +12,27 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     let Planned { topology, links, job, plan, .. } = planned;
     let mut lines = vec![format!("graph {:?} {{", job.name), "  node [shape=box];".into()];
     let mut drawn = vec![];
+    let mut nodes: BTreeMap<HostId, Vec<String>> = BTreeMap::new();
     for (host, ranks, aggregators) in plan.placement.hosts() {
-        let leaf = topology.leaf(host);
         let parts = [
             (!ranks.is_empty()).then(|| format!("ranks {}", super::text::numbers(ranks.clone()))),
             (aggregators > 0).then(|| format!("aggregators {aggregators}")),
         ];
-        let parts: Vec<_> = parts.into_iter().flatten().collect();
+        nodes.entry(host).or_default().extend(parts.into_iter().flatten());
+    }
+    for (number, standby) in (1..).zip(&plan.standbys) {
+        for (host, aggregators) in standby.hosts() {
+            nodes.entry(host).or_default().push(format!("standby {number}: {aggregators}"));
+        }
+    }
+    if let Some(tree) = &plan.tree {
+        let parent = &topology.host(tree.root).name;
+        for rack in &tree.racks {
+            nodes.entry(*rack).or_default().push(format!("rack aggregator, parent {parent}"));
+        }
+    }
+    for (host, parts) in nodes {
+        let leaf = topology.leaf(host);
         let label = format!("{}\n{}", topology.name(leaf), parts.join("\n"));
         lines.push(format!("  {:?} [label={label:?}];", id(topology, leaf)));
         let mut vertex = leaf;

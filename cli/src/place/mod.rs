@@ -3,6 +3,7 @@
 mod document;
 mod dot;
 mod slurm;
+mod svg;
 mod text;
 mod words;
 
@@ -11,10 +12,14 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use racksum_placer::explain::{Explanation, explain};
 use racksum_placer::inventory::Inventory;
-use racksum_placer::job::Job;
+use racksum_placer::job::{Job, Setting};
 use racksum_placer::network::Links;
-use racksum_placer::plan::{Plan, PlanError, plan};
+use racksum_placer::placement::{Placement, PlacementRecord};
+use racksum_placer::plan::{Plan, plan_problem, with_aggregators};
 use racksum_placer::problem::Problem;
+use racksum_placer::rebalance::{Rebalance, present_plan, rebalance};
+use racksum_placer::running::{RunningJobs, remaining};
+use racksum_placer::shards::shards;
 use racksum_placer::topology::Topology;
 use racksum_proto::peer_text::PeerText;
 
@@ -39,6 +44,19 @@ pub(crate) struct Args {
     /// Measurements of the links. Without them, the rates of the hosts' interfaces count.
     #[arg(long, value_name = "FILE")]
     net: Option<PathBuf>,
+    /// The jobs that run and load the links: each with its job, its placement and its period.
+    #[arg(long, value_name = "FILE")]
+    jobs: Option<PathBuf>,
+    /// The present placement, as `--format json` printed it: print its step time instead of a plan.
+    #[arg(long, value_name = "FILE")]
+    placement: Option<PathBuf>,
+    /// Also print the moves that save more of the step time than --threshold.
+    #[arg(long, requires = "placement")]
+    rebalance: bool,
+    /// The share of the step time that moves must save, from 0 to 1.
+    #[arg(long, value_name = "SHARE", requires = "rebalance", default_value_t = 0.1,
+        value_parser = args::share)]
+    threshold: f64,
     /// Also print the reason for each host, and what would shorten the step.
     #[arg(long)]
     explain: bool,
@@ -58,6 +76,8 @@ enum Format {
     Json,
     /// A graph for Graphviz.
     Dot,
+    /// An image of the tree.
+    Svg,
     /// With --slurm: only the commands that start the aggregators and ranks, for `eval`.
     Shell,
 }
@@ -68,30 +88,81 @@ struct Planned<'a> {
     links: &'a Links,
     job: &'a Job,
     plan: Plan,
+    /// The shards of each aggregator.
+    shards: u32,
+    /// The step time at both ends of the uncertainty of the rates.
+    range_s: (f64, f64),
+    /// The moves that are worth it, if these were asked for.
+    rebalance: Option<Rebalance>,
     explanation: Option<Explanation>,
+}
+
+/// Reads the hosts and their links, less the parts of these that other jobs use. A job on a Slurm
+/// allocation gets the cores of its tasks.
+fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
+    let (nodes, mut inventory): (_, Inventory) = match &args.nodes {
+        Some(nodes) => (nodes.clone(), read(nodes)?),
+        None => args.slurm.inventory(job)?,
+    };
+    let network = args.net.as_deref().map(read_network).transpose()?;
+    if let Some(tree) = network.as_ref().and_then(|network| network.tree.as_ref()) {
+        inventory = inventory.placed_by(tree);
+    }
+    let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
+    let mut links = match args.net.as_ref().zip(network) {
+        None => Links::nominal(&topology),
+        Some((net, network)) => {
+            Links::new(&topology, &network).map_err(|error| wrong(net, error))?
+        }
+    };
+    if let Some(jobs) = &args.jobs {
+        let running: RunningJobs = read(jobs)?;
+        if running.jobs.iter().any(|running| running.job.name == job.name) {
+            let why = format!("job {:?} is the one to plan; list only the other jobs", job.name);
+            return Err(wrong(jobs, why));
+        }
+        links = remaining(&topology, &links, &running).map_err(|error| wrong(jobs, error))?;
+    }
+    Ok((topology, links))
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let mut job: Job = read(&args.job)?;
-    let (nodes, inventory): (_, Inventory) = match &args.nodes {
-        Some(nodes) => (nodes.clone(), read(nodes)?),
-        None => args.slurm.inventory(&mut job)?,
+    let (topology, links) = cluster(args, &mut job)?;
+    let mut present = None;
+    if let Some(path) = &args.placement {
+        let record: PlacementRecord = read(path)?;
+        let placement = Placement::of_record(&topology, &job, &record);
+        let placement = placement.map_err(|error| wrong(path, error))?;
+        if job.racks == Setting::Given(true) {
+            let why = "racks is true; only placements without racks can be compared";
+            return Err(wrong(&args.job, why));
+        }
+        job.racks = Setting::Given(false);
+        job.aggregators = placement.aggregators.iter().sum::<u32>().into();
+        present = Some(placement);
+    }
+    let of_job = |error| wrong(&args.job, error);
+    let job = with_aggregators(&topology, &links, &job).map_err(of_job)?;
+    let problem = Problem::new(&topology, &links, &job).map_err(of_job)?;
+    let plan = match present {
+        Some(placement) => present_plan(&problem, placement),
+        None => plan_problem(&problem)
+            .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?,
     };
-    let network = args.net.as_deref().map(read_network).transpose()?.unwrap_or_default();
-    let inventory = match &network.tree {
-        Some(tree) => inventory.placed_by(tree),
-        None => inventory,
+    let rebalance = args.rebalance.then(|| rebalance(&problem, &plan, args.threshold));
+    let explanation = args.explain.then(|| explain(&problem, &plan));
+    let range_s = plan.range_s(&problem);
+    let planned = Planned {
+        topology: &topology,
+        links: &links,
+        job: &job,
+        shards: shards(&problem, &plan.placement),
+        plan,
+        range_s,
+        rebalance,
+        explanation,
     };
-    let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
-    let net = args.net.as_ref().unwrap_or(&nodes);
-    let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
-    let plan = plan(&topology, &links, &job).map_err(|error| match error {
-        PlanError::Job(error) => wrong(&args.job, error),
-        error => Failure::unavailable(PeerText::of(error).as_str()),
-    })?;
-    let problem = Problem::new(&topology, &links, &job).map_err(|error| wrong(&args.job, error))?;
-    let explanation = args.explain.then(|| explain(&problem, &job, &plan));
-    let planned = Planned { topology: &topology, links: &links, job: &job, plan, explanation };
     let launch = args.slurm.is_set().then(|| args.slurm.launch(&planned)).transpose()?;
     print_line(&match (args.format, launch) {
         (Format::Text, None) => text::of(&planned),
@@ -99,6 +170,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         (Format::Json, None) => document::of(&planned),
         (Format::Json, Some(launch)) => launch.added_to(&document::of(&planned)),
         (Format::Dot, _) => dot::of(&planned),
+        (Format::Svg, _) => svg::of(&planned),
         (Format::Shell, Some(launch)) => launch.shell()?,
         (Format::Shell, None) => {
             return Err(Failure::usage("--format shell prints Slurm's commands; pass --slurm too"));

@@ -55,7 +55,9 @@ impl Words<'_> {
 pub(super) fn reason(reason: &Reason, now_s: f64) -> String {
     match reason {
         Reason::Used => "used".into(),
+        Reason::Standby(number) => format!("standby {number}"),
         Reason::Excluded(exclusion) => exclusion.to_string(),
+        Reason::NoAggregator => "its rack has no aggregator of the plan".into(),
         Reason::Outside => "outside the domain of the plan".into(),
         Reason::Forbidden => "a limit of the job or a dead link forbids a rank".into(),
         Reason::Step(step_s) => format!("a rank here: {}", compared(*step_s, now_s)),

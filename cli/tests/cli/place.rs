@@ -70,9 +70,14 @@ impl Files {
 
     /// Returns the message of a plan that fails with exit code `exit`.
     fn fails(&self, exit: i32) -> String {
+        self.fails_with(&[], exit)
+    }
+
+    fn fails_with(&self, flags: &[&str], exit: i32) -> String {
         let [job, nodes, net] =
             ["job.toml", "nodes.toml", "net.toml"].map(|name| self.0.path(name));
-        run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).failed(exit).to_owned()
+        let line = ["place", "--job", &job, "--nodes", &nodes, "--net", &net];
+        run(&[&line[..], flags].concat()).failed(exit).to_owned()
     }
 }
 
@@ -80,7 +85,7 @@ impl Files {
 fn a_plan_avoids_the_host_with_the_slow_link() {
     let files = Files::new("slow");
     let text = files.plan(&[]);
-    let expected = "job vision: 2 ranks and 1 aggregator on 2 of 4 hosts, in b\n";
+    let expected = "job vision: 2 ranks and 1 aggregator of 1 shard on 2 of 4 hosts, in b\n";
     assert!(text.starts_with(expected), "{text}");
     for row in ["b1    b       0             1", "b2    b       1             0"] {
         assert!(text.contains(row), "{text}");
@@ -119,6 +124,162 @@ fn an_explanation_names_each_host_and_what_would_help() {
     ] {
         assert!(text.contains(&format!("\n{row}\n")), "{text}");
     }
+}
+
+#[test]
+fn a_job_avoids_links_that_running_jobs_load() {
+    let files = Files::new("jobs");
+    // Between the hosts of zone b, half of each link is taken.
+    let mut jobs = String::from(
+        r#"
+        [[jobs]]
+        job = { name = "words", ranks = 1, bytes = 100_000_000 }
+        placement.hosts = [{ host = "b1", ranks = [0] }, { host = "b2", aggregators = 1 }]
+        "#,
+    );
+    files.write("jobs.toml", &jobs);
+    let path = files.0.path("jobs.toml");
+    let text = files.plan(&["--jobs", &path]);
+    assert!(text.contains("\nstep 1804.3 ms,"), "{text}");
+    // At 5.3 MB/s the job leaves the rest of each link.
+    jobs += "period_s = 20.0";
+    files.write("jobs.toml", &jobs);
+    let text = files.plan(&["--jobs", &path]);
+    assert!(text.contains("\nstep 944.7 ms,"), "{text}");
+    for (from, to, expected) in [
+        ("20.0", "nan", "job \"words\": period_s is NaN; it must be a positive number"),
+        (
+            "\"b2\"",
+            "\"b1\"",
+            "the placement of job \"words\" lists host \"b1\" twice; list each host once",
+        ),
+        (
+            "[0]",
+            "[1]",
+            "the placement of job \"words\" does not have each rank from 0 to 0 once; see rank 0",
+        ),
+    ] {
+        files.write("jobs.toml", &jobs.replace(from, to));
+        let why = files.fails_with(&["--jobs", &path], 2);
+        assert_eq!(why, format!("{path}: {expected}"));
+    }
+}
+
+#[test]
+fn a_plan_names_the_standbys_and_their_step() {
+    let files = Files::new("standby");
+    files.write("job.toml", &format!("{JOB}\nstandbys = 1"));
+    let text = files.plan(&["--explain"]);
+    assert!(text.contains("\nstandby 1: a1; step 1804.3 ms once it has taken over\n"), "{text}");
+    assert!(text.contains("\na1    standby 1\n"), "{text}");
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    assert_eq!(json["standbys"][0]["hosts"][0]["host"], "a1");
+    let dot = files.plan(&["--format", "dot"]);
+    assert!(dot.contains(r#""a1" [label="a1\nstandby 1: 1"]"#), "{dot}");
+}
+
+#[test]
+fn the_number_of_aggregators_can_be_left_to_the_plan() {
+    let files = Files::new("auto");
+    let job = JOB.replace("ranks = 2", "ranks = 3");
+    files.write("job.toml", &format!("{job}\naggregators = 'auto'\nmax_ranks_per_host = 1"));
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    let aggregators = [0, 1, 2].map(|host| json["hosts"][host]["aggregators"].as_u64().unwrap());
+    assert_eq!((aggregators, json["shards"].as_u64()), ([1, 1, 1], Some(1)));
+    files.write("job.toml", &format!("{JOB}\naggregators = 'many'"));
+    let why = files.fails(2);
+    assert!(why.ends_with("line 8: expected a value, or \"auto\""), "{why}");
+    files.write("job.toml", &format!("{JOB}\nshards = 8\ncpus_per_aggregator = 4"));
+    let why = files.fails(2);
+    assert!(
+        why.ends_with("shards is 8, but cpus_per_aggregator is 4; give each shard a core"),
+        "{why}"
+    );
+}
+
+#[test]
+fn a_present_placement_stays_unless_a_move_saves_enough() {
+    let files = Files::new("rebalance");
+    let path = files.0.path("placement.json");
+    files.write(
+        "placement.json",
+        r#"{"hosts": [
+            {"host": "a1", "ranks": [0]},
+            {"host": "a2", "ranks": [1], "aggregators": 1}
+        ]}"#,
+    );
+    let text = files.plan(&["--placement", &path]);
+    assert!(
+        text.contains("\nstep 9021.3 ms,") && text.contains("\na2    a       1             1\n"),
+        "{text}"
+    );
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    let expected = "\nno moves of aggregators, while the job runs: none saves enough\n\
+        moves of ranks, which restart the job: step 902.1 ms (-90.0 %)\n";
+    assert!(text.contains(expected), "{text}");
+    for moved in
+        ["  1 aggregator from a2 to b1", "  1 rank from a1 to b1", "  1 rank from a2 to b2"]
+    {
+        assert!(text.contains(&format!("\n{moved}")), "{text}");
+    }
+    let flags = ["--placement", &path, "--rebalance", "--threshold", "0.95", "--format", "json"];
+    let json: Value = serde_json::from_str(&files.plan(&flags)).unwrap();
+    assert_eq!(json["rebalance"]["ranks"], Value::Null);
+    // What a plan prints is its placement.
+    files.write("placement.json", &files.plan(&["--format", "json"]));
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    assert!(
+        text.contains("\nno moves of ranks, which restart the job: none saves enough"),
+        "{text}"
+    );
+    files.write(
+        "placement.json",
+        r#"{"hosts": [{"host": "c9", "ranks": [0, 1], "aggregators": 1}]}"#,
+    );
+    let expected =
+        "the placement of job \"vision\" names host \"c9\", which the inventory does not list";
+    assert_eq!(files.fails_with(&["--placement", &path], 2), format!("{path}: {expected}"));
+}
+
+#[test]
+fn an_image_shows_the_members_and_the_bottleneck() {
+    let files = Files::new("svg");
+    files.write("job.toml", &JOB.replace("vision", "a<b> & c"));
+    let svg = files.plan(&["--format", "svg"]);
+    assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{svg}");
+    for part in [
+        "<title>a&lt;b&gt; &amp; c: step 902.1 ms</title>",
+        ">b1</text>",
+        ">1 aggregator</text>",
+        ">rank 1</text>",
+        "<text class=\"rates limit\"",
+        "prefers-color-scheme:dark",
+    ] {
+        assert!(svg.contains(part), "{part} {svg}");
+    }
+    assert!(!svg.contains(">a1</text>"), "{svg}");
+}
+
+#[test]
+fn the_aggregators_of_racks_have_a_parent() {
+    let files = Files::new("racks");
+    let job = JOB.replace("ranks = 2", "ranks = 4");
+    files.write("job.toml", &format!("{job}\nracks = true"));
+    let text = files.plan(&["--explain"]);
+    assert!(text.contains("\naggregator of b: b1, with parent a1\n"), "{text}");
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    assert_eq!(json["racks"][0]["domain"], "b");
+    assert_eq!(json["racks"][0]["parent"], "a1");
+    let times =
+        ["step_least_s", "step_s", "step_greatest_s"].map(|key| json[key].as_f64().unwrap());
+    assert!(times.is_sorted() && times[2] < 2.0 * times[0], "{times:?}");
+    for format in ["dot", "svg"] {
+        assert!(files.plan(&["--format", format]).contains("rack aggregator, parent a1"));
+    }
+    let path = files.0.path("placement.json");
+    files.write("placement.json", &json.to_string());
+    let why = files.fails_with(&["--placement", &path], 2);
+    assert!(why.ends_with("has racks; only placements without racks are supported"), "{why}");
 }
 
 #[test]

@@ -1,21 +1,21 @@
-//! Tries all ways to place the aggregators.
+//! Tries all choices of hosts for the aggregators.
 
-use super::Found;
 use super::ranks::{Limit, RankSearch};
 use super::tree::LONGEST_S;
+use super::{Aggregators, Found};
 use crate::problem::Problem;
-use crate::topology::VertexId;
+use crate::topology::{HostId, VertexId};
 
-/// Returns the placement with the shortest step in a domain, given the ways to place the
+/// Returns the placement with the shortest step in a domain, given choices of hosts for the
 /// aggregators.
 pub(crate) fn search(
     problem: &Problem<'_>,
     domain: VertexId,
-    ways: impl IntoIterator<Item = Vec<u32>>,
+    choices: impl IntoIterator<Item = Aggregators>,
 ) -> Option<Found> {
-    ways.into_iter().fold(None, |best: Option<Found>, way| {
+    choices.into_iter().fold(None, |best: Option<Found>, aggregators| {
         let below_s = best.as_ref().map_or(LONGEST_S, |found| found.time.total_s());
-        better_with(problem, domain, way, below_s).or(best)
+        better_with(problem, domain, aggregators, below_s).or(best)
     })
 }
 
@@ -23,7 +23,7 @@ pub(crate) fn search(
 pub(crate) fn better_with(
     problem: &Problem<'_>,
     domain: VertexId,
-    aggregators: Vec<u32>,
+    aggregators: Aggregators,
     below_s: f64,
 ) -> Option<Found> {
     let ranks = RankSearch::new(problem, domain, aggregators);
@@ -32,34 +32,38 @@ pub(crate) fn better_with(
         .then(|| ranks.shortest(below_s))?
 }
 
-/// Returns the ways to place the aggregators in a domain, as aggregators per host, or `None` if
-/// there are more than `most`. Of ways that differ only in hosts that are alike, one counts.
-pub(crate) fn ways(problem: &Problem<'_>, domain: VertexId, most: usize) -> Option<Vec<Vec<u32>>> {
+/// Returns the choices of hosts for the aggregators in a domain, or `None` if there are more than
+/// `most`. Of choices that differ only in hosts that are alike, one counts.
+pub(crate) fn choices(
+    problem: &Problem<'_>,
+    domain: VertexId,
+    most: usize,
+) -> Option<Vec<Aggregators>> {
     let hosts = problem.topology.hosts_of(domain);
     let mut rooms = vec![0u32; problem.seats.len() + 1];
     for host in hosts.clone().rev() {
         rooms[host] = rooms[host + 1].saturating_add(problem.seats[host].aggregators);
     }
-    let mut ways = Ways { problem, domain, most, rooms, found: vec![] };
-    let mut way = vec![0; problem.seats.len()];
-    ways.extend(&mut way, hosts.start, problem.traffic.aggregators).then_some(ways.found)
+    let mut choices = Choices { problem, domain, most, rooms, found: vec![] };
+    let left = problem.traffic.aggregators;
+    choices.extend(&mut vec![], hosts.start, left).then_some(choices.found)
 }
 
-struct Ways<'a> {
+struct Choices<'a> {
     problem: &'a Problem<'a>,
     domain: VertexId,
     most: usize,
     /// Per host: the aggregators for which it and the later hosts have seats.
     rooms: Vec<u32>,
-    found: Vec<Vec<u32>>,
+    found: Vec<Aggregators>,
 }
 
-impl Ways<'_> {
-    /// Adds all ways that place `left` more aggregators on hosts from `first` on. Returns false if
-    /// there are too many.
-    fn extend(&mut self, way: &mut Vec<u32>, first: usize, left: u32) -> bool {
+impl Choices<'_> {
+    /// Adds all choices that place `left` more aggregators on hosts from `first` on. Returns false
+    /// if there are too many.
+    fn extend(&mut self, choice: &mut Aggregators, first: usize, left: u32) -> bool {
         if left == 0 {
-            self.found.push(way.clone());
+            self.found.push(choice.clone());
             return self.found.len() <= self.most;
         }
         for host in first..self.problem.topology.hosts_of(self.domain).end {
@@ -67,16 +71,19 @@ impl Ways<'_> {
                 break;
             }
             // Of hosts that are alike, the first have the most aggregators.
-            let most =
-                if self.problem.is_like_previous(self.domain, host) { way[host - 1] } else { left };
+            let is_like_previous = self.problem.is_like_previous(self.domain, host);
+            let of_previous = choice.last().filter(|(last, _)| last.0 + 1 == host);
+            let of_previous = of_previous.map_or(0, |(_, count)| *count);
+            let most = if is_like_previous { of_previous } else { left };
             let most = most.min(left).min(self.problem.seats[host].aggregators);
             for count in 1..=most {
-                way[host] = count;
-                if !self.extend(way, host + 1, left - count) {
+                choice.push((HostId(host), count));
+                let is_complete = self.extend(choice, host + 1, left - count);
+                choice.pop();
+                if !is_complete {
                     return false;
                 }
             }
-            way[host] = 0;
         }
         true
     }

@@ -1,9 +1,9 @@
 //! Improves a placement by moving one aggregator, or two at once.
 
-use super::Found;
 use super::exact::better_with;
+use super::{Aggregators, Found};
 use crate::problem::Problem;
-use crate::topology::VertexId;
+use crate::topology::{HostId, VertexId};
 
 /// Moves one aggregator or two at a time while that shortens the step, and tries at most `most`
 /// placements. Stops early at `bound_s`, which no placement can beat.
@@ -14,7 +14,7 @@ pub(crate) fn search(
     bound_s: f64,
     most: usize,
 ) -> Found {
-    let mut search = Search { problem, domain, enough_s: bound_s * CLOSE_ENOUGH, left: most };
+    let mut search = Search { problem, domain, bound_s, left: most };
     let mut best = start;
     while let Some(better) = search.improve(&best) {
         best = better;
@@ -25,8 +25,7 @@ pub(crate) fn search(
 struct Search<'a> {
     problem: &'a Problem<'a>,
     domain: VertexId,
-    /// A step that is no longer than this ends the search, in seconds.
-    enough_s: f64,
+    bound_s: f64,
     /// The number of placements that may still be tried.
     left: usize,
 }
@@ -40,7 +39,7 @@ impl Search<'_> {
             moves[index..].iter().map(move |second| (first, Some(second)))
         });
         for (first, second) in single.chain(double) {
-            if self.left == 0 || best.time.total_s() <= self.enough_s {
+            if self.left == 0 || best.is_close_to(self.bound_s) {
                 return None;
             }
             let moved = std::iter::once(first).chain(second);
@@ -56,12 +55,12 @@ impl Search<'_> {
         None
     }
 
-    /// Returns the aggregators per host after some moves, if all of these have a seat.
+    /// Returns the aggregators after some moves, if all of these have a seat.
     fn moved<'m>(
         &self,
         aggregators: &[u32],
         moves: impl Iterator<Item = &'m (usize, usize)>,
-    ) -> Option<Vec<u32>> {
+    ) -> Option<Aggregators> {
         let mut aggregators = aggregators.to_vec();
         for &(from, to) in moves {
             aggregators[from] = aggregators[from].checked_sub(1)?;
@@ -70,7 +69,9 @@ impl Search<'_> {
                 return None;
             }
         }
-        Some(aggregators)
+        let hosts = self.problem.topology.hosts_of(self.domain);
+        let placed = hosts.filter(|host| aggregators[*host] > 0);
+        Some(placed.map(|host| (HostId(host), aggregators[host])).collect())
     }
 
     /// Returns the hosts between which an aggregator can move. Of hosts that are alike, one counts.
@@ -88,6 +89,3 @@ impl Search<'_> {
         moves.filter(|(from, to)| from != to).collect()
     }
 }
-
-/// A step that is longer than the bound by less than this factor counts as optimal.
-const CLOSE_ENOUGH: f64 = 1.001;

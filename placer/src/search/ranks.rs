@@ -8,11 +8,11 @@
 
 use std::cmp::Reverse;
 
-use super::Found;
 use super::counts::Counts;
-use super::link_load::{LinkLoad, greatest};
+use super::link_load::{Capacity, LinkLoads, greatest};
 use super::tree::LONGEST_S;
-use crate::model::{PathsOf, step_time};
+use super::{Aggregators, Found};
+use crate::model::{Paths, step_time_in};
 use crate::placement::Placement;
 use crate::problem::Problem;
 use crate::topology::{HostId, Topology, VertexId};
@@ -22,11 +22,13 @@ use crate::topology::{HostId, Topology, VertexId};
 pub(crate) struct RankSearch<'a> {
     problem: &'a Problem<'a>,
     domain: VertexId,
-    aggregators: Vec<u32>,
+    aggregators: Aggregators,
     /// Per vertex of the domain: the aggregators in its subtree.
     inside: Vec<u32>,
-    /// Per host of the domain: seats for ranks, and paths to the aggregators.
-    hosts: Vec<(u32, PathsOf)>,
+    /// Per host of the domain: seats for ranks.
+    seats: Vec<u32>,
+    paths: Paths,
+    loads: LinkLoads,
 }
 
 /// A limit on a step: the time of its transfers and the longest round trip, in seconds.
@@ -46,66 +48,77 @@ struct Allowed {
 }
 
 impl<'a> RankSearch<'a> {
-    /// Creates the search for these aggregators per host, all of which are in the domain.
-    pub(crate) fn new(problem: &'a Problem<'a>, domain: VertexId, aggregators: Vec<u32>) -> Self {
+    /// Creates the search for these aggregators, all of which are in the domain.
+    pub(crate) fn new(
+        problem: &'a Problem<'a>,
+        domain: VertexId,
+        aggregators: Aggregators,
+    ) -> Self {
         let topology = problem.topology;
+        let hosts = topology.hosts_of(domain);
         let mut inside = vec![0; topology.subtree(domain).len()];
-        let mut placed = vec![];
-        for host in topology.hosts_of(domain).filter(|host| aggregators[*host] > 0) {
-            placed.push((HostId(host), aggregators[host]));
+        let mut seats: Vec<_> =
+            problem.seats[hosts.clone()].iter().map(|seats| seats.ranks).collect();
+        for &(host, count) in &aggregators {
+            seats[host.0 - hosts.start] = problem.ranks_beside(host.0, count);
             let is_inside = |vertex: &VertexId| *vertex >= domain;
-            for vertex in topology.climb(topology.leaf(HostId(host))).take_while(is_inside) {
-                inside[vertex.0 - domain.0] += aggregators[host];
+            for vertex in topology.climb(topology.leaf(host)).take_while(is_inside) {
+                inside[vertex.0 - domain.0] += count;
             }
         }
         inside[0] = problem.traffic.aggregators;
-        let hosts = topology.hosts_of(domain).map(|host| {
-            let seats = problem.ranks_beside(host, aggregators[host]);
-            (seats, PathsOf::new(problem, HostId(host), &placed))
-        });
-        let hosts = hosts.collect();
-        Self { problem, domain, aggregators, inside, hosts }
+        let paths = Paths::new(problem, domain, &aggregators);
+        let loads = LinkLoads::of(problem.traffic);
+        Self { problem, domain, aggregators, inside, seats, paths, loads }
     }
 
     /// Returns the placement with the shortest step, if there is one that is shorter than `below`
     /// seconds.
     pub(crate) fn shortest(&self, below: f64) -> Option<Found> {
+        let mut rtts_s = self.paths.rtts_s.clone();
+        rtts_s.sort_unstable_by(f64::total_cmp);
+        rtts_s.dedup();
         let mut best: Option<Found> = None;
         let mut below = below.min(LONGEST_S);
-        let mut latency_s = below;
-        // A shorter round trip can be worth a longer transfer. Try the longest round trip that the
-        // last placement has, and then only shorter ones.
-        while let Some(found) =
-            self.least_transfer(Limit { transfer_s: below.next_down(), latency_s })
-        {
-            let Some(shorter) =
-                (found.time.latency_s > 0.0).then(|| found.time.latency_s.next_down())
-            else {
-                return Some(found).filter(|found| found.time.total_s() < below).or(best);
-            };
+        let least_s = self.least_latency(&rtts_s, below)?;
+        let (mut too_short, mut latency_s) = (0.0, below);
+        // A shorter round trip can be worth a longer transfer. Find the shortest round trip for the
+        // least transfer, and then try only shorter ones.
+        while latency_s >= least_s {
+            let limit = Limit { transfer_s: (below - least_s).next_down(), latency_s };
+            let Some(found) = self.least_transfer(limit, too_short) else { break };
+            let transfer_s = found.time.transfer_s;
+            let latency_s_now = self.least_latency(&rtts_s, transfer_s).unwrap_or(f64::INFINITY);
+            let limit = Limit { transfer_s, latency_s: latency_s_now.min(found.time.latency_s) };
+            let found = self.within(limit).unwrap_or(found);
             // The transfer only becomes longer, so the round trip must make up for it.
-            let least_transfer_s = found.time.transfer_s;
+            too_short = found.time.transfer_s;
+            let shorter = found.time.latency_s.next_down();
             if found.time.total_s() < below {
                 below = found.time.total_s();
                 best = Some(found);
             }
-            latency_s = shorter.min(below - least_transfer_s);
-            if latency_s < 0.0 {
-                break;
-            }
+            latency_s = shorter.min(below - too_short);
         }
         best
     }
 
-    /// Returns the placement with the least transfer time within a limit.
-    fn least_transfer(&self, limit: Limit) -> Option<Found> {
+    /// Returns the least of these round trips within which the ranks fit, if their transfers may
+    /// take `transfer_s` seconds.
+    fn least_latency(&self, rtts_s: &[f64], transfer_s: f64) -> Option<f64> {
+        let is_too_short = |rtt_s: &f64| !self.fits(Limit { transfer_s, latency_s: *rtt_s });
+        rtts_s.get(rtts_s.partition_point(is_too_short)).copied()
+    }
+
+    /// Returns the placement with the least transfer time within a limit. No shorter time than
+    /// `too_short` seconds fits.
+    fn least_transfer(&self, limit: Limit, mut too_short: f64) -> Option<Found> {
         let nothing_sent = Limit { transfer_s: 0.0, ..limit };
         if let Some(found) = self.within(nothing_sent) {
             return Some(found);
         }
         let mut best = self.within(limit)?;
         let mut enough = best.time.transfer_s;
-        let mut too_short = 0.0;
         while too_short < enough * (1.0 - PRECISION) {
             let transfer_s = f64::midpoint(too_short, enough);
             let middle = Limit { transfer_s, ..limit };
@@ -127,8 +140,12 @@ impl<'a> RankSearch<'a> {
         let allowed = self.allowed(limit);
         let total = self.problem.traffic.ranks;
         let ranks = allowed.contains(0, total).then(|| self.distribute(&allowed, total))?;
-        let placement = Placement { ranks, aggregators: self.aggregators.clone() };
-        let time = step_time(self.problem, &placement);
+        let mut aggregators = vec![0; ranks.len()];
+        for (host, count) in &self.aggregators {
+            aggregators[host.0] = *count;
+        }
+        let placement = Placement { ranks, aggregators };
+        let time = step_time_in(self.problem, self.domain, &self.paths, &placement);
         Some(Found { placement, time })
     }
 
@@ -136,14 +153,14 @@ impl<'a> RankSearch<'a> {
         let vertices = self.inside.len();
         let mut allowed = Allowed { greatest: vec![0; vertices], sets: vec![None; vertices] };
         self.seat(limit, &mut allowed);
-        let load = LinkLoad { problem: self.problem, time_s: limit.transfer_s };
         // Children precede their parent, which holds the sum of their numbers when its turn comes.
         for index in (0..vertices).rev() {
             let vertex = VertexId(self.domain.0 + index);
             let most = self.problem.limits[vertex.0];
+            let capacity = Capacity::of(self.problem.links, vertex, limit.transfer_s);
             if self.inside[index] == 0 {
                 let most = most.min(allowed.greatest[index]);
-                allowed.greatest[index] = load.greatest(vertex, most);
+                allowed.greatest[index] = self.loads.greatest(capacity, most);
             } else {
                 let plain = Counts::up_to(allowed.greatest[index]);
                 let children = allowed.sets[index].take();
@@ -151,7 +168,7 @@ impl<'a> RankSearch<'a> {
                 let carried = if index == 0 {
                     Counts::up_to(most)
                 } else {
-                    load.carried(vertex, self.inside[index], most).into()
+                    self.loads.carried(capacity, self.inside[index], most).into()
                 };
                 allowed.sets[index] = Some(children.intersection(&carried));
             }
@@ -164,14 +181,19 @@ impl<'a> RankSearch<'a> {
 
     /// Sets how many ranks each host can take, as far as its own paths to the aggregators decide.
     fn seat(&self, limit: Limit, allowed: &mut Allowed) {
-        for (host, (seats, paths)) in self.problem.topology.hosts_of(self.domain).zip(&self.hosts) {
+        let topology = self.problem.topology;
+        let index = |host: usize| topology.leaf(HostId(host)).0 - self.domain.0;
+        let hosts = topology.hosts_of(self.domain);
+        for ((host, seats), rtt_s) in hosts.zip(&self.seats).zip(&self.paths.rtts_s) {
+            allowed.greatest[index(host)] = if *rtt_s > limit.latency_s { 0 } else { *seats };
+        }
+        for path in &self.paths.capped {
             let fits = |ranks: u32| {
-                let mut capped = paths.capped(self.problem, ranks);
-                capped.all(|path| path.bytes <= path.ceiling * limit.transfer_s)
+                let mut transfers = path.transfers(self.problem.traffic, ranks);
+                transfers.all(|transfer| transfer.time_s() <= limit.transfer_s)
             };
-            let seats = if paths.rtt > limit.latency_s { 0 } else { *seats };
-            let leaf = self.problem.topology.leaf(HostId(host));
-            allowed.greatest[leaf.0 - self.domain.0] = greatest(seats, fits);
+            let seats = &mut allowed.greatest[index(path.host.0)];
+            *seats = greatest(*seats, fits);
         }
     }
 

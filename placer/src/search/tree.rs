@@ -1,45 +1,84 @@
 //! The relaxed optimum of a tree: a lower bound of the transfer time, and aggregators for it.
 //!
 //! For a transfer time, dynamic programming from the leaves up gives the least and the greatest
-//! number of ranks for each subtree and each number of aggregators in it. It relaxes the problem in
-//! two ways: it treats all numbers between these two as possible, and it ignores round trips and
-//! paths with a ceiling of their own. So if the relaxed problem has no solution within a time,
-//! the job has none.
+//! number of ranks for each subtree and each number of aggregators in it. It relaxes the problem:
+//! it treats all numbers between these two as possible, and it ignores round trips and paths with a
+//! ceiling of their own. So if the relaxed problem has no solution within a time, the job has none.
 
-use super::link_load::LinkLoad;
+use super::Aggregators;
+use super::link_load::{Capacity, LinkLoads};
+use crate::model::NEARER;
+use crate::network::Peer;
 use crate::problem::Problem;
 use crate::topology::{HostId, Topology, VertexId};
 
 /// The relaxed optimum of a domain.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Relaxed {
-    /// No placement in the domain has a shorter transfer, in seconds.
-    pub(crate) transfer_s: f64,
-    /// Aggregators per host.
-    pub(crate) aggregators: Vec<u32>,
+    /// No placement in the domain has a shorter step, in seconds.
+    pub(crate) bound_s: f64,
+    pub(crate) aggregators: Aggregators,
 }
 
-/// Returns the relaxed optimum of a domain, if ranks and aggregators fit into it.
-pub(crate) fn relax(problem: &Problem<'_>, domain: VertexId) -> Option<Relaxed> {
-    let table = |time_s| Table::new(problem, domain, time_s);
-    let mut fitting = table(LONGEST_S).fitting()?;
-    let (mut too_short, mut enough) = (0.0, LONGEST_S);
+/// Returns the relaxed optimum of a domain, if ranks and aggregators fit into it and its transfer
+/// is shorter than `below_s` seconds.
+pub(crate) fn relax(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Relaxed> {
+    let mut table = Table::new(problem, domain);
+    let (mut too_short, mut enough) = (0.0, LONGEST_S.min(below_s));
+    if !table.fits(enough) {
+        return None;
+    }
     while enough - too_short > enough * PRECISION {
-        // Times span many orders of magnitude, so halve the exponent first.
-        let middle = if enough > 4.0 * f64::max(too_short, SHORTEST_S) {
-            (enough * f64::max(too_short, SHORTEST_S)).sqrt()
-        } else {
-            f64::midpoint(too_short, enough)
-        };
+        let middle = middle(too_short, enough);
         if middle <= SHORTEST_S {
             break;
         }
-        match table(middle).fitting() {
-            Some(table) => (fitting, enough) = (table, middle),
-            None => too_short = middle,
-        }
+        *if table.fits(middle) { &mut enough } else { &mut too_short } = middle;
     }
-    Some(Relaxed { transfer_s: too_short, aggregators: fitting.aggregators() })
+    let bound_s = too_short + least_latency_s(problem, domain);
+    table.fits(enough).then(|| Relaxed { bound_s, aggregators: table.aggregators() })
+}
+
+/// Returns a round trip that each placement in a domain has, in seconds: none if one host has seats
+/// for the whole job, and otherwise the shortest one between two of its hosts.
+fn least_latency_s(problem: &Problem<'_>, domain: VertexId) -> f64 {
+    let (topology, links, traffic) = (problem.topology, problem.links, problem.traffic);
+    let mut hosts = topology.hosts_of(domain);
+    let has_all = |host: usize| {
+        problem.seats[host].aggregators >= traffic.aggregators
+            && problem.ranks_beside(host, traffic.aggregators) >= traffic.ranks
+    };
+    if hosts.any(has_all) {
+        return 0.0;
+    }
+    let is_usable = |host: HostId| {
+        let seats = &problem.seats[host.0];
+        seats.ranks > 0 || seats.aggregators > 0
+    };
+    // Per vertex: the shortest round trip to a host in its subtree.
+    let mut shortest_s = vec![f64::INFINITY; topology.subtree(domain).len()];
+    let mut least_s = f64::INFINITY;
+    for host in topology.hosts_of(domain).map(HostId).filter(|host| is_usable(*host)) {
+        shortest_s[topology.leaf(host).0 - domain.0] = 0.0;
+        let peers = links.peers(host).iter().filter(|peer| is_usable(peer.host));
+        least_s = peers.filter_map(Peer::rtt).fold(least_s, f64::min);
+    }
+    for index in (1..shortest_s.len()).rev() {
+        let vertex = VertexId(domain.0 + index);
+        let through_s = shortest_s[index] + links.rtt[vertex.0];
+        let parent = &mut shortest_s[topology.parent(vertex).unwrap_or(domain).0 - domain.0];
+        least_s = least_s.min(*parent + through_s);
+        *parent = parent.min(through_s);
+    }
+    // Other sums of the same delays may be a rounding error shorter.
+    least_s * NEARER
+}
+
+/// Returns a time between two others. Times span many orders of magnitude, so it halves the
+/// exponent first.
+pub(crate) fn middle(too_short: f64, enough: f64) -> f64 {
+    let least = f64::max(too_short, SHORTEST_S);
+    if enough > 4.0 * least { (enough * least).sqrt() } else { f64::midpoint(too_short, enough) }
 }
 
 /// Numbers of ranks: the least and the greatest. None if the least is greater.
@@ -54,24 +93,30 @@ struct Table<'a> {
     width: usize,
     /// `width` ranges per vertex.
     ranges: Vec<Range>,
+    loads: LinkLoads,
     /// Per vertex, `width` ranges: what its parent's later children allow together.
     later: Vec<Range>,
 }
 
 impl<'a> Table<'a> {
-    fn new(problem: &'a Problem<'a>, domain: VertexId, time_s: f64) -> Self {
-        let topology = problem.topology;
-        let vertices = topology.subtree(domain).len();
+    fn new(problem: &'a Problem<'a>, domain: VertexId) -> Self {
+        let vertices = problem.topology.subtree(domain).len();
         let width = problem.traffic.aggregators as usize + 1;
         let ranges = vec![NO_RANKS; vertices * width];
-        let mut table = Self { problem, domain, width, later: ranges.clone(), ranges };
-        table.seat_hosts();
-        let load = LinkLoad { problem, time_s };
-        for index in (1..vertices).rev() {
-            table.limit(index, &load);
-            table.add_to_parent(index);
+        let loads = LinkLoads::of(problem.traffic);
+        Self { problem, domain, width, later: ranges.clone(), ranges, loads }
+    }
+
+    /// Fills the table for a transfer time, and returns whether all ranks and aggregators fit.
+    fn fits(&mut self, time_s: f64) -> bool {
+        self.seat_hosts();
+        for index in (1..self.ranges.len() / self.width).rev() {
+            self.limit(index, time_s);
+            self.add_to_parent(index);
         }
-        table
+        let (least, greatest) = self.row(0)[self.width - 1];
+        let most = greatest.min(self.problem.limits[self.domain.0]);
+        (least..=most).contains(&self.problem.traffic.ranks)
     }
 
     fn row(&self, index: usize) -> &[Range] {
@@ -79,6 +124,7 @@ impl<'a> Table<'a> {
     }
 
     fn seat_hosts(&mut self) {
+        self.ranges.fill(NO_RANKS);
         for index in 0..self.ranges.len() / self.width {
             self.ranges[index * self.width] = (0, 0);
         }
@@ -92,19 +138,16 @@ impl<'a> Table<'a> {
     }
 
     /// Removes from a vertex's ranges what its link does not carry in time.
-    fn limit(&mut self, index: usize, load: &LinkLoad<'_>) {
+    fn limit(&mut self, index: usize, time_s: f64) {
         let vertex = VertexId(self.domain.0 + index);
-        let most = self.problem.limits[vertex.0];
+        let capacity = Capacity::of(self.problem.links, vertex, time_s);
+        let limit = self.problem.limits[vertex.0];
         for (aggregators, range) in (0..).zip(&mut self.ranges[index * self.width..][..self.width])
         {
             if range.0 > range.1 {
                 continue;
             }
-            let carried = if aggregators == 0 {
-                Some((0, load.greatest(vertex, most.min(range.1))))
-            } else {
-                load.carried(vertex, aggregators, most).hull()
-            };
+            let carried = self.loads.carried(capacity, aggregators, limit.min(range.1)).hull();
             *range = carried.map_or(NO_RANKS, |hull| (range.0.max(hull.0), range.1.min(hull.1)));
         }
     }
@@ -129,18 +172,11 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Returns the table if all ranks and aggregators fit.
-    fn fitting(self) -> Option<Self> {
-        let (least, greatest) = self.row(0)[self.width - 1];
-        let most = greatest.min(self.problem.limits[self.domain.0]);
-        (least..=most).contains(&self.problem.traffic.ranks).then_some(self)
-    }
-
-    /// Returns aggregators per host of a way through the table.
+    /// Returns aggregators that the table allows.
     ///
-    /// Where the ranges between which the way passes have a gap, no way may exist; the numbers of
-    /// ranks then are as close as possible.
-    fn aggregators(&self) -> Vec<u32> {
+    /// Where the numbers of ranks between the ends of a range are not possible, no placement may
+    /// exist; the numbers of ranks then are as close as possible.
+    fn aggregators(&self) -> Aggregators {
         let topology = self.problem.topology;
         let mut wanted = vec![(0, 0); topology.subtree(self.domain).len()];
         wanted[0] = (self.width - 1, self.problem.traffic.ranks);
@@ -153,35 +189,34 @@ impl<'a> Table<'a> {
                 left.1 = left.1.saturating_sub(wanted[child].1);
             }
         }
-        let mut aggregators = vec![0; topology.hosts().len()];
-        for host in topology.hosts_of(self.domain) {
-            let leaf = topology.leaf(HostId(host)).0 - self.domain.0;
-            aggregators[host] = u32::try_from(wanted[leaf].0).expect("at most the job's number");
-        }
-        aggregators
+        let hosts = topology.hosts_of(self.domain).map(HostId);
+        let placed = hosts.map(|host| (host, wanted[topology.leaf(host).0 - self.domain.0].0));
+        let placed = placed.filter(|(_, count)| *count > 0);
+        let number = |count| u32::try_from(count).expect("at most the job's number");
+        placed.map(|(host, count)| (host, number(count))).collect()
     }
 
     /// Returns a child's part of the aggregators and ranks that it shares with later children: as
     /// many aggregators as it can take.
     fn part_of(&self, child: usize, (aggregators, ranks): (usize, u32)) -> (usize, u32) {
         let later = &self.later[child * self.width..][..self.width];
-        let ways = self.row(child)[..=aggregators].iter().enumerate().rev();
-        let ways = ways.filter_map(|(own, range)| {
+        let parts = self.row(child)[..=aggregators].iter().enumerate().rev();
+        let parts = parts.filter_map(|(own, range)| {
             let later = later[aggregators - own];
             let is_empty = range.0 > range.1 || later.0 > later.1;
             let low = range.0.max(ranks.saturating_sub(later.1));
             let high = range.1.min(ranks.saturating_sub(later.0));
             (!is_empty).then(|| (low.saturating_sub(high), own, high.max(range.0)))
         });
-        let closest = ways.min_by_key(|(gap, own, _)| (*gap, std::cmp::Reverse(*own)));
+        let closest = parts.min_by_key(|(gap, own, _)| (*gap, std::cmp::Reverse(*own)));
         closest.map_or((0, 0), |(_, own, ranks)| (own, ranks))
     }
 }
 
 const NO_RANKS: Range = (u32::MAX, 0);
 /// The relative difference between the bound and the relaxed optimum.
-const PRECISION: f64 = 1e-6;
+pub(crate) const PRECISION: f64 = 1e-6;
 /// A shorter transfer counts as none.
-const SHORTEST_S: f64 = 1e-9;
+pub(crate) const SHORTEST_S: f64 = 1e-9;
 /// A longer transfer counts as one that never ends.
 pub(crate) const LONGEST_S: f64 = 1e9;

@@ -3,7 +3,10 @@
 mod edge_cases;
 mod optimum;
 mod order;
-mod vectors;
+mod racks;
+mod rebalance;
+mod standby;
+pub(crate) mod vectors;
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -16,6 +19,8 @@ use proptest::sample::select;
 use crate::inventory::{Amount, Host, Inventory};
 use crate::job::Job;
 use crate::network::{LinkRecord, Links, Measurement, Network, PairRecord};
+use crate::placement::{HostRecord, PlacementRecord};
+use crate::running::{RunningJob, RunningJobs, remaining};
 use crate::topology::Topology;
 
 /// A cluster, what is known about its links, and a job.
@@ -24,6 +29,7 @@ struct Instance {
     inventory: Inventory,
     network: Network,
     job: Job,
+    running: RunningJobs,
 }
 
 impl Instance {
@@ -32,7 +38,8 @@ impl Instance {
     }
 
     fn links(&self, topology: &Topology) -> Links {
-        Links::new(topology, &self.network).unwrap()
+        let links = Links::new(topology, &self.network).unwrap();
+        remaining(topology, &links, &self.running).unwrap()
     }
 }
 
@@ -51,11 +58,16 @@ fn instances(shape: Shape) -> impl Strategy<Value = Instance> {
         let inventory = inventory(&levels, hosts, is_uniform);
         let job = job(ranks.clone(), aggregators.clone(), !levels.is_empty());
         let network = network(hosts, if is_uniform { 0 } else { 6 });
-        (inventory, network, job).prop_map(|(inventory, mut network, job)| {
+        let running = vec(running(hosts), 0..=2);
+        let parts = (inventory, network, job, running);
+        parts.prop_map(|(inventory, mut network, job, mut running)| {
             let topology = Topology::new(&inventory).unwrap();
             network.links.retain(|link| topology.vertex(&link.of).is_some());
             network.pairs.retain(|pair| pair.from != pair.to);
-            Instance { inventory, network, job }
+            for (number, running) in running.iter_mut().enumerate() {
+                running.job.name = format!("running{number}");
+            }
+            Instance { inventory, network, job, running: RunningJobs { jobs: running } }
         })
     })
 }
@@ -120,6 +132,24 @@ fn network(hosts: usize, most_pairs: usize) -> impl Strategy<Value = Network> {
     })
 }
 
+/// Returns a job that runs on some hosts, with one aggregator.
+fn running(hosts: usize) -> impl Strategy<Value = RunningJob> {
+    let ranks = vec(0..hosts, 1..=4);
+    let period_s = of(select(vec![0.1, 1.0, 100.0]));
+    (ranks, 0..hosts, period_s).prop_map(move |(ranks, aggregator, period_s)| {
+        let job = format!("name = 'running'\nranks = {}\nbytes = 1_000_000", ranks.len());
+        let host = |number: usize| HostRecord {
+            host: format!("h{number}"),
+            ranks: (0..).zip(&ranks).filter(|(_, host)| **host == number).map(|(r, _)| r).collect(),
+            aggregators: u32::from(number == aggregator),
+        };
+        let used = |number: &usize| *number == aggregator || ranks.contains(number);
+        let placement =
+            PlacementRecord { hosts: (0..hosts).filter(used).map(host).collect(), racks: vec![] };
+        RunningJob { job: toml::from_str(&job).unwrap(), placement, period_s }
+    })
+}
+
 fn measurement() -> impl Strategy<Value = Measurement> {
     let mbit = select(vec![0.0, 5.0, 20.0, 50.0, 80.0, 500.0]);
     let loss = select(vec![0.0, 0.0, 0.001, 0.01, 0.05]);
@@ -148,7 +178,7 @@ fn job(
             let limit = limits.1.filter(|_| has_zones);
             Job {
                 ranks,
-                aggregators,
+                aggregators: aggregators.into(),
                 own_density: traffic.0.0,
                 union_density: traffic.0.1,
                 is_multicast: traffic.1,

@@ -7,20 +7,21 @@ use proptest::test_runner::TestRunner;
 use super::{Instance, Shape, instances};
 use crate::model::step_time;
 use crate::placement::Placement;
-use crate::plan::{Plan, plan};
+use crate::plan::{Plan, plan, plan_problem};
 use crate::problem::Problem;
+use crate::rank_moves::RankMoves;
 use crate::search;
 use crate::topology::Topology;
 
 /// Returns the least step time of all placements in seconds, if any is finite.
-fn best_of_all(instance: &Instance) -> Option<f64> {
+pub(super) fn best_of_all(instance: &Instance) -> Option<f64> {
     let topology = instance.topology();
     let links = instance.links(&topology);
     let problem = Problem::new(&topology, &links, &instance.job).unwrap();
     let hosts = topology.hosts().len();
     let mut best = f64::INFINITY;
-    for_each_way(hosts, instance.job.aggregators, &mut |aggregators| {
-        for_each_way(hosts, instance.job.ranks, &mut |ranks| {
+    for_each_choice(hosts, problem.traffic.aggregators, &mut |aggregators| {
+        for_each_choice(hosts, instance.job.ranks, &mut |ranks| {
             let placement = Placement { ranks: ranks.into(), aggregators: aggregators.into() };
             if problem.allows(&placement) {
                 best = best.min(step_time(&problem, &placement).total_s());
@@ -30,16 +31,16 @@ fn best_of_all(instance: &Instance) -> Option<f64> {
     best.is_finite().then_some(best)
 }
 
-/// Visits all ways to place `count` things on hosts.
-fn for_each_way(hosts: usize, count: u32, visit: &mut dyn FnMut(&[u32])) {
-    fn extend(way: &mut [u32], first: usize, left: u32, visit: &mut dyn FnMut(&[u32])) {
-        if first + 1 == way.len() {
-            way[first] = left;
-            return visit(way);
+/// Visits all choices of hosts for `count` things.
+pub(super) fn for_each_choice(hosts: usize, count: u32, visit: &mut dyn FnMut(&[u32])) {
+    fn extend(choice: &mut [u32], first: usize, left: u32, visit: &mut dyn FnMut(&[u32])) {
+        if first + 1 == choice.len() {
+            choice[first] = left;
+            return visit(choice);
         }
         for count in 0..=left {
-            way[first] = count;
-            extend(way, first + 1, left - count, visit);
+            choice[first] = count;
+            extend(choice, first + 1, left - count, visit);
         }
     }
     extend(&mut vec![0; hosts], 0, count, visit);
@@ -66,6 +67,30 @@ proptest! {
     }
 }
 
+proptest! {
+    #[test]
+    fn a_moved_rank_takes_the_step_that_the_model_gives_its_placement(
+        instance in instances(Shape { hosts: 2..=9, ranks: 1..=6, aggregators: 1..=2 })
+    ) {
+        let topology = instance.topology();
+        let links = instance.links(&topology);
+        let problem = Problem::new(&topology, &links, &instance.job).unwrap();
+        if let Ok(plan) = plan_problem(&problem) {
+            let moves = RankMoves::new(&problem, &plan.placement);
+            for from in topology.host_ids().filter(|host| plan.placement.ranks[host.0] > 0) {
+                for to in topology.host_ids().filter(|to| *to != from) {
+                    let mut moved = plan.placement.clone();
+                    moved.ranks[from.0] -= 1;
+                    moved.ranks[to.0] += 1;
+                    let step_s = || step_time(&problem, &moved).total_s();
+                    let step_s = problem.allows(&moved).then(step_s);
+                    prop_assert_eq!(moves.step_s(from, to), step_s, "{:?} {:?}", from, to);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_heuristic_search_is_close_to_the_exact_one() {
     let mut gaps = vec![];
@@ -77,8 +102,8 @@ fn the_heuristic_search_is_close_to_the_exact_one() {
         let links = instance.links(&topology);
         let problem = Problem::new(&topology, &links, &instance.job).unwrap();
         let exact = search::exhaustive(&problem, Topology::ROOT);
-        let relaxed = search::relax(&problem, Topology::ROOT);
-        let heuristic = relaxed.and_then(|r| search::heuristic(&problem, Topology::ROOT, r));
+        let relaxed = search::relax(&problem, Topology::ROOT, f64::INFINITY);
+        let heuristic = relaxed.and_then(|r| search::heuristic(&problem, Topology::ROOT, &r));
         assert_eq!(exact.is_some(), heuristic.is_some(), "{instance:?}");
         let (Some(exact), Some((heuristic, bound_s))) = (exact, heuristic) else { continue };
         let (exact_s, heuristic_s) = (exact.time.total_s(), heuristic.time.total_s());

@@ -1,11 +1,14 @@
 //! Properties of plans that hold whatever the measurements are.
 
 use proptest::prelude::*;
-use proptest::sample::Index;
+use proptest::sample::{Index, select};
 
 use super::{Instance, Shape, instances};
+use crate::job::{Auto, Setting};
 use crate::network::{LinkRecord, Measurement};
+use crate::placement::Placement;
 use crate::plan::{Plan, PlanError, plan};
+use crate::running::RunningJob;
 
 const SMALL: Shape = Shape { hosts: 1..=9, ranks: 1..=6, aggregators: 1..=2 };
 
@@ -42,15 +45,23 @@ fn degrade(instance: &mut Instance, host: usize, factor: f64, more_loss: f64, mo
     link.rtt_us = Some(link.rtt_us.unwrap_or(0.0) + more_rtt_us);
 }
 
+/// Returns whether a job has aggregators in racks.
+fn racks() -> impl Strategy<Value = Setting<bool>> {
+    select(vec![Setting::Given(false), Setting::Given(false), Setting::Auto(Auto::Auto)])
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn a_host_that_becomes_worse_is_never_preferred(
         instance in instances(SMALL),
+        racks in racks(),
         host: Index,
         (factor, more_loss, more_rtt_us) in (0.1..=1.0, 0.0..=0.1, 0.0..=1000.0),
     ) {
+        let mut instance = instance;
+        instance.job.racks = racks;
         let host = host.index(instance.inventory.hosts.len());
         let mut worse = instance.clone();
         degrade(&mut worse, host, factor, more_loss, more_rtt_us);
@@ -60,10 +71,40 @@ proptest! {
             let topology = instance.topology();
             let name = &instance.inventory.hosts[host].name;
             let place = topology.hosts().iter().position(|host| host.name == *name).unwrap();
-            let used = |Plan { placement, .. }: &Plan| {
-                placement.ranks[place] + placement.aggregators[place]
+            let used = |Plan { placement, tree, .. }: &Plan| {
+                let of_racks = tree.as_ref().map_or(&[][..], |tree| &tree.racks);
+                let has_rack_aggregator = of_racks.iter().any(|host| host.0 == place);
+                placement.uses(place) || has_rack_aggregator
             };
-            prop_assert!(used(before) > 0 || used(after) == 0, "{before:?} {after:?}");
+            prop_assert!(used(before) || !used(after), "{before:?} {after:?}");
+        }
+        prop_assert!(before.is_ok() || after.is_err());
+    }
+
+    #[test]
+    fn a_domain_whose_links_other_jobs_load_more_is_never_preferred(
+        instance in instances(SMALL),
+        (factor, job) in (2..=50u64, any::<Index>()),
+    ) {
+        let mut busier = instance.clone();
+        let topology = instance.topology();
+        let jobs = &mut busier.running.jobs;
+        if jobs.is_empty() {
+            return Ok(());
+        }
+        let index = job.index(jobs.len());
+        jobs[index].job.bytes *= factor;
+        let RunningJob { job, placement, .. } = jobs[index].clone();
+        let (before, after) = (plan_of(&instance), plan_of(&busier));
+        // The links between the hosts of the job are in the narrowest domain that contains these.
+        let placement = Placement::of_record(&topology, &job, &placement).unwrap();
+        let hosts = placement.hosts().map(|(host, _, _)| topology.leaf(host));
+        let domain = hosts.reduce(|one, other| topology.meet(one, other)).unwrap();
+        if let (Ok(before), Ok(after)) = (&before, &after) {
+            prop_assert!(after.time.total_s() >= before.time.total_s() * (1.0 - 1e-8));
+            let hosts = topology.hosts_of(domain);
+            let uses = |plan: &Plan| hosts.clone().any(|host| plan.placement.uses(host));
+            prop_assert!(uses(before) || !uses(after), "{before:?} {after:?}");
         }
         prop_assert!(before.is_ok() || after.is_err());
     }
@@ -84,6 +125,9 @@ proptest! {
         }
         for link in &mut renamed.network.links {
             link.of = new_name(&link.of);
+        }
+        for host in renamed.running.jobs.iter_mut().flat_map(|job| &mut job.placement.hosts) {
+            host.host = new_name(&host.host);
         }
         for pair in &mut renamed.network.pairs {
             (pair.from, pair.to) = (new_name(&pair.from), new_name(&pair.to));

@@ -12,7 +12,7 @@ use crate::problem::Problem;
 use crate::topology::{HostId, Topology};
 
 /// Returns a cluster of racks whose hosts have these numbers of free GPUs.
-pub(super) fn cluster(racks: &[&[u32]]) -> Inventory {
+pub(crate) fn cluster(racks: &[&[u32]]) -> Inventory {
     let host = |rack: usize, (number, gpus): (usize, &u32)| Host {
         name: format!("r{rack}h{number}"),
         labels: [("rack".into(), format!("r{rack}"))].into(),
@@ -28,7 +28,7 @@ pub(super) fn cluster(racks: &[&[u32]]) -> Inventory {
     Inventory { levels: vec!["rack".into()], hosts: hosts.collect() }
 }
 
-pub(super) fn job(text: &str) -> Job {
+pub(crate) fn job(text: &str) -> Job {
     toml::from_str(&format!("name = 'job'\ngpus_per_rank = 1\nbytes = 1_000_000\n{text}")).unwrap()
 }
 
@@ -238,5 +238,35 @@ fn byteps_closed_form() {
         );
         let theorem = 2.0 * n * (n - 1.0) / (n.mul_add(n, k * n) - 2.0 * k);
         assert!((theorem - expected).abs() < 1e-9, "{theorem}");
+    }
+}
+
+/// The closed form allows any shares, so equal ones are never faster. The chosen number of
+/// aggregators is the least that comes within 1 % of the best.
+#[test]
+fn the_chosen_number_of_aggregators_is_close_to_the_closed_form() {
+    let unit_s = {
+        let apart = Job { has_dedicated_aggregators: true, ..job("ranks = 1") };
+        planned(&cluster(&[&[1, 1]]), &apart).unwrap().time.total_s()
+    };
+    for (gpu_hosts, cpu_hosts, expected) in [(4, 0, 4), (4, 2, 10), (4, 4, 4), (2, 1, 1), (3, 3, 3)]
+    {
+        let hosts: Vec<_> = [vec![1; gpu_hosts], vec![0; cpu_hosts]].concat();
+        let inventory = cluster(&[&hosts]);
+        let with = |aggregators: &str| {
+            let job = job(&format!("ranks = {gpu_hosts}\naggregators = {aggregators}"));
+            planned(&inventory, &job).unwrap()
+        };
+        let auto = with("'auto'");
+        let number = auto.placement.aggregators.iter().sum::<u32>();
+        assert_eq!(number, expected, "{gpu_hosts} {cpu_hosts}");
+        let (n, k) = (gpu_hosts as f64, cpu_hosts as f64);
+        let theorem = 2.0 * n * (n - 1.0) / (n.mul_add(n, k * n) - 2.0 * k);
+        let ratio = auto.time.total_s() / unit_s;
+        assert!((theorem * 0.999_999..=theorem * 1.01).contains(&ratio), "{theorem} {ratio}");
+        for fewer in 1..number {
+            let step_s = with(&fewer.to_string()).time.total_s();
+            assert!(step_s > auto.time.total_s(), "{fewer}: {step_s}");
+        }
     }
 }

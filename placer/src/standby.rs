@@ -1,0 +1,82 @@
+//! Hosts for the aggregators that a job moves to when its own are gone.
+//!
+//! A standby is a set of as many aggregators as the job has. The ranks stay where they are, so the
+//! search is that for the job with seats for exactly these ranks.
+
+use crate::model::StepTime;
+use crate::placement::Placement;
+use crate::problem::Problem;
+use crate::search;
+use crate::topology::{HostId, Topology, VertexId};
+
+/// A set of aggregators that can take over.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Standby {
+    /// Aggregators per host.
+    pub aggregators: Vec<u32>,
+    /// The expected time of a step once these have taken over.
+    pub time: StepTime,
+}
+
+impl Standby {
+    /// Returns the hosts with aggregators, and how many each has.
+    pub fn hosts(&self) -> impl Iterator<Item = (HostId, u32)> {
+        let hosts = self.aggregators.iter().enumerate().filter(|(_, count)| **count > 0);
+        hosts.map(|(host, count)| (HostId(host), *count))
+    }
+}
+
+/// Returns the standbys of a placement in the order in which the job moves to them, as many as
+/// there is room for, each with the shortest step that it can give. `domain` is the job's.
+///
+/// No standby is in a domain of the job's standby level that holds an aggregator of the placement
+/// or of an earlier standby.
+pub(crate) fn standbys(
+    problem: &Problem<'_>,
+    placement: &Placement,
+    domain: VertexId,
+) -> Vec<Standby> {
+    let domain = if problem.job.requires_scope { domain } else { Topology::ROOT };
+    let mut standbys: Vec<Standby> = vec![];
+    for _ in 0..problem.job.standbys {
+        let earlier = standbys.iter().map(|standby| &standby.aggregators);
+        let taken: Vec<_> = std::iter::once(&placement.aggregators).chain(earlier).collect();
+        let problem = apart(problem, placement, &taken);
+        let relaxed = search::relax(&problem, domain, f64::INFINITY);
+        let Some((found, _)) =
+            relaxed.and_then(|relaxed| search::search(&problem, domain, &relaxed))
+        else {
+            break;
+        };
+        let search::Found { placement: Placement { aggregators, .. }, time } = found;
+        standbys.push(Standby { aggregators, time });
+    }
+    standbys
+}
+
+/// Returns a problem with seats for exactly these ranks, and for aggregators only outside the
+/// domains that hold those of `taken`.
+fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) -> Problem<'a> {
+    let topology = problem.topology;
+    let mut is_taken = vec![false; topology.hosts().len()];
+    for host in topology.host_ids() {
+        if taken.iter().any(|aggregators| aggregators[host.0] > 0) {
+            let domain = failure_domain(problem, host);
+            is_taken[topology.hosts_of(domain)].fill(true);
+        }
+    }
+    problem.with_changed_seats(|host, seats| {
+        seats.ranks = placement.ranks[host];
+        if is_taken[host] {
+            seats.aggregators = 0;
+        }
+    })
+}
+
+/// Returns the domain of the job's standby level that holds a host.
+pub(crate) fn failure_domain(problem: &Problem<'_>, host: HostId) -> VertexId {
+    let topology = problem.topology;
+    let mut ancestors = topology.climb(topology.leaf(host));
+    let at_level = ancestors.find(|vertex| topology.depth(*vertex) <= problem.standby_depth);
+    at_level.unwrap_or(Topology::ROOT)
+}
