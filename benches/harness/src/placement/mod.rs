@@ -6,6 +6,7 @@
 //! the job at that placement, at a best fit that knows labels only, and at random ones. The random
 //! placements also test the predictions of the model.
 
+mod accuracy;
 mod scene;
 mod summary;
 mod zones;
@@ -54,6 +55,10 @@ pub(crate) struct PlacementArgs {
     /// Seed of the scenes.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Only compare the probe's results with what was set, and measure how much it slows a job
+    /// down.
+    #[arg(long)]
+    probe: bool,
     /// Bytes that a step reduces.
     #[arg(long, default_value_t = 500_000)]
     bytes: u64,
@@ -80,12 +85,16 @@ pub(crate) fn run(root: &Path, args: &PlacementArgs) -> Result<bool> {
     crate::network::sweep();
     Cmd::cargo(&["build", "--release", "--locked", "-p", "racksum-cli"]).run(root)?;
     let bench = Bench {
+        root,
         racksum: target(root).join("release/racksum"),
         work: target(root).join("placement"),
         args,
     };
     fs::create_dir_all(&bench.work)?;
     println!("{}; seed {}", Provenance::now(root).line(), args.seed);
+    if args.probe {
+        return accuracy::run(&bench);
+    }
     let mut outcomes = vec![];
     for number in 0..args.scenes + args.uniform {
         interrupt::check()?;
@@ -125,6 +134,7 @@ impl Outcome {
 }
 
 struct Bench<'a> {
+    root: &'a Path,
     racksum: PathBuf,
     work: PathBuf,
     args: &'a PlacementArgs,
@@ -132,11 +142,12 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn run(&self, number: usize, scene: &Scene, random: &mut Rng) -> Result<Vec<Outcome>> {
-        let zones = Zones::build(scene)?;
+        let zones = Zones::build(self.root, &self.work, scene)?;
         let inventory = scene.inventory(|host| zones.hosts[host].addr.to_string());
         let job = scene.job(self.args.bytes);
         fs::write(self.file("nodes.json"), serde_json::to_string(&inventory)?)?;
         fs::write(self.file("job.json"), job.to_string())?;
+        let _agents = self.agents(&zones)?;
         self.probe(&zones)?;
         let mut placements =
             vec![("placer", self.place(&inventory)?), ("labels", scene.best_fit())];
@@ -172,8 +183,8 @@ impl Bench<'_> {
         self.work.join(name)
     }
 
-    /// Measures the links into `net.json`.
-    fn probe(&self, zones: &Zones) -> Result<()> {
+    /// Starts the agents of all hosts.
+    fn agents(&self, zones: &Zones) -> Result<ProcessGroup> {
         let serve = |host: &crate::network::Host| {
             let mut command = host.command(&self.racksum);
             command.args(["probe", "serve", "--insecure", "--bind", &host.addr.to_string()]);
@@ -181,15 +192,25 @@ impl Bench<'_> {
         };
         let mut agents = ProcessGroup::start("agent", zones.hosts.iter().map(serve), &self.work)?;
         agents.lines(START)?;
-        let [nodes, net] = ["nodes.json", "net.json"].map(|name| self.file(name));
-        fs::remove_file(&net).or_else(|error| match error.kind() {
+        Ok(agents)
+    }
+
+    /// Measures the links into `net.json`.
+    fn probe(&self, zones: &Zones) -> Result<()> {
+        fs::remove_file(self.file("net.json")).or_else(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Ok(()),
             _ => Err(error),
         })?;
+        output(self.measuring(zones, SHARE)?).map(drop)
+    }
+
+    /// Returns the command that measures the links with a share of their rates.
+    fn measuring(&self, zones: &Zones, share: &str) -> Result<Command> {
+        let [nodes, net] = ["nodes.json", "net.json"].map(|name| self.file(name));
         let mut command = zones.hosts[0].command(&self.racksum);
-        command.args(["probe", "run", "--insecure", "--share", SHARE]);
+        command.args(["probe", "run", "--insecure", "--share", share]);
         command.args(["--nodes", path(&nodes)?, "--out", path(&net)?]);
-        output(command).map(drop)
+        Ok(command)
     }
 
     /// Returns the placement that `racksum place` chooses.
@@ -214,6 +235,14 @@ impl Bench<'_> {
 
     /// Runs the job at a placement. Returns the median time of its steps in seconds.
     fn step_s(&self, zones: &Zones, seats: &Seats) -> Result<f64> {
+        let mut job = self.start(zones, seats)?;
+        job.step_s()?;
+        let steps = (0..STEPS).map(|_| job.step_s()).collect::<Result<Vec<_>>>()?;
+        Ok(crate::stats::Summary::of(&steps).context("no step was measured")?.median)
+    }
+
+    /// Starts a job at a placement.
+    fn start(&self, zones: &Zones, seats: &Seats) -> Result<RunningJob> {
         let server = &zones.hosts[seats.aggregator];
         let mut command = server.command(&self.racksum);
         command.args(["aggregator", "--insecure", "--fanout", "unicast", "--pool-mib", "64"]);
@@ -226,17 +255,31 @@ impl Bench<'_> {
         let rank = |(rank, host): (usize, &crate::network::Host)| {
             let mut command = host.command(&self.racksum);
             let size = self.args.bytes.to_string();
-            command.args(["bench", "--insecure", "--format", "json", "-w", "1", "-n", STEPS]);
-            command.args(["-b", &size, "-e", &size, "--timeout", "120"]);
+            command.args(["bench", "--insecure", "--interactive", "-b", &size]);
+            command.args(["-e", &size, "--timeout", "120"]);
             command.args(["--aggregator", &format!("{}:7177", server.addr)]);
             command.args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
             command
         };
         let ranks = hosts.enumerate().map(rank);
-        let rows = ProcessGroup::start("rank", ranks, &self.work)?.answers(RUN)?;
-        ensure!(rows.iter().all(|row| row["wrong"] == 0), "a sum is wrong: {rows:?}");
-        let medians_us = rows.iter().filter_map(|row| row["time_us"]["p50"].as_f64());
-        Ok(medians_us.fold(0.0, f64::max) / 1e6)
+        let mut ranks = ProcessGroup::start("rank", ranks, &self.work)?;
+        ranks.answers(START)?;
+        Ok(RunningJob { ranks, _aggregator: aggregator })
+    }
+}
+
+/// The ranks and the aggregator of a job.
+struct RunningJob {
+    ranks: ProcessGroup,
+    _aggregator: ProcessGroup,
+}
+
+impl RunningJob {
+    /// Runs a step. Returns the time of the slowest rank in seconds.
+    fn step_s(&mut self) -> Result<f64> {
+        let answers = self.ranks.ask("go", RUN)?;
+        let us = answers.iter().filter_map(|answer| answer["us"].as_f64());
+        Ok(us.fold(0.0, f64::max) / 1e6)
     }
 }
 
@@ -291,9 +334,9 @@ fn output(mut command: Command) -> Result<String> {
 
 /// Time limit for the start of a process.
 const START: Duration = Duration::from_secs(20);
-/// Time limit for the steps of one placement.
-const RUN: Duration = Duration::from_secs(240);
+/// Time limit for a step.
+const RUN: Duration = Duration::from_secs(120);
 /// The share of the links that measurements use; nothing else uses them.
 const SHARE: &str = "1";
 /// The number of steps, of which the median counts.
-const STEPS: &str = "5";
+const STEPS: usize = 5;

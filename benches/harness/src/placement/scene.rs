@@ -29,6 +29,8 @@ pub(crate) struct SceneHost {
     pub(crate) mbit: u32,
     /// Share of the datagrams that are lost in each direction.
     pub(crate) loss: f64,
+    /// Round-trip time that the host adds, in milliseconds.
+    pub(crate) delay_ms: f64,
     pub(crate) label: usize,
     pub(crate) free_gpus: u32,
 }
@@ -92,11 +94,36 @@ impl Scene {
         Self::plain([RATES[0]; ZONES], random)
     }
 
+    /// Returns a scene in which hosts have different rates, losses and delays, to compare them with
+    /// what the probe measures.
+    pub(crate) fn varied() -> Self {
+        let mut scene = Self::plain([RATES[0]; ZONES], &mut Rng::with_seed(1));
+        let hosts = [
+            (100, 0.0, 0.0),
+            (100, 0.0, 0.0),
+            (100, 0.0, 0.0),
+            (60, 0.0, 0.0),
+            (100, 0.01, 0.0),
+            (40, 0.05, 0.0),
+            (25, 0.0, 0.0),
+            (100, 0.0, 0.0),
+            (10, 0.0, 0.0),
+            (80, 0.02, 0.0),
+            (50, 0.0, 5.0),
+            (50, 0.0, 20.0),
+        ];
+        for (host, (mbit, loss, delay_ms)) in scene.hosts.iter_mut().zip(hosts) {
+            (host.mbit, host.loss, host.delay_ms) = (mbit, loss, delay_ms);
+        }
+        scene
+    }
+
     fn plain(zone_mbit: [u32; ZONES], random: &mut Rng) -> Self {
         let host = |number: usize, free_gpus: u32| SceneHost {
             name: format!("h{number}"),
             mbit: zone_mbit[number / HOSTS_PER_ZONE],
             loss: 0.0,
+            delay_ms: 0.0,
             label: number / HOSTS_PER_ZONE,
             free_gpus,
         };

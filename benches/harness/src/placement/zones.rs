@@ -1,25 +1,33 @@
 //! Three zones of four hosts. Each host and each uplink of a zone has rates of its own.
 //!
 //! A host is a network namespace. The switches of the zones and the one between them are bridges in
-//! one more namespace. Token buckets limit each link in both directions.
+//! one more namespace. Token buckets limit each link in both directions. A host with a delay is a
+//! namespace behind another one, and a program forwards packets between the two.
 
 use std::net::Ipv4Addr;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use anyhow::Result;
 
 use super::scene::{HOSTS_PER_ZONE, Scene};
 use crate::network::{Host, Namespaces, run};
+use crate::process_group::ProcessGroup;
 
 /// The hosts of a scene. Dropping this value removes them.
 #[derive(Debug)]
 pub(crate) struct Zones {
     _namespaces: Namespaces,
+    /// The programs that delay packets.
+    _delays: Vec<ProcessGroup>,
     pub(crate) hosts: Vec<Host>,
 }
 
 impl Zones {
-    /// Creates the hosts and links of a scene.
-    pub(crate) fn build(scene: &Scene) -> Result<Self> {
+    /// Creates the hosts and links of a scene. Logs go to the folder `work`.
+    pub(crate) fn build(root: &Path, work: &Path, scene: &Scene) -> Result<Self> {
+        let mut delays = vec![];
         let mut namespaces = Namespaces::default();
         let fabric = namespaces.add("fabric")?;
         bridge(&fabric, "core")?;
@@ -42,7 +50,6 @@ impl Zones {
                      {namespace}"
                 ),
                 format!("ip -n {fabric} link set port{number} master zone{zone} up"),
-                format!("ip -n {namespace} addr add {addr}/24 brd + dev eth0"),
                 format!("ip -n {namespace} link set eth0 up"),
             ] {
                 run(&line)?;
@@ -58,10 +65,39 @@ impl Zones {
                     ))?;
                 }
             }
+            let namespace = if host.delay_ms > 0.0 {
+                let inner = namespaces.add(&format!("{}i", host.name))?;
+                delays.push(delay(root, work, &namespace, &inner, host.delay_ms)?);
+                for line in [
+                    format!("ip -n {inner} link set slow0 up"),
+                    format!("ip -n {inner} addr add {addr}/32 dev slow0"),
+                    format!("ip -n {inner} route add default dev slow0 src {addr}"),
+                    format!("ip -n {namespace} link set slow0 up"),
+                    format!("ip -n {namespace} route add {addr}/32 dev slow0"),
+                    format!("ip -n {namespace} route add {SUBNET}/24 dev eth0"),
+                    format!("ip netns exec {namespace} sysctl -qw net.ipv4.ip_forward=1"),
+                    format!("ip netns exec {namespace} sysctl -qw net.ipv4.conf.eth0.proxy_arp=1"),
+                ] {
+                    run(&line)?;
+                }
+                inner
+            } else {
+                run(&format!("ip -n {namespace} addr add {addr}/24 brd + dev eth0"))?;
+                namespace
+            };
             hosts.push(Host { namespace, addr });
         }
-        Ok(Self { _namespaces: namespaces, hosts })
+        Ok(Self { _namespaces: namespaces, _delays: delays, hosts })
     }
+}
+
+/// Starts a program that delays packets between two namespaces.
+fn delay(root: &Path, work: &Path, outer: &str, inner: &str, ms: f64) -> Result<ProcessGroup> {
+    let mut command = Command::new("python3");
+    command.arg(root.join("benches/peers/delay.py")).args([outer, inner, &ms.to_string()]);
+    let mut delay = ProcessGroup::start("delay", [command], work)?;
+    delay.lines(Duration::from_secs(20))?;
+    Ok(delay)
 }
 
 fn bridge(fabric: &str, name: &str) -> Result<()> {
