@@ -144,7 +144,7 @@ impl Cluster {
         for number in 0..jobs {
             let job = job([32, 64, 128, 256, 512][number as usize % 5], 1 + number % 16)?;
             let plan = plan(&topology, &links, &job)?;
-            plan.placement.occupy(&mut topology, &job);
+            plan.occupy(&mut topology, &job);
             ranks += job.ranks;
         }
         Ok(f64::from(ranks) / seconds(clock.now().since(started)))

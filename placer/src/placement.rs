@@ -175,23 +175,6 @@ impl Placement {
         behind
     }
 
-    /// Marks the GPUs and CPU cores that this placement of a job needs as used, so that the next
-    /// job finds what is left. Ranks take the types of GPUs in the order of their names.
-    pub fn occupy(&self, topology: &mut Topology, job: &Job) {
-        for (id, ranks, aggregators) in self.hosts() {
-            let host = topology.host_mut(id);
-            let mut ranks = ranks.end - ranks.start;
-            let cpus = ranks.saturating_mul(job.cpus_per_rank);
-            host.cpus
-                .take(cpus.saturating_add(aggregators.saturating_mul(job.cpus_per_aggregator)));
-            for (_, gpus) in host.gpus.iter_mut().filter(|(name, _)| job.uses_gpu(name)) {
-                let taken = gpus.free().checked_div(job.gpus_per_rank).unwrap_or(0).min(ranks);
-                gpus.take(taken * job.gpus_per_rank);
-                ranks -= taken;
-            }
-        }
-    }
-
     /// Returns whether a host has a rank or an aggregator.
     #[must_use]
     pub fn uses(&self, host: usize) -> bool {

@@ -73,6 +73,30 @@ pub enum PlanError {
 }
 
 impl Plan {
+    /// Marks the GPUs and CPU cores that this plan of a job needs as used, so that the next job
+    /// finds what is left. Ranks take the types of GPUs in the order of their names.
+    pub fn occupy(&self, topology: &mut Topology, job: &Job) {
+        let mut aggregators = self.placement.aggregators.clone();
+        for (host, count) in self.standbys.iter().flat_map(Standby::hosts) {
+            aggregators[host.0] += count;
+        }
+        for host in self.tree.iter().flat_map(|tree| &tree.racks) {
+            aggregators[host.0] += 1;
+        }
+        for (id, aggregators) in topology.host_ids().zip(aggregators) {
+            let host = topology.host_mut(id);
+            let mut ranks = self.placement.ranks[id.0];
+            let cpus = ranks.saturating_mul(job.cpus_per_rank);
+            let cpus = cpus.saturating_add(aggregators.saturating_mul(job.cpus_per_aggregator));
+            host.cpus.take(cpus);
+            for (_, gpus) in host.gpus.iter_mut().filter(|(name, _)| job.uses_gpu(name)) {
+                let taken = gpus.free().checked_div(job.gpus_per_rank).unwrap_or(0).min(ranks);
+                gpus.take(taken * job.gpus_per_rank);
+                ranks -= taken;
+            }
+        }
+    }
+
     /// Returns the step times if all rates are at the better and at the worse end of their
     /// uncertainty, in seconds. Takes the problem that the plan solves.
     #[must_use]

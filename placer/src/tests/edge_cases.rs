@@ -2,10 +2,10 @@
 
 use super::vectors::{cluster, job, planned};
 use crate::explain::{Reason, explain};
-use crate::inventory::{Host, Inventory};
+use crate::inventory::{Amount, Host, Inventory};
 use crate::job::Job;
 use crate::network::{Links, Network};
-use crate::plan::plan;
+use crate::plan::{PlanError, plan};
 use crate::problem::{Exclusion, Problem};
 use crate::topology::{InventoryError, Topology};
 
@@ -88,6 +88,35 @@ fn names_that_collide_are_errors() {
     let twice = "[[links]]\nof = 'r0h0'\n[[links]]\nof = 'r0h0'";
     let error = Links::new(&topology, &network(twice)).unwrap_err().to_string();
     assert_eq!(error, "the network file has two records of \"r0h0\"; remove the older one");
+}
+
+#[test]
+fn jobs_in_sequence_take_what_earlier_ones_left() {
+    let mut inventory = cluster(&[&[4, 4], &[4, 4]]);
+    inventory.hosts[0].gpus.insert("a100".into(), Amount { total: 1, used: 0 });
+    let mut topology = Topology::new(&inventory).unwrap();
+    let job = Job {
+        gpus_per_rank: 2,
+        cpus_per_aggregator: 1,
+        ..job("ranks = 2\nstandbys = 1\nstandby_level = 'host'")
+    };
+    let mut plans = 0;
+    let error = loop {
+        match plan(&topology, &Links::nominal(&topology), &job) {
+            Ok(plan) => plan.occupy(&mut topology, &job),
+            Err(error) => break error,
+        }
+        plans += 1;
+    };
+    // Sixteen GPUs of one type are four jobs; the GPU of the other type is no use to them.
+    assert_eq!(plans, 4);
+    assert!(matches!(error, PlanError::Room { room: 0, .. }), "{error}");
+    let free = |name: &str| -> u32 {
+        let of_type = topology.hosts().iter().filter_map(|host| host.gpus.get(name));
+        of_type.map(|gpus| gpus.free()).sum()
+    };
+    assert_eq!((free("h100"), free("a100")), (0, 1));
+    assert_eq!(topology.hosts().iter().map(|host| host.cpus.used).sum::<u32>(), 8);
 }
 
 #[test]
