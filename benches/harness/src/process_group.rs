@@ -61,6 +61,13 @@ impl ProcessGroup {
         self.members[member].child.id()
     }
 
+    /// Tells all members to end. Servers need this, because they do not read standard input.
+    pub(crate) fn terminate(&mut self) {
+        for member in self.members.iter_mut().filter_map(Member::running) {
+            terminate(&member.child);
+        }
+    }
+
     /// Sends a line to all members.
     pub(crate) fn send_line(&mut self, line: &str) -> Result<()> {
         for i in 0..self.members.len() {

@@ -46,7 +46,7 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<bool> {
 #[derive(Debug, Default)]
 struct Worst {
     rate: f64,
-    /// As a share of datagrams.
+    /// In shares of datagrams.
     loss: f64,
     rtt: f64,
 }
@@ -65,8 +65,8 @@ impl Worst {
             self.rtt = self.rtt.max((rtt_us / (host.delay_ms * 1e3) - 1.0).abs());
         }
         println!(
-            "{:<4} set {:>3} Mbit/s, loss {:.1} %, RTT {:>4.1} ms; measured {:.1} up and {:.1} down of \
-             payload, loss {:.2} % and {:.2} %, RTT {:.2} ms",
+            "{:<4} set {:>3} Mbit/s, loss {:.1} %, RTT {:>4.1} ms; measured {:.1} up and {:.1} \
+             down of payload, loss {:.2} % and {:.2} %, RTT {:.2} ms",
             host.name,
             host.mbit,
             100.0 * host.loss,

@@ -203,6 +203,6 @@ const ZONE_NAMES: [&str; ZONES] = ["a", "b", "c"];
 /// Rates of the zones' hosts in Mbit/s. The first is the nominal rate of all interfaces.
 const RATES: [u32; ZONES] = [100, 40, 10];
 /// Rate of a slow host or uplink in Mbit/s.
-const SLOW_MBIT: u32 = 5;
+const SLOW_MBIT: u32 = 10;
 /// Share of datagrams that a lossy host loses in each direction.
 const LOSS: f64 = 0.03;
