@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use racksum_placer::network::{LinkRecord, Network};
 
+use super::job::Program;
 use super::scene::{Scene, Seats};
 use super::zones::Zones;
 use super::{Bench, output, read};
@@ -89,7 +90,7 @@ fn slowdown(bench: &Bench<'_>, scene: &Scene, zones: &Zones) -> Result<f64> {
     };
     let ranks: Vec<_> = scene.hosts.iter().map(fast).collect();
     let aggregator = ranks.iter().position(|ranks| *ranks > 0).context("no host is fast")?;
-    let mut job = bench.start(zones, &Seats { ranks, aggregator })?;
+    let mut job = bench.start(zones, &Seats { ranks, aggregator }, Program::Bench)?;
     job.step_s()?;
     let mut seconds = [0.0; 2];
     let mut steps = [0u32; 2];

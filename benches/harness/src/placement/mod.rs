@@ -7,6 +7,7 @@
 //! placements also test the predictions of the model.
 
 mod accuracy;
+mod job;
 mod scene;
 mod summary;
 mod zones;
@@ -28,11 +29,13 @@ use racksum_placer::problem::Problem;
 use racksum_placer::topology::Topology;
 use racksum_tools::interrupt;
 use racksum_tools::machine;
+use racksum_tools::python;
 use racksum_tools::shell::{Cmd, path, target};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use self::job::{Program, Server};
 use self::scene::{Scene, Seats};
 use self::summary::Summary;
 use self::zones::Zones;
@@ -55,6 +58,9 @@ pub(crate) struct PlacementArgs {
     /// Seed of the scenes.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Number of scenes in which the example `words` also trains with DDP.
+    #[arg(long, default_value_t = 3)]
+    ddp: usize,
     /// Only compare the probe's results with what was set, and measure how much it slows a job
     /// down.
     #[arg(long)]
@@ -93,7 +99,9 @@ pub(crate) fn run(root: &Path, args: &PlacementArgs) -> Result<bool> {
             target(root).join("release/racksum")
         }
     };
-    let bench = Bench { root, racksum, work: target(root).join("placement"), args };
+    let wants_python = args.ddp > 0 && !args.probe;
+    let python = wants_python.then(|| python::installed(root)).transpose()?;
+    let bench = Bench { root, racksum, python, work: target(root).join("placement"), args };
     fs::create_dir_all(&bench.work)?;
     println!("{}; seed {}", Provenance::now(root).line(), args.seed);
     if args.probe {
@@ -140,6 +148,8 @@ impl Outcome {
 struct Bench<'a> {
     root: &'a Path,
     racksum: PathBuf,
+    /// A Python with the package, if DDP is to train.
+    python: Option<PathBuf>,
     work: PathBuf,
     args: &'a PlacementArgs,
 }
@@ -168,7 +178,7 @@ impl Bench<'_> {
             });
             let measured_s = match known {
                 Some(known) => known.measured_s,
-                None => self.step_s(&zones, &seats)?,
+                None => self.step_s(&zones, &seats, Program::Bench)?,
             };
             outcomes.push(Outcome {
                 scene: number,
@@ -180,7 +190,31 @@ impl Bench<'_> {
                 aggregator: seats.aggregator,
             });
         }
+        if let Some(python) = self.python.as_deref().filter(|_| number < self.args.ddp) {
+            self.train(number, &zones, &outcomes[..2], python)?;
+        }
         Ok(outcomes)
+    }
+
+    /// Trains with DDP at the placer's and at the best fit's placement, and prints the step times.
+    fn train(
+        &self,
+        number: usize,
+        zones: &Zones,
+        outcomes: &[Outcome],
+        python: &Path,
+    ) -> Result<()> {
+        let mut steps_s = vec![];
+        for Outcome { ranks, aggregator, .. } in outcomes {
+            let seats = Seats { ranks: ranks.clone(), aggregator: *aggregator };
+            steps_s.push(self.step_s(zones, &seats, Program::Ddp(python))?);
+        }
+        let (placer, labels) = (1e3 * steps_s[0], 1e3 * steps_s[1]);
+        println!(
+            "scene {number:>2} DDP: {placer:.1} ms a step at the placer's placement, {labels:.1} ms \
+             at the best fit's"
+        );
+        Ok(())
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -236,68 +270,6 @@ impl Bench<'_> {
         }
         Ok(seats)
     }
-
-    /// Runs the job at a placement. Returns the median time of its steps in seconds.
-    fn step_s(&self, zones: &Zones, seats: &Seats) -> Result<f64> {
-        let mut job = self.start(zones, seats)?;
-        job.step_s()?;
-        let mut steps = vec![];
-        // Long steps differ little, so three of them are enough.
-        while steps.len() < STEPS && (steps.len() < 3 || steps.iter().sum::<f64>() < LONG_S) {
-            steps.push(job.step_s()?);
-        }
-        Ok(crate::stats::Summary::of(&steps).context("no step was measured")?.median)
-    }
-
-    /// Starts a job at a placement.
-    fn start(&self, zones: &Zones, seats: &Seats) -> Result<RunningJob> {
-        let server = &zones.hosts[seats.aggregator];
-        let mut command = server.command(&self.racksum);
-        command.args(["aggregator", "--insecure", "--fanout", "unicast", "--pool-mib", "64"]);
-        command.args(["--bind", &server.addr.to_string()]);
-        let mut aggregator = ProcessGroup::start("aggregator", [command], &self.work)?;
-        aggregator.lines(START)?;
-        let world: u32 = seats.ranks.iter().sum();
-        let hosts = seats.ranks.iter().zip(&zones.hosts);
-        let hosts = hosts.flat_map(|(ranks, host)| std::iter::repeat_n(host, *ranks as usize));
-        let rank = |(rank, host): (usize, &crate::network::Host)| {
-            let mut command = host.command(&self.racksum);
-            let size = self.args.bytes.to_string();
-            command.args(["bench", "--insecure", "--interactive", "-b", &size]);
-            command.args(["-e", &size, "--timeout", "120"]);
-            command.args(["--aggregator", &format!("{}:7177", server.addr)]);
-            command.args(["--rank", &rank.to_string(), "--world", &world.to_string()]);
-            command
-        };
-        let ranks = hosts.enumerate().map(rank);
-        let mut ranks = ProcessGroup::start("rank", ranks, &self.work)?;
-        ranks.answers(START)?;
-        Ok(RunningJob { ranks, _aggregator: Server(aggregator) })
-    }
-}
-
-/// The ranks and the aggregator of a job.
-struct RunningJob {
-    ranks: ProcessGroup,
-    _aggregator: Server,
-}
-
-/// Servers, which end when this value is dropped.
-struct Server(ProcessGroup);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.0.terminate();
-    }
-}
-
-impl RunningJob {
-    /// Runs a step. Returns the time of the slowest rank in seconds.
-    fn step_s(&mut self) -> Result<f64> {
-        let answers = self.ranks.ask("go", RUN)?;
-        let us = answers.iter().filter_map(|answer| answer["us"].as_f64());
-        Ok(us.fold(0.0, f64::max) / 1e6)
-    }
 }
 
 /// The model of a measured cluster.
@@ -351,11 +323,5 @@ fn output(mut command: Command) -> Result<String> {
 
 /// Time limit for the start of a process.
 const START: Duration = Duration::from_secs(20);
-/// Time limit for a step.
-const RUN: Duration = Duration::from_secs(120);
 /// The share of the links that measurements use; nothing else uses them.
 const SHARE: &str = "1";
-/// The number of steps, of which the median counts.
-const STEPS: usize = 5;
-/// The time in seconds after which fewer steps suffice.
-const LONG_S: f64 = 10.0;
