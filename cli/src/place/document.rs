@@ -54,7 +54,6 @@ struct Help {
 /// Returns a plan as one JSON object.
 pub(super) fn of(planned: &Planned<'_>) -> String {
     let Planned { topology, plan, .. } = planned;
-    let words = Words(topology);
     let hosts = plan.placement.hosts().map(|(host, ranks, aggregators)| Host {
         host: &topology.host(host).name,
         domain: topology.name(topology.domain_of(host)),
@@ -69,7 +68,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         step_greatest_s: plan.range_s.1,
         bound_s: plan.bound_s,
         gap: plan.gap(),
-        bottleneck: words.bottleneck(plan.time.bottleneck),
+        bottleneck: plan.time.bottleneck.text(topology),
         hosts: hosts.collect(),
         explain: planned.explanation.as_ref().map(|explanation| explain(planned, explanation)),
     };
