@@ -18,7 +18,7 @@ enum MayImport {
 
 /// The workspace crates that each crate and its tests may import. The table of crates in
 /// ARCHITECTURE.md summarizes this one. A crate without a row is an error.
-const ARROWS: [(&str, MayImport); 17] = [
+const ARROWS: [(&str, MayImport); 18] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
@@ -44,6 +44,7 @@ const ARROWS: [(&str, MayImport); 17] = [
     ("racksum-python", MayImport::Only(&["racksum-proto", "racksum-worker"])),
     ("racksum-sim", MayImport::Only(&["racksum-proto"])),
     ("racksum-placer", MayImport::Only(&[])),
+    ("racksum-operator", MayImport::Only(&["racksum-placer", "racksum-test-report"])),
     (
         "racksum-cli",
         MayImport::Only(&[
