@@ -43,7 +43,8 @@ pub async fn take(client: &Client, group: &AggregatorGroup, action: &Action) -> 
     let namespace = group.namespace().unwrap_or_default();
     let pods = || Api::<Pod>::namespaced(client.clone(), &namespace);
     let maps = || Api::<ConfigMap>::namespaced(client.clone(), &namespace);
-    let apply = PatchParams::apply(MANAGER).force();
+    // Without force: an object of the same name that belongs to others is a conflict.
+    let apply = PatchParams::apply(MANAGER);
     match action {
         Action::AddFinalizer => set_finalizer(client, group, true).await,
         Action::RemoveFinalizer => set_finalizer(client, group, false).await,

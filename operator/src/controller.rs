@@ -3,7 +3,7 @@
 //! Caches of pods, nodes, and own objects trigger decisions. The group itself is read afresh for
 //! each decision, since a plan must not be decided on an old status.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{ConfigMap, Node, Pod, Service};
+use k8s_openapi::api::core::v1::{ConfigMap, Node, ObjectReference, Pod, Service};
 use kube::api::ListParams;
 use kube::runtime::controller::{self, Action as Next, Controller};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
@@ -24,7 +24,7 @@ use tokio::sync::Notify;
 use crate::api::{groups, is_conflict, take, text, write_status};
 use crate::crd::AggregatorGroup;
 use crate::decide::{Decision, Observed, Trouble, decide, would_release};
-use crate::objects::{MANAGED_BY, MANAGER, config_map_name};
+use crate::objects::{MANAGED_BY, MANAGER, config_map_name, service_name};
 use crate::status::Note;
 
 /// How the operator works.
@@ -68,9 +68,21 @@ struct Context {
     recorder: Recorder,
     /// The last failures by group.
     troubles: Mutex<BTreeMap<String, Trouble>>,
+    /// The time without an API server before this run.
+    outage: Option<Trouble>,
+    /// The groups that have been told of the outage.
+    told: Mutex<BTreeSet<String>>,
 }
 
 impl Context {
+    /// Returns the failures of a group that it has not recovered from.
+    fn trouble(&self, key: &str) -> Option<Trouble> {
+        let troubles = self.troubles.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_told = self.told.lock().unwrap_or_else(PoisonError::into_inner).contains(key);
+        let outage = self.outage.as_ref().filter(|_| !is_told);
+        troubles.get(key).or(outage).cloned()
+    }
+
     /// Returns all groups, each as the cache or this operator's own writes show it, whichever is
     /// newer.
     fn latest_groups(&self) -> Vec<Arc<AggregatorGroup>> {
@@ -99,7 +111,9 @@ struct Failed {
 }
 
 /// Serves groups for as long as this future is polled.
-pub async fn run(client: Client, options: Options) {
+///
+/// `outage` is the reason why this replica stopped serving them before, which groups are told.
+pub async fn run(client: Client, options: Options, outage: Option<Trouble>) {
     let changed = Arc::new(Notify::new());
     let own = watcher::Config::default().labels(&format!("{MANAGED_BY}={MANAGER}"));
     let all = watcher::Config::default();
@@ -125,6 +139,8 @@ pub async fn run(client: Client, options: Options) {
         groups: controller.store(),
         written: Mutex::default(),
         troubles: Mutex::default(),
+        outage,
+        told: Mutex::default(),
     });
     let reconciling = controller.run(reconcile, retry, context).for_each(async |result| {
         if let Err(error) = result {
@@ -193,7 +209,10 @@ async fn reconcile(known: Arc<AggregatorGroup>, context: Arc<Context>) -> Result
     let done = reconcile_once(&known, &context, &key).await;
     let mut troubles = context.troubles.lock().unwrap_or_else(PoisonError::into_inner);
     match &done {
-        Ok(_) => _ = troubles.remove(&key),
+        Ok(_) => {
+            troubles.remove(&key);
+            context.told.lock().unwrap_or_else(PoisonError::into_inner).insert(key);
+        }
         Err(failed) => {
             let trouble = troubles.entry(key.clone()).or_insert_with(|| Trouble {
                 is_conflict: true,
@@ -219,10 +238,7 @@ async fn reconcile_once(
     context: &Arc<Context>,
     key: &str,
 ) -> Result<Next, Failed> {
-    let trouble = {
-        let troubles = context.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-        troubles.get(key).cloned()
-    };
+    let trouble = context.trouble(key);
     for ready in [
         context.pods.wait_until_ready().await,
         context.nodes.wait_until_ready().await,
@@ -285,7 +301,7 @@ async fn decided(
 }
 
 fn service_ref(group: &AggregatorGroup) -> ObjectRef<Service> {
-    ObjectRef::new(&group.name_any()).within(&group.namespace().unwrap_or_default())
+    ObjectRef::new(&service_name(group)).within(&group.namespace().unwrap_or_default())
 }
 
 /// Writes the status and publishes the events of a decision.
@@ -301,7 +317,7 @@ async fn write(
         written.insert(uid, Arc::new(group.clone()));
     }
     for note in &decision.notes {
-        let published = context.recorder.publish(&event(note), &group.object_ref(&())).await;
+        let published = context.recorder.publish(&event(note, group), &group.object_ref(&())).await;
         // Events are for people; a missing one stops nothing.
         if let Err(error) = published {
             tracing::warn!("publishing event {}: {error}", note.reason);
@@ -310,13 +326,20 @@ async fn write(
     Ok(())
 }
 
-fn event(note: &Note) -> Event {
+fn event(note: &Note, group: &AggregatorGroup) -> Event {
+    let related = note.pod.as_ref().map(|name| ObjectReference {
+        api_version: Some("v1".into()),
+        kind: Some("Pod".into()),
+        name: Some(name.clone()),
+        namespace: group.namespace(),
+        ..ObjectReference::default()
+    });
     Event {
         type_: if note.is_warning { EventType::Warning } else { EventType::Normal },
         reason: note.reason.clone(),
         note: Some(note.note.clone()),
         action: "Place".into(),
-        secondary: None,
+        secondary: related,
     }
 }
 

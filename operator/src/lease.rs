@@ -49,6 +49,15 @@ impl Default for Times {
     }
 }
 
+/// The end of this replica's leadership.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lost {
+    /// Whether another replica took the Lease over.
+    pub was_taken: bool,
+    /// The reason.
+    pub message: String,
+}
+
 /// The outcome of a try to acquire or to renew.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
@@ -93,7 +102,7 @@ impl Election {
     }
 
     /// Renews the Lease until this replica loses it, and returns why.
-    pub async fn hold(&self) -> String {
+    pub async fn hold(&self) -> Lost {
         let mut seen = Seen::default();
         let mut renewed = Instant::now();
         loop {
@@ -105,7 +114,8 @@ impl Election {
                     continue;
                 }
                 Ok(Ok(Outcome::Taken)) => {
-                    return format!("another replica holds lease {}", self.name);
+                    let message = format!("another replica holds lease {}", self.name);
+                    return Lost { was_taken: true, message };
                 }
                 Ok(Ok(Outcome::Raced)) => "it changed meanwhile".into(),
                 Ok(Err(error)) => error.to_string(),
@@ -114,7 +124,8 @@ impl Election {
             tracing::warn!("renewing lease {}: {why}", self.name);
             if Instant::now() >= renewed + self.times.deadline {
                 let limit = self.times.deadline.as_secs_f64();
-                return format!("lease {} was not renewed for {limit} s: {why}", self.name);
+                let message = format!("lease {} was not renewed for {limit} s: {why}", self.name);
+                return Lost { was_taken: false, message };
             }
         }
     }

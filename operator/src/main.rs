@@ -1,5 +1,6 @@
 //! The binary `racksum-operator`.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::io::Write;
 use std::net::SocketAddr;
@@ -7,11 +8,13 @@ use std::process::{ExitCode, Termination};
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use jiff::Timestamp;
 use kube::Client;
 use racksum_operator::controller::{self, Options};
 use racksum_operator::crd::definition;
+use racksum_operator::decide::Trouble;
 use racksum_operator::health;
-use racksum_operator::lease::{Election, Times};
+use racksum_operator::lease::{Election, Lost, Times};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
@@ -55,8 +58,7 @@ struct Run {
 }
 
 /// The exit codes, which are those of `racksum`.
-const EXIT_CODES: &str = "Exit codes: 0 stopped by a signal, 1 failed (such as a lost lease), 2 \
-                          usage, 3 the API server or a port is not available";
+const EXIT_CODES: &str = "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, 3 the API server or a port is not available";
 
 /// The name of the Lease.
 const LEASE: &str = "racksum-operator";
@@ -134,7 +136,7 @@ async fn serve(args: &Run) -> Result<(), Failure> {
     let mut terminate = signal(SignalKind::terminate()).map_err(Failure::failed)?;
     let options = Options { namespace: args.namespace.clone(), identity, ..Options::default() };
     tokio::select! {
-        lost = lead(&election, &client, options) => Err(Failure::failed(lost)),
+        never = lead(&election, &client, &options) => match never {},
         Err(error) = health::serve(args.health) => Err(Failure::unavailable(format!(
             "cannot bind {}: {error}; choose another address with --health", args.health
         ))),
@@ -143,15 +145,28 @@ async fn serve(args: &Run) -> Result<(), Failure> {
     }
 }
 
-/// Serves as the leader until the Lease is lost, and returns why.
-async fn lead(election: &Election, client: &Client, options: Options) -> String {
-    tracing::info!("{} waits for lease {}", election.identity, election.name);
-    election.acquire().await;
-    tracing::info!("{} leads", election.identity);
-    // Dropping the controller's future stops all writes of this process but those in flight.
-    tokio::select! {
-        lost = election.hold() => lost,
-        () = controller::run(client.clone(), options) => "the controller ended".into(),
+/// Serves whenever this replica holds the Lease.
+async fn lead(election: &Election, client: &Client, options: &Options) -> Infallible {
+    let mut outage = None;
+    loop {
+        tracing::info!("{} waits for lease {}", election.identity, election.name);
+        election.acquire().await;
+        tracing::info!("{} leads", election.identity);
+        // Dropping the controller's future stops all writes of this process but those in flight.
+        let lost = tokio::select! {
+            lost = election.hold() => lost,
+            () = controller::run(client.clone(), options.clone(), outage.take()) => {
+                Lost { was_taken: false, message: "the controller ended".into() }
+            }
+        };
+        tracing::warn!("{} no longer leads: {}", election.identity, lost.message);
+        outage = (!lost.was_taken).then(|| Trouble {
+            is_conflict: false,
+            is_answered: false,
+            message: lost.message,
+            since: Timestamp::now(),
+            failures: 1,
+        });
     }
 }
 

@@ -21,7 +21,13 @@ pub const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 /// Returns the name of an aggregator's pod, which is its host name too.
 #[must_use]
 pub fn aggregator_name(group: &AggregatorGroup, index: u32) -> String {
-    format!("{}-{index}", group.name_any())
+    format!("{}-aggregator-{index}", group.name_any())
+}
+
+/// Returns the name of the Service. A JobSet's own Service often has the name of the group.
+#[must_use]
+pub fn service_name(group: &AggregatorGroup) -> String {
+    format!("{}-aggregators", group.name_any())
 }
 
 /// Returns the pod of an aggregator, gated.
@@ -83,7 +89,7 @@ pub fn aggregator(group: &AggregatorGroup, index: u32) -> Pod {
         "spec": {
             "schedulingGates": [{"name": GATE}],
             "hostname": name,
-            "subdomain": group.name_any(),
+            "subdomain": service_name(group),
             "restartPolicy": "Always",
             "automountServiceAccountToken": false,
             "enableServiceLinks": false,
@@ -157,7 +163,7 @@ pub fn service(group: &AggregatorGroup) -> Service {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {
-            "name": group.name_any(),
+            "name": service_name(group),
             "namespace": group.namespace(),
             "labels": labels(group),
             "ownerReferences": [group.controller_owner_ref(&())],
@@ -174,10 +180,10 @@ pub fn service(group: &AggregatorGroup) -> Service {
 /// Returns the addresses of a group's aggregators.
 #[must_use]
 pub fn endpoints(group: &AggregatorGroup) -> Vec<String> {
-    let (name, port) = (group.name_any(), group.spec.aggregators.port);
+    let (service, port) = (service_name(group), group.spec.aggregators.port);
     let namespace = group.namespace().unwrap_or_default();
     let endpoint =
-        |index| format!("{}.{name}.{namespace}.svc:{port}", aggregator_name(group, index));
+        |index| format!("{}.{service}.{namespace}.svc:{port}", aggregator_name(group, index));
     (0..group.spec.aggregators.count).map(endpoint).collect()
 }
 

@@ -122,7 +122,7 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
 /// A sentence that names the field.
 pub fn check(group: &AggregatorGroup) -> Result<(), String> {
     let spec = &group.spec;
-    let name = aggregator_name(group, spec.aggregators.count);
+    let name = aggregator_name(group, spec.aggregators.count - 1);
     if name.len() > LONGEST_LABEL {
         return Err(format!(
             "pod names such as {name} exceed {LONGEST_LABEL} bytes; rename the group"

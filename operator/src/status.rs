@@ -25,6 +25,9 @@ pub struct Note {
     pub reason: String,
     /// The sentence for people.
     pub note: String,
+    /// The pod that the event is about, beside the group. Events of one reason about one pod are
+    /// counted as one.
+    pub pod: Option<String>,
 }
 
 /// The conditions of a group, old and new.
@@ -82,14 +85,20 @@ impl Conditions {
             None => self.conditions.push(condition),
         }
         if is_new {
-            self.note(WARNINGS.contains(&reason), reason, message);
+            self.note(WARNINGS.contains(&reason), reason, message, None);
         }
     }
 
     /// Adds an event.
-    pub fn note(&mut self, is_warning: bool, reason: &str, note: impl Into<String>) {
-        let note = truncated(note.into());
-        self.notes.push(Note { is_warning, reason: reason.into(), note });
+    pub fn note(
+        &mut self,
+        is_warning: bool,
+        reason: &str,
+        note: impl Into<String>,
+        pod: Option<&str>,
+    ) {
+        let (note, pod) = (truncated(note.into()), pod.map(Into::into));
+        self.notes.push(Note { is_warning, reason: reason.into(), note, pod });
     }
 
     /// Returns whether a condition is true.
@@ -156,7 +165,7 @@ mod tests {
     #[test]
     fn long_messages_fit_an_event() {
         let mut conditions = Conditions::new(vec![], None, at(1));
-        conditions.note(false, "Long", "ü".repeat(2000));
+        conditions.note(false, "Long", "ü".repeat(2000), None);
         let (_, notes) = conditions.finish();
         assert!(notes[0].note.len() <= 1024, "{}", notes[0].note.len());
         assert!(notes[0].note.ends_with('…'));

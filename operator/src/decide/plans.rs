@@ -35,7 +35,7 @@ impl<'a> Decider<'a> {
             let why = member.scheduling_message().unwrap_or("the scheduler gave no reason");
             let name = member.name();
             let message = format!("{name} found no place on {host}: {why}; choosing another host");
-            self.conditions.note(true, "PendingTooLong", message);
+            self.conditions.note(true, "PendingTooLong", message, Some(name));
             self.avoid(host, ttl);
             if is_aggregator {
                 self.delete(&member);
@@ -163,7 +163,8 @@ impl<'a> Decider<'a> {
         self.conditions.set(PLANNED, true, "Planned", message);
         if self.plan.is_some() {
             let hosts = plan.aggregators.join(", ");
-            self.conditions.note(false, "Replanned", format!("the aggregators go to {hosts}"));
+            let message = format!("the aggregators go to {hosts}");
+            self.conditions.note(false, "Replanned", message, None);
         }
         self.plan = Some(plan);
         true

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::{Output, Stdio};
+use std::time::Duration;
 
 use racksum_operator::crd::definition;
 use serde_json::{Value, json};
@@ -69,6 +70,32 @@ async fn a_replica_takes_over_when_the_leader_is_killed_and_another_when_it_is_s
     assert_eq!(leader(&world.server.store_quietly()).as_deref(), Some(""));
     let _three = replica(&config, "three");
     world.until("three leads", |store| (leader(store)? == "three").then_some(())).await;
+}
+
+#[tokio::test]
+async fn a_leader_that_lost_the_server_leads_again_and_tells() {
+    let world = World::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let config = configured(folder.path(), &world.server);
+    let _one = replica(&config, "one");
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.until_condition("WorkersReady", "WaitingForWorkers").await;
+    let told = |store: &Store| {
+        store.list(Kind::Event).any(|event| event["reason"] == "Unreachable").then_some(())
+    };
+    // On a busy machine, the leader may not notice a short outage, so there are several.
+    for _ in 0..20 {
+        world.server.faults(|faults| faults.is_gone = true);
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        world.server.faults(|faults| faults.is_gone = false);
+        if tokio::time::timeout(Duration::from_secs(5), world.until("told", told)).await.is_ok() {
+            break;
+        }
+    }
+    let note = world.until_event("Unreachable").await;
+    assert!(note.starts_with("lease racksum-operator was not renewed"), "{note}");
+    world.create(Kind::Pod, worker(0));
+    world.until_condition("Ready", "AggregatorsReady").await;
 }
 
 #[tokio::test]

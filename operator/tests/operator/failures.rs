@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::standin::{Kind, Refusal};
+use crate::standin::{Faults, Kind, Refusal};
 use crate::world::{NAMESPACE, World, gated_worker, group, node_of, worker};
 
 fn refusal(method: &'static str, part: &str, code: u16, message: &str) -> Refusal {
@@ -12,17 +12,17 @@ fn refusal(method: &'static str, part: &str, code: u16, message: &str) -> Refusa
 #[tokio::test]
 async fn a_refused_write_is_told_and_retried_until_it_is_allowed() {
     let world = World::with_operator().await;
-    let text = "pods \"vision-0\" is forbidden: User \"racksum\" cannot patch resource \"pods\"";
-    world.server.refuse(refusal("PATCH", "/pods/vision-0", 403, text));
+    let text = "pods \"vision-aggregator-0\" is forbidden: User \"racksum\" cannot patch resource \"pods\"";
+    world.server.refuse(refusal("PATCH", "/pods/vision-aggregator-0", 403, text));
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
     world.create(Kind::Pod, worker(0));
     let told = world.until_condition("Applied", "Refused").await;
     let message = told["message"].as_str().unwrap();
-    assert!(message.starts_with("placing pod vision-0: "), "{message}");
+    assert!(message.starts_with("placing pod vision-aggregator-0: "), "{message}");
     assert!(message.contains("is forbidden"), "{message}");
     let note = world.until_event("Refused").await;
     assert!(note.contains("cannot patch"), "{note}");
-    assert!(world.pod("vision-0").unwrap()["spec"]["nodeName"].is_null());
+    assert!(world.pod("vision-aggregator-0").unwrap()["spec"]["nodeName"].is_null());
     world.server.faults(|faults| faults.refusals.clear());
     world.until_condition("Applied", "Written").await;
     world.until_condition("Ready", "AggregatorsReady").await;
@@ -48,23 +48,18 @@ async fn a_server_that_vanishes_is_told_once_it_is_back() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
     world.until_condition("WorkersReady", "WaitingForWorkers").await;
-    // Without answers, the next decision fails. Held events keep the others from being made before.
+    // The first failure has an answer; the retries after it have none.
     let mut once = refusal("GET", "/aggregatorgroups/vision", 500, "the server is about to vanish");
     once.times = 1;
     world.server.refuse(once);
     world.create(Kind::Pod, worker(0));
-    world
-        .until("a failed read", |_| {
-            world
-                .server
-                .faults(|faults| faults.refusals.iter().all(|one| one.times == 0))
-                .then_some(())
-        })
-        .await;
+    let has_failed = |faults: &mut Faults| faults.refusals.iter().all(|one| one.times == 0);
+    world.until("a failed read", |_| world.server.faults(has_failed).then_some(())).await;
     world.server.faults(|faults| faults.is_gone = true);
-    // The operator retries at least twice while the server is gone.
-    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    let is_tried = |faults: &mut Faults| faults.unanswered >= 20;
+    world.until("retries", |_| world.server.faults(is_tried).then_some(())).await;
     world.server.faults(|faults| faults.is_gone = false);
+    world.until_event("Unreachable").await;
     world.until_condition("Ready", "AggregatorsReady").await;
     world.until_condition("Applied", "Written").await;
 }
@@ -113,14 +108,14 @@ async fn conflicts_with_other_writers_are_retried_and_no_trouble() {
 async fn a_pod_of_the_same_name_that_belongs_to_others_is_left_alone() {
     let world = World::with_operator().await;
     let mut other = worker(0);
-    other["metadata"]["name"] = json!("vision-0");
+    other["metadata"]["name"] = json!("vision-aggregator-0");
     other["metadata"]["labels"] = json!({"app": "other"});
     world.create(Kind::Pod, other);
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
     let told = world.until_condition("Placed", "NameInUse").await;
-    assert!(told["message"].as_str().unwrap().contains("pod vision-0 exists"), "{told}");
+    assert!(told["message"].as_str().unwrap().contains("pod vision-aggregator-0 exists"), "{told}");
     world.create(Kind::Pod, worker(1));
-    world.server.store().remove(&(Kind::Pod, NAMESPACE.into(), "vision-0".into()));
+    world.server.store().remove(&(Kind::Pod, NAMESPACE.into(), "vision-aggregator-0".into()));
     world.until_condition("Ready", "AggregatorsReady").await;
-    assert!(node_of(&world.server.store_quietly(), "vision-0").is_some());
+    assert!(node_of(&world.server.store_quietly(), "vision-aggregator-0").is_some());
 }

@@ -18,8 +18,9 @@ async fn running() -> World {
 async fn aggregators_wait_for_all_workers_then_go_to_their_rack_and_are_published() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("FollowWorkers", 2, 1));
-    let gated = world
-        .until("a gated aggregator", |store| store.get(Kind::Pod, NAMESPACE, "vision-0").cloned());
+    let gated = world.until("a gated aggregator", |store| {
+        store.get(Kind::Pod, NAMESPACE, "vision-aggregator-0").cloned()
+    });
     let gates = gated.await["spec"]["schedulingGates"].clone();
     assert_eq!(gates, json!([{"name": "racksum.dev/placement"}]));
     let waiting = world.until_condition("WorkersReady", "WaitingForWorkers").await;
@@ -34,7 +35,7 @@ async fn aggregators_wait_for_all_workers_then_go_to_their_rack_and_are_publishe
             (condition(group, "WorkersReady")?["message"] == expected).then_some(())
         })
         .await;
-    assert!(world.pod("vision-0").unwrap()["spec"]["nodeName"].is_null());
+    assert!(world.pod("vision-aggregator-0").unwrap()["spec"]["nodeName"].is_null());
 
     world.hands(|hands| hands.unscheduled.clear());
     world.until_condition("Ready", "AggregatorsReady").await;
@@ -43,19 +44,19 @@ async fn aggregators_wait_for_all_workers_then_go_to_their_rack_and_are_publishe
     }
     let store = world.server.store_quietly();
     // The scheduler put both workers on h1, where an aggregator fits too.
-    assert_eq!(node_of(&store, "vision-0").as_deref(), Some("h1"));
+    assert_eq!(node_of(&store, "vision-aggregator-0").as_deref(), Some("h1"));
     let map = store.get(Kind::ConfigMap, NAMESPACE, "vision-racksum").unwrap();
     assert_eq!(
         map["data"],
-        json!({"RACKSUM_AGGREGATOR": "vision-0.vision.ml.svc:7177", "RACKSUM_INSECURE": "1"})
+        json!({"RACKSUM_AGGREGATOR": "vision-aggregator-0.vision-aggregators.ml.svc:7177", "RACKSUM_INSECURE": "1"})
     );
     let group = store.get(Kind::Group, NAMESPACE, GROUP).unwrap();
     let status = &group["status"];
     assert_eq!(status["phase"], "Ready");
-    assert_eq!(status["endpoints"], json!(["vision-0.vision.ml.svc:7177"]));
+    assert_eq!(status["endpoints"], json!(["vision-aggregator-0.vision-aggregators.ml.svc:7177"]));
     assert_eq!(status["plan"]["aggregators"], json!(["h1"]));
     assert_eq!(status["plan"]["workers"], json!([{"host": "h1", "count": 2}]));
-    assert!(store.get(Kind::Service, NAMESPACE, GROUP).is_some());
+    assert!(store.get(Kind::Service, NAMESPACE, "vision-aggregators").is_some());
 }
 
 #[tokio::test]
@@ -66,7 +67,7 @@ async fn two_aggregators_share_the_job_with_a_plus() {
     world.until_condition("Ready", "AggregatorsReady").await;
     let store = world.server.store_quietly();
     let map = store.get(Kind::ConfigMap, NAMESPACE, "vision-racksum").unwrap();
-    let expected = "vision-0.vision.ml.svc:7177+vision-1.vision.ml.svc:7177";
+    let expected = "vision-aggregator-0.vision-aggregators.ml.svc:7177+vision-aggregator-1.vision-aggregators.ml.svc:7177";
     assert_eq!(map["data"]["RACKSUM_AGGREGATOR"], expected);
 }
 
@@ -90,7 +91,7 @@ async fn measurements_of_the_network_file_count() {
     });
     (0..2).for_each(|index| world.create(Kind::Pod, worker(index)));
     world.until_condition("Ready", "AggregatorsReady").await;
-    let node = node_of(&world.server.store_quietly(), "vision-0").unwrap();
+    let node = node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap();
     assert!(["h3", "h4"].contains(&node.as_str()), "{node}");
 }
 
@@ -99,14 +100,14 @@ async fn an_aggregator_that_stays_pending_goes_to_another_host() {
     let world = World::with_operator().await;
     let mut asked = group("FollowWorkers", 2, 1);
     asked["spec"]["pendingTtlSeconds"] = json!(1);
-    world.hands(|hands| _ = hands.unscheduled.insert("vision-0".into()));
+    world.hands(|hands| _ = hands.unscheduled.insert("vision-aggregator-0".into()));
     world.create(Kind::Group, asked);
     (0..2).for_each(|index| world.create(Kind::Pod, worker(index)));
     let note = world.until_event("PendingTooLong").await;
-    assert!(note.starts_with("vision-0 found no place on h1"), "{note}");
+    assert!(note.starts_with("vision-aggregator-0 found no place on h1"), "{note}");
     world.hands(|hands| hands.unscheduled.clear());
     world.until_condition("Ready", "AggregatorsReady").await;
-    let node = node_of(&world.server.store_quietly(), "vision-0").unwrap();
+    let node = node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap();
     assert_ne!(node, "h1");
     assert!(world.group()["status"]["avoided"].to_string().contains("h1"));
 }
@@ -114,16 +115,16 @@ async fn an_aggregator_that_stays_pending_goes_to_another_host() {
 #[tokio::test]
 async fn a_lost_aggregator_is_replaced_and_its_address_stays() {
     let world = running().await;
-    let old = world.pod("vision-0").unwrap()["metadata"]["uid"].clone();
+    let old = world.pod("vision-aggregator-0").unwrap()["metadata"]["uid"].clone();
     let before = world.group()["status"]["endpoints"].clone();
     // The node goes away with its pod.
     let mut store = world.server.store();
     store.edit(Kind::Node, "", "h1", |node| node["spec"]["unschedulable"] = json!(true));
-    store.remove(&(Kind::Pod, NAMESPACE.into(), "vision-0".into()));
+    store.remove(&(Kind::Pod, NAMESPACE.into(), "vision-aggregator-0".into()));
     drop(store);
     world
         .until("a new aggregator", |store| {
-            let pod = store.get(Kind::Pod, NAMESPACE, "vision-0")?;
+            let pod = store.get(Kind::Pod, NAMESPACE, "vision-aggregator-0")?;
             (pod["metadata"]["uid"] != old && pod["spec"]["nodeName"] == "h2").then_some(())
         })
         .await;
@@ -134,7 +135,7 @@ async fn a_lost_aggregator_is_replaced_and_its_address_stays() {
 #[tokio::test]
 async fn an_aggregator_that_stops_serving_is_told_and_addresses_stay_published() {
     let world = running().await;
-    world.hands(|hands| _ = hands.unready.insert("vision-0".into()));
+    world.hands(|hands| _ = hands.unready.insert("vision-aggregator-0".into()));
     world.until_condition("Ready", "AggregatorsNotReady").await;
     world.until_event("AggregatorsNotReady").await;
     let store = world.server.store_quietly();
@@ -150,7 +151,7 @@ async fn workers_that_move_while_aggregators_run_are_told() {
     store.create(Kind::Pod, NAMESPACE, worker(1)).unwrap();
     drop(store);
     world.until_condition("Planned", "WorkersMoved").await;
-    let node = node_of(&world.server.store_quietly(), "vision-0");
+    let node = node_of(&world.server.store_quietly(), "vision-aggregator-0");
     assert_eq!(node.as_deref(), Some("h1"), "a running aggregator stays");
 }
 
@@ -165,7 +166,7 @@ async fn when_all_workers_have_ended_the_aggregators_are_gated_again() {
     world.until_event("WorkersGone").await;
     world
         .until("a gated aggregator and no addresses", |store| {
-            let pod = store.get(Kind::Pod, NAMESPACE, "vision-0")?;
+            let pod = store.get(Kind::Pod, NAMESPACE, "vision-aggregator-0")?;
             let is_gated = pod["spec"]["schedulingGates"].is_array();
             let is_hidden = store.get(Kind::ConfigMap, NAMESPACE, "vision-racksum").is_none();
             (is_gated && is_hidden).then_some(())
@@ -253,7 +254,7 @@ async fn an_operator_that_restarts_anywhere_goes_on() {
     let store = world.server.store_quietly();
     let plan = &store.get(Kind::Group, NAMESPACE, GROUP).unwrap()["status"]["plan"];
     for index in 0..2 {
-        let name = format!("vision-{index}");
+        let name = format!("vision-aggregator-{index}");
         assert_eq!(plan["aggregators"][index], json!(node_of(&store, &name)));
     }
 }
@@ -265,7 +266,7 @@ async fn deletion_removes_the_aggregators_and_then_the_group() {
     drop(world.server.store().delete(&key, None));
     let is_gone = |store: &crate::standin::Store| {
         let group = store.get(Kind::Group, NAMESPACE, GROUP).is_none();
-        let pod = store.get(Kind::Pod, NAMESPACE, "vision-0").is_none();
+        let pod = store.get(Kind::Pod, NAMESPACE, "vision-aggregator-0").is_none();
         (group && pod).then_some(())
     };
     world.until("the group is gone", is_gone).await;

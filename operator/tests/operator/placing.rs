@@ -52,7 +52,7 @@ async fn workers_and_aggregators_are_placed_in_one_rack() {
     let hosts: Vec<_> = (0..4).map(|rank| node_of(&store, &format!("train-{rank}"))).collect();
     assert_eq!(hosts[0], hosts[1]);
     assert_eq!(hosts[2], hosts[3]);
-    let aggregator = store.get(Kind::Pod, NAMESPACE, "vision-0").unwrap();
+    let aggregator = store.get(Kind::Pod, NAMESPACE, "vision-aggregator-0").unwrap();
     let terms = terms(aggregator);
     assert_eq!(terms[0]["matchFields"][0]["key"], "metadata.name");
 }
@@ -110,7 +110,7 @@ async fn kueue_removes_its_gate_first_and_its_choice_is_kept() {
     let store = world.server.store_quietly();
     assert_eq!(node_of(&store, "train-0").as_deref(), Some("h4"));
     assert_eq!(node_of(&store, "train-1").as_deref(), Some("h3"));
-    let aggregator = node_of(&store, "vision-0").unwrap();
+    let aggregator = node_of(&store, "vision-aggregator-0").unwrap();
     assert!(["h3", "h4"].contains(&aggregator.as_str()), "{aggregator}");
 }
 
@@ -166,7 +166,7 @@ async fn a_worker_whose_host_is_gone_is_placed_near_the_others() {
     }
     (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
     ready(&world).await;
-    let aggregator = node_of(&world.server.store_quietly(), "vision-0").unwrap();
+    let aggregator = node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap();
     let workers: Vec<_> = (0..2).map(|index| format!("train-{index}")).collect();
     let lost = {
         let store = world.server.store_quietly();
@@ -186,7 +186,7 @@ async fn a_worker_whose_host_is_gone_is_placed_near_the_others() {
     // No host of the rack has a free GPU, so the worker leaves it.
     world.until("the replacement is bound", |store| node_of(store, "again")).await;
     ready(&world).await;
-    assert_eq!(node_of(&world.server.store_quietly(), "vision-0").unwrap(), aggregator);
+    assert_eq!(node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap(), aggregator);
 }
 
 #[tokio::test]

@@ -30,7 +30,7 @@ async fn all_rights_that_are_granted_are_used() {
     world.until_condition("Ready", "AggregatorsReady").await;
     // The same event again patches the first one.
     for _ in 0..2 {
-        world.hands(|hands| _ = hands.unready.insert("vision-0".into()));
+        world.hands(|hands| _ = hands.unready.insert("vision-aggregator-0".into()));
         world.until_condition("Ready", "AggregatorsNotReady").await;
         world.hands(|hands| hands.unready.clear());
         world.until_condition("Ready", "AggregatorsReady").await;

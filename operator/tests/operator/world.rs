@@ -57,7 +57,7 @@ impl World {
 
     pub(crate) fn start_operator(&mut self) {
         let client = self.server.client();
-        self.operators.push(tokio::spawn(controller::run(client, options())));
+        self.operators.push(tokio::spawn(controller::run(client, options(), None)));
     }
 
     /// Stops all operators, wherever they are.

@@ -141,6 +141,8 @@ fn authorized(shared: &Shared, target: &Target, method: &str, watches: bool) -> 
 fn fault(shared: &Shared, method: &str, path: &str) -> Result<Option<Answer>, std::io::Error> {
     let mut faults = lock(&shared.faults);
     if faults.is_gone {
+        faults.unanswered += 1;
+        shared.wake();
         return Err(std::io::Error::other("the server is gone"));
     }
     let is_it = |refusal: &&mut super::Refusal| {

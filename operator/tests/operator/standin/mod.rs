@@ -46,6 +46,8 @@ pub(crate) struct Faults {
     pub(crate) refusals: Vec<Refusal>,
     /// Whether connections are closed without an answer.
     pub(crate) is_gone: bool,
+    /// The number of requests that were not answered.
+    pub(crate) unanswered: u64,
     /// Counts up to break all watches that run.
     pub(crate) breaks: u64,
     /// Whether watches get no events, as if the network held them back.
