@@ -9,7 +9,7 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures::{Stream, StreamExt};
+use futures::{Stream, StreamExt, TryStreamExt};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ConfigMap, Node, ObjectReference, Pod, Service};
 use kube::api::ListParams;
@@ -259,16 +259,25 @@ async fn reconcile_once(
         return Ok(Next::requeue(context.options.first_retry));
     }
     write(&mut group, context, &decision).await?;
-    for action in &decision.actions {
-        let taken = take(&context.client, &group, action).await;
-        taken.map_err(|cause| Failed { what: text(action), cause })?;
-    }
+    // Actions start in order; none depends on the end of an earlier one.
+    let acted = Arc::new(group.clone());
+    let actions = decision.actions.clone().into_iter().map(|action| {
+        let (client, group) = (context.client.clone(), acted.clone());
+        async move {
+            let taken = take(&client, &group, &action).await;
+            taken.map_err(|cause| Failed { what: text(&action), cause })
+        }
+    });
+    futures::stream::iter(actions).buffered(AT_ONCE).try_collect::<()>().await?;
     if trouble.is_some_and(|trouble| trouble.is_reported()) && decision.is_ongoing() {
         let decision = decided(&group, context, network, None).await?;
         write(&mut group, context, &decision).await?;
     }
     Ok(Next::requeue(decision.recheck))
 }
+
+/// The greatest number of requests of a decision at once.
+const AT_ONCE: usize = 16;
 
 /// Decides on another thread, since a plan for thousands of nodes takes a while.
 async fn decided(

@@ -34,7 +34,7 @@ pub const GROUP: &str = "racksum.dev";
         "jsonPath": ".status.plan.stepMicroseconds"}"#,
     printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct AggregatorGroupSpec {
     /// Whether the operator places only the aggregators, or the workers too.
     pub mode: Mode,
@@ -65,7 +65,7 @@ pub enum Mode {
 
 /// The pods of a job's workers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Workers {
     /// Labels that the job's worker pods have, all of them, in the namespace of this object.
     #[schemars(extend("minProperties" = 1))]
@@ -84,7 +84,7 @@ pub struct Workers {
 
 /// The pods of a job's aggregators.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Aggregators {
     /// The number of aggregators. Each sums an equal share of the windows.
     #[serde(default = "one")]
@@ -104,7 +104,8 @@ pub struct Aggregators {
     #[serde(default = "default_pool_mib")]
     #[schemars(range(min = 1, max = 1_048_576))]
     pub pool_mib: u32,
-    /// CPU and memory of an aggregator, both as request and as limit.
+    /// CPU and memory of an aggregator, both as request and as limit, as strings.
+    #[schemars(with = "BTreeMap<String, String>")]
     pub resources: BTreeMap<String, Quantity>,
     /// The Secret with the aggregators' identity under the key `identity.pem`. Without it, the
     /// aggregators run with `--insecure`, and every pod that reaches them may join any job.
@@ -129,7 +130,7 @@ pub struct Aggregators {
 
 /// The bytes that a job reduces in each step. docs/placement.md describes the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Traffic {
     /// The bytes of a rank's tensors that a step reduces.
     #[schemars(range(min = 1, max = 1_000_000_000_000_000_i64))]
@@ -149,7 +150,7 @@ pub struct Traffic {
 
 /// The levels of the network, and its measurements.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Topology {
     /// The keys of the nodes' topology labels, widest first.
     pub levels: Vec<String>,
@@ -175,7 +176,6 @@ pub struct Topology {
 
 /// A key of a ConfigMap that holds a network file: JSON if the key ends in `.json`, otherwise TOML.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
 pub struct NetworkFile {
     /// The name of the ConfigMap.
     pub name: String,
@@ -242,6 +242,9 @@ pub struct Plan {
     pub step_microseconds: i64,
     /// The shortest and the longest step, given the uncertainty of the links' rates.
     pub range_microseconds: [i64; 2],
+    /// No placement in the domain is faster. Absent if members kept their places.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bound_microseconds: Option<i64>,
     /// The link or path that limits the step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bottleneck: Option<String>,
@@ -326,4 +329,37 @@ const fn default_widen_gain() -> f64 {
 
 const fn default_nic_mbit() -> f64 {
     10_000.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks that an object which the API server accepts is one that the operator can read:
+    /// otherwise a single object would stop the watch of all.
+    #[test]
+    fn the_schema_accepts_no_resources_that_cannot_be_read() {
+        let definition = serde_json::to_value(definition()).unwrap();
+        let spec = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties";
+        let path = format!("{spec}/aggregators/properties/resources/additionalProperties");
+        assert_eq!(definition.pointer(&path).unwrap(), &serde_json::json!({"type": "string"}));
+    }
+
+    #[test]
+    fn fields_of_later_versions_are_ignored() {
+        let group = serde_json::json!({
+            "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
+            "metadata": {"name": "g"},
+            "spec": {
+                "mode": "FollowWorkers", "later": 1,
+                "workers": {"matchLabels": {"a": "b"}, "count": 1, "later": 1},
+                "aggregators": {"image": "i", "resources": {}, "later": 1},
+                "traffic": {"bytes": 1, "later": 1},
+                "topology": {"levels": [], "later": 1},
+            },
+        });
+        let group: AggregatorGroup = serde_json::from_value(group).unwrap();
+        assert_eq!(group.spec.pending_ttl_seconds, 300);
+        assert_eq!(group.spec.aggregators.port, 7177);
+    }
 }

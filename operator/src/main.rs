@@ -58,7 +58,8 @@ struct Run {
 }
 
 /// The exit codes, which are those of `racksum`.
-const EXIT_CODES: &str = "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, 3 the API server or a port is not available";
+const EXIT_CODES: &str = "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, 3 the API server \
+                          or a port is not available";
 
 /// The name of the Lease.
 const LEASE: &str = "racksum-operator";

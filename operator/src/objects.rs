@@ -276,3 +276,57 @@ fn without_gate(pod: &Pod) -> Vec<Value> {
     });
     operations.into_iter().flatten().collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(change: impl FnOnce(&mut Value)) -> Value {
+        let mut pod = json!({
+            "metadata": {"name": "w", "resourceVersion": "7"},
+            "spec": {
+                "containers": [],
+                "schedulingGates": [{"name": "other"}, {"name": GATE}],
+            },
+        });
+        change(&mut pod);
+        pod
+    }
+
+    fn patched(observed: &Value, now: &Value) -> Result<Value, json_patch::PatchError> {
+        let pin = Pin::Host("h1".into());
+        let observed: Pod = serde_json::from_value(observed.clone()).unwrap();
+        let patch = placing(&observed, &pin, Timestamp::UNIX_EPOCH);
+        let mut now = now.clone();
+        json_patch::patch(&mut now, &patch).map(|()| now)
+    }
+
+    #[test]
+    fn a_patch_pins_a_pod_and_removes_only_the_own_gate() {
+        for annotations in [Value::Null, json!({"a/b": "c"})] {
+            let pod = pod(|pod| {
+                if !annotations.is_null() {
+                    pod["metadata"]["annotations"] = annotations.clone();
+                }
+            });
+            let placed = patched(&pod, &pod).unwrap();
+            assert_eq!(placed["spec"]["schedulingGates"], json!([{"name": "other"}]));
+            assert_eq!(placed["metadata"]["annotations"][HOST], "h1");
+            assert_eq!(placed["metadata"]["annotations"][PLACED_AT], "1970-01-01T00:00:00Z");
+            assert_eq!(placed["metadata"]["annotations"]["a/b"], annotations["a/b"]);
+            assert!(placed["spec"]["affinity"].to_string().contains("metadata.name"));
+        }
+    }
+
+    #[test]
+    fn a_patch_changes_no_pod_but_the_observed_version() {
+        let observed = pod(|_| {});
+        for change in [
+            (|pod| pod["metadata"]["resourceVersion"] = json!("8")) as fn(&mut Value),
+            |pod| pod["spec"]["schedulingGates"] = json!([{"name": "other"}, {"name": "third"}]),
+            |pod| pod["spec"]["schedulingGates"] = json!([{"name": GATE}]),
+        ] {
+            assert!(patched(&observed, &pod(change)).is_err());
+        }
+    }
+}

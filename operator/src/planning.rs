@@ -105,15 +105,16 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
         let placement = filled(request, &problem, &topology, &rooms, &sizes)?;
         let time = step_time(&problem, &placement);
         let domain = common_domain(&topology, &placement);
-        let range_s = (time.total_s(), time.total_s());
-        return Ok(described(&topology, &placement, time, range_s, domain));
+        let step = (time, (time.total_s(), time.total_s()), None);
+        return Ok(described(&topology, &placement, step, domain));
     }
     let plan = plan(&topology, &links, &job).map_err(|error| match error {
         PlanError::Job(error) => Unplanned::Spec(error.to_string()),
         error => Unplanned::Room(error.to_string()),
     })?;
     let domain = topology.name(plan.domain).to_owned();
-    Ok(described(&topology, &plan.placement, plan.time, plan.range_s, domain))
+    let step = (plan.time, plan.range_s, Some(plan.bound_s));
+    Ok(described(&topology, &plan.placement, step, domain))
 }
 
 /// Checks the parts of a group's spec that do not depend on the cluster.
@@ -131,7 +132,7 @@ pub fn check(group: &AggregatorGroup) -> Result<(), String> {
     let size = amounts(Some(&spec.aggregators.resources));
     for resource in [CPU, MEMORY] {
         if size.get(resource).is_none_or(|amount| *amount <= 0) {
-            return Err(format!("aggregators.resources lacks {resource}; add it"));
+            return Err(format!("aggregators.resources has no quantity of {resource}; add it"));
         }
     }
     let pool_mib = i128::from(spec.aggregators.shards) * i128::from(spec.aggregators.pool_mib);
@@ -331,6 +332,8 @@ fn inventory(request: &Request<'_>, rooms: &[Room<'_>], sizes: &Sizes) -> Invent
         }
         let fits =
             if room.takes_aggregators { times(&left, &sizes.aggregator, |_| true) } else { 0 };
+        // On the host's network, two of them would need the same port.
+        let fits = if request.group.spec.aggregators.host_network { fits.min(1) } else { fits };
         let cpu = |amounts: &Amounts| amounts.get(CPU).map_or(0, |amount| millis(*amount));
         let total = cpu(&room.total);
         Host {
@@ -415,13 +418,14 @@ fn filled(
     rooms: &[Room<'_>],
     sizes: &Sizes,
 ) -> Result<Placement, Unplanned> {
+    let placed_workers = request.placed_workers();
     let rooms: BTreeMap<_, _> = rooms.iter().map(|room| (room.node.name_any(), room)).collect();
     let mut rooms: Vec<_> = topology
         .hosts()
         .iter()
         .map(|host| {
             let room = rooms[&host.name];
-            let placed = request.placed_workers().get(host.name.as_str()).copied().unwrap_or(0);
+            let placed = placed_workers.get(host.name.as_str()).copied().unwrap_or(0);
             (room.free(), room.takes_aggregators, room.workers, placed)
         })
         .collect();
@@ -443,7 +447,10 @@ fn filled(
         let size = if is_aggregator { &sizes.aggregator } else { &sizes.worker };
         let mut best: Option<(f64, usize)> = None;
         for (host, (free, takes_aggregators, takers, _)) in rooms.iter().enumerate() {
-            let takes = if is_aggregator { *takes_aggregators } else { *takers > 0 };
+            let is_port_free =
+                !request.group.spec.aggregators.host_network || placement.aggregators[host] == 0;
+            let takes =
+                if is_aggregator { *takes_aggregators && is_port_free } else { *takers > 0 };
             if !takes || times(free, size, |_| true) == 0 {
                 continue;
             }
@@ -498,8 +505,7 @@ fn path(topology: &Topology, host: HostId) -> Vec<String> {
 fn described(
     topology: &Topology,
     placement: &Placement,
-    time: StepTime,
-    range_s: (f64, f64),
+    (time, range_s, bound_s): (StepTime, (f64, f64), Option<f64>),
     domain: String,
 ) -> Plan {
     let hosts = topology.hosts().iter().map(|host| &host.name);
@@ -512,6 +518,7 @@ fn described(
         domain,
         step_microseconds: microseconds(time.total_s()),
         range_microseconds: [microseconds(range_s.0), microseconds(range_s.1)],
+        bound_microseconds: bound_s.map(microseconds),
         bottleneck: time.bottleneck.text(topology),
         aggregators: aggregators.collect(),
         workers: workers

@@ -163,6 +163,14 @@ mod tests {
     }
 
     #[test]
+    fn the_document_says_what_to_do_about_each_warning() {
+        let document = include_str!("../../docs/kubernetes.md");
+        for reason in WARNINGS {
+            assert!(document.contains(&format!("`{reason}`")), "{reason}");
+        }
+    }
+
+    #[test]
     fn long_messages_fit_an_event() {
         let mut conditions = Conditions::new(vec![], None, at(1));
         conditions.note(false, "Long", "ü".repeat(2000), None);

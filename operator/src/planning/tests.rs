@@ -75,7 +75,7 @@ fn wrong_specs_are_told() {
     );
     assert_eq!(
         told(|group| group["spec"]["aggregators"]["resources"] = json!({"memory": "4Gi"})),
-        "aggregators.resources lacks cpu; add it"
+        "aggregators.resources has no quantity of cpu; add it"
     );
     assert_eq!(
         told(|group| group["spec"]["topology"]["requiresScope"] = json!(true)),
@@ -213,4 +213,18 @@ fn workers_get_slots_that_they_accept() {
     assert_eq!(hosts, ["h3", "h2", "h1"]);
     let refused: Result<_, String> = assign(&[only(0, &["r2"]), only(1, &["r2"])]);
     assert_eq!(refused.unwrap_err(), "w-1");
+}
+
+#[test]
+fn aggregators_on_the_network_of_their_host_are_on_hosts_of_their_own() {
+    let nodes = [node("h1", "r1", |_| {}), node("h2", "r1", |_| {})];
+    let plan = |host_network: bool| {
+        let asked = group("PlaceWorkers", 1, |group| {
+            group["spec"]["aggregators"]["count"] = json!(2);
+            group["spec"]["aggregators"]["hostNetwork"] = json!(host_network);
+        });
+        plan_of(&asked, &nodes, &[worker(0, |_| {})], &[]).unwrap().aggregators
+    };
+    assert_eq!(plan(false), ["h1", "h1"]);
+    assert_eq!(plan(true), ["h1", "h2"]);
 }

@@ -12,7 +12,7 @@ fn refusal(method: &'static str, part: &str, code: u16, message: &str) -> Refusa
 #[tokio::test]
 async fn a_refused_write_is_told_and_retried_until_it_is_allowed() {
     let world = World::with_operator().await;
-    let text = "pods \"vision-aggregator-0\" is forbidden: User \"racksum\" cannot patch resource \"pods\"";
+    let text = "pods \"vision-aggregator-0\" is forbidden: User \"racksum\" cannot patch pods";
     world.server.refuse(refusal("PATCH", "/pods/vision-aggregator-0", 403, text));
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
     world.create(Kind::Pod, worker(0));

@@ -46,10 +46,8 @@ async fn aggregators_wait_for_all_workers_then_go_to_their_rack_and_are_publishe
     // The scheduler put both workers on h1, where an aggregator fits too.
     assert_eq!(node_of(&store, "vision-aggregator-0").as_deref(), Some("h1"));
     let map = store.get(Kind::ConfigMap, NAMESPACE, "vision-racksum").unwrap();
-    assert_eq!(
-        map["data"],
-        json!({"RACKSUM_AGGREGATOR": "vision-aggregator-0.vision-aggregators.ml.svc:7177", "RACKSUM_INSECURE": "1"})
-    );
+    let address = "vision-aggregator-0.vision-aggregators.ml.svc:7177";
+    assert_eq!(map["data"], json!({"RACKSUM_AGGREGATOR": address, "RACKSUM_INSECURE": "1"}));
     let group = store.get(Kind::Group, NAMESPACE, GROUP).unwrap();
     let status = &group["status"];
     assert_eq!(status["phase"], "Ready");
@@ -67,7 +65,8 @@ async fn two_aggregators_share_the_job_with_a_plus() {
     world.until_condition("Ready", "AggregatorsReady").await;
     let store = world.server.store_quietly();
     let map = store.get(Kind::ConfigMap, NAMESPACE, "vision-racksum").unwrap();
-    let expected = "vision-aggregator-0.vision-aggregators.ml.svc:7177+vision-aggregator-1.vision-aggregators.ml.svc:7177";
+    let expected = "vision-aggregator-0.vision-aggregators.ml.svc:7177+\
+                    vision-aggregator-1.vision-aggregators.ml.svc:7177";
     assert_eq!(map["data"]["RACKSUM_AGGREGATOR"], expected);
 }
 
