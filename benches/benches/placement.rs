@@ -68,6 +68,7 @@ impl Cluster {
                     let used = random.pick(&[0, 0, 0, 4, 8]);
                     cluster.inventory.hosts.push(Host {
                         address: None,
+                        max_aggregators: None,
                         name,
                         labels: [
                             ("zone".into(), format!("z{zone}")),

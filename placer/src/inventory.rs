@@ -54,6 +54,9 @@ pub struct Host {
     /// Taints. Only jobs that tolerate all of them may use the host.
     #[serde(default)]
     pub taints: Vec<String>,
+    /// The greatest number of aggregators on the host. Without it, CPU cores alone limit them.
+    #[serde(default)]
+    pub max_aggregators: Option<u32>,
 }
 
 /// Where hosts are according to measurements.

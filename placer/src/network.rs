@@ -245,6 +245,18 @@ pub enum Bottleneck {
 }
 
 impl Bottleneck {
+    /// Returns the link or path in words, or `None` if nothing crosses a link.
+    #[must_use]
+    pub fn text(self, topology: &Topology) -> Option<String> {
+        let host = |host| &topology.host(host).name;
+        match self {
+            Self::None => None,
+            Self::Up(vertex) => Some(format!("the link from {}", topology.name(vertex))),
+            Self::Down(vertex) => Some(format!("the link to {}", topology.name(vertex))),
+            Self::Path(from, to) => Some(format!("the path from {} to {}", host(from), host(to))),
+        }
+    }
+
     /// Returns whether the link between a vertex and its parent is the bottleneck.
     #[must_use]
     pub fn is_link_of(self, vertex: VertexId) -> bool {

@@ -338,6 +338,7 @@ impl Seats {
         let aggregators = cpus.checked_div(job.cpus_per_aggregator);
         let most = job.aggregators.given().unwrap_or(MOST_AGGREGATORS);
         let aggregators = aggregators.unwrap_or(most).min(most);
+        let aggregators = aggregators.min(host.max_aggregators.unwrap_or(u32::MAX));
         let (gpus, needed) = (free_gpus(host, job), job.gpus_per_rank);
         let by_gpus = gpus.checked_div(needed).unwrap_or(u32::MAX);
         let by_cpus = cpus.checked_div(job.cpus_per_rank).unwrap_or(u32::MAX);

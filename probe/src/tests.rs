@@ -36,6 +36,7 @@ fn host(name: &str, rack: &str, address: SocketAddr) -> Host {
         cpus: <_>::default(),
         gpus: <_>::default(),
         taints: vec![],
+        max_aggregators: None,
     }
 }
 

@@ -18,7 +18,7 @@ enum MayImport {
 
 /// The workspace crates that each crate and its tests may import. The table of crates in
 /// ARCHITECTURE.md summarizes this one. A crate without a row is an error.
-const ARROWS: [(&str, MayImport); 18] = [
+const ARROWS: [(&str, MayImport); 19] = [
     ("racksum-proto", MayImport::Only(&[])),
     ("racksum-net", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-kernels", MayImport::Only(&["racksum-proto"])),
@@ -45,6 +45,7 @@ const ARROWS: [(&str, MayImport); 18] = [
     ("racksum-sim", MayImport::Only(&["racksum-proto"])),
     ("racksum-placer", MayImport::Only(&[])),
     ("racksum-probe", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-placer"])),
+    ("racksum-operator", MayImport::Only(&["racksum-placer", "racksum-test-report"])),
     (
         "racksum-cli",
         MayImport::Only(&[

@@ -9,6 +9,7 @@
 mod attack;
 mod bench;
 mod crate_imports;
+mod deploy;
 mod english;
 mod import_cycles;
 mod problem;

@@ -13,7 +13,7 @@ use racksum_tools::machine;
 use racksum_tools::shell::{Cmd, path, target};
 use serde::{Deserialize, Serialize};
 
-use crate::{bench, crate_imports, python, tidy};
+use crate::{bench, crate_imports, deploy, python, tidy};
 
 /// A step of the test run. Steps run in this order, so that cheap checks fail first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -32,6 +32,8 @@ pub(crate) enum Step {
     Package,
     /// Run every test of the workspace.
     Test,
+    /// Check the manifests in deploy/, and the operator's writes, against Kubernetes' schemas.
+    Deploy,
     /// Check the Python package's style and types and run its tests, with the pinned PyTorch.
     Python,
     /// Run the process-group tests that torch ships, with Gloo and with racksum.
@@ -50,6 +52,9 @@ impl Step {
     fn run(self, root: &Path, report: &Path) -> Result<Vec<Skip>> {
         let done = match self {
             Self::Setup => return set_up(root).map(|why| skips("slow links", why)),
+            Self::Deploy => {
+                return deploy::check(root).map(|why| skips("schemas of Kubernetes", why));
+            }
             Self::Smoke => bench::smoke(root, report),
             Self::Python => python::test(root, report),
             Self::Upstream => python::upstream(root),

@@ -116,7 +116,6 @@ struct Help {
 /// Returns a plan as one JSON object.
 pub(super) fn of(planned: &Planned<'_>) -> String {
     let Planned { topology, plan, .. } = planned;
-    let words = Words(topology);
     let document = Document {
         job: &planned.job.name,
         domain: topology.name(plan.domain),
@@ -125,7 +124,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         step_greatest_s: planned.range_s.1,
         bound_s: plan.bound_s,
         gap: plan.gap(),
-        bottleneck: words.bottleneck(plan.time.bottleneck),
+        bottleneck: plan.time.bottleneck.text(topology),
         shards: planned.shards,
         hosts: hosts_of(topology, &plan.placement),
         racks: plan.tree.as_ref().map_or_else(Vec::new, |tree| racks_of(topology, tree)),

@@ -39,7 +39,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
             plan.gap().map_or_else(String::new, |gap| format!(": gap {:.1} %", gap * 100.0))
         ),
     ];
-    lines.extend(words.bottleneck(plan.time.bottleneck).map(|link| format!("limited by {link}")));
+    lines.extend(plan.time.bottleneck.text(topology).map(|link| format!("limited by {link}")));
     lines.push(String::new());
     let rows = hosts.into_iter().map(|(host, ranks, aggregators)| {
         [

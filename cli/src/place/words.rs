@@ -1,8 +1,7 @@
 //! The reasons for a plan in words.
 
 use racksum_placer::explain::{Alternative, Change, Reason};
-use racksum_placer::network::Bottleneck;
-use racksum_placer::topology::{HostId, Topology, VertexId};
+use racksum_placer::topology::{Topology, VertexId};
 use racksum_proto::counted::counted;
 
 /// The names of a topology's links and domains.
@@ -17,27 +16,11 @@ impl Words<'_> {
         }
     }
 
-    fn host(&self, host: HostId) -> &str {
-        &self.0.host(host).name
-    }
-
-    /// Returns the link or path that limits a step.
-    pub(super) fn bottleneck(&self, bottleneck: Bottleneck) -> Option<String> {
-        Some(match bottleneck {
-            Bottleneck::None => return None,
-            Bottleneck::Up(vertex) => format!("the link from {}", self.0.name(vertex)),
-            Bottleneck::Down(vertex) => format!("the link to {}", self.0.name(vertex)),
-            Bottleneck::Path(from, to) => {
-                format!("the path from {} to {}", self.host(from), self.host(to))
-            }
-        })
-    }
-
     /// Returns a change that would shorten a step.
     pub(super) fn change(&self, change: Change) -> String {
         match change {
             Change::Faster(bottleneck) => {
-                let link = self.bottleneck(bottleneck).unwrap_or_default();
+                let link = bottleneck.text(self.0).unwrap_or_default();
                 format!("with twice the rate of {link}")
             }
             Change::Without(constraint) => format!("without {constraint}"),

@@ -106,6 +106,7 @@ impl Import {
             let missing = || Problem::Rate.of(&host.name);
             Ok(Host {
                 address: None,
+                max_aggregators: None,
                 name: host.name.clone(),
                 labels: host.labels.clone(),
                 nic_mbit: rates(&host.name).ok_or_else(missing)?,

@@ -28,6 +28,7 @@ pub(crate) mod tests {
             cpus: <_>::default(),
             gpus: <_>::default(),
             taints: vec![],
+            max_aggregators: None,
         };
         let hosts = hosts.iter().enumerate();
         let hosts =

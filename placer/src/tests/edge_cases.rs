@@ -150,3 +150,23 @@ fn gpus_of_all_types_count_but_a_rank_uses_one_type() {
     let error = planned(&inventory, &with(3)).unwrap_err().to_string();
     assert!(error.starts_with("job \"job\" has 3 ranks, and there is room for 2"), "{error}");
 }
+
+#[test]
+fn a_host_takes_at_most_its_limit_of_aggregators_and_all_its_ranks() {
+    let mut inventory = cluster(&[&[2, 0, 0]]);
+    let placed = |inventory: &Inventory| {
+        let job = Job { gpus_per_rank: 1, ..job("ranks = 2\naggregators = 3") };
+        planned(inventory, &job).map(|plan| plan.placement)
+    };
+    assert_eq!(placed(&inventory).unwrap().aggregators, [3, 0, 0]);
+    for (limits, expected) in [([1, 1, 3], [1, 1, 1]), ([0, 0, 3], [0, 0, 3])] {
+        for (host, limit) in inventory.hosts.iter_mut().zip(limits) {
+            host.max_aggregators = Some(limit);
+        }
+        let placement = placed(&inventory).unwrap();
+        assert_eq!((placement.ranks, placement.aggregators), (vec![2, 0, 0], expected.into()));
+    }
+    inventory.hosts[2].max_aggregators = Some(0);
+    let error = placed(&inventory).unwrap_err().to_string();
+    assert!(error.starts_with("job \"job\": no placement"), "{error}");
+}

@@ -102,6 +102,7 @@ fn host(is_uniform: bool) -> impl Strategy<Value = Host> {
             cpus: Amount { total: 8, used },
             gpus: [("h100".into(), Amount { total: gpus, used: 0 })].into(),
             taints,
+            max_aggregators: None,
         },
     )
 }

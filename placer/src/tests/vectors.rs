@@ -21,6 +21,7 @@ pub(crate) fn cluster(racks: &[&[u32]]) -> Inventory {
         cpus: Amount { total: *gpus, used: 0 },
         gpus: [("h100".into(), Amount { total: *gpus, used: 0 })].into(),
         taints: vec![],
+        max_aggregators: None,
     };
     let racks = racks.iter().enumerate();
     let hosts =

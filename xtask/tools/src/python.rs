@@ -1,4 +1,5 @@
-//! The virtual environment that runs the Python package's tests and the peers of the benches.
+//! Virtual environments: one for the Python package's tests and the peers of the benches, and
+//! others with packages that single steps need.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,9 +28,18 @@ pub fn installed(root: &Path) -> Result<PathBuf> {
 /// # Errors
 /// Returns an error if the environment cannot be created, or a package cannot be installed.
 pub fn venv(root: &Path) -> Result<PathBuf> {
-    let venv = target(root).join("venv");
+    environment(root, "venv", "python/requirements.txt")
+}
+
+/// Returns the path of a Python interpreter with the packages that a file pins, in an environment
+/// of this name. Installs them on first use and when the pins change.
+///
+/// # Errors
+/// Returns an error if the environment cannot be created, or a package cannot be installed.
+pub fn environment(root: &Path, name: &str, pins: &str) -> Result<PathBuf> {
+    let venv = target(root).join(name);
     let python = venv.join("bin/python");
-    let pins = root.join("python/requirements.txt");
+    let pins = root.join(pins);
     let wanted = fs::read_to_string(&pins)?;
     // The stamp is written last, so that its presence means a complete installation.
     let stamp = venv.join("installed.txt");

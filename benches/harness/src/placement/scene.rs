@@ -143,6 +143,7 @@ impl Scene {
             cpus: Amount::default(),
             gpus: [("gpu".into(), Amount { total: 2, used: 2 - host.free_gpus })].into(),
             taints: vec![],
+            max_aggregators: None,
         };
         Inventory {
             levels: vec!["zone".into()],

@@ -1,0 +1,251 @@
+//! Plans: when a group needs one, and how it is carried out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use jiff::SignedDuration;
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
+use racksum_placer::network::Network;
+
+use crate::affinity::Pin;
+use crate::crd::{Avoided, Mode, Plan};
+use crate::decide::{Action, Decider};
+use crate::members::{Member, Stage};
+use crate::objects::{aggregator, placing};
+use crate::planning::{Request, Unplanned, assigned, free_slots, is_usable, planned};
+use crate::status::{ACCEPTED, PLANNED};
+
+impl<'a> Decider<'a> {
+    /// Replaces pods that stay unscheduled, and avoids their hosts for a while.
+    pub(super) fn replace_stuck(&mut self) {
+        let ttl = SignedDuration::from_secs(self.observed.group.spec.pending_ttl_seconds.into());
+        let aggregators = self.aggregators.clone().into_iter().flatten().map(|one| (one, true));
+        let workers = self.workers.clone().into_iter().map(|one| (one, false));
+        let workers = workers.filter(|_| self.observed.group.spec.mode == Mode::PlaceWorkers);
+        for (member, is_aggregator) in aggregators.chain(workers).collect::<Vec<_>>() {
+            let Stage::Unbound { placed: Some((host, at)) } = member.stage else { continue };
+            let left = ttl - self.observed.now.duration_since(at);
+            // An aggregator can go nowhere else; a worker only prefers the host.
+            let is_lost = is_aggregator && !self.is_usable(host);
+            if left.is_positive() && !is_lost {
+                self.recheck = self.recheck.min(left.unsigned_abs() + MARGIN);
+                continue;
+            }
+            let why = member.scheduling_message().unwrap_or("the scheduler gave no reason");
+            let name = member.name();
+            let message = format!("{name} found no place on {host}: {why}; choosing another host");
+            self.conditions.note(true, "PendingTooLong", message, Some(name));
+            self.avoid(host, ttl);
+            if is_aggregator {
+                self.delete(&member);
+                self.aggregators.iter_mut().for_each(|slot| {
+                    _ = slot.take_if(|one| one.name() == name);
+                });
+            } else {
+                let uid = member.pod.uid().unwrap_or_default();
+                self.actions.push(Action::EvictPod { name: name.into(), uid });
+                self.workers.retain(|one| one.name() != name);
+            }
+        }
+    }
+
+    pub(super) fn avoid(&mut self, host: &str, ttl: SignedDuration) {
+        let until = self
+            .observed
+            .now
+            .saturating_add(ttl.saturating_mul(AVOIDED_TTLS))
+            .unwrap_or(self.observed.now);
+        self.avoided.retain(|one| one.host != host);
+        self.avoided.push(Avoided { host: host.into(), until });
+    }
+
+    pub(super) fn node(&self, name: &str) -> Option<&'a Node> {
+        let node =
+            self.observed.nodes.iter().find(|node| node.metadata.name.as_deref() == Some(name));
+        node.map(|node| &**node)
+    }
+
+    /// Returns whether unplaced pods may go to a host.
+    pub(super) fn is_usable(&self, host: &str) -> bool {
+        self.node(host).is_some_and(is_usable) && !self.avoided.iter().any(|one| one.host == host)
+    }
+
+    /// Returns whether the plan has no usable host for a pod that is not placed.
+    pub(super) fn needs_plan(&self) -> bool {
+        let Some(plan) = &self.plan else { return true };
+        let counts = plan.workers.iter().map(|one| one.count).sum::<u32>();
+        let spec = &self.observed.group.spec;
+        if plan.aggregators.len() != self.aggregators.len() || counts != spec.workers.count {
+            return true;
+        }
+        let is_lost = |(host, member): (&String, &Option<Member<'_>>)| match member
+            .and_then(|member| member.slot())
+        {
+            Some(slot) => slot != host,
+            None => !self.is_usable(host),
+        };
+        if plan.aggregators.iter().zip(&self.aggregators).any(is_lost) {
+            return true;
+        }
+        match spec.mode {
+            Mode::FollowWorkers => {
+                let nothing_placed =
+                    self.aggregators.iter().flatten().all(|one| one.slot().is_none());
+                nothing_placed && self.have_workers_moved()
+            }
+            Mode::PlaceWorkers => {
+                let needed = self.workers.iter().filter(|one| one.slot().is_none()).count();
+                let slots = free_slots(plan, &self.workers);
+                slots.len() < needed || !slots.iter().all(|host| self.is_usable(host))
+            }
+        }
+    }
+
+    /// Returns whether all workers are bound, but not to the nodes of the plan.
+    pub(super) fn have_workers_moved(&self) -> bool {
+        let Some(plan) = &self.plan else { return false };
+        let mut planned: BTreeMap<&str, u32> = BTreeMap::new();
+        plan.workers.iter().for_each(|one| *planned.entry(&one.host).or_default() += one.count);
+        let mut found: BTreeMap<&str, u32> = BTreeMap::new();
+        for worker in &self.workers {
+            let Some(node) = worker.node() else { return false };
+            *found.entry(node).or_default() += 1;
+        }
+        self.workers.len() == self.observed.group.spec.workers.count as usize && planned != found
+    }
+
+    /// Plans the members that are not placed. Returns whether that succeeded.
+    pub(super) fn make_plan(&mut self, network: &Network) -> bool {
+        let placed: Vec<_> =
+            self.aggregators.iter().map(|member| member.and_then(|member| member.slot())).collect();
+        let request = Request {
+            group: self.observed.group,
+            nodes: self.observed.nodes,
+            pods: self.observed.pods,
+            groups: self.observed.groups,
+            network,
+            avoided: self.avoided.iter().map(|one| one.host.as_str()).collect::<BTreeSet<_>>(),
+            aggregator: &aggregator(self.observed.group, 0),
+            aggregators: placed.clone(),
+            workers: &self.workers,
+        };
+        let plan = match planned(&request) {
+            Ok(plan) => plan,
+            Err(error) => {
+                let message = error.to_string();
+                match error {
+                    Unplanned::Spec(_) => {
+                        self.conditions.set(ACCEPTED, false, "InvalidSpec", message)
+                    }
+                    Unplanned::Network(_) => {
+                        self.conditions.set(ACCEPTED, false, "InvalidNetwork", message);
+                    }
+                    Unplanned::Topology(_) => {
+                        self.conditions.set(PLANNED, false, "InvalidTopology", message);
+                    }
+                    Unplanned::Room(_) => self.conditions.set(PLANNED, false, "NoRoom", message),
+                }
+                self.recheck = self.recheck.min(RETRY);
+                return false;
+            }
+        };
+        let plan = Plan { aggregators: by_index(&placed, &plan.aggregators), ..plan };
+        let message = format!(
+            "{} on {}; step {} µs{}",
+            if plan.domain.is_empty() { "whole cluster" } else { &plan.domain },
+            plan.aggregators.join(", "),
+            plan.step_microseconds,
+            plan.bottleneck
+                .as_ref()
+                .map_or_else(String::new, |link| format!(", limited by {link}"))
+        );
+        self.conditions.set(PLANNED, true, "Planned", message);
+        if self.plan.is_some() {
+            let hosts = plan.aggregators.join(", ");
+            let message = format!("the aggregators go to {hosts}");
+            self.conditions.note(false, "Replanned", message, None);
+        }
+        self.plan = Some(plan);
+        true
+    }
+
+    /// Pins gated pods to the hosts of the plan and removes their gates, aggregators first.
+    pub(super) fn place(&mut self) {
+        let Some(plan) = self.plan.clone() else { return };
+        if self.needs_plan() {
+            return;
+        }
+        for (host, member) in plan.aggregators.iter().zip(self.aggregators.clone()) {
+            if let Some(member) = member.filter(|member| member.stage == Stage::Gated) {
+                self.pin(&member, &Pin::Host(host.clone()));
+            }
+        }
+        if self.observed.group.spec.mode == Mode::FollowWorkers {
+            if self.have_workers_moved() {
+                let message = "workers are on other nodes than the plan's; aggregators stay. \
+                               Delete the aggregators' pods between two runs to place them anew";
+                self.conditions.set(PLANNED, true, "WorkersMoved", message);
+            }
+            return;
+        }
+        let gated: Vec<_> =
+            self.workers.iter().filter(|one| one.stage == Stage::Gated).copied().collect();
+        let slots: Vec<_> = free_slots(&plan, &self.workers)
+            .into_iter()
+            .filter_map(|host| self.node(host))
+            .collect();
+        match assigned(&gated, &slots) {
+            Ok(nodes) => {
+                for (worker, node) in gated.iter().zip(nodes) {
+                    let pin = self.worker_pin(node);
+                    self.pin(worker, &pin);
+                }
+            }
+            Err(worker) => {
+                let message = format!("{worker} accepts none of the plan's free hosts");
+                self.conditions.set(PLANNED, false, "NoRoom", message);
+                self.plan = None;
+                self.recheck = self.recheck.min(RETRY);
+            }
+        }
+    }
+
+    /// Returns the pin of a worker: its innermost domain, and the node as a preference.
+    pub(super) fn worker_pin(&self, node: &Node) -> Pin {
+        let host = node.name_any();
+        let label = self.observed.group.spec.topology.levels.last();
+        let domain = label.and_then(|label| Some((label, node.labels().get(label)?)));
+        match domain {
+            Some((label, value)) => {
+                Pin::Domain { label: label.clone(), value: value.clone(), host }
+            }
+            None => Pin::Host(host),
+        }
+    }
+
+    pub(super) fn pin(&mut self, member: &Member<'_>, pin: &Pin) {
+        let patch = placing(member.pod, pin, self.observed.now);
+        self.actions.push(Action::PatchPod { name: member.name().into(), patch });
+    }
+}
+
+/// Returns the hosts of aggregators by their number: those that are placed keep theirs.
+fn by_index(placed: &[Option<&str>], hosts: &[String]) -> Vec<String> {
+    let mut free = hosts.to_vec();
+    for host in placed.iter().flatten() {
+        if let Some(taken) = free.iter().position(|one| one == host) {
+            free.remove(taken);
+        }
+    }
+    let mut free = free.into_iter();
+    let host = |placed: &Option<&str>| placed.map(ToOwned::to_owned).or_else(|| free.next());
+    placed.iter().map(host).map(Option::unwrap_or_default).collect()
+}
+
+/// Hosts on which a pod stayed unscheduled are avoided for this many times the limit.
+const AVOIDED_TTLS: i32 = 10;
+/// The time to wait beyond a deadline, since clocks are coarse.
+const MARGIN: Duration = Duration::from_secs(1);
+/// The time after which a plan is tried again. Changes of nodes and pods trigger an earlier try.
+const RETRY: Duration = Duration::from_secs(30);

@@ -1,0 +1,607 @@
+//! Plans for a group: from nodes and pods to the placer's inventory and job, and back.
+//!
+//! If nothing of a group is placed yet, the placer plans it. Members that are placed stay where
+//! they are; a lost member then gets the host with the shortest step.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Node, Pod, Toleration};
+use kube::{Resource, ResourceExt};
+use racksum_placer::inventory::{Amount, Host, Inventory};
+use racksum_placer::job::Job;
+use racksum_placer::model::{StepTime, step_time};
+use racksum_placer::network::{Links, Network};
+use racksum_placer::placement::Placement;
+use racksum_placer::plan::{PlanError, plan};
+use racksum_placer::problem::Problem;
+use racksum_placer::topology::{HostId, InventoryError, Topology};
+
+use crate::affinity::{accepts, untolerated};
+use crate::crd::{AggregatorGroup, HostCount, Mode, Plan};
+use crate::members::{HOST, Member, Members};
+use crate::objects::{aggregator, aggregator_name};
+use crate::quantity::{Amounts, CPU, MEMORY, add, amounts, requested, times};
+
+/// The cluster and the members of a group, as far as a plan depends on them.
+#[derive(Debug, Clone)]
+pub struct Request<'a> {
+    /// The group.
+    pub group: &'a AggregatorGroup,
+    /// All nodes.
+    pub nodes: &'a [Arc<Node>],
+    /// All pods of the cluster.
+    pub pods: &'a [Arc<Pod>],
+    /// All groups. Pods that the plan of another group has not placed yet need their room.
+    pub groups: &'a [Arc<AggregatorGroup>],
+    /// Measurements of the links.
+    pub network: &'a Network,
+    /// Nodes that the plan must not use for pods that are not placed yet.
+    pub avoided: BTreeSet<&'a str>,
+    /// A pod as the group's aggregators are created.
+    pub aggregator: &'a Pod,
+    /// For each aggregator, the node where it is placed.
+    pub aggregators: Vec<Option<&'a str>>,
+    /// The workers.
+    pub workers: &'a [Member<'a>],
+}
+
+/// The reason why there is no plan. Each text says what to do.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Unplanned {
+    /// The group's spec is wrong.
+    #[error("{0}")]
+    Spec(String),
+    /// The network file is wrong.
+    #[error("{0}")]
+    Network(String),
+    /// The nodes' labels describe no tree.
+    #[error("{0}")]
+    Topology(String),
+    /// The pods have no room.
+    #[error("{0}")]
+    Room(String),
+}
+
+/// A node, and what it can take.
+#[derive(Debug)]
+struct Room<'a> {
+    node: &'a Node,
+    total: Amounts,
+    used: Amounts,
+    takes_aggregators: bool,
+    /// The unplaced workers that accept the node.
+    workers: u32,
+}
+
+impl Room<'_> {
+    fn free(&self) -> Amounts {
+        let used = |name: &String| self.used.get(name).copied().unwrap_or(0);
+        self.total.iter().map(|(name, total)| (name.clone(), total - used(name))).collect()
+    }
+}
+
+/// Plans the members of a group that are not placed yet.
+///
+/// # Errors
+/// If the spec, the network file or the labels are wrong, or the members have no room.
+pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
+    let sizes = Sizes::of(request);
+    let rooms = rooms(request);
+    let mut inventory = inventory(request, &rooms, &sizes);
+    if let Some(tree) = &request.network.tree {
+        inventory = inventory.placed_by(tree);
+    }
+    let topology = Topology::new(&inventory).map_err(|error| {
+        let text = error.to_string();
+        match error {
+            InventoryError::DuplicateLevel(_) => Unplanned::Spec(format!("topology: {text}")),
+            InventoryError::Empty => Unplanned::Topology(no_labels(request)),
+            _ => Unplanned::Topology(text),
+        }
+    })?;
+    let links = Links::new(&topology, &known_only(request.network, &topology))
+        .map_err(|error| Unplanned::Network(error.to_string()))?;
+    let job = job(request, &sizes);
+    let problem = Problem::new(&topology, &links, &job)
+        .map_err(|error| Unplanned::Spec(error.to_string()))?;
+    if request.has_placed() {
+        let placement = filled(request, &problem, &topology, &rooms, &sizes)?;
+        let time = step_time(&problem, &placement);
+        let domain = common_domain(&topology, &placement);
+        let step = (time, (time.total_s(), time.total_s()), None);
+        return Ok(described(&topology, &placement, step, domain));
+    }
+    let plan = plan(&topology, &links, &job).map_err(|error| match error {
+        PlanError::Job(error) => Unplanned::Spec(error.to_string()),
+        error => Unplanned::Room(error.to_string()),
+    })?;
+    let domain = topology.name(plan.domain).to_owned();
+    let step = (plan.time, plan.range_s(&problem), Some(plan.bound_s));
+    Ok(described(&topology, &plan.placement, step, domain))
+}
+
+/// Checks the parts of a group's spec that do not depend on the cluster.
+///
+/// # Errors
+/// A sentence that names the field.
+pub fn check(group: &AggregatorGroup) -> Result<(), String> {
+    let spec = &group.spec;
+    let name = aggregator_name(group, spec.aggregators.count - 1);
+    if name.len() > LONGEST_LABEL {
+        return Err(format!(
+            "pod names such as {name} exceed {LONGEST_LABEL} bytes; rename the group"
+        ));
+    }
+    let size = amounts(Some(&spec.aggregators.resources));
+    for resource in [CPU, MEMORY] {
+        if size.get(resource).is_none_or(|amount| *amount <= 0) {
+            return Err(format!("aggregators.resources has no quantity of {resource}; add it"));
+        }
+    }
+    let pool_mib = i128::from(spec.aggregators.shards) * i128::from(spec.aggregators.pool_mib);
+    if size[MEMORY] <= (pool_mib << 20) * 1000 {
+        return Err(format!(
+            "the packet buffers take {pool_mib} MiB, and aggregators.resources.memory is {}; raise \
+             it",
+            spec.aggregators.resources[MEMORY].0
+        ));
+    }
+    let levels = &spec.topology.levels;
+    let host = Host {
+        name: "host".into(),
+        address: None,
+        labels: levels.iter().map(|level| (level.clone(), "domain".into())).collect(),
+        nic_mbit: spec.topology.nic_mbit,
+        cpus: Amount::default(),
+        gpus: BTreeMap::new(),
+        taints: vec![],
+        max_aggregators: None,
+    };
+    let inventory = Inventory { levels: levels.clone(), hosts: vec![host] };
+    let topology = Topology::new(&inventory).map_err(|error| format!("topology: {error}"))?;
+    let links = Links::new(&topology, &Network::default()).map_err(|error| error.to_string())?;
+    let aggregator = aggregator(group, 0);
+    let request = Request {
+        group,
+        nodes: &[],
+        pods: &[],
+        groups: &[],
+        network: &Network::default(),
+        avoided: BTreeSet::new(),
+        aggregator: &aggregator,
+        aggregators: vec![],
+        workers: &[],
+    };
+    let mut job = job(&request, &Sizes::of(&request));
+    job.requires_scope = spec.topology.requires_scope;
+    Problem::new(&topology, &links, &job).map(drop).map_err(|error| error.to_string())
+}
+
+/// The longest label of a DNS name.
+const LONGEST_LABEL: usize = 63;
+
+impl Request<'_> {
+    fn follows(&self) -> bool {
+        self.group.spec.mode == Mode::FollowWorkers
+    }
+
+    /// Returns whether a member is placed, apart from the workers that another scheduler places.
+    fn has_placed(&self) -> bool {
+        let has_worker = self.workers.iter().any(|worker| worker.slot().is_some());
+        self.aggregators.iter().any(Option::is_some) || (!self.follows() && has_worker)
+    }
+
+    /// Returns the number of placed workers by node.
+    fn placed_workers(&self) -> BTreeMap<&str, u32> {
+        let mut placed = BTreeMap::new();
+        for worker in self.workers {
+            let host = if self.follows() { worker.node() } else { worker.slot() };
+            if let Some(host) = host {
+                *placed.entry(host).or_default() += 1;
+            }
+        }
+        placed
+    }
+}
+
+/// The amounts that one member needs.
+#[derive(Debug)]
+struct Sizes {
+    aggregator: Amounts,
+    /// The greatest amount that any unplaced worker needs of each resource.
+    worker: Amounts,
+}
+
+impl Sizes {
+    fn of(request: &Request<'_>) -> Self {
+        let mut worker = Amounts::new();
+        for member in request.workers.iter().filter(|member| member.slot().is_none()) {
+            crate::quantity::raise(&mut worker, &requested(member.pod));
+        }
+        Self { aggregator: requested(request.aggregator), worker }
+    }
+}
+
+/// Returns the nodes that have all labels of the topology, or a member of the group.
+fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
+    let mut used: BTreeMap<&str, Amounts> = BTreeMap::new();
+    for pod in request.pods {
+        let Some(member) = Member::of(pod) else { continue };
+        let annotated = || pod.annotations().get(HOST).map(String::as_str);
+        if let Some(node) = member.node().or_else(annotated) {
+            add(used.entry(node).or_default(), &requested(pod));
+        }
+    }
+    let others = request.groups.iter().filter(|other| other.meta().uid != request.group.meta().uid);
+    for other in others {
+        for (host, amounts) in reserved(other, request.pods) {
+            add(used.entry(host).or_default(), &amounts);
+        }
+    }
+    let levels = &request.group.spec.topology.levels;
+    let placed = request.placed_workers();
+    let spec = request.aggregator.spec.as_ref();
+    let rooms = request.nodes.iter().filter_map(|node| {
+        let name = node.metadata.name.as_deref()?;
+        let has_member = placed.contains_key(name) || request.aggregators.contains(&Some(name));
+        let has_labels = levels.iter().all(|level| node.labels().contains_key(level));
+        if !has_labels && !has_member {
+            return None;
+        }
+        let is_open = is_usable(node) && !request.avoided.contains(name);
+        let takes = |pod: &Pod| {
+            let spec = pod.spec.as_ref();
+            spec.is_some_and(|spec| {
+                accepts(spec, node) && is_tolerated(node, spec.tolerations.as_ref())
+            })
+        };
+        let unplaced = request.workers.iter().filter(|worker| worker.slot().is_none());
+        let workers = if is_open { unplaced.filter(|worker| takes(worker.pod)).count() } else { 0 };
+        Some(Room {
+            node,
+            total: amounts(node.status.as_ref().and_then(|status| status.allocatable.as_ref())),
+            used: used.remove(name).unwrap_or_default(),
+            takes_aggregators: is_open && spec.is_some() && takes(request.aggregator),
+            workers: u32::try_from(workers).unwrap_or(u32::MAX),
+        })
+    });
+    rooms.collect()
+}
+
+/// Returns what the members of a group need that its plan has a node for, but that are not placed.
+fn reserved<'a>(group: &'a AggregatorGroup, pods: &[Arc<Pod>]) -> Vec<(&'a str, Amounts)> {
+    let Some(plan) = group.status.as_ref().and_then(|status| status.plan.as_ref()) else {
+        return vec![];
+    };
+    let members = Members::of(group, pods);
+    let size = requested(&aggregator(group, 0));
+    let aggregators = plan.aggregators.iter().zip(&members.aggregators);
+    let unplaced = aggregators.filter(|(_, one)| one.is_none_or(|one| one.slot().is_none()));
+    let mut reserved: Vec<_> = unplaced.map(|(host, _)| (host.as_str(), size.clone())).collect();
+    let gated = members.workers.iter().filter(|one| one.slot().is_none());
+    let slots = free_slots(plan, &members.workers);
+    reserved.extend(slots.into_iter().zip(gated).map(|(host, one)| (host, requested(one.pod))));
+    reserved
+}
+
+/// Returns the workers' nodes of a plan that no placed worker has taken, in order.
+#[must_use]
+pub fn free_slots<'a>(plan: &'a Plan, workers: &[Member<'_>]) -> Vec<&'a str> {
+    let mut taken: BTreeMap<&str, u32> = BTreeMap::new();
+    workers.iter().filter_map(Member::slot).for_each(|host| *taken.entry(host).or_default() += 1);
+    let free = plan.workers.iter().flat_map(|one| {
+        let taken = taken.get(one.host.as_str()).copied().unwrap_or(0);
+        std::iter::repeat_n(one.host.as_str(), one.count.saturating_sub(taken) as usize)
+    });
+    free.collect()
+}
+
+/// Returns whether new pods may go to a node: it is ready and not cordoned.
+#[must_use]
+pub fn is_usable(node: &Node) -> bool {
+    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
+    let ready = conditions.into_iter().flatten().find(|condition| condition.type_ == "Ready");
+    let is_cordoned = node.spec.as_ref().and_then(|spec| spec.unschedulable).unwrap_or(false);
+    ready.is_some_and(|ready| ready.status == "True")
+        && !is_cordoned
+        && node.metadata.deletion_timestamp.is_none()
+}
+
+fn is_tolerated(node: &Node, tolerations: Option<&Vec<Toleration>>) -> bool {
+    untolerated(node, tolerations.map_or(&[], Vec::as_slice)).is_none()
+}
+
+fn inventory(request: &Request<'_>, rooms: &[Room<'_>], sizes: &Sizes) -> Inventory {
+    let topology = &request.group.spec.topology;
+    let placed = request.placed_workers();
+    let hosts = rooms.iter().map(|room| {
+        let name = room.node.name_any();
+        let seats = if request.follows() {
+            let here = placed.get(name.as_str()).copied().unwrap_or(0);
+            Amount { total: here, used: 0 }
+        } else {
+            // CPU cores are shared with aggregators, so the placer counts them itself.
+            let fits = |room: &Amounts| times(room, &sizes.worker, |name| name != CPU);
+            let total = fits(&room.total).min(room.workers);
+            Amount { total, used: total.saturating_sub(fits(&room.free())) }
+        };
+        let mut left = room.free();
+        if !request.follows() {
+            // Memory that workers may need is kept from aggregators.
+            let kept = sizes.worker.iter().map(|(name, amount)| {
+                let amount = if name == CPU { 0 } else { amount * i128::from(seats.free()) };
+                (name.clone(), -amount)
+            });
+            add(&mut left, &kept.collect());
+        }
+        let fits =
+            if room.takes_aggregators { times(&left, &sizes.aggregator, |_| true) } else { 0 };
+        // On the host's network, two of them would need the same port.
+        let fits = if request.group.spec.aggregators.host_network { fits.min(1) } else { fits };
+        let cpu = |amounts: &Amounts| amounts.get(CPU).map_or(0, |amount| millis(*amount));
+        let total = cpu(&room.total);
+        Host {
+            address: None,
+            nic_mbit: nic_mbit(room.node).unwrap_or(topology.nic_mbit),
+            labels: room.node.labels().clone(),
+            cpus: Amount { total, used: cpu(&room.used).min(total) },
+            gpus: BTreeMap::from([(SEATS.into(), seats)]),
+            taints: vec![],
+            max_aggregators: Some(fits),
+            name,
+        }
+    });
+    Inventory { levels: topology.levels.clone(), hosts: hosts.collect() }
+}
+
+/// Returns the rate of a node's interface that its label gives, in Mbit/s.
+fn nic_mbit(node: &Node) -> Option<f64> {
+    node.labels().get(NIC_LABEL)?.parse().ok()
+}
+
+/// The label with the rate of a node's network interface in Mbit/s.
+pub const NIC_LABEL: &str = "racksum.dev/nic-mbit";
+/// The placer's resource that stands for places of workers.
+const SEATS: &str = "workers";
+
+fn job(request: &Request<'_>, sizes: &Sizes) -> Job {
+    let spec = &request.group.spec;
+    let cpu = |amounts: &Amounts| amounts.get(CPU).map_or(0, |amount| millis(*amount));
+    let bytes = u64::try_from(spec.traffic.bytes).unwrap_or(0);
+    Job {
+        name: request.group.name_any(),
+        ranks: spec.workers.count,
+        gpus_per_rank: 1,
+        gpu_type: Some(SEATS.into()),
+        cpus_per_rank: if request.follows() { 0 } else { cpu(&sizes.worker) },
+        bytes: bytes.saturating_mul(spec.workers.ranks_per_pod.into()),
+        own_density: spec.traffic.own_density,
+        union_density: spec.traffic.union_density,
+        aggregators: spec.aggregators.count.into(),
+        shards: None,
+        racks: false.into(),
+        standbys: 0,
+        standby_level: None,
+        cpus_per_aggregator: cpu(&sizes.aggregator),
+        is_multicast: spec.traffic.is_multicast,
+        scope: spec.topology.scope.clone(),
+        // The placer cannot move workers that another scheduler placed.
+        requires_scope: spec.topology.requires_scope && !request.follows(),
+        widen_gain: spec.topology.widen_gain,
+        tolerates: vec![],
+        only: vec![],
+        except: vec![],
+        max_ranks_per_host: None,
+        max_ranks_per_domain: BTreeMap::new(),
+        has_dedicated_aggregators: false,
+    }
+}
+
+fn millis(amount: i128) -> u32 {
+    u32::try_from(amount.max(0)).unwrap_or(u32::MAX)
+}
+
+/// Returns a network without records of hosts and domains that no longer exist.
+fn known_only(network: &Network, topology: &Topology) -> Network {
+    let mut known = BTreeSet::new();
+    for host in topology.host_ids() {
+        known.insert(topology.host(host).name.as_str());
+        let domains = std::iter::successors(Some(topology.domain_of(host)), |domain| {
+            topology.parent(*domain)
+        });
+        known.extend(domains.map(|domain| topology.name(domain)));
+    }
+    let is_known = |name: &String| known.contains(name.as_str());
+    let mut network = network.clone();
+    network.links.retain(|link| is_known(&link.of));
+    network.pairs.retain(|pair| is_known(&pair.from) && is_known(&pair.to));
+    network
+}
+
+/// Returns the placement of the placed members, with each missing one on the host that makes the
+/// step shortest.
+fn filled(
+    request: &Request<'_>,
+    problem: &Problem<'_>,
+    topology: &Topology,
+    rooms: &[Room<'_>],
+    sizes: &Sizes,
+) -> Result<Placement, Unplanned> {
+    let placed_workers = request.placed_workers();
+    let rooms: BTreeMap<_, _> = rooms.iter().map(|room| (room.node.name_any(), room)).collect();
+    let mut rooms: Vec<_> = topology
+        .hosts()
+        .iter()
+        .map(|host| {
+            let room = rooms[&host.name];
+            let placed = placed_workers.get(host.name.as_str()).copied().unwrap_or(0);
+            (room.free(), room.takes_aggregators, room.workers, placed)
+        })
+        .collect();
+    let count = |host: &Host| {
+        let here = |placed: &&Option<&str>| **placed == Some(host.name.as_str());
+        u32::try_from(request.aggregators.iter().filter(here).count()).unwrap_or(u32::MAX)
+    };
+    let mut placement = Placement {
+        ranks: rooms.iter().map(|(.., placed)| *placed).collect(),
+        aggregators: topology.hosts().iter().map(count).collect(),
+    };
+    let missing = |wanted: u32, placed: &[u32]| wanted.saturating_sub(placed.iter().sum());
+    let aggregators = missing(request.group.spec.aggregators.count, &placement.aggregators);
+    let workers = missing(request.group.spec.workers.count, &placement.ranks);
+    let workers = if request.follows() { 0 } else { workers };
+    for is_aggregator in std::iter::repeat_n(true, aggregators as usize)
+        .chain(std::iter::repeat_n(false, workers as usize))
+    {
+        let size = if is_aggregator { &sizes.aggregator } else { &sizes.worker };
+        let mut best: Option<(f64, usize)> = None;
+        for (host, (free, takes_aggregators, takers, _)) in rooms.iter().enumerate() {
+            let is_port_free =
+                !request.group.spec.aggregators.host_network || placement.aggregators[host] == 0;
+            let takes =
+                if is_aggregator { *takes_aggregators && is_port_free } else { *takers > 0 };
+            if !takes || times(free, size, |_| true) == 0 {
+                continue;
+            }
+            *seat(&mut placement, is_aggregator, host) += 1;
+            let step_s = step_time(problem, &placement).total_s();
+            *seat(&mut placement, is_aggregator, host) -= 1;
+            if best.is_none_or(|(best_s, _)| step_s < best_s) {
+                best = Some((step_s, host));
+            }
+        }
+        let Some((_, host)) = best else {
+            let what = if is_aggregator { "aggregator" } else { "worker" };
+            let text = format!("no node has room for another {what}; free one that accepts it");
+            return Err(Unplanned::Room(text));
+        };
+        *seat(&mut placement, is_aggregator, host) += 1;
+        add(
+            &mut rooms[host].0,
+            &size.iter().map(|(name, amount)| (name.clone(), -amount)).collect(),
+        );
+        rooms[host].2 -= u32::from(!is_aggregator);
+    }
+    Ok(placement)
+}
+
+fn seat(placement: &mut Placement, is_aggregator: bool, host: usize) -> &mut u32 {
+    if is_aggregator { &mut placement.aggregators[host] } else { &mut placement.ranks[host] }
+}
+
+/// Returns the path of the innermost domain that holds all members.
+fn common_domain(topology: &Topology, placement: &Placement) -> String {
+    let paths = placement.hosts().map(|(host, ..)| path(topology, host));
+    let shared = paths.reduce(|mut shared, path| {
+        let same = shared.iter().zip(&path).take_while(|(one, other)| one == other).count();
+        shared.truncate(same);
+        shared
+    });
+    shared.unwrap_or_default().pop().unwrap_or_default()
+}
+
+/// Returns the domains of a host, the widest first.
+fn path(topology: &Topology, host: HostId) -> Vec<String> {
+    let innermost = Some(topology.domain_of(host)).filter(|domain| *domain != Topology::ROOT);
+    let wider = |domain: &_| topology.parent(*domain).filter(|domain| *domain != Topology::ROOT);
+    let mut path: Vec<_> = std::iter::successors(innermost, wider)
+        .map(|domain| topology.name(domain).to_owned())
+        .collect();
+    path.reverse();
+    path
+}
+
+fn described(
+    topology: &Topology,
+    placement: &Placement,
+    (time, range_s, bound_s): (StepTime, (f64, f64), Option<f64>),
+    domain: String,
+) -> Plan {
+    let hosts = topology.hosts().iter().map(|host| &host.name);
+    let aggregators = hosts
+        .clone()
+        .zip(&placement.aggregators)
+        .flat_map(|(host, count)| std::iter::repeat_n(host.clone(), *count as usize));
+    let workers = hosts.zip(&placement.ranks).filter(|(_, count)| **count > 0);
+    Plan {
+        domain,
+        step_microseconds: microseconds(time.total_s()),
+        range_microseconds: [microseconds(range_s.0), microseconds(range_s.1)],
+        bound_microseconds: bound_s.map(microseconds),
+        bottleneck: time.bottleneck.text(topology),
+        aggregators: aggregators.collect(),
+        workers: workers
+            .map(|(host, count)| HostCount { host: host.clone(), count: *count })
+            .collect(),
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a cast saturates, and an endless step is long"
+)]
+fn microseconds(seconds: f64) -> i64 {
+    (seconds * 1e6).round() as i64
+}
+
+fn no_labels(request: &Request<'_>) -> String {
+    format!(
+        "no node has the labels {}; label the nodes, or correct `topology.levels`",
+        request.group.spec.topology.levels.join(" and ")
+    )
+}
+
+/// Returns a host for each worker, such that each accepts its host: slots in their order, unless a
+/// worker does not accept its slot.
+///
+/// # Errors
+/// The name of a worker that accepts none of the free slots.
+pub fn assigned<'a>(workers: &[Member<'a>], slots: &[&'a Node]) -> Result<Vec<&'a Node>, String> {
+    let takes = |worker: usize, slot: usize| {
+        workers[worker].pod.spec.as_ref().is_some_and(|spec| accepts(spec, slots[slot]))
+    };
+    let mut holder: Vec<Option<usize>> = vec![None; slots.len()];
+    for worker in 0..workers.len() {
+        let is_free = worker < slots.len() && holder[worker].is_none();
+        if is_free && takes(worker, worker) {
+            holder[worker] = Some(worker);
+            continue;
+        }
+        let mut seen = vec![false; slots.len()];
+        if !seated(worker, &takes, &mut holder, &mut seen) {
+            return Err(workers[worker].name().into());
+        }
+    }
+    let mut hosts: Vec<_> =
+        holder.iter().zip(slots).filter_map(|(holder, slot)| Some(((*holder)?, *slot))).collect();
+    hosts.sort_by_key(|(worker, _)| *worker);
+    Ok(hosts.into_iter().map(|(_, slot)| slot).collect())
+}
+
+/// Finds a slot for a worker, moving earlier workers to other slots if necessary (Kuhn's method).
+fn seated(
+    worker: usize,
+    takes: &impl Fn(usize, usize) -> bool,
+    holder: &mut [Option<usize>],
+    seen: &mut [bool],
+) -> bool {
+    for slot in 0..holder.len() {
+        if seen[slot] || !takes(worker, slot) {
+            continue;
+        }
+        seen[slot] = true;
+        let is_free = match holder[slot] {
+            None => true,
+            Some(other) => seated(other, takes, holder, seen),
+        };
+        if is_free {
+            holder[slot] = Some(worker);
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,230 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+fn group(mode: &str, workers: u32, change: impl FnOnce(&mut Value)) -> AggregatorGroup {
+    let mut group = json!({
+        "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
+        "metadata": {"name": "vision", "namespace": "ml", "uid": "g1"},
+        "spec": {
+            "mode": mode,
+            "workers": {"matchLabels": {"job": "train"}, "count": workers},
+            "aggregators": {"image": "i", "resources": {"cpu": "2", "memory": "4Gi"}},
+            "traffic": {"bytes": 1_000_000},
+            "topology": {"levels": ["rack"]},
+        },
+    });
+    change(&mut group);
+    serde_json::from_value(group).unwrap()
+}
+
+fn node(name: &str, rack: &str, change: impl FnOnce(&mut Value)) -> Arc<Node> {
+    let mut node = json!({
+        "metadata": {"name": name, "labels": {"rack": rack}},
+        "spec": {},
+        "status": {
+            "allocatable": {"cpu": "16", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "2"},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    });
+    change(&mut node);
+    Arc::new(serde_json::from_value(node).unwrap())
+}
+
+fn worker(index: u32, change: impl FnOnce(&mut Value)) -> Arc<Pod> {
+    let mut pod = json!({
+        "metadata": {"name": format!("w-{index}"), "namespace": "ml", "labels": {"job": "train"}},
+        "spec": {
+            "schedulingGates": [{"name": "racksum.dev/placement"}],
+            "containers": [{"name": "w", "resources": {"requests": {
+                "cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1",
+            }}}],
+        },
+    });
+    change(&mut pod);
+    Arc::new(serde_json::from_value(pod).unwrap())
+}
+
+/// Plans a group of which nothing is placed.
+fn plan_of(
+    group: &AggregatorGroup,
+    nodes: &[Arc<Node>],
+    pods: &[Arc<Pod>],
+    groups: &[Arc<AggregatorGroup>],
+) -> Result<Plan, Unplanned> {
+    let members = Members::of(group, pods);
+    planned(&Request {
+        group,
+        nodes,
+        pods,
+        groups,
+        network: &Network::default(),
+        avoided: BTreeSet::new(),
+        aggregator: &aggregator(group, 0),
+        aggregators: members.aggregators.iter().map(|one| one.and_then(|one| one.slot())).collect(),
+        workers: &members.workers,
+    })
+}
+
+#[test]
+fn wrong_specs_are_told() {
+    let told = |change: fn(&mut Value)| check(&group("FollowWorkers", 1, change)).unwrap_err();
+    assert_eq!(
+        told(|group| group["spec"]["aggregators"]["shards"] = json!(4)),
+        "the packet buffers take 4096 MiB, and aggregators.resources.memory is 4Gi; raise it"
+    );
+    assert_eq!(
+        told(|group| group["spec"]["aggregators"]["resources"] = json!({"memory": "4Gi"})),
+        "aggregators.resources has no quantity of cpu; add it"
+    );
+    assert_eq!(
+        told(|group| group["spec"]["topology"]["requiresScope"] = json!(true)),
+        "job \"vision\": requires_scope is true, but scope is missing; name a level"
+    );
+    assert_eq!(
+        told(|group| group["spec"]["topology"]["levels"] = json!(["rack", "rack"])),
+        "topology: level \"rack\" is listed twice; list each level once"
+    );
+    assert_eq!(
+        told(|group| group["spec"]["traffic"]["unionDensity"] = json!(0.5)),
+        "job \"vision\": union_density is 0.5; it must be a number from own_density to 1"
+    );
+    let long = told(|group| group["metadata"]["name"] = json!("x".repeat(62)));
+    assert!(long.ends_with("exceed 63 bytes; rename the group"), "{long}");
+    assert_eq!(check(&group("FollowWorkers", 1, |_| {})), Ok(()));
+}
+
+#[test]
+fn each_role_has_its_own_tolerations() {
+    let gpu = |node: &mut Value| {
+        node["spec"]["taints"] = json!([{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]);
+    };
+    let plain = |node: &mut Value| node["status"]["allocatable"]["nvidia.com/gpu"] = json!("0");
+    let nodes = [node("g1", "r1", gpu), node("c1", "r1", plain), node("c2", "r2", plain)];
+    let tolerant = |pod: &mut Value| {
+        pod["spec"]["tolerations"] = json!([{"key": "nvidia.com/gpu", "operator": "Exists"}]);
+    };
+    let pods = [worker(0, tolerant), worker(1, tolerant)];
+    let plan = plan_of(&group("PlaceWorkers", 2, |_| {}), &nodes, &pods, &[]).unwrap();
+    assert_eq!(plan.aggregators, ["c1"]);
+    assert_eq!(plan.workers, [HostCount { host: "g1".into(), count: 2 }]);
+    assert_eq!(plan.domain, "r1");
+}
+
+#[test]
+fn memory_of_workers_is_kept_from_aggregators() {
+    let small = |node: &mut Value| node["status"]["allocatable"]["memory"] = json!("18Gi");
+    let plain = |node: &mut Value| node["status"]["allocatable"]["nvidia.com/gpu"] = json!("0");
+    let nodes = [node("g1", "r1", small), node("c1", "r1", plain)];
+    let pods = [worker(0, |_| {}), worker(1, |_| {})];
+    let plan = plan_of(&group("PlaceWorkers", 2, |_| {}), &nodes, &pods, &[]).unwrap();
+    assert_eq!(plan.aggregators, ["c1"]);
+}
+
+#[test]
+fn nodes_that_are_cordoned_not_ready_or_full_are_not_used() {
+    let cordoned = |node: &mut Value| node["spec"]["unschedulable"] = json!(true);
+    let unready = |node: &mut Value| node["status"]["conditions"][0]["status"] = json!("Unknown");
+    let nodes = [
+        node("h1", "r1", cordoned),
+        node("h2", "r1", unready),
+        node("h3", "r1", |_| {}),
+        node("h4", "r2", |_| {}),
+    ];
+    let other = worker(9, |pod| {
+        pod["metadata"]["labels"] = json!({});
+        pod["spec"]["nodeName"] = json!("h3");
+        pod["spec"]["containers"][0]["resources"]["requests"] = json!({"nvidia.com/gpu": "2"});
+    });
+    let pods = [worker(0, |_| {}), other];
+    let plan = plan_of(&group("PlaceWorkers", 1, |_| {}), &nodes, &pods, &[]).unwrap();
+    assert_eq!(plan.workers, [HostCount { host: "h4".into(), count: 1 }]);
+    let error = plan_of(&group("PlaceWorkers", 3, |_| {}), &nodes, &pods, &[]).unwrap_err();
+    let expected = "job \"vision\" has 3 ranks, and there is room for 1; without other jobs, 3 fit";
+    // The cordoned nodes and one worker of three that exists bound the room.
+    assert!(
+        matches!(&error, Unplanned::Room(text) if text.starts_with(&expected[..54])),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_plan_of_another_group_reserves_its_room() {
+    let nodes = [node("h1", "r1", |_| {}), node("h2", "r2", |_| {})];
+    let theirs = |index: u32| {
+        worker(index, |pod| {
+            pod["metadata"]["name"] = json!(format!("o-{index}"));
+            pod["metadata"]["labels"] = json!({"job": "other"});
+        })
+    };
+    let other = group("PlaceWorkers", 2, |group| {
+        group["metadata"] = json!({"name": "other", "namespace": "ml", "uid": "g2"});
+        group["spec"]["workers"]["matchLabels"] = json!({"job": "other"});
+        group["status"] = json!({"plan": {
+            "domain": "r1", "stepMicroseconds": 1, "rangeMicroseconds": [1, 1],
+            "aggregators": ["h1"], "workers": [{"host": "h1", "count": 2}],
+        }});
+    });
+    let pods = [worker(0, |_| {}), worker(1, |_| {}), theirs(0), theirs(1)];
+    let asked = group("PlaceWorkers", 2, |_| {});
+    let alone = plan_of(&asked, &nodes, &pods, &[]).unwrap();
+    assert_eq!(alone.workers[0].host, "h1");
+    let beside = plan_of(&asked, &nodes, &pods, &[Arc::new(other)]).unwrap();
+    assert_eq!(beside.workers[0].host, "h2");
+}
+
+#[test]
+fn nodes_without_the_labels_are_told() {
+    let nodes = [node("h1", "r1", |node| node["metadata"]["labels"] = json!({}))];
+    let asked = group("FollowWorkers", 1, |_| {});
+    let error = plan_of(&asked, &nodes, &[], &[]).unwrap_err();
+    let expected = "no node has the labels rack; label the nodes, or correct `topology.levels`";
+    assert_eq!(error, Unplanned::Topology(expected.into()));
+    // A worker on such a node has no place in the tree.
+    let bound = worker(0, |pod| {
+        pod["spec"]["nodeName"] = json!("h1");
+        pod["spec"]["schedulingGates"] = json!([]);
+    });
+    let error = plan_of(&asked, &nodes, &[bound], &[]).unwrap_err();
+    assert!(matches!(&error, Unplanned::Topology(text) if text.contains("\"h1\" has no label")));
+}
+
+#[test]
+fn workers_get_slots_that_they_accept() {
+    let nodes = [node("h1", "r1", |_| {}), node("h2", "r1", |_| {}), node("h3", "r2", |_| {})];
+    let only = |index: u32, racks: &[&str]| {
+        worker(index, |pod| {
+            pod["spec"]["affinity"] = json!({"nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                    {"matchExpressions": [{"key": "rack", "operator": "In", "values": racks}]}
+                ]}
+            }});
+        })
+    };
+    let assign = |pods: &[Arc<Pod>]| {
+        let members: Vec<_> = pods.iter().map(|pod| Member::of(pod).unwrap()).collect();
+        let slots: Vec<_> = nodes.iter().map(|node| &**node).collect();
+        let hosts = assigned(&members, &slots)?;
+        Ok(hosts.iter().map(|node| node.name_any()).collect::<Vec<_>>())
+    };
+    let any = ["r1", "r2"];
+    assert_eq!(assign(&[only(0, &any), only(1, &any), only(2, &any)]).unwrap(), ["h1", "h2", "h3"]);
+    let hosts = assign(&[only(0, &any), only(1, &["r1"]), only(2, &["r1"])]).unwrap();
+    assert_eq!(hosts, ["h3", "h2", "h1"]);
+    let refused: Result<_, String> = assign(&[only(0, &["r2"]), only(1, &["r2"])]);
+    assert_eq!(refused.unwrap_err(), "w-1");
+}
+
+#[test]
+fn aggregators_on_the_network_of_their_host_are_on_hosts_of_their_own() {
+    let nodes = [node("h1", "r1", |_| {}), node("h2", "r1", |_| {})];
+    let plan = |host_network: bool| {
+        let asked = group("PlaceWorkers", 1, |group| {
+            group["spec"]["aggregators"]["count"] = json!(2);
+            group["spec"]["aggregators"]["hostNetwork"] = json!(host_network);
+        });
+        plan_of(&asked, &nodes, &[worker(0, |_| {})], &[]).unwrap().aggregators
+    };
+    assert_eq!(plan(false), ["h1", "h1"]);
+    assert_eq!(plan(true), ["h1", "h2"]);
+}

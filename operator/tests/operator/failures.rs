@@ -1,0 +1,121 @@
+//! An API server that refuses, vanishes, and breaks watches.
+
+use serde_json::json;
+
+use crate::standin::{Faults, Kind, Refusal};
+use crate::world::{NAMESPACE, World, gated_worker, group, node_of, worker};
+
+fn refusal(method: &'static str, part: &str, code: u16, message: &str) -> Refusal {
+    Refusal { method, part: part.into(), times: u32::MAX, code, message: message.into() }
+}
+
+#[tokio::test]
+async fn a_refused_write_is_told_and_retried_until_it_is_allowed() {
+    let world = World::with_operator().await;
+    let text = "pods \"vision-aggregator-0\" is forbidden: User \"racksum\" cannot patch pods";
+    world.server.refuse(refusal("PATCH", "/pods/vision-aggregator-0", 403, text));
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.create(Kind::Pod, worker(0));
+    let told = world.until_condition("Applied", "Refused").await;
+    let message = told["message"].as_str().unwrap();
+    assert!(message.starts_with("placing pod vision-aggregator-0: "), "{message}");
+    assert!(message.contains("is forbidden"), "{message}");
+    let note = world.until_event("Refused").await;
+    assert!(note.contains("cannot patch"), "{note}");
+    assert!(world.pod("vision-aggregator-0").unwrap()["spec"]["nodeName"].is_null());
+    world.server.faults(|faults| faults.refusals.clear());
+    world.until_condition("Applied", "Written").await;
+    world.until_condition("Ready", "AggregatorsReady").await;
+}
+
+#[tokio::test]
+async fn retries_after_failures_become_rarer() {
+    let world = World::with_operator().await;
+    let message = "etcdserver: request timed out";
+    let mut failing = refusal("POST", "/pods", 500, message);
+    failing.times = 6;
+    world.server.refuse(failing);
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.create(Kind::Pod, worker(0));
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.until_event("Refused").await;
+    let left = world.server.faults(|faults| faults.refusals[0].times);
+    assert_eq!(left, 0);
+}
+
+#[tokio::test]
+async fn a_server_that_vanishes_is_told_once_it_is_back() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.until_condition("WorkersReady", "WaitingForWorkers").await;
+    // The first failure has an answer; the retries after it have none.
+    let mut once = refusal("GET", "/aggregatorgroups/vision", 500, "the server is about to vanish");
+    once.times = 1;
+    world.server.refuse(once);
+    world.create(Kind::Pod, worker(0));
+    let has_failed = |faults: &mut Faults| faults.refusals.iter().all(|one| one.times == 0);
+    world.until("a failed read", |_| world.server.faults(has_failed).then_some(())).await;
+    world.server.faults(|faults| faults.is_gone = true);
+    let is_tried = |faults: &mut Faults| faults.unanswered >= 20;
+    world.until("retries", |_| world.server.faults(is_tried).then_some(())).await;
+    world.server.faults(|faults| faults.is_gone = false);
+    world.until_event("Unreachable").await;
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.until_condition("Applied", "Written").await;
+}
+
+#[tokio::test]
+async fn watches_that_break_or_expire_lose_nothing() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    world.until_condition("WorkersReady", "WaitingForWorkers").await;
+    // Hold all events, change pods, forget the history, then break the watches.
+    world.server.faults(|faults| faults.holds_events = true);
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    world.server.store().compact();
+    world.server.faults(|faults| {
+        faults.holds_events = false;
+        faults.breaks += 1;
+    });
+    world.until_condition("Ready", "AggregatorsReady").await;
+}
+
+#[tokio::test]
+async fn conflicts_with_other_writers_are_retried_and_no_trouble() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 4, 1));
+    (0..4).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    // Another controller annotates the pods all the time.
+    for round in 0..200 {
+        for index in 0..4 {
+            let name = format!("train-{index}");
+            world.server.store().edit(Kind::Pod, NAMESPACE, &name, |pod| {
+                pod["metadata"]["annotations"]["round"] = json!(round.to_string());
+            });
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    }
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.until_condition("Placed", "AllBound").await;
+    let store = world.server.store_quietly();
+    for index in 0..4 {
+        let pod = store.get(Kind::Pod, NAMESPACE, &format!("train-{index}")).unwrap();
+        assert_eq!(pod["metadata"]["annotations"]["round"], "199", "no update was lost");
+    }
+}
+
+#[tokio::test]
+async fn a_pod_of_the_same_name_that_belongs_to_others_is_left_alone() {
+    let world = World::with_operator().await;
+    let mut other = worker(0);
+    other["metadata"]["name"] = json!("vision-aggregator-0");
+    other["metadata"]["labels"] = json!({"app": "other"});
+    world.create(Kind::Pod, other);
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    let told = world.until_condition("Placed", "NameInUse").await;
+    assert!(told["message"].as_str().unwrap().contains("pod vision-aggregator-0 exists"), "{told}");
+    world.create(Kind::Pod, worker(1));
+    world.server.store().remove(&(Kind::Pod, NAMESPACE.into(), "vision-aggregator-0".into()));
+    world.until_condition("Ready", "AggregatorsReady").await;
+    assert!(node_of(&world.server.store_quietly(), "vision-aggregator-0").is_some());
+}
