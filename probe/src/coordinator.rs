@@ -1,6 +1,6 @@
 //! The coordinator: measures all paths within a budget, and infers the network.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -321,8 +321,8 @@ impl<'a> Survey<'a> {
         found
     }
 
-    /// Measures paths that differ from what their links imply once more, one at a time. Where
-    /// labels are wrong, other pairs of the round may have slowed a path down.
+    /// Measures paths that differ from what their links imply once more. Where labels are wrong,
+    /// other pairs of the round may have slowed a path down; by now, the topology is right.
     async fn measure_again(&mut self, contended: &[Contended]) {
         let network = fit(&self.topology, &self.samples(), contended);
         let find = |name: &str| self.topology.host_named(name);
@@ -333,17 +333,14 @@ impl<'a> Survey<'a> {
             |(from, to): Pair| Some(links.as_ref()?.path(&self.topology, from, to)?.mbit());
         let fast = self.samples.values().map(|sample| ((sample.from, sample.to), sample.mbit));
         let fast = fast.filter(|(pair, mbit)| implied(*pair).is_some_and(|it| *mbit > FAST * it));
-        let pairs: Vec<_> = slow.chain(fast.map(|(pair, _)| pair)).collect();
-        for pair in pairs {
-            if !self.can_afford(pair, 1) {
-                continue;
+        let paths: BTreeSet<_> = slow.chain(fast.map(|(pair, _)| pair)).collect();
+        let paths: Vec<_> = paths.into_iter().filter(|pair| self.can_afford(*pair, 1)).collect();
+        for round in rounds(&self.topology, &paths) {
+            for (pair, mbit) in self.trains(&round, 1).await {
+                let Some(sample) = self.samples.get_mut(&pair) else { continue };
+                self.again.push(Sample { mbit, ..*sample });
+                sample.mbit = sample.mbit.max(mbit);
             }
-            let rates = self.trains(&[pair], 1).await;
-            let Some((&mbit, sample)) = rates.get(&pair).zip(self.samples.get_mut(&pair)) else {
-                continue;
-            };
-            self.again.push(Sample { mbit, ..*sample });
-            sample.mbit = sample.mbit.max(mbit);
         }
     }
 

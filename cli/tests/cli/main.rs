@@ -32,6 +32,7 @@ mod failover;
 mod host;
 #[cfg(test)]
 mod identity;
+#[cfg(test)]
 mod inventory;
 #[cfg(test)]
 mod moves;

@@ -15,7 +15,7 @@ use super::{Bench, output, read};
 /// Measures a cluster with known rates, losses and delays; returns whether all bounds hold.
 pub(super) fn run(bench: &Bench<'_>) -> Result<bool> {
     let scene = Scene::varied();
-    let zones = Zones::build(bench.root, &bench.work, &scene)?;
+    let zones = Zones::build(bench.root, &bench.work, "", &scene)?;
     let inventory = scene.inventory(|host| zones.hosts[host].addr.to_string());
     std::fs::write(bench.file("nodes.json"), serde_json::to_string(&inventory)?)?;
     let _agents = bench.agents(&zones)?;
@@ -38,7 +38,8 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<bool> {
     );
     let slowdown = slowdown(bench, &scene, &zones)?;
     println!(
-        "a job beside the probe at its default share takes {slowdown:.3} times as long (at most 1.02)"
+        "a job beside the probe at its default share takes {slowdown:.3} times as long (at most \
+         1.02)"
     );
     Ok(worst.rate <= 0.1 && worst.loss <= 0.01 && worst.rtt <= 0.2 && slowdown <= 1.02)
 }

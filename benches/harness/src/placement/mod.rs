@@ -15,9 +15,12 @@ mod zones;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use fastrand::Rng;
 use racksum_placer::inventory::Inventory;
@@ -52,6 +55,9 @@ pub(crate) struct PlacementArgs {
     /// Number of uniform scenes.
     #[arg(long, default_value_t = 5)]
     uniform: usize,
+    /// Number of scenes that run at the same time, each with hosts of its own.
+    #[arg(long, default_value_t = 2)]
+    parallel: usize,
     /// Random placements in each scene.
     #[arg(long, default_value_t = 2)]
     random: usize,
@@ -69,7 +75,7 @@ pub(crate) struct PlacementArgs {
     #[arg(long, value_name = "PROGRAM")]
     racksum: Option<PathBuf>,
     /// Bytes that a step reduces.
-    #[arg(long, default_value_t = 2_000_000)]
+    #[arg(long, default_value_t = 1_000_000)]
     bytes: u64,
 }
 
@@ -107,24 +113,18 @@ pub(crate) fn run(root: &Path, args: &PlacementArgs) -> Result<bool> {
     if args.probe {
         return accuracy::run(&bench);
     }
-    let mut outcomes = vec![];
-    for number in 0..args.scenes + args.uniform {
-        interrupt::check()?;
-        let mut random = Rng::with_seed(args.seed.wrapping_mul(1 << 32) + number as u64);
-        let scene = if number < args.scenes {
-            Scene::draw(number, &mut random)
-        } else {
-            Scene::uniform(&mut random)
+    let next = AtomicUsize::new(0);
+    let outcomes = Mutex::new(vec![]);
+    std::thread::scope(|scope| {
+        let run = || bench.run_scenes(&next, &outcomes);
+        let threads: Vec<_> = (0..args.parallel).map(|_| scope.spawn(run)).collect();
+        let join = |thread: ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
         };
-        show_progress(&format!("scene {number}: {}", scene.flaw));
-        let of_scene = bench.run(number, &scene, &mut random);
-        let of_scene = of_scene.with_context(|| format!("scene {number} ({})", scene.flaw))?;
-        show_progress("");
-        for outcome in &of_scene {
-            println!("{}", outcome.line());
-        }
-        outcomes.extend(of_scene);
-    }
+        threads.into_iter().map(join).collect::<Result<()>>()
+    })?;
+    let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
+    outcomes.sort_by_key(|outcome: &Outcome| outcome.scene);
     let lines: Result<Vec<_>, _> = outcomes.iter().map(serde_json::to_string).collect();
     fs::write(bench.work.join("results.jsonl"), lines?.join("\n") + "\n")?;
     let summary = Summary::of(&outcomes);
@@ -155,8 +155,41 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
+    /// Runs the next scene until all have run.
+    fn run_scenes(&self, next: &AtomicUsize, outcomes: &Mutex<Vec<Outcome>>) -> Result<()> {
+        let args = self.args;
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= args.scenes + args.uniform {
+                return Ok(());
+            }
+            interrupt::check()?;
+            let mut random = Rng::with_seed(args.seed.wrapping_mul(1 << 32) + number as u64);
+            let scene = if number < args.scenes {
+                Scene::draw(number, &mut random)
+            } else {
+                Scene::uniform(&mut random)
+            };
+            show_progress(&format!("scene {number}: {}", scene.flaw));
+            let bench = Bench {
+                racksum: self.racksum.clone(),
+                python: self.python.clone(),
+                work: self.file(&format!("scene-{number}")),
+                ..*self
+            };
+            fs::create_dir_all(&bench.work)?;
+            let of_scene = bench.run(number, &scene, &mut random);
+            let of_scene = of_scene.with_context(|| format!("scene {number} ({})", scene.flaw))?;
+            show_progress("");
+            for outcome in &of_scene {
+                println!("{}", outcome.line());
+            }
+            outcomes.lock().unwrap_or_else(PoisonError::into_inner).extend(of_scene);
+        }
+    }
+
     fn run(&self, number: usize, scene: &Scene, random: &mut Rng) -> Result<Vec<Outcome>> {
-        let zones = Zones::build(self.root, &self.work, scene)?;
+        let zones = Zones::build(self.root, &self.work, &format!("s{number}-"), scene)?;
         let inventory = scene.inventory(|host| zones.hosts[host].addr.to_string());
         let job = scene.job(self.args.bytes);
         fs::write(self.file("nodes.json"), serde_json::to_string(&inventory)?)?;

@@ -25,11 +25,12 @@ pub(crate) struct Zones {
 }
 
 impl Zones {
-    /// Creates the hosts and links of a scene. Logs go to the folder `work`.
-    pub(crate) fn build(root: &Path, work: &Path, scene: &Scene) -> Result<Self> {
+    /// Creates the hosts and links of a scene, whose names begin with `prefix`. Logs go to the
+    /// folder `work`.
+    pub(crate) fn build(root: &Path, work: &Path, prefix: &str, scene: &Scene) -> Result<Self> {
         let mut delays = vec![];
         let mut namespaces = Namespaces::default();
-        let fabric = namespaces.add("fabric")?;
+        let fabric = namespaces.add(&format!("{prefix}fabric"))?;
         bridge(&fabric, "core")?;
         for (zone, mbit) in scene.uplink_mbit.iter().enumerate() {
             bridge(&fabric, &format!("zone{zone}"))?;
@@ -42,7 +43,7 @@ impl Zones {
         let mut hosts = vec![];
         for (number, host) in scene.hosts.iter().enumerate() {
             let zone = number / HOSTS_PER_ZONE;
-            let namespace = namespaces.add(&host.name)?;
+            let namespace = namespaces.add(&format!("{prefix}{}", host.name))?;
             let addr = Ipv4Addr::from(u32::from(SUBNET) + 1 + u32::try_from(number)?);
             for line in [
                 format!(
@@ -66,7 +67,7 @@ impl Zones {
                 }
             }
             let namespace = if host.delay_ms > 0.0 {
-                let inner = namespaces.add(&format!("{}i", host.name))?;
+                let inner = namespaces.add(&format!("{prefix}{}i", host.name))?;
                 delays.push(delay(root, work, &namespace, &inner, host.delay_ms)?);
                 for line in [
                     format!("ip -n {inner} link set slow0 up"),
