@@ -5,8 +5,9 @@
 //! An [`inventory::Inventory`] lists the hosts, and a [`topology::Topology`] is the tree of their
 //! domains. [`import`] makes inventories from other programs' files. [`network::Links`] holds the
 //! rates of the tree's links, as measured or as expected. A [`job::Job`] says what it needs.
-//! [`plan::plan`] combines them into a [`plan::Plan`] with the least [`model::step_time`]: hosts for
-//! ranks, aggregators, [`standby::Standby`] sets and the aggregators of racks ([`racks::Tree`]).
+//! [`plan::plan`] combines them into a [`plan::Plan`] with the least [`model::step_time`]: hosts
+//! for ranks, aggregators, [`standby::Standby`] sets and the aggregators of racks
+//! ([`racks::Tree`]).
 //! [`running::remaining`] gives the rates that running jobs leave, and [`rebalance::rebalance`] the
 //! moves that are worth it. [`aggregation`] chooses which vertices of a tree should aggregate.
 //!

@@ -73,8 +73,8 @@ pub enum PlanError {
 }
 
 impl Plan {
-    /// Marks the GPUs and CPU cores that this plan of a job needs as used, so that the next job finds
-    /// what is left. Ranks take the types of GPUs in the order of their names.
+    /// Marks the GPUs and CPU cores that this plan of a job needs as used, so that the next job
+    /// finds what is left. Ranks take the types of GPUs in the order of their names.
     pub fn occupy(&self, topology: &mut Topology, job: &Job) {
         let mut aggregators = self.placement.aggregators.clone();
         for (host, count) in self.standbys.iter().flat_map(Standby::hosts) {
