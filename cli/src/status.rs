@@ -492,7 +492,7 @@ fn job_text(job: &JobStatus) -> String {
     if let Some((behind, stalled)) = behind(ranks).zip(job.stalled_ms) {
         text += &format!("; has waited {stalled} ms for {behind}");
     }
-    text += "\n  rank  next op     opened  delivered     silent  address, identity\n";
+    text += "\n  rank  next op     opened  delivered     silent      waited  address, identity\n";
     for rank in ranks {
         let identity = rank.identity.as_deref().map_or_else(String::new, |it| format!(" {it}"));
         let rack = if rank.rack.is_empty() {
@@ -501,12 +501,13 @@ fn job_text(job: &JobStatus) -> String {
             format!(", an aggregator with ranks {}", list(&rank.rack))
         };
         text += &format!(
-            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms  {}{identity}{rack}{}\n",
+            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms {:>8} ms  {}{identity}{rack}{}\n",
             rank.rank,
             rank.next_op,
             rank.opened,
             rank.delivered,
             rank.silent_ms,
+            rank.waited_ms,
             rank.addr,
             if rank.behind { "  BEHIND" } else { "" }
         );
