@@ -74,6 +74,8 @@ impl Cluster {
                         nic_mbit: NIC_MBIT as f64,
                         cpus: Amount { total: 64, used: 0 },
                         gpus: [("h100".into(), Amount { total: 8, used })].into(),
+                        address: None,
+                        aggregator: None,
                         taints: vec![],
                     });
                 }
@@ -174,6 +176,7 @@ fn measured(random: &mut Random, mbit: u64) -> Measurement {
         age_s: random.within(0..=86_400) as f64,
         confidence: 1.0,
         is_inferred: false,
+        is_least: false,
     }
 }
 

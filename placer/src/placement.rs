@@ -27,6 +27,30 @@ pub struct PlacementRecord {
     pub racks: Vec<RackRecord>,
 }
 
+impl PlacementRecord {
+    /// Returns the record after aggregators have moved as in a placement. Ranks stay.
+    #[must_use]
+    pub fn with_aggregators(&self, topology: &Topology, placement: &Placement) -> Self {
+        let mut record = self.clone();
+        record.hosts.iter_mut().for_each(|host| host.aggregators = 0);
+        for (host, aggregators) in placement.aggregator_hosts() {
+            let host = &topology.host(host).name;
+            match record.hosts.iter_mut().find(|known| known.host == *host) {
+                Some(known) => known.aggregators = aggregators,
+                None => {
+                    record.hosts.push(HostRecord {
+                        host: host.clone(),
+                        ranks: vec![],
+                        aggregators,
+                    });
+                }
+            }
+        }
+        record.hosts.retain(|host| host.aggregators > 0 || !host.ranks.is_empty());
+        record
+    }
+}
+
 /// The aggregator of a rack.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RackRecord {

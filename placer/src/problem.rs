@@ -510,4 +510,4 @@ const MOST_AGGREGATORS: u32 = 1024;
 /// The greatest number of standbys of a job.
 const MOST_STANDBYS: u32 = 8;
 /// Headers and packing add at most this factor to the bytes of an op (invariant I3).
-const OVERHEAD: f64 = 1.06;
+pub(crate) const OVERHEAD: f64 = 1.06;

@@ -150,7 +150,7 @@ impl<'a> Survey<'a> {
         let mut calls = JoinSet::new();
         for id in topology.host_ids() {
             let host = topology.host(id);
-            let address = with_port(host.address.as_deref().unwrap_or(&host.name));
+            let address = host.address(PORT);
             let credentials = options.credentials.clone();
             calls.spawn(async move { Node::connect(id, &address, &credentials).await });
         }
@@ -393,21 +393,6 @@ impl<'a> Survey<'a> {
         let bytes = (bits / 8.0) as u64;
         let most = MOST_TRAIN_BYTES * u64::from(lengths);
         Train { bytes: bytes.clamp(train_bytes(LEAST_DATAGRAMS), most), millis, mbit }
-    }
-}
-
-/// Returns an address with a port: that of agents if it has none.
-fn with_port(address: &str) -> String {
-    let has_port = address.rsplit_once(':').is_some_and(|(host, port)| {
-        let is_bare_v6 = host.contains(':') && !host.ends_with(']');
-        port.parse::<u16>().is_ok() && !is_bare_v6
-    });
-    match address {
-        address if has_port => address.to_owned(),
-        address if address.contains(':') && !address.starts_with('[') => {
-            format!("[{address}]:{PORT}")
-        }
-        address => format!("{address}:{PORT}"),
     }
 }
 

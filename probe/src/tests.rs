@@ -35,6 +35,7 @@ fn host(name: &str, rack: &str, address: SocketAddr) -> Host {
         nic_mbit: 200.0,
         cpus: <_>::default(),
         gpus: <_>::default(),
+        aggregator: None,
         taints: vec![],
     }
 }

@@ -105,6 +105,7 @@ impl Import {
         let host = |host: &ImportedHost| {
             let missing = || Problem::Rate.of(&host.name);
             Ok(Host {
+                aggregator: None,
                 address: None,
                 name: host.name.clone(),
                 labels: host.labels.clone(),
