@@ -54,10 +54,6 @@ pub(super) struct Slurm {
     /// SLURM_GPUS_PER_NODE].
     #[arg(long, value_name = "[TYPE:]N", value_parser = gpus, requires = "slurm")]
     gpus_per_node: Option<Gpus>,
-    /// Port of the aggregators' control planes [default: 7177].
-    #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(1..=65534))]
-    #[arg(requires = "slurm")]
-    port: Option<u16>,
     /// Flags for `racksum aggregator` in the printed lines. {host} stands for the host's name.
     #[arg(last = true, value_name = "AGGREGATOR FLAGS", requires = "slurm")]
     aggregator: Vec<String>,
@@ -175,7 +171,7 @@ impl Slurm {
     }
 
     /// Returns the commands that start the aggregators and ranks of a plan.
-    pub(super) fn launch(&self, planned: &Planned<'_>) -> Result<Launch, Failure> {
+    pub(super) fn launch(&self, planned: &Planned<'_>, port: u16) -> Result<Launch, Failure> {
         if let Some(flag) = self.aggregator.iter().find(|flag| is_one_of(flag, &OWN)) {
             return Err(Failure::usage(format!(
                 "remove {flag} after --: the plan sets the shards, and --port before -- the port"
@@ -201,7 +197,7 @@ impl Slurm {
                 )));
             }
             if aggregators > 0 {
-                launch.aggregators.push(self.aggregator(job, host, aggregators));
+                launch.aggregators.push(self.aggregator(job, host, (port, aggregators)));
             }
             used += usize::from(!ranks.is_empty());
             launch.ranks.hosts.extend(ranks.map(|_| host.to_owned()));
@@ -210,9 +206,8 @@ impl Slurm {
         Ok(launch)
     }
 
-    fn aggregator(&self, job: &Job, host: &str, shards: u32) -> Aggregator {
+    fn aggregator(&self, job: &Job, host: &str, (port, shards): (u16, u32)) -> Aggregator {
         let cpus = shards.saturating_mul(job.cpus_per_aggregator.max(1));
-        let port = self.port.unwrap_or(7177);
         let (nodelist, cpus) = (format!("--nodelist={host}"), format!("--cpus-per-task={cpus}"));
         // The step shares the host with ranks, and leaves them the GPUs.
         let step =

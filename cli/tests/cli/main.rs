@@ -19,6 +19,8 @@ mod waits;
 #[cfg(test)]
 mod advice;
 #[cfg(test)]
+mod apply;
+#[cfg(test)]
 mod badwire;
 #[cfg(test)]
 mod chaos;
@@ -32,6 +34,7 @@ mod failover;
 mod host;
 #[cfg(test)]
 mod identity;
+#[cfg(test)]
 mod inventory;
 #[cfg(test)]
 mod moves;
