@@ -86,6 +86,18 @@ pub(crate) fn ask_socket(socket: &Path) -> Result<AggregatorStatus, Failure> {
     })
 }
 
+/// Queries the aggregator at HOST:PORT or at the path of its status socket.
+pub(crate) fn ask_one(
+    which: &str,
+    identity: Option<&Path>,
+    insecure: bool,
+) -> Result<AggregatorStatus, Failure> {
+    match is_path(which) {
+        true => ask_socket(Path::new(which)),
+        false => remote::ask(which, identity, insecure),
+    }
+}
+
 /// Queries the aggregators of this user on this host (for root, of all users). Returns the answers.
 pub(crate) fn ask_local() -> Result<Vec<AggregatorStatus>, Failure> {
     let mut answers = Vec::new();
@@ -102,7 +114,7 @@ fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
     let addrs = aggregator_sets(addrs).map_err(Failure::usage)?;
     let mut failed: Option<Failure> = None;
     for addr in addrs.iter().flatten() {
-        match remote::ask(addr, args) {
+        match remote::ask(addr, args.identity.as_deref(), args.insecure) {
             Ok(status) => print(&status, args.format)?,
             Err(failure) if failed.is_some() => stderr::print_line(&failure),
             Err(failure) => failed = Some(failure),

@@ -106,7 +106,7 @@ fn samples(args: &Args, hosts: usize) -> Option<usize> {
     }
 }
 
-fn written(path: &Path, network: &Network) -> Result<String, Failure> {
+pub(super) fn written(path: &Path, network: &Network) -> Result<String, Failure> {
     let failed = |why: String| Failure::failed(format!("cannot write {}: {why}", path.display()));
     if path.extension().is_some_and(|extension| extension == "json") {
         serde_json::to_string_pretty(network).map_err(|error| failed(error.to_string()))

@@ -37,6 +37,8 @@ mod identity;
 #[cfg(test)]
 mod inventory;
 #[cfg(test)]
+mod learn;
+#[cfg(test)]
 mod moves;
 #[cfg(test)]
 mod namespaces;
