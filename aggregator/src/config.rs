@@ -77,11 +77,14 @@ pub struct Config {
     pub admit: Vec<Admit>,
 }
 
+/// The default UDP port of an aggregator's control server.
+pub const PORT: u16 = 7177;
+
 impl Default for Config {
     fn default() -> Self {
         Self {
             bind: IpAddr::from([127, 0, 0, 1]),
-            port: 7177,
+            port: PORT,
             shards: 1,
             pool_slots: 256,
             pool_mib: 1024,

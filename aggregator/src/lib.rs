@@ -42,7 +42,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 pub use admit_rule::Admit;
-pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, bind_address, bounds, host_mib};
+pub use config::{Config, ConfigError, Fanout, MAX_SHARDS, PORT, bind_address, bounds, host_mib};
 pub use error::{Options, StartError};
 use failure::Failure;
 use racksum_net::quic::{Credentials, change_credentials, quinn};

@@ -49,6 +49,13 @@ fn merge(job: &mut JobStatus, reports: &[ShardReport]) {
         rank.delivered = each().map(|at| at.delivered).sum();
         rank.silent_ms = each().map(|at| millis(at.silent)).min().unwrap_or(0);
         rank.behind = each().any(|at| at.behind);
+        each().for_each(|at| {
+            rank.contributed += at.contributed;
+            rank.results += at.results;
+        });
+        rank.busy_ms = each().map(|at| millis(at.busy)).max().unwrap_or(0);
+        rank.waited_ms = each().map(|at| millis(at.waited)).max().unwrap_or(0);
+        rank.round_trip_us = each().filter_map(|at| at.round_trip).map(|trip| trip.0 / 1000).min();
     }
 }
 

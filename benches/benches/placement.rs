@@ -67,8 +67,6 @@ impl Cluster {
                     cluster.link(&mut random, name.clone(), NIC_MBIT, 20);
                     let used = random.pick(&[0, 0, 0, 4, 8]);
                     cluster.inventory.hosts.push(Host {
-                        address: None,
-                        max_aggregators: None,
                         name,
                         labels: [
                             ("zone".into(), format!("z{zone}")),
@@ -78,7 +76,10 @@ impl Cluster {
                         nic_mbit: NIC_MBIT as f64,
                         cpus: Amount { total: 64, used: 0 },
                         gpus: [("h100".into(), Amount { total: 8, used })].into(),
+                        address: None,
+                        aggregator: None,
                         taints: vec![],
+                        max_aggregators: None,
                     });
                 }
             }
@@ -180,6 +181,7 @@ fn measured(random: &mut Random, mbit: u64) -> Measurement {
         age_s: random.within(0..=86_400) as f64,
         confidence: 1.0,
         is_inferred: false,
+        is_least: false,
     }
 }
 

@@ -35,6 +35,7 @@ pub(crate) fn text_of(path: &Path) -> Result<String, Failure> {
 /// Reads a network file, with the ages that its measurements have now. Warns if some are old.
 pub(crate) fn read_network(path: &Path) -> Result<Network, Failure> {
     let network: Network = read(path)?;
+    network.check().map_err(|error| wrong(path, error))?;
     let half_life_s = network.half_life_s;
     let network = network.at(now());
     let oldest_s = network.oldest_s().filter(|oldest_s| *oldest_s > OLD * half_life_s);

@@ -73,12 +73,7 @@ const LIMIT: Span = Span::from_secs(600);
 pub(crate) fn run_move(args: &MoveArgs) -> Result<(), Failure> {
     let MoveArgs { job, request } = args;
     let name = JobName::from(&**job);
-    name.check().map_err(Failure::usage)?;
-    let moved = request.send("move jobs at", Some(job), |to| FromWorker::MoveJob {
-        version: CONTROL_VERSION,
-        job: name.clone(),
-        to,
-    })?;
+    let moved = request.move_job(job)?;
     let groups = if moved > 1 { format!(", {moved} groups") } else { String::new() };
     print_line(&format!("job {name:?} runs at {}{groups}", request.to))
 }
@@ -91,7 +86,29 @@ pub(crate) fn run_drain(args: &DrainArgs) -> Result<(), Failure> {
     print_line(&format!("{} moved to {}; the aggregator stops", counted(moved, "job"), request.to))
 }
 
+/// Moves a job, with all its groups, from one of its aggregators to others.
+pub(crate) fn move_job(
+    job: &str,
+    from: String,
+    to: &[String],
+    (identity, insecure): (Option<PathBuf>, bool),
+) -> Result<(), Failure> {
+    let to = target(&to.join("+")).map_err(Failure::usage)?;
+    Request { to, from: Some(from), identity, insecure }.move_job(job).map(drop)
+}
+
 impl Request {
+    /// Moves a job. Returns the number of its groups.
+    fn move_job(&self, job: &str) -> Result<u16, Failure> {
+        let name = JobName::from(job);
+        name.check().map_err(Failure::usage)?;
+        self.send("move jobs at", Some(job), |to| FromWorker::MoveJob {
+            version: CONTROL_VERSION,
+            job: name.clone(),
+            to,
+        })
+    }
+
     /// Sends a request to the aggregator that serves now. Returns the number of moved jobs.
     fn send(
         &self,

@@ -86,6 +86,18 @@ pub(crate) fn ask_socket(socket: &Path) -> Result<AggregatorStatus, Failure> {
     })
 }
 
+/// Queries the aggregator at HOST:PORT or at the path of its status socket.
+pub(crate) fn ask_one(
+    which: &str,
+    identity: Option<&Path>,
+    insecure: bool,
+) -> Result<AggregatorStatus, Failure> {
+    match is_path(which) {
+        true => ask_socket(Path::new(which)),
+        false => remote::ask(which, identity, insecure),
+    }
+}
+
 /// Queries the aggregators of this user on this host (for root, of all users). Returns the answers.
 pub(crate) fn ask_local() -> Result<Vec<AggregatorStatus>, Failure> {
     let mut answers = Vec::new();
@@ -102,7 +114,7 @@ fn ask_addresses(addrs: &str, args: &Args) -> Result<(), Failure> {
     let addrs = aggregator_sets(addrs).map_err(Failure::usage)?;
     let mut failed: Option<Failure> = None;
     for addr in addrs.iter().flatten() {
-        match remote::ask(addr, args) {
+        match remote::ask(addr, args.identity.as_deref(), args.insecure) {
             Ok(status) => print(&status, args.format)?,
             Err(failure) if failed.is_some() => stderr::print_line(&failure),
             Err(failure) => failed = Some(failure),
@@ -492,7 +504,7 @@ fn job_text(job: &JobStatus) -> String {
     if let Some((behind, stalled)) = behind(ranks).zip(job.stalled_ms) {
         text += &format!("; has waited {stalled} ms for {behind}");
     }
-    text += "\n  rank  next op     opened  delivered     silent  address, identity\n";
+    text += "\n  rank  next op     opened  delivered     silent      waited  address, identity\n";
     for rank in ranks {
         let identity = rank.identity.as_deref().map_or_else(String::new, |it| format!(" {it}"));
         let rack = if rank.rack.is_empty() {
@@ -501,12 +513,13 @@ fn job_text(job: &JobStatus) -> String {
             format!(", an aggregator with ranks {}", list(&rank.rack))
         };
         text += &format!(
-            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms  {}{identity}{rack}{}\n",
+            "  {:>4} {:>8} {:>10} {:>10} {:>7} ms {:>8} ms  {}{identity}{rack}{}\n",
             rank.rank,
             rank.next_op,
             rank.opened,
             rank.delivered,
             rank.silent_ms,
+            rank.waited_ms,
             rank.addr,
             if rank.behind { "  BEHIND" } else { "" }
         );

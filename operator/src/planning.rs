@@ -103,7 +103,7 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
             _ => Unplanned::Topology(text),
         }
     })?;
-    let links = Links::new(&topology, &known_only(request.network, &topology))
+    let links = Links::new(&topology, &request.network.clone().only_of(&topology))
         .map_err(|error| Unplanned::Network(error.to_string()))?;
     let job = job(request, &sizes);
     let problem = Problem::new(&topology, &links, &job)
@@ -159,6 +159,7 @@ pub fn check(group: &AggregatorGroup) -> Result<(), String> {
         cpus: Amount::default(),
         gpus: BTreeMap::new(),
         taints: vec![],
+        aggregator: None,
         max_aggregators: None,
     };
     let inventory = Inventory { levels: levels.clone(), hosts: vec![host] };
@@ -351,6 +352,7 @@ fn inventory(request: &Request<'_>, rooms: &[Room<'_>], sizes: &Sizes) -> Invent
             cpus: Amount { total, used: cpu(&room.used).min(total) },
             gpus: BTreeMap::from([(SEATS.into(), seats)]),
             taints: vec![],
+            aggregator: None,
             max_aggregators: Some(fits),
             name,
         }
@@ -403,23 +405,6 @@ fn job(request: &Request<'_>, sizes: &Sizes) -> Job {
 
 fn millis(amount: i128) -> u32 {
     u32::try_from(amount.max(0)).unwrap_or(u32::MAX)
-}
-
-/// Returns a network without records of hosts and domains that no longer exist.
-fn known_only(network: &Network, topology: &Topology) -> Network {
-    let mut known = BTreeSet::new();
-    for host in topology.host_ids() {
-        known.insert(topology.host(host).name.as_str());
-        let domains = std::iter::successors(Some(topology.domain_of(host)), |domain| {
-            topology.parent(*domain)
-        });
-        known.extend(domains.map(|domain| topology.name(domain)));
-    }
-    let is_known = |name: &String| known.contains(name.as_str());
-    let mut network = network.clone();
-    network.links.retain(|link| is_known(&link.of));
-    network.pairs.retain(|pair| is_known(&pair.from) && is_known(&pair.to));
-    network
 }
 
 /// Returns the placement of the placed members, with each missing one on the host that makes the

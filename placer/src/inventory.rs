@@ -40,6 +40,9 @@ pub struct Host {
     /// The address at which other hosts reach this one, as HOST or HOST:PORT. By default, the name.
     #[serde(default)]
     pub address: Option<String>,
+    /// The aggregator of the host, as HOST:PORT. By default, the address with the usual port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub aggregator: Option<String>,
     /// Labels. Those whose keys are levels place the host in the topology.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
@@ -94,6 +97,49 @@ impl Inventory {
 }
 
 impl Host {
+    /// Returns the address at which other hosts reach this one, with a port: `port` if it has none.
+    #[must_use]
+    pub fn address(&self, port: u16) -> String {
+        let address = self.address.as_deref().unwrap_or(&self.name);
+        match Self::has_port(address) {
+            true => address.to_owned(),
+            false => Self::with_port(address, port),
+        }
+    }
+
+    /// Returns the name or IP address at which other hosts reach this one.
+    fn name_or_ip(&self) -> &str {
+        let address = self.address.as_deref().unwrap_or(&self.name);
+        let address = match address.rsplit_once(':') {
+            Some((host, _)) if Self::has_port(address) => host,
+            _ => address,
+        };
+        address.trim_start_matches('[').trim_end_matches(']')
+    }
+
+    /// Returns the address of the host's aggregator: `aggregator`, or the host's address with
+    /// `port` if it has none.
+    #[must_use]
+    pub fn aggregator(&self, port: u16) -> String {
+        let own = self.aggregator.as_deref().filter(|own| Self::has_port(own));
+        let host = self.aggregator.as_deref().unwrap_or_else(|| self.name_or_ip());
+        own.map_or_else(|| Self::with_port(host, port), str::to_owned)
+    }
+
+    fn has_port(address: &str) -> bool {
+        address.rsplit_once(':').is_some_and(|(host, port)| {
+            let is_bare_v6 = host.contains(':') && !host.ends_with(']');
+            port.parse::<u16>().is_ok() && !is_bare_v6
+        })
+    }
+
+    fn with_port(host: &str, port: u16) -> String {
+        match host.contains(':') && !host.starts_with('[') {
+            true => format!("[{host}]:{port}"),
+            false => format!("{host}:{port}"),
+        }
+    }
+
     /// Returns the host as if no job used it.
     pub(crate) fn freed(&self) -> Self {
         let mut freed = self.clone();
@@ -148,6 +194,31 @@ impl From<AmountText> for Amount {
         match text {
             AmountText::Total(total) => Self { total, used: 0 },
             AmountText::Split(Split { total, used }) => Self { total, used },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_aggregator_is_at_its_own_address_or_at_that_of_its_host() {
+        let host = |name: &str, more: &str| -> Host {
+            toml::from_str(&format!("name = \"{name}\"\nnic_mbit = 1\n{more}")).unwrap()
+        };
+        let all = |host: &Host| (host.address(1), host.aggregator(2));
+        for (name, more, expected) in [
+            ("h", "", ("h:1", "h:2")),
+            ("h", "address = \"10.0.0.1\"", ("10.0.0.1:1", "10.0.0.1:2")),
+            ("h", "address = \"10.0.0.1:9\"", ("10.0.0.1:9", "10.0.0.1:2")),
+            ("h", "address = \"fe80::1\"", ("[fe80::1]:1", "[fe80::1]:2")),
+            ("h", "address = \"[fe80::1]:9\"", ("[fe80::1]:9", "[fe80::1]:2")),
+            ("h", "aggregator = \"agg\"", ("h:1", "agg:2")),
+            ("h", "aggregator = \"agg:8\"", ("h:1", "agg:8")),
+        ] {
+            let found = all(&host(name, more));
+            assert_eq!((&*found.0, &*found.1), expected, "{name} {more}");
         }
     }
 }

@@ -3,6 +3,8 @@
 //! [`Network`] is the file that the probe writes. [`Links`] holds a rate and a delay for each link
 //! of a topology, with the source of each. A planner reads only [`Links`].
 
+mod merge;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -59,31 +61,26 @@ impl Network {
         self
     }
 
+    /// Checks all values, whatever hosts and domains exist.
+    ///
+    /// # Errors
+    /// If a value is outside its range.
+    pub fn check(&self) -> Result<(), NetworkError> {
+        check("the network file", "half_life_s", self.half_life_s, &POSITIVE)?;
+        self.links.iter().try_for_each(LinkRecord::check)?;
+        self.pairs.iter().try_for_each(|pair| {
+            let of = format!("{} -> {}", pair.from, pair.to);
+            pair.path.check(&of)?;
+            check_rtt(&of, pair.rtt_us)
+        })
+    }
+
     /// Returns the age of the oldest measurement in seconds, if there is any.
     #[must_use]
     pub fn oldest_s(&self) -> Option<f64> {
         let links = self.links.iter().flat_map(|link| [link.up, link.down]).flatten();
         let paths = self.pairs.iter().map(|pair| pair.path);
         links.chain(paths).map(|measurement| measurement.age_s).reduce(f64::max)
-    }
-
-    /// Returns these measurements, and older ones of links that these lack. Older paths are
-    /// dropped: a path without a newer record may be as its links imply now.
-    ///
-    /// Both networks must have the ages of the same time, see [`Self::at`].
-    #[must_use]
-    pub fn over(mut self, older: Self) -> Self {
-        for old in older.links {
-            match self.links.iter_mut().find(|link| link.of == old.of) {
-                Some(link) => {
-                    link.up = link.up.or(old.up);
-                    link.down = link.down.or(old.down);
-                    link.rtt_us = link.rtt_us.or(old.rtt_us);
-                }
-                None => self.links.push(old),
-            }
-        }
-        self
     }
 
     fn measurements_mut(&mut self) -> impl Iterator<Item = &mut Measurement> {
@@ -138,6 +135,9 @@ pub struct Measurement {
     /// Whether the value was inferred from other measurements.
     #[serde(default)]
     pub is_inferred: bool,
+    /// Whether `mbit` is only the least that passes, so that the rate may be greater.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_least: bool,
 }
 
 const fn default_half_life() -> f64 {
@@ -525,13 +525,19 @@ impl Measurement {
     /// Returns the rate that this measurement and the rate without it imply together.
     fn blend(&self, without: Rate, half_life_s: f64) -> Rate {
         let confidence = self.confidence_today(half_life_s);
-        let measured = self.mbit * BYTES_PER_MBIT * goodput_share(self.loss);
+        let throughput = self.mbit * BYTES_PER_MBIT;
+        let is_nominal = self.is_least && throughput < without.bytes_per_s;
+        let throughput = if is_nominal { without.bytes_per_s } else { throughput };
+        let measured = throughput * goodput_share(self.loss);
         let bytes_per_s = if measured > 0.0 {
             measured.powf(confidence) * without.bytes_per_s.powf(1.0 - confidence)
         } else {
             // A geometric mean with zero is zero, and a dead link would never be tried again.
             without.bytes_per_s * (1.0 - confidence)
         };
+        if is_nominal {
+            return Rate { bytes_per_s, ..without };
+        }
         let source = if self.is_inferred { Source::Inferred } else { Source::Measured };
         Rate { bytes_per_s, source, confidence }
     }

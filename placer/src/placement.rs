@@ -6,6 +6,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::job::Job;
+use crate::problem::MOST_AGGREGATORS;
 use crate::topology::{HostId, Topology, VertexId};
 
 /// The hosts of a job: per host, the number of ranks and of aggregators.
@@ -25,6 +26,30 @@ pub struct PlacementRecord {
     /// The aggregators of racks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub racks: Vec<RackRecord>,
+}
+
+impl PlacementRecord {
+    /// Returns the record after aggregators have moved as in a placement. Ranks stay.
+    #[must_use]
+    pub fn with_aggregators(&self, topology: &Topology, placement: &Placement) -> Self {
+        let mut record = self.clone();
+        record.hosts.iter_mut().for_each(|host| host.aggregators = 0);
+        for (host, aggregators) in placement.aggregator_hosts() {
+            let host = &topology.host(host).name;
+            match record.hosts.iter_mut().find(|known| known.host == *host) {
+                Some(known) => known.aggregators = aggregators,
+                None => {
+                    record.hosts.push(HostRecord {
+                        host: host.clone(),
+                        ranks: vec![],
+                        aggregators,
+                    });
+                }
+            }
+        }
+        record.hosts.retain(|host| host.aggregators > 0 || !host.ranks.is_empty());
+        record
+    }
 }
 
 /// The aggregator of a rack.
@@ -136,7 +161,10 @@ impl Placement {
             return Err(PlacementError::Rank { job: name(), last, rank });
         }
         let placed = placement.aggregators.iter().copied().map(u64::from).sum();
-        if let Some(needed) = job.aggregators.given()
+        let needed = job.aggregators.given();
+        // A job that leaves the number to the planner has at least one.
+        let needed = needed.or((!(1..=u64::from(MOST_AGGREGATORS)).contains(&placed)).then_some(1));
+        if let Some(needed) = needed
             && placed != u64::from(needed)
         {
             return Err(PlacementError::Aggregators { job: name(), placed, needed });

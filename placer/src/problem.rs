@@ -507,8 +507,8 @@ pub(crate) const MOST_SHARDS: u32 = 64;
 /// The greatest number of ranks of a job.
 const MOST_RANKS: u32 = 65_536;
 /// The greatest number of aggregators of a job. The search takes time in its square.
-const MOST_AGGREGATORS: u32 = 1024;
+pub(crate) const MOST_AGGREGATORS: u32 = 1024;
 /// The greatest number of standbys of a job.
 const MOST_STANDBYS: u32 = 8;
 /// Headers and packing add at most this factor to the bytes of an op (invariant I3).
-const OVERHEAD: f64 = 1.06;
+pub(crate) const OVERHEAD: f64 = 1.06;

@@ -1,13 +1,16 @@
 //! Agents: each serves one host, and measures paths to other agents when a coordinator orders it.
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
 use racksum_net::NetError;
+use racksum_net::auth::new_key;
 use racksum_net::log_limit::LogLimit;
 use racksum_net::quic::quinn::{Connection, Endpoint, Incoming, SendStream};
 use racksum_net::quic::{Certificate, Credentials, Role, frames, serve};
+use racksum_proto::auth::Key;
 use racksum_proto::peer_text::PeerText;
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
@@ -63,10 +66,16 @@ impl Agent {
         self.data.addr()
     }
 
-    /// Serves coordinators for as long as the future is polled.
+    /// Serves coordinators for as long as the future is polled. Returns only if the data socket
+    /// fails.
     pub async fn run(&self) {
         let places = Arc::new(Semaphore::new(MOST_CALLERS));
-        while let Some(incoming) = self.endpoint.accept().await {
+        loop {
+            let incoming = tokio::select! {
+                incoming = self.endpoint.accept() => incoming,
+                () = self.data.shared().failed.notified() => None,
+            };
+            let Some(incoming) = incoming else { return };
             // A retry is shorter than the packet that it answers.
             if !incoming.remote_address_validated() {
                 drop(incoming.retry());
@@ -169,8 +178,13 @@ impl Session {
                  install the same release on both"
             )),
             _ if !self.is_greeted => refused("the first order must be a hello"),
-            Order::Expect { flow, key } => {
-                if !self.shared.flows.add(flow, &key) {
+            Order::Expect { flow, key, peer } => {
+                let nonce = match new_key() {
+                    Ok(Key(random)) => random.into_iter().take(8),
+                    Err(error) => return refused(error.to_string()),
+                };
+                let nonce = nonce.fold(0, |nonce, byte| nonce << 8 | u64::from(byte));
+                if !self.shared.flows.add(flow, &key, peer, nonce) {
                     return refused(
                         "the agent has too many flows; another coordinator may be \
                                     measuring, so try again later",
@@ -179,18 +193,21 @@ impl Session {
                 self.flows.push(flow);
                 Answer::Expected
             }
-            Order::Ping { flow, to, count, interval_us } => {
-                let interval = Duration::from_micros(u64::from(interval_us).max(LEAST_INTERVAL_US));
-                self.blocking(move |shared| shared.ping(flow, to, count, interval))
+            Order::Ping { interval_us, .. } if !INTERVALS_US.contains(&interval_us) => {
+                refused(format!("pings must be {INTERVALS_US:?} microseconds apart"))
+            }
+            Order::Ping { flow, count, interval_us } => {
+                let interval = Duration::from_micros(interval_us.into());
+                self.blocking(move |shared| shared.ping(flow, count, interval))
                     .await
                     .map_or_else(ended, Answer::Pinged)
             }
-            Order::Train { flow, to, train } => self.train(flow, to, train).await,
+            Order::Train { flow, train } => self.train(flow, train).await,
             Order::Report { flow } => self.report(flow).await,
         }
     }
 
-    async fn train(&self, flow: u64, to: SocketAddr, train: Train) -> Answer {
+    async fn train(&self, flow: u64, train: Train) -> Answer {
         let is_valid = train.mbit.is_finite() && train.mbit > 0.0 && train.millis <= MOST_MILLIS;
         if !is_valid {
             return refused(format!("a train needs a positive rate and at most {MOST_MILLIS} ms"));
@@ -202,7 +219,7 @@ impl Session {
             Some(false) => return refused("the other agent has not answered a ping of this flow"),
             None => return ended(),
         }
-        self.blocking(move |shared| shared.train(flow, to, &train))
+        self.blocking(move |shared| shared.train(flow, &train))
             .await
             .map_or_else(ended, |datagrams| Answer::Trained { datagrams })
     }
@@ -250,8 +267,9 @@ static STRANGERS: LogLimit = LogLimit::new(3);
 const MOST_CALLERS: usize = 16;
 /// The time limit of a handshake, and of opening the stream after it.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// The shortest interval between pings: 10,000 a second, or 11 Mbit/s.
-const LEAST_INTERVAL_US: u64 = 100;
+/// Intervals between pings in microseconds. The shortest is 11 Mbit/s; with the longest, a flow's
+/// pings end after 100 s.
+const INTERVALS_US: RangeInclusive<u32> = 100..=10_000;
 /// The longest train in milliseconds.
 const MOST_MILLIS: u32 = 2_000;
 /// A train has ended when nothing arrives for this long.

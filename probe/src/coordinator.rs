@@ -7,7 +7,7 @@ use std::time::Duration;
 use racksum_net::clock::Clock;
 use racksum_net::quic::Credentials;
 use racksum_placer::inventory::{Inventory, Tree};
-use racksum_placer::network::{Links, Network};
+use racksum_placer::network::{Links, Measurement, Network, PairRecord};
 use racksum_placer::survey::{
     Contended, Pair, Sample, contended_pairs, fit, found_tree, misplaced, rounds, sampled_pairs,
 };
@@ -17,8 +17,11 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::sleep;
 
 use crate::PORT;
+use crate::datagram::TRAIN_LEN;
 use crate::message::Train;
-use crate::node::{Node, NodeFailure, Path, Way, measure_path, path_bytes, train_bytes};
+use crate::node::{
+    Node, NodeFailure, Path, Way, measure_path, path_bytes, proof_bytes, train_bytes,
+};
 
 /// Settings of a measurement.
 #[derive(Debug)]
@@ -45,6 +48,8 @@ pub struct Outcome {
     pub topology: Topology,
     /// Hosts that were measured elsewhere than their labels say.
     pub wrong_labels: Vec<WrongLabel>,
+    /// Pairs of hosts between which no ping passed.
+    pub dead: Vec<(String, String)>,
     /// Hosts whose agents did not answer or failed, and why.
     pub failed: Vec<(String, String)>,
     /// Pairs that would have exceeded the budget.
@@ -119,15 +124,18 @@ pub async fn measure(
     }
     let contended = survey.measure_uplinks().await;
     survey.measure_again(&contended).await;
-    let network = Network { tree, ..fit(&survey.topology, &survey.samples(), &contended) };
+    let mut network = Network { tree, ..fit(&survey.topology, &survey.samples(), &contended) };
+    network.pairs.extend(survey.dead.iter().flat_map(|(one, other)| {
+        [(one, other), (other, one)].map(|(from, to)| dead_path(from, to))
+    }));
     let most_bytes = survey.nodes.values().map(|node| node.spent()).max().unwrap_or(0);
     let failed = survey.failures();
-    let Survey { topology, nodes, unaffordable, samples, .. } = survey;
+    let Survey { topology, nodes, unaffordable, samples, dead, .. } = survey;
     let samples = samples.into_values().collect();
     for node in nodes.into_values().filter_map(Arc::into_inner) {
         node.close().await;
     }
-    Ok(Outcome { network, samples, topology, wrong_labels, failed, unaffordable, most_bytes })
+    Ok(Outcome { network, samples, topology, wrong_labels, dead, failed, unaffordable, most_bytes })
 }
 
 /// A measurement under way.
@@ -141,6 +149,8 @@ struct Survey<'a> {
     samples: BTreeMap<(HostId, HostId), Sample>,
     /// Second measurements of some paths.
     again: Vec<Sample>,
+    /// The names of hosts between which no ping passed.
+    dead: Vec<(String, String)>,
     unaffordable: usize,
 }
 
@@ -150,7 +160,7 @@ impl<'a> Survey<'a> {
         let mut calls = JoinSet::new();
         for id in topology.host_ids() {
             let host = topology.host(id);
-            let address = with_port(host.address.as_deref().unwrap_or(&host.name));
+            let address = host.address(PORT);
             let credentials = options.credentials.clone();
             calls.spawn(async move { Node::connect(id, &address, &credentials).await });
         }
@@ -162,6 +172,7 @@ impl<'a> Survey<'a> {
             failed: BTreeMap::new(),
             samples: BTreeMap::new(),
             again: vec![],
+            dead: vec![],
             unaffordable: 0,
         };
         while let Some(call) = calls.join_next().await {
@@ -225,7 +236,9 @@ impl<'a> Survey<'a> {
         let (affordable, rest): (Vec<_>, Vec<_>) =
             round.partition(|pair| self.can_afford(*pair, 2));
         self.unaffordable += rest.len();
+        let turn = self.turn();
         let paths = self.paths(&affordable).await;
+        self.rest(&turn).await;
         let ways = |is_back: bool| {
             let turned = |(a, b): Pair| if is_back { (b, a) } else { (a, b) };
             paths.keys().copied().map(turned).collect::<Vec<_>>()
@@ -233,7 +246,11 @@ impl<'a> Survey<'a> {
         let mut rates = self.trains(&ways(false), 1).await;
         rates.extend(self.trains(&ways(true), 1).await);
         for ((one, other), path) in paths {
-            let Some((rtt_us, _)) = path.rtt_us else { continue };
+            let Some((rtt_us, _)) = path.rtt_us else {
+                let name = |host: HostId| self.topology.host(host).name.clone();
+                self.dead.push((name(one), name(other)));
+                continue;
+            };
             for (from, to, loss) in [(one, other, path.loss), (other, one, path.loss_back)] {
                 if let Some(&mbit) = rates.get(&(from, to)) {
                     let sample = Sample { from, to, mbit, loss, rtt_us };
@@ -256,7 +273,7 @@ impl<'a> Survey<'a> {
     /// Sends trains over paths, all at the same time, and waits until the share of the interfaces
     /// allows the next ones. Returns the rates in Mbit/s. A path that no ping passes has rate 0.
     async fn trains(&mut self, paths: &[Pair], lengths: u32) -> BTreeMap<Pair, f64> {
-        let began = self.clock.now();
+        let turn = self.turn();
         let mut tasks = JoinSet::new();
         for &pair in paths {
             let Some((from, to)) = self.both(pair) else { continue };
@@ -272,7 +289,7 @@ impl<'a> Survey<'a> {
             }
         }
         rates.extend(self.joined(tasks).await);
-        self.rest(began, paths, lengths).await;
+        self.rest(&turn).await;
         rates
     }
 
@@ -287,17 +304,21 @@ impl<'a> Survey<'a> {
         values
     }
 
-    /// Waits until trains over `paths` since `began` were at most the allowed share of each
-    /// interface.
-    async fn rest(&self, began: Time, paths: &[Pair], lengths: u32) {
-        let needed_s = |pair: &Pair| {
-            let bytes = self.train_for(*pair, lengths).bytes;
-            let slowest = [pair.0, pair.1].map(|host| self.nic_mbit(host));
-            8.0 * as_f64(bytes) / (slowest[0].min(slowest[1]) * 1e6 * self.options.share)
+    /// Starts a turn, after which [`Self::rest`] waits.
+    fn turn(&self) -> Turn {
+        let spent = self.nodes.iter().map(|(host, node)| (*host, node.spent())).collect();
+        Turn { began: self.clock.now(), spent }
+    }
+
+    /// Waits until a turn used at most the allowed share of each interface.
+    async fn rest(&self, turn: &Turn) {
+        let needed_s = |(host, node): (&HostId, &Arc<Node>)| {
+            let bytes = node.spent().saturating_sub(turn.spent.get(host).copied().unwrap_or(0));
+            8.0 * as_f64(bytes) / (self.nic_mbit(*host) * 1e6 * self.options.share)
         };
-        let needed_s = paths.iter().map(needed_s).fold(0.0, f64::max);
-        let passed = Duration::from_nanos(self.clock.now().since(began).0);
-        let needed = Duration::try_from_secs_f64(needed_s).unwrap_or(Duration::ZERO);
+        let needed_s = self.nodes.iter().map(needed_s).fold(0.0, f64::max);
+        let passed = Duration::from_nanos(self.clock.now().since(turn.began).0);
+        let needed = Duration::try_from_secs_f64(needed_s).unwrap_or(Duration::MAX);
         sleep(needed.saturating_sub(passed)).await;
     }
 
@@ -334,8 +355,11 @@ impl<'a> Survey<'a> {
         let fast = self.samples.values().map(|sample| ((sample.from, sample.to), sample.mbit));
         let fast = fast.filter(|(pair, mbit)| implied(*pair).is_some_and(|it| *mbit > FAST * it));
         let paths: BTreeSet<_> = slow.chain(fast.map(|(pair, _)| pair)).collect();
-        let paths: Vec<_> = paths.into_iter().filter(|pair| self.can_afford(*pair, 1)).collect();
+        let paths: Vec<_> = paths.into_iter().collect();
         for round in rounds(&self.topology, &paths) {
+            // No host is in two pairs of a round, so none spends more than the check allows.
+            let round: Vec<_> =
+                round.into_iter().filter(|pair| self.can_afford(*pair, 1)).collect();
             for (pair, mbit) in self.trains(&round, 1).await {
                 let Some(sample) = self.samples.get_mut(&pair) else { continue };
                 self.again.push(Sample { mbit, ..*sample });
@@ -368,7 +392,8 @@ impl<'a> Survey<'a> {
     /// Returns whether both hosts of a pair can afford to measure the path and some trains.
     fn can_afford(&self, pair: Pair, trains: u32) -> bool {
         let Some((one, other)) = self.both(pair) else { return false };
-        let bytes = u64::from(trains) * self.train_for(pair, 1).bytes + path_bytes();
+        let train = train_bytes(self.train_for(pair, 1).bytes.div_ceil(TRAIN_LEN as u64));
+        let bytes = u64::from(trains) * (train + proof_bytes()) + path_bytes();
         [one, other].iter().all(|node| node.spent() + bytes <= self.options.budget)
     }
 
@@ -393,19 +418,24 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Returns an address with a port: that of agents if it has none.
-fn with_port(address: &str) -> String {
-    let has_port = address.rsplit_once(':').is_some_and(|(host, port)| {
-        let is_bare_v6 = host.contains(':') && !host.ends_with(']');
-        port.parse::<u16>().is_ok() && !is_bare_v6
-    });
-    match address {
-        address if has_port => address.to_owned(),
-        address if address.contains(':') && !address.starts_with('[') => {
-            format!("[{address}]:{PORT}")
-        }
-        address => format!("{address}:{PORT}"),
-    }
+/// The start of measurements that run at the same time.
+struct Turn {
+    began: Time,
+    /// Bytes that each host had used by then.
+    spent: BTreeMap<HostId, u64>,
+}
+
+/// Returns the record of a path that no ping passed.
+fn dead_path(from: &str, to: &str) -> PairRecord {
+    let path = Measurement {
+        mbit: 0.0,
+        loss: 1.0,
+        age_s: 0.0,
+        confidence: 1.0,
+        is_inferred: false,
+        is_least: false,
+    };
+    PairRecord { from: from.into(), to: to.into(), path, rtt_us: None }
 }
 
 /// Returns the result of a task. A task that panicked has printed its panic.

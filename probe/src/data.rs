@@ -1,5 +1,6 @@
 //! The data socket of an agent: echoes pings, counts what arrives, and sends pings and trains.
 
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,8 +12,8 @@ use racksum_net::clock::Clock;
 use racksum_net::udp::{
     RECV_BATCH, RECV_CAPACITY, RecvRing, SendRing, Transmit, UdpConfig, UdpSocket, Waker, wait,
 };
-use racksum_proto::time::Span;
-use std::net::SocketAddr;
+use racksum_proto::time::{Span, Time};
+use tokio::sync::Notify;
 
 use crate::datagram::{Header, Kind, PING_LEN, TRAIN_LEN};
 use crate::flow::{Flows, MOST_TRAIN, Reaction};
@@ -31,6 +32,8 @@ pub(crate) struct Shared {
     socket: UdpSocket,
     pub(crate) flows: Flows,
     clock: Clock,
+    /// Notified if the socket can no longer receive.
+    pub(crate) failed: Notify,
 }
 
 impl Data {
@@ -40,7 +43,12 @@ impl Data {
         let config = UdpConfig { timestamps: true, send_buffer, ..UdpConfig::new(bind) };
         let socket = UdpSocket::open(&config)?;
         let waker = Waker::new().map_err(|cause| NetError::Socket { addr: bind, cause })?;
-        let shared = Arc::new(Shared { socket, flows: Flows::default(), clock: Clock::start() });
+        let shared = Arc::new(Shared {
+            socket,
+            flows: Flows::default(),
+            clock: Clock::start(),
+            failed: Notify::new(),
+        });
         let (receiving, stop) = (Arc::clone(&shared), waker.clone());
         let receiver = std::thread::Builder::new()
             .name("probe-data".into())
@@ -83,13 +91,14 @@ impl Shared {
                 Ok(count) => count,
                 Err(error) => {
                     tracing::error!(%error, "cannot receive measurements");
+                    self.failed.notify_one();
                     return;
                 }
             };
             for (buffer, meta) in buffers.iter().zip(ring.received()).take(count) {
                 let at = meta.at.unwrap_or_else(|| self.clock.wall());
                 for datagram in buffer.chunks(meta.stride) {
-                    if let Reaction::Echo(header) = self.flows.receive(datagram, at) {
+                    if let Reaction::Echo(header) = self.flows.receive(datagram, meta.from, at) {
                         self.echo(header, at, meta.from);
                     }
                 }
@@ -100,7 +109,8 @@ impl Shared {
     fn echo(&self, header: Header, at: i64, to: SocketAddr) {
         let Some(lock) = self.flows.lock_of(header.flow) else { return };
         let mut bytes = [0; PING_LEN];
-        let held_ns = u64::try_from(self.clock.wall().saturating_sub(at)).unwrap_or(0);
+        let held_ns = self.clock.wall().saturating_sub(at).clamp(0, u32::MAX.into());
+        let held_ns = u32::try_from(held_ns).unwrap_or(u32::MAX);
         Header { held_ns, ..header }.write(&lock, &mut bytes);
         // An echo that cannot be sent counts as lost.
         drop(self.socket.send_one(to, &bytes));
@@ -108,20 +118,14 @@ impl Shared {
 
     /// Sends pings at an interval, and waits for their echoes until none has come for a while.
     /// Returns `None` if the flow has ended.
-    pub(crate) fn ping(
-        &self,
-        flow: u64,
-        to: SocketAddr,
-        count: u32,
-        interval: Duration,
-    ) -> Option<Pinged> {
-        let lock = self.flows.lock_of(flow)?;
+    pub(crate) fn ping(&self, flow: u64, count: u32, interval: Duration) -> Option<Pinged> {
+        let (lock, to) = (self.flows.lock_of(flow)?, self.flows.with(flow, |it| it.peer())?);
         let mut bytes = [0; PING_LEN];
         let mut pacer = Pacer::start(self.clock);
         for _ in 0..count {
-            let next = |it: &mut crate::flow::Flow| it.next_ping(self.clock.wall());
-            let Some(number) = self.flows.with(flow, next)? else { break };
-            Header::new(Kind::Ping, flow, number).write(&lock, &mut bytes);
+            let at = self.clock.wall();
+            let Some(header) = self.flows.with(flow, |it| it.next_ping(flow, at))? else { break };
+            header.write(&lock, &mut bytes);
             drop(self.socket.send_one(to, &bytes));
             pacer.pause(interval);
         }
@@ -137,8 +141,8 @@ impl Shared {
     }
 
     /// Sends a train. Returns the number of its datagrams, or `None` if the flow has ended.
-    pub(crate) fn train(&self, flow: u64, to: SocketAddr, train: &Train) -> Option<u32> {
-        let lock = self.flows.lock_of(flow)?;
+    pub(crate) fn train(&self, flow: u64, train: &Train) -> Option<u32> {
+        let (lock, to) = (self.flows.lock_of(flow)?, self.flows.with(flow, |it| it.peer())?);
         let most = u32::try_from(train.bytes / TRAIN_LEN as u64).unwrap_or(u32::MAX);
         let most = most.min(MOST_TRAIN);
         let began = self.clock.now();
@@ -151,7 +155,7 @@ impl Shared {
             let count = per_batch.min(most - sent);
             let batch = &mut batch[..count as usize * TRAIN_LEN];
             for (datagram, number) in batch.chunks_mut(TRAIN_LEN).zip(sent..) {
-                Header::new(Kind::Train, flow, number).write(&lock, datagram);
+                Header::new(Kind::Train, flow, number, 0).write(&lock, datagram);
             }
             let transmit = Transmit::new(to, batch, TRAIN_LEN);
             self.socket.send_patiently(&mut ring, &[transmit], WAITS);
@@ -166,7 +170,7 @@ impl Shared {
 #[derive(Debug)]
 struct Pacer {
     clock: Clock,
-    next: racksum_proto::time::Time,
+    next: Time,
 }
 
 impl Pacer {

@@ -8,8 +8,8 @@
 //! | 6..8 | length of the datagram |
 //! | 8..16 | flow |
 //! | 16..20 | number of the datagram within the flow and kind |
-//! | 20..24 | zero |
-//! | 24..32 | echo: nanoseconds between the arrival of the ping and this echo; otherwise zero |
+//! | 20..28 | random number of the flow's sender, which an echo returns |
+//! | 28..32 | echo: nanoseconds between the arrival of the ping and this echo; otherwise zero |
 //! | 32..48 | tag: the first 16 bytes of HMAC-SHA256 over bytes 0..32 |
 //!
 //! Numbers are big-endian. The key of the tag belongs to one flow, so a datagram of another flow or
@@ -55,14 +55,16 @@ pub(crate) struct Header {
     pub(crate) kind: Kind,
     pub(crate) flow: u64,
     pub(crate) number: u32,
+    /// Random number of the flow's sender. Only a host that receives its pings can return it.
+    pub(crate) nonce: u64,
     /// Nanoseconds between the arrival of a ping and its echo.
-    pub(crate) held_ns: u64,
+    pub(crate) held_ns: u32,
 }
 
 impl Header {
     /// Returns a header without a time.
-    pub(crate) const fn new(kind: Kind, flow: u64, number: u32) -> Self {
-        Self { kind, flow, number, held_ns: 0 }
+    pub(crate) const fn new(kind: Kind, flow: u64, number: u32, nonce: u64) -> Self {
+        Self { kind, flow, number, nonce, held_ns: 0 }
     }
 
     /// Writes the header into a datagram, whose other bytes stay as they are.
@@ -75,8 +77,8 @@ impl Header {
         header[6..8].copy_from_slice(&len.to_be_bytes());
         header[8..16].copy_from_slice(&self.flow.to_be_bytes());
         header[16..20].copy_from_slice(&self.number.to_be_bytes());
-        header[20..24].fill(0);
-        header[24..32].copy_from_slice(&self.held_ns.to_be_bytes());
+        header[20..28].copy_from_slice(&self.nonce.to_be_bytes());
+        header[28..32].copy_from_slice(&self.held_ns.to_be_bytes());
         let (signed, tag) = header.split_at_mut(SIGNED);
         tag.copy_from_slice(&sign(&lock.0, signed).as_ref()[..TAG]);
     }
@@ -101,8 +103,9 @@ impl Header {
         let wanted = sign(&lock_of(flow)?.0, signed);
         verify_slices_are_equal(&wanted.as_ref()[..TAG], tag).ok()?;
         let number = u32::from_be_bytes(signed[16..20].try_into().ok()?);
-        let held_ns = u64::from_be_bytes(signed[24..32].try_into().ok()?);
-        Some(Self { kind, flow, number, held_ns })
+        let nonce = u64::from_be_bytes(signed[20..28].try_into().ok()?);
+        let held_ns = u32::from_be_bytes(signed[28..32].try_into().ok()?);
+        Some(Self { kind, flow, number, nonce, held_ns })
     }
 }
 
@@ -118,22 +121,22 @@ mod tests {
 
     #[test]
     fn the_layout_is_the_documented_one() {
-        let header =
-            Header { kind: Kind::Echo, flow: 0x0102_0304_0506_0708, number: 9, held_ns: 10 };
+        let flow = 0x0102_0304_0506_0708;
+        let header = Header { kind: Kind::Echo, flow, number: 9, nonce: 7, held_ns: 10 };
         let mut bytes = [0xff; PING_LEN];
         header.write(&lock(7), &mut bytes);
         assert_eq!(bytes[..8], *b"RSPR\x01\x02\x00\x64");
         assert_eq!(bytes[8..16], [1, 2, 3, 4, 5, 6, 7, 8]);
-        assert_eq!(bytes[16..32], [0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 10]);
+        assert_eq!(bytes[16..32], [0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 10]);
         // HMAC-SHA256 of bytes 0..32 under 16 bytes of 7, by Python's hmac.
-        assert_eq!(bytes[32..36], [0xd0, 0xda, 0x28, 0x88]);
+        assert_eq!(bytes[32..36], [0x68, 0x98, 0xaa, 0x40]);
         assert_eq!(Header::read(&bytes, |_| Some(lock(7))), Some(header));
     }
 
     #[test]
     fn each_changed_bit_of_the_header_is_noticed() {
         let mut bytes = [0; PING_LEN];
-        Header::new(Kind::Ping, 5, 6).write(&lock(1), &mut bytes);
+        Header::new(Kind::Ping, 5, 6, 7).write(&lock(1), &mut bytes);
         assert_eq!(Header::read(&bytes, |_| Some(lock(2))), None);
         assert_eq!(Header::read(&bytes[..PING_LEN - 1], |_| Some(lock(1))), None);
         for bit in 0..8 * HEADER {

@@ -1,6 +1,7 @@
 //! Flows: the datagrams of one direction between two agents, and what arrived of them.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use racksum_proto::auth::Key;
@@ -16,6 +17,10 @@ pub(crate) struct Flows(Mutex<BTreeMap<u64, Flow>>);
 #[derive(Debug)]
 pub(crate) struct Flow {
     lock: Lock,
+    /// The data socket of the other agent.
+    peer: SocketAddr,
+    /// A number that this agent drew, and that echoes of its pings return.
+    nonce: u64,
     pings: Seen,
     echoes: Seen,
     /// Wall-clock times at which pings were sent, in nanoseconds since 1970, by their numbers.
@@ -40,12 +45,12 @@ impl Flows {
     }
 
     /// Adds a flow. Returns false if its number is taken or there are too many flows.
-    pub(crate) fn add(&self, number: u64, key: &Key) -> bool {
+    pub(crate) fn add(&self, number: u64, key: &Key, peer: SocketAddr, nonce: u64) -> bool {
         let mut flows = self.all();
         if flows.len() >= MOST_FLOWS || flows.contains_key(&number) {
             return false;
         }
-        flows.insert(number, Flow::new(key));
+        flows.insert(number, Flow::new(key, peer, nonce));
         true
     }
 
@@ -63,20 +68,25 @@ impl Flows {
     }
 
     /// Counts a datagram that arrived at a wall-clock time. Other datagrams than those of a flow
-    /// are ignored.
-    pub(crate) fn receive(&self, datagram: &[u8], at: i64) -> Reaction {
+    /// and of its other agent are ignored.
+    pub(crate) fn receive(&self, datagram: &[u8], from: SocketAddr, at: i64) -> Reaction {
         let Some(header) = Header::read(datagram, |flow| self.lock_of(flow)) else {
             return Reaction::None;
         };
-        let react = |flow: &mut Flow| flow.receive(header, datagram.len(), at);
+        let react = |flow: &mut Flow| match flow.peer == from {
+            true => flow.receive(header, datagram.len(), at),
+            false => Reaction::None,
+        };
         self.with(header.flow, react).unwrap_or(Reaction::None)
     }
 }
 
 impl Flow {
-    fn new(key: &Key) -> Self {
+    fn new(key: &Key, peer: SocketAddr, nonce: u64) -> Self {
         Self {
             lock: Lock::new(key),
+            peer,
+            nonce,
             pings: Seen::new(MOST_PINGS),
             echoes: Seen::new(MOST_PINGS),
             sent_at: vec![],
@@ -92,7 +102,7 @@ impl Flow {
             Kind::Ping if len == PING_LEN && self.pings.add(header.number) => {
                 Reaction::Echo(Header { kind: Kind::Echo, ..header })
             }
-            Kind::Echo if len == PING_LEN => {
+            Kind::Echo if len == PING_LEN && header.nonce == self.nonce => {
                 self.receive_echo(header, at);
                 Reaction::None
             }
@@ -109,16 +119,23 @@ impl Flow {
         let Some(&sent_at) = sent_at else { return };
         if self.echoes.add(header.number) {
             let passed = u64::try_from(at.saturating_sub(sent_at)).unwrap_or(0);
-            self.rtts_ns.push(passed.saturating_sub(header.held_ns));
+            self.rtts_ns.push(passed.saturating_sub(header.held_ns.into()));
         }
     }
 
-    /// Returns the number of the next ping, which is sent at a wall-clock time. `None` if the flow
-    /// has no more numbers.
-    pub(crate) fn next_ping(&mut self, at: i64) -> Option<u32> {
-        let number = u32::try_from(self.sent_at.len()).ok().filter(|n| *n < MOST_PINGS)?;
+    /// Returns the header of the next ping, which is sent at a wall-clock time. `None` if the flow
+    /// has no more numbers, or if the other agent has not echoed any of the first pings: a host
+    /// without an agent gets no more than these.
+    pub(crate) fn next_ping(&mut self, flow: u64, at: i64) -> Option<Header> {
+        let most = if self.is_proven() { MOST_PINGS } else { MOST_UNPROVEN };
+        let number = u32::try_from(self.sent_at.len()).ok().filter(|n| *n < most)?;
         self.sent_at.push(at);
-        Some(number)
+        Some(Header::new(Kind::Ping, flow, number, self.nonce))
+    }
+
+    /// Returns the address of the other agent.
+    pub(crate) const fn peer(&self) -> SocketAddr {
+        self.peer
     }
 
     /// Returns whether the other agent has echoed a ping, and so agrees to receive.
@@ -219,6 +236,8 @@ impl Seen {
 const WINDOW_PERCENT: [i64; 2] = [40, 85];
 /// The greatest number of flows that an agent serves at once.
 const MOST_FLOWS: usize = 256;
+/// The greatest number of pings of a flow before the first echo.
+pub(crate) const MOST_UNPROVEN: u32 = 20;
 /// The greatest number of pings of a flow.
 pub(crate) const MOST_PINGS: u32 = 10_000;
 /// The greatest number of datagrams of a train: 19 MB.
@@ -232,13 +251,19 @@ mod tests {
 
     fn flows() -> (Flows, Lock) {
         let (flows, key) = (Flows::default(), Key([9; Key::LEN]));
-        assert!(flows.add(FLOW, &key));
+        assert!(flows.add(FLOW, &key, peer(), NONCE));
         (flows, Lock::new(&key))
+    }
+
+    const NONCE: u64 = 77;
+
+    fn peer() -> SocketAddr {
+        "10.0.0.1:9".parse().unwrap()
     }
 
     fn datagram(lock: &Lock, kind: Kind, number: u32, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        Header::new(kind, FLOW, number).write(lock, &mut bytes);
+        Header::new(kind, FLOW, number, NONCE).write(lock, &mut bytes);
         bytes
     }
 
@@ -246,28 +271,31 @@ mod tests {
     fn a_ping_is_echoed_once() {
         let (flows, lock) = flows();
         let ping = datagram(&lock, Kind::Ping, 4, PING_LEN);
-        let echo = Header::new(Kind::Echo, FLOW, 4);
-        assert_eq!(flows.receive(&ping, 0), Reaction::Echo(echo));
-        assert_eq!(flows.receive(&ping, 0), Reaction::None);
+        let echo = Header::new(Kind::Echo, FLOW, 4, NONCE);
+        assert_eq!(flows.receive(&ping, peer(), 0), Reaction::Echo(echo));
+        assert_eq!(flows.receive(&ping, peer(), 0), Reaction::None);
         let long = datagram(&lock, Kind::Ping, 5, 1200);
-        assert_eq!(flows.receive(&long, 0), Reaction::None);
+        assert_eq!(flows.receive(&long, peer(), 0), Reaction::None);
         let many = datagram(&lock, Kind::Ping, MOST_PINGS, PING_LEN);
-        assert_eq!(flows.receive(&many, 0), Reaction::None);
+        assert_eq!(flows.receive(&many, peer(), 0), Reaction::None);
         assert_eq!(flows.remove(FLOW).unwrap().pings(), 1);
-        assert_eq!(flows.receive(&datagram(&lock, Kind::Ping, 6, PING_LEN), 0), Reaction::None);
+        assert_eq!(
+            flows.receive(&datagram(&lock, Kind::Ping, 6, PING_LEN), peer(), 0),
+            Reaction::None
+        );
     }
 
     #[test]
     fn only_echoes_of_pings_that_were_sent_count() {
         let (flows, lock) = flows();
         for number in 0..100 {
-            flows.with(FLOW, |flow| flow.next_ping(i64::from(number) * 1_000_000));
+            flows.with(FLOW, |flow| flow.next_ping(FLOW, i64::from(number) * 1_000_000));
         }
         let echo = |number: u32, rtt_ns: i64| {
             let mut bytes = vec![0; PING_LEN];
-            let header = Header { held_ns: 500, ..Header::new(Kind::Echo, FLOW, number) };
+            let header = Header { held_ns: 500, ..Header::new(Kind::Echo, FLOW, number, NONCE) };
             header.write(&lock, &mut bytes);
-            flows.receive(&bytes, i64::from(number) * 1_000_000 + rtt_ns + 500)
+            flows.receive(&bytes, peer(), i64::from(number) * 1_000_000 + rtt_ns + 500)
         };
         assert_eq!(echo(100, 1), Reaction::None);
         for number in 0..98 {
@@ -288,7 +316,7 @@ mod tests {
         // 40 datagrams at once, then one each 100 us: 96 Mbit/s.
         for number in 0..200 {
             let at = i64::from(number.max(40_u32) - 40) * 100_000;
-            flows.receive(&datagram(&lock, Kind::Train, number, TRAIN_LEN), at);
+            flows.receive(&datagram(&lock, Kind::Train, number, TRAIN_LEN), peer(), at);
         }
         let arrived = flows.remove(FLOW).unwrap().arrived().unwrap();
         assert_eq!(arrived.datagrams, 200);
@@ -299,7 +327,7 @@ mod tests {
     fn a_train_of_one_datagram_has_no_rate() {
         let (flows, lock) = flows();
         assert_eq!(flows.with(FLOW, |flow| flow.arrived()), Some(None));
-        flows.receive(&datagram(&lock, Kind::Train, 0, TRAIN_LEN), 5);
+        flows.receive(&datagram(&lock, Kind::Train, 0, TRAIN_LEN), peer(), 5);
         let arrived = flows.remove(FLOW).unwrap().arrived();
         assert_eq!(arrived, Some(Arrived { datagrams: 1, mbit: 0.0 }));
     }
@@ -307,8 +335,9 @@ mod tests {
     #[test]
     fn the_number_of_flows_is_bounded() {
         let (flows, _) = flows();
-        assert!(!flows.add(FLOW, &Key([0; Key::LEN])));
-        let added = (100..2000).filter(|number| flows.add(*number, &Key([0; Key::LEN]))).count();
+        assert!(!flows.add(FLOW, &Key([0; Key::LEN]), peer(), 0));
+        let added =
+            (100..2000).filter(|number| flows.add(*number, &Key([0; Key::LEN]), peer(), 0)).count();
         assert_eq!(added, MOST_FLOWS - 1);
     }
 }

@@ -21,12 +21,13 @@ pub(crate) enum Order {
         /// The coordinator's [`VERSION`].
         version: u16,
     },
-    /// Announces a flow. The agent accepts its datagrams until [`Order::Report`].
-    Expect { flow: u64, key: Key },
+    /// Announces a flow with the data socket of the other agent. Until [`Order::Report`], the agent
+    /// sends its datagrams there and accepts them from there.
+    Expect { flow: u64, key: Key, peer: SocketAddr },
     /// Sends pings of a flow and waits for their echoes.
-    Ping { flow: u64, to: SocketAddr, count: u32, interval_us: u32 },
-    /// Sends a train of a flow to an agent that has echoed a ping of it.
-    Train { flow: u64, to: SocketAddr, train: Train },
+    Ping { flow: u64, count: u32, interval_us: u32 },
+    /// Sends a train of a flow whose other agent has echoed a ping.
+    Train { flow: u64, train: Train },
     /// Asks what arrived of a flow, and ends the flow.
     Report { flow: u64 },
 }

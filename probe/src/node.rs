@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use racksum_net::NetError;
 use racksum_net::auth::new_key;
 use racksum_net::quic::quinn::{RecvStream, SendStream};
 use racksum_net::quic::{Connection, Credentials, connect_with, frames};
@@ -87,13 +88,16 @@ impl Node {
     }
 
     fn unexpected(&self, answer: &Answer) -> NodeFailure {
-        let why =
-            format!("the agent gave an unexpected answer: {}", PeerText::of(format!("{answer:?}")));
+        // Its fields are the other side's, so only the log shows them.
+        tracing::debug!(?answer, "unexpected answer");
+        let why = "the agent gave an answer that makes no sense; install the same release on all \
+                   hosts, or exclude it"
+            .into();
         NodeFailure { host: self.host, why }
     }
 
-    async fn expect(&self, flow: u64, key: Key) -> Result<(), NodeFailure> {
-        match self.ask(Order::Expect { flow, key }).await? {
+    async fn expect(&self, flow: u64, key: Key, peer: &Self) -> Result<(), NodeFailure> {
+        match self.ask(Order::Expect { flow, key, peer: peer.data }).await? {
             Answer::Expected => Ok(()),
             other => Err(self.unexpected(&other)),
         }
@@ -101,9 +105,9 @@ impl Node {
 
     async fn ping(&self, flow: u64, to: &Self, count: u32) -> Result<Pinged, NodeFailure> {
         [self, to].iter().for_each(|node| node.spend(2 * ping_bytes(count)));
-        let order = Order::Ping { flow, to: to.data, count, interval_us: INTERVAL_US };
+        let order = Order::Ping { flow, count, interval_us: INTERVAL_US };
         match self.ask(order).await? {
-            Answer::Pinged(pinged) if pinged.echoes <= pinged.sent => Ok(pinged),
+            Answer::Pinged(pinged) if is_plausible(&pinged) => Ok(pinged),
             other => Err(self.unexpected(&other)),
         }
     }
@@ -111,7 +115,9 @@ impl Node {
     /// Ends a flow. Returns the pings that arrived, and the rate of the train in Mbit/s.
     async fn report(&self, flow: u64) -> Result<(u32, Option<f64>), NodeFailure> {
         match self.ask(Order::Report { flow }).await? {
-            Answer::Report { pings, train } => Ok((pings, train.map(|train| train.mbit))),
+            Answer::Report { pings, train } if train.is_none_or(|it| is_rate(it.mbit)) => {
+                Ok((pings, train.map(|train| train.mbit)))
+            }
             other => Err(self.unexpected(&other)),
         }
     }
@@ -134,16 +140,23 @@ impl Node {
 impl Line {
     async fn open(addr: SocketAddr, credentials: &Credentials) -> Result<(Self, u16), String> {
         let connection = connect_with(PROTOCOL, None, addr, credentials, PATIENCE).await;
-        let connection = connection.map_err(|error| error.to_string())?;
+        let connection = connection.map_err(|error| match error {
+            NetError::NobodyThere { .. } => format!(
+                "no answer from {addr} within {} s; check the address, and that `racksum probe \
+                 serve` runs there",
+                PATIENCE.as_millis() / 1000
+            ),
+            NetError::WrongProtocol { .. } => {
+                format!("{addr} is no agent of this release of `racksum probe serve`")
+            }
+            error => error.to_string(),
+        })?;
         let streams = connection.quic().open_bi().await;
         let (send, recv) = streams.map_err(|error| PeerText::of(error).as_str().to_owned())?;
         let mut line = Self { addr, connection, send, recv };
         match line.ask(&Order::Hello { version: VERSION }).await? {
             Answer::Hello { version: VERSION, data_port } => Ok((line, data_port)),
-            other => Err(format!(
-                "the agent answered a hello with {}",
-                PeerText::of(format!("{other:?}"))
-            )),
+            _ => Err("the agent gave an answer that makes no sense to a hello".into()),
         }
     }
 
@@ -218,8 +231,9 @@ impl Way {
     /// Sends a train. Returns its rate at the receiver in Mbit/s.
     pub(crate) async fn send(self, train: Train) -> Result<f64, NodeFailure> {
         let Self { from, to, flow } = self;
-        let datagrams = match from.ask(Order::Train { flow, to: to.data, train }).await? {
-            Answer::Trained { datagrams } => datagrams,
+        let most = train.bytes / TRAIN_LEN as u64;
+        let datagrams = match from.ask(Order::Train { flow, train }).await? {
+            Answer::Trained { datagrams } if u64::from(datagrams) <= most => datagrams,
             other => return Err(from.unexpected(&other)),
         };
         [&from, &to].iter().for_each(|node| node.spend(train_bytes(datagrams.into())));
@@ -230,14 +244,26 @@ impl Way {
 }
 
 async fn expect_flow(from: &Node, to: &Node) -> Result<u64, NodeFailure> {
-    let no_key =
-        |error: racksum_net::NetError| NodeFailure { host: from.host, why: error.to_string() };
+    let no_key = |error: NetError| NodeFailure { host: from.host, why: error.to_string() };
     let key = new_key().map_err(no_key)?;
     let number = new_key().map_err(no_key)?.0;
     let flow = number.into_iter().take(8).fold(0, |flow, byte| flow << 8 | u64::from(byte));
-    to.expect(flow, key).await?;
-    from.expect(flow, key).await?;
+    to.expect(flow, key, from).await?;
+    from.expect(flow, key, to).await?;
     Ok(flow)
+}
+
+fn is_plausible(pinged: &Pinged) -> bool {
+    let is_time = |us: f64| us.is_finite() && us >= 0.0;
+    pinged.echoes <= pinged.sent
+        && pinged.sent <= PINGS + MORE_PINGS
+        && is_time(pinged.rtt_p50_us)
+        && is_time(pinged.rtt_p99_us)
+}
+
+/// Returns whether an interface could have this rate in Mbit/s.
+fn is_rate(mbit: f64) -> bool {
+    (0.0..=MOST_MBIT).contains(&mbit)
 }
 
 fn lost(sent: u32, arrived: u32) -> f64 {
@@ -251,6 +277,11 @@ const fn ping_bytes(count: u32) -> u64 {
 /// Returns the bytes that a link carries for datagrams of a train.
 pub(crate) const fn train_bytes(datagrams: u64) -> u64 {
     datagrams * (TRAIN_LEN + HEADERS) as u64
+}
+
+/// Returns the greatest number of bytes that the proofs of [`Way::open`] use at a host.
+pub(crate) const fn proof_bytes() -> u64 {
+    2 * ping_bytes(PROOFS * PROOF_PINGS)
 }
 
 /// Returns the greatest number of bytes that [`measure_path`] uses at a host.
@@ -268,6 +299,8 @@ const INTERVAL_US: u32 = 1_000;
 const PINGS: u32 = 400;
 /// Further pings if some were lost: then a loss of 5 % is exact to 1 point in 95 of 100 cases.
 const MORE_PINGS: u32 = 1_600;
+/// The greatest rate in Mbit/s that counts: 10 Tbit/s.
+const MOST_MBIT: f64 = 1e7;
 /// Pings that prove that an agent agrees to receive a train.
 const PROOF_PINGS: u32 = 3;
 /// The greatest number of such proofs.

@@ -8,6 +8,8 @@ use racksum_placer::inventory::{Host, Inventory};
 use racksum_proto::auth::Key;
 use racksum_proto::time::Span;
 
+use crate::datagram::{Header, Kind, Lock, PING_LEN};
+use crate::flow::MOST_UNPROVEN;
 use crate::message::{Answer, Order, PROTOCOL, Train, VERSION};
 use crate::{Agent, MeasureError, Options, measure};
 
@@ -35,6 +37,7 @@ fn host(name: &str, rack: &str, address: SocketAddr) -> Host {
         nic_mbit: 200.0,
         cpus: <_>::default(),
         gpus: <_>::default(),
+        aggregator: None,
         taints: vec![],
         max_aggregators: None,
     }
@@ -103,7 +106,7 @@ impl Caller {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_train_is_sent_only_to_an_agent_that_agrees() {
-    let (agent, _) = start();
+    let (agent, data) = start();
     let victim = UdpSocket::bind("127.0.0.1:0").unwrap();
     victim.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
     let to = victim.local_addr().unwrap();
@@ -111,19 +114,33 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
     let wrong = caller.refusal(Order::Hello { version: VERSION + 1 }).await;
     assert!(wrong.contains("install the same release"), "{wrong}");
     let (flow, key) = (1, Key([1; Key::LEN]));
-    assert!(caller.refusal(Order::Expect { flow, key }).await.contains("hello"));
+    assert!(caller.refusal(Order::Expect { flow, key, peer: to }).await.contains("hello"));
     assert!(matches!(caller.ask(Order::Hello { version: VERSION }).await, Answer::Hello { .. }));
-    assert_eq!(caller.ask(Order::Expect { flow, key }).await, Answer::Expected);
+    assert_eq!(caller.ask(Order::Expect { flow, key, peer: to }).await, Answer::Expected);
     let train = Train { bytes: 1_000_000, millis: 100, mbit: 100.0 };
-    let why = caller.refusal(Order::Train { flow, to, train }).await;
+    let why = caller.refusal(Order::Train { flow, train }).await;
     assert!(why.contains("has not answered a ping"), "{why}");
     assert!(victim.recv(&mut [0; 2000]).is_err(), "nothing was sent");
-    for mbit in [0.0, -1.0, f64::INFINITY] {
-        let train = Train { mbit, ..train };
-        // JSON has no infinity, so that order is not even sent as a number.
-        if mbit.is_finite() {
-            assert!(caller.refusal(Order::Train { flow, to, train }).await.contains("rate"));
+    // The caller knows the key, but not the number that an echo must return.
+    let mut echo = [0; PING_LEN];
+    Header::new(Kind::Echo, flow, 0, 0).write(&Lock::new(&key), &mut echo);
+    let pings = caller.ask(Order::Ping { flow, count: 500, interval_us: 100 });
+    let forged = async {
+        for _ in 0..20 {
+            victim.send_to(&echo, data).unwrap();
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
+    };
+    let (answer, ()) = tokio::join!(pings, forged);
+    let Answer::Pinged(pinged) = answer else { panic!("{answer:?}") };
+    assert_eq!((pinged.sent, pinged.echoes), (MOST_UNPROVEN, 0));
+    let why = caller.refusal(Order::Train { flow, train }).await;
+    assert!(why.contains("has not answered a ping"), "{why}");
+    let why = caller.refusal(Order::Ping { flow, count: 9, interval_us: u32::MAX }).await;
+    assert!(why.contains("100..=10000 microseconds apart"), "{why}");
+    for mbit in [0.0, -1.0] {
+        let train = Train { mbit, ..train };
+        assert!(caller.refusal(Order::Train { flow, train }).await.contains("rate"));
     }
     let of_another = caller.refusal(Order::Report { flow: 2 }).await;
     assert!(of_another.contains("unknown"), "{of_another}");
@@ -134,16 +151,17 @@ async fn the_flows_of_a_caller_are_its_own_and_end_with_it() {
     let (agent, _) = start();
     let (mut one, mut other) = (call(agent).await, call(agent).await);
     let (flow, key) = (7, Key([1; Key::LEN]));
+    let to = agent;
     for caller in [&mut one, &mut other] {
         caller.ask(Order::Hello { version: VERSION }).await;
     }
-    assert_eq!(one.ask(Order::Expect { flow, key }).await, Answer::Expected);
-    other.refusal(Order::Expect { flow, key }).await;
+    assert_eq!(one.ask(Order::Expect { flow, key, peer: to }).await, Answer::Expected);
+    other.refusal(Order::Expect { flow, key, peer: to }).await;
     other.refusal(Order::Report { flow }).await;
     drop(one);
     // The agent learns of the end of the connection a little later.
     loop {
-        match other.ask(Order::Expect { flow, key }).await {
+        match other.ask(Order::Expect { flow, key, peer: to }).await {
             Answer::Expected => break,
             _ => tokio::time::sleep(Duration::from_millis(10)).await,
         }

@@ -6,6 +6,7 @@
 use alloc::collections::BTreeMap;
 use alloc::string::String;
 use alloc::vec::Vec;
+use core::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
@@ -117,6 +118,52 @@ pub struct RankStatus {
     pub silent_ms: u64,
     /// Whether the next window of some stream waits for this rank.
     pub behind: bool,
+    /// The contributions of the rank that have arrived completely.
+    #[serde(default)]
+    pub contributed: Transfers,
+    /// The results, all of which go to the rank.
+    #[serde(default)]
+    pub results: Transfers,
+    /// Milliseconds for which the rank had windows open without their results: over all lanes, at
+    /// the shard where that is longest.
+    #[serde(default)]
+    pub busy_ms: u64,
+    /// Milliseconds for which windows have waited for the rank's data alone, after the rank had
+    /// opened them: over all lanes, at the shard where that is longest.
+    #[serde(default)]
+    pub waited_ms: u64,
+    /// The shortest measured round trip between aggregator and rank, in microseconds. `None` before
+    /// the first measurement, or if all took longer than a millisecond and no datagram was lost.
+    #[serde(default)]
+    pub round_trip_us: Option<u64>,
+}
+
+/// Windows that were transferred between an aggregator and a rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Transfers {
+    /// The bytes of their payload.
+    pub bytes: u64,
+    /// The number of their fragments.
+    pub fragments: u64,
+    /// The number of fragments that were sent again. Of contributions, only those count that
+    /// arrived before the first copy.
+    pub again: u64,
+}
+
+impl Transfers {
+    /// Adds a window of `len` bytes.
+    pub fn add(&mut self, len: usize, fragments: u32) {
+        self.bytes += len as u64;
+        self.fragments += u64::from(fragments);
+    }
+}
+
+impl AddAssign for Transfers {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.fragments += other.fragments;
+        self.again += other.again;
+    }
 }
 
 /// The status of a shard.

@@ -12,7 +12,7 @@ use racksum_proto::counted::counted;
 use racksum_proto::geometry::{Fragmentation, WINDOW_BYTES};
 use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::job_name::JobName;
-use racksum_proto::status::{JobState, JobStatus, RankStatus};
+use racksum_proto::status::{JobState, JobStatus, RankStatus, Transfers};
 use racksum_proto::wire::{Flags, Header};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -214,6 +214,11 @@ impl Job {
             delivered: 0,
             silent_ms: 0,
             behind: false,
+            contributed: Transfers::default(),
+            results: Transfers::default(),
+            busy_ms: 0,
+            waited_ms: 0,
+            round_trip_us: None,
         };
         JobStatus {
             job: name.name.clone(),

@@ -127,6 +127,7 @@ impl Registry {
 mod tests {
     use racksum_proto::aggregator::RankProgress;
     use racksum_proto::ids::OpId;
+    use racksum_proto::status::Transfers;
     use racksum_proto::time::Span;
 
     use super::*;
@@ -140,6 +141,11 @@ mod tests {
             lacks,
             silent: Span::from_millis(silent_ms),
             behind: false,
+            contributed: Transfers::default(),
+            results: Transfers::default(),
+            busy: Span::ZERO,
+            waited: Span::ZERO,
+            round_trip: None,
         };
         let lacking = |ranks| {
             let job = JobReport { stalled: None, ranks, settled: false, sealed: 7 };

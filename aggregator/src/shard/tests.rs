@@ -53,7 +53,8 @@ fn more_datagrams_in_one_receive_than_a_window_has_are_all_taken() {
         let mut joined = shard.arena.take().unwrap();
         joined.extend_from_slice(&header.repeat(count));
         let from = "127.0.0.1:9".parse().unwrap();
-        let meta = Received { from, len: joined.len(), stride: Header::LEN, ce: false, tos: 0 };
+        let meta =
+            Received { from, len: joined.len(), stride: Header::LEN, ce: false, tos: 0, at: None };
         shard.incoming = vec![joined];
         let before = shard.stats.events.rejects.of(Reject::Job);
         shard.take_datagrams(Time(0), 0, &meta);
@@ -161,7 +162,7 @@ impl Tenant {
         buffer.extend_from_slice(&bytes);
         buffer.extend_from_slice(body);
         let (from, len) = (self.socket.local_addr().unwrap(), buffer.len());
-        let meta = Received { from, len, stride: len, ce: false, tos: 0 };
+        let meta = Received { from, len, stride: len, ce: false, tos: 0, at: None };
         shard.incoming.insert(0, buffer);
         shard.take_datagrams(Time(0), 0, &meta);
         let buffer = shard.incoming.remove(0);

@@ -1,5 +1,6 @@
 //! `racksum place`: chooses hosts for the ranks and aggregators of a job.
 
+mod apply;
 mod document;
 mod dot;
 mod slurm;
@@ -63,6 +64,11 @@ pub(crate) struct Args {
     /// Output format.
     #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
     format: Format,
+    /// Port of the aggregators' control planes, for --slurm and --apply [default: 7177].
+    #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(1..=65534))]
+    port: Option<u16>,
+    #[command(flatten)]
+    apply: apply::Apply,
     #[command(flatten)]
     slurm: slurm::Slurm,
 }
@@ -97,6 +103,12 @@ struct Planned<'a> {
     explanation: Option<Explanation>,
 }
 
+impl Args {
+    fn port(&self) -> u16 {
+        self.port.unwrap_or(racksum_aggregator::PORT)
+    }
+}
+
 /// Reads the hosts and their links, less the parts of these that other jobs use. A job on a Slurm
 /// allocation gets the cores of its tasks.
 fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
@@ -127,6 +139,9 @@ fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    if args.port.is_some() && !args.apply.is_set() && !args.slurm.is_set() {
+        return Err(Failure::usage("--port needs --slurm or --apply"));
+    }
     let mut job: Job = read(&args.job)?;
     let (topology, links) = cluster(args, &mut job)?;
     let mut present = None;
@@ -140,17 +155,22 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
         job.racks = Setting::Given(false);
         job.aggregators = placement.aggregators.iter().sum::<u32>().into();
-        present = Some(placement);
+        present = Some((placement, record));
     }
     let of_job = |error| wrong(&args.job, error);
     let job = with_aggregators(&topology, &links, &job).map_err(of_job)?;
     let problem = Problem::new(&topology, &links, &job).map_err(of_job)?;
-    let plan = match present {
-        Some(placement) => present_plan(&problem, placement),
+    let plan = match &present {
+        Some((placement, _)) => present_plan(&problem, placement.clone()),
         None => plan_problem(&problem)
             .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?,
     };
     let rebalance = args.rebalance.then(|| rebalance(&problem, &plan, args.threshold));
+    if let (Some(rebalance), Some((_, record))) = (&rebalance, &present)
+        && args.apply.is_set()
+    {
+        return args.apply.run((&topology, &job), rebalance, record, args.port());
+    }
     let explanation = args.explain.then(|| explain(&problem, &plan));
     let range_s = plan.range_s(&problem);
     let planned = Planned {
@@ -163,7 +183,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         rebalance,
         explanation,
     };
-    let launch = args.slurm.is_set().then(|| args.slurm.launch(&planned)).transpose()?;
+    let launch =
+        args.slurm.is_set().then(|| args.slurm.launch(&planned, args.port())).transpose()?;
     print_line(&match (args.format, launch) {
         (Format::Text, None) => text::of(&planned),
         (Format::Text, Some(launch)) => format!("{}\n\n{}", text::of(&planned), launch.shell()?),

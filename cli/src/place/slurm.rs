@@ -54,10 +54,6 @@ pub(super) struct Slurm {
     /// SLURM_GPUS_PER_NODE].
     #[arg(long, value_name = "[TYPE:]N", value_parser = gpus, requires = "slurm")]
     gpus_per_node: Option<Gpus>,
-    /// Port of the aggregators' control planes [default: 7177].
-    #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(1..=65534))]
-    #[arg(requires = "slurm")]
-    port: Option<u16>,
     /// Flags for `racksum aggregator` in the printed lines. {host} stands for the host's name.
     #[arg(last = true, value_name = "AGGREGATOR FLAGS", requires = "slurm")]
     aggregator: Vec<String>,
@@ -175,7 +171,7 @@ impl Slurm {
     }
 
     /// Returns the commands that start the aggregators and ranks of a plan.
-    pub(super) fn launch(&self, planned: &Planned<'_>) -> Result<Launch, Failure> {
+    pub(super) fn launch(&self, planned: &Planned<'_>, port: u16) -> Result<Launch, Failure> {
         if let Some(flag) = self.aggregator.iter().find(|flag| is_one_of(flag, &OWN)) {
             return Err(Failure::usage(format!(
                 "remove {flag} after --: the plan sets the shards, and --port before -- the port"
@@ -189,19 +185,28 @@ impl Slurm {
             );
         }
         let Planned { topology, job, plan, .. } = planned;
+        if plan.tree.is_some() || !plan.standbys.is_empty() {
+            return Err(Failure::usage(
+                "--slurm prints no commands for aggregators of racks or standbys; remove `racks` \
+                 and `standbys` from the job, or plan with --nodes and start them yourself",
+            ));
+        }
         let mut launch = Launch { aggregators: vec![], ranks: Ranks::default() };
         let mut used = 0;
         for (host, ranks, aggregators) in plan.placement.hosts() {
             let host = topology.host(host).name.as_str();
-            if u64::from(aggregators) > *args::SHARDS.end() {
+            // One process per host stands for all of its aggregators.
+            let shards = aggregators.saturating_mul(planned.shards.max(1));
+            if u64::from(shards) > *args::SHARDS.end() {
                 return Err(Failure::unavailable(format!(
-                    "the plan has {aggregators} aggregators on {host}, and one process has at most \
-                     {} shards; lower `aggregators` in the job",
+                    "the plan has {shards} shards on {host}, and one process has at most {}; lower \
+                     `aggregators` or `shards` in the job",
                     args::SHARDS.end()
                 )));
             }
             if aggregators > 0 {
-                launch.aggregators.push(self.aggregator(job, host, aggregators));
+                let cpus = aggregators.saturating_mul(job.cpus_per_aggregator).max(shards);
+                launch.aggregators.push(self.aggregator(host, (port, shards, cpus)));
             }
             used += usize::from(!ranks.is_empty());
             launch.ranks.hosts.extend(ranks.map(|_| host.to_owned()));
@@ -210,9 +215,7 @@ impl Slurm {
         Ok(launch)
     }
 
-    fn aggregator(&self, job: &Job, host: &str, shards: u32) -> Aggregator {
-        let cpus = shards.saturating_mul(job.cpus_per_aggregator.max(1));
-        let port = self.port.unwrap_or(7177);
+    fn aggregator(&self, host: &str, (port, shards, cpus): (u16, u32, u32)) -> Aggregator {
         let (nodelist, cpus) = (format!("--nodelist={host}"), format!("--cpus-per-task={cpus}"));
         // The step shares the host with ranks, and leaves them the GPUs.
         let step =
@@ -241,7 +244,8 @@ fn ranks_command(job: &Job, hosts: usize) -> Vec<String> {
         format!("--cpus-per-task={}", job.cpus_per_rank),
     ];
     if job.gpus_per_rank > 0 {
-        command.push(format!("--gpus-per-task={}", job.gpus_per_rank));
+        let kind = job.gpu_type.iter().map(|kind| format!("{kind}:")).collect::<String>();
+        command.push(format!("--gpus-per-task={kind}{}", job.gpus_per_rank));
     }
     command
 }

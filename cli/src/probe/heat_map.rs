@@ -94,7 +94,11 @@ fn origin(rate: Rate, is_measured: bool) -> &'static str {
 /// Returns a colour between dark blue (slow) and pale yellow (fast), on a logarithmic scale.
 fn color(mbit: f64, least: f64, most: f64) -> String {
     let span = (most / least).ln();
-    let share = if span > 0.0 { (mbit.max(least) / least).ln() / span } else { 1.0 };
+    let share = match mbit {
+        _ if mbit <= 0.0 => 0.0,
+        _ if span > 0.0 => (mbit / least).ln() / span,
+        _ => 1.0,
+    };
     let mix = |slow: f64, fast: f64| slow + (fast - slow) * share.clamp(0.0, 1.0);
     format!("rgb({:.0} {:.0} {:.0})", mix(40.0, 253.0), mix(30.0, 231.0), mix(120.0, 120.0))
 }

@@ -1,5 +1,6 @@
 //! `racksum probe run`: the coordinator of a measurement.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -49,8 +50,8 @@ pub(crate) struct Args {
 }
 
 fn positive_share(text: &str) -> Result<f64, String> {
-    let share = args::share(text).ok().filter(|share| *share > 0.0);
-    share.ok_or_else(|| "must be a number above 0, and at most 1".to_owned())
+    let share = args::share(text).ok().filter(|share| *share >= LEAST_SHARE);
+    share.ok_or_else(|| format!("must be a number from {LEAST_SHARE} to 1"))
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
@@ -58,16 +59,18 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let older = if args.out.exists() { Some(read_network(&args.out)?) } else { None };
     // A path that cannot be written must not cost a measurement.
     let mut out = OutFile::create(&args.out)?;
+    out.remove_at_signal()?;
     let outcome = measured(args, &inventory)?;
-    let network = Network { measured_at: Some(now()), ..outcome.network.clone() };
-    let network = match older {
-        Some(older) if older.tree == network.tree => network.over(older),
-        _ => network,
-    };
+    let mut network = Network { measured_at: Some(now()), ..outcome.network.clone() };
+    if let Some(older) = older {
+        network.half_life_s = older.half_life_s;
+        // Hosts and domains that are gone would make the file useless.
+        network = network.over(older.only_of(&outcome.topology));
+    }
     let text = written(&args.out, &network)?;
     out.file().write_all(text.as_bytes()).map_err(|error| cannot_write(&args.out, &error))?;
     out.commit()?;
-    report(&inventory, &outcome)?;
+    report(&outcome)?;
     print_line(&show::tables(&network).join("\n"))
 }
 
@@ -106,7 +109,7 @@ fn samples(args: &Args, hosts: usize) -> Option<usize> {
     }
 }
 
-fn written(path: &Path, network: &Network) -> Result<String, Failure> {
+pub(super) fn written(path: &Path, network: &Network) -> Result<String, Failure> {
     let failed = |why: String| Failure::failed(format!("cannot write {}: {why}", path.display()));
     if path.extension().is_some_and(|extension| extension == "json") {
         serde_json::to_string_pretty(network).map_err(|error| failed(error.to_string()))
@@ -116,7 +119,7 @@ fn written(path: &Path, network: &Network) -> Result<String, Failure> {
 }
 
 /// Prints what was measured, and warns of what was not.
-fn report(inventory: &Inventory, outcome: &Outcome) -> Result<(), Failure> {
+fn report(outcome: &Outcome) -> Result<(), Failure> {
     for (host, why) in &outcome.failed {
         stderr::warn(PeerText::of(format!("{host} was not measured: {why}")));
     }
@@ -126,10 +129,15 @@ fn report(inventory: &Inventory, outcome: &Outcome) -> Result<(), Failure> {
             counted(outcome.unaffordable as u64, "pair")
         ));
     }
+    for (one, other) in &outcome.dead {
+        stderr::warn(PeerText::of(format!("nothing passes between {one} and {other}")));
+    }
+    let measured = outcome.samples.iter().flat_map(|sample| [sample.from, sample.to]);
+    let measured: BTreeSet<_> = measured.collect();
     print_line(&format!(
         "{} between {}, at most {:.1} MB at each host",
         counted(outcome.samples.len() as u64, "measured path"),
-        counted((inventory.hosts.len() - outcome.failed.len()) as u64, "host"),
+        counted(measured.len() as u64, "host"),
         megabytes(outcome.most_bytes)
     ))?;
     for wrong in &outcome.wrong_labels {
@@ -146,6 +154,8 @@ fn megabytes(bytes: u64) -> f64 {
     bytes as f64 / 1e6
 }
 
+/// The least share of an interface. With less, a round takes more than 20 minutes.
+const LEAST_SHARE: f64 = 0.0001;
 /// The greatest cluster of which all pairs are measured by default.
 const MOST_HOSTS_FOR_ALL_PAIRS: usize = 32;
 /// Pairs for each two innermost domains of larger clusters.

@@ -1,6 +1,7 @@
 //! `racksum probe`: measures the links between the hosts of a cluster.
 
 mod heat_map;
+mod learn;
 mod measure;
 mod serve;
 mod show;
@@ -17,6 +18,8 @@ pub(crate) enum Command {
     /// Measure the paths between all hosts that run an agent, and write a network file for `racksum
     /// place`.
     Run(measure::Args),
+    /// Improve a network file by the counters of running jobs.
+    Learn(learn::Args),
     /// Show a network file as a table, and as a heat map with --svg.
     Show(show::Args),
 }
@@ -25,6 +28,7 @@ pub(crate) fn run(command: &Command) -> Result<(), Failure> {
     match command {
         Command::Serve(args) => serve::run(args),
         Command::Run(args) => measure::run(args),
+        Command::Learn(args) => learn::run(args),
         Command::Show(args) => show::run(args),
     }
 }

@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use racksum_aggregator::bind_address;
+use racksum_net::NetError;
 use racksum_net::quic::Credentials;
 use racksum_net::runtime::single_threaded;
 use racksum_probe::{Agent, PORT};
@@ -23,9 +24,9 @@ pub(crate) struct Args {
     /// UDP port of the control server; 0 for a free one.
     #[arg(long, value_name = "PORT", default_value_t = PORT)]
     port: u16,
-    /// UDP port of the measurements; 0 for a free one.
-    #[arg(long, value_name = "PORT", default_value_t = PORT + 1)]
-    data_port: u16,
+    /// UDP port of the measurements; 0 for a free one [default: the one after --port].
+    #[arg(long, value_name = "PORT")]
+    data_port: Option<u16>,
     /// Identity file with role aggregator; then only coordinators with an identity of that role
     /// from the same authority are served [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
@@ -43,14 +44,25 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     single_threaded().map_err(cannot)?.block_on(async {
         let mut signals = Ending::listen().map_err(cannot)?;
         let bind = SocketAddr::new(args.bind, args.port);
-        let agent = Agent::open(bind, args.data_port, &credentials)?;
+        let next = if args.port == 0 { 0 } else { args.port.saturating_add(1) };
+        let data_port = args.data_port.unwrap_or(next);
+        let agent = Agent::open(bind, data_port, &credentials).map_err(|error| match error {
+            NetError::PortTaken { addr } if addr.port() == data_port => {
+                Failure::unavailable(format!(
+                    "cannot bind {addr}: the port is in use; choose another one with --data-port"
+                ))
+            }
+            error => error.into(),
+        })?;
         let data = agent.data_addr().port();
         print_or_warn(&format!(
             "racksum probe on {}, measurements on UDP {data}",
             agent.addr().map_err(cannot)?
         ));
         tokio::select! {
-            () = agent.run() => {}
+            () = agent.run() => {
+                return Err(Failure::failed("cannot receive measurements; see the log"));
+            }
             _ = signals.next() => {}
         }
         print_or_warn("racksum probe stops");

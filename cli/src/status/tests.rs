@@ -1,6 +1,6 @@
 use std::io::Write;
 
-use racksum_proto::status::{Buffers, Traffic};
+use racksum_proto::status::{Buffers, Traffic, Transfers};
 
 use super::*;
 
@@ -17,6 +17,11 @@ pub(super) fn status(text: &str) -> AggregatorStatus {
         delivered: 0,
         silent_ms: 0,
         behind: true,
+        contributed: Transfers::default(),
+        results: Transfers::default(),
+        busy_ms: 0,
+        waited_ms: 0,
+        round_trip_us: Some(1),
     };
     let job = JobStatus {
         job: name(),

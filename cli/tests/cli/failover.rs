@@ -23,8 +23,8 @@ pub(crate) const WORLD: u16 = 4;
 /// Ranks that run in threads, reduce the same tensor again and again, and check each result.
 pub(crate) struct Load {
     elements: usize,
-    /// Addresses of the aggregators, in order of preference.
-    addrs: Vec<String>,
+    /// Addresses of the sets of aggregators, in order of preference.
+    addrs: Vec<Vec<String>>,
     /// Number of ops that each rank has completed.
     pub(crate) ended: [AtomicU64; WORLD as usize],
     /// Duration of the longest op, in milliseconds.
@@ -34,7 +34,7 @@ pub(crate) struct Load {
 
 impl Load {
     pub(crate) fn new(elements: usize, aggregators: &[&Serving]) -> Self {
-        let addrs = aggregators.iter().map(|serving| serving.addr.clone()).collect();
+        let addrs = aggregators.iter().map(|serving| vec![serving.addr.clone()]).collect();
         Self {
             elements,
             addrs,
@@ -44,14 +44,20 @@ impl Load {
         }
     }
 
-    fn options(&self, rank: u16) -> ConnectOptions {
-        let standbys = self.addrs[1..].iter().map(|addr| vec![addr.clone()]).collect();
+    /// Like [`Self::new`], for a job whose windows are spread over these aggregators.
+    pub(crate) fn spread(elements: usize, aggregators: &[&Serving]) -> Self {
+        let set = aggregators.iter().map(|serving| serving.addr.clone()).collect();
+        Self { addrs: vec![set], ..Self::new(elements, &[]) }
+    }
+
+    pub(crate) fn options(&self, rank: u16) -> ConnectOptions {
         ConnectOptions {
             rank,
             world: WORLD,
-            standbys,
+            aggregators: self.addrs[0].clone(),
+            standbys: self.addrs[1..].to_vec(),
             join_timeout: Duration::from_secs(30),
-            ..ConnectOptions::new(self.addrs[0].clone(), "load")
+            ..ConnectOptions::new(self.addrs[0][0].clone(), "load")
         }
     }
 

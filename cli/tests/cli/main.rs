@@ -19,6 +19,8 @@ mod waits;
 #[cfg(test)]
 mod advice;
 #[cfg(test)]
+mod apply;
+#[cfg(test)]
 mod badwire;
 #[cfg(test)]
 mod chaos;
@@ -34,6 +36,8 @@ mod host;
 mod identity;
 #[cfg(test)]
 mod inventory;
+#[cfg(test)]
+mod learn;
 #[cfg(test)]
 mod moves;
 #[cfg(test)]

@@ -1,9 +1,13 @@
 //! Jobs that an operator moves to aggregators that their ranks did not know.
 
+use std::sync::Barrier;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
+use racksum_proto::descriptor::Descriptor;
+use racksum_proto::dtype::DType;
 use racksum_test_report::time;
+use racksum_worker::Client;
 use serde_json::Value;
 
 use crate::failover::{Load, WORLD, serve};
@@ -58,6 +62,33 @@ fn a_live_job_moves_again_and_again_and_costs_no_bit() {
         "{moves} moves of a job of {WORLD} ranks at {bytes} B: same bits in {ops} ops, 0 failed, \
          longest op {longest} ms"
     );
+}
+
+#[test]
+fn a_job_between_two_ops_moves_without_waiting_for_the_next() {
+    let [serving, other] = [(); 2].map(|()| serve(own_port()));
+    let load = Load::new(0, &[&serving]);
+    let (load, turn) = (&load, &Barrier::new(usize::from(WORLD) + 1));
+    std::thread::scope(|scope| {
+        for rank in 0..WORLD {
+            scope.spawn(move || {
+                let client = Client::connect(&load.options(rank)).unwrap();
+                let sum = || {
+                    let mut tensor = [1i32.to_le_bytes(); 1000].concat();
+                    client.reduce(&mut tensor, Descriptor::sum(1000, DType::I32)).unwrap();
+                    assert_eq!(tensor, [i32::from(WORLD).to_le_bytes(); 1000].concat());
+                };
+                sum();
+                turn.wait();
+                turn.wait();
+                sum();
+            });
+        }
+        turn.wait();
+        let moved = move_load(&serving.addr, &other.addr);
+        turn.wait();
+        moved.ok();
+    });
 }
 
 #[test]

@@ -105,6 +105,7 @@ impl Import {
         let host = |host: &ImportedHost| {
             let missing = || Problem::Rate.of(&host.name);
             Ok(Host {
+                aggregator: None,
                 address: None,
                 max_aggregators: None,
                 name: host.name.clone(),

@@ -60,6 +60,7 @@ pub fn fit(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> 
             age_s: 0.0,
             confidence: 1.0,
             is_inferred: true,
+            is_least: false,
         })
     };
     let link = |vertex: usize| {
@@ -111,6 +112,7 @@ fn record(topology: &Topology, sample: &Sample) -> PairRecord {
             age_s: 0.0,
             confidence: 1.0,
             is_inferred: false,
+            is_least: false,
         },
         rtt_us: Some(sample.rtt_us),
     }

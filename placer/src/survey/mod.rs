@@ -3,12 +3,15 @@
 //! [`sampled_pairs`] and [`rounds()`] say which pairs are measured, and which at the same time.
 //! [`fit()`] turns samples of paths into rates, losses and round trips of links. It keeps the paths
 //! that these do not explain. [`tiers()`] finds domains without labels, [`misplaced`] finds hosts
-//! whose labels are wrong, and [`found_tree`] says where all hosts are.
+//! whose labels are wrong, and [`found_tree`] says where all hosts are. [`learn`] infers links from
+//! the counters of running jobs.
 
+mod counters;
 mod fit;
 mod rounds;
 mod tiers;
 
+pub use counters::{RankCounters, Transfers, learn};
 pub use fit::{Contended, Sample, fit};
 pub use rounds::{Pair, circle, contended_pairs, rounds, sampled_pairs};
 pub use tiers::{Misplaced, found_tree, misplaced, tiers};
@@ -27,6 +30,7 @@ pub(crate) mod tests {
             nic_mbit: 100.0,
             cpus: <_>::default(),
             gpus: <_>::default(),
+            aggregator: None,
             taints: vec![],
             max_aggregators: None,
         };

@@ -4,7 +4,7 @@
 //! is slower than the hosts' own links. Hosts of one rack are close to each other, and about as far
 //! as each other from the hosts of another rack.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::fit::Sample;
 use crate::inventory::Tree;
@@ -88,14 +88,20 @@ pub fn tiers(hosts: usize, samples: &[Sample]) -> Vec<Vec<usize>> {
 /// `None` if the labels are right, or if no labels are needed.
 ///
 /// Without labels, the levels are called `tier1`, `tier2` and so on, widest first, and the domains
-/// of each are numbered in the order of their first hosts.
+/// of each are numbered in the order of their first hosts. Hosts without samples are in a domain
+/// `unmeasured` of each level.
 #[must_use]
 pub fn found_tree(topology: &Topology, samples: &[Sample]) -> Option<Tree> {
     let name = |host: HostId| topology.host(host).name.clone();
     if topology.levels().is_empty() {
         let tiers = tiers(topology.hosts().len(), samples);
         let levels = (1..=tiers.len()).map(|tier| format!("tier{tier}")).collect();
+        let measured: BTreeSet<_> =
+            samples.iter().flat_map(|sample| [sample.from, sample.to]).collect();
         let labels = |host: HostId| {
+            if !measured.contains(&host) {
+                return vec![UNMEASURED.to_owned(); tiers.len()];
+            }
             tiers.iter().map(|groups| (groups[host.0] + 1).to_string()).collect::<Vec<_>>()
         };
         let hosts = topology.host_ids().map(|host| (name(host), labels(host)));
@@ -152,6 +158,8 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (count > 0).then(|| sum / f64::from(count))
 }
 
+/// The label of hosts without samples.
+const UNMEASURED: &str = "unmeasured";
 /// Distances that differ by this factor tell domains apart.
 const CLEARLY: f64 = 1.5;
 /// Shorter round trips differ mostly by how busy the hosts are.

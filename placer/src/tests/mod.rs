@@ -101,6 +101,7 @@ fn host(is_uniform: bool) -> impl Strategy<Value = Host> {
             nic_mbit,
             cpus: Amount { total: 8, used },
             gpus: [("h100".into(), Amount { total: gpus, used: 0 })].into(),
+            aggregator: None,
             taints,
             max_aggregators: None,
         },
@@ -162,6 +163,7 @@ fn measurement() -> impl Strategy<Value = Measurement> {
         age_s,
         confidence,
         is_inferred: false,
+        is_least: false,
     })
 }
 

@@ -37,6 +37,7 @@ fn degrade(instance: &mut Instance, host: usize, factor: f64, more_loss: f64, mo
             age_s: 0.0,
             confidence: 1.0,
             is_inferred: false,
+            is_least: false,
         };
         let measured = way.get_or_insert(nominal);
         measured.mbit *= factor;

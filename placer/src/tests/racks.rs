@@ -87,7 +87,14 @@ proptest! {
 /// Two racks of four hosts with one rank each, whose uplinks carry as much as one host.
 fn with_uplinks(mbit: f64, text: &str) -> (Topology, Links, crate::job::Job) {
     let topology = Topology::new(&cluster(&[&[1; 4], &[1; 4]])).unwrap();
-    let measured = Measurement { mbit, loss: 0.0, age_s: 0.0, confidence: 1.0, is_inferred: false };
+    let measured = Measurement {
+        mbit,
+        loss: 0.0,
+        age_s: 0.0,
+        confidence: 1.0,
+        is_inferred: false,
+        is_least: false,
+    };
     let link = |of: &str| LinkRecord {
         of: of.into(),
         up: Some(measured),

@@ -20,6 +20,7 @@ pub(crate) fn cluster(racks: &[&[u32]]) -> Inventory {
         nic_mbit: 100.0,
         cpus: Amount { total: *gpus, used: 0 },
         gpus: [("h100".into(), Amount { total: *gpus, used: 0 })].into(),
+        aggregator: None,
         taints: vec![],
         max_aggregators: None,
     };

@@ -380,7 +380,7 @@ impl Aggregation {
         let Some(position) = stream.sequence.position(header.window) else {
             return Verdict::Reject(Reject::Stream);
         };
-        let stored = stream.handle_fragment(now, rank, position, header, cut.all(len));
+        let stored = stream.handle_fragment(now, rank, position, header, (len, cut.all(len)));
         let place = |slot| {
             let fragment = header.fragment;
             let fragments = u8::try_from(cut.count(len)).unwrap_or(u8::MAX);

@@ -35,6 +35,7 @@ impl Aggregation {
         if nth + open.windows > stripe.len() {
             return Err(Reject::Shape);
         }
+        let now = self.last_received[rank.index()];
         self.note_reached(rank, op);
         // After a move, a rank may open an op again even if every rank has ended the op, since the
         // rank cannot tell whether others still lack the op's results.
@@ -70,7 +71,7 @@ impl Aggregation {
                 }
             }
             Placed::Failed => {}
-            Placed::At(base) if stream.handle_stretch(rank, base + u64::from(nth), &open) => {
+            Placed::At(base) if stream.handle_stretch(now, rank, base + u64::from(nth), &open) => {
                 observer.on_event(&Event::Opened { rank, op });
             }
             Placed::At(_) | Placed::Missing => self.queue.note(lane, rank, |due| due.open = true),

@@ -33,6 +33,10 @@ pub(super) struct Slot {
     pub(super) position: u64,
     /// How many ranks have sent their whole contribution.
     pub(super) complete: u32,
+    /// The rank whose contribution was complete last, and when.
+    pub(super) last_complete: Option<(Rank, Time)>,
+    /// The time at which the contributions of the other ranks were complete.
+    pub(super) others_complete_at: Time,
     /// The mask of the result's blocks, once the window is folded.
     pub(super) union: u64,
     /// The length of the result's payload in bytes, once the window is folded.
@@ -54,12 +58,22 @@ impl Slot {
         Self {
             position,
             complete: 0,
+            last_complete: None,
+            others_complete_at: Time(0),
             union: 0,
             result_len: 0,
             cut,
             previous: 0,
             absent: 0,
             sent_at: Time::NEVER,
+        }
+    }
+
+    /// Notes that a rank has sent its whole contribution.
+    pub(super) fn note_complete(&mut self, rank: Rank, now: Time) {
+        self.complete += 1;
+        if let Some((_, at)) = self.last_complete.replace((rank, now)) {
+            self.others_complete_at = at;
         }
     }
 

@@ -4,6 +4,7 @@ use alloc::vec::Vec;
 
 use super::Aggregation;
 use crate::ids::{OpId, Rank};
+use crate::status::Transfers;
 use crate::time::{Span, Time};
 
 /// The progress of a rank at a shard.
@@ -21,6 +22,16 @@ pub struct RankProgress {
     pub silent: Span,
     /// Whether the next opened window of some stream waits for this rank.
     pub behind: bool,
+    /// The contributions of the rank that have arrived completely.
+    pub contributed: Transfers,
+    /// The results, all of which go to the rank.
+    pub results: Transfers,
+    /// How long the rank had windows open without their results, summed over the lanes.
+    pub busy: Span,
+    /// How long windows have waited for the rank's data alone, after the rank had opened them.
+    pub waited: Span,
+    /// The shortest measured round trip to the rank, if there is any.
+    pub round_trip: Option<Span>,
 }
 
 impl Aggregation {
@@ -45,6 +56,11 @@ impl Aggregation {
                 .get(rank.index())
                 .map_or(Span::ZERO, |last_received| now.since(*last_received)),
             behind: false,
+            contributed: Transfers::default(),
+            results: Transfers::default(),
+            busy: Span::ZERO,
+            waited: Span::ZERO,
+            round_trip: None,
         };
         for (stream, waiting) in self.streams.iter().zip(waiting) {
             let Some(own) = stream.ranks.get(rank.index()) else { continue };
@@ -54,6 +70,11 @@ impl Aggregation {
             all.delivered += own.acked.min(stream.resulted);
             all.lacks |= stream.folded.back().is_some_and(|newest| own.acked <= *newest);
             all.behind |= *waiting && stream.waits_for(rank);
+            all.contributed += own.flow.contributed;
+            all.results += Transfers { again: own.flow.results_again, ..stream.sent };
+            all.busy = Span(all.busy.0 + own.flow.busy(now).0);
+            all.waited = Span(all.waited.0 + own.flow.waited.0);
+            all.round_trip = all.round_trip.into_iter().chain(own.measured_trip()).min();
         }
         all
     }

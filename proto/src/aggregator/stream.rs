@@ -1,6 +1,8 @@
 //! One stream of a job: opens, received contributions, and the next window to fold.
 
 mod credit;
+mod departures;
+mod flow;
 mod lost_contributions;
 mod lost_results;
 mod parent;
@@ -9,6 +11,7 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec;
 
+use self::flow::Flow;
 use self::parent::ParentProgress;
 use super::Config;
 use super::occupancy::Occupancy;
@@ -21,8 +24,9 @@ use crate::recovery::{self, Answered};
 use crate::reject::Reject;
 use crate::rtt::Rtt;
 use crate::sequence::{Sequence, StreamOp};
+use crate::status::Transfers;
 use crate::time::{Span, Time};
-use crate::wire::{Flags, Header, NackEntry, OPEN_AHEAD, Open};
+use crate::wire::{Flags, Header, OPEN_AHEAD, Open};
 
 /// The progress of one rank in a stream.
 #[derive(Debug, Clone, Copy)]
@@ -56,6 +60,8 @@ pub(super) struct Progress {
     /// The shortest time from a result to its acknowledgement, at most [`Self::GUESS`]. This
     /// includes the time for which the rank delayed the acknowledgement.
     acked_trip: Span,
+    /// The counters of the rank's transfers.
+    pub(super) flow: Flow,
 }
 
 impl Progress {
@@ -73,6 +79,7 @@ impl Progress {
         rtt: Rtt::new(Self::GUESS),
         nack_trip: None,
         acked_trip: Self::GUESS,
+        flow: Flow::NEW,
     };
 
     /// The assumed round trip before the first measurement.
@@ -152,6 +159,10 @@ pub(super) struct Stream {
     /// lost.
     reported_arrived: u64,
     cut: Fragmentation,
+    /// The results, all of which go to every rank.
+    pub(super) sent: Transfers,
+    /// The time at which the latest contribution of the folded windows was complete.
+    complete_at: Time,
     /// The parent's progress, if sums go to a parent.
     pub(super) at_parent: Option<ParentProgress>,
 }
@@ -181,6 +192,8 @@ impl Stream {
             announced: 0,
             reported_arrived: 0,
             cut: config.cut,
+            sent: Transfers::default(),
+            complete_at: Time(0),
             at_parent: config.has_parent.then(|| ParentProgress::new(slots)),
         }
     }
@@ -207,39 +220,13 @@ impl Stream {
             return;
         }
         progress.acked = acked;
+        if acked >= progress.opened {
+            progress.flow.end(now);
+        }
         let newest = self.folded.partition_point(|position| *position < acked).checked_sub(1);
         let newest = newest.and_then(|newest| self.pool.get(self.folded[newest]));
         if let Some(slot) = newest.filter(|slot| slot.sent_at <= now) {
             progress.acked_trip = progress.acked_trip.min(now.since(slot.sent_at));
-        }
-    }
-
-    /// Notes that a rank has left: slots are no longer kept for it.
-    pub(super) fn handle_left(&mut self, rank: Rank) {
-        if let Some(progress) = self.ranks.get_mut(rank.index()) {
-            progress.acked = GONE;
-        }
-    }
-
-    /// Notes the return of a rank that had left. The rank has all results of the windows that it
-    /// opened before it left.
-    pub(super) fn handle_rejoined(&mut self, rank: Rank) {
-        let progress = &mut self.ranks[rank.index()];
-        progress.acked = progress.opened.min(self.resulted);
-        progress.open_nacked_at = None;
-    }
-
-    /// Continues without a lost rank. Forgets the rank's contributions to windows that are not
-    /// folded, even complete contributions. As a result, the number of ranks that a result lacks is
-    /// enough to identify them.
-    pub(super) fn handle_gone(&mut self, rank: Rank) {
-        self.handle_left(rank);
-        if let Some(progress) = self.ranks.get_mut(rank.index()) {
-            progress.opened = GONE;
-            progress.lacking = None;
-            self.occupancy.forget(rank);
-            self.pool.forget(rank, self.next);
-            self.update_agreed();
         }
     }
 
@@ -328,7 +315,13 @@ impl Stream {
 
     /// Handles the stretch of windows in an open; the stretch starts at `position`. Returns false
     /// if the preceding stretch is missing.
-    pub(super) fn handle_stretch(&mut self, rank: Rank, position: u64, open: &Open) -> bool {
+    pub(super) fn handle_stretch(
+        &mut self,
+        now: Time,
+        rank: Rank,
+        position: u64,
+        open: &Open,
+    ) -> bool {
         let opened = self.ranks[rank.index()].opened;
         // wire: W-34
         if position > opened {
@@ -339,8 +332,10 @@ impl Stream {
         if end > opened {
             let [from, to] = [opened, end].map(|at| usize::try_from(at - position).unwrap_or(0));
             self.occupancy.set(rank, opened, &open.occupancy()[from..to], &open.held()[from..to]);
-            self.ranks[rank.index()].opened = end;
-            self.ranks[rank.index()].open_nacked_at = None;
+            let progress = &mut self.ranks[rank.index()];
+            progress.opened = end;
+            progress.open_nacked_at = None;
+            progress.flow.begin(now);
             self.update_agreed();
         }
         true
@@ -357,7 +352,7 @@ impl Stream {
         rank: Rank,
         position: u64,
         header: &Header,
-        all: u64,
+        (len, all): (usize, u64),
     ) -> Result<Stored, Reject> {
         // wire: W-42
         if position < self.next {
@@ -397,12 +392,16 @@ impl Stream {
             progress.nack_trip = progress.nack_trip.into_iter().chain(took).min();
         }
         contribution.sent |= recovery::sent_before(header.fragment, again);
+        if again {
+            progress.flow.contributed.again += 1;
+        }
         if recovery::proves_earlier(header.fragment, complete, again) {
             progress.sent = progress.sent.max(position);
         }
         let hole = contribution.sent & !contribution.have != 0 && !complete;
         if complete {
-            self.pool.claim(position).complete += 1;
+            progress.flow.contributed.add(len, all.count_ones());
+            self.pool.claim(position).note_complete(rank, now);
         }
         if hole {
             self.note_if_lacking(now, rank, position);
@@ -440,13 +439,6 @@ impl Stream {
     /// Returns the ranks that the next window waits for.
     pub(super) fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
         self.ranks().filter(|rank| self.waits_for(*rank))
-    }
-
-    /// Notes that fragments of a window were requested from `rank`.
-    pub(super) fn note_nacked(&mut self, now: Time, rank: Rank, entry: NackEntry) {
-        let Some(position) = self.sequence.position(entry.window) else { return };
-        self.pool.claim(position);
-        self.pool.contribution_mut(position, rank).nacked.note(entry.fragments, now);
     }
 
     /// Returns whether the next window waits for `rank`: for its open, for its data or, when there
@@ -542,6 +534,7 @@ impl Stream {
     /// Notes that `ready` has been folded.
     pub(super) fn handle_folded(&mut self, ready: &Ready) {
         self.keep(ready);
+        self.note_waited(ready);
         self.move_to(ready.position + 1);
     }
 
@@ -567,6 +560,7 @@ impl Stream {
         slot.previous = previous;
         slot.absent = absent;
         let len = slot.result_len;
+        self.sent.add(len, u32::try_from(slot.cut.count(len)).unwrap_or(0));
         self.density.note((ready.position + 1).saturating_sub(self.results_end), len);
         self.results.on_sent(len);
         self.folded.push_back(ready.position);

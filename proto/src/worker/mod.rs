@@ -179,7 +179,10 @@ impl Worker {
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
         let answers = self.config.acks_at_rest && !self.config.may_move && !self.has_ended();
-        self.is_idle() && !answers
+        // Before a planned move, the rank still has to learn that all ranks have the results of
+        // earlier ops, which it did not keep.
+        let is_ready = !self.config.may_move || self.has_ended() || self.is_ready_to_move();
+        self.is_idle() && !answers && is_ready
     }
 
     /// Estimates how many bytes of results are still to come in the stream that expects the most.

@@ -255,6 +255,7 @@ fn a_prepared_rank_at_rest_acknowledges_and_asks_until_it_is_ready() {
     worker.prepare_to_move();
     let due = worker.poll_timeout();
     assert!(due < Time::NEVER && !worker.is_ready_to_move());
+    assert!(!worker.is_at_rest(), "its driver must go on");
     worker.handle_timeout(due, &mut ());
     let mut out = [0xa5; Header::LEN + 1408];
     let sent = worker.poll_transmit(due, &mut out, &mut ());
@@ -266,6 +267,7 @@ fn a_prepared_rank_at_rest_acknowledges_and_asks_until_it_is_ready() {
     credit(&mut worker, OpId(op.0 + 1));
     assert!(worker.is_ready_to_move());
     assert_eq!(worker.poll_timeout(), Time::NEVER);
+    assert!(worker.is_at_rest());
 }
 
 #[test]

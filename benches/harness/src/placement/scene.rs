@@ -142,6 +142,7 @@ impl Scene {
             nic_mbit: RATES[0].into(),
             cpus: Amount::default(),
             gpus: [("gpu".into(), Amount { total: 2, used: 2 - host.free_gpus })].into(),
+            aggregator: None,
             taints: vec![],
             max_aggregators: None,
         };

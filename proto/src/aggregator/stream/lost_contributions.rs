@@ -57,6 +57,13 @@ impl Stream {
         self.ranks().filter(|rank| self.is_to_be_nacked(*rank))
     }
 
+    /// Notes that fragments of a window were requested from `rank`.
+    pub(in crate::aggregator) fn note_nacked(&mut self, now: Time, rank: Rank, entry: NackEntry) {
+        let Some(position) = self.sequence.position(entry.window) else { return };
+        self.pool.claim(position);
+        self.pool.contribution_mut(position, rank).nacked.note(entry.fragments, now);
+    }
+
     /// Notes that all lost fragments of `rank` were requested.
     pub(in crate::aggregator) fn note_all_nacked(&mut self, rank: Rank) {
         self.ranks[rank.index()].lacking = None;

@@ -50,7 +50,11 @@ impl Stream {
         position: u64,
         fragments: u64,
     ) {
-        let round_trip = self.ranks[rank.index()].round_trip();
+        let progress = &mut self.ranks[rank.index()];
+        let again =
+            fragments & self.pool.get(position).map_or(0, |slot| slot.cut.all(slot.result_len));
+        progress.flow.results_again += u64::from(again.count_ones());
+        let round_trip = progress.round_trip();
         self.pool.contribution_mut(position, rank).again.note(fragments, now, round_trip);
     }
 }

@@ -1,0 +1,279 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::job::Job;
+use crate::model::step_time;
+use crate::placement::Placement;
+use crate::problem::Problem;
+use crate::survey::tests::racks;
+
+/// Racks of 100 Mbit/s interfaces, and the true throughput and losses of each host's uplink.
+struct Truth {
+    topology: Topology,
+    mbit: Vec<f64>,
+    /// Lost fragments of 100,000.
+    lost: Vec<u32>,
+}
+
+/// The bytes of a rank's tensors.
+const BYTES: u32 = 100_000_000;
+
+impl Truth {
+    fn new(hosts: &[usize]) -> Self {
+        let topology = racks(hosts);
+        let all = topology.hosts().len();
+        Self { topology, mbit: vec![94.0; all], lost: vec![0; all] }
+    }
+
+    fn loss(&self, host: usize) -> f64 {
+        f64::from(self.lost[host]) / 100_000.0
+    }
+
+    /// Returns the counters after one step of a job with a rank on each host but that of the
+    /// aggregator. All ranks are busy until the slowest one has sent its data, which the others
+    /// wait for after they have sent their own.
+    fn counters(&self, aggregator: usize) -> Vec<RankCounters> {
+        let hosts = (0..self.mbit.len()).filter(|host| *host != aggregator);
+        let time = |host: usize| {
+            f64::from(BYTES) * OVERHEAD * 8.0
+                / 1e6
+                / (self.mbit[host] * goodput_share(self.loss(host)))
+        };
+        let mut times: Vec<_> = hosts.clone().map(time).collect();
+        times.sort_by(f64::total_cmp);
+        let (slowest, second) = (times[times.len() - 1], times[times.len() - 2]);
+        let counters = |host: usize| {
+            let is_slowest = time(host) == slowest;
+            let sent = |lost: u32| Transfers {
+                bytes: BYTES.into(),
+                fragments: 100_000,
+                again: lost.into(),
+            };
+            RankCounters {
+                job: "job".into(),
+                host: HostId(host),
+                aggregator: HostId(aggregator),
+                contributed: sent(self.lost[host]),
+                results: sent(0),
+                busy_s: slowest,
+                waited_s: if is_slowest { slowest - second } else { 0.0 },
+                round_trip_us: Some(300.0),
+            }
+        };
+        hosts.map(counters).collect()
+    }
+
+    /// Returns the measurements that hold the truth, except for the uplink of one host.
+    fn network(&self, wrong: usize, mbit: f64) -> Network {
+        let measured = |mbit: f64, loss: f64| Measurement {
+            mbit,
+            loss,
+            age_s: 0.0,
+            confidence: 1.0,
+            is_inferred: false,
+            is_least: false,
+        };
+        let link = |host: usize| LinkRecord {
+            of: self.topology.host(HostId(host)).name.clone(),
+            up: Some(match host == wrong {
+                true => Measurement { age_s: 86_400.0, ..measured(mbit, 0.0) },
+                false => measured(self.mbit[host], self.loss(host)),
+            }),
+            down: Some(measured(94.0, 0.0)),
+            rtt_us: Some(100.0),
+        };
+        Network { links: (0..self.mbit.len()).map(link).collect(), ..Network::default() }
+    }
+
+    /// Returns the step time that a network implies for a job with ranks on `hosts`, in seconds.
+    fn step_s(&self, network: &Network, hosts: &[usize], aggregator: usize) -> f64 {
+        let links = Links::new(&self.topology, network).unwrap();
+        let job = format!("name = 'j'\nranks = {}\nbytes = {BYTES}", hosts.len());
+        let job: Job = toml::from_str(&job).unwrap();
+        let problem = Problem::new(&self.topology, &links, &job).unwrap();
+        let mut placement =
+            Placement { ranks: vec![0; self.mbit.len()], aggregators: vec![0; self.mbit.len()] };
+        hosts.iter().for_each(|host| placement.ranks[*host] += 1);
+        placement.aggregators[aggregator] = 1;
+        step_time(&problem, &placement).total_s()
+    }
+
+    fn learned(&self, older: &Network, aggregator: usize) -> Network {
+        let links = Links::new(&self.topology, older).unwrap();
+        learn(&self.topology, &links, &self.counters(aggregator)).learned_over(older.clone())
+    }
+}
+
+fn link<'a>(network: &'a Network, of: &str) -> &'a LinkRecord {
+    network.links.iter().find(|link| link.of == of).unwrap()
+}
+
+/// Returns the error of a predicted step time as a factor.
+fn error(predicted_s: f64, true_s: f64) -> f64 {
+    (predicted_s / true_s).max(true_s / predicted_s)
+}
+
+#[test]
+fn a_host_that_the_others_wait_for_corrects_a_rate_that_was_too_high() {
+    let mut truth = Truth::new(&[4]);
+    truth.mbit[1] = 20.0;
+    let older = truth.network(1, 94.0);
+    let step_s = |network: &Network| truth.step_s(network, &[1], 0);
+    let true_s = step_s(&truth.network(2, 94.0));
+    let mut network = older;
+    let mut last = error(step_s(&network), true_s);
+    assert!(last > 2.0, "{last}");
+    // Each run of the job improves the prediction, and after a few it is close.
+    for _ in 0..4 {
+        network = truth.learned(&network, 0);
+        let next = error(step_s(&network), true_s);
+        assert!(next < last, "{next} {last}");
+        last = next;
+    }
+    assert!(last < 1.25, "{last}");
+    let up = link(&network, "r0h1").up.unwrap();
+    assert!(up.is_inferred && !up.is_least && up.confidence < 1.0, "{up:?}");
+    // The hosts that wait do not look slow.
+    assert_eq!(link(&network, "r0h2").up.unwrap().mbit, 94.0);
+}
+
+#[test]
+fn what_a_job_gets_corrects_a_rate_that_was_too_low() {
+    let truth = Truth::new(&[4]);
+    let older = truth.network(2, 10.0);
+    let step_s = |network: &Network| truth.step_s(network, &[2], 0);
+    let true_s = step_s(&truth.network(1, 94.0));
+    let before = error(step_s(&older), true_s);
+    let learned = truth.learned(&older, 0);
+    let after = error(step_s(&learned), true_s);
+    assert!(before > 1.5 && after < 1.01, "{before} {after}");
+    let up = link(&learned, "r0h2").up.unwrap();
+    assert!((up.mbit - 94.0).abs() < 0.1 && up.age_s == 0.0, "{up:?}");
+}
+
+#[test]
+fn a_waiting_job_says_nothing_about_the_limits_of_its_fast_hosts() {
+    let mut truth = Truth::new(&[4]);
+    truth.mbit[1] = 20.0;
+    let unknown = Network::default();
+    let learned = truth.learned(&unknown, 0);
+    let fast = link(&learned, "r0h2").up.unwrap();
+    assert!(fast.is_least && (fast.mbit - 20.0).abs() < 0.1, "{fast:?}");
+    let links = Links::new(&truth.topology, &learned).unwrap();
+    let nominal = links.up(truth.topology.leaf(HostId(2)));
+    assert!((nominal.mbit() - 94.0).abs() < 1e-9, "{nominal:?}");
+}
+
+#[test]
+fn an_uplink_that_may_be_slow_makes_an_estimate_less_certain() {
+    let confidence = |hosts: &[usize], slow: usize| {
+        let mut truth = Truth::new(hosts);
+        truth.mbit[slow] = 10.0;
+        let up =
+            link(&truth.learned(&Network::default(), 0), &truth.topology.host(HostId(slow)).name)
+                .up
+                .unwrap();
+        assert!(!up.is_least, "{up:?}");
+        up.confidence
+    };
+    // The slow host has a neighbour in its rack that is fast, or none.
+    let (beside, alone) = (confidence(&[2, 2], 3), confidence(&[3, 1], 3));
+    assert!((beside - 2.0 * alone).abs() < 1e-9, "{beside} {alone}");
+}
+
+#[test]
+fn losses_in_common_are_on_the_link_of_the_aggregator() {
+    let mut truth = Truth::new(&[4]);
+    truth.lost = vec![0, 1000, 1000, 3000];
+    let learned = truth.learned(&Network::default(), 0);
+    let close = |measured: Option<Measurement>, loss: f64| {
+        assert!((measured.unwrap().loss - loss).abs() < 1e-9, "{measured:?}");
+    };
+    close(link(&learned, "r0h0").down, 0.01);
+    close(link(&learned, "r0h1").up, 0.0);
+    close(link(&learned, "r0h3").up, 0.02);
+    close(link(&learned, "r0h0").up, 0.0);
+}
+
+#[test]
+fn round_trips_only_get_shorter() {
+    let truth = Truth::new(&[2, 2]);
+    let rtt = |network: &Network| {
+        Links::new(&truth.topology, network).unwrap().rtt(&truth.topology, HostId(0), HostId(3))
+    };
+    let mut older = truth.network(0, 94.0);
+    assert!((rtt(&truth.learned(&older, 0)) - 200e-6).abs() < 1e-9);
+    older.links.iter_mut().for_each(|link| link.rtt_us = Some(1000.0));
+    assert!((rtt(&truth.learned(&older, 0)) - 300e-6).abs() < 1e-9);
+    assert!((rtt(&truth.learned(&Network::default(), 0)) - 300e-6).abs() < 1e-9);
+}
+
+#[test]
+fn jobs_that_share_a_link_see_a_lower_bound() {
+    let mut truth = Truth::new(&[4]);
+    truth.mbit[1] = 20.0;
+    let mut counters = truth.counters(0);
+    counters.extend(
+        truth.counters(0).into_iter().map(|rank| RankCounters { job: "other".into(), ..rank }),
+    );
+    let links = Links::nominal(&truth.topology);
+    let learned = learn(&truth.topology, &links, &counters);
+    assert!(link(&learned, "r0h1").up.unwrap().is_least);
+}
+
+#[test]
+fn too_few_bytes_and_ranks_beside_their_aggregator_say_nothing() {
+    let truth = Truth::new(&[3]);
+    let links = Links::nominal(&truth.topology);
+    for spoil in [
+        |rank: &mut RankCounters| (rank.contributed.bytes, rank.results.bytes) = (999_999, 0),
+        |rank: &mut RankCounters| rank.busy_s = 0.099,
+        |rank: &mut RankCounters| rank.host = rank.aggregator,
+    ] {
+        let mut counters = truth.counters(0);
+        counters.iter_mut().for_each(spoil);
+        assert_eq!(learn(&truth.topology, &links, &counters), Network::default());
+    }
+}
+
+proptest! {
+    /// Whatever jobs count, a merged file is valid and no rate falls below what the job got.
+    #[test]
+    fn any_counters_give_a_file_that_can_be_planned_with(
+        ranks in proptest::collection::vec(
+            (0..5usize, 0..5usize, 0..u64::MAX / 4, 0..u64::MAX / 4, 0.0..1e9, 0.0..1e9), 0..12),
+        old in 0.0..1e3,
+    ) {
+        let truth = Truth::new(&[3, 2]);
+        let counters: Vec<_> = ranks
+            .into_iter()
+            .map(|(host, aggregator, bytes, again, busy_s, waited_s)| {
+                let sent = Transfers { bytes, fragments: bytes / 2, again };
+                RankCounters {
+                    job: format!("job{}", again % 2),
+                    host: HostId(host),
+                    aggregator: HostId(aggregator),
+                    contributed: sent,
+                    results: sent,
+                    busy_s,
+                    waited_s,
+                    round_trip_us: Some(busy_s),
+                }
+            })
+            .collect();
+        let older = truth.network(1, old);
+        let links = Links::new(&truth.topology, &older).unwrap();
+        let learned = learn(&truth.topology, &links, &counters);
+        let merged = learned.clone().learned_over(older.clone());
+        prop_assert!(Links::new(&truth.topology, &merged).is_ok());
+        for new in &learned.links {
+            let (old, merged) = (link(&older, &new.of), link(&merged, &new.of));
+            for (new, merged) in [(new.up, merged.up), (new.down, merged.down)] {
+                if let Some((new, merged)) = new.zip(merged) {
+                    prop_assert!(merged.mbit >= new.mbit * (1.0 - 1e-9));
+                }
+            }
+            prop_assert!(merged.rtt_us <= old.rtt_us);
+        }
+    }
+}

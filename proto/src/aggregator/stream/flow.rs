@@ -1,0 +1,80 @@
+//! Counters of each rank's transfers, and of how long the folds wait for it. They change once for
+//! each window, or when a fragment is sent again.
+
+use super::{Progress, Ready, Stream};
+use crate::status::Transfers;
+use crate::time::{Span, Time};
+
+/// The counters of a rank's transfers in a stream.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::aggregator) struct Flow {
+    /// The contributions that have arrived completely.
+    pub(in crate::aggregator) contributed: Transfers,
+    /// The fragments of results that were sent to the rank again.
+    pub(in crate::aggregator) results_again: u64,
+    /// How long windows have waited for the rank's data alone, after the rank had opened them.
+    pub(in crate::aggregator) waited: Span,
+    /// How long the rank had windows open without their results, up to `since`.
+    busy: Span,
+    /// The time since which the rank has windows open without their results.
+    since: Option<Time>,
+}
+
+impl Flow {
+    pub(super) const NEW: Self = Self {
+        contributed: Transfers { bytes: 0, fragments: 0, again: 0 },
+        results_again: 0,
+        waited: Span::ZERO,
+        busy: Span::ZERO,
+        since: None,
+    };
+
+    /// Notes that the rank has opened windows.
+    pub(super) fn begin(&mut self, now: Time) {
+        self.since.get_or_insert(now);
+    }
+
+    /// Notes that the rank has the results of all windows that it opened.
+    pub(super) fn end(&mut self, now: Time) {
+        if let Some(since) = self.since.take() {
+            self.busy = Span(self.busy.0 + now.since(since).0);
+        }
+    }
+
+    /// Forgets that the rank has windows open, for a rank that was away.
+    pub(super) const fn forget_start(&mut self) {
+        self.since = None;
+    }
+
+    /// Returns how long the rank has had windows open without their results.
+    pub(in crate::aggregator) fn busy(&self, now: Time) -> Span {
+        let present = self.since.map_or(Span::ZERO, |since| now.since(since));
+        Span(self.busy.0 + present.0)
+    }
+}
+
+impl Progress {
+    /// Returns the round trip if one was measured.
+    pub(in crate::aggregator) fn measured_trip(&self) -> Option<Span> {
+        Some(self.round_trip())
+            .filter(|_| self.nack_trip.is_some() || self.acked_trip < Self::GUESS)
+    }
+}
+
+impl Stream {
+    /// Adds the time for which a window that is about to be folded has waited for one rank alone:
+    /// since the other contributions and those of all earlier windows were complete, and the rank
+    /// had opened the window. Times of different windows therefore never overlap.
+    pub(super) fn note_waited(&mut self, ready: &Ready) {
+        let Some(slot) = self.pool.get(ready.position) else { return };
+        let Some((last, at)) = slot.last_complete else { return };
+        let idle_until = self.complete_at.max(slot.others_complete_at);
+        self.complete_at = self.complete_at.max(at);
+        if ready.contributors < 2 {
+            return;
+        }
+        let flow = &mut self.ranks[last.index()].flow;
+        let since = idle_until.max(flow.since.unwrap_or(at));
+        flow.waited = Span(flow.waited.0 + at.since(since).0);
+    }
+}
