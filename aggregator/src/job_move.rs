@@ -67,6 +67,14 @@ pub(crate) async fn start(
     moving.await.unwrap_or_else(|error| Err(format!("the move failed: {error}")))
 }
 
+/// The end of a job's move.
+enum Moved {
+    /// The job runs at the target.
+    Arrived,
+    /// The job had ended before its ranks were told to move.
+    Ended,
+}
+
 /// The moves of one request.
 struct Mover {
     registry: SharedRegistry,
@@ -96,31 +104,44 @@ impl Mover {
                 names.filter(|name| !registry.is_gathering(name)).collect()
             }
         };
-        let mut moved = 0;
+        let (mut moved, mut stay) = (0, vec![]);
         for name in &names {
-            if let Err(why) = self.move_job(name).await {
-                let before = if moved > 0 {
-                    format!("; {} moved before", counted(moved, "other job"))
-                } else {
-                    String::new()
-                };
-                return Err(why + &before);
+            match self.move_job(name).await {
+                Ok(Moved::Arrived) => moved += 1,
+                // An operator who drains an aggregator wants it empty, which this job helps.
+                Ok(Moved::Ended) if matches!(operation, Operation::Drain) => {}
+                Ok(Moved::Ended) => stay.push(format!("job {name:?} ended before it could move")),
+                Err(why) => stay.push(why),
             }
-            moved += 1;
         }
-        Ok(moved)
+        if stay.is_empty() {
+            return Ok(moved);
+        }
+        let before = match moved {
+            0 => String::new(),
+            moved => format!("; {} moved", counted(moved, "other job")),
+        };
+        Err(stay.join("; ") + &before)
     }
 
     /// Moves one job. If it fails before the ranks are told to move, the job stays as it is.
-    async fn move_job(&self, name: &JobName) -> Result<(), String> {
+    async fn move_job(&self, name: &JobName) -> Result<Moved, String> {
         let stays = |why: &str| format!("job {name:?} stays at this aggregator: {why}");
+        if !lock(&self.registry).serves(name) {
+            return Ok(Moved::Ended);
+        }
         let job = lock(&self.registry).movable(name)?;
         let target = self.find_room(&job).await.map_err(|why| stays(&why))?;
-        let prepared = lock(&self.registry).prepare_move(name, job.id, &self.to)?;
+        let prepared = lock(&self.registry).prepare_move(name, job.id, &self.to);
+        let prepared = match prepared {
+            Ok(prepared) => prepared,
+            Err(_) if !lock(&self.registry).serves(name) => return Ok(Moved::Ended),
+            Err(why) => return Err(why),
+        };
         let prepared = match timeout(PREPARE_TIMEOUT, prepared).await {
             Ok(Ok(Ok(()))) => Ok(()),
             Ok(Ok(Err(why))) => Err(why),
-            Ok(Err(_)) => return Err(format!("job {name:?} ended before it could move")),
+            Ok(Err(_)) => return Ok(Moved::Ended),
             Err(_) => Err(format!(
                 "some ranks did not prepare within {} s; see the logs of the ranks",
                 PREPARE_TIMEOUT.as_secs()
@@ -137,7 +158,7 @@ impl Mover {
         };
         // Ignore the outcome: whether the job runs at the target decides.
         drop(timeout(DEPART_TIMEOUT, departed).await);
-        self.await_arrival(name, &target).await
+        self.await_arrival(name, &target).await.map(|()| Moved::Arrived)
     }
 
     /// Asks every aggregator of the target whether it would admit the job. Returns the addresses of

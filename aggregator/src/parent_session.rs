@@ -97,7 +97,7 @@ pub(crate) async fn find(own: SocketAddr, parent: &str) -> Result<Vec<SocketAddr
     let found = resolve(parent).await;
     let found = found.map_err(|why| match why.kind() {
         io::ErrorKind::Unsupported => NotFound::Permanent(format!("cannot use {parent:?}: {why}")),
-        _ => NotFound::Temporary(format!("cannot resolve the parent's address {parent:?}: {why}")),
+        _ => NotFound::Temporary(format!("cannot resolve {parent:?}: {why}")),
     })?;
     let mut fitting = found.clone();
     fitting.retain(|addr| addr.is_ipv6() == bind.is_ipv6());

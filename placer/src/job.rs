@@ -156,6 +156,9 @@ pub(crate) fn selects(selector: &Selector, host: &Host) -> bool {
     })
 }
 
+/// The greatest number of aggregators of a job. The search takes time in its square.
+pub(crate) const MOST_AGGREGATORS: u32 = 1024;
+
 const fn one() -> f64 {
     1.0
 }

@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::job::Job;
-use crate::problem::MOST_AGGREGATORS;
+use crate::job::{Job, MOST_AGGREGATORS};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// The hosts of a job: per host, the number of ranks and of aggregators.
@@ -163,7 +162,8 @@ impl Placement {
         let placed = placement.aggregators.iter().copied().map(u64::from).sum();
         let needed = job.aggregators.given();
         // A job that leaves the number to the planner has at least one.
-        let needed = needed.or((!(1..=u64::from(MOST_AGGREGATORS)).contains(&placed)).then_some(1));
+        let is_possible = (1..=u64::from(MOST_AGGREGATORS)).contains(&placed);
+        let needed = needed.or(if is_possible { None } else { Some(1) });
         if let Some(needed) = needed
             && placed != u64::from(needed)
         {

@@ -3,7 +3,7 @@
 use std::ops::{Range, RangeInclusive};
 
 use crate::inventory::Host;
-use crate::job::{Job, Selector, Setting, selects};
+use crate::job::{Job, MOST_AGGREGATORS, Selector, Setting, selects};
 use crate::network::Links;
 use crate::placement::Placement;
 use crate::topology::{HostId, Topology, VertexId};
@@ -506,8 +506,6 @@ fn check(job: &Job) -> Result<u32, JobError> {
 pub(crate) const MOST_SHARDS: u32 = 64;
 /// The greatest number of ranks of a job.
 const MOST_RANKS: u32 = 65_536;
-/// The greatest number of aggregators of a job. The search takes time in its square.
-pub(crate) const MOST_AGGREGATORS: u32 = 1024;
 /// The greatest number of standbys of a job.
 const MOST_STANDBYS: u32 = 8;
 /// Headers and packing add at most this factor to the bytes of an op (invariant I3).

@@ -244,8 +244,8 @@ impl Bench<'_> {
         }
         let (placer, labels) = (1e3 * steps_s[0], 1e3 * steps_s[1]);
         println!(
-            "scene {number:>2} DDP: {placer:.1} ms a step at the placer's placement, {labels:.1} ms \
-             at the best fit's"
+            "scene {number:>2} DDP: {placer:.1} ms a step at the placer's placement, {labels:.1} \
+             ms at the best fit's"
         );
         Ok(())
     }
