@@ -215,7 +215,8 @@ fn the_topology_may_be_yaml_or_missing() {
     };
     let in_block = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in b1";
     assert_eq!(plan(&["--topology-name", "b"]), (in_block.into(), String::new()));
-    let flat = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in the whole cluster";
+    let flat =
+        "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in the whole cluster";
     assert_eq!(plan(&["--topology-name", "a"]), (flat.into(), String::new()));
     let conf = slurm.folder.path("topology.conf");
     let in_tree = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in spine/leaf2";
