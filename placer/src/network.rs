@@ -83,6 +83,13 @@ impl Network {
         links.chain(paths).map(|measurement| measurement.age_s).reduce(f64::max)
     }
 
+    /// Returns the measured loss of a link upwards or downwards, or zero if there is none.
+    pub(crate) fn loss_of(&self, of: &str, is_up: bool) -> f64 {
+        let link = self.links.iter().find(|link| link.of == of);
+        let measured = link.and_then(|link| if is_up { link.up } else { link.down });
+        measured.map_or(0.0, |measured| measured.loss)
+    }
+
     fn measurements_mut(&mut self) -> impl Iterator<Item = &mut Measurement> {
         let links = self.links.iter_mut().flat_map(|link| [&mut link.up, &mut link.down]);
         links.flatten().chain(self.pairs.iter_mut().map(|pair| &mut pair.path))

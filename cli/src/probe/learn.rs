@@ -72,7 +72,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     for (which, before, after) in args.ask()? {
         counters.extend(hosts.counters(&which, before.as_ref(), &after)?);
     }
-    let learned = learn(&topology, &links, &counters);
+    let learned = learn(&topology, &older, &links, &counters);
     if learned == Network::default() {
         return print_line(
             "nothing to learn: no rank of a known host has sent its aggregator a megabyte in \

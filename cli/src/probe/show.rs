@@ -88,10 +88,11 @@ fn row(
 ) -> [String; 7] {
     let [one, other] = names.map(str::to_owned);
     let inferred = if measured.is_inferred { " (inferred)" } else { "" };
+    let least = if measured.is_least { ">= " } else { "" };
     [
         one,
         other,
-        format!("{:.1}", measured.mbit),
+        format!("{least}{:.1}", measured.mbit),
         format!("{:.2} %", 100.0 * measured.loss),
         rtt_us.map_or_else(String::new, |rtt_us| format!("{rtt_us:.0}")),
         age(measured.age_s),

@@ -102,7 +102,7 @@ fn the_hosts_of_an_allocation_get_aggregators_and_ranks() {
     assert_eq!(ended.err, "");
     let lines: Vec<_> = ended.out.lines().collect();
     // Only leaf 2 has room for four ranks.
-    let plan = "job vision: 4 ranks and 1 aggregator on 2 of 3 hosts, in spine/leaf2";
+    let plan = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in spine/leaf2";
     assert_eq!(lines[0], plan);
     let aggregator = format!(
         "{{ srun --nodes=1 --ntasks=1 --nodelist=n3 --cpus-per-task=1 --overlap --gres=none \
@@ -213,12 +213,13 @@ fn the_topology_may_be_yaml_or_missing() {
         let ended = slurm.place(&[&RATE[..], flags, &["--", "--insecure"]].concat()).ok();
         (ended.out.lines().next().unwrap().to_owned(), ended.err)
     };
-    let in_block = "job vision: 4 ranks and 1 aggregator on 2 of 3 hosts, in b1";
+    let in_block = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in b1";
     assert_eq!(plan(&["--topology-name", "b"]), (in_block.into(), String::new()));
-    let flat = "job vision: 4 ranks and 1 aggregator on 2 of 3 hosts, in the whole cluster";
+    let flat =
+        "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in the whole cluster";
     assert_eq!(plan(&["--topology-name", "a"]), (flat.into(), String::new()));
     let conf = slurm.folder.path("topology.conf");
-    let in_tree = "job vision: 4 ranks and 1 aggregator on 2 of 3 hosts, in spine/leaf2";
+    let in_tree = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in spine/leaf2";
     assert_eq!(plan(&["--topology", &conf]), (in_tree.into(), String::new()));
     for file in [&conf, &yaml] {
         std::fs::remove_file(file).unwrap();

@@ -6,10 +6,9 @@
 //! - The bytes of a transfer over its time are a rate that the links attain: a lower bound.
 //! - If the others wait for one host's data most of the time, they would take more from it. Its
 //!   rate is then an estimate, since no other link limits them all.
-//! - A fragment that arrives only when it is sent again was lost. A loss that all hosts of a job
-//!   have in common is on the link of the aggregator.
-//! - The shortest round trip is an upper bound of the links' round trips, since the job itself
-//!   fills queues.
+//! - A loss and the shortest round trip are upper bounds of those of idle links, since the job
+//!   itself fills queues until they overflow. They refute greater ones that were measured, and say
+//!   nothing about links of which none were.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,7 +57,7 @@ enum Way {
 }
 
 /// The counters of one job that are about one direction of a link.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 struct Seen {
     bytes: u64,
     /// The longest time that a rank was busy. The ranks of a job are busy at the same time, because
@@ -66,18 +65,29 @@ struct Seen {
     busy_s: f64,
     /// How long windows waited for this direction alone.
     waited_s: f64,
-    /// The share of fragments that were lost here.
+    /// The least loss of a path over the link.
     loss: f64,
 }
 
+impl Default for Seen {
+    fn default() -> Self {
+        Self { bytes: 0, busy_s: 0.0, waited_s: 0.0, loss: 1.0 }
+    }
+}
+
 /// Returns what the counters of jobs show of the links of hosts, and of paths as lower bounds.
-/// Merge it with older measurements by [`Network::learned_over`]. `present` holds the rates and
-/// round trips that are known so far.
+/// Merge it with older measurements by [`Network::learned_over`]. `older` holds these, and
+/// `present` the rates and round trips that they imply.
 ///
 /// Ranks that share a host with their aggregator say nothing. Neither do those that transfer less
 /// than a megabyte, or for less than a tenth of a second: delays rather than rates limit them.
 #[must_use]
-pub fn learn(topology: &Topology, present: &Links, ranks: &[RankCounters]) -> Network {
+pub fn learn(
+    topology: &Topology,
+    older: &Network,
+    present: &Links,
+    ranks: &[RankCounters],
+) -> Network {
     let tells = |rank: &&RankCounters| {
         rank.host != rank.aggregator
             && rank.contributed.bytes.max(rank.results.bytes) >= LEAST_BYTES
@@ -102,7 +112,9 @@ pub fn learn(topology: &Topology, present: &Links, ranks: &[RankCounters]) -> Ne
     for job in jobs {
         let of_job: Vec<_> = ranks.iter().copied().filter(|rank| rank.job == job).collect();
         for ((host, way), seen) in seen_by(&of_job) {
-            record(host, way, seen.measurement(is_confirmed(topology, host, &of_job)));
+            let known_loss = older.loss_of(&topology.host(host).name, way == Way::Up);
+            let is_confirmed = is_confirmed(topology, host, &of_job);
+            record(host, way, seen.measurement(known_loss, is_confirmed));
         }
     }
     let mut network = Network { links: vec![], pairs: paths(topology, &ranks), ..<_>::default() };
@@ -124,40 +136,30 @@ pub fn learn(topology: &Topology, present: &Links, ranks: &[RankCounters]) -> Ne
 
 /// Returns what the ranks of one job show of each direction of a host's link.
 fn seen_by(ranks: &[&RankCounters]) -> BTreeMap<(HostId, Way), Seen> {
-    let mut all: BTreeMap<_, Seen> = BTreeMap::new();
+    let mut all: BTreeMap<(HostId, Way), Seen> = BTreeMap::new();
     let aggregators: BTreeSet<_> = ranks.iter().map(|rank| rank.aggregator).collect();
-    let common = |of: HostId, transfers: fn(&RankCounters) -> Transfers| {
-        let ranks: Vec<_> = ranks.iter().filter(|rank| rank.aggregator == of).collect();
-        let hosts: BTreeSet<_> = ranks.iter().map(|rank| rank.host).collect();
-        let losses = ranks.iter().map(|rank| loss(transfers(rank)));
-        // The loss of a single host may be on either end.
-        if hosts.len() > 1 { losses.fold(1.0, f64::min) } else { 0.0 }
-    };
     for aggregator in aggregators {
-        let [lost_in, lost_out] =
-            [common(aggregator, |rank| rank.contributed), common(aggregator, |rank| rank.results)];
         let mut most_out = Seen::default();
         for rank in ranks.iter().filter(|rank| rank.aggregator == aggregator) {
-            let beyond = |transfers, common: f64| (loss(transfers) - common).max(0.0);
-            let mut add = |host: HostId, way: Way, bytes: u64, loss: f64, waited_s: f64| {
+            let mut add = |host: HostId, way: Way, transfers: Transfers, waited_s: f64| {
                 let seen = all.entry((host, way)).or_default();
-                seen.bytes = seen.bytes.saturating_add(bytes);
+                seen.bytes = seen.bytes.saturating_add(transfers.bytes);
                 seen.busy_s = seen.busy_s.max(rank.busy_s);
                 seen.waited_s += waited_s;
-                seen.loss = seen.loss.max(loss);
+                seen.loss = seen.loss.min(loss(transfers));
             };
-            let (sent, received) = (rank.contributed, rank.results);
-            add(rank.host, Way::Up, sent.bytes, beyond(sent, lost_in), rank.waited_s);
-            add(rank.host, Way::Down, received.bytes, beyond(received, lost_out), 0.0);
-            add(aggregator, Way::Down, sent.bytes, lost_in, 0.0);
+            add(rank.host, Way::Up, rank.contributed, rank.waited_s);
+            add(rank.host, Way::Down, rank.results, 0.0);
+            add(aggregator, Way::Down, rank.contributed, 0.0);
             // With multicast, a result leaves the aggregator once for all ranks.
-            most_out.bytes = most_out.bytes.max(received.bytes);
+            most_out.bytes = most_out.bytes.max(rank.results.bytes);
             most_out.busy_s = most_out.busy_s.max(rank.busy_s);
+            most_out.loss = most_out.loss.min(loss(rank.results));
         }
         let out = all.entry((aggregator, Way::Up)).or_default();
         out.bytes = out.bytes.saturating_add(most_out.bytes);
         out.busy_s = out.busy_s.max(most_out.busy_s);
-        out.loss = out.loss.max(lost_out);
+        out.loss = out.loss.min(most_out.loss);
     }
     all
 }
@@ -165,7 +167,7 @@ fn seen_by(ranks: &[&RankCounters]) -> BTreeMap<(HostId, Way), Seen> {
 #[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 fragments")]
 fn loss(transfers: Transfers) -> f64 {
     let Transfers { fragments, again, .. } = transfers;
-    if fragments == 0 { 0.0 } else { (again as f64 / fragments as f64).min(MOST_LOSS) }
+    if fragments == 0 { 0.0 } else { (again as f64 / fragments as f64).min(1.0) }
 }
 
 impl Seen {
@@ -176,15 +178,16 @@ impl Seen {
     }
 
     /// Returns the link's throughput: an estimate if the others waited for it most of the time, or
-    /// else a lower bound.
-    fn measurement(&self, is_confirmed: bool) -> Measurement {
+    /// else a lower bound. `known_loss` is the loss that was measured before.
+    fn measurement(&self, known_loss: f64, is_confirmed: bool) -> Measurement {
+        let loss = known_loss.min(self.loss);
         let waited = (self.waited_s / self.busy_s).min(1.0);
         let is_least = waited < LEAST_WAITED;
         let certainty = if is_confirmed { 1.0 } else { UNCONFIRMED };
         Measurement {
             // The model takes the effect of loss off the throughput, and the job has felt it.
-            mbit: self.mbit() / goodput_share(self.loss),
-            loss: self.loss,
+            mbit: self.mbit() / goodput_share(loss).max(LEAST_SHARE),
+            loss,
             age_s: 0.0,
             confidence: if is_least { BOUND } else { ESTIMATE * waited * certainty },
             is_inferred: true,
@@ -227,7 +230,7 @@ fn paths(topology: &Topology, ranks: &[&RankCounters]) -> Vec<PairRecord> {
     }
     let mut fastest: BTreeMap<(HostId, HostId), Measurement> = BTreeMap::new();
     for ((from, to, _), seen) in paths {
-        let measured = seen.measurement(false);
+        let measured = seen.measurement(0.0, false);
         let known = fastest.entry((from, to)).or_insert(measured);
         *known = greater(*known, measured);
     }
@@ -241,7 +244,7 @@ fn paths(topology: &Topology, ranks: &[&RankCounters]) -> Vec<PairRecord> {
 }
 
 /// Returns the round trips of links, in microseconds, where a job had a shorter one than these add
-/// up to: all links of a path in the same proportion, or both hosts alike if none is known.
+/// up to: all links of a path in the same proportion.
 fn shorter_trips(
     topology: &Topology,
     present: &Links,
@@ -252,15 +255,11 @@ fn shorter_trips(
         let Some(seen_us) = rank.round_trip_us else { continue };
         let (one, other) = (rank.host, rank.aggregator);
         let known_us = present.rtt_of_links(topology, one, other) * 1e6;
-        let mut offer = |vertex: VertexId, rtt_us: f64| {
-            let least = trips.entry(vertex).or_insert(rtt_us);
-            *least = least.min(rtt_us);
-        };
-        if known_us == 0.0 {
-            [one, other].into_iter().for_each(|host| offer(topology.leaf(host), seen_us / 2.0));
-        } else if seen_us < known_us {
+        if seen_us < known_us {
             for vertex in links_between(topology, one, other) {
-                offer(vertex, present.rtt[vertex.0] * 1e6 * seen_us / known_us);
+                let rtt_us = present.rtt[vertex.0] * 1e6 * seen_us / known_us;
+                let least = trips.entry(vertex).or_insert(rtt_us);
+                *least = least.min(rtt_us);
             }
         }
     }
@@ -277,11 +276,11 @@ const LEAST_WAITED: f64 = 0.5;
 const BOUND: f64 = 0.9;
 /// The confidence in an estimate whose host is waited for all the time. The host's processor may
 /// be what is slow, or another program that uses its link.
-const ESTIMATE: f64 = 0.6;
+const ESTIMATE: f64 = 0.9;
 /// The factor on that confidence if the link of the host's domain may be what is slow.
 const UNCONFIRMED: f64 = 0.5;
-/// Fragments that are sent again more than once count as often.
-const MOST_LOSS: f64 = 0.99;
+/// The least share of a throughput that is divided by it.
+const LEAST_SHARE: f64 = 0.01;
 
 #[cfg(test)]
 mod tests;
