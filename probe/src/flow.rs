@@ -288,15 +288,24 @@ mod tests {
     #[test]
     fn only_echoes_of_pings_that_were_sent_count() {
         let (flows, lock) = flows();
-        for number in 0..100 {
-            flows.with(FLOW, |flow| flow.next_ping(FLOW, i64::from(number) * 1_000_000));
+        let send = |number: u32| {
+            let at = i64::from(number) * 1_000_000;
+            flows.with(FLOW, |flow| flow.next_ping(FLOW, at)).unwrap()
+        };
+        for number in 0..MOST_UNPROVEN {
+            assert!(send(number).is_some());
         }
+        assert_eq!(send(MOST_UNPROVEN), None, "no agent has answered yet");
         let echo = |number: u32, rtt_ns: i64| {
             let mut bytes = vec![0; PING_LEN];
             let header = Header { held_ns: 500, ..Header::new(Kind::Echo, FLOW, number, NONCE) };
             header.write(&lock, &mut bytes);
             flows.receive(&bytes, peer(), i64::from(number) * 1_000_000 + rtt_ns + 500)
         };
+        echo(0, 50_000);
+        for number in MOST_UNPROVEN..100 {
+            assert!(send(number).is_some());
+        }
         assert_eq!(echo(100, 1), Reaction::None);
         for number in 0..98 {
             echo(number, 50_000);
