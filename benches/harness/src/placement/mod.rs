@@ -121,7 +121,7 @@ pub(crate) fn run(root: &Path, args: &PlacementArgs) -> Result<bool> {
         let join = |thread: ScopedJoinHandle<'_, _>| {
             thread.join().unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
         };
-        threads.into_iter().map(join).collect::<Result<()>>()
+        threads.into_iter().try_for_each(join)
     })?;
     let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
     outcomes.sort_by_key(|outcome: &Outcome| outcome.scene);
