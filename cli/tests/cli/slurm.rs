@@ -144,7 +144,7 @@ fn the_commands_run_in_a_shell() {
             read(&format!("srun.--nodelist={host}")),
             format!(
                 "<--nodes=1><--ntasks=1><--nodelist={host}><--cpus-per-task=4><--overlap>\
-                 <--gres=none><{RACKSUM}><aggregator><--bind><0.0.0.0><--port><9000><--shards><2>\
+                 <--gres=none><{RACKSUM}><aggregator><--bind><0.0.0.0><--port><9000><--shards><4>\
                  <--insecure><--status-socket></tmp/it's $HOME><>"
             )
         );
@@ -313,7 +313,7 @@ fn more_aggregators_than_shards_on_a_host_are_refused() {
     slurm.write("job.toml", &format!("{JOB}aggregators = 300\n"));
     let why = slurm.place(&[&RATE[..], &["--", "--insecure"]].concat());
     let why = why.failed(3);
-    let advice = "and one process has at most 64 shards; lower `aggregators` in the job";
+    let advice = "one process has at most 64; lower `aggregators` or `shards` in the job";
     assert!(why.starts_with("the plan has ") && why.ends_with(advice), "{why}");
 }
 
