@@ -44,8 +44,8 @@ def main():
             _, to, packet = waiting.popleft()
             try:
                 os.write(to, packet)
-            except BlockingIOError:
-                pass  # A full queue drops packets, like a switch.
+            except OSError:
+                pass  # A full queue drops packets, and so does a device that is not up yet.
 
 
 if __name__ == "__main__":
