@@ -223,7 +223,7 @@ pub enum Problem {
         names: Vec<String>,
     },
     /// The topology has a kind that is no tree.
-    #[error("topology {0:?} is none of tree, block and flat; racksum reads these three")]
+    #[error("topology {0:?} is not supported; racksum reads tree, block and flat")]
     Kind(String),
     /// The file lists nothing.
     #[error("the file lists no hosts")]
@@ -247,7 +247,7 @@ pub enum Problem {
     /// A host lacks a label that its name or level comes from.
     #[error("it has no label {0:?}; label it, or choose another label")]
     Unlabelled(String),
-    /// An amount of a resource is no number.
+    /// The amount of a resource is not a number.
     #[error("{resource} is {amount:?}; racksum reads numbers, as in 64 or 63500m")]
     Amount {
         /// The resource.

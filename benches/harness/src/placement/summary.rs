@@ -48,13 +48,13 @@ impl Summary {
         }
     }
 
-    /// Returns whether all figures that exist are within their bounds.
+    /// Returns whether all figures exist and are within their bounds.
     pub(crate) fn holds(&self) -> bool {
-        self.saved.is_none_or(|saved| saved >= LEAST_SAVED)
-            && self.of_best.is_none_or(|share| share >= LEAST_OF_BEST)
-            && self.uniform.is_none_or(|ratio| ratio <= MOST_UNIFORM)
-            && self.spearman.is_none_or(|spearman| spearman >= LEAST_SPEARMAN)
-            && self.error.is_none_or(|error| error <= MOST_ERROR)
+        self.saved.is_some_and(|saved| saved >= LEAST_SAVED)
+            && self.of_best.is_some_and(|share| share >= LEAST_OF_BEST)
+            && self.uniform.is_some_and(|ratio| ratio <= MOST_UNIFORM)
+            && self.spearman.is_some_and(|spearman| spearman >= LEAST_SPEARMAN)
+            && self.error.is_some_and(|error| error <= MOST_ERROR)
     }
 }
 

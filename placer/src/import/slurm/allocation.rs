@@ -17,7 +17,7 @@ pub enum AllocationError {
         /// The number of hosts.
         hosts: usize,
     },
-    /// The text is no number of GPUs.
+    /// The text is not a number of GPUs.
     #[error("{0:?} is not a number of GPUs; write N, or TYPE:N, with commas between types")]
     Gpus(String),
 }

@@ -161,7 +161,7 @@ fn yaml_has_a_default_and_names() {
     );
     assert_eq!(
         why(YAML, Some("ring")),
-        "line 25: topology \"ring\" is none of tree, block and flat; racksum reads these three"
+        "line 25: topology \"ring\" is not supported; racksum reads tree, block and flat"
     );
     assert_eq!(
         why(&YAML.replace("cluster_default: true", "cluster_default: false"), None),
