@@ -19,12 +19,16 @@ pub struct Misplaced {
     pub labelled: VertexId,
     /// The domain whose hosts are closest.
     pub measured: VertexId,
-    /// The distance to the hosts of the labelled domain, divided by that to the measured one.
+    /// The detour to the hosts of the labelled domain, divided by that to the measured one.
     pub ratio: f64,
 }
 
 /// Returns the hosts that are closer to the hosts of another innermost domain than to those of
 /// their own.
+///
+/// The detour to a host is its distance, divided by its distance to the closest other host. A host
+/// that is far from all others, behind a slow link of its own, thus says nothing about its domain.
+/// The detour to a domain is that to the host of the domain with the shortest one.
 #[must_use]
 pub fn misplaced(topology: &Topology, samples: &[Sample]) -> Vec<Misplaced> {
     let distances = Distances::new(topology.hosts().len(), samples);
@@ -33,14 +37,14 @@ pub fn misplaced(topology: &Topology, samples: &[Sample]) -> Vec<Misplaced> {
         return vec![];
     }
     let find = |host: HostId| {
-        let mean = |domain: VertexId| {
+        let detour = |domain: VertexId| {
             let others = topology.hosts_of(domain).filter(|other| *other != host.0);
-            mean(others.filter_map(|other| distances.log(host.0, other)))
+            others.filter_map(|other| distances.log_detour(host.0, other)).reduce(f64::min)
         };
         let labelled = topology.domain_of(host);
-        let own = mean(labelled)?;
+        let own = detour(labelled)?;
         let others = domains.iter().filter(|domain| **domain != labelled);
-        let others = others.filter_map(|domain| Some((mean(*domain)?, *domain)));
+        let others = others.filter_map(|domain| Some((detour(*domain)?, *domain)));
         let (closest, measured) = others.min_by(|one, other| one.0.total_cmp(&other.0))?;
         let ratio = (own - closest).exp();
         (ratio >= CLEARLY).then_some(Misplaced { host, labelled, measured, ratio })
@@ -57,7 +61,7 @@ pub fn misplaced(topology: &Topology, samples: &[Sample]) -> Vec<Misplaced> {
 /// Returns no tier if all hosts are about as far from each other.
 #[must_use]
 pub fn tiers(hosts: usize, samples: &[Sample]) -> Vec<Vec<usize>> {
-    let mut edges: Vec<_> = Distances::new(hosts, samples).0.into_iter().collect();
+    let mut edges: Vec<_> = Distances::new(hosts, samples).logs.into_iter().collect();
     edges.sort_by(|(one, near), (other, far)| near.total_cmp(far).then(one.cmp(other)));
     let mut groups: Vec<usize> = (0..hosts).collect();
     let mut tiers = vec![];
@@ -126,8 +130,13 @@ fn numbered(groups: &[usize]) -> Vec<usize> {
         .collect()
 }
 
-/// The logarithms of the distances between hosts, with the smaller number of a pair first.
-struct Distances(BTreeMap<(usize, usize), f64>);
+/// The distances between hosts.
+struct Distances {
+    /// The logarithms of the distances, with the smaller number of a pair first.
+    logs: BTreeMap<(usize, usize), f64>,
+    /// Per host: the two closest others and the logarithms of their distances, closest first.
+    closest: Vec<Vec<(usize, f64)>>,
+}
 
 impl Distances {
     fn new(hosts: usize, samples: &[Sample]) -> Self {
@@ -145,11 +154,24 @@ impl Distances {
             found.entry((from.min(to), from.max(to))).or_default().push(distance);
         }
         let mean = |(pair, logs): (_, Vec<f64>)| Some((pair, mean(logs.into_iter())?));
-        Self(found.into_iter().filter_map(mean).collect())
+        let logs: BTreeMap<_, _> = found.into_iter().filter_map(mean).collect();
+        let mut closest = vec![vec![]; hosts];
+        for (&(one, other), &log) in &logs {
+            for (host, peer) in [(one, other), (other, one)] {
+                let closest: &mut Vec<(usize, f64)> = &mut closest[host];
+                closest.insert(closest.partition_point(|(_, known)| *known <= log), (peer, log));
+                closest.truncate(2);
+            }
+        }
+        Self { logs, closest }
     }
 
-    fn log(&self, one: usize, other: usize) -> Option<f64> {
-        self.0.get(&(one.min(other), one.max(other))).copied()
+    /// Returns the logarithm of the distance from `host` to `other`, divided by the distance from
+    /// `other` to the closest third host, but at least zero.
+    fn log_detour(&self, host: usize, other: usize) -> Option<f64> {
+        let log = self.logs.get(&(host.min(other), host.max(other)))?;
+        let (_, closest) = self.closest[other].iter().find(|(third, _)| *third != host)?;
+        Some((log - closest).max(0.0))
     }
 }
 
@@ -245,6 +267,20 @@ mod tests {
             sample.mbit = sample.mbit.min(10.0);
             sample.rtt_us += 500.0;
         }
+        assert_eq!(misplaced(&topology, &samples), []);
+    }
+
+    #[test]
+    fn hosts_beside_distant_hosts_do_not_lie() {
+        let topology = racks(&[4, 4]);
+        let mut samples = samples(8, |host| host / 4);
+        for (host, rtt_us) in [(2, 5_000.0), (3, 20_000.0)] {
+            let of_host = |sample: &&mut Sample| [sample.from.0, sample.to.0].contains(&host);
+            samples.iter_mut().filter(of_host).for_each(|sample| sample.rtt_us += rtt_us);
+        }
+        assert_eq!(misplaced(&topology, &samples), []);
+        // Also if no other host of the rack is close.
+        samples.retain(|sample| ![sample.from.0, sample.to.0].contains(&1));
         assert_eq!(misplaced(&topology, &samples), []);
     }
 }

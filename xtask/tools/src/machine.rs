@@ -11,12 +11,13 @@ use anyhow::Result;
 
 use crate::shell::Cmd;
 
-/// Provides the tools for slow and lossy links, or returns the reason why they are unavailable.
+/// Provides the tools for links with rates and losses, or returns the reason why they are
+/// unavailable.
 ///
 /// # Errors
 /// Returns an error if an installation fails.
 pub fn link_tools(root: &Path) -> Result<Option<String>> {
-    if let Some(why) = provide(root, &["ip", "tc"], &["iproute2"])? {
+    if let Some(why) = provide(root, &["ip", "tc", "iptables"], &["iproute2", "iptables"])? {
         return Ok(Some(why));
     }
     if Cmd::new("unshare", &["--net", "true"]).succeeds(root) {

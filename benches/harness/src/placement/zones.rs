@@ -45,6 +45,8 @@ impl Zones {
             let zone = number / HOSTS_PER_ZONE;
             let namespace = namespaces.add(&format!("{prefix}{}", host.name))?;
             let addr = Ipv4Addr::from(u32::from(SUBNET) + 1 + u32::try_from(number)?);
+            // A host with a delay asks for the addresses of others in its own name.
+            let outer = Ipv4Addr::from(u32::from(addr) + 100);
             for line in [
                 format!(
                     "ip -n {fabric} link add port{number} type veth peer name eth0 netns \
@@ -56,7 +58,9 @@ impl Zones {
                 run(&line)?;
             }
             limit(&fabric, &format!("port{number}"), host.mbit, SWITCH_QUEUE)?;
-            limit(&namespace, "eth0", host.mbit, HOST_QUEUE)?;
+            if host.delay_ms == 0.0 {
+                limit(&namespace, "eth0", host.mbit, HOST_QUEUE)?;
+            }
             if host.loss > 0.0 {
                 for chain in ["INPUT -i", "OUTPUT -o"] {
                     run(&format!(
@@ -74,13 +78,19 @@ impl Zones {
                     format!("ip -n {inner} addr add {addr}/32 dev slow0"),
                     format!("ip -n {inner} route add default dev slow0 src {addr}"),
                     format!("ip -n {namespace} link set slow0 up"),
+                    format!("ip -n {namespace} addr add {outer}/24 dev eth0"),
                     format!("ip -n {namespace} route add {addr}/32 dev slow0"),
-                    format!("ip -n {namespace} route add {SUBNET}/24 dev eth0"),
                     format!("ip netns exec {namespace} sysctl -qw net.ipv4.ip_forward=1"),
                     format!("ip netns exec {namespace} sysctl -qw net.ipv4.conf.eth0.proxy_arp=1"),
+                    // By default, each answer waits up to 0.8 s, which pings would count.
+                    format!(
+                        "ip netns exec {namespace} sysctl -qw net.ipv4.neigh.eth0.proxy_delay=0"
+                    ),
                 ] {
                     run(&line)?;
                 }
+                // Only a queue in the sender's own namespace makes the sender wait.
+                limit(&inner, "slow0", host.mbit, HOST_QUEUE)?;
                 inner
             } else {
                 run(&format!("ip -n {namespace} addr add {addr}/24 brd + dev eth0"))?;
