@@ -3,8 +3,8 @@
 //!
 //! Each scene is a cluster of three zones with four hosts each, and one flaw that labels do not
 //! show. The bench measures it with `racksum probe`, places a job with `racksum place`, and runs
-//! the job at that placement, at a best fit that knows labels only, and at random ones. The random
-//! placements also test the predictions of the model.
+//! the job at that placement, at one like it, at a best fit that knows labels only, and at random
+//! ones. The random placements also test the predictions of the model.
 
 mod accuracy;
 mod job;
@@ -89,6 +89,8 @@ pub(crate) struct Outcome {
     pub(crate) aggregator: usize,
     pub(crate) predicted_s: f64,
     pub(crate) measured_s: f64,
+    /// The step of a DDP training at this placement, if it was measured.
+    pub(crate) ddp_s: Option<f64>,
 }
 
 /// Runs the scenes; returns whether all bounds hold.
@@ -134,11 +136,13 @@ pub(crate) fn run(root: &Path, args: &PlacementArgs) -> Result<bool> {
 
 impl Outcome {
     fn line(&self) -> String {
-        let Self { scene, flaw, placement, ranks, aggregator, predicted_s, measured_s } = self;
+        let Self { scene, flaw, placement, ranks, aggregator, predicted_s, measured_s, ddp_s } =
+            self;
+        let ddp = ddp_s.map(|ddp_s| format!(", DDP {:>7.1} ms", ddp_s * 1e3)).unwrap_or_default();
         let ranks: String = ranks.iter().map(|ranks| ranks.to_string()).collect();
         format!(
             "scene {scene:>2} {flaw:<20} {placement:<8} ranks {ranks} aggregator {aggregator:>2}: \
-             {:>7.1} ms, predicted {:>7.1} ms",
+             {:>7.1} ms, predicted {:>7.1} ms{ddp}",
             measured_s * 1e3,
             predicted_s * 1e3
         )
@@ -196,8 +200,9 @@ impl Bench<'_> {
         fs::write(self.file("job.json"), job.to_string())?;
         let _agents = self.agents(&zones)?;
         self.probe(&zones)?;
-        let mut placements =
-            vec![("placer", self.place(&inventory)?), ("labels", scene.best_fit())];
+        let placed = self.place(&inventory)?;
+        let near = scene.neighbour(&placed, random);
+        let mut placements = vec![("placer", placed), ("labels", scene.best_fit()), ("near", near)];
         for _ in 0..self.args.random {
             placements.push(("random", scene.random_placement(random)));
         }
@@ -219,35 +224,19 @@ impl Bench<'_> {
                 placement,
                 predicted_s: predictor.step_s(&seats)?,
                 measured_s,
+                ddp_s: None,
                 ranks: seats.ranks,
                 aggregator: seats.aggregator,
             });
         }
         if let Some(python) = self.python.as_deref().filter(|_| number < self.args.ddp) {
-            self.train(number, &zones, &outcomes[..2], python)?;
+            // The placer's placement and the best fit's.
+            for outcome in &mut outcomes[..2] {
+                let seats = Seats { ranks: outcome.ranks.clone(), aggregator: outcome.aggregator };
+                outcome.ddp_s = Some(self.step_s(&zones, &seats, Program::Ddp(python))?);
+            }
         }
         Ok(outcomes)
-    }
-
-    /// Trains with DDP at the placer's and at the best fit's placement, and prints the step times.
-    fn train(
-        &self,
-        number: usize,
-        zones: &Zones,
-        outcomes: &[Outcome],
-        python: &Path,
-    ) -> Result<()> {
-        let mut steps_s = vec![];
-        for Outcome { ranks, aggregator, .. } in outcomes {
-            let seats = Seats { ranks: ranks.clone(), aggregator: *aggregator };
-            steps_s.push(self.step_s(zones, &seats, Program::Ddp(python))?);
-        }
-        let (placer, labels) = (1e3 * steps_s[0], 1e3 * steps_s[1]);
-        println!(
-            "scene {number:>2} DDP: {placer:.1} ms a step at the placer's placement, {labels:.1} \
-             ms at the best fit's"
-        );
-        Ok(())
     }
 
     fn file(&self, name: &str) -> PathBuf {

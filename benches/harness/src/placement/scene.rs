@@ -179,6 +179,26 @@ impl Scene {
         Seats { ranks, aggregator: first }
     }
 
+    /// Draws a placement that differs from another one by a move of the aggregator to another host
+    /// with ranks or of a rank to another host with a free GPU.
+    pub(crate) fn neighbour(&self, seats: &Seats, random: &mut Rng) -> Seats {
+        let mut near = seats.clone();
+        let hosts = || 0..self.hosts.len();
+        let used: Vec<_> =
+            hosts().filter(|h| seats.ranks[*h] > 0 && *h != seats.aggregator).collect();
+        if random.bool() && !used.is_empty() {
+            near.aggregator = used[random.usize(..used.len())];
+        } else {
+            let from: Vec<_> = hosts().filter(|host| seats.ranks[*host] > 0).collect();
+            let from = from[random.usize(..from.len())];
+            let has_room = |h: &usize| *h != from && seats.ranks[*h] < self.hosts[*h].free_gpus;
+            let to: Vec<_> = hosts().filter(has_room).collect();
+            near.ranks[from] -= 1;
+            near.ranks[to[random.usize(..to.len())]] += 1;
+        }
+        near
+    }
+
     /// Draws a placement at random: the ranks in one zone if it has room, or anywhere.
     pub(crate) fn random_placement(&self, random: &mut Rng) -> Seats {
         let zone = random.usize(..=ZONES);

@@ -9,6 +9,8 @@ use super::Outcome;
 pub(crate) struct Summary {
     /// The share of the step of the best fit that the placer saves: the median over flawed scenes.
     saved: Option<f64>,
+    /// Like `saved`, for steps of DDP; `None` if no scene trained.
+    ddp_saved: Option<f64>,
     /// The step of the best placement tried, divided by the placer's: the median over flawed
     /// scenes.
     of_best: Option<f64>,
@@ -26,10 +28,14 @@ impl Summary {
         let scenes = outcomes.chunk_by(|one, other| one.scene == other.scene);
         let (uniform, flawed): (Vec<_>, Vec<_>) =
             scenes.partition(|scene| scene[0].flaw == "uniform");
-        let step = |scene: &[Outcome], placement: &str| {
-            scene.iter().find(|it| it.placement == placement).map(|it| it.measured_s)
+        let find = |scene: &'_ [Outcome], placement: &str| {
+            scene.iter().find(|it| it.placement == placement).cloned()
         };
+        let step = |scene: &[Outcome], placement: &str| Some(find(scene, placement)?.measured_s);
         let ratio = |scene: &&[Outcome]| Some(step(scene, "placer")? / step(scene, "labels")?);
+        let ddp_ratio = |scene: &&[Outcome]| {
+            Some(find(scene, "placer")?.ddp_s? / find(scene, "labels")?.ddp_s?)
+        };
         let best = |scene: &&[Outcome]| {
             let best = scene.iter().map(|it| it.measured_s).reduce(f64::min)?;
             Some(best / step(scene, "placer")?)
@@ -40,6 +46,7 @@ impl Summary {
         let errors = predicted.iter().zip(&measured).map(|(p, m)| (p / m - 1.0).abs());
         Self {
             saved: median(flawed.iter().filter_map(ratio)).map(|ratio| 1.0 - ratio),
+            ddp_saved: median(flawed.iter().filter_map(ddp_ratio)).map(|ratio| 1.0 - ratio),
             of_best: median(flawed.iter().filter_map(best)),
             uniform: median(uniform.iter().filter_map(ratio)),
             held_out: held_out.len(),
@@ -51,6 +58,7 @@ impl Summary {
     /// Returns whether all figures exist and are within their bounds.
     pub(crate) fn holds(&self) -> bool {
         self.saved.is_some_and(|saved| saved >= LEAST_SAVED)
+            && self.ddp_saved.is_none_or(|saved| saved >= LEAST_SAVED)
             && self.of_best.is_some_and(|share| share >= LEAST_OF_BEST)
             && self.uniform.is_some_and(|ratio| ratio <= MOST_UNIFORM)
             && self.spearman.is_some_and(|spearman| spearman >= LEAST_SPEARMAN)
@@ -68,6 +76,7 @@ impl fmt::Display for Summary {
             "saved against a best fit by labels (median, at least {LEAST_SAVED}): {}",
             number(self.saved)
         )?;
+        writeln!(f, "the same of DDP's steps: {}", number(self.ddp_saved))?;
         writeln!(
             f,
             "best step tried / placer's (median, at least {LEAST_OF_BEST}): {}",
@@ -156,6 +165,7 @@ mod tests {
             aggregator: 0,
             predicted_s,
             measured_s,
+            ddp_s: (flaw != "uniform").then_some(2.0 * measured_s),
         };
         let summary = Summary::of(&[
             outcome(0, "h1 slow", "placer", 1.0, 1.0),
@@ -166,8 +176,8 @@ mod tests {
             outcome(1, "uniform", "labels", 1.0, 1.0),
         ]);
         assert_eq!(
-            (summary.saved, summary.of_best, summary.uniform),
-            (Some(0.5), Some(1.0), Some(1.01))
+            (summary.saved, summary.ddp_saved, summary.of_best, summary.uniform),
+            (Some(0.5), Some(0.5), Some(1.0), Some(1.01))
         );
         assert!((summary.error.unwrap() - 0.1).abs() < 1e-12);
         assert!(summary.holds());
