@@ -8,7 +8,7 @@ mod merge;
 
 use serde::{Deserialize, Serialize};
 
-use crate::inventory::Tree;
+use crate::inventory::{MOST_MBIT, Tree};
 pub(crate) use links::Peer;
 pub use links::{Bottleneck, Links, Rate, Source, goodput_share};
 
@@ -190,7 +190,7 @@ impl LinkRecord {
 
 impl Measurement {
     fn check(&self, of: &str) -> Result<(), NetworkError> {
-        check(of, "mbit", self.mbit, &NOT_NEGATIVE)?;
+        check(of, "mbit", self.mbit, &RATE)?;
         check(of, "loss", self.loss, &SHARE)?;
         check(of, "age_s", self.age_s, &NOT_NEGATIVE)?;
         check(of, "confidence", self.confidence, &SHARE)
@@ -204,7 +204,7 @@ impl Measurement {
 }
 
 fn check_rtt(of: &str, rtt_us: Option<f64>) -> Result<(), NetworkError> {
-    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &NOT_NEGATIVE))
+    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &RTT))
 }
 
 /// A range of valid values, and how a message names it.
@@ -216,6 +216,11 @@ struct Valid {
 const POSITIVE: Valid = Valid { name: "a positive number", holds: |value| value > 0.0 };
 const NOT_NEGATIVE: Valid =
     Valid { name: "zero or a positive number", holds: |value| value >= 0.0 };
+/// Sums of such rates and round trips stay finite.
+const RATE: Valid =
+    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=MOST_MBIT).contains(&value) };
+const RTT: Valid =
+    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=1e9).contains(&value) };
 const SHARE: Valid =
     Valid { name: "a number from 0 to 1", holds: |value| (0.0..=1.0).contains(&value) };
 
