@@ -284,13 +284,16 @@ impl Links {
         let factor = |uncertainty: f64| {
             if is_best { 1.0 + uncertainty } else { 1.0 / (1.0 + uncertainty) }
         };
+        self.changed(|rate| rate.bytes_per_s *= factor(rate.uncertainty()))
+    }
+
+    /// Returns these links with a change of each rate.
+    fn changed(&self, change: impl Fn(&mut Rate)) -> Self {
         let mut links = self.clone();
         let paths =
             links.peers.iter_mut().flatten().flat_map(|peer| [&mut peer.to, &mut peer.from]);
         let paths = paths.flatten().map(|path| &mut path.ceiling);
-        for rate in links.up.iter_mut().chain(&mut links.down).chain(paths) {
-            rate.bytes_per_s *= factor(rate.uncertainty());
-        }
+        links.up.iter_mut().chain(&mut links.down).chain(paths).for_each(change);
         links
     }
 
@@ -304,6 +307,32 @@ impl Links {
             Bottleneck::Path(from, to) => links.change_ceiling(from, to, |rate| rate * 2.0),
         }
         Some(links)
+    }
+
+    /// Returns the names of links and paths that carry nothing.
+    pub(crate) fn dead(&self, topology: &Topology) -> Vec<String> {
+        let name = |bottleneck: Bottleneck| bottleneck.text(topology);
+        let is_dead = |rate: Rate| rate.bytes_per_s <= 0.0;
+        let links = (1..topology.vertices()).map(VertexId).flat_map(|vertex| {
+            let up = is_dead(self.up(vertex)).then_some(Bottleneck::Up(vertex));
+            let down = is_dead(self.down(vertex)).then_some(Bottleneck::Down(vertex));
+            [up, down].into_iter().flatten()
+        });
+        let paths = topology.host_ids().flat_map(|from| {
+            let dead = |peer: &&Peer| peer.to.is_some_and(|path| is_dead(path.ceiling));
+            let dead = self.peers(from).iter().filter(dead);
+            dead.map(move |peer| Bottleneck::Path(from, peer.host))
+        });
+        links.chain(paths).filter_map(name).collect()
+    }
+
+    /// Returns these links as if each that carries nothing carried much.
+    pub(crate) fn alive(&self) -> Self {
+        self.changed(|rate| {
+            if rate.bytes_per_s <= 0.0 {
+                rate.bytes_per_s = MUCH;
+            }
+        })
     }
 
     /// Changes the ceiling of a path that was measured by itself.
@@ -407,6 +436,8 @@ fn resolve(
     rates
 }
 
+/// The rate of a link in bytes per second with which no transfer counts as endless.
+const MUCH: f64 = 1e12;
 /// The relative error of a rate that was measured just now.
 const LEAST_UNCERTAINTY: f64 = 0.1;
 /// The relative error of a rate that was not measured.
