@@ -60,6 +60,8 @@ proptest! {
         prop_assert_eq!(plan.is_some(), best.is_some(), "{:?} {:?}", plan, best);
         if let (Some(Plan { time, placement, .. }), Some(best)) = (plan, best) {
             let problem = Problem::new(&topology, &links, &instance.job).unwrap();
+            let relaxed = search::relax(&problem, Topology::ROOT, f64::INFINITY).unwrap();
+            prop_assert!(relaxed.bound_s <= best, "{} {}", relaxed.bound_s, best);
             prop_assert!(problem.allows(&placement), "{:?}", placement);
             prop_assert_eq!(step_time(&problem, &placement), time);
             prop_assert!((time.total_s() - best).abs() <= best * 1e-8, "{:?} {}", time, best);
@@ -96,7 +98,8 @@ fn the_heuristic_search_is_close_to_the_exact_one() {
     let mut gaps = vec![];
     let shape = Shape { hosts: 2..=14, ranks: 1..=12, aggregators: 1..=3 };
     let mut runner = TestRunner::deterministic();
-    while gaps.len() < 200 {
+    let n: usize = std::env::var("N").map_or(200, |n| n.parse().unwrap());
+    while gaps.len() < n {
         let instance = instances(shape.clone()).new_tree(&mut runner).unwrap().current();
         let topology = instance.topology();
         let links = instance.links(&topology);
