@@ -279,6 +279,12 @@ impl<'a> Reach<'a> {
 fn centers(problem: &Problem<'_>, domain: VertexId, members: &Members) -> Vec<Centers> {
     let (topology, links) = (problem.topology, problem.links);
     let mut all: Vec<Centers> = vec![];
+    let first = topology.hosts_of(domain).start;
+    let to_domain_s = |host: usize| {
+        let within = topology.climb(topology.leaf(HostId(host))).take_while(|v| *v != domain);
+        within.map(|vertex| links.rtt[vertex.0]).sum::<f64>()
+    };
+    let to_domain_s: Vec<_> = topology.hosts_of(domain).map(to_domain_s).collect();
     let hosts = topology.hosts_of(domain).map(HostId);
     for host in hosts.filter(|host| (members.is_center)(&problem.seats[host.0])) {
         let (leaf, parent) = (topology.leaf(host), topology.domain_of(host));
@@ -292,7 +298,14 @@ fn centers(problem: &Problem<'_>, domain: VertexId, members: &Members) -> Vec<Ce
         let shorter = links.peers(host).iter().filter_map(|peer| {
             let rtt_s = peer.rtt()?;
             let is_inside = topology.hosts_of(domain).contains(&peer.host.0);
-            let is_shorter = || rtt_s < links.rtt_of_links(topology, host, peer.host);
+            // No way within the domain is longer than that over its root.
+            let longest_s = |to_domain_s: &[f64]| {
+                (to_domain_s[host.0 - first] + to_domain_s[peer.host.0 - first]) / NEARER
+            };
+            let is_shorter = || {
+                rtt_s < longest_s(&to_domain_s)
+                    && rtt_s < links.rtt_of_links(topology, host, peer.host)
+            };
             (is_inside && is_shorter()).then(|| (rtt_s, (members.seats)(problem, peer.host.0)))
         });
         centers.shortcuts.extend(shorter);
