@@ -34,8 +34,8 @@ pub(crate) fn relax(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Op
     Some(Relaxed { bound_s: transfer_s + latency_s, transfer_s, aggregators })
 }
 
-/// Returns a time that no transfer in a domain beats, and the aggregators of the relaxed optimum, if
-/// its transfer is shorter than `below_s` seconds.
+/// Returns a time that no transfer in a domain beats, and the aggregators of the relaxed optimum,
+/// if its transfer is shorter than `below_s` seconds.
 pub(super) fn least_transfer(
     problem: &Problem<'_>,
     domain: VertexId,
