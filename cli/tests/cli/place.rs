@@ -229,8 +229,7 @@ fn a_placement_on_a_link_that_carries_nothing_never_ends_a_step() {
 fn the_age_of_an_old_network_file_is_a_warning() {
     let files = Files::new("stale");
     files.write("net.toml", &format!("measured_at = 1000\n{NET}"));
-    let [job, nodes, net] =
-        ["job.toml", "nodes.toml", "net.toml"].map(|name| files.0.path(name));
+    let [job, nodes, net] = ["job.toml", "nodes.toml", "net.toml"].map(|name| files.0.path(name));
     let ended = run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).ok();
     let start = format!("racksum: warning: {net}: some measurements are ");
     assert!(ended.err.starts_with(&start) && ended.err.contains(" hours old"), "{ended:?}");
