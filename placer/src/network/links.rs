@@ -126,6 +126,12 @@ impl Peer {
         self.from.map(|path| path.ceiling.bytes_per_s)
     }
 
+    /// Returns the shorter of the round trips that were measured from both ends, in seconds.
+    pub(crate) fn shortest_rtt(&self) -> Option<f64> {
+        let rtts = [self.to, self.from].into_iter().flatten().filter_map(|path| path.rtt);
+        rtts.reduce(f64::min)
+    }
+
     /// Returns the measured round-trip time in seconds.
     pub(crate) fn rtt(&self) -> Option<f64> {
         let rtt = |path: Option<Path>| path.and_then(|path| path.rtt);

@@ -296,7 +296,7 @@ fn centers(problem: &Problem<'_>, domain: VertexId, members: &Members) -> Vec<Ce
         centers.nearest_s = centers.nearest_s.min(links.rtt[leaf.0]);
         centers.own.push((links.rtt[leaf.0], (members.beside)(problem, host.0)));
         let shorter = links.peers(host).iter().filter_map(|peer| {
-            let rtt_s = peer.rtt()?;
+            let rtt_s = peer.shortest_rtt()?;
             let is_inside = topology.hosts_of(domain).contains(&peer.host.0);
             // No way within the domain is longer than that over its root.
             let longest_s = |to_domain_s: &[f64]| {
