@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Subcommand, ValueEnum};
 use racksum_placer::import::hostlist::{MOST_NAMES, expand};
 use racksum_placer::import::slurm::{self, Format};
-use racksum_placer::import::{Import, NicRate, Problem, kubernetes, topograph};
+use racksum_placer::import::{Import, ImportErrorKind, NicRate, kubernetes, topograph};
 use racksum_placer::inventory::Inventory;
 use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
@@ -181,8 +181,8 @@ pub(crate) fn read_topology(file: &Path, name: Option<&str>) -> Result<Import, F
     let format = if is_yaml { Format::Yaml } else { Format::Conf };
     let import = slurm::read(&text_of(file)?, format, name);
     import.map_err(|error| {
-        let advice = match error.problem {
-            Problem::Ambiguous(_) => " with --topology-name",
+        let advice = match error.kind {
+            ImportErrorKind::Ambiguous(_) => " with --topology-name",
             _ => "",
         };
         wrong(file, format_args!("{error}{advice}"))

@@ -33,22 +33,34 @@ pub enum Constraint {
     OtherJobs,
 }
 
-/// The room that a job would have without one of its constraints.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The room that a job would have without some of its constraints.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relief {
-    /// The constraint.
-    pub without: Constraint,
+    /// The constraints.
+    pub without: Vec<Constraint>,
     /// The number of the job's ranks for which there would be room.
     pub room: u32,
 }
 
-/// Returns the constraints without which a job would have more room than `room`.
+/// Returns the constraints without which a job would have more room than `room`. If no single one
+/// binds, returns the first two that do so together, or else all of them.
 pub(crate) fn reliefs(topology: &Topology, links: &Links, job: &Job, room: u32) -> Vec<Relief> {
-    let relief = |(without, problem): (Constraint, Problem<'_>)| {
-        let more = problem.room();
+    let relief = |without: Vec<Constraint>| {
+        let more = without_all(topology, links, job, &without)?.room();
         (more > room).then_some(Relief { without, room: more })
     };
-    lifted(topology, links, job).filter_map(relief).collect()
+    let single: Vec<_> =
+        Constraint::ALL.into_iter().filter_map(|constraint| relief(vec![constraint])).collect();
+    if !single.is_empty() {
+        return single;
+    }
+    let all = || {
+        let has = |constraint: &Constraint| {
+            *constraint == Constraint::OtherJobs || constraint.lifted(topology, job).is_some()
+        };
+        Constraint::ALL.into_iter().filter(has).collect()
+    };
+    pairs().find_map(|pair| relief(pair.into())).or_else(|| relief(all())).into_iter().collect()
 }
 
 /// Returns the problem without each constraint of a job in turn.
@@ -58,13 +70,37 @@ pub(crate) fn lifted<'a>(
     job: &Job,
 ) -> impl Iterator<Item = (Constraint, Problem<'a>)> {
     Constraint::ALL.into_iter().filter_map(move |constraint| {
-        let problem = match constraint {
-            Constraint::OtherJobs => Problem::without_other_jobs(topology, links, job),
-            _ => Problem::new(topology, links, &constraint.lifted(topology, job)?),
-        };
-        // Only a wrong number of the job is an error, and lifting a constraint adds none.
-        Some((constraint, problem.ok()?))
+        Some((constraint, without_all(topology, links, job, &[constraint])?))
     })
+}
+
+/// Returns all pairs of constraints.
+pub(crate) fn pairs() -> impl Iterator<Item = [Constraint; 2]> {
+    let all = Constraint::ALL.into_iter().enumerate();
+    all.flat_map(|(index, one)| Constraint::ALL[..index].iter().map(move |other| [*other, one]))
+}
+
+/// Returns the problem without some constraints, or `None` if the job lacks one of these.
+pub(crate) fn without_all<'a>(
+    topology: &'a Topology,
+    links: &'a Links,
+    job: &Job,
+    constraints: &[Constraint],
+) -> Option<Problem<'a>> {
+    let of_job = constraints.iter().filter(|constraint| **constraint != Constraint::OtherJobs);
+    let job = of_job.into_iter().try_fold(job.clone(), |job, it| it.lifted(topology, &job))?;
+    let problem = match constraints.contains(&Constraint::OtherJobs) {
+        true => Problem::without_other_jobs(topology, links, &job),
+        false => Problem::new(topology, links, &job),
+    };
+    // Only a wrong number of the job is an error, and lifting a constraint adds none.
+    problem.ok()
+}
+
+/// Names constraints that are lifted together.
+pub(crate) fn names(constraints: &[Constraint]) -> String {
+    let names: Vec<_> = constraints.iter().map(ToString::to_string).collect();
+    names.join(" and ")
 }
 
 impl Constraint {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::constraint::{Constraint, lifted};
 use crate::job::Job;
-use crate::network::Bottleneck;
+use crate::network::{Bottleneck, Rate};
 use crate::placement::Placement;
 use crate::plan::{Plan, best_plan, plan_in};
 use crate::problem::{Exclusion, Problem, free_gpus};
@@ -37,8 +37,10 @@ pub enum Reason {
     NoAggregator,
     /// The plan stays in a domain that does not contain the host.
     Outside,
-    /// A limit of the job or a link that carries nothing forbids a rank there.
-    Forbidden,
+    /// The job has as many ranks as it allows in this domain, which holds the host.
+    Full(VertexId),
+    /// A rank there would need a link that carries nothing, or a path if it is none.
+    Dead(Bottleneck),
     /// If one rank were there, the step would take this long, in seconds. This is not less than the
     /// plan's step, and equal if the plan prefers the used hosts only to keep domains whole.
     Step(f64),
@@ -130,9 +132,34 @@ fn reason(
     if let Some(tree) = &plan.tree {
         return with_tree(problem, plan, tree, from, host);
     }
-    let steps_s = from.iter().filter_map(|from| moves.step_s(*from, host));
-    let step_s = steps_s.filter(|step_s| step_s.is_finite()).reduce(f64::min);
-    step_s.map_or(Reason::Forbidden, Reason::Step)
+    let steps_s: Vec<_> = from.iter().filter_map(|from| moves.step_s(*from, host)).collect();
+    match steps_s.iter().copied().reduce(f64::min) {
+        Some(step_s) if step_s.is_finite() => Reason::Step(step_s),
+        Some(_) => Reason::Dead(dead_link(problem, host)),
+        None => Reason::Full(full_domain(problem, &plan.placement, host)),
+    }
+}
+
+/// Returns the widest domain of a host that has as many ranks as the job allows there.
+fn full_domain(problem: &Problem<'_>, placement: &Placement, host: HostId) -> VertexId {
+    let topology = problem.topology;
+    let leaf = topology.leaf(host);
+    let is_full = |vertex: &VertexId| {
+        let ranks = &placement.ranks[topology.hosts_of(*vertex)];
+        ranks.iter().sum::<u32>() >= problem.limits[vertex.0]
+    };
+    topology.climb(leaf).filter(is_full).last().unwrap_or(leaf)
+}
+
+/// Returns the closest link above a host that carries nothing.
+fn dead_link(problem: &Problem<'_>, host: HostId) -> Bottleneck {
+    let Problem { topology, links, .. } = problem;
+    let is_dead = |rate: Rate| rate.bytes_per_s <= 0.0;
+    let dead = topology.climb(topology.leaf(host)).find_map(|vertex| {
+        let up = is_dead(links.up(vertex)).then_some(Bottleneck::Up(vertex));
+        up.or_else(|| is_dead(links.down(vertex)).then_some(Bottleneck::Down(vertex)))
+    });
+    dead.unwrap_or(Bottleneck::None)
 }
 
 /// Returns why a plan with aggregators in racks does not use a host for ranks.
@@ -156,7 +183,11 @@ fn with_tree(
     });
     let moved = moved.filter(|moved| allows(problem, moved, tree));
     let step_s = moved.map(|moved| tree_step_time(problem, &moved, tree).total_s());
-    step_s.filter(|step_s| step_s.is_finite()).map_or(Reason::Forbidden, Reason::Step)
+    match step_s {
+        Some(step_s) if step_s.is_finite() => Reason::Step(step_s),
+        Some(_) => Reason::Dead(dead_link(problem, host)),
+        None => Reason::Full(full_domain(problem, &plan.placement, host)),
+    }
 }
 
 fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternative)> {

@@ -38,27 +38,27 @@ pub struct Host {
     /// The host's name, unique in the inventory.
     pub name: String,
     /// The address at which other hosts reach this one, as HOST or HOST:PORT. By default, the name.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// The aggregator of the host, as HOST:PORT. By default, the address with the usual port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub aggregator: Option<String>,
     /// Labels. Those whose keys are levels place the host in the topology.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
     /// The rate of the host's network interface in Mbit/s.
     pub nic_mbit: f64,
     /// CPU cores.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Amount::is_none")]
     pub cpus: Amount,
     /// GPUs by type.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpus: BTreeMap<String, Amount>,
     /// Taints. Only jobs that tolerate all of them may use the host.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub taints: Vec<String>,
     /// The greatest number of aggregators on the host. Without it, CPU cores alone limit them.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_aggregators: Option<u32>,
 }
 
@@ -149,11 +149,14 @@ impl Host {
     }
 }
 
+/// The greatest rate of a link that a file may give, in Mbit/s. Sums of such rates stay finite.
+pub const MOST_MBIT: f64 = 1e9;
+
 /// The amount of a resource that a host has, and the part of it that other jobs use.
 ///
 /// A file may give the total alone, as a number.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "AmountText")]
+#[serde(from = "AmountText", into = "AmountText")]
 pub struct Amount {
     /// The number of units that the host has.
     pub total: u32,
@@ -168,20 +171,25 @@ impl Amount {
         self.total.saturating_sub(self.used)
     }
 
+    /// Returns whether the host has none of the resource.
+    fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
     /// Marks units as used, as far as they are free.
     pub(crate) fn take(&mut self, units: u32) {
         self.used += units.min(self.free());
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(untagged, expecting = "expected a number, or a table of total and used")]
 enum AmountText {
     Total(u32),
     Split(Split),
 }
 
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Split {
     total: u32,
@@ -198,9 +206,31 @@ impl From<AmountText> for Amount {
     }
 }
 
+impl From<Amount> for AmountText {
+    fn from(Amount { total, used }: Amount) -> Self {
+        match used {
+            0 => Self::Total(total),
+            used => Self::Split(Split { total, used }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_written_inventory_has_only_what_is_known() {
+        let text = "levels = []\n\n[[hosts]]\nname = \"h\"\nnic_mbit = 1.0\n";
+        let inventory: Inventory = toml::from_str(text).unwrap();
+        assert_eq!(toml::to_string(&inventory).unwrap(), text);
+        let text = format!("{text}cpus = 8\n\n[hosts.gpus]\na100 = 4\n");
+        let inventory: Inventory = toml::from_str(&text).unwrap();
+        assert_eq!(toml::to_string(&inventory).unwrap(), text);
+        let mut used = inventory;
+        used.hosts[0].cpus.used = 2;
+        assert_eq!(toml::from_str::<Inventory>(&toml::to_string(&used).unwrap()).unwrap(), used);
+    }
 
     #[test]
     fn an_aggregator_is_at_its_own_address_or_at_that_of_its_host() {

@@ -7,8 +7,9 @@
 //! rates of the tree's links, as measured or as expected. A [`job::Job`] says what it needs.
 //! [`plan::plan`] combines them into a [`plan::Plan`] with the least [`model::step_time`]: hosts
 //! for ranks, aggregators, [`standby::Standby`] sets and the aggregators of racks
-//! ([`racks::Tree`]). [`running::remaining`] gives the rates that running jobs leave, and
-//! [`rebalance::rebalance`] the moves that are worth it. [`aggregation`] chooses which vertices of
+//! ([`racks::Tree`]). [`present::Present`] is the placement of a job that runs,
+//! [`running::remaining`] gives the rates that running jobs leave, and [`rebalance::rebalance`] the
+//! moves that are worth it. [`aggregation`] chooses which vertices of
 //! a tree should aggregate.
 //!
 //! ```
@@ -49,8 +50,10 @@ pub mod inventory;
 pub mod job;
 pub mod model;
 pub mod network;
+pub mod notes;
 pub mod placement;
 pub mod plan;
+pub mod present;
 pub mod problem;
 pub mod racks;
 mod rank_moves;
@@ -63,3 +66,4 @@ pub mod survey;
 #[cfg(test)]
 mod tests;
 pub mod topology;
+pub mod unmatched;

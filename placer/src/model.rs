@@ -29,6 +29,29 @@ impl StepTime {
     }
 }
 
+/// The bytes that a placement sends in a step.
+#[derive(Debug)]
+pub(crate) struct Loads {
+    /// Per vertex: over its link to the parent and back.
+    pub(crate) links: Vec<(f64, f64)>,
+    /// By sender and receiver: over paths with a ceiling of their own.
+    pub(crate) paths: Vec<((HostId, HostId), f64)>,
+}
+
+/// Returns the bytes that a placement without a tree sends in a step.
+pub(crate) fn loads(problem: &Problem<'_>, placement: &Placement) -> Loads {
+    let traffic = problem.traffic;
+    let behind = placement.by_vertex(problem.topology, Topology::ROOT).into_iter();
+    let links = behind.map(|(ranks, aggregators)| {
+        (traffic.up(ranks, aggregators), traffic.down(ranks, aggregators))
+    });
+    let paths = Paths::new(problem, Topology::ROOT, &placement.aggregator_hosts());
+    let transfers =
+        paths.capped.iter().flat_map(|path| path.transfers(traffic, placement.ranks[path.host.0]));
+    let paths = transfers.map(|transfer| ((transfer.from, transfer.to), transfer.bytes));
+    Loads { links: links.collect(), paths: paths.collect() }
+}
+
 /// Returns the expected step time of a placement.
 #[must_use]
 pub fn step_time(problem: &Problem<'_>, placement: &Placement) -> StepTime {

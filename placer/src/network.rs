@@ -3,14 +3,14 @@
 //! [`Network`] is the file that the probe writes. [`Links`] holds a rate and a delay for each link
 //! of a topology, with the source of each. A planner reads only [`Links`].
 
+mod links;
 mod merge;
-
-use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::inventory::Tree;
-use crate::topology::{HostId, Topology, VertexId};
+use crate::inventory::{MOST_MBIT, Tree};
+pub(crate) use links::Peer;
+pub use links::{Bottleneck, Links, Rate, Source, goodput_share};
 
 /// Measurements of a cluster's links.
 ///
@@ -181,333 +181,6 @@ pub enum NetworkError {
     Loop(String),
 }
 
-/// The origin of a link's rate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
-    /// A measurement of this link.
-    Measured,
-    /// Measurements of other links.
-    Inferred,
-    /// The rate of the host's network interface.
-    Nominal,
-    /// None: the rate is unknown. The planner assumes that the link carries all that its children
-    /// can send.
-    Unknown,
-}
-
-/// The rate of one direction of a link or path.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rate {
-    /// The expected goodput in bytes per second.
-    pub bytes_per_s: f64,
-    /// The origin of the rate.
-    pub source: Source,
-    /// The confidence in a measured rate, from 0 to 1, after ageing.
-    pub confidence: f64,
-}
-
-impl Rate {
-    /// Returns the goodput in Mbit/s.
-    #[must_use]
-    pub fn mbit(self) -> f64 {
-        self.bytes_per_s / BYTES_PER_MBIT
-    }
-
-    /// Returns the relative error that the rate may have.
-    fn uncertainty(self) -> f64 {
-        let confidence = match self.source {
-            Source::Measured | Source::Inferred => self.confidence,
-            Source::Nominal | Source::Unknown => 0.0,
-        };
-        confidence.mul_add(LEAST_UNCERTAINTY - UNCERTAINTY_UNMEASURED, UNCERTAINTY_UNMEASURED)
-    }
-}
-
-/// The rates and delays of all links of a topology, as expected today.
-#[derive(Debug, Clone)]
-pub struct Links {
-    /// Per vertex, towards the parent.
-    pub(crate) up: Vec<Rate>,
-    /// Per vertex, from the parent.
-    pub(crate) down: Vec<Rate>,
-    /// Per vertex: round-trip time that the link adds, in seconds.
-    pub(crate) rtt: Vec<f64>,
-    /// Per host: the hosts to or from which the path was measured by itself, in ascending order.
-    /// Each pair is in the lists of both hosts.
-    peers: Vec<Vec<Peer>>,
-    has_pairs: bool,
-}
-
-/// The link or path that limits the transfers of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bottleneck {
-    /// Nothing crosses a link.
-    None,
-    /// The link of a vertex to its parent.
-    Up(VertexId),
-    /// The link of a vertex from its parent.
-    Down(VertexId),
-    /// The path from a host to another one.
-    Path(HostId, HostId),
-}
-
-impl Bottleneck {
-    /// Returns the link or path in words, or `None` if nothing crosses a link.
-    #[must_use]
-    pub fn text(self, topology: &Topology) -> Option<String> {
-        let host = |host| &topology.host(host).name;
-        match self {
-            Self::None => None,
-            Self::Up(vertex) => Some(format!("the link from {}", topology.name(vertex))),
-            Self::Down(vertex) => Some(format!("the link to {}", topology.name(vertex))),
-            Self::Path(from, to) => Some(format!("the path from {} to {}", host(from), host(to))),
-        }
-    }
-
-    /// Returns whether the link between a vertex and its parent is the bottleneck.
-    #[must_use]
-    pub fn is_link_of(self, vertex: VertexId) -> bool {
-        self == Self::Up(vertex) || self == Self::Down(vertex)
-    }
-}
-
-/// The measurements of a path that replace those of its links, as one of its hosts sees them.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Peer {
-    pub(crate) host: HostId,
-    /// The path to the peer.
-    to: Option<Path>,
-    /// The path from the peer.
-    from: Option<Path>,
-}
-
-/// The measurements of one direction of a path.
-#[derive(Debug, Clone, Copy)]
-struct Path {
-    /// The greatest goodput.
-    ceiling: Rate,
-    rtt: Option<f64>,
-}
-
-impl Peer {
-    /// Returns the greatest goodput to the peer in bytes per second.
-    pub(crate) fn ceiling_to(&self) -> Option<f64> {
-        self.to.map(|path| path.ceiling.bytes_per_s)
-    }
-
-    /// Returns the greatest goodput from the peer in bytes per second.
-    pub(crate) fn ceiling_from(&self) -> Option<f64> {
-        self.from.map(|path| path.ceiling.bytes_per_s)
-    }
-
-    /// Returns the measured round-trip time in seconds.
-    pub(crate) fn rtt(&self) -> Option<f64> {
-        let rtt = |path: Option<Path>| path.and_then(|path| path.rtt);
-        rtt(self.to).or_else(|| rtt(self.from))
-    }
-}
-
-impl Links {
-    /// Combines measurements with the nominal rates of the hosts' interfaces.
-    ///
-    /// A measured goodput *m* with confidence *c* and a nominal rate *n* give *m^c n^(1-c)*: an old
-    /// measurement fades towards the nominal rate. Lost datagrams are sent again and make the
-    /// sender slow down, which [`goodput_share`] accounts for.
-    ///
-    /// A domain's link without a measurement carries all that its children can send, which is
-    /// marked as [`Source::Unknown`].
-    ///
-    /// # Errors
-    /// If a record names an unknown host or domain, or has a value outside its range.
-    pub fn new(topology: &Topology, network: &Network) -> Result<Self, NetworkError> {
-        check("the network file", "half_life_s", network.half_life_s, &POSITIVE)?;
-        let records = records_by_vertex(topology, network)?;
-        let mut links = Self::of_records(topology, &records, network.half_life_s);
-        links.add_pairs(topology, network)?;
-        Ok(links)
-    }
-
-    /// Returns the rates that the hosts' interfaces imply, for a cluster without measurements.
-    #[must_use]
-    pub fn nominal(topology: &Topology) -> Self {
-        Self::of_records(topology, &vec![None; topology.vertices()], default_half_life())
-    }
-
-    fn of_records(topology: &Topology, records: &[Option<&LinkRecord>], half_life_s: f64) -> Self {
-        let direction = |measurement: fn(&LinkRecord) -> Option<Measurement>| {
-            resolve(topology, |vertex| records[vertex].and_then(measurement), half_life_s)
-        };
-        let rtt_of = |record: &Option<&LinkRecord>| record.and_then(|record| record.rtt_us);
-        Self {
-            up: direction(|record| record.up),
-            down: direction(|record| record.down),
-            rtt: records.iter().map(|record| rtt_of(record).unwrap_or(0.0) / 1e6).collect(),
-            peers: vec![vec![]; topology.hosts().len()],
-            has_pairs: false,
-        }
-    }
-
-    fn add_pairs(&mut self, topology: &Topology, network: &Network) -> Result<(), NetworkError> {
-        let hosts: BTreeMap<_, _> =
-            topology.hosts().iter().map(|host| &host.name).zip(0..).collect();
-        let find = |name: &String| {
-            let host = hosts.get(name).copied().map(HostId);
-            host.ok_or_else(|| NetworkError::Unknown(name.clone()))
-        };
-        self.has_pairs = !network.pairs.is_empty();
-        for record in &network.pairs {
-            let ends = (find(&record.from)?, find(&record.to)?);
-            if ends.0 == ends.1 {
-                return Err(NetworkError::Loop(record.from.clone()));
-            }
-            let of = format!("{} -> {}", record.from, record.to);
-            record.path.check(&of)?;
-            check_rtt(&of, record.rtt_us)?;
-            let slowest = self.slowest_link(topology, ends.0, ends.1);
-            let bytes_per_s = slowest.map_or(f64::INFINITY, |rate| rate.bytes_per_s);
-            let links = Rate { bytes_per_s, source: Source::Inferred, confidence: 0.0 };
-            let ceiling = record.path.blend(links, network.half_life_s);
-            let path = Path { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
-            if self.peer(ends.0, ends.1).to.replace(path).is_some() {
-                return Err(NetworkError::Twice(of));
-            }
-            self.peer(ends.1, ends.0).from = Some(path);
-        }
-        Ok(())
-    }
-
-    /// Returns the record of a peer at a host, which is added if it is missing.
-    fn peer(&mut self, host: HostId, peer: HostId) -> &mut Peer {
-        let peers = &mut self.peers[host.0];
-        let index = peers.binary_search_by_key(&peer, |known| known.host).unwrap_or_else(|index| {
-            peers.insert(index, Peer { host: peer, to: None, from: None });
-            index
-        });
-        &mut peers[index]
-    }
-
-    /// Returns the measurements of the paths between a host and another one.
-    fn measured(&self, host: HostId, peer: HostId) -> Option<&Peer> {
-        let peers = &self.peers[host.0];
-        peers.binary_search_by_key(&peer, |known| known.host).ok().map(|index| &peers[index])
-    }
-
-    /// Returns the hosts to or from which the path was measured by itself.
-    pub(crate) fn peers(&self, host: HostId) -> &[Peer] {
-        &self.peers[host.0]
-    }
-
-    /// Returns the rate of the slowest link between two hosts. `None` from a host to itself.
-    fn slowest_link(&self, topology: &Topology, from: HostId, to: HostId) -> Option<Rate> {
-        let (from, to) = (topology.leaf(from), topology.leaf(to));
-        let meet = topology.meet(from, to);
-        let below = |vertex: &VertexId| *vertex != meet;
-        let up = topology.climb(from).take_while(below).map(|v| self.up[v.0]);
-        let down = topology.climb(to).take_while(below).map(|v| self.down[v.0]);
-        up.chain(down).min_by(|one, other| one.bytes_per_s.total_cmp(&other.bytes_per_s))
-    }
-
-    /// Returns the rate of the path from one host to another: that of its slowest link, or of the
-    /// path if it was measured by itself and is slower. `None` from a host to itself.
-    #[must_use]
-    pub fn path(&self, topology: &Topology, from: HostId, to: HostId) -> Option<Rate> {
-        let link = self.slowest_link(topology, from, to)?;
-        let path = self.measured(from, to).and_then(|peer| peer.to).map(|path| path.ceiling);
-        Some(path.filter(|path| path.bytes_per_s < link.bytes_per_s).unwrap_or(link))
-    }
-
-    /// Returns the round-trip time between two hosts in seconds: zero from a host to itself.
-    #[must_use]
-    pub fn rtt(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
-        if let Some(rtt) = self.measured(from, to).and_then(Peer::rtt) {
-            return rtt;
-        }
-        self.rtt_of_links(topology, from, to)
-    }
-
-    /// Returns the round-trip time of the links between two hosts in seconds.
-    pub(crate) fn rtt_of_links(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
-        let (from, to) = (topology.leaf(from), topology.leaf(to));
-        let meet = topology.meet(from, to);
-        let below = |vertex: &VertexId| *vertex != meet;
-        let ends = [from, to].into_iter();
-        ends.flat_map(|end| topology.climb(end).take_while(below)).map(|v| self.rtt[v.0]).sum()
-    }
-
-    /// Returns the measured ceiling of the goodput from one host to another in bytes per second, if
-    /// the path was measured by itself.
-    #[must_use]
-    pub fn ceiling(&self, from: HostId, to: HostId) -> Option<f64> {
-        self.measured(from, to)?.ceiling_to()
-    }
-
-    /// Returns the rate of a vertex's link to its parent.
-    #[must_use]
-    pub fn up(&self, vertex: VertexId) -> Rate {
-        self.up[vertex.0]
-    }
-
-    /// Returns the rate of a vertex's link from its parent.
-    #[must_use]
-    pub fn down(&self, vertex: VertexId) -> Rate {
-        self.down[vertex.0]
-    }
-
-    /// Returns these links with each rate at the better or the worse end of its uncertainty.
-    pub(crate) fn at_limit(&self, is_best: bool) -> Self {
-        let factor = |uncertainty: f64| {
-            if is_best { 1.0 + uncertainty } else { 1.0 / (1.0 + uncertainty) }
-        };
-        let mut links = self.clone();
-        let paths =
-            links.peers.iter_mut().flatten().flat_map(|peer| [&mut peer.to, &mut peer.from]);
-        let paths = paths.flatten().map(|path| &mut path.ceiling);
-        for rate in links.up.iter_mut().chain(&mut links.down).chain(paths) {
-            rate.bytes_per_s *= factor(rate.uncertainty());
-        }
-        links
-    }
-
-    /// Returns these links with twice the rate at a bottleneck, or `None` if no link is one.
-    pub(crate) fn faster(&self, bottleneck: Bottleneck) -> Option<Self> {
-        let mut links = self.clone();
-        match bottleneck {
-            Bottleneck::None => return None,
-            Bottleneck::Up(vertex) => links.up[vertex.0].bytes_per_s *= 2.0,
-            Bottleneck::Down(vertex) => links.down[vertex.0].bytes_per_s *= 2.0,
-            Bottleneck::Path(from, to) => links.change_ceiling(from, to, |rate| rate * 2.0),
-        }
-        Some(links)
-    }
-
-    /// Changes the ceiling of a path that was measured by itself.
-    pub(crate) fn change_ceiling(
-        &mut self,
-        from: HostId,
-        to: HostId,
-        changed: impl Fn(f64) -> f64,
-    ) {
-        let change = |path: &mut Option<Path>| {
-            if let Some(path) = path {
-                path.ceiling.bytes_per_s = changed(path.ceiling.bytes_per_s);
-            }
-        };
-        change(&mut self.peer(from, to).to);
-        change(&mut self.peer(to, from).from);
-    }
-
-    /// Returns whether the links of two vertices have the same rates and delays.
-    pub(crate) fn are_alike(&self, one: VertexId, other: VertexId) -> bool {
-        let rates = |v: VertexId| (self.up[v.0].bytes_per_s, self.down[v.0].bytes_per_s);
-        rates(one) == rates(other) && self.rtt[one.0] == self.rtt[other.0]
-    }
-
-    /// Returns whether any path was measured by itself.
-    pub(crate) const fn has_pairs(&self) -> bool {
-        self.has_pairs
-    }
-}
-
 impl LinkRecord {
     fn check(&self) -> Result<(), NetworkError> {
         [self.up, self.down].iter().flatten().try_for_each(|measured| measured.check(&self.of))?;
@@ -517,7 +190,7 @@ impl LinkRecord {
 
 impl Measurement {
     fn check(&self, of: &str) -> Result<(), NetworkError> {
-        check(of, "mbit", self.mbit, &NOT_NEGATIVE)?;
+        check(of, "mbit", self.mbit, &RATE)?;
         check(of, "loss", self.loss, &SHARE)?;
         check(of, "age_s", self.age_s, &NOT_NEGATIVE)?;
         check(of, "confidence", self.confidence, &SHARE)
@@ -528,81 +201,10 @@ impl Measurement {
     pub fn confidence_today(&self, half_life_s: f64) -> f64 {
         self.confidence * (-self.age_s / half_life_s).exp2()
     }
-
-    /// Returns the rate that this measurement and the rate without it imply together.
-    fn blend(&self, without: Rate, half_life_s: f64) -> Rate {
-        let confidence = self.confidence_today(half_life_s);
-        let throughput = self.mbit * BYTES_PER_MBIT;
-        let is_nominal = self.is_least && throughput < without.bytes_per_s;
-        let throughput = if is_nominal { without.bytes_per_s } else { throughput };
-        let measured = throughput * goodput_share(self.loss);
-        let bytes_per_s = if measured > 0.0 {
-            measured.powf(confidence) * without.bytes_per_s.powf(1.0 - confidence)
-        } else {
-            // A geometric mean with zero is zero, and a dead link would never be tried again.
-            without.bytes_per_s * (1.0 - confidence)
-        };
-        if is_nominal {
-            return Rate { bytes_per_s, ..without };
-        }
-        let source = if self.is_inferred { Source::Inferred } else { Source::Measured };
-        Rate { bytes_per_s, source, confidence }
-    }
-}
-
-/// Returns the share of a link's throughput that remains as goodput at a loss rate.
-///
-/// The throughput at the receiver already lacks the lost datagrams. The congestion control slows
-/// the sender down. The factor 16 is an assumption that no measurement has confirmed yet.
-#[must_use]
-pub fn goodput_share(loss: f64) -> f64 {
-    if loss < 1.0 { 1.0 / 16.0f64.mul_add(loss, 1.0) } else { 0.0 }
-}
-
-fn records_by_vertex<'a>(
-    topology: &Topology,
-    network: &'a Network,
-) -> Result<Vec<Option<&'a LinkRecord>>, NetworkError> {
-    let vertices = (1..topology.vertices()).map(VertexId);
-    let vertices: BTreeMap<_, _> = vertices.map(|v| (topology.name(v), v)).collect();
-    let mut records = vec![None; topology.vertices()];
-    for record in &network.links {
-        let unknown = || NetworkError::Unknown(record.of.clone());
-        let vertex = vertices.get(record.of.as_str()).ok_or_else(unknown)?;
-        record.check()?;
-        if records[vertex.0].replace(record).is_some() {
-            return Err(NetworkError::Twice(record.of.clone()));
-        }
-    }
-    Ok(records)
-}
-
-/// Returns the rate of one direction of each vertex's link.
-fn resolve(
-    topology: &Topology,
-    measurement: impl Fn(usize) -> Option<Measurement>,
-    half_life_s: f64,
-) -> Vec<Rate> {
-    let unknown = Rate { bytes_per_s: 0.0, source: Source::Unknown, confidence: 0.0 };
-    let mut rates = vec![unknown; topology.vertices()];
-    for (index, host) in topology.hosts().iter().enumerate() {
-        let bytes_per_s = host.nic_mbit * BYTES_PER_MBIT * PAYLOAD_SHARE;
-        let leaf = topology.leaf(HostId(index));
-        rates[leaf.0] = Rate { bytes_per_s, source: Source::Nominal, confidence: 0.0 };
-    }
-    // Children precede their parent, which starts with the sum of their rates.
-    for vertex in (1..topology.vertices()).rev() {
-        if let Some(measurement) = measurement(vertex) {
-            rates[vertex] = measurement.blend(rates[vertex], half_life_s);
-        }
-        let parent = topology.parent(VertexId(vertex)).unwrap_or(Topology::ROOT);
-        rates[parent.0].bytes_per_s += rates[vertex].bytes_per_s;
-    }
-    rates
 }
 
 fn check_rtt(of: &str, rtt_us: Option<f64>) -> Result<(), NetworkError> {
-    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &NOT_NEGATIVE))
+    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &RTT))
 }
 
 /// A range of valid values, and how a message names it.
@@ -614,6 +216,11 @@ struct Valid {
 const POSITIVE: Valid = Valid { name: "a positive number", holds: |value| value > 0.0 };
 const NOT_NEGATIVE: Valid =
     Valid { name: "zero or a positive number", holds: |value| value >= 0.0 };
+/// Sums of such rates and round trips stay finite.
+const RATE: Valid =
+    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=MOST_MBIT).contains(&value) };
+const RTT: Valid =
+    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=1e9).contains(&value) };
 const SHARE: Valid =
     Valid { name: "a number from 0 to 1", holds: |value| (0.0..=1.0).contains(&value) };
 
@@ -623,11 +230,3 @@ fn check(of: &str, field: &'static str, value: f64, valid: &Valid) -> Result<(),
     }
     Err(NetworkError::Value { of: of.into(), field, value, range: valid.name })
 }
-
-/// The relative error of a rate that was measured just now.
-const LEAST_UNCERTAINTY: f64 = 0.1;
-/// The relative error of a rate that was not measured.
-const UNCERTAINTY_UNMEASURED: f64 = 0.5;
-const BYTES_PER_MBIT: f64 = 1e6 / 8.0;
-/// The share of an interface's rate that datagrams of 1472 bytes leave for payload.
-const PAYLOAD_SHARE: f64 = 0.94;

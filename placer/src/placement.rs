@@ -25,10 +25,13 @@ pub struct PlacementRecord {
     /// The aggregators of racks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub racks: Vec<RackRecord>,
+    /// The standbys, in the order in which the job moves to them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub standbys: Vec<StandbyRecord>,
 }
 
 impl PlacementRecord {
-    /// Returns the record after aggregators have moved as in a placement. Ranks stay.
+    /// Returns the record after aggregators have moved as in a placement. Ranks and standbys stay.
     #[must_use]
     pub fn with_aggregators(&self, topology: &Topology, placement: &Placement) -> Self {
         let mut record = self.clone();
@@ -56,6 +59,13 @@ impl PlacementRecord {
 pub struct RackRecord {
     /// The host's name.
     pub host: String,
+}
+
+/// The aggregators of a standby.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StandbyRecord {
+    /// The hosts with its aggregators.
+    pub hosts: Vec<HostRecord>,
 }
 
 /// The ranks and aggregators of a host.
@@ -103,11 +113,60 @@ pub enum PlacementError {
         /// A rank that is missing, placed twice, or none of the job's.
         rank: u32,
     },
-    /// The placement has aggregators of racks, where only one without these can be used.
-    #[error("the placement of job {job:?} has racks; only placements without racks are supported")]
-    Racks {
+    /// The placement has aggregators of racks, and not one root.
+    #[error(
+        "the placement of job {job:?} has racks and {placed} aggregators; a job with racks has \
+         one, the root"
+    )]
+    Root {
         /// The job's name.
         job: String,
+        /// The aggregators in the placement.
+        placed: u64,
+    },
+    /// Two aggregators of racks are in one rack, or one is in the root's rack.
+    #[error("the placement of job {job:?} has a second aggregator in the rack of host {host:?}")]
+    TwoInRack {
+        /// The job's name.
+        job: String,
+        /// The host of the second aggregator.
+        host: String,
+    },
+    /// The placement has aggregators of racks, but none in a rack that has ranks.
+    #[error("the placement of job {job:?} has racks, and none has an aggregator for host {host:?}")]
+    NoAggregator {
+        /// The job's name.
+        job: String,
+        /// A host with ranks.
+        host: String,
+    },
+    /// The placement has more standbys than the job.
+    #[error(
+        "the placement of job {job:?} has more standbys ({placed}) than the job ({needed}); raise \
+         `standbys`"
+    )]
+    Standbys {
+        /// The job's name.
+        job: String,
+        /// The number in the placement.
+        placed: usize,
+        /// The number in the job.
+        needed: u32,
+    },
+    /// A standby has another number of aggregators than the job.
+    #[error(
+        "standby {number} in the placement of job {job:?} has {placed} aggregators, and the job \
+         has {needed}"
+    )]
+    Standby {
+        /// The job's name.
+        job: String,
+        /// The number of the standby, from 1.
+        number: usize,
+        /// The number of aggregators in the placement.
+        placed: u64,
+        /// The number of the job's aggregators.
+        needed: u64,
     },
     /// The number of aggregators is not the job's.
     #[error("the placement of job {job:?} has {placed} aggregators, and the job has {needed}")]
@@ -122,7 +181,7 @@ pub enum PlacementError {
 }
 
 impl Placement {
-    /// Reads the placement of a job.
+    /// Reads the ranks of a job, and the aggregators that serve it or are the root of its racks.
     ///
     /// # Errors
     /// If a host is unknown or listed twice, or the ranks and aggregators are not those of the job.
@@ -132,17 +191,12 @@ impl Placement {
         record: &PlacementRecord,
     ) -> Result<Self, PlacementError> {
         let name = || job.name.clone();
-        let hosts: BTreeMap<_, _> =
-            topology.host_ids().map(|host| (topology.host(host).name.as_str(), host.0)).collect();
-        if !record.racks.is_empty() {
-            return Err(PlacementError::Racks { job: name() });
-        }
-        let none = vec![0; hosts.len()];
+        let hosts = Hosts::new(topology, &job.name);
+        let none = vec![0; topology.hosts().len()];
         let mut placement = Self { ranks: none.clone(), aggregators: none };
         let mut ranks = vec![];
         for HostRecord { host, ranks: of_host, aggregators } in &record.hosts {
-            let unknown = || PlacementError::Unknown { job: name(), host: host.clone() };
-            let index = *hosts.get(host.as_str()).ok_or_else(unknown)?;
+            let HostId(index) = hosts.find(host)?;
             if placement.uses(index) {
                 return Err(PlacementError::Twice { job: name(), host: host.clone() });
             }
@@ -206,7 +260,7 @@ impl Placement {
     /// Returns whether a host has a rank or an aggregator.
     #[must_use]
     pub fn uses(&self, host: usize) -> bool {
-        self.ranks[host] + self.aggregators[host] > 0
+        self.ranks[host] > 0 || self.aggregators[host] > 0
     }
 
     /// Returns the hosts that run aggregators, and how many each runs.
@@ -214,5 +268,24 @@ impl Placement {
     pub fn aggregator_hosts(&self) -> Vec<(HostId, u32)> {
         let hosts = self.aggregators.iter().enumerate().filter(|(_, count)| **count > 0);
         hosts.map(|(host, count)| (HostId(host), *count)).collect()
+    }
+}
+
+/// The hosts of a topology by name.
+pub(crate) struct Hosts<'a> {
+    by_name: BTreeMap<&'a str, HostId>,
+    /// The job whose placement is read, for errors.
+    job: &'a str,
+}
+
+impl<'a> Hosts<'a> {
+    pub(crate) fn new(topology: &'a Topology, job: &'a str) -> Self {
+        let hosts = topology.host_ids().map(|host| (topology.host(host).name.as_str(), host));
+        Self { by_name: hosts.collect(), job }
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Result<HostId, PlacementError> {
+        let unknown = || PlacementError::Unknown { job: self.job.into(), host: name.into() };
+        self.by_name.get(name).copied().ok_or_else(unknown)
     }
 }

@@ -1,6 +1,6 @@
 //! Plans: where a job's ranks and aggregators go, how long a step takes, and how good that is.
 
-use crate::constraint::{Constraint, Relief, lifted, reliefs};
+use crate::constraint::{Constraint, Relief, lifted, names, pairs, reliefs, without_all};
 use crate::job::{Job, Setting};
 use crate::model::{StepTime, step_time};
 use crate::network::Links;
@@ -10,6 +10,7 @@ use crate::racks::{Tree, tree_step_time};
 use crate::search::{self, Found};
 use crate::standby::{Standby, standbys};
 use crate::topology::{Topology, VertexId};
+use crate::unmatched::{Unmatched, few, unmatched};
 
 /// The hosts chosen for a job's ranks and aggregators.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,8 +37,9 @@ pub enum PlanError {
     Job(#[from] JobError),
     /// The domains that the job may use have too few seats.
     #[error(
-        "job {job:?} has {ranks} ranks, and there is room for {room}{}",
-        reliefs.iter().map(|relief| relief_text(relief, *ranks)).collect::<String>()
+        "job {job:?} has {ranks} ranks, and there is room for {room}{}{}",
+        relief_texts(reliefs, *ranks),
+        unmatched.iter().map(|unmatched| format!("; {unmatched}")).collect::<String>()
     )]
     Room {
         /// The job's name.
@@ -48,19 +50,22 @@ pub enum PlanError {
         room: u32,
         /// The constraints without which more ranks would fit.
         reliefs: Vec<Relief>,
+        /// Values of the constraints that no host has.
+        unmatched: Vec<Unmatched>,
     },
     /// Ranks fit, but not together with the aggregators, or links that carry nothing separate them.
-    #[error("job {job:?}: no placement of its ranks and aggregators found{}", cause(*without))]
+    #[error("job {job:?}: no placement of its ranks and aggregators found; {cause}")]
     NoPlacement {
         /// The job's name.
         job: String,
-        /// The first constraint without which there is a placement.
-        without: Option<Constraint>,
+        /// The reason, and what would help.
+        cause: Cause,
     },
     /// No hosts for a standby are outside the domains of the other aggregators.
     #[error(
         "job {job:?}: no placement of standby {number} found outside each {level} with \
-         aggregators; lower `standbys`, or set `standby_level` to a narrower level or to host"
+         aggregators; {}",
+        standby_advice(help.as_ref())
     )]
     NoStandby {
         /// The job's name.
@@ -69,7 +74,46 @@ pub enum PlanError {
         number: usize,
         /// The level of whose domains none may hold aggregators of two sets.
         level: String,
+        /// A change with which all standbys have hosts.
+        help: Option<StandbyHelp>,
     },
+}
+
+/// The reason why ranks and aggregators that each have seats have no placement together.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Cause {
+    /// Without these constraints, there is a placement.
+    #[error("without {}, there is one", names(.0))]
+    Constraints(Vec<Constraint>),
+    /// If these links carried anything, there would be a placement.
+    #[error(
+        "nothing passes {}; measure again, or exclude these hosts",
+        few(.0.iter().map(String::as_str))
+    )]
+    Dead(Vec<String>),
+    /// The hosts have too few seats for aggregators.
+    #[error(
+        "the hosts have room for {room} of {needed} aggregators; lower `aggregators` or \
+         `cpus_per_aggregator`, or raise `max_aggregators`"
+    )]
+    Aggregators {
+        /// The aggregators that fit.
+        room: u32,
+        /// The aggregators of the job.
+        needed: u32,
+    },
+    /// Hosts that have room for aggregators have no room for ranks besides.
+    #[error("no two constraints bind alone; free GPUs or CPU cores, or lower `ranks`")]
+    Unknown,
+}
+
+/// A change with which all standbys of a job have hosts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StandbyHelp {
+    /// A narrower `standby_level`.
+    Level(String),
+    /// The job lacks a constraint.
+    Without(Constraint),
 }
 
 impl Plan {
@@ -172,15 +216,16 @@ pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
     let Problem { topology, links, job, .. } = problem;
     let room = problem.room();
     if room < job.ranks {
-        let reliefs = reliefs(topology, links, job, room);
-        return Err(PlanError::Room { job: job.name.clone(), ranks: job.ranks, room, reliefs });
+        return Err(PlanError::Room {
+            job: job.name.clone(),
+            ranks: job.ranks,
+            room,
+            reliefs: reliefs(topology, links, job, room),
+            unmatched: unmatched(topology, job),
+        });
     }
-    let plan = best_plan(problem).ok_or_else(|| {
-        let mut lifted = lifted(topology, links, job);
-        let without = lifted.find(|(_, problem)| best_plan(problem).is_some());
-        let without = without.map(|(constraint, _)| constraint);
-        PlanError::NoPlacement { job: job.name.clone(), without }
-    })?;
+    let plan = best_plan(problem)
+        .ok_or_else(|| PlanError::NoPlacement { job: job.name.clone(), cause: cause(problem) })?;
     let standbys = standbys(problem, &plan.placement, plan.domain);
     if standbys.len() < job.standbys as usize {
         let level = job.standby_level.clone().or_else(|| topology.levels().last().cloned());
@@ -188,9 +233,57 @@ pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
             job: job.name.clone(),
             number: standbys.len() + 1,
             level: level.unwrap_or_else(|| "host".into()),
+            help: standby_help(problem, &plan),
         });
     }
     Ok(Plan { standbys, ..plan })
+}
+
+/// Returns why a job with room for its ranks has no placement.
+fn cause(problem: &Problem<'_>) -> Cause {
+    let Problem { topology, links, job, .. } = problem;
+    let mut lifted = lifted(topology, links, job);
+    if let Some((constraint, _)) = lifted.find(|(_, problem)| best_plan(problem).is_some()) {
+        return Cause::Constraints(vec![constraint]);
+    }
+    let needed = problem.traffic.aggregators;
+    let seats = problem.seats.iter().map(|seats| seats.aggregators);
+    let room = seats.fold(0, u32::saturating_add);
+    if room < needed {
+        return Cause::Aggregators { room, needed };
+    }
+    let alive = links.alive();
+    if best_plan(&problem.with_links(&alive)).is_some() {
+        return Cause::Dead(links.dead(topology));
+    }
+    let mut pairs = pairs().filter(|pair| {
+        let without = without_all(topology, links, job, pair);
+        without.is_some_and(|problem| best_plan(&problem).is_some())
+    });
+    pairs.next().map_or(Cause::Unknown, |pair| Cause::Constraints(pair.into()))
+}
+
+/// Returns a change with which all standbys of a plan have hosts: a narrower level if one helps.
+fn standby_help(problem: &Problem<'_>, plan: &Plan) -> Option<StandbyHelp> {
+    let Problem { topology, links, job, standby_depth, .. } = problem;
+    let has_all = |problem: &Problem<'_>, plan: &Plan| {
+        standbys(problem, &plan.placement, plan.domain).len() == job.standbys as usize
+    };
+    let levels = topology.levels().iter().skip(*standby_depth).map(String::as_str);
+    let is_host = *standby_depth > topology.levels().len();
+    let levels = levels.chain((!is_host && !topology.levels().is_empty()).then_some("host"));
+    let narrower = levels.into_iter().find(|level| {
+        let job = Job { standby_level: Some((*level).into()), ..job.clone() };
+        let problem = Problem::new(topology, links, &job);
+        problem.is_ok_and(|problem| has_all(&problem, plan))
+    });
+    if let Some(level) = narrower {
+        return Some(StandbyHelp::Level(level.into()));
+    }
+    let mut lifted = lifted(topology, links, job);
+    let without =
+        lifted.find(|(_, problem)| best_plan(problem).is_some_and(|plan| has_all(problem, &plan)));
+    without.map(|(constraint, _)| StandbyHelp::Without(constraint))
 }
 
 /// Returns the plan that [`plan`] describes.
@@ -272,17 +365,31 @@ fn tree_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan
     (time.total_s() < below_s).then_some(plan)
 }
 
-fn relief_text(relief: &Relief, ranks: u32) -> String {
-    let Relief { without, room } = relief;
-    if *room >= ranks {
-        format!("; without {without}, all fit")
-    } else {
-        format!("; without {without}, {room} fit")
+fn relief_texts(reliefs: &[Relief], ranks: u32) -> String {
+    if reliefs.is_empty() {
+        return "; no constraint of the job binds, so add hosts or lower `ranks`".into();
     }
+    let texts = reliefs.iter().map(|Relief { without, room }| {
+        let names = names(without);
+        if *room >= ranks {
+            format!("; without {names}, all fit")
+        } else {
+            format!("; without {names}, {room} fit")
+        }
+    });
+    texts.collect()
 }
 
-fn cause(without: Option<Constraint>) -> String {
-    without.map_or_else(String::new, |constraint| format!("; without {constraint}, there is one"))
+fn standby_advice(help: Option<&StandbyHelp>) -> String {
+    match help {
+        Some(StandbyHelp::Level(level)) => {
+            format!("set `standby_level` to {level:?}, or lower `standbys`")
+        }
+        Some(StandbyHelp::Without(constraint)) => {
+            format!("without {constraint}, all standbys have hosts")
+        }
+        None => "lower `standbys`, or add hosts that can run aggregators".into(),
+    }
 }
 
 /// The greatest number of domains of one level that are searched.

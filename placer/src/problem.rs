@@ -65,9 +65,9 @@ pub enum Exclusion {
     #[error("a selector of `except` matches")]
     Excepted,
     /// The host has too few free GPUs for one rank.
-    #[error("{free} free GPUs, and a rank needs {needed}")]
+    #[error("{free} free GPUs of one type that the job uses, and a rank needs {needed}")]
     Gpus {
-        /// Free GPUs that ranks of the job can use.
+        /// The greatest number of free GPUs of one type that ranks of the job can use.
         free: u32,
         /// GPUs per rank.
         needed: u32,
@@ -257,19 +257,24 @@ impl<'a> Problem<'a> {
     #[must_use]
     pub fn allows(&self, placement: &Placement) -> bool {
         let Placement { ranks, aggregators } = placement;
-        let mut placed = ranks.iter().zip(aggregators).enumerate();
-        let has_seats = placed.all(|(host, (&ranks, &aggregators))| {
-            aggregators <= self.seats[host].aggregators
-                && ranks <= self.ranks_beside(host, aggregators)
-        });
         let within_limit = |vertex: usize| {
             let hosts = self.topology.hosts_of(VertexId(vertex));
             ranks[hosts].iter().sum::<u32>() <= self.limits[vertex]
         };
-        has_seats
+        self.has_seats_for(placement)
             && ranks.iter().sum::<u32>() == self.traffic.ranks
             && aggregators.iter().sum::<u32>() == self.traffic.aggregators
             && (0..self.limits.len()).all(within_limit)
+    }
+
+    /// Returns whether each host has seats for its ranks and aggregators of a placement.
+    pub(crate) fn has_seats_for(&self, placement: &Placement) -> bool {
+        let Placement { ranks, aggregators } = placement;
+        let mut placed = ranks.iter().zip(aggregators).enumerate();
+        placed.all(|(host, (&ranks, &aggregators))| {
+            aggregators <= self.seats[host].aggregators
+                && ranks <= self.ranks_beside(host, aggregators)
+        })
     }
 
     /// Returns whether a host and the one before it in the domain can be exchanged without any
@@ -343,7 +348,9 @@ impl Seats {
         let by_gpus = gpus.checked_div(needed).unwrap_or(u32::MAX);
         let by_cpus = cpus.checked_div(job.cpus_per_rank).unwrap_or(u32::MAX);
         let excluded = if by_gpus == 0 {
-            Some(Exclusion::Gpus { free: gpus, needed })
+            let usable = host.gpus.iter().filter(|(name, _)| job.uses_gpu(name));
+            let free = usable.map(|(_, gpus)| gpus.free()).max().unwrap_or(0);
+            Some(Exclusion::Gpus { free, needed })
         } else if by_cpus == 0 {
             Some(Exclusion::Cpus { free: cpus, needed: job.cpus_per_rank })
         } else {

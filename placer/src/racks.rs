@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::model::{StepTime, transfer_s};
+use crate::model::{Loads, StepTime, transfer_s};
 use crate::network::Bottleneck;
 use crate::placement::Placement;
 use crate::problem::Problem;
@@ -91,6 +91,24 @@ fn stars(problem: &Problem<'_>, placement: &Placement, tree: &Tree) -> Vec<Star>
     std::iter::once(root).chain(stars).collect()
 }
 
+/// Returns the bytes that a placement with a tree sends in a step.
+pub(crate) fn tree_loads(problem: &Problem<'_>, placement: &Placement, tree: &Tree) -> Loads {
+    let Problem { topology, links, traffic, .. } = problem;
+    let stars = stars(problem, placement, tree);
+    let mut loads = Loads { links: vec![(0.0, 0.0); topology.vertices()], paths: vec![] };
+    stars.iter().for_each(|star| star.load(problem, &mut loads.links));
+    for star in &stars {
+        for Member { host, count, bytes } in &star.members {
+            let results = traffic.copies(*count) * traffic.result;
+            let ends = [((*host, star.center), *bytes), ((star.center, *host), results)];
+            let measured =
+                ends.into_iter().filter(|((from, to), _)| links.ceiling(*from, *to).is_some());
+            loads.paths.extend(measured);
+        }
+    }
+    loads
+}
+
 /// Returns the expected step time of a placement with a tree. All ranks are in racks with an
 /// aggregator.
 pub(crate) fn tree_step_time(
@@ -98,34 +116,29 @@ pub(crate) fn tree_step_time(
     placement: &Placement,
     tree: &Tree,
 ) -> StepTime {
-    let (topology, links, traffic) = (problem.topology, problem.links, problem.traffic);
+    let (topology, links) = (problem.topology, problem.links);
     let mut slowest = (0.0, Bottleneck::None);
     let mut offer = |time_s: f64, bottleneck| {
         if time_s > slowest.0 {
             slowest = (time_s, bottleneck);
         }
     };
-    let stars = stars(problem, placement, tree);
-    let mut loads = vec![(0.0, 0.0); topology.vertices()];
-    stars.iter().for_each(|star| star.load(problem, &mut loads));
-    for (vertex, (up, down)) in loads.into_iter().enumerate().skip(1).rev() {
+    let loads = tree_loads(problem, placement, tree);
+    for (vertex, (up, down)) in loads.links.into_iter().enumerate().skip(1).rev() {
         let id = VertexId(vertex);
         offer(transfer_s(up, links.up[vertex].bytes_per_s), Bottleneck::Up(id));
         offer(transfer_s(down, links.down[vertex].bytes_per_s), Bottleneck::Down(id));
     }
+    for ((from, to), bytes) in loads.paths {
+        let ceiling = links.ceiling(from, to).unwrap_or(f64::INFINITY);
+        offer(transfer_s(bytes, ceiling), Bottleneck::Path(from, to));
+    }
     let mut latency_s = 0.0f64;
-    for star in &stars {
+    for star in stars(problem, placement, tree) {
         let to_root_s = links.rtt(topology, star.center, tree.root);
-        for Member { host, count, bytes } in &star.members {
+        for Member { host, .. } in &star.members {
             if placement.ranks[host.0] > 0 || star.center != tree.root {
                 latency_s = latency_s.max(links.rtt(topology, *host, star.center) + to_root_s);
-            }
-            let results = traffic.copies(*count) * traffic.result;
-            let ends = [(*host, star.center, *bytes), (star.center, *host, results)];
-            for (from, to, bytes) in ends {
-                if let Some(ceiling) = links.ceiling(from, to) {
-                    offer(transfer_s(bytes, ceiling), Bottleneck::Path(from, to));
-                }
             }
         }
     }

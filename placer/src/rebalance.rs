@@ -1,24 +1,39 @@
 //! Moves of a job that runs, and the step time that they save.
 //!
 //! An aggregator moves while the job runs. A rank moves only if the job restarts, so moves of ranks
-//! must save enough beyond what moves of aggregators alone save.
+//! must save enough beyond what moves of aggregators alone save. Ranks learn their standbys when
+//! they start. Moves of aggregators therefore keep the standbys, and stay out of their domains.
 
-use crate::model::{StepTime, step_time};
+use crate::model::StepTime;
 use crate::placement::Placement;
 use crate::plan::{Plan, best_plan};
 use crate::problem::Problem;
 use crate::search::{self, Found};
-use crate::topology::{HostId, Topology, VertexId};
+use crate::standby::{self, Standby, standbys, taken_hosts};
+use crate::topology::{HostId, VertexId};
 
 /// The placements that are worth a move.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rebalance {
     /// Whether the job's seats and limits allow its present placement.
     pub is_allowed: bool,
+    /// Whether the job has all its standbys, and each is on hosts that the job allows.
+    pub are_standbys_allowed: bool,
     /// The placement after moves of aggregators alone.
     pub aggregators: Option<Proposal>,
     /// The placement after moves of ranks too.
     pub ranks: Option<Proposal>,
+    /// Other standbys, if ranks stay and aggregators move as in `aggregators`.
+    pub standbys: Option<StandbyProposal>,
+}
+
+/// Standbys to have in place of the present ones.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StandbyProposal {
+    /// All standbys, in the order in which the job moves to them.
+    pub standbys: Vec<Standby>,
+    /// The share of the longest step after a failover that these save.
+    pub saving: f64,
 }
 
 /// A placement to move to.
@@ -34,6 +49,8 @@ pub struct Proposal {
     pub aggregator_moves: Vec<Move>,
     /// Moves of ranks.
     pub rank_moves: Vec<Move>,
+    /// The standbys of the placement: the present ones unless ranks move.
+    pub standbys: Vec<Standby>,
 }
 
 /// Ranks or aggregators that move from one host to another.
@@ -47,18 +64,6 @@ pub struct Move {
     pub count: u32,
 }
 
-/// Returns the present placement of a job as a plan.
-#[must_use]
-pub fn present_plan(problem: &Problem<'_>, placement: Placement) -> Plan {
-    let topology = problem.topology;
-    let leaves = placement.hosts().map(|(host, _, _)| topology.domain_of(host));
-    let domain = leaves.reduce(|one, other| topology.meet(one, other)).unwrap_or(Topology::ROOT);
-    let time = step_time(problem, &placement);
-    let relaxed = search::relax(problem, domain, f64::INFINITY);
-    let bound_s = relaxed.map_or(0.0, |relaxed| relaxed.bound_s).min(time.total_s());
-    Plan { placement, time, bound_s, domain, standbys: vec![], tree: None }
-}
-
 /// Returns the moves that save more than the share `threshold` of a job's step time. Moves of ranks
 /// are compared with the step after the moves of aggregators. If the job's seats and limits do not
 /// allow its present placement, any saving will do. The job must not have racks.
@@ -66,12 +71,13 @@ pub fn present_plan(problem: &Problem<'_>, placement: Placement) -> Plan {
 pub fn rebalance(problem: &Problem<'_>, present: &Plan, threshold: f64) -> Rebalance {
     let is_allowed = problem.allows(&present.placement);
     let now_s = present.time.total_s();
-    let proposal = |found: Found| Proposal {
+    let proposal = |found: Found, standbys: Vec<Standby>| Proposal {
         aggregator_moves: moves(&present.placement.aggregators, &found.placement.aggregators),
         rank_moves: moves(&present.placement.ranks, &found.placement.ranks),
         placement: found.placement,
-        saving: if now_s > 0.0 { 1.0 - found.time.total_s() / now_s } else { 0.0 },
+        saving: saving(now_s, found.time.total_s()),
         time: found.time,
+        standbys,
     };
     let saves = |step_s: f64, found: &Found, threshold: f64| {
         found.time.total_s() < step_s * (1.0 - threshold)
@@ -79,15 +85,57 @@ pub fn rebalance(problem: &Problem<'_>, present: &Plan, threshold: f64) -> Rebal
     let aggregators = with_ranks(problem, present);
     let aggregators = aggregators.filter(|found| saves(now_s, found, threshold));
     let step_s = aggregators.as_ref().map_or(now_s, |found| found.time.total_s());
-    let all = best_plan(problem).map(|Plan { placement, time, .. }| Found { placement, time });
-    let all = all.filter(|found| !is_allowed || saves(step_s, found, threshold));
-    Rebalance { is_allowed, aggregators: aggregators.map(proposal), ranks: all.map(proposal) }
+    let aggregators = aggregators.map(|found| proposal(found, present.standbys.clone()));
+    let all = best_plan(problem).and_then(|Plan { placement, time, domain, .. }| {
+        let found = Found { placement, time };
+        let is_worth_it = !is_allowed || saves(step_s, &found, threshold);
+        let standbys =
+            if is_worth_it { standbys(problem, &found.placement, domain) } else { vec![] };
+        let is_complete = standbys.len() == problem.job.standbys as usize;
+        (is_worth_it && is_complete).then(|| proposal(found, standbys))
+    });
+    let placement = aggregators.as_ref().map_or(&present.placement, |moved| &moved.placement);
+    Rebalance {
+        is_allowed,
+        are_standbys_allowed: standby::allows(problem, &present.placement, &present.standbys),
+        standbys: other_standbys(problem, present, placement, threshold),
+        aggregators,
+        ranks: all,
+    }
 }
 
-/// Returns the placement with the shortest step whose ranks are where they are now.
+/// Returns standbys for a placement with the present ranks, if they save more than the share
+/// `threshold` of the longest step after a failover, or if the job does not allow the present ones.
+fn other_standbys(
+    problem: &Problem<'_>,
+    present: &Plan,
+    placement: &Placement,
+    threshold: f64,
+) -> Option<StandbyProposal> {
+    let domain = domain_in_scope(problem, present.domain)?;
+    let others = standbys(problem, placement, domain);
+    let [now_s, others_s] = [&present.standbys, &others].map(|all| Standby::longest_s(all));
+    let is_allowed = standby::allows(problem, placement, &present.standbys);
+    let is_worth_it = !is_allowed || others_s < now_s * (1.0 - threshold);
+    let is_complete = others.len() == problem.job.standbys as usize;
+    (is_worth_it && is_complete)
+        .then(|| StandbyProposal { saving: saving(now_s, others_s), standbys: others })
+}
+
+/// Returns the share of a time that a shorter one saves.
+fn saving(now_s: f64, then_s: f64) -> f64 {
+    if now_s > 0.0 { 1.0 - then_s / now_s } else { 0.0 }
+}
+
+/// Returns the placement with the shortest step whose ranks and standbys are where they are now.
 fn with_ranks(problem: &Problem<'_>, present: &Plan) -> Option<Found> {
+    let standbys: Vec<_> = present.standbys.iter().map(|standby| &standby.aggregators).collect();
+    let is_taken = taken_hosts(problem, &standbys);
     let fixed = problem.with_changed_seats(|host, seats| {
         seats.ranks = seats.ranks.min(present.placement.ranks[host]);
+        if is_taken[host] {
+            seats.aggregators = 0;
+        }
     });
     let domain = domain_in_scope(problem, present.domain)?;
     let relaxed = search::relax(&fixed, domain, f64::INFINITY)?;

@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::job::Job;
-use crate::model::Paths;
+use crate::model::loads;
 use crate::network::Links;
-use crate::placement::{Placement, PlacementError, PlacementRecord};
+use crate::placement::{PlacementError, PlacementRecord};
+use crate::present::Present;
 use crate::problem::{JobError, Problem};
+use crate::racks::tree_loads;
 use crate::topology::{HostId, Topology};
 
 /// The jobs that run, as a file lists them.
@@ -37,9 +39,9 @@ pub struct RunningJobs {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunningJob {
-    /// The job, as it was planned.
+    /// The job, as it was planned. Only what it sends counts.
     pub job: Job,
-    /// The hosts of its ranks and aggregators.
+    /// The hosts of its ranks and aggregators, as `racksum place --format json` printed them.
     pub placement: PlacementRecord,
     /// The time from one step to the next, in seconds. Without it, the job is assumed to use all of
     /// its share of each link, all the time.
@@ -125,8 +127,9 @@ impl Demands {
         running: &RunningJob,
     ) -> Result<(), RunningError> {
         let RunningJob { job, placement, period_s } = running;
-        let problem = Problem::new(topology, links, job)?;
-        let placement = Placement::of_record(topology, job, placement)?;
+        let present = Present::of_record(topology, job, placement)?;
+        let problem = Problem::new(topology, links, &sender(job, &present))?;
+        let Present { placement, tree, .. } = present;
         if let Some(period_s) =
             period_s.filter(|period_s| !(period_s.is_finite() && *period_s > 0.0))
         {
@@ -137,19 +140,39 @@ impl Demands {
                 demands.push(period_s.map_or(f64::INFINITY, |period_s| bytes / period_s));
             }
         };
-        let behind = placement.by_vertex(topology, Topology::ROOT);
-        for (vertex, (ranks, aggregators)) in behind.into_iter().enumerate().skip(1) {
-            push(&mut self.up[vertex], problem.traffic.up(ranks, aggregators));
-            push(&mut self.down[vertex], problem.traffic.down(ranks, aggregators));
+        let sent = match &tree {
+            Some(tree) => tree_loads(&problem, &placement, tree),
+            None => loads(&problem, &placement),
+        };
+        for (vertex, (up, down)) in sent.links.into_iter().enumerate().skip(1) {
+            push(&mut self.up[vertex], up);
+            push(&mut self.down[vertex], down);
         }
-        let paths = Paths::new(&problem, Topology::ROOT, &placement.aggregator_hosts());
-        for path in &paths.capped {
-            for transfer in path.transfers(problem.traffic, placement.ranks[path.host.0]) {
-                let demands = self.paths.entry((transfer.from, transfer.to)).or_default();
-                push(demands, transfer.bytes);
-            }
+        for (ends, bytes) in sent.paths {
+            push(self.paths.entry(ends).or_default(), bytes);
         }
         Ok(())
+    }
+}
+
+/// Returns a running job with only the numbers that say how much it sends. Its constraints and
+/// standbys do not.
+fn sender(job: &Job, present: &Present) -> Job {
+    let Job { aggregators, racks, .. } = present.decided(job);
+    Job {
+        gpu_type: None,
+        shards: None,
+        aggregators,
+        racks,
+        standbys: 0,
+        standby_level: None,
+        scope: None,
+        requires_scope: false,
+        only: vec![],
+        except: vec![],
+        max_ranks_per_host: None,
+        max_ranks_per_domain: BTreeMap::new(),
+        ..job.clone()
     }
 }
 

@@ -19,6 +19,11 @@ pub struct Standby {
 }
 
 impl Standby {
+    /// Returns the longest step once one of these standbys has taken over, in seconds.
+    pub(crate) fn longest_s(standbys: &[Self]) -> f64 {
+        standbys.iter().map(|standby| standby.time.total_s()).fold(0.0, f64::max)
+    }
+
     /// Returns the hosts with aggregators, and how many each has.
     pub fn hosts(&self) -> impl Iterator<Item = (HostId, u32)> {
         let hosts = self.aggregators.iter().enumerate().filter(|(_, count)| **count > 0);
@@ -54,9 +59,24 @@ pub(crate) fn standbys(
     standbys
 }
 
-/// Returns a problem with seats for exactly these ranks, and for aggregators only outside the
-/// domains that hold those of `taken`.
-fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) -> Problem<'a> {
+/// Returns whether a job allows standbys beside a placement: as many as it has, on hosts with seats
+/// for them, and no two sets of aggregators in one domain of its standby level.
+pub(crate) fn allows(problem: &Problem<'_>, placement: &Placement, standbys: &[Standby]) -> bool {
+    let mut taken = vec![&placement.aggregators];
+    standbys.len() == problem.job.standbys as usize
+        && standbys.iter().all(|standby| {
+            let Placement { ranks, .. } = placement.clone();
+            let aggregators = standby.aggregators.clone();
+            let is_allowed =
+                apart(problem, placement, &taken).has_seats_for(&Placement { ranks, aggregators });
+            taken.push(&standby.aggregators);
+            is_allowed
+        })
+}
+
+/// Returns, per host, whether a domain of the job's standby level holds it and aggregators of one
+/// of these sets.
+pub(crate) fn taken_hosts(problem: &Problem<'_>, taken: &[&Vec<u32>]) -> Vec<bool> {
     let topology = problem.topology;
     let mut is_taken = vec![false; topology.hosts().len()];
     for host in topology.host_ids() {
@@ -65,6 +85,13 @@ fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) 
             is_taken[topology.hosts_of(domain)].fill(true);
         }
     }
+    is_taken
+}
+
+/// Returns a problem with seats for exactly these ranks, and for aggregators only outside the
+/// domains that hold those of `taken`.
+fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) -> Problem<'a> {
+    let is_taken = taken_hosts(problem, taken);
     problem.with_changed_seats(|host, seats| {
         seats.ranks = placement.ranks[host];
         if is_taken[host] {

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use crate::inventory::{Host, Inventory};
+use crate::inventory::{Host, Inventory, MOST_MBIT};
 
 /// The index of a vertex of the tree, in preorder: a vertex precedes its descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -75,8 +75,8 @@ pub enum InventoryError {
     /// A level is listed twice.
     #[error("level {0:?} is listed twice; list each level once")]
     DuplicateLevel(String),
-    /// The rate of a network interface is not a positive number.
-    #[error("host {host:?}: nic_mbit is {rate}; it must be a positive number")]
+    /// The rate of a network interface is not a positive number, or too large.
+    #[error("host {host:?}: nic_mbit is {rate}; it must be a positive number up to 1e9")]
     Rate {
         /// The name of the host.
         host: String,
@@ -350,7 +350,7 @@ fn check_levels(levels: &[String]) -> Result<(), InventoryError> {
 
 fn check_host(host: &Host) -> Result<(), InventoryError> {
     check_name(host, &host.name)?;
-    if !(host.nic_mbit.is_finite() && host.nic_mbit > 0.0) {
+    if !(host.nic_mbit > 0.0 && host.nic_mbit <= MOST_MBIT) {
         return Err(InventoryError::Rate { host: host.name.clone(), rate: host.nic_mbit });
     }
     let cpus = std::iter::once(("cpus", host.cpus));

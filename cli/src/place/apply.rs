@@ -62,6 +62,12 @@ impl Apply {
                 ranks.saving * 100.0
             ));
         }
+        if rebalance.standbys.is_some() {
+            stderr::print_line(
+                "other standbys would be better; ranks learn theirs when they start, so they are \
+                 never changed here",
+            );
+        }
         let json = serde_json::to_string(&record).expect("numbers and texts have a form in JSON");
         match out.zip(self.out.as_deref()) {
             Some((mut out, path)) => {

@@ -24,6 +24,8 @@ struct Document<'a> {
     bottleneck: Option<String>,
     /// The shards of each aggregator.
     shards: u32,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<String>,
     hosts: Vec<Host<'a>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     racks: Vec<RackAggregator<'a>>,
@@ -56,10 +58,20 @@ struct RackAggregator<'a> {
 struct Rebalance<'a> {
     /// Whether the job allows its present placement.
     is_allowed: bool,
+    /// Whether the job has all its standbys, and each is on hosts that the job allows.
+    are_standbys_allowed: bool,
     /// Moves of aggregators alone.
     aggregators: Option<Proposal<'a>>,
     /// Moves of ranks too.
     ranks: Option<Proposal<'a>>,
+    /// Other standbys.
+    standbys: Option<StandbyProposal<'a>>,
+}
+
+#[derive(Serialize)]
+struct StandbyProposal<'a> {
+    saving: f64,
+    standbys: Vec<Standby<'a>>,
 }
 
 #[derive(Serialize)]
@@ -69,6 +81,8 @@ struct Proposal<'a> {
     aggregator_moves: Vec<Move<'a>>,
     rank_moves: Vec<Move<'a>>,
     hosts: Vec<Host<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    standbys: Vec<Standby<'a>>,
 }
 
 #[derive(Serialize)]
@@ -126,13 +140,19 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         gap: plan.gap(),
         bottleneck: plan.time.bottleneck.text(topology),
         shards: planned.shards,
+        notes: planned.notes.iter().map(ToString::to_string).collect(),
         hosts: hosts_of(topology, &plan.placement),
         racks: plan.tree.as_ref().map_or_else(Vec::new, |tree| racks_of(topology, tree)),
-        standbys: plan.standbys.iter().map(|standby| standby_of(topology, standby)).collect(),
+        standbys: standbys_of(topology, &plan.standbys),
         rebalance: planned.rebalance.as_ref().map(|found| Rebalance {
             is_allowed: found.is_allowed,
+            are_standbys_allowed: found.are_standbys_allowed,
             aggregators: found.aggregators.as_ref().map(|found| proposal_of(topology, found)),
             ranks: found.ranks.as_ref().map(|found| proposal_of(topology, found)),
+            standbys: found.standbys.as_ref().map(|found| StandbyProposal {
+                saving: found.saving,
+                standbys: standbys_of(topology, &found.standbys),
+            }),
         }),
         explain: planned.explanation.as_ref().map(|explanation| explain(planned, explanation)),
     };
@@ -166,6 +186,7 @@ fn proposal_of<'a>(topology: &'a Topology, proposal: &rebalance::Proposal) -> Pr
         aggregator_moves: moves(&proposal.aggregator_moves),
         rank_moves: moves(&proposal.rank_moves),
         hosts: hosts_of(topology, &proposal.placement),
+        standbys: standbys_of(topology, &proposal.standbys),
     }
 }
 
@@ -178,13 +199,16 @@ fn racks_of<'a>(topology: &'a Topology, tree: &Tree) -> Vec<RackAggregator<'a>> 
     tree.racks.iter().map(aggregator).collect()
 }
 
-fn standby_of<'a>(topology: &'a Topology, standby: &standby::Standby) -> Standby<'a> {
-    let hosts = standby.hosts().map(|(host, aggregators)| AggregatorHost {
-        host: &topology.host(host).name,
-        domain: topology.name(topology.domain_of(host)),
-        aggregators,
-    });
-    Standby { step_s: standby.time.total_s(), hosts: hosts.collect() }
+fn standbys_of<'a>(topology: &'a Topology, standbys: &[standby::Standby]) -> Vec<Standby<'a>> {
+    let standby_of = |standby: &standby::Standby| {
+        let hosts = standby.hosts().map(|(host, aggregators)| AggregatorHost {
+            host: &topology.host(host).name,
+            domain: topology.name(topology.domain_of(host)),
+            aggregators,
+        });
+        Standby { step_s: standby.time.total_s(), hosts: hosts.collect() }
+    };
+    standbys.iter().map(standby_of).collect()
 }
 
 fn explain<'a>(planned: &Planned<'a>, explanation: &Explanation) -> Explain<'a> {
@@ -195,7 +219,7 @@ fn explain<'a>(planned: &Planned<'a>, explanation: &Explanation) -> Explain<'a> 
     let helps = explanation.helps.iter();
     Explain {
         hosts: hosts
-            .map(|(host, reason)| Reason { of: &host.name, reason: words::reason(reason, now_s) })
+            .map(|(host, reason)| Reason { of: &host.name, reason: words.reason(reason, now_s) })
             .collect(),
         domains: domains
             .map(|(domain, alternative)| Reason {

@@ -5,12 +5,18 @@ use std::collections::BTreeMap;
 use racksum_placer::topology::{HostId, Topology, VertexId};
 
 use super::Planned;
+use super::words::step;
 
 /// Returns a graph of the hosts in use and of the domains above them. Each edge shows the rates of
 /// the link in Mbit/s, and the link that limits the step is bold.
 pub(super) fn of(planned: &Planned<'_>) -> String {
     let Planned { topology, links, job, plan, .. } = planned;
-    let mut lines = vec![format!("graph {:?} {{", job.name), "  node [shape=box];".into()];
+    let title = format!("{}: {}", job.name, step(plan.time.total_s()));
+    let mut lines = vec![
+        format!("graph {:?} {{", job.name),
+        format!("  label={title:?};"),
+        "  node [shape=box];".into(),
+    ];
     let mut drawn = vec![];
     let mut nodes: BTreeMap<HostId, Vec<String>> = BTreeMap::new();
     for (host, ranks, aggregators) in plan.placement.hosts() {

@@ -8,25 +8,28 @@ mod svg;
 mod text;
 mod words;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use racksum_placer::explain::{Explanation, explain};
 use racksum_placer::inventory::Inventory;
 use racksum_placer::job::{Job, Setting};
-use racksum_placer::network::Links;
-use racksum_placer::placement::{Placement, PlacementRecord};
+use racksum_placer::network::{Links, Network};
+use racksum_placer::notes::{Note, notes};
+use racksum_placer::placement::PlacementRecord;
 use racksum_placer::plan::{Plan, plan_problem, with_aggregators};
+use racksum_placer::present::Present;
 use racksum_placer::problem::Problem;
-use racksum_placer::rebalance::{Rebalance, present_plan, rebalance};
+use racksum_placer::rebalance::{Rebalance, rebalance};
 use racksum_placer::running::{RunningJobs, remaining};
 use racksum_placer::shards::shards;
 use racksum_placer::topology::Topology;
+use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 
-use crate::args;
 use crate::cluster_file::{read, read_network, wrong};
 use crate::exit::{Failure, print_line};
+use crate::{args, stderr};
 
 /// Chooses hosts for the ranks and aggregators of a job, such that a step's all-reduce takes the
 /// least time that the links allow.
@@ -100,6 +103,7 @@ struct Planned<'a> {
     range_s: (f64, f64),
     /// The moves that are worth it, if these were asked for.
     rebalance: Option<Rebalance>,
+    notes: Vec<Note>,
     explanation: Option<Explanation>,
 }
 
@@ -124,6 +128,8 @@ fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
     let mut links = match args.net.as_ref().zip(network) {
         None => Links::nominal(&topology),
         Some((net, network)) => {
+            let network =
+                if args.slurm.is_set() { in_allocation(net, network, &topology) } else { network };
             Links::new(&topology, &network).map_err(|error| wrong(net, error))?
         }
     };
@@ -138,30 +144,55 @@ fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
     Ok((topology, links))
 }
 
+/// Returns the measurements of an allocation's hosts. The network file of a cluster has more.
+fn in_allocation(net: &Path, network: Network, topology: &Topology) -> Network {
+    let records = |network: &Network| network.links.len() + network.pairs.len();
+    let all = records(&network);
+    let network = network.only_of(topology);
+    let left_out = all - records(&network);
+    if left_out > 0 {
+        stderr::warn(format_args!(
+            "{}: {left_out} of {} left out: these links and paths have an end outside the \
+             allocation",
+            net.display(),
+            counted(all, "record")
+        ));
+    }
+    network
+}
+
+/// Reads the present placement of a job.
+fn present(
+    args: &Args,
+    topology: &Topology,
+    job: &Job,
+) -> Result<Option<(Present, PlacementRecord)>, Failure> {
+    let Some(path) = &args.placement else { return Ok(None) };
+    let record: PlacementRecord = read(path)?;
+    let present = Present::of_record(topology, job, &record).map_err(|error| wrong(path, error))?;
+    if args.rebalance && (present.tree.is_some() || job.racks == Setting::Given(true)) {
+        let why = "the job has racks, and --rebalance cannot move aggregators of racks; leave out \
+                   --rebalance, or plan the job anew without --placement";
+        return Err(wrong(path, why));
+    }
+    Ok(Some((present, record)))
+}
+
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if args.port.is_some() && !args.apply.is_set() && !args.slurm.is_set() {
         return Err(Failure::usage("--port needs --slurm or --apply"));
     }
     let mut job: Job = read(&args.job)?;
     let (topology, links) = cluster(args, &mut job)?;
-    let mut present = None;
-    if let Some(path) = &args.placement {
-        let record: PlacementRecord = read(path)?;
-        let placement = Placement::of_record(&topology, &job, &record);
-        let placement = placement.map_err(|error| wrong(path, error))?;
-        if job.racks == Setting::Given(true) {
-            let why = "racks is true; only placements without racks can be compared";
-            return Err(wrong(&args.job, why));
-        }
-        job.racks = Setting::Given(false);
-        job.aggregators = placement.aggregators.iter().sum::<u32>().into();
-        present = Some((placement, record));
+    let present = present(args, &topology, &job)?;
+    if let Some((present, _)) = &present {
+        job = present.decided(&job);
     }
     let of_job = |error| wrong(&args.job, error);
     let job = with_aggregators(&topology, &links, &job).map_err(of_job)?;
     let problem = Problem::new(&topology, &links, &job).map_err(of_job)?;
     let plan = match &present {
-        Some((placement, _)) => present_plan(&problem, placement.clone()),
+        Some((present, _)) => present.clone().plan(&problem),
         None => plan_problem(&problem)
             .map_err(|error| Failure::unavailable(PeerText::of(error).as_str()))?,
     };
@@ -178,6 +209,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         links: &links,
         job: &job,
         shards: shards(&problem, &plan.placement),
+        notes: notes(&problem, &plan),
         plan,
         range_s,
         rebalance,

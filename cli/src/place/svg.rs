@@ -7,7 +7,7 @@ use racksum_proto::counted::counted;
 
 use super::Planned;
 use super::text::numbers;
-use super::words::millis;
+use super::words::step;
 
 /// Returns an image of the hosts in use and the domains above them, with the ranks and aggregators
 /// of each and the rates of its link. The link that limits the step stands out. The image needs no
@@ -21,7 +21,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     let badges_end = |row: &Row| row.badges.iter().map(badge_width).sum::<usize>();
     let rates_at = badges_at + rows.iter().map(badges_end).max().unwrap_or(0) + COLUMN_GAP;
     let rates_end = rows.iter().map(|row| width(&row.rates)).max().unwrap_or(0);
-    let title = format!("{}: step {}", planned.job.name, millis(plan.time.total_s()));
+    let title = format!("{}: {}", planned.job.name, step(plan.time.total_s()));
     let total_width = (rates_at + rates_end).max(MARGIN + width(&title)) + MARGIN;
     let total_height = HEAD + ROW * rows.len() + MARGIN;
     let mut svg = format!(

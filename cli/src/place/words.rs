@@ -16,6 +16,25 @@ impl Words<'_> {
         }
     }
 
+    /// Returns why a plan uses a host or does not.
+    pub(super) fn reason(&self, reason: &Reason, now_s: f64) -> String {
+        match reason {
+            Reason::Used => "used".into(),
+            Reason::Standby(number) => format!("standby {number}"),
+            Reason::Excluded(exclusion) => exclusion.to_string(),
+            Reason::NoAggregator => "its rack has no aggregator of the plan".into(),
+            Reason::Outside => "outside the domain of the plan".into(),
+            Reason::Full(domain) => {
+                format!("{} has as many ranks as the job allows", self.domain(*domain))
+            }
+            Reason::Dead(bottleneck) => match bottleneck.text(self.0) {
+                Some(link) => format!("nothing passes {link}"),
+                None => "nothing passes a path between here and an aggregator or rank".into(),
+            },
+            Reason::Step(step_s) => format!("a rank here: {}", compared(*step_s, now_s)),
+        }
+    }
+
     /// Returns a change that would shorten a step.
     pub(super) fn change(&self, change: Change) -> String {
         match change {
@@ -34,19 +53,6 @@ impl Words<'_> {
     }
 }
 
-/// Returns why a plan uses a host or does not.
-pub(super) fn reason(reason: &Reason, now_s: f64) -> String {
-    match reason {
-        Reason::Used => "used".into(),
-        Reason::Standby(number) => format!("standby {number}"),
-        Reason::Excluded(exclusion) => exclusion.to_string(),
-        Reason::NoAggregator => "its rack has no aggregator of the plan".into(),
-        Reason::Outside => "outside the domain of the plan".into(),
-        Reason::Forbidden => "a limit of the job or a dead link forbids a rank".into(),
-        Reason::Step(step_s) => format!("a rank here: {}", compared(*step_s, now_s)),
-    }
-}
-
 /// Returns how well a job would do in another domain.
 pub(super) fn alternative(alternative: Alternative, now_s: f64) -> String {
     match alternative {
@@ -54,6 +60,11 @@ pub(super) fn alternative(alternative: Alternative, now_s: f64) -> String {
         Alternative::None => "no placement found".into(),
         Alternative::Step(step_s) => compared(step_s, now_s),
     }
+}
+
+/// Returns a step with its time in milliseconds, or that it never ends.
+pub(super) fn step(time_s: f64) -> String {
+    if time_s.is_finite() { format!("step {}", millis(time_s)) } else { "step never ends".into() }
 }
 
 /// Returns a time in milliseconds.
@@ -68,11 +79,11 @@ pub(super) fn millis(time_s: f64) -> String {
 
 fn compared(step_s: f64, now_s: f64) -> String {
     let percent = (step_s / now_s - 1.0) * 100.0;
-    if (step_s - now_s).abs() <= now_s * 1e-6 {
+    if now_s.is_finite() && (step_s - now_s).abs() <= now_s * 1e-6 {
         "step as long as planned".into()
-    } else if percent.is_finite() {
-        format!("step {} ({percent:+.1} %)", millis(step_s))
+    } else if now_s.is_finite() && percent.is_finite() {
+        format!("{} ({percent:+.1} %)", step(step_s))
     } else {
-        format!("step {}", millis(step_s))
+        step(step_s)
     }
 }

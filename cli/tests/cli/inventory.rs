@@ -45,8 +45,12 @@ fn a_topology_of_slurm_is_planned_on() {
          measurement, and used resources are not known.\nlevels = [\"level1\", \"level0\"]\n"
     );
     assert!(toml.starts_with(&head), "{toml}");
+    assert!(toml.contains("nic_mbit = 25000.0\ncpus = 16\n"), "{toml}");
     let planned = plan(&folder, "nodes.toml", &toml, "gpus_per_rank = 1\ngpu_type = 'h100'");
     assert_eq!(planned["domain"], "top/s1");
+    // A resource that is not known is left out.
+    let bare = print(&folder, "slurm", "topology.conf", TOPOLOGY, &RATE).ok().out;
+    assert!(!bare.contains("cpus") && !bare.contains("gpus") && !bare.contains("taints"), "{bare}");
     let json = [&flags[..], &["--format", "json", "--hosts", "n[3,1]"]].concat();
     let json = print(&folder, "slurm", "topology.conf", TOPOLOGY, &json).ok().out;
     let planned = plan(&folder, "nodes.json", &json, "gpus_per_rank = 1");

@@ -1,6 +1,6 @@
 //! `racksum place`: plans, their formats, and files that are wrong.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::files::Folder;
 use crate::process::run;
@@ -176,6 +176,78 @@ fn a_plan_names_the_standbys_and_their_step() {
     assert_eq!(json["standbys"][0]["hosts"][0]["host"], "a1");
     let dot = files.plan(&["--format", "dot"]);
     assert!(dot.contains(r#""a1" [label="a1\nstandby 1: 1"]"#), "{dot}");
+    // The present placement keeps its standbys, and shows their step.
+    let path = files.0.path("placement.json");
+    files.write("placement.json", &json.to_string());
+    for format in ["text", "dot", "svg"] {
+        let flags = ["--placement", &path, "--format", format];
+        assert_eq!(files.plan(&flags), files.plan(&["--format", format]));
+    }
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    let kept = "\nno moves of standbys, which ranks learn when they start: none saves enough\n";
+    assert!(text.contains(kept), "{text}");
+    // A slow standby moves.
+    let slow = json.to_string().replace("\"host\":\"a1\"", "\"host\":\"a2\"");
+    files.write("placement.json", &slow);
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    let moved = "\nmoves of standbys, which ranks learn when they start:\n  standby 1: a1; step ";
+    assert!(text.contains(moved), "{text}");
+    let json = files.plan(&["--placement", &path, "--rebalance", "--format", "json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["rebalance"]["standbys"]["standbys"][0]["hosts"][0]["host"], "a1");
+    files.write("job.toml", JOB);
+    let why = files.fails_with(&["--placement", &path], 2);
+    let expected = "the placement of job \"vision\" has more standbys (1) than the job (0); raise \
+                    `standbys`";
+    assert_eq!(why, format!("{path}: {expected}"));
+}
+
+#[test]
+fn a_placement_on_a_link_that_carries_nothing_never_ends_a_step() {
+    let files = Files::new("dead");
+    files.write("net.toml", &NET.replace("up = { mbit = 94 }", "up = { mbit = 0 }"));
+    let path = files.0.path("placement.json");
+    files.write(
+        "placement.json",
+        r#"{"hosts": [
+            {"host": "a1", "ranks": [0]},
+            {"host": "a2", "ranks": [1], "aggregators": 1}
+        ]}"#,
+    );
+    let text = files.plan(&["--placement", &path, "--explain", "--rebalance"]);
+    assert!(text.contains("\nstep never ends: nothing passes the link from a2\n"), "{text}");
+    assert!(text.contains("\nb       step 902.1 ms\n"), "{text}");
+    assert!(!text.contains("inf") && !text.contains("NaN"), "{text}");
+    let json = files.plan(&["--placement", &path, "--format", "json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&json["step_s"], &json["gap"]), (&Value::Null, &Value::Null));
+    let svg = files.plan(&["--placement", &path, "--format", "svg"]);
+    assert!(svg.contains("<title>vision: step never ends</title>"), "{svg}");
+}
+
+#[test]
+fn the_age_of_an_old_network_file_is_a_warning() {
+    let files = Files::new("stale");
+    files.write("net.toml", &format!("measured_at = 1000\n{NET}"));
+    let [job, nodes, net] = ["job.toml", "nodes.toml", "net.toml"].map(|name| files.0.path(name));
+    let ended = run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).ok();
+    let start = format!("racksum: warning: {net}: some measurements are ");
+    assert!(ended.err.starts_with(&start) && ended.err.contains(" hours old"), "{ended:?}");
+}
+
+#[test]
+fn a_plan_notes_constraints_that_match_nothing_and_links_without_a_measurement() {
+    let files = Files::new("notes");
+    files.write("job.toml", &format!("{JOB}except = [{{ zone = 'c' }}]"));
+    let text = files.plan(&[]);
+    for note in [
+        "`except` names { zone = \"c\" }, which no host has; the values of zone are a, b",
+        "links in use were not measured: b1, b2",
+    ] {
+        assert!(text.contains(&format!("\nnote: {note}\n")), "{text}");
+    }
+    let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
+    assert_eq!(json["notes"].as_array().unwrap().len(), 2);
 }
 
 #[test]
@@ -276,10 +348,26 @@ fn the_aggregators_of_racks_have_a_parent() {
     for format in ["dot", "svg"] {
         assert!(files.plan(&["--format", format]).contains("rack aggregator, parent a1"));
     }
+    // The printed placement has the same step, and its aggregators of racks cannot move.
     let path = files.0.path("placement.json");
     files.write("placement.json", &json.to_string());
-    let why = files.fails_with(&["--placement", &path], 2);
-    assert!(why.ends_with("has racks; only placements without racks are supported"), "{why}");
+    let present = files.plan(&["--placement", &path, "--format", "json"]);
+    let present: Value = serde_json::from_str(&present).unwrap();
+    assert_eq!((&present["step_s"], &present["racks"]), (&json["step_s"], &json["racks"]));
+    let why = files.fails_with(&["--placement", &path, "--rebalance"], 2);
+    assert!(why.contains("the job has racks, and --rebalance cannot move"), "{why}");
+    // As a running job, it loads the links of another one.
+    let racks = json!({ "jobs": [{
+        "job": {
+            "name": "words", "ranks": 4, "bytes": 100_000_000, "racks": "auto",
+            "aggregators": "auto",
+        },
+        "placement": json,
+    }] });
+    files.write("jobs.json", &racks.to_string());
+    files.write("job.toml", JOB);
+    let text = files.plan(&["--jobs", &files.0.path("jobs.json")]);
+    assert!(text.contains("\nstep 1804.3 ms,"), "{text}");
 }
 
 #[test]
@@ -326,12 +414,12 @@ fn a_file_that_is_wrong_is_named() {
     case(
         "net.toml",
         &NET.replace("mbit = 94", "mbit = nan"),
-        "a2: mbit is NaN; it must be zero or a positive number",
+        "a2: mbit is NaN; it must be a number from 0 to 1e9",
     );
     case(
         "net.toml",
         &NET.replace("mbit = 94", "mbit = -1"),
-        "a2: mbit is -1; it must be zero or a positive number",
+        "a2: mbit is -1; it must be a number from 0 to 1e9",
     );
     case(
         "nodes.toml",

@@ -318,6 +318,26 @@ fn more_aggregators_than_shards_on_a_host_are_refused() {
 }
 
 #[test]
+fn the_network_of_a_cluster_serves_its_allocations() {
+    let slurm = Allocation::new("net");
+    let link = |of: &str| format!("[[links]]\nof = '{of}'\nup = {{ mbit = 100 }}\n");
+    let inside = link("n3") + &link("spine/leaf2");
+    let net = slurm.folder.path("net.toml");
+    let flags = [&RATE[..], &["--net", &net, "--", "--insecure"]].concat();
+    slurm.write("net.toml", &inside);
+    let expected = slurm.place(&flags).ok();
+    assert_eq!(expected.err, "");
+    let pair = "[[pairs]]\nfrom = 'n1'\nto = 'n2'\npath = { mbit = 1 }\n";
+    slurm.write("net.toml", &format!("{}{}{inside}{pair}", link("n2"), link("login")));
+    let ended = slurm.place(&flags).ok();
+    let warning = format!(
+        "racksum: warning: {net}: 3 of 5 records left out: these links and paths have an end \
+         outside the allocation\n"
+    );
+    assert_eq!((ended.out, ended.err), (expected.out, warning));
+}
+
+#[test]
 fn flags_that_do_not_fit_together_are_refused() {
     let slurm = Allocation::new("flags");
     for own in ["--port=1", "--shards"] {

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
-use super::{Import, ImportError, ImportedHost, Problem};
+use super::{Import, ImportError, ImportErrorKind, ImportedHost};
 
 #[derive(Deserialize)]
 struct List {
@@ -58,10 +58,11 @@ struct Status {
 /// # Errors
 /// If the list is malformed, a node lacks a label, or the levels are narrowest first.
 pub fn read(text: &str, levels: &[String]) -> Result<Import, ImportError> {
-    let list: List = serde_json::from_str(text)
-        .map_err(|error| Problem::Syntax(super::without_position(&error)).at(error.line()))?;
+    let list: List = serde_json::from_str(text).map_err(|error| {
+        ImportErrorKind::Syntax(super::without_position(&error)).at(error.line())
+    })?;
     if list.items.is_empty() {
-        return Err(Problem::Empty.nowhere());
+        return Err(ImportErrorKind::Empty.nowhere());
     }
     let hosts = list.items.into_iter().map(|node| host(node, levels));
     let hosts: Vec<_> = hosts.collect::<Result<_, _>>()?;
@@ -74,12 +75,12 @@ pub fn read(text: &str, levels: &[String]) -> Result<Import, ImportError> {
 fn host(node: Node, levels: &[String]) -> Result<ImportedHost, ImportError> {
     let Node { metadata: Metadata { name, labels }, spec, status } = node;
     if let Some(level) = levels.iter().find(|level| !labels.contains_key(*level)) {
-        return Err(Problem::Unlabelled(level.clone()).of(&name));
+        return Err(ImportErrorKind::Unlabelled(level.clone()).of(&name));
     }
     let amount = |resource: &str| match status.allocatable.get(resource) {
         None => Ok(0),
         Some(amount) => whole(amount).ok_or_else(|| {
-            Problem::Amount { resource: resource.into(), amount: amount.clone() }.of(&name)
+            ImportErrorKind::Amount { resource: resource.into(), amount: amount.clone() }.of(&name)
         }),
     };
     let mut gpus = BTreeMap::new();
@@ -140,7 +141,7 @@ fn check_order(hosts: &[ImportedHost], first: &str, second: &str) -> Result<(), 
     let example = contains.iter().find(|(_, count)| **count > 1);
     example.map_or(Ok(()), |(example, _)| {
         let (first, second, example) = (first.into(), second.into(), (*example).into());
-        Err(Problem::Reversed { first, second, example }.nowhere())
+        Err(ImportErrorKind::Reversed { first, second, example }.nowhere())
     })
 }
 

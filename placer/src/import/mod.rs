@@ -73,7 +73,7 @@ impl Import {
         let known: BTreeSet<_> = self.hosts.iter().map(|host| &host.name).collect();
         let named = rates.iter().flat_map(|rate| rate.hosts.iter().flatten());
         let unknown = named.into_iter().find(|name| !known.contains(name) && !known.is_empty());
-        unknown.map_or(Ok(()), |name| Err(Problem::RateOf(name.clone()).nowhere()))
+        unknown.map_or(Ok(()), |name| Err(ImportErrorKind::RateOf(name.clone()).nowhere()))
     }
 
     /// Returns the import with only these hosts, in this order.
@@ -86,12 +86,12 @@ impl Import {
         let is_flat = self.levels.is_empty() && hosts.is_empty();
         let mut seen = BTreeSet::new();
         if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
-            return Err(Problem::Twice(name.clone()).nowhere());
+            return Err(ImportErrorKind::Twice(name.clone()).nowhere());
         }
         let only = names.iter().map(|name| match hosts.remove(name) {
             Some(host) => Ok(host),
             None if is_flat => Ok(ImportedHost { name: name.clone(), ..ImportedHost::default() }),
-            None => Err(Problem::Missing(name.clone()).nowhere()),
+            None => Err(ImportErrorKind::Missing(name.clone()).nowhere()),
         });
         Ok(Self { hosts: only.collect::<Result<_, _>>()?, ..self })
     }
@@ -103,7 +103,7 @@ impl Import {
     pub fn inventory(&self, rates: &[NicRate]) -> Result<Inventory, ImportError> {
         let rates = rates::by_host(rates);
         let host = |host: &ImportedHost| {
-            let missing = || Problem::Rate.of(&host.name);
+            let missing = || ImportErrorKind::Rate.of(&host.name);
             Ok(Host {
                 aggregator: None,
                 address: None,
@@ -122,7 +122,7 @@ impl Import {
         };
         let hosts = self.hosts.iter().map(host).collect::<Result<_, ImportError>>()?;
         let inventory = Inventory { levels: self.levels.clone(), hosts };
-        Topology::new(&inventory).map_err(|error| Problem::Inventory(error).nowhere())?;
+        Topology::new(&inventory).map_err(|error| ImportErrorKind::Inventory(error).nowhere())?;
         Ok(inventory)
     }
 }
@@ -130,15 +130,15 @@ impl Import {
 /// The error for a file that is no inventory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImportError {
-    /// The place in the file, if the problem is in one.
+    /// The place in the file, if the error is about one.
     pub place: Option<Place>,
     /// The reason.
-    pub problem: Problem,
+    pub kind: ImportErrorKind,
 }
 
 impl std::fmt::Display for ImportError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write_at(self.place.as_ref(), &self.problem, f)
+        write_at(self.place.as_ref(), &self.kind, f)
     }
 }
 
@@ -146,7 +146,7 @@ impl std::error::Error for ImportError {}
 
 /// The reason why a file is no inventory.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Problem {
+pub enum ImportErrorKind {
     /// The text is not of the format.
     #[error("{0}")]
     Syntax(String),
@@ -224,7 +224,7 @@ pub enum Problem {
     },
     /// The topology has a kind that is no tree.
     #[error("topology {0:?} is not supported; racksum reads tree, block and flat")]
-    Kind(String),
+    Unsupported(String),
     /// The file lists nothing.
     #[error("the file lists no hosts")]
     Empty,
@@ -272,17 +272,17 @@ pub enum Problem {
     Inventory(InventoryError),
 }
 
-impl Problem {
+impl ImportErrorKind {
     fn at(self, line: usize) -> ImportError {
-        ImportError { place: Some(Place::Line(line)), problem: self }
+        ImportError { place: Some(Place::Line(line)), kind: self }
     }
 
     fn of(self, host: &str) -> ImportError {
-        ImportError { place: Some(Place::Host(host.into())), problem: self }
+        ImportError { place: Some(Place::Host(host.into())), kind: self }
     }
 
     const fn nowhere(self) -> ImportError {
-        ImportError { place: None, problem: self }
+        ImportError { place: None, kind: self }
     }
 }
 

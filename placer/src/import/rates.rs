@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use super::hostlist::{HostlistError, MOST_NAMES, expand};
+use crate::inventory::MOST_MBIT;
 
 /// The rate of the network interfaces of all hosts, or of some.
 ///
@@ -25,8 +26,11 @@ pub struct NicRate {
 /// The error for a text that is no rate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NicRateError {
-    /// The rate is not a positive number.
-    #[error("{0:?} is not a rate; give a positive number of Mbit/s, as in 25000 or n[1-4]=25000")]
+    /// The rate is not a positive number, or too large.
+    #[error(
+        "{0:?} is not a rate; give a positive number of Mbit/s up to 1e9, as in 25000 or \
+         n[1-4]=25000"
+    )]
     Rate(String),
     /// The list of hosts is malformed.
     #[error("{0}")]
@@ -41,7 +45,7 @@ impl FromStr for NicRate {
             Some((hosts, rate)) => (Some(expand(hosts, &mut MOST_NAMES.clone())?), rate),
             None => (None, text),
         };
-        let mbit = rate.parse().ok().filter(|mbit: &f64| mbit.is_finite() && *mbit > 0.0);
+        let mbit = rate.parse().ok().filter(|mbit: &f64| *mbit > 0.0 && *mbit <= MOST_MBIT);
         Ok(Self { hosts, mbit: mbit.ok_or_else(|| NicRateError::Rate(text.into()))? })
     }
 }
@@ -73,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_text_that_is_no_rate_is_refused() {
-        for text in ["", "fast", "0", "-1", "nan", "inf", "n1=", "25G"] {
+        for text in ["", "fast", "0", "-1", "nan", "inf", "1e10", "n1=", "25G"] {
             assert_eq!(text.parse::<NicRate>(), Err(NicRateError::Rate(text.into())));
         }
         let why = "n[2-1]=5".parse::<NicRate>().unwrap_err().to_string();

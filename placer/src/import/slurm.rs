@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 
 use super::hostlist::{MOST_NAMES, check_name, compress, expand};
 use super::tree::{self, Switch};
-use super::{Import, ImportError, ImportedHost, MOST_LEVELS, Place, Problem};
+use super::{Import, ImportError, ImportErrorKind, ImportedHost, MOST_LEVELS, Place};
 
 /// The format of a topology file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,13 +57,15 @@ enum Topology {
 fn chosen<T>(topologies: Vec<(String, T)>, name: Option<&str>) -> Result<T, ImportError> {
     let mut names: Vec<_> = topologies.iter().map(|(name, _)| name.clone()).collect();
     let name = match (name, names.as_mut_slice()) {
-        (_, []) => return Err(Problem::Empty.nowhere()),
+        (_, []) => return Err(ImportErrorKind::Empty.nowhere()),
         (Some(name), _) => name.to_owned(),
         (None, [only]) => std::mem::take(only),
-        (None, _) => return Err(Problem::Ambiguous(names).nowhere()),
+        (None, _) => return Err(ImportErrorKind::Ambiguous(names).nowhere()),
     };
     let found = topologies.into_iter().find(|(other, _)| *other == name);
-    found.map(|(_, found)| found).ok_or_else(|| Problem::NoTopology { name, names }.nowhere())
+    found
+        .map(|(_, found)| found)
+        .ok_or_else(|| ImportErrorKind::NoTopology { name, names }.nowhere())
 }
 
 /// A block of hosts.
@@ -91,13 +93,13 @@ struct Names {
 impl Names {
     /// Returns the name of a switch or block.
     fn one(&self, line: usize, name: &str) -> Result<String, ImportError> {
-        check_name(name).map_err(|error| Problem::from(error).at(line))?;
+        check_name(name).map_err(|error| ImportErrorKind::from(error).at(line))?;
         Ok(name.into())
     }
 
     fn list(&mut self, line: usize, text: Option<&str>) -> Result<Vec<String>, ImportError> {
         let Some(text) = text else { return Ok(vec![]) };
-        expand(text, &mut self.left).map_err(|error| Problem::from(error).at(line))
+        expand(text, &mut self.left).map_err(|error| ImportErrorKind::from(error).at(line))
     }
 
     fn switch(
@@ -108,7 +110,7 @@ impl Names {
     ) -> Result<Switch, ImportError> {
         let name = self.one(line, name)?;
         if children.is_some() && hosts.is_some() {
-            return Err(Problem::Mixed(name).at(line));
+            return Err(ImportErrorKind::Mixed(name).at(line));
         }
         let (children, hosts) = (self.list(line, children)?, self.list(line, hosts)?);
         Ok(Switch { name, place: Place::Line(line), children, hosts })
@@ -129,7 +131,7 @@ impl Names {
 fn import_blocks(blocks: &[Block], sizes: &[(usize, u32)]) -> Result<Import, ImportError> {
     let factors = factors(sizes)?;
     if factors.len() >= MOST_LEVELS {
-        return Err(Problem::Deep(factors.len()).nowhere());
+        return Err(ImportErrorKind::Deep(factors.len()).nowhere());
     }
     let wider = factors.iter().skip(1).rev().map(|(size, _)| format!("block{size}"));
     let levels: Vec<_> = wider.chain(["block".into()]).collect();
@@ -150,7 +152,7 @@ fn import_blocks(blocks: &[Block], sizes: &[(usize, u32)]) -> Result<Import, Imp
         hosts.extend(block.hosts.iter().map(place));
     }
     if hosts.is_empty() {
-        return Err(Problem::Empty.nowhere());
+        return Err(ImportErrorKind::Empty.nowhere());
     }
     Ok(Import { levels, hosts, notes: vec![] })
 }
@@ -164,7 +166,7 @@ fn factors(sizes: &[(usize, u32)]) -> Result<Vec<(u32, usize)>, ImportError> {
         let doubles = previous == 0
             || size > previous && size % previous == 0 && (size / previous).is_power_of_two();
         if size == 0 || !doubles {
-            return Err(Problem::BlockSize { previous, size }.at(line));
+            return Err(ImportErrorKind::BlockSize { previous, size }.at(line));
         }
         factors.push((size, usize::try_from(size / base).unwrap_or(usize::MAX)));
     }
@@ -177,17 +179,17 @@ fn check_unique(blocks: &[Block]) -> Result<(), ImportError> {
     for block in blocks {
         if let Some(first) = lines.insert(&block.name, block.line) {
             let (name, first) = (block.name.clone(), Place::Line(first));
-            return Err(Problem::Duplicate { what: "block", name, first }.at(block.line));
+            return Err(ImportErrorKind::Duplicate { what: "block", name, first }.at(block.line));
         }
         for host in &block.hosts {
             if let Some(other) = homes.insert(host, block) {
-                let problem = Problem::TwoParents {
+                let kind = ImportErrorKind::TwoParents {
                     child: host.clone(),
                     parent: block.name.clone(),
                     other: other.name.clone(),
                     first: Place::Line(other.line),
                 };
-                return Err(problem.at(block.line));
+                return Err(kind.at(block.line));
             }
         }
     }

@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::hostlist::{HostlistError, MOST_NAMES, check_name};
 use super::tree::{self, Switch};
-use super::{Import, ImportError, Place, Problem};
+use super::{Import, ImportError, ImportErrorKind, Place};
 
 /// The file. It has more keys, which depend on Topograph's version.
 #[derive(Deserialize)]
@@ -35,8 +35,9 @@ struct Instance {
 /// # Errors
 /// If the file is malformed or its switches are no tree; the error names the line or the instance.
 pub fn read(text: &str, name_label: Option<&str>) -> Result<Import, ImportError> {
-    let graph: Graph = serde_json::from_str(text)
-        .map_err(|error| Problem::Syntax(super::without_position(&error)).at(error.line()))?;
+    let graph: Graph = serde_json::from_str(text).map_err(|error| {
+        ImportErrorKind::Syntax(super::without_position(&error)).at(error.line())
+    })?;
     let mut switches = Switches::default();
     let mut labels = BTreeMap::new();
     for instance in graph.instances {
@@ -44,14 +45,14 @@ pub fn read(text: &str, name_label: Option<&str>) -> Result<Import, ImportError>
         let name = match name_label {
             None => id.to_owned(),
             Some(label) => {
-                let missing = || Problem::Unlabelled(label.into()).of(id);
+                let missing = || ImportErrorKind::Unlabelled(label.into()).of(id);
                 instance.labels.get(label).cloned().ok_or_else(missing)?
             }
         };
         switches.add(id, &name, &instance.network_layers)?;
         if labels.insert(name.clone(), instance.labels).is_some() {
             let first = Place::Host(name.clone());
-            return Err(Problem::Duplicate { what: "host", name, first }.of(id));
+            return Err(ImportErrorKind::Duplicate { what: "host", name, first }.of(id));
         }
     }
     let mut import = tree::import(&switches.list, |tier| format!("tier{tier}"))?;
@@ -76,12 +77,12 @@ impl Switches {
     /// Adds an instance's path, closest switch first.
     fn add(&mut self, id: &str, host: &str, layers: &[String]) -> Result<(), ImportError> {
         for name in layers.iter().map(String::as_str).chain([host]) {
-            check_name(name).map_err(|error| Problem::from(error).of(id))?;
+            check_name(name).map_err(|error| ImportErrorKind::from(error).of(id))?;
         }
         let path: Vec<_> = layers.iter().map(|name| self.index(id, name)).collect();
-        let Some(&closest) = path.first() else { return Err(Problem::Layers.of(id)) };
+        let Some(&closest) = path.first() else { return Err(ImportErrorKind::Layers.of(id)) };
         if self.list.len() > MOST_NAMES {
-            return Err(Problem::from(HostlistError::Many(host.into())).of(id));
+            return Err(ImportErrorKind::from(HostlistError::Many(host.into())).of(id));
         }
         self.list[closest].hosts.push(host.into());
         for (&child, &parent) in path.iter().zip(path.iter().skip(1)) {
@@ -93,13 +94,13 @@ impl Switches {
                 }
                 Some(&(other, ref first)) if other != parent => {
                     let name = |index: usize| self.list[index].name.clone();
-                    let problem = Problem::TwoParents {
+                    let kind = ImportErrorKind::TwoParents {
                         child: name(child),
                         parent: name(parent),
                         other: name(other),
                         first: Place::Host(first.clone()),
                     };
-                    return Err(problem.of(id));
+                    return Err(kind.of(id));
                 }
                 Some(_) => {}
             }

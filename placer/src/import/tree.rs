@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Import, ImportError, ImportedHost, MOST_LEVELS, Note, Place, Problem};
+use super::{Import, ImportError, ImportErrorKind, ImportedHost, MOST_LEVELS, Note, Place};
 
 /// A switch with the switches and hosts below it.
 #[derive(Debug, Clone)]
@@ -26,10 +26,10 @@ pub(super) fn import(
     let tree = Tree::new(switches)?;
     let heights = tree.heights()?;
     let Some(top) = heights.iter().flatten().max().copied() else {
-        return Err(Problem::Empty.nowhere());
+        return Err(ImportErrorKind::Empty.nowhere());
     };
     if top >= MOST_LEVELS {
-        return Err(Problem::Deep(top + 1).nowhere());
+        return Err(ImportErrorKind::Deep(top + 1).nowhere());
     }
     let mut hosts = vec![];
     for (index, switch) in switches.iter().enumerate() {
@@ -56,7 +56,11 @@ impl<'a> Tree<'a> {
             if let Some(first) = indices.insert(switch.name.as_str(), index) {
                 let first = switches[first].place.clone();
                 let name = switch.name.clone();
-                return Err(switch.error(Problem::Duplicate { what: "switch", name, first }));
+                return Err(switch.error(ImportErrorKind::Duplicate {
+                    what: "switch",
+                    name,
+                    first,
+                }));
             }
         }
         let mut parents: Vec<Option<usize>> = vec![None; switches.len()];
@@ -65,7 +69,7 @@ impl<'a> Tree<'a> {
             for child in &switch.children {
                 let Some(&at) = indices.get(child.as_str()) else {
                     let (parent, child) = (switch.name.clone(), child.clone());
-                    return Err(switch.error(Problem::Unknown { parent, child }));
+                    return Err(switch.error(ImportErrorKind::Unknown { parent, child }));
                 };
                 if let Some(other) = parents[at].replace(index) {
                     return Err(switch.second_parent(child, &switches[other]));
@@ -110,7 +114,7 @@ impl<'a> Tree<'a> {
         let upwards: Vec<_> = std::iter::successors(Some(first), up).collect();
         let downwards = std::iter::once(first).chain(upwards.into_iter().rev());
         let names: Vec<_> = downwards.map(|index| self.switches[index].name.as_str()).collect();
-        self.switches[first].error(Problem::Cycle(names.join(" > ")))
+        self.switches[first].error(ImportErrorKind::Cycle(names.join(" > ")))
     }
 
     /// Returns the labels of the hosts right below a switch.
@@ -180,13 +184,13 @@ impl<'a> Tree<'a> {
 }
 
 impl Switch {
-    fn error(&self, problem: Problem) -> ImportError {
-        ImportError { place: Some(self.place.clone()), problem }
+    fn error(&self, kind: ImportErrorKind) -> ImportError {
+        ImportError { place: Some(self.place.clone()), kind }
     }
 
     /// Returns the error for a child or host that `other` listed before this switch.
     fn second_parent(&self, child: &str, other: &Self) -> ImportError {
-        self.error(Problem::TwoParents {
+        self.error(ImportErrorKind::TwoParents {
             child: child.into(),
             parent: self.name.clone(),
             other: other.name.clone(),

@@ -4,8 +4,10 @@
 //! [`exact`] tries all. Otherwise [`tree`] solves a relaxed problem, whose optimum no placement can
 //! beat, and [`local`] moves single aggregators from there.
 
+mod around;
 mod counts;
 mod exact;
+mod latency;
 mod link_load;
 mod local;
 pub(crate) mod racks;
@@ -69,16 +71,17 @@ pub(crate) fn heuristic(
     domain: VertexId,
     relaxed: &Relaxed,
 ) -> Option<(Found, f64)> {
-    let bound_s = relaxed.bound_s;
     let subtree = problem.topology.subtree(domain);
-    let tries = LOCAL_VISITS / subtree.len();
+    let (subtree_len, tries) = (subtree.len(), LOCAL_VISITS / subtree.len());
     let narrower = subtree.skip(1).filter(|vertex| problem.rooms[*vertex] >= problem.traffic.ranks);
     let start = start(problem, domain, relaxed);
-    let mut start = narrower.fold(start, |start, vertex| {
+    let start = narrower.fold(start, |start, vertex| {
         let below_s = start.as_ref().map_or(LONGEST_S, |start| start.time.total_s());
         let aggregators = relax(problem, VertexId(vertex), below_s).map(|found| found.aggregators);
         aggregators.and_then(|found| exact::better_with(problem, domain, found, below_s)).or(start)
     });
+    let (mut start, bound_s) =
+        around::search(problem, domain, relaxed, start, AROUND_VISITS / subtree_len);
     if start.is_none() || problem.topology.hosts_of(domain).len() <= FEW_HOSTS {
         let other = exact::search(problem, domain, consecutive(problem, domain));
         let improved = [start, other].into_iter().flatten();
@@ -136,5 +139,7 @@ const FEW_CHOICES: usize = 100;
 const CLOSE_ENOUGH: f64 = 1.001;
 /// In a domain with at most as many hosts, the search starts from more placements.
 const FEW_HOSTS: usize = 64;
+/// Vertices in the relaxed problems that the search around centers may solve in total.
+const AROUND_VISITS: usize = 500_000;
 /// Vertices that the local search may visit in total.
 const LOCAL_VISITS: usize = 100_000;

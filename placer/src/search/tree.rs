@@ -6,9 +6,8 @@
 //! ceiling of their own. So if the relaxed problem has no solution within a time, the job has none.
 
 use super::Aggregators;
+use super::latency::least_latency_s;
 use super::link_load::{Capacity, LinkLoads};
-use crate::model::NEARER;
-use crate::network::Peer;
 use crate::problem::Problem;
 use crate::topology::{HostId, Topology, VertexId};
 
@@ -17,61 +16,45 @@ use crate::topology::{HostId, Topology, VertexId};
 pub(crate) struct Relaxed {
     /// No placement in the domain has a shorter step, in seconds.
     pub(crate) bound_s: f64,
+    /// No placement in the domain has a shorter transfer, in seconds.
+    pub(crate) transfer_s: f64,
     pub(crate) aggregators: Aggregators,
 }
 
-/// Returns the relaxed optimum of a domain, if ranks and aggregators fit into it and its transfer
-/// is shorter than `below_s` seconds.
+/// Returns the relaxed optimum of a domain, if ranks and aggregators fit into it and its bound is
+/// below `below_s` seconds.
 pub(crate) fn relax(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Relaxed> {
+    // Most domains that are left out fail this test, which takes less time than the round trips.
+    if !Table::new(problem, domain).fits(LONGEST_S.min(below_s)) {
+        return None;
+    }
+    let latency_s = least_latency_s(problem, domain);
+    let (transfer_s, aggregators) =
+        least_transfer(problem, domain, below_s - latency_s, PRECISION)?;
+    Some(Relaxed { bound_s: transfer_s + latency_s, transfer_s, aggregators })
+}
+
+/// Returns a time that no transfer in a domain beats, and the aggregators of the relaxed optimum,
+/// if its transfer is shorter than `below_s` seconds.
+pub(super) fn least_transfer(
+    problem: &Problem<'_>,
+    domain: VertexId,
+    below_s: f64,
+    precision: f64,
+) -> Option<(f64, Aggregators)> {
     let mut table = Table::new(problem, domain);
     let (mut too_short, mut enough) = (0.0, LONGEST_S.min(below_s));
     if !table.fits(enough) {
         return None;
     }
-    while enough - too_short > enough * PRECISION {
+    while enough - too_short > enough * precision {
         let middle = middle(too_short, enough);
         if middle <= SHORTEST_S {
             break;
         }
         *if table.fits(middle) { &mut enough } else { &mut too_short } = middle;
     }
-    let bound_s = too_short + least_latency_s(problem, domain);
-    table.fits(enough).then(|| Relaxed { bound_s, aggregators: table.aggregators() })
-}
-
-/// Returns a round trip that each placement in a domain has, in seconds: none if one host has seats
-/// for the whole job, and otherwise the shortest one between two of its hosts.
-fn least_latency_s(problem: &Problem<'_>, domain: VertexId) -> f64 {
-    let (topology, links, traffic) = (problem.topology, problem.links, problem.traffic);
-    let mut hosts = topology.hosts_of(domain);
-    let has_all = |host: usize| {
-        problem.seats[host].aggregators >= traffic.aggregators
-            && problem.ranks_beside(host, traffic.aggregators) >= traffic.ranks
-    };
-    if hosts.any(has_all) {
-        return 0.0;
-    }
-    let is_usable = |host: HostId| {
-        let seats = &problem.seats[host.0];
-        seats.ranks > 0 || seats.aggregators > 0
-    };
-    // Per vertex: the shortest round trip to a host in its subtree.
-    let mut shortest_s = vec![f64::INFINITY; topology.subtree(domain).len()];
-    let mut least_s = f64::INFINITY;
-    for host in topology.hosts_of(domain).map(HostId).filter(|host| is_usable(*host)) {
-        shortest_s[topology.leaf(host).0 - domain.0] = 0.0;
-        let peers = links.peers(host).iter().filter(|peer| is_usable(peer.host));
-        least_s = peers.filter_map(Peer::rtt).fold(least_s, f64::min);
-    }
-    for index in (1..shortest_s.len()).rev() {
-        let vertex = VertexId(domain.0 + index);
-        let through_s = shortest_s[index] + links.rtt[vertex.0];
-        let parent = &mut shortest_s[topology.parent(vertex).unwrap_or(domain).0 - domain.0];
-        least_s = least_s.min(*parent + through_s);
-        *parent = parent.min(through_s);
-    }
-    // Other sums of the same delays may be a rounding error shorter.
-    least_s * NEARER
+    table.fits(enough).then(|| (too_short, table.aggregators()))
 }
 
 /// Returns a time between two others. Times span many orders of magnitude, so it halves the

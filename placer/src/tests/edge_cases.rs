@@ -4,7 +4,8 @@ use super::vectors::{cluster, job, planned};
 use crate::explain::{Reason, explain};
 use crate::inventory::{Amount, Host, Inventory};
 use crate::job::Job;
-use crate::network::{Links, Network};
+use crate::network::{Links, Network, NetworkError};
+use crate::notes::{Note, notes};
 use crate::plan::{PlanError, plan};
 use crate::problem::{Exclusion, Problem};
 use crate::topology::{InventoryError, Topology};
@@ -141,6 +142,134 @@ fn wrong_amounts_are_errors() {
 }
 
 #[test]
+fn rates_and_round_trips_without_end_are_errors() {
+    let topology = Topology::new(&cluster(&[&[1, 1]])).unwrap();
+    for (field, value) in
+        [("mbit", "inf"), ("mbit", "1e300"), ("rtt_us", "inf"), ("rtt_us", "1e12")]
+    {
+        let up = if field == "mbit" { format!("up = {{ mbit = {value} }}") } else { String::new() };
+        let rtt = if field == "mbit" { String::new() } else { format!("rtt_us = {value}") };
+        let text = format!("[[links]]\nof = 'r0h0'\n{up}\n{rtt}");
+        let error = Links::new(&topology, &network(&text)).unwrap_err();
+        assert!(
+            matches!(error, NetworkError::Value { field: wrong, .. } if wrong == field),
+            "{error}"
+        );
+    }
+    let mut inventory = cluster(&[&[1, 1]]);
+    for rate in [f64::INFINITY, f64::NAN, 1e300, 0.0, -1.0] {
+        inventory.hosts[1].nic_mbit = rate;
+        let error = Topology::new(&inventory).unwrap_err();
+        assert!(matches!(error, InventoryError::Rate { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_link_that_carries_nothing_is_named_if_no_placement_avoids_it() {
+    let topology = Topology::new(&cluster(&[&[1, 1]])).unwrap();
+    let dead = "[[links]]\nof = 'r0h1'\nup = { mbit = 0 }";
+    let links = Links::new(&topology, &network(dead)).unwrap();
+    let error = plan(&topology, &links, &job("ranks = 2\naggregators = 2")).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "job \"job\": no placement of its ranks and aggregators found; nothing passes the link \
+         from r0h1; measure again, or exclude these hosts"
+    );
+}
+
+#[test]
+fn what_binds_is_named_even_if_several_constraints_do_together() {
+    let inventory = cluster(&[&[2, 2], &[2, 2]]);
+    let error = |text: &str| planned(&inventory, &job(text)).unwrap_err().to_string();
+    assert_eq!(
+        error("ranks = 4\nonly = [{ rack = 'r0' }]\nexcept = [{ rack = 'r0' }]"),
+        "job \"job\" has 4 ranks, and there is room for 0; without `only`, all fit; without \
+         `except`, all fit"
+    );
+    assert_eq!(
+        error("ranks = 3\nmax_ranks_per_host = 0\nmax_ranks_per_domain = { rack = 0 }"),
+        "job \"job\" has 3 ranks, and there is room for 0; without `max_ranks_per_host` and \
+         `max_ranks_per_domain`, all fit"
+    );
+    assert_eq!(
+        error("ranks = 9"),
+        "job \"job\" has 9 ranks, and there is room for 8; no constraint of the job binds, so add \
+         hosts or lower `ranks`"
+    );
+    let limit = "ranks = 2\naggregators = 9\ncpus_per_aggregator = 1";
+    assert_eq!(
+        error(limit),
+        "job \"job\": no placement of its ranks and aggregators found; the hosts have room for 8 \
+         of 9 aggregators; lower `aggregators` or `cpus_per_aggregator`, or raise `max_aggregators`"
+    );
+}
+
+#[test]
+fn constraints_that_no_host_matches_are_named() {
+    let mut inventory = cluster(&[&[2, 2], &[2, 2]]);
+    inventory.hosts[3].taints = vec!["spot".into()];
+    let error = |text: &str| planned(&inventory, &job(text)).unwrap_err().to_string();
+    assert_eq!(
+        error("ranks = 2\nonly = [{ rack = 'r7' }]"),
+        "job \"job\" has 2 ranks, and there is room for 0; without `only`, all fit; `only` names { \
+         rack = \"r7\" }, which no host has; the values of rack are r0, r1"
+    );
+    assert_eq!(
+        error("ranks = 2\ngpu_type = 'h200'"),
+        "job \"job\" has 2 ranks, and there is room for 0; without `gpu_type`, all fit; `gpu_type` \
+         names \"h200\", which no host has; the types of GPUs are h100"
+    );
+    // Constraints that leave hosts are notes.
+    let topology = Topology::new(&inventory).unwrap();
+    let links = Links::nominal(&topology);
+    let notes = |text: &str| {
+        let job = job(text);
+        let plan = plan(&topology, &links, &job).unwrap();
+        let problem = Problem::new(&topology, &links, &job).unwrap();
+        notes(&problem, &plan).iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        notes(
+            "ranks = 2\nonly = [{ host = 'r0h0' }, { host = 'r9' }]\nexcept = [{ row = 'a' }, \
+             { rack = 'r0', host = 'r1h1' }]\ntolerates = ['spot', 'spt']"
+        ),
+        [
+            "`only` names { host = \"r9\" }, which no host has; no host has the name \"r9\"",
+            "`except` names { row = \"a\" }, which no host has; no host has the label \"row\"; the \
+             labels are rack",
+            "`except` names { host = \"r1h1\", rack = \"r0\" }, which no host has; hosts have each \
+             of these labels, and none has all of them",
+            "`tolerates` names \"spt\", which no host has; the taints are spot",
+        ]
+    );
+    assert_eq!(
+        notes("ranks = 5\nscope = 'rack'"),
+        ["the plan leaves `scope`: no rack has room for more than 4 ranks"]
+    );
+    assert_eq!(notes("ranks = 2\nscope = 'rack'"), [""; 0]);
+    let unused = "ranks = 2\ngpu_type = 'x'\ngpus_per_rank = 0";
+    let unused = unused.replace("gpus_per_rank = 0", "max_ranks_per_host = 2");
+    let unused = Job { gpus_per_rank: 0, ..job(&unused) };
+    let plan = plan(&topology, &links, &unused).unwrap();
+    let problem = Problem::new(&topology, &links, &unused).unwrap();
+    assert_eq!(crate::notes::notes(&problem, &plan), [Note::NoGpus]);
+}
+
+#[test]
+fn links_in_use_without_a_measurement_are_named_if_others_have_one() {
+    let topology = Topology::new(&cluster(&[&[1, 1], &[1]])).unwrap();
+    let notes = |network_text: &str| {
+        let links = Links::new(&topology, &network(network_text)).unwrap();
+        let job = job("ranks = 2\nscope = 'rack'");
+        let plan = plan(&topology, &links, &job).unwrap();
+        notes(&Problem::new(&topology, &links, &job).unwrap(), &plan)
+    };
+    assert_eq!(notes(""), []);
+    let measured = "[[links]]\nof = 'r0h0'\nup = { mbit = 90 }\ndown = { mbit = 90 }\n";
+    assert_eq!(notes(measured), [Note::Unmeasured(vec!["r0h1".into()])]);
+}
+
+#[test]
 fn gpus_of_all_types_count_but_a_rank_uses_one_type() {
     let mut inventory = cluster(&[&[3]]);
     let more = inventory.hosts[0].gpus["h100"];
@@ -168,5 +297,6 @@ fn a_host_takes_at_most_its_limit_of_aggregators_and_all_its_ranks() {
     }
     inventory.hosts[2].max_aggregators = Some(0);
     let error = placed(&inventory).unwrap_err().to_string();
-    assert!(error.starts_with("job \"job\": no placement"), "{error}");
+    let expected = "the hosts have room for 0 of 3 aggregators; ";
+    assert!(error.contains(expected), "{error}");
 }

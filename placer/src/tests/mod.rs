@@ -1,5 +1,6 @@
 //! Tests of whole plans, on random clusters.
 
+mod bound;
 mod edge_cases;
 mod optimum;
 mod order;
@@ -93,8 +94,10 @@ fn host(is_uniform: bool) -> impl Strategy<Value = Host> {
     let nic_mbit = if is_uniform { vec![100.0] } else { vec![10.0, 40.0, 100.0, 1000.0] };
     let (cpus, gpus) = if is_uniform { (0..=0u32, 2..=2u32) } else { (0..=8, 0..=4) };
     let taints = weighted(0.05, Just("maintenance".into())).prop_map(Vec::from_iter);
-    (labels, select(nic_mbit), cpus, gpus, taints).prop_map(
-        |(labels, nic_mbit, used, gpus, taints)| Host {
+    let max_aggregators = weighted(0.3, 0..=2u32);
+    let max_aggregators = max_aggregators.prop_map(move |most| most.filter(|_| !is_uniform));
+    (labels, select(nic_mbit), cpus, gpus, taints, max_aggregators).prop_map(
+        |(labels, nic_mbit, used, gpus, taints, max_aggregators)| Host {
             name: String::new(),
             labels,
             address: None,
@@ -103,7 +106,7 @@ fn host(is_uniform: bool) -> impl Strategy<Value = Host> {
             gpus: [("h100".into(), Amount { total: gpus, used: 0 })].into(),
             aggregator: None,
             taints,
-            max_aggregators: None,
+            max_aggregators,
         },
     )
 }
@@ -146,8 +149,8 @@ fn running(hosts: usize) -> impl Strategy<Value = RunningJob> {
             aggregators: u32::from(number == aggregator),
         };
         let used = |number: &usize| *number == aggregator || ranks.contains(number);
-        let placement =
-            PlacementRecord { hosts: (0..hosts).filter(used).map(host).collect(), racks: vec![] };
+        let hosts = (0..hosts).filter(used).map(host).collect();
+        let placement = PlacementRecord { hosts, racks: vec![], standbys: vec![] };
         RunningJob { job: toml::from_str(&job).unwrap(), placement, period_s }
     })
 }
@@ -173,7 +176,9 @@ fn job(
     has_zones: bool,
 ) -> impl Strategy<Value = Job> {
     let densities = select(vec![(1.0, 1.0), (0.01, 0.01), (0.01, 0.5), (0.3, 1.0)]);
-    let traffic = (densities, any::<bool>());
+    // Round trips decide over small messages, and rates over large ones.
+    let bytes = select(vec![1_000, 10_000, 1_000_000, 10_000_000]);
+    let traffic = (densities, any::<bool>(), bytes);
     let needs = (select(vec![0, 1, 1, 2]), 0..=1u32, select(vec![0, 2, 4]));
     let limits = (weighted(0.2, Just(1)), weighted(0.2, 1..=4u32), weighted(0.3, Just(())));
     (ranks, aggregators, traffic, needs, limits).prop_map(
@@ -185,6 +190,7 @@ fn job(
                 own_density: traffic.0.0,
                 union_density: traffic.0.1,
                 is_multicast: traffic.1,
+                bytes: traffic.2,
                 gpus_per_rank: needs.0,
                 cpus_per_rank: needs.1,
                 cpus_per_aggregator: needs.2,
@@ -196,7 +202,7 @@ fn job(
                 has_dedicated_aggregators: limits.2.is_some(),
                 // Prefer the shortest step to the narrowest domain.
                 widen_gain: 0.0,
-                ..toml::from_str("name = 'job'\nranks = 1\nbytes = 10_000_000").unwrap()
+                ..toml::from_str("name = 'job'\nranks = 1\nbytes = 1").unwrap()
             }
         },
     )

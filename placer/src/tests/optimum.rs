@@ -60,6 +60,8 @@ proptest! {
         prop_assert_eq!(plan.is_some(), best.is_some(), "{:?} {:?}", plan, best);
         if let (Some(Plan { time, placement, .. }), Some(best)) = (plan, best) {
             let problem = Problem::new(&topology, &links, &instance.job).unwrap();
+            let relaxed = search::relax(&problem, Topology::ROOT, f64::INFINITY).unwrap();
+            prop_assert!(relaxed.bound_s <= best, "{} {}", relaxed.bound_s, best);
             prop_assert!(problem.allows(&placement), "{:?}", placement);
             prop_assert_eq!(step_time(&problem, &placement), time);
             prop_assert!((time.total_s() - best).abs() <= best * 1e-8, "{:?} {}", time, best);

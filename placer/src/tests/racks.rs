@@ -9,9 +9,12 @@ use super::{Shape, instances};
 use crate::job::Setting;
 use crate::network::{LinkRecord, Links, Measurement, Network};
 use crate::placement::Placement;
+use crate::placement::PlacementError;
 use crate::plan::plan;
+use crate::present::Present;
 use crate::problem::Problem;
 use crate::racks::{Tree, allows, tree_step_time};
+use crate::running::{RunningJobs, remaining};
 use crate::topology::{HostId, Topology};
 
 /// Returns the least step time of all placements with an aggregator in each rack with ranks.
@@ -120,6 +123,57 @@ fn one_sum_leaves_a_rack_in_place_of_four_contributions() {
     // With several aggregators, each host carries less than the root of a tree.
     let (topology, links, job) = with_uplinks(1000.0, "ranks = 8\nracks = 'auto'\naggregators = 8");
     assert_eq!(plan(&topology, &links, &job).unwrap().tree, None);
+}
+
+/// The hosts of eight ranks, with the aggregator of each rack on its first host.
+const HOSTS: &str = r#"
+placement.hosts = [
+    { host = "r0h0", ranks = [0], aggregators = 1 }, { host = "r0h1", ranks = [1] },
+    { host = "r0h2", ranks = [2] }, { host = "r0h3", ranks = [3] },
+    { host = "r1h0", ranks = [4] }, { host = "r1h1", ranks = [5] },
+    { host = "r1h2", ranks = [6] }, { host = "r1h3", ranks = [7] },
+]
+"#;
+
+#[test]
+fn a_running_job_with_racks_loads_links_with_sums() {
+    let (topology, links, _) = with_uplinks(1000.0, "ranks = 8");
+    let uplink = topology.vertex("r1").unwrap();
+    let sum_mbit = 1.06 * 8.0;
+    for (racks, setting, sums) in [
+        ("placement.racks = [{ host = 'r1h0', domain = 'r1', parent = 'r0h0' }]", "true", 1.0),
+        ("placement.racks = [{ host = 'r1h0' }]", "'auto'", 1.0),
+        ("", "'auto'", 4.0),
+    ] {
+        let job = format!(
+            "[[jobs]]\nperiod_s = 1.0\njob = {{ name = 'other', ranks = 8, bytes = 1_000_000, \
+             aggregators = 'auto', racks = {setting} }}\n{HOSTS}{racks}"
+        );
+        let running: RunningJobs = toml::from_str(&job).unwrap();
+        let left = remaining(&topology, &links, &running).unwrap().up(uplink).mbit();
+        assert!((left - (1000.0 - sums * sum_mbit)).abs() < 1e-6, "{setting} {sums} {left}");
+    }
+}
+
+#[test]
+fn the_placement_of_a_job_with_racks_has_an_aggregator_for_each_rank() {
+    let (topology, links, job) = with_uplinks(1000.0, "ranks = 8\nracks = true");
+    let read = |racks: &str| {
+        let record = toml::from_str::<RunningJobs>(&format!(
+            "[[jobs]]\njob = {{ name = 'x', ranks = 8, bytes = 1 }}\n{HOSTS}{racks}"
+        ));
+        Present::of_record(&topology, &job, &record.unwrap().jobs[0].placement)
+    };
+    let present = read("placement.racks = [{ host = 'r1h0' }]").unwrap();
+    let problem = Problem::new(&topology, &links, &present.decided(&job)).unwrap();
+    let (best, present) = (plan(&topology, &links, &job).unwrap(), present.plan(&problem));
+    assert_eq!((present.time, present.domain), (best.time, best.domain));
+    let host = |host: &str| (String::from("job"), String::from(host));
+    let (job, host) = host("r1h1");
+    let second = read("placement.racks = [{ host = 'r1h0' }, { host = 'r1h1' }]").unwrap_err();
+    assert_eq!(second, PlacementError::TwoInRack { job, host });
+    let of_root = read("placement.racks = [{ host = 'r0h2' }]").unwrap_err().to_string();
+    assert!(of_root.ends_with("has a second aggregator in the rack of host \"r0h2\""), "{of_root}");
 }
 
 #[test]

@@ -80,9 +80,18 @@ fn standbys_are_apart_from_each_other_too() {
     let error = planned(&inventory, &with(3)).unwrap_err().to_string();
     assert_eq!(
         error,
-        "job \"job\": no placement of standby 3 found outside each rack with aggregators; lower \
-         `standbys`, or set `standby_level` to a narrower level or to host"
+        "job \"job\": no placement of standby 3 found outside each rack with aggregators; set \
+         `standby_level` to \"host\", or lower `standbys`"
     );
+    let error = |text: &str| planned(&cluster(&[&[1, 1]]), &job(text)).unwrap_err().to_string();
+    let advice = "outside each host with aggregators; lower `standbys`, or add hosts that can run \
+                  aggregators";
+    let found = error("ranks = 2\nstandbys = 2\nstandby_level = 'host'");
+    assert!(found.ends_with(advice), "{found}");
+    let advice = "with aggregators; without `only`, all standbys have hosts";
+    let found =
+        error("ranks = 1\nstandbys = 1\nstandby_level = 'host'\nonly = [{ host = 'r0h0' }]");
+    assert!(found.ends_with(advice), "{found}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! `topology.conf`: lines of `Key=Value` pairs.
 
-use super::super::{ImportError, Problem};
+use super::super::{ImportError, ImportErrorKind};
 use super::{Block, Names, Switch, Topology, chosen};
 
 /// Returns the topology of a file, or the one of `name`: `tree` or `block`.
@@ -11,7 +11,7 @@ pub(super) fn read(
 ) -> Result<Topology, ImportError> {
     let mut file = File::default();
     for (line, text) in lines(text) {
-        let pairs = pairs(&text).map_err(|problem| problem.at(line))?;
+        let pairs = pairs(&text).map_err(|kind| kind.at(line))?;
         if !pairs.is_empty() {
             file.take(line, &pairs, names)?;
         }
@@ -43,7 +43,7 @@ impl File {
         pairs: &[(&str, &str)],
         names: &mut Names,
     ) -> Result<(), ImportError> {
-        let wrong = |why: String| Problem::Syntax(why).at(line);
+        let wrong = |why: String| ImportErrorKind::Syntax(why).at(line);
         let mut fields = Fields::default();
         for &(key, value) in pairs {
             let Some(field) = fields.of(key) else {
@@ -129,7 +129,7 @@ fn lines(text: &str) -> Vec<(usize, String)> {
 }
 
 /// Splits a line into keys and values. A value may be in double quotes.
-fn pairs(line: &str) -> Result<Vec<(&str, &str)>, Problem> {
+fn pairs(line: &str) -> Result<Vec<(&str, &str)>, ImportErrorKind> {
     let mut pairs = vec![];
     let mut rest = line.trim();
     while !rest.is_empty() {
@@ -137,16 +137,16 @@ fn pairs(line: &str) -> Result<Vec<(&str, &str)>, Problem> {
         let (key, tail) = rest.split_at(end.unwrap_or(rest.len()));
         if key.eq_ignore_ascii_case("include") {
             let why = "Include is not supported; copy the other file's lines into this file";
-            return Err(Problem::Syntax(why.into()));
+            return Err(ImportErrorKind::Syntax(why.into()));
         }
         let value = tail.trim_start().strip_prefix('=').map(str::trim_start);
         let Some(value) = value.filter(|_| !key.is_empty()) else {
             let found: String = rest.chars().take(20).collect();
-            return Err(Problem::Syntax(format!("expected Key=Value, found {found:?}")));
+            return Err(ImportErrorKind::Syntax(format!("expected Key=Value, found {found:?}")));
         };
         let (value, tail) = match value.strip_prefix('"') {
             Some(quoted) => quoted.split_once('"').ok_or_else(|| {
-                Problem::Syntax(format!(
+                ImportErrorKind::Syntax(format!(
                     "the value of {key} has an opening quote and no closing one"
                 ))
             })?,

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::super::{ImportError, Place, Problem};
+use super::super::{ImportError, ImportErrorKind, Place};
 use super::{Names, Topology, chosen};
 
 /// A topology. Kinds that are not listed here, such as rings, are errors only if they are chosen.
@@ -63,8 +63,8 @@ pub(super) fn read(
         let of_name = |other: &&Named| other.topology.value == named.topology.value;
         if let Some(first) = topologies[..index].iter().find(of_name) {
             let (name, first) = (named.topology.value.clone(), Place::Line(line(&first.topology)));
-            let problem = Problem::Duplicate { what: "topology", name, first };
-            return Err(problem.at(line(&named.topology)));
+            let kind = ImportErrorKind::Duplicate { what: "topology", name, first };
+            return Err(kind.at(line(&named.topology)));
         }
     }
     let default = topologies.iter().find(|named| named.cluster_default);
@@ -88,7 +88,7 @@ pub(super) fn read(
             Ok(Topology::Block { blocks: blocks.collect::<Result<_, _>>()?, sizes })
         }
         (None, None, true) => Ok(Topology::Flat),
-        _ => Err(Problem::Kind(topology.value.clone()).at(line(&topology))),
+        _ => Err(ImportErrorKind::Unsupported(topology.value.clone()).at(line(&topology))),
     }
 }
 
@@ -98,9 +98,9 @@ fn line<T>(value: &Spanned<T>) -> usize {
 }
 
 fn wrong(error: &serde_saphyr::Error) -> ImportError {
-    let problem = Problem::Syntax(super::super::without_position(error.without_snippet()));
+    let kind = ImportErrorKind::Syntax(super::super::without_position(error.without_snippet()));
     match error.location() {
-        Some(location) => problem.at(usize::try_from(location.line()).unwrap_or(usize::MAX)),
-        None => problem.nowhere(),
+        Some(location) => kind.at(usize::try_from(location.line()).unwrap_or(usize::MAX)),
+        None => kind.nowhere(),
     }
 }
