@@ -72,6 +72,9 @@ pub enum InventoryError {
     /// A host has the name of a domain.
     #[error("{0:?} is the name of a host and of a domain; rename one of them")]
     Ambiguous(String),
+    /// A level has the name by which constraints mean hosts.
+    #[error("a level is called \"host\", which in constraints means a host; rename the level")]
+    HostLevel,
     /// A level is listed twice.
     #[error("level {0:?} is listed twice; list each level once")]
     DuplicateLevel(String),
@@ -84,13 +87,11 @@ pub enum InventoryError {
         rate: f64,
     },
     /// Other jobs use more of a resource than the host has.
-    #[error(
-        "host {host:?}: {used} {resource} are used, but it has {total}; correct one of the two"
-    )]
+    #[error("host {host:?}: {resource}: used is {used}, but total is {total}; correct one of them")]
     Overused {
         /// The name of the host.
         host: String,
-        /// `cpus`, or the type of GPU.
+        /// `cpus`, or `gpus` with the type.
         resource: String,
         /// Units that the host has.
         total: u32,
@@ -343,9 +344,16 @@ fn natural_key(name: &str) -> Vec<(String, u64, String)> {
     parts
 }
 
+/// The name by which constraints mean hosts, where others are names of levels.
+const HOST: &str = "host";
+
 fn check_levels(levels: &[String]) -> Result<(), InventoryError> {
     let twice = levels.iter().enumerate().find(|(index, level)| levels[..*index].contains(level));
-    twice.map_or(Ok(()), |(_, level)| Err(InventoryError::DuplicateLevel(level.clone())))
+    match twice {
+        Some((_, level)) => Err(InventoryError::DuplicateLevel(level.clone())),
+        None if levels.iter().any(|level| level == HOST) => Err(InventoryError::HostLevel),
+        None => Ok(()),
+    }
 }
 
 fn check_host(host: &Host) -> Result<(), InventoryError> {
@@ -353,13 +361,13 @@ fn check_host(host: &Host) -> Result<(), InventoryError> {
     if !(host.nic_mbit.is_finite() && host.nic_mbit > 0.0) {
         return Err(InventoryError::Rate { host: host.name.clone(), rate: host.nic_mbit });
     }
-    let cpus = std::iter::once(("cpus", host.cpus));
-    let gpus = host.gpus.iter().map(|(name, amount)| (name.as_str(), *amount));
+    let cpus = std::iter::once(("cpus".to_owned(), host.cpus));
+    let gpus = host.gpus.iter().map(|(kind, amount)| (format!("gpus.{kind}"), *amount));
     for (resource, amount) in cpus.chain(gpus) {
         if amount.used > amount.total {
             return Err(InventoryError::Overused {
                 host: host.name.clone(),
-                resource: resource.into(),
+                resource,
                 total: amount.total,
                 used: amount.used,
             });
@@ -405,4 +413,29 @@ fn check_names(hosts: &[(Vec<String>, Host)]) -> Result<(), InventoryError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(levels: &str, host: &str) -> String {
+        let text = format!("levels = [{levels}]\n[[hosts]]\nname = 'h'\n{host}");
+        Topology::new(&toml::from_str(&text).unwrap()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_level_cannot_have_the_name_by_which_constraints_mean_hosts() {
+        let why = refusal("'rack', 'host'", "nic_mbit = 1");
+        assert!(why.starts_with("a level is called \"host\""), "{why}");
+    }
+
+    #[test]
+    fn an_amount_of_which_more_is_used_than_there_is_is_named() {
+        let why = refusal("", "nic_mbit = 1\ngpus = { h = { total = 2, used = 3 } }");
+        let expected = "host \"h\": gpus.h: used is 3, but total is 2; correct one of them";
+        assert_eq!(why, expected);
+        let why = refusal("", "nic_mbit = 1\ncpus = { total = 2, used = 3 }");
+        assert!(why.contains("cpus: used is 3"), "{why}");
+    }
 }
