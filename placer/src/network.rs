@@ -3,6 +3,7 @@
 //! [`Network`] is the file that the probe writes. [`Links`] holds a rate and a delay for each link
 //! of a topology, with the source of each. A planner reads only [`Links`].
 
+mod check;
 mod merge;
 
 use std::collections::BTreeMap;
@@ -11,6 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::inventory::Tree;
 use crate::topology::{HostId, Topology, VertexId};
+
+pub use self::check::NetworkError;
 
 /// Measurements of a cluster's links.
 ///
@@ -58,21 +61,9 @@ impl Network {
         #[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 seconds")]
         let passed_s = now.saturating_sub(measured_at) as f64;
         self.measurements_mut().for_each(|measurement| measurement.age_s += passed_s);
+        let places = self.tree.iter_mut().flat_map(|tree| tree.hosts.values_mut());
+        places.for_each(|place| place.age_s += passed_s);
         self
-    }
-
-    /// Checks all values, whatever hosts and domains exist.
-    ///
-    /// # Errors
-    /// If a value is outside its range.
-    pub fn check(&self) -> Result<(), NetworkError> {
-        check("the network file", "half_life_s", self.half_life_s, &POSITIVE)?;
-        self.links.iter().try_for_each(LinkRecord::check)?;
-        self.pairs.iter().try_for_each(|pair| {
-            let of = format!("{} -> {}", pair.from, pair.to);
-            pair.path.check(&of)?;
-            check_rtt(&of, pair.rtt_us)
-        })
     }
 
     /// Returns the age of the oldest measurement in seconds, if there is any.
@@ -80,7 +71,9 @@ impl Network {
     pub fn oldest_s(&self) -> Option<f64> {
         let links = self.links.iter().flat_map(|link| [link.up, link.down]).flatten();
         let paths = self.pairs.iter().map(|pair| pair.path);
-        links.chain(paths).map(|measurement| measurement.age_s).reduce(f64::max)
+        let ages = links.chain(paths).map(|measurement| measurement.age_s);
+        let places = self.tree.iter().flat_map(|tree| tree.hosts.values());
+        ages.chain(places.map(|place| place.age_s)).reduce(f64::max)
     }
 
     /// Returns the measured loss of a link upwards or downwards, or zero if there is none.
@@ -108,6 +101,10 @@ pub struct LinkRecord {
     pub down: Option<Measurement>,
     /// The median round-trip time that this link adds to a path, in microseconds.
     pub rtt_us: Option<f64>,
+    /// The 99th percentile of the round-trip times that this link adds to a path, in microseconds.
+    /// Percentiles do not add up exactly, so it is an estimate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rtt_p99_us: Option<f64>,
 }
 
 /// A path from one host to another.
@@ -122,6 +119,9 @@ pub struct PairRecord {
     pub path: Measurement,
     /// The median round-trip time in microseconds.
     pub rtt_us: Option<f64>,
+    /// The 99th percentile of the round-trip times in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rtt_p99_us: Option<f64>,
 }
 
 /// The throughput and loss of one direction of a link or path.
@@ -153,32 +153,6 @@ const fn default_half_life() -> f64 {
 
 const fn full_confidence() -> f64 {
     1.0
-}
-
-/// The error for a network file that is wrong or that describes another cluster.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum NetworkError {
-    /// A record names a host or domain that the inventory does not list.
-    #[error("the network file names {0:?}, which is neither a host nor a domain of the inventory")]
-    Unknown(String),
-    /// A value is not a number or outside its range.
-    #[error("{of}: {field} is {value}; it must be {range}")]
-    Value {
-        /// The link or path.
-        of: String,
-        /// The name of the field.
-        field: &'static str,
-        /// The value given.
-        value: f64,
-        /// The range of valid values.
-        range: &'static str,
-    },
-    /// A link or path has two records.
-    #[error("the network file has two records of {0:?}; remove the older one")]
-    Twice(String),
-    /// A record of a path starts and ends at one host.
-    #[error("the network file has a path from {0:?} to itself; remove it")]
-    Loop(String),
 }
 
 /// The origin of a link's rate.
@@ -232,6 +206,8 @@ pub struct Links {
     pub(crate) down: Vec<Rate>,
     /// Per vertex: round-trip time that the link adds, in seconds.
     pub(crate) rtt: Vec<f64>,
+    /// Per vertex: 99th percentile of the round-trip times that the link adds, in seconds.
+    rtt_p99: Vec<Option<f64>>,
     /// Per host: the hosts to or from which the path was measured by itself, in ascending order.
     /// Each pair is in the lists of both hosts.
     peers: Vec<Vec<Peer>>,
@@ -287,6 +263,7 @@ struct Path {
     /// The greatest goodput.
     ceiling: Rate,
     rtt: Option<f64>,
+    rtt_p99: Option<f64>,
 }
 
 impl Peer {
@@ -320,7 +297,8 @@ impl Links {
     /// # Errors
     /// If a record names an unknown host or domain, or has a value outside its range.
     pub fn new(topology: &Topology, network: &Network) -> Result<Self, NetworkError> {
-        check("the network file", "half_life_s", network.half_life_s, &POSITIVE)?;
+        network.check_half_life()?;
+        network.tree.iter().try_for_each(|tree| tree.check_against(topology))?;
         let records = records_by_vertex(topology, network)?;
         let mut links = Self::of_records(topology, &records, network.half_life_s);
         links.add_pairs(topology, network)?;
@@ -342,16 +320,16 @@ impl Links {
             up: direction(|record| record.up),
             down: direction(|record| record.down),
             rtt: records.iter().map(|record| rtt_of(record).unwrap_or(0.0) / 1e6).collect(),
+            rtt_p99: records.iter().map(|record| Some((*record)?.rtt_p99_us? / 1e6)).collect(),
             peers: vec![vec![]; topology.hosts().len()],
             has_pairs: false,
         }
     }
 
     fn add_pairs(&mut self, topology: &Topology, network: &Network) -> Result<(), NetworkError> {
-        let hosts: BTreeMap<_, _> =
-            topology.hosts().iter().map(|host| &host.name).zip(0..).collect();
+        let hosts = topology.host_numbers();
         let find = |name: &String| {
-            let host = hosts.get(name).copied().map(HostId);
+            let host = hosts.get(name.as_str()).copied();
             host.ok_or_else(|| NetworkError::Unknown(name.clone()))
         };
         self.has_pairs = !network.pairs.is_empty();
@@ -360,16 +338,15 @@ impl Links {
             if ends.0 == ends.1 {
                 return Err(NetworkError::Loop(record.from.clone()));
             }
-            let of = format!("{} -> {}", record.from, record.to);
-            record.path.check(&of)?;
-            check_rtt(&of, record.rtt_us)?;
+            record.check()?;
             let slowest = self.slowest_link(topology, ends.0, ends.1);
             let bytes_per_s = slowest.map_or(f64::INFINITY, |rate| rate.bytes_per_s);
             let links = Rate { bytes_per_s, source: Source::Inferred, confidence: 0.0 };
             let ceiling = record.path.blend(links, network.half_life_s);
-            let path = Path { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
+            let [rtt, rtt_p99] = [record.rtt_us, record.rtt_p99_us].map(|us| Some(us? / 1e6));
+            let path = Path { ceiling, rtt, rtt_p99 };
             if self.peer(ends.0, ends.1).to.replace(path).is_some() {
-                return Err(NetworkError::Twice(of));
+                return Err(NetworkError::Twice(record.name()));
             }
             self.peer(ends.1, ends.0).from = Some(path);
         }
@@ -427,11 +404,27 @@ impl Links {
 
     /// Returns the round-trip time of the links between two hosts in seconds.
     pub(crate) fn rtt_of_links(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
-        let (from, to) = (topology.leaf(from), topology.leaf(to));
-        let meet = topology.meet(from, to);
-        let below = |vertex: &VertexId| *vertex != meet;
-        let ends = [from, to].into_iter();
-        ends.flat_map(|end| topology.climb(end).take_while(below)).map(|v| self.rtt[v.0]).sum()
+        topology.links_between(from, to).map(|link| self.rtt[link.0]).sum()
+    }
+
+    /// Returns the median and the 99th percentile of the round-trip times between two hosts in
+    /// seconds, as far as they were measured. The planner uses only [`Self::rtt`].
+    #[must_use]
+    pub fn round_trips(
+        &self,
+        topology: &Topology,
+        from: HostId,
+        to: HostId,
+    ) -> (Option<f64>, Option<f64>) {
+        let (known, back) = (self.measured(from, to), self.measured(to, from));
+        let path =
+            |peer: Option<&Peer>| peer.and_then(|peer| peer.to.filter(|it| it.rtt.is_some()));
+        if let Some(path) = path(known).or_else(|| path(back)) {
+            return (path.rtt, path.rtt_p99);
+        }
+        let median = Some(self.rtt_of_links(topology, from, to)).filter(|rtt| *rtt > 0.0);
+        let links = topology.links_between(from, to).filter_map(|link| self.rtt_p99[link.0]);
+        (median, links.reduce(|one, other| one + other))
     }
 
     /// Returns the measured ceiling of the goodput from one host to another in bytes per second, if
@@ -508,21 +501,7 @@ impl Links {
     }
 }
 
-impl LinkRecord {
-    fn check(&self) -> Result<(), NetworkError> {
-        [self.up, self.down].iter().flatten().try_for_each(|measured| measured.check(&self.of))?;
-        check_rtt(&self.of, self.rtt_us)
-    }
-}
-
 impl Measurement {
-    fn check(&self, of: &str) -> Result<(), NetworkError> {
-        check(of, "mbit", self.mbit, &NOT_NEGATIVE)?;
-        check(of, "loss", self.loss, &SHARE)?;
-        check(of, "age_s", self.age_s, &NOT_NEGATIVE)?;
-        check(of, "confidence", self.confidence, &SHARE)
-    }
-
     /// Returns the confidence today.
     #[must_use]
     pub fn confidence_today(&self, half_life_s: f64) -> f64 {
@@ -599,29 +578,6 @@ fn resolve(
         rates[parent.0].bytes_per_s += rates[vertex].bytes_per_s;
     }
     rates
-}
-
-fn check_rtt(of: &str, rtt_us: Option<f64>) -> Result<(), NetworkError> {
-    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &NOT_NEGATIVE))
-}
-
-/// A range of valid values, and how a message names it.
-struct Valid {
-    name: &'static str,
-    holds: fn(f64) -> bool,
-}
-
-const POSITIVE: Valid = Valid { name: "a positive number", holds: |value| value > 0.0 };
-const NOT_NEGATIVE: Valid =
-    Valid { name: "zero or a positive number", holds: |value| value >= 0.0 };
-const SHARE: Valid =
-    Valid { name: "a number from 0 to 1", holds: |value| (0.0..=1.0).contains(&value) };
-
-fn check(of: &str, field: &'static str, value: f64, valid: &Valid) -> Result<(), NetworkError> {
-    if value.is_finite() && (valid.holds)(value) {
-        return Ok(());
-    }
-    Err(NetworkError::Value { of: of.into(), field, value, range: valid.name })
 }
 
 /// The relative error of a rate that was measured just now.

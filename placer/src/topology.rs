@@ -1,10 +1,10 @@
 //! The tree of domains: the cluster at the root, one level of domains per label, hosts at the
 //! leaves.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use crate::inventory::{Host, Inventory};
+use crate::inventory::{Host, Inventory, MBIT};
 
 /// The index of a vertex of the tree, in preorder: a vertex precedes its descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -78,8 +78,8 @@ pub enum InventoryError {
     /// A level is listed twice.
     #[error("level {0:?} is listed twice; list each level once")]
     DuplicateLevel(String),
-    /// The rate of a network interface is not a positive number.
-    #[error("host {host:?}: nic_mbit is {rate}; it must be a positive number")]
+    /// The rate of a network interface is no rate that an interface has.
+    #[error("host {host:?}: nic_mbit is {rate}; it must be a number from 0.001 to 1e9")]
     Rate {
         /// The name of the host.
         host: String,
@@ -231,6 +231,12 @@ impl Topology {
         self.hosts.iter().position(|host| host.name == name).map(HostId)
     }
 
+    /// Returns the numbers of all hosts by their names.
+    #[must_use]
+    pub fn host_numbers(&self) -> BTreeMap<&str, HostId> {
+        self.hosts.iter().map(|host| host.name.as_str()).zip(self.host_ids()).collect()
+    }
+
     pub(crate) fn host_mut(&mut self, host: HostId) -> &mut Host {
         &mut self.hosts[host.0]
     }
@@ -316,6 +322,18 @@ impl Topology {
         std::iter::successors(Some(from), next).filter(|vertex| *vertex != Self::ROOT)
     }
 
+    /// Returns the vertices whose links the paths between two hosts use.
+    pub(crate) fn links_between(
+        &self,
+        one: HostId,
+        other: HostId,
+    ) -> impl Iterator<Item = VertexId> {
+        let (one, other) = (self.leaf(one), self.leaf(other));
+        let meet = self.meet(one, other);
+        let below = move |vertex: &VertexId| *vertex != meet;
+        [one, other].into_iter().flat_map(move |end| self.climb(end).take_while(below))
+    }
+
     /// Returns the closest common ancestor of two vertices.
     pub(crate) fn meet(&self, one: VertexId, other: VertexId) -> VertexId {
         let (mut one, mut other) = (one, other);
@@ -358,7 +376,7 @@ fn check_levels(levels: &[String]) -> Result<(), InventoryError> {
 
 fn check_host(host: &Host) -> Result<(), InventoryError> {
     check_name(host, &host.name)?;
-    if !(host.nic_mbit.is_finite() && host.nic_mbit > 0.0) {
+    if !MBIT.contains(&host.nic_mbit) {
         return Err(InventoryError::Rate { host: host.name.clone(), rate: host.nic_mbit });
     }
     let cpus = std::iter::once(("cpus".to_owned(), host.cpus));
@@ -437,5 +455,12 @@ mod tests {
         assert_eq!(why, expected);
         let why = refusal("", "nic_mbit = 1\ncpus = { total = 2, used = 3 }");
         assert!(why.contains("cpus: used is 3"), "{why}");
+    }
+    #[test]
+    fn a_rate_whose_sums_or_transfers_would_not_be_finite_is_refused() {
+        for rate in ["0", "-1", "nan", "inf", "1e-300", "1e300"] {
+            let why = refusal("", &format!("nic_mbit = {rate}"));
+            assert!(why.contains("it must be a number from 0.001 to 1e9"), "{rate}: {why}");
+        }
     }
 }
