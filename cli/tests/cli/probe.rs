@@ -57,7 +57,7 @@ fn a_measurement_is_written_shown_and_planned_with() {
     let shown = run(&["probe", "show", "--net", &net, "--nodes", &nodes, "--svg", &svg]).ok().out;
     assert!(shown.lines().any(|line| line.starts_with("h3    up")), "{shown}");
     let svg = std::fs::read_to_string(svg).unwrap();
-    assert!(svg.starts_with("<svg ") && svg.matches("<rect ").count() == 12, "{svg}");
+    assert!(svg.starts_with("<svg ") && svg.matches("<rect class=\"cell").count() == 12, "{svg}");
     std::fs::write(agents.path("job.toml"), "name = 'j'\nranks = 4\nbytes = 1000000").unwrap();
     let job = agents.path("job.toml");
     run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).ok();
