@@ -75,7 +75,7 @@ pub struct Tree {
     pub hosts: BTreeMap<String, Place>,
 }
 
-/// Where a host was measured.
+/// The place of a host according to measurements.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Place {

@@ -32,7 +32,7 @@ pub(crate) struct Survey<'a> {
     clock: Clock,
     /// The agents that work, by host.
     nodes: BTreeMap<HostId, Arc<Node>>,
-    /// Why agents do not work, by the names of their hosts.
+    /// The failures of agents by the names of their hosts.
     failed: BTreeMap<String, String>,
     samples: BTreeMap<(HostId, HostId), Sample>,
     /// Second measurements of some paths.
