@@ -281,7 +281,7 @@ const SWATCHES: u32 = 5;
 /// The space around the picture.
 const MARGIN: usize = 8;
 /// The width that the legend needs.
-const LEAST_WIDTH: usize = 480;
+const LEAST_WIDTH: usize = 560;
 /// Rows of the legend.
 const LEGEND_ROWS: usize = 4;
 /// Pictures with more hosts have smaller cells.
