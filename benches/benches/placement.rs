@@ -94,7 +94,7 @@ impl Cluster {
         let mut direction = || measured(random, mbit);
         let (up, down) = (Some(direction()), Some(direction()));
         let rtt_us = Some(random.within(rtt_us / 2..=rtt_us * 2) as f64);
-        self.network.links.push(LinkRecord { of, up, down, rtt_us });
+        self.network.links.push(LinkRecord { of, up, down, rtt_us, rtt_p99_us: None });
     }
 
     /// Adds paths that may be slower than their links, from each host to some hosts of its zone.
@@ -110,7 +110,9 @@ impl Cluster {
                 });
                 let mbit = random.pick(&[NIC_MBIT, NIC_MBIT / 4, NIC_MBIT / 20]);
                 let path = measured(random, mbit);
-                self.network.pairs.push(PairRecord { from, to, path, rtt_us: Some(500.0) });
+                let rtt_us = Some(500.0);
+                let record = PairRecord { from, to, path, rtt_us, rtt_p99_us: None };
+                self.network.pairs.push(record);
             }
         }
         let pairs = &mut self.network.pairs;

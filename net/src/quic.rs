@@ -28,8 +28,7 @@ pub use control_session::{
     ask_to_move, call, run_session, run_session_on,
 };
 pub use endpoint::{
-    Connection, change_credentials, connect, connect_from, connect_with, not_connected, serve,
-    server,
+    Caller, Connection, change_credentials, connect, connect_from, not_connected, serve, server,
 };
 pub use identity::Identity;
 /// The QUIC implementation, re-exported because its connections and streams appear in this

@@ -230,7 +230,8 @@ impl<'a> Decider<'a> {
         self.publish();
     }
 
-    /// Reads the network file, with the ages that its measurements have now.
+    /// Reads the network file, with the ages that its measurements have now and without those that
+    /// are too old to count.
     fn network(&self) -> Result<Network, String> {
         let Some(file) = &self.observed.group.spec.topology.network else {
             return Ok(Network::default());
@@ -242,7 +243,11 @@ impl<'a> Decider<'a> {
             toml::from_str(text).map_err(|error| error.to_string())
         };
         let now = u64::try_from(self.observed.now.as_second()).unwrap_or(0);
-        let parsed = parsed.map(|network| network.at(now));
+        let parsed = parsed.map(|network| {
+            let mut network = network.at(now);
+            network.forget();
+            network
+        });
         parsed.map_err(|error| format!("key {} of ConfigMap {}: {error}", file.key, file.name))
     }
 

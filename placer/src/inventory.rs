@@ -1,6 +1,7 @@
 //! The hosts of a cluster: where they are, and what they have free.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
@@ -65,36 +66,57 @@ pub struct Host {
 /// Where hosts are according to measurements.
 ///
 /// In a file, this is the table `tree` of the network.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tree {
     /// The keys of the topology labels, widest first.
     pub levels: Vec<String>,
-    /// The names of hosts, each with the values of all labels, widest first.
-    pub hosts: BTreeMap<String, Vec<String>>,
+    /// The places of hosts by their names.
+    pub hosts: BTreeMap<String, Place>,
+}
+
+/// The place of a host according to measurements.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Place {
+    /// The values of all labels, widest first.
+    pub labels: Vec<String>,
+    /// The age of the measurement in seconds.
+    #[serde(default)]
+    pub age_s: f64,
 }
 
 impl Inventory {
     /// Returns the inventory with the hosts where measurements place them. The labels of all other
     /// hosts stay as they are.
     ///
-    /// A tree with other levels than the inventory counts only if the inventory has none.
+    /// If the inventory has no levels, it gets those of the tree, and hosts that the tree lacks get
+    /// the label [`UNMEASURED`] of each. A tree with other levels than the inventory changes
+    /// nothing; [`Links::new`](crate::network::Links::new) then refuses it.
     #[must_use]
     pub fn placed_by(mut self, tree: &Tree) -> Self {
-        if self.levels.is_empty() {
-            self.levels.clone_from(&tree.levels);
-        }
-        if self.levels != tree.levels {
+        let has_levels = !self.levels.is_empty();
+        if has_levels && self.levels != tree.levels {
             return self;
         }
+        self.levels.clone_from(&tree.levels);
         for host in &mut self.hosts {
-            if let Some(values) = tree.hosts.get(&host.name) {
-                host.labels.extend(tree.levels.iter().cloned().zip(values.iter().cloned()));
-            }
+            let labels = match tree.hosts.get(&host.name) {
+                Some(place) => place.labels.clone(),
+                None if has_levels => continue,
+                None => vec![UNMEASURED.to_owned(); tree.levels.len()],
+            };
+            host.labels.extend(tree.levels.iter().cloned().zip(labels));
         }
         self
     }
 }
+
+/// The label of hosts without labels that no measurement places.
+pub const UNMEASURED: &str = "unmeasured";
+/// Rates of interfaces in Mbit/s. Sums of greater ones would be infinite, and transfers at lesser
+/// ones would take for ever.
+pub(crate) const MBIT: RangeInclusive<f64> = 1e-3..=1e9;
 
 impl Host {
     /// Returns the address at which other hosts reach this one, with a port: `port` if it has none.
@@ -148,9 +170,6 @@ impl Host {
         freed
     }
 }
-
-/// The greatest rate of a link that a file may give, in Mbit/s. Sums of such rates stay finite.
-pub const MOST_MBIT: f64 = 1e9;
 
 /// The amount of a resource that a host has, and the part of it that other jobs use.
 ///

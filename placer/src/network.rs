@@ -3,14 +3,17 @@
 //! [`Network`] is the file that the probe writes. [`Links`] holds a rate and a delay for each link
 //! of a topology, with the source of each. A planner reads only [`Links`].
 
+mod check;
 mod links;
 mod merge;
 
 use serde::{Deserialize, Serialize};
 
-use crate::inventory::{MOST_MBIT, Tree};
-pub(crate) use links::Peer;
-pub use links::{Bottleneck, Links, Rate, Source, goodput_share};
+use crate::inventory::Tree;
+
+pub use self::check::NetworkError;
+pub(crate) use self::links::Peer;
+pub use self::links::{Bottleneck, Links, Rate, Source, goodput_share};
 
 /// Measurements of a cluster's links.
 ///
@@ -58,21 +61,9 @@ impl Network {
         #[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 seconds")]
         let passed_s = now.saturating_sub(measured_at) as f64;
         self.measurements_mut().for_each(|measurement| measurement.age_s += passed_s);
+        let places = self.tree.iter_mut().flat_map(|tree| tree.hosts.values_mut());
+        places.for_each(|place| place.age_s += passed_s);
         self
-    }
-
-    /// Checks all values, whatever hosts and domains exist.
-    ///
-    /// # Errors
-    /// If a value is outside its range.
-    pub fn check(&self) -> Result<(), NetworkError> {
-        check("the network file", "half_life_s", self.half_life_s, &POSITIVE)?;
-        self.links.iter().try_for_each(LinkRecord::check)?;
-        self.pairs.iter().try_for_each(|pair| {
-            let of = format!("{} -> {}", pair.from, pair.to);
-            pair.path.check(&of)?;
-            check_rtt(&of, pair.rtt_us)
-        })
     }
 
     /// Returns the age of the oldest measurement in seconds, if there is any.
@@ -80,7 +71,9 @@ impl Network {
     pub fn oldest_s(&self) -> Option<f64> {
         let links = self.links.iter().flat_map(|link| [link.up, link.down]).flatten();
         let paths = self.pairs.iter().map(|pair| pair.path);
-        links.chain(paths).map(|measurement| measurement.age_s).reduce(f64::max)
+        let ages = links.chain(paths).map(|measurement| measurement.age_s);
+        let places = self.tree.iter().flat_map(|tree| tree.hosts.values());
+        ages.chain(places.map(|place| place.age_s)).reduce(f64::max)
     }
 
     /// Returns the measured loss of a link upwards or downwards, or zero if there is none.
@@ -108,6 +101,10 @@ pub struct LinkRecord {
     pub down: Option<Measurement>,
     /// The median round-trip time that this link adds to a path, in microseconds.
     pub rtt_us: Option<f64>,
+    /// The 99th percentile of the round-trip times that this link adds to a path, in microseconds.
+    /// Percentiles do not add up exactly, so it is an estimate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rtt_p99_us: Option<f64>,
 }
 
 /// A path from one host to another.
@@ -122,6 +119,9 @@ pub struct PairRecord {
     pub path: Measurement,
     /// The median round-trip time in microseconds.
     pub rtt_us: Option<f64>,
+    /// The 99th percentile of the round-trip times in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rtt_p99_us: Option<f64>,
 }
 
 /// The throughput and loss of one direction of a link or path.
@@ -155,78 +155,10 @@ const fn full_confidence() -> f64 {
     1.0
 }
 
-/// The error for a network file that is wrong or that describes another cluster.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum NetworkError {
-    /// A record names a host or domain that the inventory does not list.
-    #[error("the network file names {0:?}, which is neither a host nor a domain of the inventory")]
-    Unknown(String),
-    /// A value is not a number or outside its range.
-    #[error("{of}: {field} is {value}; it must be {range}")]
-    Value {
-        /// The link or path.
-        of: String,
-        /// The name of the field.
-        field: &'static str,
-        /// The value given.
-        value: f64,
-        /// The range of valid values.
-        range: &'static str,
-    },
-    /// A link or path has two records.
-    #[error("the network file has two records of {0:?}; remove the older one")]
-    Twice(String),
-    /// A record of a path starts and ends at one host.
-    #[error("the network file has a path from {0:?} to itself; remove it")]
-    Loop(String),
-}
-
-impl LinkRecord {
-    fn check(&self) -> Result<(), NetworkError> {
-        [self.up, self.down].iter().flatten().try_for_each(|measured| measured.check(&self.of))?;
-        check_rtt(&self.of, self.rtt_us)
-    }
-}
-
 impl Measurement {
-    fn check(&self, of: &str) -> Result<(), NetworkError> {
-        check(of, "mbit", self.mbit, &RATE)?;
-        check(of, "loss", self.loss, &SHARE)?;
-        check(of, "age_s", self.age_s, &NOT_NEGATIVE)?;
-        check(of, "confidence", self.confidence, &SHARE)
-    }
-
     /// Returns the confidence today.
     #[must_use]
     pub fn confidence_today(&self, half_life_s: f64) -> f64 {
         self.confidence * (-self.age_s / half_life_s).exp2()
     }
-}
-
-fn check_rtt(of: &str, rtt_us: Option<f64>) -> Result<(), NetworkError> {
-    rtt_us.map_or(Ok(()), |rtt_us| check(of, "rtt_us", rtt_us, &RTT))
-}
-
-/// A range of valid values, and how a message names it.
-struct Valid {
-    name: &'static str,
-    holds: fn(f64) -> bool,
-}
-
-const POSITIVE: Valid = Valid { name: "a positive number", holds: |value| value > 0.0 };
-const NOT_NEGATIVE: Valid =
-    Valid { name: "zero or a positive number", holds: |value| value >= 0.0 };
-/// Sums of such rates and round trips stay finite.
-const RATE: Valid =
-    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=MOST_MBIT).contains(&value) };
-const RTT: Valid =
-    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=1e9).contains(&value) };
-const SHARE: Valid =
-    Valid { name: "a number from 0 to 1", holds: |value| (0.0..=1.0).contains(&value) };
-
-fn check(of: &str, field: &'static str, value: f64, valid: &Valid) -> Result<(), NetworkError> {
-    if value.is_finite() && (valid.holds)(value) {
-        return Ok(());
-    }
-    Err(NetworkError::Value { of: of.into(), field, value, range: valid.name })
 }

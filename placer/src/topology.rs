@@ -1,10 +1,10 @@
 //! The tree of domains: the cluster at the root, one level of domains per label, hosts at the
 //! leaves.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use crate::inventory::{Host, Inventory, MOST_MBIT};
+use crate::inventory::{Host, Inventory, MBIT};
 
 /// The index of a vertex of the tree, in preorder: a vertex precedes its descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -72,11 +72,14 @@ pub enum InventoryError {
     /// A host has the name of a domain.
     #[error("{0:?} is the name of a host and of a domain; rename one of them")]
     Ambiguous(String),
+    /// A level has the name by which constraints mean hosts.
+    #[error("a level is called \"host\", which in constraints means a host; rename the level")]
+    HostLevel,
     /// A level is listed twice.
     #[error("level {0:?} is listed twice; list each level once")]
     DuplicateLevel(String),
-    /// The rate of a network interface is not a positive number, or too large.
-    #[error("host {host:?}: nic_mbit is {rate}; it must be a positive number up to 1e9")]
+    /// The rate of a network interface is no rate that an interface has.
+    #[error("host {host:?}: nic_mbit is {rate}; it must be a number from 0.001 to 1e9")]
     Rate {
         /// The name of the host.
         host: String,
@@ -84,13 +87,11 @@ pub enum InventoryError {
         rate: f64,
     },
     /// Other jobs use more of a resource than the host has.
-    #[error(
-        "host {host:?}: {used} {resource} are used, but it has {total}; correct one of the two"
-    )]
+    #[error("host {host:?}: {resource}: used is {used}, but total is {total}; correct one of them")]
     Overused {
         /// The name of the host.
         host: String,
-        /// `cpus`, or the type of GPU.
+        /// `cpus`, or `gpus` with the type.
         resource: String,
         /// Units that the host has.
         total: u32,
@@ -230,6 +231,12 @@ impl Topology {
         self.hosts.iter().position(|host| host.name == name).map(HostId)
     }
 
+    /// Returns the numbers of all hosts by their names.
+    #[must_use]
+    pub fn host_numbers(&self) -> BTreeMap<&str, HostId> {
+        self.hosts.iter().map(|host| host.name.as_str()).zip(self.host_ids()).collect()
+    }
+
     pub(crate) fn host_mut(&mut self, host: HostId) -> &mut Host {
         &mut self.hosts[host.0]
     }
@@ -315,6 +322,18 @@ impl Topology {
         std::iter::successors(Some(from), next).filter(|vertex| *vertex != Self::ROOT)
     }
 
+    /// Returns the vertices whose links the paths between two hosts use.
+    pub(crate) fn links_between(
+        &self,
+        one: HostId,
+        other: HostId,
+    ) -> impl Iterator<Item = VertexId> {
+        let (one, other) = (self.leaf(one), self.leaf(other));
+        let meet = self.meet(one, other);
+        let below = move |vertex: &VertexId| *vertex != meet;
+        [one, other].into_iter().flat_map(move |end| self.climb(end).take_while(below))
+    }
+
     /// Returns the closest common ancestor of two vertices.
     pub(crate) fn meet(&self, one: VertexId, other: VertexId) -> VertexId {
         let (mut one, mut other) = (one, other);
@@ -343,23 +362,30 @@ fn natural_key(name: &str) -> Vec<(String, u64, String)> {
     parts
 }
 
+/// The name by which constraints mean hosts, where others are names of levels.
+const HOST: &str = "host";
+
 fn check_levels(levels: &[String]) -> Result<(), InventoryError> {
     let twice = levels.iter().enumerate().find(|(index, level)| levels[..*index].contains(level));
-    twice.map_or(Ok(()), |(_, level)| Err(InventoryError::DuplicateLevel(level.clone())))
+    match twice {
+        Some((_, level)) => Err(InventoryError::DuplicateLevel(level.clone())),
+        None if levels.iter().any(|level| level == HOST) => Err(InventoryError::HostLevel),
+        None => Ok(()),
+    }
 }
 
 fn check_host(host: &Host) -> Result<(), InventoryError> {
     check_name(host, &host.name)?;
-    if !(host.nic_mbit > 0.0 && host.nic_mbit <= MOST_MBIT) {
+    if !MBIT.contains(&host.nic_mbit) {
         return Err(InventoryError::Rate { host: host.name.clone(), rate: host.nic_mbit });
     }
-    let cpus = std::iter::once(("cpus", host.cpus));
-    let gpus = host.gpus.iter().map(|(name, amount)| (name.as_str(), *amount));
+    let cpus = std::iter::once(("cpus".to_owned(), host.cpus));
+    let gpus = host.gpus.iter().map(|(kind, amount)| (format!("gpus.{kind}"), *amount));
     for (resource, amount) in cpus.chain(gpus) {
         if amount.used > amount.total {
             return Err(InventoryError::Overused {
                 host: host.name.clone(),
-                resource: resource.into(),
+                resource,
                 total: amount.total,
                 used: amount.used,
             });
@@ -405,4 +431,36 @@ fn check_names(hosts: &[(Vec<String>, Host)]) -> Result<(), InventoryError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(levels: &str, host: &str) -> String {
+        let text = format!("levels = [{levels}]\n[[hosts]]\nname = 'h'\n{host}");
+        Topology::new(&toml::from_str(&text).unwrap()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_level_cannot_have_the_name_by_which_constraints_mean_hosts() {
+        let why = refusal("'rack', 'host'", "nic_mbit = 1");
+        assert!(why.starts_with("a level is called \"host\""), "{why}");
+    }
+
+    #[test]
+    fn an_amount_of_which_more_is_used_than_there_is_is_named() {
+        let why = refusal("", "nic_mbit = 1\ngpus = { h = { total = 2, used = 3 } }");
+        let expected = "host \"h\": gpus.h: used is 3, but total is 2; correct one of them";
+        assert_eq!(why, expected);
+        let why = refusal("", "nic_mbit = 1\ncpus = { total = 2, used = 3 }");
+        assert!(why.contains("cpus: used is 3"), "{why}");
+    }
+    #[test]
+    fn a_rate_whose_sums_or_transfers_would_not_be_finite_is_refused() {
+        for rate in ["0", "-1", "nan", "inf", "1e-300", "1e300"] {
+            let why = refusal("", &format!("nic_mbit = {rate}"));
+            assert!(why.contains("it must be a number from 0.001 to 1e9"), "{rate}: {why}");
+        }
+    }
 }

@@ -2,33 +2,50 @@
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use racksum_net::NetError;
 use racksum_net::auth::new_key;
+use racksum_net::clock::Clock;
 use racksum_net::log_limit::LogLimit;
-use racksum_net::quic::quinn::{Connection, Endpoint, Incoming, SendStream};
+use racksum_net::quic::lifeline::silence;
+use racksum_net::quic::quinn::{Connection, Endpoint, Incoming, RecvStream, SendStream};
 use racksum_net::quic::{Certificate, Credentials, Role, frames, serve};
 use racksum_proto::auth::Key;
 use racksum_proto::peer_text::PeerText;
+use racksum_proto::time::{Span, Time};
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::{sleep, timeout};
 
 use crate::data::{Data, Shared};
-use crate::message::{Answer, Arrived, Order, PROTOCOL, Train, VERSION};
+use crate::message::{Answer, Busy, Order, PROTOCOL, RATES_MBIT, Train, VERSION};
 
 /// An agent: a server for coordinators, and a data socket.
 ///
 /// It carries out the orders of callers with an identity of role aggregator. Without an identity it
-/// serves only loopback, or any caller if its credentials are insecure.
+/// serves only loopback, or any caller if its credentials are insecure. It serves one coordinator
+/// at a time, because two measurements at once would slow each other down.
 #[derive(Debug)]
 pub struct Agent {
     endpoint: Endpoint,
     data: Data,
+    holder: Arc<Holder>,
     knows_identities: bool,
 }
+
+/// The coordinator that an agent serves.
+#[derive(Debug)]
+struct Holder {
+    clock: Clock,
+    /// Its name, and since when it is served.
+    held: Mutex<Option<(String, Time)>>,
+}
+
+/// The right to give orders to an agent. It ends when this value is dropped.
+#[derive(Debug)]
+struct Hold(Arc<Holder>);
 
 impl Agent {
     /// Opens an agent at `bind`. Its data socket has the same address and the port `data_port`; 0
@@ -48,7 +65,8 @@ impl Agent {
     ) -> Result<Self, NetError> {
         let endpoint = serve(bind, credentials, PROTOCOL)?;
         let data = Data::open(SocketAddr::new(bind.ip(), data_port))?;
-        Ok(Self { endpoint, data, knows_identities: credentials.are_verified() })
+        let holder = Arc::new(Holder { clock: Clock::start(), held: Mutex::default() });
+        Ok(Self { endpoint, data, holder, knows_identities: credentials.are_verified() })
     }
 
     /// Returns the address of the control server.
@@ -86,10 +104,10 @@ impl Agent {
                 continue;
             };
             let knows_identities = self.knows_identities;
-            let shared = Arc::clone(self.data.shared());
+            let (shared, holder) = (Arc::clone(self.data.shared()), Arc::clone(&self.holder));
             tokio::spawn(async move {
                 if let Some(connection) = handshake(incoming).await {
-                    serve_caller(&connection, shared, knows_identities).await;
+                    serve_caller(&connection, shared, holder, knows_identities).await;
                 }
                 drop(place);
             });
@@ -103,7 +121,7 @@ async fn handshake(incoming: Incoming) -> Option<Connection> {
     match timeout(HANDSHAKE, connecting).await {
         Ok(Ok(connection)) => Some(connection),
         Ok(Err(error)) => {
-            STRANGERS.note(|left_out| {
+            HANDSHAKE_FAILURES.note(|left_out| {
                 tracing::warn!(%from, left_out, "connection refused: {}", PeerText::of(&error));
             });
             None
@@ -112,32 +130,33 @@ async fn handshake(incoming: Incoming) -> Option<Connection> {
     }
 }
 
-async fn serve_caller(connection: &Connection, shared: Arc<Shared>, knows_identities: bool) {
-    let role = Certificate::of_peer(connection).map(|certificate| certificate.role);
+async fn serve_caller(
+    connection: &Connection,
+    shared: Arc<Shared>,
+    holder: Arc<Holder>,
+    knows_identities: bool,
+) {
+    let certificate = Certificate::of_peer(connection);
+    let role = certificate.as_ref().map(|certificate| certificate.role);
     if knows_identities && role != Some(Role::Aggregator) {
         let why = "measuring needs an identity with role aggregator; issue one with `racksum \
                    identity issue NAME --role aggregator`";
         connection.close(1u32.into(), why.as_bytes());
         return;
     }
-    let Ok(Ok((mut send, mut recv))) = timeout(HANDSHAKE, connection.accept_bi()).await else {
+    let Ok(Ok((send, recv))) = timeout(HANDSHAKE, connection.accept_bi()).await else {
         return;
     };
-    let mut session = Session { shared, flows: vec![], is_greeted: false };
-    loop {
-        // Silent callers end with the connection's own timeout.
-        let order = match frames::recv::<Order>(&mut recv).await {
-            Ok(Some(order)) => order,
-            Ok(None) => return,
-            Err(error) => {
-                let why = format!("cannot read an order: {error}");
-                connection.close(1u32.into(), why.as_bytes());
-                return;
-            }
-        };
-        let answer = session.obey(order).await;
-        if !answered(&mut send, &answer).await {
-            return;
+    let name = certificate.filter(|_| knows_identities).map(|certificate| certificate.name);
+    let name = name.unwrap_or_else(|| "a coordinator without an identity".into());
+    let caller = format!("{name} at {}", connection.remote_address());
+    let session = Session { shared, holder, caller, flows: vec![], hold: None };
+    // Both end an order that is being carried out, and with the session its flows.
+    tokio::select! {
+        () = session.serve(connection, send, recv) => {}
+        _ = connection.closed() => {}
+        () = silence(connection, SILENCE) => {
+            connection.close(1u32.into(), b"the coordinator has been silent for too long");
         }
     }
 }
@@ -146,11 +165,41 @@ async fn answered(send: &mut SendStream, answer: &Answer) -> bool {
     frames::send(send, answer).await.is_ok()
 }
 
+impl Holder {
+    fn held(&self) -> MutexGuard<'_, Option<(String, Time)>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets a coordinator give orders, unless another one does.
+    fn hold(self: &Arc<Self>, caller: &str) -> Result<Hold, Busy> {
+        let mut held = self.held();
+        match &*held {
+            Some((holder, since)) => {
+                let held_s = self.clock.now().since(*since).as_millis() / 1000;
+                Err(Busy { holder: holder.clone(), held_s })
+            }
+            None => {
+                *held = Some((caller.to_owned(), self.clock.now()));
+                Ok(Hold(Arc::clone(self)))
+            }
+        }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        *self.0.held() = None;
+    }
+}
+
 /// The state of one coordinator's connection. Its flows end with it.
 struct Session {
     shared: Arc<Shared>,
+    holder: Arc<Holder>,
+    /// The coordinator's name and address.
+    caller: String,
     flows: Vec<u64>,
-    is_greeted: bool,
+    hold: Option<Hold>,
 }
 
 impl Drop for Session {
@@ -162,22 +211,48 @@ impl Drop for Session {
 }
 
 impl Session {
-    async fn obey(&mut self, order: Order) -> Answer {
+    /// Carries out orders until the coordinator hangs up.
+    async fn serve(mut self, connection: &Connection, mut send: SendStream, mut recv: RecvStream) {
+        loop {
+            let order = match frames::recv::<Order>(&mut recv).await {
+                Ok(Some(order)) => order,
+                Ok(None) => return,
+                Err(error) => {
+                    let why = format!("cannot read an order: {error}");
+                    connection.close(1u32.into(), why.as_bytes());
+                    return;
+                }
+            };
+            let answer = self.handle(order).await;
+            if !answered(&mut send, &answer).await {
+                return;
+            }
+        }
+    }
+
+    fn hello(&mut self) -> Answer {
+        if self.hold.is_none() {
+            match self.holder.hold(&self.caller) {
+                Ok(hold) => self.hold = Some(hold),
+                Err(busy) => return Answer::Busy(busy),
+            }
+        }
+        Answer::Hello { version: VERSION, data_port: self.shared.port() }
+    }
+
+    async fn handle(&mut self, order: Order) -> Answer {
         match order {
             Order::Ping { flow, .. } | Order::Train { flow, .. } | Order::Report { flow }
                 if !self.flows.contains(&flow) =>
             {
                 ended()
             }
-            Order::Hello { version } if version == VERSION => {
-                self.is_greeted = true;
-                Answer::Hello { version: VERSION, data_port: self.shared.port() }
-            }
+            Order::Hello { version } if version == VERSION => self.hello(),
             Order::Hello { version } => refused(format!(
                 "the agent speaks version {VERSION} and the coordinator version {version}; \
                  install the same release on both"
             )),
-            _ if !self.is_greeted => refused("the first order must be a hello"),
+            _ if self.hold.is_none() => refused("the first order must be a hello"),
             Order::Expect { flow, key, peer } => {
                 let nonce = match new_key() {
                     Ok(Key(random)) => random.into_iter().take(8),
@@ -185,10 +260,7 @@ impl Session {
                 };
                 let nonce = nonce.fold(0, |nonce, byte| nonce << 8 | u64::from(byte));
                 if !self.shared.flows.add(flow, &key, peer, nonce) {
-                    return refused(
-                        "the agent has too many flows; another coordinator may be \
-                                    measuring, so try again later",
-                    );
+                    return refused("the flow exists, or the agent has too many flows");
                 }
                 self.flows.push(flow);
                 Answer::Expected
@@ -208,9 +280,10 @@ impl Session {
     }
 
     async fn train(&self, flow: u64, train: Train) -> Answer {
-        let is_valid = train.mbit.is_finite() && train.mbit > 0.0 && train.millis <= MOST_MILLIS;
-        if !is_valid {
-            return refused(format!("a train needs a positive rate and at most {MOST_MILLIS} ms"));
+        if !RATES_MBIT.contains(&train.mbit) || train.millis > MOST_MILLIS {
+            return refused(format!(
+                "a train needs a rate of {RATES_MBIT:?} Mbit/s and at most {MOST_MILLIS} ms"
+            ));
         }
         // Without this rule, an order could aim a train at a host that runs no agent.
         let is_proven = self.shared.flows.with(flow, |flow| flow.is_proven());
@@ -239,8 +312,7 @@ impl Session {
         }
         self.flows.retain(|known| *known != flow);
         let Some(flow) = self.shared.flows.remove(flow) else { return ended() };
-        let train: Option<Arrived> = flow.arrived();
-        Answer::Report { pings: flow.pings(), train }
+        Answer::Report { pings: flow.pings(), train: flow.arrived() }
     }
 
     /// Runs work that sends datagrams on a thread of its own. Returns `None` if the flow has ended.
@@ -262,7 +334,9 @@ fn ended() -> Answer {
 }
 
 /// The log limit for callers that fail the handshake.
-static STRANGERS: LogLimit = LogLimit::new(3);
+static HANDSHAKE_FAILURES: LogLimit = LogLimit::new(3);
+/// Silence after which an agent serves other coordinators: ten keep-alives of the connection.
+pub(crate) const SILENCE: Span = Span::from_secs(5);
 /// The greatest number of connected callers.
 const MOST_CALLERS: usize = 16;
 /// The time limit of a handshake, and of opening the stream after it.

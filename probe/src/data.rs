@@ -107,11 +107,11 @@ impl Shared {
     }
 
     fn echo(&self, header: Header, at: i64, to: SocketAddr) {
-        let Some(lock) = self.flows.lock_of(header.flow) else { return };
+        let Some(key) = self.flows.key_of(header.flow) else { return };
         let mut bytes = [0; PING_LEN];
         let held_ns = self.clock.wall().saturating_sub(at).clamp(0, u32::MAX.into());
         let held_ns = u32::try_from(held_ns).unwrap_or(u32::MAX);
-        Header { held_ns, ..header }.write(&lock, &mut bytes);
+        Header { held_ns, ..header }.write(&key, &mut bytes);
         // An echo that cannot be sent counts as lost.
         drop(self.socket.send_one(to, &bytes));
     }
@@ -119,13 +119,13 @@ impl Shared {
     /// Sends pings at an interval, and waits for their echoes until none has come for a while.
     /// Returns `None` if the flow has ended.
     pub(crate) fn ping(&self, flow: u64, count: u32, interval: Duration) -> Option<Pinged> {
-        let (lock, to) = (self.flows.lock_of(flow)?, self.flows.with(flow, |it| it.peer())?);
+        let (key, to) = (self.flows.key_of(flow)?, self.flows.with(flow, |it| it.peer())?);
         let mut bytes = [0; PING_LEN];
         let mut pacer = Pacer::start(self.clock);
         for _ in 0..count {
             let at = self.clock.wall();
             let Some(header) = self.flows.with(flow, |it| it.next_ping(flow, at))? else { break };
-            header.write(&lock, &mut bytes);
+            header.write(&key, &mut bytes);
             drop(self.socket.send_one(to, &bytes));
             pacer.pause(interval);
         }
@@ -142,7 +142,7 @@ impl Shared {
 
     /// Sends a train. Returns the number of its datagrams, or `None` if the flow has ended.
     pub(crate) fn train(&self, flow: u64, train: &Train) -> Option<u32> {
-        let (lock, to) = (self.flows.lock_of(flow)?, self.flows.with(flow, |it| it.peer())?);
+        let (key, to) = (self.flows.key_of(flow)?, self.flows.with(flow, |it| it.peer())?);
         let most = u32::try_from(train.bytes / TRAIN_LEN as u64).unwrap_or(u32::MAX);
         let most = most.min(MOST_TRAIN);
         let began = self.clock.now();
@@ -152,10 +152,12 @@ impl Shared {
         let per_batch = datagrams_in(PACE, train.mbit).clamp(1, MOST_BATCH);
         let mut batch = vec![0; per_batch as usize * TRAIN_LEN];
         while sent < most && self.clock.now().since(began) < limit {
+            // The coordinator has hung up if the flow is gone.
+            self.flows.with(flow, |_| ())?;
             let count = per_batch.min(most - sent);
             let batch = &mut batch[..count as usize * TRAIN_LEN];
             for (datagram, number) in batch.chunks_mut(TRAIN_LEN).zip(sent..) {
-                Header::new(Kind::Train, flow, number, 0).write(&lock, datagram);
+                Header::new(Kind::Train, flow, number, 0).write(&key, datagram);
             }
             let transmit = Transmit::new(to, batch, TRAIN_LEN);
             self.socket.send_patiently(&mut ring, &[transmit], WAITS);

@@ -34,9 +34,9 @@ const TAG: usize = 16;
 
 /// Key of one flow, which makes and checks tags.
 #[derive(Debug, Clone)]
-pub(crate) struct Lock(HmacKey);
+pub(crate) struct TagKey(HmacKey);
 
-impl Lock {
+impl TagKey {
     pub(crate) fn new(key: &Key) -> Self {
         Self(HmacKey::new(HMAC_SHA256, &key.0))
     }
@@ -68,7 +68,7 @@ impl Header {
     }
 
     /// Writes the header into a datagram, whose other bytes stay as they are.
-    pub(crate) fn write(&self, lock: &Lock, datagram: &mut [u8]) {
+    pub(crate) fn write(&self, key: &TagKey, datagram: &mut [u8]) {
         let len = u16::try_from(datagram.len()).unwrap_or(0);
         let header = &mut datagram[..HEADER];
         header[..4].copy_from_slice(&MAGIC);
@@ -80,12 +80,15 @@ impl Header {
         header[20..28].copy_from_slice(&self.nonce.to_be_bytes());
         header[28..32].copy_from_slice(&self.held_ns.to_be_bytes());
         let (signed, tag) = header.split_at_mut(SIGNED);
-        tag.copy_from_slice(&sign(&lock.0, signed).as_ref()[..TAG]);
+        tag.copy_from_slice(&sign(&key.0, signed).as_ref()[..TAG]);
     }
 
-    /// Reads a header and checks its tag with the key that `lock_of` returns for its flow. Returns
+    /// Reads a header and checks its tag with the key that `key_of` returns for its flow. Returns
     /// `None` for any other datagram.
-    pub(crate) fn read(datagram: &[u8], lock_of: impl FnOnce(u64) -> Option<Lock>) -> Option<Self> {
+    pub(crate) fn read(
+        datagram: &[u8],
+        key_of: impl FnOnce(u64) -> Option<TagKey>,
+    ) -> Option<Self> {
         let (header, _) = datagram.split_first_chunk::<HEADER>()?;
         let (signed, tag) = header.split_at(SIGNED);
         let len = u16::from_be_bytes(signed[6..8].try_into().ok()?);
@@ -100,7 +103,7 @@ impl Header {
             _ => return None,
         };
         let flow = u64::from_be_bytes(signed[8..16].try_into().ok()?);
-        let wanted = sign(&lock_of(flow)?.0, signed);
+        let wanted = sign(&key_of(flow)?.0, signed);
         verify_slices_are_equal(&wanted.as_ref()[..TAG], tag).ok()?;
         let number = u32::from_be_bytes(signed[16..20].try_into().ok()?);
         let nonce = u64::from_be_bytes(signed[20..28].try_into().ok()?);
@@ -115,8 +118,8 @@ mod tests {
 
     use super::*;
 
-    fn lock(byte: u8) -> Lock {
-        Lock::new(&Key([byte; Key::LEN]))
+    fn key(byte: u8) -> TagKey {
+        TagKey::new(&Key([byte; Key::LEN]))
     }
 
     #[test]
@@ -124,32 +127,32 @@ mod tests {
         let flow = 0x0102_0304_0506_0708;
         let header = Header { kind: Kind::Echo, flow, number: 9, nonce: 7, held_ns: 10 };
         let mut bytes = [0xff; PING_LEN];
-        header.write(&lock(7), &mut bytes);
+        header.write(&key(7), &mut bytes);
         assert_eq!(bytes[..8], *b"RSPR\x01\x02\x00\x64");
         assert_eq!(bytes[8..16], [1, 2, 3, 4, 5, 6, 7, 8]);
         assert_eq!(bytes[16..32], [0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 10]);
         // HMAC-SHA256 of bytes 0..32 under 16 bytes of 7, by Python's hmac.
         assert_eq!(bytes[32..36], [0x68, 0x98, 0xaa, 0x40]);
-        assert_eq!(Header::read(&bytes, |_| Some(lock(7))), Some(header));
+        assert_eq!(Header::read(&bytes, |_| Some(key(7))), Some(header));
     }
 
     #[test]
     fn each_changed_bit_of_the_header_is_noticed() {
         let mut bytes = [0; PING_LEN];
-        Header::new(Kind::Ping, 5, 6, 7).write(&lock(1), &mut bytes);
-        assert_eq!(Header::read(&bytes, |_| Some(lock(2))), None);
-        assert_eq!(Header::read(&bytes[..PING_LEN - 1], |_| Some(lock(1))), None);
+        Header::new(Kind::Ping, 5, 6, 7).write(&key(1), &mut bytes);
+        assert_eq!(Header::read(&bytes, |_| Some(key(2))), None);
+        assert_eq!(Header::read(&bytes[..PING_LEN - 1], |_| Some(key(1))), None);
         for bit in 0..8 * HEADER {
             let mut changed = bytes;
             changed[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Header::read(&changed, |_| Some(lock(1))), None, "bit {bit}");
+            assert_eq!(Header::read(&changed, |_| Some(key(1))), None, "bit {bit}");
         }
     }
 
     proptest! {
         #[test]
         fn random_bytes_are_no_datagram(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            prop_assert_eq!(Header::read(&bytes, |_| Some(lock(1))), None);
+            prop_assert_eq!(Header::read(&bytes, |_| Some(key(1))), None);
         }
     }
 }

@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use racksum_proto::auth::Key;
 
-use crate::datagram::{Header, Kind, Lock, PING_LEN, TRAIN_LEN};
-use crate::message::{Arrived, Pinged};
+use crate::datagram::{Header, Kind, PING_LEN, TRAIN_LEN, TagKey};
+use crate::message::{Arrived, Pinged, RATES_MBIT};
 
 /// The flows that an agent sends or expects.
 #[derive(Debug, Default)]
@@ -16,7 +16,7 @@ pub(crate) struct Flows(Mutex<BTreeMap<u64, Flow>>);
 /// One flow at one of its two agents.
 #[derive(Debug)]
 pub(crate) struct Flow {
-    lock: Lock,
+    key: TagKey,
     /// The data socket of the other agent.
     peer: SocketAddr,
     /// A number that this agent drew, and that echoes of its pings return.
@@ -63,14 +63,14 @@ impl Flows {
         self.all().get_mut(&number).map(act)
     }
 
-    pub(crate) fn lock_of(&self, number: u64) -> Option<Lock> {
-        self.with(number, |flow| flow.lock.clone())
+    pub(crate) fn key_of(&self, number: u64) -> Option<TagKey> {
+        self.with(number, |flow| flow.key.clone())
     }
 
     /// Counts a datagram that arrived at a wall-clock time. Other datagrams than those of a flow
     /// and of its other agent are ignored.
     pub(crate) fn receive(&self, datagram: &[u8], from: SocketAddr, at: i64) -> Reaction {
-        let Some(header) = Header::read(datagram, |flow| self.lock_of(flow)) else {
+        let Some(header) = Header::read(datagram, |flow| self.key_of(flow)) else {
             return Reaction::None;
         };
         let react = |flow: &mut Flow| match flow.peer == from {
@@ -84,7 +84,7 @@ impl Flows {
 impl Flow {
     fn new(key: &Key, peer: SocketAddr, nonce: u64) -> Self {
         Self {
-            lock: Lock::new(key),
+            key: TagKey::new(key),
             peer,
             nonce,
             pings: Seen::new(MOST_PINGS),
@@ -184,18 +184,25 @@ impl Flow {
         let mut arrivals = self.arrivals.clone();
         arrivals.sort_unstable();
         let (&first, &last) = (arrivals.first()?, arrivals.last()?);
-        let at_percent = |percent: i64| first + (last - first) / 100 * percent;
+        let at_percent = |percent: i64| first + last.saturating_sub(first) / 100 * percent;
         let [from, to] = WINDOW_PERCENT.map(|percent| {
             let place = arrivals.partition_point(|at| *at < at_percent(percent));
             arrivals[place.min(arrivals.len() - 1)]
         });
-        // Datagrams with the time of the first one came before the window.
-        let count = arrivals.iter().filter(|at| (from + 1..=to).contains(at)).count();
-        let span_ns = u64::try_from(to - from).unwrap_or(0);
-        let bits = 8.0 * as_f64((count * TRAIN_LEN) as u64);
-        let mbit = if span_ns > 0 { bits * 1e3 / as_f64(span_ns) } else { 0.0 };
+        // A short train may arrive in so few batches that its middle has a single time.
+        let mbit = rate(&arrivals, from, to).or_else(|| rate(&arrivals, first, last));
         Some(Arrived { datagrams: self.train.count, mbit })
     }
+}
+
+/// Returns the rate in Mbit/s of the datagrams that arrived after `from` and until `to`. `None` if
+/// that time is too short to show one.
+fn rate(arrivals: &[i64], from: i64, to: i64) -> Option<f64> {
+    // Datagrams with the time of the first one came before the window.
+    let count = arrivals.iter().filter(|at| from < **at && **at <= to).count();
+    let span_ns = u64::try_from(to.checked_sub(from)?).ok().filter(|ns| *ns >= LEAST_SPAN_NS)?;
+    let bits = 8.0 * as_f64((count * TRAIN_LEN) as u64);
+    Some(bits * 1e3 / as_f64(span_ns)).filter(|mbit| RATES_MBIT.contains(mbit))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "times and sizes are far below 2^53")]
@@ -234,6 +241,9 @@ impl Seen {
 
 /// The part of a train's time at the receiver in which its rate is measured.
 const WINDOW_PERCENT: [i64; 2] = [40, 85];
+/// The shortest time that shows a rate, in nanoseconds: a fraction of the middle of a train of 4 MB
+/// at 400 Gbit/s.
+const LEAST_SPAN_NS: u64 = 10_000;
 /// The greatest number of flows that an agent serves at once.
 const MOST_FLOWS: usize = 256;
 /// The greatest number of pings of a flow before the first echo.
@@ -249,10 +259,10 @@ mod tests {
 
     const FLOW: u64 = 3;
 
-    fn flows() -> (Flows, Lock) {
+    fn flows() -> (Flows, TagKey) {
         let (flows, key) = (Flows::default(), Key([9; Key::LEN]));
         assert!(flows.add(FLOW, &key, peer(), NONCE));
-        (flows, Lock::new(&key))
+        (flows, TagKey::new(&key))
     }
 
     const NONCE: u64 = 77;
@@ -261,33 +271,33 @@ mod tests {
         "10.0.0.1:9".parse().unwrap()
     }
 
-    fn datagram(lock: &Lock, kind: Kind, number: u32, len: usize) -> Vec<u8> {
+    fn datagram(key: &TagKey, kind: Kind, number: u32, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        Header::new(kind, FLOW, number, NONCE).write(lock, &mut bytes);
+        Header::new(kind, FLOW, number, NONCE).write(key, &mut bytes);
         bytes
     }
 
     #[test]
     fn a_ping_is_echoed_once() {
-        let (flows, lock) = flows();
-        let ping = datagram(&lock, Kind::Ping, 4, PING_LEN);
+        let (flows, key) = flows();
+        let ping = datagram(&key, Kind::Ping, 4, PING_LEN);
         let echo = Header::new(Kind::Echo, FLOW, 4, NONCE);
         assert_eq!(flows.receive(&ping, peer(), 0), Reaction::Echo(echo));
         assert_eq!(flows.receive(&ping, peer(), 0), Reaction::None);
-        let long = datagram(&lock, Kind::Ping, 5, 1200);
+        let long = datagram(&key, Kind::Ping, 5, 1200);
         assert_eq!(flows.receive(&long, peer(), 0), Reaction::None);
-        let many = datagram(&lock, Kind::Ping, MOST_PINGS, PING_LEN);
+        let many = datagram(&key, Kind::Ping, MOST_PINGS, PING_LEN);
         assert_eq!(flows.receive(&many, peer(), 0), Reaction::None);
         assert_eq!(flows.remove(FLOW).unwrap().pings(), 1);
         assert_eq!(
-            flows.receive(&datagram(&lock, Kind::Ping, 6, PING_LEN), peer(), 0),
+            flows.receive(&datagram(&key, Kind::Ping, 6, PING_LEN), peer(), 0),
             Reaction::None
         );
     }
 
     #[test]
     fn only_echoes_of_pings_that_were_sent_count() {
-        let (flows, lock) = flows();
+        let (flows, key) = flows();
         let send = |number: u32| {
             let at = i64::from(number) * 1_000_000;
             flows.with(FLOW, |flow| flow.next_ping(FLOW, at)).unwrap()
@@ -299,7 +309,7 @@ mod tests {
         let echo = |number: u32, rtt_ns: i64| {
             let mut bytes = vec![0; PING_LEN];
             let header = Header { held_ns: 500, ..Header::new(Kind::Echo, FLOW, number, NONCE) };
-            header.write(&lock, &mut bytes);
+            header.write(&key, &mut bytes);
             flows.receive(&bytes, peer(), i64::from(number) * 1_000_000 + rtt_ns + 500)
         };
         echo(0, 50_000);
@@ -321,24 +331,40 @@ mod tests {
 
     #[test]
     fn the_rate_of_a_train_is_that_after_its_burst() {
-        let (flows, lock) = flows();
+        let (flows, key) = flows();
         // 40 datagrams at once, then one each 100 us: 96 Mbit/s.
         for number in 0..200 {
             let at = i64::from(number.max(40_u32) - 40) * 100_000;
-            flows.receive(&datagram(&lock, Kind::Train, number, TRAIN_LEN), peer(), at);
+            flows.receive(&datagram(&key, Kind::Train, number, TRAIN_LEN), peer(), at);
         }
         let arrived = flows.remove(FLOW).unwrap().arrived().unwrap();
         assert_eq!(arrived.datagrams, 200);
-        assert!((arrived.mbit - 96.0).abs() < 1e-9, "{}", arrived.mbit);
+        assert!((arrived.mbit.unwrap() - 96.0).abs() < 1e-9, "{arrived:?}");
+    }
+
+    /// Returns what arrived of a train whose datagrams came at these times in nanoseconds.
+    fn arrived(times: &[i64]) -> Option<Arrived> {
+        let (flows, key) = flows();
+        for (number, at) in (0..).zip(times) {
+            flows.receive(&datagram(&key, Kind::Train, number, TRAIN_LEN), peer(), *at);
+        }
+        flows.remove(FLOW).unwrap().arrived()
     }
 
     #[test]
-    fn a_train_of_one_datagram_has_no_rate() {
-        let (flows, lock) = flows();
-        assert_eq!(flows.with(FLOW, |flow| flow.arrived()), Some(None));
-        flows.receive(&datagram(&lock, Kind::Train, 0, TRAIN_LEN), peer(), 5);
-        let arrived = flows.remove(FLOW).unwrap().arrived();
-        assert_eq!(arrived, Some(Arrived { datagrams: 1, mbit: 0.0 }));
+    fn a_train_that_takes_no_time_has_no_rate() {
+        assert_eq!(arrived(&[]), None);
+        for times in [&[5][..], &[5; 100], &[5, 6, 7], &[i64::MIN, i64::MAX]] {
+            let datagrams = u32::try_from(times.len()).unwrap();
+            assert_eq!(arrived(times), Some(Arrived { datagrams, mbit: None }), "{times:?}");
+        }
+    }
+
+    #[test]
+    fn a_train_of_two_batches_has_the_rate_of_its_whole_time() {
+        let times = [[0; 50], [480_000; 50]].concat();
+        let mbit = arrived(&times).unwrap().mbit.unwrap();
+        assert!((mbit - 1000.0).abs() < 1e-9, "{mbit}");
     }
 
     #[test]

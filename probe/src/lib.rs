@@ -17,11 +17,15 @@ mod datagram;
 mod flow;
 mod message;
 mod node;
+mod outcome;
+mod path;
+mod survey;
 #[cfg(test)]
 mod tests;
 
 pub use agent::Agent;
-pub use coordinator::{MeasureError, Options, Outcome, WrongLabel, measure};
+pub use coordinator::measure;
+pub use outcome::{MeasureError, Options, Outcome, Usage, WrongLabel};
 
 /// UDP port of an agent's control server. The data socket uses the next one.
 pub const PORT: u16 = 7187;

@@ -2,6 +2,7 @@
 //! each order with one answer.
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 
 use racksum_proto::auth::Key;
 use serde::{Deserialize, Serialize};
@@ -12,11 +13,15 @@ pub(crate) const PROTOCOL: &str = "racksum-probe/1";
 /// Version of these messages and of the datagrams.
 pub(crate) const VERSION: u16 = 1;
 
+/// The least and the greatest rate in Mbit/s that an order may name or that counts as measured: up
+/// to 10 Tbit/s.
+pub(crate) const RATES_MBIT: RangeInclusive<f64> = 1e-3..=1e7;
+
 /// A message from the coordinator.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Order {
-    /// Asks for the port of the agent's data socket.
+    /// Asks the agent to serve this coordinator and no other one until the connection ends.
     Hello {
         /// The coordinator's [`VERSION`].
         version: u16,
@@ -50,6 +55,8 @@ pub(crate) struct Train {
 pub(crate) enum Answer {
     /// Answers [`Order::Hello`].
     Hello { version: u16, data_port: u16 },
+    /// Answers [`Order::Hello`] if the agent serves another coordinator.
+    Busy(Busy),
     /// Answers [`Order::Expect`].
     Expected,
     /// Answers [`Order::Ping`].
@@ -67,7 +74,17 @@ pub(crate) enum Answer {
     Refused { reason: String },
 }
 
-/// The pings that an agent sent, and their echoes.
+/// The coordinator that an agent serves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Busy {
+    /// Its name and address.
+    pub(crate) holder: String,
+    /// The seconds for which the agent has served it.
+    pub(crate) held_s: u64,
+}
+
+/// The pings that an agent sent in a flow so far, and their echoes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Pinged {
@@ -85,6 +102,7 @@ pub(crate) struct Pinged {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arrived {
     pub(crate) datagrams: u32,
-    /// Rate in the middle of the train's time at the receiver, in Mbit/s.
-    pub(crate) mbit: f64,
+    /// Rate in the middle of the train's time at the receiver, in Mbit/s. `None` if the datagrams
+    /// arrived in too short a time to show a rate.
+    pub(crate) mbit: Option<f64>,
 }

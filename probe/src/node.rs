@@ -1,38 +1,39 @@
-//! A coordinator's connection to one agent, and the measurements of one pair of agents.
+//! A coordinator's connection to one agent.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use racksum_net::NetError;
-use racksum_net::auth::new_key;
-use racksum_net::quic::quinn::{RecvStream, SendStream};
-use racksum_net::quic::{Connection, Credentials, connect_with, frames};
+use racksum_net::quic::quinn::{self, RecvStream, SendStream};
+use racksum_net::quic::{Caller, Connection, frames};
 use racksum_net::resolve::resolve;
-use racksum_placer::topology::HostId;
 use racksum_proto::auth::Key;
 use racksum_proto::peer_text::PeerText;
 use racksum_proto::time::Span;
 use tokio::sync::Mutex;
 use tokio::time::timeout;
 
-use crate::datagram::{HEADERS, PING_LEN, TRAIN_LEN};
-use crate::message::{Answer, Order, PROTOCOL, Pinged, Train, VERSION};
+use crate::datagram::{HEADERS, TRAIN_LEN};
+use crate::message::{Answer, Arrived, Busy, Order, Pinged, RATES_MBIT, Train, VERSION};
 
-/// An agent that has answered.
+/// An agent that serves this coordinator.
 #[derive(Debug)]
 pub(crate) struct Node {
-    pub(crate) host: HostId,
+    /// The name of the host. Numbers of hosts change with the topology, and this does not.
+    pub(crate) host: String,
     /// The address of the data socket.
     data: SocketAddr,
-    line: Mutex<Line>,
-    /// Bytes that crossed the host's interface for measurements, as estimated from the orders.
-    spent: AtomicU64,
+    quic: quinn::Connection,
+    control: Mutex<Control>,
+    /// Bytes of measurements that crossed the host's interface.
+    measured: AtomicU64,
 }
 
+/// The stream of orders and answers.
 #[derive(Debug)]
-struct Line {
+struct Control {
     addr: SocketAddr,
     connection: Connection,
     send: SendStream,
@@ -42,104 +43,149 @@ struct Line {
 /// The failure of an agent.
 #[derive(Debug, Clone)]
 pub(crate) struct NodeFailure {
-    pub(crate) host: HostId,
+    pub(crate) host: String,
     pub(crate) why: String,
 }
 
-/// The loss in both directions of a path, and its round-trip times.
+/// The reason why an agent does not serve this coordinator.
+#[derive(Debug)]
+pub(crate) enum Unserved {
+    Failed(NodeFailure),
+    Busy {
+        /// The name of the agent's host.
+        host: String,
+        busy: Busy,
+    },
+}
+
+/// The part of a flow that arrived.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Path {
-    /// The share of pings that did not arrive.
-    pub(crate) loss: f64,
-    /// The share of echoes that did not arrive.
-    pub(crate) loss_back: f64,
-    /// `None` if no echo arrived.
-    pub(crate) rtt_us: Option<(f64, f64)>,
+pub(crate) struct FlowReport {
+    pub(crate) pings: u32,
+    pub(crate) train: Option<Arrived>,
 }
 
 impl Node {
     /// Connects to the agent at `address`, a name or an address with a port.
     pub(crate) async fn connect(
-        host: HostId,
+        host: String,
         address: &str,
-        credentials: &Credentials,
-    ) -> Result<Self, NodeFailure> {
-        let failed = |why: String| NodeFailure { host, why };
-        let resolved = resolve(address).await;
-        let addrs =
-            resolved.map_err(|error| failed(format!("cannot resolve {address}: {error}")))?;
+        caller: &Caller,
+    ) -> Result<Self, Unserved> {
+        let failed = |host, why| Unserved::Failed(NodeFailure { host, why });
+        let addrs = match resolve(address).await {
+            Ok(addrs) => addrs,
+            Err(error) => return Err(failed(host, format!("cannot resolve {address}: {error}"))),
+        };
         let mut why = format!("{address} has no address");
         for addr in addrs {
-            match Line::open(addr, credentials).await {
-                Ok((line, data_port)) => {
-                    let data = SocketAddr::new(addr.ip(), data_port);
-                    let spent = AtomicU64::new(0);
-                    return Ok(Self { host, data, line: Mutex::new(line), spent });
+            match Control::open(addr, caller).await {
+                Ok((control, Answer::Hello { version: VERSION, data_port })) => {
+                    return Ok(Self {
+                        host,
+                        data: SocketAddr::new(addr.ip(), data_port),
+                        quic: control.connection.quic().clone(),
+                        control: Mutex::new(control),
+                        measured: AtomicU64::new(0),
+                    });
                 }
+                Ok((_, Answer::Busy(busy))) => return Err(Unserved::Busy { host, busy }),
+                Ok(_) => why = "the agent gave an answer that makes no sense to a hello".into(),
                 Err(error) => why = error,
             }
         }
-        Err(failed(why))
+        Err(failed(host, why))
     }
 
     async fn ask(&self, order: Order) -> Result<Answer, NodeFailure> {
-        let answer = self.line.lock().await.ask(&order).await;
-        answer.map_err(|why| NodeFailure { host: self.host, why })
+        let answer = self.control.lock().await.ask(&order).await;
+        answer.map_err(|why| self.failure(why))
+    }
+
+    pub(crate) fn failure(&self, why: String) -> NodeFailure {
+        NodeFailure { host: self.host.clone(), why }
     }
 
     fn unexpected(&self, answer: &Answer) -> NodeFailure {
         // Its fields are the other side's, so only the log shows them.
         tracing::debug!(?answer, "unexpected answer");
-        let why = "the agent gave an answer that makes no sense; install the same release on all \
-                   hosts, or exclude it"
-            .into();
-        NodeFailure { host: self.host, why }
+        self.failure(
+            "the agent gave an answer that makes no sense; install the same release on all \
+             hosts, or exclude it"
+                .into(),
+        )
     }
 
-    async fn expect(&self, flow: u64, key: Key, peer: &Self) -> Result<(), NodeFailure> {
+    /// Announces a flow with the agent `peer`.
+    pub(crate) async fn expect(&self, flow: u64, key: Key, peer: &Self) -> Result<(), NodeFailure> {
         match self.ask(Order::Expect { flow, key, peer: peer.data }).await? {
             Answer::Expected => Ok(()),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    async fn ping(&self, flow: u64, to: &Self, count: u32) -> Result<Pinged, NodeFailure> {
-        [self, to].iter().for_each(|node| node.spend(2 * ping_bytes(count)));
-        let order = Order::Ping { flow, count, interval_us: INTERVAL_US };
-        match self.ask(order).await? {
-            Answer::Pinged(pinged) if is_plausible(&pinged) => Ok(pinged),
+    /// Sends up to `count` pings of a flow of which `sent` were sent before.
+    pub(crate) async fn ping(
+        &self,
+        flow: u64,
+        sent: u32,
+        count: u32,
+    ) -> Result<Pinged, NodeFailure> {
+        match self.ask(Order::Ping { flow, count, interval_us: INTERVAL_US }).await? {
+            Answer::Pinged(pinged) if is_plausible(&pinged, sent..=sent + count) => Ok(pinged),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    /// Ends a flow. Returns the pings that arrived, and the rate of the train in Mbit/s.
-    async fn report(&self, flow: u64) -> Result<(u32, Option<f64>), NodeFailure> {
+    /// Sends a train. Returns the number of its datagrams.
+    pub(crate) async fn train(&self, flow: u64, train: Train) -> Result<u32, NodeFailure> {
+        let most = train.bytes / TRAIN_LEN as u64;
+        match self.ask(Order::Train { flow, train }).await? {
+            Answer::Trained { datagrams } if u64::from(datagrams) <= most => Ok(datagrams),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Ends a flow. Returns the part of it that arrived. `trained` is the number of datagrams of
+    /// the train that was sent to this agent.
+    pub(crate) async fn report(&self, flow: u64, trained: u32) -> Result<FlowReport, NodeFailure> {
+        let is_possible = |train: Arrived| {
+            train.datagrams <= trained && train.mbit.is_none_or(|mbit| RATES_MBIT.contains(&mbit))
+        };
         match self.ask(Order::Report { flow }).await? {
-            Answer::Report { pings, train } if train.is_none_or(|it| is_rate(it.mbit)) => {
-                Ok((pings, train.map(|train| train.mbit)))
+            Answer::Report { pings, train } if train.is_none_or(is_possible) => {
+                Ok(FlowReport { pings, train })
             }
             other => Err(self.unexpected(&other)),
         }
     }
 
-    /// Returns the bytes that measurements have used at this host.
-    pub(crate) fn spent(&self) -> u64 {
-        self.spent.load(Ordering::Relaxed)
+    /// Returns the bytes that measurements and orders have sent or received at this host, with
+    /// headers. Lost datagrams count as received.
+    pub(crate) fn used(&self) -> u64 {
+        let stats = self.quic.stats();
+        let orders = [stats.udp_tx, stats.udp_rx]
+            .iter()
+            .map(|udp| udp.bytes + udp.datagrams * HEADERS as u64)
+            .sum::<u64>();
+        self.measured.load(Ordering::Relaxed) + orders
     }
 
-    fn spend(&self, bytes: u64) {
-        self.spent.fetch_add(bytes, Ordering::Relaxed);
+    /// Counts bytes of datagrams that the host sent or received.
+    pub(crate) fn count(&self, bytes: u64) {
+        self.measured.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Ends the connection.
     pub(crate) async fn close(self) {
-        self.line.into_inner().connection.close("measured").await;
+        self.control.into_inner().connection.close("measured").await;
     }
 }
 
-impl Line {
-    async fn open(addr: SocketAddr, credentials: &Credentials) -> Result<(Self, u16), String> {
-        let connection = connect_with(PROTOCOL, None, addr, credentials, PATIENCE).await;
+impl Control {
+    /// Connects, and returns the answer to a hello.
+    async fn open(addr: SocketAddr, caller: &Caller) -> Result<(Self, Answer), String> {
+        let connection = caller.connect(addr, PATIENCE).await;
         let connection = connection.map_err(|error| match error {
             NetError::NobodyThere { .. } => format!(
                 "no answer from {addr} within {} s; check the address, and that `racksum probe \
@@ -153,11 +199,9 @@ impl Line {
         })?;
         let streams = connection.quic().open_bi().await;
         let (send, recv) = streams.map_err(|error| PeerText::of(error).as_str().to_owned())?;
-        let mut line = Self { addr, connection, send, recv };
-        match line.ask(&Order::Hello { version: VERSION }).await? {
-            Answer::Hello { version: VERSION, data_port } => Ok((line, data_port)),
-            _ => Err("the agent gave an answer that makes no sense to a hello".into()),
-        }
+        let mut control = Self { addr, connection, send, recv };
+        let answer = control.ask(&Order::Hello { version: VERSION }).await?;
+        Ok((control, answer))
     }
 
     /// Sends an order and waits for the answer; the error says why there is none.
@@ -185,108 +229,11 @@ impl Line {
     }
 }
 
-/// Measures the loss and the round-trip times between two agents.
-///
-/// A path that loses pings gets more of them, because a share needs many to be exact.
-pub(crate) async fn measure_path(from: &Node, to: &Node) -> Result<Path, NodeFailure> {
-    let flow = expect_flow(from, to).await?;
-    let mut pinged = from.ping(flow, to, PINGS).await?;
-    let is_lossy = pinged.echoes < pinged.sent;
-    if is_lossy && pinged.echoes > 0 {
-        pinged = from.ping(flow, to, MORE_PINGS).await?;
-    }
-    let (arrived, _) = to.report(flow).await?;
-    from.report(flow).await?;
-    let is_answered = pinged.echoes > 0;
-    Ok(Path {
-        loss: lost(pinged.sent, arrived),
-        loss_back: lost(arrived, pinged.echoes),
-        rtt_us: is_answered.then_some((pinged.rtt_p50_us, pinged.rtt_p99_us)),
-    })
-}
-
-/// A flow between two agents over which a train may be sent.
-#[derive(Debug)]
-pub(crate) struct Way {
-    from: Arc<Node>,
-    to: Arc<Node>,
-    flow: u64,
-}
-
-impl Way {
-    /// Opens a flow, and lets the receiver show that it agrees to receive. Returns `None` if no
-    /// ping passes.
-    pub(crate) async fn open(from: Arc<Node>, to: Arc<Node>) -> Result<Option<Self>, NodeFailure> {
-        let flow = expect_flow(&from, &to).await?;
-        for _ in 0..PROOFS {
-            if from.ping(flow, &to, PROOF_PINGS).await?.echoes > 0 {
-                return Ok(Some(Self { from, to, flow }));
-            }
-        }
-        to.report(flow).await?;
-        from.report(flow).await?;
-        Ok(None)
-    }
-
-    /// Sends a train. Returns its rate at the receiver in Mbit/s.
-    pub(crate) async fn send(self, train: Train) -> Result<f64, NodeFailure> {
-        let Self { from, to, flow } = self;
-        let most = train.bytes / TRAIN_LEN as u64;
-        let datagrams = match from.ask(Order::Train { flow, train }).await? {
-            Answer::Trained { datagrams } if u64::from(datagrams) <= most => datagrams,
-            other => return Err(from.unexpected(&other)),
-        };
-        [&from, &to].iter().for_each(|node| node.spend(train_bytes(datagrams.into())));
-        let (_, mbit) = to.report(flow).await?;
-        from.report(flow).await?;
-        Ok(mbit.unwrap_or(0.0))
-    }
-}
-
-async fn expect_flow(from: &Node, to: &Node) -> Result<u64, NodeFailure> {
-    let no_key = |error: NetError| NodeFailure { host: from.host, why: error.to_string() };
-    let key = new_key().map_err(no_key)?;
-    let number = new_key().map_err(no_key)?.0;
-    let flow = number.into_iter().take(8).fold(0, |flow, byte| flow << 8 | u64::from(byte));
-    to.expect(flow, key, from).await?;
-    from.expect(flow, key, to).await?;
-    Ok(flow)
-}
-
-fn is_plausible(pinged: &Pinged) -> bool {
-    let is_time = |us: f64| us.is_finite() && us >= 0.0;
+fn is_plausible(pinged: &Pinged, sent: RangeInclusive<u32>) -> bool {
     pinged.echoes <= pinged.sent
-        && pinged.sent <= PINGS + MORE_PINGS
-        && is_time(pinged.rtt_p50_us)
-        && is_time(pinged.rtt_p99_us)
-}
-
-/// Returns whether an interface could have this rate in Mbit/s.
-fn is_rate(mbit: f64) -> bool {
-    (0.0..=MOST_MBIT).contains(&mbit)
-}
-
-fn lost(sent: u32, arrived: u32) -> f64 {
-    if sent == 0 { 0.0 } else { 1.0 - f64::from(arrived.min(sent)) / f64::from(sent) }
-}
-
-const fn ping_bytes(count: u32) -> u64 {
-    count as u64 * (PING_LEN + HEADERS) as u64
-}
-
-/// Returns the bytes that a link carries for datagrams of a train.
-pub(crate) const fn train_bytes(datagrams: u64) -> u64 {
-    datagrams * (TRAIN_LEN + HEADERS) as u64
-}
-
-/// Returns the greatest number of bytes that the proofs of [`Way::open`] use at a host.
-pub(crate) const fn proof_bytes() -> u64 {
-    2 * ping_bytes(PROOFS * PROOF_PINGS)
-}
-
-/// Returns the greatest number of bytes that [`measure_path`] uses at a host.
-pub(crate) const fn path_bytes() -> u64 {
-    2 * ping_bytes(PINGS + MORE_PINGS)
+        && sent.contains(&pinged.sent)
+        && (0.0..=MOST_RTT_US).contains(&pinged.rtt_p50_us)
+        && (pinged.rtt_p50_us..=MOST_RTT_US).contains(&pinged.rtt_p99_us)
 }
 
 /// Time limit for the connection to an agent.
@@ -295,13 +242,32 @@ const PATIENCE: Span = Span::from_secs(5);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// Interval between pings in microseconds.
 const INTERVAL_US: u32 = 1_000;
-/// Pings of a path at first. If 1 % are lost, at least one of 400 is lost in 98 of 100 cases.
-const PINGS: u32 = 400;
-/// Further pings if some were lost: then a loss of 5 % is exact to 1 point in 95 of 100 cases.
-const MORE_PINGS: u32 = 1_600;
-/// The greatest rate in Mbit/s that counts: 10 Tbit/s.
-const MOST_MBIT: f64 = 1e7;
-/// Pings that prove that an agent agrees to receive a train.
-const PROOF_PINGS: u32 = 3;
-/// The greatest number of such proofs.
-const PROOFS: u32 = 5;
+/// The longest round trip that counts, in microseconds: longer ones than the time limits.
+const MOST_RTT_US: f64 = 1e9;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_finite_and_ordered_round_trips_are_plausible() {
+        let pinged = |sent, echoes, rtt_p50_us, rtt_p99_us| {
+            is_plausible(&Pinged { sent, echoes, rtt_p50_us, rtt_p99_us }, 100..=500)
+        };
+        assert!(pinged(500, 499, 50.0, 60.0));
+        for (p50, p99) in [
+            (f64::NAN, 60.0),
+            (50.0, f64::NAN),
+            (50.0, f64::INFINITY),
+            (f64::INFINITY, f64::INFINITY),
+            (-1.0, 60.0),
+            (60.0, 50.0),
+            (50.0, 1e300),
+        ] {
+            assert!(!pinged(500, 499, p50, p99), "{p50} {p99}");
+        }
+        for (sent, echoes) in [(500, 501), (99, 0), (501, 0)] {
+            assert!(!pinged(sent, echoes, 50.0, 60.0), "{sent} {echoes}");
+        }
+    }
+}

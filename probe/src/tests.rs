@@ -3,14 +3,14 @@
 use std::net::{SocketAddr, UdpSocket};
 use std::time::Duration;
 
-use racksum_net::quic::{Connection, Credentials, connect_with, frames};
+use racksum_net::quic::{Caller, Connection, Credentials, frames};
 use racksum_placer::inventory::{Host, Inventory};
 use racksum_proto::auth::Key;
 use racksum_proto::time::Span;
 
-use crate::datagram::{Header, Kind, Lock, PING_LEN};
+use crate::datagram::{Header, Kind, PING_LEN, TagKey};
 use crate::flow::MOST_UNPROVEN;
-use crate::message::{Answer, Order, PROTOCOL, Train, VERSION};
+use crate::message::{Answer, Busy, Order, PROTOCOL, Train, VERSION};
 use crate::{Agent, MeasureError, Options, measure};
 
 fn credentials() -> Credentials {
@@ -55,6 +55,7 @@ async fn all_pairs_of_agents_that_answer_are_measured() {
     for sample in &outcome.samples {
         assert!((0.0..0.5).contains(&sample.loss), "{sample:?}");
         assert!(sample.mbit > 0.0 && sample.rtt_us > 0.0, "{sample:?}");
+        assert!(sample.rtt_p99_us >= sample.rtt_us, "{sample:?}");
     }
     let [(name, why)] = &outcome.failed[..] else { panic!("{:?}", outcome.failed) };
     assert_eq!(name, "dead");
@@ -69,28 +70,39 @@ async fn a_budget_is_kept() {
     let inventory = Inventory { levels: vec![], hosts };
     let budget = 9_000_000;
     let outcome = measure(&inventory, &Options { budget, ..options() }, |_, _| {}).await.unwrap();
-    assert!(outcome.most_bytes <= budget, "{}", outcome.most_bytes);
+    assert!(outcome.busiest.bytes <= budget, "{:?}", outcome.busiest);
     assert_eq!(outcome.unaffordable + outcome.samples.len() / 2, 3);
     assert!(outcome.unaffordable > 0);
     let nothing = measure(&inventory, &Options { budget: 1000, ..options() }, |_, _| {}).await;
     assert!(matches!(nothing, Err(MeasureError::Nothing { .. })), "{nothing:?}");
 }
 
-/// Connects to an agent and says hello.
-async fn call(to: SocketAddr) -> Caller {
-    let connection = connect_with(PROTOCOL, None, to, &credentials(), Span::from_secs(5)).await;
-    let connection = connection.unwrap();
+/// Connects to an agent.
+async fn call(to: SocketAddr) -> Coordinator {
+    let caller = Caller::new(PROTOCOL, &credentials()).unwrap();
+    let connection = caller.connect(to, Span::from_secs(5)).await.unwrap();
     let (send, recv) = connection.quic().open_bi().await.unwrap();
-    Caller { _connection: connection, send, recv }
+    Coordinator { _connection: connection, send, recv }
 }
 
-struct Caller {
+struct Coordinator {
     _connection: Connection,
     send: racksum_net::quic::quinn::SendStream,
     recv: racksum_net::quic::quinn::RecvStream,
 }
 
-impl Caller {
+impl Coordinator {
+    async fn hello(&mut self) -> Answer {
+        self.ask(Order::Hello { version: VERSION }).await
+    }
+
+    /// Says hello until the agent is free.
+    async fn wait(&mut self) {
+        while !matches!(self.hello().await, Answer::Hello { .. }) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     async fn ask(&mut self, order: Order) -> Answer {
         frames::send(&mut self.send, &order).await.unwrap();
         frames::recv(&mut self.recv).await.unwrap().unwrap()
@@ -115,7 +127,8 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
     assert!(wrong.contains("install the same release"), "{wrong}");
     let (flow, key) = (1, Key([1; Key::LEN]));
     assert!(caller.refusal(Order::Expect { flow, key, peer: to }).await.contains("hello"));
-    assert!(matches!(caller.ask(Order::Hello { version: VERSION }).await, Answer::Hello { .. }));
+    assert!(matches!(caller.hello().await, Answer::Hello { .. }));
+    assert!(matches!(caller.hello().await, Answer::Hello { .. }), "it is served already");
     assert_eq!(caller.ask(Order::Expect { flow, key, peer: to }).await, Answer::Expected);
     let train = Train { bytes: 1_000_000, millis: 100, mbit: 100.0 };
     let why = caller.refusal(Order::Train { flow, train }).await;
@@ -123,7 +136,7 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
     assert!(victim.recv(&mut [0; 2000]).is_err(), "nothing was sent");
     // The caller knows the key, but not the number that an echo must return.
     let mut echo = [0; PING_LEN];
-    Header::new(Kind::Echo, flow, 0, 0).write(&Lock::new(&key), &mut echo);
+    Header::new(Kind::Echo, flow, 0, 0).write(&TagKey::new(&key), &mut echo);
     let pings = caller.ask(Order::Ping { flow, count: 500, interval_us: 100 });
     let forged = async {
         for _ in 0..20 {
@@ -138,7 +151,7 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
     assert!(why.contains("has not answered a ping"), "{why}");
     let why = caller.refusal(Order::Ping { flow, count: 9, interval_us: u32::MAX }).await;
     assert!(why.contains("100..=10000 microseconds apart"), "{why}");
-    for mbit in [0.0, -1.0] {
+    for mbit in [0.0, -1.0, 1e-300, 1e300] {
         let train = Train { mbit, ..train };
         assert!(caller.refusal(Order::Train { flow, train }).await.contains("rate"));
     }
@@ -147,25 +160,54 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_flows_of_a_caller_are_its_own_and_end_with_it() {
+async fn an_agent_serves_one_coordinator_at_a_time() {
     let (agent, _) = start();
     let (mut one, mut other) = (call(agent).await, call(agent).await);
+    one.wait().await;
+    let Answer::Busy(Busy { holder, .. }) = other.hello().await else { panic!("it is busy") };
+    assert!(holder.starts_with("a coordinator without an identity at 127.0.0.1:"), "{holder}");
     let (flow, key) = (7, Key([1; Key::LEN]));
-    let to = agent;
-    for caller in [&mut one, &mut other] {
-        caller.ask(Order::Hello { version: VERSION }).await;
-    }
-    assert_eq!(one.ask(Order::Expect { flow, key, peer: to }).await, Answer::Expected);
-    other.refusal(Order::Expect { flow, key, peer: to }).await;
+    let expect = || Order::Expect { flow, key, peer: agent };
+    assert_eq!(one.ask(expect()).await, Answer::Expected);
+    other.refusal(expect()).await;
     other.refusal(Order::Report { flow }).await;
     drop(one);
-    // The agent learns of the end of the connection a little later.
-    loop {
-        match other.ask(Order::Expect { flow, key, peer: to }).await {
-            Answer::Expected => break,
-            _ => tokio::time::sleep(Duration::from_millis(10)).await,
-        }
-    }
+    other.wait().await;
+    // The flow has ended with its coordinator.
+    other.refusal(Order::Report { flow }).await;
+    assert_eq!(other.ask(expect()).await, Answer::Expected);
+}
+
+#[test]
+fn a_silent_coordinator_loses_its_agents() {
+    let agents = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let (agent, _) = agents.block_on(async { start() });
+    let stopped = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let _silent = stopped.block_on(async {
+        let mut silent = call(agent).await;
+        silent.wait().await;
+        silent
+    });
+    // From now on, nothing drives the connection of that coordinator.
+    agents.block_on(async { call(agent).await.wait().await });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_measurement_is_refused_while_another_one_has_an_agent() {
+    let addrs: Vec<_> = (0..3).map(|_| start().0).collect();
+    let hosts = addrs.iter().enumerate().map(|(n, addr)| host(&format!("h{n}"), "a", *addr));
+    let inventory = Inventory { levels: vec![], hosts: hosts.collect() };
+    let mut other = call(addrs[1]).await;
+    other.wait().await;
+    let refused = measure(&inventory, &options(), |_, _| {}).await.unwrap_err();
+    let why = refused.to_string();
+    let expected = "the agent of h1 serves another measurement, of a coordinator without an \
+                    identity at 127.0.0.1:";
+    assert!(why.starts_with(expected) && why.contains("run this one once that has ended"), "{why}");
+    // The refused measurement has let go of the other agents.
+    call(addrs[0]).await.wait().await;
+    drop(other);
+    call(addrs[1]).await.wait().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -27,7 +27,7 @@ use racksum_placer::topology::Topology;
 use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 
-use crate::cluster_file::{read, read_network, wrong};
+use crate::cluster_file::{placed, read, read_network, wrong};
 use crate::exit::{Failure, print_line};
 use crate::{args, stderr};
 
@@ -116,21 +116,22 @@ impl Args {
 /// Reads the hosts and their links, less the parts of these that other jobs use. A job on a Slurm
 /// allocation gets the cores of its tasks.
 fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
-    let (nodes, mut inventory): (_, Inventory) = match &args.nodes {
+    let (nodes, inventory): (_, Inventory) = match &args.nodes {
         Some(nodes) => (nodes.clone(), read(nodes)?),
         None => args.slurm.inventory(job)?,
     };
-    let network = args.net.as_deref().map(read_network).transpose()?;
-    if let Some(tree) = network.as_ref().and_then(|network| network.tree.as_ref()) {
-        inventory = inventory.placed_by(tree);
-    }
-    let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
-    let mut links = match args.net.as_ref().zip(network) {
-        None => Links::nominal(&topology),
-        Some((net, network)) => {
+    let (topology, mut links) = match args.net.as_deref() {
+        None => {
+            let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
+            let links = Links::nominal(&topology);
+            (topology, links)
+        }
+        Some(net) => {
+            let (topology, network) = placed((&nodes, inventory), (net, read_network(net)?))?;
             let network =
                 if args.slurm.is_set() { in_allocation(net, network, &topology) } else { network };
-            Links::new(&topology, &network).map_err(|error| wrong(net, error))?
+            let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
+            (topology, links)
         }
     };
     if let Some(jobs) = &args.jobs {

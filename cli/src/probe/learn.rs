@@ -18,7 +18,7 @@ use racksum_worker::aggregator_sets;
 
 use super::measure::written;
 use super::show;
-use crate::cluster_file::{now, read, read_network, wrong};
+use crate::cluster_file::{now, placed, read, read_network, wrong};
 use crate::environment;
 use crate::exit::{Failure, print_line};
 use crate::out_file::{OutFile, cannot_write};
@@ -60,12 +60,9 @@ fn aggregators(text: &str) -> Result<Aggregators, String> {
 }
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
-    let mut inventory: Inventory = read(&args.nodes)?;
+    let inventory: Inventory = read(&args.nodes)?;
     let older = if args.net.exists() { read_network(&args.net)? } else { Network::default() };
-    if let Some(tree) = &older.tree {
-        inventory = inventory.placed_by(tree);
-    }
-    let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
+    let (topology, older) = placed((&args.nodes, inventory), (&args.net, older))?;
     let links = Links::new(&topology, &older).map_err(|error| wrong(&args.net, error))?;
     let hosts = Hosts::find(&topology)?;
     let mut counters = vec![];

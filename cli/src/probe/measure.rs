@@ -1,6 +1,5 @@
 //! `racksum probe run`: the coordinator of a measurement.
 
-use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,11 +9,10 @@ use racksum_net::runtime::single_threaded;
 use racksum_placer::inventory::Inventory;
 use racksum_placer::network::Network;
 use racksum_probe::{MeasureError, Options, Outcome, measure};
-use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 
-use super::show;
-use crate::cluster_file::{now, read, read_network, wrong};
+use super::{report, show};
+use crate::cluster_file::{network_today, now, read, wrong};
 use crate::exit::{Failure, print_line};
 use crate::out_file::{OutFile, cannot_write};
 use crate::progress::{Line, Work};
@@ -27,14 +25,14 @@ pub(crate) struct Args {
     /// probe serve`.
     #[arg(long, value_name = "FILE")]
     nodes: PathBuf,
-    /// The network file to write: TOML, or JSON if its name ends in .json. Older measurements of
-    /// links in it stay if these are not measured now.
+    /// The network file to write: TOML, or JSON if its name ends in .json. Older measurements in it
+    /// of links and paths that are not measured now stay until they are too old.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
     /// The share of each host's interface that measurements use on average, up to 1.
     #[arg(long, value_name = "SHARE", default_value_t = 0.01, value_parser = positive_share)]
     share: f64,
-    /// Bytes that measurements send or receive at each host, at most; with K, M, G or T.
+    /// Bytes that measurements send and receive at each host, at most; with K, M, G or T.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = args::size)]
     budget: u64,
     /// Pairs of hosts to measure for each two of the innermost domains, besides all pairs within
@@ -56,22 +54,31 @@ fn positive_share(text: &str) -> Result<f64, String> {
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let inventory: Inventory = read(&args.nodes)?;
-    let older = if args.out.exists() { Some(read_network(&args.out)?) } else { None };
+    let older_at_start = older(&args.out)?;
     // A path that cannot be written must not cost a measurement.
     let mut out = OutFile::create(&args.out)?;
     out.remove_at_signal()?;
     let outcome = measured(args, &inventory)?;
+    // Another program may have improved the file in the meantime.
+    let older = older(&args.out).unwrap_or_else(|failure| {
+        stderr::warn(format_args!("{failure}; the file as it was before is used"));
+        older_at_start
+    });
     let mut network = Network { measured_at: Some(now()), ..outcome.network.clone() };
     if let Some(older) = older {
         network.half_life_s = older.half_life_s;
-        // Hosts and domains that are gone would make the file useless.
-        network = network.over(older.only_of(&outcome.topology));
+        network = network.over(older.at(now()), &outcome.topology, &outcome.measured());
     }
     let text = written(&args.out, &network)?;
     out.file().write_all(text.as_bytes()).map_err(|error| cannot_write(&args.out, &error))?;
     out.commit()?;
-    report(&outcome)?;
+    report::print(&outcome, args.budget)?;
     print_line(&show::tables(&network).join("\n"))
+}
+
+/// Reads the measurements that the output file has already.
+fn older(path: &Path) -> Result<Option<Network>, Failure> {
+    if path.exists() { network_today(path).map(Some) } else { Ok(None) }
 }
 
 fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
@@ -96,6 +103,7 @@ fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
     drop(line);
     outcome.map_err(|error| match error {
         MeasureError::Inventory(error) => wrong(&args.nodes, error),
+        MeasureError::Net(error) => error.into(),
         error => Failure::unavailable(PeerText::of(error).as_str()),
     })
 }
@@ -116,42 +124,6 @@ pub(super) fn written(path: &Path, network: &Network) -> Result<String, Failure>
     } else {
         toml::to_string(network).map_err(|error| failed(error.to_string()))
     }
-}
-
-/// Prints what was measured, and warns of what was not.
-fn report(outcome: &Outcome) -> Result<(), Failure> {
-    for (host, why) in &outcome.failed {
-        stderr::warn(PeerText::of(format!("{host} was not measured: {why}")));
-    }
-    if outcome.unaffordable > 0 {
-        stderr::warn(format_args!(
-            "{} were not measured, because that would exceed --budget",
-            counted(outcome.unaffordable as u64, "pair")
-        ));
-    }
-    for (one, other) in &outcome.dead {
-        stderr::warn(PeerText::of(format!("nothing passes between {one} and {other}")));
-    }
-    let measured = outcome.samples.iter().flat_map(|sample| [sample.from, sample.to]);
-    let measured: BTreeSet<_> = measured.collect();
-    print_line(&format!(
-        "{} between {}, at most {:.1} MB at each host",
-        counted(outcome.samples.len() as u64, "measured path"),
-        counted(measured.len() as u64, "host"),
-        megabytes(outcome.most_bytes)
-    ))?;
-    for wrong in &outcome.wrong_labels {
-        stderr::warn(format_args!(
-            "{} is labelled {} but was measured in {}, to whose hosts it is {:.1} times as close",
-            wrong.host, wrong.labelled, wrong.measured, wrong.ratio
-        ));
-    }
-    Ok(())
-}
-
-#[expect(clippy::cast_precision_loss, reason = "far fewer than 2^53 bytes")]
-fn megabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e6
 }
 
 /// The least share of an interface. With less, a round takes more than 20 minutes.

@@ -3,6 +3,7 @@
 mod heat_map;
 mod learn;
 mod measure;
+mod report;
 mod serve;
 mod show;
 

@@ -49,7 +49,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         let agent = Agent::open(bind, data_port, &credentials).map_err(|error| match error {
             NetError::PortTaken { addr } if addr.port() == data_port => {
                 Failure::unavailable(format!(
-                    "cannot bind {addr}: the port is in use; choose another one with --data-port"
+                    "cannot bind {addr}: address in use; choose another port for measurements \
+                     with --data-port, or stop the process that holds it"
                 ))
             }
             error => error.into(),

@@ -7,7 +7,7 @@ use crate::files::{Folder, captured, check};
 use crate::process::{Ended, Process, RACKSUM, Serving};
 
 /// Two hosts: `a` with the aggregator and `b` with the ranks. Dropping this value removes them.
-struct Hosts {
+pub(crate) struct Hosts {
     name: String,
 }
 
@@ -33,12 +33,12 @@ impl Hosts {
         Ok(hosts)
     }
 
-    fn of(&self, side: char) -> String {
+    pub(crate) fn of(&self, side: char) -> String {
         format!("{}{side}", self.name)
     }
 
     /// Starts the program on a host.
-    fn start(&self, side: char, args: &[&str]) -> Process {
+    pub(crate) fn start(&self, side: char, args: &[&str]) -> Process {
         let exec = ["netns", "exec", &self.of(side), RACKSUM];
         Process::spawn(Command::new("ip").args(exec).args(args))
     }
@@ -88,7 +88,7 @@ pub(crate) fn ip(args: &[&str]) -> Result<(), String> {
 }
 
 /// Creates the hosts; if that fails, reports a skip and returns `None`.
-fn hosts(name: &str, mtu: u32) -> Option<Hosts> {
+pub(crate) fn hosts(name: &str, mtu: u32) -> Option<Hosts> {
     match Hosts::make(name, mtu) {
         Ok(hosts) => Some(hosts),
         Err(why) => {

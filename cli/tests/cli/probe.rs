@@ -2,6 +2,7 @@
 
 use crate::files::Folder;
 use crate::identity::{authority, issue};
+use crate::namespaces::hosts;
 use crate::process::{Ended, Process, run, signal};
 use crate::waits::await_that;
 
@@ -50,12 +51,13 @@ fn a_measurement_is_written_shown_and_planned_with() {
     let mut agents = Agents::start("whole", 4, &[]);
     let ended = agents.measure("net.toml", &[]).ok();
     assert!(ended.out.starts_with("12 measured paths between 4 hosts, at most "), "{ended:?}");
+    assert!(ended.out.contains(" p99 us "), "{ended:?}");
     let (nodes, net, svg) =
         (agents.path("nodes.toml"), agents.path("net.toml"), agents.path("map.svg"));
     let shown = run(&["probe", "show", "--net", &net, "--nodes", &nodes, "--svg", &svg]).ok().out;
     assert!(shown.lines().any(|line| line.starts_with("h3    up")), "{shown}");
     let svg = std::fs::read_to_string(svg).unwrap();
-    assert!(svg.starts_with("<svg ") && svg.matches("<rect ").count() == 12, "{svg}");
+    assert!(svg.starts_with("<svg ") && svg.matches("<rect class=\"cell").count() == 12, "{svg}");
     std::fs::write(agents.path("job.toml"), "name = 'j'\nranks = 4\nbytes = 1000000").unwrap();
     let job = agents.path("job.toml");
     run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).ok();
@@ -113,4 +115,107 @@ fn an_old_network_file_is_named_with_its_age() {
     let shown = run(&["probe", "show", "--net", &net]).ok();
     assert!(shown.err.contains("hours old and count little; measure again"), "{shown:?}");
     assert!(shown.out.contains("0.00"), "{shown:?}");
+}
+
+#[test]
+fn a_second_measurement_is_refused_and_leaves_the_file_as_it_was() {
+    let agents = Agents::start("twice", 2, &[]);
+    std::fs::write(agents.path("net.toml"), "half_life_s = 7\n").unwrap();
+    let (nodes, out) = (agents.path("nodes.toml"), agents.path("other.toml"));
+    // At this share, the first measurement takes minutes.
+    let line = ["probe", "run", "--nodes", &nodes, "--out", &out, "--share", "0.0001"];
+    let (mut first, mut why) = (Process::start(&line), None);
+    await_that("the first measurement has the agents", || {
+        // It may be the one that was refused.
+        if !first.runs() {
+            first = Process::start(&line);
+        }
+        let ended = agents.measure("net.toml", &["--budget", "1"]);
+        why.insert(ended).err.contains("serves another measurement")
+    });
+    let why = why.unwrap();
+    let text = why.failed(3);
+    assert!(text.contains("of a coordinator without an identity at 127.0.0.1:"), "{text}");
+    assert_eq!(std::fs::read_to_string(agents.path("net.toml")).unwrap(), "half_life_s = 7\n");
+    // The agents are free once the first one has died.
+    signal(first.id(), "KILL");
+    await_that("the agents are free", || agents.measure("net.toml", &[]).code == Some(0));
+    let kept = std::fs::read_to_string(agents.path("net.toml")).unwrap();
+    assert!(kept.contains("half_life_s = 7.0") && kept.contains("rtt_p99_us"), "{kept}");
+}
+
+#[test]
+fn an_interface_that_is_faster_than_the_inventory_says_is_named() {
+    let folder = Folder::new("probe-faster");
+    let [nodes, net] = ["nodes.toml", "net.toml"].map(|name| folder.path(name));
+    std::fs::write(&nodes, "[[hosts]]\nname = 'h1'\nnic_mbit = 100\n").unwrap();
+    let up = "up = { mbit = 124.5, is_least = true }";
+    std::fs::write(&net, format!("[[links]]\nof = 'h1'\n{up}\nrtt_us = 50\nrtt_p99_us = 80\n"))
+        .unwrap();
+    let shown = run(&["probe", "show", "--net", &net, "--nodes", &nodes]).ok();
+    let warning = "warning: h1: nic_mbit is 100, but 124.5 Mbit/s were measured; correct it";
+    assert!(shown.err.contains(warning), "{shown:?}");
+    assert!(shown.out.contains("h1    up         >= 124.5  0.00 %  50      80 "), "{shown:?}");
+}
+
+#[test]
+fn a_tree_that_is_old_or_of_other_hosts_is_named() {
+    let folder = Folder::new("probe-tree");
+    let path = |name: &str| folder.path(name);
+    let host = |name: &str| format!("[[hosts]]\nname = \"{name}\"\nnic_mbit = 100\n");
+    std::fs::write(path("nodes.toml"), ["h1", "h2", "h3"].map(host).concat()).unwrap();
+    std::fs::write(path("job.toml"), "name = 'j'\nranks = 1\nbytes = 1").unwrap();
+    let place = |net: &str| {
+        std::fs::write(path("net.toml"), net).unwrap();
+        let [job, nodes, net] = ["job.toml", "nodes.toml", "net.toml"].map(path);
+        run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net])
+    };
+    let tree = "[tree]\nlevels = ['tier1']\n[tree.hosts]\nh1 = { labels = ['1'] }\n";
+    let links = "[[links]]\nof = '1'\nup = { mbit = 50 }\n";
+    let fresh = place(&format!("{tree}{links}")).ok();
+    assert!(
+        fresh.err.contains("net.toml: no measurement places h2, h3; measure again"),
+        "{fresh:?}"
+    );
+    let old = place(&format!("measured_at = 1000\n{tree}{links}")).ok();
+    assert!(old.err.contains("net.toml: too old to count are the places of h1;"), "{old:?}");
+    let gone = place(&tree.replace("h1", "h9"));
+    assert!(gone.failed(2).contains("\"h9\", which is neither a host nor a domain"), "{gone:?}");
+}
+
+#[test]
+fn the_bytes_that_a_measurement_reports_are_those_of_the_interfaces() {
+    let Some(hosts) = hosts("p", 1500) else { return };
+    let folder = Folder::new("probe-bytes");
+    let addrs = [('a', "10.77.0.1"), ('b', "10.77.0.2")];
+    let agents = addrs.map(|(side, addr)| {
+        let agent = hosts.start(side, &["probe", "serve", "--insecure", "--bind", addr]);
+        await_that("the agent serves", || agent.out().contains('\n'));
+        agent
+    });
+    let host = |(name, addr): (char, &str)| {
+        format!("[[hosts]]\nname = \"{name}\"\naddress = \"{addr}\"\nnic_mbit = 100\n")
+    };
+    let [nodes, net] = ["nodes.toml", "net.toml"].map(|name| folder.path(name));
+    std::fs::write(&nodes, addrs.map(host).concat()).unwrap();
+    // The coordinator is on host b, so its orders to host a cross the wire too.
+    let counted = || {
+        let count = |which: &str| {
+            let file = format!("/sys/class/net/wire/statistics/{which}_bytes");
+            let cat = ["netns", "exec", &hosts.of('a'), "cat", &file];
+            let output = std::process::Command::new("ip").args(cat).output().unwrap();
+            String::from_utf8(output.stdout).unwrap().trim().parse::<u64>().unwrap()
+        };
+        count("rx") + count("tx")
+    };
+    let before = counted();
+    let line = ["probe", "run", "--insecure", "--nodes", &nodes, "--out", &net, "--share", "1"];
+    let ended = hosts.start('b', &line).end(60).ok();
+    let crossed = counted() - before;
+    let said = ended.out.split_once("at most ").unwrap().1.split_once(' ').unwrap().0;
+    let said: u64 = said.parse().unwrap();
+    // Other packets, such as those of IPv6, may cross the wire. The interfaces count a batch of
+    // datagrams as one packet, with one header.
+    assert!(crossed <= said + said / 50 && crossed >= said - said / 10, "{crossed} of {said}");
+    drop(agents);
 }

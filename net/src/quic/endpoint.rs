@@ -1,5 +1,6 @@
 //! QUIC endpoints of servers and clients.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::pin::{Pin, pin};
@@ -116,53 +117,91 @@ pub async fn connect_from(
     credentials: &Credentials,
     patience: Span,
 ) -> Result<Connection, NetError> {
-    connect_with(PROTOCOL, from, to, credentials, patience).await
-}
-
-/// Connects like [`connect_from`] to a server that [`serve`] opened for the same protocol.
-///
-/// # Errors
-///
-/// Returns the errors of [`connect`].
-///
-/// # Panics
-///
-/// Panics outside a tokio runtime.
-pub async fn connect_with(
-    protocol: &str,
-    from: Option<IpAddr>,
-    to: SocketAddr,
-    credentials: &Credentials,
-    patience: Span,
-) -> Result<Connection, NetError> {
     credentials.check(to)?;
     let from = from.unwrap_or_else(|| local_for(to));
     let spawner = Spawner::default();
     // Aborts the tasks of a call that fails or is cancelled.
     let mut tasks = Tasks(Some(spawner.clone()));
     let endpoint = endpoint(SocketAddr::new(from, 0), None, Arc::new(spawner))?;
-    let config = client_config(credentials, protocol)?;
+    let config = client_config(credentials, PROTOCOL)?;
+    let quic = call(&endpoint, &config, to, credentials, patience).await?;
+    tasks.leave();
+    Ok(Connection { endpoint, quic, credentials: credentials.clone() })
+}
+
+async fn call(
+    endpoint: &Endpoint,
+    config: &ClientConfig,
+    to: SocketAddr,
+    credentials: &Credentials,
+    patience: Span,
+) -> Result<quinn::Connection, NetError> {
     let call = || {
         endpoint.connect_with(config.clone(), to, NAME).map_err(|error: ConnectError| {
             NetError::NotCallable { addr: to, reason: error.to_string() }
         })
     };
-    match twice(call, duration(patience)).await {
-        Ok(quic) => {
-            tasks.leave();
-            Ok(Connection { endpoint, quic, credentials: credentials.clone() })
-        }
-        Err(NotAnswered::NotCalled(error)) => Err(error),
-        Err(NotAnswered::Ended(ConnectionError::TimedOut)) => {
+    twice(call, duration(patience)).await.map_err(|error| match error {
+        NotAnswered::NotCalled(error) => error,
+        NotAnswered::Ended(ConnectionError::TimedOut) => {
             // QUIC's first datagrams have 1,200 bytes and are never fragmented, so a small path MTU
             // may be the cause.
+            let from = endpoint.local_addr().map_or_else(|_| local_for(to), |local| local.ip());
             let narrow = path_mtu(from, to).ok().filter(|mtu| *mtu < MIN_MTU);
-            Err(NetError::NobodyThere { addr: to, waited: patience, narrow })
+            NetError::NobodyThere { addr: to, waited: patience, narrow }
         }
-        Err(NotAnswered::Ended(cause)) if is_other_protocol(&cause) => {
-            Err(NetError::WrongProtocol { addr: to })
+        NotAnswered::Ended(cause) if is_other_protocol(&cause) => {
+            NetError::WrongProtocol { addr: to }
         }
-        Err(NotAnswered::Ended(cause)) => Err(credentials.explain(not_connected(to, cause))),
+        NotAnswered::Ended(cause) => credentials.explain(not_connected(to, cause)),
+    })
+}
+
+/// Client whose connections to many servers share a few sockets.
+#[derive(Debug)]
+pub struct Caller {
+    credentials: Credentials,
+    config: ClientConfig,
+    /// Endpoints by their local addresses: IPv4 or IPv6, loopback or not.
+    endpoints: Mutex<BTreeMap<IpAddr, Endpoint>>,
+}
+
+impl Caller {
+    /// Creates a client of servers that [`serve`] opened for a protocol.
+    ///
+    /// # Errors
+    ///
+    /// Returns a [`NetError`] if the credentials cannot be used.
+    pub fn new(protocol: &str, credentials: &Credentials) -> Result<Self, NetError> {
+        let config = client_config(credentials, protocol)?;
+        Ok(Self { credentials: credentials.clone(), config, endpoints: Mutex::default() })
+    }
+
+    /// Connects like [`connect`].
+    ///
+    /// # Errors
+    ///
+    /// Returns the errors of [`connect`].
+    ///
+    /// # Panics
+    ///
+    /// Panics outside a tokio runtime.
+    pub async fn connect(&self, to: SocketAddr, patience: Span) -> Result<Connection, NetError> {
+        self.credentials.check(to)?;
+        let endpoint = self.endpoint_for(to)?;
+        let quic = call(&endpoint, &self.config, to, &self.credentials, patience).await?;
+        Ok(Connection { endpoint, quic, credentials: self.credentials.clone() })
+    }
+
+    fn endpoint_for(&self, to: SocketAddr) -> Result<Endpoint, NetError> {
+        let local = local_for(to);
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = endpoints.get(&local) {
+            return Ok(known.clone());
+        }
+        let opened = endpoint(SocketAddr::new(local, 0), None, Arc::new(TokioRuntime))?;
+        endpoints.insert(local, opened.clone());
+        Ok(opened)
     }
 }
 

@@ -56,6 +56,21 @@ async fn stream_of(bytes: &[u8]) -> (Connection, quinn::Connection, quinn::RecvS
 }
 
 #[tokio::test]
+async fn the_connections_of_a_caller_share_a_socket() {
+    let caller = Caller::new(PROTOCOL, &strangers()).unwrap();
+    let mut callers = vec![];
+    for _ in 0..3 {
+        let server = server(any_port(), &strangers()).unwrap();
+        let to = server.local_addr().unwrap();
+        let accept = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
+        let client = caller.connect(to, PATIENCE).await.unwrap();
+        callers.push(accept.await.unwrap().remote_address());
+        client.close("tested").await;
+    }
+    assert!(callers.iter().all(|from| *from == callers[0]), "{callers:?}");
+}
+
+#[tokio::test]
 async fn a_message_is_echoed_over_a_connection_of_strangers() {
     let server = server(any_port(), &strangers()).unwrap();
     let to = server.local_addr().unwrap();

@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{
-    LinkRecord, Measurement, Network, NetworkError, POSITIVE, check, check_rtt, default_half_life,
-};
+use super::{LinkRecord, Measurement, Network, NetworkError, default_half_life};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// The rates and delays of all links of a topology, as expected today.
@@ -16,6 +14,8 @@ pub struct Links {
     pub(crate) down: Vec<Rate>,
     /// Per vertex: round-trip time that the link adds, in seconds.
     pub(crate) rtt: Vec<f64>,
+    /// Per vertex: 99th percentile of the round-trip times that the link adds, in seconds.
+    rtt_p99: Vec<Option<f64>>,
     /// Per host: the hosts to or from which the path was measured by itself, in ascending order.
     /// Each pair is in the lists of both hosts.
     peers: Vec<Vec<Peer>>,
@@ -113,6 +113,7 @@ struct Path {
     /// The greatest goodput.
     ceiling: Rate,
     rtt: Option<f64>,
+    rtt_p99: Option<f64>,
 }
 
 impl Peer {
@@ -152,7 +153,8 @@ impl Links {
     /// # Errors
     /// If a record names an unknown host or domain, or has a value outside its range.
     pub fn new(topology: &Topology, network: &Network) -> Result<Self, NetworkError> {
-        check("the network file", "half_life_s", network.half_life_s, &POSITIVE)?;
+        network.check_half_life()?;
+        network.tree.iter().try_for_each(|tree| tree.check_against(topology))?;
         let records = records_by_vertex(topology, network)?;
         let mut links = Self::of_records(topology, &records, network.half_life_s);
         links.add_pairs(topology, network)?;
@@ -174,16 +176,16 @@ impl Links {
             up: direction(|record| record.up),
             down: direction(|record| record.down),
             rtt: records.iter().map(|record| rtt_of(record).unwrap_or(0.0) / 1e6).collect(),
+            rtt_p99: records.iter().map(|record| Some((*record)?.rtt_p99_us? / 1e6)).collect(),
             peers: vec![vec![]; topology.hosts().len()],
             has_pairs: false,
         }
     }
 
     fn add_pairs(&mut self, topology: &Topology, network: &Network) -> Result<(), NetworkError> {
-        let hosts: BTreeMap<_, _> =
-            topology.hosts().iter().map(|host| &host.name).zip(0..).collect();
+        let hosts = topology.host_numbers();
         let find = |name: &String| {
-            let host = hosts.get(name).copied().map(HostId);
+            let host = hosts.get(name.as_str()).copied();
             host.ok_or_else(|| NetworkError::Unknown(name.clone()))
         };
         self.has_pairs = !network.pairs.is_empty();
@@ -192,16 +194,15 @@ impl Links {
             if ends.0 == ends.1 {
                 return Err(NetworkError::Loop(record.from.clone()));
             }
-            let of = format!("{} -> {}", record.from, record.to);
-            record.path.check(&of)?;
-            check_rtt(&of, record.rtt_us)?;
+            record.check()?;
             let slowest = self.slowest_link(topology, ends.0, ends.1);
             let bytes_per_s = slowest.map_or(f64::INFINITY, |rate| rate.bytes_per_s);
             let links = Rate { bytes_per_s, source: Source::Inferred, confidence: 0.0 };
             let ceiling = record.path.blend(links, network.half_life_s);
-            let path = Path { ceiling, rtt: record.rtt_us.map(|us| us / 1e6) };
+            let [rtt, rtt_p99] = [record.rtt_us, record.rtt_p99_us].map(|us| Some(us? / 1e6));
+            let path = Path { ceiling, rtt, rtt_p99 };
             if self.peer(ends.0, ends.1).to.replace(path).is_some() {
-                return Err(NetworkError::Twice(of));
+                return Err(NetworkError::Twice(record.name()));
             }
             self.peer(ends.1, ends.0).from = Some(path);
         }
@@ -259,11 +260,27 @@ impl Links {
 
     /// Returns the round-trip time of the links between two hosts in seconds.
     pub(crate) fn rtt_of_links(&self, topology: &Topology, from: HostId, to: HostId) -> f64 {
-        let (from, to) = (topology.leaf(from), topology.leaf(to));
-        let meet = topology.meet(from, to);
-        let below = |vertex: &VertexId| *vertex != meet;
-        let ends = [from, to].into_iter();
-        ends.flat_map(|end| topology.climb(end).take_while(below)).map(|v| self.rtt[v.0]).sum()
+        topology.links_between(from, to).map(|link| self.rtt[link.0]).sum()
+    }
+
+    /// Returns the median and the 99th percentile of the round-trip times between two hosts in
+    /// seconds, as far as they were measured. The planner uses only [`Self::rtt`].
+    #[must_use]
+    pub fn round_trips(
+        &self,
+        topology: &Topology,
+        from: HostId,
+        to: HostId,
+    ) -> (Option<f64>, Option<f64>) {
+        let (known, back) = (self.measured(from, to), self.measured(to, from));
+        let path =
+            |peer: Option<&Peer>| peer.and_then(|peer| peer.to.filter(|it| it.rtt.is_some()));
+        if let Some(path) = path(known).or_else(|| path(back)) {
+            return (path.rtt, path.rtt_p99);
+        }
+        let median = Some(self.rtt_of_links(topology, from, to)).filter(|rtt| *rtt > 0.0);
+        let links = topology.links_between(from, to).filter_map(|link| self.rtt_p99[link.0]);
+        (median, links.reduce(|one, other| one + other))
     }
 
     /// Returns the measured ceiling of the goodput from one host to another in bytes per second, if

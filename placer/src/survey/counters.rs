@@ -12,7 +12,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::rounds::links_between;
 use crate::network::{LinkRecord, Links, Measurement, Network, PairRecord, goodput_share};
 use crate::problem::OVERHEAD;
 use crate::topology::{HostId, Topology, VertexId};
@@ -97,8 +96,13 @@ pub fn learn(
     let mut records: BTreeMap<HostId, LinkRecord> = BTreeMap::new();
     let mut record = |host: HostId, way: Way, measured: Measurement| {
         let of = topology.host(host).name.clone();
-        let record =
-            records.entry(host).or_insert(LinkRecord { of, up: None, down: None, rtt_us: None });
+        let record = records.entry(host).or_insert(LinkRecord {
+            of,
+            up: None,
+            down: None,
+            rtt_us: None,
+            rtt_p99_us: None,
+        });
         let place = match way {
             Way::Up => &mut record.up,
             Way::Down => &mut record.down,
@@ -127,6 +131,7 @@ pub fn learn(
                 up: None,
                 down: None,
                 rtt_us: Some(rtt_us),
+                rtt_p99_us: None,
             }),
         }
     }
@@ -239,6 +244,7 @@ fn paths(topology: &Topology, ranks: &[&RankCounters]) -> Vec<PairRecord> {
         to: topology.host(to).name.clone(),
         path,
         rtt_us: None,
+        rtt_p99_us: None,
     };
     fastest.into_iter().map(record).collect()
 }
@@ -256,7 +262,7 @@ fn shorter_trips(
         let (one, other) = (rank.host, rank.aggregator);
         let known_us = present.rtt_of_links(topology, one, other) * 1e6;
         if seen_us < known_us {
-            for vertex in links_between(topology, one, other) {
+            for vertex in topology.links_between(one, other) {
                 let rtt_us = present.rtt[vertex.0] * 1e6 * seen_us / known_us;
                 let least = trips.entry(vertex).or_insert(rtt_us);
                 *least = least.min(rtt_us);

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use super::rounds::links_between;
 use crate::network::{LinkRecord, Measurement, Network, PairRecord};
 use crate::topology::{HostId, Topology, VertexId};
 
@@ -19,6 +18,8 @@ pub struct Sample {
     pub loss: f64,
     /// The median round-trip time in microseconds.
     pub rtt_us: f64,
+    /// The 99th percentile of the round-trip times in microseconds.
+    pub rtt_p99_us: f64,
 }
 
 /// The throughput of several pairs that sent over one link at the same time.
@@ -42,8 +43,13 @@ pub struct Contended {
 /// A domain's link that let all paths through at the rates of their hosts carries at least that;
 /// how much more, only [`Contended`] samples show. Without these it gets no rate.
 ///
-/// The logarithm of the share of datagrams that arrive, and the round-trip time, are sums over the
-/// links. Least squares without negative values find them.
+/// A host whose interface is faster than those of all hosts that it was measured with, or faster
+/// than its `nic_mbit` says, carries at least the rate that was measured: trains are as fast as the
+/// slower interface and a little faster.
+///
+/// The logarithm of the share of datagrams that arrive, and the median round-trip time, are sums
+/// over the links. Least squares without negative values find them. Those of the 99th percentiles
+/// are estimates: a path over two links with rare delays seldom has both delays at once.
 #[must_use]
 pub fn fit(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Network {
     let rates = Rates::new(topology, samples, contended);
@@ -51,24 +57,29 @@ pub fn fit(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> 
     let directed = |sample: &Sample| directed_links(topology, sample.from, sample.to);
     let losses = least_squares(samples, 2 * topology.vertices(), directed, arrivals);
     let both =
-        |sample: &Sample| links_between(topology, sample.from, sample.to).map(|v| v.0).collect();
+        |sample: &Sample| topology.links_between(sample.from, sample.to).map(|v| v.0).collect();
     let rtts_us = least_squares(samples, topology.vertices(), both, |sample| sample.rtt_us);
-    let measured = |rate: Option<f64>, loss: f64| {
-        rate.map(|mbit| Measurement {
+    let rtts_p99_us = least_squares(samples, topology.vertices(), both, |it| it.rtt_p99_us);
+    let limits = TrainLimits::new(topology, samples);
+    let measured = |link: usize| {
+        rates.0[link].map(|mbit| Measurement {
             mbit,
-            loss: 1.0 - (-loss).exp(),
+            loss: 1.0 - (-losses[link]).exp(),
             age_s: 0.0,
             confidence: 1.0,
             is_inferred: true,
-            is_least: false,
+            is_least: limits.hide_more_than(mbit, link),
         })
     };
     let link = |vertex: usize| {
+        let rtt_us = Some(rtts_us[vertex]).filter(|rtt_us| *rtt_us >= LEAST_RTT_US);
         let record = LinkRecord {
             of: topology.name(VertexId(vertex)).into(),
-            up: measured(rates.0[up(vertex)], losses[up(vertex)]),
-            down: measured(rates.0[down(vertex)], losses[down(vertex)]),
-            rtt_us: Some(rtts_us[vertex]).filter(|rtt_us| *rtt_us >= LEAST_RTT_US),
+            up: measured(up(vertex)),
+            down: measured(down(vertex)),
+            rtt_us,
+            // The two fits are independent, and a percentile is no less than the median.
+            rtt_p99_us: rtt_us.map(|rtt_us| rtts_p99_us[vertex].max(rtt_us)),
         };
         (record.up.is_some() || record.down.is_some() || record.rtt_us.is_some()).then_some(record)
     };
@@ -115,7 +126,69 @@ fn record(topology: &Topology, sample: &Sample) -> PairRecord {
             is_least: false,
         },
         rtt_us: Some(sample.rtt_us),
+        rtt_p99_us: Some(sample.rtt_p99_us),
     }
+}
+
+/// The rates up to which the trains of samples test the links of hosts.
+struct TrainLimits {
+    /// Per direction of a link: the `nic_mbit` of its host, if it is a host's, and the greatest one
+    /// of the hosts at the other ends.
+    nics_mbit: Vec<Option<(f64, f64)>>,
+}
+
+impl TrainLimits {
+    fn new(topology: &Topology, samples: &[Sample]) -> Self {
+        let mut nics_mbit = vec![None; 2 * topology.vertices()];
+        for sample in samples {
+            let nic = |host: HostId| topology.host(host).nic_mbit;
+            let (from, to) = (nic(sample.from), nic(sample.to));
+            let ends = [
+                (up(topology.leaf(sample.from).0), from, to),
+                (down(topology.leaf(sample.to).0), to, from),
+            ];
+            for (link, own, other) in ends {
+                let (_, most) = nics_mbit[link].get_or_insert((own, other));
+                *most = other.max(*most);
+            }
+        }
+        Self { nics_mbit }
+    }
+
+    /// Returns whether a link may carry more than this measured rate.
+    fn hide_more_than(&self, mbit: f64, link: usize) -> bool {
+        self.nics_mbit[link].is_some_and(|(own, other)| {
+            exceeds_nic(mbit, own) || (is_slower(other, own) && mbit >= NIC_IS_LIMIT * other)
+        })
+    }
+}
+
+/// Returns whether a measured rate shows that an interface is faster than its `nic_mbit`.
+fn exceeds_nic(mbit: f64, nic_mbit: f64) -> bool {
+    mbit > nic_mbit * (1.0 + RATE_TOLERANCE)
+}
+
+/// A host whose interface is faster than its `nic_mbit` says.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FasterInterface {
+    /// The host.
+    pub host: HostId,
+    /// The greater of the rates that were measured at the host, in Mbit/s. Trains are only a little
+    /// faster than `nic_mbit`, so the interface may be faster still.
+    pub mbit: f64,
+}
+
+/// Returns the hosts whose interfaces were measured to be faster than their `nic_mbit` says.
+#[must_use]
+pub fn faster_interfaces(topology: &Topology, network: &Network) -> Vec<FasterInterface> {
+    let hosts = topology.host_numbers();
+    let faster = |link: &LinkRecord| {
+        let host = *hosts.get(link.of.as_str())?;
+        let rates = [link.up, link.down].into_iter().flatten().map(|measured| measured.mbit);
+        let mbit = rates.reduce(f64::max)?;
+        exceeds_nic(mbit, topology.host(host).nic_mbit).then_some(FasterInterface { host, mbit })
+    };
+    network.links.iter().filter_map(faster).collect()
 }
 
 /// Per direction of a link: its rate in Mbit/s, if the samples show it.
@@ -183,7 +256,7 @@ fn is_slower(mbit: f64, limit: f64) -> bool {
 /// Returns the numbers of the directions of links that the path from one host to another uses.
 fn directed_links(topology: &Topology, from: HostId, to: HostId) -> Vec<usize> {
     let sender = topology.leaf(from);
-    let links = links_between(topology, from, to);
+    let links = topology.links_between(from, to);
     let number = |vertex: VertexId| match topology.subtree(vertex).contains(&sender.0) {
         true => up(vertex.0),
         false => down(vertex.0),
@@ -233,6 +306,9 @@ fn least_squares(
 
 /// A rate that is lower by a smaller share than its links imply makes no record of a pair.
 const RATE_TOLERANCE: f64 = 0.1;
+/// A rate of at least this share of an interface's is limited by the interface: headers take the
+/// rest.
+const NIC_IS_LIMIT: f64 = 0.85;
 /// Excess loss below this share makes no record of a pair.
 const LOSS_TOLERANCE: f64 = 0.01;
 /// A round trip that is longer by a smaller share than its links imply makes no record of a pair.
@@ -251,6 +327,8 @@ const CONVERGED: f64 = 1e-9;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inventory::Inventory;
+    use crate::network::Links;
     use crate::survey::sampled_pairs;
     use crate::survey::tests::racks;
 
@@ -259,6 +337,7 @@ mod tests {
         mbit: Vec<f64>,
         loss: Vec<f64>,
         rtt_us: Vec<f64>,
+        rtt_p99_us: Vec<f64>,
     }
 
     impl Truth {
@@ -269,7 +348,9 @@ mod tests {
                 mbit[up(topology.leaf(host).0)] = 100.0;
                 mbit[down(topology.leaf(host).0)] = 100.0;
             }
-            Self { mbit, loss: vec![0.0; directions], rtt_us: vec![50.0; topology.vertices()] }
+            let rtts = |us: f64| vec![us; topology.vertices()];
+            let loss = vec![0.0; directions];
+            Self { mbit, loss, rtt_us: rtts(50.0), rtt_p99_us: rtts(80.0) }
         }
 
         fn samples(&self, topology: &Topology) -> Vec<Sample> {
@@ -283,6 +364,7 @@ mod tests {
                     mbit: links.iter().map(|link| self.mbit[*link]).fold(f64::INFINITY, f64::min),
                     loss: 1.0 - arrivals,
                     rtt_us: links.iter().map(|link| self.rtt_us[link / 2]).sum(),
+                    rtt_p99_us: links.iter().map(|link| self.rtt_p99_us[link / 2]).sum(),
                 }
             };
             pairs.flat_map(|(one, other)| [(one, other), (other, one)]).map(sample).collect()
@@ -375,5 +457,57 @@ mod tests {
         let across: f64 = ["r0h0", "r1h0"].map(|n| of(n).unwrap()).iter().sum::<f64>()
             + path("r0", "r1").iter().sum::<f64>();
         assert!((across - 2150.0).abs() < 1.0, "{across}");
+    }
+    #[test]
+    fn the_99th_percentiles_are_those_of_the_links_with_rare_delays() {
+        let topology = racks(&[3, 3, 3]);
+        let mut truth = Truth::new(&topology);
+        truth.rtt_p99_us[topology.vertex("r1h1").unwrap().0] = 5000.0;
+        let mut samples = truth.samples(&topology);
+        let find = |s: &Sample| (s.from, s.to) == (HostId(0), HostId(1));
+        let slow = samples.iter().position(find).unwrap();
+        samples[slow].mbit = 20.0;
+        let network = fit(&topology, &samples, &[]);
+        let of = |name: &str| network.links.iter().find(|link| link.of == name).unwrap();
+        assert!((of("r1h1").rtt_p99_us.unwrap() - 5000.0).abs() < 60.0, "{:?}", of("r1h1"));
+        assert!(network.links.iter().all(|link| link.rtt_p99_us >= link.rtt_us));
+        assert_eq!(network.pairs[0].rtt_p99_us, Some(160.0));
+        let links = Links::new(&topology, &network).unwrap();
+        let trips = |one: usize, other: usize| {
+            let (median, p99) = links.round_trips(&topology, HostId(one), HostId(other));
+            (median.unwrap() * 1e6, p99.unwrap() * 1e6)
+        };
+        let (median, p99) = trips(0, 4);
+        assert!((median - 200.0).abs() < 1.0 && (p99 - 5240.0).abs() < 1.0, "{median} {p99}");
+        // Known in one direction by itself.
+        assert_eq!((trips(0, 1), trips(1, 0)), ((100.0, 160.0), (100.0, 160.0)));
+    }
+
+    #[test]
+    fn a_rate_is_a_lower_bound_where_other_interfaces_limit_the_trains() {
+        let topology = {
+            let mut inventory =
+                Inventory { levels: vec!["rack".into()], hosts: racks(&[3, 2]).hosts().to_vec() };
+            inventory.hosts[0].nic_mbit = 1000.0;
+            inventory.hosts[4].nic_mbit = 50.0;
+            Topology::new(&inventory).unwrap()
+        };
+        // The first host is as fast as it says, and the last one twice as fast.
+        let samples = Truth::new(&topology).samples(&topology);
+        let network = fit(&topology, &samples, &[]);
+        let of = |name: &str| network.links.iter().find(|link| link.of == name).unwrap();
+        let is_least =
+            |name: &str| [of(name).up.unwrap(), of(name).down.unwrap()].map(|it| it.is_least);
+        assert_eq!((is_least("r0h0"), is_least("r1h1")), ([true; 2], [true; 2]));
+        assert_eq!((is_least("r0h1"), is_least("r1h0")), ([false; 2], [false; 2]));
+        let [faster] = faster_interfaces(&topology, &network)[..] else { panic!("one is") };
+        assert_eq!(topology.host(faster.host).name, "r1h1");
+        assert!(close(faster.mbit, 100.0));
+        // A slow host with a fast interface has a rate of its own.
+        let mut truth = Truth::new(&topology);
+        truth.mbit[up(topology.vertex("r0h0").unwrap().0)] = 30.0;
+        let network = fit(&topology, &truth.samples(&topology), &[]);
+        let slow = network.links.iter().find(|link| link.of == "r0h0").unwrap();
+        assert_eq!((slow.up.unwrap().is_least, slow.down.unwrap().is_least), (false, true));
     }
 }

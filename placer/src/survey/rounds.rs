@@ -86,38 +86,67 @@ fn least_common_multiple(one: usize, other: usize) -> usize {
     one / divisor * other
 }
 
-/// Groups pairs into rounds in which no two pairs share a link.
+/// Groups pairs into rounds of at most `most` pairs, of which no two share a link.
 ///
 /// Pairs that are measured at the same time must not slow each other down. Each pair goes into the
 /// first round that has both of its paths free.
+///
+/// # Panics
+/// If `most` is zero.
 #[must_use]
-pub fn rounds(topology: &Topology, pairs: &[Pair]) -> Vec<Vec<Pair>> {
-    let mut rounds: Vec<(Vec<bool>, Vec<Pair>)> = vec![];
+pub fn rounds(topology: &Topology, pairs: &[Pair], most: usize) -> Vec<Vec<Pair>> {
+    assert!(most > 0, "a round needs room for a pair");
+    let mut rounds: Vec<Vec<Pair>> = vec![];
+    let mut busy = vec![Numbers::default(); topology.vertices()];
+    let mut full = Numbers::default();
     for &(one, other) in pairs {
-        let links: Vec<_> = links_between(topology, one, other).collect();
-        let is_free = |busy: &[bool]| links.iter().all(|link| !busy[link.0]);
-        let free = rounds.iter().position(|(busy, _)| is_free(busy));
-        let round = free.unwrap_or_else(|| {
-            rounds.push((vec![false; topology.vertices()], vec![]));
-            rounds.len() - 1
-        });
-        let (busy, members) = &mut rounds[round];
-        links.iter().for_each(|link| busy[link.0] = true);
-        members.push((one, other));
+        let links: Vec<_> = topology.links_between(one, other).collect();
+        let taken: Vec<_> = links.iter().map(|link| &busy[link.0]).chain([&full]).collect();
+        let round = Numbers::first_missing(&taken);
+        links.iter().for_each(|link| busy[link.0].insert(round));
+        if round == rounds.len() {
+            rounds.push(vec![]);
+        }
+        rounds[round].push((one, other));
+        if rounds[round].len() == most {
+            full.insert(round);
+        }
     }
-    rounds.into_iter().map(|(_, members)| members).collect()
+    rounds
 }
 
-/// Returns the vertices whose links the paths between two hosts use.
-pub(super) fn links_between(
-    topology: &Topology,
-    one: HostId,
-    other: HostId,
-) -> impl Iterator<Item = VertexId> {
-    let (one, other) = (topology.leaf(one), topology.leaf(other));
-    let meet = topology.meet(one, other);
-    let below = move |vertex: &VertexId| *vertex != meet;
-    [one, other].into_iter().flat_map(move |end| topology.climb(end).take_while(below))
+/// A set of small numbers. Thousands of hosts have millions of pairs and thousands of rounds, so
+/// the search for a free round looks at 64 rounds at a time.
+#[derive(Debug, Clone, Default)]
+struct Numbers {
+    words: Vec<u64>,
+    /// The number of first words that are full.
+    full: usize,
+}
+
+impl Numbers {
+    fn insert(&mut self, number: usize) {
+        if self.words.len() <= number / 64 {
+            self.words.resize(number / 64 + 1, 0);
+        }
+        self.words[number / 64] |= 1 << (number % 64);
+        while self.words.get(self.full) == Some(&u64::MAX) {
+            self.full += 1;
+        }
+    }
+
+    /// Returns the least number that none of some sets has.
+    fn first_missing(sets: &[&Self]) -> usize {
+        let mut word = sets.iter().map(|set| set.full).max().unwrap_or(0);
+        loop {
+            let taken = sets.iter().map(|set| set.words.get(word).copied().unwrap_or(0));
+            let taken = taken.fold(0, |all, bits| all | bits);
+            if taken != u64::MAX {
+                return 64 * word + taken.trailing_ones() as usize;
+            }
+            word += 1;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -178,19 +207,53 @@ mod tests {
         assert_eq!(pairs, [(0, 4), (2, 5)].map(|(a, b)| (HostId(a), HostId(b))));
     }
 
-    #[test]
-    fn pairs_of_one_round_share_no_link() {
-        let topology = racks(&[4, 4, 4]);
-        let pairs = sampled_pairs(&topology, None);
-        let rounds = rounds(&topology, &pairs);
-        assert_eq!(rounds.iter().map(Vec::len).sum::<usize>(), pairs.len());
-        for round in rounds {
-            let links = round.iter().flat_map(|(a, b)| links_between(&topology, *a, *b));
+    /// Checks that rounds have all pairs once, that no link is in two pairs of a round, and that no
+    /// round is longer than `most`.
+    fn check_rounds(topology: &Topology, pairs: &[Pair], most: usize) -> usize {
+        let rounds = rounds(topology, pairs, most);
+        let mut planned: Vec<_> = rounds.iter().flatten().copied().collect();
+        let mut wanted = pairs.to_vec();
+        planned.sort_unstable();
+        wanted.sort_unstable();
+        assert!(planned == wanted, "the rounds have other pairs");
+        for round in &rounds {
+            assert!(round.len() <= most && !round.is_empty(), "{} pairs", round.len());
+            let links = round.iter().flat_map(|(a, b)| topology.links_between(*a, *b));
             let mut links: Vec<_> = links.collect();
             let all = links.len();
             links.sort_unstable();
             links.dedup();
             assert_eq!(links.len(), all, "{round:?}");
         }
+        rounds.len()
+    }
+
+    #[test]
+    fn pairs_of_one_round_share_no_link() {
+        let topology = racks(&[4, 4, 4]);
+        let pairs = sampled_pairs(&topology, None);
+        check_rounds(&topology, &pairs, usize::MAX);
+        // One pair at a time.
+        assert_eq!(check_rounds(&topology, &pairs, 1), pairs.len());
+    }
+
+    #[test]
+    fn two_thousand_hosts_are_measured_in_rounds_of_bounded_length() {
+        let topology = racks(&[32; 63]);
+        let pairs = sampled_pairs(&topology, Some(4));
+        assert_eq!(pairs.len(), 63 * 496 + 63 * 62 / 2 * 4);
+        let rounds = check_rounds(&topology, &pairs, 256);
+        // The uplink of each rack is in 62 * 4 pairs.
+        assert!((248..=400).contains(&rounds), "{rounds}");
+    }
+
+    #[test]
+    fn all_pairs_of_two_thousand_hosts_without_labels_are_the_rounds_of_the_circle() {
+        let topology = racks(&[2000]);
+        let pairs = sampled_pairs(&topology, Some(4));
+        assert_eq!(pairs.len(), 1_999_000);
+        let rounds = rounds(&topology, &pairs, 1000);
+        assert_eq!(rounds.len(), 1999);
+        assert!(rounds.iter().all(|round| round.len() == 1000));
     }
 }

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::fit::Sample;
-use crate::inventory::Tree;
+use crate::inventory::{Place, Tree, UNMEASURED};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// A host that was measured in another domain than its labels say.
@@ -93,7 +93,7 @@ pub fn tiers(hosts: usize, samples: &[Sample]) -> Vec<Vec<usize>> {
 ///
 /// Without labels, the levels are called `tier1`, `tier2` and so on, widest first, and the domains
 /// of each are numbered in the order of their first hosts. Hosts without samples are in a domain
-/// `unmeasured` of each level.
+/// [`UNMEASURED`] of each level.
 #[must_use]
 pub fn found_tree(topology: &Topology, samples: &[Sample]) -> Option<Tree> {
     let name = |host: HostId| topology.host(host).name.clone();
@@ -108,12 +108,14 @@ pub fn found_tree(topology: &Topology, samples: &[Sample]) -> Option<Tree> {
             }
             tiers.iter().map(|groups| (groups[host.0] + 1).to_string()).collect::<Vec<_>>()
         };
-        let hosts = topology.host_ids().map(|host| (name(host), labels(host)));
+        let place = |host: HostId| Place { labels: labels(host), age_s: 0.0 };
+        let hosts = topology.host_ids().map(|host| (name(host), place(host)));
         return (!tiers.is_empty()).then(|| Tree { levels, hosts: hosts.collect() });
     }
     let found = misplaced(topology, samples);
     let labels = |domain: VertexId| topology.name(domain).split('/').map(str::to_owned).collect();
-    let hosts = found.iter().map(|found| (name(found.host), labels(found.measured)));
+    let place = |domain: VertexId| Place { labels: labels(domain), age_s: 0.0 };
+    let hosts = found.iter().map(|found| (name(found.host), place(found.measured)));
     let levels = topology.levels().to_vec();
     (!found.is_empty()).then(|| Tree { levels, hosts: hosts.collect() })
 }
@@ -180,8 +182,6 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (count > 0).then(|| sum / f64::from(count))
 }
 
-/// The label of hosts without samples.
-const UNMEASURED: &str = "unmeasured";
 /// Distances that differ by this factor tell domains apart.
 const CLEARLY: f64 = 1.5;
 /// Shorter round trips differ mostly by how busy the hosts are.
@@ -204,6 +204,7 @@ mod tests {
                 mbit: if is_near { 100.0 } else { 40.0 },
                 loss: 0.0,
                 rtt_us: if is_near { 60.0 } else { 90.0 },
+                rtt_p99_us: 100.0,
             }
         };
         pairs.filter(|(a, b)| a != b).map(sample).collect()
@@ -245,7 +246,8 @@ mod tests {
         let samples = samples(8, |host| usize::from(host >= 4 || host == 1));
         let tree = found_tree(&labelled, &samples).unwrap();
         assert_eq!(tree.levels, ["rack"]);
-        assert_eq!(tree.hosts, [("r0h1".into(), vec!["r1".into()])].into());
+        let place = Place { labels: vec!["r1".into()], age_s: 0.0 };
+        assert_eq!(tree.hosts, [("r0h1".into(), place)].into());
 
         let hosts = labelled.hosts().to_vec();
         let flat = Inventory { levels: vec![], hosts };

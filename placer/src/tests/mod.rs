@@ -121,12 +121,14 @@ fn network(hosts: usize, most_pairs: usize) -> impl Strategy<Value = Network> {
         0..=hosts,
     );
     let links = links.prop_map(|links| {
-        let record = |(of, (up, down, rtt_us))| LinkRecord { of, up, down, rtt_us };
+        let record =
+            |(of, (up, down, rtt_us))| LinkRecord { of, up, down, rtt_us, rtt_p99_us: None };
         links.into_iter().map(record).collect::<Vec<_>>()
     });
     let pairs = btree_map((host(), host()), (measurement(), rtt()), 0..=most_pairs);
     let pairs = pairs.prop_map(|pairs| {
-        let record = |((from, to), (path, rtt_us))| PairRecord { from, to, path, rtt_us };
+        let record =
+            |((from, to), (path, rtt_us))| PairRecord { from, to, path, rtt_us, rtt_p99_us: None };
         pairs.into_iter().map(record).collect()
     });
     (links, pairs).prop_map(|(links, pairs)| Network {

@@ -26,7 +26,8 @@ fn degrade(instance: &mut Instance, host: usize, factor: f64, more_loss: f64, mo
     let nic_mbit = instance.inventory.hosts[host].nic_mbit;
     let links = &mut instance.network.links;
     if !links.iter().any(|link| link.of == name) {
-        links.push(LinkRecord { of: name.clone(), up: None, down: None, rtt_us: None });
+        let of = name.clone();
+        links.push(LinkRecord { of, up: None, down: None, rtt_us: None, rtt_p99_us: None });
     }
     let link = links.iter_mut().find(|link| link.of == name).expect("added above");
     for way in [&mut link.up, &mut link.down] {

@@ -103,6 +103,7 @@ fn with_uplinks(mbit: f64, text: &str) -> (Topology, Links, crate::job::Job) {
         up: Some(measured),
         down: Some(measured),
         rtt_us: None,
+        rtt_p99_us: None,
     };
     let network = Network { links: vec![link("r0"), link("r1")], ..Network::default() };
     let links = Links::new(&topology, &network).unwrap();

@@ -81,6 +81,7 @@ impl Truth {
             }),
             down: Some(measured(94.0, 0.0)),
             rtt_us: Some(100.0),
+            rtt_p99_us: None,
         };
         Network { links: (0..self.mbit.len()).map(link).collect(), ..Network::default() }
     }
