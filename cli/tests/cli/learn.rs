@@ -101,7 +101,7 @@ fn a_running_job_corrects_a_network_file() {
 
     // What a second measurement shows is merged with the first.
     let learned = running.learn(&["--over", "1"]).ok();
-    assert!(!learned.err.contains("warning"), "{learned:?}");
+    assert!(!learned.err.contains("tells nothing"), "{learned:?}");
     assert!(running.expected_step_s() < before_s / 2.0);
 }
 
@@ -256,10 +256,7 @@ fn a_slow_link_of_a_running_job_is_learned_and_avoided() {
     assert_eq!(shaped.placed(), ["bad", "one"]);
     shaped.await_reports(4 << 20);
     let (learned, bad) = shaped.learn(&older, |bad| is_near(&bad["up"]["mbit"], 20.0, 4.0));
-    assert!(
-        is_near(&bad["up"]["mbit"], 20.0, 4.0) && bad["up"]["is_least"] == false,
-        "{learned:?}"
-    );
+    assert!(is_near(&bad["up"]["mbit"], 20.0, 4.0) && bad["up"]["is_least"] != true, "{learned:?}");
     assert_eq!(shaped.placed(), ["one", "two"], "{learned:?}");
 }
 
