@@ -163,11 +163,11 @@ impl Shaped {
         let shaped = Self { _ranks: ranks, serving, cluster };
         let hosts = ["bad", "one", "two"].iter().zip(2..).map(|(name, last)| {
             format!(
-                "[[hosts]]\nname = \"{name}\"\naddress = \"10.78.0.{last}\"\nnic_mbit = 100\n\
+                "[[hosts]]\nname = \"{name}\"\naddress = \"10.78.0.{last}\"\nnic_mbit = 10000\n\
                  max_aggregators = 0\n"
             )
         });
-        let hub = "[[hosts]]\nname = \"sums\"\naddress = \"10.78.0.1\"\nnic_mbit = 1000\n";
+        let hub = "[[hosts]]\nname = \"sums\"\naddress = \"10.78.0.1\"\nnic_mbit = 100000\n";
         shaped.write("nodes.toml", &format!("{hub}{}", hosts.collect::<String>()));
         // The aggregator stays where it is, and two of the three other hosts get a rank.
         let job = "name = 'j'\nranks = 2\nbytes = 1000000\nmax_ranks_per_host = 1\n\
@@ -264,8 +264,8 @@ fn a_slow_link_of_a_running_job_is_learned_and_avoided() {
 fn the_loss_of_a_running_job_is_learned_by_direction_and_avoided() {
     let Some(cluster) = cluster("o", 3) else { return };
     let shaped = Shaped::start(cluster, &["--drop", "0.03"]);
-    // The link was measured when it lost more.
-    let rate = serde_json::json!({ "mbit": 94, "loss": 0.1 });
+    // The link was measured long ago, when it lost more.
+    let rate = serde_json::json!({ "mbit": 94, "loss": 0.1, "age_s": 864_000 });
     let bad = serde_json::json!({ "of": "bad", "up": rate, "down": rate });
     let older = serde_json::json!({ "links": [bad] }).to_string();
     shaped.await_reports(4 << 20);
