@@ -21,8 +21,8 @@ const QUEUE: usize = 16;
 /// The number of messages handled without delay: an aggregator sends two for each of its ranks, and
 /// the largest jobs have 256 ranks.
 const AT_ONCE: u32 = 512;
-/// The interval at which messages beyond `AT_ONCE` are handled. A well-behaved rank sends a few
-/// messages an hour.
+/// The interval at which messages beyond `AT_ONCE` are handled. A well-behaved rank sends one every
+/// ten seconds, and a few more an hour.
 const PERIOD: Duration = Duration::from_millis(10);
 
 /// A reader of a rank's messages. It runs in its own task, because reading a frame must not be

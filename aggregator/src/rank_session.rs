@@ -162,6 +162,7 @@ async fn handle_message(
             let _fence = settle(registry, ending).await;
             lock(registry).parted(seat, absent);
         }
+        FromWorker::Counters(counters) => lock(registry).note_counters(seat, counters),
         FromWorker::Leave { next_op } => return ControlFlow::Break(Parting::Left(next_op)),
         FromWorker::CancelRejoin => return ControlFlow::Break(Parting::Retreated),
         FromWorker::Withdraw => {

@@ -33,7 +33,7 @@ use racksum_proto::ids::{JobId, Rank};
 use racksum_proto::job_name::JobName;
 use racksum_proto::loss::Loss;
 use racksum_proto::move_target::MoveTarget;
-use racksum_proto::status::{AggregatorStatus, JobState};
+use racksum_proto::status::{AggregatorStatus, JobState, OwnCounters};
 pub(crate) use rejoin::Returning;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
@@ -435,6 +435,17 @@ impl Registry {
     /// Returns the job of a seat, unless it has ended.
     fn job(&mut self, seat: &Seat) -> Option<&mut Job> {
         self.jobs.get_mut(&seat.job).filter(|job| job.id == seat.id)
+    }
+
+    fn member(&mut self, seat: &Seat) -> Option<&mut Member> {
+        self.job(seat)?.members.get_mut(usize::from(seat.rank))?.as_mut()
+    }
+
+    /// Takes the counters that a member reports about itself.
+    pub(crate) fn note_counters(&mut self, seat: &Seat, counters: OwnCounters) {
+        if let Some(member) = self.member(seat) {
+            member.note_counters(counters);
+        }
     }
 
     /// Sends a ping to a job's group. Returns false once the job is no longer being pinged.

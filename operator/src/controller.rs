@@ -388,7 +388,23 @@ fn retry(group: Arc<AggregatorGroup>, _: &Failed, context: Arc<Context>) -> Next
     let key = ObjectRef::from_obj(&*group).to_string();
     let troubles = context.troubles.lock().unwrap_or_else(PoisonError::into_inner);
     let failures = troubles.get(&key).map_or(1, |trouble| trouble.failures);
-    let Options { first_retry, longest_retry, .. } = context.options;
+    Next::requeue(pause(failures, &context.options))
+}
+
+/// Returns the time until the next try after a number of failures in a row.
+fn pause(failures: u32, options: &Options) -> Duration {
     let doubled = 2u32.saturating_pow(failures.saturating_sub(1).min(16));
-    Next::requeue(first_retry.saturating_mul(doubled).min(longest_retry))
+    options.first_retry.saturating_mul(doubled).min(options.longest_retry)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_after_failures_double_up_to_a_bound() {
+        let pauses = [1, 2, 3, 6, 7, 8, u32::MAX]
+            .map(|failures| pause(failures, &Options::default()).as_secs());
+        assert_eq!(pauses, [1, 2, 4, 32, 60, 60, 60]);
+    }
 }

@@ -90,6 +90,11 @@ pub struct Aggregators {
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 64))]
     pub count: u32,
+    /// The number of standbys, each a set of as many aggregators that the job moves to when earlier
+    /// ones are gone. Their pods run all the time.
+    #[serde(default)]
+    #[schemars(range(min = 0, max = 8))]
+    pub standbys: u32,
     /// The image with the program `racksum`.
     pub image: String,
     /// The UDP and TCP port of the control plane. Shard i receives data on this port + i + 1.
@@ -128,6 +133,14 @@ pub struct Aggregators {
     pub image_pull_secrets: Vec<LocalObjectReference>,
 }
 
+impl Aggregators {
+    /// Returns the number of pods: the job's own aggregators, and those of all standbys.
+    #[must_use]
+    pub const fn pods(&self) -> u32 {
+        self.count * (1 + self.standbys)
+    }
+}
+
 /// The bytes that a job reduces in each step. docs/placement.md describes the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -158,9 +171,14 @@ pub struct Topology {
     /// innermost level.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<String>,
-    /// Whether the job must not leave one domain of its scope at all.
+    /// Whether the job must not leave one domain of its scope at all, nor its standbys that domain.
+    /// In mode `FollowWorkers` this has no effect: another scheduler chooses where workers are.
     #[serde(default)]
     pub requires_scope: bool,
+    /// The level of whose domains none may hold aggregators of two sets, such as the job's own and
+    /// a standby, or `host`. Without it, the innermost level.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standby_level: Option<String>,
     /// The share of the step that a wider domain must save.
     #[serde(default = "default_widen_gain")]
     #[schemars(range(min = 0, max = 1))]
@@ -236,7 +254,8 @@ pub enum Phase {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
-    /// The domain that all pods are in, such as `a/a1`. Empty for the whole cluster.
+    /// The domain that all pods but those of standbys are in, such as `a/a1`. Empty for the whole
+    /// cluster.
     pub domain: String,
     /// The expected time of a step's all-reduce.
     pub step_microseconds: i64,
@@ -248,7 +267,7 @@ pub struct Plan {
     /// The link or path that limits the step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bottleneck: Option<String>,
-    /// The node of each aggregator.
+    /// The node of each aggregator: the job's own, then one set of standbys after another.
     pub aggregators: Vec<String>,
     /// The nodes of the workers, in the order of the ranks.
     pub workers: Vec<HostCount>,

@@ -214,6 +214,8 @@ impl<'a> Decider<'a> {
             let network = match self.network() {
                 Ok(network) => network,
                 Err(message) => {
+                    // Nobody tells the operator that a foreign ConfigMap has changed.
+                    self.recheck = self.recheck.min(plans::RETRY);
                     return self.conditions.set(ACCEPTED, false, "InvalidNetwork", message);
                 }
             };
@@ -221,7 +223,9 @@ impl<'a> Decider<'a> {
             if !are_workers_ready {
                 self.conditions.set(PLANNED, false, "WaitingForWorkers", "waiting for the workers");
             } else if !self.make_plan(&network) {
-                return;
+                // Pods that run may have been lost.
+                self.check_placed();
+                return self.publish();
             }
         }
         self.conditions.set(ACCEPTED, true, "Valid", "the spec is valid");
@@ -285,7 +289,7 @@ impl<'a> Decider<'a> {
     /// Creates aggregators that are missing, and deletes those that are too many.
     fn create_aggregators(&mut self) {
         let group = self.observed.group;
-        for index in 0..group.spec.aggregators.count {
+        for index in 0..group.spec.aggregators.pods() {
             let name = aggregator_name(group, index);
             if self.aggregators[index as usize].is_some() {
                 continue;
@@ -309,7 +313,7 @@ impl<'a> Decider<'a> {
         let pods = self.names.values().filter(|pod| is_owned(pod, group)).copied();
         let index = |pod: &Pod| pod.labels().get(INDEX_LABEL).and_then(|index| index.parse().ok());
         let extra =
-            |pod: &&Pod| index(pod).is_none_or(|index: u32| index >= group.spec.aggregators.count);
+            |pod: &&Pod| index(pod).is_none_or(|index: u32| index >= group.spec.aggregators.pods());
         let extra: Vec<_> = pods.filter(extra).filter(|pod| Member::of(pod).is_some()).collect();
         extra.into_iter().for_each(|pod| self.delete_pod(pod));
     }

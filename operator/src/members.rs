@@ -39,7 +39,7 @@ impl<'a> Members<'a> {
         let wanted = &group.spec.workers.match_labels;
         let is_worker =
             |pod: &Pod| wanted.iter().all(|(key, value)| pod.labels().get(key) == Some(value));
-        let aggregators = vec![None; group.spec.aggregators.count as usize];
+        let aggregators = vec![None; group.spec.aggregators.pods() as usize];
         let mut members = Self { aggregators, ..Self::default() };
         for pod in pods.iter().filter(|pod| pod.metadata.namespace == meta.namespace) {
             members.pods.insert(pod.metadata.name.as_deref().unwrap_or_default(), pod);

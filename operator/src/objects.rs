@@ -177,14 +177,15 @@ pub fn service(group: &AggregatorGroup) -> Service {
     serde_json::from_value(service).expect("the Service above has the form of the API")
 }
 
-/// Returns the addresses of a group's aggregators.
+/// Returns the addresses of a group's aggregators: the job's own, then one set of standbys after
+/// another.
 #[must_use]
 pub fn endpoints(group: &AggregatorGroup) -> Vec<String> {
     let (service, port) = (service_name(group), group.spec.aggregators.port);
     let namespace = group.namespace().unwrap_or_default();
     let endpoint =
         |index| format!("{}.{service}.{namespace}.svc:{port}", aggregator_name(group, index));
-    (0..group.spec.aggregators.count).map(endpoint).collect()
+    (0..group.spec.aggregators.pods()).map(endpoint).collect()
 }
 
 /// Returns the ConfigMap with the variables that racksum's workers and Python package read.
@@ -193,7 +194,10 @@ pub fn endpoints(group: &AggregatorGroup) -> Vec<String> {
 /// Never: the ConfigMap has the form of the API.
 #[must_use]
 pub fn config_map(group: &AggregatorGroup) -> ConfigMap {
-    let mut data = BTreeMap::from([("RACKSUM_AGGREGATOR", endpoints(group).join("+"))]);
+    let endpoints = endpoints(group);
+    let sets = endpoints.chunks(group.spec.aggregators.count as usize).map(|set| set.join("+"));
+    let sets: Vec<_> = sets.collect();
+    let mut data = BTreeMap::from([("RACKSUM_AGGREGATOR", sets.join(","))]);
     match &group.spec.workers.identity_file {
         Some(file) => data.insert("RACKSUM_IDENTITY", file.clone()),
         None if group.spec.aggregators.identity_secret.is_none() => {

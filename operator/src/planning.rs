@@ -4,6 +4,7 @@
 //! they are; a lost member then gets the host with the shortest step.
 
 mod assignment;
+mod filling;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use racksum_placer::problem::Problem;
 use racksum_placer::topology::{HostId, InventoryError, Topology};
 
 pub use self::assignment::assigned;
+use self::filling::{Filled, filled};
 use crate::affinity::{accepts, untolerated};
 use crate::crd::{AggregatorGroup, HostCount, Mode, Plan};
 use crate::members::{HOST, Member, Members};
@@ -109,11 +111,12 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
     let problem = Problem::new(&topology, &links, &job)
         .map_err(|error| Unplanned::Spec(error.to_string()))?;
     if request.has_placed() {
-        let placement = filled(request, &problem, &topology, &rooms, &sizes)?;
+        let Filled { placement, aggregators } =
+            filled(request, &problem, &topology, &rooms, &sizes)?;
         let time = step_time(&problem, &placement);
         let domain = common_domain(&topology, &placement);
         let step = (time, (time.total_s(), time.total_s()), None);
-        return Ok(described(&topology, &placement, step, domain));
+        return Ok(described(&topology, &placement, aggregators, step, domain));
     }
     let plan = plan(&topology, &links, &job).map_err(|error| match error {
         PlanError::Job(error) => Unplanned::Spec(error.to_string()),
@@ -121,7 +124,14 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
     })?;
     let domain = topology.name(plan.domain).to_owned();
     let step = (plan.time, plan.range_s(&problem), Some(plan.bound_s));
-    Ok(described(&topology, &plan.placement, step, domain))
+    // In the order of their numbers: the job's own, then one set of standbys after another.
+    let standbys = plan.standbys.iter().map(|standby| &standby.aggregators);
+    let sets = std::iter::once(&plan.placement.aggregators).chain(standbys);
+    let aggregators = sets.flat_map(|counts| {
+        let hosts = topology.hosts().iter().zip(counts);
+        hosts.flat_map(|(host, count)| std::iter::repeat_n(host.name.clone(), *count as usize))
+    });
+    Ok(described(&topology, &plan.placement, aggregators.collect(), step, domain))
 }
 
 /// Checks the parts of a group's spec that do not depend on the cluster.
@@ -130,7 +140,7 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
 /// A sentence that names the field.
 pub fn check(group: &AggregatorGroup) -> Result<(), String> {
     let spec = &group.spec;
-    let name = aggregator_name(group, spec.aggregators.count - 1);
+    let name = aggregator_name(group, spec.aggregators.pods() - 1);
     if name.len() > LONGEST_LABEL {
         return Err(format!(
             "pod names such as {name} exceed {LONGEST_LABEL} bytes; rename the group"
@@ -386,8 +396,8 @@ fn job(request: &Request<'_>, sizes: &Sizes) -> Job {
         aggregators: spec.aggregators.count.into(),
         shards: None,
         racks: false.into(),
-        standbys: 0,
-        standby_level: None,
+        standbys: spec.aggregators.standbys,
+        standby_level: spec.topology.standby_level.clone(),
         cpus_per_aggregator: cpu(&sizes.aggregator),
         is_multicast: spec.traffic.is_multicast,
         scope: spec.topology.scope.clone(),
@@ -405,77 +415,6 @@ fn job(request: &Request<'_>, sizes: &Sizes) -> Job {
 
 fn millis(amount: i128) -> u32 {
     u32::try_from(amount.max(0)).unwrap_or(u32::MAX)
-}
-
-/// Returns the placement of the placed members, with each missing one on the host that makes the
-/// step shortest.
-fn filled(
-    request: &Request<'_>,
-    problem: &Problem<'_>,
-    topology: &Topology,
-    rooms: &[Room<'_>],
-    sizes: &Sizes,
-) -> Result<Placement, Unplanned> {
-    let placed_workers = request.placed_workers();
-    let rooms: BTreeMap<_, _> = rooms.iter().map(|room| (room.node.name_any(), room)).collect();
-    let mut rooms: Vec<_> = topology
-        .hosts()
-        .iter()
-        .map(|host| {
-            let room = rooms[&host.name];
-            let placed = placed_workers.get(host.name.as_str()).copied().unwrap_or(0);
-            (room.free(), room.takes_aggregators, room.workers, placed)
-        })
-        .collect();
-    let count = |host: &Host| {
-        let here = |placed: &&Option<&str>| **placed == Some(host.name.as_str());
-        u32::try_from(request.aggregators.iter().filter(here).count()).unwrap_or(u32::MAX)
-    };
-    let mut placement = Placement {
-        ranks: rooms.iter().map(|(.., placed)| *placed).collect(),
-        aggregators: topology.hosts().iter().map(count).collect(),
-    };
-    let missing = |wanted: u32, placed: &[u32]| wanted.saturating_sub(placed.iter().sum());
-    let aggregators = missing(request.group.spec.aggregators.count, &placement.aggregators);
-    let workers = missing(request.group.spec.workers.count, &placement.ranks);
-    let workers = if request.follows() { 0 } else { workers };
-    for is_aggregator in std::iter::repeat_n(true, aggregators as usize)
-        .chain(std::iter::repeat_n(false, workers as usize))
-    {
-        let size = if is_aggregator { &sizes.aggregator } else { &sizes.worker };
-        let mut best: Option<(f64, usize)> = None;
-        for (host, (free, takes_aggregators, takers, _)) in rooms.iter().enumerate() {
-            let is_port_free =
-                !request.group.spec.aggregators.host_network || placement.aggregators[host] == 0;
-            let takes =
-                if is_aggregator { *takes_aggregators && is_port_free } else { *takers > 0 };
-            if !takes || times(free, size, |_| true) == 0 {
-                continue;
-            }
-            *seat(&mut placement, is_aggregator, host) += 1;
-            let step_s = step_time(problem, &placement).total_s();
-            *seat(&mut placement, is_aggregator, host) -= 1;
-            if best.is_none_or(|(best_s, _)| step_s < best_s) {
-                best = Some((step_s, host));
-            }
-        }
-        let Some((_, host)) = best else {
-            let what = if is_aggregator { "aggregator" } else { "worker" };
-            let text = format!("no node has room for another {what}; free one that accepts it");
-            return Err(Unplanned::Room(text));
-        };
-        *seat(&mut placement, is_aggregator, host) += 1;
-        add(
-            &mut rooms[host].0,
-            &size.iter().map(|(name, amount)| (name.clone(), -amount)).collect(),
-        );
-        rooms[host].2 -= u32::from(!is_aggregator);
-    }
-    Ok(placement)
-}
-
-fn seat(placement: &mut Placement, is_aggregator: bool, host: usize) -> &mut u32 {
-    if is_aggregator { &mut placement.aggregators[host] } else { &mut placement.ranks[host] }
 }
 
 /// Returns the path of the innermost domain that holds all members.
@@ -503,14 +442,11 @@ fn path(topology: &Topology, host: HostId) -> Vec<String> {
 fn described(
     topology: &Topology,
     placement: &Placement,
+    aggregators: Vec<String>,
     (time, range_s, bound_s): (StepTime, (f64, f64), Option<f64>),
     domain: String,
 ) -> Plan {
     let hosts = topology.hosts().iter().map(|host| &host.name);
-    let aggregators = hosts
-        .clone()
-        .zip(&placement.aggregators)
-        .flat_map(|(host, count)| std::iter::repeat_n(host.clone(), *count as usize));
     let workers = hosts.zip(&placement.ranks).filter(|(_, count)| **count > 0);
     Plan {
         domain,
@@ -518,7 +454,7 @@ fn described(
         range_microseconds: [microseconds(range_s.0), microseconds(range_s.1)],
         bound_microseconds: bound_s.map(microseconds),
         bottleneck: time.bottleneck.text(topology),
-        aggregators: aggregators.collect(),
+        aggregators,
         workers: workers
             .map(|(host, count)| HostCount { host: host.clone(), count: *count })
             .collect(),

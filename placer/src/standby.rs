@@ -101,7 +101,8 @@ fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) 
 }
 
 /// Returns the domain of the job's standby level that holds a host.
-pub(crate) fn failure_domain(problem: &Problem<'_>, host: HostId) -> VertexId {
+#[must_use]
+pub fn failure_domain(problem: &Problem<'_>, host: HostId) -> VertexId {
     let topology = problem.topology;
     let mut ancestors = topology.climb(topology.leaf(host));
     let at_level = ancestors.find(|vertex| topology.depth(*vertex) <= problem.standby_depth);

@@ -23,6 +23,7 @@ use crate::job_name::JobName;
 use crate::loss::Loss;
 use crate::move_target::MoveTarget;
 use crate::peer_text::{PeerText, Unshown};
+use crate::status::OwnCounters;
 
 /// The version of the control protocol. An aggregator refuses joins with another version.
 pub const CONTROL_VERSION: u16 = 1;
@@ -52,6 +53,9 @@ pub enum FromWorker {
     RankLost(LostRank),
     /// A multicast ping arrived.
     PingArrived,
+    /// The rank's own counters at this aggregator. The rank sends them at most once a second, and
+    /// only if they have changed.
+    Counters(OwnCounters),
     /// The worker leaves the job.
     Leave {
         /// The op that the rank would start next, at which it may rejoin. `None` if the rank leaves

@@ -18,6 +18,7 @@ extern crate std;
 pub mod aggregator;
 pub mod arith;
 pub mod auth;
+mod busy;
 pub mod call;
 pub mod congestion;
 pub mod control;

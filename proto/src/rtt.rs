@@ -12,7 +12,8 @@ use crate::time::Span;
 pub struct Rtt {
     smoothed_ns: u64,
     variation_ns: u64,
-    measured: bool,
+    /// The shortest measurement.
+    shortest: Option<Span>,
     /// Whether a nack was repeated since the last measurement.
     repeated: bool,
 }
@@ -22,19 +23,26 @@ impl Rtt {
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
-        Self { smoothed_ns: ns, variation_ns: ns / 2, measured: false, repeated: false }
+        Self { smoothed_ns: ns, variation_ns: ns / 2, shortest: None, repeated: false }
     }
 
     /// Records one measured round trip.
     pub fn sample(&mut self, rtt: Span) {
-        if !self.measured {
-            *self = Self { measured: true, ..Self::new(rtt) };
+        let Some(shortest) = self.shortest else {
+            *self = Self { shortest: Some(rtt), ..Self::new(rtt) };
             return;
-        }
+        };
+        self.shortest = Some(shortest.min(rtt));
         self.repeated = false;
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
         self.smoothed_ns = (7 * self.smoothed_ns + rtt.0) / 8;
+    }
+
+    /// Returns the shortest measured round trip, if there is any.
+    #[must_use]
+    pub const fn shortest(&self) -> Option<Span> {
+        self.shortest
     }
 
     /// Records how long an answer took, or `None` if its nack was repeated. A repeated nack gives
@@ -99,6 +107,7 @@ mod tests {
     #[test]
     fn the_first_sample_replaces_the_guess() {
         let mut rtt = Rtt::new(Span::from_millis(100));
+        assert_eq!(rtt.shortest(), None);
         rtt.sample(Span::from_millis(4));
         // The timeout is the first sample plus four times half of it.
         assert_eq!(rtt.timeout(), Span::from_millis(12));
@@ -111,6 +120,7 @@ mod tests {
         assert!(rtt.timeout() < Span::from_millis(11));
         rtt.sample(Span::from_millis(30));
         assert!(rtt.timeout() > Span::from_millis(25));
+        assert_eq!(rtt.shortest(), Some(Span::from_millis(10)));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use core::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
+use crate::geometry::WINDOW_BYTES;
 use crate::job_name::JobName;
 use crate::peer_text::PeerText;
 
@@ -136,6 +137,66 @@ pub struct RankStatus {
     /// the first measurement, or if all took longer than a millisecond and no datagram was lost.
     #[serde(default)]
     pub round_trip_us: Option<u64>,
+    /// The rank's own counters, as it last reported them. `None` before the first report, and for
+    /// an aggregator that joined for its ranks.
+    #[serde(default)]
+    pub own: Option<OwnCounters>,
+}
+
+/// Counters that a rank keeps itself at one aggregator, since it joined there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnCounters {
+    /// The contributions that the rank has sent, and how many of their fragments it sent again.
+    pub sent: Transfers,
+    /// The results that have arrived completely, and how many of their fragments arrived only as a
+    /// copy that was sent again.
+    pub results: Transfers,
+    /// Milliseconds for which the rank awaited results: over all lanes, at the shard where that is
+    /// longest.
+    pub busy_ms: u64,
+    /// The shortest measured round trip between rank and aggregator, in microseconds. It may
+    /// include a wait for other ranks.
+    pub round_trip_us: Option<u64>,
+    /// The number of datagrams that the kernel dropped because the rank's receive buffer was full,
+    /// from all aggregators of the job together.
+    pub kernel_drops: u64,
+}
+
+impl OwnCounters {
+    /// Returns what these counters have grown by since `earlier`, with the shortest round trip of
+    /// all time.
+    #[must_use]
+    pub const fn since(&self, earlier: &Self) -> Self {
+        Self {
+            sent: self.sent.since(earlier.sent),
+            results: self.results.since(earlier.results),
+            busy_ms: self.busy_ms.saturating_sub(earlier.busy_ms),
+            round_trip_us: self.round_trip_us,
+            kernel_drops: self.kernel_drops.saturating_sub(earlier.kernel_drops),
+        }
+    }
+
+    /// Returns whether a rank that reported `earlier` can report this: no counter shrinks, the
+    /// shortest round trip does not grow, and no fragment is larger than a window.
+    #[must_use]
+    pub fn may_follow(&self, earlier: &Self) -> bool {
+        // wire: W-80
+        let counters = |it: &Self| {
+            let Self { sent, results, busy_ms, kernel_drops, .. } = *it;
+            let each = [sent, results].map(|it| [it.bytes, it.fragments, it.again]);
+            (each, busy_ms, kernel_drops)
+        };
+        let ((now, busy, drops), (before, busy_before, drops_before)) =
+            (counters(self), counters(earlier));
+        let grows = now.iter().flatten().zip(before.iter().flatten()).all(|(now, it)| now >= it);
+        let trip = earlier
+            .round_trip_us
+            .is_none_or(|before_us| self.round_trip_us.is_some_and(|trip_us| trip_us <= before_us));
+        let fits = [self.sent, self.results]
+            .iter()
+            .all(|it| it.bytes <= it.fragments.saturating_mul(WINDOW_BYTES as u64));
+        grows && busy >= busy_before && drops >= drops_before && trip && fits
+    }
 }
 
 /// Windows that were transferred between an aggregator and a rank.
@@ -145,7 +206,7 @@ pub struct Transfers {
     pub bytes: u64,
     /// The number of their fragments.
     pub fragments: u64,
-    /// The number of fragments that were sent again. Of contributions, only those count that
+    /// The number of fragments that were sent again. If the receiver counts, only those count that
     /// arrived before the first copy.
     pub again: u64,
 }
@@ -155,6 +216,16 @@ impl Transfers {
     pub fn add(&mut self, len: usize, fragments: u32) {
         self.bytes += len as u64;
         self.fragments += u64::from(fragments);
+    }
+
+    /// Returns what these counters have grown by since `earlier`.
+    #[must_use]
+    pub const fn since(self, earlier: Self) -> Self {
+        Self {
+            bytes: self.bytes.saturating_sub(earlier.bytes),
+            fragments: self.fragments.saturating_sub(earlier.fragments),
+            again: self.again.saturating_sub(earlier.again),
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 //! run. It moves the job to a standby when an aggregator fails, and to the aggregators that an
 //! operator names.
 
+mod counters;
 mod migration;
 mod planned_move;
 
@@ -19,6 +20,7 @@ use crate::driver::Driver;
 use crate::error::{ConnectError, superseded};
 use crate::grant::Membership;
 use crate::options::ConnectOptions;
+use counters::Reports;
 use planned_move::PlannedMove;
 
 /// Rate limits for log records that an aggregator can trigger.
@@ -44,6 +46,8 @@ pub(crate) struct Supervisor {
     pub(crate) planned: Option<PlannedMove>,
     /// The number of trials of other aggregators so far.
     pub(crate) trials: u64,
+    /// The reports of the rank's own counters.
+    reports: Reports,
 }
 
 impl Supervisor {
@@ -66,6 +70,7 @@ impl Supervisor {
             driver,
             planned: None,
             trials: 0,
+            reports: Reports::new(),
         }
     }
 
@@ -110,9 +115,19 @@ impl Supervisor {
         }
     }
 
+    /// Returns the next event, or `None` once the client is closed. Reports the rank's counters
+    /// while it waits.
     fn next(&mut self) -> Option<(u8, Event)> {
-        let early = self.membership.early.pop_front();
-        early.or_else(|| self.mailbox.recv(None))
+        if let Some(early) = self.membership.early.pop_front() {
+            return Some(early);
+        }
+        loop {
+            self.report_counters();
+            let event = self.mailbox.recv(Some(self.reports.left()));
+            if event.is_some() || self.mailbox.closed.is_some() {
+                return event;
+            }
+        }
     }
 
     /// Returns the name, as given by the user, of the aggregator at `place` in the current set.
@@ -149,5 +164,33 @@ impl Supervisor {
 
     fn end(&self, why: impl Into<Cow<'static, str>>) {
         self.driver.with_engine(|engine| engine.end(why));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use tokio::sync::mpsc::UnboundedReceiver;
+
+    use super::*;
+    use crate::control::Controls;
+    use crate::control::tests::control;
+    use crate::engine::tests::Bench;
+
+    /// Returns a supervisor at A, which knows B as its standby, and the messages that it sends to
+    /// two aggregators of its set.
+    pub(super) fn supervisor() -> (Supervisor, [UnboundedReceiver<FromWorker>; 2]) {
+        let driver = Driver::new(Bench::new(1, 1, Ipv4Addr::LOCALHOST).engine).unwrap();
+        let [(one, sent), (other, also)] = [(); 2].map(|()| control());
+        let options = ConnectOptions {
+            standbys: vec![vec!["b:1".into()]],
+            ..ConnectOptions::new("a:1", "job")
+        };
+        let (controls, early) = (Controls::from_iter([one, other]), Default::default());
+        let (membership, senders) = (Membership { controls, early }, ControlSenders::default());
+        let driver = Arc::new(driver);
+        let mailbox = Mailbox::new();
+        (Supervisor::new(options, 0, membership, senders, mailbox, driver), [sent, also])
     }
 }

@@ -219,6 +219,7 @@ impl Job {
             busy_ms: 0,
             waited_ms: 0,
             round_trip_us: None,
+            own: member.own,
         };
         JobStatus {
             job: name.name.clone(),

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use racksum_proto::control::{CallerId, FromAggregator, Join};
 use racksum_proto::ids::OpId;
+use racksum_proto::status::OwnCounters;
 use racksum_proto::wire::Flags;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
@@ -32,6 +33,8 @@ pub(super) struct Member {
     pub(super) withdraws: bool,
     /// The time at which the member was last heard from.
     pub(super) last_received: Instant,
+    /// The rank's own counters, as it last reported them.
+    pub(super) own: Option<OwnCounters>,
     /// The record of the rank's earlier departure, if the rank has rejoined.
     pub(super) came_back: Option<Left>,
 }
@@ -50,6 +53,7 @@ impl Member {
             receives_multicast,
             withdraws,
             last_received: now,
+            own: None,
             came_back,
         }
     }
@@ -86,6 +90,15 @@ impl Member {
     /// its ranks.
     pub(super) fn name(&self) -> u16 {
         self.ranks().min().unwrap_or(self.join.rank)
+    }
+
+    /// Takes the counters that the member reports about itself. They are shown and nothing more, so
+    /// a report that cannot follow the last one is left out.
+    pub(super) fn note_counters(&mut self, counters: OwnCounters) {
+        // wire: W-80
+        if counters.may_follow(&self.own.unwrap_or_default()) {
+            self.own = Some(counters);
+        }
     }
 
     /// Returns the source address of the member's data for this shard.

@@ -119,9 +119,7 @@ impl Registry {
 
     /// Records that a rank was heard from.
     pub(crate) fn note_received(&mut self, seat: &Seat, now: Instant) {
-        if let Some(job) = self.job(seat)
-            && let Some(member) = &mut job.members[usize::from(seat.rank)]
-        {
+        if let Some(member) = self.member(seat) {
             member.last_received = now;
         }
     }

@@ -1,4 +1,5 @@
-//! `racksum probe learn`: measurements from the counters of running jobs.
+//! `racksum probe learn`: measurements from the counters of running jobs, both those of the
+//! aggregators and those that ranks have reported to them.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use racksum_net::resolve::resolve_blocking;
 use racksum_placer::inventory::Inventory;
 use racksum_placer::network::{Links, Network};
-use racksum_placer::survey::{RankCounters, Transfers, learn};
+use racksum_placer::survey::{Difference, Figure, OwnCounters, RankCounters, Transfers, learn};
 use racksum_placer::topology::{HostId, Topology};
 use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
@@ -23,6 +24,7 @@ use crate::environment;
 use crate::exit::{Failure, print_line};
 use crate::out_file::{OutFile, cannot_write};
 use crate::status::ask_one;
+use crate::table::table;
 use crate::{args, stderr};
 
 #[derive(Debug, clap::Args)]
@@ -65,10 +67,11 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let (topology, older) = placed((&args.nodes, inventory), (&args.net, older))?;
     let links = Links::new(&topology, &older).map_err(|error| wrong(&args.net, error))?;
     let hosts = Hosts::find(&topology)?;
-    let mut counters = vec![];
+    let mut ranks = vec![];
     for (which, before, after) in args.ask()? {
-        counters.extend(hosts.counters(&which, before.as_ref(), &after)?);
+        ranks.extend(hosts.counters(&which, before.as_ref(), &after)?);
     }
+    let counters: Vec<_> = ranks.iter().map(|(_, counters)| counters.clone()).collect();
     let learned = learn(&topology, &older, &links, &counters);
     if learned == Network::default() {
         return print_line(
@@ -89,7 +92,45 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     ))?;
     let mut shown = network;
     shown.links.retain(|link| links.contains(&link.of));
-    print_line(&show::tables(&Network { pairs: vec![], tree: None, ..shown }).join("\n"))
+    let mut lines = show::tables(&Network { pairs: vec![], tree: None, ..shown });
+    lines.extend(differences(&topology, &ranks));
+    print_line(&lines.join("\n"))
+}
+
+/// Returns a table of the figures that a rank and its aggregator count differently. Returns no line
+/// if there are none.
+fn differences(topology: &Topology, ranks: &[(u16, RankCounters)]) -> Vec<String> {
+    let mut rows = vec![];
+    for (rank, counters) in ranks {
+        for Difference { of, aggregator, rank: own, right } in counters.differences() {
+            let shown = |value: Option<f64>| match (value, of) {
+                (None, _) => "unknown".to_owned(),
+                (Some(us), Figure::RoundTrip) => format!("{us:.0} us"),
+                (Some(share), Figure::LossUp | Figure::LossDown) => {
+                    format!("{:.2} %", 100.0 * share)
+                }
+            };
+            let name = match of {
+                Figure::LossUp => "loss of contributions",
+                Figure::LossDown => "loss of results",
+                Figure::RoundTrip => "shortest round trip",
+            };
+            rows.push([
+                rank.to_string(),
+                counters.job.clone(),
+                topology.host(counters.host).name.clone(),
+                name.to_owned(),
+                shown(aggregator),
+                shown(own),
+                format!("the {}'s", right.name()),
+            ]);
+        }
+    }
+    if rows.is_empty() {
+        return vec![];
+    }
+    let heads = ["rank", "job", "host", "figure", "by aggregator", "by rank", "counts"];
+    std::iter::once(String::new()).chain(table(heads, rows)).collect()
 }
 
 /// An aggregator's name, and its status before and after the time that counts.
@@ -168,13 +209,14 @@ impl<'a> Hosts<'a> {
         }
     }
 
-    /// Returns what an aggregator counted of each rank. Warns of ranks on unknown hosts.
+    /// Returns the number of each rank, and what the aggregator and the rank itself counted of it.
+    /// Warns of ranks on unknown hosts, and of ranks whose receive buffers overflow.
     fn counters(
         &self,
         which: &str,
         before: Option<&AggregatorStatus>,
         after: &AggregatorStatus,
-    ) -> Result<Vec<RankCounters>, Failure> {
+    ) -> Result<Vec<(u16, RankCounters)>, Failure> {
         let aggregator = self.of_aggregator(which, after)?;
         let mut all = vec![];
         for job in &after.jobs {
@@ -189,7 +231,9 @@ impl<'a> Hosts<'a> {
                                 .iter()
                                 .find(|it| (it.rank, &it.addr) == (rank.rank, &rank.addr))
                         });
-                        all.push(counters(&job.job, (host, aggregator), before, rank));
+                        warn_of_drops(&job.job, before, rank);
+                        let counters = counters(&job.job, (host, aggregator), before, rank);
+                        all.push((rank.rank, counters));
                     }
                     Err(why) => stderr::warn(PeerText::of(format!(
                         "rank {} of job {:?} tells nothing: {why}",
@@ -229,13 +273,9 @@ fn counters(
         |counter: fn(&RankStatus) -> u64| counter(after).saturating_sub(before.map_or(0, counter));
     let seconds = |millis: u64| millis as f64 / 1e3;
     let transfers = |of: fn(&RankStatus) -> status::Transfers| {
-        let (before, after) = (before.map(of).unwrap_or_default(), of(after));
-        Transfers {
-            bytes: after.bytes.saturating_sub(before.bytes),
-            fragments: after.fragments.saturating_sub(before.fragments),
-            again: after.again.saturating_sub(before.again),
-        }
+        to_transfers(of(after).since(before.map(of).unwrap_or_default()))
     };
+    let trip_us = |trip_us: u64| trip_us as f64;
     RankCounters {
         job: job.to_owned(),
         host,
@@ -244,6 +284,37 @@ fn counters(
         results: transfers(|rank| rank.results),
         busy_s: seconds(since(|rank| rank.busy_ms)),
         waited_s: seconds(since(|rank| rank.waited_ms)),
-        round_trip_us: after.round_trip_us.map(|trip_us| trip_us as f64),
+        round_trip_us: after.round_trip_us.map(trip_us),
+        own: own_since(before, after).map(|own| OwnCounters {
+            sent: to_transfers(own.sent),
+            results: to_transfers(own.results),
+            round_trip_us: own.round_trip_us.map(trip_us),
+        }),
+    }
+}
+
+const fn to_transfers(of: status::Transfers) -> Transfers {
+    let status::Transfers { bytes, fragments, again } = of;
+    Transfers { bytes, fragments, again }
+}
+
+/// Returns what a rank itself has counted since an earlier status. Ranks report every ten seconds,
+/// so there may be no report of this time: then `None`.
+fn own_since(before: Option<&RankStatus>, after: &RankStatus) -> Option<status::OwnCounters> {
+    let earlier = before.and_then(|rank| rank.own).unwrap_or_default();
+    let own = after.own?.since(&earlier);
+    (own.results.fragments > 0).then_some(own)
+}
+
+/// Warns of a rank whose kernel dropped results: their loss is not that of a link.
+fn warn_of_drops(job: &str, before: Option<&RankStatus>, rank: &RankStatus) {
+    let drops = own_since(before, rank).map_or(0, |own| own.kernel_drops);
+    if drops > 0 {
+        stderr::warn(PeerText::of(format!(
+            "rank {} of job {job:?} lost {} because its receive buffer was full: the loss of \
+             results is not only that of its link; raise net.core.rmem_max on its host",
+            rank.rank,
+            counted(drops, "datagram")
+        )));
     }
 }

@@ -1,6 +1,6 @@
 use std::io::Write;
 
-use racksum_proto::status::{Buffers, Traffic, Transfers};
+use racksum_proto::status::{Buffers, OwnCounters, Traffic, Transfers};
 
 use super::*;
 
@@ -22,6 +22,7 @@ pub(super) fn status(text: &str) -> AggregatorStatus {
         busy_ms: 0,
         waited_ms: 0,
         round_trip_us: Some(1),
+        own: Some(OwnCounters::default()),
     };
     let job = JobStatus {
         job: name(),

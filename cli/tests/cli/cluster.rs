@@ -120,15 +120,32 @@ impl Cluster {
         self.ranks_at(&vec![serving; self.workers.into()], flags)
     }
 
+    /// Like [`Self::ranks`], with the flags of each rank.
+    pub(crate) fn ranks_with<'a>(
+        &self,
+        serving: &Serving,
+        flags: impl Fn(u16) -> Vec<&'a str>,
+    ) -> Vec<Process> {
+        self.start_ranks(&vec![serving; self.workers.into()], flags)
+    }
+
     /// Starts ranks of a benchmark: rank `i` on the host of worker `i`, at the aggregator `at[i]`.
     /// Waits until all ranks run.
     pub(crate) fn ranks_at(&self, at: &[&Serving], flags: &[&str]) -> Vec<Process> {
+        self.start_ranks(at, |_| flags.to_vec())
+    }
+
+    fn start_ranks<'a>(
+        &self,
+        at: &[&Serving],
+        flags: impl Fn(u16) -> Vec<&'a str>,
+    ) -> Vec<Process> {
         let (identity, world) = (self.folder.path("node.pem"), at.len().to_string());
         let start = |(rank, serving): (u16, &&Serving)| {
             let number = rank.to_string();
             let args = ["bench", "--aggregator", &serving.addr, "--identity", &identity];
             let who = ["--rank", &number, "--world", &world];
-            self.start(&self.worker(rank), &[&args[..], &who, flags].concat())
+            self.start(&self.worker(rank), &[&args[..], &who, &flags(rank)].concat())
         };
         let ranks: Vec<_> = (0..).zip(at).map(start).collect();
         await_that("the ranks run", || ranks.iter().all(|rank| rank.out().contains('#')));

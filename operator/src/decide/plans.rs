@@ -9,7 +9,7 @@ use kube::ResourceExt;
 use racksum_placer::network::Network;
 
 use crate::affinity::Pin;
-use crate::crd::{Avoided, Mode, Plan};
+use crate::crd::{Avoided, Mode};
 use crate::decide::{Action, Decider};
 use crate::members::{Member, Stage};
 use crate::objects::{aggregator, placing};
@@ -117,8 +117,7 @@ impl<'a> Decider<'a> {
 
     /// Plans the members that are not placed. Returns whether that succeeded.
     pub(super) fn make_plan(&mut self, network: &Network) -> bool {
-        let placed: Vec<_> =
-            self.aggregators.iter().map(|member| member.and_then(|member| member.slot())).collect();
+        let placed = self.aggregators.iter().map(|member| member.and_then(|member| member.slot()));
         let request = Request {
             group: self.observed.group,
             nodes: self.observed.nodes,
@@ -127,7 +126,7 @@ impl<'a> Decider<'a> {
             network,
             avoided: self.avoided.iter().map(|one| one.host.as_str()).collect::<BTreeSet<_>>(),
             aggregator: &aggregator(self.observed.group, 0),
-            aggregators: placed.clone(),
+            aggregators: placed.collect(),
             workers: &self.workers,
         };
         let plan = match planned(&request) {
@@ -150,7 +149,6 @@ impl<'a> Decider<'a> {
                 return false;
             }
         };
-        let plan = Plan { aggregators: by_index(&placed, &plan.aggregators), ..plan };
         let message = format!(
             "{} on {}; step {} µs{}",
             if plan.domain.is_empty() { "whole cluster" } else { &plan.domain },
@@ -230,22 +228,9 @@ impl<'a> Decider<'a> {
     }
 }
 
-/// Returns the hosts of aggregators by their number: those that are placed keep theirs.
-fn by_index(placed: &[Option<&str>], hosts: &[String]) -> Vec<String> {
-    let mut free = hosts.to_vec();
-    for host in placed.iter().flatten() {
-        if let Some(taken) = free.iter().position(|one| one == host) {
-            free.remove(taken);
-        }
-    }
-    let mut free = free.into_iter();
-    let host = |placed: &Option<&str>| placed.map(ToOwned::to_owned).or_else(|| free.next());
-    placed.iter().map(host).map(Option::unwrap_or_default).collect()
-}
-
 /// Hosts on which a pod stayed unscheduled are avoided for this many times the limit.
 const AVOIDED_TTLS: i32 = 10;
 /// The time to wait beyond a deadline, since clocks are coarse.
 const MARGIN: Duration = Duration::from_secs(1);
 /// The time after which a plan is tried again. Changes of nodes and pods trigger an earlier try.
-const RETRY: Duration = Duration::from_secs(30);
+pub(super) const RETRY: Duration = Duration::from_secs(30);

@@ -1,46 +1,30 @@
 use serde_json::{Value, json};
 
+use self::fixtures::NAMESPACE;
 use super::*;
 
+#[path = "../../tests/operator/fixtures.rs"]
+mod fixtures;
+
 fn group(mode: &str, workers: u32, change: impl FnOnce(&mut Value)) -> AggregatorGroup {
-    let mut group = json!({
-        "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
-        "metadata": {"name": "vision", "namespace": "ml", "uid": "g1"},
-        "spec": {
-            "mode": mode,
-            "workers": {"matchLabels": {"job": "train"}, "count": workers},
-            "aggregators": {"image": "i", "resources": {"cpu": "2", "memory": "4Gi"}},
-            "traffic": {"bytes": 1_000_000},
-            "topology": {"levels": ["rack"]},
-        },
-    });
+    let mut group = fixtures::group(mode, workers, 1);
+    group["apiVersion"] = json!("racksum.dev/v1alpha1");
+    group["kind"] = json!("AggregatorGroup");
+    group["metadata"]["namespace"] = json!(NAMESPACE);
+    group["metadata"]["uid"] = json!("g1");
     change(&mut group);
     serde_json::from_value(group).unwrap()
 }
 
 fn node(name: &str, rack: &str, change: impl FnOnce(&mut Value)) -> Arc<Node> {
-    let mut node = json!({
-        "metadata": {"name": name, "labels": {"rack": rack}},
-        "spec": {},
-        "status": {
-            "allocatable": {"cpu": "16", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "2"},
-            "conditions": [{"type": "Ready", "status": "True"}],
-        },
-    });
+    let mut node = fixtures::node(name, rack);
     change(&mut node);
     Arc::new(serde_json::from_value(node).unwrap())
 }
 
 fn worker(index: u32, change: impl FnOnce(&mut Value)) -> Arc<Pod> {
-    let mut pod = json!({
-        "metadata": {"name": format!("w-{index}"), "namespace": "ml", "labels": {"job": "train"}},
-        "spec": {
-            "schedulingGates": [{"name": "racksum.dev/placement"}],
-            "containers": [{"name": "w", "resources": {"requests": {
-                "cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1",
-            }}}],
-        },
-    });
+    let mut pod = fixtures::gated_worker(index);
+    pod["metadata"]["namespace"] = json!(NAMESPACE);
     change(&mut pod);
     Arc::new(serde_json::from_value(pod).unwrap())
 }
@@ -158,7 +142,7 @@ fn a_plan_of_another_group_reserves_its_room() {
         })
     };
     let other = group("PlaceWorkers", 2, |group| {
-        group["metadata"] = json!({"name": "other", "namespace": "ml", "uid": "g2"});
+        group["metadata"] = json!({"name": "other", "namespace": NAMESPACE, "uid": "g2"});
         group["spec"]["workers"]["matchLabels"] = json!({"job": "other"});
         group["status"] = json!({"plan": {
             "domain": "r1", "stepMicroseconds": 1, "rangeMicroseconds": [1, 1],
@@ -212,7 +196,7 @@ fn workers_get_slots_that_they_accept() {
     let hosts = assign(&[only(0, &any), only(1, &["r1"]), only(2, &["r1"])]).unwrap();
     assert_eq!(hosts, ["h3", "h2", "h1"]);
     let refused: Result<_, String> = assign(&[only(0, &["r2"]), only(1, &["r2"])]);
-    assert_eq!(refused.unwrap_err(), "w-1");
+    assert_eq!(refused.unwrap_err(), "train-1");
 }
 
 #[test]
@@ -227,4 +211,89 @@ fn aggregators_on_the_network_of_their_host_are_on_hosts_of_their_own() {
     };
     assert_eq!(plan(false), ["h1", "h1"]);
     assert_eq!(plan(true), ["h1", "h2"]);
+}
+
+/// Plans a group whose aggregators are on these nodes, if they are placed.
+fn filled_plan(
+    asked: &AggregatorGroup,
+    nodes: &[Arc<Node>],
+    placed: &[Option<&str>],
+) -> Result<Plan, Unplanned> {
+    let bound = worker(0, |pod| {
+        pod["spec"]["nodeName"] = json!("h1");
+        pod["spec"]["schedulingGates"] = json!([]);
+    });
+    let pods = [bound];
+    let members = Members::of(asked, &pods);
+    planned(&Request {
+        group: asked,
+        nodes,
+        pods: &pods,
+        groups: &[],
+        network: &Network::default(),
+        avoided: BTreeSet::new(),
+        aggregator: &aggregator(asked, 0),
+        aggregators: placed.to_vec(),
+        workers: &members.workers,
+    })
+}
+
+#[test]
+fn a_standby_is_outside_the_domain_of_the_others() {
+    let nodes = ["h1", "h2"].map(|name| node(name, "r1", |_| {}));
+    let far = [nodes[0].clone(), nodes[1].clone(), node("h3", "r2", |_| {})];
+    let asked = |level: Option<&str>| {
+        group("FollowWorkers", 1, |group| {
+            group["spec"]["aggregators"]["standbys"] = json!(1);
+            group["spec"]["topology"]["standbyLevel"] = json!(level);
+        })
+    };
+    for placed in [vec![None, None], vec![Some("h1"), None], vec![None, Some("h3")]] {
+        let plan = filled_plan(&asked(None), &far, &placed).unwrap();
+        assert_eq!(plan.aggregators, ["h1", "h3"], "{placed:?}");
+        assert_eq!(plan.domain, "r1");
+    }
+    // A set that is placed keeps its rack, and the other one goes elsewhere.
+    let plan = filled_plan(&asked(None), &far, &[None, Some("h2")]).unwrap();
+    assert_eq!(plan.aggregators, ["h3", "h2"]);
+    let plan = filled_plan(&asked(Some("host")), &nodes, &[None, None]).unwrap();
+    assert_eq!(plan.aggregators, ["h1", "h2"]);
+
+    let told =
+        |asked: &AggregatorGroup, placed: &[Option<&str>]| match filled_plan(asked, &nodes, placed)
+            .unwrap_err()
+        {
+            Unplanned::Room(text) => text,
+            error => panic!("{error:?}"),
+        };
+    let text = told(&asked(None), &[None, None]);
+    assert!(text.contains("no placement of standby 1 found outside each rack"), "{text}");
+    let text = told(&asked(None), &[Some("h1"), None]);
+    assert!(text.starts_with("no node has room for another standby apart from those of"), "{text}");
+    let wrong = check(&asked(Some("zone"))).unwrap_err();
+    assert!(wrong.contains("zone"), "{wrong}");
+}
+
+#[test]
+fn each_standby_has_as_many_aggregators_as_the_job() {
+    let nodes: Vec<_> = [("h1", "r1"), ("h2", "r1"), ("h3", "r2"), ("h4", "r2"), ("h5", "r3")]
+        .map(|(name, rack)| node(name, rack, |_| {}))
+        .into();
+    let asked = group("FollowWorkers", 1, |group| {
+        group["spec"]["aggregators"]["count"] = json!(2);
+        group["spec"]["aggregators"]["standbys"] = json!(2);
+        group["spec"]["aggregators"]["hostNetwork"] = json!(false);
+    });
+    let plan = filled_plan(&asked, &nodes, &[None; 6]).unwrap();
+    let racks: Vec<_> = plan
+        .aggregators
+        .iter()
+        .map(|host| {
+            nodes.iter().find(|node| node.name_any() == *host).unwrap().labels()["rack"].clone()
+        })
+        .collect();
+    assert_eq!(racks[0], racks[1]);
+    assert_eq!(racks[2], racks[3]);
+    assert_eq!(racks[4], racks[5]);
+    assert_eq!(racks.iter().collect::<BTreeSet<_>>().len(), 3, "{racks:?}");
 }

@@ -2,8 +2,8 @@
 
 use serde_json::json;
 
-use crate::standin::{Faults, Kind, Refusal};
-use crate::world::{NAMESPACE, World, gated_worker, group, node_of, worker};
+use crate::standin::{Faults, Kind, Refusal, Store};
+use crate::world::{GROUP, NAMESPACE, World, gated_worker, group, node_of, worker};
 
 fn refusal(method: &'static str, part: &str, code: u16, message: &str) -> Refusal {
     Refusal { method, part: part.into(), times: u32::MAX, code, message: message.into() }
@@ -29,7 +29,7 @@ async fn a_refused_write_is_told_and_retried_until_it_is_allowed() {
 }
 
 #[tokio::test]
-async fn retries_after_failures_become_rarer() {
+async fn a_write_that_fails_several_times_succeeds_in_the_end() {
     let world = World::with_operator().await;
     let message = "etcdserver: request timed out";
     let mut failing = refusal("POST", "/pods", 500, message);
@@ -118,4 +118,40 @@ async fn a_pod_of_the_same_name_that_belongs_to_others_is_left_alone() {
     world.server.store().remove(&(Kind::Pod, NAMESPACE.into(), "vision-aggregator-0".into()));
     world.until_condition("Ready", "AggregatorsReady").await;
     assert!(node_of(&world.server.store_quietly(), "vision-aggregator-0").is_some());
+}
+
+#[tokio::test]
+async fn an_eviction_that_a_disruption_budget_forbids_is_told_and_tried_again() {
+    let world = World::with_operator().await;
+    let text = "Cannot evict pod as it would violate the pod's disruption budget.";
+    world.server.refuse(refusal("POST", "/pods/train-1/eviction", 429, text));
+    let mut asked = group("PlaceWorkers", 2, 1);
+    asked["spec"]["pendingTtlSeconds"] = json!(1);
+    world.create(Kind::Group, asked);
+    world.hands(|hands| _ = hands.unscheduled.insert("train-1".into()));
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    let told = world.until_condition("Applied", "Refused").await;
+    assert!(told["message"].as_str().unwrap().contains("disruption budget"), "{told}");
+    assert!(world.pod("train-1").is_some());
+    world.server.faults(|faults| faults.refusals.clear());
+    let is_gone =
+        |store: &Store| store.get(Kind::Pod, NAMESPACE, "train-1").is_none().then_some(());
+    world.until("the eviction", is_gone).await;
+    world.until_condition("Applied", "Written").await;
+}
+
+#[tokio::test]
+async fn a_status_that_others_write_too_is_written_from_what_is_there() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.create(Kind::Pod, worker(0));
+    // Each change of the group makes a status that was decided before a conflict.
+    for round in 0..200 {
+        world.server.store().edit(Kind::Group, NAMESPACE, GROUP, |group| {
+            group["metadata"]["labels"] = json!({"round": round.to_string()});
+        });
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    }
+    world.until_condition("Ready", "AggregatorsReady").await;
+    assert_eq!(world.group()["metadata"]["labels"]["round"], "199", "no update was lost");
 }

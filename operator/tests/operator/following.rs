@@ -112,6 +112,91 @@ async fn an_aggregator_that_stays_pending_goes_to_another_host() {
 }
 
 #[tokio::test]
+async fn an_aggregator_whose_node_is_cordoned_before_it_is_bound_goes_elsewhere_at_once() {
+    let world = World::with_operator().await;
+    world.hands(|hands| _ = hands.unscheduled.insert("vision-aggregator-0".into()));
+    world.create(Kind::Group, group("FollowWorkers", 2, 1));
+    (0..2).for_each(|index| world.create(Kind::Pod, worker(index)));
+    world.until_condition("Placed", "Pending").await;
+    // Its time to be scheduled has not passed: it is an hour.
+    world.server.store().edit(Kind::Node, "", "h1", |node| {
+        node["spec"]["unschedulable"] = json!(true);
+    });
+    world.until_event("PendingTooLong").await;
+    world.hands(|hands| hands.unscheduled.clear());
+    world.until_condition("Ready", "AggregatorsReady").await;
+    let node = node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap();
+    assert_ne!(node, "h1");
+}
+
+#[tokio::test]
+async fn a_network_file_that_cannot_be_read_is_told_and_can_be_corrected() {
+    let world = World::with_operator().await;
+    let mut asked = group("FollowWorkers", 1, 1);
+    asked["spec"]["topology"]["network"] = json!({"name": "net", "key": "net.toml"});
+    let map = |key: &str, text: &str| json!({"metadata": {"name": "net"}, "data": {key: text}});
+    world.create(Kind::ConfigMap, map("other", ""));
+    world.create(Kind::Group, asked);
+    world.create(Kind::Pod, worker(0));
+    let message = |world: &World| {
+        let told = condition(&world.group(), "Accepted").unwrap();
+        told["message"].as_str().unwrap().to_owned()
+    };
+    world.until_condition("Accepted", "InvalidNetwork").await;
+    assert_eq!(message(&world), "ConfigMap net has no key net.toml; add it");
+    for (text, reason) in [
+        ("links = 3", "key net.toml of ConfigMap net: "),
+        ("[[links]]\nof = 'h1'\nup = { mbit = -1 }", "h1"),
+    ] {
+        let key = (Kind::ConfigMap, NAMESPACE.to_owned(), "net".to_owned());
+        let mut store = world.server.store();
+        store.remove(&key);
+        store.create(Kind::ConfigMap, NAMESPACE, map("net.toml", text)).unwrap();
+        // Another pod makes the operator look again: it watches no foreign ConfigMaps.
+        store.edit(Kind::Pod, NAMESPACE, "train-0", |pod| {
+            pod["metadata"]["annotations"] = json!({"text": text});
+        });
+        drop(store);
+        let is_told = |store: &crate::standin::Store| {
+            let told = condition(store.get(Kind::Group, NAMESPACE, GROUP)?, "Accepted")?;
+            let is_it = told["reason"] == "InvalidNetwork"
+                && told["message"].as_str().unwrap().contains(reason);
+            is_it.then_some(())
+        };
+        world.until(reason, is_told).await;
+    }
+    let mut store = world.server.store();
+    store.edit(Kind::ConfigMap, NAMESPACE, "net", |map| map["data"]["net.toml"] = json!(""));
+    store.edit(Kind::Pod, NAMESPACE, "train-0", |pod| pod["metadata"]["annotations"] = json!({}));
+    drop(store);
+    world.until_condition("Ready", "AggregatorsReady").await;
+}
+
+#[tokio::test]
+async fn nodes_without_labels_are_told_and_can_be_labelled() {
+    let world = World::with_operator().await;
+    let label = |rack: Option<&str>| {
+        let mut store = world.server.store();
+        for name in ["h1", "h2", "h3", "h4"] {
+            store.edit(Kind::Node, "", name, |node| {
+                node["metadata"]["labels"] = json!({"kubernetes.io/hostname": name});
+                if let Some(rack) = rack {
+                    node["metadata"]["labels"]["rack"] = json!(rack);
+                }
+            });
+        }
+    };
+    label(None);
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.create(Kind::Pod, worker(0));
+    let told = world.until_condition("Planned", "InvalidTopology").await;
+    assert!(told["message"].as_str().unwrap().contains("rack"), "{told}");
+    assert_eq!(world.group()["status"]["phase"], "Unplaceable");
+    label(Some("r1"));
+    world.until_condition("Ready", "AggregatorsReady").await;
+}
+
+#[tokio::test]
 async fn a_lost_aggregator_is_replaced_and_its_address_stays() {
     let world = running().await;
     let old = world.pod("vision-aggregator-0").unwrap()["metadata"]["uid"].clone();

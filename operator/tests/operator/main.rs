@@ -1,6 +1,8 @@
 //! Tests of the operator against a stand-in for the API server.
 
 #[cfg(test)]
+mod fixtures;
+#[cfg(test)]
 mod standin;
 #[cfg(test)]
 mod world;
@@ -19,3 +21,5 @@ mod placing;
 mod rights;
 #[cfg(test)]
 mod rules;
+#[cfg(test)]
+mod standbys;

@@ -214,6 +214,95 @@ async fn a_worker_that_stays_pending_is_evicted_and_its_successor_placed_elsewhe
 }
 
 #[tokio::test]
+async fn a_lost_aggregator_is_replaced_on_its_node_beside_the_workers() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    ready(&world).await;
+    let aggregator = "vision-aggregator-0";
+    let old = world.pod(aggregator).unwrap();
+    world.server.store().remove(&(Kind::Pod, NAMESPACE.into(), aggregator.into()));
+    let new = world.until("a new aggregator", |store| {
+        let pod = store.get(Kind::Pod, NAMESPACE, aggregator)?;
+        let is_new = pod["metadata"]["uid"] != old["metadata"]["uid"];
+        (is_new && !pod["spec"]["nodeName"].is_null()).then(|| pod["spec"]["nodeName"].clone())
+    });
+    assert_eq!(new.await, old["spec"]["nodeName"]);
+    ready(&world).await;
+}
+
+#[tokio::test]
+async fn an_aggregator_that_stays_pending_goes_to_another_node_and_the_workers_stay() {
+    let world = World::with_operator().await;
+    let mut asked = group("PlaceWorkers", 2, 1);
+    asked["spec"]["pendingTtlSeconds"] = json!(1);
+    world.hands(|hands| _ = hands.unscheduled.insert("vision-aggregator-0".into()));
+    world.create(Kind::Group, asked);
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    let note = world.until_event("PendingTooLong").await;
+    let host = note.strip_prefix("vision-aggregator-0 found no place on ").unwrap();
+    let host = host.split(':').next().unwrap().to_owned();
+    let workers = [0, 1].map(|index| world.pod(&format!("train-{index}")).unwrap());
+    world.hands(|hands| hands.unscheduled.clear());
+    ready(&world).await;
+    let store = world.server.store_quietly();
+    assert_ne!(node_of(&store, "vision-aggregator-0").unwrap(), host);
+    for worker in workers {
+        let name = worker["metadata"]["name"].as_str().unwrap();
+        let uid = &store.get(Kind::Pod, NAMESPACE, name).unwrap()["metadata"]["uid"];
+        assert_eq!(uid, &worker["metadata"]["uid"]);
+    }
+}
+
+#[tokio::test]
+async fn when_all_workers_have_ended_the_next_run_is_placed_anew() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    ready(&world).await;
+    let mut store = world.server.store();
+    for name in ["train-0", "train-1"] {
+        store.edit(Kind::Pod, NAMESPACE, name, |pod| pod["status"]["phase"] = json!("Succeeded"));
+    }
+    drop(store);
+    world.until_event("WorkersGone").await;
+    world
+        .until("a gated aggregator and no addresses", |store| {
+            let pod = store.get(Kind::Pod, NAMESPACE, "vision-aggregator-0")?;
+            let is_hidden = store.get(Kind::ConfigMap, NAMESPACE, "vision-racksum").is_none();
+            (pod["spec"]["schedulingGates"].is_array() && is_hidden).then_some(())
+        })
+        .await;
+    for index in 0..2 {
+        let mut worker = gated_worker(index);
+        worker["metadata"]["name"] = json!(format!("again-{index}"));
+        world.create(Kind::Pod, worker);
+    }
+    world.until("the next run is bound", |store| node_of(store, "again-1")).await;
+    ready(&world).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_accepts_no_node_of_the_plan_is_named_and_none_is_placed() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 3, 1));
+    // The plan counts the nodes that workers accept, and takes rack r1 for all of them.
+    for (index, racks) in [(0, json!(["r1"])), (1, json!(["r1"])), (2, json!(["r2"]))] {
+        let mut worker = gated_worker(index);
+        worker["spec"]["affinity"] = json!({"nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                {"matchExpressions": [{"key": "rack", "operator": "In", "values": racks}]}
+            ]}
+        }});
+        world.create(Kind::Pod, worker);
+    }
+    let told = world.until_condition("Planned", "NoRoom").await;
+    assert_eq!(told["message"], "train-2 accepts none of the plan's free hosts");
+    let store = world.server.store_quietly();
+    assert!((0..3).all(|index| node_of(&store, &format!("train-{index}")).is_none()));
+}
+
+#[tokio::test]
 async fn workers_that_came_too_early_keep_their_place() {
     let world = World::with_operator().await;
     // A worker without a gate is bound before the operator can place it.

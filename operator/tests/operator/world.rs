@@ -12,10 +12,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
+pub(crate) use crate::fixtures::{GROUP, NAMESPACE, gated_worker, group, node, worker};
 use crate::standin::{Kind, Server, Store};
 
-pub(crate) const NAMESPACE: &str = "ml";
-pub(crate) const GROUP: &str = "vision";
 /// The longest wait for a condition. It is reached only if a test fails.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -154,60 +153,6 @@ pub(crate) fn options() -> Options {
         longest_retry: Duration::from_millis(200),
         ..Options::default()
     }
-}
-
-pub(crate) fn node(name: &str, rack: &str) -> Value {
-    json!({
-        "metadata": {"name": name, "labels": {"rack": rack, "kubernetes.io/hostname": name}},
-        "spec": {},
-        "status": {
-            "allocatable": {"cpu": "16", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "2"},
-            "conditions": [{"type": "Ready", "status": "True"}],
-        },
-    })
-}
-
-/// Returns a worker that other schedulers place.
-pub(crate) fn worker(index: u32) -> Value {
-    json!({
-        "metadata": {
-            "name": format!("train-{index}"),
-            "labels": {
-                "job": "train", "batch.kubernetes.io/job-completion-index": index.to_string(),
-            },
-        },
-        "spec": {"containers": [{
-            "name": "worker", "image": "train:1",
-            "resources": {"requests": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"},
-                          "limits": {"nvidia.com/gpu": "1"}},
-            "envFrom": [{"configMapRef": {"name": "vision-racksum"}}],
-        }]},
-    })
-}
-
-/// Returns a worker that the operator places.
-pub(crate) fn gated_worker(index: u32) -> Value {
-    let mut worker = worker(index);
-    worker["spec"]["schedulingGates"] = json!([{"name": "racksum.dev/placement"}]);
-    worker
-}
-
-pub(crate) fn group(mode: &str, workers: u32, aggregators: u32) -> Value {
-    json!({
-        "metadata": {"name": GROUP},
-        "spec": {
-            "mode": mode,
-            "workers": {"matchLabels": {"job": "train"}, "count": workers, "ranksPerPod": 1},
-            "aggregators": {
-                "count": aggregators, "image": "racksum:1",
-                "port": 7177, "shards": 1, "poolMib": 1024,
-                "resources": {"cpu": "2", "memory": "4Gi"},
-            },
-            "traffic": {"bytes": 100_000_000},
-            "topology": {"levels": ["rack"]},
-            "pendingTtlSeconds": 3600,
-        },
-    })
 }
 
 /// Returns the required terms of a pod's node affinity.

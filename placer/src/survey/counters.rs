@@ -10,11 +10,15 @@
 //!   itself fills queues until they overflow. They refute greater ones that were measured, and say
 //!   nothing about links of which none were.
 
+mod sides;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::network::{LinkRecord, Links, Measurement, Network, PairRecord, goodput_share};
 use crate::problem::OVERHEAD;
 use crate::topology::{HostId, Topology, VertexId};
+
+pub use self::sides::{Difference, Figure, Side};
 
 /// Windows that were transferred over some time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,6 +48,19 @@ pub struct RankCounters {
     pub busy_s: f64,
     /// The time for which windows waited for the rank's data alone, in seconds.
     pub waited_s: f64,
+    /// The shortest round trip in microseconds.
+    pub round_trip_us: Option<f64>,
+    /// The rank's own counters over about the same time, if it has reported them.
+    pub own: Option<OwnCounters>,
+}
+
+/// The counters of one rank at one aggregator, as the rank counts them.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct OwnCounters {
+    /// The contributions that the rank sent.
+    pub sent: Transfers,
+    /// The results that arrived at the rank.
+    pub results: Transfers,
     /// The shortest round trip in microseconds.
     pub round_trip_us: Option<f64>,
 }
@@ -146,20 +163,21 @@ fn seen_by(ranks: &[&RankCounters]) -> BTreeMap<(HostId, Way), Seen> {
     for aggregator in aggregators {
         let mut most_out = Seen::default();
         for rank in ranks.iter().filter(|rank| rank.aggregator == aggregator) {
-            let mut add = |host: HostId, way: Way, transfers: Transfers, waited_s: f64| {
+            let mut add = |(host, way): (HostId, Way), bytes: u64, loss: f64, waited_s: f64| {
                 let seen = all.entry((host, way)).or_default();
-                seen.bytes = seen.bytes.saturating_add(transfers.bytes);
+                seen.bytes = seen.bytes.saturating_add(bytes);
                 seen.busy_s = seen.busy_s.max(rank.busy_s);
                 seen.waited_s += waited_s;
-                seen.loss = seen.loss.min(loss(transfers));
+                seen.loss = seen.loss.min(loss);
             };
-            add(rank.host, Way::Up, rank.contributed, rank.waited_s);
-            add(rank.host, Way::Down, rank.results, 0.0);
-            add(aggregator, Way::Down, rank.contributed, 0.0);
+            let (contributed, results) = (rank.contributed, rank.results);
+            add((rank.host, Way::Up), contributed.bytes, loss(contributed), rank.waited_s);
+            add((rank.host, Way::Down), results.bytes, rank.result_loss(), 0.0);
+            add((aggregator, Way::Down), contributed.bytes, loss(contributed), 0.0);
             // With multicast, a result leaves the aggregator once for all ranks.
             most_out.bytes = most_out.bytes.max(rank.results.bytes);
             most_out.busy_s = most_out.busy_s.max(rank.busy_s);
-            most_out.loss = most_out.loss.min(loss(rank.results));
+            most_out.loss = most_out.loss.min(rank.result_loss());
         }
         let out = all.entry((aggregator, Way::Up)).or_default();
         out.bytes = out.bytes.saturating_add(most_out.bytes);
@@ -258,7 +276,7 @@ fn shorter_trips(
 ) -> BTreeMap<VertexId, f64> {
     let mut trips: BTreeMap<VertexId, f64> = BTreeMap::new();
     for rank in ranks {
-        let Some(seen_us) = rank.round_trip_us else { continue };
+        let Some(seen_us) = rank.shortest_trip_us() else { continue };
         let (one, other) = (rank.host, rank.aggregator);
         let known_us = present.rtt_of_links(topology, one, other) * 1e6;
         if seen_us < known_us {

@@ -11,7 +11,7 @@ mod fit;
 mod rounds;
 mod tiers;
 
-pub use counters::{RankCounters, Transfers, learn};
+pub use counters::{Difference, Figure, OwnCounters, RankCounters, Side, Transfers, learn};
 pub use fit::{Contended, FasterInterface, Sample, faster_interfaces, fit};
 pub use rounds::{Pair, circle, contended_pairs, rounds, sampled_pairs};
 pub use tiers::{Misplaced, found_tree, misplaced, tiers};

@@ -72,7 +72,7 @@ impl Aggregation {
             all.behind |= *waiting && stream.waits_for(rank);
             all.contributed += own.flow.contributed;
             all.results += Transfers { again: own.flow.results_again, ..stream.sent };
-            all.busy = Span(all.busy.0 + own.flow.busy(now).0);
+            all.busy = Span(all.busy.0 + own.flow.busy.total(now).0);
             all.waited = Span(all.waited.0 + own.flow.waited.0);
             all.round_trip = all.round_trip.into_iter().chain(own.measured_trip()).min();
         }

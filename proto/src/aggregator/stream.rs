@@ -221,7 +221,7 @@ impl Stream {
         }
         progress.acked = acked;
         if acked >= progress.opened {
-            progress.flow.end(now);
+            progress.flow.busy.end(now);
         }
         let newest = self.folded.partition_point(|position| *position < acked).checked_sub(1);
         let newest = newest.and_then(|newest| self.pool.get(self.folded[newest]));
@@ -335,7 +335,7 @@ impl Stream {
             let progress = &mut self.ranks[rank.index()];
             progress.opened = end;
             progress.open_nacked_at = None;
-            progress.flow.begin(now);
+            progress.flow.busy.begin(now);
             self.update_agreed();
         }
         true

@@ -10,6 +10,7 @@ use crate::congestion::Congestion;
 use crate::geometry::{Fragmentation, WINDOW_BYTES};
 use crate::ids::{Generation, JobId, OpId, Rank};
 use crate::rtt::Rtt;
+use crate::status::Transfers;
 use crate::time::{Span, Time};
 
 /// The configuration and the resources granted to a rank at join.
@@ -78,6 +79,8 @@ impl Config {
             rtt: Rtt::new(Span::from_millis(2)),
             nacks: Rtt::new(Span::from_millis(1)),
             gone: Vec::new(),
+            sent: Transfers::default(),
+            results: Transfers::default(),
         };
         (0..self.shards).map(|_| path()).collect()
     }

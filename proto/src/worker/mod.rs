@@ -42,6 +42,7 @@ use crate::ids::{JobId, OpId, Rank, WindowId};
 use crate::loss::Loss;
 use crate::observer::{Event, Observer};
 use crate::rtt::Rtt;
+use crate::status::{OwnCounters, Transfers};
 use crate::time::{Span, Time};
 use crate::wire::{Flags, OpenEncoder};
 
@@ -79,6 +80,10 @@ struct Path {
     nacks: Rtt,
     /// The ranks that the shard's aggregator has lost, in the order of their loss.
     gone: Vec<Rank>,
+    /// The contributions that were sent.
+    sent: Transfers,
+    /// The results that have arrived completely.
+    results: Transfers,
 }
 
 impl Path {
@@ -189,6 +194,26 @@ impl Worker {
     #[must_use]
     pub fn backlog(&self) -> u64 {
         self.streams.iter().map(Stream::backlog).max().unwrap_or(0)
+    }
+
+    /// Returns what this rank has counted at one aggregator: the one that has these shards. The
+    /// driver adds what the kernel dropped.
+    #[must_use]
+    pub fn counters(&self, now: Time, shards: Range<u8>) -> OwnCounters {
+        let mut all = OwnCounters::default();
+        let mut shortest: Option<Span> = None;
+        for (shard, path) in (0..).zip(&self.paths).filter(|(shard, _)| shards.contains(shard)) {
+            all.sent += path.sent;
+            all.results += path.results;
+            // After a move, the sum of a window may come from another rank without a wait for this
+            // rank's data.
+            let of_windows = path.rtt.shortest().filter(|_| !self.moved);
+            shortest = shortest.into_iter().chain(path.nacks.shortest()).chain(of_windows).min();
+            let streams = self.streams.iter().filter(|stream| stream.shard() == shard);
+            let busy = Span(streams.map(|stream| stream.busy(now).0).sum());
+            all.busy_ms = all.busy_ms.max(busy.as_millis());
+        }
+        OwnCounters { round_trip_us: shortest.map(|trip| trip.0 / 1000), ..all }
     }
 
     /// Starts an op. Its windows are scanned shortly before they are sent.

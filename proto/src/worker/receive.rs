@@ -151,6 +151,12 @@ impl Worker {
             return Ok(Verdict::Duplicate);
         };
         self.last_received = now;
+        let results = &mut self.paths[usize::from(header.shard)].results;
+        results.again += u64::from(header.flags.has(Flags::AGAIN));
+        let cut = geometry.cut(self.config.cut, len);
+        if complete {
+            results.add(len, cut.all(len).count_ones());
+        }
         let mut held = false;
         if let Some(op) = self.op_mut(window.op) {
             // wire: W-62
@@ -169,7 +175,6 @@ impl Worker {
             return Ok(Verdict::Control);
         }
         let Header { mask, shard, fragment, .. } = *header;
-        let cut = geometry.cut(self.config.cut, len);
         let delivery =
             Delivery { shard, window, descriptor, geometry, mask, len, cut, fragment, complete };
         Ok(Verdict::Store(delivery))
@@ -202,6 +207,7 @@ impl Worker {
     fn release(&mut self, now: Time, at: usize) {
         let stream = &mut self.streams[at];
         stream.release(now, &mut self.paths[usize::from(stream.shard())]);
+        stream.note_awaited(now);
     }
 
     /// Handles a nack: the aggregator lacks fragments or opens.

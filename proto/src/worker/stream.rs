@@ -25,6 +25,7 @@ use self::probes::Probes;
 use self::progress::Progress;
 use self::results::{Results, Search};
 use super::{Config, Path};
+use crate::busy::Busy;
 use crate::congestion::Congestion;
 use crate::density::Density;
 use crate::descriptor::Descriptor;
@@ -58,6 +59,8 @@ pub(super) struct Stream {
     backoff: Backoff,
     /// The nack to send, if any.
     nack: Option<Nack>,
+    /// How long the stream has awaited results.
+    busy: Busy,
     /// The mean size of results per window.
     density: Density,
     /// The ranks that the stream waits for.
@@ -92,6 +95,7 @@ impl Stream {
             probes: Probes::new(now),
             backoff: Backoff::new(),
             nack: None,
+            busy: Busy::NEW,
             density: Density::default(),
             waited: Waited::new(),
             congested: false,
@@ -147,6 +151,19 @@ impl Stream {
     /// aggregator reported it.
     pub(super) fn waited(&self, now: Time) -> &[(Rank, Span)] {
         self.waited.ranks(now)
+    }
+
+    /// Notes whether results are still awaited.
+    #[inline]
+    pub(super) fn note_awaited(&mut self, now: Time) {
+        if !self.progress.awaits() {
+            self.busy.end(now);
+        }
+    }
+
+    /// Returns how long the stream has awaited results.
+    pub(super) fn busy(&self, now: Time) -> Span {
+        self.busy.total(now)
     }
 
     /// Returns the time at which [`Self::handle_timeout`] is due. `last_received` is the time at

@@ -64,7 +64,7 @@ impl Worker {
         let turn = usize::from(self.turn);
         (0..self.streams.len()).find_map(|i| {
             let at = i / shards * shards + (i + turn) % shards;
-            self.write_open(at, out)
+            self.write_open(now, at, out)
                 .or_else(|| self.write_nack(now, at, out, observer))
                 .or_else(|| self.repeat(at, observer))
                 .or_else(|| self.send_next(now, at))
@@ -73,7 +73,7 @@ impl Worker {
     }
 
     /// Writes an open: either a repetition that the aggregator requested, or the next stretch.
-    fn write_open(&mut self, at: usize, out: &mut [u8]) -> Option<Transmit> {
+    fn write_open(&mut self, now: Time, at: usize, out: &mut [u8]) -> Option<Transmit> {
         let stream = &mut self.streams[at];
         let (entry, range) = stream.poll_open()?;
         let from = range.start;
@@ -86,7 +86,7 @@ impl Worker {
         });
         let body = out.get_mut(Header::LEN..)?;
         let (len, windows) = self.opens.encode(op.descriptor(), after, openings, resumed, body);
-        stream.note_opened(entry.op, from + u64::from(windows));
+        stream.note_opened(now, entry.op, from + u64::from(windows));
         // wire: W-63
         let flags = if resumed { Flags::RESUMED } else { Flags::NONE };
         let header = Header { window: entry.window(from), flags, ..self.header(at, Kind::Open) };
@@ -140,6 +140,11 @@ impl Worker {
         let flags = flags.with(self.congestion_flag(at));
         let header = Header { window, mask, flags, ..self.header(at, Kind::Data) };
         let fragments = fragments & cut.all(len);
+        let sent = &mut self.paths[usize::from(header.shard)].sent;
+        match flags.has(Flags::AGAIN) {
+            true => sent.again += u64::from(fragments.count_ones()),
+            false => sent.add(len, fragments.count_ones()),
+        }
         Transmit::Data(DataFragments { shard: header.shard, len, cut, fragments, header, held })
     }
 

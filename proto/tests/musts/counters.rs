@@ -2,10 +2,11 @@
 
 use racksum_proto::aggregator::RankProgress;
 use racksum_proto::ids::Rank;
-use racksum_proto::status::Transfers;
+use racksum_proto::status::{OwnCounters, Transfers};
 use racksum_proto::time::{Span, Time};
 use racksum_proto::wire::{Flags, Header, Kind, NackEntry};
 
+use crate::rank::{Machine, nack as nack_of_aggregator, result};
 use crate::shard::{Shard, ack, block, nack, sum};
 use crate::support::{datagram, header, open, window};
 
@@ -73,4 +74,68 @@ fn fragments_count_as_sent_again_where_the_first_copy_was_lost() {
     assert_eq!((first.contributed, second.contributed), (transfers(1), transfers(0)));
     assert_eq!((first.results, second.results), (transfers(0), transfers(1)));
     assert_eq!(first.round_trip, Some(Span::from_micros(400)));
+}
+
+#[test]
+fn a_rank_counts_what_it_sends_receives_and_awaits() {
+    let mut rank = Machine::new();
+    let counters = |rank: &Machine| rank.machine.counters(rank.now, 0..1);
+    rank.now = Time(0) + Span::from_millis(10);
+    rank.start(&[true, false, true]);
+    assert_eq!(counters(&rank), OwnCounters::default());
+    rank.sent();
+    let sent = |again| Transfers { bytes: 2048, fragments: 2, again };
+    assert_eq!(counters(&rank).sent, sent(0));
+    rank.take(&nack_of_aggregator(&[NackEntry { window: window(0, 2), fragments: u64::MAX }]));
+    rank.sent();
+    assert_eq!(counters(&rank).sent, sent(1));
+    // One fragment of a result arrives only as a copy. A copy of another is a duplicate.
+    rank.now = Time(0) + Span::from_millis(13);
+    rank.deliver(&result(window(0, 0), None));
+    let of = |window, previous, fragment, flags| {
+        let header = header(Kind::Result, Rank::AGGREGATOR);
+        let header = Header { window, mask: 0b11, previous, fragment, flags, ..header };
+        datagram(header, &[0; 1024])
+    };
+    rank.deliver(&of(window(0, 2), 0, 0, Flags::NONE));
+    rank.take(&of(window(0, 2), 0, 0, Flags::AGAIN));
+    assert_eq!(counters(&rank).results.again, 0);
+    rank.now = Time(0) + Span::from_millis(20);
+    rank.deliver(&of(window(0, 2), 0, 1, Flags::AGAIN));
+    rank.now = Time(0) + Span::from_millis(90);
+    let all = counters(&rank);
+    assert_eq!(all.results, Transfers { bytes: 3072, fragments: 3, again: 1 });
+    assert_eq!((all.busy_ms, all.kernel_drops), (10, 0));
+    // The round trip of the window that was sent once.
+    assert_eq!(all.round_trip_us, Some(3_000));
+    // Another aggregator of the job has other shards.
+    assert_eq!(rank.machine.counters(rank.now, 1..2), OwnCounters::default());
+}
+
+#[test]
+fn a_report_that_cannot_follow_the_last_one_is_told() {
+    // wire: W-80
+    let transfers = |bytes, fragments| Transfers { bytes, fragments, again: 5 };
+    let last = OwnCounters {
+        sent: transfers(1000, 1),
+        results: transfers(2000, 2),
+        busy_ms: 7,
+        round_trip_us: Some(400),
+        kernel_drops: 1,
+    };
+    assert!(last.may_follow(&OwnCounters::default()) && last.may_follow(&last));
+    assert!(OwnCounters { round_trip_us: Some(399), busy_ms: 8, ..last }.may_follow(&last));
+    for wrong in [
+        OwnCounters { sent: transfers(999, 1), ..last },
+        OwnCounters { results: transfers(2000, 1), ..last },
+        OwnCounters { results: Transfers { again: 4, ..last.results }, ..last },
+        OwnCounters { busy_ms: 6, ..last },
+        OwnCounters { kernel_drops: 0, ..last },
+        OwnCounters { round_trip_us: Some(401), ..last },
+        OwnCounters { round_trip_us: None, ..last },
+        OwnCounters { sent: transfers(61_441, 1), ..last },
+        OwnCounters { sent: transfers(u64::MAX, 1), ..last },
+    ] {
+        assert!(!wrong.may_follow(&last), "{wrong:?}");
+    }
 }

@@ -13,6 +13,7 @@ pub(crate) mod tests;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::ops::Range;
 
 use racksum_net::auth::{Opener, Sealer};
 use racksum_net::clock::Clock;
@@ -22,6 +23,7 @@ use racksum_proto::ids::{OpId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::observer::EventCounts;
 use racksum_proto::stats::Stats;
+use racksum_proto::status::OwnCounters;
 use racksum_proto::time::{Span, Time};
 use racksum_proto::worker::{Config, Outcome, Scan, Worker};
 use std::sync::Arc;
@@ -346,9 +348,7 @@ impl Engine {
 
     /// Notes that the aggregator with index `place` continues without a rank.
     pub(crate) fn continue_without(&mut self, rank: Rank, place: u8) {
-        let first = place.saturating_mul(self.links.shards_each);
-        let shards = first..first.saturating_add(self.links.shards_each);
-        self.machine.handle_gone(shards, rank, &mut self.events);
+        self.machine.handle_gone(self.shards_at(place), rank, &mut self.events);
         self.collect();
     }
 
@@ -392,6 +392,18 @@ impl Engine {
             let result = Err(OpError::Ended { why: why.into() });
             self.finish(op, Finished { result, absent: Vec::new(), payload });
         }
+    }
+
+    /// Returns the shards of the aggregator with index `place`.
+    fn shards_at(&self, place: u8) -> Range<u8> {
+        let first = place.saturating_mul(self.links.shards_each);
+        first..first.saturating_add(self.links.shards_each)
+    }
+
+    /// Returns what this rank has counted at the aggregator with index `place`.
+    pub(crate) fn own_counters(&self, place: u8) -> OwnCounters {
+        let counters = self.machine.counters(self.clock.now(), self.shards_at(place));
+        OwnCounters { kernel_drops: self.stats().kernel_drops, ..counters }
     }
 
     /// Returns the rank's own socket and the multicast sockets.

@@ -6,6 +6,7 @@ use racksum_net::log_limit::LogLimit;
 use racksum_proto::control::{FromWorker, Resume};
 
 use super::Supervisor;
+use super::counters::Reports;
 use crate::aggregator_selector::AggregatorSelector;
 use crate::error::ConnectError;
 use crate::grant::{Granted, grant};
@@ -98,6 +99,7 @@ impl Supervisor {
         // other rank waits for it.
         if resumed == Some(true) {
             self.membership = granted.membership;
+            self.reports = Reports::new();
             self.senders.set(&self.membership.controls);
         }
     }

@@ -150,33 +150,8 @@ impl Supervisor {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-
-    use tokio::sync::mpsc::UnboundedReceiver;
-
     use super::*;
-    use crate::control::tests::control;
-    use crate::control::{ControlSenders, Controls, Mailbox};
-    use crate::driver::Driver;
-    use crate::engine::tests::Bench;
-    use crate::grant::Membership;
-    use crate::options::ConnectOptions;
-
-    /// Returns a supervisor at A, which knows B as its standby, and the messages that it sends to
-    /// two aggregators of its set.
-    fn supervisor() -> (Supervisor, [UnboundedReceiver<FromWorker>; 2]) {
-        let driver = Driver::new(Bench::new(1, 1, Ipv4Addr::LOCALHOST).engine).unwrap();
-        let [(one, sent), (other, also)] = [(); 2].map(|()| control());
-        let options = ConnectOptions {
-            standbys: vec![vec!["b:1".into()]],
-            ..ConnectOptions::new("a:1", "job")
-        };
-        let (controls, early) = (Controls::from_iter([one, other]), Default::default());
-        let (membership, senders) = (Membership { controls, early }, ControlSenders::default());
-        let driver = Arc::new(driver);
-        let mailbox = Mailbox::new();
-        (Supervisor::new(options, 0, membership, senders, mailbox, driver), [sent, also])
-    }
+    use crate::supervisor::tests::supervisor;
 
     fn target(host: &str) -> MoveTarget {
         MoveTarget { hosts: vec![host.into()] }

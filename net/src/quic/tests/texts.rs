@@ -8,6 +8,7 @@ use racksum_proto::ids::{Generation, JobId, OpId, Rank};
 use racksum_proto::loss::Loss;
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::peer_text::{PeerText, Unshown};
+use racksum_proto::status::OwnCounters;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -124,6 +125,7 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         Message::DrainTo { .. } | Message::CannotMove { .. } => 1,
         Message::RankLost(_)
         | Message::PingArrived
+        | Message::Counters(_)
         | Message::Leave { .. }
         | Message::CancelRejoin
         | Message::Withdraw
@@ -146,6 +148,7 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         Message::MovePrepared,
         Message::RankLost(ABSENT),
         Message::PingArrived,
+        Message::Counters(OwnCounters::default()),
         Message::Prove { version: 1 },
         Message::AskPingSizes,
         Message::Leave { next_op: Some(OpId(1)) },

@@ -58,6 +58,7 @@ impl Truth {
                 busy_s: slowest,
                 waited_s: if is_slowest { slowest - second } else { 0.0 },
                 round_trip_us: Some(300.0),
+                own: None,
             }
         };
         hosts.map(counters).collect()
@@ -208,6 +209,52 @@ fn losses_refute_greater_ones_and_invent_none() {
 }
 
 #[test]
+fn each_direction_of_a_path_is_told_by_the_side_that_receives() {
+    let truth = Truth::new(&[4]);
+    let mut older = truth.network(2, 94.0);
+    for link in &mut older.links {
+        (link.up.as_mut().unwrap().loss, link.down.as_mut().unwrap().loss) = (0.2, 0.2);
+        link.rtt_us = Some(1000.0);
+    }
+    let sent = |again| Transfers { bytes: BYTES.into(), fragments: 100_000, again };
+    let counters = |own: Option<OwnCounters>| {
+        let mut all = truth.counters(0);
+        for rank in &mut all {
+            (rank.contributed, rank.results, rank.own) = (sent(3000), sent(5000), own);
+            rank.round_trip_us = None;
+        }
+        all
+    };
+    let links = Links::new(&truth.topology, &older).unwrap();
+    let learned = |own: Option<OwnCounters>| {
+        let learned = learn(&truth.topology, &older, &links, &counters(own));
+        let link = link(&learned, "r0h1");
+        (link.up.unwrap().loss, link.down.unwrap().loss, link.rtt_us)
+    };
+    assert_eq!(learned(None), (0.03, 0.05, None));
+    assert_eq!(counters(None)[0].differences(), []);
+    // The rank sent more copies than were needed, and lacked fewer results than it was sent again.
+    let own = OwnCounters { sent: sent(4000), results: sent(2900), round_trip_us: Some(300.0) };
+    assert_eq!(learned(Some(own)), (0.03, 0.029, Some(150.0)));
+    let difference =
+        |of, aggregator, rank, right| Difference { of, aggregator, rank: Some(rank), right };
+    let different = counters(Some(own))[0].differences();
+    assert_eq!(
+        different,
+        [
+            difference(Figure::LossUp, Some(0.03), 0.04, Side::Aggregator),
+            difference(Figure::LossDown, Some(0.05), 0.029, Side::Rank),
+            difference(Figure::RoundTrip, None, 300.0, Side::Rank),
+        ]
+    );
+    // Figures that are alike are not told apart.
+    let own = OwnCounters { sent: sent(3050), results: sent(5050), round_trip_us: Some(300.0) };
+    let mut alike = counters(Some(own)).remove(0);
+    alike.round_trip_us = Some(290.0);
+    assert_eq!(alike.differences(), []);
+}
+
+#[test]
 fn round_trips_only_get_shorter() {
     let truth = Truth::new(&[2, 2]);
     let rtt = |network: &Network| {
@@ -273,6 +320,11 @@ proptest! {
                     busy_s,
                     waited_s,
                     round_trip_us: Some(busy_s),
+                    own: Some(OwnCounters {
+                        sent,
+                        results: sent,
+                        round_trip_us: Some(waited_s),
+                    }),
                 }
             })
             .collect();

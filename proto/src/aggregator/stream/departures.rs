@@ -17,7 +17,7 @@ impl Stream {
         let progress = &mut self.ranks[rank.index()];
         progress.acked = progress.opened.min(self.resulted);
         progress.open_nacked_at = None;
-        progress.flow.forget_start();
+        progress.flow.busy.forget();
     }
 
     /// Continues without a lost rank. Forgets the rank's contributions to windows that are not

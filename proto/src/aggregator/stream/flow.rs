@@ -2,8 +2,9 @@
 //! each window, or when a fragment is sent again.
 
 use super::{Progress, Ready, Stream};
+use crate::busy::Busy;
 use crate::status::Transfers;
-use crate::time::{Span, Time};
+use crate::time::Span;
 
 /// The counters of a rank's transfers in a stream.
 #[derive(Debug, Clone, Copy)]
@@ -14,10 +15,8 @@ pub(in crate::aggregator) struct Flow {
     pub(in crate::aggregator) results_again: u64,
     /// How long windows have waited for the rank's data alone, after the rank had opened them.
     pub(in crate::aggregator) waited: Span,
-    /// How long the rank had windows open without their results, up to `since`.
-    busy: Span,
-    /// The time since which the rank has windows open without their results.
-    since: Option<Time>,
+    /// How long the rank had windows open without their results.
+    pub(in crate::aggregator) busy: Busy,
 }
 
 impl Flow {
@@ -25,32 +24,8 @@ impl Flow {
         contributed: Transfers { bytes: 0, fragments: 0, again: 0 },
         results_again: 0,
         waited: Span::ZERO,
-        busy: Span::ZERO,
-        since: None,
+        busy: Busy::NEW,
     };
-
-    /// Notes that the rank has opened windows.
-    pub(super) fn begin(&mut self, now: Time) {
-        self.since.get_or_insert(now);
-    }
-
-    /// Notes that the rank has the results of all windows that it opened.
-    pub(super) fn end(&mut self, now: Time) {
-        if let Some(since) = self.since.take() {
-            self.busy = Span(self.busy.0 + now.since(since).0);
-        }
-    }
-
-    /// Forgets that the rank has windows open, for a rank that was away.
-    pub(super) const fn forget_start(&mut self) {
-        self.since = None;
-    }
-
-    /// Returns how long the rank has had windows open without their results.
-    pub(in crate::aggregator) fn busy(&self, now: Time) -> Span {
-        let present = self.since.map_or(Span::ZERO, |since| now.since(since));
-        Span(self.busy.0 + present.0)
-    }
 }
 
 impl Progress {
@@ -74,7 +49,7 @@ impl Stream {
             return;
         }
         let flow = &mut self.ranks[last.index()].flow;
-        let since = idle_until.max(flow.since.unwrap_or(at));
+        let since = idle_until.max(flow.busy.since().unwrap_or(at));
         flow.waited = Span(flow.waited.0 + at.since(since).0);
     }
 }

@@ -23,8 +23,9 @@ impl Stream {
     }
 
     /// Notes that an open of the windows of `op` before `end` is sent.
-    pub(in crate::worker) fn note_opened(&mut self, op: OpId, end: u64) {
+    pub(in crate::worker) fn note_opened(&mut self, now: Time, op: OpId, end: u64) {
         self.opens.note_sent(op, end, &mut self.progress);
+        self.busy.begin(now);
     }
 
     /// Returns the next fragments to send again, as the aggregator requested, with their window.

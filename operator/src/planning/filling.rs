@@ -1,0 +1,203 @@
+//! Places for members that are missing beside members that stay.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kube::ResourceExt;
+use racksum_placer::model::step_time;
+use racksum_placer::placement::Placement;
+use racksum_placer::problem::Problem;
+use racksum_placer::standby::failure_domain;
+use racksum_placer::topology::{HostId, Topology};
+
+use super::{Request, Room, Sizes, Unplanned};
+use crate::quantity::{Amounts, add, times};
+
+/// The members of a group on the hosts of a topology.
+#[derive(Debug)]
+pub(super) struct Filled {
+    /// The workers, and the aggregators that the job begins with.
+    pub(super) placement: Placement,
+    /// The node of each aggregator, by number.
+    pub(super) aggregators: Vec<String>,
+}
+
+/// Keeps the placed members of a group where they are, and puts each missing one on the host that
+/// makes the step shortest.
+///
+/// # Errors
+/// If no host has room for a missing member.
+pub(super) fn filled(
+    request: &Request<'_>,
+    problem: &Problem<'_>,
+    topology: &Topology,
+    rooms: &[Room<'_>],
+    sizes: &Sizes,
+) -> Result<Filled, Unplanned> {
+    let mut filling = Filling::new(request, problem, topology, rooms, sizes);
+    let each = request.group.spec.aggregators.count as usize;
+    let mut aggregators = Vec::with_capacity(request.aggregators.len());
+    for (number, placed) in request.aggregators.iter().enumerate() {
+        aggregators.push(match placed {
+            Some(host) => (*host).to_owned(),
+            None => {
+                let host = filling.seat(Role::Aggregator { set: number / each })?;
+                topology.host(host).name.clone()
+            }
+        });
+    }
+    if !request.follows() {
+        let missing = request.group.spec.workers.count.saturating_sub(filling.ranks.iter().sum());
+        for _ in 0..missing {
+            filling.seat(Role::Worker)?;
+        }
+    }
+    let Filling { ranks, mut sets, .. } = filling;
+    Ok(Filled { placement: Placement { ranks, aggregators: sets.swap_remove(0) }, aggregators })
+}
+
+/// A member that has no place yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// An aggregator of a set: 0 is the job's own, and standbys follow.
+    Aggregator {
+        set: usize,
+    },
+    Worker,
+}
+
+/// A host, and what it can take.
+#[derive(Debug)]
+struct Seats {
+    free: Amounts,
+    takes_aggregators: bool,
+    /// The unplaced workers that accept the host.
+    workers: u32,
+}
+
+struct Filling<'a> {
+    request: &'a Request<'a>,
+    problem: &'a Problem<'a>,
+    topology: &'a Topology,
+    sizes: &'a Sizes,
+    hosts: Vec<Seats>,
+    /// Workers per host.
+    ranks: Vec<u32>,
+    /// Aggregators per host, of each set.
+    sets: Vec<Vec<u32>>,
+}
+
+impl<'a> Filling<'a> {
+    fn new(
+        request: &'a Request<'a>,
+        problem: &'a Problem<'a>,
+        topology: &'a Topology,
+        rooms: &[Room<'_>],
+        sizes: &'a Sizes,
+    ) -> Self {
+        let placed = request.placed_workers();
+        let rooms: BTreeMap<_, _> = rooms.iter().map(|room| (room.node.name_any(), room)).collect();
+        let hosts = topology.hosts().iter();
+        let seats = hosts.clone().map(|host| {
+            let room = rooms[&host.name];
+            let (takes_aggregators, workers) = (room.takes_aggregators, room.workers);
+            Seats { free: room.free(), takes_aggregators, workers }
+        });
+        let ranks = hosts.clone().map(|host| placed.get(host.name.as_str()).copied().unwrap_or(0));
+        let each = request.group.spec.aggregators.count as usize;
+        let sets = request.aggregators.chunks(each).map(|set| {
+            let count = |name: &str| set.iter().filter(|placed| **placed == Some(name)).count();
+            let counts = hosts.clone().map(|host| u32::try_from(count(&host.name)));
+            counts.map(|count| count.unwrap_or(u32::MAX)).collect()
+        });
+        let (hosts, ranks, sets) = (seats.collect(), ranks.collect(), sets.collect());
+        Self { request, problem, topology, sizes, hosts, ranks, sets }
+    }
+
+    /// Puts a member on the host that makes the step shortest, and returns the host.
+    fn seat(&mut self, role: Role) -> Result<HostId, Unplanned> {
+        let set = match role {
+            Role::Aggregator { set } => set,
+            Role::Worker => 0,
+        };
+        let taken = self.taken(set);
+        let mut placement =
+            Placement { ranks: self.ranks.clone(), aggregators: self.sets[set].clone() };
+        let mut best: Option<(f64, HostId)> = None;
+        for host in self.topology.host_ids().filter(|host| self.takes(role, *host, &taken)) {
+            *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) += 1;
+            let step_s = step_time(self.problem, &placement).total_s();
+            *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) -= 1;
+            if best.is_none_or(|(best_s, _)| step_s < best_s) {
+                best = Some((step_s, host));
+            }
+        }
+        let Some((_, host)) = best else { return Err(self.no_room(role)) };
+        *of_role(role, &mut self.ranks, &mut self.sets[set], host) += 1;
+        let size = self.size(role);
+        let size = size.iter().map(|(name, amount)| (name.clone(), -amount)).collect();
+        let seats = &mut self.hosts[host.0];
+        add(&mut seats.free, &size);
+        seats.workers -= u32::from(role == Role::Worker);
+        Ok(host)
+    }
+
+    /// Returns the hosts in domains of the standby level that hold aggregators of other sets.
+    fn taken(&self, set: usize) -> BTreeSet<usize> {
+        let others = self.sets.iter().enumerate().filter(|(other, _)| *other != set);
+        let hosts = others.flat_map(|(_, counts)| {
+            counts.iter().enumerate().filter(|(_, count)| **count > 0).map(|(host, _)| HostId(host))
+        });
+        let domains = hosts.map(|host| failure_domain(self.problem, host));
+        domains.flat_map(|domain| self.topology.hosts_of(domain)).collect()
+    }
+
+    fn takes(&self, role: Role, host: HostId, taken: &BTreeSet<usize>) -> bool {
+        let seats = &self.hosts[host.0];
+        let accepts = match role {
+            Role::Aggregator { .. } => {
+                // On the host's network, two aggregators would need the same port.
+                let is_port_free = !self.request.group.spec.aggregators.host_network
+                    || self.sets.iter().all(|counts| counts[host.0] == 0);
+                seats.takes_aggregators && is_port_free && !taken.contains(&host.0)
+            }
+            Role::Worker => seats.workers > 0,
+        };
+        accepts && times(&seats.free, self.size(role), |_| true) > 0
+    }
+
+    const fn size(&self, role: Role) -> &'a Amounts {
+        match role {
+            Role::Aggregator { .. } => &self.sizes.aggregator,
+            Role::Worker => &self.sizes.worker,
+        }
+    }
+
+    fn no_room(&self, role: Role) -> Unplanned {
+        let what = match role {
+            Role::Aggregator { set: 0 } => "aggregator",
+            Role::Aggregator { .. } => "standby",
+            Role::Worker => "worker",
+        };
+        let is_apart = role != Role::Worker && self.sets.len() > 1;
+        Unplanned::Room(match is_apart {
+            false => format!("no node has room for another {what}; free one that accepts it"),
+            true => format!(
+                "no node has room for another {what} apart from those of other sets; free one that \
+                 accepts it, or set topology.standbyLevel to a narrower level or to host"
+            ),
+        })
+    }
+}
+
+/// Returns the number of members of a role on a host.
+fn of_role<'a>(
+    role: Role,
+    ranks: &'a mut [u32],
+    aggregators: &'a mut [u32],
+    host: HostId,
+) -> &'a mut u32 {
+    match role {
+        Role::Aggregator { .. } => &mut aggregators[host.0],
+        Role::Worker => &mut ranks[host.0],
+    }
+}
