@@ -447,8 +447,8 @@ impl<'a> Joining<'a> {
                 return Err(ConnectError::Protocol("it sent an answer without a request".into()));
             }
             FromAggregator::PrepareMove { .. }
-            | FromAggregator::MoveNow
-            | FromAggregator::CancelMove => {
+            | FromAggregator::MoveNow { .. }
+            | FromAggregator::CancelMove { .. } => {
                 let why = "it moved a job that had not started";
                 return Err(ConnectError::Protocol(why.into()));
             }

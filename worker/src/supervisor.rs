@@ -84,9 +84,15 @@ impl Supervisor {
                     NO_PARENT.note(|left_out| tracing::warn!(left_out, "{reason}"));
                     self.end(reason);
                 }
-                Event::Received(FromAggregator::PrepareMove { to }) => self.prepare(place, to),
-                Event::Received(FromAggregator::CancelMove) => self.cancel(place),
-                Event::Received(FromAggregator::MoveNow) => self.move_as_planned(place),
+                Event::Received(FromAggregator::PrepareMove { number, to }) => {
+                    self.prepare((place, number), to);
+                }
+                Event::Received(FromAggregator::CancelMove { number }) => {
+                    self.cancel((place, number));
+                }
+                Event::Received(FromAggregator::MoveNow { number }) => {
+                    self.move_as_planned((place, number));
+                }
                 Event::Tried { trial, result } => self.finish_trial(trial, result),
                 Event::Received(FromAggregator::Drain) if self.may_move() => {
                     self.move_on("the aggregator is draining".into());
@@ -115,10 +121,14 @@ impl Supervisor {
         early.or_else(|| self.mailbox.recv(None))
     }
 
+    /// Returns the sets of aggregators that the rank knows.
+    fn sets(&self) -> impl Iterator<Item = &Vec<String>> {
+        std::iter::once(&self.options.aggregators).chain(&self.options.standbys)
+    }
+
     /// Returns the name, as given by the user, of the aggregator at `place` in the current set.
     fn host(&self, place: u8) -> &str {
-        let mut sets = std::iter::once(&self.options.aggregators).chain(&self.options.standbys);
-        let host = sets.nth(self.at).and_then(|set| set.get(usize::from(place)));
+        let host = self.sets().nth(self.at).and_then(|set| set.get(usize::from(place)));
         host.map_or("an aggregator", String::as_str)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Resume};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume};
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::time::Span;
 
@@ -90,7 +90,8 @@ fn try_out_at(
     let reached = reach((options, patience), routes, Some(resume), mailbox)?;
     let Reached { controls, joins, .. } = reached;
     for (control, join) in controls.iter().zip(joins) {
-        control.send(FromWorker::AskRoom(join));
+        // Only an aggregator that the rank joins needs the job's secret.
+        control.send(FromWorker::AskRoom(Join { secret: None, ..join }));
     }
     let mut unanswered: BTreeSet<_> = (0..controls.len()).collect();
     while !unanswered.is_empty() {

@@ -71,6 +71,9 @@ impl Registry {
         identity: Option<&str>,
         ip: IpAddr,
     ) -> Result<(), Refusal> {
+        if self.config.parent.is_some() && join.resume.is_some() {
+            return Err(Refusal::Never("it has a parent, so no running job can move to it".into()));
+        }
         self.admit(join, identity, ip)?;
         self.check_data(join)?;
         self.check_multicast(join, ip)?;

@@ -132,7 +132,8 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         | Message::AskStatus { .. }
         | Message::Prove { .. }
         | Message::AskPingSizes
-        | Message::MovePrepared
+        | Message::MovePrepared { .. }
+        | Message::MayMove { .. }
         | Message::Stop => 0,
     };
     let all = [
@@ -142,8 +143,9 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         Message::AskRoom(join()),
         Message::MoveJob { version: 1, job: "train".into(), to: target() },
         Message::DrainTo { version: 1, to: target() },
-        Message::CannotMove { reason: String::new() },
-        Message::MovePrepared,
+        Message::CannotMove { number: 1, reason: String::new() },
+        Message::MovePrepared { number: 1 },
+        Message::MayMove { may_move: true },
         Message::RankLost(ABSENT),
         Message::PingArrived,
         Message::Prove { version: 1 },
@@ -172,8 +174,8 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Message::Present { .. }
         | Message::MayLeave
         | Message::Room
-        | Message::MoveNow
-        | Message::CancelMove
+        | Message::MoveNow { .. }
+        | Message::CancelMove { .. }
         | Message::Moved { .. }
         | Message::Welcome(_)
         | Message::Ready { .. }
@@ -201,9 +203,9 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Message::PeerLost { ranks: Vec::new(), why: Loss::Died },
         Message::MayLeave,
         Message::Room,
-        Message::PrepareMove { to: target() },
-        Message::MoveNow,
-        Message::CancelMove,
+        Message::PrepareMove { number: 1, to: target() },
+        Message::MoveNow { number: 1 },
+        Message::CancelMove { number: 1 },
         Message::Moved { jobs: 1 },
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));
