@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use racksum_net::quic::{CallOptions, Credentials, ask_to_move};
@@ -225,6 +225,37 @@ fn a_target_that_fills_up_at_any_time_costs_no_op_and_splits_no_job() {
             }
         });
         home.await_peace();
+    });
+}
+
+#[test]
+fn a_job_stays_at_an_aggregator_that_drains_until_another_answers() {
+    bounded(180, || {
+        let (next, port) = (Rig::start(|_| {}), own_port());
+        let start = || Rig::start(|config| config.port = port);
+        let (home, rounds) = (start(), &AtomicUsize::new(0));
+        let round = |client: &Client, rank| {
+            sum_integers(client, rank);
+            rounds.fetch_add(1, SeqCst);
+        };
+        let goes_on = || {
+            let before = rounds.load(SeqCst);
+            let enough = before + 10 * usize::from(WORLD);
+            await_that("the job goes on", || rounds.load(SeqCst) > enough);
+        };
+        while_running(each(&home, "stays", |_| {}), &round, || {
+            assert_eq!(move_job(&home, "stays", &[&next]), Ok(1));
+            // The ranks know the first aggregator, but it has stopped.
+            drop(home);
+            next.aggregator.drain();
+            goes_on();
+            assert_eq!(next.aggregator.jobs(), 1);
+            let home = start();
+            await_that("the job is back", || {
+                (home.aggregator.jobs(), next.aggregator.jobs()) == (1, 0)
+            });
+            goes_on();
+        });
     });
 }
 

@@ -424,7 +424,7 @@ impl<'a> Joining<'a> {
             }
             Event::Closed(error) => return Err(error),
             // A trial belongs to a session that has ended.
-            Event::Tried { .. } => return Ok(()),
+            Event::Tried { .. } | Event::Sought { .. } => return Ok(()),
         };
         match message {
             FromAggregator::Refused { reason } | FromAggregator::RefusedRank { reason, .. } => {

@@ -4,6 +4,7 @@
 
 mod migration;
 mod planned_move;
+mod standby_search;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use crate::error::{ConnectError, superseded};
 use crate::grant::Membership;
 use crate::options::ConnectOptions;
 use planned_move::PlannedMove;
+use standby_search::StandbySearch;
 
 /// Rate limits for log records that an aggregator can trigger.
 static LOST: LogLimit = LogLimit::new(64);
@@ -42,6 +44,8 @@ pub(crate) struct Supervisor {
     pub(crate) user_sets: usize,
     /// The move that is being prepared, if any.
     pub(crate) planned: Option<PlannedMove>,
+    /// The search for a standby, while an aggregator of the current set drains.
+    pub(crate) search: Option<StandbySearch>,
     /// The number of trials of other aggregators so far.
     pub(crate) trials: u64,
 }
@@ -65,6 +69,7 @@ impl Supervisor {
             mailbox,
             driver,
             planned: None,
+            search: None,
             trials: 0,
         }
     }
@@ -95,8 +100,9 @@ impl Supervisor {
                 }
                 Event::Tried { trial, result } => self.finish_trial(trial, result),
                 Event::Received(FromAggregator::Drain) if self.may_move() => {
-                    self.move_on("the aggregator is draining".into());
+                    self.seek_standby(place);
                 }
+                Event::Sought { search, result } => self.finish_search(place, search, result),
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
                 Event::Closed(ConnectError::Silent) => {
                     self.end(format!("{}: {SILENT}", self.host(place)));

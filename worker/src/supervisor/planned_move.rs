@@ -28,7 +28,7 @@ type Planner = (u8, u32);
 /// A move that is being prepared.
 #[derive(Debug)]
 pub(crate) struct PlannedMove {
-    to: MoveTarget,
+    pub(super) to: MoveTarget,
     by: Planner,
     /// The number of the trial of the new aggregators.
     trial: u64,

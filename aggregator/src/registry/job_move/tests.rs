@@ -1,4 +1,5 @@
 use racksum_proto::control::OnRankLoss;
+use racksum_proto::ids::Generation;
 use racksum_proto::loss::Loss;
 
 use super::super::tests::{Inbox, caller, join, last_message, registry, wish};
@@ -297,7 +298,23 @@ fn a_job_is_told_whether_there_is_room_for_it_without_taking_any() {
     drop(ranks);
     registry.refuse_all(&"job".into(), "for the test's sake");
 
+    // A rank may follow others of its job that have moved here, and need not show the secret.
     let resume = Some(Resume { first_op: OpId(7), absent: Vec::new() });
+    let secret = Some(racksum_proto::auth::Key([7; 16]));
+    let came = Join { resume: resume.clone(), ..moving(0) };
+    let (seat, _, _inbox) = join(&mut registry, Join { secret, ..came.clone() }).unwrap();
+    let by = Some(racksum_proto::control::CallerId::Address(HERE));
+    let follows = Join { rank: 1, ..came };
+    assert_eq!(room(&registry, &follows, None), Ok(()));
+    for other in [
+        Join { begun_by: by, ..follows.clone() },
+        Join { generation: Generation(1), ..follows.clone() },
+        Join { world: 3, ..follows },
+    ] {
+        assert!(room(&registry, &other, None).unwrap_err().starts_with("it already serves"));
+    }
+    registry.leave(&seat, Loss::Died, Instant::now());
+
     registry.config.parent = Some("root:7177".into());
     let came = Join { resume, ..moving(0) };
     let why = room(&registry, &came, None).unwrap_err();
