@@ -176,7 +176,7 @@ impl Mover {
         match begun {
             Ok(departed) => self.finish(groups, departed).await,
             Err(why) => {
-                each().for_each(|(name, id)| lock(&self.registry).cancel_move(name, id));
+                each().for_each(|(name, id)| lock(&self.registry).cancel_move(name, id, &self.to));
                 Err(why)
             }
         }

@@ -123,9 +123,13 @@ impl Registry {
         jobs.iter().map(|(name, _)| self.jobs.get_mut(*name)?.begin_move(name)).collect()
     }
 
-    /// Cancels a move that has not begun.
-    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId) {
-        if let Some(job) = self.jobs.get_mut(name).filter(|job| job.id == id) {
+    /// Cancels a move to this target that has not begun. A move to another target is not this
+    /// operator's.
+    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId, to: &MoveTarget) {
+        let is_it = |job: &&mut Job| {
+            job.id == id && job.planned.as_ref().is_some_and(|planned| planned.to == *to)
+        };
+        if let Some(job) = self.jobs.get_mut(name).filter(is_it) {
             job.cancel_move("the move was cancelled");
         }
     }
