@@ -95,6 +95,8 @@ struct MovingGroup<'a> {
     name: &'a JobName,
     job: MovableJob,
     target: Target,
+    /// Whether its ranks were asked to prepare for this move.
+    is_asked: bool,
 }
 
 /// An aggregator that has room for a group.
@@ -156,7 +158,7 @@ impl Mover {
                 Err(why) => return Err(why),
             };
             let target = self.find_room(&job).await.map_err(|why| stays(name, &why))?;
-            groups.push(MovingGroup { name, job, target });
+            groups.push(MovingGroup { name, job, target, is_asked: false });
         }
         self.move_prepared(&mut groups).await
     }
@@ -164,9 +166,8 @@ impl Mover {
     /// Prepares and moves these groups of a job, for which there is room at the target.
     async fn move_prepared(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<u16, String> {
         let prepared = self.prepare(groups).await;
-        let each = || groups.iter().map(|group| (group.name, group.id()));
         let begun = prepared.and_then(|()| {
-            let each: Vec<_> = each().collect();
+            let each: Vec<_> = groups.iter().map(|group| (group.name, group.id())).collect();
             let begun = lock(&self.registry).begin_moves(&each);
             begun.ok_or_else(|| {
                 let why = "a rank left or joined meanwhile; try again";
@@ -176,7 +177,11 @@ impl Mover {
         match begun {
             Ok(departed) => self.finish(groups, departed).await,
             Err(why) => {
-                each().for_each(|(name, id)| lock(&self.registry).cancel_move(name, id, &self.to));
+                // Another move of a group, if there is one, is not this caller's.
+                for group in groups.iter().filter(|group| group.is_asked) {
+                    let mut registry = lock(&self.registry);
+                    registry.cancel_move(group.name, group.id(), &self.to);
+                }
                 Err(why)
             }
         }
@@ -185,10 +190,13 @@ impl Mover {
     /// Prepares all ranks of these groups, and removes groups that end meanwhile.
     async fn prepare(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<(), String> {
         let mut answers = JoinSet::new();
-        for (at, group) in groups.iter().enumerate() {
+        for (at, group) in groups.iter_mut().enumerate() {
             let asked = lock(&self.registry).prepare_move(group.name, group.id(), &self.to);
             match asked {
-                Ok(answer) => drop(answers.spawn(async move { (at, answer.await) })),
+                Ok(answer) => {
+                    group.is_asked = true;
+                    drop(answers.spawn(async move { (at, answer.await) }));
+                }
                 Err(_) if !lock(&self.registry).serves(group.name) => {}
                 Err(why) => return Err(why),
             }
@@ -395,7 +403,7 @@ mod tests {
         let (present, gone) = watch::channel(());
         let mover = Mover { registry: Arc::clone(&registry), own: nowhere, to, caller: gone };
         let target = Target { addr: nowhere, caller, asked_at: Instant::now() };
-        let mut groups = vec![MovingGroup { name: &name, job, target }];
+        let mut groups = vec![MovingGroup { name: &name, job, target, is_asked: false }];
         drop(present);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let why = runtime.block_on(mover.move_prepared(&mut groups)).unwrap_err();
@@ -418,7 +426,8 @@ mod tests {
         let caller = CallOptions { from: None, credentials, patience: PATIENCE };
         let addr = "127.0.0.1:9".parse().unwrap();
         let asked_at = Instant::now() - Duration::from_secs(60);
-        let group = MovingGroup { name: &name, job, target: Target { addr, caller, asked_at } };
+        let target = Target { addr, caller, asked_at };
+        let group = MovingGroup { name: &name, job, target, is_asked: false };
         let arrived = JobStatus { age_ms: 1_000, ..there() };
         assert!(group.runs_as(&arrived));
         for other in [

@@ -234,6 +234,7 @@ fn a_job_stays_at_an_aggregator_that_drains_until_another_answers() {
         let (next, port) = (Rig::start(|_| {}), own_port());
         let start = || Rig::start(|config| config.port = port);
         let (home, rounds) = (start(), &AtomicUsize::new(0));
+        let mut restarted = None;
         let round = |client: &Client, rank| {
             sum_integers(client, rank);
             rounds.fetch_add(1, SeqCst);
@@ -250,7 +251,7 @@ fn a_job_stays_at_an_aggregator_that_drains_until_another_answers() {
             next.aggregator.drain();
             goes_on();
             assert_eq!(next.aggregator.jobs(), 1);
-            let home = start();
+            let home = restarted.insert(start());
             await_that("the job is back", || {
                 (home.aggregator.jobs(), next.aggregator.jobs()) == (1, 0)
             });
