@@ -242,7 +242,12 @@ impl<'a> CallerSession<'a> {
         let done = match self.check_operator() {
             Ok(()) => {
                 let request = (operation, to);
-                job_move::start(Arc::clone(registry), drain.clone(), addr, request).await
+                tokio::select! {
+                    moved = job_move::start(Arc::clone(registry), drain.clone(), addr, request) => {
+                        moved
+                    }
+                    _ = self.connection.closed() => return false,
+                }
             }
             Err(reason) => Err(reason),
         };

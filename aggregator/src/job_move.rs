@@ -2,22 +2,27 @@
 //!
 //! A move has three steps. This aggregator asks the target whether it would admit the job. Then it
 //! prepares all ranks: each tries out the target too. Until then, nothing has changed, and any
-//! failure leaves the job where it is. At last all ranks are told to move, as they do when their
-//! aggregator fails. From then on, the rules of a failover decide where they meet.
+//! failure leaves the job where it is, with all its groups. At last all ranks are told to move, as
+//! they do when their aggregator fails. From then on, the rules of a failover decide where they
+//! meet. If another job has taken the room at the target meanwhile, the ranks come back.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use racksum_net::quic::{CallOptions, Credentials, ask_room, ask_status};
 use racksum_proto::control::Join;
 use racksum_proto::counted::counted;
+use racksum_proto::ids::JobId;
 use racksum_proto::job_name::JobName;
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::peer_text::PeerText;
-use racksum_proto::status::{AggregatorStatus, JobState};
+use racksum_proto::rank_list::named;
+use racksum_proto::status::{AggregatorStatus, JobState, JobStatus};
 use racksum_proto::time::Span;
-use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::parent_session::{NotFound, find};
 use crate::registry::{MovableJob, SharedRegistry, lock};
@@ -27,7 +32,7 @@ const PATIENCE: Span = Span::from_secs(5);
 /// The time limit for all ranks to prepare. It exceeds the time that a rank waits for ops that
 /// started before it was asked to prepare.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(25);
-/// The time limit for all ranks to leave, once they are told to. Ranks that do not follow are lost
+/// The time limit for all ranks to leave, once they are told to. If only some leave, they are lost
 /// after 20 seconds.
 const DEPART_TIMEOUT: Duration = Duration::from_secs(25);
 /// The time limit for the job to run at the target, once all ranks have left. It exceeds the time
@@ -45,8 +50,9 @@ pub(crate) enum Operation {
     Drain,
 }
 
-/// Carries out an operator's request, even if the caller disconnects, and sets `drain` if the
-/// aggregator at `own` is to stop. Returns the number of moved jobs.
+/// Carries out an operator's request, and sets `drain` if the aggregator at `own` is to stop.
+/// Returns the number of moved groups. If this future is dropped because the caller disconnects,
+/// moves that have not begun are cancelled. A move that has begun is finished.
 ///
 /// # Errors
 /// Returns the reason why a job stays, as a sentence for the operator.
@@ -56,23 +62,22 @@ pub(crate) async fn start(
     own: SocketAddr,
     (operation, to): (Operation, MoveTarget),
 ) -> Result<u16, String> {
+    let (_present, caller) = watch::channel(());
     let moving = tokio::spawn(async move {
-        let mover = Mover { registry, own, to };
-        let moved = mover.move_all(&operation).await?;
-        if let Operation::Drain = operation {
+        let mover = Mover { registry, own, to, caller };
+        let moved = match &operation {
+            Operation::Move(job) => mover.move_named(job).await,
+            Operation::Drain => mover.move_all().await,
+        };
+        if mover.has_no_caller() {
+            tracing::info!(?operation, ?moved, "the operator's command ended before its request");
+        }
+        if matches!(operation, Operation::Drain) && moved.is_ok() {
             drain.send_replace(true);
         }
-        Ok(moved)
+        moved
     });
     moving.await.unwrap_or_else(|error| Err(format!("the move failed: {error}")))
-}
-
-/// The end of a job's move.
-enum Moved {
-    /// The job runs at the target.
-    Arrived,
-    /// The job had ended before its ranks were told to move.
-    Ended,
 }
 
 /// The moves of one request.
@@ -81,88 +86,192 @@ struct Mover {
     /// The address of this aggregator.
     own: SocketAddr,
     to: MoveTarget,
+    /// A channel that closes once the caller has disconnected.
+    caller: watch::Receiver<()>,
+}
+
+/// A group of a job that is to move.
+struct MovingGroup<'a> {
+    name: &'a JobName,
+    job: MovableJob,
+    target: Target,
+    /// Whether its ranks were asked to prepare for this move.
+    is_asked: bool,
+}
+
+/// An aggregator that has room for a group.
+struct Target {
+    addr: SocketAddr,
+    caller: CallOptions,
+    /// The time before which the target was asked, and had no job with the group's name.
+    asked_at: Instant,
 }
 
 impl Mover {
-    async fn move_all(&self, operation: &Operation) -> Result<u16, String> {
+    /// Moves all groups of a job, or one if the name has a group.
+    async fn move_named(&self, job: &JobName) -> Result<u16, String> {
         self.to.check()?;
-        let names = match operation {
-            Operation::Move(job) => {
-                job.check()?;
-                let names = lock(&self.registry).groups_of(Some(job));
-                if names.is_empty() {
-                    return Err(format!(
-                        "job {job:?} is not here; `racksum status` lists the jobs of an aggregator"
-                    ));
-                }
-                names
-            }
-            Operation::Drain => {
-                let registry = lock(&self.registry);
-                let names = registry.groups_of(None).into_iter();
-                // A job that has not started ends like at SIGTERM: its ranks join elsewhere.
-                names.filter(|name| !registry.is_gathering(name)).collect()
-            }
-        };
+        job.check()?;
+        let names = lock(&self.registry).groups_of(job);
+        match self.move_groups(&names).await? {
+            0 => Err(format!("job {job:?} is not here: {}", lock(&self.registry).absence_of(job))),
+            moved => Ok(moved),
+        }
+    }
+
+    /// Moves all jobs. Meanwhile, this aggregator admits no other jobs.
+    async fn move_all(&self) -> Result<u16, String> {
+        self.to.check()?;
+        let names = lock(&self.registry).begin_hand_over()?;
+        let mut jobs = BTreeMap::<_, Vec<_>>::new();
+        for name in names {
+            jobs.entry(name.name.clone()).or_default().push(name);
+        }
         let (mut moved, mut stay) = (0, vec![]);
-        for name in &names {
-            match self.move_job(name).await {
-                Ok(Moved::Arrived) => moved += 1,
-                // An operator who drains an aggregator wants it empty, which this job helps.
-                Ok(Moved::Ended) if matches!(operation, Operation::Drain) => {}
-                Ok(Moved::Ended) => stay.push(format!("job {name:?} ended before it could move")),
+        for groups in jobs.values() {
+            match self.move_groups(groups).await {
+                // An operator who drains an aggregator wants it empty, which jobs that end help.
+                Ok(groups) => moved += groups,
                 Err(why) => stay.push(why),
             }
         }
         if stay.is_empty() {
             return Ok(moved);
         }
-        let before = match moved {
-            0 => String::new(),
-            moved => format!("; {} moved", counted(moved, "other job")),
-        };
-        Err(stay.join("; ") + &before)
+        lock(&self.registry).end_hand_over();
+        Err(format!(
+            "{}{}; the aggregator does not stop, and admits jobs again",
+            stay.join("; "),
+            others_moved(moved, "other job")
+        ))
     }
 
-    /// Moves one job. If it fails before the ranks are told to move, the job stays as it is.
-    async fn move_job(&self, name: &JobName) -> Result<Moved, String> {
-        let stays = |why: &str| format!("job {name:?} stays at this aggregator: {why}");
-        if !lock(&self.registry).serves(name) {
-            return Ok(Moved::Ended);
+    /// Moves these groups of a job together: if one of them cannot move, all stay. Leaves out
+    /// groups that have ended. Returns the number of moved groups.
+    async fn move_groups(&self, names: &[JobName]) -> Result<u16, String> {
+        let mut groups = Vec::new();
+        for name in names {
+            let movable = lock(&self.registry).movable(name);
+            let job = match movable {
+                Ok(job) => job,
+                Err(_) if !lock(&self.registry).serves(name) => continue,
+                Err(why) => return Err(why),
+            };
+            let target = self.find_room(&job).await.map_err(|why| stays(name, &why))?;
+            groups.push(MovingGroup { name, job, target, is_asked: false });
         }
-        let job = lock(&self.registry).movable(name)?;
-        let target = self.find_room(&job).await.map_err(|why| stays(&why))?;
-        let prepared = lock(&self.registry).prepare_move(name, job.id, &self.to);
-        let prepared = match prepared {
-            Ok(prepared) => prepared,
-            Err(_) if !lock(&self.registry).serves(name) => return Ok(Moved::Ended),
-            Err(why) => return Err(why),
-        };
-        let prepared = match timeout(PREPARE_TIMEOUT, prepared).await {
-            Ok(Ok(Ok(()))) => Ok(()),
-            Ok(Ok(Err(why))) => Err(why),
-            Ok(Err(_)) => return Ok(Moved::Ended),
-            Err(_) => Err(format!(
-                "some ranks did not prepare within {} s; see the logs of the ranks",
-                PREPARE_TIMEOUT.as_secs()
-            )),
-        };
-        let departed = match &prepared {
-            Ok(()) => lock(&self.registry).begin_move(name, job.id),
-            Err(_) => None,
-        };
-        let Some(departed) = departed else {
-            lock(&self.registry).cancel_move(name, job.id);
-            let changed = || "a rank left or joined meanwhile; try again".to_owned();
-            return Err(stays(&prepared.err().unwrap_or_else(changed)));
-        };
-        // Ignore the outcome: whether the job runs at the target decides.
-        drop(timeout(DEPART_TIMEOUT, departed).await);
-        self.await_arrival(name, &target).await.map(|()| Moved::Arrived)
+        self.move_prepared(&mut groups).await
     }
 
-    /// Asks every aggregator of the target whether it would admit the job. Returns the addresses of
-    /// the first, and what to call them with.
+    /// Prepares and moves these groups of a job, for which there is room at the target.
+    async fn move_prepared(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<u16, String> {
+        let prepared = self.prepare(groups).await;
+        let begun = prepared.and_then(|()| {
+            let each: Vec<_> = groups.iter().map(|group| (group.name, group.id())).collect();
+            let begun = lock(&self.registry).begin_moves(&each);
+            begun.ok_or_else(|| {
+                let why = "a rank left or joined meanwhile; try again";
+                groups.first().map_or_else(|| why.to_owned(), |group| stays(group.name, why))
+            })
+        });
+        match begun {
+            Ok(departed) => self.finish(groups, departed).await,
+            Err(why) => {
+                // Another move of a group, if there is one, is not this caller's.
+                for group in groups.iter().filter(|group| group.is_asked) {
+                    let mut registry = lock(&self.registry);
+                    registry.cancel_move(group.name, group.id(), &self.to);
+                }
+                Err(why)
+            }
+        }
+    }
+
+    /// Prepares all ranks of these groups, and removes groups that end meanwhile.
+    async fn prepare(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<(), String> {
+        let mut answers = JoinSet::new();
+        for (at, group) in groups.iter_mut().enumerate() {
+            let asked = lock(&self.registry).prepare_move(group.name, group.id(), &self.to);
+            match asked {
+                Ok(answer) => {
+                    group.is_asked = true;
+                    drop(answers.spawn(async move { (at, answer.await) }));
+                }
+                Err(_) if !lock(&self.registry).serves(group.name) => {}
+                Err(why) => return Err(why),
+            }
+        }
+        let all = async {
+            while let Some(answered) = answers.join_next().await {
+                if let Ok((at, Ok(Err(why)))) = answered {
+                    return Err(stays(groups[at].name, &why));
+                }
+            }
+            Ok(())
+        };
+        let first = groups.first().map(|group| group.name);
+        tokio::select! {
+            all = timeout(PREPARE_TIMEOUT, all) => all.unwrap_or_else(|_| Err(self.late(groups)))?,
+            () = self.no_caller() => {
+                let why = "the command that asked for the move has ended";
+                return Err(first.map_or_else(|| why.to_owned(), |name| stays(name, why)));
+            }
+        }
+        groups.retain(|group| lock(&self.registry).serves(group.name));
+        Ok(())
+    }
+
+    /// Returns which ranks of these groups have not prepared in time.
+    fn late(&self, groups: &[MovingGroup<'_>]) -> String {
+        let late = groups.iter().map(|group| {
+            let ranks = lock(&self.registry).unprepared(group.name, group.id());
+            (group.name, ranks)
+        });
+        let late = late.filter(|(_, ranks)| !ranks.is_empty()).map(|(name, ranks)| {
+            let why = format!(
+                "{} did not prepare within {} s; see the logs of the ranks",
+                named(ranks),
+                PREPARE_TIMEOUT.as_secs()
+            );
+            stays(name, &why)
+        });
+        late.collect::<Vec<_>>().join("; ")
+    }
+
+    /// Waits until these groups, whose ranks were told to move, run at the target.
+    async fn finish(
+        &self,
+        groups: &[MovingGroup<'_>],
+        departed: Vec<oneshot::Receiver<()>>,
+    ) -> Result<u16, String> {
+        let deadline = Instant::now() + DEPART_TIMEOUT;
+        let (mut moved, mut stay) = (0, vec![]);
+        for (group, departed) in groups.iter().zip(departed) {
+            // Ignore the outcome: whether the job runs at the target decides.
+            drop(timeout_at(deadline, departed).await);
+            match self.await_arrival(group).await {
+                Ok(()) => moved += 1,
+                Err(why) => stay.push(why),
+            }
+        }
+        if stay.is_empty() {
+            return Ok(moved);
+        }
+        Err(stay.join("; ") + &others_moved(moved, "other group"))
+    }
+
+    /// Returns whether the caller has disconnected.
+    fn has_no_caller(&self) -> bool {
+        self.caller.has_changed().is_err()
+    }
+
+    /// Waits until the caller has disconnected.
+    async fn no_caller(&self) {
+        let mut caller = self.caller.clone();
+        while caller.changed().await.is_ok() {}
+    }
+
+    /// Asks every aggregator of the target whether it would admit the job. Returns the first.
     async fn find_room(&self, job: &MovableJob) -> Result<Target, String> {
         let (identity, insecure) = {
             let registry = lock(&self.registry);
@@ -173,7 +282,7 @@ impl Mover {
         let credentials = credentials.map_err(|why| why.to_string())?;
         let caller = CallOptions { from: None, credentials, patience: PATIENCE };
         let stripes = u8::try_from(self.to.hosts.len()).unwrap_or(u8::MAX);
-        let mut first = None;
+        let (asked_at, mut first) = (Instant::now(), None);
         for (place, host) in (0..).zip(&self.to.hosts) {
             let addrs = find(self.own, host).await.map_err(NotFound::why)?;
             let join = Join { stripe: (place, stripes), ..job.join.clone() };
@@ -181,33 +290,40 @@ impl Mover {
             first.get_or_insert(addr.map_err(|why| format!("{host}: {why}"))?);
         }
         let addr = first.ok_or("no target is given")?;
-        Ok(Target { addr, caller })
+        Ok(Target { addr, caller, asked_at })
     }
 
-    /// Waits until a job whose ranks have left runs at the target.
-    async fn await_arrival(&self, name: &JobName, target: &Target) -> Result<(), String> {
+    /// Waits until a group whose ranks were told to leave runs at the target.
+    async fn await_arrival(&self, group: &MovingGroup<'_>) -> Result<(), String> {
+        let (name, to) = (group.name, &self.to);
+        let stayed = lock(&self.registry).end_move(name, group.id());
+        if !stayed.is_empty() {
+            return Err(format!(
+                "{} of job {name:?} did not leave for {to} within {} s; see the logs of the ranks",
+                named(stayed),
+                DEPART_TIMEOUT.as_secs()
+            ));
+        }
         let deadline = Instant::now() + ARRIVE_TIMEOUT;
-        let runs = JobState::Running.name();
         loop {
-            let status = ask_status(target.addr, &target.caller).await;
+            let status = ask_status(group.target.addr, &group.target.caller).await;
             let status =
                 status.ok().and_then(|it| serde_json::from_str::<AggregatorStatus>(&it).ok());
             let mut jobs = status.iter().flat_map(|status| &status.jobs);
-            if jobs.any(|job| job.job == name.name && job.group == name.group && job.state == runs)
-            {
+            if jobs.any(|job| group.runs_as(job)) {
+                lock(&self.registry).note_moved(name.clone(), to.clone(), Instant::now());
                 return Ok(());
             }
             if lock(&self.registry).serves(name) {
                 return Err(format!(
-                    "job {name:?} has come back to this aggregator: its ranks did not all reach {}",
-                    self.to
+                    "job {name:?} has come back to this aggregator: its ranks were not all \
+                     admitted at {to}; see the logs of the ranks"
                 ));
             }
             if Instant::now() >= deadline {
                 return Err(format!(
-                    "job {name:?} has left, but does not run at {}; it may have ended, or have \
-                     moved on: see its ranks, and `racksum status` of their aggregators",
-                    self.to
+                    "job {name:?} has left, but does not run at {to}; it may have ended, or have \
+                     moved on: see its ranks, and `racksum status` of their aggregators"
                 ));
             }
             sleep(ARRIVE_POLL).await;
@@ -215,10 +331,35 @@ impl Mover {
     }
 }
 
-/// An aggregator that has room for a job.
-struct Target {
-    addr: SocketAddr,
-    caller: CallOptions,
+impl MovingGroup<'_> {
+    const fn id(&self) -> JobId {
+        self.job.id
+    }
+
+    /// Returns whether a job of the target is this group. When the target was asked, it had no job
+    /// with this name, and another job that has taken the name since is of other shape, or refuses
+    /// this group's ranks.
+    fn runs_as(&self, job: &JobStatus) -> bool {
+        let (name, join) = (self.name, &self.job.join);
+        let is_new = u128::from(job.age_ms) <= self.target.asked_at.elapsed().as_millis();
+        (&job.job, &job.group) == (&name.name, &name.group)
+            && (job.generation, job.world) == (join.generation.0, join.world)
+            && job.state == JobState::Running.name()
+            && is_new
+    }
+}
+
+/// Returns the sentence that a job does not move.
+fn stays(name: &JobName, why: &str) -> String {
+    format!("job {name:?} stays at this aggregator: {why}")
+}
+
+/// Returns the end of a sentence, which counts the moved jobs or groups if there are any.
+fn others_moved(moved: u16, what: &str) -> String {
+    match moved {
+        0 => String::new(),
+        moved => format!("; {} moved", counted(moved, what)),
+    }
 }
 
 /// Asks the addresses of one aggregator in order whether it would admit a join. Returns the address
@@ -236,4 +377,67 @@ async fn ask_each(
         }
     }
     Err(PeerText::of(tried.join("; ")).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use racksum_proto::control::FromAggregator;
+
+    use super::*;
+    use crate::config::Fanout;
+    use crate::registry::tests::{join, registry, wish};
+
+    #[test]
+    fn a_move_whose_command_ends_before_it_begins_is_cancelled() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let name = JobName::from("job");
+        let (_seat, _, mut inbox) = join(&mut registry, wish("job", 0, 1)).unwrap();
+        let job = registry.movable(&name).unwrap();
+        let registry = Arc::new(Mutex::new(registry));
+        let nowhere: SocketAddr = "127.0.0.1:9".parse().unwrap();
+        let credentials = Credentials::read_blocking(None, false).unwrap();
+        let caller = CallOptions { from: None, credentials, patience: PATIENCE };
+        let to = MoveTarget { hosts: vec!["agg-2:7177".into()] };
+        let (present, gone) = watch::channel(());
+        let mover = Mover { registry: Arc::clone(&registry), own: nowhere, to, caller: gone };
+        let target = Target { addr: nowhere, caller, asked_at: Instant::now() };
+        let mut groups = vec![MovingGroup { name: &name, job, target, is_asked: false }];
+        drop(present);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let why = runtime.block_on(mover.move_prepared(&mut groups)).unwrap_err();
+        let ended = "job \"job\" stays at this aggregator: the command that asked for the move has \
+                     ended";
+        assert_eq!(why, ended);
+        let last = std::iter::from_fn(|| inbox.try_recv().ok()).last();
+        assert_eq!(last, Some(FromAggregator::CancelMove { number: 1 }));
+        assert!(lock(&registry).movable(&name).is_ok());
+    }
+
+    #[test]
+    fn another_job_with_the_name_of_the_one_that_moves_is_no_proof_of_its_arrival() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let name = JobName::from("job");
+        let (_seat, _, _inbox) = join(&mut registry, wish("job", 0, 1)).unwrap();
+        let job = registry.movable(&name).unwrap();
+        let there = || registry.status("127.0.0.1:9".parse().unwrap()).jobs.remove(0);
+        let credentials = Credentials::read_blocking(None, false).unwrap();
+        let caller = CallOptions { from: None, credentials, patience: PATIENCE };
+        let addr = "127.0.0.1:9".parse().unwrap();
+        let asked_at = Instant::now() - Duration::from_secs(60);
+        let target = Target { addr, caller, asked_at };
+        let group = MovingGroup { name: &name, job, target, is_asked: false };
+        let arrived = JobStatus { age_ms: 1_000, ..there() };
+        assert!(group.runs_as(&arrived));
+        for other in [
+            JobStatus { age_ms: 1_000_000, ..there() },
+            JobStatus { generation: 1, ..arrived.clone() },
+            JobStatus { world: 2, ..arrived.clone() },
+            JobStatus { group: "dp".into(), ..arrived.clone() },
+            JobStatus { state: JobState::Gathering.name().into(), ..arrived },
+        ] {
+            assert!(!group.runs_as(&other), "{other:?}");
+        }
+    }
 }

@@ -175,8 +175,11 @@ async fn handle_message(
             let joined = lock(registry).stay(seat);
             take_next_step(registry, seat, joined);
         }
-        FromWorker::MovePrepared => lock(registry).handle_move_prepared(seat),
-        FromWorker::CannotMove { reason } => lock(registry).handle_cannot_move(seat, reason),
+        FromWorker::MayMove { may_move } => lock(registry).handle_may_move(seat, may_move),
+        FromWorker::MovePrepared { number } => lock(registry).handle_move_prepared(seat, number),
+        FromWorker::CannotMove { number, reason } => {
+            lock(registry).handle_cannot_move(seat, number, reason)
+        }
         FromWorker::Move => return ControlFlow::Break(Parting::Moved),
         FromWorker::Prove { .. }
         | FromWorker::AskPingSizes

@@ -14,7 +14,7 @@ mod rejoin;
 mod room;
 mod tree;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -92,6 +92,10 @@ pub(crate) struct Registry {
     queue: Queue,
     /// Whether the aggregator accepts no more jobs.
     draining: bool,
+    /// The jobs that an operator moves away before the aggregator stops, while that is in progress.
+    handing_over: Option<BTreeSet<JobName>>,
+    /// The number of the last planned move.
+    last_move: u32,
     /// The last jobs that an operator has moved away, with the targets and times of the moves.
     moved: VecDeque<(JobName, MoveTarget, Instant)>,
     started: Instant,
@@ -146,7 +150,20 @@ impl Registry {
     ) -> Self {
         let (jobs, queue, draining) = (BTreeMap::new(), Queue::default(), false);
         let (moved, started) = (VecDeque::new(), Instant::now());
-        Self { config, shards, jobs, last_id, can_multicast, queue, draining, moved, started }
+        let (handing_over, last_move) = (None, 0);
+        Self {
+            config,
+            shards,
+            jobs,
+            last_id,
+            can_multicast,
+            queue,
+            draining,
+            handing_over,
+            last_move,
+            moved,
+            started,
+        }
     }
 
     pub(crate) fn shards(&self) -> &[ShardHandle] {
@@ -240,7 +257,7 @@ impl Registry {
             insecure: self.config.insecure,
             data_auth: self.config.data_auth().name().to_owned(),
             max_jobs: self.config.max_jobs,
-            draining: self.draining,
+            draining: self.draining || self.handing_over.is_some(),
             jobs: self.jobs.iter().map(|(name, job)| job.status(name)).collect(),
             queued: self.queue.names(),
             moved: self.moved_jobs(),
@@ -523,7 +540,7 @@ impl Registry {
         let (name, rank) = (&seat.job, seat.rank);
         let Some(job) = self.job(seat) else { return };
         let number = job.number_of(rank);
-        let member = job.members[usize::from(rank)].take();
+        let member = job.take_member(rank, why.is_certain());
         let (ranks, why) = lost_with(member, rank, why);
         job.send_lost_to_parent(&ranks, why);
         let absent = LostRank { rank, why };

@@ -93,10 +93,21 @@ pub enum FromWorker {
         /// The aggregators to move to.
         to: MoveTarget,
     },
+    /// The rank has learned of other aggregators since it joined, or has forgotten them. All
+    /// aggregators of the job receive this.
+    MayMove {
+        /// Whether the rank knows other aggregators that it can move to.
+        may_move: bool,
+    },
     /// The rank can move to the aggregators that [`FromAggregator::PrepareMove`] named.
-    MovePrepared,
+    MovePrepared {
+        /// The number of the move, from the request.
+        number: u32,
+    },
     /// The rank cannot move to the aggregators that [`FromAggregator::PrepareMove`] named.
     CannotMove {
+        /// The number of the move, from the request.
+        number: u32,
         /// The reason, as a sentence for the operator.
         #[serde(deserialize_with = "PeerText::string", serialize_with = "PeerText::write")]
         reason: String,
@@ -329,14 +340,22 @@ pub enum FromAggregator {
     /// sums for other ranks from now on, and answers with [`FromWorker::MovePrepared`] or
     /// [`FromWorker::CannotMove`].
     PrepareMove {
+        /// The number of the move, which no earlier move of this aggregator had.
+        number: u32,
         /// The aggregators to move to.
         to: MoveTarget,
     },
     /// All ranks are prepared. The rank moves to the aggregators that
     /// [`FromAggregator::PrepareMove`] named.
-    MoveNow,
+    MoveNow {
+        /// The number of the move.
+        number: u32,
+    },
     /// The job does not move to the aggregators that [`FromAggregator::PrepareMove`] named.
-    CancelMove,
+    CancelMove {
+        /// The number of the move.
+        number: u32,
+    },
     /// The jobs have moved. This answers [`FromWorker::MoveJob`] and [`FromWorker::DrainTo`].
     Moved {
         /// The number of jobs; each group of a job counts.

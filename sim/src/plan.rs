@@ -33,6 +33,8 @@ pub struct Plan {
     /// Whether the ranks know no standby before the first move. They are then prepared, and the
     /// shards die once all ranks are ready.
     pub prepares: bool,
+    /// How often the preparation of the first move is cancelled before it succeeds.
+    pub cancels: u64,
     /// How many datagrams strangers send.
     pub noise: u32,
 }
@@ -179,6 +181,7 @@ impl Plan {
             pauses: Vec::new(),
             moves: Vec::new(),
             prepares: false,
+            cancels: 0,
             noise: 0,
         }
     }

@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use racksum_net::quic::{CallOptions, Credentials, ask_to_move};
@@ -11,6 +11,7 @@ use racksum_net::runtime::single_threaded;
 use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join};
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::dtype::DType;
+use racksum_proto::job_name::JobName;
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::time::Span;
 use racksum_worker::{Client, ConnectOptions, Faults};
@@ -195,6 +196,97 @@ fn a_target_that_dies_at_any_time_costs_no_op_and_splits_no_job() {
 }
 
 #[test]
+fn a_target_that_fills_up_at_any_time_costs_no_op_and_splits_no_job() {
+    bounded(180, || {
+        let cases = cases(seed(96));
+        let (home, target) = (Rig::start(|_| {}), Rig::start(|config| config.max_jobs = 1));
+        while_running(each(&home, "full", |_| {}), &all_of(&cases), || {
+            for nth in 0..8u64 {
+                let moved = std::thread::scope(|scope| {
+                    let (home, target) = (&home, &target);
+                    let moved = scope.spawn(move || move_job(home, "full", &[target]));
+                    std::thread::sleep(Duration::from_millis(nth * 7));
+                    // The other job is refused if the room is taken.
+                    let options = ConnectOptions { wait: false, ..target.options("other", 0, 1) };
+                    let other = Client::connect(&options);
+                    let moved = moved.join().unwrap();
+                    drop(other);
+                    moved
+                });
+                await_that("the other job has ended", || {
+                    target.aggregator.jobs() == usize::from(moved.is_ok())
+                });
+                await_that("the job is at one place", || {
+                    home.aggregator.jobs() == usize::from(moved.is_err())
+                });
+                if moved.is_ok() {
+                    assert_eq!(move_job(&target, "full", &[&home]), Ok(1));
+                }
+            }
+        });
+        home.await_peace();
+    });
+}
+
+#[test]
+fn a_job_stays_at_an_aggregator_that_drains_until_another_answers() {
+    bounded(180, || {
+        let (next, port) = (Rig::start(|_| {}), own_port());
+        let start = || Rig::start(|config| config.port = port);
+        let (home, rounds) = (start(), &AtomicUsize::new(0));
+        let mut restarted = None;
+        let round = |client: &Client, rank| {
+            sum_integers(client, rank);
+            rounds.fetch_add(1, SeqCst);
+        };
+        let goes_on = || {
+            let before = rounds.load(SeqCst);
+            let enough = before + 10 * usize::from(WORLD);
+            await_that("the job goes on", || rounds.load(SeqCst) > enough);
+        };
+        while_running(each(&home, "stays", |_| {}), &round, || {
+            assert_eq!(move_job(&home, "stays", &[&next]), Ok(1));
+            // The ranks know the first aggregator, but it has stopped.
+            drop(home);
+            next.aggregator.drain();
+            goes_on();
+            assert_eq!(next.aggregator.jobs(), 1);
+            let home = restarted.insert(start());
+            await_that("the job is back", || {
+                (home.aggregator.jobs(), next.aggregator.jobs()) == (1, 0)
+            });
+            goes_on();
+        });
+    });
+}
+
+#[test]
+fn if_one_group_of_a_job_cannot_move_the_others_stay_too() {
+    bounded(60, || {
+        let [rig, other] = [(); 2].map(|()| Rig::start(|_| {}));
+        let mut impostor = Impostor::connect(&rig);
+        let job = JobName::new("groups", "second");
+        let wish = Join { job, ..impostor.wish("groups", 0, 1) };
+        impostor.join(wish);
+        let options = ConnectOptions { group: "first".into(), ..rig.options("groups", 0, 1) };
+        let client = Client::connect(&options).unwrap();
+        let moved = std::thread::scope(|scope| {
+            let moved = scope.spawn(|| move_job(&rig, "groups", &[&other]));
+            let Some(FromAggregator::PrepareMove { number, .. }) = impostor.recv_message() else {
+                panic!("the rank is not asked to prepare")
+            };
+            let reason = "rank 0: it has work to do".to_owned();
+            impostor.send_message(&FromWorker::CannotMove { number, reason });
+            moved.join().unwrap()
+        });
+        let why = moved.unwrap_err();
+        assert!(why.ends_with("stays at this aggregator: rank 0: it has work to do"), "{why}");
+        assert_eq!((rig.aggregator.jobs(), other.aggregator.jobs()), (2, 0));
+        drop(client);
+    });
+}
+
+#[test]
 fn of_two_moves_at_once_one_is_refused() {
     bounded(60, || {
         let cases = cases(seed(95));
@@ -246,20 +338,20 @@ fn a_rank_that_cannot_move_keeps_its_job_and_one_that_says_it_can_moves_nobody()
             joined.join().unwrap()
         });
         // An answer that nobody asked for changes nothing.
-        impostor.send_message(&FromWorker::MovePrepared);
+        impostor.send_message(&FromWorker::MovePrepared { number: 1 });
         let moved = std::thread::scope(|scope| {
             let moved = scope.spawn(|| move_job(&rig, "job", &[&other]));
-            let Some(FromAggregator::PrepareMove { .. }) = impostor.recv_message() else {
+            let Some(FromAggregator::PrepareMove { number, .. }) = impostor.recv_message() else {
                 panic!("the rank is not asked to prepare")
             };
             let reason = "rank 0: it has work to do\n\u{1b}[31m".to_owned();
-            impostor.send_message(&FromWorker::CannotMove { reason });
-            impostor.send_message(&FromWorker::MovePrepared);
+            impostor.send_message(&FromWorker::CannotMove { number, reason });
+            impostor.send_message(&FromWorker::MovePrepared { number });
             moved.join().unwrap()
         });
         let why = moved.unwrap_err();
         assert!(why.contains("stays at this aggregator: rank 0: it has work to do\\n\\u"), "{why}");
-        assert_eq!(impostor.recv_message(), Some(FromAggregator::CancelMove));
+        assert_eq!(impostor.recv_message(), Some(FromAggregator::CancelMove { number: 1 }));
         assert_eq!((rig.aggregator.jobs(), other.aggregator.jobs()), (1, 0));
         drop(client);
     });

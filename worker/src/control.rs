@@ -35,6 +35,9 @@ pub(crate) enum Event {
     /// The trial with this number, of other aggregators that the job may move to, has ended. The
     /// error is a sentence for the operator.
     Tried { trial: u64, result: Result<(), String> },
+    /// The search with this number, for a standby that would admit the rank, has ended. The result
+    /// is a set of aggregators, or the reason why each set would not admit the rank.
+    Sought { search: u64, result: Result<Vec<String>, String> },
 }
 
 /// A message to the worker.

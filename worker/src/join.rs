@@ -424,7 +424,7 @@ impl<'a> Joining<'a> {
             }
             Event::Closed(error) => return Err(error),
             // A trial belongs to a session that has ended.
-            Event::Tried { .. } => return Ok(()),
+            Event::Tried { .. } | Event::Sought { .. } => return Ok(()),
         };
         match message {
             FromAggregator::Refused { reason } | FromAggregator::RefusedRank { reason, .. } => {
@@ -447,8 +447,8 @@ impl<'a> Joining<'a> {
                 return Err(ConnectError::Protocol("it sent an answer without a request".into()));
             }
             FromAggregator::PrepareMove { .. }
-            | FromAggregator::MoveNow
-            | FromAggregator::CancelMove => {
+            | FromAggregator::MoveNow { .. }
+            | FromAggregator::CancelMove { .. } => {
                 let why = "it moved a job that had not started";
                 return Err(ConnectError::Protocol(why.into()));
             }

@@ -179,7 +179,7 @@ impl Proof<'_> {
             None => Ok(None),
             Some((_, Event::Closed(error))) => Err(error),
             // A trial belongs to a session that has ended.
-            Some((_, Event::Tried { .. })) => Ok(None),
+            Some((_, Event::Tried { .. } | Event::Sought { .. })) => Ok(None),
             Some((place, Event::Received(message))) => match message {
                 FromAggregator::Refused { reason } => Err(ConnectError::Refused(reason)),
                 FromAggregator::WrongVersion { speaks } => {

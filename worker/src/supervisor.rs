@@ -5,6 +5,7 @@
 mod counters;
 mod migration;
 mod planned_move;
+mod standby_search;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use crate::grant::Membership;
 use crate::options::ConnectOptions;
 use counters::Reports;
 use planned_move::PlannedMove;
+use standby_search::StandbySearch;
 
 /// Rate limits for log records that an aggregator can trigger.
 static LOST: LogLimit = LogLimit::new(64);
@@ -44,6 +46,8 @@ pub(crate) struct Supervisor {
     pub(crate) user_sets: usize,
     /// The move that is being prepared, if any.
     pub(crate) planned: Option<PlannedMove>,
+    /// The search for a standby, while an aggregator of the current set drains.
+    pub(crate) search: Option<StandbySearch>,
     /// The number of trials of other aggregators so far.
     pub(crate) trials: u64,
     /// The reports of the rank's own counters.
@@ -69,6 +73,7 @@ impl Supervisor {
             mailbox,
             driver,
             planned: None,
+            search: None,
             trials: 0,
             reports: Reports::new(),
         }
@@ -89,13 +94,20 @@ impl Supervisor {
                     NO_PARENT.note(|left_out| tracing::warn!(left_out, "{reason}"));
                     self.end(reason);
                 }
-                Event::Received(FromAggregator::PrepareMove { to }) => self.prepare(place, to),
-                Event::Received(FromAggregator::CancelMove) => self.cancel(place),
-                Event::Received(FromAggregator::MoveNow) => self.move_as_planned(place),
+                Event::Received(FromAggregator::PrepareMove { number, to }) => {
+                    self.prepare((place, number), to);
+                }
+                Event::Received(FromAggregator::CancelMove { number }) => {
+                    self.cancel((place, number));
+                }
+                Event::Received(FromAggregator::MoveNow { number }) => {
+                    self.move_as_planned((place, number));
+                }
                 Event::Tried { trial, result } => self.finish_trial(trial, result),
                 Event::Received(FromAggregator::Drain) if self.may_move() => {
-                    self.move_on("the aggregator is draining".into());
+                    self.seek_standby(place);
                 }
+                Event::Sought { search, result } => self.finish_search(place, search, result),
                 Event::Closed(error) if self.may_move() => self.move_on(error.to_string()),
                 Event::Closed(ConnectError::Silent) => {
                     self.end(format!("{}: {SILENT}", self.host(place)));
@@ -130,10 +142,14 @@ impl Supervisor {
         }
     }
 
+    /// Returns the sets of aggregators that the rank knows.
+    fn sets(&self) -> impl Iterator<Item = &Vec<String>> {
+        std::iter::once(&self.options.aggregators).chain(&self.options.standbys)
+    }
+
     /// Returns the name, as given by the user, of the aggregator at `place` in the current set.
     fn host(&self, place: u8) -> &str {
-        let mut sets = std::iter::once(&self.options.aggregators).chain(&self.options.standbys);
-        let host = sets.nth(self.at).and_then(|set| set.get(usize::from(place)));
+        let host = self.sets().nth(self.at).and_then(|set| set.get(usize::from(place)));
         host.map_or("an aggregator", String::as_str)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
-use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Resume};
+use racksum_proto::control::{CONTROL_VERSION, FromAggregator, FromWorker, Join, Resume};
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::time::Span;
 
@@ -65,6 +65,34 @@ impl Trial {
     }
 }
 
+/// A round of trials of a rank's standbys, by a thread of its own.
+pub(crate) struct StandbyTrials {
+    pub(crate) options: ConnectOptions,
+    /// The sets of aggregators to try, in this order.
+    pub(crate) sets: Vec<Vec<String>>,
+    /// The point at which the rank would resume, as far as it is known.
+    pub(crate) resume: Resume,
+}
+
+impl StandbyTrials {
+    /// Returns the first set of aggregators that would admit this rank. An error says why none
+    /// would.
+    pub(crate) fn run(self) -> Result<Vec<String>, String> {
+        let Self { options, sets, resume } = self;
+        if sets.is_empty() {
+            return Err("the rank knows no other".into());
+        }
+        let mut tried = Vec::new();
+        for set in sets {
+            match try_out(&options, &set, &resume, &mut Mailbox::new()) {
+                Ok(()) => return Ok(set),
+                Err(error) => tried.push(format!("{}: {error}", set.join("+"))),
+            }
+        }
+        Err(tried.join("; "))
+    }
+}
+
 /// Checks that this rank could join its job at `aggregators`, where it would resume as in `resume`:
 /// they answer, the data path works, and they would admit the rank. Joins nothing.
 fn try_out(
@@ -90,7 +118,8 @@ fn try_out_at(
     let reached = reach((options, patience), routes, Some(resume), mailbox)?;
     let Reached { controls, joins, .. } = reached;
     for (control, join) in controls.iter().zip(joins) {
-        control.send(FromWorker::AskRoom(join));
+        // Only an aggregator that the rank joins needs the job's secret.
+        control.send(FromWorker::AskRoom(Join { secret: None, ..join }));
     }
     let mut unanswered: BTreeSet<_> = (0..controls.len()).collect();
     while !unanswered.is_empty() {
@@ -101,7 +130,7 @@ fn try_out_at(
             Event::Received(message) => return Err(refusal(message)),
             // An aggregator hangs up once it has answered.
             Event::Closed(error) if unanswered.contains(&place.into()) => return Err(error),
-            Event::Closed(_) | Event::Tried { .. } => {}
+            Event::Closed(_) | Event::Tried { .. } | Event::Sought { .. } => {}
         }
     }
     Ok(())

@@ -34,7 +34,7 @@ impl Registry {
         }
         self.check(join, addr)?;
         self.check_relay(join)?;
-        if self.draining {
+        if self.is_closed_to(join) {
             return Err(Refusal::Draining);
         }
         Ok(admit_rule::check(&self.config.admit, identity, &join.job.name)?)

@@ -1,6 +1,8 @@
 //! Moves that an operator asks for. The ranks are prepared first, and move only once all of them
 //! are ready; `crate::job_move` drives this.
 
+use std::collections::BTreeSet;
+
 use racksum_proto::control::{FromAggregator, Join, Resume};
 use racksum_proto::ids::{JobId, OpId};
 use racksum_proto::job_name::JobName;
@@ -11,6 +13,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::job::{Job, millis};
+use super::member::Member;
 use super::planned_move::PlannedMove;
 use super::{Registry, Seat};
 
@@ -26,13 +29,20 @@ pub(crate) struct MovableJob {
 }
 
 impl Registry {
-    /// Returns the names of a job's groups at this aggregator, or of all jobs without a name.
-    pub(crate) fn groups_of(&self, job: Option<&JobName>) -> Vec<JobName> {
-        let is_of = |name: &&JobName| {
-            let same_group = |job: &JobName| job.group.is_empty() || job.group == name.group;
-            job.is_none_or(|job| job.name == name.name && same_group(job))
-        };
-        self.jobs.keys().filter(is_of).cloned().collect()
+    /// Returns the names of a job's groups at this aggregator, or the name itself if it has a
+    /// group.
+    pub(crate) fn groups_of(&self, job: &JobName) -> Vec<JobName> {
+        self.jobs.keys().filter(|name| is_of(name, job)).cloned().collect()
+    }
+
+    /// Returns why a job is not here, as a clause for the operator.
+    pub(crate) fn absence_of(&self, job: &JobName) -> String {
+        match self.moved.iter().find(|(moved, ..)| is_of(moved, job)) {
+            Some((_, to, at)) => format!("it moved to {to} {} s ago", millis(*at) / 1_000),
+            None => "it has ended, or never was here; `racksum status` lists the jobs of an \
+                     aggregator"
+                .into(),
+        }
     }
 
     /// Returns whether a job is at this aggregator.
@@ -40,22 +50,20 @@ impl Registry {
         self.jobs.contains_key(name)
     }
 
-    /// Returns whether a job still gathers its ranks.
-    pub(crate) fn is_gathering(&self, name: &JobName) -> bool {
-        self.jobs.get(name).is_some_and(|job| job.state == JobState::Gathering)
-    }
-
     /// Returns a job that is to move.
     ///
     /// # Errors
     /// Returns the reason why the job cannot move, as a sentence for the operator.
     pub(crate) fn movable(&self, name: &JobName) -> Result<MovableJob, String> {
-        let job = self.jobs.get(name).ok_or_else(|| format!("job {name:?} has ended"))?;
+        let gone = || format!("job {name:?} is not here: {}", self.absence_of(name));
+        let job = self.jobs.get(name).ok_or_else(gone)?;
         job.check_movable(name)?;
         let member = job.members.iter().flatten().next();
         let member = member.ok_or_else(|| format!("job {name:?} has no ranks"))?;
         let resume = Resume { first_op: OpId(0), absent: job.absent.clone() };
         let join = Join {
+            // Only an aggregator that a rank joins needs the job's secret.
+            secret: None,
             begun_by: Some(member.beginner()),
             may_move: true,
             rejoin: false,
@@ -79,58 +87,124 @@ impl Registry {
         let job = self.jobs.get_mut(name).filter(|job| job.id == id);
         let job = job.ok_or_else(|| format!("job {name:?} has ended"))?;
         job.check_movable(name)?;
+        self.last_move = self.last_move.wrapping_add(1);
+        let number = self.last_move;
         let places = (0..).zip(&job.members).filter(|(_, member)| member.is_some());
         let places = places.map(|(place, _)| place).collect();
-        let (planned, receiver) = PlannedMove::new(to.clone(), places);
+        let (planned, receiver) = PlannedMove::new(number, to.clone(), places);
         job.planned = Some(planned);
-        job.send_to_all(&FromAggregator::PrepareMove { to: to.clone() });
+        job.send_to_all(&FromAggregator::PrepareMove { number, to: to.clone() });
         Ok(receiver)
     }
 
-    /// Tells the members of a job to move, if all of them are still prepared. The channel reports
-    /// that all of them have left.
-    pub(crate) fn begin_move(
-        &mut self,
-        name: &JobName,
-        id: JobId,
-    ) -> Option<oneshot::Receiver<()>> {
-        let job = self.jobs.get_mut(name).filter(|job| job.id == id)?;
-        let planned = job.planned.as_mut()?;
-        let receiver = planned.begin()?;
-        job.may_move = true;
-        tracing::info!(job = ?name, to = %planned.to, "moving the job");
-        job.send_to_all(&FromAggregator::MoveNow);
-        Some(receiver)
+    /// Returns the ranks of a job that are not prepared to move.
+    pub(crate) fn unprepared(&self, name: &JobName, id: JobId) -> Vec<u16> {
+        let job = self.jobs.get(name).filter(|job| job.id == id);
+        let planned = job.and_then(|job| Some((job, job.planned.as_ref()?)));
+        let Some((job, planned)) = planned else { return Vec::new() };
+        let places = planned.unprepared().iter().map(|place| usize::from(*place));
+        let members = places.filter_map(|place| job.members.get(place)?.as_ref());
+        members.flat_map(Member::ranks).collect()
     }
 
-    /// Cancels a move that has not begun.
-    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId) {
-        if let Some(job) = self.jobs.get_mut(name).filter(|job| job.id == id) {
+    /// Tells the members of all these jobs to move, if all of them are still prepared; otherwise
+    /// tells none. Each channel reports that all members of a job have left.
+    pub(crate) fn begin_moves(
+        &mut self,
+        jobs: &[(&JobName, JobId)],
+    ) -> Option<Vec<oneshot::Receiver<()>>> {
+        let is_prepared = |(name, id): &(&JobName, JobId)| {
+            let job = self.jobs.get(*name).filter(|job| job.id == *id);
+            job.and_then(|job| job.planned.as_ref()).is_some_and(PlannedMove::can_begin)
+        };
+        if !jobs.iter().all(is_prepared) {
+            return None;
+        }
+        jobs.iter().map(|(name, _)| self.jobs.get_mut(*name)?.begin_move(name)).collect()
+    }
+
+    /// Cancels a move to this target that has not begun. A move to another target is not this
+    /// operator's.
+    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId, to: &MoveTarget) {
+        let is_it = |job: &&mut Job| {
+            job.id == id && job.planned.as_ref().is_some_and(|planned| planned.to == *to)
+        };
+        if let Some(job) = self.jobs.get_mut(name).filter(is_it) {
             job.cancel_move("the move was cancelled");
         }
     }
 
+    /// Ends a move that has begun, although the job is still here. Returns the ranks that have not
+    /// left.
+    pub(crate) fn end_move(&mut self, name: &JobName, id: JobId) -> Vec<u16> {
+        let Some(job) = self.jobs.get_mut(name).filter(|job| job.id == id) else {
+            return Vec::new();
+        };
+        if let Some(PlannedMove { number, .. }) = job.planned.take() {
+            job.send_to_all(&FromAggregator::CancelMove { number });
+        }
+        job.members.iter().flatten().flat_map(Member::ranks).collect()
+    }
+
+    /// Handles a member's report whether it knows other aggregators.
+    pub(crate) fn handle_may_move(&mut self, seat: &Seat, may_move: bool) {
+        let member = self.job(seat).and_then(|job| job.members[usize::from(seat.rank)].as_mut());
+        if let Some(member) = member {
+            member.join.may_move = may_move;
+        }
+    }
+
     /// Handles a member's report that it can move.
-    pub(crate) fn handle_move_prepared(&mut self, seat: &Seat) {
-        let Some(job) = self.job(seat) else { return };
-        // Another aggregator of the job may have prepared the member.
-        job.may_move = true;
-        if let Some(planned) = &mut job.planned {
+    pub(crate) fn handle_move_prepared(&mut self, seat: &Seat, number: u32) {
+        if let Some(planned) = self.job(seat).and_then(|job| job.move_of(number)) {
             planned.note_prepared(seat.rank);
         }
     }
 
     /// Handles a member's report that it cannot move.
-    pub(crate) fn handle_cannot_move(&mut self, seat: &Seat, reason: String) {
-        if let Some(job) = self.job(seat) {
-            job.stop_move(reason);
+    pub(crate) fn handle_cannot_move(&mut self, seat: &Seat, number: u32, reason: String) {
+        if let Some(planned) = self.job(seat).and_then(|job| job.move_of(number)) {
+            planned.stop(reason);
         }
     }
 
-    /// Records that a job has moved to the target of a planned move.
-    pub(super) fn note_moved(&mut self, job: JobName, to: MoveTarget, now: Instant) {
+    /// Records that a job runs at the target of a planned move.
+    pub(crate) fn note_moved(&mut self, job: JobName, to: MoveTarget, now: Instant) {
         self.moved.truncate(MAX_MOVED - 1);
         self.moved.push_front((job, to, now));
+    }
+
+    /// Begins to hand all jobs over to other aggregators, in order to stop, and returns the jobs
+    /// that have started. The others end like at SIGTERM: their ranks join elsewhere. Until
+    /// [`Self::end_hand_over`], no other job is admitted.
+    ///
+    /// # Errors
+    /// Returns the reason why the aggregator cannot hand its jobs over, as a sentence for the
+    /// operator.
+    pub(crate) fn begin_hand_over(&mut self) -> Result<BTreeSet<JobName>, String> {
+        if self.handing_over.is_some() {
+            return Err("the jobs of this aggregator are already being moved away".into());
+        }
+        let started = |(_, job): &(_, &Job)| job.state != JobState::Gathering;
+        let jobs: BTreeSet<_> =
+            self.jobs.iter().filter(started).map(|(name, _)| name.clone()).collect();
+        self.handing_over = Some(jobs.clone());
+        Ok(jobs)
+    }
+
+    /// Admits jobs again, since some job stays.
+    pub(crate) fn end_hand_over(&mut self) {
+        self.handing_over = None;
+        self.call_waiting();
+    }
+
+    /// Returns whether this aggregator admits no ranks of a join's job: it drains, or hands its
+    /// jobs over. A job that is handed over may come back.
+    pub(super) fn is_closed_to(&self, join: &Join) -> bool {
+        let may_stay = |jobs: &BTreeSet<JobName>| {
+            jobs.contains(&join.job) && (join.resume.is_some() || join.rejoin)
+        };
+        self.draining || self.handing_over.as_ref().is_some_and(|jobs| !may_stay(jobs))
     }
 
     /// Returns the last jobs that have moved, oldest first.
@@ -145,6 +219,11 @@ impl Registry {
     }
 }
 
+/// Returns whether a name is that of a job, or of one of its groups if `job` has no group.
+fn is_of(name: &JobName, job: &JobName) -> bool {
+    job.name == name.name && (job.group.is_empty() || job.group == name.group)
+}
+
 impl Job {
     /// Checks that an operator may move the job now.
     fn check_movable(&self, name: &JobName) -> Result<(), String> {
@@ -156,7 +235,7 @@ impl Job {
             };
             return Err(format!("job {name:?} has not started: {why}; try again once it runs"));
         }
-        if let Some(PlannedMove { to, .. }) = &self.planned {
+        if let Some(to) = self.planned.as_ref().map(|planned| &planned.to) {
             return Err(format!("a move of job {name:?} to {to} is in progress"));
         }
         if self.parent.is_some() {
@@ -186,11 +265,50 @@ impl Job {
         }
     }
 
+    /// Returns the move with this number, if it is in progress.
+    fn move_of(&mut self, number: u32) -> Option<&mut PlannedMove> {
+        self.planned.as_mut().filter(|planned| planned.number == number)
+    }
+
+    /// Tells the members to move. The channel reports that all of them have left.
+    fn begin_move(&mut self, name: &JobName) -> Option<oneshot::Receiver<()>> {
+        let planned = self.planned.as_mut()?;
+        let receiver = planned.begin();
+        tracing::info!(job = ?name, to = %planned.to, "moving the job");
+        let number = planned.number;
+        self.send_to_all(&FromAggregator::MoveNow { number });
+        Some(receiver)
+    }
+
+    /// Checks that the members have not been told to move.
+    pub(super) fn check_not_moving(&self, name: &JobName) -> Result<(), String> {
+        match self.planned.as_ref().filter(|planned| planned.has_begun()) {
+            Some(planned) => {
+                Err(format!("job {name:?} is moving to {}; join it there", planned.to))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Returns whether ranks may be together at another aggregator: some rank knows one, or has known
+    /// one when it was lost or left.
+    pub(super) fn may_split(&self) -> bool {
+        self.may_move || self.members.iter().flatten().any(|member| member.join.may_move)
+    }
+
+    /// Removes a member that is lost or has left, and returns it. If it knows another aggregator, it
+    /// may be there, unless it is certainly gone.
+    pub(super) fn take_member(&mut self, rank: u16, is_gone: bool) -> Option<Member> {
+        let member = self.members[usize::from(rank)].take();
+        self.may_move |= !is_gone && member.as_ref().is_some_and(|member| member.join.may_move);
+        member
+    }
+
     /// Cancels a move that has not begun, if one is being prepared.
     pub(super) fn cancel_move(&mut self, why: &str) {
         if let Some(mut planned) = self.planned.take_if(|planned| !planned.has_begun()) {
             planned.stop(why.to_owned());
-            self.send_to_all(&FromAggregator::CancelMove);
+            self.send_to_all(&FromAggregator::CancelMove { number: planned.number });
         }
     }
 

@@ -13,7 +13,6 @@ use tokio::time::Instant;
 
 use super::job::{Job, given_up, too_many_absent};
 use super::member::Member;
-use super::planned_move::PlannedMove;
 use super::{Joined, LOST, Registry, Seat};
 
 /// How long a job that moves waits for its ranks: as long as a rank may be silent.
@@ -213,10 +212,10 @@ impl Registry {
     /// follow soon. If the job may not move, the rank is lost instead.
     pub(crate) fn depart(&mut self, seat: &Seat, now: Instant) {
         let Some(job) = self.job(seat) else { return };
-        if !job.may_move {
+        if !job.may_split() {
             return self.leave(seat, Loss::Broke, now);
         }
-        let member = job.members[usize::from(seat.rank)].take();
+        let member = job.take_member(seat.rank, false);
         // A rank that only tried to join here was never part of the running job.
         if member.is_some() && job.state != JobState::Gathering {
             job.departed.push(seat.rank);
@@ -226,8 +225,8 @@ impl Registry {
             let planned = job.planned.take();
             self.remove(&seat.job);
             tracing::info!(job = ?seat.job, "job moved");
-            if let Some(to) = planned.and_then(PlannedMove::finish) {
-                self.note_moved(seat.job.clone(), to, now);
+            if let Some(planned) = planned {
+                planned.finish();
             }
         } else {
             let rank = seat.rank;
@@ -258,7 +257,7 @@ impl Job {
             .filter(|(rank, member)| !is_lost(*rank) && member.as_ref().is_some_and(is_recent));
         let here = recent.count() + self.departed.len();
         let is_most = 2 * here > usize::from(self.world) - certain;
-        let splits = self.may_move && certain < gone().count();
+        let splits = self.may_split() && certain < gone().count();
         // Results cannot name more than `MAX_ABSENT` lost ranks.
         let nameable = gone().count() <= Flags::MAX_ABSENT;
         self.on_rank_loss == OnRankLoss::Continue && nameable && (is_most || !splits)

@@ -8,9 +8,13 @@ use tokio::sync::oneshot;
 /// A move in progress. If the job ends, both channels close without a message.
 #[derive(Debug)]
 pub(super) struct PlannedMove {
+    /// The number of the move, which no earlier move of this aggregator had.
+    pub(super) number: u32,
     pub(super) to: MoveTarget,
     /// The places of the members that are not prepared yet.
     unprepared: BTreeSet<u16>,
+    /// Whether the move can no longer begin.
+    is_stopped: bool,
     /// Signals that all members are prepared, or why one of them is not; `None` once it has.
     prepared: Option<oneshot::Sender<Result<(), String>>>,
     /// Signals that all members have left for the new aggregators; `None` until they are told to.
@@ -21,23 +25,32 @@ impl PlannedMove {
     /// Creates a move that the members at these places must prepare. The channel reports that all
     /// of them are ready, or why one of them is not.
     pub(super) fn new(
+        number: u32,
         to: MoveTarget,
         unprepared: BTreeSet<u16>,
     ) -> (Self, oneshot::Receiver<Result<(), String>>) {
         let (sender, receiver) = oneshot::channel();
-        (Self { to, unprepared, prepared: Some(sender), departed: None }, receiver)
+        let (is_stopped, prepared, departed) = (false, Some(sender), None);
+        (Self { number, to, unprepared, is_stopped, prepared, departed }, receiver)
     }
 
-    /// Begins the move, unless it has begun or a member is not prepared. The channel reports that
-    /// all members have left.
-    pub(super) fn begin(&mut self) -> Option<oneshot::Receiver<()>> {
+    /// Returns whether the move can begin: all members are prepared, nothing has stopped it, and it
+    /// has not begun.
+    pub(super) fn can_begin(&self) -> bool {
         // wire: W-79
-        if !self.unprepared.is_empty() || self.departed.is_some() {
-            return None;
-        }
+        self.unprepared.is_empty() && !self.is_stopped && !self.has_begun()
+    }
+
+    /// Begins the move. The channel reports that all members have left.
+    pub(super) fn begin(&mut self) -> oneshot::Receiver<()> {
         let (sender, receiver) = oneshot::channel();
         self.departed = Some(sender);
-        Some(receiver)
+        receiver
+    }
+
+    /// Returns the places of the members that are not prepared.
+    pub(super) const fn unprepared(&self) -> &BTreeSet<u16> {
+        &self.unprepared
     }
 
     /// Returns whether the members have been told to leave.
@@ -47,19 +60,19 @@ impl PlannedMove {
 
     /// Reports why the move cannot begin, unless it has begun.
     pub(super) fn stop(&mut self, why: String) {
-        if self.departed.is_none() {
+        if !self.has_begun() {
             // The move cannot begin even if all members have already reported that they are ready.
-            self.unprepared.insert(u16::MAX);
+            self.is_stopped = true;
             self.report(Err(why));
         }
     }
 
-    /// Signals that all members have left. Returns the target, or `None` if the members left for
-    /// another reason.
-    pub(super) fn finish(self) -> Option<MoveTarget> {
-        // A failed send means that nobody waits for the move any more.
-        self.departed?.send(()).ok();
-        Some(self.to)
+    /// Signals that all members have left, if they were told to.
+    pub(super) fn finish(self) {
+        if let Some(departed) = self.departed {
+            // A failed send means that nobody waits for the move any more.
+            departed.send(()).ok();
+        }
     }
 
     fn report(&mut self, result: Result<(), String>) {

@@ -124,6 +124,7 @@ impl Registry {
         };
         job.check_return(join, caller)?;
         job.rejoins_at(join)?;
+        job.check_not_moving(&join.job)?;
         Ok((job.id, job.may_move))
     }
 

@@ -61,7 +61,8 @@ impl Registry {
     }
 
     /// Checks that this aggregator would admit a join now. The caller has `identity`, or asks for a
-    /// rank that has it.
+    /// rank that has it. A rank may also follow others of its job that have moved here. An
+    /// aggregator, which asks before any rank has moved, may not: such a job is another one.
     ///
     /// # Errors
     /// Returns the reason for the refusal.
@@ -71,12 +72,22 @@ impl Registry {
         identity: Option<&str>,
         ip: IpAddr,
     ) -> Result<(), Refusal> {
+        if self.config.parent.is_some() && join.resume.is_some() {
+            return Err(Refusal::Never("it has a parent, so no running job can move to it".into()));
+        }
         self.admit(join, identity, ip)?;
         self.check_data(join)?;
         self.check_multicast(join, ip)?;
         let name = &join.job;
-        if self.jobs.contains_key(name) {
-            return Err(Refusal::Never(format!("it already serves a job with the name {name:?}")));
+        if let Some(job) = self.jobs.get(name) {
+            // A rank keeps its job's secret from an aggregator that it only asks.
+            let known = || Join { secret: job.secret, ..join.clone() };
+            let follows = job.moved_at.is_some()
+                && join.begun_by.is_none()
+                && job.generation == join.generation
+                && job.check(&known()).is_ok();
+            let other = || format!("it already serves a job with the name {name:?}");
+            return if follows { Ok(()) } else { Err(Refusal::Never(other())) };
         }
         let share = self.find_share(join, identity, ip)?;
         if self.affordable_slots(share, join.lanes, join.world) < *POOL_SLOTS.start() {

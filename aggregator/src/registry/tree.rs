@@ -159,13 +159,14 @@ impl Registry {
                 job.send_to_all(&message);
                 self.remove(name);
             }
-            FromAggregator::PrepareMove { .. } => {
+            FromAggregator::PrepareMove { number, .. } => {
                 let reason = "an aggregator whose ranks take part in the job has this parent, and \
                               cannot change it; stop the job, and start its ranks with other \
                               aggregators";
                 if let Some(messages) = &parent.messages {
                     // Ignore a failed send: `handle_parent_disconnect` handles a closed connection.
-                    drop(messages.send(FromWorker::CannotMove { reason: reason.into() }));
+                    let reason = reason.into();
+                    drop(messages.send(FromWorker::CannotMove { number, reason }));
                 }
             }
             // The other messages need no action here. A parent that drains still serves a running
@@ -179,8 +180,8 @@ impl Registry {
             | FromAggregator::Status { .. }
             | FromAggregator::MayLeave
             | FromAggregator::Room
-            | FromAggregator::MoveNow
-            | FromAggregator::CancelMove
+            | FromAggregator::MoveNow { .. }
+            | FromAggregator::CancelMove { .. }
             | FromAggregator::Moved { .. }
             | FromAggregator::ContinueWithout(_) => {}
         }

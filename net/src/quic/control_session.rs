@@ -266,7 +266,8 @@ pub async fn ask_present(
 ///
 /// Panics outside a tokio runtime.
 pub async fn ask_room(to: SocketAddr, join: Join, caller: &CallOptions) -> Result<(), Ended> {
-    match ask_once(to, FromWorker::AskRoom(join), caller, caller.patience).await? {
+    let answer = ask_once(to, FromWorker::AskRoom(join), caller, caller.patience).await?;
+    match answer.ok_or(Ended::Silent)? {
         FromAggregator::Room => Ok(()),
         other => Err(refusal(other)),
     }
@@ -289,20 +290,27 @@ pub async fn ask_to_move(
     caller: &CallOptions,
     limit: Span,
 ) -> Result<u16, Ended> {
-    match ask_once(to, request, caller, limit).await? {
+    let late = || {
+        Ended::of(format!(
+            "the aggregator has not finished within {} s, so moves that have not begun are \
+             cancelled; see `racksum status` for those that have",
+            limit.as_millis() / 1_000
+        ))
+    };
+    match ask_once(to, request, caller, limit).await?.ok_or_else(late)? {
         FromAggregator::Moved { jobs } => Ok(jobs),
         other => Err(refusal(other)),
     }
 }
 
-/// Calls the aggregator at `to`, sends one message, and returns the answer if it arrives within
-/// `limit`.
+/// Calls the aggregator at `to`, sends one message, and returns the answer, or `None` if it does not
+/// arrive within `limit`.
 async fn ask_once(
     to: SocketAddr,
     message: FromWorker,
     caller: &CallOptions,
     limit: Span,
-) -> Result<FromAggregator, Ended> {
+) -> Result<Option<FromAggregator>, Ended> {
     let mut line = call(to, caller).await?;
     let answer = async {
         line.send(&message).await?;
@@ -310,7 +318,7 @@ async fn ask_once(
     };
     let answer = tokio::time::timeout(duration(limit), answer).await;
     line.connection.close("answer received").await;
-    answer.unwrap_or(Err(Ended::Silent))
+    answer.ok().transpose()
 }
 
 /// Returns the reason for a refusal, from the answer to a request.

@@ -25,6 +25,16 @@ impl Worker {
         }
     }
 
+    /// Stops keeping sums for other ranks, because the move is cancelled and the rank knows no other
+    /// aggregator. Ops in flight continue: what they have kept goes with them.
+    pub fn stop_keeping(&mut self) {
+        if core::mem::take(&mut self.config.may_move) {
+            let acks_at_rest = self.config.acks_at_rest;
+            self.streams.iter_mut().for_each(|stream| stream.stop_keeping(acks_at_rest));
+            self.drop_ended();
+        }
+    }
+
     /// Returns whether this rank keeps every sum that another rank may lack.
     #[must_use]
     pub fn is_ready_to_move(&self) -> bool {

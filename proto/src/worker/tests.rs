@@ -271,6 +271,37 @@ fn a_prepared_rank_at_rest_acknowledges_and_asks_until_it_is_ready() {
 }
 
 #[test]
+fn a_rank_whose_move_is_cancelled_keeps_nothing_and_prepares_again_from_the_start() {
+    let mut worker = worker();
+    let small = Descriptor::sum(1, DType::F32);
+    let submit = |worker: &mut Worker| {
+        let op = worker.submit_scanned(Time(0), small, vec![1], Span::from_secs(1)).unwrap();
+        opened(worker);
+        op
+    };
+    worker.prepare_to_move();
+    let (ended, in_flight) = (submit(&mut worker), submit(&mut worker));
+    finish_small(&mut worker, ended, ended);
+    assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
+    assert_eq!(worker.first_kept(), ended);
+    worker.stop_keeping();
+    assert!(worker.first_kept() == in_flight && !worker.is_ready_to_move());
+    let later = submit(&mut worker);
+    assert!(!worker.keeps_sums_of(later));
+    // The ops in flight end as usual, and the rank rests.
+    finish_small(&mut worker, in_flight, ended);
+    assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
+    worker.prepare_to_move();
+    credit(&mut worker, later);
+    assert!(!worker.is_ready_to_move(), "the op between the two preparations is not kept");
+    worker.stop_keeping();
+    finish_small(&mut worker, later, later);
+    assert_eq!(worker.poll_outcome().unwrap().result, Ok(()));
+    assert!(worker.is_idle() && worker.is_at_rest());
+    assert_eq!(worker.poll_timeout(), Time::NEVER);
+}
+
+#[test]
 #[should_panic(expected = "some sums were not kept")]
 fn a_rank_that_is_not_ready_cannot_resume_elsewhere() {
     let mut worker = worker();

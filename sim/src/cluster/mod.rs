@@ -38,6 +38,8 @@ pub struct Cluster<'a> {
     checkers: Checkers,
     trace: u64,
     totals: Totals,
+    /// The number of steps so far in which ranks were prepared to move, or that was cancelled.
+    preparations: u64,
     /// The number of moves that have ended.
     moved: usize,
 }
@@ -78,6 +80,7 @@ impl<'a> Cluster<'a> {
             checkers,
             trace: mix(plan.seed),
             totals: Totals::default(),
+            preparations: 0,
             moved: 0,
         }
     }
@@ -292,7 +295,7 @@ impl<'a> Cluster<'a> {
     /// Stops the shards until the jobs move. The shards lose their state. If the plan prepares the
     /// ranks, first waits until all of them are ready.
     fn die(&mut self, number: usize) {
-        if self.plan.prepares && !(self.moved == number && self.is_prepared()) {
+        if self.plan.prepares && !(self.moved == number && self.may_hand_over(number)) {
             self.engine.schedule(self.engine.now() + PREPARE_POLL, Event::Die(number));
             return;
         }
@@ -304,6 +307,24 @@ impl<'a> Cluster<'a> {
             }
         }
         self.engine.schedule(again, Event::Move(number));
+    }
+
+    /// Prepares all ranks to move, or cancels that if the plan still has to. Returns whether the
+    /// jobs may move now.
+    fn may_hand_over(&mut self, number: usize) -> bool {
+        self.preparations += 1;
+        // Every second step cancels what the step before has prepared.
+        let cancels = number == 0 && self.preparations <= 2 * self.plan.cancels;
+        if cancels && self.preparations.is_multiple_of(2) {
+            for at in 0..self.hosts.len() {
+                let Role::Worker(worker) = &mut self.hosts[at].role else { continue };
+                worker.node.machine.stop_keeping();
+                let due = self.hosts[at].next_due(self.plan).max(self.engine.now());
+                self.rouse(at, due);
+            }
+            return false;
+        }
+        self.is_prepared() && !cancels
     }
 
     /// Prepares all ranks to move. Returns whether all are ready.

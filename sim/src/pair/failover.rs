@@ -57,6 +57,17 @@ fn hands_over(cluster: &mut Cluster, random: &mut Random, left: &mut u64) -> boo
     cluster.workers.iter().all(|worker| worker.machine.is_ready_to_move())
 }
 
+/// Like [`hands_over`], for an aggregator that cancels some of its moves while it prepares them.
+fn hesitates(cluster: &mut Cluster, random: &mut Random, left: &mut u64) -> bool {
+    if *left == 0 && random.below(4) == 0 {
+        for worker in &mut cluster.workers {
+            worker.machine.stop_keeping();
+        }
+        *left = random.below(40);
+    }
+    hands_over(cluster, random, left)
+}
+
 /// Runs all ops, `OPEN` of them at a time. Each number in `deaths` is the number of steps until the
 /// next death of the aggregator, which `dies` then decides on. Returns each rank's results, by op.
 fn results(
@@ -122,8 +133,21 @@ fn an_aggregator_may_die_at_any_time_and_the_sums_are_the_same() {
 #[test]
 fn a_job_that_knew_no_standby_moves_once_all_its_ranks_are_prepared() {
     // wire: W-78
+    moves_once_prepared(0..60, hands_over);
+}
+
+#[test]
+fn moves_that_are_cancelled_cost_nothing_and_the_job_can_still_move() {
+    // wire: W-78
+    moves_once_prepared(60..120, hesitates);
+}
+
+fn moves_once_prepared(
+    seeds: std::ops::Range<u64>,
+    hands_over: impl Fn(&mut Cluster, &mut Random, &mut u64) -> bool,
+) {
     let moves = std::cell::Cell::new(0);
-    for seed in 0..60 {
+    for seed in seeds {
         let faults = Faults { drop: seed % 3 * 6, double: seed % 4 * 3, delay: seed % 5 * 5 };
         let undisturbed = results(seed, Faults::default(), &[], dies, false);
         let mut random = Random::new(seed);

@@ -70,6 +70,7 @@ fn of_network(plan: &Plan) -> Vec<Feature> {
         ("aggregator dies", !plan.moves.is_empty()),
         ("aggregators die one after the other", plan.moves.len() > 1),
         ("job moves without a standby", plan.prepares && !plan.moves.is_empty()),
+        ("move cancelled", plan.prepares && plan.cancels > 0 && !plan.moves.is_empty()),
         ("duplicates", rule(&|rule| matches!(rule.effect, Effect::Copy(_)))),
         ("duplicates among later ops", rule(&|rule| copies_late(rule))),
         ("reordering", rule(&|rule| matches!(rule.effect, Effect::Delay(_)))),

@@ -39,6 +39,7 @@ pub fn plan(seed: u64) -> Plan {
     if harsh && random.child("moves").once_in(5) {
         plan.moves = moves(&plan, &mut random.child("moves").nth(1));
         plan.prepares = random.child("moves").nth(2).once_in(2);
+        plan.cancels = random.child("moves").nth(3).below(3);
     }
     if random.child("noise").once_in(4) {
         let noise = random.child("noise").across(1..=500);

@@ -14,6 +14,12 @@ impl Engine {
         self.machine.prepare_to_move();
     }
 
+    /// Stops keeping sums for other ranks, because the job does not move.
+    pub(crate) fn stop_keeping(&mut self) {
+        self.machine.stop_keeping();
+        self.drop_kept();
+    }
+
     /// Returns whether this rank keeps every sum that another rank may lack.
     pub(crate) fn is_ready_to_move(&self) -> bool {
         self.machine.is_ready_to_move()

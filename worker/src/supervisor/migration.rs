@@ -31,8 +31,8 @@ impl Supervisor {
     /// Like [`move_on`](Self::move_on), but starts with the set of aggregators with index `to`, or
     /// with the next set if there is none.
     pub(super) fn migrate(&mut self, why: String, to: Option<usize>) {
-        // The aggregator that prepared a move is left.
-        self.planned = None;
+        // The aggregators that prepared a move or drained are left.
+        (self.planned, self.search) = (None, None);
         let options = self.options.clone();
         let mut selector = AggregatorSelector::new(&options, self.at);
         match to {

@@ -2,8 +2,9 @@
 //!
 //! First the aggregator prepares all ranks: each tries out the new aggregators, and starts to keep
 //! sums for other ranks if it did not do so already. Once every rank has answered that it is ready,
-//! the aggregator tells all to move; otherwise it cancels the move. A prepared rank also knows the
-//! new aggregators as its last standby. So if the aggregator dies in between, the ranks still meet.
+//! the aggregator tells all to move; otherwise it cancels the move, and the ranks are as before. A
+//! prepared rank also knows the new aggregators as its last standby. So if the aggregator dies in
+//! between, the ranks still meet.
 
 use std::sync::Arc;
 
@@ -20,26 +21,29 @@ use crate::trial::Trial;
 /// Rate limit for log records that an aggregator can trigger.
 static NOT_PREPARED: LogLimit = LogLimit::new(16);
 
+/// The index of the aggregator, in the current set, that prepares a move, and its number of the
+/// move.
+type Planner = (u8, u32);
+
 /// A move that is being prepared.
 #[derive(Debug)]
 pub(crate) struct PlannedMove {
-    to: MoveTarget,
-    /// The index of the aggregator, in the current set, that prepares the move.
-    by: u8,
+    pub(super) to: MoveTarget,
+    by: Planner,
     /// The number of the trial of the new aggregators.
     trial: u64,
     is_prepared: bool,
 }
 
 impl Supervisor {
-    /// Begins to prepare a move for the aggregator at `place`, which gets an answer later.
-    pub(super) fn prepare(&mut self, place: u8, to: MoveTarget) {
-        if let Err(reason) = self.begin(place, to) {
-            self.refuse(place, reason);
+    /// Begins to prepare a move for an aggregator, which gets an answer later.
+    pub(super) fn prepare(&mut self, by: Planner, to: MoveTarget) {
+        if let Err(reason) = self.begin(by, to) {
+            self.refuse(by, reason);
         }
     }
 
-    fn begin(&mut self, place: u8, to: MoveTarget) -> Result<(), String> {
+    fn begin(&mut self, by: Planner, to: MoveTarget) -> Result<(), String> {
         if let Some(PlannedMove { to: other, .. }) = &self.planned {
             return Err(format!("a move to {other} is already being prepared"));
         }
@@ -58,16 +62,16 @@ impl Supervisor {
             resume: Resume { first_op: OpId(0), absent: self.absent.clone() },
             driver: Arc::clone(&self.driver),
         };
-        self.driver.with_engine(|engine| engine.prepare_to_move());
-        let events = self.mailbox.events(place);
+        let events = self.mailbox.events(by.0);
         let started = std::thread::Builder::new().name("move-trial".into()).spawn(move || {
             let event = Event::Tried { trial: number, result: trial.run() };
             // The send fails only if the client is gone.
             events.send(event);
         });
         started.map_err(|error| format!("cannot start a thread: {error}"))?;
-        self.add_set(&to);
-        self.planned = Some(PlannedMove { to, by: place, trial: number, is_prepared: false });
+        // The trial waits until the engine keeps sums, so it may start before.
+        self.driver.with_engine(|engine| engine.prepare_to_move());
+        self.planned = Some(PlannedMove { to, by, trial: number, is_prepared: false });
         Ok(())
     }
 
@@ -76,51 +80,59 @@ impl Supervisor {
         let Some(planned) = self.planned.as_mut().filter(|planned| planned.trial == trial) else {
             return;
         };
+        let by = planned.by;
         match result {
             Ok(()) => {
                 planned.is_prepared = true;
-                // All aggregators of the set learn that the rank may leave for others.
-                let controls = self.membership.controls.iter();
-                controls.for_each(|control| control.send(FromWorker::MovePrepared));
+                let to = planned.to.clone();
+                let knew_none = self.options.standbys.is_empty();
+                // Only now may the rank move there if its aggregator dies.
+                self.add_set(&to);
+                if knew_none {
+                    self.report_may_move(true);
+                }
+                self.answer(by, FromWorker::MovePrepared { number: by.1 });
             }
             Err(reason) => {
-                let place = planned.by;
                 self.forget_planned();
-                self.refuse(place, reason);
+                self.refuse(by, reason);
             }
         }
     }
 
-    /// Handles the end of a preparation by the aggregator at `place`.
-    pub(super) fn cancel(&mut self, place: u8) {
-        if self.planned.as_ref().is_some_and(|planned| planned.by == place) {
+    /// Handles the end of a preparation.
+    pub(super) fn cancel(&mut self, by: Planner) {
+        if self.planned.as_ref().is_some_and(|planned| planned.by == by) {
             self.forget_planned();
         }
     }
 
-    /// Moves the job, as the aggregator at `place` has prepared.
-    pub(super) fn move_as_planned(&mut self, place: u8) {
-        let is_prepared = |it: &&PlannedMove| it.by == place && it.is_prepared;
+    /// Moves the job as prepared.
+    pub(super) fn move_as_planned(&mut self, by: Planner) {
+        let is_prepared = |it: &&PlannedMove| it.by == by && it.is_prepared;
         let Some(planned) = self.planned.as_ref().filter(is_prepared) else { return };
         let (to, why) =
             (self.index_of(&planned.to), format!("an operator moved the job to {}", planned.to));
         self.migrate(why, to);
     }
 
-    fn refuse(&self, place: u8, reason: String) {
+    fn refuse(&self, by: Planner, reason: String) {
         NOT_PREPARED.note(|left_out| {
             tracing::warn!(left_out, "cannot prepare a move of the job: {reason}");
         });
+        let reason = format!("rank {}: {reason}", self.options.rank);
+        self.answer(by, FromWorker::CannotMove { number: by.1, reason });
+    }
+
+    fn answer(&self, (place, _): Planner, answer: FromWorker) {
         if let Some(control) = self.membership.controls.get(usize::from(place)) {
-            let reason = format!("rank {}: {reason}", self.options.rank);
-            control.send(FromWorker::CannotMove { reason });
+            control.send(answer);
         }
     }
 
     /// Returns the index of the set of aggregators that a move goes to, if the rank knows it.
-    fn index_of(&self, to: &MoveTarget) -> Option<usize> {
-        let mut sets = std::iter::once(&self.options.aggregators).chain(&self.options.standbys);
-        sets.position(|set| *set == to.hosts)
+    pub(super) fn index_of(&self, to: &MoveTarget) -> Option<usize> {
+        self.sets().position(|set| *set == to.hosts)
     }
 
     /// Adds the target of a move to the rank's sets of aggregators, as the last one. Forgets the
@@ -132,9 +144,22 @@ impl Supervisor {
         }
     }
 
+    /// Undoes the preparation of a move.
     fn forget_planned(&mut self) {
         self.planned = None;
         self.forget_sets();
+        // A rank that knows another set may still have to move there, so it keeps sums.
+        if self.options.standbys.is_empty() {
+            self.driver.with_engine(|engine| engine.stop_keeping());
+            self.report_may_move(false);
+        }
+    }
+
+    /// Tells all aggregators of the set whether the rank knows others, where it may be if they hear
+    /// nothing from it.
+    fn report_may_move(&self, may_move: bool) {
+        let controls = self.membership.controls.iter();
+        controls.for_each(|control| control.send(FromWorker::MayMove { may_move }));
     }
 
     /// Forgets the sets of aggregators that operators named, except for the current one.
@@ -196,47 +221,85 @@ mod tests {
             (target("nowhere"), "rank 0: "),
             (MoveTarget { hosts: Vec::new() }, "rank 0: a job moves to 1 to 62 aggregators"),
         ] {
-            supervisor.prepare(0, to);
-            let Ok(FromWorker::CannotMove { reason }) = sent.try_recv() else { panic!("{why}") };
+            supervisor.prepare((0, 3), to);
+            let Ok(FromWorker::CannotMove { number: 3, reason }) = sent.try_recv() else {
+                panic!("{why}")
+            };
             assert!(reason.starts_with(why), "{reason}");
             assert!(supervisor.planned.is_none());
         }
         assert_eq!(standbys(&supervisor), ["b:1"]);
     }
 
+    /// Returns a move to C that the aggregator at place 0 prepares with this number.
+    fn planned(number: u32) -> Option<PlannedMove> {
+        Some(PlannedMove { to: target("c:1"), by: (0, number), trial: 7, is_prepared: false })
+    }
+
     #[test]
     fn only_the_aggregator_that_prepared_a_move_cancels_or_begins_it() {
         let (mut supervisor, [mut sent, mut also]) = supervisor();
-        let planned =
-            |is_prepared| Some(PlannedMove { to: target("c:1"), by: 0, trial: 7, is_prepared });
-        supervisor.add_set(&target("c:1"));
-        supervisor.planned = planned(false);
-        supervisor.prepare(1, target("d:1"));
+        supervisor.planned = planned(3);
+        supervisor.prepare((1, 3), target("d:1"));
         let reason = "rank 0: a move to c:1 is already being prepared".to_owned();
-        assert_eq!(also.try_recv(), Ok(FromWorker::CannotMove { reason }));
-        // The end of an earlier trial, another aggregator, and a move before its time.
+        assert_eq!(also.try_recv(), Ok(FromWorker::CannotMove { number: 3, reason }));
+        // The end of an earlier trial, other moves, and a move before its time.
         supervisor.finish_trial(6, Ok(()));
-        supervisor.cancel(1);
-        supervisor.move_as_planned(0);
+        [(1, 3), (0, 2)].into_iter().for_each(|other| supervisor.cancel(other));
+        supervisor.move_as_planned((0, 3));
         assert!(sent.try_recv().is_err() && supervisor.planned.is_some());
+        assert_eq!(standbys(&supervisor), ["b:1"], "a target is no standby before it was tried");
         supervisor.finish_trial(7, Ok(()));
-        assert_eq!(
-            [&mut sent, &mut also].map(|it| it.try_recv()),
-            [Ok(FromWorker::MovePrepared), Ok(FromWorker::MovePrepared)]
-        );
-        supervisor.move_as_planned(1);
+        assert_eq!(standbys(&supervisor), ["b:1", "c:1"]);
+        assert_eq!(sent.try_recv(), Ok(FromWorker::MovePrepared { number: 3 }));
+        assert!(also.try_recv().is_err());
+        [(1, 3), (0, 2)].into_iter().for_each(|other| supervisor.move_as_planned(other));
         assert!(supervisor.planned.is_some());
-        supervisor.cancel(0);
+        supervisor.cancel((0, 3));
         assert!(supervisor.planned.is_none());
         assert_eq!(standbys(&supervisor), ["b:1"]);
-        supervisor.move_as_planned(0);
+        supervisor.move_as_planned((0, 3));
         assert!(sent.try_recv().is_err());
         // A trial that fails is reported, and its target forgotten.
-        supervisor.add_set(&target("c:1"));
-        supervisor.planned = planned(false);
+        supervisor.planned = planned(4);
         supervisor.finish_trial(7, Err("c:1: no answer".into()));
         let reason = "rank 0: c:1: no answer".to_owned();
-        assert_eq!(sent.try_recv(), Ok(FromWorker::CannotMove { reason }));
+        assert_eq!(sent.try_recv(), Ok(FromWorker::CannotMove { number: 4, reason }));
         assert_eq!(standbys(&supervisor), ["b:1"]);
+    }
+
+    #[test]
+    fn a_rank_is_after_a_cancelled_move_as_it_was_before() {
+        let keeps = |it: &Supervisor| it.driver.with_engine(|engine| engine.is_ready_to_move());
+        let prepare = |supervisor: &mut Supervisor| {
+            supervisor.driver.with_engine(|engine| engine.prepare_to_move());
+            supervisor.planned = planned(3);
+        };
+        for knows in [false, true] {
+            let (mut supervisor, [mut sent, mut also]) = supervisor();
+            if !knows {
+                supervisor.options.standbys.clear();
+                supervisor.user_sets = 1;
+            }
+            let mut reports = |may_move| {
+                let report = (!knows).then_some(FromWorker::MayMove { may_move });
+                assert_eq!(also.try_recv().ok(), report);
+            };
+            prepare(&mut supervisor);
+            assert_eq!(supervisor.may_move(), knows, "the target was not tried yet");
+            supervisor.finish_trial(7, Ok(()));
+            assert!(supervisor.may_move());
+            reports(true);
+            supervisor.cancel((0, 3));
+            assert_eq!((supervisor.may_move(), keeps(&supervisor)), (knows, Some(knows)));
+            reports(false);
+            prepare(&mut supervisor);
+            supervisor.finish_trial(7, Err("c:1: no answer".into()));
+            assert_eq!(keeps(&supervisor), Some(knows));
+            reports(false);
+            let all: Vec<_> = std::iter::from_fn(|| sent.try_recv().ok()).collect();
+            let first = if knows { 0 } else { 1 };
+            assert_eq!(all[first], FromWorker::MovePrepared { number: 3 });
+        }
     }
 }

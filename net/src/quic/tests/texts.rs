@@ -134,7 +134,8 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         | Message::AskStatus { .. }
         | Message::Prove { .. }
         | Message::AskPingSizes
-        | Message::MovePrepared
+        | Message::MovePrepared { .. }
+        | Message::MayMove { .. }
         | Message::Stop => 0,
     };
     let all = [
@@ -144,8 +145,9 @@ fn no_field_of_what_a_worker_says_is_shown_as_it_came() {
         Message::AskRoom(join()),
         Message::MoveJob { version: 1, job: "train".into(), to: target() },
         Message::DrainTo { version: 1, to: target() },
-        Message::CannotMove { reason: String::new() },
-        Message::MovePrepared,
+        Message::CannotMove { number: 1, reason: String::new() },
+        Message::MovePrepared { number: 1 },
+        Message::MayMove { may_move: true },
         Message::RankLost(ABSENT),
         Message::PingArrived,
         Message::Counters(OwnCounters::default()),
@@ -175,8 +177,8 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         | Message::Present { .. }
         | Message::MayLeave
         | Message::Room
-        | Message::MoveNow
-        | Message::CancelMove
+        | Message::MoveNow { .. }
+        | Message::CancelMove { .. }
         | Message::Moved { .. }
         | Message::Welcome(_)
         | Message::Ready { .. }
@@ -204,9 +206,9 @@ fn no_field_of_what_an_aggregator_says_is_shown_as_it_came() {
         Message::PeerLost { ranks: Vec::new(), why: Loss::Died },
         Message::MayLeave,
         Message::Room,
-        Message::PrepareMove { to: target() },
-        Message::MoveNow,
-        Message::CancelMove,
+        Message::PrepareMove { number: 1, to: target() },
+        Message::MoveNow { number: 1 },
+        Message::CancelMove { number: 1 },
         Message::Moved { jobs: 1 },
     ];
     all.iter().for_each(|message| assert_eq!(feed(message), texts(message), "{message:?}"));

@@ -25,9 +25,9 @@ impl Acks {
         Self { from: 0, bytes: 0, since: None, is_due: false, at_rest, max_windows }
     }
 
-    /// Acknowledges results from now on even while no result is awaited.
-    pub(super) const fn acknowledge_at_rest(&mut self) {
-        self.at_rest = true;
+    /// Sets whether results are acknowledged even while no result is awaited.
+    pub(super) const fn set_at_rest(&mut self, at_rest: bool) {
+        self.at_rest = at_rest;
     }
 
     /// Notes that a result of `len` bytes has moved the cursor to `cursor`.

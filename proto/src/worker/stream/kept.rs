@@ -17,12 +17,19 @@ impl Stream {
     pub(in crate::worker) fn keep_from_now(&mut self) {
         self.keeps = true;
         self.keeps_from = self.progress.ops().end();
-        self.acks.acknowledge_at_rest();
+        self.acks.set_at_rest(true);
     }
 
     /// Returns whether every rank has acknowledged all sums that this rank does not keep.
     pub(in crate::worker) const fn keeps_all(&self) -> bool {
         self.progress.low() >= self.keeps_from
+    }
+
+    /// Stops keeping sums because the job does not move. `acks_at_rest` says whether other ranks
+    /// still keep some.
+    pub(in crate::worker) const fn stop_keeping(&mut self, acks_at_rest: bool) {
+        self.forget_kept();
+        self.acks.set_at_rest(acks_at_rest);
     }
 
     /// Stops keeping sums for other ranks.
