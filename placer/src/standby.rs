@@ -76,7 +76,8 @@ pub(crate) fn allows(problem: &Problem<'_>, placement: &Placement, standbys: &[S
 
 /// Returns, per host, whether a domain of the job's standby level holds it and aggregators of one
 /// of these sets.
-pub(crate) fn taken_hosts(problem: &Problem<'_>, taken: &[&Vec<u32>]) -> Vec<bool> {
+#[must_use]
+pub fn taken_hosts(problem: &Problem<'_>, taken: &[&Vec<u32>]) -> Vec<bool> {
     let topology = problem.topology;
     let mut is_taken = vec![false; topology.hosts().len()];
     for host in topology.host_ids() {
@@ -101,8 +102,7 @@ fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) 
 }
 
 /// Returns the domain of the job's standby level that holds a host.
-#[must_use]
-pub fn failure_domain(problem: &Problem<'_>, host: HostId) -> VertexId {
+fn failure_domain(problem: &Problem<'_>, host: HostId) -> VertexId {
     let topology = problem.topology;
     let mut ancestors = topology.climb(topology.leaf(host));
     let at_level = ancestors.find(|vertex| topology.depth(*vertex) <= problem.standby_depth);

@@ -1,13 +1,13 @@
 //! Places for members that are missing beside members that stay.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use kube::ResourceExt;
 use racksum_placer::model::step_time;
 use racksum_placer::placement::Placement;
 use racksum_placer::problem::Problem;
-use racksum_placer::standby::failure_domain;
-use racksum_placer::topology::{HostId, Topology};
+use racksum_placer::standby::taken_hosts;
+use racksum_placer::topology::Topology;
 
 use super::{Request, Room, Sizes, Unplanned};
 use crate::quantity::{Amounts, add, times};
@@ -41,7 +41,7 @@ pub(super) fn filled(
             Some(host) => (*host).to_owned(),
             None => {
                 let host = filling.seat(Role::Aggregator { set: number / each })?;
-                topology.host(host).name.clone()
+                topology.hosts()[host].name.clone()
             }
         });
     }
@@ -77,7 +77,6 @@ struct Seats {
 struct Filling<'a> {
     request: &'a Request<'a>,
     problem: &'a Problem<'a>,
-    topology: &'a Topology,
     sizes: &'a Sizes,
     hosts: Vec<Seats>,
     /// Workers per host.
@@ -90,7 +89,7 @@ impl<'a> Filling<'a> {
     fn new(
         request: &'a Request<'a>,
         problem: &'a Problem<'a>,
-        topology: &'a Topology,
+        topology: &Topology,
         rooms: &[Room<'_>],
         sizes: &'a Sizes,
     ) -> Self {
@@ -110,20 +109,22 @@ impl<'a> Filling<'a> {
             counts.map(|count| count.unwrap_or(u32::MAX)).collect()
         });
         let (hosts, ranks, sets) = (seats.collect(), ranks.collect(), sets.collect());
-        Self { request, problem, topology, sizes, hosts, ranks, sets }
+        Self { request, problem, sizes, hosts, ranks, sets }
     }
 
     /// Puts a member on the host that makes the step shortest, and returns the host.
-    fn seat(&mut self, role: Role) -> Result<HostId, Unplanned> {
+    fn seat(&mut self, role: Role) -> Result<usize, Unplanned> {
         let set = match role {
             Role::Aggregator { set } => set,
             Role::Worker => 0,
         };
-        let taken = self.taken(set);
+        let others = self.sets.iter().enumerate().filter(|(other, _)| *other != set);
+        let others: Vec<_> = others.map(|(_, counts)| counts).collect();
+        let is_taken = taken_hosts(self.problem, &others);
         let mut placement =
             Placement { ranks: self.ranks.clone(), aggregators: self.sets[set].clone() };
-        let mut best: Option<(f64, HostId)> = None;
-        for host in self.topology.host_ids().filter(|host| self.takes(role, *host, &taken)) {
+        let mut best: Option<(f64, usize)> = None;
+        for host in (0..self.hosts.len()).filter(|host| self.takes(role, *host, &is_taken)) {
             *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) += 1;
             let step_s = step_time(self.problem, &placement).total_s();
             *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) -= 1;
@@ -135,30 +136,20 @@ impl<'a> Filling<'a> {
         *of_role(role, &mut self.ranks, &mut self.sets[set], host) += 1;
         let size = self.size(role);
         let size = size.iter().map(|(name, amount)| (name.clone(), -amount)).collect();
-        let seats = &mut self.hosts[host.0];
+        let seats = &mut self.hosts[host];
         add(&mut seats.free, &size);
         seats.workers -= u32::from(role == Role::Worker);
         Ok(host)
     }
 
-    /// Returns the hosts in domains of the standby level that hold aggregators of other sets.
-    fn taken(&self, set: usize) -> BTreeSet<usize> {
-        let others = self.sets.iter().enumerate().filter(|(other, _)| *other != set);
-        let hosts = others.flat_map(|(_, counts)| {
-            counts.iter().enumerate().filter(|(_, count)| **count > 0).map(|(host, _)| HostId(host))
-        });
-        let domains = hosts.map(|host| failure_domain(self.problem, host));
-        domains.flat_map(|domain| self.topology.hosts_of(domain)).collect()
-    }
-
-    fn takes(&self, role: Role, host: HostId, taken: &BTreeSet<usize>) -> bool {
-        let seats = &self.hosts[host.0];
+    fn takes(&self, role: Role, host: usize, is_taken: &[bool]) -> bool {
+        let seats = &self.hosts[host];
         let accepts = match role {
             Role::Aggregator { .. } => {
                 // On the host's network, two aggregators would need the same port.
                 let is_port_free = !self.request.group.spec.aggregators.host_network
-                    || self.sets.iter().all(|counts| counts[host.0] == 0);
-                seats.takes_aggregators && is_port_free && !taken.contains(&host.0)
+                    || self.sets.iter().all(|counts| counts[host] == 0);
+                seats.takes_aggregators && is_port_free && !is_taken[host]
             }
             Role::Worker => seats.workers > 0,
         };
@@ -194,10 +185,10 @@ fn of_role<'a>(
     role: Role,
     ranks: &'a mut [u32],
     aggregators: &'a mut [u32],
-    host: HostId,
+    host: usize,
 ) -> &'a mut u32 {
     match role {
-        Role::Aggregator { .. } => &mut aggregators[host.0],
-        Role::Worker => &mut ranks[host.0],
+        Role::Aggregator { .. } => &mut aggregators[host],
+        Role::Worker => &mut ranks[host],
     }
 }
