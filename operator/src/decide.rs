@@ -207,31 +207,37 @@ impl<'a> Decider<'a> {
             return self.release();
         }
         self.create_aggregators();
-        let are_workers_ready = self.check_workers();
         self.replace_stuck();
-        if self.needs_plan() {
-            // A file that becomes unreadable later does no harm to a plan that exists.
-            let network = match self.network() {
-                Ok(network) => network,
-                Err(message) => {
-                    // Nobody tells the operator that a foreign ConfigMap has changed.
-                    self.recheck = self.recheck.min(plans::RETRY);
-                    return self.conditions.set(ACCEPTED, false, "InvalidNetwork", message);
-                }
-            };
-            self.conditions.set(ACCEPTED, true, "Valid", "the spec is valid");
-            if !are_workers_ready {
-                self.conditions.set(PLANNED, false, "WaitingForWorkers", "waiting for the workers");
-            } else if !self.make_plan(&network) {
-                // Pods that run may have been lost.
-                self.check_placed();
-                return self.publish();
-            }
+        let are_workers_ready = self.check_workers();
+        if self.needs_plan() && !self.plan_anew(are_workers_ready) {
+            // Pods that run may have been lost.
+            self.check_placed();
+            return self.publish();
         }
         self.conditions.set(ACCEPTED, true, "Valid", "the spec is valid");
         self.place();
         self.check_placed();
         self.publish();
+    }
+
+    /// Makes a plan once all workers are there. Returns whether there is one.
+    fn plan_anew(&mut self, are_workers_ready: bool) -> bool {
+        // A file that becomes unreadable later does no harm to a plan that exists.
+        let network = match self.network() {
+            Ok(network) => network,
+            Err(message) => {
+                // Nobody tells the operator that a foreign ConfigMap has changed.
+                self.recheck = self.recheck.min(plans::RETRY);
+                self.conditions.set(ACCEPTED, false, "InvalidNetwork", message);
+                return false;
+            }
+        };
+        self.conditions.set(ACCEPTED, true, "Valid", "the spec is valid");
+        if !are_workers_ready {
+            self.conditions.set(PLANNED, false, "WaitingForWorkers", "waiting for the workers");
+            return false;
+        }
+        self.make_plan(&network)
     }
 
     /// Reads the network file, with the ages that its measurements have now and without those that

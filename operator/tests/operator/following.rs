@@ -217,6 +217,33 @@ async fn a_lost_aggregator_is_replaced_and_its_address_stays() {
 }
 
 #[tokio::test]
+async fn a_lost_aggregator_is_told_even_if_the_network_file_is_gone() {
+    let world = World::with_operator().await;
+    let mut asked = group("FollowWorkers", 1, 1);
+    asked["spec"]["topology"]["network"] = json!({"name": "net", "key": "net.toml"});
+    let map = json!({"metadata": {"name": "net"}, "data": {"net.toml": ""}});
+    world.create(Kind::ConfigMap, map.clone());
+    world.create(Kind::Group, asked);
+    world.create(Kind::Pod, worker(0));
+    world.until_condition("Ready", "AggregatorsReady").await;
+    let mut store = world.server.store();
+    store.remove(&(Kind::ConfigMap, NAMESPACE.into(), "net".into()));
+    store.edit(Kind::Node, "", "h1", |node| node["spec"]["unschedulable"] = json!(true));
+    store.remove(&(Kind::Pod, NAMESPACE.into(), "vision-aggregator-0".into()));
+    drop(store);
+    world.until_condition("Accepted", "InvalidNetwork").await;
+    world.until_condition("Ready", "AggregatorsNotReady").await;
+    world.until_condition("Placed", "Gated").await;
+    let mut store = world.server.store();
+    store.create(Kind::ConfigMap, NAMESPACE, map).unwrap();
+    // Another pod makes the operator look again: it watches no foreign ConfigMaps.
+    store.edit(Kind::Pod, NAMESPACE, "train-0", |pod| pod["metadata"]["annotations"] = json!({}));
+    drop(store);
+    world.until_condition("Ready", "AggregatorsReady").await;
+    assert_eq!(node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap(), "h2");
+}
+
+#[tokio::test]
 async fn an_aggregator_that_stops_serving_is_told_and_addresses_stay_published() {
     let world = running().await;
     world.hands(|hands| _ = hands.unready.insert("vision-aggregator-0".into()));
