@@ -5,12 +5,25 @@ use k8s_openapi::api::policy::v1::Eviction;
 use k8s_openapi::apimachinery::pkg::apis::meta;
 use kube::api::{DeleteParams, ObjectMeta, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Status;
-use kube::{Api, Client, Error, Resource, ResourceExt};
+use kube::{Api, Client, Config, Error, Resource, ResourceExt};
 use serde_json::json;
 
 use crate::crd::{AggregatorGroup, AggregatorGroupStatus};
 use crate::decide::Action;
 use crate::objects::{FINALIZER, MANAGER, config_map_name};
+
+/// Returns a client that leaves all retries to the operator.
+///
+/// The default of kube 5.0 repeats a request for minutes that is answered with 429, 503 or 504. No
+/// group would be served meanwhile, and nobody told the reason: the API server answers 429 to each
+/// eviction that a disruption budget forbids.
+///
+/// # Errors
+/// If the configuration is wrong.
+pub fn client(mut config: Config) -> Result<Client, Error> {
+    config.default_retry = false;
+    Client::try_from(config)
+}
 
 /// Writes a group's status, if it differs from the one that the group has.
 ///

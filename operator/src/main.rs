@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
-use kube::Client;
+use kube::{Client, Config, Error};
+use racksum_operator::api;
 use racksum_operator::controller::{self, Options};
 use racksum_operator::crd::definition;
 use racksum_operator::decide::Trouble;
@@ -122,7 +123,7 @@ fn run(args: &Run) -> Result<(), Failure> {
 }
 
 async fn serve(args: &Run) -> Result<(), Failure> {
-    let client = Client::try_default().await.map_err(|error| {
+    let client = client().await.map_err(|error| {
         Failure::unavailable(format!(
             "no access to the API server: {error}; run in a pod with a service account, or set \
              KUBECONFIG"
@@ -144,6 +145,11 @@ async fn serve(args: &Run) -> Result<(), Failure> {
         _ = interrupt.recv() => leave(&election).await,
         _ = terminate.recv() => leave(&election).await,
     }
+}
+
+/// Returns a client for the cluster that the process runs in, or that its environment names.
+async fn client() -> Result<Client, Error> {
+    api::client(Config::infer().await.map_err(Error::InferConfig)?)
 }
 
 /// Serves whenever this replica holds the Lease.

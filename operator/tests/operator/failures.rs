@@ -133,6 +133,18 @@ async fn an_eviction_that_a_disruption_budget_forbids_is_told_and_tried_again() 
     let told = world.until_condition("Applied", "Refused").await;
     assert!(told["message"].as_str().unwrap().contains("disruption budget"), "{told}");
     assert!(world.pod("train-1").is_some());
+    // Its successor is waited for; there is room for it.
+    world.until_condition("Planned", "WaitingForWorkers").await;
+    // Other groups are served meanwhile.
+    let mut other = group("FollowWorkers", 1, 1);
+    other["metadata"]["name"] = json!("speech");
+    other["spec"]["workers"]["matchLabels"] = json!({"job": "other"});
+    world.create(Kind::Group, other);
+    let mut pod = worker(2);
+    pod["metadata"]["labels"]["job"] = json!("other");
+    world.create(Kind::Pod, pod);
+    let is_served = |store: &Store| node_of(store, "speech-aggregator-0");
+    world.until("the other group's aggregator is bound", is_served).await;
     world.server.faults(|faults| faults.refusals.clear());
     let is_gone =
         |store: &Store| store.get(Kind::Pod, NAMESPACE, "train-1").is_none().then_some(());

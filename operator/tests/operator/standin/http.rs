@@ -150,7 +150,11 @@ fn fault(shared: &Shared, method: &str, path: &str) -> Result<Option<Answer>, st
     };
     Ok(faults.refusals.iter_mut().find(is_it).map(|refusal| {
         refusal.times -= 1;
-        let reason = if refusal.code == 403 { "Forbidden" } else { "InternalError" };
+        let reason = match refusal.code {
+            403 => "Forbidden",
+            429 => "TooManyRequests",
+            _ => "InternalError",
+        };
         Answer::status(refusal.code, reason, &refusal.message)
     }))
 }

@@ -98,7 +98,7 @@ impl Server {
                 ("authorization".parse().unwrap(), format!("Bearer {token}").parse().unwrap());
             config.headers.push(header);
         }
-        Client::try_from(config).unwrap()
+        racksum_operator::api::client(config).unwrap()
     }
 
     /// Returns the rights that the operator has used.
