@@ -9,7 +9,7 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures::{Stream, StreamExt, TryStreamExt};
+use futures::{Stream, StreamExt};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ConfigMap, Node, ObjectReference, Pod, Service};
 use kube::api::ListParams;
@@ -268,7 +268,20 @@ async fn reconcile_once(
             taken.map_err(|cause| Failed { what: text(&action), cause })
         }
     });
-    futures::stream::iter(actions).buffered(AT_ONCE).try_collect::<()>().await?;
+    let mut taken = futures::stream::iter(actions).buffered(AT_ONCE);
+    let mut refused = None;
+    while let Some(done) = taken.next().await {
+        match done {
+            // A write that stays refused, such as an eviction, must not hold up the others.
+            Err(failed) if matches!(failed.cause, Error::Api(_)) => {
+                _ = refused.get_or_insert(failed)
+            }
+            done => done?,
+        }
+    }
+    if let Some(failed) = refused {
+        return Err(failed);
+    }
     if trouble.is_some_and(|trouble| trouble.is_reported()) && decision.is_ongoing() {
         let decision = decided(&group, context, network, None).await?;
         write(&mut group, context, &decision).await?;

@@ -153,6 +153,28 @@ async fn an_eviction_that_a_disruption_budget_forbids_is_told_and_tried_again() 
 }
 
 #[tokio::test]
+async fn writes_that_stay_refused_hold_up_no_others() {
+    let world = World::with_operator().await;
+    // The paths of 0 to 3 and of 10 to 39: more than the requests that are in flight at once.
+    for digit in 0..4 {
+        let part = format!("/pods/vision-aggregator-{digit}");
+        world.server.refuse(refusal("PATCH", &part, 403, "forbidden"));
+    }
+    let mut asked = group("FollowWorkers", 1, 42);
+    asked["spec"]["aggregators"]["poolMib"] = json!(1);
+    asked["spec"]["aggregators"]["resources"] = json!({"cpu": "100m", "memory": "64Mi"});
+    world.create(Kind::Group, asked);
+    world.create(Kind::Pod, worker(0));
+    let are_bound = |store: &Store| {
+        let mut others = (4..10).chain(40..42).map(|number| format!("vision-aggregator-{number}"));
+        others.all(|name| node_of(store, &name).is_some()).then_some(())
+    };
+    world.until("all others are bound", are_bound).await;
+    assert!(node_of(&world.server.store_quietly(), "vision-aggregator-0").is_none());
+    world.until_condition("Applied", "Refused").await;
+}
+
+#[tokio::test]
 async fn a_status_that_others_write_too_is_written_from_what_is_there() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
