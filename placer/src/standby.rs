@@ -82,7 +82,7 @@ pub fn taken_hosts(problem: &Problem<'_>, taken: &[&Vec<u32>]) -> Vec<bool> {
     let mut is_taken = vec![false; topology.hosts().len()];
     for host in topology.host_ids() {
         if taken.iter().any(|aggregators| aggregators[host.0] > 0) {
-            let domain = failure_domain(problem, host);
+            let domain = topology.domain_at(host, problem.standby_depth);
             is_taken[topology.hosts_of(domain)].fill(true);
         }
     }
@@ -99,12 +99,4 @@ fn apart<'a>(problem: &Problem<'a>, placement: &Placement, taken: &[&Vec<u32>]) 
             seats.aggregators = 0;
         }
     })
-}
-
-/// Returns the domain of the job's standby level that holds a host.
-fn failure_domain(problem: &Problem<'_>, host: HostId) -> VertexId {
-    let topology = problem.topology;
-    let mut ancestors = topology.climb(topology.leaf(host));
-    let at_level = ancestors.find(|vertex| topology.depth(*vertex) <= problem.standby_depth);
-    at_level.unwrap_or(Topology::ROOT)
 }

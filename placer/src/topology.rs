@@ -247,6 +247,13 @@ impl Topology {
         self.parent(self.leaf(host)).unwrap_or(Self::ROOT)
     }
 
+    /// Returns the domain of a host at a depth, or its leaf if the depth is below all levels.
+    #[must_use]
+    pub fn domain_at(&self, host: HostId, depth: usize) -> VertexId {
+        let mut ancestors = self.climb(self.leaf(host));
+        ancestors.find(|vertex| self.depth(*vertex) <= depth).unwrap_or(Self::ROOT)
+    }
+
     /// Returns the parent of a vertex, or `None` for the root.
     #[must_use]
     pub fn parent(&self, vertex: VertexId) -> Option<VertexId> {

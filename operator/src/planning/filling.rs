@@ -77,6 +77,7 @@ struct Seats {
 struct Filling<'a> {
     request: &'a Request<'a>,
     problem: &'a Problem<'a>,
+    topology: &'a Topology,
     sizes: &'a Sizes,
     hosts: Vec<Seats>,
     /// Workers per host.
@@ -89,7 +90,7 @@ impl<'a> Filling<'a> {
     fn new(
         request: &'a Request<'a>,
         problem: &'a Problem<'a>,
-        topology: &Topology,
+        topology: &'a Topology,
         rooms: &[Room<'_>],
         sizes: &'a Sizes,
     ) -> Self {
@@ -109,7 +110,7 @@ impl<'a> Filling<'a> {
             counts.map(|count| count.unwrap_or(u32::MAX)).collect()
         });
         let (hosts, ranks, sets) = (seats.collect(), ranks.collect(), sets.collect());
-        Self { request, problem, sizes, hosts, ranks, sets }
+        Self { request, problem, topology, sizes, hosts, ranks, sets }
     }
 
     /// Puts a member on the host that makes the step shortest, and returns the host.
@@ -118,13 +119,11 @@ impl<'a> Filling<'a> {
             Role::Aggregator { set } => set,
             Role::Worker => 0,
         };
-        let others = self.sets.iter().enumerate().filter(|(other, _)| *other != set);
-        let others: Vec<_> = others.map(|(_, counts)| counts).collect();
-        let is_taken = taken_hosts(self.problem, &others);
+        let is_open = self.open_to(role);
         let mut placement =
             Placement { ranks: self.ranks.clone(), aggregators: self.sets[set].clone() };
         let mut best: Option<(f64, usize)> = None;
-        for host in (0..self.hosts.len()).filter(|host| self.takes(role, *host, &is_taken)) {
+        for host in (0..self.hosts.len()).filter(|host| is_open[*host] && self.takes(role, *host)) {
             *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) += 1;
             let step_s = step_time(self.problem, &placement).total_s();
             *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) -= 1;
@@ -142,14 +141,51 @@ impl<'a> Filling<'a> {
         Ok(host)
     }
 
-    fn takes(&self, role: Role, host: usize, is_taken: &[bool]) -> bool {
+    /// Returns, per host, whether it is in a domain that a member of a role may use.
+    fn open_to(&self, role: Role) -> Vec<bool> {
+        let mut is_open = self.in_scope();
+        if let Role::Aggregator { set } = role {
+            let others = self.sets.iter().enumerate().filter(|(other, _)| *other != set);
+            let others: Vec<_> = others.map(|(_, counts)| counts).collect();
+            let is_taken = taken_hosts(self.problem, &others);
+            is_open.iter_mut().zip(is_taken).for_each(|(is_open, is_taken)| *is_open &= !is_taken);
+        }
+        is_open
+    }
+
+    /// Returns, per host, whether a member may go there without leaving the domains of the scope
+    /// that hold members, if the job must not leave them.
+    fn in_scope(&self) -> Vec<bool> {
+        let all = vec![true; self.hosts.len()];
+        let Some(depth) = self.scope().and_then(|scope| self.topology.depth_of(scope)) else {
+            return all;
+        };
+        let has_member =
+            |host: usize| self.ranks[host] > 0 || self.sets.iter().any(|counts| counts[host] > 0);
+        let mut is_inside = vec![false; self.hosts.len()];
+        for (_, host) in self.topology.host_ids().enumerate().filter(|one| has_member(one.0)) {
+            let domain = self.topology.domain_at(host, depth);
+            is_inside[self.topology.hosts_of(domain)].fill(true);
+        }
+        // The nodes of all placed members may be gone.
+        if is_inside.contains(&true) { is_inside } else { all }
+    }
+
+    /// Returns the level whose domain the job must not leave, if any.
+    fn scope(&self) -> Option<&str> {
+        let topology = &self.request.group.spec.topology;
+        let is_bound = topology.requires_scope && !self.request.follows();
+        topology.scope.as_deref().filter(|_| is_bound)
+    }
+
+    fn takes(&self, role: Role, host: usize) -> bool {
         let seats = &self.hosts[host];
         let accepts = match role {
             Role::Aggregator { .. } => {
                 // On the host's network, two aggregators would need the same port.
                 let is_port_free = !self.request.group.spec.aggregators.host_network
                     || self.sets.iter().all(|counts| counts[host] == 0);
-                seats.takes_aggregators && is_port_free && !is_taken[host]
+                seats.takes_aggregators && is_port_free
             }
             Role::Worker => seats.workers > 0,
         };
@@ -170,13 +206,19 @@ impl<'a> Filling<'a> {
             Role::Worker => "worker",
         };
         let is_apart = role != Role::Worker && self.sets.len() > 1;
-        Unplanned::Room(match is_apart {
-            false => format!("no node has room for another {what}; free one that accepts it"),
-            true => format!(
-                "no node has room for another {what} apart from those of other sets; free one that \
-                 accepts it, or set topology.standbyLevel to a narrower level or to host"
-            ),
-        })
+        let is_narrowest =
+            self.request.group.spec.topology.standby_level.as_deref() == Some("host");
+        let place = self.scope().map_or_else(String::new, |scope| format!(" of the job's {scope}"));
+        let apart = if is_apart { " apart from those of other sets" } else { "" };
+        let mut text =
+            format!("no node{place} has room for another {what}{apart}; free one that accepts it");
+        if is_apart && !is_narrowest {
+            text += ", or set topology.standbyLevel to a narrower level or to host";
+        }
+        if self.scope().is_some() {
+            text += ", or set topology.requiresScope to false";
+        }
+        Unplanned::Room(text)
     }
 }
 

@@ -275,6 +275,40 @@ fn a_standby_is_outside_the_domain_of_the_others() {
 }
 
 #[test]
+fn lost_members_do_not_leave_a_required_scope() {
+    let one_gpu = |node: &mut Value| node["status"]["allocatable"]["nvidia.com/gpu"] = json!("1");
+    let nodes = [node("h1", "r1", one_gpu), node("h2", "r2", |_| {})];
+    let bound = worker(0, |pod| {
+        pod["spec"]["nodeName"] = json!("h1");
+        pod["spec"]["schedulingGates"] = json!([]);
+    });
+    let asked = |workers: u32, is_required: bool| {
+        group("PlaceWorkers", workers, |group| {
+            group["spec"]["topology"]["scope"] = json!("rack");
+            group["spec"]["topology"]["requiresScope"] = json!(is_required);
+            if workers == 1 {
+                group["spec"]["aggregators"]["standbys"] = json!(1);
+                group["spec"]["topology"]["standbyLevel"] = json!("host");
+            }
+        })
+    };
+    let pods = [bound, worker(1, |_| {})];
+    let plan = plan_of(&asked(2, false), &nodes, &pods, &[]).unwrap();
+    assert_eq!(plan.workers.iter().map(|one| &*one.host).collect::<Vec<_>>(), ["h1", "h2"]);
+    let told = plan_of(&asked(2, true), &nodes, &pods, &[]).unwrap_err().to_string();
+    let expected = "no node of the job's rack has room for another worker; free one that accepts \
+                    it, or set topology.requiresScope to false";
+    assert_eq!(told, expected);
+
+    let placed = [Some("h1"), None];
+    assert_eq!(filled_plan(&asked(1, false), &nodes, &placed).unwrap().aggregators, ["h1", "h2"]);
+    let told = filled_plan(&asked(1, true), &nodes, &placed).unwrap_err().to_string();
+    let expected = "no node of the job's rack has room for another standby apart from those of \
+                    other sets; free one that accepts it, or set topology.requiresScope to false";
+    assert_eq!(told, expected);
+}
+
+#[test]
 fn each_standby_has_as_many_aggregators_as_the_job() {
     let nodes: Vec<_> = [("h1", "r1"), ("h2", "r1"), ("h3", "r2"), ("h4", "r2"), ("h5", "r3")]
         .map(|(name, rack)| node(name, rack, |_| {}))
