@@ -78,9 +78,9 @@ pub(crate) enum Answer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Busy {
-    /// Its name and address.
+    /// The name and address of the coordinator.
     pub(crate) holder: String,
-    /// The seconds for which the agent has served it.
+    /// The seconds for which the agent has served the coordinator.
     pub(crate) held_s: u64,
 }
 
