@@ -9,7 +9,7 @@ use kube::ResourceExt;
 use racksum_placer::network::Network;
 
 use crate::affinity::Pin;
-use crate::crd::{Avoided, Mode};
+use crate::crd::{Avoided, Mode, Plan};
 use crate::decide::{Action, Decider};
 use crate::members::{Member, Stage};
 use crate::objects::{aggregator, placing};
@@ -97,7 +97,9 @@ impl<'a> Decider<'a> {
             Mode::PlaceWorkers => {
                 let needed = self.workers.iter().filter(|one| one.slot().is_none()).count();
                 let slots = free_slots(plan, &self.workers);
-                slots.len() < needed || !slots.iter().all(|host| self.is_usable(host))
+                slots.len() < needed
+                    || !slots.iter().all(|host| self.is_usable(host))
+                    || self.seats(plan).is_err()
             }
         }
     }
@@ -149,6 +151,16 @@ impl<'a> Decider<'a> {
                 return false;
             }
         };
+        // The plan counts the workers that accept a node, not which ones do.
+        if let Err(worker) = self.seats(&plan) {
+            let message = format!(
+                "{worker} accepts none of the plan's free hosts; free nodes that it accepts, or \
+                 change its node selector or affinity"
+            );
+            self.conditions.set(PLANNED, false, "NoRoom", message);
+            self.recheck = self.recheck.min(RETRY);
+            return false;
+        }
         let message = format!(
             "{} on {}; step {} µs{}",
             if plan.domain.is_empty() { "whole cluster" } else { &plan.domain },
@@ -187,26 +199,27 @@ impl<'a> Decider<'a> {
             }
             return;
         }
-        let gated: Vec<_> =
-            self.workers.iter().filter(|one| one.stage == Stage::Gated).copied().collect();
-        let slots: Vec<_> = free_slots(&plan, &self.workers)
-            .into_iter()
-            .filter_map(|host| self.node(host))
-            .collect();
-        match assigned(&gated, &slots) {
-            Ok(nodes) => {
-                for (worker, node) in gated.iter().zip(nodes) {
-                    let pin = self.worker_pin(node);
-                    self.pin(worker, &pin);
-                }
-            }
-            Err(worker) => {
-                let message = format!("{worker} accepts none of the plan's free hosts");
-                self.conditions.set(PLANNED, false, "NoRoom", message);
-                self.plan = None;
-                self.recheck = self.recheck.min(RETRY);
-            }
+        // A plan that a worker does not accept needs another one.
+        for (worker, node) in self.seats(&plan).unwrap_or_default() {
+            let pin = self.worker_pin(node);
+            self.pin(&worker, &pin);
         }
+    }
+
+    /// Returns the gated workers with their nodes of a plan; none in mode A.
+    ///
+    /// # Errors
+    /// The name of a worker that accepts none of the free nodes.
+    fn seats(&self, plan: &Plan) -> Result<Vec<(Member<'a>, &'a Node)>, String> {
+        if self.observed.group.spec.mode == Mode::FollowWorkers {
+            return Ok(vec![]);
+        }
+        let gated = self.workers.iter().filter(|one| one.stage == Stage::Gated);
+        let gated: Vec<_> = gated.copied().collect();
+        let slots = free_slots(plan, &self.workers).into_iter();
+        let slots: Vec<_> = slots.filter_map(|host| self.node(host)).collect();
+        let nodes = assigned(&gated, &slots)?;
+        Ok(gated.into_iter().zip(nodes).collect())
     }
 
     /// Returns the pin of a worker: its innermost domain, and the node as a preference.

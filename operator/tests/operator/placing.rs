@@ -297,9 +297,33 @@ async fn a_worker_that_accepts_no_node_of_the_plan_is_named_and_none_is_placed()
         world.create(Kind::Pod, worker);
     }
     let told = world.until_condition("Planned", "NoRoom").await;
-    assert_eq!(told["message"], "train-2 accepts none of the plan's free hosts");
+    let expected = "train-2 accepts none of the plan's free hosts; ";
+    assert!(told["message"].as_str().unwrap().starts_with(expected), "{told}");
     let store = world.server.store_quietly();
     assert!((0..3).all(|index| node_of(&store, &format!("train-{index}")).is_none()));
+    assert!(node_of(&store, "vision-aggregator-0").is_none());
+    assert!(store.list(Kind::Event).all(|event| event["reason"] != "Planned"));
+}
+
+#[tokio::test]
+async fn a_successor_that_does_not_accept_the_place_of_a_lost_worker_gets_another() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    ready(&world).await;
+    let before = racks(&world.server.store_quietly());
+    assert_eq!(before, BTreeMap::from([("r1".into(), 2)]));
+    let mut successor = gated_worker(1);
+    successor["metadata"]["name"] = json!("again");
+    successor["spec"]["nodeSelector"] = json!({"rack": "r2"});
+    let mut store = world.server.store();
+    store.remove(&(Kind::Pod, NAMESPACE.into(), "train-1".into()));
+    store.create(Kind::Pod, NAMESPACE, successor).unwrap();
+    drop(store);
+    world.until("the successor is bound", |store| node_of(store, "again")).await;
+    ready(&world).await;
+    let after = racks(&world.server.store_quietly());
+    assert_eq!(after, BTreeMap::from([("r1".into(), 1), ("r2".into(), 1)]));
 }
 
 #[tokio::test]
