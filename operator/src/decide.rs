@@ -361,12 +361,9 @@ impl<'a> Decider<'a> {
         match self.observed.trouble {
             Some(trouble) => {
                 let reason = if trouble.is_answered { "Refused" } else { "Unreachable" };
-                let message = format!(
-                    "{} (since {}, {} in a row); the operator retries",
-                    trouble.message,
-                    trouble.since,
-                    counted(trouble.failures)
-                );
+                // No number of failures: a status that changes causes the next try at once.
+                let message =
+                    format!("{} (since {}); the operator retries", trouble.message, trouble.since);
                 self.conditions.set(APPLIED, false, reason, message);
             }
             None => {
@@ -404,8 +401,4 @@ impl<'a> Decider<'a> {
             Phase::Placing
         }
     }
-}
-
-fn counted(failures: u32) -> String {
-    if failures == 1 { "1 failure".into() } else { format!("{failures} failures") }
 }

@@ -50,13 +50,14 @@ impl<'a> Decider<'a> {
         }
     }
 
-    pub(super) fn avoid(&mut self, host: &str, ttl: SignedDuration) {
-        let until = self
-            .observed
-            .now
-            .saturating_add(ttl.saturating_mul(AVOIDED_TTLS))
-            .unwrap_or(self.observed.now);
-        self.avoided.retain(|one| one.host != host);
+    /// Avoids a host for a while. If it is avoided already, the end stays: otherwise a refused
+    /// eviction would change the status at each try, and each change causes the next try.
+    fn avoid(&mut self, host: &str, ttl: SignedDuration) {
+        if self.avoided.iter().any(|one| one.host == host) {
+            return;
+        }
+        let until = self.observed.now.saturating_add(ttl.saturating_mul(AVOIDED_TTLS));
+        let until = until.unwrap_or(self.observed.now);
         self.avoided.push(Avoided { host: host.into(), until });
     }
 

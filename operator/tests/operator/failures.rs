@@ -1,9 +1,12 @@
 //! An API server that refuses, vanishes, and breaks watches.
 
+use std::time::Duration;
+
+use racksum_operator::controller::{self, Options};
 use serde_json::json;
 
 use crate::standin::{Faults, Kind, Refusal, Store};
-use crate::world::{GROUP, NAMESPACE, World, gated_worker, group, node_of, worker};
+use crate::world::{GROUP, NAMESPACE, World, gated_worker, group, node_of, options, worker};
 
 fn refusal(method: &'static str, part: &str, code: u16, message: &str) -> Refusal {
     Refusal { method, part: part.into(), times: u32::MAX, code, message: message.into() }
@@ -93,7 +96,7 @@ async fn conflicts_with_other_writers_are_retried_and_no_trouble() {
                 pod["metadata"]["annotations"]["round"] = json!(round.to_string());
             });
         }
-        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
     world.until_condition("Ready", "AggregatorsReady").await;
     world.until_condition("Placed", "AllBound").await;
@@ -175,6 +178,30 @@ async fn writes_that_stay_refused_hold_up_no_others() {
 }
 
 #[tokio::test]
+async fn a_write_that_stays_refused_is_tried_again_only_after_a_pause() {
+    for part in ["/pods/train-1/eviction", "/pods/vision-aggregator-0"] {
+        let world = World::start().await;
+        let method = if part.ends_with("eviction") { "POST" } else { "PATCH" };
+        world.server.refuse(refusal(method, part, 429, "refused"));
+        let pause = Duration::from_secs(3600);
+        let options = Options { first_retry: pause, longest_retry: pause, ..options() };
+        let operator = tokio::spawn(controller::run(world.server.client(), options, None));
+        let mut asked = group("PlaceWorkers", 2, 1);
+        asked["spec"]["pendingTtlSeconds"] = json!(1);
+        world.create(Kind::Group, asked);
+        world.hands(|hands| _ = hands.unscheduled.insert("train-1".into()));
+        (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+        world.until_condition("Applied", "Refused").await;
+        let tries = || world.server.faults(|faults| u32::MAX - faults.refusals[0].times);
+        let before = tries();
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        // Pods that are created or bound are changes, which cause a few.
+        assert!(tries() < before + 20, "{part}: {before}, then {}", tries());
+        operator.abort();
+    }
+}
+
+#[tokio::test]
 async fn a_status_that_others_write_too_is_written_from_what_is_there() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
@@ -184,7 +211,7 @@ async fn a_status_that_others_write_too_is_written_from_what_is_there() {
         world.server.store().edit(Kind::Group, NAMESPACE, GROUP, |group| {
             group["metadata"]["labels"] = json!({"round": round.to_string()});
         });
-        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
     world.until_condition("Ready", "AggregatorsReady").await;
     assert_eq!(world.group()["metadata"]["labels"]["round"], "199", "no update was lost");
