@@ -39,7 +39,7 @@ pub struct Agent {
 #[derive(Debug)]
 struct Holder {
     clock: Clock,
-    /// Its name, and since when it is served.
+    /// The coordinator's name, and since when it is served; `None` if there is none.
     held: Mutex<Option<(String, Time)>>,
 }
 

@@ -78,7 +78,7 @@ pub(crate) enum Answer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Busy {
-    /// Its name and address.
+    /// The coordinator's name and address.
     pub(crate) holder: String,
     /// The seconds for which the agent has served it.
     pub(crate) held_s: u64,

@@ -43,8 +43,8 @@ pub(super) struct Job {
     pub(super) world: u16,
     pub(super) lanes: u8,
     pub(super) on_rank_loss: OnRankLoss,
-    /// Whether any rank joined with a standby to which the job can move, or was lost or left when it
-    /// knew one.
+    /// Whether any rank joined with a standby to which the job can move, or was lost or left when
+    /// it knew one.
     pub(super) may_move: bool,
     /// The lost ranks that the job continues without, in the order of their loss.
     pub(super) absent: Vec<LostRank>,

@@ -290,14 +290,14 @@ impl Job {
         }
     }
 
-    /// Returns whether ranks may be together at another aggregator: some rank knows one, or has known
+    /// Returns whether ranks may be together at another aggregator: some rank knows one, or knew
     /// one when it was lost or left.
     pub(super) fn may_split(&self) -> bool {
         self.may_move || self.members.iter().flatten().any(|member| member.join.may_move)
     }
 
-    /// Removes a member that is lost or has left, and returns it. If it knows another aggregator, it
-    /// may be there, unless it is certainly gone.
+    /// Removes a member that is lost or has left, and returns it. If it knows another aggregator,
+    /// it may be there, unless it is certainly gone.
     pub(super) fn take_member(&mut self, rank: u16, is_gone: bool) -> Option<Member> {
         let member = self.members[usize::from(rank)].take();
         self.may_move |= !is_gone && member.as_ref().is_some_and(|member| member.join.may_move);

@@ -64,7 +64,7 @@ impl Layout {
         Self { left, end: left + cell * hosts, ..layout }
     }
 
-    /// Returns the width of a text: a letter is at most about as wide as seven tenths of its height.
+    /// Returns the width of a text: a letter is at most about seven tenths as wide as high.
     const fn width_of(&self, letters: usize) -> usize {
         letters * self.font * 7 / 10
     }

@@ -303,8 +303,8 @@ pub async fn ask_to_move(
     }
 }
 
-/// Calls the aggregator at `to`, sends one message, and returns the answer, or `None` if it does not
-/// arrive within `limit`.
+/// Calls the aggregator at `to`, sends one message, and returns the answer, or `None` if it does
+/// not arrive within `limit`.
 async fn ask_once(
     to: SocketAddr,
     message: FromWorker,

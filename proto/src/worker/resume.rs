@@ -25,8 +25,8 @@ impl Worker {
         }
     }
 
-    /// Stops keeping sums for other ranks, because the move is cancelled and the rank knows no other
-    /// aggregator. Ops in flight continue: what they have kept goes with them.
+    /// Stops keeping sums for other ranks, because the move is cancelled and the rank knows no
+    /// other aggregator. Ops in flight continue: what they have kept goes with them.
     pub fn stop_keeping(&mut self) {
         if core::mem::take(&mut self.config.may_move) {
             let acks_at_rest = self.config.acks_at_rest;
