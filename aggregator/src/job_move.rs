@@ -95,8 +95,8 @@ struct MovingGroup<'a> {
     name: &'a JobName,
     job: MovableJob,
     target: Target,
-    /// Whether its ranks were asked to prepare for this move.
-    is_asked: bool,
+    /// The number of the move that its ranks were asked to prepare for.
+    number: Option<u32>,
 }
 
 /// An aggregator that has room for a group.
@@ -158,7 +158,7 @@ impl Mover {
                 Err(why) => return Err(why),
             };
             let target = self.find_room(&job).await.map_err(|why| stays(name, &why))?;
-            groups.push(MovingGroup { name, job, target, is_asked: false });
+            groups.push(MovingGroup { name, job, target, number: None });
         }
         self.move_prepared(&mut groups).await
     }
@@ -177,10 +177,10 @@ impl Mover {
         match begun {
             Ok(departed) => self.finish(groups, departed).await,
             Err(why) => {
-                // Another move of a group, if there is one, is not this caller's.
-                for group in groups.iter().filter(|group| group.is_asked) {
-                    let mut registry = lock(&self.registry);
-                    registry.cancel_move(group.name, group.id(), &self.to);
+                for group in groups.iter() {
+                    if let Some(number) = group.number {
+                        lock(&self.registry).cancel_move(group.name, group.id(), number);
+                    }
                 }
                 Err(why)
             }
@@ -193,8 +193,8 @@ impl Mover {
         for (at, group) in groups.iter_mut().enumerate() {
             let asked = lock(&self.registry).prepare_move(group.name, group.id(), &self.to);
             match asked {
-                Ok(answer) => {
-                    group.is_asked = true;
+                Ok((number, answer)) => {
+                    group.number = Some(number);
                     drop(answers.spawn(async move { (at, answer.await) }));
                 }
                 Err(_) if !lock(&self.registry).serves(group.name) => {}
@@ -403,7 +403,7 @@ mod tests {
         let (present, gone) = watch::channel(());
         let mover = Mover { registry: Arc::clone(&registry), own: nowhere, to, caller: gone };
         let target = Target { addr: nowhere, caller, asked_at: Instant::now() };
-        let mut groups = vec![MovingGroup { name: &name, job, target, is_asked: false }];
+        let mut groups = vec![MovingGroup { name: &name, job, target, number: None }];
         drop(present);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let why = runtime.block_on(mover.move_prepared(&mut groups)).unwrap_err();
@@ -427,7 +427,7 @@ mod tests {
         let addr = "127.0.0.1:9".parse().unwrap();
         let asked_at = Instant::now() - Duration::from_secs(60);
         let target = Target { addr, caller, asked_at };
-        let group = MovingGroup { name: &name, job, target, is_asked: false };
+        let group = MovingGroup { name: &name, job, target, number: None };
         let arrived = JobStatus { age_ms: 1_000, ..there() };
         assert!(group.runs_as(&arrived));
         for other in [

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::job::{Job, millis};
 use super::member::Member;
-use super::planned_move::PlannedMove;
+use super::planned_move::{PlannedMove, Prepared};
 use super::{Registry, Seat};
 
 /// The maximum number of moved jobs that the status lists.
@@ -73,8 +73,8 @@ impl Registry {
         Ok(MovableJob { id: job.id, join })
     }
 
-    /// Asks the members of a job to prepare for a move. The channel reports that all of them are
-    /// ready, or why one of them is not.
+    /// Asks the members of a job to prepare for a move. Returns the number of the move, and a
+    /// channel that reports that all of them are ready, or why one of them is not.
     ///
     /// # Errors
     /// Returns the reason why the job cannot move, as a sentence for the operator.
@@ -83,7 +83,7 @@ impl Registry {
         name: &JobName,
         id: JobId,
         to: &MoveTarget,
-    ) -> Result<oneshot::Receiver<Result<(), String>>, String> {
+    ) -> Result<(u32, Prepared), String> {
         let job = self.jobs.get_mut(name).filter(|job| job.id == id);
         let job = job.ok_or_else(|| format!("job {name:?} has ended"))?;
         job.check_movable(name)?;
@@ -94,7 +94,7 @@ impl Registry {
         let (planned, receiver) = PlannedMove::new(number, to.clone(), places);
         job.planned = Some(planned);
         job.send_to_all(&FromAggregator::PrepareMove { number, to: to.clone() });
-        Ok(receiver)
+        Ok((number, receiver))
     }
 
     /// Returns the ranks of a job that are not prepared to move.
@@ -123,13 +123,13 @@ impl Registry {
         jobs.iter().map(|(name, _)| self.jobs.get_mut(*name)?.begin_move(name)).collect()
     }
 
-    /// Cancels a move to this target that has not begun. A move to another target is not this
-    /// operator's.
-    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId, to: &MoveTarget) {
-        let is_it = |job: &&mut Job| {
-            job.id == id && job.planned.as_ref().is_some_and(|planned| planned.to == *to)
-        };
-        if let Some(job) = self.jobs.get_mut(name).filter(is_it) {
+    /// Cancels the move with this number, unless it has begun. Another move is another operator's,
+    /// even if it has the same target.
+    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId, number: u32) {
+        let job = self.jobs.get_mut(name).filter(|job| job.id == id);
+        if let Some(job) = job
+            && job.move_of(number).is_some()
+        {
             job.cancel_move("the move was cancelled");
         }
     }
@@ -290,8 +290,8 @@ impl Job {
         }
     }
 
-    /// Returns whether ranks may be together at another aggregator: some rank knows one, or has
-    /// known one when it was lost or left.
+    /// Returns whether ranks may be together at another aggregator: some rank knows one, or knew
+    /// one when it was lost or left.
     pub(super) fn may_split(&self) -> bool {
         self.may_move || self.members.iter().flatten().any(|member| member.join.may_move)
     }

@@ -5,6 +5,9 @@ use std::collections::BTreeSet;
 use racksum_proto::move_target::MoveTarget;
 use tokio::sync::oneshot;
 
+/// A channel that reports that all members are prepared for a move, or why one of them is not.
+pub(super) type Prepared = oneshot::Receiver<Result<(), String>>;
+
 /// A move in progress. If the job ends, both channels close without a message.
 #[derive(Debug)]
 pub(super) struct PlannedMove {
@@ -24,11 +27,7 @@ pub(super) struct PlannedMove {
 impl PlannedMove {
     /// Creates a move that the members at these places must prepare. The channel reports that all
     /// of them are ready, or why one of them is not.
-    pub(super) fn new(
-        number: u32,
-        to: MoveTarget,
-        unprepared: BTreeSet<u16>,
-    ) -> (Self, oneshot::Receiver<Result<(), String>>) {
+    pub(super) fn new(number: u32, to: MoveTarget, unprepared: BTreeSet<u16>) -> (Self, Prepared) {
         let (sender, receiver) = oneshot::channel();
         let (is_stopped, prepared, departed) = (false, Some(sender), None);
         (Self { number, to, unprepared, is_stopped, prepared, departed }, receiver)

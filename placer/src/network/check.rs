@@ -139,14 +139,10 @@ const POSITIVE: Valid = Valid { name: "a positive number", holds: |value| value 
 const NOT_NEGATIVE: Valid =
     Valid { name: "zero or a positive number", holds: |value| value >= 0.0 };
 /// Zero, or the rate of an interface. A greater one would make sums of rates infinite.
-const RATE: Valid = Valid {
-    name: "zero or a positive number up to 1e9",
-    holds: |value| (0.0..=*MBIT.end()).contains(&value),
-};
-const TIME_US: Valid = Valid {
-    name: "zero or a positive number up to 1e12",
-    holds: |value| (0.0..=1e12).contains(&value),
-};
+const RATE: Valid =
+    Valid { name: "a number from 0 to 1e9", holds: |value| (0.0..=*MBIT.end()).contains(&value) };
+const TIME_US: Valid =
+    Valid { name: "a number from 0 to 1e12", holds: |value| (0.0..=1e12).contains(&value) };
 const SHARE: Valid =
     Valid { name: "a number from 0 to 1", holds: |value| (0.0..=1.0).contains(&value) };
 

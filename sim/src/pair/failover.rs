@@ -59,7 +59,8 @@ fn hands_over(cluster: &mut Cluster, random: &mut Random, left: &mut u64) -> boo
 
 /// Like [`hands_over`], for an aggregator that cancels some of its moves while it prepares them.
 fn hesitates(cluster: &mut Cluster, random: &mut Random, left: &mut u64) -> bool {
-    if *left == 0 && random.below(4) == 0 {
+    // The ranks take up to thousands of steps to become ready, and each of these steps draws.
+    if *left == 0 && random.below(1_000) == 0 {
         for worker in &mut cluster.workers {
             worker.machine.stop_keeping();
         }

@@ -37,10 +37,8 @@ fn begin(registry: &mut Registry, ranks: &[(Seat, Inbox)]) -> Option<oneshot::Re
     registry.begin_moves(&[(&"job".into(), ranks[0].0.id())])?.pop()
 }
 
-type Prepared = oneshot::Receiver<Result<(), String>>;
-
 fn prepare(registry: &mut Registry, ranks: &[(Seat, Inbox)]) -> Prepared {
-    registry.prepare_move(&"job".into(), ranks[0].0.id(), &target()).unwrap()
+    registry.prepare_move(&"job".into(), ranks[0].0.id(), &target()).unwrap().1
 }
 
 #[test]
@@ -52,9 +50,8 @@ fn no_rank_is_told_to_move_before_all_are_prepared() {
     let mut prepared = prepare(&mut registry, &ranks);
     let again = registry.prepare_move(&name, id, &target()).unwrap_err();
     assert_eq!(again, "a move of job \"job\" to agg-2:7177 is in progress");
-    // The operator whose move is refused cancels no other.
-    let other = MoveTarget { hosts: vec!["agg-3:7177".into()] };
-    registry.cancel_move(&name, id, &other);
+    // The end of an earlier move cancels no other, even if both go to the same target.
+    registry.cancel_move(&name, id, 0);
     for (seat, inbox) in &mut ranks {
         let asked = Some(FromAggregator::PrepareMove { number: 1, to: target() });
         assert_eq!(last_message(inbox), asked);
@@ -68,7 +65,7 @@ fn no_rank_is_told_to_move_before_all_are_prepared() {
     ranks.iter().for_each(|(seat, _)| registry.handle_may_move(seat, true));
     let mut departed = registry.begin_moves(&[(&name, id)]).unwrap().pop().unwrap();
     assert!(registry.begin_moves(&[(&name, id)]).is_none(), "the move begins once");
-    registry.cancel_move(&name, id, &target());
+    registry.cancel_move(&name, id, 1);
     for (seat, inbox) in &mut ranks {
         assert_eq!(last_message(inbox), Some(FromAggregator::MoveNow { number: 1 }));
         assert!(departed.try_recv().is_err());
@@ -97,7 +94,7 @@ fn a_move_that_does_not_come_about_changes_nothing_for_a_rank_that_is_lost_later
         assert!(registry.unprepared(&name, id).is_empty());
         let begun = begins.then(|| begin(&mut registry, &ranks).unwrap());
         if ends {
-            registry.cancel_move(&name, id, &target());
+            registry.cancel_move(&name, id, 1);
             assert_eq!(registry.end_move(&name, id), [0, 1, 2]);
             assert_eq!(registry.movable(&name).map(|job| job.id), Ok(id));
             ranks.iter().for_each(|(seat, _)| registry.handle_may_move(seat, false));
@@ -219,7 +216,7 @@ fn a_move_is_cancelled_if_a_rank_refuses_leaves_or_moves_by_itself_or_if_the_agg
             assert_eq!(prepared.try_recv(), Ok(expected));
             answer(&mut registry, &ranks[2].0);
             assert!(begin(&mut registry, &ranks).is_none(), "{why}, {is_late}");
-            registry.cancel_move(&name, id, &target());
+            registry.cancel_move(&name, id, 1);
             let received: Vec<_> =
                 std::iter::from_fn(|| ranks[0].1.try_recv().ok()).skip(1).collect();
             let cancelled = FromAggregator::CancelMove { number: 1 };
@@ -238,7 +235,7 @@ fn a_move_waits_for_no_rank_that_the_job_continues_without_and_for_no_job_that_e
     registry.leave(&ranks[2].0, Loss::Died, Instant::now());
     assert_eq!(prepared.try_recv(), Ok(Ok(())));
     // The join at the target names the lost rank.
-    registry.cancel_move(&"job".into(), ranks[0].0.id(), &target());
+    registry.cancel_move(&"job".into(), ranks[0].0.id(), 1);
     let resume = registry.movable(&"job".into()).unwrap().join.resume.unwrap();
     assert_eq!(resume.absent.iter().map(|absent| absent.rank).collect::<Vec<_>>(), [2]);
     registry.refuse_all(&"job".into(), "for the test's sake");
