@@ -5,7 +5,7 @@
 //! from nack to answer bounds the wait for a result. An early nack costs one small datagram; a late
 //! nack stalls every rank.
 
-use crate::time::Span;
+use crate::time::{Span, Time};
 
 /// A smoothed round trip and its variation.
 #[derive(Debug, Clone, Copy)]
@@ -16,6 +16,9 @@ pub struct Rtt {
     shortest: Option<Span>,
     /// Whether a nack was repeated since the last measurement.
     repeated: bool,
+    /// The time at which a needless repetition last raised the estimate, if nothing was measured
+    /// since.
+    raised_at: Option<Time>,
 }
 
 impl Rtt {
@@ -23,16 +26,23 @@ impl Rtt {
     #[must_use]
     pub const fn new(initial: Span) -> Self {
         let Span(ns) = initial;
-        Self { smoothed_ns: ns, variation_ns: ns / 2, shortest: None, repeated: false }
+        Self {
+            smoothed_ns: ns,
+            variation_ns: ns / 2,
+            shortest: None,
+            repeated: false,
+            raised_at: None,
+        }
     }
 
     /// Records one measured round trip.
     pub fn sample(&mut self, rtt: Span) {
-        let Some(shortest) = self.shortest else {
-            *self = Self { shortest: Some(rtt), ..Self::new(rtt) };
+        let shortest = self.shortest.map_or(rtt, |shortest| shortest.min(rtt));
+        if self.shortest.is_none() || self.raised_at.is_some() {
+            *self = Self { shortest: Some(shortest), ..Self::new(rtt) };
             return;
-        };
-        self.shortest = Some(shortest.min(rtt));
+        }
+        self.shortest = Some(shortest);
         self.repeated = false;
         let error = self.smoothed_ns.abs_diff(rtt.0);
         self.variation_ns = (3 * self.variation_ns + error) / 4;
@@ -57,6 +67,18 @@ impl Rtt {
         }
     }
 
+    /// Notes that an answer arrived twice: its nack was repeated although the first answer was on
+    /// its way (as in the Eifel detection, RFC 3522). Doubles the estimate, at most once per
+    /// timeout; the next measurement replaces it. Otherwise a queue that delays answers for longer
+    /// than the timeout would fill with repeated answers, and no answer to a nack that was sent
+    /// only once would correct the estimate.
+    pub(crate) fn note_needless(&mut self, now: Time) {
+        if self.raised_at.is_none_or(|raised_at| now.since(raised_at) >= self.timeout()) {
+            self.smoothed_ns = (2 * self.smoothed_ns).min(Self::MOST_RAISED.0);
+            self.raised_at = Some(now);
+        }
+    }
+
     /// Returns how long to wait for an answer before the first repeated nack.
     #[must_use]
     pub fn timeout(&self) -> Span {
@@ -68,7 +90,8 @@ impl Rtt {
     /// Returns how long to wait after `attempts` nacks without an answer.
     #[must_use]
     pub fn backed_off(&self, attempts: u32) -> Span {
-        Self::back_off(self.timeout(), attempts, Self::MAX_BACKOFF)
+        let timeout = self.timeout();
+        Self::back_off(timeout, attempts, timeout.max(Self::MAX_BACKOFF))
     }
 
     /// Returns how long to wait after `attempts` nacks, if answers also wait for other ranks.
@@ -92,7 +115,11 @@ impl Rtt {
     /// [`Self::PATIENCE`] applies if it is longer.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
-    const MAX_TIMEOUT: Span = Span::from_millis(100);
+    /// The greatest estimate that needless repetitions lead to. Under heavy loss, where copies of
+    /// datagrams look like needless repetitions, a greater one would delay all repairs.
+    const MOST_RAISED: Span = Span::from_millis(200);
+    const MAX_TIMEOUT: Span = Span::from_secs(1);
+    /// The longest backoff of a nack, unless the timeout itself is longer.
     const MAX_BACKOFF: Span = Span::from_millis(100);
     /// The longest backoff of `patience`, unless the timeout itself is longer. It is short because
     /// a probe and its answer cost little, and because only the next probe reveals a loss during
@@ -103,6 +130,29 @@ impl Rtt {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn needless_repetitions_raise_the_timeout_until_an_answer_is_measured() {
+        let mut rtt = Rtt::new(Span::from_millis(1));
+        rtt.sample(Span::from_millis(1));
+        // Answers wait for 150 ms in a queue, and each nack is repeated after every timeout.
+        let (mut now, mut raised) = (Time(0), 0);
+        while rtt.timeout() < Span::from_millis(150) {
+            now = now + rtt.timeout();
+            // The fragments of one answer arrive together and count once.
+            (0..40).for_each(|_| rtt.note_needless(now));
+            raised += 1;
+        }
+        assert_eq!(raised, 8);
+        for _ in 0..100 {
+            now = now + rtt.timeout();
+            rtt.note_needless(now);
+        }
+        let most = Rtt::MOST_RAISED.0 + 4 * Span::from_micros(500).0;
+        assert_eq!(rtt.timeout(), Span(most));
+        rtt.sample(Span::from_millis(1));
+        assert_eq!(rtt.timeout(), Span::from_millis(3));
+    }
 
     #[test]
     fn the_first_sample_replaces_the_guess() {

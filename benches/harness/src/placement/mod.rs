@@ -75,7 +75,7 @@ pub(crate) struct PlacementArgs {
     #[arg(long, value_name = "PROGRAM")]
     racksum: Option<PathBuf>,
     /// Bytes that a step reduces.
-    #[arg(long, default_value_t = 1_000_000)]
+    #[arg(long, default_value_t = 2_000_000)]
     bytes: u64,
 }
 
