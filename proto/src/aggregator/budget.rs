@@ -3,9 +3,9 @@
 //!
 //! A rank earns the length of each result that is sent to it for the first time, since that result
 //! may be lost. It also earns the length of each message that it sends, unless the message carries
-//! data. Finally, it earns as much over time as a slow link carries, so that it can end its ops even
-//! if its path loses more than half of all datagrams. Every message that is addressed to the rank
-//! alone costs its length: a repeated result, a wait, a nack or a fail.
+//! data. Finally, it earns as much over time as a slow link carries, so that it can end its ops
+//! even if its path loses more than half of all datagrams. Every message that is addressed to the
+//! rank alone costs its length: a repeated result, a wait, a nack or a fail.
 
 use alloc::boxed::Box;
 use alloc::vec;
