@@ -68,13 +68,14 @@ impl Rtt {
     }
 
     /// Notes that an answer arrived twice: its nack was repeated although the first answer was on
-    /// its way (as in the Eifel detection, RFC 3522). Doubles the estimate, at most once per
+    /// its way (as in the Eifel detection, RFC 3522). Doubles the timeout, at most once per
     /// timeout; the next measurement replaces it. Otherwise a queue that delays answers for longer
     /// than the timeout would fill with repeated answers, and no answer to a nack that was sent
     /// only once would correct the estimate.
     pub(crate) fn note_needless(&mut self, now: Time) {
         if self.raised_at.is_none_or(|raised_at| now.since(raised_at) >= self.timeout()) {
-            self.smoothed_ns = (2 * self.smoothed_ns).min(Self::MOST_RAISED.0);
+            let raised = (2 * self.timeout().0).min(Self::MOST_RAISED.0);
+            self.smoothed_ns = self.smoothed_ns.max(raised);
             self.raised_at = Some(now);
         }
     }
@@ -143,7 +144,7 @@ mod tests {
             (0..40).for_each(|_| rtt.note_needless(now));
             raised += 1;
         }
-        assert_eq!(raised, 8);
+        assert_eq!(raised, 5);
         for _ in 0..100 {
             now = now + rtt.timeout();
             rtt.note_needless(now);
@@ -152,6 +153,12 @@ mod tests {
         assert_eq!(rtt.timeout(), Span(most));
         rtt.sample(Span::from_millis(1));
         assert_eq!(rtt.timeout(), Span::from_millis(3));
+        // A longer measurement stays.
+        rtt.note_needless(now);
+        rtt.sample(Span::from_millis(300));
+        let measured = rtt.timeout();
+        rtt.note_needless(now + measured);
+        assert_eq!(rtt.timeout(), measured);
     }
 
     #[test]

@@ -191,6 +191,29 @@ fn an_answer_that_is_late_is_asked_for_again() {
 }
 
 #[test]
+fn an_answer_that_comes_twice_shows_that_answers_take_longer() {
+    // Returns what the shard asks for again 3 ms after it asked, if an earlier answer came
+    // `copies` times.
+    let asked_again = |copies: usize| {
+        let mut shard = Shard::new(4);
+        (1..fragments()).for_each(|number| drop(shard.nacks(0, number, Flags::NONE)));
+        (0..copies).for_each(|_| drop(shard.nacks(0, 0, Flags::AGAIN)));
+        assert_eq!(shard.folds(), 0, "rank 1 has sent nothing");
+        (1..fragments()).for_each(|number| drop(shard.nacks(1, number, Flags::NONE)));
+        (0..fragments()).for_each(|number| drop(shard.nacks(2, number, Flags::NONE)));
+        assert_eq!([0, 1].map(|number| shard.nacks(3, number, Flags::NONE)), [[]; 2]);
+        assert_eq!(shard.nacks(3, 2, Flags::NONE), [entry(1, 1)]);
+        shard.1 = shard.1 + Span::from_millis(3);
+        (3..fragments())
+            .map(|number| shard.nacks(3, number, Flags::NONE))
+            .collect::<Vec<_>>()
+            .concat()
+    };
+    assert_eq!(asked_again(1), [entry(1, 1)]);
+    assert_eq!(asked_again(2), []);
+}
+
+#[test]
 fn what_several_ranks_lack_of_results_is_not_added_up() {
     // The pool holds eight windows, and all of them may be in flight once slow start is over.
     let config = aggregator::Config { results_in_flight: 8 * WINDOW_BYTES, ..shard(0, 1) };
@@ -404,6 +427,24 @@ fn an_answer_behind_all_that_came_is_asked_for_again_once_it_is_late() {
     rank.1 = rank.1 + Span::from_secs(1);
     rank.take(&sign);
     assert_eq!(rank.sent().1, [entry(0, 0), entry(1, u64::MAX)]);
+}
+
+#[test]
+fn a_result_that_comes_again_twice_shows_that_answers_take_longer() {
+    // Returns what the rank asks for again 3 ms after it asked, if an earlier answer came `copies`
+    // times.
+    let asked_again = |copies: usize| {
+        let (mut rank, sign) = of_two_lost_results();
+        let all = || 0..fragments();
+        all().for_each(|number| drop(rank.nacks(0, number, Flags::AGAIN)));
+        // The window is complete, so further copies are stale.
+        (1..copies).for_each(|_| drop(rank.nacks(0, 0, Flags::AGAIN)));
+        rank.1 = rank.1 + Span::from_millis(3);
+        rank.take(&sign);
+        rank.sent().1
+    };
+    assert_eq!(asked_again(1), [entry(1, u64::MAX)]);
+    assert_eq!(asked_again(2), []);
 }
 
 #[test]
