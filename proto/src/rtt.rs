@@ -16,7 +16,9 @@ pub struct Rtt {
     shortest: Option<Span>,
     /// Whether a nack was repeated since the last measurement.
     repeated: bool,
-    /// The time at which a needless repetition last raised the estimate, if nothing was measured
+    /// How many more fragments that were sent again have come twice than once, of late.
+    needless: u8,
+    /// The time at which needless repetitions last raised the estimate, if nothing was measured
     /// since.
     raised_at: Option<Time>,
 }
@@ -31,6 +33,7 @@ impl Rtt {
             variation_ns: ns / 2,
             shortest: None,
             repeated: false,
+            needless: 0,
             raised_at: None,
         }
     }
@@ -67,12 +70,22 @@ impl Rtt {
         }
     }
 
-    /// Notes that an answer arrived twice: its nack was repeated although the first answer was on
-    /// its way (as in the Eifel detection, RFC 3522). Doubles the timeout, at most once per
-    /// timeout; the next measurement replaces it. Otherwise a queue that delays answers for longer
-    /// than the timeout would fill with repeated answers, and no answer to a nack that was sent
-    /// only once would correct the estimate.
-    pub(crate) fn note_needless(&mut self, now: Time) {
+    /// Notes the arrival of a fragment that was sent again, which is not `new` if it had arrived
+    /// before. If most of them are not, nacks were repeated although the first answers were on
+    /// their way (as in the Eifel detection, RFC 3522). The timeout then doubles, at most once in
+    /// its own time, and the next measurement replaces it. Otherwise a queue that delays answers
+    /// for longer than the timeout would fill with repeated answers, and no answer to a nack that
+    /// was sent only once would correct the estimate.
+    pub(crate) fn note_again(&mut self, now: Time, new: bool) {
+        if new {
+            self.needless = self.needless.saturating_sub(1);
+            return;
+        }
+        self.needless += 1;
+        if self.needless < Self::MANY {
+            return;
+        }
+        self.needless = 0;
         if self.raised_at.is_none_or(|raised_at| now.since(raised_at) >= self.timeout()) {
             let raised = (2 * self.timeout().0).min(Self::MOST_RAISED.0);
             self.smoothed_ns = self.smoothed_ns.max(raised);
@@ -116,6 +129,9 @@ impl Rtt {
     /// [`Self::PATIENCE`] applies if it is longer.
     const MOST_TIMES: u64 = 3;
     const PATIENCE: Span = Span::from_millis(4);
+    /// The number of needless repetitions that raise the estimate. The network's own copies of
+    /// datagrams are fewer.
+    const MANY: u8 = 16;
     /// The greatest estimate that needless repetitions lead to. Under heavy loss, where copies of
     /// datagrams look like needless repetitions, a greater one would delay all repairs.
     const MOST_RAISED: Span = Span::from_millis(200);
@@ -141,23 +157,28 @@ mod tests {
         while rtt.timeout() < Span::from_millis(150) {
             now = now + rtt.timeout();
             // The fragments of one answer arrive together and count once.
-            (0..40).for_each(|_| rtt.note_needless(now));
+            (0..40).for_each(|_| rtt.note_again(now, false));
             raised += 1;
         }
         assert_eq!(raised, 5);
         for _ in 0..100 {
             now = now + rtt.timeout();
-            rtt.note_needless(now);
+            (0..40).for_each(|_| rtt.note_again(now, false));
         }
         let most = Rtt::MOST_RAISED.0 + 4 * Span::from_micros(500).0;
         assert_eq!(rtt.timeout(), Span(most));
         rtt.sample(Span::from_millis(1));
         assert_eq!(rtt.timeout(), Span::from_millis(3));
         // A longer measurement stays.
-        rtt.note_needless(now);
+        (0..40).for_each(|_| rtt.note_again(now, false));
         rtt.sample(Span::from_millis(300));
         let measured = rtt.timeout();
-        rtt.note_needless(now + measured);
+        (0..40).for_each(|_| rtt.note_again(now + measured, false));
+        assert_eq!(rtt.timeout(), measured);
+        // Copies that the network makes of a tenth of all datagrams raise nothing.
+        for number in 0..1_000 {
+            rtt.note_again(now + Span(number), number % 11 > 0);
+        }
         assert_eq!(rtt.timeout(), measured);
     }
 

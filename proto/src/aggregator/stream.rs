@@ -358,7 +358,7 @@ impl Stream {
         // wire: W-42
         if position < self.next {
             if again {
-                self.ranks[rank.index()].rtt.note_needless(now);
+                self.ranks[rank.index()].rtt.note_again(now, false);
             }
             return Err(Reject::Stale);
         }
@@ -382,7 +382,7 @@ impl Stream {
         let bit = 1 << header.fragment;
         if contribution.have & bit != 0 {
             if again {
-                self.ranks[rank.index()].rtt.note_needless(now);
+                self.ranks[rank.index()].rtt.note_again(now, false);
             }
             return Ok(Stored::Duplicate);
         }
@@ -399,6 +399,7 @@ impl Stream {
         }
         contribution.sent |= recovery::sent_before(header.fragment, again);
         if again {
+            rtt.note_again(now, true);
             progress.flow.contributed.again += 1;
         }
         if recovery::proves_earlier(header.fragment, complete, again) {

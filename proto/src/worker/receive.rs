@@ -144,15 +144,12 @@ impl Worker {
         let nacks = &mut self.paths[usize::from(header.shard)].nacks;
         let position = stream.awaited(window).inspect_err(|reject| {
             if *reject == Reject::Stale && header.flags.has(Flags::AGAIN) {
-                nacks.note_needless(now);
+                nacks.note_again(now, false);
             }
         })?;
         let (descriptor, geometry) = op.ok_or(Reject::Stale)?;
         let arrived = stream.handle_result(now, position, header, self.config.cut, nacks)?;
         let Some((len, complete)) = arrived else {
-            if header.flags.has(Flags::AGAIN) {
-                nacks.note_needless(now);
-            }
             let (from, fragment) = (Rank::AGGREGATOR, header.fragment);
             observer.on_event(&Event::Duplicate { from, window, fragment });
             return Ok(Verdict::Duplicate);

@@ -144,6 +144,9 @@ impl Results {
         let is_new = arrival.have & bit == 0;
         arrival.have |= bit;
         let again = header.flags.has(Flags::AGAIN);
+        if again {
+            nacks.note_again(now, is_new);
+        }
         let (nacked, position) = (&mut arrival.nacked, arrival.position);
         if let Some(took) = nacked.answer(bit, again, position, now, &mut self.answered) {
             nacks.answered(took);
