@@ -381,6 +381,10 @@ impl Aggregation {
             return Verdict::Reject(Reject::Stream);
         };
         let stored = stream.handle_fragment(now, rank, position, header, (len, cut.all(len)));
+        let needless = matches!(stored, Ok(Stored::Duplicate) | Err(Reject::Stale));
+        if needless && header.flags.has(Flags::AGAIN) {
+            stream.note_needless(now, rank);
+        }
         let place = |slot| {
             let fragment = header.fragment;
             let fragments = u8::try_from(cut.count(len)).unwrap_or(u8::MAX);

@@ -354,12 +354,8 @@ impl Stream {
         header: &Header,
         (len, all): (usize, u64),
     ) -> Result<Stored, Reject> {
-        let again = header.flags.has(Flags::AGAIN);
         // wire: W-42
         if position < self.next {
-            if again {
-                self.ranks[rank.index()].rtt.note_again(now, false);
-            }
             return Err(Reject::Stale);
         }
         // wire: W-28
@@ -381,9 +377,6 @@ impl Stream {
         }
         let bit = 1 << header.fragment;
         if contribution.have & bit != 0 {
-            if again {
-                self.ranks[rank.index()].rtt.note_again(now, false);
-            }
             return Ok(Stored::Duplicate);
         }
         contribution.mask = header.mask;
@@ -393,6 +386,7 @@ impl Stream {
         let progress = &mut self.ranks[rank.index()];
         let Progress { answered, rtt, .. } = progress;
         contribution.nacked.limit(all);
+        let again = header.flags.has(Flags::AGAIN);
         if let Some(took) = contribution.nacked.answer(bit, again, position, now, answered) {
             rtt.answered(took);
             progress.nack_trip = progress.nack_trip.into_iter().chain(took).min();

@@ -10,7 +10,7 @@ use racksum_placer::network::{LinkRecord, Network};
 use super::job::Program;
 use super::scene::{Scene, Seats};
 use super::zones::Zones;
-use super::{Bench, output, read};
+use super::{Bench, read};
 
 /// Measures a cluster with known rates, losses and delays; returns whether all bounds hold.
 pub(super) fn run(bench: &Bench<'_>) -> Result<bool> {
@@ -20,7 +20,7 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<bool> {
     std::fs::write(bench.file("nodes.json"), serde_json::to_string(&inventory)?)?;
     let _agents = bench.agents(&zones)?;
     let began = now();
-    let report = output(bench.measuring(&zones, super::SHARE)?)?;
+    let report = bench.probe(&zones)?;
     println!("{} ({:.0} s)", report.lines().next().unwrap_or(""), began.elapsed().as_secs_f64());
     let network: Network = read(&bench.file("net.json"))?;
     let mut worst = Worst::default();

@@ -255,13 +255,14 @@ impl Bench<'_> {
         Ok(Server(agents))
     }
 
-    /// Measures the links into `net.json`.
-    fn probe(&self, zones: &Zones) -> Result<()> {
+    /// Measures the links into `net.json`, and returns the probe's report.
+    fn probe(&self, zones: &Zones) -> Result<String> {
+        // An earlier run's measurements are of another cluster.
         fs::remove_file(self.file("net.json")).or_else(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Ok(()),
             _ => Err(error),
         })?;
-        output(self.measuring(zones, SHARE)?).map(drop)
+        output(self.measuring(zones, SHARE)?)
     }
 
     /// Returns the command that measures the links with a share of their rates.

@@ -64,6 +64,11 @@ impl Stream {
         self.pool.contribution_mut(position, rank).nacked.note(entry.fragments, now);
     }
 
+    /// Notes that a fragment that `rank` sent again had arrived before.
+    pub(in crate::aggregator) fn note_needless(&mut self, now: Time, rank: Rank) {
+        self.ranks[rank.index()].rtt.note_again(now, false);
+    }
+
     /// Notes that all lost fragments of `rank` were requested.
     pub(in crate::aggregator) fn note_all_nacked(&mut self, rank: Rank) {
         self.ranks[rank.index()].lacking = None;
