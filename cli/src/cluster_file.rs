@@ -48,8 +48,8 @@ pub(crate) fn read_network(path: &Path) -> Result<Network, Failure> {
     let oldest_s = network.oldest_s().filter(|oldest_s| *oldest_s > OLD * half_life_s);
     if let Some(oldest_s) = oldest_s {
         stderr::warn(format_args!(
-            "{}: some measurements are {:.1} hours old and count little; measure again with \
-             `racksum probe run`",
+            "{}: some measurements are {:.1} hours old and count little or, after four \
+             half-lives, not at all; measure again with `racksum probe run`",
             path.display(),
             oldest_s / 3600.0
         ));
