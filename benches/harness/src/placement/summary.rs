@@ -28,9 +28,6 @@ impl Summary {
         let scenes = outcomes.chunk_by(|one, other| one.scene == other.scene);
         let (uniform, flawed): (Vec<_>, Vec<_>) =
             scenes.partition(|scene| scene[0].flaw == "uniform");
-        let find = |scene: &'_ [Outcome], placement: &str| {
-            scene.iter().find(|it| it.placement == placement).cloned()
-        };
         let step = |scene: &[Outcome], placement: &str| Some(find(scene, placement)?.measured_s);
         let ratio = |scene: &&[Outcome]| Some(step(scene, "placer")? / step(scene, "labels")?);
         let ddp_ratio = |scene: &&[Outcome]| {
@@ -96,6 +93,10 @@ impl fmt::Display for Summary {
             number(self.error)
         )
     }
+}
+
+fn find<'a>(scene: &'a [Outcome], placement: &str) -> Option<&'a Outcome> {
+    scene.iter().find(|outcome| outcome.placement == placement)
 }
 
 fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
