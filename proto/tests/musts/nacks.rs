@@ -281,9 +281,9 @@ fn a_rank_that_repeats_a_small_nack_is_sent_no_more_than_it_has_earned() {
         sent += again(&mut shard, 0);
     }
     // The limit is the sum of the initial budget, the bytes of the first transmissions, the bytes
-    // of the nacks, and 1 MiB/s for 5 s.
+    // of the nacks, and 16 KiB/s for 5 s.
     let first = 128 * (Header::LEN + 1024);
-    let most = 8 * WINDOW_BYTES + first + received + 5 * (1 << 20) + (1 << 12);
+    let most = 8 * WINDOW_BYTES + first + received + 5 * (16 << 10);
     assert!(sent > first, "no loss was repaired: only {sent} bytes were sent");
     assert!(sent <= most, "{sent} bytes were sent for {received} received");
     // Each rank has its own budget.
