@@ -95,11 +95,15 @@ impl FlowOrders {
     }
 
     async fn ping_path(&mut self) -> Result<Pinged, NodeFailure> {
-        let pinged = self.ping(PINGS).await?;
-        match pinged.echoes < pinged.sent && pinged.echoes > 0 {
-            true => self.ping(MORE_PINGS).await,
-            false => Ok(pinged),
+        let mut pinged = self.ping(PINGS).await?;
+        while let Some(count) = further_pings(&pinged) {
+            let sent = pinged.sent;
+            pinged = self.ping(count).await?;
+            if pinged.sent == sent {
+                break;
+            }
         }
+        Ok(pinged)
     }
 
     async fn ping(&mut self, count: u32) -> Result<Pinged, NodeFailure> {
@@ -135,6 +139,18 @@ impl FlowOrders {
 fn lost(sent: u32, arrived: u32) -> f64 {
     if sent == 0 { 0.0 } else { 1.0 - f64::from(arrived.min(sent)) / f64::from(sent) }
 }
+/// Returns the number of further pings that a path needs.
+fn further_pings(pinged: &Pinged) -> Option<u32> {
+    let most = match pinged.sent - pinged.echoes {
+        lost if lost == pinged.sent => return None,
+        0 => PINGS,
+        // The agent may have stopped early, because no echo had arrived by then.
+        _ if pinged.sent < PINGS => PINGS,
+        _ => PINGS + MORE_PINGS,
+    };
+    most.checked_sub(pinged.sent).filter(|count| *count > 0)
+}
+
 
 const fn ping_bytes(count: u32) -> u64 {
     count as u64 * (PING_LEN + HEADERS) as u64
@@ -168,3 +184,23 @@ const PROOF_PINGS: u32 = 3;
 const PROOFS: u32 = 5;
 /// Bytes that the orders of a flow and their answers use at a host, and some more.
 const ORDER_BYTES: u64 = 16 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flow::MOST_UNPROVEN;
+
+    #[test]
+    fn a_long_path_gets_as_many_pings_as_a_short_one_and_a_lossy_one_more() {
+        let further = |sent: u32, echoes: u32| {
+            further_pings(&Pinged { sent, echoes, rtt_p50_us: 1.0, rtt_p99_us: 1.0 })
+        };
+        // The first echo takes longer than the pings that an agent may send before it.
+        assert_eq!(further(MOST_UNPROVEN, MOST_UNPROVEN), Some(PINGS - MOST_UNPROVEN));
+        assert_eq!(further(MOST_UNPROVEN, 1), Some(PINGS - MOST_UNPROVEN));
+        assert_eq!(further(PINGS, PINGS), None);
+        assert_eq!(further(PINGS, PINGS - 1), Some(MORE_PINGS));
+        assert_eq!(further(PINGS + MORE_PINGS, PINGS), None);
+        assert_eq!((further(MOST_UNPROVEN, 0), further(0, 0)), (None, None));
+    }
+}
