@@ -95,8 +95,9 @@ impl Shared {
                     return;
                 }
             };
+            let (now, wall) = (self.clock.now(), self.clock.wall());
             for (buffer, meta) in buffers.iter().zip(ring.received()).take(count) {
-                let at = meta.at.unwrap_or_else(|| self.clock.wall());
+                let at = arrival(now, wall, meta.at);
                 for datagram in buffer.chunks(meta.stride) {
                     if let Reaction::Echo(header) = self.flows.receive(datagram, meta.from, at) {
                         self.echo(header, at, meta.from);
@@ -106,11 +107,10 @@ impl Shared {
         }
     }
 
-    fn echo(&self, header: Header, at: i64, to: SocketAddr) {
+    fn echo(&self, header: Header, at: Time, to: SocketAddr) {
         let Some(key) = self.flows.key_of(header.flow) else { return };
         let mut bytes = [0; PING_LEN];
-        let held_ns = self.clock.wall().saturating_sub(at).clamp(0, u32::MAX.into());
-        let held_ns = u32::try_from(held_ns).unwrap_or(u32::MAX);
+        let held_ns = u32::try_from(self.clock.now().since(at).0).unwrap_or(u32::MAX);
         Header { held_ns, ..header }.write(&key, &mut bytes);
         // An echo that cannot be sent counts as lost.
         drop(self.socket.send_one(to, &bytes));
@@ -123,7 +123,7 @@ impl Shared {
         let mut bytes = [0; PING_LEN];
         let mut pacer = Pacer::start(self.clock);
         for _ in 0..count {
-            let at = self.clock.wall();
+            let at = self.clock.now();
             let Some(header) = self.flows.with(flow, |it| it.next_ping(flow, at))? else { break };
             header.write(&key, &mut bytes);
             drop(self.socket.send_one(to, &bytes));
@@ -168,6 +168,15 @@ impl Shared {
     }
 }
 
+/// Returns the monotonic time of an arrival, which the kernel states by the wall clock. The present
+/// times of both clocks tell how long ago it was, unless the wall clock was set since: then it
+/// counts as now.
+fn arrival(now: Time, wall: i64, at: Option<i64>) -> Time {
+    let ago = at.and_then(|at| u64::try_from(wall.saturating_sub(at)).ok());
+    let ago = ago.filter(|ago| *ago <= MOST_AGO.0).unwrap_or(0);
+    Time(now.0.saturating_sub(ago))
+}
+
 /// Keeps events at intervals, without adding up the delays of single sleeps.
 #[derive(Debug)]
 struct Pacer {
@@ -208,6 +217,8 @@ fn time_of(datagrams: u32, mbit: f64) -> Duration {
     Duration::try_from_secs_f64(bits / (mbit * 1e6)).unwrap_or(Duration::ZERO)
 }
 
+/// The longest time for which a datagram waits in the socket.
+const MOST_AGO: Span = Span::from_secs(10);
 /// A small send buffer, so that a train on a slow interface ends soon after the last send.
 const SEND_BUFFER: usize = 256 << 10;
 /// Silence after which missing echoes count as lost. Longer than any round trip on a usable path.
@@ -221,3 +232,22 @@ const PACE: Duration = Duration::from_micros(100);
 const MOST_BATCH: u32 = 48;
 /// A batch waits for room in the send buffer up to this many times 2 ms.
 const WAITS: u32 = 100;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wall_clock_that_is_set_moves_no_arrival() {
+        let (now, second) = (Time(5_000_000_000), 1_000_000_000);
+        let arrival = |wall: i64, at: i64| arrival(now, wall, Some(at));
+        assert_eq!(arrival(100 * second, 100 * second - 70), Time(now.0 - 70));
+        // It was set back or forth between the arrival and the call.
+        assert_eq!(arrival(100 * second, 3700 * second), now);
+        assert_eq!(arrival(3700 * second, 100 * second), now);
+        assert_eq!(arrival(i64::MAX, i64::MIN), now);
+        // The host has just booted.
+        assert_eq!(super::arrival(Time(3), 100, Some(0)), Time(0));
+        assert_eq!(super::arrival(now, 100, None), now);
+    }
+}

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use racksum_proto::auth::Key;
+use racksum_proto::time::{Span, Time};
 
 use crate::datagram::{Header, Kind, PING_LEN, TRAIN_LEN, TagKey};
 use crate::message::{Arrived, Pinged, RATES_MBIT};
@@ -23,12 +24,12 @@ pub(crate) struct Flow {
     nonce: u64,
     pings: Seen,
     echoes: Seen,
-    /// Wall-clock times at which pings were sent, in nanoseconds since 1970, by their numbers.
-    sent_at: Vec<i64>,
+    /// The times at which pings were sent, by their numbers.
+    sent_at: Vec<Time>,
     rtts_ns: Vec<u64>,
     train: Seen,
-    /// Wall-clock times at which the train's datagrams arrived.
-    arrivals: Vec<i64>,
+    /// The times at which the train's datagrams arrived.
+    arrivals: Vec<Time>,
 }
 
 /// The answer to a datagram.
@@ -67,9 +68,9 @@ impl Flows {
         self.with(number, |flow| flow.key.clone())
     }
 
-    /// Counts a datagram that arrived at a wall-clock time. Other datagrams than those of a flow
-    /// and of its other agent are ignored.
-    pub(crate) fn receive(&self, datagram: &[u8], from: SocketAddr, at: i64) -> Reaction {
+    /// Counts a datagram that arrived at a time. Other datagrams than those of a flow and of its
+    /// other agent are ignored.
+    pub(crate) fn receive(&self, datagram: &[u8], from: SocketAddr, at: Time) -> Reaction {
         let Some(header) = Header::read(datagram, |flow| self.key_of(flow)) else {
             return Reaction::None;
         };
@@ -96,7 +97,7 @@ impl Flow {
         }
     }
 
-    fn receive(&mut self, header: Header, len: usize, at: i64) -> Reaction {
+    fn receive(&mut self, header: Header, len: usize, at: Time) -> Reaction {
         match header.kind {
             // An echo is sent once per ping and is not longer, so it amplifies nothing.
             Kind::Ping if len == PING_LEN && self.pings.add(header.number) => {
@@ -114,19 +115,18 @@ impl Flow {
         }
     }
 
-    fn receive_echo(&mut self, header: Header, at: i64) {
+    fn receive_echo(&mut self, header: Header, at: Time) {
         let sent_at = usize::try_from(header.number).ok().and_then(|n| self.sent_at.get(n));
         let Some(&sent_at) = sent_at else { return };
         if self.echoes.add(header.number) {
-            let passed = u64::try_from(at.saturating_sub(sent_at)).unwrap_or(0);
-            self.rtts_ns.push(passed.saturating_sub(header.held_ns.into()));
+            self.rtts_ns.push(at.since(sent_at).0.saturating_sub(header.held_ns.into()));
         }
     }
 
-    /// Returns the header of the next ping, which is sent at a wall-clock time. `None` if the flow
-    /// has no more numbers, or if the other agent has not echoed any of the first pings: a host
-    /// without an agent gets no more than these.
-    pub(crate) fn next_ping(&mut self, flow: u64, at: i64) -> Option<Header> {
+    /// Returns the header of the next ping, which is sent at a time. `None` if the flow has no more
+    /// numbers, or if the other agent has not echoed any of the first pings: a host without an
+    /// agent gets no more than these.
+    pub(crate) fn next_ping(&mut self, flow: u64, at: Time) -> Option<Header> {
         let most = if self.is_proven() { MOST_PINGS } else { MOST_UNPROVEN };
         let number = u32::try_from(self.sent_at.len()).ok().filter(|n| *n < most)?;
         self.sent_at.push(at);
@@ -152,8 +152,8 @@ impl Flow {
         self.pings.count
     }
 
-    /// Returns the wall-clock time of the last arrival of the train.
-    pub(crate) fn last_arrival(&self) -> Option<i64> {
+    /// Returns the time of the last arrival of the train.
+    pub(crate) fn last_arrival(&self) -> Option<Time> {
         self.arrivals.iter().copied().max()
     }
 
@@ -184,7 +184,7 @@ impl Flow {
         let mut arrivals = self.arrivals.clone();
         arrivals.sort_unstable();
         let (&first, &last) = (arrivals.first()?, arrivals.last()?);
-        let at_percent = |percent: i64| first + last.saturating_sub(first) / 100 * percent;
+        let at_percent = |percent: u64| first + Span(last.since(first).0 / 100 * percent);
         let [from, to] = WINDOW_PERCENT.map(|percent| {
             let place = arrivals.partition_point(|at| *at < at_percent(percent));
             arrivals[place.min(arrivals.len() - 1)]
@@ -197,12 +197,12 @@ impl Flow {
 
 /// Returns the rate in Mbit/s of the datagrams that arrived after `from` and until `to`. `None` if
 /// that time is too short to show one.
-fn rate(arrivals: &[i64], from: i64, to: i64) -> Option<f64> {
+fn rate(arrivals: &[Time], from: Time, to: Time) -> Option<f64> {
     // Datagrams with the time of the first one came before the window.
     let count = arrivals.iter().filter(|at| from < **at && **at <= to).count();
-    let span_ns = u64::try_from(to.checked_sub(from)?).ok().filter(|ns| *ns >= LEAST_SPAN_NS)?;
+    let span = Some(to.since(from)).filter(|span| *span >= LEAST_SPAN)?;
     let bits = 8.0 * as_f64((count * TRAIN_LEN) as u64);
-    Some(bits * 1e3 / as_f64(span_ns)).filter(|mbit| RATES_MBIT.contains(mbit))
+    Some(bits * 1e3 / as_f64(span.0)).filter(|mbit| RATES_MBIT.contains(mbit))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "times and sizes are far below 2^53")]
@@ -240,10 +240,9 @@ impl Seen {
 }
 
 /// The part of a train's time at the receiver in which its rate is measured.
-const WINDOW_PERCENT: [i64; 2] = [40, 85];
-/// The shortest time that shows a rate, in nanoseconds: a fraction of the middle of a train of 4 MB
-/// at 400 Gbit/s.
-const LEAST_SPAN_NS: u64 = 10_000;
+const WINDOW_PERCENT: [u64; 2] = [40, 85];
+/// The shortest time that shows a rate: a fraction of the middle of a train of 4 MB at 400 Gbit/s.
+const LEAST_SPAN: Span = Span(10_000);
 /// The greatest number of flows that an agent serves at once.
 const MOST_FLOWS: usize = 256;
 /// The greatest number of pings of a flow before the first echo.
@@ -282,15 +281,15 @@ mod tests {
         let (flows, key) = flows();
         let ping = datagram(&key, Kind::Ping, 4, PING_LEN);
         let echo = Header::new(Kind::Echo, FLOW, 4, NONCE);
-        assert_eq!(flows.receive(&ping, peer(), 0), Reaction::Echo(echo));
-        assert_eq!(flows.receive(&ping, peer(), 0), Reaction::None);
+        assert_eq!(flows.receive(&ping, peer(), Time(0)), Reaction::Echo(echo));
+        assert_eq!(flows.receive(&ping, peer(), Time(0)), Reaction::None);
         let long = datagram(&key, Kind::Ping, 5, 1200);
-        assert_eq!(flows.receive(&long, peer(), 0), Reaction::None);
+        assert_eq!(flows.receive(&long, peer(), Time(0)), Reaction::None);
         let many = datagram(&key, Kind::Ping, MOST_PINGS, PING_LEN);
-        assert_eq!(flows.receive(&many, peer(), 0), Reaction::None);
+        assert_eq!(flows.receive(&many, peer(), Time(0)), Reaction::None);
         assert_eq!(flows.remove(FLOW).unwrap().pings(), 1);
         assert_eq!(
-            flows.receive(&datagram(&key, Kind::Ping, 6, PING_LEN), peer(), 0),
+            flows.receive(&datagram(&key, Kind::Ping, 6, PING_LEN), peer(), Time(0)),
             Reaction::None
         );
     }
@@ -298,19 +297,20 @@ mod tests {
     #[test]
     fn only_echoes_of_pings_that_were_sent_count() {
         let (flows, key) = flows();
+        let at = |number: u32| Time(u64::from(number) * 1_000_000);
         let send = |number: u32| {
-            let at = i64::from(number) * 1_000_000;
+            let at = at(number);
             flows.with(FLOW, |flow| flow.next_ping(FLOW, at)).unwrap()
         };
         for number in 0..MOST_UNPROVEN {
             assert!(send(number).is_some());
         }
         assert_eq!(send(MOST_UNPROVEN), None, "no agent has answered yet");
-        let echo = |number: u32, rtt_ns: i64| {
+        let echo = |number: u32, rtt_ns: u64| {
             let mut bytes = vec![0; PING_LEN];
             let header = Header { held_ns: 500, ..Header::new(Kind::Echo, FLOW, number, NONCE) };
             header.write(&key, &mut bytes);
-            flows.receive(&bytes, peer(), i64::from(number) * 1_000_000 + rtt_ns + 500)
+            flows.receive(&bytes, peer(), at(number) + Span(rtt_ns + 500))
         };
         echo(0, 50_000);
         for number in MOST_UNPROVEN..100 {
@@ -334,7 +334,7 @@ mod tests {
         let (flows, key) = flows();
         // 40 datagrams at once, then one each 100 us: 96 Mbit/s.
         for number in 0..200 {
-            let at = i64::from(number.max(40_u32) - 40) * 100_000;
+            let at = Time(u64::from(number.max(40_u32) - 40) * 100_000);
             flows.receive(&datagram(&key, Kind::Train, number, TRAIN_LEN), peer(), at);
         }
         let arrived = flows.remove(FLOW).unwrap().arrived().unwrap();
@@ -343,10 +343,10 @@ mod tests {
     }
 
     /// Returns what arrived of a train whose datagrams came at these times in nanoseconds.
-    fn arrived(times: &[i64]) -> Option<Arrived> {
+    fn arrived(times: &[u64]) -> Option<Arrived> {
         let (flows, key) = flows();
         for (number, at) in (0..).zip(times) {
-            flows.receive(&datagram(&key, Kind::Train, number, TRAIN_LEN), peer(), *at);
+            flows.receive(&datagram(&key, Kind::Train, number, TRAIN_LEN), peer(), Time(*at));
         }
         flows.remove(FLOW).unwrap().arrived()
     }
@@ -354,7 +354,7 @@ mod tests {
     #[test]
     fn a_train_that_takes_no_time_has_no_rate() {
         assert_eq!(arrived(&[]), None);
-        for times in [&[5][..], &[5; 100], &[5, 6, 7], &[i64::MIN, i64::MAX]] {
+        for times in [&[5][..], &[5; 100], &[5, 6, 7], &[0, u64::MAX]] {
             let datagrams = u32::try_from(times.len()).unwrap();
             assert_eq!(arrived(times), Some(Arrived { datagrams, mbit: None }), "{times:?}");
         }
