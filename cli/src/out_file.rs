@@ -43,8 +43,8 @@ impl OutFile {
     fn create_by(path: &Path, unnamed: Unnamed) -> Result<Self, Failure> {
         if path == Path::new("-") {
             return Err(Failure::usage(
-                "--out - does not mean standard output, where the table is printed; name a file, \
-                 such as ./-",
+                "the output - does not mean standard output, where the table is printed; name a \
+                 file, such as ./-",
             ));
         }
         // The target of a link is replaced, and the link stays.
@@ -173,7 +173,7 @@ fn at_first(before: Option<&Metadata>, keeps: bool) -> u32 {
 /// Returns the path that the result goes to, and the metadata of the file there, if one exists.
 /// Resolves links before the checks, so that the checked file is the one that is replaced.
 fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
-    let refused = |why: &str| Failure::usage(format!("--out {} {why}", path.display()));
+    let refused = |why: &str| Failure::usage(format!("the output {} {why}", path.display()));
     let cannot = |error| cannot_write(path, &error);
     // Check these endings here, because `Path::file_name` ignores them.
     if [&b"/"[..], b"/."].iter().any(|end| path.as_os_str().as_bytes().ends_with(end)) {
@@ -184,7 +184,7 @@ fn replaceable(path: &Path) -> Result<(PathBuf, Option<Metadata>), Failure> {
         let folder = match folder_of(&place).canonicalize() {
             Err(error) if error.kind() == io::ErrorKind::NotFound && links == 0 => {
                 return Err(Failure::usage(format!(
-                    "--out {}: the directory {} does not exist",
+                    "cannot write {}: the directory {} does not exist",
                     path.display(),
                     folder_of(path).display()
                 )));
@@ -248,7 +248,7 @@ pub(crate) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
 }
 
 /// Reason to refuse a path to something other than a file.
-const NO_FILE: &str = "is a pipe, a device or an open descriptor; --out needs a regular file";
+const NO_FILE: &str = "is a pipe, a device or an open descriptor; name a regular file";
 /// Reason to refuse a dangling link.
 const NOTHING: &str = "is a dangling link";
 /// Maximum number of links that the kernel follows from a path to its file.
@@ -419,7 +419,7 @@ mod tests {
         std::os::unix::fs::symlink(&own, &link).unwrap();
         for path in [own, link, PathBuf::from(format!("/dev/fd/{number}"))] {
             let why = OutFile::create(&path).unwrap_err().to_string();
-            assert!(why.contains("or an open descriptor; --out needs a regular file"), "{why}");
+            assert!(why.contains("or an open descriptor; name a regular file"), "{why}");
         }
         // A file in shared memory has a name, so it is accepted.
         let shared = PathBuf::from(format!("/dev/shm/racksum-out-{}", std::process::id()));

@@ -2,7 +2,6 @@
 //! aggregators and those that ranks have reported to them.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,12 +16,12 @@ use racksum_proto::peer_text::PeerText;
 use racksum_proto::status::{self, AggregatorStatus, JobStatus, RankStatus};
 use racksum_worker::aggregator_sets;
 
-use super::measure::written;
+use super::measure::{older, save};
 use super::show;
 use crate::cluster_file::{now, placed, read, read_network, wrong};
 use crate::environment;
 use crate::exit::{Failure, print_line};
-use crate::out_file::{OutFile, cannot_write};
+use crate::out_file::OutFile;
 use crate::status::ask_one;
 use crate::table::table;
 use crate::{args, stderr};
@@ -63,12 +62,20 @@ fn aggregators(text: &str) -> Result<Aggregators, String> {
 
 pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let inventory: Inventory = read(&args.nodes)?;
+    // A wrong file, or one that cannot be written, must not cost the time of `--over`.
+    older(&args.net)?;
+    let topology = Topology::new(&inventory).map_err(|error| wrong(&args.nodes, error))?;
+    Hosts::find(&topology)?;
+    let out = OutFile::create(&args.net)?;
+    out.remove_at_signal()?;
+    let asked = args.ask()?;
+    // Another program may have improved the file in the meantime.
     let older = if args.net.exists() { read_network(&args.net)? } else { Network::default() };
     let (topology, older) = placed((&args.nodes, inventory), (&args.net, older))?;
     let links = Links::new(&topology, &older).map_err(|error| wrong(&args.net, error))?;
     let hosts = Hosts::find(&topology)?;
     let mut ranks = vec![];
-    for (which, before, after) in args.ask()? {
+    for (which, before, after) in asked {
         ranks.extend(hosts.counters(&which, before.as_ref(), &after)?);
     }
     let counters: Vec<_> = ranks.iter().map(|(_, counters)| counters.clone()).collect();
@@ -81,10 +88,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     }
     let links: Vec<_> = learned.links.iter().map(|link| link.of.clone()).collect();
     let network = Network { measured_at: Some(now()), ..learned.learned_over(older) };
-    let mut out = OutFile::create(&args.net)?;
-    let text = written(&args.net, &network)?;
-    out.file().write_all(text.as_bytes()).map_err(|error| cannot_write(&args.net, &error))?;
-    out.commit()?;
+    save(out, &args.net, &network)?;
     print_line(&format!(
         "learned of {} from {}",
         counted(links.len() as u64, "link"),

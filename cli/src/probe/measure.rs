@@ -56,7 +56,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let inventory: Inventory = read(&args.nodes)?;
     let older_at_start = older(&args.out)?;
     // A path that cannot be written must not cost a measurement.
-    let mut out = OutFile::create(&args.out)?;
+    let out = OutFile::create(&args.out)?;
     out.remove_at_signal()?;
     let outcome = measured(args, &inventory)?;
     // Another program may have improved the file in the meantime.
@@ -69,15 +69,22 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
         network.half_life_s = older.half_life_s;
         network = network.over(older.at(now()), &outcome.topology, &outcome.measured());
     }
-    let text = written(&args.out, &network)?;
-    out.file().write_all(text.as_bytes()).map_err(|error| cannot_write(&args.out, &error))?;
-    out.commit()?;
+    let saved = save(out, &args.out, &network);
+    // A full disk must not cost the results.
     report::print(&outcome, args.budget)?;
-    print_line(&show::tables(&network).join("\n"))
+    print_line(&show::tables(&network).join("\n"))?;
+    saved
+}
+
+/// Writes a network file.
+pub(super) fn save(mut out: OutFile, path: &Path, network: &Network) -> Result<(), Failure> {
+    let text = written(path, network)?;
+    out.file().write_all(text.as_bytes()).map_err(|error| cannot_write(path, &error))?;
+    out.commit()
 }
 
 /// Reads the measurements that the output file has already.
-fn older(path: &Path) -> Result<Option<Network>, Failure> {
+pub(super) fn older(path: &Path) -> Result<Option<Network>, Failure> {
     if path.exists() { network_today(path).map(Some) } else { Ok(None) }
 }
 
@@ -117,7 +124,7 @@ fn samples(args: &Args, hosts: usize) -> Option<usize> {
     }
 }
 
-pub(super) fn written(path: &Path, network: &Network) -> Result<String, Failure> {
+fn written(path: &Path, network: &Network) -> Result<String, Failure> {
     let failed = |why: String| Failure::failed(format!("cannot write {}: {why}", path.display()));
     if path.extension().is_some_and(|extension| extension == "json") {
         serde_json::to_string_pretty(network).map_err(|error| failed(error.to_string()))

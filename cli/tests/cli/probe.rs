@@ -1,9 +1,11 @@
 //! `racksum probe`: agents, measurements, and network files.
 
+use std::process::Command;
+
 use crate::files::Folder;
 use crate::identity::{authority, issue};
 use crate::namespaces::hosts;
-use crate::process::{Ended, Process, run, signal};
+use crate::process::{Ended, Process, RACKSUM, run, signal};
 use crate::waits::await_that;
 
 /// Agents on loopback, and the file that lists them as hosts of two zones.
@@ -89,6 +91,22 @@ fn what_cannot_be_measured_leaves_the_file_as_it_was() {
 }
 
 #[test]
+fn a_measurement_that_a_full_disk_has_no_room_for_is_shown() {
+    let agents = Agents::start("full", 2, &[]);
+    std::fs::write(agents.path("net.toml"), "half_life_s = 7\n").unwrap();
+    // A limit on the size of files simulates the full disk.
+    let (nodes, net) = (agents.path("nodes.toml"), agents.path("net.toml"));
+    let script = format!(
+        "trap '' XFSZ; ulimit -f 0; exec {RACKSUM} probe run --nodes {nodes} --out {net} --share 1"
+    );
+    let ended = Process::spawn(Command::new("sh").args(["-c", &script])).end(60);
+    assert!(ended.failed(1).starts_with(&format!("cannot write {net}: ")), "{ended:?}");
+    assert!(ended.out.lines().any(|line| line.starts_with("h1    up")), "{ended:?}");
+    assert_eq!(std::fs::read_to_string(&net).unwrap(), "half_life_s = 7\n");
+    assert_eq!(agents.folder.names(), ["net.toml", "nodes.toml"]);
+}
+
+#[test]
 fn only_an_operator_may_order_measurements() {
     let (folder, authority) = authority("probe", "rack");
     let agent = issue(&folder, &authority, "agent", "aggregator");
@@ -139,6 +157,7 @@ fn a_second_measurement_is_refused_and_leaves_the_file_as_it_was() {
     assert_eq!(std::fs::read_to_string(agents.path("net.toml")).unwrap(), "half_life_s = 7\n");
     // The agents are free once the first one has died.
     signal(first.id(), "KILL");
+    assert_eq!(agents.folder.names(), ["net.toml", "nodes.toml"]);
     await_that("the agents are free", || agents.measure("net.toml", &[]).code == Some(0));
     let kept = std::fs::read_to_string(agents.path("net.toml")).unwrap();
     assert!(kept.contains("half_life_s = 7.0") && kept.contains("rtt_p99_us"), "{kept}");
@@ -203,7 +222,7 @@ fn the_bytes_that_a_measurement_reports_are_those_of_the_interfaces() {
         let count = |which: &str| {
             let file = format!("/sys/class/net/wire/statistics/{which}_bytes");
             let cat = ["netns", "exec", &hosts.of('a'), "cat", &file];
-            let output = std::process::Command::new("ip").args(cat).output().unwrap();
+            let output = Command::new("ip").args(cat).output().unwrap();
             String::from_utf8(output.stdout).unwrap().trim().parse::<u64>().unwrap()
         };
         count("rx") + count("tx")
