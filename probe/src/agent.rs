@@ -26,13 +26,16 @@ use crate::message::{Answer, Busy, Order, PROTOCOL, RATES_MBIT, Train, VERSION};
 ///
 /// It carries out the orders of callers with an identity of role aggregator. Without an identity it
 /// serves only loopback, or any caller if its credentials are insecure. It serves one coordinator
-/// at a time, because two measurements at once would slow each other down.
+/// at a time, because two measurements at once would slow each other down. It ends the connection
+/// of a coordinator that gives no order for a minute.
 #[derive(Debug)]
 pub struct Agent {
     endpoint: Endpoint,
     data: Data,
     holder: Arc<Holder>,
     knows_identities: bool,
+    /// The longest time from an answer to the next order.
+    pub(crate) patience: Duration,
 }
 
 /// The coordinator that an agent serves.
@@ -66,7 +69,8 @@ impl Agent {
         let endpoint = serve(bind, credentials, PROTOCOL)?;
         let data = Data::open(SocketAddr::new(bind.ip(), data_port))?;
         let holder = Arc::new(Holder { clock: Clock::start(), held: Mutex::default() });
-        Ok(Self { endpoint, data, holder, knows_identities: credentials.are_verified() })
+        let knows_identities = credentials.are_verified();
+        Ok(Self { endpoint, data, holder, knows_identities, patience: PATIENCE })
     }
 
     /// Returns the address of the control server.
@@ -103,11 +107,12 @@ impl Agent {
                 incoming.refuse();
                 continue;
             };
-            let knows_identities = self.knows_identities;
+            let (knows_identities, patience) = (self.knows_identities, self.patience);
             let (shared, holder) = (Arc::clone(self.data.shared()), Arc::clone(&self.holder));
             tokio::spawn(async move {
                 if let Some(connection) = handshake(incoming).await {
-                    serve_caller(&connection, shared, holder, knows_identities).await;
+                    let limits = (knows_identities, patience);
+                    serve_caller(&connection, shared, holder, limits).await;
                 }
                 drop(place);
             });
@@ -130,11 +135,12 @@ async fn handshake(incoming: Incoming) -> Option<Connection> {
     }
 }
 
+/// Serves a caller until either side hangs up.
 async fn serve_caller(
     connection: &Connection,
     shared: Arc<Shared>,
     holder: Arc<Holder>,
-    knows_identities: bool,
+    (knows_identities, patience): (bool, Duration),
 ) {
     let certificate = Certificate::of_peer(connection);
     let role = certificate.as_ref().map(|certificate| certificate.role);
@@ -144,20 +150,28 @@ async fn serve_caller(
         connection.close(1u32.into(), why.as_bytes());
         return;
     }
-    let Ok(Ok((send, recv))) = timeout(HANDSHAKE, connection.accept_bi()).await else {
+    let Ok(Ok((mut send, mut recv))) = timeout(HANDSHAKE, connection.accept_bi()).await else {
+        connection.close(1u32.into(), b"the coordinator gave no order");
         return;
     };
     let name = certificate.filter(|_| knows_identities).map(|certificate| certificate.name);
     let name = name.unwrap_or_else(|| "a coordinator without an identity".into());
     let caller = format!("{name} at {}", connection.remote_address());
-    let session = Session { shared, holder, caller, flows: vec![], hold: None };
-    // Both end an order that is being carried out, and with the session its flows.
-    tokio::select! {
-        () = session.serve(connection, send, recv) => {}
-        _ = connection.closed() => {}
+    let shown = PeerText::of(&caller);
+    let mut session = Session { shared, holder, patience, caller, flows: vec![], hold: None };
+    // The first two end an order that is being carried out, and with the session its flows.
+    let why = tokio::select! {
+        _ = connection.closed() => None,
         () = silence(connection, SILENCE) => {
-            connection.close(1u32.into(), b"the coordinator has been silent for too long");
+            Some(format!("nothing came from the coordinator for {} s", seconds(SILENCE)))
         }
+        why = session.serve(&mut send, &mut recv) => why,
+    };
+    // The agent is free before the coordinator hears of it.
+    drop(session);
+    if let Some(why) = why {
+        HANG_UPS.note(|left_out| tracing::warn!(caller = %shown, left_out, "hung up: {why}"));
+        connection.close(1u32.into(), why.as_bytes());
     }
 }
 
@@ -196,6 +210,8 @@ impl Drop for Hold {
 struct Session {
     shared: Arc<Shared>,
     holder: Arc<Holder>,
+    /// The longest time from an answer to the next order.
+    patience: Duration,
     /// The coordinator's name and address.
     caller: String,
     flows: Vec<u64>,
@@ -211,21 +227,22 @@ impl Drop for Session {
 }
 
 impl Session {
-    /// Carries out orders until the coordinator hangs up.
-    async fn serve(mut self, connection: &Connection, mut send: SendStream, mut recv: RecvStream) {
+    /// Carries out orders until the coordinator hangs up. Returns the reason why the agent should
+    /// hang up, if it is the first to do so.
+    async fn serve(&mut self, send: &mut SendStream, recv: &mut RecvStream) -> Option<String> {
         loop {
-            let order = match frames::recv::<Order>(&mut recv).await {
-                Ok(Some(order)) => order,
-                Ok(None) => return,
-                Err(error) => {
-                    let why = format!("cannot read an order: {error}");
-                    connection.close(1u32.into(), why.as_bytes());
-                    return;
+            let order = match timeout(self.patience, frames::recv::<Order>(recv)).await {
+                Ok(Ok(order)) => order?,
+                Ok(Err(error)) => return Some(format!("cannot read an order: {error}")),
+                Err(_) => {
+                    let seconds = self.patience.as_secs();
+                    return Some(format!("the coordinator gave no order for {seconds} s"));
                 }
             };
-            let answer = self.handle(order).await;
-            if !answered(&mut send, &answer).await {
-                return;
+            if let Some(answer) = self.handle(order).await
+                && !answered(send, &answer).await
+            {
+                return None;
             }
         }
     }
@@ -240,9 +257,11 @@ impl Session {
         Answer::Hello { version: VERSION, data_port: self.shared.port() }
     }
 
-    async fn handle(&mut self, order: Order) -> Answer {
-        match order {
-            Order::Ping { flow, .. } | Order::Train { flow, .. } | Order::Report { flow }
+    /// Carries out an order. Returns the answer, if the order has one.
+    async fn handle(&mut self, order: Order) -> Option<Answer> {
+        let answer = match order {
+            Order::Stay if self.hold.is_some() => return None,
+            Order::Ping { flow, .. } | Order::Train { flow, .. } | Order::Report { flow, .. }
                 if !self.flows.contains(&flow) =>
             {
                 ended()
@@ -252,19 +271,8 @@ impl Session {
                 "the agent speaks version {VERSION} and the coordinator version {version}; \
                  install the same release on both"
             )),
-            _ if self.hold.is_none() => refused("the first order must be a hello"),
-            Order::Expect { flow, key, peer } => {
-                let nonce = match new_key() {
-                    Ok(Key(random)) => random.into_iter().take(8),
-                    Err(error) => return refused(error.to_string()),
-                };
-                let nonce = nonce.fold(0, |nonce, byte| nonce << 8 | u64::from(byte));
-                if !self.shared.flows.add(flow, &key, peer, nonce) {
-                    return refused("the flow exists, or the agent has too many flows");
-                }
-                self.flows.push(flow);
-                Answer::Expected
-            }
+            _ if self.hold.is_none() => refused(NO_HELLO),
+            Order::Expect { flow, key, peer } => self.expect(flow, &key, peer),
             Order::Ping { interval_us, .. } if !INTERVALS_US.contains(&interval_us) => {
                 refused(format!("pings must be {INTERVALS_US:?} microseconds apart"))
             }
@@ -275,8 +283,23 @@ impl Session {
                     .map_or_else(ended, Answer::Pinged)
             }
             Order::Train { flow, train } => self.train(flow, train).await,
-            Order::Report { flow } => self.report(flow).await,
+            Order::Report { flow, train } => self.report(flow, train).await,
+            Order::Stay => refused(NO_HELLO),
+        };
+        Some(answer)
+    }
+
+    fn expect(&mut self, flow: u64, key: &Key, peer: SocketAddr) -> Answer {
+        let nonce = match new_key() {
+            Ok(Key(random)) => random.into_iter().take(8),
+            Err(error) => return refused(error.to_string()),
+        };
+        let nonce = nonce.fold(0, |nonce, byte| nonce << 8 | u64::from(byte));
+        if !self.shared.flows.add(flow, key, peer, nonce) {
+            return refused("the flow exists, or the agent has too many flows");
         }
+        self.flows.push(flow);
+        Answer::Expected
     }
 
     async fn train(&self, flow: u64, train: Train) -> Answer {
@@ -297,18 +320,21 @@ impl Session {
             .map_or_else(ended, |datagrams| Answer::Trained { datagrams })
     }
 
-    /// Waits until a train has ended, and reports what arrived of the flow.
-    async fn report(&mut self, flow: u64) -> Answer {
-        let mut last = None;
-        for _ in 0..MOST_QUIET_CHECKS {
-            let Some(arrival) = self.shared.flows.with(flow, |flow| flow.last_arrival()) else {
+    /// Waits until a train of `train` datagrams has ended, and reports what arrived of the flow.
+    async fn report(&mut self, flow: u64, train: u32) -> Answer {
+        let (mut last, mut quiet) = (0, 0);
+        for _ in 0..MOST_CHECKS {
+            let Some(arrived) = self.shared.flows.with(flow, |flow| flow.train_arrived()) else {
                 return ended();
             };
-            if arrival == last {
+            quiet = if arrived == last { quiet + 1 } else { 0 };
+            // Orders may overtake the first datagram.
+            let most_quiet = if arrived == 0 { MOST_QUIET_AT_FIRST } else { MOST_QUIET };
+            if arrived >= train || quiet > most_quiet {
                 break;
             }
-            last = arrival;
-            sleep(QUIET).await;
+            last = arrived;
+            sleep(CHECK).await;
         }
         self.flows.retain(|known| *known != flow);
         let Some(flow) = self.shared.flows.remove(flow) else { return ended() };
@@ -333,10 +359,20 @@ fn ended() -> Answer {
     refused("the flow is unknown or has ended")
 }
 
+const fn seconds(span: Span) -> u64 {
+    span.as_millis() / 1000
+}
+
+const NO_HELLO: &str = "the first order must be a hello";
+
 /// The log limit for callers that fail the handshake.
 static HANDSHAKE_FAILURES: LogLimit = LogLimit::new(3);
+/// The log limit for coordinators that an agent stops serving.
+static HANG_UPS: LogLimit = LogLimit::new(10);
 /// Silence after which an agent serves other coordinators: ten keep-alives of the connection.
 pub(crate) const SILENCE: Span = Span::from_secs(5);
+/// Time without an order after which an agent serves other coordinators.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// The greatest number of connected callers.
 const MOST_CALLERS: usize = 16;
 /// The time limit of a handshake, and of opening the stream after it.
@@ -346,7 +382,11 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 const INTERVALS_US: RangeInclusive<u32> = 100..=10_000;
 /// The longest train in milliseconds.
 const MOST_MILLIS: u32 = 2_000;
-/// A train has ended when nothing arrives for this long.
-const QUIET: Duration = Duration::from_millis(50);
-/// The greatest number of checks for that.
-const MOST_QUIET_CHECKS: u32 = 200;
+/// The time between two checks whether a train has ended.
+const CHECK: Duration = Duration::from_millis(10);
+/// The greatest number of checks.
+const MOST_CHECKS: u32 = 1_000;
+/// A train has ended after this many checks in which nothing arrived.
+const MOST_QUIET: u32 = 5;
+/// The number of such checks before the first datagram: half a second, as for echoes.
+const MOST_QUIET_AT_FIRST: u32 = 50;

@@ -8,15 +8,15 @@ use racksum_placer::survey::{Sample, fit, found_tree, misplaced};
 use racksum_placer::topology::Topology;
 
 use crate::outcome::{MeasureError, Options, Outcome, WrongLabel};
-use crate::survey::{Survey, blocking};
+use crate::survey::Survey;
 
 /// Measures the paths between the hosts of an inventory. Calls `progress` with the number of rounds
 /// that are done, and of all.
 ///
 /// # Errors
 ///
-/// If the inventory is inconsistent, an agent serves another coordinator, or no pair of hosts could
-/// be measured.
+/// If the inventory is inconsistent, two hosts have the same agent, an agent serves another
+/// coordinator, or no pair of hosts could be measured.
 ///
 /// # Panics
 ///
@@ -34,18 +34,15 @@ pub async fn measure(
         survey.finish().await;
         return Err(MeasureError::Nothing { failed });
     }
-    let (tree, wrong_labels) = blocking(move || {
-        let wrong = wrong_labels(&topology, &samples);
-        (found_tree(&topology, &samples), wrong)
-    })
-    .await;
+    let places = move || (found_tree(&topology, &samples), wrong_labels(&topology, &samples));
+    let (tree, wrong_labels) = survey.compute(places).await;
     if let Some(tree) = &tree {
         survey.move_to(Topology::new(&inventory.clone().placed_by(tree))?);
     }
     let contended = survey.measure_uplinks().await;
     survey.measure_again(&contended).await;
     let (topology, samples) = (Arc::clone(survey.topology()), survey.samples());
-    let network = blocking(move || fit(&topology, &samples, &contended)).await;
+    let network = survey.compute(move || fit(&topology, &samples, &contended)).await;
     let mut network = Network { tree, ..network };
     let mut outcome = survey.finish().await;
     network.pairs.extend(outcome.dead.iter().flat_map(|(one, other)| {

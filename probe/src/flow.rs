@@ -152,9 +152,9 @@ impl Flow {
         self.pings.count
     }
 
-    /// Returns the time of the last arrival of the train.
-    pub(crate) fn last_arrival(&self) -> Option<Time> {
-        self.arrivals.iter().copied().max()
+    /// Returns the number of the train's datagrams that have arrived.
+    pub(crate) const fn train_arrived(&self) -> u32 {
+        self.train.count
     }
 
     /// Summarizes the pings that were sent, and their echoes.
@@ -254,7 +254,10 @@ pub(crate) const MOST_TRAIN: u32 = 16_384;
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::node::{Sent, is_plausible, is_possible};
 
     const FLOW: u64 = 3;
 
@@ -365,6 +368,38 @@ mod tests {
         let times = [[0; 50], [480_000; 50]].concat();
         let mbit = arrived(&times).unwrap().mbit.unwrap();
         assert!((mbit - 1000.0).abs() < 1e-9, "{mbit}");
+    }
+
+    proptest! {
+        /// Whatever an agent with the key sends, the summaries are such as a coordinator accepts.
+        #[test]
+        fn no_datagrams_of_a_flow_spoil_its_summary(
+            sent in 0..100_u32,
+            datagrams in prop::collection::vec(
+                (1..4_u8, any::<u32>(), 0..120_u32, any::<u32>(), 0..1_000_000_000_u64), 0..200),
+        ) {
+            let (flows, key) = flows();
+            for number in 0..sent {
+                flows.with(FLOW, |flow| flow.next_ping(FLOW, Time(u64::from(number) * 1_000)));
+            }
+            for (kind, large, small, held_ns, at) in datagrams {
+                let (kind, len) = match kind {
+                    1 => (Kind::Ping, PING_LEN),
+                    2 => (Kind::Echo, PING_LEN),
+                    _ => (Kind::Train, TRAIN_LEN),
+                };
+                let number = if large % 2 == 0 { small } else { large };
+                let mut bytes = vec![0; len];
+                let header = Header { held_ns, ..Header::new(kind, FLOW, number, NONCE) };
+                header.write(&key, &mut bytes);
+                let reaction = flows.receive(&bytes, peer(), Time(at));
+                prop_assert!(reaction == Reaction::None || kind == Kind::Ping);
+            }
+            let flow = flows.remove(FLOW).unwrap();
+            prop_assert!(is_plausible(&flow.pinged(), 0..=sent));
+            let most = Sent { pings: MOST_PINGS, train: MOST_TRAIN };
+            prop_assert!(is_possible(flow.pings(), flow.arrived(), most));
+        }
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Control messages between the coordinator and an agent, on one QUIC stream. The agent answers
-//! each order with one answer.
+//! each order but [`Order::Stay`] with one answer.
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -26,6 +26,8 @@ pub(crate) enum Order {
         /// The coordinator's [`VERSION`].
         version: u16,
     },
+    /// Shows that the coordinator still needs the agent, although it has no other order for it now.
+    Stay,
     /// Announces a flow with the data socket of the other agent. Until [`Order::Report`], the agent
     /// sends its datagrams there and accepts them from there.
     Expect { flow: u64, key: Key, peer: SocketAddr },
@@ -33,8 +35,9 @@ pub(crate) enum Order {
     Ping { flow: u64, count: u32, interval_us: u32 },
     /// Sends a train of a flow whose other agent has echoed a ping.
     Train { flow: u64, train: Train },
-    /// Asks what arrived of a flow, and ends the flow.
-    Report { flow: u64 },
+    /// Asks what arrived of a flow, and ends the flow. The agent waits until a train of `train`
+    /// datagrams has arrived, or no more of it comes.
+    Report { flow: u64, train: u32 },
 }
 
 /// The limits of a train. It ends at the first that is reached.
@@ -105,4 +108,90 @@ pub(crate) struct Arrived {
     /// Rate in the middle of the train's time at the receiver, in Mbit/s. `None` if the datagrams
     /// arrived in too short a time to show a rate.
     pub(crate) mbit: Option<f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn orders() -> Vec<Order> {
+        let (flow, key) = (u64::MAX, Key([7; Key::LEN]));
+        vec![
+            Order::Hello { version: VERSION },
+            Order::Stay,
+            Order::Expect { flow, key, peer: "[::1]:7188".parse().unwrap() },
+            Order::Ping { flow, count: 400, interval_us: 1_000 },
+            Order::Train { flow, train: Train { bytes: 4_000_000, millis: 100, mbit: 125.0 } },
+            Order::Report { flow, train: 50 },
+        ]
+    }
+
+    fn answers() -> Vec<Answer> {
+        vec![
+            Answer::Hello { version: VERSION, data_port: 7188 },
+            Answer::Busy(Busy { holder: "operator at 10.0.0.1:4000".into(), held_s: 7 }),
+            Answer::Expected,
+            Answer::Pinged(Pinged { sent: 9, echoes: 8, rtt_p50_us: 50.5, rtt_p99_us: 60.0 }),
+            Answer::Trained { datagrams: 50 },
+            Answer::Report { pings: 9, train: Some(Arrived { datagrams: 50, mbit: Some(94.5) }) },
+            Answer::Report { pings: 0, train: None },
+            Answer::Refused { reason: "it is full".into() },
+        ]
+    }
+
+    #[test]
+    fn messages_are_the_json_that_other_agents_of_this_version_read() {
+        let json = |order: &Order| serde_json::to_string(order).unwrap();
+        let orders = orders();
+        assert_eq!(json(&orders[0]), r#"{"order":"hello","version":1}"#);
+        assert_eq!(json(&orders[1]), r#"{"order":"stay"}"#);
+        let text = json(&orders[4]);
+        let (start, train) = (r#"{"order":"train","flow":18446744073709551615,"#, "125.0}}");
+        assert!(text.starts_with(start) && text.ends_with(train), "{text}");
+        for order in &orders {
+            assert_eq!(&serde_json::from_str::<Order>(&json(order)).unwrap(), order);
+        }
+        for answer in &answers() {
+            let text = serde_json::to_string(answer).unwrap();
+            assert_eq!(&serde_json::from_str::<Answer>(&text).unwrap(), answer);
+        }
+        for wrong in ["", "{}", r#"{"order":"hello"}"#, r#"{"order":"report","flow":1,"train":-1}"#]
+        {
+            assert!(serde_json::from_str::<Order>(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    /// Returns a message with one byte changed and its end cut off.
+    fn spoiled(message: &impl Serialize, at: usize, byte: u8, cut: usize) -> Vec<u8> {
+        let mut json = serde_json::to_vec(message).unwrap();
+        let len = json.len();
+        json[at % len] = byte;
+        json.truncate(len - cut % len);
+        json
+    }
+
+    proptest! {
+        /// A spoiled message is an error, or one that can be sent again as it is.
+        #[test]
+        fn no_message_of_a_peer_panics(
+            which in 0..8_usize,
+            at in any::<usize>(),
+            byte in any::<u8>(),
+            cut in prop_oneof![Just(0_usize), any::<usize>()],
+        ) {
+            let (orders, answers) = (orders(), answers());
+            let order = spoiled(&orders[which % orders.len()], at, byte, cut);
+            if let Ok(order) = serde_json::from_slice::<Order>(&order) {
+                let text = serde_json::to_string(&order).unwrap();
+                prop_assert_eq!(serde_json::from_str::<Order>(&text).unwrap(), order);
+            }
+            let answer = spoiled(&answers[which], at, byte, cut);
+            if let Ok(answer) = serde_json::from_slice::<Answer>(&answer) {
+                let text = serde_json::to_string(&answer).unwrap();
+                prop_assert_eq!(serde_json::from_str::<Answer>(&text).unwrap(), answer);
+            }
+        }
+    }
 }

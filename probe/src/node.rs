@@ -65,6 +65,13 @@ pub(crate) struct FlowReport {
     pub(crate) train: Option<Arrived>,
 }
 
+/// The numbers of datagrams of a flow that were sent to an agent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sent {
+    pub(crate) pings: u32,
+    pub(crate) train: u32,
+}
+
 impl Node {
     /// Connects to the agent at `address`, a name or an address with a port.
     pub(crate) async fn connect(
@@ -116,6 +123,14 @@ impl Node {
         )
     }
 
+    /// Shows an agent that carries out no order that this coordinator still needs it.
+    pub(crate) async fn stay(&self) {
+        // Another order shows it as well. The next one meets the failure of an agent that is gone.
+        if let Ok(mut control) = self.control.try_lock() {
+            drop(frames::send(&mut control.send, &Order::Stay).await);
+        }
+    }
+
     /// Announces a flow with the agent `peer`.
     pub(crate) async fn expect(&self, flow: u64, key: Key, peer: &Self) -> Result<(), NodeFailure> {
         match self.ask(Order::Expect { flow, key, peer: peer.data }).await? {
@@ -146,14 +161,10 @@ impl Node {
         }
     }
 
-    /// Ends a flow. Returns the part of it that arrived. `trained` is the number of datagrams of
-    /// the train that was sent to this agent.
-    pub(crate) async fn report(&self, flow: u64, trained: u32) -> Result<FlowReport, NodeFailure> {
-        let is_possible = |train: Arrived| {
-            train.datagrams <= trained && train.mbit.is_none_or(|mbit| RATES_MBIT.contains(&mbit))
-        };
-        match self.ask(Order::Report { flow }).await? {
-            Answer::Report { pings, train } if train.is_none_or(is_possible) => {
+    /// Ends a flow. Returns the part of it that arrived. `sent` is what was sent to this agent.
+    pub(crate) async fn report(&self, flow: u64, sent: Sent) -> Result<FlowReport, NodeFailure> {
+        match self.ask(Order::Report { flow, train: sent.train }).await? {
+            Answer::Report { pings, train } if is_possible(pings, train, sent) => {
                 Ok(FlowReport { pings, train })
             }
             other => Err(self.unexpected(&other)),
@@ -229,11 +240,20 @@ impl Control {
     }
 }
 
-fn is_plausible(pinged: &Pinged, sent: RangeInclusive<u32>) -> bool {
+pub(crate) fn is_plausible(pinged: &Pinged, sent: RangeInclusive<u32>) -> bool {
     pinged.echoes <= pinged.sent
         && sent.contains(&pinged.sent)
         && (0.0..=MOST_RTT_US).contains(&pinged.rtt_p50_us)
         && (pinged.rtt_p50_us..=MOST_RTT_US).contains(&pinged.rtt_p99_us)
+}
+
+/// Returns whether an agent can have received this of what was sent to it.
+pub(crate) fn is_possible(pings: u32, train: Option<Arrived>, sent: Sent) -> bool {
+    let is_possible = |train: Arrived| {
+        (1..=sent.train).contains(&train.datagrams)
+            && train.mbit.is_none_or(|mbit| RATES_MBIT.contains(&mbit))
+    };
+    pings <= sent.pings && train.is_none_or(is_possible)
 }
 
 /// Time limit for the connection to an agent.
@@ -268,6 +288,20 @@ mod tests {
         }
         for (sent, echoes) in [(500, 501), (99, 0), (501, 0)] {
             assert!(!pinged(sent, echoes, 50.0, 60.0), "{sent} {echoes}");
+        }
+    }
+
+    #[test]
+    fn an_agent_cannot_receive_more_than_was_sent() {
+        let possible = |pings: u32, datagrams: u32, mbit: Option<f64>| {
+            let sent = Sent { pings: 400, train: 50 };
+            is_possible(pings, Some(Arrived { datagrams, mbit }), sent)
+        };
+        assert!(possible(400, 50, Some(100.0)) && possible(0, 1, None));
+        assert!(is_possible(400, None, Sent { pings: 400, train: 0 }));
+        assert!(!possible(401, 50, None) && !possible(400, 51, None) && !possible(400, 0, None));
+        for mbit in [f64::NAN, f64::INFINITY, 0.0, -1.0, 1e300] {
+            assert!(!possible(400, 50, Some(mbit)), "{mbit}");
         }
     }
 }

@@ -10,7 +10,7 @@ use racksum_placer::topology::{InventoryError, Topology};
 use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 
-use crate::agent::SILENCE;
+use crate::agent::{PATIENCE, SILENCE};
 
 /// Settings of a measurement.
 #[derive(Debug)]
@@ -80,12 +80,24 @@ pub enum MeasureError {
     /// The credentials cannot be used.
     #[error(transparent)]
     Net(#[from] NetError),
+    /// Two hosts have the same agent.
+    #[error("{one} and {other} have the same agent, {address}; give each its own `address`")]
+    SameAgent {
+        /// The name of one host.
+        one: String,
+        /// The name of the other host.
+        other: String,
+        /// The address of the agent.
+        address: String,
+    },
     /// An agent serves another coordinator.
     #[error(
         "the agent of {host} serves another measurement, of {} for {held_s} s; run this one once \
-         that has ended. An agent is free {} s after it has last heard of its coordinator",
+         that has ended. An agent is free {} s after it has last heard of its coordinator, and \
+         {} s after the last order",
         PeerText::of(holder),
-        SILENCE.as_millis() / 1000
+        SILENCE.as_millis() / 1000,
+        PATIENCE.as_secs()
     )]
     Busy {
         /// The name of the agent's host.

@@ -7,7 +7,7 @@ use racksum_net::auth::new_key;
 
 use crate::datagram::{HEADERS, PING_LEN, TRAIN_LEN};
 use crate::message::{Pinged, Train};
-use crate::node::{FlowReport, Node, NodeFailure};
+use crate::node::{FlowReport, Node, NodeFailure, Sent};
 
 /// The loss in both directions of a path, and its round-trip times.
 #[derive(Debug, Clone, Copy)]
@@ -121,8 +121,10 @@ impl FlowOrders {
 
     /// Ends the flow at both agents. Returns the part of it that arrived.
     async fn end(self, trained: u32) -> Result<FlowReport, NodeFailure> {
-        match self.to.report(self.number, trained).await {
-            Ok(report) => self.from.report(self.number, 0).await.map(|_| report),
+        let sent = Sent { pings: self.pings, train: trained };
+        let nothing = Sent { pings: 0, train: 0 };
+        match self.to.report(self.number, sent).await {
+            Ok(report) => self.from.report(self.number, nothing).await.map(|_| report),
             Err(failure) => Err(self.abandon(failure).await),
         }
     }
@@ -131,14 +133,12 @@ impl FlowOrders {
     async fn abandon(&self, failure: NodeFailure) -> NodeFailure {
         let other = if failure.host == self.from.host { &self.to } else { &self.from };
         // A second failure adds nothing to the first.
-        drop(other.report(self.number, u32::MAX).await);
+        let nothing = Sent { pings: 0, train: 0 };
+        drop(other.report(self.number, nothing).await);
         failure
     }
 }
 
-fn lost(sent: u32, arrived: u32) -> f64 {
-    if sent == 0 { 0.0 } else { 1.0 - f64::from(arrived.min(sent)) / f64::from(sent) }
-}
 /// Returns the number of further pings that a path needs.
 fn further_pings(pinged: &Pinged) -> Option<u32> {
     let most = match pinged.sent - pinged.echoes {
@@ -151,6 +151,9 @@ fn further_pings(pinged: &Pinged) -> Option<u32> {
     most.checked_sub(pinged.sent).filter(|count| *count > 0)
 }
 
+fn lost(sent: u32, arrived: u32) -> f64 {
+    if sent == 0 { 0.0 } else { 1.0 - f64::from(arrived.min(sent)) / f64::from(sent) }
+}
 
 const fn ping_bytes(count: u32) -> u64 {
     count as u64 * (PING_LEN + HEADERS) as u64

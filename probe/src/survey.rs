@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::resume_unwind;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,9 +16,10 @@ use racksum_placer::topology::{HostId, Topology};
 use racksum_proto::time::Time;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinError, JoinSet, spawn_blocking};
-use tokio::time::sleep;
+use tokio::time::{Interval, MissedTickBehavior, interval, sleep};
 
 use crate::PORT;
+use crate::agent::PATIENCE;
 use crate::message::{PROTOCOL, RATES_MBIT, Train};
 use crate::node::{Node, NodeFailure, Unserved};
 use crate::outcome::{MeasureError, Options, Outcome, Usage};
@@ -30,6 +32,8 @@ pub(crate) struct Survey<'a> {
     topology: Arc<Topology>,
     options: &'a Options,
     clock: Clock,
+    /// The times at which agents without orders are told to stay.
+    pub(crate) stays: Interval,
     /// The agents that work, by host.
     nodes: BTreeMap<HostId, Arc<Node>>,
     /// The failures of agents by the names of their hosts.
@@ -52,6 +56,7 @@ impl<'a> Survey<'a> {
         topology: Topology,
         options: &'a Options,
     ) -> Result<Self, MeasureError> {
+        check_addresses(&topology)?;
         let caller = Arc::new(Caller::new(PROTOCOL, &options.credentials)?);
         let places = Arc::new(Semaphore::new(MOST_CALLS));
         let mut calls = JoinSet::new();
@@ -68,6 +73,7 @@ impl<'a> Survey<'a> {
             topology: Arc::new(topology),
             options,
             clock: Clock::start(),
+            stays: stays(PATIENCE / 4),
             nodes: BTreeMap::new(),
             failed: BTreeMap::new(),
             samples: BTreeMap::new(),
@@ -77,7 +83,7 @@ impl<'a> Survey<'a> {
             unaffordable: 0,
             used_by_failed: vec![],
         };
-        while let Some(call) = calls.join_next().await {
+        while let Some(call) = survey.hold(calls.join_next()).await {
             match flatten(call) {
                 Some(Ok((id, node))) => drop(survey.nodes.insert(id, Arc::new(node))),
                 Some(Err(Unserved::Failed(failure))) => survey.note_failure(failure),
@@ -127,8 +133,8 @@ impl<'a> Survey<'a> {
     /// Measures all chosen pairs, those of one round at the same time.
     pub(crate) async fn measure_pairs(&mut self, progress: &impl Fn(usize, usize)) {
         let (topology, samples) = (Arc::clone(&self.topology), self.options.samples);
-        let plan = move || rounds(&topology, &sampled_pairs(&topology, samples), MOST_PAIRS);
-        let rounds = blocking(plan).await;
+        let pairs = move || rounds(&topology, &sampled_pairs(&topology, samples), MOST_PAIRS);
+        let rounds = self.compute(pairs).await;
         for (done, round) in rounds.iter().enumerate() {
             progress(done, rounds.len());
             self.measure_round(round).await;
@@ -210,7 +216,7 @@ impl<'a> Survey<'a> {
         mut tasks: JoinSet<Result<(Pair, T), NodeFailure>>,
     ) -> BTreeMap<Pair, T> {
         let mut values = BTreeMap::new();
-        while let Some(task) = tasks.join_next().await {
+        while let Some(task) = self.hold(tasks.join_next()).await {
             match flatten(task) {
                 Some(Ok((pair, value))) => drop(values.insert(pair, value)),
                 Some(Err(failure)) => self.note_failure(failure),
@@ -227,7 +233,7 @@ impl<'a> Survey<'a> {
     }
 
     /// Waits until a turn used at most the allowed share of each interface.
-    async fn rest(&self, turn: &Turn) {
+    async fn rest(&mut self, turn: &Turn) {
         let needed_s = |(host, node): (&HostId, &Arc<Node>)| {
             let bytes = node.used().saturating_sub(turn.used.get(host).copied().unwrap_or(0));
             8.0 * as_f64(bytes) / (self.nic_mbit(*host) * 1e6 * self.options.share)
@@ -235,20 +241,50 @@ impl<'a> Survey<'a> {
         let needed_s = self.nodes.iter().map(needed_s).fold(0.0, f64::max);
         let passed = Duration::from_nanos(self.clock.now().since(turn.began).0);
         let needed = Duration::try_from_secs_f64(needed_s).unwrap_or(Duration::MAX);
-        sleep(needed.saturating_sub(passed)).await;
+        self.hold(sleep(needed.saturating_sub(passed))).await;
+    }
+
+    /// Waits, and meanwhile keeps the agents that have no orders.
+    pub(crate) async fn hold<T>(&mut self, wait: impl Future<Output = T>) -> T {
+        let mut wait = pin!(wait);
+        loop {
+            tokio::select! {
+                biased;
+                value = &mut wait => return value,
+                _ = self.stays.tick() => {}
+            }
+            for node in self.nodes.values() {
+                node.stay().await;
+            }
+        }
+    }
+
+    /// Runs a computation on a thread of its own: with thousands of hosts it takes seconds, in
+    /// which the connections to agents must live.
+    pub(crate) async fn compute<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> T {
+        match self.hold(spawn_blocking(work)).await {
+            Ok(value) => value,
+            Err(error) => resume_unwind(error.into_panic()),
+        }
     }
 
     /// Measures how much the uplinks of domains carry, one direction of one domain at a time.
     pub(crate) async fn measure_uplinks(&mut self) -> Vec<Contended> {
         let mut found = vec![];
         for of in self.topology.inner_domains().collect::<Vec<_>>() {
-            let pairs = contended_pairs(&self.topology, of, |host| self.nodes.contains_key(&host));
-            let pairs = pairs.into_iter().filter(|pair| self.can_afford(*pair, 4));
-            let pairs: Vec<_> = pairs.take(MOST_PAIRS).collect();
+            // A train is never longer than one between two hosts with the same interface.
+            let is_usable = |host: HostId| self.can_afford((host, host), 4);
+            let mut pairs = contended_pairs(&self.topology, of, is_usable);
+            pairs.truncate(MOST_PAIRS);
             for is_up in [true, false] {
                 let paths: Vec<_> =
                     pairs.iter().map(|&(a, b)| if is_up { (a, b) } else { (b, a) }).collect();
-                let rates = self.trains(&paths, 2).await;
+                let mut rates = self.trains(&paths, 2).await;
+                // A path that nothing passes does not load the link.
+                rates.retain(|_, mbit| *mbit > 0.0);
                 if rates.len() > 1 {
                     let pairs = rates.into_iter().map(|((from, to), mbit)| (from, to, mbit));
                     found.push(Contended { of, is_up, pairs: pairs.collect() });
@@ -268,7 +304,7 @@ impl<'a> Survey<'a> {
             let paths = doubtful(&topology, &network, &samples);
             rounds(&topology, &paths, MOST_PAIRS)
         };
-        for round in blocking(plan).await {
+        for round in self.compute(plan).await {
             // No host is in two pairs of a round, so none spends more than the check allows.
             let round: Vec<_> =
                 round.into_iter().filter(|pair| self.can_afford(*pair, 1)).collect();
@@ -357,6 +393,19 @@ impl<'a> Survey<'a> {
     }
 }
 
+/// Checks that no two hosts name the same agent.
+fn check_addresses(topology: &Topology) -> Result<(), MeasureError> {
+    let mut hosts = BTreeMap::new();
+    for host in topology.hosts() {
+        let address = host.address(PORT);
+        if let Some(one) = hosts.insert(address.clone(), &host.name) {
+            let (one, other) = (one.clone(), host.name.clone());
+            return Err(MeasureError::SameAgent { one, other, address });
+        }
+    }
+    Ok(())
+}
+
 /// The start of measurements that run at the same time.
 struct Turn {
     began: Time,
@@ -380,13 +429,11 @@ fn doubtful(topology: &Topology, network: &Network, samples: &[Sample]) -> Vec<P
     paths.into_iter().collect()
 }
 
-/// Runs a computation on a thread of its own: with thousands of hosts it takes seconds, in which
-/// the connections to agents must live.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match spawn_blocking(work).await {
-        Ok(value) => value,
-        Err(error) => resume_unwind(error.into_panic()),
-    }
+/// Returns the times at which agents are told to stay.
+pub(crate) fn stays(period: Duration) -> Interval {
+    let mut stays = interval(period);
+    stays.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    stays
 }
 
 /// Returns the result of a task. A task that panicked has printed its panic.

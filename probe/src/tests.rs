@@ -5,12 +5,15 @@ use std::time::Duration;
 
 use racksum_net::quic::{Caller, Connection, Credentials, frames};
 use racksum_placer::inventory::{Host, Inventory};
+use racksum_placer::topology::Topology;
 use racksum_proto::auth::Key;
 use racksum_proto::time::Span;
 
-use crate::datagram::{Header, Kind, PING_LEN, TagKey};
+use crate::agent::PATIENCE;
+use crate::datagram::{Header, Kind, PING_LEN, TRAIN_LEN, TagKey};
 use crate::flow::MOST_UNPROVEN;
 use crate::message::{Answer, Busy, Order, PROTOCOL, Train, VERSION};
+use crate::survey::{Survey, stays};
 use crate::{Agent, MeasureError, Options, measure};
 
 fn credentials() -> Credentials {
@@ -23,7 +26,13 @@ fn options() -> Options {
 
 /// Starts an agent on a runtime; it serves until the runtime ends.
 fn start() -> (SocketAddr, SocketAddr) {
-    let agent = Agent::open("127.0.0.1:0".parse().unwrap(), 0, &credentials()).unwrap();
+    start_patient(PATIENCE)
+}
+
+/// Starts an agent that waits this long for an order.
+fn start_patient(patience: Duration) -> (SocketAddr, SocketAddr) {
+    let mut agent = Agent::open("127.0.0.1:0".parse().unwrap(), 0, &credentials()).unwrap();
+    agent.patience = patience;
     let addrs = (agent.addr().unwrap(), agent.data_addr());
     tokio::spawn(async move { agent.run().await });
     addrs
@@ -82,11 +91,11 @@ async fn call(to: SocketAddr) -> Coordinator {
     let caller = Caller::new(PROTOCOL, &credentials()).unwrap();
     let connection = caller.connect(to, Span::from_secs(5)).await.unwrap();
     let (send, recv) = connection.quic().open_bi().await.unwrap();
-    Coordinator { _connection: connection, send, recv }
+    Coordinator { connection, send, recv }
 }
 
 struct Coordinator {
-    _connection: Connection,
+    connection: Connection,
     send: racksum_net::quic::quinn::SendStream,
     recv: racksum_net::quic::quinn::RecvStream,
 }
@@ -127,6 +136,7 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
     assert!(wrong.contains("install the same release"), "{wrong}");
     let (flow, key) = (1, Key([1; Key::LEN]));
     assert!(caller.refusal(Order::Expect { flow, key, peer: to }).await.contains("hello"));
+    assert!(caller.refusal(Order::Stay).await.contains("hello"));
     assert!(matches!(caller.hello().await, Answer::Hello { .. }));
     assert!(matches!(caller.hello().await, Answer::Hello { .. }), "it is served already");
     assert_eq!(caller.ask(Order::Expect { flow, key, peer: to }).await, Answer::Expected);
@@ -155,7 +165,7 @@ async fn a_train_is_sent_only_to_an_agent_that_agrees() {
         let train = Train { mbit, ..train };
         assert!(caller.refusal(Order::Train { flow, train }).await.contains("rate"));
     }
-    let of_another = caller.refusal(Order::Report { flow: 2 }).await;
+    let of_another = caller.refusal(Order::Report { flow: 2, train: 0 }).await;
     assert!(of_another.contains("unknown"), "{of_another}");
 }
 
@@ -170,11 +180,11 @@ async fn an_agent_serves_one_coordinator_at_a_time() {
     let expect = || Order::Expect { flow, key, peer: agent };
     assert_eq!(one.ask(expect()).await, Answer::Expected);
     other.refusal(expect()).await;
-    other.refusal(Order::Report { flow }).await;
+    other.refusal(Order::Report { flow, train: 0 }).await;
     drop(one);
     other.wait().await;
     // The flow has ended with its coordinator.
-    other.refusal(Order::Report { flow }).await;
+    other.refusal(Order::Report { flow, train: 0 }).await;
     assert_eq!(other.ask(expect()).await, Answer::Expected);
 }
 
@@ -193,6 +203,36 @@ fn a_silent_coordinator_loses_its_agents() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_without_orders_loses_its_agents() {
+    let (agent, _) = start_patient(Duration::from_secs(1));
+    let (mut idle, mut unserved, silent) =
+        (call(agent).await, call(agent).await, call(agent).await);
+    idle.wait().await;
+    unserved.hello().await;
+    for (one, why) in
+        [(idle, "no order for 1 s"), (unserved, "no order for 1 s"), (silent, "no order")]
+    {
+        let ended = one.connection.quic().closed().await.to_string();
+        assert!(ended.contains(&format!("the coordinator gave {why}")), "{ended}");
+    }
+    call(agent).await.wait().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_that_waits_keeps_its_agents() {
+    let patience = Duration::from_secs(3);
+    let hosts = (0..2).map(|n| host(&format!("h{n}"), "a", start_patient(patience).0));
+    let inventory = Inventory { levels: vec![], hosts: hosts.collect() };
+    let (topology, options) = (Topology::new(&inventory).unwrap(), options());
+    let mut survey = Survey::connect(topology, &options).await.unwrap();
+    survey.stays = stays(patience / 30);
+    survey.hold(tokio::time::sleep(patience * 3 / 2)).await;
+    survey.measure_pairs(&|_, _| {}).await;
+    let outcome = survey.finish().await;
+    assert_eq!((outcome.samples.len(), outcome.failed), (2, vec![]));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_measurement_is_refused_while_another_one_has_an_agent() {
     let addrs: Vec<_> = (0..3).map(|_| start().0).collect();
     let hosts = addrs.iter().enumerate().map(|(n, addr)| host(&format!("h{n}"), "a", *addr));
@@ -208,6 +248,60 @@ async fn a_measurement_is_refused_while_another_one_has_an_agent() {
     call(addrs[0]).await.wait().await;
     drop(other);
     call(addrs[1]).await.wait().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_waits_for_a_train_that_its_orders_overtake() {
+    let (agent, data) = start();
+    let sender = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let (flow, key) = (7, Key([1; Key::LEN]));
+    let mut caller = call(agent).await;
+    caller.wait().await;
+    let expect = Order::Expect { flow, key, peer: sender.local_addr().unwrap() };
+    assert_eq!(caller.ask(expect).await, Answer::Expected);
+    let train = async {
+        tokio::time::sleep(Duration::from_millis(60)).await;
+        for number in 0..3 {
+            let mut datagram = [0; TRAIN_LEN];
+            Header::new(Kind::Train, flow, number, 0).write(&TagKey::new(&key), &mut datagram);
+            sender.send_to(&datagram, data).unwrap();
+        }
+    };
+    let (answer, ()) = tokio::join!(caller.ask(Order::Report { flow, train: 3 }), train);
+    let Answer::Report { pings: 0, train: Some(arrived) } = answer else { panic!("{answer:?}") };
+    assert_eq!(arrived.datagrams, 3);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_first_packet_gets_shorter_replies_than_itself() {
+    let (control, _) = start();
+    // A caller's first packet is replayed, as by an attacker who states a victim's address.
+    let [tap, victim] = [0; 2].map(|_| UdpSocket::bind("127.0.0.1:0").unwrap());
+    tap.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let to = tap.local_addr().unwrap();
+    let caller = Caller::new(PROTOCOL, &credentials()).unwrap();
+    let calling = tokio::spawn(async move { caller.connect(to, Span::from_secs(60)).await });
+    let mut first = [0; 2000];
+    let len = tap.recv(&mut first).unwrap();
+    victim.send_to(&first[..len], control).unwrap();
+    let mut reply = [0; 65_536];
+    victim.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let mut replies = victim.recv(&mut reply).unwrap();
+    victim.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+    while let Ok(more) = victim.recv(&mut reply) {
+        replies += more;
+    }
+    assert!(len >= 1200 && replies < len, "{replies} bytes in reply to {len}");
+    calling.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_hosts_with_one_agent_are_named() {
+    let (agent, _) = start();
+    let hosts = ["h1", "h2"].map(|name| host(name, "a", agent));
+    let inventory = Inventory { levels: vec![], hosts: hosts.into() };
+    let why = measure(&inventory, &options(), |_, _| {}).await.unwrap_err().to_string();
+    assert!(why.starts_with("h1 and h2 have the same agent, 127.0.0.1:"), "{why}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -109,7 +109,9 @@ fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
     let outcome = runtime.block_on(measuring);
     drop(line);
     outcome.map_err(|error| match error {
-        MeasureError::Inventory(error) => wrong(&args.nodes, error),
+        error @ (MeasureError::Inventory(_) | MeasureError::SameAgent { .. }) => {
+            wrong(&args.nodes, error)
+        }
         MeasureError::Net(error) => error.into(),
         error => Failure::unavailable(PeerText::of(error).as_str()),
     })

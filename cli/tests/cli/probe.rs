@@ -107,6 +107,17 @@ fn a_measurement_that_a_full_disk_has_no_room_for_is_shown() {
 }
 
 #[test]
+fn two_hosts_with_the_same_agent_are_named_with_their_file() {
+    let agents = Agents::start("same", 1, &[]);
+    let nodes = std::fs::read_to_string(agents.path("nodes.toml")).unwrap();
+    let (head, host) = nodes.split_once('\n').unwrap();
+    let twice = format!("{head}\n{host}{}", host.replace("h0", "h1"));
+    std::fs::write(agents.path("nodes.toml"), twice).unwrap();
+    let why = agents.measure("net.toml", &[]);
+    assert!(why.failed(2).contains("nodes.toml: h0 and h1 have the same agent, 127."), "{why:?}");
+}
+
+#[test]
 fn only_an_operator_may_order_measurements() {
     let (folder, authority) = authority("probe", "rack");
     let agent = issue(&folder, &authority, "agent", "aggregator");
