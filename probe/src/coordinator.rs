@@ -36,6 +36,8 @@ pub async fn measure(
     }
     let places = move || (found_tree(&topology, &samples), wrong_labels(&topology, &samples));
     let (tree, wrong_labels) = survey.compute(places).await;
+    let has_unknown_racks = inventory.levels.is_empty() && survey.is_mostly_unaffordable();
+    let tree = tree.filter(|_| !has_unknown_racks);
     if let Some(tree) = &tree {
         survey.move_to(Topology::new(&inventory.clone().placed_by(tree))?);
     }
@@ -49,6 +51,7 @@ pub async fn measure(
         [(one, other), (other, one)].map(|(from, to)| dead_path(from, to))
     }));
     (outcome.network, outcome.wrong_labels) = (network, wrong_labels);
+    outcome.has_unknown_racks = has_unknown_racks;
     Ok(outcome)
 }
 

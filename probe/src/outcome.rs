@@ -24,6 +24,8 @@ pub struct Options {
     pub budget: u64,
     /// Pairs of hosts to measure for each two innermost domains; `None` measures all pairs.
     pub samples: Option<usize>,
+    /// The seed that decides which pairs are measured first.
+    pub seed: u64,
 }
 
 /// Results of a measurement, and hosts and pairs that were not measured.
@@ -37,6 +39,8 @@ pub struct Outcome {
     pub topology: Topology,
     /// Hosts that were measured elsewhere than their labels say.
     pub wrong_labels: Vec<WrongLabel>,
+    /// Whether the hosts have no labels, and too few pairs were measured to find racks.
+    pub has_unknown_racks: bool,
     /// Pairs of hosts between which no ping passed.
     pub dead: Vec<(String, String)>,
     /// Paths whose trains were too short to show a rate, from the first host to the second.

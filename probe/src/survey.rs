@@ -133,7 +133,8 @@ impl<'a> Survey<'a> {
     /// Measures all chosen pairs, those of one round at the same time.
     pub(crate) async fn measure_pairs(&mut self, progress: &impl Fn(usize, usize)) {
         let (topology, samples) = (Arc::clone(&self.topology), self.options.samples);
-        let pairs = move || rounds(&topology, &sampled_pairs(&topology, samples), MOST_PAIRS);
+        let seed = self.options.seed;
+        let pairs = move || rounds(&topology, &sampled_pairs(&topology, samples, seed), MOST_PAIRS);
         let rounds = self.compute(pairs).await;
         for (done, round) in rounds.iter().enumerate() {
             progress(done, rounds.len());
@@ -144,8 +145,10 @@ impl<'a> Survey<'a> {
 
     async fn measure_round(&mut self, round: &[Pair]) {
         let round = round.iter().copied().filter(|pair| self.both(*pair).is_some());
+        // The pairs of a large cluster would leave nothing for its uplinks.
+        let reserve = self.options.budget / RESERVE;
         let (affordable, rest): (Vec<_>, Vec<_>) =
-            round.partition(|pair| self.can_afford(*pair, 2));
+            round.partition(|pair| self.can_afford(*pair, 2, reserve));
         self.unaffordable += rest.len();
         if affordable.is_empty() {
             return;
@@ -171,6 +174,12 @@ impl<'a> Survey<'a> {
                 }
             }
         }
+    }
+
+    /// Returns whether the budget did not suffice for most pairs. Then most hosts have no neighbour
+    /// that they were measured with, and racks would look like many small ones.
+    pub(crate) fn is_mostly_unaffordable(&self) -> bool {
+        2 * self.unaffordable > self.samples.len()
     }
 
     /// Measures loss and round-trip times of pairs, all at the same time.
@@ -276,7 +285,7 @@ impl<'a> Survey<'a> {
         let mut found = vec![];
         for of in self.topology.inner_domains().collect::<Vec<_>>() {
             // A train is never longer than one between two hosts with the same interface.
-            let is_usable = |host: HostId| self.can_afford((host, host), 4);
+            let is_usable = |host: HostId| self.can_afford((host, host), 4, 0);
             let mut pairs = contended_pairs(&self.topology, of, is_usable);
             pairs.truncate(MOST_PAIRS);
             for is_up in [true, false] {
@@ -307,7 +316,7 @@ impl<'a> Survey<'a> {
         for round in self.compute(plan).await {
             // No host is in two pairs of a round, so none spends more than the check allows.
             let round: Vec<_> =
-                round.into_iter().filter(|pair| self.can_afford(*pair, 1)).collect();
+                round.into_iter().filter(|pair| self.can_afford(*pair, 1, 0)).collect();
             for (pair, mbit) in self.trains(&round, 1).await {
                 let Some(sample) = self.samples.get_mut(&pair) else { continue };
                 self.again.push(Sample { mbit, ..*sample });
@@ -345,6 +354,7 @@ impl<'a> Survey<'a> {
             samples: self.samples.into_values().collect(),
             topology: Arc::unwrap_or_clone(self.topology),
             wrong_labels: vec![],
+            has_unknown_racks: false,
             dead: self.dead,
             without_rate: self.without_rate,
             unaffordable: self.unaffordable,
@@ -363,11 +373,12 @@ impl<'a> Survey<'a> {
         Some((Arc::clone(self.nodes.get(&from)?), Arc::clone(self.nodes.get(&to)?)))
     }
 
-    /// Returns whether both hosts of a pair can afford to measure the path and some trains.
-    fn can_afford(&self, pair: Pair, trains: u32) -> bool {
+    /// Returns whether both hosts of a pair can afford to measure the path and some trains, and
+    /// keep a reserve in bytes.
+    fn can_afford(&self, pair: Pair, trains: u32, reserve: u64) -> bool {
         let Some((one, other)) = self.both(pair) else { return false };
         let train = proven_train_bytes(self.train_for(pair, 1).bytes);
-        let bytes = u64::from(trains) * train + path_bytes();
+        let bytes = u64::from(trains) * train + path_bytes() + reserve;
         [one, other].iter().all(|node| node.used() + bytes <= self.options.budget)
     }
 
@@ -450,6 +461,8 @@ const fn as_f64(bytes: u64) -> f64 {
 const MOST_CALLS: usize = 64;
 /// The greatest number of pairs that are measured at once.
 const MOST_PAIRS: usize = 256;
+/// The part of a budget that is kept for uplinks and doubtful paths: the budget over this.
+const RESERVE: u64 = 4;
 /// The time of a train in milliseconds: a hundred periods of interrupt coalescing and more.
 const TRAIN_MILLIS: u32 = 100;
 /// The greatest length of a train in bytes. At 10 Gbit/s it takes 3 ms, still dozens of periods of

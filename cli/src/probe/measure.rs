@@ -39,6 +39,10 @@ pub(crate) struct Args {
     /// them [default: all pairs in clusters of up to 32 hosts, otherwise 4].
     #[arg(long, value_name = "N", value_parser = args::number::<u32>(1..=1 << 20))]
     samples: Option<u32>,
+    /// Decides which pairs are measured first. If the budget does not suffice for all, another seed
+    /// measures other ones.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
     /// Identity file with role aggregator [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
@@ -96,6 +100,7 @@ fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
         share: args.share,
         budget: args.budget,
         samples: samples(args, inventory.hosts.len()),
+        seed: args.seed,
     };
     let runtime = single_threaded().map_err(|error| {
         Failure::of_host(format!("cannot start the measurement: {error}"), &error)

@@ -49,7 +49,12 @@ fn warnings(outcome: &Outcome) -> Vec<String> {
     let failed = outcome.failed.iter();
     let failed = failed.map(|(host, why)| format!("{host} was not measured: {why}"));
     let dead = outcome.dead.iter();
-    let dead = dead.map(|(one, other)| format!("nothing passes between {one} and {other}"));
+    let dead = dead.map(|(one, other)| {
+        format!(
+            "nothing passes between {one} and {other}; firewalls must let the UDP ports of their \
+             agents through"
+        )
+    });
     let without_rate = outcome.without_rate.iter().map(|(from, to)| {
         format!("no rate from {from} to {to}: all that was sent arrived at one moment")
     });
@@ -63,6 +68,11 @@ fn warnings(outcome: &Outcome) -> Vec<String> {
     if outcome.unaffordable > 0 {
         let pairs = counted(outcome.unaffordable as u64, "pair");
         lines.push(format!("{pairs} not measured, because that would exceed --budget"));
+    }
+    if outcome.has_unknown_racks {
+        let why = "too few pairs were measured to find racks; label the hosts with their racks, or \
+                   raise --budget";
+        lines.push(why.into());
     }
     lines.extend(bounded(dead.collect(), ("more pair", "between which nothing passes")));
     lines.extend(bounded(without_rate.collect(), ("more path", "without a rate")));
@@ -102,6 +112,7 @@ mod tests {
             samples: vec![],
             topology: Topology::new(&inventory).unwrap(),
             wrong_labels: vec![wrong; 9],
+            has_unknown_racks: true,
             dead: pairs(1_000_000),
             without_rate: pairs(8),
             failed: pairs(45),
@@ -109,10 +120,10 @@ mod tests {
             busiest: Usage { host: "h".into(), bytes: 0 },
         };
         let lines = warnings(&outcome);
-        assert_eq!(lines.len(), 9 + 1 + 9 + 8 + 9, "{lines:#?}");
+        assert_eq!(lines.len(), 9 + 2 + 9 + 8 + 9, "{lines:#?}");
         assert_eq!(lines[7], "a7 was not measured: b7");
         assert_eq!(lines[8], "37 more hosts not measured");
-        assert_eq!(lines[18], "999992 more pairs between which nothing passes");
-        assert_eq!(lines[35], "1 more host with a wrong label");
+        assert_eq!(lines[19], "999992 more pairs between which nothing passes");
+        assert_eq!(lines[36], "1 more host with a wrong label");
     }
 }

@@ -362,7 +362,7 @@ mod tests {
         }
 
         fn samples(&self, topology: &Topology) -> Vec<Sample> {
-            let pairs = sampled_pairs(topology, None).into_iter();
+            let pairs = sampled_pairs(topology, None, 1).into_iter();
             let sample = |(from, to): (HostId, HostId)| {
                 let links = directed_links(topology, from, to);
                 let arrivals: f64 = links.iter().map(|link| 1.0 - self.loss[*link]).product();
