@@ -169,7 +169,8 @@ async fn serve_caller(
     };
     // The agent is free before the coordinator hears of it.
     drop(session);
-    if let Some(why) = why {
+    // A read from a coordinator that has hung up fails too.
+    if let Some(why) = why.filter(|_| connection.close_reason().is_none()) {
         HANG_UPS.note(|left_out| tracing::warn!(caller = %shown, left_out, "hung up: {why}"));
         connection.close(1u32.into(), why.as_bytes());
     }

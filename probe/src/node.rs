@@ -233,6 +233,9 @@ impl Control {
             Ok(answer) => Ok(answer),
             // The agent states its reason in the close of the connection.
             Err(why) => Err(match self.connection.why_ended(self.addr) {
+                Some(NetError::Connect { addr, cause }) => {
+                    format!("the connection to {addr} ended: {}", PeerText::of(cause))
+                }
                 Some(cause) => cause.to_string(),
                 None => why,
             }),

@@ -234,6 +234,15 @@ async fn a_coordinator_that_waits_keeps_its_agents() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_learns_why_its_agents_have_hung_up() {
+    let hosts = (0..2).map(|n| host(&format!("h{n}"), "a", start_patient(Duration::ZERO).0));
+    let inventory = Inventory { levels: vec![], hosts: hosts.collect() };
+    let why = measure(&inventory, &options(), |_, _| {}).await.unwrap_err().to_string();
+    assert!(why.contains(": the connection to 127.0.0.1:"), "{why}");
+    assert!(why.contains("ended: closed by peer: the coordinator gave no order for 0 s"), "{why}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_measurement_is_refused_while_another_one_has_an_agent() {
     let addrs: Vec<_> = (0..3).map(|_| start().0).collect();
     let hosts = addrs.iter().enumerate().map(|(n, addr)| host(&format!("h{n}"), "a", *addr));
