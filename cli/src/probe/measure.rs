@@ -13,7 +13,7 @@ use racksum_proto::peer_text::PeerText;
 
 use super::{report, show};
 use crate::cluster_file::{network_today, now, read, wrong};
-use crate::exit::{Failure, print_line};
+use crate::exit::{Failure, print_line, with_flags};
 use crate::out_file::{OutFile, cannot_write};
 use crate::progress::{Line, Work};
 use crate::{args, environment, stderr};
@@ -118,7 +118,7 @@ fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
             wrong(&args.nodes, error)
         }
         MeasureError::Net(error) => error.into(),
-        error => Failure::unavailable(PeerText::of(error).as_str()),
+        error => Failure::unavailable(with_flags(PeerText::of(error))),
     })
 }
 

@@ -10,7 +10,7 @@ use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 
 use crate::cluster_file::MOST_LISTED;
-use crate::exit::{Failure, print_line};
+use crate::exit::{Failure, print_line, with_flags};
 use crate::stderr;
 
 /// Prints what was measured, and warns of what was not.
@@ -47,7 +47,7 @@ fn warn_all(lines: Vec<String>) {
 
 fn warnings(outcome: &Outcome) -> Vec<String> {
     let failed = outcome.failed.iter();
-    let failed = failed.map(|(host, why)| format!("{host} was not measured: {why}"));
+    let failed = failed.map(|(host, why)| format!("{host} was not measured: {}", with_flags(why)));
     let dead = outcome.dead.iter();
     let dead = dead.map(|(one, other)| {
         format!(

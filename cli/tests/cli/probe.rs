@@ -128,7 +128,7 @@ fn only_an_operator_may_order_measurements() {
     let why = agents.measure("other.toml", &["--identity", &worker]);
     assert!(why.failed(3).contains("needs an identity with role aggregator"), "{why:?}");
     let why = agents.measure("other.toml", &[]);
-    assert!(why.failed(3).contains("identity"), "{why:?}");
+    assert!(why.failed(3).contains("this process has none; set --identity to"), "{why:?}");
     let why = run(&["probe", "serve", "--port", "0", "--identity", &worker]);
     assert!(why.failed(2).contains("role aggregator is needed"), "{why:?}");
     let why = run(&["probe", "serve", "--bind", "10.0.0.1"]);
