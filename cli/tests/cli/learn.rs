@@ -1,6 +1,7 @@
 //! `racksum probe learn`: a running job improves a network file.
 
 use std::process::Command;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -62,9 +63,13 @@ impl Running {
     }
 
     fn learn(&self, flags: &[&str]) -> Ended {
+        self.start_to_learn(flags).end(60)
+    }
+
+    fn start_to_learn(&self, flags: &[&str]) -> Process {
         let [nodes, net] = ["nodes.toml", "net.toml"].map(|name| self.folder.path(name));
         let line = ["probe", "learn", &self.addr, "--nodes", &nodes, "--net", &net];
-        run(&[&line[..], flags].concat())
+        Process::start(&[&line[..], flags].concat())
     }
 
     /// Returns the step time that `racksum place` expects of the job where it is.
@@ -103,6 +108,14 @@ fn a_running_job_corrects_a_network_file() {
     let learned = running.learn(&["--over", "1"]).ok();
     assert!(!learned.err.contains("tells nothing"), "{learned:?}");
     assert!(running.expected_step_s() < before_s / 2.0);
+
+    // A measurement that is written while the counters run is kept.
+    let learning = running.start_to_learn(&["--over", "3"]);
+    std::thread::sleep(Duration::from_secs(1));
+    running.write("net.toml", "half_life_s = 77\n");
+    learning.end(60).ok();
+    let net = running.read("net.toml");
+    assert!(net.contains("half_life_s = 77.0") && net.contains("is_inferred = true"), "{net}");
 }
 
 #[test]
@@ -140,6 +153,10 @@ fn what_cannot_be_learned_leaves_the_file_as_it_was() {
     let learned = run(&[&nobody[..], &[&nodes, "--net", &file]].concat());
     assert!(learned.failed(3).contains("127.0.0.1:1"), "{learned:?}");
     unchanged();
+    // A path that cannot be written costs no time.
+    let file = running.folder.path("none/net.toml");
+    let learned = run(&[&nobody[..], &[&nodes, "--net", &file]].concat());
+    assert!(learned.failed(2).contains("none does not exist"), "{learned:?}");
     assert_eq!(running.learn(&["--over", "0"]).code, Some(2));
 }
 
