@@ -113,10 +113,10 @@ pub enum PlacementError {
         /// A rank that is missing, placed twice, or none of the job's.
         rank: u32,
     },
-    /// The placement has aggregators of racks, and not one root.
+    /// The job has racks, and its placement not one root.
     #[error(
-        "the placement of job {job:?} has racks and {placed} aggregators; a job with racks has \
-         one, the root"
+        "job {job:?} has racks, and its placement has {placed} aggregators besides those of racks; \
+         it must have one, the root"
     )]
     Root {
         /// The job's name.
@@ -132,8 +132,11 @@ pub enum PlacementError {
         /// The host of the second aggregator.
         host: String,
     },
-    /// The placement has aggregators of racks, but none in a rack that has ranks.
-    #[error("the placement of job {job:?} has racks, and none has an aggregator for host {host:?}")]
+    /// The job has racks, and its placement no aggregator in a rack that has ranks.
+    #[error(
+        "job {job:?} has racks, and its placement has no aggregator in the rack of host {host:?}, \
+         which has ranks"
+    )]
     NoAggregator {
         /// The job's name.
         job: String,
