@@ -216,6 +216,13 @@ impl<'a> Problem<'a> {
         Problem { links, ..problem }
     }
 
+    /// Returns this problem for a job that sends as little as there is.
+    pub(crate) fn with_few_bytes(&self) -> Self {
+        let job = Job { bytes: 1, ..self.job.clone() };
+        let traffic = Traffic::of(&job, self.traffic.aggregators);
+        Self { job, traffic, ..self.clone() }
+    }
+
     /// Returns whether racks may have aggregators of their own. These do not work with several
     /// roots or with standbys.
     pub(crate) fn may_have_racks(&self) -> bool {
