@@ -42,8 +42,8 @@ pub enum Reason {
     Full(VertexId),
     /// A rank there would need a link that carries nothing, or a path if it is none.
     Dead(Bottleneck),
-    /// If one rank were there, the step would take this long, in seconds. It equals a plan's step if
-    /// the plan prefers the used hosts only to keep domains whole.
+    /// If one rank were there, the step would take this long, in seconds. It equals a plan's step
+    /// if the plan prefers the used hosts only to keep domains whole.
     Step(f64),
 }
 
