@@ -114,7 +114,7 @@ fn other_standbys(
     placement: &Placement,
     threshold: f64,
 ) -> Option<StandbyProposal> {
-    let domain = domain_in_scope(problem, present.domain)?;
+    let domain = domains_in_scope(problem, present.domain).last()?;
     let others = standbys(problem, placement, domain);
     let [now_s, others_s] = [&present.standbys, &others].map(|all| Standby::longest_s(all));
     let is_allowed = standby::allows(problem, placement, &present.standbys);
@@ -139,16 +139,25 @@ fn with_ranks(problem: &Problem<'_>, present: &Plan) -> Option<Plan> {
             seats.aggregators = 0;
         }
     });
-    let domain = domain_in_scope(problem, present.domain)?;
-    let found = plan_in(&fixed, domain, f64::INFINITY)?;
+    // A wider domain must save as much as in a plan.
+    let saved = 1.0 - problem.job.widen_gain;
+    let found =
+        domains_in_scope(problem, present.domain).fold(None, |best: Option<Plan>, domain| {
+            let below_s = best.as_ref().map_or(f64::INFINITY, |best| best.time.total_s() * saved);
+            plan_in(&fixed, domain, below_s).or(best)
+        })?;
     Some(Plan { standbys: present.standbys.clone(), ..found })
 }
 
-/// Returns the widest domain around another one that the job may use.
-fn domain_in_scope(problem: &Problem<'_>, domain: VertexId) -> Option<VertexId> {
-    let widest = *problem.depths().start();
-    let ancestors = std::iter::successors(Some(domain), |v| problem.topology.parent(*v));
-    ancestors.into_iter().find(|vertex| problem.topology.depth(*vertex) == widest)
+/// Returns the domains around another one that the job may use, the narrowest first.
+fn domains_in_scope(
+    problem: &Problem<'_>,
+    domain: VertexId,
+) -> impl Iterator<Item = VertexId> + use<> {
+    let (topology, depths) = (problem.topology, problem.depths());
+    let ancestors = std::iter::successors(Some(domain), |vertex| topology.parent(*vertex));
+    let domains = ancestors.filter(|vertex| depths.contains(&topology.depth(*vertex)));
+    domains.collect::<Vec<_>>().into_iter()
 }
 
 /// Returns the moves that turn the numbers per host of one placement into those of another.
