@@ -38,7 +38,15 @@ pub(crate) fn text_of(path: &Path) -> Result<String, Failure> {
 pub(crate) fn network_today(path: &Path) -> Result<Network, Failure> {
     let network: Network = read(path)?;
     network.check().map_err(|error| wrong(path, error))?;
-    Ok(network.at(now()))
+    let now = now();
+    if network.measured_at.is_some_and(|at| at > now.saturating_add(SKEW_S)) {
+        stderr::warn(format_args!(
+            "{}: measured_at is in the future, so all measurements count as new; correct it, or \
+             this host's clock",
+            path.display()
+        ));
+    }
+    Ok(network.at(now))
 }
 
 /// Reads a network file like [`network_today`]. Warns if some measurements are old.
@@ -106,6 +114,8 @@ pub(crate) fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
 
 /// Measurements older than this many half-lives are worth a warning: their confidence is below 1/4.
 const OLD: f64 = 2.0;
+/// Clocks of two hosts may differ by this many seconds.
+const SKEW_S: u64 = 600;
 /// The greatest number of items of a list that a message names.
 pub(crate) const MOST_LISTED: usize = 8;
 /// The greatest size of a file: a network file of 5,000 hosts with a record each has 2 MB, and a

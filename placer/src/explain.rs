@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::constraint::{Constraint, lifted};
+use crate::inventory::Host;
 use crate::job::Job;
 use crate::network::{Bottleneck, Rate};
 use crate::placement::Placement;
@@ -41,8 +42,8 @@ pub enum Reason {
     Full(VertexId),
     /// A rank there would need a link that carries nothing, or a path if it is none.
     Dead(Bottleneck),
-    /// If one rank were there, the step would take this long, in seconds. This is not less than the
-    /// plan's step, and equal if the plan prefers the used hosts only to keep domains whole.
+    /// If one rank were there, the step would take this long, in seconds. It equals a plan's step
+    /// if the plan prefers the used hosts only to keep domains whole.
     Step(f64),
 }
 
@@ -62,16 +63,16 @@ pub enum Alternative {
 pub struct Help {
     /// The change.
     pub change: Change,
-    /// The step time with the change, in seconds.
+    /// The step time of the best plan with the change, in seconds.
     pub step_s: f64,
-    /// The share of the step time that the change saves.
+    /// The share of the step time that the change saves, compared with the best plan without it.
     pub saving: f64,
 }
 
 /// A change that would shorten a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The link or path that limits the step carries twice as much.
+    /// The link or path that limits the step carries twice as much, in both directions.
     Faster(Bottleneck),
     /// The job lacks this constraint.
     Without(Constraint),
@@ -135,7 +136,7 @@ fn reason(
     let steps_s: Vec<_> = from.iter().filter_map(|from| moves.step_s(*from, host)).collect();
     match steps_s.iter().copied().reduce(f64::min) {
         Some(step_s) if step_s.is_finite() => Reason::Step(step_s),
-        Some(_) => Reason::Dead(dead_link(problem, host)),
+        Some(_) => Reason::Dead(dead_link(problem, plan, host)),
         None => Reason::Full(full_domain(problem, &plan.placement, host)),
     }
 }
@@ -151,15 +152,23 @@ fn full_domain(problem: &Problem<'_>, placement: &Placement, host: HostId) -> Ve
     topology.climb(leaf).filter(is_full).last().unwrap_or(leaf)
 }
 
-/// Returns the closest link above a host that carries nothing.
-fn dead_link(problem: &Problem<'_>, host: HostId) -> Bottleneck {
+/// Returns a link that carries nothing between a host and the plan's aggregators: the closest one
+/// above the host if there is any.
+fn dead_link(problem: &Problem<'_>, plan: &Plan, host: HostId) -> Bottleneck {
     let Problem { topology, links, .. } = problem;
     let is_dead = |rate: Rate| rate.bytes_per_s <= 0.0;
-    let dead = topology.climb(topology.leaf(host)).find_map(|vertex| {
-        let up = is_dead(links.up(vertex)).then_some(Bottleneck::Up(vertex));
-        up.or_else(|| is_dead(links.down(vertex)).then_some(Bottleneck::Down(vertex)))
-    });
-    dead.unwrap_or(Bottleneck::None)
+    let dead = |from: HostId, to: HostId| {
+        let meet = topology.meet(topology.leaf(from), topology.leaf(to));
+        let mut below = topology.climb(topology.leaf(from)).take_while(move |it| *it != meet);
+        below.find_map(|vertex| {
+            let up = is_dead(links.up(vertex)).then_some(Bottleneck::Up(vertex));
+            up.or_else(|| is_dead(links.down(vertex)).then_some(Bottleneck::Down(vertex)))
+        })
+    };
+    let aggregators = plan.placement.aggregator_hosts();
+    let mut own = aggregators.iter().filter_map(|(aggregator, _)| dead(host, *aggregator));
+    let mut others = aggregators.iter().filter_map(|(aggregator, _)| dead(*aggregator, host));
+    own.next().or_else(|| others.next()).unwrap_or(Bottleneck::None)
 }
 
 /// Returns why a plan with aggregators in racks does not use a host for ranks.
@@ -175,17 +184,17 @@ fn with_tree(
     if !aggregators.any(|aggregator| problem.topology.domain_of(*aggregator) == rack) {
         return Reason::NoAggregator;
     }
-    let moved = from.first().map(|from| {
+    let mut moved = from.iter().map(|from| {
         let mut moved = plan.placement.clone();
         moved.ranks[from.0] -= 1;
         moved.ranks[host.0] += 1;
         moved
     });
-    let moved = moved.filter(|moved| allows(problem, moved, tree));
+    let moved = moved.find(|moved| allows(problem, moved, tree));
     let step_s = moved.map(|moved| tree_step_time(problem, &moved, tree).total_s());
     match step_s {
         Some(step_s) if step_s.is_finite() => Reason::Step(step_s),
-        Some(_) => Reason::Dead(dead_link(problem, host)),
+        Some(_) => Reason::Dead(dead_link(problem, plan, host)),
         None => Reason::Full(full_domain(problem, &plan.placement, host)),
     }
 }
@@ -213,12 +222,13 @@ fn alternatives(problem: &Problem<'_>, plan: &Plan) -> Vec<(VertexId, Alternativ
 
 fn helps(problem: &Problem<'_>, plan: &Plan) -> Vec<Help> {
     let job = &problem.job;
-    let now_s = plan.time.total_s();
+    let step_s = |problem: &Problem<'_>| Some(best_plan(problem)?.time.total_s());
+    // A present placement may be far from the best plan, which no change may be credited with.
+    let least_s = step_s(problem).unwrap_or(f64::INFINITY).min(plan.time.total_s());
     let help = |change: Change, step_s: f64| {
-        let saving = 1.0 - step_s / now_s;
+        let saving = 1.0 - step_s / least_s;
         (saving >= LEAST_SAVING).then_some(Help { change, step_s, saving })
     };
-    let step_s = |problem: &Problem<'_>| Some(best_plan(problem)?.time.total_s());
     let bottleneck = plan.time.bottleneck;
     let faster = problem.links.faster(bottleneck);
     let faster = faster.and_then(|links| step_s(&problem.with_links(&links)));
@@ -234,7 +244,7 @@ fn helps(problem: &Problem<'_>, plan: &Plan) -> Vec<Help> {
         helps.extend(domains.into_iter().filter_map(|(domain, hosts)| {
             let freed = problem.with_seats_of(&freed, hosts);
             let plan = best_plan(&freed)?;
-            let (gpus, cpus) = lacking(problem.topology, job, &plan.placement);
+            let (gpus, cpus) = lacking(problem.topology, job, &plan);
             let change = Change::Freed { domain, gpus, cpus };
             (gpus + cpus > 0).then(|| help(change, plan.time.total_s()))?
         }));
@@ -243,17 +253,35 @@ fn helps(problem: &Problem<'_>, plan: &Plan) -> Vec<Help> {
     helps
 }
 
-/// Returns the GPUs and CPU cores that other jobs use and a placement needs.
-fn lacking(topology: &Topology, job: &Job, placement: &Placement) -> (u32, u32) {
-    let lacking = |(host, ranks, aggregators): (HostId, Range<u32>, u32)| {
-        let ranks = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
-        let host = topology.host(host);
-        let cpus = ranks * job.cpus_per_rank + aggregators * job.cpus_per_aggregator;
-        let gpus = (ranks * job.gpus_per_rank).saturating_sub(free_gpus(host, job));
-        (gpus, cpus.saturating_sub(host.cpus.free()))
-    };
-    let hosts = placement.hosts().map(lacking);
-    hosts.fold((0, 0), |sum, host| (sum.0 + host.0, sum.1 + host.1))
+/// Returns the least numbers of GPUs and CPU cores that other jobs use and a plan needs.
+fn lacking(topology: &Topology, job: &Job, plan: &Plan) -> (u32, u32) {
+    let racks = plan.tree.as_ref().map_or(&[][..], |tree| &tree.racks);
+    topology.host_ids().fold((0u32, 0u32), |(gpus, cpus), id| {
+        let host = topology.host(id);
+        let ranks = plan.placement.ranks[id.0];
+        let aggregators = plan.placement.aggregators[id.0] + u32::from(racks.contains(&id));
+        let needed = ranks * job.cpus_per_rank + aggregators * job.cpus_per_aggregator;
+        let lacking = needed.saturating_sub(host.cpus.free());
+        (gpus.saturating_add(lacking_gpus(host, job, ranks)), cpus.saturating_add(lacking))
+    })
+}
+
+/// Returns the least number of a host's GPUs that other jobs must free for this many ranks.
+fn lacking_gpus(host: &Host, job: &Job, ranks: u32) -> u32 {
+    let per_rank = job.gpus_per_rank.max(1);
+    let missing = ranks.saturating_sub(free_gpus(host, job) / per_rank) as usize;
+    let usable = host.gpus.iter().filter(|(name, _)| job.uses_gpu(name));
+    // The first rank more of a type takes the GPUs that its other ranks leave over.
+    let mut costs: Vec<u32> = usable
+        .flat_map(|(_, gpus)| {
+            let more = gpus.total / per_rank - gpus.free() / per_rank;
+            let first = per_rank - gpus.free() % per_rank;
+            let costs = std::iter::once(first).chain(std::iter::repeat(per_rank));
+            costs.take((more as usize).min(missing))
+        })
+        .collect();
+    costs.sort_unstable();
+    costs.into_iter().take(missing).fold(0, u32::saturating_add)
 }
 
 /// Returns the innermost domains in which other jobs use seats: those with most ranks of this job

@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use crate::inventory::{Inventory, Tree};
 use crate::network::Source;
 use crate::plan::Plan;
 use crate::problem::Problem;
@@ -23,6 +24,15 @@ pub enum Note {
         /// The ranks for which a domain of that level has room, if these are too few.
         room: Option<u32>,
     },
+    /// A host was measured in another domain than its labels say.
+    Misplaced {
+        /// The host's name.
+        host: String,
+        /// The path of the domain that its labels name.
+        labelled: String,
+        /// The path of the domain that it was measured in.
+        measured: String,
+    },
     /// Links in use that were not measured, by the names of their vertices.
     Unmeasured(Vec<String>),
 }
@@ -38,12 +48,31 @@ impl fmt::Display for Note {
             Self::LeftScope { level, room: None } => {
                 write!(f, "the plan leaves `scope`: no {level} has as short a step")
             }
+            Self::Misplaced { host, labelled, measured } => write!(
+                f,
+                "{host} counts as a host of {measured}, where it was measured; its labels say \
+                 {labelled}"
+            ),
             Self::Unmeasured(links) => {
                 let links = few(links.iter().map(String::as_str));
                 write!(f, "links in use were not measured: {links}")
             }
         }
     }
+}
+
+/// Returns a note for each host that a network file places elsewhere than its labels.
+#[must_use]
+pub fn misplaced(inventory: &Inventory, tree: &Tree) -> Vec<Note> {
+    let hosts = inventory.hosts.iter().filter(|_| inventory.levels == tree.levels);
+    let notes = hosts.filter_map(|host| {
+        let labels = inventory.levels.iter().map(|level| host.labels.get(level).cloned());
+        let labelled = labels.collect::<Option<Vec<_>>>()?.join("/");
+        let measured = tree.hosts.get(&host.name)?.labels.join("/");
+        let host = host.name.clone();
+        (labelled != measured).then_some(Note::Misplaced { host, labelled, measured })
+    });
+    notes.collect()
 }
 
 /// Returns what the reader of a plan should know.

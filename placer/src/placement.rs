@@ -30,7 +30,23 @@ pub struct PlacementRecord {
     pub standbys: Vec<StandbyRecord>,
 }
 
+/// The numbers of the ranks of each host that has any.
+pub type RankNumbers = BTreeMap<HostId, Vec<u32>>;
+
 impl PlacementRecord {
+    /// Returns the numbers of the ranks. Ignores hosts that the topology lacks.
+    #[must_use]
+    pub fn rank_numbers(&self, topology: &Topology) -> RankNumbers {
+        let known = topology.host_numbers();
+        let hosts = self.hosts.iter().filter(|host| !host.ranks.is_empty());
+        let numbered = hosts.filter_map(|host| {
+            let mut ranks = host.ranks.clone();
+            ranks.sort_unstable();
+            Some((*known.get(host.host.as_str())?, ranks))
+        });
+        numbered.collect()
+    }
+
     /// Returns the record after aggregators have moved as in a placement. Ranks and standbys stay.
     #[must_use]
     pub fn with_aggregators(&self, topology: &Topology, placement: &Placement) -> Self {
@@ -113,10 +129,10 @@ pub enum PlacementError {
         /// A rank that is missing, placed twice, or none of the job's.
         rank: u32,
     },
-    /// The placement has aggregators of racks, and not one root.
+    /// The job has racks, and its placement not one root.
     #[error(
-        "the placement of job {job:?} has racks and {placed} aggregators; a job with racks has \
-         one, the root"
+        "job {job:?} has racks, and its placement has {placed} aggregators besides those of racks; \
+         it must have one, the root"
     )]
     Root {
         /// The job's name.
@@ -132,8 +148,11 @@ pub enum PlacementError {
         /// The host of the second aggregator.
         host: String,
     },
-    /// The placement has aggregators of racks, but none in a rack that has ranks.
-    #[error("the placement of job {job:?} has racks, and none has an aggregator for host {host:?}")]
+    /// The job has racks, and its placement no aggregator in a rack that has ranks.
+    #[error(
+        "job {job:?} has racks, and its placement has no aggregator in the rack of host {host:?}, \
+         which has ranks"
+    )]
     NoAggregator {
         /// The job's name.
         job: String,
@@ -241,6 +260,13 @@ impl Placement {
         used.map(|(host, (ranks, aggregators))| (HostId(host), ranks, *aggregators))
     }
 
+    /// Returns the numbers of the ranks as [`Self::hosts`] gives them.
+    #[must_use]
+    pub fn rank_numbers(&self) -> RankNumbers {
+        let hosts = self.hosts().filter(|(_, ranks, _)| !ranks.is_empty());
+        hosts.map(|(host, ranks, _)| (host, ranks.collect())).collect()
+    }
+
     /// Returns the numbers of ranks and aggregators in the subtree of each vertex of a domain.
     pub(crate) fn by_vertex(&self, topology: &Topology, domain: VertexId) -> Vec<(u32, u32)> {
         let mut behind = vec![(0, 0); topology.subtree(domain).len()];
@@ -280,8 +306,7 @@ pub(crate) struct Hosts<'a> {
 
 impl<'a> Hosts<'a> {
     pub(crate) fn new(topology: &'a Topology, job: &'a str) -> Self {
-        let hosts = topology.host_ids().map(|host| (topology.host(host).name.as_str(), host));
-        Self { by_name: hosts.collect(), job }
+        Self { by_name: topology.host_numbers(), job }
     }
 
     pub(crate) fn find(&self, name: &str) -> Result<HostId, PlacementError> {

@@ -37,7 +37,8 @@ pub enum PlanError {
     Job(#[from] JobError),
     /// The domains that the job may use have too few seats.
     #[error(
-        "job {job:?} has {ranks} ranks, and there is room for {room}{}{}",
+        "job {job:?} has {ranks} ranks, and there is room for {room}{}{}{}",
+        level.as_ref().map_or_else(String::new, |level| format!(" in one {level}")),
         relief_texts(reliefs, *ranks),
         unmatched.iter().map(|unmatched| format!("; {unmatched}")).collect::<String>()
     )]
@@ -48,6 +49,8 @@ pub enum PlanError {
         ranks: u32,
         /// The ranks that fit.
         room: u32,
+        /// The level of the domain that the job must not leave, if there is any.
+        level: Option<String>,
         /// The constraints without which more ranks would fit.
         reliefs: Vec<Relief>,
         /// Values of the constraints that no host has.
@@ -102,8 +105,16 @@ pub enum Cause {
         /// The aggregators of the job.
         needed: u32,
     },
+    /// With much fewer bytes, there would be a placement.
+    #[error(
+        "each step would take more than {:e} s; lower `bytes`, or measure the links again",
+        search::LONGEST_S
+    )]
+    TooLong,
     /// Hosts that have room for aggregators have no room for ranks besides.
-    #[error("no two constraints bind alone; free GPUs or CPU cores, or lower `ranks`")]
+    #[error(
+        "lifting one or two constraints does not help; free GPUs or CPU cores, or lower `ranks`"
+    )]
     Unknown,
 }
 
@@ -220,6 +231,7 @@ pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
             job: job.name.clone(),
             ranks: job.ranks,
             room,
+            level: job.scope.clone().filter(|_| job.requires_scope),
             reliefs: reliefs(topology, links, job, room),
             unmatched: unmatched(topology, job),
         });
@@ -242,19 +254,27 @@ pub fn plan_problem(problem: &Problem<'_>) -> Result<Plan, PlanError> {
 /// Returns why a job with room for its ranks has no placement.
 fn cause(problem: &Problem<'_>) -> Cause {
     let Problem { topology, links, job, .. } = problem;
-    let mut lifted = lifted(topology, links, job);
-    if let Some((constraint, _)) = lifted.find(|(_, problem)| best_plan(problem).is_some()) {
+    let helps = lifted(topology, links, job).filter(|(_, it)| best_plan(it).is_some());
+    let mut helps = helps.map(|(constraint, _)| constraint).peekable();
+    // Hosts of other jobs may only stand in for hosts that nothing reaches.
+    if let Some(constraint) = helps.next_if(|constraint| *constraint != Constraint::OtherJobs) {
         return Cause::Constraints(vec![constraint]);
     }
     let needed = problem.traffic.aggregators;
     let seats = problem.seats.iter().map(|seats| seats.aggregators);
     let room = seats.fold(0, u32::saturating_add);
+    let alive = links.alive();
+    if room >= needed && best_plan(&problem.with_links(&alive)).is_some() {
+        return Cause::Dead(links.dead(topology));
+    }
+    if let Some(constraint) = helps.next() {
+        return Cause::Constraints(vec![constraint]);
+    }
     if room < needed {
         return Cause::Aggregators { room, needed };
     }
-    let alive = links.alive();
-    if best_plan(&problem.with_links(&alive)).is_some() {
-        return Cause::Dead(links.dead(topology));
+    if best_plan(&problem.with_few_bytes()).is_some() {
+        return Cause::TooLong;
     }
     let mut pairs = pairs().filter(|pair| {
         let without = without_all(topology, links, job, pair);

@@ -41,7 +41,7 @@ impl Present {
             aggregators_of(topology, &job.name, (number, standby), &placement)
         });
         let standbys = standbys.collect::<Result<_, _>>()?;
-        let tree = tree_of(topology, &job.name, record, &placement)?;
+        let tree = tree_of(topology, job, record, &placement)?;
         Ok(Self { placement, standbys, tree })
     }
 
@@ -110,17 +110,18 @@ fn aggregators_of(
     Ok(aggregators)
 }
 
-/// Returns the aggregators of racks in a record, if it has any: at most one in each rack, and one
-/// for each rank.
+/// Returns the aggregators of racks in a record, if it or the job has racks: at most one in each
+/// rack, and one for each rank. If all ranks are in the root's rack, the record has none.
 fn tree_of(
     topology: &Topology,
-    job: &str,
+    job: &Job,
     record: &PlacementRecord,
     placement: &Placement,
 ) -> Result<Option<Tree>, PlacementError> {
-    if record.racks.is_empty() {
+    if record.racks.is_empty() && job.racks != Setting::Given(true) {
         return Ok(None);
     }
+    let job = &*job.name;
     let &[(root, 1)] = &placement.aggregator_hosts()[..] else {
         let placed = placement.aggregators.iter().copied().map(u64::from).sum();
         return Err(PlacementError::Root { job: job.into(), placed });

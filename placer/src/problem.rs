@@ -65,7 +65,7 @@ pub enum Exclusion {
     #[error("a selector of `except` matches")]
     Excepted,
     /// The host has too few free GPUs for one rank.
-    #[error("{free} free GPUs of one type that the job uses, and a rank needs {needed}")]
+    #[error("free GPUs of one type that the job uses: {free} of the {needed} that a rank needs")]
     Gpus {
         /// The greatest number of free GPUs of one type that ranks of the job can use.
         free: u32,
@@ -73,7 +73,7 @@ pub enum Exclusion {
         needed: u32,
     },
     /// The host has too few free CPU cores for one rank.
-    #[error("{free} free CPU cores, and a rank needs {needed}")]
+    #[error("free CPU cores: {free} of the {needed} that a rank needs")]
     Cpus {
         /// Free cores.
         free: u32,
@@ -214,6 +214,13 @@ impl<'a> Problem<'a> {
     {
         let problem: Problem<'b> = self.clone();
         Problem { links, ..problem }
+    }
+
+    /// Returns this problem for a job that sends as little as there is.
+    pub(crate) fn with_few_bytes(&self) -> Self {
+        let job = Job { bytes: 1, ..self.job.clone() };
+        let traffic = Traffic::of(&job, self.traffic.aggregators);
+        Self { job, traffic, ..self.clone() }
     }
 
     /// Returns whether racks may have aggregators of their own. These do not work with several

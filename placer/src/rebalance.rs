@@ -2,13 +2,14 @@
 //!
 //! An aggregator moves while the job runs. A rank moves only if the job restarts, so moves of ranks
 //! must save enough beyond what moves of aggregators alone save. Ranks learn their standbys when
-//! they start. Moves of aggregators therefore keep the standbys, and stay out of their domains.
+//! they start. Moves of aggregators therefore keep the standbys, and stay out of their domains. If
+//! a job has racks, its aggregators move only if the job restarts too.
 
 use crate::model::StepTime;
 use crate::placement::Placement;
-use crate::plan::{Plan, best_plan};
+use crate::plan::{Plan, best_plan, plan_in};
 use crate::problem::Problem;
-use crate::search::{self, Found};
+use crate::racks::{self, Tree};
 use crate::standby::{self, Standby, standbys, taken_hosts};
 use crate::topology::{HostId, VertexId};
 
@@ -45,10 +46,12 @@ pub struct Proposal {
     pub time: StepTime,
     /// The share of the present step time that the moves save.
     pub saving: f64,
-    /// Moves of aggregators.
+    /// Moves of aggregators that are not those of racks.
     pub aggregator_moves: Vec<Move>,
     /// Moves of ranks.
     pub rank_moves: Vec<Move>,
+    /// The aggregators of racks, if the job has any.
+    pub tree: Option<Tree>,
     /// The standbys of the placement: the present ones unless ranks move.
     pub standbys: Vec<Standby>,
 }
@@ -66,41 +69,40 @@ pub struct Move {
 
 /// Returns the moves that save more than the share `threshold` of a job's step time. Moves of ranks
 /// are compared with the step after the moves of aggregators. If the job's seats and limits do not
-/// allow its present placement, any saving will do. The job must not have racks.
+/// allow its present placement, any saving will do.
 #[must_use]
 pub fn rebalance(problem: &Problem<'_>, present: &Plan, threshold: f64) -> Rebalance {
-    let is_allowed = problem.allows(&present.placement);
+    let is_allowed = match &present.tree {
+        Some(tree) => racks::allows(problem, &present.placement, tree),
+        None => problem.allows(&present.placement),
+    };
     let now_s = present.time.total_s();
-    let proposal = |found: Found, standbys: Vec<Standby>| Proposal {
+    let proposal = |found: Plan| Proposal {
         aggregator_moves: moves(&present.placement.aggregators, &found.placement.aggregators),
         rank_moves: moves(&present.placement.ranks, &found.placement.ranks),
         placement: found.placement,
         saving: saving(now_s, found.time.total_s()),
         time: found.time,
-        standbys,
+        tree: found.tree,
+        standbys: found.standbys,
     };
-    let saves = |step_s: f64, found: &Found, threshold: f64| {
-        found.time.total_s() < step_s * (1.0 - threshold)
-    };
-    let aggregators = with_ranks(problem, present);
-    let aggregators = aggregators.filter(|found| saves(now_s, found, threshold));
+    let saves = |step_s: f64, found: &Plan| found.time.total_s() < step_s * (1.0 - threshold);
+    let aggregators = with_ranks(problem, present).filter(|found| saves(now_s, found));
     let step_s = aggregators.as_ref().map_or(now_s, |found| found.time.total_s());
-    let aggregators = aggregators.map(|found| proposal(found, present.standbys.clone()));
-    let all = best_plan(problem).and_then(|Plan { placement, time, domain, .. }| {
-        let found = Found { placement, time };
-        let is_worth_it = !is_allowed || saves(step_s, &found, threshold);
+    let ranks = best_plan(problem).and_then(|found| {
+        let is_worth_it = !is_allowed || saves(step_s, &found);
         let standbys =
-            if is_worth_it { standbys(problem, &found.placement, domain) } else { vec![] };
+            if is_worth_it { standbys(problem, &found.placement, found.domain) } else { vec![] };
         let is_complete = standbys.len() == problem.job.standbys as usize;
-        (is_worth_it && is_complete).then(|| proposal(found, standbys))
+        (is_worth_it && is_complete).then_some(Plan { standbys, ..found })
     });
     let placement = aggregators.as_ref().map_or(&present.placement, |moved| &moved.placement);
     Rebalance {
         is_allowed,
         are_standbys_allowed: standby::allows(problem, &present.placement, &present.standbys),
         standbys: other_standbys(problem, present, placement, threshold),
-        aggregators,
-        ranks: all,
+        aggregators: aggregators.map(proposal),
+        ranks: ranks.map(proposal),
     }
 }
 
@@ -112,7 +114,7 @@ fn other_standbys(
     placement: &Placement,
     threshold: f64,
 ) -> Option<StandbyProposal> {
-    let domain = domain_in_scope(problem, present.domain)?;
+    let domain = domains_in_scope(problem, present.domain).last()?;
     let others = standbys(problem, placement, domain);
     let [now_s, others_s] = [&present.standbys, &others].map(|all| Standby::longest_s(all));
     let is_allowed = standby::allows(problem, placement, &present.standbys);
@@ -128,7 +130,7 @@ fn saving(now_s: f64, then_s: f64) -> f64 {
 }
 
 /// Returns the placement with the shortest step whose ranks and standbys are where they are now.
-fn with_ranks(problem: &Problem<'_>, present: &Plan) -> Option<Found> {
+fn with_ranks(problem: &Problem<'_>, present: &Plan) -> Option<Plan> {
     let standbys: Vec<_> = present.standbys.iter().map(|standby| &standby.aggregators).collect();
     let is_taken = taken_hosts(problem, &standbys);
     let fixed = problem.with_changed_seats(|host, seats| {
@@ -137,16 +139,25 @@ fn with_ranks(problem: &Problem<'_>, present: &Plan) -> Option<Found> {
             seats.aggregators = 0;
         }
     });
-    let domain = domain_in_scope(problem, present.domain)?;
-    let relaxed = search::relax(&fixed, domain, f64::INFINITY)?;
-    Some(search::search(&fixed, domain, &relaxed)?.0)
+    // A wider domain must save as much as in a plan.
+    let saved = 1.0 - problem.job.widen_gain;
+    let found =
+        domains_in_scope(problem, present.domain).fold(None, |best: Option<Plan>, domain| {
+            let below_s = best.as_ref().map_or(f64::INFINITY, |best| best.time.total_s() * saved);
+            plan_in(&fixed, domain, below_s).or(best)
+        })?;
+    Some(Plan { standbys: present.standbys.clone(), ..found })
 }
 
-/// Returns the widest domain around another one that the job may use.
-fn domain_in_scope(problem: &Problem<'_>, domain: VertexId) -> Option<VertexId> {
-    let widest = *problem.depths().start();
-    let ancestors = std::iter::successors(Some(domain), |v| problem.topology.parent(*v));
-    ancestors.into_iter().find(|vertex| problem.topology.depth(*vertex) == widest)
+/// Returns the domains around another one that the job may use, the narrowest first.
+fn domains_in_scope(
+    problem: &Problem<'_>,
+    domain: VertexId,
+) -> impl Iterator<Item = VertexId> + use<> {
+    let (topology, depths) = (problem.topology, problem.depths());
+    let ancestors = std::iter::successors(Some(domain), |vertex| topology.parent(*vertex));
+    let domains = ancestors.filter(|vertex| depths.contains(&topology.depth(*vertex)));
+    domains.collect::<Vec<_>>().into_iter()
 }
 
 /// Returns the moves that turn the numbers per host of one placement into those of another.

@@ -2,21 +2,24 @@
 
 use crate::placement::Placement;
 use crate::problem::{MOST_SHARDS, Problem};
+use crate::racks::Tree;
 use crate::topology::HostId;
 
-/// Returns the number of shards that each aggregator of a placement needs: the job's own number, or
+/// Returns the number of shards that each aggregator of a plan needs: the job's own number, or
 /// as many as the fastest of their hosts' links keeps busy, but no more than the CPU cores that
 /// each of them has.
 ///
 /// Cores of aggregators are the job's `cpus_per_aggregator`, or else an equal part of what the
 /// ranks of the job leave of the host's free cores. A host whose cores are unknown has enough.
 #[must_use]
-pub fn shards(problem: &Problem<'_>, placement: &Placement) -> u32 {
+pub fn shards(problem: &Problem<'_>, placement: &Placement, tree: Option<&Tree>) -> u32 {
     let job = &problem.job;
     if let Some(shards) = job.shards {
         return shards;
     }
-    let hosts = placement.aggregator_hosts();
+    let racks = tree.into_iter().flat_map(|tree| &tree.racks);
+    let hosts = placement.aggregator_hosts().into_iter().chain(racks.map(|host| (*host, 1)));
+    let hosts: Vec<_> = hosts.collect();
     let needed = hosts.iter().map(|&(host, count)| busy(problem, host, count)).max();
     let cores = hosts.iter().filter_map(|&(host, count)| {
         let cpus = problem.topology.host(host).cpus;
@@ -60,7 +63,7 @@ mod tests {
             let links = Links::nominal(&topology);
             let problem = Problem::new(&topology, &links, &job(text)).unwrap();
             let placement = Placement { ranks: vec![1], aggregators: vec![2] };
-            shards(&problem, &placement)
+            shards(&problem, &placement, None)
         };
         let two = "ranks = 1\naggregators = 2";
         assert_eq!(shards_with(1_000.0, 64, two), 1);
@@ -72,5 +75,21 @@ mod tests {
         assert_eq!(shards_with(100_000.0, 64, &cores), 3);
         assert_eq!(shards_with(100_000.0, 8, &format!("{two}\ncpus_per_rank = 4")), 2);
         assert_eq!(shards_with(100_000.0, 8, &format!("{two}\nshards = 7")), 7);
+    }
+
+    #[test]
+    fn the_aggregator_of_a_rack_has_no_more_shards_than_cores() {
+        let mut inventory = cluster(&[&[1], &[1]]);
+        for (host, total) in inventory.hosts.iter_mut().zip([64, 3]) {
+            host.nic_mbit = 100_000.0;
+            host.cpus = Amount { total, used: 0 };
+        }
+        let topology = Topology::new(&inventory).unwrap();
+        let links = Links::nominal(&topology);
+        let problem = Problem::new(&topology, &links, &job("ranks = 2\nracks = true")).unwrap();
+        let placement = Placement { ranks: vec![1, 1], aggregators: vec![1, 0] };
+        let tree = Tree { root: HostId(0), racks: vec![HostId(1)] };
+        assert_eq!(shards(&problem, &placement, None), 10);
+        assert_eq!(shards(&problem, &placement, Some(&tree)), 3);
     }
 }

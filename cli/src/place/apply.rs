@@ -86,6 +86,13 @@ impl Apply {
         present: &PlacementRecord,
         port: u16,
     ) -> Result<PlacementRecord, Failure> {
+        if proposal.tree.is_some() {
+            return Err(Failure::unavailable(
+                "the moves are not applied: the job has racks, and aggregators that are parents \
+                 or have one move only when the job restarts; see the moves without --apply, and \
+                 restart the job there",
+            ));
+        }
         let address = |host: HostId| topology.host(host).aggregator(port);
         let several =
             proposal.placement.aggregator_hosts().into_iter().find(|(_, count)| *count > 1);

@@ -1,7 +1,7 @@
 //! A plan as JSON. docs/placement.md lists the keys.
 
 use racksum_placer::explain::Explanation;
-use racksum_placer::placement::Placement;
+use racksum_placer::placement::{Placement, RankNumbers};
 use racksum_placer::racks::Tree;
 use racksum_placer::rebalance;
 use racksum_placer::standby;
@@ -82,6 +82,8 @@ struct Proposal<'a> {
     rank_moves: Vec<Move<'a>>,
     hosts: Vec<Host<'a>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
+    racks: Vec<RackAggregator<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     standbys: Vec<Standby<'a>>,
 }
 
@@ -141,14 +143,14 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
         bottleneck: plan.time.bottleneck.text(topology),
         shards: planned.shards,
         notes: planned.notes.iter().map(ToString::to_string).collect(),
-        hosts: hosts_of(topology, &plan.placement),
-        racks: plan.tree.as_ref().map_or_else(Vec::new, |tree| racks_of(topology, tree)),
+        hosts: hosts_of(topology, &plan.placement, &planned.rank_numbers),
+        racks: racks_of(topology, plan.tree.as_ref()),
         standbys: standbys_of(topology, &plan.standbys),
         rebalance: planned.rebalance.as_ref().map(|found| Rebalance {
             is_allowed: found.is_allowed,
             are_standbys_allowed: found.are_standbys_allowed,
-            aggregators: found.aggregators.as_ref().map(|found| proposal_of(topology, found)),
-            ranks: found.ranks.as_ref().map(|found| proposal_of(topology, found)),
+            aggregators: found.aggregators.as_ref().map(|found| proposal_of(planned, found)),
+            ranks: found.ranks.as_ref().map(|found| proposal_of(planned, found)),
             standbys: found.standbys.as_ref().map(|found| StandbyProposal {
                 saving: found.saving,
                 standbys: standbys_of(topology, &found.standbys),
@@ -159,17 +161,27 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     serde_json::to_string(&document).expect("numbers and texts have a form in JSON")
 }
 
-fn hosts_of<'a>(topology: &'a Topology, placement: &Placement) -> Vec<Host<'a>> {
-    let hosts = placement.hosts().map(|(host, ranks, aggregators)| Host {
+fn hosts_of<'a>(
+    topology: &'a Topology,
+    placement: &Placement,
+    rank_numbers: &RankNumbers,
+) -> Vec<Host<'a>> {
+    let hosts = placement.hosts().map(|(host, _, aggregators)| Host {
         host: &topology.host(host).name,
         domain: topology.name(topology.domain_of(host)),
-        ranks: ranks.collect(),
+        ranks: rank_numbers.get(&host).cloned().unwrap_or_default(),
         aggregators,
     });
     hosts.collect()
 }
 
-fn proposal_of<'a>(topology: &'a Topology, proposal: &rebalance::Proposal) -> Proposal<'a> {
+fn proposal_of<'a>(planned: &Planned<'a>, proposal: &rebalance::Proposal) -> Proposal<'a> {
+    let topology = planned.topology;
+    // Ranks that stay keep their numbers; a job that restarts gets new ones.
+    let rank_numbers = match proposal.rank_moves[..] {
+        [] => planned.rank_numbers.clone(),
+        _ => proposal.placement.rank_numbers(),
+    };
     let moves = |moves: &[rebalance::Move]| {
         let name = |host| topology.host(host).name.as_str();
         let moves = moves.iter();
@@ -185,12 +197,14 @@ fn proposal_of<'a>(topology: &'a Topology, proposal: &rebalance::Proposal) -> Pr
         saving: proposal.saving,
         aggregator_moves: moves(&proposal.aggregator_moves),
         rank_moves: moves(&proposal.rank_moves),
-        hosts: hosts_of(topology, &proposal.placement),
+        hosts: hosts_of(topology, &proposal.placement, &rank_numbers),
+        racks: racks_of(topology, proposal.tree.as_ref()),
         standbys: standbys_of(topology, &proposal.standbys),
     }
 }
 
-fn racks_of<'a>(topology: &'a Topology, tree: &Tree) -> Vec<RackAggregator<'a>> {
+fn racks_of<'a>(topology: &'a Topology, tree: Option<&Tree>) -> Vec<RackAggregator<'a>> {
+    let Some(tree) = tree else { return vec![] };
     let aggregator = |rack: &HostId| RackAggregator {
         host: &topology.host(*rack).name,
         domain: topology.name(topology.domain_of(*rack)),

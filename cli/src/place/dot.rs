@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 
 use racksum_placer::topology::{HostId, Topology, VertexId};
+use racksum_proto::counted::counted;
 
 use super::Planned;
+use super::text::rank_numbers;
 use super::words::step;
 
 /// Returns a graph of the hosts in use and of the domains above them. Each edge shows the rates of
@@ -19,16 +21,17 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     ];
     let mut drawn = vec![];
     let mut nodes: BTreeMap<HostId, Vec<String>> = BTreeMap::new();
-    for (host, ranks, aggregators) in plan.placement.hosts() {
+    for (host, ranks, aggregators) in planned.hosts() {
         let parts = [
-            (!ranks.is_empty()).then(|| format!("ranks {}", super::text::numbers(ranks.clone()))),
-            (aggregators > 0).then(|| format!("aggregators {aggregators}")),
+            (!ranks.is_empty()).then(|| rank_numbers(ranks)),
+            (aggregators > 0).then(|| counted(aggregators, "aggregator")),
         ];
         nodes.entry(host).or_default().extend(parts.into_iter().flatten());
     }
     for (number, standby) in (1..).zip(&plan.standbys) {
         for (host, aggregators) in standby.hosts() {
-            nodes.entry(host).or_default().push(format!("standby {number}: {aggregators}"));
+            let aggregators = counted(aggregators, "aggregator");
+            nodes.entry(host).or_default().push(format!("{aggregators} of standby {number}"));
         }
     }
     if let Some(tree) = &plan.tree {

@@ -13,17 +13,17 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use racksum_placer::explain::{Explanation, explain};
 use racksum_placer::inventory::Inventory;
-use racksum_placer::job::{Job, Setting};
+use racksum_placer::job::Job;
 use racksum_placer::network::{Links, Network};
-use racksum_placer::notes::{Note, notes};
-use racksum_placer::placement::PlacementRecord;
+use racksum_placer::notes::{Note, misplaced, notes};
+use racksum_placer::placement::{PlacementRecord, RankNumbers};
 use racksum_placer::plan::{Plan, plan_problem, with_aggregators};
 use racksum_placer::present::Present;
 use racksum_placer::problem::Problem;
 use racksum_placer::rebalance::{Rebalance, rebalance};
 use racksum_placer::running::{RunningJobs, remaining};
 use racksum_placer::shards::shards;
-use racksum_placer::topology::Topology;
+use racksum_placer::topology::{HostId, Topology};
 use racksum_proto::counted::counted;
 use racksum_proto::peer_text::PeerText;
 
@@ -97,6 +97,7 @@ struct Planned<'a> {
     links: &'a Links,
     job: &'a Job,
     plan: Plan,
+    rank_numbers: RankNumbers,
     /// The shards of each aggregator.
     shards: u32,
     /// The step time at both ends of the uncertainty of the rates.
@@ -107,19 +108,31 @@ struct Planned<'a> {
     explanation: Option<Explanation>,
 }
 
+impl Planned<'_> {
+    /// Returns the hosts in use, each with the numbers of its ranks and of its aggregators.
+    fn hosts(&self) -> impl Iterator<Item = (HostId, &[u32], u32)> {
+        self.plan.placement.hosts().map(|(host, _, aggregators)| {
+            let ranks = self.rank_numbers.get(&host).map_or(&[][..], Vec::as_slice);
+            (host, ranks, aggregators)
+        })
+    }
+}
+
 impl Args {
     fn port(&self) -> u16 {
         self.port.unwrap_or(racksum_aggregator::PORT)
     }
 }
 
-/// Reads the hosts and their links, less the parts of these that other jobs use. A job on a Slurm
-/// allocation gets the cores of its tasks.
-fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
+/// Reads the hosts and their links, less the parts of these that other jobs use. Also returns notes
+/// about hosts that were measured elsewhere than their labels say. A job on a Slurm allocation gets
+/// the cores of its tasks.
+fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links, Vec<Note>), Failure> {
     let (nodes, inventory): (_, Inventory) = match &args.nodes {
         Some(nodes) => (nodes.clone(), read(nodes)?),
         None => args.slurm.inventory(job)?,
     };
+    let mut notes = vec![];
     let (topology, mut links) = match args.net.as_deref() {
         None => {
             let topology = Topology::new(&inventory).map_err(|error| wrong(&nodes, error))?;
@@ -127,7 +140,9 @@ fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
             (topology, links)
         }
         Some(net) => {
+            let labelled = inventory.clone();
             let (topology, network) = placed((&nodes, inventory), (net, read_network(net)?))?;
+            notes.extend(network.tree.iter().flat_map(|tree| misplaced(&labelled, tree)));
             let network =
                 if args.slurm.is_set() { in_allocation(net, network, &topology) } else { network };
             let links = Links::new(&topology, &network).map_err(|error| wrong(net, error))?;
@@ -142,7 +157,7 @@ fn cluster(args: &Args, job: &mut Job) -> Result<(Topology, Links), Failure> {
         }
         links = remaining(&topology, &links, &running).map_err(|error| wrong(jobs, error))?;
     }
-    Ok((topology, links))
+    Ok((topology, links, notes))
 }
 
 /// Returns the measurements of an allocation's hosts. The network file of a cluster has more.
@@ -171,11 +186,6 @@ fn present(
     let Some(path) = &args.placement else { return Ok(None) };
     let record: PlacementRecord = read(path)?;
     let present = Present::of_record(topology, job, &record).map_err(|error| wrong(path, error))?;
-    if args.rebalance && (present.tree.is_some() || job.racks == Setting::Given(true)) {
-        let why = "the job has racks, and --rebalance cannot move aggregators of racks; leave out \
-                   --rebalance, or plan the job anew without --placement";
-        return Err(wrong(path, why));
-    }
     Ok(Some((present, record)))
 }
 
@@ -183,8 +193,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     if args.port.is_some() && !args.apply.is_set() && !args.slurm.is_set() {
         return Err(Failure::usage("--port needs --slurm or --apply"));
     }
+    let asked = [(args.explain, "--explain"), (args.rebalance, "--rebalance")];
+    let asked = asked.into_iter().find_map(|(is_asked, flag)| is_asked.then_some(flag));
+    if let Some(flag) = asked.filter(|_| !matches!(args.format, Format::Text | Format::Json)) {
+        return Err(Failure::usage(format!("{flag} needs --format text or json")));
+    }
     let mut job: Job = read(&args.job)?;
-    let (topology, links) = cluster(args, &mut job)?;
+    let (topology, links, misplaced) = cluster(args, &mut job)?;
     let present = present(args, &topology, &job)?;
     if let Some((present, _)) = &present {
         job = present.decided(&job);
@@ -209,8 +224,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         topology: &topology,
         links: &links,
         job: &job,
-        shards: shards(&problem, &plan.placement),
-        notes: notes(&problem, &plan),
+        shards: shards(&problem, &plan.placement, plan.tree.as_ref()),
+        notes: [notes(&problem, &plan), misplaced].concat(),
+        rank_numbers: match &present {
+            Some((_, record)) => record.rank_numbers(&topology),
+            None => plan.placement.rank_numbers(),
+        },
         plan,
         range_s,
         rebalance,

@@ -192,8 +192,9 @@ impl Slurm {
             ));
         }
         let mut launch = Launch { aggregators: vec![], ranks: Ranks::default() };
+        let mut ranks_at = vec![];
         let mut used = 0;
-        for (host, ranks, aggregators) in plan.placement.hosts() {
+        for (host, ranks, aggregators) in planned.hosts() {
             let host = topology.host(host).name.as_str();
             // One process per host stands for all of its aggregators.
             let shards = aggregators.saturating_mul(planned.shards.max(1));
@@ -209,8 +210,11 @@ impl Slurm {
                 launch.aggregators.push(self.aggregator(host, (port, shards, cpus)));
             }
             used += usize::from(!ranks.is_empty());
-            launch.ranks.hosts.extend(ranks.map(|_| host.to_owned()));
+            ranks_at.extend(ranks.iter().map(|rank| (*rank, host)));
         }
+        // The host file lists the hosts by rank.
+        ranks_at.sort_unstable();
+        launch.ranks.hosts = ranks_at.into_iter().map(|(_, host)| host.to_owned()).collect();
         launch.ranks.command = ranks_command(job, used);
         Ok(launch)
     }

@@ -6,7 +6,7 @@ use racksum_placer::topology::{HostId, Topology, VertexId};
 use racksum_proto::counted::counted;
 
 use super::Planned;
-use super::text::numbers;
+use super::text::rank_numbers;
 use super::words::step;
 
 /// Returns an image of the hosts in use and the domains above them, with the ranks and aggregators
@@ -84,10 +84,9 @@ fn rows(planned: &Planned<'_>) -> Vec<Row> {
     let mut add = |host: HostId, kind: &'static str, label: String| {
         badges.entry(topology.leaf(host)).or_default().push(Badge { kind, label });
     };
-    for (host, ranks, aggregators) in plan.placement.hosts() {
+    for (host, ranks, aggregators) in planned.hosts() {
         if !ranks.is_empty() {
-            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-            add(host, "ranks", format!("{noun} {}", numbers(ranks)));
+            add(host, "ranks", rank_numbers(ranks));
         }
         if aggregators > 0 {
             add(host, "aggregators", counted(aggregators, "aggregator"));

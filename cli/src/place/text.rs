@@ -1,8 +1,7 @@
 //! A plan as text for people.
 
-use std::ops::Range;
-
 use racksum_placer::explain::Explanation;
+use racksum_placer::racks::Tree;
 use racksum_placer::rebalance::Rebalance;
 use racksum_placer::standby::Standby;
 use racksum_placer::topology::Topology;
@@ -16,7 +15,7 @@ use crate::table::table;
 pub(super) fn of(planned: &Planned<'_>) -> String {
     let Planned { topology, job, plan, .. } = planned;
     let words = Words(topology);
-    let hosts: Vec<_> = plan.placement.hosts().collect();
+    let hosts: Vec<_> = planned.hosts().collect();
     let mut lines = vec![format!(
         "job {}: {} and {} of {} on {} of {}, in {}",
         job.name,
@@ -41,11 +40,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     lines.extend(table(["host", "domain", "rank numbers", "aggregators"], rows.collect()));
     if let Some(tree) = plan.tree.as_ref().filter(|tree| !tree.racks.is_empty()) {
         lines.push(String::new());
-        let root = &topology.host(tree.root).name;
-        lines.extend(tree.racks.iter().map(|rack| {
-            let (of, host) = (topology.name(topology.domain_of(*rack)), topology.host(*rack));
-            format!("aggregator of {of}: {}, with parent {root}", host.name)
-        }));
+        lines.extend(rack_lines(topology, tree));
     }
     if !plan.standbys.is_empty() {
         lines.push(String::new());
@@ -84,6 +79,15 @@ fn step_lines(planned: &Planned<'_>) -> Vec<String> {
     lines
 }
 
+/// Returns a line for the aggregator of each rack.
+fn rack_lines<'a>(topology: &'a Topology, tree: &'a Tree) -> impl Iterator<Item = String> + 'a {
+    let root = &topology.host(tree.root).name;
+    tree.racks.iter().map(move |rack| {
+        let (of, host) = (topology.name(topology.domain_of(*rack)), topology.host(*rack));
+        format!("aggregator of {of}: {}, with parent {root}", host.name)
+    })
+}
+
 /// Returns a line for each standby.
 fn standby_lines<'a>(
     topology: &'a Topology,
@@ -109,8 +113,12 @@ fn moves(planned: &Planned<'_>, rebalance: &Rebalance) -> Vec<String> {
     if !rebalance.are_standbys_allowed {
         lines.push("the job does not allow its present standbys, or lacks some".into());
     }
+    let of_aggregators = match &planned.plan.tree {
+        Some(_) => "moves of aggregators alone, which restart a job with racks",
+        None => "moves of aggregators, while the job runs",
+    };
     let proposals = [
-        ("moves of aggregators, while the job runs", &rebalance.aggregators),
+        (of_aggregators, &rebalance.aggregators),
         ("moves of ranks, which restart the job", &rebalance.ranks),
     ];
     for (title, proposal) in proposals {
@@ -118,14 +126,19 @@ fn moves(planned: &Planned<'_>, rebalance: &Rebalance) -> Vec<String> {
             lines.push(format!("no {title}: none saves enough"));
             continue;
         };
-        let step = step(proposal.time.total_s());
-        lines.push(format!("{title}: {step} (-{:.1} %)", proposal.saving * 100.0));
+        let step = words::compared(proposal.time.total_s(), planned.plan.time.total_s());
+        lines.push(format!("{title}: {step}"));
         let aggregators = proposal.aggregator_moves.iter().map(|moved| (moved, "aggregator"));
         let ranks = proposal.rank_moves.iter().map(|moved| (moved, "rank"));
         lines.extend(aggregators.chain(ranks).map(|(moved, noun)| {
             let [from, to] = [moved.from, moved.to].map(|host| &topology.host(host).name);
             format!("  {} from {from} to {to}", counted(moved.count, noun))
         }));
+        if let Some(tree) = &proposal.tree
+            && proposal.tree != planned.plan.tree
+        {
+            lines.extend(rack_lines(topology, tree).map(indented));
+        }
         if proposal.standbys != planned.plan.standbys {
             lines.extend(standby_lines(topology, &proposal.standbys).map(indented));
         }
@@ -172,11 +185,17 @@ fn indented(line: String) -> String {
     format!("  {line}")
 }
 
-/// Formats rank numbers as a range.
-pub(super) fn numbers(ranks: Range<u32>) -> String {
-    match ranks.len() {
-        0 => "-".into(),
-        1 => ranks.start.to_string(),
-        _ => format!("{}-{}", ranks.start, ranks.end - 1),
-    }
+/// Names the ranks of a host.
+pub(super) fn rank_numbers(ranks: &[u32]) -> String {
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", numbers(ranks))
+}
+
+/// Formats ascending rank numbers as ranges.
+fn numbers(ranks: &[u32]) -> String {
+    let ranges = ranks.chunk_by(|one, next| one + 1 == *next).map(|range| match range {
+        [rank] => rank.to_string(),
+        _ => format!("{}-{}", range[0], range[range.len() - 1]),
+    });
+    if ranks.is_empty() { "-".into() } else { ranges.collect::<Vec<_>>().join(",") }
 }

@@ -1,6 +1,7 @@
 //! The reasons for a plan in words.
 
 use racksum_placer::explain::{Alternative, Change, Reason};
+use racksum_placer::network::Bottleneck;
 use racksum_placer::topology::{Topology, VertexId};
 use racksum_proto::counted::counted;
 
@@ -39,8 +40,17 @@ impl Words<'_> {
     pub(super) fn change(&self, change: Change) -> String {
         match change {
             Change::Faster(bottleneck) => {
-                let link = bottleneck.text(self.0).unwrap_or_default();
-                format!("with twice the rate of {link}")
+                let ends = match bottleneck {
+                    Bottleneck::None => String::new(),
+                    Bottleneck::Up(vertex) | Bottleneck::Down(vertex) => {
+                        format!("the link of {}", self.0.name(vertex))
+                    }
+                    Bottleneck::Path(one, other) => {
+                        let [one, other] = [one, other].map(|host| &self.0.host(host).name);
+                        format!("the path between {one} and {other}")
+                    }
+                };
+                format!("with twice the rate of {ends}, both ways")
             }
             Change::Without(constraint) => format!("without {constraint}"),
             Change::Freed { domain, gpus, cpus } => {
@@ -77,13 +87,17 @@ pub(super) fn millis(time_s: f64) -> String {
     }
 }
 
-fn compared(step_s: f64, now_s: f64) -> String {
+/// Returns a step, and how much longer or shorter it is than the present one.
+pub(super) fn compared(step_s: f64, now_s: f64) -> String {
     let percent = (step_s / now_s - 1.0) * 100.0;
-    if now_s.is_finite() && (step_s - now_s).abs() <= now_s * 1e-6 {
-        "step as long as planned".into()
+    if now_s.is_finite() && (step_s - now_s).abs() <= now_s * SAME {
+        "the same step".into()
     } else if now_s.is_finite() && percent.is_finite() {
         format!("{} ({percent:+.1} %)", step(step_s))
     } else {
         step(step_s)
     }
 }
+
+/// Steps that differ by less than this share would print as 0.0 % longer.
+const SAME: f64 = 5e-4;

@@ -280,14 +280,18 @@ fn a_slow_link_of_a_running_job_is_learned_and_avoided() {
 #[test]
 fn the_loss_of_a_running_job_is_learned_by_direction_and_avoided() {
     let Some(cluster) = cluster("o", 3) else { return };
-    let shaped = Shaped::start(cluster, &["--drop", "0.03"]);
+    let shaped = Shaped::start(cluster, &["--drop", "0.1"]);
     // An older measurement, which counts little, says that the link loses more.
-    let rate = serde_json::json!({ "mbit": 94, "loss": 0.1, "confidence": 0.01 });
+    let rate = serde_json::json!({ "mbit": 94, "loss": 0.3, "confidence": 0.01 });
     let bad = serde_json::json!({ "of": "bad", "up": rate, "down": rate });
     let older = serde_json::json!({ "links": [bad] }).to_string();
     shaped.await_reports(4 << 20);
-    let is_right =
-        |bad: &Value| ["up", "down"].iter().all(|way| is_near(&bad[way]["loss"], 0.03, 0.015));
+    // The counters give an upper bound: on a busy machine full buffers lose datagrams too, and some
+    // fragments are sent again before they are late. Neither makes 0.1 look like 0.3 or like none.
+    let is_right = |bad: &Value| {
+        let losses = ["up", "down"].map(|way| bad[way]["loss"].as_f64().unwrap_or(0.0));
+        losses.iter().all(|loss| (0.08..0.2).contains(loss))
+    };
     let (learned, bad) = shaped.learn(&older, is_right);
     assert!(is_right(&bad), "{learned:?}");
     assert_eq!(shaped.placed(), ["one", "two"], "{learned:?}");

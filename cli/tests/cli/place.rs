@@ -175,7 +175,7 @@ fn a_plan_names_the_standbys_and_their_step() {
     let json: Value = serde_json::from_str(&files.plan(&["--format", "json"])).unwrap();
     assert_eq!(json["standbys"][0]["hosts"][0]["host"], "a1");
     let dot = files.plan(&["--format", "dot"]);
-    assert!(dot.contains(r#""a1" [label="a1\nstandby 1: 1"]"#), "{dot}");
+    assert!(dot.contains(r#""a1" [label="a1\n1 aggregator of standby 1"]"#), "{dot}");
     // The present placement keeps its standbys, and shows their step.
     let path = files.0.path("placement.json");
     files.write("placement.json", &json.to_string());
@@ -233,6 +233,10 @@ fn the_age_of_an_old_network_file_is_a_warning() {
     let ended = run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).ok();
     let start = format!("racksum: warning: {net}: some measurements are ");
     assert!(ended.err.starts_with(&start) && ended.err.contains(" hours old"), "{ended:?}");
+    files.write("net.toml", &format!("measured_at = 99_999_999_999\n{NET}"));
+    let ended = run(&["place", "--job", &job, "--nodes", &nodes, "--net", &net]).ok();
+    let start = format!("racksum: warning: {net}: measured_at is in the future, ");
+    assert!(ended.err.starts_with(&start), "{ended:?}");
 }
 
 #[test]
@@ -304,6 +308,36 @@ fn a_present_placement_stays_unless_a_move_saves_enough() {
         text.contains("\nno moves of ranks, which restart the job: none saves enough"),
         "{text}"
     );
+    // Ranks keep their numbers, since the job runs.
+    files.write(
+        "placement.json",
+        r#"{"hosts": [
+            {"host": "b1", "ranks": [1], "aggregators": 1}, {"host": "b2", "ranks": [0]}
+        ]}"#,
+    );
+    let text = files.plan(&["--placement", &path]);
+    for row in ["b1    b       1             1", "b2    b       0             0"] {
+        assert!(text.contains(row), "{text}");
+    }
+    let json = files.plan(&["--placement", &path, "--format", "json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(
+        [&json["hosts"][0]["ranks"], &json["hosts"][1]["ranks"]],
+        [&json!([1]), &json!([0])]
+    );
+    // A step may get longer if the job does not allow its placement.
+    files.write(
+        "placement.json",
+        r#"{"hosts": [{"host": "b2", "ranks": [0, 1], "aggregators": 1}]}"#,
+    );
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    let expected = "\nmoves of ranks, which restart the job: step 902.1 ms\n";
+    assert!(text.contains("\nthe job does not allow its present placement any more\n"), "{text}");
+    assert!(text.contains(expected), "{text}");
+    for flag in ["--rebalance", "--explain"] {
+        let why = files.fails_with(&["--placement", &path, flag, "--format", "dot"], 2);
+        assert_eq!(why, format!("{flag} needs --format text or json"));
+    }
     files.write(
         "placement.json",
         r#"{"hosts": [{"host": "c9", "ranks": [0, 1], "aggregators": 1}]}"#,
@@ -348,14 +382,37 @@ fn the_aggregators_of_racks_have_a_parent() {
     for format in ["dot", "svg"] {
         assert!(files.plan(&["--format", format]).contains("rack aggregator, parent a1"));
     }
-    // The printed placement has the same step, and its aggregators of racks cannot move.
+    // The printed placement has the same step, and stays.
     let path = files.0.path("placement.json");
     files.write("placement.json", &json.to_string());
     let present = files.plan(&["--placement", &path, "--format", "json"]);
     let present: Value = serde_json::from_str(&present).unwrap();
     assert_eq!((&present["step_s"], &present["racks"]), (&json["step_s"], &json["racks"]));
-    let why = files.fails_with(&["--placement", &path, "--rebalance"], 2);
-    assert!(why.contains("the job has racks, and --rebalance cannot move"), "{why}");
+    let text = files.plan(&["--placement", &path, "--rebalance"]);
+    let title = "moves of aggregators alone, which restart a job with racks: ";
+    assert!(text.contains(&format!("\nno {title}none saves enough\n")), "{text}");
+    // A root behind the slow link moves, and only a restart of the job moves it.
+    let slow = json!({
+        "hosts": [
+            { "host": "a1", "ranks": [0] }, { "host": "a2", "ranks": [1], "aggregators": 1 },
+            { "host": "b1", "ranks": [2] }, { "host": "b2", "ranks": [3] },
+        ],
+        "racks": [{ "host": "b1" }],
+    });
+    files.write("placement.json", &slow.to_string());
+    let flags = ["--placement", &path, "--rebalance"];
+    let text = files.plan(&flags);
+    let moves = format!(
+        "\n{title}step 9021.3 ms (-50.0 %)\n  1 aggregator from a2 to a1\n  aggregator of b: b1, \
+         with parent a1\n"
+    );
+    assert!(text.contains(&moves), "{text}");
+    let moved: Value =
+        serde_json::from_str(&files.plan(&[&flags[..], &["--format", "json"]].concat())).unwrap();
+    assert_eq!(moved["rebalance"]["aggregators"]["racks"][0]["parent"], "a1");
+    assert_eq!(moved["rebalance"]["ranks"], Value::Null);
+    let why = files.fails_with(&[&flags[..], &["--apply"]].concat(), 3);
+    assert!(why.starts_with("the moves are not applied: the job has racks, and "), "{why}");
     // As a running job, it loads the links of another one.
     let racks = json!({ "jobs": [{
         "job": {

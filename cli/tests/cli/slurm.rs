@@ -351,5 +351,5 @@ fn flags_that_do_not_fit_together_are_refused() {
     assert_eq!(slurm.place(&[&RATE[..], &nodes].concat()).code, Some(2));
     let rate = slurm.place(&["--nic-mbit", "25G"]);
     assert_eq!(rate.code, Some(2));
-    assert!(rate.err.contains("give a positive number of Mbit/s"), "{rate:?}");
+    assert!(rate.err.contains("give a number of Mbit/s from 0.001 to 1e9"), "{rate:?}");
 }

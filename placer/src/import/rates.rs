@@ -26,9 +26,9 @@ pub struct NicRate {
 /// The error for a text that is no rate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NicRateError {
-    /// The rate is not a positive number, or too large.
+    /// The rate is not a number, or too small or too large.
     #[error(
-        "{0:?} is not a rate; give a positive number of Mbit/s up to 1e9, as in 25000 or \
+        "{0:?} is not a rate; give a number of Mbit/s from 0.001 to 1e9, as in 25000 or \
          n[1-4]=25000"
     )]
     Rate(String),

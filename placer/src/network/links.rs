@@ -320,14 +320,20 @@ impl Links {
         links
     }
 
-    /// Returns these links with twice the rate at a bottleneck, or `None` if no link is one.
+    /// Returns these links with twice the rate at a bottleneck, in both directions since most links
+    /// are as fast either way, or `None` if no link is one.
     pub(crate) fn faster(&self, bottleneck: Bottleneck) -> Option<Self> {
         let mut links = self.clone();
         match bottleneck {
             Bottleneck::None => return None,
-            Bottleneck::Up(vertex) => links.up[vertex.0].bytes_per_s *= 2.0,
-            Bottleneck::Down(vertex) => links.down[vertex.0].bytes_per_s *= 2.0,
-            Bottleneck::Path(from, to) => links.change_ceiling(from, to, |rate| rate * 2.0),
+            Bottleneck::Up(vertex) | Bottleneck::Down(vertex) => {
+                links.up[vertex.0].bytes_per_s *= 2.0;
+                links.down[vertex.0].bytes_per_s *= 2.0;
+            }
+            Bottleneck::Path(from, to) => {
+                links.change_ceiling(from, to, |rate| rate * 2.0);
+                links.change_ceiling(to, from, |rate| rate * 2.0);
+            }
         }
         Some(links)
     }

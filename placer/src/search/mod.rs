@@ -14,7 +14,7 @@ pub(crate) mod racks;
 mod ranks;
 mod tree;
 
-use self::tree::LONGEST_S;
+pub(crate) use self::tree::LONGEST_S;
 pub(crate) use self::tree::{Relaxed, relax};
 use crate::model::StepTime;
 use crate::placement::Placement;

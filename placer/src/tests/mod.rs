@@ -2,6 +2,7 @@
 
 mod bound;
 mod edge_cases;
+mod explain;
 mod optimum;
 mod order;
 mod racks;

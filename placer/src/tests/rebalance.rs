@@ -131,3 +131,22 @@ fn standbys_are_priced_and_kept_out_of_the_way_of_moves() {
     let (_, found) = rebalanced(&standby("r0h1"));
     assert!(found.are_standbys_allowed && found.standbys.is_none(), "{found:?}");
 }
+
+#[test]
+fn aggregators_leave_the_domain_of_a_job_only_for_its_widen_gain() {
+    let mut inventory = cluster(&[&[2, 0], &[0]]);
+    inventory.hosts[0].max_aggregators = Some(0);
+    inventory.hosts[1].nic_mbit = 10.0;
+    let topology = Topology::new(&inventory).unwrap();
+    let links = Links::nominal(&topology);
+    let moved = |gain: &str| {
+        let job = job(&format!("ranks = 2\nscope = 'rack'\nwiden_gain = {gain}"));
+        let problem = Problem::new(&topology, &links, &job).unwrap();
+        let placement = Placement { ranks: vec![2, 0, 0], aggregators: vec![0, 1, 0] };
+        let present = Present { placement, standbys: vec![], tree: None }.plan(&problem);
+        rebalance(&problem, &present, 0.1).aggregators
+    };
+    let out = Move { from: HostId(1), to: HostId(2), count: 1 };
+    assert_eq!(moved("0.5").unwrap().aggregator_moves, [out]);
+    assert_eq!(moved("1.0"), None);
+}

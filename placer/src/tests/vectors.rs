@@ -179,8 +179,8 @@ fn slurm_blocks() {
     let error = run(&mut inventory, &job(3)).unwrap_err().to_string();
     assert_eq!(
         error,
-        "job \"job\" has 3 ranks, and there is room for 2; without `scope`, all fit; without \
-         other jobs, all fit"
+        "job \"job\" has 3 ranks, and there is room for 2 in one rack; without `scope`, all fit; \
+         without other jobs, all fit"
     );
     // A job of more than one block may span blocks. In Slurm, the size of the job says so; here,
     // the job itself does.
