@@ -73,6 +73,18 @@ fn wrong_specs_are_told() {
         told(|group| group["spec"]["traffic"]["unionDensity"] = json!(0.5)),
         "job \"vision\": union_density is 0.5; it must be a number from own_density to 1"
     );
+    assert_eq!(
+        told(|group| group["spec"]["aggregators"]["racks"] = json!(true)),
+        "aggregators.racks is true, and the operator places no parents and aggregators of racks; \
+         remove it, or run them without the operator"
+    );
+    for name in ["vision.v2", "2vision"] {
+        let text = check(&group("FollowWorkers", 1, |group| {
+            group["metadata"]["name"] = json!(name);
+        }))
+        .unwrap_err();
+        assert!(text.starts_with(&format!("the name {name:?} begins with a digit")), "{text}");
+    }
     let long = told(|group| group["metadata"]["name"] = json!("x".repeat(62)));
     assert!(long.ends_with("exceed 63 bytes; rename the group"), "{long}");
     assert_eq!(check(&group("FollowWorkers", 1, |_| {})), Ok(()));

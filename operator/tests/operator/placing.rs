@@ -214,6 +214,25 @@ async fn a_worker_that_stays_pending_is_evicted_and_its_successor_placed_elsewhe
 }
 
 #[tokio::test]
+async fn a_worker_that_no_host_of_its_rack_takes_gets_another_rack() {
+    let world = World::with_operator().await;
+    let mut asked = group("PlaceWorkers", 1, 1);
+    asked["spec"]["pendingTtlSeconds"] = json!(1);
+    world.create(Kind::Group, asked);
+    // The plan does not see why: as for a volume of another zone.
+    world.hands(|hands| _ = hands.unscheduled.insert("train-0".into()));
+    world.create(Kind::Pod, gated_worker(0));
+    let note = world.until_event("PendingTooLong").await;
+    let expected = "train-0 found no place on h1 or elsewhere in its domain: ";
+    assert!(note.starts_with(expected), "{note}");
+    let mut successor = gated_worker(0);
+    successor["metadata"]["name"] = json!("again");
+    world.create(Kind::Pod, successor);
+    let node = world.until("the successor is bound", |store| node_of(store, "again")).await;
+    assert!(["h3", "h4"].contains(&node.as_str()), "{node}");
+}
+
+#[tokio::test]
 async fn a_lost_aggregator_is_replaced_on_its_node_beside_the_workers() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("PlaceWorkers", 2, 1));
