@@ -34,8 +34,8 @@ pub fn assigned<'a>(workers: &[Member<'a>], slots: &[&'a Node]) -> Result<Vec<&'
 }
 
 /// Finds a slot for a worker, moving earlier workers to other slots if necessary: the shortest
-/// augmenting path of a bipartite graph. A path may pass through all workers, so it is not sought by
-/// recursion, which could exhaust the stack.
+/// augmenting path of a bipartite graph. A path may pass through all workers, so a recursion could
+/// exhaust the stack.
 fn seat(
     worker: usize,
     takes: &impl Fn(usize, usize) -> bool,
