@@ -13,7 +13,8 @@ impl Decider<'_> {
         let (found, wanted) = (self.workers.len(), spec.workers.count as usize);
         let first =
             |is_it: &dyn Fn(&Member<'_>) -> bool| self.workers.iter().find(|one| is_it(one));
-        if let Some(worker) = first(&|one| one.is_in_jobset_trap()) {
+        // If each job has a single pod, all pods are leaders, and none is missing.
+        if let Some(worker) = first(&|one| found < wanted && one.is_in_jobset_trap()) {
             let message = format!(
                 "JobSet creates the other workers only once {} is scheduled, and that waits for \
                  them: remove the annotation alpha.jobset.sigs.k8s.io/exclusive-topology, add \

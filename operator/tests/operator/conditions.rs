@@ -140,3 +140,21 @@ async fn a_group_that_is_being_deleted_is_not_ready() {
     let is_gone = |store: &Store| store.get(Kind::Group, NAMESPACE, GROUP).is_none().then_some(());
     world.until("the group is gone", is_gone).await;
 }
+
+#[tokio::test]
+async fn a_former_aggregator_that_does_not_end_is_named_with_its_node() {
+    let world = running().await;
+    let name = "vision-aggregator-0";
+    world.hands(|hands| _ = hands.unending.insert(name.into()));
+    drop(world.server.store().delete(&(Kind::Pod, NAMESPACE.into(), name.into()), None));
+    let expected = "the former pod vision-aggregator-0 is still ending on h1; if that node is \
+                    gone, delete the node or force the deletion of the pod";
+    let is_told = |store: &Store| {
+        let told = condition(store.get(Kind::Group, NAMESPACE, GROUP)?, "Placed")?;
+        (told["message"] == expected).then_some(())
+    };
+    world.until("the pod is named", is_told).await;
+    world.hands(|hands| hands.unending.clear());
+    world.until_condition("Placed", "AllBound").await;
+    world.until_condition("Ready", "AggregatorsReady").await;
+}

@@ -135,6 +135,19 @@ async fn the_trap_of_jobset_is_told_and_leads_out() {
 }
 
 #[tokio::test]
+async fn leaders_of_jobs_with_one_pod_each_are_in_no_trap() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    for index in 0..2 {
+        let mut leader = gated_worker(index);
+        leader["metadata"]["annotations"] =
+            json!({"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"});
+        world.create(Kind::Pod, leader);
+    }
+    ready(&world).await;
+}
+
+#[tokio::test]
 async fn a_lost_worker_gets_the_place_that_it_left() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("PlaceWorkers", 4, 1));
