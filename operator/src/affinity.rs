@@ -93,12 +93,11 @@ fn holds(requirement: &NodeSelectorRequirement, value: Option<&String>) -> bool 
 pub enum Pin {
     /// Exactly this node.
     Host(String),
-    /// Any node whose label has this value, preferably the host.
+    /// Any node with these labels, preferably the host.
     Domain {
-        /// The key of the label.
-        label: String,
-        /// The value of the label.
-        value: String,
+        /// The keys and values of the labels, from the widest level to the innermost: racks of two
+        /// zones may have the same name.
+        labels: Vec<(String, String)>,
         /// The preferred node.
         host: String,
     },
@@ -140,13 +139,18 @@ pub fn narrowed(pod: &Pod, pin: &Pin) -> Affinity {
 }
 
 fn push(term: &mut NodeSelectorTerm, pin: &Pin) {
-    let (list, requirement) = match pin {
-        Pin::Host(host) => (&mut term.match_fields, name_is(host)),
-        Pin::Domain { label, value, .. } => (&mut term.match_expressions, is_in(label, value)),
+    let (list, requirements) = match pin {
+        Pin::Host(host) => (&mut term.match_fields, vec![name_is(host)]),
+        Pin::Domain { labels, .. } => {
+            let labels = labels.iter().map(|(key, value)| is_in(key, value));
+            (&mut term.match_expressions, labels.collect())
+        }
     };
     let list = list.get_or_insert_with(Vec::new);
-    if !list.contains(&requirement) {
-        list.push(requirement);
+    for requirement in requirements {
+        if !list.contains(&requirement) {
+            list.push(requirement);
+        }
     }
 }
 
@@ -213,7 +217,9 @@ mod tests {
             "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred},
             "podAffinity": {},
         }));
-        let pin = Pin::Domain { label: "rack".into(), value: "r1".into(), host: "h1".into() };
+        let labels = [("zone", "a"), ("rack", "r1")];
+        let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+        let pin = Pin::Domain { labels, host: "h1".into() };
         let pinned = serde_json::to_value(narrowed(&pod, &pin)).unwrap();
         let preferences =
             &pinned["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"];
@@ -228,7 +234,8 @@ mod tests {
         assert_eq!(
             *required,
             json!({"nodeSelectorTerms": [{"matchExpressions": [
-                {"key": "rack", "operator": "In", "values": ["r1"]}
+                {"key": "zone", "operator": "In", "values": ["a"]},
+                {"key": "rack", "operator": "In", "values": ["r1"]},
             ]}]})
         );
     }

@@ -121,6 +121,12 @@ pub fn is_conflict(error: &Error) -> bool {
     }
 }
 
+/// Returns whether the API server answered a request that failed.
+#[must_use]
+pub const fn is_answer(error: &Error) -> bool {
+    matches!(error, Error::Api(_))
+}
+
 /// Evicts one pod and not a successor of the same name.
 ///
 /// [`Api::evict`] of kube 5.0 misspells the field of the options, so the API server would ignore

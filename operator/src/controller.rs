@@ -1,12 +1,15 @@
 //! The loop of the leading operator: observes, decides, writes.
 //!
-//! Caches of pods, nodes, and own objects trigger decisions. The group itself is read afresh for
-//! each decision, since a plan must not be decided on an old status.
+//! Caches of pods, nodes, and own objects trigger decisions. Most changes in a cluster concern no
+//! group: a decision on the caches alone tells that, and asks the API server nothing. Before a
+//! write, the group itself is read afresh, since a plan must not be decided on an old status.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod failures;
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt::Debug;
 use std::hash::Hash;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures::{Stream, StreamExt};
@@ -17,13 +20,14 @@ use kube::runtime::controller::{self, Action as Next, Controller};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::runtime::reflector::{ObjectRef, Store, store};
 use kube::runtime::{WatchStreamExt, reflector, watcher};
-use kube::{Api, Client, Error, Resource, ResourceExt};
+use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::Notify;
 
-use crate::api::{groups, is_conflict, take, text, write_status};
-use crate::crd::AggregatorGroup;
-use crate::decide::{Decision, Observed, Trouble, decide, would_release};
+use self::failures::{Failed, Failures, Held};
+use crate::api::{groups, is_answer, take, text, write_status};
+use crate::crd::{AggregatorGroup, AggregatorGroupStatus};
+use crate::decide::{Decision, Observed, Trouble, decide, report, would_release};
 use crate::objects::{MANAGED_BY, MANAGER, config_map_name, service_name};
 use crate::status::Note;
 
@@ -40,6 +44,8 @@ pub struct Options {
     pub first_retry: Duration,
     /// The greatest time until a retry.
     pub longest_retry: Duration,
+    /// The time after which groups are told that the API server does not list pods and nodes.
+    pub patience: Duration,
 }
 
 impl Default for Options {
@@ -50,6 +56,7 @@ impl Default for Options {
             gather: Duration::from_millis(200),
             first_retry: Duration::from_secs(1),
             longest_retry: Duration::from_secs(60),
+            patience: Duration::from_secs(10),
         }
     }
 }
@@ -66,35 +73,86 @@ struct Context {
     /// The groups as this operator last wrote them, which the cache may not show yet.
     written: Mutex<BTreeMap<String, Arc<AggregatorGroup>>>,
     recorder: Recorder,
-    /// The last failures by group.
-    troubles: Mutex<BTreeMap<String, Trouble>>,
+    failures: Mutex<Failures>,
+    /// The kinds that the API server last refused to list.
+    unlisted: Unlisted,
     /// The time without an API server before this run.
     outage: Option<Trouble>,
-    /// The groups that have been told of the outage.
+    /// The UIDs of the groups that have been told of the outage.
     told: Mutex<BTreeSet<String>>,
 }
 
+/// The failures of lists, by kind.
+type Unlisted = Arc<Mutex<BTreeMap<String, Failed>>>;
+
 impl Context {
     /// Returns the failures of a group that it has not recovered from.
-    fn trouble(&self, key: &str) -> Option<Trouble> {
-        let troubles = self.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_told = self.told.lock().unwrap_or_else(PoisonError::into_inner).contains(key);
+    fn trouble(&self, group: &AggregatorGroup) -> Option<Trouble> {
+        let failures = locked(&self.failures);
+        let is_told = group.meta().uid.as_ref().is_some_and(|uid| locked(&self.told).contains(uid));
         let outage = self.outage.as_ref().filter(|_| !is_told);
-        troubles.get(key).or(outage).cloned()
+        failures.trouble(group).or(outage).cloned()
+    }
+
+    /// Adds a failure of a group, and forgets those of groups that are gone.
+    fn failed(&self, group: &AggregatorGroup, failed: &Failed, held: Held) -> Trouble {
+        let mut failures = locked(&self.failures);
+        failures.retain(|group| self.groups.get(group).is_some());
+        failures.add(group, failed, held, &self.options)
+    }
+
+    /// Forgets the failures of a group, all of whose writes were taken.
+    fn recovered(&self, group: &AggregatorGroup) {
+        locked(&self.failures).recovered(group);
+        if self.outage.is_some() {
+            locked(&self.told).extend(group.meta().uid.clone());
+        }
+    }
+
+    /// Waits until all caches are filled.
+    async fn filled(&self) -> Result<(), Failed> {
+        let all = async {
+            // A cache whose writer is gone ends with this future.
+            drop(self.pods.wait_until_ready().await);
+            drop(self.nodes.wait_until_ready().await);
+            drop(self.services.wait_until_ready().await);
+            drop(self.maps.wait_until_ready().await);
+        };
+        let patience = self.options.patience;
+        tokio::time::timeout(patience, all).await.map_err(|_| {
+            let known = locked(&self.unlisted).values().next().cloned();
+            known.unwrap_or_else(|| Failed::unlisted(patience))
+        })
+    }
+
+    /// Returns a group as the cache or this operator's own writes show it, whichever is newer.
+    fn latest(&self, cached: &Arc<AggregatorGroup>) -> Arc<AggregatorGroup> {
+        newer(&locked(&self.written), cached)
     }
 
     /// Returns all groups, each as the cache or this operator's own writes show it, whichever is
     /// newer.
     fn latest_groups(&self) -> Vec<Arc<AggregatorGroup>> {
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut written = locked(&self.written);
         let cached = self.groups.state();
-        written.retain(|uid, _| cached.iter().any(|group| group.meta().uid.as_ref() == Some(uid)));
-        let latest = cached.into_iter().map(|group| {
-            let own = group.meta().uid.as_ref().and_then(|uid| written.get(uid));
-            own.filter(|own| version(own) > version(&group)).cloned().unwrap_or(group)
-        });
-        latest.collect()
+        let uids: HashSet<_> =
+            cached.iter().filter_map(|group| group.meta().uid.as_ref()).collect();
+        written.retain(|uid, _| uids.contains(uid));
+        cached.iter().map(|group| newer(&written, group)).collect()
     }
+}
+
+/// Returns a group as it was written, if that is newer than the cached one.
+fn newer(
+    written: &BTreeMap<String, Arc<AggregatorGroup>>,
+    cached: &Arc<AggregatorGroup>,
+) -> Arc<AggregatorGroup> {
+    let own = cached.meta().uid.as_ref().and_then(|uid| written.get(uid));
+    own.filter(|own| version(own) > version(cached)).unwrap_or(cached).clone()
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the version of a group: a number that counts up, which Kubernetes 1.35 guarantees.
@@ -102,26 +160,19 @@ fn version(group: &AggregatorGroup) -> u128 {
     group.meta().resource_version.as_ref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
-/// A request of the operator that failed.
-#[derive(Debug, thiserror::Error)]
-#[error("{what}: {cause}")]
-struct Failed {
-    what: String,
-    cause: Error,
-}
-
 /// Serves groups for as long as this future is polled.
 ///
 /// `outage` is the reason why this replica stopped serving them before, which groups are told.
 pub async fn run(client: Client, options: Options, outage: Option<Trouble>) {
-    let changed = Arc::new(Notify::new());
+    let (changed, unlisted) = (Arc::new(Notify::new()), Unlisted::default());
+    let signs = (&changed, &unlisted);
     let own = watcher::Config::default().labels(&format!("{MANAGED_BY}={MANAGER}"));
     let all = watcher::Config::default();
     // Pods of all namespaces use the nodes, whichever namespace is served.
-    let (pods, pod_stream) = cached(Api::<Pod>::all(client.clone()), all.clone(), &changed);
-    let (nodes, node_stream) = cached(Api::<Node>::all(client.clone()), all.clone(), &changed);
-    let (services, service_stream) = cached(api(&client, &options), own.clone(), &changed);
-    let (maps, map_stream) = cached(api(&client, &options), own, &changed);
+    let (pods, pod_stream) = cached(Api::<Pod>::all(client.clone()), all.clone(), signs);
+    let (nodes, node_stream) = cached(Api::<Node>::all(client.clone()), all.clone(), signs);
+    let (services, service_stream) = cached(api(&client, &options), own.clone(), signs);
+    let (maps, map_stream) = cached(api(&client, &options), own, signs);
     let reporter =
         Reporter { controller: MANAGER.into(), instance: Some(options.identity.clone()) };
     let controller = Controller::new(api::<AggregatorGroup>(&client, &options), all)
@@ -138,13 +189,19 @@ pub async fn run(client: Client, options: Options, outage: Option<Trouble>) {
         maps,
         groups: controller.store(),
         written: Mutex::default(),
-        troubles: Mutex::default(),
+        failures: Mutex::default(),
+        unlisted,
         outage,
         told: Mutex::default(),
     });
     let reconciling = controller.run(reconcile, retry, context).for_each(async |result| {
-        if let Err(error) = result {
-            tracing::debug!("{error}");
+        match result {
+            // Such as a definition of the resource that is missing: no group can be told.
+            Err(controller::Error::QueueError(error)) => {
+                tracing::warn!("watching aggregatorgroups: {error}");
+            }
+            Err(error) => tracing::debug!("{error}"),
+            Ok(_) => {}
         }
     });
     tokio::join!(reconciling, pod_stream, node_stream, service_stream, map_stream);
@@ -164,19 +221,28 @@ where
 fn cached<K>(
     api: Api<K>,
     config: watcher::Config,
-    changed: &Arc<Notify>,
+    (changed, unlisted): (&Arc<Notify>, &Unlisted),
 ) -> (Store<K>, impl Future<Output = ()> + use<K>)
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     K::DynamicType: Default + Eq + Hash + Clone,
 {
     let (reader, writer) = store();
-    let changed = changed.clone();
+    let (changed, unlisted) = (changed.clone(), unlisted.clone());
     let stream = reflector(writer, watcher(api, config).modify(slim).default_backoff());
     let kept = stream.for_each(move |event| {
         match event {
-            Ok(_) => changed.notify_one(),
-            Err(error) => tracing::warn!("watching {}: {error}", kind::<K>()),
+            Ok(_) => {
+                locked(&unlisted).remove(&kind::<K>());
+                changed.notify_one();
+            }
+            Err(error) => {
+                tracing::warn!("watching {}: {error}", kind::<K>());
+                if let watcher::Error::InitialListFailed(cause) = error {
+                    let failed = Failed::new(&format!("listing {}", kind::<K>()), &cause);
+                    locked(&unlisted).insert(kind::<K>(), failed);
+                }
+            }
         }
         std::future::ready(())
     });
@@ -205,88 +271,117 @@ fn gathered(changed: Arc<Notify>, gather: Duration) -> impl Stream<Item = ()> {
 }
 
 async fn reconcile(known: Arc<AggregatorGroup>, context: Arc<Context>) -> Result<Next, Failed> {
-    let key = ObjectRef::from_obj(&*known).to_string();
-    let done = reconcile_once(&known, &context, &key).await;
-    let mut troubles = context.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-    match &done {
-        Ok(_) => {
-            troubles.remove(&key);
-            context.told.lock().unwrap_or_else(PoisonError::into_inner).insert(key);
-        }
-        Err(failed) => {
-            let trouble = troubles.entry(key.clone()).or_insert_with(|| Trouble {
-                is_conflict: true,
-                is_answered: true,
-                message: String::new(),
-                since: Timestamp::now(),
-                failures: 0,
-            });
-            trouble.is_conflict = is_conflict(&failed.cause);
-            trouble.is_answered = matches!(failed.cause, Error::Api(_));
-            trouble.message = failed.to_string();
-            trouble.failures = trouble.failures.saturating_add(1);
-            if trouble.is_reported() {
-                tracing::warn!("{key}: {failed}");
-            }
+    let held = locked(&context.failures).held(&known);
+    if let Some(left) = held.left.filter(|_| held.is_all()) {
+        return Ok(Next::requeue(left));
+    }
+    let failed = match reconcile_once(&known, &context, &held).await {
+        Ok(next) => return Ok(next),
+        Err(failed) => failed,
+    };
+    let trouble = context.failed(&known, &failed, held);
+    if trouble.is_reported() {
+        let key = ObjectRef::from_obj(&*known);
+        tracing::warn!("{key}: {failed}");
+        if failed.is_answered
+            && let Err(error) = tell(&known, &context, &trouble).await
+        {
+            tracing::warn!("{key}: {error}");
         }
     }
-    done
+    Err(failed)
+}
+
+/// Tells a group at once of a write that was refused. An API server that does not answer is told
+/// of with the first write that succeeds.
+async fn tell(known: &AggregatorGroup, context: &Context, trouble: &Trouble) -> Result<(), Failed> {
+    let Some(mut group) = read(known, context).await? else { return Ok(()) };
+    let (status, notes) = report(&group, trouble, Timestamp::now());
+    write(&mut group, context, &status, &notes).await
+}
+
+async fn read(
+    known: &AggregatorGroup,
+    context: &Context,
+) -> Result<Option<AggregatorGroup>, Failed> {
+    let read = groups(&context.client, known).get_opt(&known.name_any()).await;
+    read.map_err(|cause| Failed::new("reading the group", &cause))
 }
 
 async fn reconcile_once(
-    known: &AggregatorGroup,
+    known: &Arc<AggregatorGroup>,
     context: &Arc<Context>,
-    key: &str,
+    held: &Held,
 ) -> Result<Next, Failed> {
-    let trouble = context.trouble(key);
-    for ready in [
-        context.pods.wait_until_ready().await,
-        context.nodes.wait_until_ready().await,
-        context.services.wait_until_ready().await,
-        context.maps.wait_until_ready().await,
-    ] {
-        if ready.is_err() {
-            return Ok(Next::await_change());
-        }
+    context.filled().await?;
+    let trouble = context.trouble(known);
+    let latest = context.latest(known);
+    let unread = Err("the network file is not read before it is needed".to_owned());
+    let decision = decided(&latest, context, unread, trouble.clone()).await?;
+    let waits = decision.actions.iter().any(|action| held.has(&text(action)));
+    let is_idle = decision.actions.iter().all(|action| held.has(&text(action)))
+        && latest.status.as_ref() == Some(&decision.status);
+    if is_idle && (waits || trouble.is_none()) {
+        return Ok(requeue(&decision, held));
     }
-    let read = groups(&context.client, known).get_opt(&known.name_any()).await;
-    let read = read.map_err(|cause| Failed { what: format!("reading {key}"), cause })?;
-    let Some(mut group) = read else { return Ok(Next::await_change()) };
+    let Some(mut group) = read(known, context).await? else { return Ok(Next::await_change()) };
     let network = network_text(&group, context).await?;
     let decision = decided(&group, context, network.clone(), trouble.clone()).await?;
     if would_release(&group, &decision) && has_workers(&group, context).await? {
         // The cache does not show them yet; the change will trigger the next decision.
         return Ok(Next::requeue(context.options.first_retry));
     }
-    write(&mut group, context, &decision).await?;
+    write(&mut group, context, &decision.status, &decision.notes).await?;
+    let waits = act(&group, context, &decision, held).await?;
+    if waits {
+        return Ok(requeue(&decision, held));
+    }
+    context.recovered(&group);
+    if trouble.is_some_and(|trouble| trouble.is_reported()) && decision.is_ongoing() {
+        let decision = decided(&group, context, network, None).await?;
+        write(&mut group, context, &decision.status, &decision.notes).await?;
+    }
+    Ok(Next::requeue(decision.recheck))
+}
+
+/// Returns the time of the next decision: before that, the next try of what waits.
+fn requeue(decision: &Decision, held: &Held) -> Next {
+    Next::requeue(held.left.map_or(decision.recheck, |left| decision.recheck.min(left)))
+}
+
+/// Takes the actions of a decision but those that wait. Returns whether any waits.
+async fn act(
+    group: &AggregatorGroup,
+    context: &Context,
+    decision: &Decision,
+    held: &Held,
+) -> Result<bool, Failed> {
+    let (waiting, due): (Vec<_>, Vec<_>) =
+        decision.actions.iter().cloned().partition(|action| held.has(&text(action)));
     // Actions start in order; none depends on the end of an earlier one.
-    let acted = Arc::new(group.clone());
-    let actions = decision.actions.clone().into_iter().map(|action| {
-        let (client, group) = (context.client.clone(), acted.clone());
+    let actions = due.into_iter().map(|action| {
+        let (client, group) = (context.client.clone(), group.clone());
         async move {
             let taken = take(&client, &group, &action).await;
-            taken.map_err(|cause| Failed { what: text(&action), cause })
+            taken.map_err(|cause| (is_answer(&cause), Failed::refused(&text(&action), &cause)))
         }
     });
     let mut taken = futures::stream::iter(actions).buffered(AT_ONCE);
-    let mut refused = None;
+    let mut refused: Option<Failed> = None;
     while let Some(done) = taken.next().await {
         match done {
             // A write that stays refused, such as an eviction, must not hold up the others.
-            Err(failed) if matches!(failed.cause, Error::Api(_)) => {
-                _ = refused.get_or_insert(failed)
+            Err((true, failed)) => {
+                refused = Some(match refused {
+                    Some(first) => first.and(failed),
+                    None => failed,
+                });
             }
-            done => done?,
+            Err((false, failed)) => return Err(failed),
+            Ok(()) => {}
         }
     }
-    if let Some(failed) = refused {
-        return Err(failed);
-    }
-    if trouble.is_some_and(|trouble| trouble.is_reported()) && decision.is_ongoing() {
-        let decision = decided(&group, context, network, None).await?;
-        write(&mut group, context, &decision).await?;
-    }
-    Ok(Next::requeue(decision.recheck))
+    refused.map_or(Ok(!waiting.is_empty()), Err)
 }
 
 /// The greatest number of requests of a decision at once.
@@ -317,28 +412,26 @@ async fn decided(
             now: Timestamp::now(),
         })
     });
-    deciding
-        .await
-        .map_err(|error| Failed { what: "deciding".into(), cause: Error::Service(Box::new(error)) })
+    deciding.await.map_err(|panic| Failed::bug(&panic))
 }
 
 fn service_ref(group: &AggregatorGroup) -> ObjectRef<Service> {
     ObjectRef::new(&service_name(group)).within(&group.namespace().unwrap_or_default())
 }
 
-/// Writes the status and publishes the events of a decision.
+/// Writes a group's status and publishes its events.
 async fn write(
     group: &mut AggregatorGroup,
     context: &Context,
-    decision: &Decision,
+    status: &AggregatorGroupStatus,
+    notes: &[Note],
 ) -> Result<(), Failed> {
-    let written = write_status(&context.client, group, &decision.status).await;
-    written.map_err(|cause| Failed { what: "writing the status".into(), cause })?;
+    let written = write_status(&context.client, group, status).await;
+    written.map_err(|cause| Failed::new("writing the status", &cause))?;
     if let Some(uid) = group.uid() {
-        let mut written = context.written.lock().unwrap_or_else(PoisonError::into_inner);
-        written.insert(uid, Arc::new(group.clone()));
+        locked(&context.written).insert(uid, Arc::new(group.clone()));
     }
-    for note in &decision.notes {
+    for note in notes {
         let published = context.recorder.publish(&event(note, group), &group.object_ref(&())).await;
         // Events are for people; a missing one stops nothing.
         if let Err(error) = published {
@@ -375,7 +468,7 @@ async fn network_text(
     let maps = Api::<ConfigMap>::namespaced(context.client.clone(), &namespace);
     let read = maps.get_opt(&file.name).await;
     let what = || format!("reading ConfigMap {}", file.name);
-    let Some(map) = read.map_err(|cause| Failed { what: what(), cause })? else {
+    let Some(map) = read.map_err(|cause| Failed::new(&what(), &cause))? else {
         return Ok(Err(format!(
             "ConfigMap {} does not exist; create it with `racksum probe`'s network file",
             file.name
@@ -392,32 +485,12 @@ async fn has_workers(group: &AggregatorGroup, context: &Context) -> Result<bool,
     let namespace = group.namespace().unwrap_or_default();
     let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
     let found = pods.list(&ListParams::default().labels(&selector.join(","))).await;
-    let found = found.map_err(|cause| Failed { what: "listing workers".into(), cause })?;
+    let found = found.map_err(|cause| Failed::new("listing workers", &cause))?;
     Ok(found.items.iter().any(|pod| crate::members::Member::of(pod).is_some()))
 }
 
 /// Returns the time until the next try after a failure.
 fn retry(group: Arc<AggregatorGroup>, _: &Failed, context: Arc<Context>) -> Next {
-    let key = ObjectRef::from_obj(&*group).to_string();
-    let troubles = context.troubles.lock().unwrap_or_else(PoisonError::into_inner);
-    let failures = troubles.get(&key).map_or(1, |trouble| trouble.failures);
-    Next::requeue(pause(failures, &context.options))
-}
-
-/// Returns the time until the next try after a number of failures in a row.
-fn pause(failures: u32, options: &Options) -> Duration {
-    let doubled = 2u32.saturating_pow(failures.saturating_sub(1).min(16));
-    options.first_retry.saturating_mul(doubled).min(options.longest_retry)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pauses_after_failures_double_up_to_a_bound() {
-        let pauses = [1, 2, 3, 6, 7, 8, u32::MAX]
-            .map(|failures| pause(failures, &Options::default()).as_secs());
-        assert_eq!(pauses, [1, 2, 4, 32, 60, 60, 60]);
-    }
+    let pause = locked(&context.failures).pause(&group);
+    Next::requeue(pause.unwrap_or(context.options.first_retry))
 }

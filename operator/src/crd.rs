@@ -95,6 +95,10 @@ pub struct Aggregators {
     #[serde(default)]
     #[schemars(range(min = 0, max = 8))]
     pub standbys: u32,
+    /// Whether the ranks of each rack join an aggregator of their own, whose parent is the job's.
+    /// The operator does not place such aggregators yet, and refuses `true`.
+    #[serde(default)]
+    pub racks: bool,
     /// The image with the program `racksum`.
     pub image: String,
     /// The UDP and TCP port of the control plane. Shard i receives data on this port + i + 1.
@@ -284,9 +288,13 @@ pub struct HostCount {
 
 /// A host that plans do not use for a while.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
 pub struct Avoided {
     /// The node.
     pub host: String,
+    /// Whether plans use no other node of its innermost domain either: no node there took a worker.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub whole_domain: bool,
     /// The time after which plans may use it again.
     #[schemars(with = "String", extend("format" = "date-time"))]
     pub until: Timestamp,

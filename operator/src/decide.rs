@@ -5,6 +5,7 @@
 //! the status is written first, then the actions are taken in order. Pods that are placed keep
 //! their place; see [`crate::planning`].
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,9 @@ use crate::objects::{
     FINALIZER, aggregator, aggregator_name, config_map_name, endpoints, releasing, service,
 };
 use crate::planning::check;
-use crate::status::{ACCEPTED, APPLIED, Conditions, Note, PLACED, PLANNED, READY, WORKERS_READY};
+use crate::status::{
+    ACCEPTED, APPLIED, Conditions, NOT_ACCEPTED, Note, PLACED, PLANNED, READY, WORKERS_READY,
+};
 
 mod checks;
 mod plans;
@@ -159,6 +162,34 @@ pub fn decide(observed: Observed<'_>) -> Decision {
     decider.finish()
 }
 
+/// Returns the status of a group, unchanged but for the condition that tells of a trouble, and the
+/// events.
+#[must_use]
+pub fn report(
+    group: &AggregatorGroup,
+    trouble: &Trouble,
+    now: Timestamp,
+) -> (AggregatorGroupStatus, Vec<Note>) {
+    let mut status = group.status.clone().unwrap_or_default();
+    let old = std::mem::take(&mut status.conditions);
+    let mut conditions = Conditions::new(old, group.meta().generation, now);
+    set_applied(&mut conditions, Some(trouble));
+    let (conditions, notes) = conditions.finish();
+    status.conditions = conditions;
+    (status, notes)
+}
+
+/// Sets the condition of the operator's writes.
+fn set_applied(conditions: &mut Conditions, trouble: Option<&Trouble>) {
+    let Some(trouble) = trouble else {
+        return conditions.set(APPLIED, true, "Written", "the API server takes all writes");
+    };
+    let reason = if trouble.is_answered { "Refused" } else { "Unreachable" };
+    // No number of failures: a status that changes causes the next try at once.
+    let message = format!("{} (since {}); the operator retries", trouble.message, trouble.since);
+    conditions.set(APPLIED, false, reason, message);
+}
+
 /// A decision in the making.
 struct Decider<'a> {
     observed: Observed<'a>,
@@ -174,6 +205,8 @@ struct Decider<'a> {
     aggregators: Vec<Option<Member<'a>>>,
     /// The names of all pods in the namespace, including those that are ending.
     names: BTreeMap<&'a str, &'a Pod>,
+    /// The nodes by name, once one has been asked for.
+    nodes: OnceCell<BTreeMap<&'a str, &'a Node>>,
 }
 
 /// The time after which a decision is taken again even if nothing changed.
@@ -194,13 +227,14 @@ impl<'a> Decider<'a> {
             workers,
             aggregators,
             names: pods,
+            nodes: OnceCell::new(),
             observed,
         }
     }
 
     fn reconcile(&mut self) {
         if let Err(message) = check(self.observed.group) {
-            return self.conditions.set(ACCEPTED, false, "InvalidSpec", message);
+            return self.reject(message);
         }
         self.keep_service();
         if self.plan.is_some() && self.workers.is_empty() {
@@ -215,9 +249,22 @@ impl<'a> Decider<'a> {
             return self.publish();
         }
         self.conditions.set(ACCEPTED, true, "Valid", "the spec is valid");
+        self.check_plan();
         self.place();
         self.check_placed();
         self.publish();
+    }
+
+    /// Tells that the spec cannot be carried out. What runs stays as it is, and so does the plan.
+    fn reject(&mut self, message: String) {
+        self.conditions.set(ACCEPTED, false, "InvalidSpec", message);
+        self.check_workers();
+        self.check_placed();
+        let message = "the spec is invalid; correct it as condition Accepted says. Pods that run \
+                       stay as they are";
+        for name in [PLANNED, READY] {
+            self.conditions.set(name, false, NOT_ACCEPTED, message);
+        }
     }
 
     /// Makes a plan once all workers are there. Returns whether there is one.
@@ -228,7 +275,7 @@ impl<'a> Decider<'a> {
             Err(message) => {
                 // Nobody tells the operator that a foreign ConfigMap has changed.
                 self.recheck = self.recheck.min(plans::RETRY);
-                self.conditions.set(ACCEPTED, false, "InvalidNetwork", message);
+                self.reject_plan("InvalidNetwork", message);
                 return false;
             }
         };
@@ -285,6 +332,8 @@ impl<'a> Decider<'a> {
             self.is_published = false;
         }
         self.plan = None;
+        // The next plan reads the network file, and only the spec has been checked here.
+        self.conditions.set(ACCEPTED, true, "Valid", "the spec is valid");
         let message = "all workers have ended; the aggregators' nodes are free again";
         self.conditions.set(WORKERS_READY, false, "WorkersGone", message);
         for name in [PLANNED, PLACED, READY] {
@@ -341,6 +390,7 @@ impl<'a> Decider<'a> {
                 self.delete_pod(pod);
             }
         }
+        self.conditions.set(READY, false, "Deleting", "the group is being deleted");
         // Owner references remove the other objects.
         if own.is_empty() && self.actions.is_empty() {
             self.actions.push(Action::RemoveFinalizer);
@@ -358,18 +408,7 @@ impl<'a> Decider<'a> {
 
     fn finish(mut self) -> Decision {
         let group = self.observed.group;
-        match self.observed.trouble {
-            Some(trouble) => {
-                let reason = if trouble.is_answered { "Refused" } else { "Unreachable" };
-                // No number of failures: a status that changes causes the next try at once.
-                let message =
-                    format!("{} (since {}); the operator retries", trouble.message, trouble.since);
-                self.conditions.set(APPLIED, false, reason, message);
-            }
-            None => {
-                self.conditions.set(APPLIED, true, "Written", "the API server takes all writes")
-            }
-        }
+        set_applied(&mut self.conditions, self.observed.trouble);
         let phase = self.phase();
         let (conditions, notes) = self.conditions.finish();
         let status = AggregatorGroupStatus {

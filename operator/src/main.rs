@@ -65,6 +65,9 @@ const EXIT_CODES: &str = "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, 
 /// The name of the Lease.
 const LEASE: &str = "racksum-operator";
 
+/// The longest time to release the Lease. Otherwise its duration ends it.
+const RELEASE: Duration = Duration::from_secs(3);
+
 /// The error of a command, and the exit code that tells its kind.
 #[derive(Debug)]
 struct Failure {
@@ -179,8 +182,11 @@ async fn lead(election: &Election, client: &Client, options: &Options) -> Infall
 
 async fn leave(election: &Election) -> Result<(), Failure> {
     tracing::info!("{} stops", election.identity);
-    if let Err(error) = election.release().await {
-        tracing::warn!("releasing lease {}: {error}", election.name);
+    // The kubelet kills a process that waits for an API server that is gone.
+    match tokio::time::timeout(RELEASE, election.release()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!("releasing lease {}: {error}", election.name),
+        Err(_) => tracing::warn!("releasing lease {}: no answer", election.name),
     }
     Ok(())
 }

@@ -266,6 +266,30 @@ mod tests {
     }
 
     #[test]
+    fn workers_are_in_the_order_of_their_jobs_and_completion_indexes() {
+        let worker = |name: &str, job: &str, index: &str| -> Pod {
+            serde_json::from_value(json!({"metadata": {
+                "name": name,
+                "labels": {JOB_INDEX: job},
+                "annotations": {COMPLETION_INDEX: index},
+            }}))
+            .unwrap()
+        };
+        let pods = [
+            worker("a", "10", "0"),
+            worker("b", "2", "10"),
+            worker("c", "2", "9"),
+            // Without numbers, as pods of other controllers.
+            worker("w-10", "", ""),
+            worker("w-9", "", ""),
+        ];
+        let mut members: Vec<_> = pods.iter().map(|pod| Member::of(pod).unwrap()).collect();
+        members.sort_by_cached_key(Member::order);
+        let names: Vec<_> = members.iter().map(Member::name).collect();
+        assert_eq!(names, ["w-9", "w-10", "c", "b", "a"]);
+    }
+
+    #[test]
     fn a_gated_leader_with_an_exclusive_topology_is_a_trap() {
         let gated = json!({"containers": [], "schedulingGates": [{"name": GATE}]});
         let trap = |spec: &Value, annotations: Value| {

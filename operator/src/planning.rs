@@ -140,6 +140,19 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
 /// A sentence that names the field.
 pub fn check(group: &AggregatorGroup) -> Result<(), String> {
     let spec = &group.spec;
+    // Names of pods and Services have no dots, and those of Services begin with a letter.
+    let name = group.name_any();
+    if !name.starts_with(|first: char| first.is_ascii_lowercase()) || name.contains('.') {
+        return Err(format!(
+            "the name {name:?} begins with a digit or has a dot, and the names of pods and \
+             Services begin with it; rename the group"
+        ));
+    }
+    if spec.aggregators.racks {
+        return Err("aggregators.racks is true, and the operator places no parents and \
+                    aggregators of racks; remove it, or run them without the operator"
+            .into());
+    }
     let name = aggregator_name(group, spec.aggregators.pods() - 1);
     if name.len() > LONGEST_LABEL {
         return Err(format!(

@@ -16,6 +16,9 @@ pub const READY: &str = "Ready";
 /// Whether the API server took the operator's last writes.
 pub const APPLIED: &str = "Applied";
 
+/// The reason of a condition that cannot be met before [`ACCEPTED`] is.
+pub const NOT_ACCEPTED: &str = "NotAccepted";
+
 /// An event to publish about a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
@@ -40,11 +43,12 @@ pub struct Conditions {
 }
 
 /// The reasons that need a person.
-const WARNINGS: [&str; 12] = [
+const WARNINGS: [&str; 13] = [
     "InvalidSpec",
     "InvalidNetwork",
     "InvalidTopology",
     "JobSetExclusiveTopology",
+    "GateInFollowWorkers",
     "TooManyWorkers",
     "NoRoom",
     "WorkersMoved",

@@ -2,8 +2,8 @@
 
 use crate::crd::Mode;
 use crate::decide::{Action, Decider};
-use crate::members::{Member, Stage};
-use crate::objects::{config_map, config_map_name};
+use crate::members::{GATE, Member, Stage};
+use crate::objects::{aggregator_name, config_map, config_map_name};
 use crate::status::{PLACED, READY, WORKERS_READY};
 
 impl Decider<'_> {
@@ -13,7 +13,8 @@ impl Decider<'_> {
         let (found, wanted) = (self.workers.len(), spec.workers.count as usize);
         let first =
             |is_it: &dyn Fn(&Member<'_>) -> bool| self.workers.iter().find(|one| is_it(one));
-        if let Some(worker) = first(&|one| one.is_in_jobset_trap()) {
+        // If each job has a single pod, all pods are leaders, and none is missing.
+        if let Some(worker) = first(&|one| found < wanted && one.is_in_jobset_trap()) {
             let message = format!(
                 "JobSet creates the other workers only once {} is scheduled, and that waits for \
                  them: remove the annotation alpha.jobset.sigs.k8s.io/exclusive-topology, add \
@@ -21,6 +22,16 @@ impl Decider<'_> {
                 worker.name()
             );
             self.conditions.set(WORKERS_READY, false, "JobSetExclusiveTopology", message);
+            return false;
+        }
+        let follows = spec.mode == Mode::FollowWorkers;
+        if let Some(worker) = first(&|one| follows && one.stage == Stage::Gated) {
+            let message = format!(
+                "{} has the gate {GATE}, which goes only in mode PlaceWorkers: remove the gate \
+                 from the pod template, or set mode to PlaceWorkers",
+                worker.name()
+            );
+            self.conditions.set(WORKERS_READY, false, "GateInFollowWorkers", message);
             return false;
         }
         let (reason, message) = if found > wanted {
@@ -43,8 +54,7 @@ impl Decider<'_> {
             let why = why.map_or_else(String::new, |why| format!(": {why}"));
             ("WaitingForWorkers", format!("{} has no node yet{why}", worker.name()))
         } else {
-            let state =
-                if spec.mode == Mode::FollowWorkers { "are bound" } else { "can be placed" };
+            let state = if follows { "are bound" } else { "can be placed" };
             let message = format!("all {wanted} workers {state}");
             self.conditions.set(WORKERS_READY, true, "AllWorkers", message);
             return true;
@@ -53,7 +63,7 @@ impl Decider<'_> {
         false
     }
 
-    pub(super) fn is_ready_to_plan(&self, worker: &Member<'_>) -> bool {
+    fn is_ready_to_plan(&self, worker: &Member<'_>) -> bool {
         match self.observed.group.spec.mode {
             Mode::FollowWorkers => worker.node().is_some(),
             Mode::PlaceWorkers => worker.stage == Stage::Gated || worker.slot().is_some(),
@@ -82,10 +92,27 @@ impl Decider<'_> {
                 (false, "Pending", format!("{} waits for {host}{why}", member.name()))
             }
             Some(member) => (false, "Gated", format!("{} is gated", member.name())),
-            None if missing => (false, "Gated", "an aggregator's pod is missing".into()),
+            None if missing => (false, "Gated", self.missing()),
             None => (true, "AllBound", format!("all {} pods are bound", placed.count())),
         };
         self.conditions.set(PLACED, is_true, reason, message);
+    }
+
+    /// Says why an aggregator has no pod. The pod of a node that is gone ends only once somebody
+    /// removes the node or the pod.
+    fn missing(&self) -> String {
+        let group = self.observed.group;
+        let names = (0..group.spec.aggregators.pods()).map(|index| aggregator_name(group, index));
+        let mut ending = names.filter_map(|name| {
+            let pod = self.names.get(name.as_str())?;
+            pod.metadata.deletion_timestamp.as_ref()?;
+            let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone())?;
+            Some(format!(
+                "the former pod {name} is still ending on {node}; if that node is gone, delete the \
+                 node or force the deletion of the pod"
+            ))
+        });
+        ending.next().unwrap_or_else(|| "an aggregator's pod is missing".into())
     }
 
     /// Publishes the aggregators' addresses once all aggregators serve.

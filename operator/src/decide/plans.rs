@@ -1,6 +1,7 @@
 //! Plans: when a group needs one, and how it is carried out.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::SignedDuration;
@@ -14,7 +15,7 @@ use crate::decide::{Action, Decider};
 use crate::members::{Member, Stage};
 use crate::objects::{aggregator, placing};
 use crate::planning::{Request, Unplanned, assigned, free_slots, is_usable, planned};
-use crate::status::{ACCEPTED, PLANNED};
+use crate::status::{ACCEPTED, NOT_ACCEPTED, PLANNED};
 
 impl<'a> Decider<'a> {
     /// Replaces pods that stay unscheduled, and avoids their hosts for a while.
@@ -34,9 +35,12 @@ impl<'a> Decider<'a> {
             }
             let why = member.scheduling_message().unwrap_or("the scheduler gave no reason");
             let name = member.name();
-            let message = format!("{name} found no place on {host}: {why}; choosing another host");
+            // A worker may go to each host of the domain. If none takes it, no plan there helps.
+            let others = if is_aggregator { "" } else { " or elsewhere in its domain" };
+            let message =
+                format!("{name} found no place on {host}{others}: {why}; choosing another host");
             self.conditions.note(true, "PendingTooLong", message, Some(name));
-            self.avoid(host, ttl);
+            self.avoid(host, !is_aggregator, ttl);
             if is_aggregator {
                 self.delete(&member);
                 self.aggregators.iter_mut().for_each(|slot| {
@@ -50,26 +54,52 @@ impl<'a> Decider<'a> {
         }
     }
 
-    /// Avoids a host for a while. If it is avoided already, the end stays: otherwise a refused
-    /// eviction would change the status at each try, and each change causes the next try.
-    fn avoid(&mut self, host: &str, ttl: SignedDuration) {
-        if self.avoided.iter().any(|one| one.host == host) {
+    /// Avoids a host for a while, or its whole domain. If it is avoided already, the end stays:
+    /// otherwise a refused eviction would change the status at each try, and each change causes the
+    /// next try.
+    fn avoid(&mut self, host: &str, whole_domain: bool, ttl: SignedDuration) {
+        let has = |one: &Avoided| one.host == host && (one.whole_domain || !whole_domain);
+        if self.avoided.iter().any(has) {
             return;
         }
         let until = self.observed.now.saturating_add(ttl.saturating_mul(AVOIDED_TTLS));
         let until = until.unwrap_or(self.observed.now);
-        self.avoided.push(Avoided { host: host.into(), until });
+        self.avoided.push(Avoided { host: host.into(), whole_domain, until });
     }
 
-    pub(super) fn node(&self, name: &str) -> Option<&'a Node> {
-        let node =
-            self.observed.nodes.iter().find(|node| node.metadata.name.as_deref() == Some(name));
-        node.map(|node| &**node)
+    /// Returns whether unplaced pods must not go to a host for a while.
+    fn is_avoided(&self, host: &str) -> bool {
+        self.avoided.iter().any(|one| {
+            one.host == host || (one.whole_domain && self.are_neighbours(&one.host, host))
+        })
+    }
+
+    /// Returns whether two hosts are in one innermost domain.
+    fn are_neighbours(&self, one: &str, other: &str) -> bool {
+        let levels = &self.observed.group.spec.topology.levels;
+        self.node(one).zip(self.node(other)).is_some_and(|(one, other)| {
+            let is_shared = |level: &String| {
+                let label = one.labels().get(level);
+                label.is_some() && label == other.labels().get(level)
+            };
+            !levels.is_empty() && levels.iter().all(is_shared)
+        })
+    }
+
+    fn node(&self, name: &str) -> Option<&'a Node> {
+        let nodes: &'a [Arc<Node>] = self.observed.nodes;
+        let by_name = self.nodes.get_or_init(|| {
+            nodes
+                .iter()
+                .filter_map(|node| Some((node.metadata.name.as_deref()?, &**node)))
+                .collect()
+        });
+        by_name.get(name).copied()
     }
 
     /// Returns whether unplaced pods may go to a host.
-    pub(super) fn is_usable(&self, host: &str) -> bool {
-        self.node(host).is_some_and(is_usable) && !self.avoided.iter().any(|one| one.host == host)
+    fn is_usable(&self, host: &str) -> bool {
+        self.node(host).is_some_and(is_usable) && !self.is_avoided(host)
     }
 
     /// Returns whether the plan has no usable host for a pod that is not placed.
@@ -93,7 +123,7 @@ impl<'a> Decider<'a> {
             Mode::FollowWorkers => {
                 let nothing_placed =
                     self.aggregators.iter().flatten().all(|one| one.slot().is_none());
-                nothing_placed && self.have_workers_moved()
+                nothing_placed && self.have_workers_moved() == Some(true)
             }
             Mode::PlaceWorkers => {
                 let needed = self.workers.iter().filter(|one| one.slot().is_none()).count();
@@ -105,29 +135,34 @@ impl<'a> Decider<'a> {
         }
     }
 
-    /// Returns whether all workers are bound, but not to the nodes of the plan.
-    pub(super) fn have_workers_moved(&self) -> bool {
-        let Some(plan) = &self.plan else { return false };
+    /// Returns whether the workers are on other nodes than the plan's. `None` if not all are bound.
+    fn have_workers_moved(&self) -> Option<bool> {
+        // In mode B, a worker is free to leave the host that it prefers.
+        if self.observed.group.spec.mode == Mode::PlaceWorkers {
+            return Some(false);
+        }
+        let plan = self.plan.as_ref()?;
         let mut planned: BTreeMap<&str, u32> = BTreeMap::new();
         plan.workers.iter().for_each(|one| *planned.entry(&one.host).or_default() += one.count);
         let mut found: BTreeMap<&str, u32> = BTreeMap::new();
         for worker in &self.workers {
-            let Some(node) = worker.node() else { return false };
-            *found.entry(node).or_default() += 1;
+            *found.entry(worker.node()?).or_default() += 1;
         }
-        self.workers.len() == self.observed.group.spec.workers.count as usize && planned != found
+        let are_all = self.workers.len() == self.observed.group.spec.workers.count as usize;
+        are_all.then_some(planned != found)
     }
 
     /// Plans the members that are not placed. Returns whether that succeeded.
     pub(super) fn make_plan(&mut self, network: &Network) -> bool {
         let placed = self.aggregators.iter().map(|member| member.and_then(|member| member.slot()));
+        let names = self.observed.nodes.iter().filter_map(|node| node.metadata.name.as_deref());
         let request = Request {
             group: self.observed.group,
             nodes: self.observed.nodes,
             pods: self.observed.pods,
             groups: self.observed.groups,
             network,
-            avoided: self.avoided.iter().map(|one| one.host.as_str()).collect::<BTreeSet<_>>(),
+            avoided: names.filter(|name| self.is_avoided(name)).collect::<BTreeSet<_>>(),
             aggregator: &aggregator(self.observed.group, 0),
             aggregators: placed.collect(),
             workers: &self.workers,
@@ -137,12 +172,8 @@ impl<'a> Decider<'a> {
             Err(error) => {
                 let message = error.to_string();
                 match error {
-                    Unplanned::Spec(_) => {
-                        self.conditions.set(ACCEPTED, false, "InvalidSpec", message)
-                    }
-                    Unplanned::Network(_) => {
-                        self.conditions.set(ACCEPTED, false, "InvalidNetwork", message);
-                    }
+                    Unplanned::Spec(_) => self.reject_plan("InvalidSpec", message),
+                    Unplanned::Network(_) => self.reject_plan("InvalidNetwork", message),
                     Unplanned::Topology(_) => {
                         self.conditions.set(PLANNED, false, "InvalidTopology", message);
                     }
@@ -162,16 +193,6 @@ impl<'a> Decider<'a> {
             self.recheck = self.recheck.min(RETRY);
             return false;
         }
-        let message = format!(
-            "{} on {}; step {} µs{}",
-            if plan.domain.is_empty() { "whole cluster" } else { &plan.domain },
-            plan.aggregators.join(", "),
-            plan.step_microseconds,
-            plan.bottleneck
-                .as_ref()
-                .map_or_else(String::new, |link| format!(", limited by {link}"))
-        );
-        self.conditions.set(PLANNED, true, "Planned", message);
         if self.plan.is_some() {
             let hosts = plan.aggregators.join(", ");
             let message = format!("the aggregators go to {hosts}");
@@ -179,6 +200,35 @@ impl<'a> Decider<'a> {
         }
         self.plan = Some(plan);
         true
+    }
+
+    /// Tells that there is no plan because the spec or the network file is wrong.
+    pub(super) fn reject_plan(&mut self, reason: &str, message: String) {
+        self.conditions.set(ACCEPTED, false, reason, message);
+        let message = "correct the spec or the network file as condition Accepted says";
+        self.conditions.set(PLANNED, false, NOT_ACCEPTED, message);
+    }
+
+    /// Sets the condition of a plan that exists, and says whether its workers are where it says.
+    pub(super) fn check_plan(&mut self) {
+        let Some(plan) = &self.plan else { return };
+        let was_moved =
+            self.conditions.get(PLANNED).is_some_and(|planned| planned.reason == "WorkersMoved");
+        // While workers are missing, nobody knows where their successors will be.
+        if self.have_workers_moved().unwrap_or(was_moved) {
+            let message = "workers are on other nodes than the plan's; aggregators stay. Delete \
+                           the aggregators' pods between two runs to place them anew";
+            return self.conditions.set(PLANNED, true, "WorkersMoved", message);
+        }
+        let bottleneck = plan.bottleneck.as_ref();
+        let message = format!(
+            "{} on {}; step {} µs{}",
+            if plan.domain.is_empty() { "whole cluster" } else { &plan.domain },
+            plan.aggregators.join(", "),
+            plan.step_microseconds,
+            bottleneck.map_or_else(String::new, |link| format!(", limited by {link}"))
+        );
+        self.conditions.set(PLANNED, true, "Planned", message);
     }
 
     /// Pins gated pods to the hosts of the plan and removes their gates, aggregators first.
@@ -191,14 +241,6 @@ impl<'a> Decider<'a> {
             if let Some(member) = member.filter(|member| member.stage == Stage::Gated) {
                 self.pin(&member, &Pin::Host(host.clone()));
             }
-        }
-        if self.observed.group.spec.mode == Mode::FollowWorkers {
-            if self.have_workers_moved() {
-                let message = "workers are on other nodes than the plan's; aggregators stay. \
-                               Delete the aggregators' pods between two runs to place them anew";
-                self.conditions.set(PLANNED, true, "WorkersMoved", message);
-            }
-            return;
         }
         // A plan that a worker does not accept needs another one.
         for (worker, node) in self.seats(&plan).unwrap_or_default() {
@@ -224,19 +266,17 @@ impl<'a> Decider<'a> {
     }
 
     /// Returns the pin of a worker: its innermost domain, and the node as a preference.
-    pub(super) fn worker_pin(&self, node: &Node) -> Pin {
+    fn worker_pin(&self, node: &Node) -> Pin {
         let host = node.name_any();
-        let label = self.observed.group.spec.topology.levels.last();
-        let domain = label.and_then(|label| Some((label, node.labels().get(label)?)));
-        match domain {
-            Some((label, value)) => {
-                Pin::Domain { label: label.clone(), value: value.clone(), host }
-            }
-            None => Pin::Host(host),
+        let levels = self.observed.group.spec.topology.levels.iter();
+        let labels = levels.map(|level| Some((level.clone(), node.labels().get(level)?.clone())));
+        match labels.collect::<Option<Vec<_>>>() {
+            Some(labels) if !labels.is_empty() => Pin::Domain { labels, host },
+            _ => Pin::Host(host),
         }
     }
 
-    pub(super) fn pin(&mut self, member: &Member<'_>, pin: &Pin) {
+    fn pin(&mut self, member: &Member<'_>, pin: &Pin) {
         let patch = placing(member.pod, pin, self.observed.now);
         self.actions.push(Action::PatchPod { name: member.name().into(), patch });
     }

@@ -1,5 +1,7 @@
 //! The assignment of workers to the nodes of a plan.
 
+use std::collections::VecDeque;
+
 use k8s_openapi::api::core::v1::Node;
 
 use crate::affinity::accepts;
@@ -21,8 +23,7 @@ pub fn assigned<'a>(workers: &[Member<'a>], slots: &[&'a Node]) -> Result<Vec<&'
             holder[worker] = Some(worker);
             continue;
         }
-        let mut seen = vec![false; slots.len()];
-        if !seated(worker, &takes, &mut holder, &mut seen) {
+        if !seat(worker, &takes, &mut holder) {
             return Err(workers[worker].name().into());
         }
     }
@@ -32,26 +33,44 @@ pub fn assigned<'a>(workers: &[Member<'a>], slots: &[&'a Node]) -> Result<Vec<&'
     Ok(hosts.into_iter().map(|(_, slot)| slot).collect())
 }
 
-/// Finds a slot for a worker, moving earlier workers to other slots if necessary (Kuhn's method).
-fn seated(
+/// Finds a slot for a worker, moving earlier workers to other slots if necessary: the shortest
+/// augmenting path of a bipartite graph. A path may pass through all workers, so a recursion could
+/// exhaust the stack.
+fn seat(
     worker: usize,
     takes: &impl Fn(usize, usize) -> bool,
     holder: &mut [Option<usize>],
-    seen: &mut [bool],
 ) -> bool {
-    for slot in 0..holder.len() {
-        if seen[slot] || !takes(worker, slot) {
-            continue;
-        }
-        seen[slot] = true;
-        let is_free = match holder[slot] {
-            None => true,
-            Some(other) => seated(other, takes, holder, seen),
-        };
-        if is_free {
-            holder[slot] = Some(worker);
-            return true;
+    // The worker that would move to each slot.
+    let mut comes: Vec<Option<usize>> = vec![None; holder.len()];
+    let mut queue = VecDeque::from([worker]);
+    while let Some(next) = queue.pop_front() {
+        for slot in 0..holder.len() {
+            if comes[slot].is_some() || !takes(next, slot) {
+                continue;
+            }
+            comes[slot] = Some(next);
+            match holder[slot] {
+                Some(other) => queue.push_back(other),
+                None => {
+                    shift(worker, slot, &comes, holder);
+                    return true;
+                }
+            }
         }
     }
     false
+}
+
+/// Moves each worker of a path to its new slot, from the free slot at its end to the first worker.
+fn shift(first: usize, free: usize, comes: &[Option<usize>], holder: &mut [Option<usize>]) {
+    let mut slot = free;
+    while let Some(worker) = comes[slot] {
+        let left = holder.iter().position(|one| *one == Some(worker));
+        holder[slot] = Some(worker);
+        match left.filter(|_| worker != first) {
+            Some(left) => slot = left,
+            None => return,
+        }
+    }
 }

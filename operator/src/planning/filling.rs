@@ -1,6 +1,6 @@
 //! Places for members that are missing beside members that stay.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kube::ResourceExt;
 use racksum_placer::model::step_time;
@@ -40,16 +40,14 @@ pub(super) fn filled(
         aggregators.push(match placed {
             Some(host) => (*host).to_owned(),
             None => {
-                let host = filling.seat(Role::Aggregator { set: number / each })?;
+                let host = filling.seat_aggregator(number / each)?;
                 topology.hosts()[host].name.clone()
             }
         });
     }
     if !request.follows() {
         let missing = request.group.spec.workers.count.saturating_sub(filling.ranks.iter().sum());
-        for _ in 0..missing {
-            filling.seat(Role::Worker)?;
-        }
+        filling.seat_workers(missing)?;
     }
     let Filling { ranks, mut sets, .. } = filling;
     Ok(Filled { placement: Placement { ranks, aggregators: sets.swap_remove(0) }, aggregators })
@@ -113,32 +111,76 @@ impl<'a> Filling<'a> {
         Self { request, problem, topology, sizes, hosts, ranks, sets }
     }
 
-    /// Puts a member on the host that makes the step shortest, and returns the host.
-    fn seat(&mut self, role: Role) -> Result<usize, Unplanned> {
+    /// Puts an aggregator on the host that makes the step shortest, and returns the host.
+    fn seat_aggregator(&mut self, set: usize) -> Result<usize, Unplanned> {
+        let role = Role::Aggregator { set };
+        let is_open = self.open_to(role);
+        let mut placement = self.placement(set);
+        let hosts = (0..self.hosts.len()).filter(|host| is_open[*host] && self.takes(role, *host));
+        let steps = hosts.map(|host| (self.step_with(role, host, &mut placement), host));
+        let (_, host) = steps.min().ok_or_else(|| self.no_room(role))?;
+        self.put(role, host);
+        Ok(host)
+    }
+
+    /// Puts workers on the hosts that make the step shortest, one after the other.
+    ///
+    /// A worker more makes the step on another host longer, or leaves it as it is, unless it brings
+    /// the sums to a host with an aggregator. So a step that was computed for fewer workers is
+    /// computed again only if it is the shortest. For a job that lost all its workers, this takes
+    /// little more than for one worker.
+    fn seat_workers(&mut self, missing: u32) -> Result<(), Unplanned> {
+        let role = Role::Worker;
+        let mut placement = self.placement(0);
+        let hosts = (0..self.hosts.len()).filter(|host| missing > 0 && self.takes(role, *host));
+        let steps = hosts.map(|host| (self.step_with(role, host, &mut placement), host));
+        let mut steps: BTreeSet<(u64, usize)> = steps.collect();
+        for _ in 0..missing {
+            let is_open = self.open_to(role);
+            let (step, host) = loop {
+                let (_, host) = steps.pop_first().ok_or_else(|| self.no_room(role))?;
+                // Neither a host nor a domain opens again.
+                if !is_open[host] || !self.takes(role, host) {
+                    continue;
+                }
+                let step = self.step_with(role, host, &mut placement);
+                if steps.first().is_none_or(|next| (step, host) <= *next) {
+                    break (step, host);
+                }
+                steps.insert((step, host));
+            };
+            self.put(role, host);
+            placement.ranks[host] += 1;
+            steps.insert((step, host));
+        }
+        Ok(())
+    }
+
+    fn placement(&self, set: usize) -> Placement {
+        Placement { ranks: self.ranks.clone(), aggregators: self.sets[set].clone() }
+    }
+
+    /// Returns the step with one member more on a host, as the bits of a time that is not negative:
+    /// they have its order. The placement is the same afterwards.
+    fn step_with(&self, role: Role, host: usize, placement: &mut Placement) -> u64 {
+        *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) += 1;
+        let step_s = step_time(self.problem, placement).total_s();
+        *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) -= 1;
+        step_s.max(0.0).to_bits()
+    }
+
+    /// Puts a member on a host, and takes its room.
+    fn put(&mut self, role: Role, host: usize) {
         let set = match role {
             Role::Aggregator { set } => set,
             Role::Worker => 0,
         };
-        let is_open = self.open_to(role);
-        let mut placement =
-            Placement { ranks: self.ranks.clone(), aggregators: self.sets[set].clone() };
-        let mut best: Option<(f64, usize)> = None;
-        for host in (0..self.hosts.len()).filter(|host| is_open[*host] && self.takes(role, *host)) {
-            *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) += 1;
-            let step_s = step_time(self.problem, &placement).total_s();
-            *of_role(role, &mut placement.ranks, &mut placement.aggregators, host) -= 1;
-            if best.is_none_or(|(best_s, _)| step_s < best_s) {
-                best = Some((step_s, host));
-            }
-        }
-        let Some((_, host)) = best else { return Err(self.no_room(role)) };
         *of_role(role, &mut self.ranks, &mut self.sets[set], host) += 1;
         let size = self.size(role);
         let size = size.iter().map(|(name, amount)| (name.clone(), -amount)).collect();
         let seats = &mut self.hosts[host];
         add(&mut seats.free, &size);
         seats.workers -= u32::from(role == Role::Worker);
-        Ok(host)
     }
 
     /// Returns, per host, whether it is in a domain that a member of a role may use.
@@ -232,5 +274,61 @@ fn of_role<'a>(
     match role {
         Role::Aggregator { .. } => &mut aggregators[host],
         Role::Worker => &mut ranks[host],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use racksum_placer::network::{Links, Network};
+    use serde_json::json;
+
+    use super::*;
+    use crate::members::Members;
+    use crate::objects::aggregator;
+    use crate::planning::tests::{group, node, worker};
+    use crate::planning::{inventory, job, rooms};
+
+    #[test]
+    fn workers_placed_at_once_go_where_they_would_go_one_by_one() {
+        let node_of = |index: u32| {
+            node(&format!("h{index}"), &format!("r{}", index % 3), |node| {
+                let rate = [1_000, 10_000, 4_000, 10_000, 2_000][index as usize % 5];
+                node["metadata"]["labels"]["racksum.dev/nic-mbit"] = json!(rate.to_string());
+            })
+        };
+        let nodes: Vec<_> = (0..9).map(node_of).collect();
+        let pods: Vec<_> = (0..12).map(|index| worker(index, |_| {})).collect();
+        let asked = group("PlaceWorkers", 12, |_| {});
+        let request = Request {
+            group: &asked,
+            nodes: &nodes,
+            pods: &pods,
+            groups: &[],
+            network: &Network::default(),
+            avoided: BTreeSet::new(),
+            aggregator: &aggregator(&asked, 0),
+            aggregators: vec![Some("h1")],
+            workers: &Members::of(&asked, &pods).workers,
+        };
+        let (sizes, rooms) = (Sizes::of(&request), rooms(&request));
+        let topology = Topology::new(&inventory(&request, &rooms, &sizes)).unwrap();
+        let links = Links::new(&topology, request.network).unwrap();
+        let job = job(&request, &sizes);
+        let problem = Problem::new(&topology, &links, &job).unwrap();
+        let filling = || Filling::new(&request, &problem, &topology, &rooms, &sizes);
+        let (mut at_once, mut one_by_one) = (filling(), filling());
+        at_once.seat_workers(12).unwrap();
+        for _ in 0..12 {
+            let mut placement = one_by_one.placement(0);
+            let hosts = (0..nodes.len()).filter(|host| one_by_one.takes(Role::Worker, *host));
+            let steps =
+                hosts.map(|host| (one_by_one.step_with(Role::Worker, host, &mut placement), host));
+            let (_, host) = steps.min().unwrap();
+            one_by_one.put(Role::Worker, host);
+        }
+        assert_eq!(at_once.ranks, one_by_one.ranks);
+        assert_eq!(at_once.ranks.iter().sum::<u32>(), 12);
     }
 }

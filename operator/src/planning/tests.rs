@@ -6,7 +6,7 @@ use super::*;
 #[path = "../../tests/operator/fixtures.rs"]
 mod fixtures;
 
-fn group(mode: &str, workers: u32, change: impl FnOnce(&mut Value)) -> AggregatorGroup {
+pub(super) fn group(mode: &str, workers: u32, change: impl FnOnce(&mut Value)) -> AggregatorGroup {
     let mut group = fixtures::group(mode, workers, 1);
     group["apiVersion"] = json!("racksum.dev/v1alpha1");
     group["kind"] = json!("AggregatorGroup");
@@ -16,13 +16,13 @@ fn group(mode: &str, workers: u32, change: impl FnOnce(&mut Value)) -> Aggregato
     serde_json::from_value(group).unwrap()
 }
 
-fn node(name: &str, rack: &str, change: impl FnOnce(&mut Value)) -> Arc<Node> {
+pub(super) fn node(name: &str, rack: &str, change: impl FnOnce(&mut Value)) -> Arc<Node> {
     let mut node = fixtures::node(name, rack);
     change(&mut node);
     Arc::new(serde_json::from_value(node).unwrap())
 }
 
-fn worker(index: u32, change: impl FnOnce(&mut Value)) -> Arc<Pod> {
+pub(super) fn worker(index: u32, change: impl FnOnce(&mut Value)) -> Arc<Pod> {
     let mut pod = fixtures::gated_worker(index);
     pod["metadata"]["namespace"] = json!(NAMESPACE);
     change(&mut pod);
@@ -73,6 +73,18 @@ fn wrong_specs_are_told() {
         told(|group| group["spec"]["traffic"]["unionDensity"] = json!(0.5)),
         "job \"vision\": union_density is 0.5; it must be a number from own_density to 1"
     );
+    assert_eq!(
+        told(|group| group["spec"]["aggregators"]["racks"] = json!(true)),
+        "aggregators.racks is true, and the operator places no parents and aggregators of racks; \
+         remove it, or run them without the operator"
+    );
+    for name in ["vision.v2", "2vision"] {
+        let text = check(&group("FollowWorkers", 1, |group| {
+            group["metadata"]["name"] = json!(name);
+        }))
+        .unwrap_err();
+        assert!(text.starts_with(&format!("the name {name:?} begins with a digit")), "{text}");
+    }
     let long = told(|group| group["metadata"]["name"] = json!("x".repeat(62)));
     assert!(long.ends_with("exceed 63 bytes; rename the group"), "{long}");
     assert_eq!(check(&group("FollowWorkers", 1, |_| {})), Ok(()));
@@ -197,6 +209,37 @@ fn workers_get_slots_that_they_accept() {
     assert_eq!(hosts, ["h3", "h2", "h1"]);
     let refused: Result<_, String> = assign(&[only(0, &["r2"]), only(1, &["r2"])]);
     assert_eq!(refused.unwrap_err(), "train-1");
+}
+
+#[test]
+fn workers_may_all_have_to_move_for_the_last_one() {
+    // Each worker accepts its own host and the next one, and the last worker only the first host.
+    const COUNT: u32 = 300;
+    let name = |index: u32| format!("h{index:03}");
+    let nodes: Vec<_> = (0..COUNT).map(|index| node(&name(index), "r1", |_| {})).collect();
+    let hosts = |index: u32| match index {
+        last if last == COUNT - 1 => vec![name(0)],
+        index => vec![name(index), name(index + 1)],
+    };
+    let pods: Vec<_> = (0..COUNT)
+        .map(|index| {
+            worker(index, |pod| {
+                pod["spec"]["affinity"] = json!({"nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                        {"matchFields": [{
+                            "key": "metadata.name", "operator": "In", "values": hosts(index),
+                        }]}
+                    ]}
+                }});
+            })
+        })
+        .collect();
+    let members: Vec<_> = pods.iter().map(|pod| Member::of(pod).unwrap()).collect();
+    let slots: Vec<_> = nodes.iter().map(|node| &**node).collect();
+    let seats = assigned(&members, &slots).unwrap();
+    let seats: Vec<_> = seats.iter().map(|node| node.name_any()).collect();
+    let expected: Vec<_> = (1..COUNT).map(name).chain([name(0)]).collect();
+    assert_eq!(seats, expected);
 }
 
 #[test]

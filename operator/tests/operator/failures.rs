@@ -51,17 +51,19 @@ async fn a_server_that_vanishes_is_told_once_it_is_back() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("FollowWorkers", 1, 1));
     world.until_condition("WorkersReady", "WaitingForWorkers").await;
-    // The first failure has an answer; the retries after it have none.
-    let mut once = refusal("GET", "/aggregatorgroups/vision", 500, "the server is about to vanish");
-    once.times = 1;
-    world.server.refuse(once);
+    // The first failures have an answer; the retries after them have none.
+    let text = "the server is about to vanish";
+    world.server.refuse(refusal("GET", "/aggregatorgroups/vision", 500, text));
     world.create(Kind::Pod, worker(0));
-    let has_failed = |faults: &mut Faults| faults.refusals.iter().all(|one| one.times == 0);
+    let has_failed = |faults: &mut Faults| faults.refusals[0].times < u32::MAX;
     world.until("a failed read", |_| world.server.faults(has_failed).then_some(())).await;
     world.server.faults(|faults| faults.is_gone = true);
     let is_tried = |faults: &mut Faults| faults.unanswered >= 20;
     world.until("retries", |_| world.server.faults(is_tried).then_some(())).await;
-    world.server.faults(|faults| faults.is_gone = false);
+    world.server.faults(|faults| {
+        faults.refusals.clear();
+        faults.is_gone = false;
+    });
     world.until_event("Unreachable").await;
     world.until_condition("Ready", "AggregatorsReady").await;
     world.until_condition("Applied", "Written").await;
@@ -194,9 +196,15 @@ async fn a_write_that_stays_refused_is_tried_again_only_after_a_pause() {
         world.until_condition("Applied", "Refused").await;
         let tries = || world.server.faults(|faults| u32::MAX - faults.refusals[0].times);
         let before = tries();
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        // Pods that are created or bound are changes, which cause a few.
-        assert!(tries() < before + 20, "{part}: {before}, then {}", tries());
+        // Changes in the cluster do not shorten the pause.
+        for round in 0..50 {
+            let note = json!({"round": round.to_string()});
+            world.server.store().edit(Kind::Pod, NAMESPACE, "train-0", |pod| {
+                pod["metadata"]["annotations"]["round"] = note["round"].clone();
+            });
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        assert_eq!(tries(), before, "{part}");
         operator.abort();
     }
 }
@@ -215,4 +223,50 @@ async fn a_status_that_others_write_too_is_written_from_what_is_there() {
     }
     world.until_condition("Ready", "AggregatorsReady").await;
     assert_eq!(world.group()["metadata"]["labels"]["round"], "199", "no update was lost");
+}
+
+#[tokio::test]
+async fn changes_that_concern_no_group_ask_the_server_nothing() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.create(Kind::Pod, worker(0));
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.until_condition("Placed", "AllBound").await;
+    let mut pod = worker(1);
+    pod["metadata"]["name"] = json!("other");
+    pod["metadata"]["labels"] = json!({"job": "other"});
+    world.create(Kind::Pod, pod);
+    world.until("the other pod is bound", |store| node_of(store, "other")).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    world.server.refuse(refusal("GET", "/aggregatorgroups/vision", 500, "nobody should ask"));
+    for round in 0..50 {
+        world.server.store().edit(Kind::Pod, NAMESPACE, "other", |pod| {
+            pod["metadata"]["annotations"] = json!({"round": round.to_string()});
+        });
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // A change that does concern the group is asked about.
+    let asked = |faults: &mut Faults| u32::MAX - faults.refusals[0].times;
+    assert_eq!(world.server.faults(asked), 0);
+    world.hands(|hands| _ = hands.unready.insert("vision-aggregator-0".into()));
+    world.until("a request", |_| (world.server.faults(asked) > 0).then_some(())).await;
+}
+
+#[tokio::test]
+async fn lists_that_are_refused_are_told() {
+    let world = World::start().await;
+    let text = "nodes is forbidden: User \"racksum\" cannot list resource \"nodes\"";
+    world.server.refuse(refusal("GET", "/api/v1/nodes", 403, text));
+    let options = Options { patience: Duration::from_millis(300), ..options() };
+    let operator = tokio::spawn(controller::run(world.server.client(), options, None));
+    world.create(Kind::Group, group("FollowWorkers", 1, 1));
+    world.create(Kind::Pod, worker(0));
+    let told = world.until_condition("Applied", "Refused").await;
+    assert!(told["message"].as_str().unwrap().starts_with("listing nodes: "), "{told}");
+    let note = world.until_event("Refused").await;
+    assert!(note.contains("cannot list resource"), "{note}");
+    world.server.faults(|faults| faults.refusals.clear());
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.until_condition("Applied", "Written").await;
+    operator.abort();
 }

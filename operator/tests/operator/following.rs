@@ -264,6 +264,13 @@ async fn workers_that_move_while_aggregators_run_are_told() {
     world.until_condition("Planned", "WorkersMoved").await;
     let node = node_of(&world.server.store_quietly(), "vision-aggregator-0");
     assert_eq!(node.as_deref(), Some("h1"), "a running aggregator stays");
+    // They come back.
+    let mut store = world.server.store();
+    store.edit(Kind::Node, "", "h1", |node| node["spec"]["unschedulable"] = json!(false));
+    store.remove(&(Kind::Pod, NAMESPACE.into(), "train-1".into()));
+    store.create(Kind::Pod, NAMESPACE, worker(1)).unwrap();
+    drop(store);
+    world.until_condition("Planned", "Planned").await;
 }
 
 #[tokio::test]

@@ -9,8 +9,11 @@ use serde_json::json;
 
 use crate::standin::{Kind, Refusal, Server};
 
+/// The only Lease that the operator may read and write.
+const LEASE: &str = "racksum-operator";
+
 fn election(client: &Client, identity: &str) -> Election {
-    let mut election = Election::new(client, "ml", "lease", identity);
+    let mut election = Election::new(client, "ml", LEASE, identity);
     election.times = Times {
         duration: Duration::from_secs(4),
         deadline: Duration::from_secs(3),
@@ -21,7 +24,7 @@ fn election(client: &Client, identity: &str) -> Election {
 
 async fn holder(client: &Client) -> (String, i32) {
     let leases: Api<Lease> = Api::namespaced(client.clone(), "ml");
-    let spec = leases.get("lease").await.unwrap().spec.unwrap();
+    let spec = leases.get(LEASE).await.unwrap().spec.unwrap();
     (spec.holder_identity.unwrap_or_default(), spec.lease_transitions.unwrap_or(0))
 }
 
@@ -60,7 +63,7 @@ async fn a_silent_leader_is_followed_and_stops() {
     assert_eq!(holder(&client).await, ("other".into(), 2));
     let lost = one.hold().await;
     assert!(lost.was_taken, "{lost:?}");
-    assert_eq!(lost.message, "another replica holds lease lease");
+    assert_eq!(lost.message, "another replica holds lease racksum-operator");
 }
 
 #[tokio::test]
@@ -77,7 +80,7 @@ async fn a_leader_that_cannot_renew_stops_in_time() {
     };
     server.refuse(refusal("PUT", "/leases/"));
     let why = one.hold().await.message;
-    assert!(why.starts_with("lease lease was not renewed for 3 s"), "{why}");
+    assert!(why.starts_with("lease racksum-operator was not renewed for 3 s"), "{why}");
     server.faults(|faults| faults.is_gone = true);
     let lost = one.hold().await;
     assert!(!lost.was_taken, "{lost:?}");
@@ -102,7 +105,7 @@ async fn replicas_that_race_for_a_new_lease_agree() {
 async fn a_lease_without_a_holder_is_free() {
     let server = Server::start().await;
     let client = server.client();
-    let lease = json!({"metadata": {"name": "lease"}, "spec": {}});
+    let lease = json!({"metadata": {"name": LEASE}, "spec": {}});
     server.store().create(Kind::Lease, "ml", lease).unwrap();
     election(&client, "one").acquire().await;
     assert_eq!(holder(&client).await.0, "one");

@@ -10,6 +10,8 @@ mod world;
 #[cfg(test)]
 mod binary;
 #[cfg(test)]
+mod conditions;
+#[cfg(test)]
 mod failures;
 #[cfg(test)]
 mod following;

@@ -135,6 +135,19 @@ async fn the_trap_of_jobset_is_told_and_leads_out() {
 }
 
 #[tokio::test]
+async fn leaders_of_jobs_with_one_pod_each_are_in_no_trap() {
+    let world = World::with_operator().await;
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    for index in 0..2 {
+        let mut leader = gated_worker(index);
+        leader["metadata"]["annotations"] =
+            json!({"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"});
+        world.create(Kind::Pod, leader);
+    }
+    ready(&world).await;
+}
+
+#[tokio::test]
 async fn a_lost_worker_gets_the_place_that_it_left() {
     let world = World::with_operator().await;
     world.create(Kind::Group, group("PlaceWorkers", 4, 1));
@@ -211,6 +224,25 @@ async fn a_worker_that_stays_pending_is_evicted_and_its_successor_placed_elsewhe
     world.create(Kind::Pod, successor);
     let node = world.until("the successor is bound", |store| node_of(store, "again")).await;
     assert_ne!(node, avoided);
+}
+
+#[tokio::test]
+async fn a_worker_that_no_host_of_its_rack_takes_gets_another_rack() {
+    let world = World::with_operator().await;
+    let mut asked = group("PlaceWorkers", 1, 1);
+    asked["spec"]["pendingTtlSeconds"] = json!(1);
+    world.create(Kind::Group, asked);
+    // The plan does not see why: as for a volume of another zone.
+    world.hands(|hands| _ = hands.unscheduled.insert("train-0".into()));
+    world.create(Kind::Pod, gated_worker(0));
+    let note = world.until_event("PendingTooLong").await;
+    let expected = "train-0 found no place on h1 or elsewhere in its domain: ";
+    assert!(note.starts_with(expected), "{note}");
+    let mut successor = gated_worker(0);
+    successor["metadata"]["name"] = json!("again");
+    world.create(Kind::Pod, successor);
+    let node = world.until("the successor is bound", |store| node_of(store, "again")).await;
+    assert!(["h3", "h4"].contains(&node.as_str()), "{node}");
 }
 
 #[tokio::test]

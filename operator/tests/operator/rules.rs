@@ -1,13 +1,14 @@
 //! The rules that the stand-in enforces, with the texts of the API server.
 
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Service};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Api, Error};
+use racksum_operator::crd::AggregatorGroup;
 use serde_json::{Value, json};
 
-use crate::standin::{Kind, Server};
-use crate::world::{gated_worker, read, worker};
+use crate::standin::{Kind, Server, typed};
+use crate::world::{GROUP, NAMESPACE, gated_worker, group, read, worker};
 
 async fn pods(server: &Server, pod: &Value) -> Api<Pod> {
     let pods = Api::namespaced(server.admin(), "ml");
@@ -129,6 +130,60 @@ async fn writes_of_old_versions_and_other_uids_are_conflicts() {
     let params = DeleteParams { preconditions, ..DeleteParams::default() };
     let refused = leases.delete("l", &params).await.map_err(message);
     assert!(refused.unwrap_err().starts_with("409 Precondition failed: UID"));
+}
+
+#[tokio::test]
+async fn names_that_are_no_labels_of_dns_are_invalid() {
+    let server = Server::start().await;
+    let services: Api<Service> = Api::namespaced(server.admin(), "ml");
+    for name in ["a.b", "2a"] {
+        let service: Service = read(&json!({"metadata": {"name": name}, "spec": {}}));
+        let refused = services.create(&PostParams::default(), &service).await.map_err(message);
+        assert!(refused.unwrap_err().contains("a DNS-1035 label must consist of"), "{name}");
+    }
+    let mut pod = worker(0);
+    pod["spec"]["hostname"] = json!("a.b");
+    let pods: Api<Pod> = Api::namespaced(server.admin(), "ml");
+    let refused = pods.create(&PostParams::default(), &read(&pod)).await.map_err(message);
+    assert!(refused.unwrap_err().contains("spec.hostname: Invalid value: \"a.b\""));
+}
+
+#[tokio::test]
+async fn finalizers_hold_a_deleted_object_and_its_generation_counts_up() {
+    let server = Server::start().await;
+    let groups: Api<AggregatorGroup> = Api::namespaced(server.admin(), NAMESPACE);
+    let mut group = typed(Kind::Group, group("FollowWorkers", 1, 1));
+    group["metadata"]["finalizers"] = json!(["a/b"]);
+    groups.create(&PostParams::default(), &read(&group)).await.unwrap();
+    groups.delete(GROUP, &DeleteParams::default()).await.unwrap();
+    let held = groups.get(GROUP).await.unwrap().metadata;
+    assert!(held.deletion_timestamp.is_some());
+    assert_eq!(held.generation, Some(2));
+    let patch = Patch::Merge(json!({"metadata": {"finalizers": []}}));
+    groups.patch(GROUP, &PatchParams::default(), &patch).await.unwrap();
+    assert!(groups.get_opt(GROUP).await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn watches_that_break_end_and_a_server_that_is_gone_answers_nothing() {
+    use futures::StreamExt;
+    use kube::api::{WatchEvent, WatchParams};
+    let server = Server::start().await;
+    let pods = pods(&server, &worker(0)).await;
+    let params = WatchParams::default().disable_bookmarks();
+    let mut events = pods.watch(&params, "0").await.unwrap().boxed();
+    assert!(events.next().await.unwrap().is_ok());
+    server.faults(|faults| faults.breaks += 1);
+    while let Some(event) = events.next().await {
+        event.unwrap();
+    }
+    let mut events = pods.watch(&params, "0").await.unwrap().boxed();
+    assert!(events.next().await.unwrap().is_ok());
+    server.faults(|faults| faults.is_gone = true);
+    while let Some(event) = events.next().await {
+        assert!(matches!(event, Ok(WatchEvent::Bookmark(_)) | Err(_)), "{event:?}");
+    }
+    assert!(pods.list(&ListParams::default()).await.is_err());
 }
 
 #[tokio::test]

@@ -31,6 +31,8 @@ pub(crate) struct World {
 pub(crate) struct Hands {
     /// Pods that the scheduler finds no node for.
     pub(crate) unscheduled: BTreeSet<String>,
+    /// Pods that are deleted and do not end, as on a node that is gone.
+    pub(crate) unending: BTreeSet<String>,
     /// Pods that do not become ready.
     pub(crate) unready: BTreeSet<String>,
 }
@@ -197,6 +199,9 @@ fn act(store: &mut Store, hands: &Hands) -> bool {
     for pod in &pods {
         let name = pod["metadata"]["name"].as_str().unwrap().to_owned();
         if !pod["metadata"]["deletionTimestamp"].is_null() {
+            if hands.unending.contains(&name) {
+                continue;
+            }
             store.remove(&(Kind::Pod, NAMESPACE.into(), name));
         } else if pod["spec"]["nodeName"].is_null() {
             schedule(store, hands, &name, pod);

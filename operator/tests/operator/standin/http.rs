@@ -1,5 +1,6 @@
 //! The HTTP side of the stand-in: paths, methods, patches and watches.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -125,7 +126,12 @@ fn authorized(shared: &Shared, target: &Target, method: &str, watches: bool) -> 
     let is_new = verb == "patch" && !lock(&shared.store).objects.contains_key(&target.key());
     for verb in std::iter::once(verb).chain(is_new.then_some("create")) {
         let right = (group.to_owned(), resource.clone(), verb.to_owned());
-        if !shared.granted.contains(&right) {
+        // A right to objects of certain names covers neither lists nor creations.
+        let covers = |names: &BTreeSet<String>| {
+            let name = target.name.as_ref().filter(|_| verb != "create");
+            names.is_empty() || name.is_some_and(|name| names.contains(name))
+        };
+        if !shared.granted.get(&right).is_some_and(covers) {
             let text = format!(
                 "{resource} is forbidden: User \"racksum-operator\" cannot {verb} resource \
                  \"{resource}\" in API group \"{group}\""
@@ -289,7 +295,7 @@ fn change(
 }
 
 /// Returns an object with its type, which bodies of typed requests may lack.
-fn typed(kind: Kind, mut object: Value) -> Value {
+pub(crate) fn typed(kind: Kind, mut object: Value) -> Value {
     let (api, _, name) = kind.names();
     object["apiVersion"] = json!(api);
     object["kind"] = json!(name);

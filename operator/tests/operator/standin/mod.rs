@@ -17,6 +17,7 @@ use kube::{Client, Config};
 use serde_json::Value;
 use tokio::sync::watch;
 
+pub(crate) use http::typed;
 pub(crate) use rights::granted;
 pub(crate) use store::{Kind, Store};
 
@@ -34,7 +35,7 @@ pub(crate) struct Shared {
     /// Changes when the store does, or when watches should look at their state.
     changed: watch::Sender<u64>,
     faults: Mutex<Faults>,
-    granted: BTreeSet<rights::Right>,
+    granted: rights::Granted,
     /// The rights that the operator has used.
     used: Mutex<BTreeSet<rights::Right>>,
 }

@@ -116,6 +116,10 @@ impl Store {
         if name.is_empty() || name.len() > 253 {
             return Err(Answer::invalid(name_of_kind, &name, "metadata.name: Required value"));
         }
+        check_names(kind, &name, &object["spec"])
+            .and_then(|()| check_note(kind, &object))
+            .map_err(|why| Answer::invalid(name_of_kind, &name, &why))?;
+        let meta = &mut object["metadata"];
         let key = (kind, namespace.to_owned(), name.clone());
         if self.objects.contains_key(&key) {
             let text = format!("{plural} {name:?} already exists");
@@ -245,6 +249,8 @@ impl Store {
         if has_finalizers(&object) || runs {
             if object["metadata"]["deletionTimestamp"].is_null() {
                 object["metadata"]["deletionTimestamp"] = json!("2026-11-29T00:01:00Z");
+                let generation = object["metadata"]["generation"].as_i64().unwrap_or(0);
+                object["metadata"]["generation"] = json!(generation + 1);
                 object = self.put("MODIFIED", key.clone(), object);
             }
             return Ok(object);
@@ -316,6 +322,44 @@ impl Store {
             self.put("MODIFIED", key, object);
         }
     }
+}
+
+/// Checks the names that must be labels of DNS.
+fn check_names(kind: Kind, name: &str, spec: &Value) -> Result<(), String> {
+    let is_label = |name: &str| {
+        let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+        name.len() <= 63
+            && name.bytes().all(|byte| is_inner(byte) || byte == b'-')
+            && [name.bytes().next(), name.bytes().last()]
+                .iter()
+                .all(|end| end.is_some_and(is_inner))
+    };
+    let begins_with_letter = name.starts_with(|first: char| first.is_ascii_lowercase());
+    if kind == Kind::Service && !(is_label(name) && begins_with_letter) {
+        return Err(format!(
+            "metadata.name: Invalid value: {name:?}: a DNS-1035 label must consist of lower case \
+             alphanumeric characters or '-', start with an alphabetic character, and end with an \
+             alphanumeric character"
+        ));
+    }
+    for field in ["hostname", "subdomain"].iter().filter(|_| kind == Kind::Pod) {
+        if let Some(label) = spec[field].as_str().filter(|label| !is_label(label)) {
+            return Err(format!(
+                "spec.{field}: Invalid value: {label:?}: a lowercase RFC 1123 label must consist \
+                 of lower case alphanumeric characters or '-'"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Checks the size of an event's note.
+fn check_note(kind: Kind, object: &Value) -> Result<(), String> {
+    let length = object["note"].as_str().map_or(0, str::len);
+    if kind == Kind::Event && length > 1024 {
+        return Err("note: Invalid value: can have at most 1024 characters".into());
+    }
+    Ok(())
 }
 
 fn has_finalizers(object: &Value) -> bool {
