@@ -13,7 +13,6 @@ use std::time::Duration;
 use racksum_net::quic::{CallOptions, Credentials, ask_room, ask_status};
 use racksum_proto::control::Join;
 use racksum_proto::counted::counted;
-use racksum_proto::ids::JobId;
 use racksum_proto::job_name::JobName;
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::peer_text::PeerText;
@@ -40,6 +39,9 @@ const DEPART_TIMEOUT: Duration = Duration::from_secs(25);
 const ARRIVE_TIMEOUT: Duration = Duration::from_secs(25);
 /// How often to ask whether the job runs at the target.
 const ARRIVE_POLL: Duration = Duration::from_millis(50);
+
+/// The reason why a job stays once the operator has disconnected.
+const CALLER_GONE: &str = "the command that asked for the move has ended";
 
 /// An operator's request.
 #[derive(Debug)]
@@ -157,7 +159,12 @@ impl Mover {
                 Err(_) if !lock(&self.registry).serves(name) => continue,
                 Err(why) => return Err(why),
             };
-            let target = self.find_room(&job).await.map_err(|why| stays(name, &why))?;
+            let target = tokio::select! {
+                biased;
+                () = self.no_caller() => Err(CALLER_GONE.to_owned()),
+                target = self.find_room(&job) => target,
+            };
+            let target = target.map_err(|why| stays(name, &why))?;
             groups.push(MovingGroup { name, job, target, number: None });
         }
         self.move_prepared(&mut groups).await
@@ -167,19 +174,16 @@ impl Mover {
     async fn move_prepared(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<u16, String> {
         let prepared = self.prepare(groups).await;
         let begun = prepared.and_then(|()| {
-            let each: Vec<_> = groups.iter().map(|group| (group.name, group.id())).collect();
-            let begun = lock(&self.registry).begin_moves(&each);
-            begun.ok_or_else(|| {
-                let why = "a rank left or joined meanwhile; try again";
-                groups.first().map_or_else(|| why.to_owned(), |group| stays(group.name, why))
-            })
+            let each = groups.iter().filter_map(|group| Some((group.name, group.number?)));
+            let begun = lock(&self.registry).begin_moves(&each.collect::<Vec<_>>());
+            begun.map_err(|(name, why)| stays(&name, &why))
         });
         match begun {
             Ok(departed) => self.finish(groups, departed).await,
             Err(why) => {
                 for group in groups.iter() {
                     if let Some(number) = group.number {
-                        lock(&self.registry).cancel_move(group.name, group.id(), number);
+                        lock(&self.registry).cancel_move(group.name, number);
                     }
                 }
                 Err(why)
@@ -191,13 +195,13 @@ impl Mover {
     async fn prepare(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<(), String> {
         let mut answers = JoinSet::new();
         for (at, group) in groups.iter_mut().enumerate() {
-            let asked = lock(&self.registry).prepare_move(group.name, group.id(), &self.to);
+            let asked = lock(&self.registry).prepare_move(group.name, group.job.id, &self.to);
             match asked {
                 Ok((number, answer)) => {
                     group.number = Some(number);
                     drop(answers.spawn(async move { (at, answer.await) }));
                 }
-                Err(_) if !lock(&self.registry).serves(group.name) => {}
+                Err(_) if !self.is_here(group) => {}
                 Err(why) => return Err(why),
             }
         }
@@ -213,19 +217,22 @@ impl Mover {
         tokio::select! {
             all = timeout(PREPARE_TIMEOUT, all) => all.unwrap_or_else(|_| Err(self.late(groups)))?,
             () = self.no_caller() => {
-                let why = "the command that asked for the move has ended";
-                return Err(first.map_or_else(|| why.to_owned(), |name| stays(name, why)));
+                return Err(first.map_or_else(|| CALLER_GONE.to_owned(), |name| stays(name, CALLER_GONE)));
             }
         }
-        groups.retain(|group| lock(&self.registry).serves(group.name));
+        groups.retain(|group| self.is_here(group));
         Ok(())
+    }
+
+    /// Returns whether a group has not ended. Another job may have its name since.
+    fn is_here(&self, group: &MovingGroup<'_>) -> bool {
+        lock(&self.registry).serves_run(group.name, group.job.id)
     }
 
     /// Returns which ranks of these groups have not prepared in time.
     fn late(&self, groups: &[MovingGroup<'_>]) -> String {
-        let late = groups.iter().map(|group| {
-            let ranks = lock(&self.registry).unprepared(group.name, group.id());
-            (group.name, ranks)
+        let late = groups.iter().filter_map(|group| {
+            Some((group.name, lock(&self.registry).unprepared(group.name, group.number?)))
         });
         let late = late.filter(|(_, ranks)| !ranks.is_empty()).map(|(name, ranks)| {
             let why = format!(
@@ -245,11 +252,19 @@ impl Mover {
         departed: Vec<oneshot::Receiver<()>>,
     ) -> Result<u16, String> {
         let deadline = Instant::now() + DEPART_TIMEOUT;
-        let (mut moved, mut stay) = (0, vec![]);
-        for (group, departed) in groups.iter().zip(departed) {
-            // Ignore the outcome: whether the job runs at the target decides.
+        for departed in departed {
+            // Ignore the outcome: which ranks are still here decides.
             drop(timeout_at(deadline, departed).await);
-            match self.await_arrival(group).await {
+        }
+        let stayed = groups.iter().map(|group| {
+            let number = group.number?;
+            Some(lock(&self.registry).end_move(group.name, number))
+        });
+        let stayed: Vec<_> = stayed.map(Option::unwrap_or_default).collect();
+        let deadline = Instant::now() + ARRIVE_TIMEOUT;
+        let (mut moved, mut stay) = (0, vec![]);
+        for (group, stayed) in groups.iter().zip(stayed) {
+            match self.await_arrival(group, stayed, deadline).await {
                 Ok(()) => moved += 1,
                 Err(why) => stay.push(why),
             }
@@ -293,10 +308,15 @@ impl Mover {
         Ok(Target { addr, caller, asked_at })
     }
 
-    /// Waits until a group whose ranks were told to leave runs at the target.
-    async fn await_arrival(&self, group: &MovingGroup<'_>) -> Result<(), String> {
+    /// Waits until a group whose ranks were told to leave runs at the target. `stayed` holds the
+    /// ranks that did not leave in time.
+    async fn await_arrival(
+        &self,
+        group: &MovingGroup<'_>,
+        stayed: Vec<u16>,
+        deadline: Instant,
+    ) -> Result<(), String> {
         let (name, to) = (group.name, &self.to);
-        let stayed = lock(&self.registry).end_move(name, group.id());
         if !stayed.is_empty() {
             return Err(format!(
                 "{} of job {name:?} did not leave for {to} within {} s; see the logs of the ranks",
@@ -304,7 +324,6 @@ impl Mover {
                 DEPART_TIMEOUT.as_secs()
             ));
         }
-        let deadline = Instant::now() + ARRIVE_TIMEOUT;
         loop {
             let status = ask_status(group.target.addr, &group.target.caller).await;
             let status =
@@ -332,10 +351,6 @@ impl Mover {
 }
 
 impl MovingGroup<'_> {
-    const fn id(&self) -> JobId {
-        self.job.id
-    }
-
     /// Returns whether a job of the target is this group. When the target was asked, it had no job
     /// with this name, and another job that has taken the name since is of other shape, or refuses
     /// this group's ranks.
@@ -413,6 +428,26 @@ mod tests {
         let last = std::iter::from_fn(|| inbox.try_recv().ok()).last();
         assert_eq!(last, Some(FromAggregator::CancelMove { number: 1 }));
         assert!(lock(&registry).movable(&name).is_ok());
+    }
+
+    #[test]
+    fn a_drain_whose_command_ends_asks_no_target_for_the_jobs_that_are_left() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let (_seat, _, mut inbox) = join(&mut registry, wish("job", 0, 1)).unwrap();
+        while inbox.try_recv().is_ok() {}
+        let registry = Arc::new(Mutex::new(registry));
+        let (present, gone) = watch::channel(());
+        drop(present);
+        let own = "127.0.0.1:9".parse().unwrap();
+        let to = MoveTarget { hosts: vec!["agg-2:7177".into()] };
+        let mover = Mover { registry: Arc::clone(&registry), own, to, caller: gone };
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let why = runtime.block_on(mover.move_all()).unwrap_err();
+        let stays = "job \"job\" stays at this aggregator: the command that asked for the move has \
+                     ended; the aggregator does not stop, and admits jobs again";
+        assert_eq!(why, stays);
+        assert!(inbox.try_recv().is_err(), "no rank is asked to prepare");
+        assert!(!lock(&registry).status(own).draining);
     }
 
     #[test]
