@@ -6,7 +6,7 @@
 //! they do when their aggregator fails. From then on, the rules of a failover decide where they
 //! meet. If another job has taken the room at the target meanwhile, the ranks come back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -125,6 +125,19 @@ impl Mover {
     async fn move_all(&self) -> Result<u16, String> {
         self.to.check()?;
         let names = lock(&self.registry).begin_hand_over()?;
+        let moved = self.move_started(names).await;
+        moved.map_err(|why| {
+            lock(&self.registry).end_hand_over();
+            format!("{why}; the aggregator does not stop, and admits jobs again")
+        })
+    }
+
+    /// Moves these groups of jobs, job by job.
+    async fn move_started(&self, names: BTreeSet<JobName>) -> Result<u16, String> {
+        if !names.is_empty() {
+            // Otherwise, each of many jobs would wait for an answer, one after the other.
+            self.unless_gone(self.check_target()).await?;
+        }
         let mut jobs = BTreeMap::<_, Vec<_>>::new();
         for name in names {
             jobs.entry(name.name.clone()).or_default().push(name);
@@ -140,12 +153,7 @@ impl Mover {
         if stay.is_empty() {
             return Ok(moved);
         }
-        lock(&self.registry).end_hand_over();
-        Err(format!(
-            "{}{}; the aggregator does not stop, and admits jobs again",
-            stay.join("; "),
-            others_moved(moved, "other job")
-        ))
+        Err(stay.join("; ") + &others_moved(moved, "other job"))
     }
 
     /// Moves these groups of a job together: if one of them cannot move, all stay. Leaves out
@@ -159,11 +167,7 @@ impl Mover {
                 Err(_) if !lock(&self.registry).serves(name) => continue,
                 Err(why) => return Err(why),
             };
-            let target = tokio::select! {
-                biased;
-                () = self.no_caller() => Err(CALLER_GONE.to_owned()),
-                target = self.find_room(&job) => target,
-            };
+            let target = self.unless_gone(self.find_room(&job)).await;
             let target = target.map_err(|why| stays(name, &why))?;
             groups.push(MovingGroup { name, job, target, number: None });
         }
@@ -280,14 +284,26 @@ impl Mover {
         self.caller.has_changed().is_err()
     }
 
+    /// Returns the outcome of `work`, unless the caller disconnects before.
+    async fn unless_gone<T>(
+        &self,
+        work: impl Future<Output = Result<T, String>>,
+    ) -> Result<T, String> {
+        tokio::select! {
+            biased;
+            () = self.no_caller() => Err(CALLER_GONE.to_owned()),
+            done = work => done,
+        }
+    }
+
     /// Waits until the caller has disconnected.
     async fn no_caller(&self) {
         let mut caller = self.caller.clone();
         while caller.changed().await.is_ok() {}
     }
 
-    /// Asks every aggregator of the target whether it would admit the job. Returns the first.
-    async fn find_room(&self, job: &MovableJob) -> Result<Target, String> {
+    /// Returns the options for calls to the target.
+    async fn call_options(&self) -> Result<CallOptions, String> {
         let (identity, insecure) = {
             let registry = lock(&self.registry);
             (registry.config().identity.clone(), registry.config().insecure)
@@ -295,7 +311,33 @@ impl Mover {
         // The identity is read for each move, since it may have been renewed.
         let credentials = Credentials::read(identity, insecure).await;
         let credentials = credentials.map_err(|why| why.to_string())?;
-        let caller = CallOptions { from: None, credentials, patience: PATIENCE };
+        Ok(CallOptions { from: None, credentials, patience: PATIENCE })
+    }
+
+    /// Checks that every aggregator of the target answers.
+    async fn check_target(&self) -> Result<(), String> {
+        let caller = self.call_options().await?;
+        for host in &self.to.hosts {
+            let mut tried = Vec::new();
+            for addr in find(self.own, host).await.map_err(NotFound::why)? {
+                match ask_status(addr, &caller).await {
+                    Ok(_) => {
+                        tried.clear();
+                        break;
+                    }
+                    Err(why) => tried.push(why.to_string()),
+                }
+            }
+            if !tried.is_empty() {
+                return Err(format!("{host}: {}", tried.join("; ")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks every aggregator of the target whether it would admit the job. Returns the first.
+    async fn find_room(&self, job: &MovableJob) -> Result<Target, String> {
+        let caller = self.call_options().await?;
         let stripes = u8::try_from(self.to.hosts.len()).unwrap_or(u8::MAX);
         let (asked_at, mut first) = (Instant::now(), None);
         for (place, host) in (0..).zip(&self.to.hosts) {
@@ -401,7 +443,7 @@ mod tests {
     use racksum_proto::control::FromAggregator;
 
     use super::*;
-    use crate::config::Fanout;
+    use crate::config::{Config, Fanout};
     use crate::registry::tests::{join, registry, wish};
 
     #[test]
@@ -443,11 +485,32 @@ mod tests {
         let mover = Mover { registry: Arc::clone(&registry), own, to, caller: gone };
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let why = runtime.block_on(mover.move_all()).unwrap_err();
-        let stays = "job \"job\" stays at this aggregator: the command that asked for the move has \
-                     ended; the aggregator does not stop, and admits jobs again";
-        assert_eq!(why, stays);
+        let goes_on = "; the aggregator does not stop, and admits jobs again";
+        assert_eq!(why, format!("{CALLER_GONE}{goes_on}"));
+        let why = runtime.block_on(mover.move_groups(&["job".into()])).unwrap_err();
+        assert_eq!(why, format!("job \"job\" stays at this aggregator: {CALLER_GONE}"));
         assert!(inbox.try_recv().is_err(), "no rank is asked to prepare");
         assert!(!lock(&registry).status(own).draining);
+    }
+
+    #[test]
+    fn a_drain_to_a_target_that_does_not_answer_fails_once_for_all_jobs() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        registry.reconfigure(Config { max_jobs: 2, ..registry.config().clone() });
+        let joined = ["a", "b"].map(|name| join(&mut registry, wish(name, 0, 1)).unwrap());
+        let (_present, caller) = watch::channel(());
+        let own = "127.0.0.1:9".parse().unwrap();
+        let to = MoveTarget { hosts: vec!["[::1]:7177".into()] };
+        let registry = Arc::new(Mutex::new(registry));
+        let mover = Mover { registry: Arc::clone(&registry), own, to, caller };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let why = runtime.block_on(mover.move_all()).unwrap_err();
+        assert!(
+            why.starts_with("this aggregator serves on 127.0.0.1, which cannot reach"),
+            "{why}"
+        );
+        assert!(!lock(&registry).status(own).draining);
+        drop(joined);
     }
 
     #[test]
