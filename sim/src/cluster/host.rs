@@ -72,9 +72,9 @@ pub(super) struct WorkerHost {
     full: bool,
     /// Whether the machine has more to send than fits in the send buffer.
     blocked: bool,
-    /// Whether the rank has left the shards and not joined the next ones. It then neither sends nor
-    /// receives, but calls ops.
-    has_left: bool,
+    /// The op at which the rank has said that the job resumes, if the rank has left the shards and
+    /// not joined the next ones. It then neither sends nor receives, but calls ops.
+    left_at: Option<OpId>,
     /// Ops in flight, with the time of each call.
     open: BTreeMap<OpId, Picos>,
     pub(super) ended: Vec<(OpId, Ended)>,
@@ -137,7 +137,8 @@ impl HostState {
     /// Makes a rank leave the shards, until its next life begins.
     pub(super) fn leave(&mut self) {
         if let Role::Worker(worker) = &mut self.role {
-            (worker.has_left, worker.blocked) = (true, false);
+            worker.left_at.get_or_insert(worker.node.machine.first_kept());
+            worker.blocked = false;
         }
     }
 
@@ -177,7 +178,7 @@ impl HostState {
             self.last = Some(Rc::clone(bytes));
         }
         match &mut self.role {
-            Role::Worker(worker) if worker.has_left => {
+            Role::Worker(worker) if worker.left_at.is_some() => {
                 worker.call(now, &plan.jobs[worker.job], checkers);
             }
             Role::Worker(worker) => {
@@ -248,7 +249,7 @@ impl HostState {
         checkers: &mut Checkers,
     ) {
         match &mut self.role {
-            Role::Worker(worker) if worker.has_left => {}
+            Role::Worker(worker) if worker.left_at.is_some() => {}
             Role::Worker(worker) => {
                 let mut watch = worker.watch(now, checkers);
                 watch.foreign = true;
@@ -287,7 +288,7 @@ impl WorkerHost {
             calls: of_job.calls(rank),
             full: false,
             blocked: false,
-            has_left: false,
+            left_at: None,
             open: BTreeMap::new(),
             ended: Vec::new(),
             spins: 0,
@@ -300,7 +301,13 @@ impl WorkerHost {
         let mut watch = self.watch(now, checkers);
         self.node.resume(config, now.time(), &mut watch);
         set_numbers(&mut self.node, plan, self.job, life);
-        (self.blocked, self.has_left) = (false, false);
+        (self.blocked, self.left_at) = (false, None);
+    }
+
+    /// Returns the oldest op whose results another rank may lack, as far as the rank knew when it
+    /// left.
+    pub(super) fn first_kept(&self) -> OpId {
+        self.left_at.unwrap_or_else(|| self.node.machine.first_kept())
     }
 
     /// Returns whether all ops that the rank calls have ended.
@@ -394,7 +401,7 @@ impl WorkerHost {
     }
 
     fn next_due(&self, plan: &JobPlan) -> Picos {
-        let timer = match self.has_left {
+        let timer = match self.left_at.is_some() {
             true => Picos::NEVER,
             false => Picos::from(self.node.machine.poll_timeout()),
         };

@@ -418,7 +418,7 @@ impl<'a> Cluster<'a> {
     /// Returns the life that a job begins after the plan's move with index `number`.
     fn next_life(&self, job: usize, number: usize) -> Life {
         let of_job = self.hosts.iter().filter_map(|host| match &host.role {
-            Role::Worker(worker) if worker.job == job => Some(worker.node.machine.first_kept()),
+            Role::Worker(worker) if worker.job == job => Some(worker.first_kept()),
             _ => None,
         });
         let first_op = of_job.max().unwrap_or(OpId(0));
