@@ -263,6 +263,14 @@ impl Job {
         if let Some(rank) = self.departed.first() {
             return Err(format!("job {name:?} is moving: rank {rank} has left for a standby"));
         }
+        let stuck = self.members.iter().flatten().filter(|member| !member.reads());
+        let stuck: Vec<u16> = stuck.flat_map(Member::ranks).collect();
+        if !stuck.is_empty() {
+            return Err(format!(
+                "{} of job {name:?} did not read its earlier messages yet; try again later",
+                named(stuck)
+            ));
+        }
         let gone: Vec<u16> = self.left.keys().copied().collect();
         if !gone.is_empty() {
             return Err(format!(

@@ -266,6 +266,25 @@ fn a_move_is_cancelled_if_a_rank_refuses_leaves_or_moves_by_itself_or_if_the_agg
 }
 
 #[test]
+fn moves_that_are_cancelled_leave_room_for_the_messages_of_the_job() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = running(&mut registry, false);
+    let name = "job".into();
+    let why = (1..).find_map(|number| {
+        let prepared = registry.prepare_move(&name, ranks[0].0.id(), &target());
+        registry.cancel_move(&name, number);
+        // The other ranks read their messages.
+        ranks[1..].iter_mut().for_each(|(_, inbox)| drop(last_message(inbox)));
+        prepared.err()
+    });
+    let stuck = "rank 0 of job \"job\" did not read its earlier messages yet; try again later";
+    assert_eq!(why.as_deref(), Some(stuck));
+    registry.leave(&ranks[2].0, Loss::Died, Instant::now());
+    let lost = FromAggregator::PeerLost { ranks: vec![2], why: Loss::Died };
+    assert_eq!(last_message(&mut ranks[0].1), Some(lost));
+}
+
+#[test]
 fn a_move_waits_for_no_rank_that_the_job_continues_without_and_for_no_job_that_ends() {
     let mut registry = registry(Fanout::Unicast, 0);
     let ranks = running(&mut registry, true);
