@@ -221,7 +221,10 @@ impl Mover {
         tokio::select! {
             all = timeout(PREPARE_TIMEOUT, all) => all.unwrap_or_else(|_| Err(self.late(groups)))?,
             () = self.no_caller() => {
-                return Err(first.map_or_else(|| CALLER_GONE.to_owned(), |name| stays(name, CALLER_GONE)));
+                return Err(match first {
+                    Some(name) => stays(name, CALLER_GONE),
+                    None => CALLER_GONE.to_owned(),
+                });
             }
         }
         groups.retain(|group| self.is_here(group));
