@@ -137,7 +137,7 @@ impl HostState {
     /// Makes a rank leave the shards, until its next life begins.
     pub(super) fn leave(&mut self) {
         if let Role::Worker(worker) = &mut self.role {
-            worker.left_at.get_or_insert(worker.node.machine.first_kept());
+            worker.left_at = Some(worker.first_kept());
             worker.blocked = false;
         }
     }
