@@ -6,14 +6,13 @@
 //! they do when their aggregator fails. From then on, the rules of a failover decide where they
 //! meet. If another job has taken the room at the target meanwhile, the ranks come back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use racksum_net::quic::{CallOptions, Credentials, ask_room, ask_status};
 use racksum_proto::control::Join;
 use racksum_proto::counted::counted;
-use racksum_proto::ids::JobId;
 use racksum_proto::job_name::JobName;
 use racksum_proto::move_target::MoveTarget;
 use racksum_proto::peer_text::PeerText;
@@ -40,6 +39,9 @@ const DEPART_TIMEOUT: Duration = Duration::from_secs(25);
 const ARRIVE_TIMEOUT: Duration = Duration::from_secs(25);
 /// How often to ask whether the job runs at the target.
 const ARRIVE_POLL: Duration = Duration::from_millis(50);
+
+/// The reason why a job stays once the operator has disconnected.
+const CALLER_GONE: &str = "the command that asked for the move has ended";
 
 /// An operator's request.
 #[derive(Debug)]
@@ -123,6 +125,19 @@ impl Mover {
     async fn move_all(&self) -> Result<u16, String> {
         self.to.check()?;
         let names = lock(&self.registry).begin_hand_over()?;
+        let moved = self.move_started(names).await;
+        moved.map_err(|why| {
+            lock(&self.registry).end_hand_over();
+            format!("{why}; the aggregator does not stop, and admits jobs again")
+        })
+    }
+
+    /// Moves these groups of jobs, job by job.
+    async fn move_started(&self, names: BTreeSet<JobName>) -> Result<u16, String> {
+        if !names.is_empty() {
+            // Otherwise, each of many jobs would wait for an answer, one after the other.
+            self.unless_gone(self.check_target()).await?;
+        }
         let mut jobs = BTreeMap::<_, Vec<_>>::new();
         for name in names {
             jobs.entry(name.name.clone()).or_default().push(name);
@@ -138,12 +153,7 @@ impl Mover {
         if stay.is_empty() {
             return Ok(moved);
         }
-        lock(&self.registry).end_hand_over();
-        Err(format!(
-            "{}{}; the aggregator does not stop, and admits jobs again",
-            stay.join("; "),
-            others_moved(moved, "other job")
-        ))
+        Err(stay.join("; ") + &others_moved(moved, "other job"))
     }
 
     /// Moves these groups of a job together: if one of them cannot move, all stay. Leaves out
@@ -157,7 +167,8 @@ impl Mover {
                 Err(_) if !lock(&self.registry).serves(name) => continue,
                 Err(why) => return Err(why),
             };
-            let target = self.find_room(&job).await.map_err(|why| stays(name, &why))?;
+            let target = self.unless_gone(self.find_room(&job)).await;
+            let target = target.map_err(|why| stays(name, &why))?;
             groups.push(MovingGroup { name, job, target, number: None });
         }
         self.move_prepared(&mut groups).await
@@ -167,19 +178,16 @@ impl Mover {
     async fn move_prepared(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<u16, String> {
         let prepared = self.prepare(groups).await;
         let begun = prepared.and_then(|()| {
-            let each: Vec<_> = groups.iter().map(|group| (group.name, group.id())).collect();
-            let begun = lock(&self.registry).begin_moves(&each);
-            begun.ok_or_else(|| {
-                let why = "a rank left or joined meanwhile; try again";
-                groups.first().map_or_else(|| why.to_owned(), |group| stays(group.name, why))
-            })
+            let each = groups.iter().filter_map(|group| Some((group.name, group.number?)));
+            let begun = lock(&self.registry).begin_moves(&each.collect::<Vec<_>>());
+            begun.map_err(|(name, why)| stays(&name, &why))
         });
         match begun {
             Ok(departed) => self.finish(groups, departed).await,
             Err(why) => {
                 for group in groups.iter() {
                     if let Some(number) = group.number {
-                        lock(&self.registry).cancel_move(group.name, group.id(), number);
+                        lock(&self.registry).cancel_move(group.name, number);
                     }
                 }
                 Err(why)
@@ -191,13 +199,13 @@ impl Mover {
     async fn prepare(&self, groups: &mut Vec<MovingGroup<'_>>) -> Result<(), String> {
         let mut answers = JoinSet::new();
         for (at, group) in groups.iter_mut().enumerate() {
-            let asked = lock(&self.registry).prepare_move(group.name, group.id(), &self.to);
+            let asked = lock(&self.registry).prepare_move(group.name, group.job.id, &self.to);
             match asked {
                 Ok((number, answer)) => {
                     group.number = Some(number);
                     drop(answers.spawn(async move { (at, answer.await) }));
                 }
-                Err(_) if !lock(&self.registry).serves(group.name) => {}
+                Err(_) if !self.is_here(group) => {}
                 Err(why) => return Err(why),
             }
         }
@@ -213,19 +221,25 @@ impl Mover {
         tokio::select! {
             all = timeout(PREPARE_TIMEOUT, all) => all.unwrap_or_else(|_| Err(self.late(groups)))?,
             () = self.no_caller() => {
-                let why = "the command that asked for the move has ended";
-                return Err(first.map_or_else(|| why.to_owned(), |name| stays(name, why)));
+                return Err(match first {
+                    Some(name) => stays(name, CALLER_GONE),
+                    None => CALLER_GONE.to_owned(),
+                });
             }
         }
-        groups.retain(|group| lock(&self.registry).serves(group.name));
+        groups.retain(|group| self.is_here(group));
         Ok(())
+    }
+
+    /// Returns whether a group has not ended. Another job may have its name since.
+    fn is_here(&self, group: &MovingGroup<'_>) -> bool {
+        lock(&self.registry).serves_run(group.name, group.job.id)
     }
 
     /// Returns which ranks of these groups have not prepared in time.
     fn late(&self, groups: &[MovingGroup<'_>]) -> String {
-        let late = groups.iter().map(|group| {
-            let ranks = lock(&self.registry).unprepared(group.name, group.id());
-            (group.name, ranks)
+        let late = groups.iter().filter_map(|group| {
+            Some((group.name, lock(&self.registry).unprepared(group.name, group.number?)))
         });
         let late = late.filter(|(_, ranks)| !ranks.is_empty()).map(|(name, ranks)| {
             let why = format!(
@@ -245,11 +259,19 @@ impl Mover {
         departed: Vec<oneshot::Receiver<()>>,
     ) -> Result<u16, String> {
         let deadline = Instant::now() + DEPART_TIMEOUT;
-        let (mut moved, mut stay) = (0, vec![]);
-        for (group, departed) in groups.iter().zip(departed) {
-            // Ignore the outcome: whether the job runs at the target decides.
+        for departed in departed {
+            // Ignore the outcome: which ranks are still here decides.
             drop(timeout_at(deadline, departed).await);
-            match self.await_arrival(group).await {
+        }
+        let stayed = groups.iter().map(|group| {
+            let number = group.number?;
+            Some(lock(&self.registry).end_move(group.name, number))
+        });
+        let stayed: Vec<_> = stayed.map(Option::unwrap_or_default).collect();
+        let deadline = Instant::now() + ARRIVE_TIMEOUT;
+        let (mut moved, mut stay) = (0, vec![]);
+        for (group, stayed) in groups.iter().zip(stayed) {
+            match self.await_arrival(group, stayed, deadline).await {
                 Ok(()) => moved += 1,
                 Err(why) => stay.push(why),
             }
@@ -265,14 +287,26 @@ impl Mover {
         self.caller.has_changed().is_err()
     }
 
+    /// Returns the outcome of `work`, unless the caller disconnects before.
+    async fn unless_gone<T>(
+        &self,
+        work: impl Future<Output = Result<T, String>>,
+    ) -> Result<T, String> {
+        tokio::select! {
+            biased;
+            () = self.no_caller() => Err(CALLER_GONE.to_owned()),
+            done = work => done,
+        }
+    }
+
     /// Waits until the caller has disconnected.
     async fn no_caller(&self) {
         let mut caller = self.caller.clone();
         while caller.changed().await.is_ok() {}
     }
 
-    /// Asks every aggregator of the target whether it would admit the job. Returns the first.
-    async fn find_room(&self, job: &MovableJob) -> Result<Target, String> {
+    /// Returns the options for calls to the target.
+    async fn call_options(&self) -> Result<CallOptions, String> {
         let (identity, insecure) = {
             let registry = lock(&self.registry);
             (registry.config().identity.clone(), registry.config().insecure)
@@ -280,7 +314,33 @@ impl Mover {
         // The identity is read for each move, since it may have been renewed.
         let credentials = Credentials::read(identity, insecure).await;
         let credentials = credentials.map_err(|why| why.to_string())?;
-        let caller = CallOptions { from: None, credentials, patience: PATIENCE };
+        Ok(CallOptions { from: None, credentials, patience: PATIENCE })
+    }
+
+    /// Checks that every aggregator of the target answers.
+    async fn check_target(&self) -> Result<(), String> {
+        let caller = self.call_options().await?;
+        for host in &self.to.hosts {
+            let mut tried = Vec::new();
+            for addr in find(self.own, host).await.map_err(NotFound::why)? {
+                match ask_status(addr, &caller).await {
+                    Ok(_) => {
+                        tried.clear();
+                        break;
+                    }
+                    Err(why) => tried.push(why.to_string()),
+                }
+            }
+            if !tried.is_empty() {
+                return Err(format!("{host}: {}", tried.join("; ")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks every aggregator of the target whether it would admit the job. Returns the first.
+    async fn find_room(&self, job: &MovableJob) -> Result<Target, String> {
+        let caller = self.call_options().await?;
         let stripes = u8::try_from(self.to.hosts.len()).unwrap_or(u8::MAX);
         let (asked_at, mut first) = (Instant::now(), None);
         for (place, host) in (0..).zip(&self.to.hosts) {
@@ -293,10 +353,15 @@ impl Mover {
         Ok(Target { addr, caller, asked_at })
     }
 
-    /// Waits until a group whose ranks were told to leave runs at the target.
-    async fn await_arrival(&self, group: &MovingGroup<'_>) -> Result<(), String> {
+    /// Waits until a group whose ranks were told to leave runs at the target. `stayed` holds the
+    /// ranks that did not leave in time.
+    async fn await_arrival(
+        &self,
+        group: &MovingGroup<'_>,
+        stayed: Vec<u16>,
+        deadline: Instant,
+    ) -> Result<(), String> {
         let (name, to) = (group.name, &self.to);
-        let stayed = lock(&self.registry).end_move(name, group.id());
         if !stayed.is_empty() {
             return Err(format!(
                 "{} of job {name:?} did not leave for {to} within {} s; see the logs of the ranks",
@@ -304,7 +369,6 @@ impl Mover {
                 DEPART_TIMEOUT.as_secs()
             ));
         }
-        let deadline = Instant::now() + ARRIVE_TIMEOUT;
         loop {
             let status = ask_status(group.target.addr, &group.target.caller).await;
             let status =
@@ -332,10 +396,6 @@ impl Mover {
 }
 
 impl MovingGroup<'_> {
-    const fn id(&self) -> JobId {
-        self.job.id
-    }
-
     /// Returns whether a job of the target is this group. When the target was asked, it had no job
     /// with this name, and another job that has taken the name since is of other shape, or refuses
     /// this group's ranks.
@@ -386,7 +446,7 @@ mod tests {
     use racksum_proto::control::FromAggregator;
 
     use super::*;
-    use crate::config::Fanout;
+    use crate::config::{Config, Fanout};
     use crate::registry::tests::{join, registry, wish};
 
     #[test]
@@ -413,6 +473,47 @@ mod tests {
         let last = std::iter::from_fn(|| inbox.try_recv().ok()).last();
         assert_eq!(last, Some(FromAggregator::CancelMove { number: 1 }));
         assert!(lock(&registry).movable(&name).is_ok());
+    }
+
+    #[test]
+    fn a_drain_whose_command_ends_asks_no_target_for_the_jobs_that_are_left() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let (_seat, _, mut inbox) = join(&mut registry, wish("job", 0, 1)).unwrap();
+        while inbox.try_recv().is_ok() {}
+        let registry = Arc::new(Mutex::new(registry));
+        let (present, gone) = watch::channel(());
+        drop(present);
+        let own = "127.0.0.1:9".parse().unwrap();
+        let to = MoveTarget { hosts: vec!["agg-2:7177".into()] };
+        let mover = Mover { registry: Arc::clone(&registry), own, to, caller: gone };
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let why = runtime.block_on(mover.move_all()).unwrap_err();
+        let goes_on = "; the aggregator does not stop, and admits jobs again";
+        assert_eq!(why, format!("{CALLER_GONE}{goes_on}"));
+        let why = runtime.block_on(mover.move_groups(&["job".into()])).unwrap_err();
+        assert_eq!(why, format!("job \"job\" stays at this aggregator: {CALLER_GONE}"));
+        assert!(inbox.try_recv().is_err(), "no rank is asked to prepare");
+        assert!(!lock(&registry).status(own).draining);
+    }
+
+    #[test]
+    fn a_drain_to_a_target_that_does_not_answer_fails_once_for_all_jobs() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        registry.reconfigure(Config { max_jobs: 2, ..registry.config().clone() });
+        let joined = ["a", "b"].map(|name| join(&mut registry, wish(name, 0, 1)).unwrap());
+        let (_present, caller) = watch::channel(());
+        let own = "127.0.0.1:9".parse().unwrap();
+        let to = MoveTarget { hosts: vec!["[::1]:7177".into()] };
+        let registry = Arc::new(Mutex::new(registry));
+        let mover = Mover { registry: Arc::clone(&registry), own, to, caller };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let why = runtime.block_on(mover.move_all()).unwrap_err();
+        assert!(
+            why.starts_with("this aggregator serves on 127.0.0.1, which cannot reach"),
+            "{why}"
+        );
+        assert!(!lock(&registry).status(own).draining);
+        drop(joined);
     }
 
     #[test]

@@ -501,6 +501,9 @@ fn job_text(job: &JobStatus) -> String {
     if !absent.is_empty() {
         text += &format!("; continues without: {}", list(absent));
     }
+    if let Some(to) = &job.moving_to {
+        text += &format!("; moving to {to}");
+    }
     if let Some((behind, stalled)) = behind(ranks).zip(job.stalled_ms) {
         text += &format!("; has waited {stalled} ms for {behind}");
     }

@@ -85,6 +85,9 @@ pub struct JobStatus {
     pub missing: Vec<u16>,
     /// The lost ranks, without which the job continues.
     pub absent: Vec<u16>,
+    /// The aggregators that an operator moves the job to, while that is in progress.
+    #[serde(default, deserialize_with = "PeerText::option")]
+    pub moving_to: Option<String>,
     /// Milliseconds since the last fold, or since windows began to wait if that was later; `None`
     /// if no window waits. This is how long the job has waited for the ranks that are behind.
     pub stalled_ms: Option<u64>,

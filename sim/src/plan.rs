@@ -27,8 +27,8 @@ pub struct Plan {
     pub faults: Vec<Rule>,
     /// The times at which hosts pause.
     pub pauses: Vec<Pause>,
-    /// The times at which all shards die, in ascending order. The jobs move to new shards on the
-    /// same hosts.
+    /// The times at which all shards die or ranks begin to leave them, in ascending order. The jobs
+    /// move to new shards on the same hosts.
     pub moves: Vec<Move>,
     /// Whether the ranks know no standby before the first move. They are then prepared, and the
     /// shards die once all ranks are ready.
@@ -138,10 +138,22 @@ pub enum Absence {
 /// A death of all shards, after which the jobs move to new ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Move {
-    /// The time at which the shards die.
+    /// The time at which the shards die, or the ranks begin to leave them.
     pub at: Picos,
     /// Time from the death until the jobs continue at new shards.
     pub lasts: Picos,
+    /// Time in which the ranks leave the shards one by one before these die, and join the new ones
+    /// one by one, as in a move that an operator asks for. If it is zero, no rank leaves before the
+    /// shards die, and all join at once.
+    pub spread: Picos,
+}
+
+impl Move {
+    /// Returns the time from the first rank's leaving until the last one has joined.
+    #[must_use]
+    pub fn length(self) -> Picos {
+        self.spread + self.lasts + self.spread
+    }
 }
 
 /// A pause, during which a host handles nothing. Datagrams that do not fit in its socket are lost.
@@ -265,7 +277,7 @@ impl Plan {
     #[must_use]
     pub fn paused(&self) -> Picos {
         let lasts = self.pauses.iter().map(|pause| pause.lasts);
-        lasts.chain(self.moves.iter().map(|it| it.lasts)).fold(Picos::ZERO, |all, it| all + it)
+        lasts.chain(self.moves.iter().map(|it| it.length())).fold(Picos::ZERO, |all, it| all + it)
     }
 
     /// The generation of every job.

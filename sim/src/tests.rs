@@ -341,7 +341,7 @@ fn the_counts_of_a_shard_outlive_it() {
     let plan = Plan::new(1, network(), vec![busy_job(3)]);
     let quiet = check(&plan);
     let (at, lasts) = (Picos(quiet.took.0 / 2), Picos::from_millis(1));
-    let moved = check(&Plan { moves: vec![Move { at, lasts }], ..plan });
+    let moved = check(&Plan { moves: vec![Move { at, lasts, spread: Picos::ZERO }], ..plan });
     // Each life of the shard folds only some windows, so the total must include both lives.
     let [quiet, moved] = [quiet, moved].map(|run| run.totals.folds);
     assert!(moved >= quiet, "{moved} windows were folded with a move, and {quiet} without");
@@ -354,6 +354,18 @@ fn the_same_seed_gives_the_same_trace() {
         let [one, other] = [check(&plan), check(&plan)];
         assert_eq!((one.trace, one.took), (other.trace, other.took));
     }
+}
+
+#[test]
+fn ranks_that_leave_and_join_one_by_one_get_the_same_sums() {
+    let is_gradual = |plan: &Plan| plan.moves.iter().any(|it| it.spread > Picos::ZERO);
+    let mut after_joins = 0;
+    for plan in (0..).map(swarm::plan).filter(is_gradual).take(30) {
+        let joins_late = |it: &[Move]| it[1].at < it[0].at + it[0].length();
+        after_joins += usize::from(plan.moves.windows(2).any(joins_late));
+        check(&plan);
+    }
+    assert!(after_joins > 5, "in {after_joins} plans, a move begins before all ranks have joined");
 }
 
 #[test]

@@ -108,6 +108,33 @@ fn options(rigs: &[&Rig], job: &str, rank: u16) -> ConnectOptions {
 }
 
 #[test]
+fn a_job_that_would_wait_for_room_goes_first_where_there_is_some() {
+    bounded(60, || {
+        let [home, full, free] = [(); 3].map(|()| Rig::start(|config| config.max_jobs = 1));
+        let other = Client::connect(&full.options("other", 0, 1)).unwrap();
+        let each: Vec<_> =
+            (0..WORLD).map(|rank| options(&[&home, &full, &free], "waits", rank)).collect();
+        let (joined, cases) = (&Barrier::new(usize::from(WORLD) + 1), &cases(seed(88)));
+        std::thread::scope(|scope| {
+            for options in each {
+                // This is less than the time for which a rank waits for room.
+                let op_timeout = Duration::from_secs(18);
+                let options = ConnectOptions { wait: true, op_timeout, ..options };
+                scope.spawn(move || {
+                    let client = Client::connect(&options).unwrap();
+                    run(&client, options.rank, cases, 1);
+                    joined.wait();
+                    run(&client, options.rank, cases, 3);
+                });
+            }
+            joined.wait();
+            drop(home);
+        });
+        drop(other);
+    });
+}
+
+#[test]
 fn an_aggregator_that_stops_at_any_time_costs_no_bits() {
     bounded(120, || {
         let seed = seed(81);

@@ -1,5 +1,6 @@
 //! Jobs that an operator moves while they run, to aggregators that no rank knew.
 
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::Ordering::SeqCst;
@@ -31,10 +32,15 @@ fn move_job(from: &Rig, job: &str, to: &[&Rig]) -> Result<u16, String> {
 }
 
 fn move_to(from: &Rig, job: &str, to: MoveTarget) -> Result<u16, String> {
+    ask(from.aggregator.addr(), job, to)
+}
+
+/// Asks the aggregator at an address, which may be gone by then, to move a job.
+fn ask(from: SocketAddr, job: &str, to: MoveTarget) -> Result<u16, String> {
     let credentials = Credentials::read_blocking(None, false).unwrap();
     let caller = CallOptions { from: None, credentials, patience: Span::from_secs(5) };
     let request = FromWorker::MoveJob { version: CONTROL_VERSION, job: job.into(), to };
-    let asked = ask_to_move(from.aggregator.addr(), request, &caller, Span::from_secs(200));
+    let asked = ask_to_move(from, request, &caller, Span::from_secs(200));
     single_threaded().unwrap().block_on(asked).map_err(|why| why.to_string())
 }
 
@@ -192,6 +198,40 @@ fn a_target_that_dies_at_any_time_costs_no_op_and_splits_no_job() {
             }
         });
         home.await_peace();
+    });
+}
+
+#[test]
+fn an_aggregator_that_dies_while_it_moves_a_job_costs_no_op_and_splits_no_job() {
+    bounded(180, || {
+        let cases = cases(seed(97));
+        let [standby, target] = [(); 2].map(|()| Rig::start(|_| {}));
+        let port = own_port();
+        let start = || Rig::start(|config| config.port = port);
+        let mut home = Some(start());
+        let addr = |rig: &Rig| rig.aggregator.addr().to_string();
+        let options =
+            each(home.as_ref().unwrap(), "old", |it| it.standbys = vec![vec![addr(&standby)]]);
+        let to = || MoveTarget { hosts: vec![addr(&target)] };
+        while_running(options, &all_of(&cases), || {
+            for nth in 0..8u64 {
+                let from = home.as_ref().unwrap().aggregator.addr();
+                std::thread::scope(|scope| {
+                    scope.spawn(|| drop(ask(from, "old", to())));
+                    std::thread::sleep(Duration::from_millis(nth * 13));
+                    home = None;
+                });
+                let home = home.insert(start());
+                // The ranks meet at the standby or at the target, and go on from there.
+                await_that("the job is back", || {
+                    home.aggregator.jobs() == 1
+                        || [&standby, &target].iter().any(|rig| {
+                            rig.aggregator.jobs() == 1 && move_job(rig, "old", &[home]).is_ok()
+                        })
+                });
+            }
+        });
+        [standby, target].iter().chain(&home).for_each(Rig::await_peace);
     });
 }
 

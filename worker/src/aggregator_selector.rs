@@ -59,6 +59,8 @@ pub(crate) struct AggregatorSelector<'a> {
     at: usize,
     /// Whether the current set was chosen because other ranks were seen there.
     goes_to_others: bool,
+    /// Whether the rank waits for room at a set, instead of trying the next.
+    waits: bool,
 }
 
 /// A set of aggregators.
@@ -94,8 +96,8 @@ impl<'a> AggregatorSelector<'a> {
         };
         let (clock, sets) = (Clock::start(), all.map(set).collect());
         let began = clock.now();
-        let (limit, goes_to_others) = (None, false);
-        Self { options, clock, began, limit, sets, first, at: first, goes_to_others }
+        let (limit, goes_to_others, waits) = (None, false, options.wait);
+        Self { options, clock, began, limit, sets, first, at: first, goes_to_others, waits }
     }
 
     /// Sets the time limit of the search.
@@ -174,7 +176,7 @@ impl<'a> AggregatorSelector<'a> {
     }
 
     /// Leaves the current set, where the job ran, and makes the next set current. Later rounds
-    /// begin at the new set.
+    /// begin at the new set. In the first round, the rank waits for room nowhere.
     pub(crate) fn leave(&mut self, why: String) {
         self.leave_for((self.at + 1) % self.sets.len(), why);
     }
@@ -182,6 +184,8 @@ impl<'a> AggregatorSelector<'a> {
     /// Like [`leave`](Self::leave), but makes the set with index `to` the current one.
     pub(crate) fn leave_for(&mut self, to: usize, why: String) {
         self.note(why);
+        // Ops are in flight, so a set with room goes before one where the job would wait for it.
+        self.waits = false;
         (self.at, self.first) = (to, to);
     }
 
@@ -193,7 +197,8 @@ impl<'a> AggregatorSelector<'a> {
         resume: Option<&Resume>,
         mailbox: &mut Mailbox,
     ) -> Result<Option<Session>, ConnectError> {
-        let options = ConnectOptions { join_timeout: patience, ..self.options.clone() };
+        let options =
+            ConnectOptions { join_timeout: patience, wait: self.waits, ..self.options.clone() };
         // A rejoining rank must join where its job runs, so it does not look for other ranks.
         let candidates =
             if options.rejoin && resume.is_none() { Vec::new() } else { self.candidates() };
@@ -251,6 +256,9 @@ impl<'a> AggregatorSelector<'a> {
             });
         }
         self.at = next;
+        if is_round_over {
+            self.waits = self.options.wait;
+        }
         is_round_over
     }
 

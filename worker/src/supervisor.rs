@@ -50,6 +50,8 @@ pub(crate) struct Supervisor {
     pub(crate) search: Option<StandbySearch>,
     /// The number of trials of other aggregators so far.
     pub(crate) trials: u64,
+    /// Each trial that runs for a planned move holds a copy.
+    pub(crate) trying: Arc<()>,
     /// The reports of the rank's own counters.
     reports: Reports,
 }
@@ -75,6 +77,7 @@ impl Supervisor {
             planned: None,
             search: None,
             trials: 0,
+            trying: Arc::default(),
             reports: Reports::new(),
         }
     }

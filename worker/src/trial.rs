@@ -1,7 +1,7 @@
 //! Trials of aggregators that a job may move to.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use racksum_net::clock::Clock;
@@ -29,11 +29,13 @@ pub(crate) struct Trial {
     /// The point at which the rank would resume, as far as it is known.
     pub(crate) resume: Resume,
     pub(crate) driver: Arc<Driver>,
+    /// Upgradable while the move is not cancelled.
+    pub(crate) wanted: Weak<()>,
 }
 
 impl Trial {
     /// Tries out the aggregators, and then waits until this rank keeps all sums that another rank
-    /// may lack. An error says why the rank cannot move.
+    /// may lack, or the move is cancelled. An error says why the rank cannot move.
     pub(crate) fn run(&self) -> Result<(), String> {
         let Self { options, to, resume, .. } = self;
         // The joins at the new aggregators say that the rank may move.
@@ -53,6 +55,9 @@ impl Trial {
                 return Ok(());
             }
             drop(state);
+            if self.wanted.strong_count() == 0 {
+                return Err("the move was cancelled".into());
+            }
             if clock.now() >= deadline {
                 return Err(format!(
                     "ops that had started before did not end at all ranks within {} s; find the \

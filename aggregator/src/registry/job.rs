@@ -233,6 +233,7 @@ impl Job {
             age_ms: millis(self.opened),
             missing: self.missing(),
             absent: self.absent.iter().map(|absent| absent.rank).collect(),
+            moving_to: self.planned.as_ref().map(|planned| planned.to.to_string()),
             stalled_ms: None,
             ranks: self.members.iter().flatten().map(rank).collect(),
         }

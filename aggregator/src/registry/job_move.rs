@@ -50,6 +50,11 @@ impl Registry {
         self.jobs.contains_key(name)
     }
 
+    /// Returns whether this run of a job is still at this aggregator.
+    pub(crate) fn serves_run(&self, name: &JobName, id: JobId) -> bool {
+        self.jobs.get(name).is_some_and(|job| job.id == id)
+    }
+
     /// Returns a job that is to move.
     ///
     /// # Errors
@@ -97,52 +102,63 @@ impl Registry {
         Ok((number, receiver))
     }
 
-    /// Returns the ranks of a job that are not prepared to move.
-    pub(crate) fn unprepared(&self, name: &JobName, id: JobId) -> Vec<u16> {
-        let job = self.jobs.get(name).filter(|job| job.id == id);
-        let planned = job.and_then(|job| Some((job, job.planned.as_ref()?)));
-        let Some((job, planned)) = planned else { return Vec::new() };
+    /// Returns a job with its move, if the move with this number is in progress. Any other move is
+    /// another operator's, even if it has the same target.
+    fn moving(&self, name: &JobName, number: u32) -> Option<(&Job, &PlannedMove)> {
+        let job = self.jobs.get(name)?;
+        let planned = job.planned.as_ref().filter(|planned| planned.number == number)?;
+        Some((job, planned))
+    }
+
+    /// Like [`Self::moving`], for changes.
+    fn moving_mut(&mut self, name: &JobName, number: u32) -> Option<&mut Job> {
+        let job = self.jobs.get_mut(name)?;
+        job.move_of(number)?;
+        Some(job)
+    }
+
+    /// Returns the ranks of a job that are not prepared for the move with this number.
+    pub(crate) fn unprepared(&self, name: &JobName, number: u32) -> Vec<u16> {
+        let Some((job, planned)) = self.moving(name, number) else { return Vec::new() };
         let places = planned.unprepared().iter().map(|place| usize::from(*place));
         let members = places.filter_map(|place| job.members.get(place)?.as_ref());
         members.flat_map(Member::ranks).collect()
     }
 
-    /// Tells the members of all these jobs to move, if all of them are still prepared; otherwise
-    /// tells none. Each channel reports that all members of a job have left.
+    /// Tells the members of all these jobs to move, if all of them are still prepared for the moves
+    /// with these numbers; otherwise tells none. Each channel reports that all members of a job
+    /// have left.
+    ///
+    /// # Errors
+    /// Returns the first job that cannot move, and the reason as a clause for the operator.
     pub(crate) fn begin_moves(
         &mut self,
-        jobs: &[(&JobName, JobId)],
-    ) -> Option<Vec<oneshot::Receiver<()>>> {
-        let is_prepared = |(name, id): &(&JobName, JobId)| {
-            let job = self.jobs.get(*name).filter(|job| job.id == *id);
-            job.and_then(|job| job.planned.as_ref()).is_some_and(PlannedMove::can_begin)
-        };
-        if !jobs.iter().all(is_prepared) {
-            return None;
+        moves: &[(&JobName, u32)],
+    ) -> Result<Vec<oneshot::Receiver<()>>, (JobName, String)> {
+        for (name, number) in moves {
+            let planned = self.moving(name, *number).map(|(_, planned)| planned);
+            let can_begin = planned.ok_or_else(|| "the move was cancelled; try again".into());
+            can_begin
+                .and_then(PlannedMove::check_can_begin)
+                .map_err(|why| ((*name).clone(), why))?;
         }
-        jobs.iter().map(|(name, _)| self.jobs.get_mut(*name)?.begin_move(name)).collect()
+        let begin = |(name, _): &(&JobName, u32)| self.jobs.get_mut(*name)?.begin_move(name);
+        Ok(moves.iter().filter_map(begin).collect())
     }
 
-    /// Cancels the move with this number, unless it has begun. Another move is another operator's,
-    /// even if it has the same target.
-    pub(crate) fn cancel_move(&mut self, name: &JobName, id: JobId, number: u32) {
-        let job = self.jobs.get_mut(name).filter(|job| job.id == id);
-        if let Some(job) = job
-            && job.move_of(number).is_some()
-        {
+    /// Cancels the move with this number, unless it has begun.
+    pub(crate) fn cancel_move(&mut self, name: &JobName, number: u32) {
+        if let Some(job) = self.moving_mut(name, number) {
             job.cancel_move("the move was cancelled");
         }
     }
 
-    /// Ends a move that has begun, although the job is still here. Returns the ranks that have not
-    /// left.
-    pub(crate) fn end_move(&mut self, name: &JobName, id: JobId) -> Vec<u16> {
-        let Some(job) = self.jobs.get_mut(name).filter(|job| job.id == id) else {
-            return Vec::new();
-        };
-        if let Some(PlannedMove { number, .. }) = job.planned.take() {
-            job.send_to_all(&FromAggregator::CancelMove { number });
-        }
+    /// Ends the move with this number, which has begun. Returns the ranks that have not left,
+    /// although they were told to.
+    pub(crate) fn end_move(&mut self, name: &JobName, number: u32) -> Vec<u16> {
+        let Some(job) = self.moving_mut(name, number) else { return Vec::new() };
+        job.planned = None;
+        job.send_to_all(&FromAggregator::CancelMove { number });
         job.members.iter().flatten().flat_map(Member::ranks).collect()
     }
 
@@ -246,6 +262,14 @@ impl Job {
         }
         if let Some(rank) = self.departed.first() {
             return Err(format!("job {name:?} is moving: rank {rank} has left for a standby"));
+        }
+        let stuck = self.members.iter().flatten().filter(|member| !member.reads());
+        let stuck: Vec<u16> = stuck.flat_map(Member::ranks).collect();
+        if !stuck.is_empty() {
+            return Err(format!(
+                "{} of job {name:?} did not read its earlier messages yet; try again later",
+                named(stuck)
+            ));
         }
         let gone: Vec<u16> = self.left.keys().copied().collect();
         if !gone.is_empty() {

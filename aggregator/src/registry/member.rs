@@ -113,12 +113,18 @@ impl Member {
         unreached(&self.join, self.addr.ip())
     }
 
+    /// Returns whether more than half of the queue is free, and so has room for messages that are
+    /// not counted in [`MEMBER_QUEUE`].
+    pub(super) fn reads(&self) -> bool {
+        self.outbox.capacity() > MEMBER_QUEUE / 2
+    }
+
     /// Queues a message for the member. The queue has room: a member gets fewer than
     /// [`MEMBER_QUEUE`] messages in a job, apart from those about the job's place in the parent's
-    /// queue. Such messages are sent only while more than half of the member's queue is free.
+    /// queue and about moves. Such messages are sent only while the member [reads](Self::reads).
     pub(super) fn send(&self, message: FromAggregator) {
         let queued = matches!(message, FromAggregator::Queued { .. });
-        if !queued || self.outbox.capacity() > MEMBER_QUEUE / 2 {
+        if !queued || self.reads() {
             // If the member has disconnected or does not read, its session ends and reports the
             // loss.
             drop(self.outbox.try_send(message));

@@ -16,8 +16,8 @@ pub(super) struct PlannedMove {
     pub(super) to: MoveTarget,
     /// The places of the members that are not prepared yet.
     unprepared: BTreeSet<u16>,
-    /// Whether the move can no longer begin.
-    is_stopped: bool,
+    /// The reason why the move can no longer begin.
+    stopped: Option<String>,
     /// Signals that all members are prepared, or why one of them is not; `None` once it has.
     prepared: Option<oneshot::Sender<Result<(), String>>>,
     /// Signals that all members have left for the new aggregators; `None` until they are told to.
@@ -29,15 +29,20 @@ impl PlannedMove {
     /// of them are ready, or why one of them is not.
     pub(super) fn new(number: u32, to: MoveTarget, unprepared: BTreeSet<u16>) -> (Self, Prepared) {
         let (sender, receiver) = oneshot::channel();
-        let (is_stopped, prepared, departed) = (false, Some(sender), None);
-        (Self { number, to, unprepared, is_stopped, prepared, departed }, receiver)
+        let (stopped, prepared, departed) = (None, Some(sender), None);
+        (Self { number, to, unprepared, stopped, prepared, departed }, receiver)
     }
 
-    /// Returns whether the move can begin: all members are prepared, nothing has stopped it, and it
-    /// has not begun.
-    pub(super) fn can_begin(&self) -> bool {
+    /// Checks that the move can begin: all members are prepared, nothing has stopped it, and it has
+    /// not begun.
+    pub(super) fn check_can_begin(&self) -> Result<(), String> {
         // wire: W-79
-        self.unprepared.is_empty() && !self.is_stopped && !self.has_begun()
+        match &self.stopped {
+            Some(why) => Err(why.clone()),
+            None if self.has_begun() => Err("it is moving already".into()),
+            None if !self.unprepared.is_empty() => Err("its ranks are not prepared".into()),
+            None => Ok(()),
+        }
     }
 
     /// Begins the move. The channel reports that all members have left.
@@ -61,7 +66,7 @@ impl PlannedMove {
     pub(super) fn stop(&mut self, why: String) {
         if !self.has_begun() {
             // The move cannot begin even if all members have already reported that they are ready.
-            self.is_stopped = true;
+            self.stopped.get_or_insert_with(|| why.clone());
             self.report(Err(why));
         }
     }

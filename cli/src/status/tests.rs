@@ -35,6 +35,7 @@ pub(super) fn status(text: &str) -> AggregatorStatus {
         age_ms: 0,
         missing: vec![1],
         absent: vec![2],
+        moving_to: Some(name()),
         stalled_ms: Some(1),
         ranks: vec![rank],
     };

@@ -72,6 +72,9 @@ pub(super) struct WorkerHost {
     full: bool,
     /// Whether the machine has more to send than fits in the send buffer.
     blocked: bool,
+    /// The op at which the rank has said that the job resumes, if the rank has left the shards and
+    /// not joined the next ones. It then neither sends nor receives, but calls ops.
+    left_at: Option<OpId>,
     /// Ops in flight, with the time of each call.
     open: BTreeMap<OpId, Picos>,
     pub(super) ended: Vec<(OpId, Ended)>,
@@ -131,6 +134,14 @@ impl HostState {
         }
     }
 
+    /// Makes a rank leave the shards, until its next life begins.
+    pub(super) fn leave(&mut self) {
+        if let Role::Worker(worker) = &mut self.role {
+            worker.left_at = Some(worker.first_kept());
+            worker.blocked = false;
+        }
+    }
+
     /// Keeps the host busy until `at`.
     pub(super) fn occupy(&mut self, at: Picos) {
         self.free_at = self.free_at.max(at);
@@ -167,6 +178,9 @@ impl HostState {
             self.last = Some(Rc::clone(bytes));
         }
         match &mut self.role {
+            Role::Worker(worker) if worker.left_at.is_some() => {
+                worker.call(now, &plan.jobs[worker.job], checkers);
+            }
             Role::Worker(worker) => {
                 for (bytes, marked) in batch {
                     worker.handle(now, &bytes, marked, checkers);
@@ -235,6 +249,7 @@ impl HostState {
         checkers: &mut Checkers,
     ) {
         match &mut self.role {
+            Role::Worker(worker) if worker.left_at.is_some() => {}
             Role::Worker(worker) => {
                 let mut watch = worker.watch(now, checkers);
                 watch.foreign = true;
@@ -273,6 +288,7 @@ impl WorkerHost {
             calls: of_job.calls(rank),
             full: false,
             blocked: false,
+            left_at: None,
             open: BTreeMap::new(),
             ended: Vec::new(),
             spins: 0,
@@ -285,7 +301,13 @@ impl WorkerHost {
         let mut watch = self.watch(now, checkers);
         self.node.resume(config, now.time(), &mut watch);
         set_numbers(&mut self.node, plan, self.job, life);
-        self.blocked = false;
+        (self.blocked, self.left_at) = (false, None);
+    }
+
+    /// Returns the oldest op whose results another rank may lack, as far as the rank knew when it
+    /// left.
+    pub(super) fn first_kept(&self) -> OpId {
+        self.left_at.unwrap_or_else(|| self.node.machine.first_kept())
     }
 
     /// Returns whether all ops that the rank calls have ended.
@@ -379,7 +401,10 @@ impl WorkerHost {
     }
 
     fn next_due(&self, plan: &JobPlan) -> Picos {
-        let timer = Picos::from(self.node.machine.poll_timeout());
+        let timer = match self.left_at.is_some() {
+            true => Picos::NEVER,
+            false => Picos::from(self.node.machine.poll_timeout()),
+        };
         let call = if self.called < self.calls && !self.full {
             plan.ops[self.called].starts[self.rank.index()]
         } else {

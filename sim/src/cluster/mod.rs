@@ -40,8 +40,14 @@ pub struct Cluster<'a> {
     totals: Totals,
     /// The number of steps so far in which ranks were prepared to move, or that was cancelled.
     preparations: u64,
+    /// The number of moves that have begun.
+    deaths: usize,
     /// The number of moves that have ended.
     moved: usize,
+    /// The lives that the jobs began with the last move.
+    lives: Vec<Life>,
+    /// The order in which ranks leave and join in moves.
+    turns: Random,
 }
 
 #[derive(Debug)]
@@ -58,10 +64,16 @@ enum Event {
     Wake(usize),
     /// The plan's pause with this index begins.
     Pause(usize),
-    /// The plan's move with this index begins: the shards die.
+    /// The plan's move with this index begins: the shards die, or the ranks begin to leave them.
     Die(usize),
+    /// The host with this index leaves the shards.
+    Leave(usize),
+    /// All ranks have left in the plan's move with this index, and the shards stop.
+    Stop(usize),
     /// The plan's move with this index ends: the jobs continue at new shards.
     Move(usize),
+    /// The host with index `at` joins the new shards in the plan's move with index `number`.
+    Join { number: usize, at: usize },
     /// A stranger's datagram arrives at some host.
     Foreign,
 }
@@ -81,7 +93,10 @@ impl<'a> Cluster<'a> {
             trace: mix(plan.seed),
             totals: Totals::default(),
             preparations: 0,
+            deaths: 0,
             moved: 0,
+            lives: Vec::new(),
+            turns: random.child("turns"),
         }
     }
 
@@ -157,6 +172,9 @@ impl<'a> Cluster<'a> {
                 self.hosts[self.plan.place(pause.host)].occupy(now + pause.lasts);
             }
             Event::Die(number) => self.die(number),
+            Event::Leave(at) => self.hosts[at].leave(),
+            Event::Stop(number) => self.stop(number),
+            Event::Join { number, at } => self.join(number, at),
             Event::Move(number) => self.move_jobs(number),
             Event::Foreign => self.foreign(),
         }
@@ -292,13 +310,37 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Stops the shards until the jobs move. The shards lose their state. If the plan prepares the
-    /// ranks, first waits until all of them are ready.
+    /// Begins a move: the shards die, or serve on until the ranks have left one by one. If the plan
+    /// prepares the ranks, first waits until all of them are ready.
     fn die(&mut self, number: usize) {
         if self.plan.prepares && !(self.moved == number && self.may_hand_over(number)) {
             self.engine.schedule(self.engine.now() + PREPARE_POLL, Event::Die(number));
             return;
         }
+        self.deaths = number + 1;
+        let spread = self.plan.moves[number].spread;
+        if spread == Picos::ZERO {
+            return self.stop(number);
+        }
+        for at in self.workers() {
+            let when = self.turn(spread);
+            self.engine.schedule(when, Event::Leave(at));
+        }
+        self.engine.schedule(self.engine.now() + spread, Event::Stop(number));
+    }
+
+    /// Returns the indices of the workers' hosts, which come before those of the shards.
+    fn workers(&self) -> std::ops::Range<usize> {
+        0..self.hosts.len() - usize::from(self.plan.network.shards)
+    }
+
+    /// Draws the time at which one of several ranks acts within `spread`.
+    fn turn(&mut self, spread: Picos) -> Picos {
+        self.engine.now() + Picos(self.turns.below(spread.0.max(1)))
+    }
+
+    /// Stops the shards until the jobs move. The shards lose their state.
+    fn stop(&mut self, number: usize) {
         let again = self.engine.now() + self.plan.moves[number].lasts;
         for host in &mut self.hosts {
             if matches!(host.role, Role::Shard(_)) {
@@ -343,21 +385,40 @@ impl<'a> Cluster<'a> {
 
     /// Moves every job to new shards, starting at the oldest op whose results some rank may lack.
     fn move_jobs(&mut self, number: usize) {
-        let now = self.engine.now();
         self.moved = number + 1;
-        let lives: Vec<_> =
-            (0..self.plan.jobs.len()).map(|job| self.next_life(job, number)).collect();
-        for at in 0..self.hosts.len() {
-            let watch = &mut self.checkers;
-            self.hosts[at].begin_life(now, self.plan, &lives, watch);
-            self.rouse(at, now);
+        self.lives = (0..self.plan.jobs.len()).map(|job| self.next_life(job, number)).collect();
+        for at in self.workers().end..self.hosts.len() {
+            self.begin_life(at);
         }
+        for at in self.workers() {
+            match self.plan.moves[number].spread {
+                Picos::ZERO => self.begin_life(at),
+                spread => {
+                    let when = self.turn(spread);
+                    self.engine.schedule(when, Event::Join { number, at });
+                }
+            }
+        }
+    }
+
+    /// Makes a rank join the new shards, unless the next move has begun.
+    fn join(&mut self, number: usize, at: usize) {
+        if self.deaths == number + 1 {
+            self.begin_life(at);
+        }
+    }
+
+    /// Starts the host with index `at` on the jobs' present lives.
+    fn begin_life(&mut self, at: usize) {
+        let now = self.engine.now();
+        self.hosts[at].begin_life(now, self.plan, &self.lives, &mut self.checkers);
+        self.rouse(at, now);
     }
 
     /// Returns the life that a job begins after the plan's move with index `number`.
     fn next_life(&self, job: usize, number: usize) -> Life {
         let of_job = self.hosts.iter().filter_map(|host| match &host.role {
-            Role::Worker(worker) if worker.job == job => Some(worker.node.machine.first_kept()),
+            Role::Worker(worker) if worker.job == job => Some(worker.first_kept()),
             _ => None,
         });
         let first_op = of_job.max().unwrap_or(OpId(0));

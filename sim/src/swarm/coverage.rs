@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use racksum_proto::descriptor::Descriptor;
 use racksum_proto::wire::Header;
 
+use crate::engine::Picos;
 use crate::fault::{Effect, Leg, Rule};
 use crate::host::Host;
 use crate::inputs::Values;
-use crate::plan::{Absence, JobPlan, OpPlan, Plan};
+use crate::plan::{Absence, JobPlan, Move, OpPlan, Plan};
 use crate::run::Totals;
 
 /// The number of seeds that had each feature, by the feature's name.
@@ -69,6 +70,8 @@ fn of_network(plan: &Plan) -> Vec<Feature> {
         ("host cut off", rule(&|rule| rule.to.leg.is_none() && rule.effect == Effect::Drop)),
         ("aggregator dies", !plan.moves.is_empty()),
         ("aggregators die one after the other", plan.moves.len() > 1),
+        ("ranks move one by one", plan.moves.iter().any(|it| it.spread > Picos::ZERO)),
+        ("aggregator dies before all ranks have joined", plan.moves.windows(2).any(joins_late)),
         ("job moves without a standby", plan.prepares && !plan.moves.is_empty()),
         ("move cancelled", plan.prepares && plan.cancels > 0 && !plan.moves.is_empty()),
         ("duplicates", rule(&|rule| matches!(rule.effect, Effect::Copy(_)))),
@@ -128,6 +131,11 @@ fn of_op(op: &OpPlan) -> Vec<Feature> {
         ("NaNs and infinities", op.inputs.values == Values::Wild),
         ("straggler", late.is_some_and(|(last, first)| last.since(*first).as_micros() > 20_000)),
     ]
+}
+
+/// Returns whether, of two moves, the second begins before all ranks have ended the first.
+fn joins_late(moves: &[Move]) -> bool {
+    matches!(moves, [first, second] if second.at < first.at + first.length())
 }
 
 /// Returns whether copies may arrive so late that ops have ended by then.

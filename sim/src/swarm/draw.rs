@@ -37,7 +37,8 @@ pub fn plan(seed: u64) -> Plan {
         plan.pauses = (0..pauses).map(pause).collect();
     }
     if harsh && random.child("moves").once_in(5) {
-        plan.moves = moves(&plan, &mut random.child("moves").nth(1));
+        let spreads = &mut random.child("moves").nth(4);
+        plan.moves = moves(&plan, &mut random.child("moves").nth(1), spreads);
         plan.prepares = random.child("moves").nth(2).once_in(2);
         plan.cancels = random.child("moves").nth(3).below(3);
     }
@@ -249,7 +250,7 @@ fn rules(plan: &Plan, random: &mut Random, worst_loss_ppm: u32) -> Vec<Rule> {
 
 /// Draws one to four deaths of the shards, while most ops are in flight. Draws none if ranks
 /// disagree about an op: a rank that had not received the failure before the move would time out.
-fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
+fn moves(plan: &Plan, random: &mut Random, spreads: &mut Random) -> Vec<Move> {
     if plan.jobs.iter().flat_map(|job| &job.ops).any(|op| op.odd.is_some()) {
         return Vec::new();
     }
@@ -257,8 +258,10 @@ fn moves(plan: &Plan, random: &mut Random) -> Vec<Move> {
     let mut next = |_| {
         at = at + Picos(random.below(BUSY.0));
         let lasts = Picos(random.across(1_000_000..=100_000_000_000));
-        let death = Move { at, lasts };
-        at = at + lasts;
+        let spread = Picos(spreads.pick(&[0, 0, 1_000_000_000, 20_000_000_000]));
+        // The shards of the next move may die before all ranks have joined them.
+        let death = Move { at, lasts, spread };
+        at = at + spread + lasts;
         death
     };
     (0..1 + plan.seed % 4).map(&mut next).collect()

@@ -21,6 +21,9 @@ use crate::trial::Trial;
 /// Rate limit for log records that an aggregator can trigger.
 static NOT_PREPARED: LogLimit = LogLimit::new(16);
 
+/// The maximum number of trials at a time. Those of cancelled moves end within seconds.
+const MAX_TRIALS: usize = 8;
+
 /// The index of the aggregator, in the current set, that prepares a move, and its number of the
 /// move.
 type Planner = (u8, u32);
@@ -32,7 +35,18 @@ pub(crate) struct PlannedMove {
     by: Planner,
     /// The number of the trial of the new aggregators.
     trial: u64,
-    is_prepared: bool,
+    /// Ends the trial once it is dropped.
+    _wanted: Arc<()>,
+    /// The sets of aggregators before the target was added to them; `None` until the rank is
+    /// prepared.
+    before: Option<Sets>,
+}
+
+/// A rank's standbys, and the index of the job's current set of aggregators.
+#[derive(Debug)]
+struct Sets {
+    standbys: Vec<Vec<String>>,
+    at: usize,
 }
 
 impl Supervisor {
@@ -54,24 +68,30 @@ impl Supervisor {
         if self.index_of(&to) == Some(self.at) {
             return Err(format!("the job already runs at {to}"));
         }
+        if Arc::strong_count(&self.trying) > MAX_TRIALS {
+            return Err("its trials of other aggregators have not ended; try again later".into());
+        }
         self.trials += 1;
-        let number = self.trials;
+        let (number, wanted) = (self.trials, Arc::new(()));
         let trial = Trial {
             options: self.options.clone(),
             to: to.clone(),
             resume: Resume { first_op: OpId(0), absent: self.absent.clone() },
             driver: Arc::clone(&self.driver),
+            wanted: Arc::downgrade(&wanted),
         };
+        let trying = Arc::clone(&self.trying);
         let events = self.mailbox.events(by.0);
         let started = std::thread::Builder::new().name("move-trial".into()).spawn(move || {
             let event = Event::Tried { trial: number, result: trial.run() };
+            drop(trying);
             // The send fails only if the client is gone.
             events.send(event);
         });
         started.map_err(|error| format!("cannot start a thread: {error}"))?;
         // The trial waits until the engine keeps sums, so it may start before.
         self.driver.with_engine(|engine| engine.prepare_to_move());
-        self.planned = Some(PlannedMove { to, by, trial: number, is_prepared: false });
+        self.planned = Some(PlannedMove { to, by, trial: number, _wanted: wanted, before: None });
         Ok(())
     }
 
@@ -83,9 +103,10 @@ impl Supervisor {
         let by = planned.by;
         match result {
             Ok(()) => {
-                planned.is_prepared = true;
+                let standbys = self.options.standbys.clone();
+                let knew_none = standbys.is_empty();
+                planned.before = Some(Sets { standbys, at: self.at });
                 let to = planned.to.clone();
-                let knew_none = self.options.standbys.is_empty();
                 // Only now may the rank move there if its aggregator dies.
                 self.add_set(&to);
                 if knew_none {
@@ -109,7 +130,7 @@ impl Supervisor {
 
     /// Moves the job as prepared.
     pub(super) fn move_as_planned(&mut self, by: Planner) {
-        let is_prepared = |it: &&PlannedMove| it.by == by && it.is_prepared;
+        let is_prepared = |it: &&PlannedMove| it.by == by && it.before.is_some();
         let Some(planned) = self.planned.as_ref().filter(is_prepared) else { return };
         let (to, why) =
             (self.index_of(&planned.to), format!("an operator moved the job to {}", planned.to));
@@ -144,10 +165,14 @@ impl Supervisor {
         }
     }
 
-    /// Undoes the preparation of a move.
+    /// Undoes the preparation of a move. The rank knows the same aggregators as before, so it finds
+    /// the other ranks if its own aggregator fails.
     fn forget_planned(&mut self) {
-        self.planned = None;
-        self.forget_sets();
+        let planned = self.planned.take();
+        if let Some(Sets { standbys, at }) = planned.and_then(|planned| planned.before) {
+            self.options.standbys = standbys;
+            self.at = at;
+        }
         // A rank that knows another set may still have to move there, so it keeps sums.
         if self.options.standbys.is_empty() {
             self.driver.with_engine(|engine| engine.stop_keeping());
@@ -175,6 +200,8 @@ impl Supervisor {
 
 #[cfg(test)]
 mod tests {
+    use std::net::UdpSocket;
+
     use super::*;
     use crate::supervisor::tests::supervisor;
 
@@ -231,9 +258,34 @@ mod tests {
         assert_eq!(standbys(&supervisor), ["b:1"]);
     }
 
+    #[test]
+    fn an_aggregator_cannot_make_a_rank_start_any_number_of_trials() {
+        let (mut supervisor, [mut sent, _also]) = supervisor();
+        // Nobody answers at this address, so the trials last.
+        let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let to = target(&silent.local_addr().unwrap().to_string());
+        for number in 0.. {
+            supervisor.prepare((0, number), to.clone());
+            if supervisor.planned.is_none() {
+                break;
+            }
+            supervisor.cancel((0, number));
+        }
+        let refused = std::iter::from_fn(|| sent.try_recv().ok()).last();
+        let reason = "rank 0: its trials of other aggregators have not ended; try again later";
+        let number = u32::try_from(MAX_TRIALS).unwrap();
+        assert_eq!(refused, Some(FromWorker::CannotMove { number, reason: reason.into() }));
+    }
+
     /// Returns a move to C that the aggregator at place 0 prepares with this number.
     fn planned(number: u32) -> Option<PlannedMove> {
-        Some(PlannedMove { to: target("c:1"), by: (0, number), trial: 7, is_prepared: false })
+        Some(PlannedMove {
+            to: target("c:1"),
+            by: (0, number),
+            trial: 7,
+            _wanted: Arc::default(),
+            before: None,
+        })
     }
 
     #[test]
@@ -266,6 +318,26 @@ mod tests {
         let reason = "rank 0: c:1: no answer".to_owned();
         assert_eq!(sent.try_recv(), Ok(FromWorker::CannotMove { number: 4, reason }));
         assert_eq!(standbys(&supervisor), ["b:1"]);
+    }
+
+    #[test]
+    fn a_move_that_does_not_come_about_leaves_the_target_of_an_earlier_one() {
+        // The job is back at A: it was moved to C, which then failed. Or it runs at C now.
+        for at in [0, 2] {
+            let (mut supervisor, _sent) = supervisor();
+            supervisor.add_set(&target("c:1"));
+            supervisor.at = at;
+            let planned = |number| Some(PlannedMove { to: target("d:1"), ..planned(number)? });
+            for (number, result) in [(3, Ok(())), (4, Err("d:1: no answer".into()))] {
+                supervisor.planned = planned(number);
+                supervisor.finish_trial(7, result);
+                supervisor.cancel((0, number));
+                assert_eq!(
+                    (standbys(&supervisor), supervisor.at),
+                    (vec!["b:1".into(), "c:1".into()], at)
+                );
+            }
+        }
     }
 
     #[test]

@@ -32,9 +32,15 @@ fn answer(registry: &mut Registry, seat: &Seat) {
     registry.handle_move_prepared(seat, number);
 }
 
-/// Begins the move of one job.
-fn begin(registry: &mut Registry, ranks: &[(Seat, Inbox)]) -> Option<oneshot::Receiver<()>> {
-    registry.begin_moves(&[(&"job".into(), ranks[0].0.id())])?.pop()
+/// Begins the last move.
+fn begin(registry: &mut Registry) -> Result<oneshot::Receiver<()>, String> {
+    begin_move(registry, registry.last_move)
+}
+
+/// Begins the move with this number.
+fn begin_move(registry: &mut Registry, number: u32) -> Result<oneshot::Receiver<()>, String> {
+    let begun = registry.begin_moves(&[(&"job".into(), number)]);
+    begun.map(|mut departed| departed.pop().unwrap()).map_err(|(_, why)| why)
 }
 
 fn prepare(registry: &mut Registry, ranks: &[(Seat, Inbox)]) -> Prepared {
@@ -48,24 +54,26 @@ fn no_rank_is_told_to_move_before_all_are_prepared() {
     let mut ranks = running(&mut registry, false);
     let (name, id) = ("job".into(), ranks[0].0.id());
     let mut prepared = prepare(&mut registry, &ranks);
+    let shown = registry.status(([127, 0, 0, 1], 7177).into()).jobs.remove(0).moving_to;
+    assert_eq!(shown.as_deref(), Some("agg-2:7177"));
     let again = registry.prepare_move(&name, id, &target()).unwrap_err();
     assert_eq!(again, "a move of job \"job\" to agg-2:7177 is in progress");
     // The end of an earlier move cancels no other, even if both go to the same target.
-    registry.cancel_move(&name, id, 0);
+    registry.cancel_move(&name, 0);
     for (seat, inbox) in &mut ranks {
         let asked = Some(FromAggregator::PrepareMove { number: 1, to: target() });
         assert_eq!(last_message(inbox), asked);
         assert!(prepared.try_recv().is_err());
-        assert!(registry.begin_moves(&[(&name, id)]).is_none());
+        assert_eq!(begin(&mut registry).unwrap_err(), "its ranks are not prepared");
         // An answer that comes twice counts once, and one to another move does not count.
         [0, 2, 1, 1].into_iter().for_each(|number| registry.handle_move_prepared(seat, number));
         registry.handle_cannot_move(seat, 0, "rank 0: no answer".into());
     }
     assert_eq!(prepared.try_recv(), Ok(Ok(())));
     ranks.iter().for_each(|(seat, _)| registry.handle_may_move(seat, true));
-    let mut departed = registry.begin_moves(&[(&name, id)]).unwrap().pop().unwrap();
-    assert!(registry.begin_moves(&[(&name, id)]).is_none(), "the move begins once");
-    registry.cancel_move(&name, id, 1);
+    let mut departed = begin(&mut registry).unwrap();
+    assert_eq!(begin(&mut registry).unwrap_err(), "it is moving already");
+    registry.cancel_move(&name, 1);
     for (seat, inbox) in &mut ranks {
         assert_eq!(last_message(inbox), Some(FromAggregator::MoveNow { number: 1 }));
         assert!(departed.try_recv().is_err());
@@ -82,6 +90,32 @@ fn no_rank_is_told_to_move_before_all_are_prepared() {
 }
 
 #[test]
+fn the_end_of_a_move_leaves_a_later_one_alone() {
+    // wire: W-79
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = running(&mut registry, false);
+    let name = "job".into();
+    let _first = prepare(&mut registry, &ranks);
+    registry.cancel_move(&name, 1);
+    let _second = prepare(&mut registry, &ranks);
+    assert!(registry.unprepared(&name, 1).is_empty());
+    ranks.iter().for_each(|(seat, _)| answer(&mut registry, seat));
+    ranks.iter_mut().for_each(|(_, inbox)| drop(last_message(inbox)));
+    let why = begin_move(&mut registry, 1).unwrap_err();
+    assert_eq!(why, "the move was cancelled; try again");
+    registry.cancel_move(&name, 1);
+    assert!(registry.end_move(&name, 1).is_empty());
+    let mut departed = begin_move(&mut registry, 2).unwrap();
+    assert!(registry.end_move(&name, 1).is_empty());
+    for (seat, inbox) in &mut ranks {
+        assert_eq!(last_message(inbox), Some(FromAggregator::MoveNow { number: 2 }));
+        registry.handle_may_move(seat, true);
+        registry.depart(seat, Instant::now());
+    }
+    assert_eq!(departed.try_recv(), Ok(()));
+}
+
+#[test]
 fn a_move_that_does_not_come_about_changes_nothing_for_a_rank_that_is_lost_later() {
     let now = Instant::now();
     // Whether the move began, and whether it has ended since.
@@ -91,11 +125,12 @@ fn a_move_that_does_not_come_about_changes_nothing_for_a_rank_that_is_lost_later
         let (name, id) = ("job".into(), ranks[0].0.id());
         let _prepared = prepare(&mut registry, &ranks);
         ranks.iter().for_each(|(seat, _)| answer(&mut registry, seat));
-        assert!(registry.unprepared(&name, id).is_empty());
-        let begun = begins.then(|| begin(&mut registry, &ranks).unwrap());
+        assert!(registry.unprepared(&name, 1).is_empty());
+        let begun = begins.then(|| begin(&mut registry).unwrap());
         if ends {
-            registry.cancel_move(&name, id, 1);
-            assert_eq!(registry.end_move(&name, id), [0, 1, 2]);
+            registry.cancel_move(&name, 1);
+            let stayed = if begins { vec![0, 1, 2] } else { Vec::new() };
+            assert_eq!(registry.end_move(&name, 1), stayed);
             assert_eq!(registry.movable(&name).map(|job| job.id), Ok(id));
             ranks.iter().for_each(|(seat, _)| registry.handle_may_move(seat, false));
         }
@@ -132,9 +167,11 @@ fn of_several_groups_none_moves_before_all_are_prepared() {
     let asked = each.map(|(name, id)| registry.prepare_move(name, id, &target()).unwrap());
     registry.handle_move_prepared(&ranks[0].0, 1);
     registry.handle_move_prepared(&ranks[1].0, 1);
-    assert!(registry.begin_moves(&each).is_none());
+    let moves = [(&names[0], 1), (&names[1], 2)];
+    let (name, why) = registry.begin_moves(&moves).unwrap_err();
+    assert_eq!((&name, &*why), (&names[1], "its ranks are not prepared"));
     registry.handle_move_prepared(&ranks[1].0, 2);
-    assert_eq!(registry.begin_moves(&each).map(|begun| begun.len()), Some(2));
+    assert_eq!(registry.begin_moves(&moves).map(|begun| begun.len()), Ok(2));
     drop(asked);
     for (number, (_, inbox)) in (1..).zip(&mut ranks) {
         assert_eq!(last_message(inbox), Some(FromAggregator::MoveNow { number }));
@@ -147,7 +184,7 @@ fn a_rank_does_not_rejoin_a_job_that_is_moving() {
     let ranks = running(&mut registry, false);
     let _prepared = prepare(&mut registry, &ranks);
     ranks.iter().for_each(|(seat, _)| answer(&mut registry, seat));
-    let _departed = begin(&mut registry, &ranks).unwrap();
+    let _departed = begin(&mut registry).unwrap();
     registry.part(&ranks[1].0, Some(OpId(3)), Instant::now());
     let (back, _inbox) = caller(None, [127, 0, 0, 1]);
     let rejoins = Join { rejoin: true, ..wish("job", 1, 3) };
@@ -183,7 +220,7 @@ fn a_move_names_the_ranks_that_are_not_prepared() {
     let ranks = running(&mut registry, false);
     let _prepared = prepare(&mut registry, &ranks);
     answer(&mut registry, &ranks[1].0);
-    assert_eq!(registry.unprepared(&"job".into(), ranks[0].0.id()), [0, 2]);
+    assert_eq!(registry.unprepared(&"job".into(), 1), [0, 2]);
 }
 
 #[test]
@@ -207,7 +244,7 @@ fn a_move_is_cancelled_if_a_rank_refuses_leaves_or_moves_by_itself_or_if_the_agg
         for is_late in [false, true] {
             let mut registry = registry(Fanout::Unicast, 0);
             let mut ranks = running(&mut registry, false);
-            let (name, id) = ("job".into(), ranks[0].0.id());
+            let name = "job".into();
             let mut prepared = prepare(&mut registry, &ranks);
             let all = if is_late { &ranks[..] } else { &ranks[..2] };
             all.iter().for_each(|(seat, _)| answer(&mut registry, seat));
@@ -215,8 +252,10 @@ fn a_move_is_cancelled_if_a_rank_refuses_leaves_or_moves_by_itself_or_if_the_agg
             let expected = if is_late { Ok(()) } else { Err(why.to_owned()) };
             assert_eq!(prepared.try_recv(), Ok(expected));
             answer(&mut registry, &ranks[2].0);
-            assert!(begin(&mut registry, &ranks).is_none(), "{why}, {is_late}");
-            registry.cancel_move(&name, id, 1);
+            let reason = begin(&mut registry).unwrap_err();
+            let reasons = [why, "the move was cancelled; try again"];
+            assert!(reasons.contains(&&*reason), "{why}, {is_late}: {reason}");
+            registry.cancel_move(&name, 1);
             let received: Vec<_> =
                 std::iter::from_fn(|| ranks[0].1.try_recv().ok()).skip(1).collect();
             let cancelled = FromAggregator::CancelMove { number: 1 };
@@ -224,6 +263,25 @@ fn a_move_is_cancelled_if_a_rank_refuses_leaves_or_moves_by_itself_or_if_the_agg
             assert_eq!(registry.jobs(), 1);
         }
     }
+}
+
+#[test]
+fn moves_that_are_cancelled_leave_room_for_the_messages_of_the_job() {
+    let mut registry = registry(Fanout::Unicast, 0);
+    let mut ranks = running(&mut registry, false);
+    let name = "job".into();
+    let why = (1..).find_map(|number| {
+        let prepared = registry.prepare_move(&name, ranks[0].0.id(), &target());
+        registry.cancel_move(&name, number);
+        // The other ranks read their messages.
+        ranks[1..].iter_mut().for_each(|(_, inbox)| drop(last_message(inbox)));
+        prepared.err()
+    });
+    let stuck = "rank 0 of job \"job\" did not read its earlier messages yet; try again later";
+    assert_eq!(why.as_deref(), Some(stuck));
+    registry.leave(&ranks[2].0, Loss::Died, Instant::now());
+    let lost = FromAggregator::PeerLost { ranks: vec![2], why: Loss::Died };
+    assert_eq!(last_message(&mut ranks[0].1), Some(lost));
 }
 
 #[test]
@@ -235,7 +293,7 @@ fn a_move_waits_for_no_rank_that_the_job_continues_without_and_for_no_job_that_e
     registry.leave(&ranks[2].0, Loss::Died, Instant::now());
     assert_eq!(prepared.try_recv(), Ok(Ok(())));
     // The join at the target names the lost rank.
-    registry.cancel_move(&"job".into(), ranks[0].0.id(), 1);
+    registry.cancel_move(&"job".into(), 1);
     let resume = registry.movable(&"job".into()).unwrap().join.resume.unwrap();
     assert_eq!(resume.absent.iter().map(|absent| absent.rank).collect::<Vec<_>>(), [2]);
     registry.refuse_all(&"job".into(), "for the test's sake");
