@@ -10,9 +10,9 @@ use racksum_net::clock::Clock;
 use racksum_net::quic::Caller;
 use racksum_placer::network::{Links, Network};
 use racksum_placer::survey::{
-    Contended, Pair, Sample, contended_pairs, fit, rounds, sampled_pairs,
+    Contended, Pair, Sample, contended_pairs, fit, limited, rounds, sampled_pairs,
 };
-use racksum_placer::topology::{HostId, Topology};
+use racksum_placer::topology::{HostId, Topology, VertexId};
 use racksum_proto::time::Time;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinError, JoinSet, spawn_blocking};
@@ -281,23 +281,35 @@ impl<'a> Survey<'a> {
     }
 
     /// Measures how much the uplinks of domains carry, one direction of one domain at a time.
+    /// Measures those twice that limit their hosts.
     pub(crate) async fn measure_uplinks(&mut self) -> Vec<Contended> {
+        let domains = self.topology.inner_domains().collect::<Vec<_>>();
+        let links = domains.into_iter().flat_map(|of| [(of, true), (of, false)]).collect();
+        let mut found = self.measure_contended(links).await;
+        let (topology, samples) = (Arc::clone(&self.topology), self.samples());
+        let first = found.clone();
+        let limited = self.compute(move || limited(&topology, &samples, &first)).await;
+        let links = limited.into_iter().map(|it| (it.of, it.is_up)).collect();
+        found.extend(self.measure_contended(links).await);
+        found
+    }
+
+    /// Measures links of domains, up or down, one after another.
+    async fn measure_contended(&mut self, links: Vec<(VertexId, bool)>) -> Vec<Contended> {
         let mut found = vec![];
-        for of in self.topology.inner_domains().collect::<Vec<_>>() {
+        for (of, is_up) in links {
             // A train is never longer than one between two hosts with the same interface.
-            let is_usable = |host: HostId| self.can_afford((host, host), 4, 0);
+            let is_usable = |host: HostId| self.can_afford((host, host), 2, 0);
             let mut pairs = contended_pairs(&self.topology, of, is_usable);
             pairs.truncate(MOST_PAIRS);
-            for is_up in [true, false] {
-                let paths: Vec<_> =
-                    pairs.iter().map(|&(a, b)| if is_up { (a, b) } else { (b, a) }).collect();
-                let mut rates = self.trains(&paths, 2).await;
-                // A path that nothing passes does not load the link.
-                rates.retain(|_, mbit| *mbit > 0.0);
-                if rates.len() > 1 {
-                    let pairs = rates.into_iter().map(|((from, to), mbit)| (from, to, mbit));
-                    found.push(Contended { of, is_up, pairs: pairs.collect() });
-                }
+            let paths: Vec<_> =
+                pairs.iter().map(|&(a, b)| if is_up { (a, b) } else { (b, a) }).collect();
+            let mut rates = self.trains(&paths, 2).await;
+            // A path that nothing passes does not load the link.
+            rates.retain(|_, mbit| *mbit > 0.0);
+            if rates.len() > 1 {
+                let pairs = rates.into_iter().map(|((from, to), mbit)| (from, to, mbit));
+                found.push(Contended { of, is_up, pairs: pairs.collect() });
             }
         }
         found

@@ -191,26 +191,63 @@ pub fn faster_interfaces(topology: &Topology, network: &Network) -> Vec<FasterIn
     network.links.iter().filter_map(faster).collect()
 }
 
-/// Per direction of a link: its rate in Mbit/s, if the samples show it.
-struct Rates(Vec<Option<f64>>);
+/// Returns those of some contended measurements that show a limit of their link.
+///
+/// If a pair begins late, the others find more room before, and the total is too great. Such a
+/// measurement should therefore be repeated: [`fit`] takes the least total of each link.
+#[must_use]
+pub fn limited(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Vec<Contended> {
+    let hosts = HostRates::new(topology, samples);
+    let shows_limit =
+        |it: &&Contended| hosts.contended(it).is_some_and(|(total, alone)| is_slower(total, alone));
+    contended.iter().filter(shows_limit).cloned().collect()
+}
 
-impl Rates {
-    fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
+/// Per direction of a link: the greatest rate in Mbit/s that samples over it agree on.
+struct HostRates<'a> {
+    topology: &'a Topology,
+    greatest: Vec<Option<f64>>,
+}
+
+impl<'a> HostRates<'a> {
+    fn new(topology: &'a Topology, samples: &[Sample]) -> Self {
         let mut all = vec![vec![]; 2 * topology.vertices()];
         for sample in samples {
             for link in directed_links(topology, sample.from, sample.to) {
                 all[link].push(sample.mbit);
             }
         }
-        let greatest: Vec<_> = all.into_iter().map(confirmed).collect();
-        let host_rate = |from: HostId, to: HostId| {
-            let (up, down) = (up(topology.leaf(from).0), down(topology.leaf(to).0));
-            Some(greatest[up]?.min(greatest[down]?))
-        };
+        Self { topology, greatest: all.into_iter().map(confirmed).collect() }
+    }
+
+    /// Returns the rate of a path whose hosts are its only limits, if samples show both.
+    fn path(&self, from: HostId, to: HostId) -> Option<f64> {
+        let leaf = |host: HostId| self.topology.leaf(host).0;
+        Some(self.greatest[up(leaf(from))]?.min(self.greatest[down(leaf(to))]?))
+    }
+
+    /// Returns the total rate of contended pairs, and what it would be if only their hosts limited
+    /// them. Leaves out pairs whose hosts no sample shows: they may be slow themselves.
+    fn contended(&self, contended: &Contended) -> Option<(f64, f64)> {
+        let known = contended.pairs.iter();
+        let known = known.filter_map(|(from, to, mbit)| Some((*mbit, self.path(*from, *to)?)));
+        let known: Vec<_> = known.collect();
+        let sum = |rate: fn(&(f64, f64)) -> f64| known.iter().map(rate).sum();
+        (known.len() > 1).then(|| (sum(|(mbit, _)| *mbit), sum(|(_, alone)| *alone)))
+    }
+}
+
+/// Per direction of a link: its rate in Mbit/s, if the samples show it.
+struct Rates(Vec<Option<f64>>);
+
+impl Rates {
+    fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
+        let hosts = HostRates::new(topology, samples);
+        let greatest = &hosts.greatest;
         // A link is no limit if the fastest path over it is as fast as its hosts.
         let mut is_limit = vec![true; greatest.len()];
         for sample in samples {
-            let alone = host_rate(sample.from, sample.to);
+            let alone = hosts.path(sample.from, sample.to);
             if alone.is_none_or(|alone| is_slower(sample.mbit, alone)) {
                 continue;
             }
@@ -222,17 +259,18 @@ impl Rates {
         let is_leaf = |link: usize| topology.subtree(VertexId(link / 2)).len() == 1;
         let shown = |link: usize| greatest[link].filter(|_| is_leaf(link) || is_limit[link]);
         let mut rates: Vec<_> = (0..greatest.len()).map(shown).collect();
-        for Contended { of, is_up, pairs } in contended {
+        let mut least = BTreeMap::new();
+        for measured in contended {
+            let Contended { of, is_up, .. } = measured;
             let link = if *is_up { up(of.0) } else { down(of.0) };
-            // Hosts that no sample shows may be slow themselves.
-            let known = pairs.iter();
-            let known = known.filter_map(|(from, to, mbit)| Some((*mbit, host_rate(*from, *to)?)));
-            let known: Vec<_> = known.collect();
-            if known.len() < 2 {
-                continue;
+            if let Some((total, alone)) = hosts.contended(measured) {
+                let known = least.entry(link).or_insert((total, alone));
+                if total < known.0 {
+                    *known = (total, alone);
+                }
             }
-            let total: f64 = known.iter().map(|(mbit, _)| mbit).sum();
-            let alone: f64 = known.iter().map(|(_, alone)| alone).sum();
+        }
+        for (link, (total, alone)) in least {
             rates[link] = match rates[link] {
                 _ if !is_slower(total, alone) => None,
                 // Single paths have shown the rate already, and more exactly.
@@ -430,12 +468,17 @@ mod tests {
             is_up: true,
             pairs: vec![(HostId(0), HostId(2), each), (HostId(1), HostId(3), each)],
         };
-        let rate = |each: f64| {
-            let network = fit(&topology, &samples, &[contended(each)]);
+        let rate = |each: &[f64]| {
+            let contended: Vec<_> = each.iter().map(|each| contended(*each)).collect();
+            let network = fit(&topology, &samples, &contended);
             network.links.into_iter().find(|link| link.of == "r0").and_then(|link| link.up)
         };
-        assert!(close(rate(60.0).unwrap().mbit, 120.0));
-        assert_eq!(rate(99.0), None);
+        assert!(close(rate(&[60.0]).unwrap().mbit, 120.0));
+        assert_eq!(rate(&[99.0]), None);
+        // A pair that begins late makes the total too great.
+        assert!(close(rate(&[80.0, 60.0, 70.0]).unwrap().mbit, 120.0));
+        let limited = limited(&topology, &samples, &[99.0, 60.0].map(contended));
+        assert_eq!(limited, [contended(60.0)]);
         // Without samples, the second pair may be limited by its own hosts.
         let is_shown = |sample: &&Sample| [sample.from.0, sample.to.0].iter().all(|it| it % 2 == 0);
         let samples: Vec<_> = samples.iter().filter(is_shown).copied().collect();
