@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::scene::Seats;
 use super::zones::Zones;
 use super::{Bench, START};
-use crate::network::Host;
+use crate::network::{Host, INTERFACE};
 use crate::process_group::ProcessGroup;
 use crate::stats::Summary;
 
@@ -105,6 +105,8 @@ impl Bench<'_> {
             .env("MASTER_ADDR", hosts[0].addr.to_string())
             .env("MASTER_PORT", "29500")
             .env("OMP_NUM_THREADS", "1")
+            // Otherwise, Gloo resolves the machine's name, which no namespace can reach.
+            .env("GLOO_SOCKET_IFNAME", INTERFACE)
             .env("RACKSUM_AGGREGATOR", addr)
             .env("RACKSUM_INSECURE", "1")
             .env("RACKSUM_JOB", "words");

@@ -182,7 +182,10 @@ impl Bench<'_> {
                 ..*self
             };
             fs::create_dir_all(&bench.work)?;
-            let of_scene = bench.run(number, &scene, &mut random);
+            let of_scene = bench.run(number, &scene, &mut random).inspect_err(|_| {
+                // The other threads end with their scenes: the run fails anyway.
+                next.store(args.scenes + args.uniform, Ordering::Relaxed);
+            });
             let of_scene = of_scene.with_context(|| format!("scene {number} ({})", scene.flaw))?;
             show_progress("");
             for outcome in &of_scene {

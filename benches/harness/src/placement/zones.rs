@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 use super::scene::{HOSTS_PER_ZONE, Scene};
-use crate::network::{Host, Namespaces, run};
+use crate::network::{Host, INTERFACE, Namespaces, run};
 use crate::process_group::ProcessGroup;
 
 /// The hosts of a scene. Dropping this value removes them.
@@ -49,23 +49,23 @@ impl Zones {
             let outer = Ipv4Addr::from(u32::from(addr) + 100);
             for line in [
                 format!(
-                    "ip -n {fabric} link add port{number} type veth peer name eth0 netns \
+                    "ip -n {fabric} link add port{number} type veth peer name {INTERFACE} netns \
                      {namespace}"
                 ),
                 format!("ip -n {fabric} link set port{number} master zone{zone} up"),
-                format!("ip -n {namespace} link set eth0 up"),
+                format!("ip -n {namespace} link set {INTERFACE} up"),
             ] {
                 run(&line)?;
             }
             limit(&fabric, &format!("port{number}"), host.mbit, SWITCH_QUEUE)?;
             if host.delay_ms == 0.0 {
-                limit(&namespace, "eth0", host.mbit, HOST_QUEUE)?;
+                limit(&namespace, INTERFACE, host.mbit, HOST_QUEUE)?;
             }
             if host.loss > 0.0 {
                 for chain in ["INPUT -i", "OUTPUT -o"] {
                     run(&format!(
-                        "ip netns exec {namespace} iptables -A {chain} eth0 -m statistic --mode \
-                         random --probability {} -j DROP",
+                        "ip netns exec {namespace} iptables -A {chain} {INTERFACE} -m statistic \
+                         --mode random --probability {} -j DROP",
                         host.loss
                     ))?;
                 }
@@ -78,13 +78,16 @@ impl Zones {
                     format!("ip -n {inner} addr add {addr}/32 dev slow0"),
                     format!("ip -n {inner} route add default dev slow0 src {addr}"),
                     format!("ip -n {namespace} link set slow0 up"),
-                    format!("ip -n {namespace} addr add {outer}/24 dev eth0"),
+                    format!("ip -n {namespace} addr add {outer}/24 dev {INTERFACE}"),
                     format!("ip -n {namespace} route add {addr}/32 dev slow0"),
                     format!("ip netns exec {namespace} sysctl -qw net.ipv4.ip_forward=1"),
-                    format!("ip netns exec {namespace} sysctl -qw net.ipv4.conf.eth0.proxy_arp=1"),
+                    format!(
+                        "ip netns exec {namespace} sysctl -qw net.ipv4.conf.{INTERFACE}.proxy_arp=1"
+                    ),
                     // By default, each answer waits up to 0.8 s, which pings would count.
                     format!(
-                        "ip netns exec {namespace} sysctl -qw net.ipv4.neigh.eth0.proxy_delay=0"
+                        "ip netns exec {namespace} sysctl -qw \
+                         net.ipv4.neigh.{INTERFACE}.proxy_delay=0"
                     ),
                 ] {
                     run(&line)?;
@@ -93,7 +96,7 @@ impl Zones {
                 limit(&inner, "slow0", host.mbit, HOST_QUEUE)?;
                 inner
             } else {
-                run(&format!("ip -n {namespace} addr add {addr}/24 brd + dev eth0"))?;
+                run(&format!("ip -n {namespace} addr add {addr}/24 brd + dev {INTERFACE}"))?;
                 namespace
             };
             hosts.push(Host { namespace, addr });
