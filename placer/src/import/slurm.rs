@@ -16,7 +16,7 @@ pub use allocation::{AllocationError, gpus, per_host};
 
 use std::collections::BTreeMap;
 
-use super::hostlist::{MOST_NAMES, check_name, compress, expand};
+use super::hostlist::{HostlistError, MOST_BYTES, MOST_NAMES, check_name, compress, expand};
 use super::tree::{self, Switch};
 use super::{Import, ImportError, ImportErrorKind, ImportedHost, MOST_LEVELS, Place};
 
@@ -92,8 +92,11 @@ struct Names {
 
 impl Names {
     /// Returns the name of a switch or block.
-    fn one(&self, line: usize, name: &str) -> Result<String, ImportError> {
-        check_name(name).map_err(|error| ImportErrorKind::from(error).at(line))?;
+    fn one(&mut self, line: usize, name: &str) -> Result<String, ImportError> {
+        let wrong = |error| ImportErrorKind::Hostlist(error).at(line);
+        check_name(name).map_err(wrong)?;
+        let left = self.left.checked_sub(1);
+        self.left = left.ok_or_else(|| wrong(HostlistError::Many(name.into())))?;
         Ok(name.into())
     }
 
@@ -137,12 +140,11 @@ fn import_blocks(blocks: &[Block], sizes: &[(usize, u32)]) -> Result<Import, Imp
     let levels: Vec<_> = wider.chain(["block".into()]).collect();
     check_unique(blocks)?;
     let names: Vec<_> = blocks.iter().map(|block| block.name.clone()).collect();
+    let joined = |factor: usize| (factor, names.chunks(factor).map(joined).collect::<Vec<_>>());
+    let joined: Vec<_> = factors.iter().skip(1).rev().map(|&(_, factor)| joined(factor)).collect();
     let mut hosts = vec![];
     for (index, block) in blocks.iter().enumerate() {
-        let joined = factors.iter().skip(1).rev().map(|(_, factor)| {
-            let start = index / factor * factor;
-            compress(&names[start..names.len().min(start + factor)])
-        });
+        let joined = joined.iter().map(|(factor, names)| names[index / factor].clone());
         let labels = levels.iter().cloned().zip(joined.chain([block.name.clone()])).collect();
         let place = |host: &String| ImportedHost {
             name: host.clone(),
@@ -155,6 +157,15 @@ fn import_blocks(blocks: &[Block], sizes: &[(usize, u32)]) -> Result<Import, Imp
         return Err(ImportErrorKind::Empty.nowhere());
     }
     Ok(Import { levels, hosts, notes: vec![] })
+}
+
+/// Returns the name of neighbours that are joined. No block has the spaces of the short form.
+fn joined(names: &[String]) -> String {
+    let list = compress(names);
+    match names {
+        [first, .., last] if list.len() > MOST_BYTES => format!("{first} to {last}"),
+        _ => list,
+    }
 }
 
 /// Returns each size of blocks, and the number of the smallest blocks in one of it.

@@ -122,6 +122,19 @@ fn blocks_join_to_blocks_of_the_greater_sizes() {
     assert_eq!(plain.levels, ["block"]);
 }
 
+/// A list of all names for each host would take gigabytes, and hours to make.
+#[test]
+fn the_name_of_many_joined_blocks_is_short() {
+    let blocks = (0..20_000).map(|n| format!("BlockName=b{} Nodes=n{n}\n", 2 * n));
+    let text = format!("{}BlockSizes=1,16,16384", blocks.collect::<String>());
+    let import = conf(&text).unwrap();
+    assert_eq!(
+        path(&import, "n0"),
+        "b0 to b32766/b[0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30]/b0"
+    );
+    assert_eq!(import.hosts[16_384].labels["block16384"], "b32768 to b39998");
+}
+
 /// Topograph chooses sizes for domains of *D* hosts: *D*, 2 *D*, 4 *D* and so on, up to the largest
 /// power of two that is at most the number of domains (docs.nvidia.com/topograph, Slurm engine).
 /// racksum chooses no block sizes: it has no scheduler that places jobs in units of blocks. It
@@ -353,6 +366,9 @@ fn sizes_are_bounded() {
         why,
         "line 3: more than 65536 names are listed, the last of them by \"x2-[1-30000]\""
     );
+    // The names of switches and blocks count too, even without hosts.
+    let empty = "SwitchName=s\n".repeat(70_000);
+    assert!(conf(&empty).unwrap_err().to_string().starts_with("line 65537: more than 65536 names"));
     // A large chain of switches ends in an error without a deep stack.
     let chain = (1..20_000).map(|n| format!("SwitchName=s{n} Switches=s{}\n", n - 1));
     let cycle = format!("SwitchName=s0 Switches=s19999\n{}", chain.collect::<String>());
