@@ -222,8 +222,8 @@ pub enum ImportErrorKind {
         /// The names that there are.
         names: Vec<String>,
     },
-    /// The topology has a kind that is no tree.
-    #[error("topology {0:?} is not supported; racksum reads tree, block and flat")]
+    /// The topology has none of the kinds that are trees, or several.
+    #[error("topology {0:?} must be exactly one of tree, block and flat; racksum reads no others")]
     Unsupported(String),
     /// The file lists nothing.
     #[error("the file lists no hosts")]

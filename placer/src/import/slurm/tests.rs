@@ -174,7 +174,14 @@ fn yaml_has_a_default_and_names() {
     );
     assert_eq!(
         why(YAML, Some("ring")),
-        "line 25: topology \"ring\" is not supported; racksum reads tree, block and flat"
+        "line 25: topology \"ring\" must be exactly one of tree, block and flat; racksum reads no \
+         others"
+    );
+    let of_two = YAML.replace("  flat: true", "  flat: true\n  block: {blocks: []}");
+    assert_eq!(
+        why(&of_two, Some("plain")),
+        "line 23: topology \"plain\" must be exactly one of tree, block and flat; racksum reads no \
+         others"
     );
     assert_eq!(
         why(&YAML.replace("cluster_default: true", "cluster_default: false"), None),
@@ -197,12 +204,20 @@ fn yaml_that_is_wrong_is_refused_with_its_line() {
         ("      - switch: s1\n", "      - name: s1\n", "line 8: unknown field"),
         ("- topology: plain", "- topology: [", "line "),
         ("nodes: n[01-02]", "nodes: n[01-", "line 8: \"n[01-\" has brackets that do not match"),
+        ("- topology: plain", "---\n- topology: plain", "line 24: only single"),
+        ("topology: fabric", "topology: !include /etc/passwd", "line 2: "),
+        ("nodes: n[01-02]", "nodes: ${HOME}", "line 8: \"${HOME}\" contains '$'"),
+        ("  flat: true", "  flat: true\n  flat: true", "line 25: "),
     ] {
         let text = YAML.replacen(from, to, 1);
         assert_ne!(text, YAML, "{from}");
         let why = read(&text, Format::Yaml, None).unwrap_err().to_string();
         assert!(why.starts_with(start) && !why.contains('\n'), "{why}");
+        assert!(!why.contains("from_str") && !why.contains("Options"), "{why}");
     }
+    // Windows writes a byte-order mark and other ends of lines.
+    let windows = format!("\u{feff}{}", YAML.replace('\n', "\r\n"));
+    assert_eq!(read(&windows, Format::Yaml, None), read(YAML, Format::Yaml, None));
     // An alias bomb ends in an error, and not in memory.
     let mut bomb = "- &a0 {topology: x}\n".to_owned();
     for level in 1..30 {
