@@ -258,8 +258,8 @@ pub enum ImportErrorKind {
     /// A host is not in the file.
     #[error("the file does not list host {0:?}; every host needs a place in the topology")]
     Missing(String),
-    /// A host is asked for twice.
-    #[error("host {0:?} is listed twice; list it once")]
+    /// A host or switch is listed twice in one place.
+    #[error("{0:?} is listed twice; list it once")]
     Twice(String),
     /// A rate is for a host that is not in the file.
     #[error("the file does not list host {0:?}, for whose network interface a rate is given")]

@@ -173,10 +173,15 @@ fn factors(sizes: &[(usize, u32)]) -> Result<Vec<(u32, usize)>, ImportError> {
     let base = sizes.first().map_or(1, |&(_, size)| size);
     let mut factors: Vec<(u32, usize)> = vec![];
     for &(line, size) in sizes {
+        if size == 0 {
+            return Err(
+                ImportErrorKind::Syntax("a block size is 0; give 1 or more".into()).at(line)
+            );
+        }
         let previous = factors.last().map_or(0, |&(previous, _)| previous);
         let doubles = previous == 0
             || size > previous && size % previous == 0 && (size / previous).is_power_of_two();
-        if size == 0 || !doubles {
+        if !doubles {
             return Err(ImportErrorKind::BlockSize { previous, size }.at(line));
         }
         factors.push((size, usize::try_from(size / base).unwrap_or(usize::MAX)));
@@ -194,6 +199,9 @@ fn check_unique(blocks: &[Block]) -> Result<(), ImportError> {
         }
         for host in &block.hosts {
             if let Some(other) = homes.insert(host, block) {
+                if std::ptr::eq(other, block) {
+                    return Err(ImportErrorKind::Twice(host.clone()).at(block.line));
+                }
                 let kind = ImportErrorKind::TwoParents {
                     child: host.clone(),
                     parent: block.name.clone(),

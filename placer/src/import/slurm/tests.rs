@@ -100,7 +100,7 @@ fn an_import_has_only_the_hosts_of_an_allocation() {
     );
     assert_eq!(
         conf(TREE).unwrap().only(&["n005".into(), "n005".into()]).unwrap_err().to_string(),
-        "host \"n005\" is listed twice; list it once"
+        "\"n005\" is listed twice; list it once"
     );
     // A flat network has every host.
     let flat = read(YAML, Format::Yaml, Some("plain")).unwrap().only(&names).unwrap();
@@ -272,6 +272,12 @@ fn what_is_no_tree_is_refused_with_its_line() {
              their own, as Slurm requires"
                 .into(),
         ),
+        ("SwitchName=a Nodes=n[1-4,3]", "line 1: \"n3\" is listed twice; list it once".into()),
+        (
+            "SwitchName=a Nodes=n1\nSwitchName=b Switches=a,a",
+            "line 2: \"a\" is listed twice; list it once".into(),
+        ),
+        ("BlockName=a Nodes=n1,n1", "line 1: \"n1\" is listed twice; list it once".into()),
         ("SwitchName=a\n", "the file lists no hosts".into()),
         ("# nothing\n", "the file lists no hosts".into()),
         (
@@ -279,6 +285,10 @@ fn what_is_no_tree_is_refused_with_its_line() {
             "line 2: block size 12 does not follow 4: each size is the previous one times 2, 4, 8 \
              and so on"
                 .into(),
+        ),
+        (
+            "BlockName=a Nodes=n1\nBlockSizes=0,0",
+            "line 2: a block size is 0; give 1 or more".into(),
         ),
     ] {
         assert_eq!(why(text), expected, "{text}");
@@ -311,6 +321,10 @@ fn lines_that_are_wrong_are_refused() {
         (
             "SwitchName=a/b Nodes=n1",
             "line 1: \"a/b\" contains '/', which names of hosts and switches cannot contain",
+        ),
+        (
+            "SwitchName=s[0-1] Nodes=n1",
+            "line 1: \"s[0-1]\" contains '[', which names of hosts and switches cannot contain",
         ),
     ] {
         assert_eq!(why(text), expected, "{text}");
