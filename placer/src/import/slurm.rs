@@ -12,7 +12,7 @@ mod allocation;
 mod conf;
 mod yaml;
 
-pub use allocation::{AllocationError, gpus, per_host};
+pub use allocation::{AllocationError, UNTYPED, gpus, per_host};
 
 use std::collections::BTreeMap;
 
