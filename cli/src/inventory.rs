@@ -1,6 +1,6 @@
 //! `racksum inventory`: makes the nodes file of `racksum place` from other programs' files.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use clap::{Subcommand, ValueEnum};
@@ -107,7 +107,12 @@ struct Common {
 pub(crate) struct HostList(pub(crate) Vec<String>);
 
 pub(crate) fn host_list(text: &str) -> Result<HostList, String> {
-    expand(text, &mut MOST_NAMES.clone()).map(HostList).map_err(|error| error.to_string())
+    let names = expand(text, &mut MOST_NAMES.clone()).map_err(|error| error.to_string())?;
+    let mut seen = BTreeSet::new();
+    match names.iter().find(|name| !seen.insert(*name)) {
+        Some(name) => Err(ImportErrorKind::Twice(name.clone()).to_string()),
+        None => Ok(HostList(names)),
+    }
 }
 
 /// Resources that all hosts have alike.

@@ -44,13 +44,17 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     Ok(file)
 }
 
-/// Reads the text of a regular file of at most `most` bytes.
+/// Reads the text of a regular file of at most `most` bytes, without the byte-order mark that some
+/// editors put before it.
 ///
 /// # Errors
 ///
 /// [`FileError`], which is [`FileError::Io`] if the file is not UTF-8.
 pub fn read_text(path: &Path, most: u64) -> Result<String, FileError> {
-    let bytes = read_all(open(path)?, most)?;
+    let mut bytes = read_all(open(path)?, most)?;
+    if bytes.starts_with(BYTE_ORDER_MARK) {
+        bytes.drain(..BYTE_ORDER_MARK.len());
+    }
     let text = String::from_utf8(bytes);
     text.map_err(|error| FileError::Io(io::Error::new(io::ErrorKind::InvalidData, error)))
 }
@@ -68,6 +72,9 @@ pub fn read_all(file: File, most: u64) -> Result<Vec<u8>, FileError> {
     }
     Ok(bytes)
 }
+
+/// U+FEFF in UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 #[cfg(test)]
 mod tests {
@@ -90,6 +97,8 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             assert_eq!(read_text(&file, 10).is_ok(), read);
         }
+        std::fs::write(&file, "\u{feff}text").unwrap();
+        assert_eq!(read_text(&file, 10).unwrap(), "text");
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

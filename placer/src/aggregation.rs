@@ -16,7 +16,7 @@ pub struct Vertex {
     /// The messages that start at this vertex.
     pub messages: u32,
     /// The time that the link to the parent, or from the root to the destination, takes for one
-    /// message.
+    /// message: a finite number, not negative.
     pub time_per_message: f64,
     /// Whether the vertex can aggregate.
     pub can_aggregate: bool,
@@ -36,6 +36,9 @@ pub struct Choice {
 ///
 /// The first vertex is the root, and each vertex follows its parent. The search takes O(*n h k²*)
 /// time for *n* vertices, height *h* and *k* aggregators.
+///
+/// # Panics
+/// If a vertex does not follow its parent.
 ///
 /// ```
 /// use racksum_placer::aggregation::{Vertex, least_utilization};
@@ -63,7 +66,12 @@ pub fn least_utilization(tree: &[Vertex], most: usize) -> Choice {
 /// Returns at most `most` aggregating vertices for which the busiest link is busy for the shortest
 /// time.
 ///
-/// The search takes O(*n k²* log(*n m*)) time for *n* vertices, *k* aggregators and *m* messages.
+/// The vertices are in the order of [`least_utilization`]. The search takes O(*n k²* log *m*) time
+/// for *n* vertices, *k* aggregators and *m* messages: it bisects the time, which is at most *m*
+/// times the result, down to the precision of the numbers.
+///
+/// # Panics
+/// If a vertex does not follow its parent.
 #[must_use]
 pub fn least_congestion(tree: &[Vertex], most: usize) -> Choice {
     if tree.is_empty() {

@@ -9,9 +9,8 @@ use std::borrow::Cow;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use racksum_placer::import::hostlist::{MOST_NAMES, expand};
-use racksum_placer::import::slurm::{AllocationError, gpus, per_host};
-use racksum_placer::import::{Import, NicRate};
+use racksum_placer::import::slurm::{AllocationError, UNTYPED, gpus, per_host};
+use racksum_placer::import::{Import, ImportErrorKind, NicRate};
 use racksum_placer::inventory::Inventory;
 use racksum_placer::job::Job;
 use racksum_proto::peer_text::PeerText;
@@ -87,8 +86,11 @@ impl Slurm {
         }
         warn_of_notes(&file, &mut import);
         let inventory = import.inventory(&self.nic_mbit);
-        let inventory = inventory.map_err(|error| {
-            Failure::usage(PeerText::of(format_args!("{error} with --nic-mbit")).as_str())
+        let inventory = inventory.map_err(|error| match error.kind {
+            ImportErrorKind::Rate => {
+                Failure::usage(PeerText::of(format_args!("{error} with --nic-mbit")).as_str())
+            }
+            _ => wrong(&file, error),
         });
         Ok((file, inventory?))
     }
@@ -97,8 +99,16 @@ impl Slurm {
         if let Some(HostList(hosts)) = &self.hosts {
             return Ok(hosts.clone());
         }
+        if let Some(components) = number("SLURM_HET_SIZE")?.filter(|size| *size > 1) {
+            return Err(Failure::usage(format!(
+                "the allocation has {components} components, which are not planned together; pass \
+                 the hosts of one with --hosts, such as --hosts \
+                 \"$SLURM_JOB_NODELIST_HET_GROUP_0\""
+            )));
+        }
         let text = needed("SLURM_JOB_NODELIST", "--hosts")?;
-        expand(&text, &mut MOST_NAMES.clone()).map_err(|why| unclear("SLURM_JOB_NODELIST", why))
+        let HostList(hosts) = host_list(&text).map_err(|why| unclear("SLURM_JOB_NODELIST", why))?;
+        Ok(hosts)
     }
 
     /// Returns the hosts' places in the topology, and the file that says so.
@@ -122,9 +132,9 @@ impl Slurm {
                 folders.join(" or "),
                 FILES.join(" nor ")
             ));
-            let flat = Import::default().only(hosts);
-            let flat = flat.map_err(|error| unclear("SLURM_JOB_NODELIST", error))?;
-            return Ok(("the allocation".into(), flat));
+            let allocation = PathBuf::from("the allocation");
+            let flat = Import::default().only(hosts).map_err(|error| wrong(&allocation, error))?;
+            return Ok((allocation, flat));
         };
         let import = read_topology(&file, self.topology_name.as_deref())?;
         let checked = import.check_rates(&self.nic_mbit);
@@ -207,7 +217,7 @@ impl Slurm {
             }
             if aggregators > 0 {
                 let cpus = aggregators.saturating_mul(job.cpus_per_aggregator).max(shards);
-                launch.aggregators.push(self.aggregator(host, (port, shards, cpus)));
+                launch.aggregators.push(self.aggregator(host, (port, shards, cpus))?);
             }
             used += usize::from(!ranks.is_empty());
             ranks_at.extend(ranks.iter().map(|rank| (*rank, host)));
@@ -215,16 +225,20 @@ impl Slurm {
         // The host file lists the hosts by rank.
         ranks_at.sort_unstable();
         launch.ranks.hosts = ranks_at.into_iter().map(|(_, host)| host.to_owned()).collect();
-        launch.ranks.command = ranks_command(job, used);
+        launch.ranks.command = ranks_command(job, used)?;
         Ok(launch)
     }
 
-    fn aggregator(&self, host: &str, (port, shards, cpus): (u16, u32, u32)) -> Aggregator {
+    fn aggregator(
+        &self,
+        host: &str,
+        (port, shards, cpus): (u16, u32, u32),
+    ) -> Result<Aggregator, Failure> {
         let (nodelist, cpus) = (format!("--nodelist={host}"), format!("--cpus-per-task={cpus}"));
         // The step shares the host with ranks, and leaves them the GPUs.
-        let step =
-            ["srun", "--nodes=1", "--ntasks=1", &nodelist, &cpus, "--overlap", "--gres=none"];
-        let mut command: Vec<String> = step.map(Into::into).into();
+        let step = ["--nodes=1", "--ntasks=1", &nodelist, &cpus, "--overlap", "--gres=none"];
+        let mut command = srun(JOB_FLAGS.into_iter().chain(["SLURM_MEM_PER_GPU"]))?;
+        command.extend(step.map(Into::into));
         command.extend([program(), "aggregator".into()]);
         if !self.aggregator.iter().any(|flag| is_one_of(flag, &["--bind"])) {
             command.extend(["--bind", "0.0.0.0"].map(Into::into));
@@ -234,24 +248,40 @@ impl Slurm {
             command.extend(["--shards".into(), shards.to_string()]);
         }
         command.extend(self.aggregator.iter().map(|flag| flag.replace("{host}", host)));
-        Aggregator { host: host.into(), address: format!("{host}:{port}"), command }
+        Ok(Aggregator { host: host.into(), address: format!("{host}:{port}"), command })
     }
 }
 
 /// Returns the command that starts ranks on this number of hosts, without their program.
-fn ranks_command(job: &Job, hosts: usize) -> Vec<String> {
-    let mut command = vec![
-        "srun".into(),
+fn ranks_command(job: &Job, hosts: usize) -> Result<Vec<String>, Failure> {
+    let mut command = srun(JOB_FLAGS)?;
+    command.extend([
         "--distribution=arbitrary".into(),
         format!("--nodes={hosts}"),
         format!("--ntasks={}", job.ranks),
         format!("--cpus-per-task={}", job.cpus_per_rank),
-    ];
+    ]);
     if job.gpus_per_rank > 0 {
-        let kind = job.gpu_type.iter().map(|kind| format!("{kind}:")).collect::<String>();
+        let kind = job.gpu_type.iter().filter(|kind| *kind != UNTYPED);
+        let kind = kind.map(|kind| format!("{kind}:")).collect::<String>();
         command.push(format!("--gpus-per-task={kind}{}", job.gpus_per_rank));
     }
-    command
+    Ok(command)
+}
+
+/// Returns the beginning of a command: `srun`, without those of some variables that are set here.
+fn srun(unset: impl IntoIterator<Item = &'static str>) -> Result<Vec<String>, Failure> {
+    let mut command = vec![];
+    for name in unset {
+        if variable(name)?.is_some() {
+            command.extend(["-u".into(), name.into()]);
+        }
+    }
+    if !command.is_empty() {
+        command.insert(0, "env".into());
+    }
+    command.push("srun".into());
+    Ok(command)
 }
 
 /// The commands that start a plan.
@@ -389,6 +419,21 @@ fn unclear(name: &str, why: impl fmt::Display) -> Failure {
 const FOLDERS: [&str; 2] = ["/etc/slurm", "/run/slurm/conf"];
 /// The topology files, in the order in which Slurm looks for them.
 const FILES: [&str; 2] = ["topology.yaml", "topology.conf"];
+/// The variables in which sbatch and salloc repeat flags of the job, and which srun takes for flags
+/// of a step. With SLURM_GPUS_PER_NODE, `srun --gres=none` fails, and tasks get too many GPUs.
+const JOB_FLAGS: [&str; 11] = [
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_TRES_PER_TASK",
+];
 /// The flags of aggregators that this command sets itself.
 const OWN: [&str; 2] = ["--port", "--shards"];
 /// The flags that say which identity an aggregator has.

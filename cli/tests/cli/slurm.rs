@@ -82,7 +82,7 @@ impl Allocation {
     fn shell(&self, script: &str) -> Ended {
         let mut shell = Command::new("sh");
         shell.args(["-c", script]).env("PATH", format!("{}:/usr/bin:/bin", self.folder.path("")));
-        shell.env("TMPDIR", self.folder.path(""));
+        shell.env("TMPDIR", self.folder.path("")).envs(&self.variables);
         shell.env_remove("SLURM_HOSTFILE").env_remove("RACKSUM_AGGREGATOR");
         Process::spawn(&mut shell).end(60)
     }
@@ -105,9 +105,9 @@ fn the_hosts_of_an_allocation_get_aggregators_and_ranks() {
     let plan = "job vision: 4 ranks and 1 aggregator of 1 shard on 2 of 3 hosts, in spine/leaf2";
     assert_eq!(lines[0], plan);
     let aggregator = format!(
-        "{{ srun --nodes=1 --ntasks=1 --nodelist=n3 --cpus-per-task=1 --overlap --gres=none \
-         {RACKSUM} aggregator --bind 0.0.0.0 --port 7177 --identity /etc/racksum/n3.pem > \
-         \"$racksum_out\"/out.n3 || touch \"$racksum_out\"/failed; }} &"
+        "{{ env -u SLURM_GPUS_PER_NODE srun --nodes=1 --ntasks=1 --nodelist=n3 --cpus-per-task=1 \
+         --overlap --gres=none {RACKSUM} aggregator --bind 0.0.0.0 --port 7177 --identity \
+         /etc/racksum/n3.pem > \"$racksum_out\"/out.n3 || touch \"$racksum_out\"/failed; }} &"
     );
     assert!(lines.contains(&aggregator.as_str()), "{}", ended.out);
     assert!(lines.contains(&"export RACKSUM_AGGREGATOR=n3:7177"), "{}", ended.out);
@@ -117,7 +117,7 @@ fn the_hosts_of_an_allocation_get_aggregators_and_ranks() {
     assert_eq!(json["domain"], "spine/leaf2");
     let slurm = &json["slurm"];
     assert_eq!(slurm["aggregators"][0]["address"], "n3:7177");
-    assert_eq!(slurm["aggregators"][0]["command"][3], "--nodelist=n3");
+    assert_eq!(slurm["aggregators"][0]["command"][6], "--nodelist=n3");
     assert_eq!(slurm["environment"]["RACKSUM_AGGREGATOR"], "n3:7177");
     assert_eq!(slurm["ranks"]["hosts"], serde_json::json!(["n3", "n3", "n4", "n4"]));
 }
@@ -126,8 +126,10 @@ fn the_hosts_of_an_allocation_get_aggregators_and_ranks() {
 #[test]
 fn the_commands_run_in_a_shell() {
     let slurm = Allocation::new("shell").with("SLURM_JOB_CPUS_PER_NODE", "20(x3)");
+    let slurm = slurm.with("SLURM_NTASKS_PER_NODE", "2");
     slurm.write("job.toml", &format!("{JOB}aggregators = 4\ncpus_per_aggregator = 2\n"));
     let srun = "#!/bin/sh\nprintf '<%s>' \"$@\" \"$RACKSUM_AGGREGATOR\" > \"$0.$3\"\n\
+                [ -z \"$SLURM_GPUS_PER_NODE$SLURM_NTASKS_PER_NODE\" ] || exit 1\n\
                 [ -z \"$SLURM_HOSTFILE\" ] && echo serves && exit\n\
                 cp \"$SLURM_HOSTFILE\" \"$0.hosts\"; exit 7\n";
     slurm.write_srun(srun);
@@ -293,6 +295,49 @@ fn what_slurm_does_not_say_is_asked_for() {
     assert!(warned.contains("SLURM_NTASKS is 8, and the job has 4 ranks; "), "{warned}");
     let slurm = slurm.with("SLURM_NTASKS", "x");
     assert_eq!(slurm.fails(&all), "SLURM_NTASKS: \"x\" is not a whole number");
+}
+
+/// Slurm sets SLURM_JOB_NODELIST in the batch script to the hosts of the first component.
+#[test]
+fn a_heterogeneous_allocation_needs_the_hosts_of_a_component() {
+    let slurm = Allocation::new("het").with("SLURM_HET_SIZE", "2");
+    assert_eq!(
+        slurm.fails(&RATE),
+        "the allocation has 2 components, which are not planned together; pass the hosts of one \
+         with --hosts, such as --hosts \"$SLURM_JOB_NODELIST_HET_GROUP_0\""
+    );
+    let flags = [&RATE[..], &["--hosts", "n[1,3-4]", "--", "--insecure"]].concat();
+    slurm.place(&flags).ok();
+}
+
+#[test]
+fn an_error_names_the_list_or_file_that_it_is_about() {
+    let slurm = Allocation::new("twice").with("SLURM_JOB_NODELIST", "n[1,3,1]");
+    assert_eq!(slurm.fails(&RATE), "SLURM_JOB_NODELIST: \"n1\" is listed twice; list it once");
+    let ended = slurm.place(&[&RATE[..], &["--hosts", "n1,n1"]].concat());
+    assert!(ended.err.contains("--hosts <HOSTS>': \"n1\" is listed twice"), "{ended:?}");
+    let slurm = slurm.with("SLURM_JOB_NODELIST", "n[1,3-4]");
+    slurm.write("topology.conf", "SwitchName=n1 Nodes=n[1-4]");
+    let file = slurm.folder.path("topology.conf");
+    assert_eq!(
+        slurm.fails(&RATE),
+        format!("{file}: \"n1\" is the name of a host and of a domain; rename one of them")
+    );
+}
+
+/// Slurm would look for GPUs of a type that is called `gpu`.
+#[test]
+fn the_type_of_gpus_is_one_that_slurm_has() {
+    let flags = [&RATE[..], &["--format", "json", "--", "--insecure"]].concat();
+    for (of_slurm, of_job, flag) in
+        [("2", "gpu", "--gpus-per-task=1"), ("h100:2", "h100", "--gpus-per-task=h100:1")]
+    {
+        let slurm = Allocation::new("gpus").with("SLURM_GPUS_PER_NODE", of_slurm);
+        slurm.write("job.toml", &format!("{JOB}gpu_type = '{of_job}'\n"));
+        let json: Value = serde_json::from_str(&slurm.place(&flags).ok().out).unwrap();
+        let command = json["slurm"]["ranks"]["command"].as_array().unwrap();
+        assert_eq!(command.last().unwrap(), flag, "{command:?}");
+    }
 }
 
 #[test]

@@ -226,8 +226,9 @@ pub(super) fn check_name(name: &str) -> Result<(), HostlistError> {
     if name.len() > MOST_BYTES {
         return Err(HostlistError::Long(shown(name)));
     }
-    if name.contains(['[', ']']) {
-        return Err(HostlistError::Brackets(shown(name)));
+    // These are the characters of lists.
+    if let Some(character) = name.chars().find(|c| "[],".contains(*c)) {
+        return Err(HostlistError::Character { name: shown(name), character });
     }
     check_text(name, name)
 }

@@ -222,8 +222,8 @@ pub enum ImportErrorKind {
         /// The names that there are.
         names: Vec<String>,
     },
-    /// The topology has a kind that is no tree.
-    #[error("topology {0:?} is not supported; racksum reads tree, block and flat")]
+    /// The topology has none of the kinds that are trees, or several.
+    #[error("topology {0:?} must be exactly one of tree, block and flat; racksum reads no others")]
     Unsupported(String),
     /// The file lists nothing.
     #[error("the file lists no hosts")]
@@ -258,8 +258,8 @@ pub enum ImportErrorKind {
     /// A host is not in the file.
     #[error("the file does not list host {0:?}; every host needs a place in the topology")]
     Missing(String),
-    /// A host is asked for twice.
-    #[error("host {0:?} is listed twice; list it once")]
+    /// A host or switch is listed twice in one place.
+    #[error("{0:?} is listed twice; list it once")]
     Twice(String),
     /// A rate is for a host that is not in the file.
     #[error("the file does not list host {0:?}, for whose network interface a rate is given")]

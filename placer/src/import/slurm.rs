@@ -12,11 +12,11 @@ mod allocation;
 mod conf;
 mod yaml;
 
-pub use allocation::{AllocationError, gpus, per_host};
+pub use allocation::{AllocationError, UNTYPED, gpus, per_host};
 
 use std::collections::BTreeMap;
 
-use super::hostlist::{MOST_NAMES, check_name, compress, expand};
+use super::hostlist::{HostlistError, MOST_BYTES, MOST_NAMES, check_name, compress, expand};
 use super::tree::{self, Switch};
 use super::{Import, ImportError, ImportErrorKind, ImportedHost, MOST_LEVELS, Place};
 
@@ -92,8 +92,11 @@ struct Names {
 
 impl Names {
     /// Returns the name of a switch or block.
-    fn one(&self, line: usize, name: &str) -> Result<String, ImportError> {
-        check_name(name).map_err(|error| ImportErrorKind::from(error).at(line))?;
+    fn one(&mut self, line: usize, name: &str) -> Result<String, ImportError> {
+        let wrong = |error| ImportErrorKind::Hostlist(error).at(line);
+        check_name(name).map_err(wrong)?;
+        let left = self.left.checked_sub(1);
+        self.left = left.ok_or_else(|| wrong(HostlistError::Many(name.into())))?;
         Ok(name.into())
     }
 
@@ -137,12 +140,11 @@ fn import_blocks(blocks: &[Block], sizes: &[(usize, u32)]) -> Result<Import, Imp
     let levels: Vec<_> = wider.chain(["block".into()]).collect();
     check_unique(blocks)?;
     let names: Vec<_> = blocks.iter().map(|block| block.name.clone()).collect();
+    let joined = |factor: usize| (factor, names.chunks(factor).map(joined).collect::<Vec<_>>());
+    let joined: Vec<_> = factors.iter().skip(1).rev().map(|&(_, factor)| joined(factor)).collect();
     let mut hosts = vec![];
     for (index, block) in blocks.iter().enumerate() {
-        let joined = factors.iter().skip(1).rev().map(|(_, factor)| {
-            let start = index / factor * factor;
-            compress(&names[start..names.len().min(start + factor)])
-        });
+        let joined = joined.iter().map(|(factor, names)| names[index / factor].clone());
         let labels = levels.iter().cloned().zip(joined.chain([block.name.clone()])).collect();
         let place = |host: &String| ImportedHost {
             name: host.clone(),
@@ -157,15 +159,29 @@ fn import_blocks(blocks: &[Block], sizes: &[(usize, u32)]) -> Result<Import, Imp
     Ok(Import { levels, hosts, notes: vec![] })
 }
 
+/// Returns the name of neighbours that are joined. No block has the spaces of the short form.
+fn joined(names: &[String]) -> String {
+    let list = compress(names);
+    match names {
+        [first, .., last] if list.len() > MOST_BYTES => format!("{first} to {last}"),
+        _ => list,
+    }
+}
+
 /// Returns each size of blocks, and the number of the smallest blocks in one of it.
 fn factors(sizes: &[(usize, u32)]) -> Result<Vec<(u32, usize)>, ImportError> {
     let base = sizes.first().map_or(1, |&(_, size)| size);
     let mut factors: Vec<(u32, usize)> = vec![];
     for &(line, size) in sizes {
+        if size == 0 {
+            return Err(
+                ImportErrorKind::Syntax("a block size is 0; give 1 or more".into()).at(line)
+            );
+        }
         let previous = factors.last().map_or(0, |&(previous, _)| previous);
         let doubles = previous == 0
             || size > previous && size % previous == 0 && (size / previous).is_power_of_two();
-        if size == 0 || !doubles {
+        if !doubles {
             return Err(ImportErrorKind::BlockSize { previous, size }.at(line));
         }
         factors.push((size, usize::try_from(size / base).unwrap_or(usize::MAX)));
@@ -183,6 +199,9 @@ fn check_unique(blocks: &[Block]) -> Result<(), ImportError> {
         }
         for host in &block.hosts {
             if let Some(other) = homes.insert(host, block) {
+                if std::ptr::eq(other, block) {
+                    return Err(ImportErrorKind::Twice(host.clone()).at(block.line));
+                }
                 let kind = ImportErrorKind::TwoParents {
                     child: host.clone(),
                     parent: block.name.clone(),

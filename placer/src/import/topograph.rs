@@ -39,7 +39,8 @@ pub fn read(text: &str, name_label: Option<&str>) -> Result<Import, ImportError>
         ImportErrorKind::Syntax(super::without_position(&error)).at(error.line())
     })?;
     let mut switches = Switches::default();
-    let mut labels = BTreeMap::new();
+    // Per host: the instance, and its labels.
+    let mut instances: BTreeMap<String, (String, BTreeMap<String, String>)> = BTreeMap::new();
     for instance in graph.instances {
         let id = instance.id.as_str();
         let name = match name_label {
@@ -49,15 +50,16 @@ pub fn read(text: &str, name_label: Option<&str>) -> Result<Import, ImportError>
                 instance.labels.get(label).cloned().ok_or_else(missing)?
             }
         };
-        switches.add(id, &name, &instance.network_layers)?;
-        if labels.insert(name.clone(), instance.labels).is_some() {
-            let first = Place::Host(name.clone());
+        if let Some((first, _)) = instances.get(&name) {
+            let first = Place::Host(first.clone());
             return Err(ImportErrorKind::Duplicate { what: "host", name, first }.of(id));
         }
+        switches.add(id, &name, &instance.network_layers)?;
+        instances.insert(name, (instance.id, instance.labels));
     }
     let mut import = tree::import(&switches.list, |tier| format!("tier{tier}"))?;
     for host in &mut import.hosts {
-        let mut labels = labels.remove(&host.name).unwrap_or_default();
+        let (_, mut labels) = instances.remove(&host.name).unwrap_or_default();
         labels.append(&mut host.labels);
         host.labels = labels;
     }
@@ -187,6 +189,16 @@ mod tests {
         assert_eq!(
             why(&GRAPH.replace(r#""id": "i-2""#, r#""id": "i-1""#)),
             "host \"i-1\": host \"i-1\" is defined twice, first for host \"i-1\"; define it once"
+        );
+    }
+
+    #[test]
+    fn instances_that_share_a_name_are_both_named() {
+        let same = GRAPH.replace(r#""name": "n2""#, r#""name": "n1""#);
+        let why = read(&same, Some("name")).unwrap_err().to_string();
+        assert_eq!(
+            why,
+            "host \"i-2\": host \"n1\" is defined twice, first for host \"i-1\"; define it once"
         );
     }
 

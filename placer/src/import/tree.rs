@@ -72,12 +72,12 @@ impl<'a> Tree<'a> {
                     return Err(switch.error(ImportErrorKind::Unknown { parent, child }));
                 };
                 if let Some(other) = parents[at].replace(index) {
-                    return Err(switch.second_parent(child, &switches[other]));
+                    return Err(switch.listed_again(child, &switches[other]));
                 }
             }
             for host in &switch.hosts {
                 if let Some(other) = hosts.insert(host, index) {
-                    return Err(switch.second_parent(host, &switches[other]));
+                    return Err(switch.listed_again(host, &switches[other]));
                 }
             }
         }
@@ -188,8 +188,11 @@ impl Switch {
         ImportError { place: Some(self.place.clone()), kind }
     }
 
-    /// Returns the error for a child or host that `other` listed before this switch.
-    fn second_parent(&self, child: &str, other: &Self) -> ImportError {
+    /// Returns the error for a child or host that `other`, or this switch itself, listed before.
+    fn listed_again(&self, child: &str, other: &Self) -> ImportError {
+        if std::ptr::eq(self, other) {
+            return self.error(ImportErrorKind::Twice(child.into()));
+        }
         self.error(ImportErrorKind::TwoParents {
             child: child.into(),
             parent: self.name.clone(),

@@ -45,8 +45,11 @@ pub fn per_host(text: &str, hosts: usize) -> Result<Vec<u32>, AllocationError> {
     if listed == hosts { Ok(counts) } else { Err(AllocationError::Hosts { listed, hosts }) }
 }
 
+/// The type of GPUs for which Slurm names none.
+pub const UNTYPED: &str = "gpu";
+
 /// Returns the GPUs of a host by type: `4`, or `h100:4,a100:2`. GPUs without a type have the type
-/// `gpu`.
+/// [`UNTYPED`].
 ///
 /// # Errors
 /// If the text is malformed.
@@ -54,7 +57,7 @@ pub fn gpus(text: &str) -> Result<BTreeMap<String, u32>, AllocationError> {
     let wrong = || AllocationError::Gpus(text.chars().take(MOST_SHOWN).collect());
     let mut gpus = BTreeMap::new();
     for item in text.split(',') {
-        let (kind, number) = item.trim().rsplit_once(':').unwrap_or_else(|| ("gpu", item.trim()));
+        let (kind, number) = item.trim().rsplit_once(':').unwrap_or_else(|| (UNTYPED, item.trim()));
         let number = number.parse().map_err(|_| wrong())?;
         if kind.is_empty() || gpus.insert(kind.to_owned(), number).is_some() {
             return Err(wrong());

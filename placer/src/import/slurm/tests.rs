@@ -100,7 +100,7 @@ fn an_import_has_only_the_hosts_of_an_allocation() {
     );
     assert_eq!(
         conf(TREE).unwrap().only(&["n005".into(), "n005".into()]).unwrap_err().to_string(),
-        "host \"n005\" is listed twice; list it once"
+        "\"n005\" is listed twice; list it once"
     );
     // A flat network has every host.
     let flat = read(YAML, Format::Yaml, Some("plain")).unwrap().only(&names).unwrap();
@@ -120,6 +120,19 @@ fn blocks_join_to_blocks_of_the_greater_sizes() {
     assert_eq!(path(&import, "n9"), "b3/b3");
     let plain = conf("BlockName=b1 Nodes=n1\nBlockName=b2 Nodes=n2").unwrap();
     assert_eq!(plain.levels, ["block"]);
+}
+
+/// A list of all names for each host would take gigabytes, and hours to make.
+#[test]
+fn the_name_of_many_joined_blocks_is_short() {
+    let blocks = (0..20_000).map(|n| format!("BlockName=b{} Nodes=n{n}\n", 2 * n));
+    let text = format!("{}BlockSizes=1,16,16384", blocks.collect::<String>());
+    let import = conf(&text).unwrap();
+    assert_eq!(
+        path(&import, "n0"),
+        "b0 to b32766/b[0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30]/b0"
+    );
+    assert_eq!(import.hosts[16_384].labels["block16384"], "b32768 to b39998");
 }
 
 /// Topograph chooses sizes for domains of *D* hosts: *D*, 2 *D*, 4 *D* and so on, up to the largest
@@ -161,7 +174,14 @@ fn yaml_has_a_default_and_names() {
     );
     assert_eq!(
         why(YAML, Some("ring")),
-        "line 25: topology \"ring\" is not supported; racksum reads tree, block and flat"
+        "line 25: topology \"ring\" must be exactly one of tree, block and flat; racksum reads no \
+         others"
+    );
+    let of_two = YAML.replace("  flat: true", "  flat: true\n  block: {blocks: []}");
+    assert_eq!(
+        why(&of_two, Some("plain")),
+        "line 23: topology \"plain\" must be exactly one of tree, block and flat; racksum reads no \
+         others"
     );
     assert_eq!(
         why(&YAML.replace("cluster_default: true", "cluster_default: false"), None),
@@ -184,12 +204,20 @@ fn yaml_that_is_wrong_is_refused_with_its_line() {
         ("      - switch: s1\n", "      - name: s1\n", "line 8: unknown field"),
         ("- topology: plain", "- topology: [", "line "),
         ("nodes: n[01-02]", "nodes: n[01-", "line 8: \"n[01-\" has brackets that do not match"),
+        ("- topology: plain", "---\n- topology: plain", "line 24: only single"),
+        ("topology: fabric", "topology: !include /etc/passwd", "line 2: "),
+        ("nodes: n[01-02]", "nodes: ${HOME}", "line 8: \"${HOME}\" contains '$'"),
+        ("  flat: true", "  flat: true\n  flat: true", "line 25: "),
     ] {
         let text = YAML.replacen(from, to, 1);
         assert_ne!(text, YAML, "{from}");
         let why = read(&text, Format::Yaml, None).unwrap_err().to_string();
         assert!(why.starts_with(start) && !why.contains('\n'), "{why}");
+        assert!(!why.contains("from_str") && !why.contains("Options"), "{why}");
     }
+    // Windows writes a byte-order mark and other ends of lines.
+    let windows = format!("\u{feff}{}", YAML.replace('\n', "\r\n"));
+    assert_eq!(read(&windows, Format::Yaml, None), read(YAML, Format::Yaml, None));
     // An alias bomb ends in an error, and not in memory.
     let mut bomb = "- &a0 {topology: x}\n".to_owned();
     for level in 1..30 {
@@ -244,6 +272,12 @@ fn what_is_no_tree_is_refused_with_its_line() {
              their own, as Slurm requires"
                 .into(),
         ),
+        ("SwitchName=a Nodes=n[1-4,3]", "line 1: \"n3\" is listed twice; list it once".into()),
+        (
+            "SwitchName=a Nodes=n1\nSwitchName=b Switches=a,a",
+            "line 2: \"a\" is listed twice; list it once".into(),
+        ),
+        ("BlockName=a Nodes=n1,n1", "line 1: \"n1\" is listed twice; list it once".into()),
         ("SwitchName=a\n", "the file lists no hosts".into()),
         ("# nothing\n", "the file lists no hosts".into()),
         (
@@ -251,6 +285,10 @@ fn what_is_no_tree_is_refused_with_its_line() {
             "line 2: block size 12 does not follow 4: each size is the previous one times 2, 4, 8 \
              and so on"
                 .into(),
+        ),
+        (
+            "BlockName=a Nodes=n1\nBlockSizes=0,0",
+            "line 2: a block size is 0; give 1 or more".into(),
         ),
     ] {
         assert_eq!(why(text), expected, "{text}");
@@ -283,6 +321,10 @@ fn lines_that_are_wrong_are_refused() {
         (
             "SwitchName=a/b Nodes=n1",
             "line 1: \"a/b\" contains '/', which names of hosts and switches cannot contain",
+        ),
+        (
+            "SwitchName=s[0-1] Nodes=n1",
+            "line 1: \"s[0-1]\" contains '[', which names of hosts and switches cannot contain",
         ),
     ] {
         assert_eq!(why(text), expected, "{text}");
@@ -353,6 +395,9 @@ fn sizes_are_bounded() {
         why,
         "line 3: more than 65536 names are listed, the last of them by \"x2-[1-30000]\""
     );
+    // The names of switches and blocks count too, even without hosts.
+    let empty = "SwitchName=s\n".repeat(70_000);
+    assert!(conf(&empty).unwrap_err().to_string().starts_with("line 65537: more than 65536 names"));
     // A large chain of switches ends in an error without a deep stack.
     let chain = (1..20_000).map(|n| format!("SwitchName=s{n} Switches=s{}\n", n - 1));
     let cycle = format!("SwitchName=s0 Switches=s19999\n{}", chain.collect::<String>());

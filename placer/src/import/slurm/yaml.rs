@@ -1,7 +1,7 @@
 //! `topology.yaml`: a list of named topologies.
 
 use serde::Deserialize;
-use serde_saphyr::Spanned;
+use serde_saphyr::{Spanned, UserMessageFormatter};
 
 use super::super::{ImportError, ImportErrorKind, Place};
 use super::{Names, Topology, chosen};
@@ -98,7 +98,9 @@ fn line<T>(value: &Spanned<T>) -> usize {
 }
 
 fn wrong(error: &serde_saphyr::Error) -> ImportError {
-    let kind = ImportErrorKind::Syntax(super::super::without_position(error.without_snippet()));
+    // The parser's default messages name functions that its caller could use instead.
+    let message = error.without_snippet().render_with_formatter(&UserMessageFormatter);
+    let kind = ImportErrorKind::Syntax(super::super::without_position(message));
     match error.location() {
         Some(location) => kind.at(usize::try_from(location.line()).unwrap_or(usize::MAX)),
         None => kind.nowhere(),
