@@ -204,8 +204,8 @@ fn toml_of(inventory: &Inventory, file: &Path) -> String {
     let text =
         toml::to_string(inventory).expect("an inventory has only numbers, and keys that are text");
     format!(
-        "# {hosts} of {}, with levels widest first.\n# nic_mbit is what --nic-mbit or a label said, \
-         not a measurement, and used resources are not known.\n{}",
+        "# {hosts} of {}, with levels widest first.\n# nic_mbit is what --nic-mbit or a label \
+         said, not a measurement, and used resources are not known.\n{}",
         file.as_str(),
         text.trim_end()
     )

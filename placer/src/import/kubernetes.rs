@@ -237,8 +237,8 @@ mod tests {
             assert_eq!(
                 why(&NODES.replace("\"100000\"", &format!("\"{rate}\"")), &[]),
                 format!(
-                    "host \"gpu-1\": the label racksum.dev/nic-mbit is \"{rate}\"; give a number of \
-                     Mbit/s from 0.001 to 1e9"
+                    "host \"gpu-1\": the label racksum.dev/nic-mbit is \"{rate}\"; give a number \
+                     of Mbit/s from 0.001 to 1e9"
                 )
             );
         }

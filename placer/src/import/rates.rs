@@ -50,8 +50,8 @@ impl FromStr for NicRate {
     }
 }
 
-/// Returns a function from a host's name and its rate in a file to its rate. A later rate replaces an
-/// earlier one.
+/// Returns a function from a host's name and its rate in a file to its rate. A later rate replaces
+/// an earlier one.
 pub(super) fn by_host(rates: &[NicRate]) -> impl Fn(&str, Option<f64>) -> Option<f64> + use<> {
     let default = rates.iter().rfind(|rate| rate.hosts.is_none()).map(|rate| rate.mbit);
     let named = rates
