@@ -239,8 +239,10 @@ impl<'a> CallerSession<'a> {
             return send_message(send, &wrong).await;
         };
         let (registry, drain) = (&self.server.registry, &self.server.drain_requested);
+        let (by, from) = (self.identity(), self.connection.remote_address());
         let done = match self.check_operator() {
             Ok(()) => {
+                tracing::info!(%from, by, ?operation, %to, "an operator asks to move jobs");
                 let request = (operation, to);
                 tokio::select! {
                     moved = job_move::start(Arc::clone(registry), drain.clone(), addr, request) => {
@@ -254,8 +256,6 @@ impl<'a> CallerSession<'a> {
         let answer = match done {
             Ok(jobs) => FromAggregator::Moved { jobs },
             Err(reason) => {
-                let by = self.identity();
-                let from = self.connection.remote_address();
                 STRANGERS.note(|left_out| {
                     tracing::warn!(%from, by, reason, left_out, "jobs are not moved");
                 });

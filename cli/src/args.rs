@@ -15,7 +15,7 @@ Exit codes:
   1  the work failed: a wrong sum, a lost rank, ranks that disagree, a timeout
   2  the command line, the configuration or an input is wrong
   3  the network, the aggregator or file descriptors are unavailable: no answer, a refusal, no room
-  128 + N  ended by signal N (SIGINT: 130); an aggregator or sidecar told to stop exits with 0
+  128 + N  ended by signal N (SIGINT: 130); a server told to stop exits with 0
   141  the reader of standard output has closed it, as `head` does; no message is printed";
 
 /// Parses a size: a whole number of bytes, or of the units K, M, G or T, which are powers of 1024.

@@ -52,9 +52,7 @@ pub(crate) fn network_today(path: &Path) -> Result<Network, Failure> {
 /// Reads a network file like [`network_today`]. Warns if some measurements are old.
 pub(crate) fn read_network(path: &Path) -> Result<Network, Failure> {
     let network = network_today(path)?;
-    let half_life_s = network.half_life_s;
-    let oldest_s = network.oldest_s().filter(|oldest_s| *oldest_s > OLD * half_life_s);
-    if let Some(oldest_s) = oldest_s {
+    if let Some(oldest_s) = network.stale_s() {
         stderr::warn(format_args!(
             "{}: some measurements are {:.1} hours old and count little or, after four \
              half-lives, not at all; measure again with `racksum probe run`",
@@ -112,8 +110,6 @@ pub(crate) fn wrong(path: &Path, why: impl std::fmt::Display) -> Failure {
     Failure::usage(PeerText::of(format!("{}: {why}", path.display())).as_str())
 }
 
-/// Measurements older than this many half-lives are worth a warning: their confidence is below 1/4.
-const OLD: f64 = 2.0;
 /// Clocks of two hosts may differ by this many seconds.
 const SKEW_S: u64 = 600;
 /// The greatest number of items of a list that a message names.

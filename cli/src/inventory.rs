@@ -29,7 +29,7 @@ pub(crate) struct Args {
 /// Text of `--help` after the flags.
 const HELP: &str = "\
 The levels of the printed file are widest first, whatever the direction of the file that is read.
-No such file has the rates of the network interfaces, so --nic-mbit is required.
+No such file has the rates of all network interfaces, so --nic-mbit is required.
 
 Examples:
   racksum inventory slurm /etc/slurm/topology.conf --nic-mbit 25000 --cpus-per-node 64
@@ -68,7 +68,8 @@ enum Command {
         common: Common,
     },
     /// Read the output of `kubectl get nodes -o json`: labels, CPU cores and GPUs that nodes can
-    /// allocate, and taints.
+    /// allocate, and taints. The label racksum.dev/nic-mbit has a node's rate, unless --nic-mbit
+    /// names the node.
     Kubernetes {
         /// The JSON file.
         file: PathBuf,
@@ -208,8 +209,8 @@ fn toml_of(inventory: &Inventory, file: &Path) -> String {
     let text =
         toml::to_string(inventory).expect("an inventory has only numbers, and keys that are text");
     format!(
-        "# {hosts} of {}, with levels widest first.\n# nic_mbit is what --nic-mbit said, not a \
-         measurement, and used resources are not known.\n{}",
+        "# {hosts} of {}, with levels widest first.\n# nic_mbit is what --nic-mbit or a label \
+         said, not a measurement, and used resources are not known.\n{}",
         file.as_str(),
         text.trim_end()
     )

@@ -41,10 +41,10 @@ struct Request {
     #[arg(long, value_name = "HOST:PORT", value_parser = target)]
     to: MoveTarget,
     /// The aggregator that serves now, as HOST:PORT or as the path of its status socket [default:
-    /// the aggregator of this user on this host; of several, the one that serves JOB].
+    /// the aggregator of this user on this host; `move` chooses the one that serves JOB].
     #[arg(long, value_name = "WHICH")]
     from: Option<String>,
-    /// Identity file with the aggregator role, which moving jobs requires if the aggregator has
+    /// Identity file with role aggregator, which moving jobs requires if the aggregator has
     /// identities [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,

@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// this sidecar.
     #[arg(long, value_name = "HOSTS")]
     aggregator: Option<String>,
-    /// Identity file to connect with. It needs the aggregator role, because a sidecar joins for
+    /// Identity file to connect with. It needs role aggregator, because a sidecar joins for
     /// several ranks: `racksum identity issue --role aggregator` writes it [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "aggregator", conflicts_with = "insecure")]
     identity: Option<PathBuf>,

@@ -270,7 +270,7 @@ impl<'a> Decider<'a> {
     /// Makes a plan once all workers are there. Returns whether there is one.
     fn plan_anew(&mut self, are_workers_ready: bool) -> bool {
         // A file that becomes unreadable later does no harm to a plan that exists.
-        let network = match self.network() {
+        let mut network = match self.network() {
             Ok(network) => network,
             Err(message) => {
                 // Nobody tells the operator that a foreign ConfigMap has changed.
@@ -284,11 +284,21 @@ impl<'a> Decider<'a> {
             self.conditions.set(PLANNED, false, "WaitingForWorkers", "waiting for the workers");
             return false;
         }
-        self.make_plan(&network)
+        let stale_s = network.stale_s();
+        network.forget();
+        let is_planned = self.make_plan(&network);
+        if let Some(stale_s) = stale_s.filter(|_| is_planned) {
+            let message = format!(
+                "some measurements of the network file are {:.1} hours old and count little or, \
+                 after four half-lives, not at all; measure again, and update the ConfigMap",
+                stale_s / 3600.0
+            );
+            self.conditions.note(true, "StaleNetwork", message, None);
+        }
+        is_planned
     }
 
-    /// Reads the network file, with the ages that its measurements have now and without those that
-    /// are too old to count.
+    /// Reads the network file, with the ages that its measurements have now.
     fn network(&self) -> Result<Network, String> {
         let Some(file) = &self.observed.group.spec.topology.network else {
             return Ok(Network::default());
@@ -300,11 +310,7 @@ impl<'a> Decider<'a> {
             toml::from_str(text).map_err(|error| error.to_string())
         };
         let now = u64::try_from(self.observed.now.as_second()).unwrap_or(0);
-        let parsed = parsed.map(|network| {
-            let mut network = network.at(now);
-            network.forget();
-            network
-        });
+        let parsed = parsed.map(|network| network.at(now));
         parsed.map_err(|error| format!("key {} of ConfigMap {}: {error}", file.key, file.name))
     }
 

@@ -42,7 +42,7 @@ struct Run {
     namespace: Option<String>,
     /// The name of this replica, unique among all [default: the host's name].
     #[arg(long)]
-    identity: Option<String>,
+    replica: Option<String>,
     /// The namespace of the Lease by which replicas agree on a leader [default: that of the service
     /// account, or of the current context].
     #[arg(long)]
@@ -96,7 +96,7 @@ impl Termination for End {
     fn report(self) -> ExitCode {
         let Err(failure) = self.0 else { return ExitCode::SUCCESS };
         // A closed standard error must not change the exit code.
-        drop(writeln!(std::io::stderr(), "{}", failure.message));
+        drop(writeln!(std::io::stderr(), "racksum-operator: {}", failure.message));
         ExitCode::from(failure.exit)
     }
 }
@@ -132,7 +132,7 @@ async fn serve(args: &Run) -> Result<(), Failure> {
              KUBECONFIG"
         ))
     })?;
-    let identity = args.identity.clone().map_or_else(host_name, Ok)?;
+    let identity = args.replica.clone().map_or_else(host_name, Ok)?;
     let namespace = args.lease_namespace.as_deref().unwrap_or_else(|| client.default_namespace());
     let mut election = Election::new(&client, namespace, LEASE, &identity);
     let duration = Duration::from_secs(args.lease_duration);
@@ -194,7 +194,7 @@ async fn leave(election: &Election) -> Result<(), Failure> {
 fn host_name() -> Result<String, Failure> {
     let read = std::fs::read_to_string("/proc/sys/kernel/hostname");
     let name = read.map_err(|error| {
-        Failure::failed(format!("cannot read the host's name: {error}; pass --identity"))
+        Failure::failed(format!("cannot read the host's name: {error}; pass --replica"))
     })?;
     Ok(name.trim().into())
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Node, Pod, Toleration};
 use kube::{Resource, ResourceExt};
+use racksum_placer::import::kubernetes::nic_mbit;
 use racksum_placer::inventory::{Amount, Host, Inventory};
 use racksum_placer::job::Job;
 use racksum_placer::model::{StepTime, step_time};
@@ -93,7 +94,7 @@ impl Room<'_> {
 pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
     let sizes = Sizes::of(request);
     let rooms = rooms(request);
-    let mut inventory = inventory(request, &rooms, &sizes);
+    let mut inventory = inventory(request, &rooms, &sizes)?;
     if let Some(tree) = &request.network.tree {
         inventory = inventory.placed_by(tree);
     }
@@ -339,11 +340,17 @@ fn is_tolerated(node: &Node, tolerations: Option<&Vec<Toleration>>) -> bool {
     untolerated(node, tolerations.map_or(&[], Vec::as_slice)).is_none()
 }
 
-fn inventory(request: &Request<'_>, rooms: &[Room<'_>], sizes: &Sizes) -> Inventory {
+fn inventory(
+    request: &Request<'_>,
+    rooms: &[Room<'_>],
+    sizes: &Sizes,
+) -> Result<Inventory, Unplanned> {
     let topology = &request.group.spec.topology;
     let placed = request.placed_workers();
     let hosts = rooms.iter().map(|room| {
         let name = room.node.name_any();
+        let labelled = nic_mbit(room.node.labels())
+            .map_err(|error| Unplanned::Topology(format!("node {name}: {error}")))?;
         let seats = if request.follows() {
             let here = placed.get(name.as_str()).copied().unwrap_or(0);
             Amount { total: here, used: 0 }
@@ -368,9 +375,9 @@ fn inventory(request: &Request<'_>, rooms: &[Room<'_>], sizes: &Sizes) -> Invent
         let fits = if request.group.spec.aggregators.host_network { fits.min(1) } else { fits };
         let cpu = |amounts: &Amounts| amounts.get(CPU).map_or(0, |amount| millis(*amount));
         let total = cpu(&room.total);
-        Host {
+        Ok(Host {
             address: None,
-            nic_mbit: nic_mbit(room.node).unwrap_or(topology.nic_mbit),
+            nic_mbit: labelled.unwrap_or(topology.nic_mbit),
             labels: room.node.labels().clone(),
             cpus: Amount { total, used: cpu(&room.used).min(total) },
             gpus: BTreeMap::from([(SEATS.into(), seats)]),
@@ -378,18 +385,11 @@ fn inventory(request: &Request<'_>, rooms: &[Room<'_>], sizes: &Sizes) -> Invent
             aggregator: None,
             max_aggregators: Some(fits),
             name,
-        }
+        })
     });
-    Inventory { levels: topology.levels.clone(), hosts: hosts.collect() }
+    Ok(Inventory { levels: topology.levels.clone(), hosts: hosts.collect::<Result<_, _>>()? })
 }
 
-/// Returns the rate of a node's interface that its label gives, in Mbit/s.
-fn nic_mbit(node: &Node) -> Option<f64> {
-    node.labels().get(NIC_LABEL)?.parse().ok()
-}
-
-/// The label with the rate of a node's network interface in Mbit/s.
-pub const NIC_LABEL: &str = "racksum.dev/nic-mbit";
 /// The placer's resource that stands for places of workers.
 const SEATS: &str = "workers";
 

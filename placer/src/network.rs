@@ -66,9 +66,15 @@ impl Network {
         self
     }
 
-    /// Returns the age of the oldest measurement in seconds, if there is any.
+    /// Returns the age of the oldest measurement in seconds, if that is old enough to deserve a
+    /// warning: less than a quarter of its confidence is left.
     #[must_use]
-    pub fn oldest_s(&self) -> Option<f64> {
+    pub fn stale_s(&self) -> Option<f64> {
+        self.oldest_s().filter(|oldest_s| *oldest_s > STALE_HALF_LIVES * self.half_life_s)
+    }
+
+    /// Returns the age of the oldest measurement in seconds, if there is any.
+    fn oldest_s(&self) -> Option<f64> {
         let links = self.links.iter().flat_map(|link| [link.up, link.down]).flatten();
         let paths = self.pairs.iter().map(|pair| pair.path);
         let ages = links.chain(paths).map(|measurement| measurement.age_s);
@@ -88,6 +94,9 @@ impl Network {
         links.flatten().chain(self.pairs.iter_mut().map(|pair| &mut pair.path))
     }
 }
+
+/// The age from which a measurement is stale, in half-lives.
+const STALE_HALF_LIVES: f64 = 2.0;
 
 /// The link between a vertex and its parent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -23,7 +23,7 @@ pub(super) struct Apply {
     /// File to write that placement to, in place of standard output.
     #[arg(long, value_name = "FILE", requires = "apply")]
     out: Option<PathBuf>,
-    /// Identity file with the aggregator role, which moving jobs requires if the aggregators have
+    /// Identity file with role aggregator, which moving jobs requires if the aggregators have
     /// identities [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "apply", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
@@ -72,8 +72,13 @@ impl Apply {
         match out.zip(self.out.as_deref()) {
             Some((mut out, path)) => {
                 let written = writeln!(out.file(), "{json}");
-                written.map_err(|error| cannot_write(path, &error))?;
-                out.commit()
+                let saved = written.map_err(|error| cannot_write(path, &error));
+                let saved = saved.and_then(|()| out.commit());
+                if saved.is_err() {
+                    // A full disk must not cost the placement, which exists nowhere else.
+                    print_line(&json)?;
+                }
+                saved
             }
             None => print_line(&json),
         }
@@ -98,9 +103,9 @@ impl Apply {
             proposal.placement.aggregator_hosts().into_iter().find(|(_, count)| *count > 1);
         if let Some((host, count)) = several {
             return Err(Failure::usage(format!(
-                "the moves are not applied: {count} aggregators would run on {}, and the file of \
-                 nodes has one address for a host's aggregator; move the job by hand with `racksum \
-                 move`",
+                "the moves are not applied: {count} aggregators would run on {}, and the \
+                 nodes file has one address for a host's aggregator; move the job by hand with \
+                 `racksum move`",
                 topology.host(host).name
             )));
         }
@@ -118,7 +123,7 @@ impl Apply {
         let from: Vec<_> = proposal.aggregator_moves.iter().map(|it| address(it.from)).collect();
         let Some(asked) = from.first().cloned() else { return Ok(present.clone()) };
         move_job(job, asked, &to, (self.identity.clone(), self.insecure)).map_err(|failure| {
-            let why = format!("the aggregators of job {job:?} were not moved: {failure}");
+            let why = format!("cannot move the aggregators of job {job:?}: {failure}");
             Failure { why, ..failure }
         })?;
         stderr::print_line(format_args!(

@@ -207,7 +207,7 @@ impl<'a> Hosts<'a> {
                 let why = why.unwrap_or_else(|| format!("it serves on {}", status.addr));
                 Err(Failure::usage(format!(
                     "cannot tell the host of the aggregator {which}: {why}; give the host's \
-                     `address` or `aggregator` in the file of nodes"
+                     `address` or `aggregator` in the nodes file"
                 )))
             }
         }
@@ -254,7 +254,7 @@ fn resolved(host: &str, address: &str) -> Result<Vec<SocketAddr>, Failure> {
     resolve_blocking(address).map_err(|error| {
         Failure::unavailable(format!(
             "cannot find the address of host {host}: {address}: {error}; give its `address` in \
-             the file of nodes"
+             the nodes file"
         ))
     })
 }

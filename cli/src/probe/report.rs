@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use racksum_placer::inventory::Inventory;
 use racksum_placer::network::Network;
+use racksum_placer::notes::misplaced;
 use racksum_placer::survey::faster_interfaces;
 use racksum_placer::topology::Topology;
 use racksum_probe::Outcome;
@@ -39,6 +41,13 @@ pub(super) fn warn_of_faster_interfaces(topology: &Topology, network: &Network) 
         )
     });
     warn_all(bounded(faster.collect(), ("more host", "with a wrong nic_mbit")));
+}
+
+/// Warns of hosts that were measured in other domains than their labels say.
+pub(super) fn warn_of_wrong_labels(labelled: &Inventory, network: &Network) {
+    let notes = network.tree.iter().flat_map(|tree| misplaced(labelled, tree));
+    let lines = notes.map(|note| note.to_string()).collect();
+    warn_all(bounded(lines, ("more host", "with a wrong label")));
 }
 
 fn warn_all(lines: Vec<String>) {
@@ -92,7 +101,6 @@ fn bounded(mut lines: Vec<String>, (noun, are): (&str, &str)) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use racksum_placer::inventory::Inventory;
     use racksum_probe::{Usage, WrongLabel};
 
     use super::*;

@@ -23,9 +23,10 @@ pub(crate) struct Args {
     bind: IpAddr,
     /// UDP port of the control server; 0 for a free one.
     #[arg(long, value_name = "PORT", default_value_t = PORT)]
+    #[arg(value_parser = args::number::<u16>(0..=65534))]
     port: u16,
     /// UDP port of the measurements; 0 for a free one [default: the one after --port].
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(0..=65535))]
     data_port: Option<u16>,
     /// Identity file with role aggregator; then only coordinators with an identity of that role
     /// from the same authority are served [env: RACKSUM_IDENTITY].
@@ -44,7 +45,7 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     single_threaded().map_err(cannot)?.block_on(async {
         let mut signals = Ending::listen().map_err(cannot)?;
         let bind = SocketAddr::new(args.bind, args.port);
-        let next = if args.port == 0 { 0 } else { args.port.saturating_add(1) };
+        let next = if args.port == 0 { 0 } else { args.port + 1 };
         let data_port = args.data_port.unwrap_or(next);
         let agent = Agent::open(bind, data_port, &credentials).map_err(|error| match error {
             NetError::PortTaken { addr } if addr.port() == data_port => {

@@ -19,8 +19,8 @@ pub(crate) struct Args {
     /// The network file, as `racksum probe run` writes it.
     #[arg(long, value_name = "FILE")]
     net: PathBuf,
-    /// The hosts of the cluster: checks that the file names no others, and that `nic_mbit` is what
-    /// was measured.
+    /// The hosts of the cluster: checks that the file names no others, and that `nic_mbit` and the
+    /// labels are what was measured.
     #[arg(long, value_name = "FILE")]
     nodes: Option<PathBuf>,
     /// Write a heat map of the rates between all hosts to this file.
@@ -32,9 +32,11 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let network = read_network(&args.net)?;
     if let Some(nodes) = &args.nodes {
         let inventory: Inventory = read(nodes)?;
+        let labelled = inventory.clone();
         let (topology, placed) = placed((nodes, inventory), (&args.net, network.clone()))?;
         let links = Links::new(&topology, &placed).map_err(|error| wrong(&args.net, error))?;
         report::warn_of_faster_interfaces(&topology, &placed);
+        report::warn_of_wrong_labels(&labelled, &placed);
         if let Some(svg) = &args.svg {
             let picture = heat_map::of(&topology, &links).map_err(Failure::usage)?;
             let mut out = OutFile::create(svg)?;

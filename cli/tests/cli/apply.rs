@@ -1,5 +1,6 @@
 //! `racksum place --rebalance --apply`: the aggregators of a running job move to better hosts.
 
+use std::process::Command;
 use std::sync::atomic::Ordering::SeqCst;
 
 use serde_json::{Value, json};
@@ -7,7 +8,7 @@ use serde_json::{Value, json};
 use crate::failover::{Load, serve};
 use crate::files::Folder;
 use crate::ports::own_port;
-use crate::process::{Ended, Serving, run};
+use crate::process::{Ended, Process, RACKSUM, Serving, run};
 use crate::status::status_of;
 
 /// The files of the running job "load". Its ranks are on two hosts, and its aggregators on others.
@@ -50,11 +51,17 @@ impl Files {
     }
 
     fn apply(&self, placement: &str, flags: &[&str]) -> Ended {
+        let line = self.line(placement, flags);
+        run(&line.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// Returns the words of a command that applies moves.
+    fn line(&self, placement: &str, flags: &[&str]) -> Vec<String> {
         let [job, nodes, net, placement] =
             ["job.toml", "nodes.toml", "net.toml", placement].map(|name| self.0.path(name));
         let line = ["place", "--job", &job, "--nodes", &nodes, "--net", &net];
         let line = [&line[..], &["--placement", &placement, "--rebalance", "--apply"]].concat();
-        run(&[&line[..], flags].concat())
+        [&line[..], flags].concat().into_iter().map(str::to_owned).collect()
     }
 }
 
@@ -92,6 +99,16 @@ fn a_running_job_moves_to_the_better_host_and_its_sums_stay_the_same() {
         assert_eq!(applied.out, "");
         let kept: Value = serde_json::from_slice(&std::fs::read(out).unwrap()).unwrap();
         assert_eq!(kept, expected);
+
+        // A limit on the size of files simulates a full disk.
+        let script = "trap '' XFSZ; ulimit -f 0; exec \"$0\" \"$@\"";
+        let full = files.0.path("full.json");
+        let mut line = Command::new("sh");
+        line.args(["-c", script, RACKSUM]).args(files.line("placement.json", &["--out", &full]));
+        let ended = Process::spawn(&mut line).end(60);
+        let why = format!("cannot write {full}: ");
+        assert!(ended.code == Some(1) && ended.err.contains(&why), "{ended:?}");
+        assert_eq!(serde_json::from_str::<Value>(&ended.out).unwrap(), expected);
         load.await_ops(1);
     });
     // Each rank has compared each sum with its first one.
@@ -108,7 +125,7 @@ fn a_move_that_is_refused_leaves_the_job_and_the_files_as_they_were() {
         let out = files.0.path("after.json");
         let why = files.apply("placement.json", &["--out", &out]);
         let sentence = why.failed(3);
-        assert!(sentence.contains("the aggregators of job \"load\" were not moved: "), "{why:?}");
+        assert!(sentence.contains("cannot move the aggregators of job \"load\": "), "{why:?}");
         assert!(sentence.contains("no answer from"), "{why:?}");
         assert!(!std::fs::exists(out).unwrap());
         assert!(serves(&serving));
@@ -116,7 +133,7 @@ fn a_move_that_is_refused_leaves_the_job_and_the_files_as_they_were() {
         // The placement file names a host on which the job does not run.
         let files = Files::new("stale", &[(&nobody, 10.0), (&serving.addr, 900.0)], 1);
         let why = files.apply("placement.json", &[]);
-        assert!(why.failed(3).contains("were not moved: "), "{why:?}");
+        assert!(why.failed(3).contains("cannot move the aggregators of job"), "{why:?}");
         load.await_ops(1);
     });
     for (flags, why) in [

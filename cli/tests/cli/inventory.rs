@@ -41,8 +41,9 @@ fn a_topology_of_slurm_is_planned_on() {
     let toml = print(&folder, "slurm", "topology.conf", TOPOLOGY, &flags).ok().out;
     let file = folder.path("topology.conf");
     let head = format!(
-        "# 3 hosts of {file}, with levels widest first.\n# nic_mbit is what --nic-mbit said, not a \
-         measurement, and used resources are not known.\nlevels = [\"level1\", \"level0\"]\n"
+        "# 3 hosts of {file}, with levels widest first.\n# nic_mbit is what --nic-mbit or a label \
+         said, not a measurement, and used resources are not known.\nlevels = [\"level1\", \
+         \"level0\"]\n"
     );
     assert!(toml.starts_with(&head), "{toml}");
     assert!(toml.contains("nic_mbit = 25000.0\ncpus = 16\n"), "{toml}");

@@ -189,6 +189,19 @@ fn an_interface_that_is_faster_than_the_inventory_says_is_named() {
 }
 
 #[test]
+fn a_host_with_a_wrong_label_is_named_when_the_file_is_shown() {
+    let folder = Folder::new("probe-label");
+    let [nodes, net] = ["nodes.toml", "net.toml"].map(|name| folder.path(name));
+    let host = "[[hosts]]\nname = 'h1'\nlabels = { rack = 'a' }\nnic_mbit = 100\n";
+    std::fs::write(&nodes, format!("levels = ['rack']\n{host}")).unwrap();
+    let tree = "[tree]\nlevels = ['rack']\n[tree.hosts]\nh1 = { labels = ['b'] }\n";
+    std::fs::write(&net, tree).unwrap();
+    let shown = run(&["probe", "show", "--net", &net, "--nodes", &nodes]).ok();
+    let warning = "warning: h1 counts as a host of b, where it was measured; its labels say a";
+    assert!(shown.err.contains(warning), "{shown:?}");
+}
+
+#[test]
 fn a_tree_that_is_old_or_of_other_hosts_is_named() {
     let folder = Folder::new("probe-tree");
     let path = |name: &str| folder.path(name);

@@ -313,7 +313,7 @@ mod tests {
             workers: &Members::of(&asked, &pods).workers,
         };
         let (sizes, rooms) = (Sizes::of(&request), rooms(&request));
-        let topology = Topology::new(&inventory(&request, &rooms, &sizes)).unwrap();
+        let topology = Topology::new(&inventory(&request, &rooms, &sizes).unwrap()).unwrap();
         let links = Links::new(&topology, request.network).unwrap();
         let job = job(&request, &sizes);
         let problem = Problem::new(&topology, &links, &job).unwrap();

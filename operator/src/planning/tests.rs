@@ -170,6 +170,17 @@ fn a_plan_of_another_group_reserves_its_room() {
 }
 
 #[test]
+fn a_label_that_is_no_rate_is_told() {
+    let nodes = [node("h1", "r1", |node| {
+        node["metadata"]["labels"]["racksum.dev/nic-mbit"] = json!("25G");
+    })];
+    let error = plan_of(&group("FollowWorkers", 1, |_| {}), &nodes, &[], &[]).unwrap_err();
+    let expected = "node h1: the label racksum.dev/nic-mbit is \"25G\"; give a number of Mbit/s \
+                    from 0.001 to 1e9";
+    assert_eq!(error, Unplanned::Topology(expected.into()));
+}
+
+#[test]
 fn nodes_without_the_labels_are_told() {
     let nodes = [node("h1", "r1", |node| node["metadata"]["labels"] = json!({}))];
     let asked = group("FollowWorkers", 1, |_| {});

@@ -34,7 +34,7 @@ fn configured(folder: &Path, server: &Server) -> std::path::PathBuf {
 
 fn replica(config: &Path, identity: &str) -> Child {
     let mut command = program();
-    command.env("KUBECONFIG", config).args(["run", "--identity", identity]);
+    command.env("KUBECONFIG", config).args(["run", "--replica", identity]);
     command.args(["--lease-duration", "2", "--health", "127.0.0.1:0"]).spawn().unwrap()
 }
 
@@ -102,7 +102,7 @@ async fn a_leader_that_lost_the_server_leads_again_and_tells() {
 async fn without_an_api_server_the_message_says_what_to_do() {
     let failed = output(&["run"]).await;
     let text = String::from_utf8(failed.stderr).unwrap();
-    assert!(text.starts_with("no access to the API server: "), "{text}");
+    assert!(text.starts_with("racksum-operator: no access to the API server: "), "{text}");
     assert!(text.ends_with("set KUBECONFIG\n"), "{text}");
     assert_eq!(failed.status.code(), Some(3));
 }

@@ -80,7 +80,8 @@ async fn measurements_of_the_network_file_count() {
     assert!(missing["message"].as_str().unwrap().contains("net does not exist"), "{missing}");
     // h1 receives slowly, so the aggregator of the workers there goes elsewhere. A host that does
     // not exist any more does no harm.
-    let text = "[[links]]\nof = 'h1'\nup = { mbit = 9000 }\ndown = { mbit = 9000 }\n\
+    let text = "[[links]]\nof = 'h1'\nup = { mbit = 9000, age_s = 180000 }\n\
+                down = { mbit = 9000 }\n\
                 [[links]]\nof = 'h2'\nup = { mbit = 9 }\ndown = { mbit = 9 }\n\
                 [[links]]\nof = 'gone'\nup = { mbit = 9 }\n";
     world.create(Kind::ConfigMap, json!({"metadata": {"name": "net"}, "data": {"net.toml": text}}));
@@ -92,6 +93,8 @@ async fn measurements_of_the_network_file_count() {
     world.until_condition("Ready", "AggregatorsReady").await;
     let node = node_of(&world.server.store_quietly(), "vision-aggregator-0").unwrap();
     assert!(["h3", "h4"].contains(&node.as_str()), "{node}");
+    let note = world.until_event("StaleNetwork").await;
+    assert!(note.starts_with("some measurements of the network file are 50.0 hours old"), "{note}");
 }
 
 #[tokio::test]

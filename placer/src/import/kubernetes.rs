@@ -4,13 +4,18 @@
 //! `topology.kubernetes.io/zone`, `rack`. The reader refuses a list in the opposite order.
 //!
 //! CPU cores and GPUs are what nodes can allocate; what pods use is not part of a node. Taints with
-//! the effects NoSchedule and NoExecute become `key=value`, or `key` if they have no value.
+//! the effects NoSchedule and NoExecute become `key=value`, or `key` if they have no value. The
+//! label [`NIC_LABEL`] has the rate of the network interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
 use super::{Import, ImportError, ImportErrorKind, ImportedHost};
+use crate::inventory::MBIT;
+
+/// The label with the rate of a node's network interface in Mbit/s.
+pub const NIC_LABEL: &str = "racksum.dev/nic-mbit";
 
 #[derive(Deserialize)]
 struct List {
@@ -100,7 +105,18 @@ fn host(node: Node, levels: &[String]) -> Result<ImportedHost, ImportError> {
     // A taint is often set with both effects.
     let taints: BTreeSet<_> = taints.collect();
     let cpus = amount("cpu")?;
-    Ok(ImportedHost { name, labels, cpus, gpus, taints: taints.into_iter().collect() })
+    let nic_mbit = nic_mbit(&labels).map_err(|error| error.of(&name))?;
+    Ok(ImportedHost { name, labels, nic_mbit, cpus, gpus, taints: taints.into_iter().collect() })
+}
+
+/// Returns the rate of a node's network interface in Mbit/s, if a label has it.
+///
+/// # Errors
+/// If the label has no rate.
+pub fn nic_mbit(labels: &BTreeMap<String, String>) -> Result<Option<f64>, ImportErrorKind> {
+    let Some(text) = labels.get(NIC_LABEL) else { return Ok(None) };
+    let mbit = text.parse().ok().filter(|mbit| MBIT.contains(mbit));
+    mbit.map(Some).ok_or_else(|| ImportErrorKind::NicLabel(text.clone()))
 }
 
 /// The resources that are GPUs, each with the label that names their type.
@@ -153,7 +169,7 @@ mod tests {
         {"apiVersion": "v1", "kind": "Node",
          "metadata": {"name": "gpu-1", "uid": "x", "labels": {
             "kubernetes.io/hostname": "gpu-1", "topology.kubernetes.io/zone": "a", "rack": "r1",
-            "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}},
+            "racksum.dev/nic-mbit": "100000", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}},
          "spec": {"taints": [
             {"key": "nvidia.com/gpu", "effect": "NoSchedule", "value": "present"},
             {"key": "nvidia.com/gpu", "effect": "NoExecute", "value": "present"},
@@ -183,6 +199,8 @@ mod tests {
         assert_eq!(cpu.taints, ["node.kubernetes.io/unschedulable"]);
         let inventory = import.inventory(&["25000".parse().unwrap()]).unwrap();
         assert_eq!(inventory.levels, [ZONE, "rack"]);
+        let rates = inventory.hosts.iter().map(|host| host.nic_mbit);
+        assert_eq!(rates.collect::<Vec<_>>(), [100_000.0, 25_000.0]);
         // Without the label of a product, the resource is the type.
         let plain = NODES.replace(r#","nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3""#, "");
         let plain = plain.replace("nvidia.com/gpu.product", "other");
@@ -215,6 +233,15 @@ mod tests {
             why(&NODES.replace("63500m", "6e4"), &[]),
             "host \"gpu-1\": cpu is \"6e4\"; racksum reads numbers, as in 64 or 63500m"
         );
+        for rate in ["100G", "0", "NaN"] {
+            assert_eq!(
+                why(&NODES.replace("\"100000\"", &format!("\"{rate}\"")), &[]),
+                format!(
+                    "host \"gpu-1\": the label racksum.dev/nic-mbit is \"{rate}\"; give a number \
+                     of Mbit/s from 0.001 to 1e9"
+                )
+            );
+        }
         assert_eq!(why("{}", &[]), "line 1: missing field `items`");
         assert_eq!(why(r#"{"items": []}"#, &[]), "the file lists no hosts");
         for end in 0..NODES.len() {

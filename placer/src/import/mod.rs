@@ -5,8 +5,8 @@
 //! levels with the **widest first**. The formats differ in direction, and each reader says which
 //! direction its format has.
 //!
-//! No format has the rates of the hosts' network interfaces. They come from the caller as
-//! [`NicRate`]s, and an import without them is no inventory.
+//! Only nodes of Kubernetes may have the rates of their network interfaces, in a label. Other rates
+//! come from the caller as [`NicRate`]s, and an import without them is no inventory.
 
 pub mod hostlist;
 pub mod kubernetes;
@@ -41,6 +41,8 @@ pub struct ImportedHost {
     pub name: String,
     /// The labels, including those of all levels.
     pub labels: BTreeMap<String, String>,
+    /// The rate of the network interface in Mbit/s, if the file has it.
+    pub nic_mbit: Option<f64>,
     /// CPU cores.
     pub cpus: u32,
     /// GPUs by type.
@@ -96,7 +98,8 @@ impl Import {
         Ok(Self { hosts: only.collect::<Result<_, _>>()?, ..self })
     }
 
-    /// Returns the inventory of the hosts, with these rates of their network interfaces.
+    /// Returns the inventory of the hosts, with these rates of their network interfaces. A rate in
+    /// the file wins over that of all hosts, and a rate of named hosts over both.
     ///
     /// # Errors
     /// If a host has no rate, or the hosts are no tree.
@@ -110,7 +113,7 @@ impl Import {
                 max_aggregators: None,
                 name: host.name.clone(),
                 labels: host.labels.clone(),
-                nic_mbit: rates(&host.name).ok_or_else(missing)?,
+                nic_mbit: rates(&host.name, host.nic_mbit).ok_or_else(missing)?,
                 cpus: Amount { total: host.cpus, used: 0 },
                 gpus: host
                     .gpus
@@ -255,6 +258,12 @@ pub enum ImportErrorKind {
         /// The amount.
         amount: String,
     },
+    /// The label with the rate of a node's network interface is not a rate.
+    #[error(
+        "the label {NIC_LABEL} is {0:?}; give a number of Mbit/s from 0.001 to 1e9",
+        NIC_LABEL = kubernetes::NIC_LABEL
+    )]
+    NicLabel(String),
     /// A host is not in the file.
     #[error("the file does not list host {0:?}; every host needs a place in the topology")]
     Missing(String),

@@ -50,14 +50,15 @@ impl FromStr for NicRate {
     }
 }
 
-/// Returns a function from a host's name to its rate. A later rate replaces an earlier one.
-pub(super) fn by_host(rates: &[NicRate]) -> impl Fn(&str) -> Option<f64> + use<> {
+/// Returns a function from a host's name and its rate in a file to its rate. A later rate replaces
+/// an earlier one.
+pub(super) fn by_host(rates: &[NicRate]) -> impl Fn(&str, Option<f64>) -> Option<f64> + use<> {
     let default = rates.iter().rfind(|rate| rate.hosts.is_none()).map(|rate| rate.mbit);
     let named = rates
         .iter()
         .flat_map(|rate| rate.hosts.iter().flatten().map(|host| (host.clone(), rate.mbit)));
     let named: BTreeMap<_, _> = named.collect();
-    move |host| named.get(host).copied().or(default)
+    move |host, own| named.get(host).copied().or(own).or(default)
 }
 
 #[cfg(test)]
@@ -69,10 +70,12 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_of_named_hosts_wins_over_that_of_all() {
+    fn a_rate_of_named_hosts_wins_over_that_of_the_file_and_that_over_the_rate_of_all() {
         let of = by_host(&[rate("n[1-2]=100"), rate("25000"), rate("n2=50")]);
-        assert_eq!(["n1", "n2", "n3"].map(of), [100.0, 50.0, 25_000.0].map(Some));
-        assert_eq!(by_host(&[rate("n1=100")])("n2"), None);
+        let of_none = |host| of(host, None);
+        assert_eq!(["n1", "n2", "n3"].map(of_none), [100.0, 50.0, 25_000.0].map(Some));
+        assert_eq!(["n2", "n3"].map(|host| of(host, Some(7.0))), [50.0, 7.0].map(Some));
+        assert_eq!(by_host(&[rate("n1=100")])("n2", None), None);
     }
 
     #[test]
