@@ -58,6 +58,7 @@ impl Summary {
             && self.ddp_saved.is_none_or(|saved| saved >= LEAST_SAVED)
             && self.of_best.is_some_and(|share| share >= LEAST_OF_BEST)
             && self.uniform.is_some_and(|ratio| ratio <= MOST_UNIFORM)
+            && self.held_out >= LEAST_HELD_OUT
             && self.spearman.is_some_and(|spearman| spearman >= LEAST_SPEARMAN)
             && self.error.is_some_and(|error| error <= MOST_ERROR)
     }
@@ -86,8 +87,8 @@ impl fmt::Display for Summary {
         )?;
         writeln!(
             f,
-            "{} held-out placements: Spearman (at least {LEAST_SPEARMAN}) {}, mean error (at most \
-             {MOST_ERROR}) {}",
+            "{} held-out placements (at least {LEAST_HELD_OUT}): Spearman (at least \
+             {LEAST_SPEARMAN}) {}, mean error (at most {MOST_ERROR}) {}",
             self.held_out,
             number(self.spearman),
             number(self.error)
@@ -132,6 +133,7 @@ fn correlation(one: &[f64], other: &[f64]) -> Option<f64> {
 const LEAST_SAVED: f64 = 0.2;
 const LEAST_OF_BEST: f64 = 0.95;
 const MOST_UNIFORM: f64 = 1.02;
+const LEAST_HELD_OUT: usize = 40;
 const LEAST_SPEARMAN: f64 = 0.9;
 const MOST_ERROR: f64 = 0.15;
 
@@ -168,19 +170,24 @@ mod tests {
             measured_s,
             ddp_s: (flaw != "uniform").then_some(2.0 * measured_s),
         };
-        let summary = Summary::of(&[
+        let mut outcomes = vec![
             outcome(0, "h1 slow", "placer", 1.0, 1.0),
             outcome(0, "h1 slow", "labels", 2.0, 2.0),
-            outcome(0, "h1 slow", "random", 1.2, 1.0),
-            outcome(0, "h1 slow", "random", 4.0, 4.0),
             outcome(1, "uniform", "placer", 1.0, 1.01),
             outcome(1, "uniform", "labels", 1.0, 1.0),
-        ]);
+        ];
+        for _ in 0..LEAST_HELD_OUT / 2 {
+            outcomes.insert(2, outcome(0, "h1 slow", "random", 1.2, 1.0));
+            outcomes.insert(2, outcome(0, "h1 slow", "random", 4.0, 4.0));
+        }
+        let summary = Summary::of(&outcomes);
         assert_eq!(
             (summary.saved, summary.ddp_saved, summary.of_best, summary.uniform),
             (Some(0.5), Some(0.5), Some(1.0), Some(1.01))
         );
         assert!((summary.error.unwrap() - 0.1).abs() < 1e-12);
         assert!(summary.holds());
+        outcomes.remove(2);
+        assert!(!Summary::of(&outcomes).holds(), "too few placements test the predictions");
     }
 }
