@@ -10,7 +10,7 @@ use racksum_net::clock::Clock;
 use racksum_net::quic::Caller;
 use racksum_placer::network::{Links, Network};
 use racksum_placer::survey::{
-    Contended, Pair, Sample, contended_pairs, fit, limited, rounds, sampled_pairs,
+    Contended, Pair, Sample, contended_pairs, fit, rounds, sampled_pairs, unconfirmed,
 };
 use racksum_placer::topology::{HostId, Topology, VertexId};
 use racksum_proto::time::Time;
@@ -280,17 +280,22 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Measures how much the uplinks of domains carry, one direction of one domain at a time.
-    /// Measures those twice that limit their hosts.
+    /// Measures how much the uplinks of domains carry, one direction of one domain at a time. Those
+    /// that limit their hosts are measured until two results agree, up to four times.
     pub(crate) async fn measure_uplinks(&mut self) -> Vec<Contended> {
         let domains = self.topology.inner_domains().collect::<Vec<_>>();
-        let links = domains.into_iter().flat_map(|of| [(of, true), (of, false)]).collect();
-        let mut found = self.measure_contended(links).await;
-        let (topology, samples) = (Arc::clone(&self.topology), self.samples());
-        let first = found.clone();
-        let limited = self.compute(move || limited(&topology, &samples, &first)).await;
-        let links = limited.into_iter().map(|it| (it.of, it.is_up)).collect();
-        found.extend(self.measure_contended(links).await);
+        let mut links: Vec<_> =
+            domains.into_iter().flat_map(|of| [(of, true), (of, false)]).collect();
+        let mut found = vec![];
+        for _ in 0..CONTENDED_TURNS {
+            found.extend(self.measure_contended(links).await);
+            let (topology, samples) = (Arc::clone(&self.topology), self.samples());
+            let known = found.clone();
+            links = self.compute(move || unconfirmed(&topology, &samples, &known)).await;
+            if links.is_empty() {
+                break;
+            }
+        }
         found
     }
 
@@ -473,6 +478,8 @@ const fn as_f64(bytes: u64) -> f64 {
 const MOST_CALLS: usize = 64;
 /// The greatest number of pairs that are measured at once.
 const MOST_PAIRS: usize = 256;
+/// The greatest number of times that an uplink is measured.
+const CONTENDED_TURNS: u32 = 4;
 /// The part of a budget that is kept for uplinks and doubtful paths: the budget over this.
 const RESERVE: u64 = 4;
 /// The time of a train in milliseconds: a hundred periods of interrupt coalescing and more.

@@ -2,36 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use super::rates::{RATE_TOLERANCE, Rates, directed_links, down, is_slower, up};
+use super::sample::{Contended, Sample};
 use crate::network::{LinkRecord, Measurement, Network, PairRecord};
 use crate::topology::{HostId, Topology, VertexId};
-
-/// The measurements of the path from one host to another.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sample {
-    /// The sending host.
-    pub from: HostId,
-    /// The receiving host.
-    pub to: HostId,
-    /// The throughput at the receiver while no other pair was measured, in Mbit/s.
-    pub mbit: f64,
-    /// The share of the datagrams that were lost.
-    pub loss: f64,
-    /// The median round-trip time in microseconds.
-    pub rtt_us: f64,
-    /// The 99th percentile of the round-trip times in microseconds.
-    pub rtt_p99_us: f64,
-}
-
-/// The throughput of several pairs that sent over one link at the same time.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Contended {
-    /// The domain whose link all pairs used.
-    pub of: VertexId,
-    /// Whether the pairs sent from the domain to its parent, or into the domain.
-    pub is_up: bool,
-    /// The paths and their throughputs in Mbit/s.
-    pub pairs: Vec<(HostId, HostId, f64)>,
-}
 
 /// Returns the network that samples imply.
 ///
@@ -191,133 +165,6 @@ pub fn faster_interfaces(topology: &Topology, network: &Network) -> Vec<FasterIn
     network.links.iter().filter_map(faster).collect()
 }
 
-/// Returns those of some contended measurements that show a limit of their link.
-///
-/// If a pair begins late, the others find more room before, and the total is too great. Such a
-/// measurement should therefore be repeated: [`fit`] takes the least total of each link.
-#[must_use]
-pub fn limited(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Vec<Contended> {
-    let hosts = HostRates::new(topology, samples);
-    let shows_limit =
-        |it: &&Contended| hosts.contended(it).is_some_and(|(total, alone)| is_slower(total, alone));
-    contended.iter().filter(shows_limit).cloned().collect()
-}
-
-/// Per direction of a link: the greatest rate in Mbit/s that samples over it agree on.
-struct HostRates<'a> {
-    topology: &'a Topology,
-    greatest: Vec<Option<f64>>,
-}
-
-impl<'a> HostRates<'a> {
-    fn new(topology: &'a Topology, samples: &[Sample]) -> Self {
-        let mut all = vec![vec![]; 2 * topology.vertices()];
-        for sample in samples {
-            for link in directed_links(topology, sample.from, sample.to) {
-                all[link].push(sample.mbit);
-            }
-        }
-        Self { topology, greatest: all.into_iter().map(confirmed).collect() }
-    }
-
-    /// Returns the rate of a path whose hosts are its only limits, if samples show both.
-    fn path(&self, from: HostId, to: HostId) -> Option<f64> {
-        let leaf = |host: HostId| self.topology.leaf(host).0;
-        Some(self.greatest[up(leaf(from))]?.min(self.greatest[down(leaf(to))]?))
-    }
-
-    /// Returns the total rate of contended pairs, and what it would be if only their hosts limited
-    /// them. Leaves out pairs whose hosts no sample shows: they may be slow themselves.
-    fn contended(&self, contended: &Contended) -> Option<(f64, f64)> {
-        let known = contended.pairs.iter();
-        let known = known.filter_map(|(from, to, mbit)| Some((*mbit, self.path(*from, *to)?)));
-        let known: Vec<_> = known.collect();
-        let sum = |rate: fn(&(f64, f64)) -> f64| known.iter().map(rate).sum();
-        (known.len() > 1).then(|| (sum(|(mbit, _)| *mbit), sum(|(_, alone)| *alone)))
-    }
-}
-
-/// Per direction of a link: its rate in Mbit/s, if the samples show it.
-struct Rates(Vec<Option<f64>>);
-
-impl Rates {
-    fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
-        let hosts = HostRates::new(topology, samples);
-        let greatest = &hosts.greatest;
-        // A link is no limit if the fastest path over it is as fast as its hosts.
-        let mut is_limit = vec![true; greatest.len()];
-        for sample in samples {
-            let alone = hosts.path(sample.from, sample.to);
-            if alone.is_none_or(|alone| is_slower(sample.mbit, alone)) {
-                continue;
-            }
-            for link in directed_links(topology, sample.from, sample.to) {
-                let is_fastest = !greatest[link].is_some_and(|most| is_slower(sample.mbit, most));
-                is_limit[link] &= !is_fastest;
-            }
-        }
-        let is_leaf = |link: usize| topology.subtree(VertexId(link / 2)).len() == 1;
-        let shown = |link: usize| greatest[link].filter(|_| is_leaf(link) || is_limit[link]);
-        let mut rates: Vec<_> = (0..greatest.len()).map(shown).collect();
-        let mut least = BTreeMap::new();
-        for measured in contended {
-            let Contended { of, is_up, .. } = measured;
-            let link = if *is_up { up(of.0) } else { down(of.0) };
-            if let Some((total, alone)) = hosts.contended(measured) {
-                let known = least.entry(link).or_insert((total, alone));
-                if total < known.0 {
-                    *known = (total, alone);
-                }
-            }
-        }
-        for (link, (total, alone)) in least {
-            rates[link] = match rates[link] {
-                _ if !is_slower(total, alone) => None,
-                // Single paths have shown the rate already, and more exactly.
-                Some(known) if !is_slower(known, total) => Some(known),
-                _ => Some(total),
-            };
-        }
-        Self(rates)
-    }
-
-    /// Returns the rate of the slowest of some links.
-    fn of(&self, links: &[usize]) -> f64 {
-        links.iter().filter_map(|link| self.0[*link]).fold(f64::INFINITY, f64::min)
-    }
-}
-
-/// Returns the greatest rate that the next one confirms, or the greatest of all if none is.
-fn confirmed(mut rates: Vec<f64>) -> Option<f64> {
-    rates.sort_by(|one, other| other.total_cmp(one));
-    let pairs = rates.windows(2);
-    let confirmed = pairs.filter(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0]).next();
-    confirmed.or_else(|| rates.first().copied())
-}
-
-fn is_slower(mbit: f64, limit: f64) -> bool {
-    mbit < limit * (1.0 - RATE_TOLERANCE)
-}
-
-/// Returns the numbers of the directions of links that the path from one host to another uses.
-fn directed_links(topology: &Topology, from: HostId, to: HostId) -> Vec<usize> {
-    let sender = topology.leaf(from);
-    let links = topology.links_between(from, to);
-    let number = |vertex: VertexId| match topology.subtree(vertex).contains(&sender.0) {
-        true => up(vertex.0),
-        false => down(vertex.0),
-    };
-    links.map(number).collect()
-}
-
-const fn up(vertex: usize) -> usize {
-    2 * vertex
-}
-
-const fn down(vertex: usize) -> usize {
-    2 * vertex + 1
-}
-
 /// Returns values of links, none negative, whose sums over the links of each sample are closest to
 /// the sample's value: coordinate descent for non-negative least squares.
 fn least_squares(
@@ -350,8 +197,6 @@ fn least_squares(
     values
 }
 
-/// A rate that is lower by a smaller share than its links imply makes no record of a pair.
-const RATE_TOLERANCE: f64 = 0.1;
 /// A rate of at least this share of an interface's is limited by the interface: headers take the
 /// rest.
 const NIC_IS_LIMIT: f64 = 0.85;
@@ -377,6 +222,7 @@ mod tests {
     use crate::network::Links;
     use crate::survey::sampled_pairs;
     use crate::survey::tests::racks;
+    use crate::survey::unconfirmed;
 
     /// The true rates, losses and round trips of the links of a cluster.
     struct Truth {
@@ -475,10 +321,16 @@ mod tests {
         };
         assert!(close(rate(&[60.0]).unwrap().mbit, 120.0));
         assert_eq!(rate(&[99.0]), None);
-        // A pair that begins late makes the total too great.
-        assert!(close(rate(&[80.0, 60.0, 70.0]).unwrap().mbit, 120.0));
-        let limited = limited(&topology, &samples, &[99.0, 60.0].map(contended));
-        assert_eq!(limited, [contended(60.0)]);
+        // Two that agree count, whatever others say, or else the least.
+        assert!(close(rate(&[80.0, 60.0, 59.0, 30.0]).unwrap().mbit, 120.0));
+        assert!(close(rate(&[80.0, 60.0, 30.0]).unwrap().mbit, 60.0));
+        assert_eq!(rate(&[30.0, 99.0, 98.0]), None);
+        let is_open = |each: &[f64]| {
+            let contended: Vec<_> = each.iter().map(|each| contended(*each)).collect();
+            !unconfirmed(&topology, &samples, &contended).is_empty()
+        };
+        assert!(is_open(&[60.0]) && is_open(&[80.0, 60.0, 30.0]) && is_open(&[30.0, 99.0]));
+        assert!(!is_open(&[99.0]) && !is_open(&[60.0, 80.0, 59.0]));
         // Without samples, the second pair may be limited by its own hosts.
         let is_shown = |sample: &&Sample| [sample.from.0, sample.to.0].iter().all(|it| it % 2 == 0);
         let samples: Vec<_> = samples.iter().filter(is_shown).copied().collect();

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::fit::Sample;
+use super::sample::Sample;
 use crate::inventory::{Place, Tree, UNMEASURED};
 use crate::topology::{HostId, Topology, VertexId};
 

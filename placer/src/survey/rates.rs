@@ -1,0 +1,168 @@
+//! The rates of links that samples of paths and contended measurements show.
+
+use std::collections::BTreeMap;
+
+use super::sample::{Contended, Sample};
+use crate::topology::{HostId, Topology, VertexId};
+
+/// Returns the links, and whether they were loaded upwards, of contended measurements that show a
+/// limit which no second one confirms.
+///
+/// If a pair begins late, the others find more room before, and the total is too great. If a host
+/// has other work, it is too low. Such a link should therefore be measured again.
+#[must_use]
+pub fn unconfirmed(
+    topology: &Topology,
+    samples: &[Sample],
+    contended: &[Contended],
+) -> Vec<(VertexId, bool)> {
+    let hosts = HostRates::new(topology, samples);
+    let totals = hosts.totals(contended).into_iter();
+    let is_open = |totals: &Totals| totals.agreed().is_none() && totals.limit().is_some();
+    totals.filter(|(_, totals)| is_open(totals)).map(|(link, _)| link).collect()
+}
+
+/// The contended measurements of one direction of a link.
+#[derive(Default)]
+struct Totals {
+    /// The total rates in Mbit/s, the greatest first.
+    mbit: Vec<f64>,
+    /// The greatest total rate of the pairs if their hosts were their only limits.
+    alone: f64,
+}
+
+impl Totals {
+    fn add(&mut self, mbit: f64, alone: f64) {
+        let place = self.mbit.partition_point(|known| *known > mbit);
+        self.mbit.insert(place, mbit);
+        self.alone = self.alone.max(alone);
+    }
+
+    /// Returns the greatest total that the next one confirms.
+    fn agreed(&self) -> Option<f64> {
+        let pairs = self.mbit.windows(2);
+        pairs.filter(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0]).next()
+    }
+
+    /// Returns the rate of the link if that limits the pairs. Without two totals that agree, the
+    /// least one counts.
+    fn limit(&self) -> Option<f64> {
+        let total = self.agreed().or_else(|| self.mbit.last().copied())?;
+        is_slower(total, self.alone).then_some(total)
+    }
+}
+
+/// Per direction of a link: the greatest rate in Mbit/s that samples over it agree on.
+struct HostRates<'a> {
+    topology: &'a Topology,
+    greatest: Vec<Option<f64>>,
+}
+
+impl<'a> HostRates<'a> {
+    fn new(topology: &'a Topology, samples: &[Sample]) -> Self {
+        let mut all = vec![vec![]; 2 * topology.vertices()];
+        for sample in samples {
+            for link in directed_links(topology, sample.from, sample.to) {
+                all[link].push(sample.mbit);
+            }
+        }
+        Self { topology, greatest: all.into_iter().map(confirmed).collect() }
+    }
+
+    /// Returns the rate of a path whose hosts are its only limits, if samples show both.
+    fn path(&self, from: HostId, to: HostId) -> Option<f64> {
+        let leaf = |host: HostId| self.topology.leaf(host).0;
+        Some(self.greatest[up(leaf(from))]?.min(self.greatest[down(leaf(to))]?))
+    }
+
+    /// Returns the contended measurements of each link and direction, up if true. Leaves out pairs
+    /// whose hosts no sample shows: they may be slow themselves.
+    fn totals(&self, contended: &[Contended]) -> BTreeMap<(VertexId, bool), Totals> {
+        let mut links = BTreeMap::<_, Totals>::new();
+        for Contended { of, is_up, pairs } in contended {
+            let known = pairs.iter();
+            let known = known.filter_map(|(from, to, mbit)| Some((*mbit, self.path(*from, *to)?)));
+            let known: Vec<_> = known.collect();
+            if known.len() > 1 {
+                let sum = |rate: fn(&(f64, f64)) -> f64| known.iter().map(rate).sum();
+                let totals = links.entry((*of, *is_up)).or_default();
+                totals.add(sum(|(mbit, _)| *mbit), sum(|(_, alone)| *alone));
+            }
+        }
+        links
+    }
+}
+
+/// Per direction of a link: its rate in Mbit/s, if the samples show it.
+pub(super) struct Rates(pub(super) Vec<Option<f64>>);
+
+impl Rates {
+    pub(super) fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
+        let hosts = HostRates::new(topology, samples);
+        let greatest = &hosts.greatest;
+        // A link is no limit if the fastest path over it is as fast as its hosts.
+        let mut is_limit = vec![true; greatest.len()];
+        for sample in samples {
+            let alone = hosts.path(sample.from, sample.to);
+            if alone.is_none_or(|alone| is_slower(sample.mbit, alone)) {
+                continue;
+            }
+            for link in directed_links(topology, sample.from, sample.to) {
+                let is_fastest = !greatest[link].is_some_and(|most| is_slower(sample.mbit, most));
+                is_limit[link] &= !is_fastest;
+            }
+        }
+        let is_leaf = |link: usize| topology.subtree(VertexId(link / 2)).len() == 1;
+        let shown = |link: usize| greatest[link].filter(|_| is_leaf(link) || is_limit[link]);
+        let mut rates: Vec<_> = (0..greatest.len()).map(shown).collect();
+        for ((of, is_up), totals) in hosts.totals(contended) {
+            let link = if is_up { up(of.0) } else { down(of.0) };
+            rates[link] = match (rates[link], totals.limit()) {
+                (_, None) => None,
+                // Single paths have shown the rate already, and more exactly.
+                (Some(known), Some(total)) if !is_slower(known, total) => Some(known),
+                (_, Some(total)) => Some(total),
+            };
+        }
+        Self(rates)
+    }
+
+    /// Returns the rate of the slowest of some links.
+    pub(super) fn of(&self, links: &[usize]) -> f64 {
+        links.iter().filter_map(|link| self.0[*link]).fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Returns the greatest rate that the next one confirms, or the greatest of all if none is.
+fn confirmed(mut rates: Vec<f64>) -> Option<f64> {
+    rates.sort_by(|one, other| other.total_cmp(one));
+    let pairs = rates.windows(2);
+    let confirmed = pairs.filter(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0]).next();
+    confirmed.or_else(|| rates.first().copied())
+}
+
+pub(super) fn is_slower(mbit: f64, limit: f64) -> bool {
+    mbit < limit * (1.0 - RATE_TOLERANCE)
+}
+
+/// Returns the numbers of the directions of links that the path from one host to another uses.
+pub(super) fn directed_links(topology: &Topology, from: HostId, to: HostId) -> Vec<usize> {
+    let sender = topology.leaf(from);
+    let links = topology.links_between(from, to);
+    let number = |vertex: VertexId| match topology.subtree(vertex).contains(&sender.0) {
+        true => up(vertex.0),
+        false => down(vertex.0),
+    };
+    links.map(number).collect()
+}
+
+pub(super) const fn up(vertex: usize) -> usize {
+    2 * vertex
+}
+
+pub(super) const fn down(vertex: usize) -> usize {
+    2 * vertex + 1
+}
+
+/// A rate that is lower by a smaller share than its links imply makes no record of a pair.
+pub(super) const RATE_TOLERANCE: f64 = 0.1;
