@@ -263,7 +263,7 @@ fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
     }
     let others = request.groups.iter().filter(|other| other.meta().uid != request.group.meta().uid);
     for other in others {
-        for (host, amounts) in reserved(other, request.pods) {
+        for (host, amounts) in reserved(other, request) {
             add(used.entry(host).or_default(), &amounts);
         }
     }
@@ -298,11 +298,11 @@ fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
 }
 
 /// Returns what the members of a group need that its plan has a node for, but that are not placed.
-fn reserved<'a>(group: &'a AggregatorGroup, pods: &[Arc<Pod>]) -> Vec<(&'a str, Amounts)> {
+fn reserved<'a>(group: &'a AggregatorGroup, request: &Request<'_>) -> Vec<(&'a str, Amounts)> {
     let Some(plan) = group.status.as_ref().and_then(|status| status.plan.as_ref()) else {
         return vec![];
     };
-    let members = Members::of(group, pods);
+    let members = Members::of(group, request.groups, request.pods);
     let size = requested(&aggregator(group, 0));
     let aggregators = plan.aggregators.iter().zip(&members.aggregators);
     let unplaced = aggregators.filter(|(_, one)| one.is_none_or(|one| one.slot().is_none()));

@@ -36,7 +36,7 @@ fn plan_of(
     pods: &[Arc<Pod>],
     groups: &[Arc<AggregatorGroup>],
 ) -> Result<Plan, Unplanned> {
-    let members = Members::of(group, pods);
+    let members = Members::of(group, groups, pods);
     planned(&Request {
         group,
         nodes,
@@ -278,7 +278,7 @@ fn filled_plan(
         pod["spec"]["schedulingGates"] = json!([]);
     });
     let pods = [bound];
-    let members = Members::of(asked, &pods);
+    let members = Members::of(asked, &[], &pods);
     planned(&Request {
         group: asked,
         nodes,
