@@ -280,6 +280,10 @@ pub struct Plan {
     pub aggregators: Vec<String>,
     /// The nodes of the workers, in the order of the ranks.
     pub workers: Vec<HostCount>,
+    /// Facts that the reader of the plan may not expect, such as links without measurements. The
+    /// last one says how many more there are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// A number of workers on a node.
