@@ -428,11 +428,12 @@ async fn pods_that_two_groups_select_are_placed_only_by_the_older_one() {
         condition(group, "Ready").filter(|one| one["status"] == "True")
     };
     world.until("the older group is ready", is_ready).await;
-    let store = world.server.store_quietly();
-    assert!((0..2).all(|index| node_of(&store, &format!("train-{index}")).is_some()));
-    assert!(node_of(&store, "vision-aggregator-0").is_none());
-    assert!(store.get(Kind::Group, NAMESPACE, GROUP).unwrap()["status"]["plan"].is_null());
-    drop(store);
+    {
+        let store = world.server.store_quietly();
+        assert!((0..2).all(|index| node_of(&store, &format!("train-{index}")).is_some()));
+        assert!(node_of(&store, "vision-aggregator-0").is_none());
+        assert!(store.get(Kind::Group, NAMESPACE, GROUP).unwrap()["status"]["plan"].is_null());
+    }
     let key = (Kind::Group, NAMESPACE.to_owned(), "speech".to_owned());
     drop(world.server.store().delete(&key, None));
     ready(&world).await;
