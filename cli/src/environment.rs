@@ -11,6 +11,9 @@ use crate::option_source::{take, with_variable};
 pub(crate) const AGGREGATOR: &str = "RACKSUM_AGGREGATOR";
 /// The variable for the identity file.
 pub(crate) const IDENTITY: &str = "RACKSUM_IDENTITY";
+/// The variable for connecting without an identity. Commands that serve ignore it: it is meant for
+/// workers, and an aggregator that read it would admit every host.
+pub(crate) const INSECURE: &str = "RACKSUM_INSECURE";
 /// The variable for the network interface to connect from.
 pub(crate) const INTERFACE: &str = "RACKSUM_INTERFACE";
 /// The variable for the log filter.
@@ -80,6 +83,45 @@ pub(crate) fn identity(named: Option<PathBuf>, insecure: bool) -> Result<Option<
     }
 }
 
+/// Returns the identity file to connect with, and whether to connect without one: what the flags
+/// say, completed by [`IDENTITY`] and [`INSECURE`].
+///
+/// # Errors
+/// A message that names the variable, if its value is not a truth value or conflicts with the
+/// identity.
+pub(crate) fn credentials(
+    named: Option<PathBuf>,
+    insecure: bool,
+) -> Result<(Option<PathBuf>, bool), Failure> {
+    let identity = identity(named, insecure)?;
+    if insecure {
+        return Ok((identity, true));
+    }
+    let Some(value) = variable(INSECURE)? else { return Ok((identity, false)) };
+    let insecure = truth(&value).ok_or_else(|| {
+        Failure::usage(format!("{INSECURE}={value:?} must be 1 or 0; correct the variable"))
+    })?;
+    match identity {
+        Some(file) if insecure => Err(Failure::usage(format!(
+            "{INSECURE}={value:?} conflicts with the identity {file:?}; unset the variable, or \
+             leave the identity out"
+        ))),
+        identity => {
+            take("insecure", INSECURE, value.as_ref());
+            Ok((identity, insecure))
+        }
+    }
+}
+
+/// Parses a truth value as the Python package does.
+fn truth(text: &str) -> Option<bool> {
+    match text.to_lowercase().as_str() {
+        "1" | "true" | "yes" | "on" => Some(true),
+        "0" | "false" | "no" | "off" => Some(false),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -100,7 +142,8 @@ mod tests {
 
     #[test]
     fn document_and_help_name_the_variables_that_there_are() {
-        let there_are = BTreeSet::from([AGGREGATOR, IDENTITY, INTERFACE, LOG].map(str::to_owned));
+        let there_are =
+            BTreeSet::from([AGGREGATOR, IDENTITY, INSECURE, INTERFACE, LOG].map(str::to_owned));
         assert_eq!(variables_of(&mut crate::Cli::command()), there_are);
         let document = include_str!("../../docs/operating.md");
         let rows = document.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());

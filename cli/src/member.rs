@@ -46,7 +46,7 @@ pub(crate) struct MemberArgs {
     /// RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "rank", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without identities.
+    /// Connect beyond loopback without identities [env: RACKSUM_INSECURE].
     #[arg(long, requires = "rank")]
     insecure: bool,
     /// Interfaces of this host to connect from, in the syntax of NCCL_SOCKET_IFNAME [env:
@@ -131,14 +131,15 @@ impl MemberArgs {
                  out to run all ranks on this host",
             ));
         };
+        let (identity, insecure) = environment::credentials(self.identity.clone(), self.insecure)?;
         Ok(Some(Member {
             rank,
             world,
             aggregators,
             job: self.job.clone().unwrap_or_else(|| job.to_owned()),
             generation: Generation(self.generation),
-            identity: environment::identity(self.identity.clone(), self.insecure)?,
-            insecure: self.insecure,
+            identity,
+            insecure,
             data_auth: self.data_auth,
             interface: environment::interface(self.interface.clone())?,
             wait: self.wait,

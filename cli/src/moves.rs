@@ -48,7 +48,7 @@ struct Request {
     /// identities [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without an identity.
+    /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].
     #[arg(long)]
     insecure: bool,
 }

@@ -46,9 +46,10 @@ impl ProcessGroup {
         for rank in 0..world {
             let cannot = |error: io::Error| cannot_start(rank, &program, &error);
             let mut start = Command::new(&program);
-            // The ranks connect over loopback, with an identity that their flags name, so neither
-            // variable applies.
-            start.env_remove(environment::IDENTITY).env_remove(environment::INTERFACE);
+            // The ranks connect over loopback, with an identity that their flags name, so none of
+            // these variables applies.
+            let unused = [environment::IDENTITY, environment::INSECURE, environment::INTERFACE];
+            unused.iter().for_each(|name| _ = start.env_remove(name));
             command(rank, &mut start);
             let mut child =
                 start.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(cannot)?;

@@ -33,7 +33,7 @@ impl Call<'_> {
         ask: impl AsyncFn(SocketAddr, &CallOptions) -> Result<T, Ended>,
     ) -> Result<T, Failure> {
         let Self { verb, name, addrs, identity, insecure } = self;
-        let identity = environment::identity(identity, insecure)?;
+        let (identity, insecure) = environment::credentials(identity, insecure)?;
         let credentials = Credentials::read_blocking(identity, insecure)?;
         let caller = CallOptions { from: None, credentials, patience: PATIENCE };
         let cannot = |why: &dyn fmt::Display| {

@@ -39,7 +39,7 @@ pub(crate) struct Args {
     /// jobs, and one with role worker only the jobs that it may join [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without an identity.
+    /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].
     #[arg(long)]
     insecure: bool,
     /// Output format.

@@ -56,7 +56,7 @@ pub(crate) struct Args {
     /// several ranks: `racksum identity issue --role aggregator` writes it [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "aggregator", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without identities.
+    /// Connect beyond loopback without identities [env: RACKSUM_INSECURE].
     #[arg(long, requires = "aggregator")]
     insecure: bool,
     /// Data authentication: none, mac or aead. An aggregator with another mode refuses the sidecar
@@ -88,12 +88,13 @@ impl Args {
             )));
         }
         let interface = environment::interface(self.interface.clone())?;
+        let (identity, insecure) = environment::credentials(self.identity.clone(), self.insecure)?;
         let mut sets = sets.into_iter();
         let options = ConnectOptions {
             aggregators: sets.next().unwrap_or_default(),
             standbys: sets.collect(),
-            identity: environment::identity(self.identity.clone(), self.insecure)?,
-            insecure: self.insecure,
+            identity,
+            insecure,
             data_auth: self.data_auth,
             interface,
             mtu: self.mtu,

@@ -113,6 +113,11 @@ pub struct Aggregators {
     #[serde(default = "default_pool_mib")]
     #[schemars(range(min = 1, max = 1_048_576))]
     pub pool_mib: u32,
+    /// The time in seconds that an aggregator which is told to stop has until its jobs have moved
+    /// to a standby or ended. The kubelet then kills it, and the jobs fail.
+    #[serde(default = "default_drain")]
+    #[schemars(range(min = 1, max = 604_800))]
+    pub drain_seconds: u32,
     /// CPU and memory of an aggregator, both as request and as limit, as strings.
     #[schemars(with = "BTreeMap<String, String>")]
     pub resources: BTreeMap<String, Quantity>,
@@ -275,6 +280,10 @@ pub struct Plan {
     pub aggregators: Vec<String>,
     /// The nodes of the workers, in the order of the ranks.
     pub workers: Vec<HostCount>,
+    /// Facts that the reader of the plan may not expect, such as links without measurements. The
+    /// last one says how many more there are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// A number of workers on a node.
@@ -340,6 +349,10 @@ const fn default_port() -> u16 {
 
 const fn default_pool_mib() -> u32 {
     1024
+}
+
+const fn default_drain() -> u32 {
+    3600
 }
 
 const fn default_pending_ttl() -> u32 {

@@ -16,7 +16,7 @@ use kube::{Resource, ResourceExt};
 use racksum_placer::network::Network;
 
 use crate::crd::{AggregatorGroup, AggregatorGroupStatus, Avoided, Phase, Plan};
-use crate::members::{GATE, INDEX_LABEL, Member, Members, is_owned};
+use crate::members::{GATE, INDEX_LABEL, Member, Members, Shared, is_owned};
 use crate::objects::{
     FINALIZER, aggregator, aggregator_name, config_map_name, endpoints, releasing, service,
 };
@@ -205,6 +205,8 @@ struct Decider<'a> {
     aggregators: Vec<Option<Member<'a>>>,
     /// The names of all pods in the namespace, including those that are ending.
     names: BTreeMap<&'a str, &'a Pod>,
+    /// A pod that the group's labels select, and that another group keeps.
+    shared: Option<Shared>,
     /// The nodes by name, once one has been asked for.
     nodes: OnceCell<BTreeMap<&'a str, &'a Node>>,
 }
@@ -216,7 +218,8 @@ impl<'a> Decider<'a> {
     fn new(observed: Observed<'a>) -> Self {
         let group = observed.group;
         let status = group.status.clone().unwrap_or_default();
-        let Members { workers, aggregators, pods } = Members::of(group, observed.pods);
+        let Members { workers, aggregators, pods, shared } =
+            Members::of(group, observed.groups, observed.pods);
         Self {
             conditions: Conditions::new(status.conditions, group.meta().generation, observed.now),
             plan: status.plan,
@@ -227,6 +230,7 @@ impl<'a> Decider<'a> {
             workers,
             aggregators,
             names: pods,
+            shared,
             nodes: OnceCell::new(),
             observed,
         }
@@ -237,7 +241,8 @@ impl<'a> Decider<'a> {
             return self.reject(message);
         }
         self.keep_service();
-        if self.plan.is_some() && self.workers.is_empty() {
+        // Pods that another group keeps may have joined the aggregators that run.
+        if self.plan.is_some() && self.workers.is_empty() && self.shared.is_none() {
             return self.release();
         }
         self.create_aggregators();

@@ -29,16 +29,39 @@ pub struct Members<'a> {
     pub aggregators: Vec<Option<Member<'a>>>,
     /// All pods of the namespace by name, including those that have ended.
     pub pods: BTreeMap<&'a str, &'a Pod>,
+    /// A pod that the group's labels select, and that another group keeps.
+    pub shared: Option<Shared>,
+}
+
+/// A pod that the labels of two groups select.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shared {
+    /// The name of the pod.
+    pub pod: String,
+    /// The name of the group that keeps it.
+    pub keeper: String,
 }
 
 impl<'a> Members<'a> {
-    /// Finds the members of a group.
+    /// Finds the members of a group. Of all groups that select a pod, only the oldest has it as a
+    /// worker: two would pin and evict it by two plans. An aggregator is no worker at all.
     #[must_use]
-    pub fn of(group: &AggregatorGroup, pods: &'a [Arc<Pod>]) -> Self {
+    pub fn of(
+        group: &AggregatorGroup,
+        groups: &[Arc<AggregatorGroup>],
+        pods: &'a [Arc<Pod>],
+    ) -> Self {
         let meta = group.meta();
-        let wanted = &group.spec.workers.match_labels;
-        let is_worker =
-            |pod: &Pod| wanted.iter().all(|(key, value)| pod.labels().get(key) == Some(value));
+        let others = groups.iter().filter(|other| {
+            other.meta().namespace == meta.namespace && other.meta().uid != meta.uid
+        });
+        let others: Vec<_> = others.collect();
+        let keeper = |pod: &Pod| {
+            let keeps = |other: &AggregatorGroup| {
+                is_owned(pod, other) || (is_older(other, group) && selects(other, pod))
+            };
+            others.iter().find(|other| keeps(other)).map(|other| other.name_any())
+        };
         let aggregators = vec![None; group.spec.aggregators.pods() as usize];
         let mut members = Self { aggregators, ..Self::default() };
         for pod in pods.iter().filter(|pod| pod.metadata.namespace == meta.namespace) {
@@ -48,13 +71,34 @@ impl<'a> Members<'a> {
                 let index = pod.labels().get(INDEX_LABEL).and_then(|index| index.parse().ok());
                 let slot = index.and_then(|index: usize| members.aggregators.get_mut(index));
                 slot.into_iter().for_each(|slot| *slot = Some(member));
-            } else if is_worker(pod) {
-                members.workers.push(member);
+            } else if selects(group, pod) {
+                match keeper(pod) {
+                    Some(keeper) => members.shared = Some(Shared { pod: pod.name_any(), keeper }),
+                    None => members.workers.push(member),
+                }
             }
         }
         members.workers.sort_by_cached_key(Member::order);
         members
     }
+}
+
+/// Returns whether the labels of a group's workers select a pod.
+fn selects(group: &AggregatorGroup, pod: &Pod) -> bool {
+    let mut wanted = group.spec.workers.match_labels.iter();
+    wanted.all(|(key, value)| pod.labels().get(key) == Some(value))
+}
+
+/// Returns whether a group was created before another one of its namespace. Times have whole
+/// seconds, so names decide between equal ones. A group that is being deleted counts as the
+/// newest: it would free gated pods that the other one is about to place.
+fn is_older(one: &AggregatorGroup, other: &AggregatorGroup) -> bool {
+    let age = |group: &AggregatorGroup| {
+        let meta = group.meta();
+        let created = meta.creation_timestamp.as_ref().map(|time| time.0);
+        (meta.deletion_timestamp.is_some(), created, group.name_any())
+    };
+    age(one) < age(other)
 }
 
 /// Returns whether a group controls a pod.
@@ -256,6 +300,78 @@ mod tests {
             &json!({}),
             Stage::Bound { node: "h2" },
         );
+    }
+
+    fn group(name: &str, created: u8, label: &str) -> Arc<AggregatorGroup> {
+        let group = json!({
+            "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
+            "metadata": {
+                "name": name, "uid": name, "namespace": "ml",
+                "creationTimestamp": format!("2026-11-29T00:00:0{created}Z"),
+            },
+            "spec": {
+                "mode": "PlaceWorkers",
+                "workers": {"matchLabels": {label: "x"}, "count": 2},
+                "aggregators": {"image": "i", "resources": {}},
+                "traffic": {"bytes": 1},
+                "topology": {"levels": []},
+            },
+        });
+        Arc::new(serde_json::from_value(group).unwrap())
+    }
+
+    #[test]
+    fn a_pod_that_several_groups_select_is_a_worker_of_the_oldest() {
+        let worker = |name: &str, labels: Value| -> Arc<Pod> {
+            let meta = json!({"name": name, "namespace": "ml", "labels": labels});
+            let pod = json!({"metadata": meta, "spec": {"containers": []}});
+            Arc::new(serde_json::from_value(pod).unwrap())
+        };
+        let pods =
+            [worker("both", json!({"job": "x", "team": "x"})), worker("one", json!({"team": "x"}))];
+        let names = |group: &AggregatorGroup, groups: &[Arc<AggregatorGroup>]| {
+            let members = Members::of(group, groups, &pods);
+            let names: Vec<_> = members.workers.iter().map(|one| one.name().to_owned()).collect();
+            (names, members.shared)
+        };
+        let shared = |keeper: &str| Some(Shared { pod: "both".into(), keeper: keeper.into() });
+        for (older, newer) in [
+            (group("z", 1, "job"), group("a", 2, "team")),
+            // Created in one second.
+            (group("a", 1, "job"), group("z", 1, "team")),
+        ] {
+            let groups = [newer.clone(), older.clone()];
+            assert_eq!(names(&older, &groups), (vec!["both".into()], None));
+            let keeper = older.name_any();
+            assert_eq!(names(&newer, &groups), (vec!["one".into()], shared(&keeper)));
+            // The newer one gets the pod once the older one is gone.
+            let all = vec!["both".to_owned(), "one".into()];
+            assert_eq!(names(&newer, &groups[..1]), (all.clone(), None));
+            let mut deleted = AggregatorGroup::clone(&older);
+            deleted.metadata.deletion_timestamp = deleted.metadata.creation_timestamp.clone();
+            let groups = [newer.clone(), deleted.clone().into()];
+            assert_eq!(names(&newer, &groups), (all.clone(), None));
+            assert_eq!(names(&deleted, &groups), (vec![], shared(&newer.name_any())));
+            let mut elsewhere = AggregatorGroup::clone(&older);
+            elsewhere.metadata.namespace = Some("other".into());
+            assert_eq!(names(&newer, &[newer.clone(), elsewhere.into()]), (all, None));
+        }
+    }
+
+    #[test]
+    fn an_aggregator_of_another_group_is_no_worker() {
+        let (one, other) = (group("a", 1, "app"), group("b", 2, "job"));
+        let pod: Pod = serde_json::from_value(json!({"metadata": {
+            "name": "b-aggregator-0", "namespace": "ml", "labels": {"app": "x"},
+            "ownerReferences": [
+                {"apiVersion": "v1", "kind": "AggregatorGroup", "name": "b", "uid": "b"},
+            ],
+        }}))
+        .unwrap();
+        let pods = [Arc::new(pod)];
+        let members = Members::of(&one, &[one.clone(), other], &pods);
+        assert!(members.workers.is_empty(), "{members:?}");
+        assert_eq!(members.shared.unwrap().keeper, "b");
     }
 
     #[test]

@@ -93,7 +93,7 @@ pub fn aggregator(group: &AggregatorGroup, index: u32) -> Pod {
             "restartPolicy": "Always",
             "automountServiceAccountToken": false,
             "enableServiceLinks": false,
-            "terminationGracePeriodSeconds": GRACE_S,
+            "terminationGracePeriodSeconds": spec.drain_seconds,
             "securityContext": {
                 "runAsNonRoot": true, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
                 "seccompProfile": {"type": "RuntimeDefault"},
@@ -139,8 +139,6 @@ fn set<T: serde::Serialize>(object: &mut Value, field: &str, value: Option<&T>) 
     }
 }
 
-/// The time in seconds that a draining aggregator has to hand over its jobs.
-const GRACE_S: i64 = 120;
 /// The user of the aggregators' processes, as in `deploy/kubernetes/aggregator`.
 const USER: i64 = 65_532;
 
@@ -295,6 +293,30 @@ mod tests {
         });
         change(&mut pod);
         pod
+    }
+
+    #[test]
+    fn an_aggregator_drains_as_long_as_the_manifest_without_an_operator_says() {
+        let manifest = include_str!("../../deploy/kubernetes/aggregator/one/deployment.yaml");
+        let grace = |aggregators: Value| {
+            let group = json!({
+                "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
+                "metadata": {"name": "g", "uid": "g"},
+                "spec": {
+                    "mode": "FollowWorkers",
+                    "workers": {"matchLabels": {"a": "b"}, "count": 1},
+                    "aggregators": aggregators,
+                    "traffic": {"bytes": 1},
+                    "topology": {"levels": []},
+                },
+            });
+            let group = serde_json::from_value(group).unwrap();
+            aggregator(&group, 0).spec.unwrap().termination_grace_period_seconds.unwrap()
+        };
+        let seconds = grace(json!({"image": "i", "resources": {}}));
+        let line = format!("terminationGracePeriodSeconds: {seconds}\n");
+        assert!(manifest.contains(&line), "the manifest lacks {line}");
+        assert_eq!(grace(json!({"image": "i", "resources": {}, "drainSeconds": 60})), 60);
     }
 
     fn patched(observed: &Value, now: &Value) -> Result<Value, json_patch::PatchError> {

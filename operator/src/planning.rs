@@ -16,6 +16,7 @@ use racksum_placer::inventory::{Amount, Host, Inventory};
 use racksum_placer::job::Job;
 use racksum_placer::model::{StepTime, step_time};
 use racksum_placer::network::{Links, Network};
+use racksum_placer::notes::{Note, misplaced, notes};
 use racksum_placer::placement::Placement;
 use racksum_placer::plan::{PlanError, plan};
 use racksum_placer::problem::Problem;
@@ -95,7 +96,9 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
     let sizes = Sizes::of(request);
     let rooms = rooms(request);
     let mut inventory = inventory(request, &rooms, &sizes)?;
+    let mut noted = vec![];
     if let Some(tree) = &request.network.tree {
+        noted = misplaced(&inventory, tree);
         inventory = inventory.placed_by(tree);
     }
     let topology = Topology::new(&inventory).map_err(|error| {
@@ -117,7 +120,8 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
         let time = step_time(&problem, &placement);
         let domain = common_domain(&topology, &placement);
         let step = (time, (time.total_s(), time.total_s()), None);
-        return Ok(described(&topology, &placement, aggregators, step, domain));
+        let plan = described(&topology, &placement, aggregators, step, domain);
+        return Ok(Plan { notes: listed(&noted), ..plan });
     }
     let plan = plan(&topology, &links, &job).map_err(|error| match error {
         PlanError::Job(error) => Unplanned::Spec(error.to_string()),
@@ -132,8 +136,21 @@ pub fn planned(request: &Request<'_>) -> Result<Plan, Unplanned> {
         let hosts = topology.hosts().iter().zip(counts);
         hosts.flat_map(|(host, count)| std::iter::repeat_n(host.name.clone(), *count as usize))
     });
-    Ok(described(&topology, &plan.placement, aggregators.collect(), step, domain))
+    let noted = [notes(&problem, &plan), noted].concat();
+    let plan = described(&topology, &plan.placement, aggregators.collect(), step, domain);
+    Ok(Plan { notes: listed(&noted), ..plan })
 }
+
+/// Returns the first notes as texts, and how many more there are: thousands of nodes may be
+/// labelled wrong, and a status has limits.
+fn listed(notes: &[Note]) -> Vec<String> {
+    let more = notes.len().saturating_sub(MOST_NOTES);
+    let texts = notes.iter().take(MOST_NOTES).map(ToString::to_string);
+    texts.chain((more > 0).then(|| format!("there are {more} more notes"))).collect()
+}
+
+/// The number of a plan's notes that are published.
+const MOST_NOTES: usize = 5;
 
 /// Checks the parts of a group's spec that do not depend on the cluster.
 ///
@@ -263,7 +280,7 @@ fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
     }
     let others = request.groups.iter().filter(|other| other.meta().uid != request.group.meta().uid);
     for other in others {
-        for (host, amounts) in reserved(other, request.pods) {
+        for (host, amounts) in reserved(other, request) {
             add(used.entry(host).or_default(), &amounts);
         }
     }
@@ -298,11 +315,11 @@ fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
 }
 
 /// Returns what the members of a group need that its plan has a node for, but that are not placed.
-fn reserved<'a>(group: &'a AggregatorGroup, pods: &[Arc<Pod>]) -> Vec<(&'a str, Amounts)> {
+fn reserved<'a>(group: &'a AggregatorGroup, request: &Request<'_>) -> Vec<(&'a str, Amounts)> {
     let Some(plan) = group.status.as_ref().and_then(|status| status.plan.as_ref()) else {
         return vec![];
     };
-    let members = Members::of(group, pods);
+    let members = Members::of(group, request.groups, request.pods);
     let size = requested(&aggregator(group, 0));
     let aggregators = plan.aggregators.iter().zip(&members.aggregators);
     let unplaced = aggregators.filter(|(_, one)| one.is_none_or(|one| one.slot().is_none()));
@@ -471,6 +488,7 @@ fn described(
         workers: workers
             .map(|(host, count)| HostCount { host: host.clone(), count: *count })
             .collect(),
+        notes: vec![],
     }
 }
 

@@ -1,58 +1,20 @@
-//! Amounts of resources: quantities of the API as integers, and the sums that pods request.
+//! Amounts of resources, and the sums that pods request.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Container, Pod, ResourceRequirements};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use racksum_placer::quantity::thousandths;
 
 /// Amounts by resource name, in thousandths of the unit.
 pub type Amounts = BTreeMap<String, i128>;
-
-/// Returns a quantity in thousandths, rounded up, or `None` if the text is not a quantity.
-#[must_use]
-pub fn thousandths(quantity: &Quantity) -> Option<i128> {
-    let text = quantity.0.trim();
-    let end = text.find(|c: char| !matches!(c, '0'..='9' | '.' | '+' | '-')).unwrap_or(text.len());
-    let (number, suffix) = text.split_at(end);
-    let (mut numerator, mut denominator) = decimal(number)?;
-    match suffix {
-        "" => {}
-        "n" => denominator = denominator.checked_mul(1_000_000_000)?,
-        "u" => denominator = denominator.checked_mul(1_000_000)?,
-        "m" => denominator = denominator.checked_mul(1000)?,
-        "k" => numerator = numerator.checked_mul(1000)?,
-        "Ki" | "Mi" | "Gi" | "Ti" | "Pi" | "Ei" => {
-            let exponent = 1 + u32::try_from("KMGTPE".find(&suffix[..1])?).ok()?;
-            numerator = numerator.checked_mul(1024i128.pow(exponent))?;
-        }
-        "M" | "G" | "T" | "P" | "E" => {
-            let exponent = 2 + u32::try_from("MGTPE".find(suffix)?).ok()?;
-            numerator = numerator.checked_mul(1000i128.pow(exponent))?;
-        }
-        _ => {
-            let exponent: i32 = suffix.strip_prefix(['e', 'E'])?.parse().ok()?;
-            let power = 10i128.checked_pow(exponent.unsigned_abs())?;
-            let side = if exponent < 0 { &mut denominator } else { &mut numerator };
-            *side = side.checked_mul(power)?;
-        }
-    }
-    let scaled = numerator.checked_mul(1000)?;
-    Some(scaled.div_euclid(denominator) + i128::from(scaled.rem_euclid(denominator) > 0))
-}
-
-/// Returns a decimal number as a fraction.
-fn decimal(number: &str) -> Option<(i128, i128)> {
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    let digits: i128 = format!("{whole}{fraction}").parse().ok()?;
-    Some((digits, 10i128.checked_pow(u32::try_from(fraction.len()).ok()?)?))
-}
 
 /// Returns amounts of quantities. A text that is not a quantity counts as nothing; the API server
 /// accepts none.
 #[must_use]
 pub fn amounts(quantities: Option<&BTreeMap<String, Quantity>>) -> Amounts {
     let all = quantities.into_iter().flatten();
-    all.filter_map(|(name, quantity)| Some((name.clone(), thousandths(quantity)?))).collect()
+    all.filter_map(|(name, quantity)| Some((name.clone(), thousandths(&quantity.0)?))).collect()
 }
 
 /// Returns the amounts that the scheduler reserves for a pod: the greater of the running containers
@@ -121,29 +83,6 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn quantities_of_all_forms_are_read() {
-        let read = |text: &str| thousandths(&Quantity(text.into()));
-        for (text, expected) in [
-            ("2", 2000),
-            ("500m", 500),
-            ("0.5", 500),
-            ("1.5Gi", 1_610_612_736_000),
-            ("1e3", 1_000_000),
-            ("12E", 12_000_000_000_000_000_000_000),
-            ("1E2", 100_000),
-            ("1k", 1_000_000),
-            ("100n", 1),
-            ("-1", -1000),
-            ("5e-1", 500),
-        ] {
-            assert_eq!(read(text), Some(expected), "{text}");
-        }
-        for wrong in ["", "x", "1.2.3", "1KiB", "--1", "1e", "9e99"] {
-            assert_eq!(read(wrong), None, "{wrong}");
-        }
-    }
 
     #[test]
     fn a_pod_requests_what_the_scheduler_reserves() {

@@ -43,13 +43,14 @@ pub struct Conditions {
 }
 
 /// The reasons that need a person.
-const WARNINGS: [&str; 13] = [
+const WARNINGS: [&str; 14] = [
     "InvalidSpec",
     "InvalidNetwork",
     "InvalidTopology",
     "JobSetExclusiveTopology",
     "GateInFollowWorkers",
     "TooManyWorkers",
+    "SharedWorkers",
     "NoRoom",
     "WorkersMoved",
     "PendingTooLong",

@@ -55,6 +55,7 @@ pub mod placement;
 pub mod plan;
 pub mod present;
 pub mod problem;
+pub mod quantity;
 pub mod racks;
 mod rank_moves;
 pub mod rebalance;

@@ -27,7 +27,7 @@ pub(super) struct Apply {
     /// identities [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "apply", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without an identity.
+    /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].
     #[arg(long, requires = "apply")]
     insecure: bool,
 }

@@ -47,7 +47,7 @@ pub(crate) struct Args {
     /// RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without an identity.
+    /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].
     #[arg(long)]
     insecure: bool,
 }
@@ -143,10 +143,10 @@ type Asked = (String, Option<AggregatorStatus>, AggregatorStatus);
 impl Args {
     /// Queries the aggregators: twice if only a part of their time counts.
     fn ask(&self) -> Result<Vec<Asked>, Failure> {
-        let identity = environment::identity(self.identity.clone(), self.insecure)?;
+        let (identity, insecure) = environment::credentials(self.identity.clone(), self.insecure)?;
         let ask = || {
             let all = self.aggregators.0.iter();
-            let statuses = all.map(|which| ask_one(which, identity.as_deref(), self.insecure));
+            let statuses = all.map(|which| ask_one(which, identity.as_deref(), insecure));
             statuses.collect::<Result<Vec<_>, _>>()
         };
         let mut before = vec![];

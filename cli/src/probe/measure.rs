@@ -46,7 +46,7 @@ pub(crate) struct Args {
     /// Identity file with role aggregator [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
-    /// Connect beyond loopback without an identity.
+    /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].
     #[arg(long)]
     insecure: bool,
 }
@@ -93,8 +93,8 @@ pub(super) fn older(path: &Path) -> Result<Option<Network>, Failure> {
 }
 
 fn measured(args: &Args, inventory: &Inventory) -> Result<Outcome, Failure> {
-    let identity = environment::identity(args.identity.clone(), args.insecure)?;
-    let credentials = Credentials::read_blocking(identity, args.insecure)?;
+    let (identity, insecure) = environment::credentials(args.identity.clone(), args.insecure)?;
+    let credentials = Credentials::read_blocking(identity, insecure)?;
     let options = Options {
         credentials,
         share: args.share,

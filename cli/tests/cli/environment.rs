@@ -118,3 +118,37 @@ fn a_variable_that_is_empty_says_nothing() {
     let named = [&rank[..], &["--interface", "=lo"]].concat();
     run(&[("RACKSUM_INTERFACE", "no-such")], &named).ok();
 }
+
+#[test]
+fn a_variable_lets_those_that_connect_do_so_without_an_identity_and_no_server() {
+    let small = ["-b", "4K", "-e", "4K", "-n", "2"];
+    // A host that does not answer: only a missing identity is refused before the connection.
+    let beyond = "192.0.2.1:9";
+    let rank = ["bench", "--rank", "0", "--world", "1", "--aggregator", beyond];
+    let rank = [&rank[..], &["--join-timeout", "1"], &small].concat();
+    let status = ["status", beyond];
+    let sidecar = ["worker", "--aggregator", "127.0.0.1:9"];
+    for args in [&rank[..], &status] {
+        let refused = run(&[("RACKSUM_INSECURE", "0")], args);
+        assert!(refused.failed(2).contains("--insecure"), "{refused:?}");
+        let tried = run(&[("RACKSUM_INSECURE", "Yes")], args);
+        tried.failed(3);
+    }
+    for args in [&rank[..], &status, &sidecar] {
+        let ended = run(&[("RACKSUM_INSECURE", "maybe")], args);
+        let why = "RACKSUM_INSECURE=\"maybe\" must be 1 or 0; correct the variable";
+        assert_eq!(ended.failed(2), why);
+        let both = [("RACKSUM_INSECURE", "1"), ("RACKSUM_IDENTITY", "node.pem")];
+        let ended = run(&both, args);
+        let why = "RACKSUM_INSECURE=\"1\" conflicts with the identity \"node.pem\"; unset the";
+        assert!(ended.failed(2).starts_with(why), "{ended:?}");
+        let flag = [args, &["--insecure"]].concat();
+        let ended = run(&[("RACKSUM_INSECURE", "maybe")], &flag);
+        assert!(!format!("{ended:?}").contains("RACKSUM_INSECURE"), "{ended:?}");
+    }
+    // The ranks of one host have an identity of their own.
+    run(&[("RACKSUM_INSECURE", "1")], &[&["bench", "--workers", "2"], &small[..]].concat()).ok();
+    let serve = ["aggregator", "--port", "0", "--bind", "0.0.0.0"];
+    let ended = run(&[("RACKSUM_INSECURE", "1")], &serve);
+    assert!(ended.failed(2).contains("--insecure"), "{ended:?}");
+}

@@ -1,14 +1,25 @@
 //! The conditions of workers, placed pods and aggregators.
 
 use crate::crd::Mode;
+use crate::decide::plans::RETRY;
 use crate::decide::{Action, Decider};
-use crate::members::{GATE, Member, Stage};
+use crate::members::{GATE, Member, Shared, Stage};
 use crate::objects::{aggregator_name, config_map, config_map_name};
 use crate::status::{PLACED, READY, WORKERS_READY};
 
 impl Decider<'_> {
     /// Sets the condition of the workers. Returns whether a plan can be made.
     pub(super) fn check_workers(&mut self) -> bool {
+        if let Some(Shared { pod, keeper }) = &self.shared {
+            let message = format!(
+                "workers.matchLabels selects {pod}, which group {keeper} keeps; make the labels \
+                 of one group narrower, or delete one of the groups"
+            );
+            self.conditions.set(WORKERS_READY, false, "SharedWorkers", message);
+            // No event tells that the other group has changed.
+            self.recheck = self.recheck.min(RETRY);
+            return false;
+        }
         let spec = &self.observed.group.spec;
         let (found, wanted) = (self.workers.len(), spec.workers.count as usize);
         let first =

@@ -198,6 +198,10 @@ impl<'a> Decider<'a> {
             let message = format!("the aggregators go to {hosts}");
             self.conditions.note(false, "Replanned", message, None);
         }
+        let known = self.plan.as_ref().map_or(&[][..], |plan| &plan.notes);
+        if !plan.notes.is_empty() && plan.notes != known {
+            self.conditions.note(true, "PlanNotes", plan.notes.join("; "), None);
+        }
         self.plan = Some(plan);
         true
     }

@@ -310,7 +310,7 @@ mod tests {
             avoided: BTreeSet::new(),
             aggregator: &aggregator(&asked, 0),
             aggregators: vec![Some("h1")],
-            workers: &Members::of(&asked, &pods).workers,
+            workers: &Members::of(&asked, &[], &pods).workers,
         };
         let (sizes, rooms) = (Sizes::of(&request), rooms(&request));
         let topology = Topology::new(&inventory(&request, &rooms, &sizes).unwrap()).unwrap();

@@ -1,3 +1,4 @@
+use racksum_placer::inventory::{Place, Tree};
 use serde_json::{Value, json};
 
 use self::fixtures::NAMESPACE;
@@ -36,7 +37,7 @@ fn plan_of(
     pods: &[Arc<Pod>],
     groups: &[Arc<AggregatorGroup>],
 ) -> Result<Plan, Unplanned> {
-    let members = Members::of(group, pods);
+    let members = Members::of(group, groups, pods);
     planned(&Request {
         group,
         nodes,
@@ -88,6 +89,39 @@ fn wrong_specs_are_told() {
     let long = told(|group| group["metadata"]["name"] = json!("x".repeat(62)));
     assert!(long.ends_with("exceed 63 bytes; rename the group"), "{long}");
     assert_eq!(check(&group("FollowWorkers", 1, |_| {})), Ok(()));
+}
+
+#[test]
+fn a_plan_names_few_of_the_nodes_that_were_measured_in_other_domains() {
+    let names: Vec<_> = (1..9).map(|number| format!("h{number}")).collect();
+    let nodes: Vec<_> = names.iter().map(|name| node(name, "r1", |_| {})).collect();
+    let place = |rack: &str| Place { labels: vec![rack.into()], age_s: 0.0 };
+    let hosts = names.iter().map(|name| (name.clone(), place("r2"))).collect();
+    let tree = Some(Tree { levels: vec!["rack".into()], hosts });
+    let asked = group("PlaceWorkers", 1, |_| {});
+    let pods = [worker(0, |_| {})];
+    let members = Members::of(&asked, &[], &pods);
+    let plan = |placed| {
+        let request = Request {
+            group: &asked,
+            nodes: &nodes,
+            pods: &pods,
+            groups: &[],
+            network: &Network { tree: tree.clone(), ..Network::default() },
+            avoided: BTreeSet::new(),
+            aggregator: &aggregator(&asked, 0),
+            aggregators: vec![placed],
+            workers: &members.workers,
+        };
+        planned(&request).unwrap()
+    };
+    for placed in [None, Some("h2")] {
+        let notes = plan(placed).notes;
+        assert_eq!(notes.len(), 6, "{notes:?}");
+        let first = "h1 counts as a host of r2, where it was measured; its labels say r1";
+        assert_eq!(notes[0], first);
+        assert_eq!(notes[5], "there are 3 more notes");
+    }
 }
 
 #[test]
@@ -278,7 +312,7 @@ fn filled_plan(
         pod["spec"]["schedulingGates"] = json!([]);
     });
     let pods = [bound];
-    let members = Members::of(asked, &pods);
+    let members = Members::of(asked, &[], &pods);
     planned(&Request {
         group: asked,
         nodes,

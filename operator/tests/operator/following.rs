@@ -95,6 +95,10 @@ async fn measurements_of_the_network_file_count() {
     assert!(["h3", "h4"].contains(&node.as_str()), "{node}");
     let note = world.until_event("StaleNetwork").await;
     assert!(note.starts_with("some measurements of the network file are 50.0 hours old"), "{note}");
+    // The plan uses links that nobody measured, once told as an event and as long as it holds.
+    let note = world.until_event("PlanNotes").await;
+    assert!(note.starts_with("links in use were not measured: "), "{note}");
+    assert_eq!(world.group()["status"]["plan"]["notes"], json!([note]));
 }
 
 #[tokio::test]

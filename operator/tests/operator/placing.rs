@@ -412,6 +412,34 @@ async fn two_groups_do_not_plan_with_the_same_room() {
 }
 
 #[tokio::test]
+async fn pods_that_two_groups_select_are_placed_only_by_the_older_one() {
+    let world = World::with_operator().await;
+    let mut older = group("PlaceWorkers", 2, 1);
+    // Both are created in one second, so the name decides.
+    older["metadata"]["name"] = json!("speech");
+    world.create(Kind::Group, group("PlaceWorkers", 2, 1));
+    world.create(Kind::Group, older);
+    (0..2).for_each(|index| world.create(Kind::Pod, gated_worker(index)));
+    let told = world.until_condition("WorkersReady", "SharedWorkers").await;
+    let message = told["message"].as_str().unwrap();
+    assert!(message.contains("which group speech keeps; make the labels"), "{message}");
+    let is_ready = |store: &Store| {
+        let group = store.get(Kind::Group, NAMESPACE, "speech")?;
+        condition(group, "Ready").filter(|one| one["status"] == "True")
+    };
+    world.until("the older group is ready", is_ready).await;
+    {
+        let store = world.server.store_quietly();
+        assert!((0..2).all(|index| node_of(&store, &format!("train-{index}")).is_some()));
+        assert!(node_of(&store, "vision-aggregator-0").is_none());
+        assert!(store.get(Kind::Group, NAMESPACE, GROUP).unwrap()["status"]["plan"].is_null());
+    }
+    let key = (Kind::Group, NAMESPACE.to_owned(), "speech".to_owned());
+    drop(world.server.store().delete(&key, None));
+    ready(&world).await;
+}
+
+#[tokio::test]
 async fn an_operator_that_restarts_anywhere_goes_on() {
     let mut world = World::start().await;
     world.create(Kind::Group, group("PlaceWorkers", 4, 1));
