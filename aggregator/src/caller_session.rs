@@ -169,6 +169,23 @@ impl<'a> CallerSession<'a> {
         self.certificate.as_ref().map(|it| &*it.name)
     }
 
+    /// Returns the role in the caller's certificate, if callers are identified by certificates.
+    fn role(&self) -> Option<Role> {
+        self.certificate.as_ref().map(|it| it.role)
+    }
+
+    /// Returns why the caller may not join as a rank, or for other ranks if it `aggregates`; `None`
+    /// if it may.
+    fn why_not_a_rank(&self, aggregates: bool) -> Option<String> {
+        let certificate = self.certificate.as_ref();
+        let stranger = if aggregates && self.knows {
+            no_aggregator(certificate)
+        } else {
+            certificate.and_then(no_rank)
+        };
+        stranger.or_else(|| answers_elsewhere(&self.server.registry, self.connection))
+    }
+
     /// Sends the list of a job's ranks that are present. Returns false if the caller has
     /// disconnected.
     async fn send_present(&self, join: &Join, send: &mut quinn::SendStream) -> bool {
@@ -183,12 +200,12 @@ impl<'a> CallerSession<'a> {
         send_message(send, &FromAggregator::Present { ranks }).await
     }
 
-    /// Sends the aggregator's status. Another aggregator sees all jobs; other callers see the jobs
-    /// that the rules let them join. Returns false if the caller has disconnected.
+    /// Sends the aggregator's status. Operators and other aggregators see all jobs; workers see the
+    /// jobs that the rules let them join. Returns false if the caller has disconnected.
     async fn send_status(&self, addr: SocketAddr, send: &mut quinn::SendStream) -> bool {
         let registry = &self.server.registry;
         let mut status = status(registry, addr).await;
-        if self.certificate.as_ref().is_none_or(|it| it.role != Role::Aggregator) {
+        if !matches!(self.role(), Some(Role::Aggregator | Role::Operator)) {
             let rules = lock(registry).config().admit.clone();
             status.keep_only(|job| admit_rule::check(&rules, self.identity(), job).is_ok());
         }
@@ -207,12 +224,13 @@ impl<'a> CallerSession<'a> {
     async fn send_room(&self, join: Join, send: &mut quinn::SendStream) -> bool {
         let (registry, ip) = (&self.server.registry, self.connection.remote_address().ip());
         // Only another aggregator may ask for a rank with another identity.
-        let is_aggregator = self.certificate.as_ref().is_some_and(|it| it.role == Role::Aggregator);
         let identity = match &join.begun_by {
-            Some(CallerId::Identity(name)) if is_aggregator => Some(Unshown::from(name.clone()).0),
+            Some(CallerId::Identity(name)) if self.role() == Some(Role::Aggregator) => {
+                Some(Unshown::from(name.clone()).0)
+            }
             _ => self.identity().map(str::to_owned),
         };
-        let checked = match answers_elsewhere(registry, self.connection) {
+        let checked = match self.why_not_a_rank(join.aggregates) {
             Some(reason) => Err(Refusal::Never(reason)),
             None => lock(registry).check_space(&join, identity.as_deref(), ip),
         };
@@ -271,7 +289,7 @@ impl<'a> CallerSession<'a> {
         let (local, remote) = (self.connection.local_ip(), self.connection.remote_address().ip());
         let is_here = remote.to_canonical().is_loopback() || local == Some(remote);
         match &self.certificate {
-            Some(certificate) if certificate.role == Role::Aggregator => Ok(()),
+            Some(certificate) if certificate.role == Role::Operator => Ok(()),
             None if !self.knows && is_here => Ok(()),
             None if !self.knows => Err(format!(
                 "this aggregator has no identities, so only a caller on its own host may move \
@@ -279,8 +297,8 @@ impl<'a> CallerSession<'a> {
                  identities"
             )),
             Some(Certificate { name, role, .. }) => Err(format!(
-                "{name:?} has role {role}, but only an identity with the role aggregator may move \
-                 jobs; issue one with `racksum identity issue NAME --role aggregator`"
+                "{name:?} has role {role}, but only an identity with the role operator may move \
+                 jobs; issue one with `racksum identity issue NAME --role operator`"
             )),
             None => Err("the caller has no identity; set `identity`".into()),
         }
@@ -301,10 +319,8 @@ impl<'a> CallerSession<'a> {
         let mut dead: Pin<Box<dyn Future<Output = ()> + Send + 'a>> =
             Box::pin(dead(connection, lifeline));
         let registry = &self.server.registry;
-        let stranger =
-            if aggregates && self.knows { no_aggregator(self.certificate.as_ref()) } else { None };
         let identity = self.identity().map(str::to_owned);
-        let joined = match stranger.or_else(|| answers_elsewhere(registry, connection)) {
+        let joined = match self.why_not_a_rank(aggregates) {
             Some(reason) => Err(Refusal::Never(reason)),
             None => {
                 let caller = Caller { identity: identity.clone(), addr, outbox };
@@ -372,6 +388,16 @@ fn identify(
 ) -> (bool, Option<Certificate>) {
     let knows = lock(registry).knows_identities();
     (knows, knows.then(|| Certificate::of_peer(connection)).flatten())
+}
+
+/// Returns why the holder of a certificate may not join as a rank, or `None` if it may.
+fn no_rank(Certificate { name, role, .. }: &Certificate) -> Option<String> {
+    (*role == Role::Operator).then(|| {
+        format!(
+            "{name:?} has role operator, which joins no jobs; issue an identity for the rank with \
+             `racksum identity issue NAME --role worker`"
+        )
+    })
 }
 
 /// Returns why a caller may not join on behalf of other ranks, or `None` if it may.

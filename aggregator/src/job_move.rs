@@ -124,12 +124,13 @@ impl Mover {
     /// Moves all jobs. Meanwhile, this aggregator admits no other jobs.
     async fn move_all(&self) -> Result<u16, String> {
         self.to.check()?;
-        let names = lock(&self.registry).begin_hand_over()?;
-        let moved = self.move_started(names).await;
-        moved.map_err(|why| {
-            lock(&self.registry).end_hand_over();
-            format!("{why}; the aggregator does not stop, and admits jobs again")
-        })
+        let (hand_over, names) = HandOver::begin(&self.registry)?;
+        let moved = self
+            .move_started(names)
+            .await
+            .map_err(|why| format!("{why}; the aggregator does not stop, and admits jobs again"))?;
+        hand_over.finish();
+        Ok(moved)
     }
 
     /// Moves these groups of jobs, job by job.
@@ -395,6 +396,31 @@ impl Mover {
     }
 }
 
+/// The hand-over of an aggregator's jobs. If it is dropped before it finishes, even by a panic, the
+/// aggregator admits jobs again.
+struct HandOver<'a>(Option<&'a SharedRegistry>);
+
+impl<'a> HandOver<'a> {
+    /// Begins to hand all jobs over. Returns the jobs to move.
+    fn begin(registry: &'a SharedRegistry) -> Result<(Self, BTreeSet<JobName>), String> {
+        let names = lock(registry).begin_hand_over()?;
+        Ok((Self(Some(registry)), names))
+    }
+
+    /// Leaves the aggregator closed, since it now stops.
+    fn finish(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for HandOver<'_> {
+    fn drop(&mut self) {
+        if let Some(registry) = self.0 {
+            lock(registry).end_hand_over();
+        }
+    }
+}
+
 impl MovingGroup<'_> {
     /// Returns whether a job of the target is this group. When the target was asked, it had no job
     /// with this name, and another job that has taken the name since is of other shape, or refuses
@@ -512,6 +538,27 @@ mod tests {
             why.starts_with("this aggregator serves on 127.0.0.1, which cannot reach"),
             "{why}"
         );
+        assert!(!lock(&registry).status(own).draining);
+        drop(joined);
+    }
+
+    #[test]
+    fn a_drain_that_is_dropped_in_its_midst_opens_the_aggregator_again() {
+        let mut registry = registry(Fanout::Unicast, 0);
+        let joined = join(&mut registry, wish("job", 0, 1)).unwrap();
+        let (_present, caller) = watch::channel(());
+        let own = "127.0.0.1:9".parse().unwrap();
+        let to = MoveTarget { hosts: vec!["127.0.0.1:7".into()] };
+        let registry = Arc::new(Mutex::new(registry));
+        let mover = Mover { registry: Arc::clone(&registry), own, to, caller };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            tokio::select! {
+                biased;
+                moved = mover.move_all() => panic!("the drain waits for its target: {moved:?}"),
+                () = std::future::ready(()) => {}
+            }
+        });
         assert!(!lock(&registry).status(own).draining);
         drop(joined);
     }

@@ -34,6 +34,7 @@ Examples:
   racksum identity init                          writes authority.pem
   racksum identity issue agg-1 --role aggregator writes agg-1.pem, for the aggregator's host
   racksum identity issue node-7                  writes node-7.pem, for a worker's host
+  racksum identity issue ops --role operator     writes ops.pem, to move jobs and to measure
   racksum identity show node-7.pem               shows its name, role and expiry
 
   racksum aggregator --bind 10.0.0.1 --identity agg-1.pem
@@ -88,8 +89,10 @@ enum Command {
 enum NodeRole {
     /// Joins jobs.
     Worker,
-    /// Serves jobs, and may join those of another aggregator.
+    /// Serves jobs or measurements, and may join jobs for other ranks.
     Aggregator,
+    /// Moves jobs, drains aggregators, and orders measurements.
+    Operator,
 }
 
 impl From<NodeRole> for Role {
@@ -97,6 +100,7 @@ impl From<NodeRole> for Role {
         match role {
             NodeRole::Worker => Self::Worker,
             NodeRole::Aggregator => Self::Aggregator,
+            NodeRole::Operator => Self::Operator,
         }
     }
 }

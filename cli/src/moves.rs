@@ -44,7 +44,7 @@ struct Request {
     /// the aggregator of this user on this host; `move` chooses the one that serves JOB].
     #[arg(long, value_name = "WHICH")]
     from: Option<String>,
-    /// Identity file with role aggregator, which moving jobs requires if the aggregator has
+    /// Identity file with role operator, which moving jobs requires if the aggregator has
     /// identities [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,

@@ -35,8 +35,9 @@ pub(crate) struct Args {
     /// users].
     #[arg(value_name = "WHICH")]
     socket: Option<PathBuf>,
-    /// Identity file for an aggregator at HOST:PORT. An identity with role aggregator sees all
-    /// jobs, and one with role worker only the jobs that it may join [env: RACKSUM_IDENTITY].
+    /// Identity file for an aggregator at HOST:PORT. An identity with role operator or
+    /// aggregator sees all jobs, and one with role worker only the jobs that it may join [env:
+    /// RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].

@@ -24,7 +24,7 @@ use crate::message::{Answer, Busy, Order, PROTOCOL, RATES_MBIT, Train, VERSION};
 
 /// An agent: a server for coordinators, and a data socket.
 ///
-/// It carries out the orders of callers with an identity of role aggregator. Without an identity it
+/// It carries out the orders of callers with an identity of role operator. Without an identity it
 /// serves only loopback, or any caller if its credentials are insecure. It serves one coordinator
 /// at a time, because two measurements at once would slow each other down. It ends the connection
 /// of a coordinator that gives no order for a minute.
@@ -144,9 +144,9 @@ async fn serve_caller(
 ) {
     let certificate = Certificate::of_peer(connection);
     let role = certificate.as_ref().map(|certificate| certificate.role);
-    if knows_identities && role != Some(Role::Aggregator) {
-        let why = "measuring needs an identity with role aggregator; issue one with `racksum \
-                   identity issue NAME --role aggregator`";
+    if knows_identities && role != Some(Role::Operator) {
+        let why = "measuring needs an identity with role operator; issue one with `racksum \
+                   identity issue NAME --role operator`";
         connection.close(1u32.into(), why.as_bytes());
         return;
     }

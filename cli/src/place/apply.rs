@@ -23,7 +23,7 @@ pub(super) struct Apply {
     /// File to write that placement to, in place of standard output.
     #[arg(long, value_name = "FILE", requires = "apply")]
     out: Option<PathBuf>,
-    /// Identity file with role aggregator, which moving jobs requires if the aggregators have
+    /// Identity file with role operator, which moving jobs requires if the aggregators have
     /// identities [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", requires = "apply", conflicts_with = "insecure")]
     identity: Option<PathBuf>,

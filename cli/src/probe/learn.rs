@@ -43,8 +43,8 @@ pub(crate) struct Args {
     /// Count for this many seconds from now on [default: since the ranks joined].
     #[arg(long, value_name = "SECONDS", value_parser = args::number::<u64>(args::SECONDS))]
     over: Option<u64>,
-    /// Identity file for aggregators at HOST:PORT. With role aggregator it sees all jobs [env:
-    /// RACKSUM_IDENTITY].
+    /// Identity file for aggregators at HOST:PORT. With role operator or aggregator it sees
+    /// all jobs [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].

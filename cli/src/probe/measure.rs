@@ -43,7 +43,7 @@ pub(crate) struct Args {
     /// measures other ones.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Identity file with role aggregator [env: RACKSUM_IDENTITY].
+    /// Identity file with role operator [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,
     /// Connect beyond loopback without an identity [env: RACKSUM_INSECURE].

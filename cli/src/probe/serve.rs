@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// UDP port of the measurements; 0 for a free one [default: the one after --port].
     #[arg(long, value_name = "PORT", value_parser = args::number::<u16>(0..=65535))]
     data_port: Option<u16>,
-    /// Identity file with role aggregator; then only coordinators with an identity of that role
+    /// Identity file with role aggregator; then only coordinators with an identity of role operator
     /// from the same authority are served [env: RACKSUM_IDENTITY].
     #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
     identity: Option<PathBuf>,

@@ -112,10 +112,13 @@ fn members_get_in_and_strangers_do_not() {
     let ended = bench_rank(&serving.addr, 0, 1, &["--insecure", "--identity", &node]).end(20);
     assert_eq!(ended.code, Some(2), "{ended:?}");
 
-    // An aggregator does not accept a worker's identity as its own.
-    let ended = run(&["aggregator", "--port", "0", "--identity", &node]);
-    let why = "has role worker, but role aggregator is needed";
-    assert!(ended.failed(2).contains(why), "{ended:?}");
+    // An aggregator does not accept the identity of a worker or an operator as its own.
+    let ops = issue(&folder, &ours, "ops", "operator");
+    for (identity, role) in [(&node, "worker"), (&ops, "operator")] {
+        let ended = run(&["aggregator", "--port", "0", "--identity", identity]);
+        let why = format!("has role {role}, but role aggregator is needed");
+        assert!(ended.failed(2).contains(&why), "{ended:?}");
+    }
 
     // The operator sees the refusals in the log.
     let serving = serving.end();
@@ -124,10 +127,33 @@ fn members_get_in_and_strangers_do_not() {
 }
 
 #[test]
+fn an_operator_joins_no_job_but_sees_all() {
+    let (folder, ours) = authority("operator", "rack");
+    let [served, node, ops] = [("agg", "aggregator"), ("node", "worker"), ("ops", "operator")]
+        .map(|(name, role)| issue(&folder, &ours, name, role));
+    let config = folder.path("racksum.toml");
+    std::fs::write(&config, "[[admit]]\nidentity = \"node\"\njobs = [\"*\"]\n").unwrap();
+    let serving = Serving::start(&["--identity", &served, "--config", &config]);
+    let shown = run(&["identity", "show", &ops]).ok().out;
+    assert!(shown.starts_with(&format!("{ops}: operator \"ops\" of \"rack\", 20")), "{shown}");
+    let ended = bench_rank(&serving.addr, 0, 1, &["--identity", &ops]).end(20);
+    let why = "\"ops\" has role operator, which joins no jobs; issue an identity for the rank with \
+               `racksum identity issue NAME --role worker`";
+    assert!(ended.failed(3).ends_with(why), "{ended:?}");
+    let waiting = bench_rank(&serving.addr, 0, 2, &["--identity", &node, "--job", "waiting"]);
+    await_that("the operator sees the job", || {
+        let status = run(&["status", &serving.addr, "--identity", &ops]).ok().out;
+        status.contains("job \"waiting\"")
+    });
+    drop(waiting);
+}
+
+#[test]
 fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
     let (folder, ours) = authority("starts", "rack");
     let node = issue(&folder, &ours, "node", "worker");
     let served = issue(&folder, &ours, "agg", "aggregator");
+    let ops = issue(&folder, &ours, "ops", "operator");
     let socket = folder.path("sidecar");
     let worker = |flags: &[&str]| {
         let ended = run(&[&["worker", "--socket", &socket, "--aggregator"], flags].concat());
@@ -140,6 +166,7 @@ fn who_calls_for_others_learns_at_the_start_that_it_cannot() {
     for (flags, why) in [
         (&["192.0.2.1:7177"][..], "only loopback addresses"),
         (&["192.0.2.1:7177", "--identity", &node], "has role worker, but role aggregator is"),
+        (&["192.0.2.1:7177", "--identity", &ops], "has role operator, but role aggregator is"),
         (&["127.0.0.1:7177", "--identity", "/nowhere"], "identity /nowhere: No such file"),
         (&["127.0.0.1:7177", "--interface", "=none"], "no usable interface matches \"=none\""),
         (&["127.0.0.1:7177,127.0.0.1:7177"], "is listed twice"),

@@ -148,11 +148,12 @@ fn an_aggregator_that_is_drained_to_another_hands_its_jobs_over_and_stops() {
 }
 
 #[test]
-fn with_identities_only_an_aggregators_moves_jobs_and_only_to_its_own_kind() {
+fn with_identities_only_an_operator_moves_jobs_and_only_within_its_authority() {
     let (folder, ours) = authority("moves", "rack");
     let (elsewhere, theirs) = authority("moves", "elsewhere");
     let agg = issue(&folder, &ours, "agg", "aggregator");
     let node = issue(&folder, &ours, "node", "worker");
+    let ops = issue(&folder, &ours, "ops", "operator");
     let foreign = issue(&elsewhere, &theirs, "agg", "aggregator");
     let [serving, other] = [(); 2].map(|()| Serving::start(&["--identity", &agg]));
     let stranger = Serving::start(&["--identity", &foreign]);
@@ -161,17 +162,29 @@ fn with_identities_only_an_aggregators_moves_jobs_and_only_to_its_own_kind() {
     let ask = |identity: &str, addr: &str| {
         run(&["status", addr, "--identity", identity, "--format", "json"]).ok().out
     };
-    let runs_at = |addr: &str| ask(&agg, addr).contains("\"state\":\"running\"");
+    let runs_at = |addr: &str| ask(&ops, addr).contains("\"state\":\"running\"");
     await_that("the job runs", || runs_at(&serving.addr));
     let moves = |identity: &str, to: &str| {
         run(&["move", "long", "--from", &serving.addr, "--to", to, "--identity", identity])
     };
-    let ended = moves(&node, &other.addr);
-    assert!(ended.failed(3).contains("\"node\" has role worker, but only an identity with the"));
-    let ended = moves(&agg, &stranger.addr);
+    let drain = |identity: &str| {
+        run(&["drain", "--from", &serving.addr, "--to", &other.addr, "--identity", identity])
+    };
+    for (identity, who) in
+        [(&node, "\"node\" has role worker"), (&agg, "\"agg\" has role aggregator")]
+    {
+        let why = format!(
+            "{who}, but only an identity with the role operator may move jobs; issue one with \
+             `racksum identity issue NAME --role operator`"
+        );
+        for ended in [moves(identity, &other.addr), drain(identity)] {
+            assert!(ended.failed(3).ends_with(&why), "{ended:?}");
+        }
+    }
+    let ended = moves(&ops, &stranger.addr);
     assert!(ended.failed(3).contains("another authority"), "{ended:?}");
     assert!(runs_at(&serving.addr));
-    moves(&agg, &other.addr).ok();
+    moves(&ops, &other.addr).ok();
     assert!(runs_at(&other.addr) && !runs_at(&serving.addr));
     // Only those that may know of the job see where it went.
     assert!(ask(&node, &serving.addr).contains("\"moved\":[{\"job\":{\"name\":\"long\""));

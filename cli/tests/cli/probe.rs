@@ -121,16 +121,22 @@ fn two_hosts_with_the_same_agent_are_named_with_their_file() {
 fn only_an_operator_may_order_measurements() {
     let (folder, authority) = authority("probe", "rack");
     let agent = issue(&folder, &authority, "agent", "aggregator");
-    let operator = issue(&folder, &authority, "operator", "aggregator");
+    let operator = issue(&folder, &authority, "operator", "operator");
     let worker = issue(&folder, &authority, "worker", "worker");
     let agents = Agents::start("identity", 2, &["--identity", &agent]);
     agents.measure("net.toml", &["--identity", &operator]).ok();
-    let why = agents.measure("other.toml", &["--identity", &worker]);
-    assert!(why.failed(3).contains("needs an identity with role aggregator"), "{why:?}");
+    for wrong in [&worker, &agent] {
+        let why = agents.measure("other.toml", &["--identity", wrong]);
+        let needed = "measuring needs an identity with role operator; issue one with `racksum \
+                      identity issue NAME --role operator`";
+        assert!(why.failed(3).contains(needed), "{why:?}");
+    }
     let why = agents.measure("other.toml", &[]);
     assert!(why.failed(3).contains("this process has none; set --identity to"), "{why:?}");
-    let why = run(&["probe", "serve", "--port", "0", "--identity", &worker]);
-    assert!(why.failed(2).contains("role aggregator is needed"), "{why:?}");
+    for wrong in [&worker, &operator] {
+        let why = run(&["probe", "serve", "--port", "0", "--identity", wrong]);
+        assert!(why.failed(2).contains("role aggregator is needed"), "{why:?}");
+    }
     let why = run(&["probe", "serve", "--bind", "10.0.0.1"]);
     assert_eq!(why.code, Some(2), "{why:?}");
 }

@@ -5,15 +5,15 @@ use std::path::Path;
 use pem::Pem;
 use racksum_proto::identity_name::check_new;
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
 };
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::{self as pki_pem, PemObject};
 use time::{Duration, OffsetDateTime};
 
 use super::NAME;
-use super::certificate::{end_of, rfc3339};
+use super::certificate::{OPERATOR, end_of, rfc3339};
 use super::pem_file::{check_key, key_of, not_pem, read_secret};
 use super::{Certificate, Role};
 use crate::{FileKind, NetError};
@@ -155,6 +155,10 @@ impl Authority {
                 params.subject_alt_names = vec![rcgen::SanType::DnsName(name)];
                 params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
             }
+            Role::Operator => {
+                params.extended_key_usages.clear();
+                params.custom_extensions = vec![operator_usages()];
+            }
             Role::Authority => {
                 return Err(NetError::Certificate {
                     reason: "an authority cannot issue authorities; create one with `racksum \
@@ -180,6 +184,21 @@ fn params(name: &str, not_after: OffsetDateTime) -> Result<CertificateParams, Ne
     params.not_after = not_after;
     params.use_authority_key_identifier_extension = true;
     Ok(params)
+}
+
+/// Returns the extended key usages of an operator: TLS client and [`OPERATOR`]. rcgen cannot encode
+/// the latter, because the number of a UUID exceeds 64 bits.
+fn operator_usages() -> CustomExtension {
+    const EXTENDED_KEY_USAGE: &[u64] = &[2, 5, 29, 37];
+    const CLIENT_AUTH: &[u8] = &[0x2b, 6, 1, 5, 5, 7, 3, 2];
+    let purposes: Vec<u8> = [CLIENT_AUTH, OPERATOR].iter().flat_map(|it| der(0x06, it)).collect();
+    CustomExtension::from_oid_content(EXTENDED_KEY_USAGE, der(0x30, &purposes))
+}
+
+/// Encodes a value in DER with the given tag.
+fn der(tag: u8, content: &[u8]) -> Vec<u8> {
+    let short = u8::try_from(content.len()).ok().filter(|len| *len < 0x80);
+    [&[tag, short.expect("the contents are constant and short")], content].concat()
 }
 
 fn in_days(days: u32) -> OffsetDateTime {

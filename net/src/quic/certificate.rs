@@ -25,6 +25,9 @@ pub enum Role {
     Aggregator,
     /// The holder joins jobs.
     Worker,
+    /// The holder moves jobs, drains aggregators and orders measurements. It neither serves nor
+    /// joins.
+    Operator,
 }
 
 impl Role {
@@ -35,6 +38,7 @@ impl Role {
             Self::Authority => "authority",
             Self::Aggregator => "aggregator",
             Self::Worker => "worker",
+            Self::Operator => "operator",
         }
     }
 }
@@ -123,14 +127,7 @@ impl Certificate {
         if !PeerText::is_plain(&issuer) {
             return Err("the name of the certificate's issuer has unprintable characters".into());
         }
-        let usage = x509.extended_key_usage().ok().flatten();
-        let role = if x509.is_ca() {
-            Role::Authority
-        } else if usage.is_some_and(|usage| usage.value.server_auth) {
-            Role::Aggregator
-        } else {
-            Role::Worker
-        };
+        let role = role_of(x509)?;
         let validity = x509.validity();
         let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, der);
         Ok(Self {
@@ -155,6 +152,32 @@ fn x509<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> 
         X509Certificate::from_der(der).map_err(|_| "a certificate in the file is damaged")?;
     Ok(x509)
 }
+
+/// Returns the role that a certificate's extended key usages allow.
+fn role_of(x509: &X509Certificate<'_>) -> Result<Role, String> {
+    if x509.is_ca() {
+        return Ok(Role::Authority);
+    }
+    let usage = x509.extended_key_usage().ok().flatten();
+    let Some(usage) = usage.map(|usage| usage.value) else { return Ok(Role::Worker) };
+    let operates = usage.other.iter().any(|purpose| purpose.as_bytes() == OPERATOR);
+    match (usage.server_auth, operates) {
+        (true, true) => Err("the certificate has the roles aggregator and operator, and may have \
+                             only one; issue an identity for each with `racksum identity issue`"
+            .into()),
+        (true, false) => Ok(Role::Aggregator),
+        (false, true) => Ok(Role::Operator),
+        (false, false) => Ok(Role::Worker),
+    }
+}
+
+/// Object identifier of the extended key usage that makes the holder an operator, in DER:
+/// 2.25.140299129769709810397704343116892583697. The arc 2.25 takes UUIDs, so the identifier is
+/// unique without a registration.
+pub(super) const OPERATOR: &[u8] = &[
+    0x69, 0x81, 0xd3, 0x8c, 0xd0, 0xca, 0x86, 0x88, 0xea, 0xa0, 0xa7, 0xac, 0xc6, 0x9d, 0xd1, 0xe4,
+    0xdd, 0xce, 0xee, 0x11,
+];
 
 /// Returns whether a certificate valid between `from` and `to`, in seconds, expires soon. A
 /// short-lived certificate counts as expiring soon only in the last tenth of its life.

@@ -86,7 +86,8 @@ async fn nodes_of_one_authority_believe_each_other() {
     let folder = Folder::new("believe");
     let authority = folder.authority("rack");
     let served = folder.credentials(&authority, "agg-1", Role::Aggregator);
-    for (name, role) in [("node-7", Role::Worker), ("agg-2", Role::Aggregator)] {
+    let roles = [Role::Worker, Role::Aggregator, Role::Operator];
+    for (name, role) in ["node-7", "agg-2", "ops"].into_iter().zip(roles) {
         let (peer, result) = call(&served, &folder.credentials(&authority, name, role)).await;
         assert_eq!(result, Ok(()));
         let peer = peer.unwrap();
@@ -167,14 +168,61 @@ async fn an_expired_certificate_is_refused_with_the_reason_on_both_sides() {
 }
 
 #[tokio::test]
-async fn a_worker_cannot_pass_for_an_aggregator() {
+async fn neither_a_worker_nor_an_operator_can_pass_for_an_aggregator() {
     let folder = Folder::new("role");
     let authority = folder.authority("rack");
-    let false_server = folder.credentials(&authority, "node", Role::Worker);
     let caller = folder.credentials(&authority, "node-2", Role::Worker);
-    let (_, error) = call(&false_server, &caller).await;
-    let error = error.unwrap_err();
-    assert!(error.contains(": it is for another role"), "{error}");
+    for role in [Role::Worker, Role::Operator] {
+        let false_server = folder.credentials(&authority, "node", role);
+        let (_, error) = call(&false_server, &caller).await;
+        let error = error.unwrap_err();
+        assert!(error.contains(": it is for another role"), "{error}");
+        let why = Credentials::of_aggregator(Some(&folder.0.join("node")), false).unwrap_err();
+        let wrong = format!(
+            "has role {role}, but role aggregator is needed; issue one with `racksum identity \
+             issue NAME --role aggregator`"
+        );
+        assert!(why.to_string().contains(&wrong), "{why}");
+    }
+}
+
+/// Returns the DER of the certificate that the authority issues for a role.
+fn issued(authority: &Authority, role: Role) -> CertificateDer<'static> {
+    let (pem, _) = authority.issue(&Subject { name: "ops", role, days: None }).unwrap();
+    CertificateDer::from_pem_slice(pem.as_bytes()).unwrap()
+}
+
+#[test]
+fn the_usages_of_each_role_have_their_bytes() {
+    const CLIENT: &[u8] = b"\x06\x08\x2b\x06\x01\x05\x05\x07\x03\x02";
+    const SERVER: &[u8] = b"\x06\x08\x2b\x06\x01\x05\x05\x07\x03\x01";
+    const OPERATES: &[u8] = b"\x06\x14\x69\x81\xd3\x8c\xd0\xca\x86\x88\xea\xa0\xa7\xac\xc6\x9d\xd1\
+        \xe4\xdd\xce\xee\x11";
+    let authority = Folder::new("usages").authority("rack");
+    for (role, len, usages) in [
+        (Role::Worker, 10, CLIENT.to_vec()),
+        (Role::Aggregator, 20, [CLIENT, SERVER].concat()),
+        (Role::Operator, 32, [CLIENT, OPERATES].concat()),
+    ] {
+        // The identifier of the extension, and its content as an octet string.
+        let extension = [b"\x06\x03\x55\x1d\x25\x04", &[len + 2, 0x30, len][..], &usages].concat();
+        let der = issued(&authority, role);
+        assert!(der.windows(extension.len()).any(|bytes| bytes == extension), "{role}: {der:x?}");
+        assert_eq!(Certificate::parse(&der).unwrap().role, role);
+    }
+}
+
+#[test]
+fn a_certificate_with_the_roles_of_a_server_and_of_an_operator_is_refused() {
+    let authority = Folder::new("both").authority("rack");
+    let mut params = params("both", in_days(1)).unwrap();
+    let purposes = [&[0x2b, 6, 1, 5, 5, 7, 3, 1][..], OPERATOR].map(|it| der(0x06, it)).concat();
+    let usages = CustomExtension::from_oid_content(&[2, 5, 29, 37], der(0x30, &purposes));
+    params.custom_extensions = vec![usages];
+    let key = KeyPair::generate().unwrap();
+    let both = params.signed_by(&key, &authority.issuer).unwrap();
+    let why = Certificate::parse(both.der()).unwrap_err();
+    assert!(why.starts_with("the certificate has the roles aggregator and operator"), "{why}");
 }
 
 #[test]
