@@ -10,7 +10,7 @@ use racksum_net::clock::Clock;
 use racksum_net::quic::Caller;
 use racksum_placer::network::{Links, Network};
 use racksum_placer::survey::{
-    Contended, Pair, Sample, contended_pairs, fit, rounds, sampled_pairs, unconfirmed,
+    Contended, HostRates, Pair, Sample, contended_pairs, fit, rounds, sampled_pairs, unconfirmed,
 };
 use racksum_placer::topology::{HostId, Topology, VertexId};
 use racksum_proto::time::Time;
@@ -158,10 +158,12 @@ impl<'a> Survey<'a> {
         self.rest(&turn).await;
         let directed = |is_back: bool| {
             let turned = |(a, b): Pair| if is_back { (b, a) } else { (a, b) };
-            paths.keys().copied().map(turned).collect::<Vec<_>>()
+            let pairs = paths.keys().copied().map(turned);
+            pairs.map(|pair| (pair, self.train_for(pair))).collect::<BTreeMap<_, _>>()
         };
-        let mut rates = self.trains(&directed(false), 1).await;
-        rates.extend(self.trains(&directed(true), 1).await);
+        let trains = [false, true].map(directed);
+        let mut rates = self.trains(&trains[0]).await;
+        rates.extend(self.trains(&trains[1]).await);
         for ((one, other), path) in paths {
             let Some((rtt_us, rtt_p99_us)) = path.rtt_us else {
                 self.dead.push(self.names((one, other)));
@@ -194,17 +196,17 @@ impl<'a> Survey<'a> {
 
     /// Sends trains over paths, all at the same time, and waits until the share of the interfaces
     /// allows the next ones. Returns the rates in Mbit/s. A path that no ping passes has rate 0.
-    async fn trains(&mut self, paths: &[Pair], lengths: u32) -> BTreeMap<Pair, f64> {
+    async fn trains(&mut self, trains: &BTreeMap<Pair, Train>) -> BTreeMap<Pair, f64> {
         let turn = self.turn();
         let mut tasks = JoinSet::new();
-        for &pair in paths {
+        for &pair in trains.keys() {
             let Some((from, to)) = self.both(pair) else { continue };
             tasks.spawn(async move { Ok((pair, FlowOrders::open_proven(from, to).await?)) });
         }
         let opened: BTreeMap<_, Option<FlowOrders>> = self.joined(tasks).await;
         let (mut tasks, mut rates) = (JoinSet::new(), BTreeMap::new());
         for (pair, flow) in opened {
-            let train = self.train_for(pair, lengths);
+            let train = trains[&pair];
             match flow {
                 Some(flow) => drop(tasks.spawn(async move { Ok((pair, flow.send(train).await?)) })),
                 None => drop(rates.insert(pair, 0.0)),
@@ -286,9 +288,11 @@ impl<'a> Survey<'a> {
         let domains = self.topology.inner_domains().collect::<Vec<_>>();
         let mut links: Vec<_> =
             domains.into_iter().flat_map(|of| [(of, true), (of, false)]).collect();
+        let (topology, samples) = (Arc::clone(&self.topology), self.samples());
+        let rates = self.compute(move || HostRates::new(&topology, &samples)).await;
         let mut found = vec![];
         for _ in 0..CONTENDED_TURNS {
-            found.extend(self.measure_contended(links).await);
+            found.extend(self.measure_contended(links, &rates).await);
             let (topology, samples) = (Arc::clone(&self.topology), self.samples());
             let known = found.clone();
             links = self.compute(move || unconfirmed(&topology, &samples, &known)).await;
@@ -300,20 +304,30 @@ impl<'a> Survey<'a> {
     }
 
     /// Measures links of domains, up or down, one after another.
-    async fn measure_contended(&mut self, links: Vec<(VertexId, bool)>) -> Vec<Contended> {
+    async fn measure_contended(
+        &mut self,
+        links: Vec<(VertexId, bool)>,
+        rates: &HostRates,
+    ) -> Vec<Contended> {
         let mut found = vec![];
         for (of, is_up) in links {
             // A train is never longer than one between two hosts with the same interface.
             let is_usable = |host: HostId| self.can_afford((host, host), 2, 0);
             let mut pairs = contended_pairs(&self.topology, of, is_usable);
             pairs.truncate(MOST_PAIRS);
-            let paths: Vec<_> =
-                pairs.iter().map(|&(a, b)| if is_up { (a, b) } else { (b, a) }).collect();
-            let mut rates = self.trains(&paths, 2).await;
+            let paths = pairs.into_iter().map(|(a, b)| if is_up { (a, b) } else { (b, a) });
+            let train = |pair: Pair| {
+                // What a slow host cannot receive would take the room of other pairs on the link.
+                let nics_mbit = self.nics_mbit(pair);
+                let mbit = rates.path(&self.topology, pair).unwrap_or(nics_mbit);
+                (pair, train_of(mbit.min(nics_mbit), 2))
+            };
+            let trains = paths.map(train).collect();
+            let mut passed = self.trains(&trains).await;
             // A path that nothing passes does not load the link.
-            rates.retain(|_, mbit| *mbit > 0.0);
-            if rates.len() > 1 {
-                let pairs = rates.into_iter().map(|((from, to), mbit)| (from, to, mbit));
+            passed.retain(|_, mbit| *mbit > 0.0);
+            if passed.len() > 1 {
+                let pairs = passed.into_iter().map(|((from, to), mbit)| (from, to, mbit));
                 found.push(Contended { of, is_up, pairs: pairs.collect() });
             }
         }
@@ -332,9 +346,9 @@ impl<'a> Survey<'a> {
         };
         for round in self.compute(plan).await {
             // No host is in two pairs of a round, so none spends more than the check allows.
-            let round: Vec<_> =
-                round.into_iter().filter(|pair| self.can_afford(*pair, 1, 0)).collect();
-            for (pair, mbit) in self.trains(&round, 1).await {
+            let round = round.into_iter().filter(|pair| self.can_afford(*pair, 1, 0));
+            let trains = round.map(|pair| (pair, self.train_for(pair))).collect();
+            for (pair, mbit) in self.trains(&trains).await {
                 let Some(sample) = self.samples.get_mut(&pair) else { continue };
                 self.again.push(Sample { mbit, ..*sample });
                 sample.mbit = sample.mbit.max(mbit);
@@ -394,7 +408,7 @@ impl<'a> Survey<'a> {
     /// keep a reserve in bytes.
     fn can_afford(&self, pair: Pair, trains: u32, reserve: u64) -> bool {
         let Some((one, other)) = self.both(pair) else { return false };
-        let train = proven_train_bytes(self.train_for(pair, 1).bytes);
+        let train = proven_train_bytes(self.train_for(pair).bytes);
         let bytes = u64::from(trains) * train + path_bytes() + reserve;
         [one, other].iter().all(|node| node.used() + bytes <= self.options.budget)
     }
@@ -403,22 +417,31 @@ impl<'a> Survey<'a> {
         self.topology.host(host).nic_mbit
     }
 
-    /// Returns a train that is long enough for the hosts' interfaces, times `lengths`.
-    fn train_for(&self, (from, to): Pair, lengths: u32) -> Train {
-        // A little more than the interfaces should carry, so that the path decides.
-        let mbit = EXCESS * self.nic_mbit(from).min(self.nic_mbit(to));
-        let mbit = mbit.clamp(*RATES_MBIT.start(), *RATES_MBIT.end());
-        let millis = lengths * TRAIN_MILLIS;
-        let bits = mbit * 1e3 * f64::from(millis);
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "a cast from float saturates"
-        )]
-        let bytes = (bits / 8.0) as u64;
-        let most = MOST_TRAIN_BYTES * u64::from(lengths);
-        Train { bytes: bytes.clamp(train_bytes(LEAST_DATAGRAMS), most), millis, mbit }
+    /// Returns the rate of the slower interface of two hosts.
+    fn nics_mbit(&self, (from, to): Pair) -> f64 {
+        self.nic_mbit(from).min(self.nic_mbit(to))
     }
+
+    /// Returns a train that is long enough for the hosts' interfaces.
+    fn train_for(&self, pair: Pair) -> Train {
+        train_of(self.nics_mbit(pair), 1)
+    }
+}
+
+/// Returns a train that is long enough for a path of this rate, times `lengths`.
+fn train_of(mbit: f64, lengths: u32) -> Train {
+    // A little more than the path should carry, so that the path decides.
+    let mbit = (EXCESS * mbit).clamp(*RATES_MBIT.start(), *RATES_MBIT.end());
+    let millis = lengths * TRAIN_MILLIS;
+    let bits = mbit * 1e3 * f64::from(millis);
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a cast from float saturates"
+    )]
+    let bytes = (bits / 8.0) as u64;
+    let most = MOST_TRAIN_BYTES * u64::from(lengths);
+    Train { bytes: bytes.clamp(train_bytes(LEAST_DATAGRAMS), most), millis, mbit }
 }
 
 /// Checks that no two hosts name the same agent.

@@ -222,7 +222,7 @@ mod tests {
     use crate::network::Links;
     use crate::survey::sampled_pairs;
     use crate::survey::tests::racks;
-    use crate::survey::unconfirmed;
+    use crate::survey::{HostRates, unconfirmed};
 
     /// The true rates, losses and round trips of the links of a cluster.
     struct Truth {
@@ -321,6 +321,8 @@ mod tests {
         };
         assert!(close(rate(&[60.0]).unwrap().mbit, 120.0));
         assert_eq!(rate(&[99.0]), None);
+        let alone = HostRates::new(&topology, &samples).path(&topology, (HostId(0), HostId(2)));
+        assert!(close(alone.unwrap(), 100.0));
         // Two that agree count, whatever others say, or else the least.
         assert!(close(rate(&[80.0, 60.0, 59.0, 30.0]).unwrap().mbit, 120.0));
         assert!(close(rate(&[80.0, 60.0, 30.0]).unwrap().mbit, 60.0));

@@ -16,7 +16,7 @@ mod tiers;
 
 pub use counters::{Difference, Figure, OwnCounters, RankCounters, Side, Transfers, learn};
 pub use fit::{FasterInterface, faster_interfaces, fit};
-pub use rates::unconfirmed;
+pub use rates::{HostRates, unconfirmed};
 pub use rounds::{Pair, circle, contended_pairs, rounds, sampled_pairs};
 pub use sample::{Contended, Sample};
 pub use tiers::{Misplaced, found_tree, misplaced, tiers};

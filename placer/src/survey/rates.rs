@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::rounds::Pair;
 use super::sample::{Contended, Sample};
 use crate::topology::{HostId, Topology, VertexId};
 
@@ -17,7 +18,7 @@ pub fn unconfirmed(
     contended: &[Contended],
 ) -> Vec<(VertexId, bool)> {
     let hosts = HostRates::new(topology, samples);
-    let totals = hosts.totals(contended).into_iter();
+    let totals = hosts.totals(topology, contended).into_iter();
     let is_open = |totals: &Totals| totals.agreed().is_none() && totals.limit().is_some();
     totals.filter(|(_, totals)| is_open(totals)).map(|(link, _)| link).collect()
 }
@@ -53,35 +54,42 @@ impl Totals {
 }
 
 /// Per direction of a link: the greatest rate in Mbit/s that samples over it agree on.
-struct HostRates<'a> {
-    topology: &'a Topology,
-    greatest: Vec<Option<f64>>,
-}
+#[derive(Debug)]
+pub struct HostRates(Vec<Option<f64>>);
 
-impl<'a> HostRates<'a> {
-    fn new(topology: &'a Topology, samples: &[Sample]) -> Self {
+impl HostRates {
+    /// Finds the rates that samples show.
+    #[must_use]
+    pub fn new(topology: &Topology, samples: &[Sample]) -> Self {
         let mut all = vec![vec![]; 2 * topology.vertices()];
         for sample in samples {
             for link in directed_links(topology, sample.from, sample.to) {
                 all[link].push(sample.mbit);
             }
         }
-        Self { topology, greatest: all.into_iter().map(confirmed).collect() }
+        Self(all.into_iter().map(confirmed).collect())
     }
 
-    /// Returns the rate of a path whose hosts are its only limits, if samples show both.
-    fn path(&self, from: HostId, to: HostId) -> Option<f64> {
-        let leaf = |host: HostId| self.topology.leaf(host).0;
-        Some(self.greatest[up(leaf(from))]?.min(self.greatest[down(leaf(to))]?))
+    /// Returns the rate of a path in Mbit/s if its hosts are its only limits, or `None` if no
+    /// sample shows one of them.
+    #[must_use]
+    pub fn path(&self, topology: &Topology, (from, to): Pair) -> Option<f64> {
+        let leaf = |host: HostId| topology.leaf(host).0;
+        Some(self.0[up(leaf(from))]?.min(self.0[down(leaf(to))]?))
     }
 
     /// Returns the contended measurements of each link and direction, up if true. Leaves out pairs
     /// whose hosts no sample shows: they may be slow themselves.
-    fn totals(&self, contended: &[Contended]) -> BTreeMap<(VertexId, bool), Totals> {
+    fn totals(
+        &self,
+        topology: &Topology,
+        contended: &[Contended],
+    ) -> BTreeMap<(VertexId, bool), Totals> {
         let mut links = BTreeMap::<_, Totals>::new();
         for Contended { of, is_up, pairs } in contended {
             let known = pairs.iter();
-            let known = known.filter_map(|(from, to, mbit)| Some((*mbit, self.path(*from, *to)?)));
+            let known = known
+                .filter_map(|(from, to, mbit)| Some((*mbit, self.path(topology, (*from, *to))?)));
             let known: Vec<_> = known.collect();
             if known.len() > 1 {
                 let sum = |rate: fn(&(f64, f64)) -> f64| known.iter().map(rate).sum();
@@ -99,11 +107,11 @@ pub(super) struct Rates(pub(super) Vec<Option<f64>>);
 impl Rates {
     pub(super) fn new(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Self {
         let hosts = HostRates::new(topology, samples);
-        let greatest = &hosts.greatest;
+        let greatest = &hosts.0;
         // A link is no limit if the fastest path over it is as fast as its hosts.
         let mut is_limit = vec![true; greatest.len()];
         for sample in samples {
-            let alone = hosts.path(sample.from, sample.to);
+            let alone = hosts.path(topology, (sample.from, sample.to));
             if alone.is_none_or(|alone| is_slower(sample.mbit, alone)) {
                 continue;
             }
@@ -115,7 +123,7 @@ impl Rates {
         let is_leaf = |link: usize| topology.subtree(VertexId(link / 2)).len() == 1;
         let shown = |link: usize| greatest[link].filter(|_| is_leaf(link) || is_limit[link]);
         let mut rates: Vec<_> = (0..greatest.len()).map(shown).collect();
-        for ((of, is_up), totals) in hosts.totals(contended) {
+        for ((of, is_up), totals) in hosts.totals(topology, contended) {
             let link = if is_up { up(of.0) } else { down(of.0) };
             rates[link] = match (rates[link], totals.limit()) {
                 (_, None) => None,
