@@ -316,18 +316,20 @@ impl<'a> Survey<'a> {
             let mut pairs = contended_pairs(&self.topology, of, is_usable);
             pairs.truncate(MOST_PAIRS);
             let paths = pairs.into_iter().map(|(a, b)| if is_up { (a, b) } else { (b, a) });
-            let train = |pair: Pair| {
-                // What a slow host cannot receive would take the room of other pairs on the link.
+            let alone = |pair: Pair| {
                 let nics_mbit = self.nics_mbit(pair);
                 let mbit = rates.path(&self.topology, pair).unwrap_or(nics_mbit);
-                (pair, train_of(mbit.min(nics_mbit), 2))
+                (pair, mbit.min(nics_mbit))
             };
-            let trains = paths.map(train).collect();
+            let alone: BTreeMap<_, _> = paths.map(alone).collect();
+            // What a slow host cannot receive would take the room of other pairs on the link.
+            let trains = alone.iter().map(|(pair, mbit)| (*pair, train_of(*mbit, 2))).collect();
             let mut passed = self.trains(&trains).await;
             // A path that nothing passes does not load the link.
             passed.retain(|_, mbit| *mbit > 0.0);
             if passed.len() > 1 {
-                let pairs = passed.into_iter().map(|((from, to), mbit)| (from, to, mbit));
+                let pairs = passed.into_iter();
+                let pairs = pairs.map(|(pair, mbit)| (pair.0, pair.1, mbit, alone[&pair]));
                 found.push(Contended { of, is_up, pairs: pairs.collect() });
             }
         }

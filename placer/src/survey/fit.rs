@@ -312,7 +312,7 @@ mod tests {
         let contended = |each: f64| Contended {
             of: rack,
             is_up: true,
-            pairs: vec![(HostId(0), HostId(2), each), (HostId(1), HostId(3), each)],
+            pairs: vec![(HostId(0), HostId(2), each, 100.0), (HostId(1), HostId(3), each, 100.0)],
         };
         let rate = |each: &[f64]| {
             let contended: Vec<_> = each.iter().map(|each| contended(*each)).collect();
@@ -323,6 +323,11 @@ mod tests {
         assert_eq!(rate(&[99.0]), None);
         let alone = HostRates::new(&topology, &samples).path(&topology, (HostId(0), HostId(2)));
         assert!(close(alone.unwrap(), 100.0));
+        // Trains that were no faster show no limit.
+        let mut slow = contended(60.0);
+        slow.pairs.iter_mut().for_each(|(.., most)| *most = 60.0);
+        let network = fit(&topology, &samples, &[slow.clone(), slow]);
+        assert!(network.links.iter().all(|link| link.of != "r0" || link.up.is_none()));
         // Two that agree count, whatever others say, or else the least.
         assert!(close(rate(&[80.0, 60.0, 59.0, 30.0]).unwrap().mbit, 120.0));
         assert!(close(rate(&[80.0, 60.0, 30.0]).unwrap().mbit, 60.0));

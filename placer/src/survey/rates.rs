@@ -88,8 +88,9 @@ impl HostRates {
         let mut links = BTreeMap::<_, Totals>::new();
         for Contended { of, is_up, pairs } in contended {
             let known = pairs.iter();
-            let known = known
-                .filter_map(|(from, to, mbit)| Some((*mbit, self.path(topology, (*from, *to))?)));
+            let known = known.filter_map(|(from, to, mbit, most)| {
+                Some((*mbit, most.min(self.path(topology, (*from, *to))?)))
+            });
             let known: Vec<_> = known.collect();
             if known.len() > 1 {
                 let sum = |rate: fn(&(f64, f64)) -> f64| known.iter().map(rate).sum();

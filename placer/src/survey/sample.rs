@@ -26,6 +26,7 @@ pub struct Contended {
     pub of: VertexId,
     /// Whether the pairs sent from the domain to its parent, or into the domain.
     pub is_up: bool,
-    /// The paths and their throughputs in Mbit/s.
-    pub pairs: Vec<(HostId, HostId, f64)>,
+    /// The paths, their throughputs, and the throughputs that their trains were made to test, in
+    /// Mbit/s.
+    pub pairs: Vec<(HostId, HostId, f64, f64)>,
 }
