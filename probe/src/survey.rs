@@ -10,7 +10,8 @@ use racksum_net::clock::Clock;
 use racksum_net::quic::Caller;
 use racksum_placer::network::{Links, Network};
 use racksum_placer::survey::{
-    Contended, HostRates, Pair, Sample, contended_pairs, fit, rounds, sampled_pairs, unconfirmed,
+    Contended, ContendedPair, HostRates, Pair, Sample, contended_pairs, fit, rounds, sampled_pairs,
+    unconfirmed,
 };
 use racksum_placer::topology::{HostId, Topology, VertexId};
 use racksum_proto::time::Time;
@@ -328,8 +329,10 @@ impl<'a> Survey<'a> {
             // A path that nothing passes does not load the link.
             passed.retain(|_, mbit| *mbit > 0.0);
             if passed.len() > 1 {
-                let pairs = passed.into_iter();
-                let pairs = pairs.map(|(pair, mbit)| (pair.0, pair.1, mbit, alone[&pair]));
+                let pairs = passed.into_iter().map(|((from, to), mbit)| {
+                    let tested_mbit = alone[&(from, to)];
+                    ContendedPair { from, to, mbit, tested_mbit }
+                });
                 found.push(Contended { of, is_up, pairs: pairs.collect() });
             }
         }

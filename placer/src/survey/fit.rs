@@ -222,7 +222,7 @@ mod tests {
     use crate::network::Links;
     use crate::survey::sampled_pairs;
     use crate::survey::tests::racks;
-    use crate::survey::{HostRates, unconfirmed};
+    use crate::survey::{ContendedPair, HostRates, unconfirmed};
 
     /// The true rates, losses and round trips of the links of a cluster.
     struct Truth {
@@ -312,7 +312,14 @@ mod tests {
         let contended = |each: f64| Contended {
             of: rack,
             is_up: true,
-            pairs: vec![(HostId(0), HostId(2), each, 100.0), (HostId(1), HostId(3), each, 100.0)],
+            pairs: [(0, 2), (1, 3)]
+                .map(|(from, to)| ContendedPair {
+                    from: HostId(from),
+                    to: HostId(to),
+                    mbit: each,
+                    tested_mbit: 100.0,
+                })
+                .into(),
         };
         let rate = |each: &[f64]| {
             let contended: Vec<_> = each.iter().map(|each| contended(*each)).collect();
@@ -325,7 +332,7 @@ mod tests {
         assert!(close(alone.unwrap(), 100.0));
         // Trains that were no faster show no limit.
         let mut slow = contended(60.0);
-        slow.pairs.iter_mut().for_each(|(.., most)| *most = 60.0);
+        slow.pairs.iter_mut().for_each(|pair| pair.tested_mbit = 60.0);
         let network = fit(&topology, &samples, &[slow.clone(), slow]);
         assert!(network.links.iter().all(|link| link.of != "r0" || link.up.is_none()));
         // Two that agree count, whatever others say, or else the least.

@@ -18,7 +18,7 @@ pub use counters::{Difference, Figure, OwnCounters, RankCounters, Side, Transfer
 pub use fit::{FasterInterface, faster_interfaces, fit};
 pub use rates::{HostRates, unconfirmed};
 pub use rounds::{Pair, circle, contended_pairs, rounds, sampled_pairs};
-pub use sample::{Contended, Sample};
+pub use sample::{Contended, ContendedPair, Sample};
 pub use tiers::{Misplaced, found_tree, misplaced, tiers};
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ pub fn unconfirmed(
 ) -> Vec<(VertexId, bool)> {
     let hosts = HostRates::new(topology, samples);
     let totals = hosts.totals(topology, contended).into_iter();
-    let is_open = |totals: &Totals| totals.agreed().is_none() && totals.limit().is_some();
+    let is_open = |totals: &Totals| agreed(&totals.mbit).is_none() && totals.limit().is_some();
     totals.filter(|(_, totals)| is_open(totals)).map(|(link, _)| link).collect()
 }
 
@@ -39,16 +39,10 @@ impl Totals {
         self.alone = self.alone.max(alone);
     }
 
-    /// Returns the greatest total that the next one confirms.
-    fn agreed(&self) -> Option<f64> {
-        let pairs = self.mbit.windows(2);
-        pairs.filter(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0]).next()
-    }
-
     /// Returns the rate of the link if that limits the pairs. Without two totals that agree, the
     /// least one counts.
     fn limit(&self) -> Option<f64> {
-        let total = self.agreed().or_else(|| self.mbit.last().copied())?;
+        let total = agreed(&self.mbit).or_else(|| self.mbit.last().copied())?;
         is_slower(total, self.alone).then_some(total)
     }
 }
@@ -88,8 +82,9 @@ impl HostRates {
         let mut links = BTreeMap::<_, Totals>::new();
         for Contended { of, is_up, pairs } in contended {
             let known = pairs.iter();
-            let known = known.filter_map(|(from, to, mbit, most)| {
-                Some((*mbit, most.min(self.path(topology, (*from, *to))?)))
+            let known = known.filter_map(|pair| {
+                let alone = self.path(topology, (pair.from, pair.to))?;
+                Some((pair.mbit, alone.min(pair.tested_mbit)))
             });
             let known: Vec<_> = known.collect();
             if known.len() > 1 {
@@ -145,9 +140,13 @@ impl Rates {
 /// Returns the greatest rate that the next one confirms, or the greatest of all if none is.
 fn confirmed(mut rates: Vec<f64>) -> Option<f64> {
     rates.sort_by(|one, other| other.total_cmp(one));
-    let pairs = rates.windows(2);
-    let confirmed = pairs.filter(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0]).next();
-    confirmed.or_else(|| rates.first().copied())
+    agreed(&rates).or_else(|| rates.first().copied())
+}
+
+/// Returns the greatest rate that the next one confirms. The greatest rate is the first.
+fn agreed(rates: &[f64]) -> Option<f64> {
+    let mut pairs = rates.windows(2);
+    pairs.find(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0])
 }
 
 pub(super) fn is_slower(mbit: f64, limit: f64) -> bool {

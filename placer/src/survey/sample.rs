@@ -26,7 +26,20 @@ pub struct Contended {
     pub of: VertexId,
     /// Whether the pairs sent from the domain to its parent, or into the domain.
     pub is_up: bool,
-    /// The paths, their throughputs, and the throughputs that their trains were made to test, in
-    /// Mbit/s.
-    pub pairs: Vec<(HostId, HostId, f64, f64)>,
+    /// The pairs.
+    pub pairs: Vec<ContendedPair>,
+}
+
+/// One of several pairs that sent over a link at the same time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ContendedPair {
+    /// The sending host.
+    pub from: HostId,
+    /// The receiving host.
+    pub to: HostId,
+    /// The throughput at the receiver in Mbit/s.
+    pub mbit: f64,
+    /// The throughput that the pair's train was made to test, in Mbit/s. A greater one does not
+    /// show.
+    pub tested_mbit: f64,
 }
