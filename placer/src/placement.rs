@@ -200,6 +200,12 @@ pub enum PlacementError {
 }
 
 impl Placement {
+    /// Returns the placement of nothing.
+    pub(crate) fn none(topology: &Topology) -> Self {
+        let none = vec![0; topology.hosts().len()];
+        Self { ranks: none.clone(), aggregators: none }
+    }
+
     /// Reads the ranks of a job, and the aggregators that serve it or are the root of its racks.
     ///
     /// # Errors

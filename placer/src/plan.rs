@@ -367,10 +367,7 @@ pub(crate) fn plan_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> 
 
 fn flat_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan> {
     let relaxed = search::relax(problem, domain, below_s)?;
-    let (Found { placement, time }, bound_s) = search::search(problem, domain, &relaxed)?;
-    let bound_s = bound_s.min(time.total_s());
-    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree: None };
-    (time.total_s() < below_s).then_some(plan)
+    shorter(domain, search::search(problem, domain, &relaxed)?, below_s)
 }
 
 /// Like [`flat_in`], with an aggregator in each rack.
@@ -378,10 +375,15 @@ fn tree_in(problem: &Problem<'_>, domain: VertexId, below_s: f64) -> Option<Plan
     if problem.topology.depth(domain) > problem.topology.levels().len() {
         return None;
     }
-    let (placement, tree, bound_s) = search::racks::search(problem, domain, below_s)?;
-    let time = tree_step_time(problem, &placement, &tree);
+    shorter(domain, search::racks::search(problem, domain, below_s)?, below_s)
+}
+
+/// Returns what a search in a domain found, with its bound, as a plan, if its step is shorter than
+/// `below_s` seconds.
+fn shorter(domain: VertexId, (found, bound_s): (Found, f64), below_s: f64) -> Option<Plan> {
+    let Found { placement, tree, time } = found;
     let bound_s = bound_s.min(time.total_s());
-    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree: Some(tree) };
+    let plan = Plan { placement, time, bound_s, domain, standbys: vec![], tree };
     (time.total_s() < below_s).then_some(plan)
 }
 

@@ -72,7 +72,7 @@ impl Present {
         let (time, bound_s) = match &tree {
             Some(tree) => {
                 let found = search::racks::search(problem, domain, f64::INFINITY);
-                let bound_s = found.map_or(0.0, |(_, _, bound_s)| bound_s);
+                let bound_s = found.map_or(0.0, |(_, bound_s)| bound_s);
                 (tree_step_time(problem, &placement, tree), bound_s)
             }
             None => {

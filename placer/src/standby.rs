@@ -53,7 +53,7 @@ pub(crate) fn standbys(
         else {
             break;
         };
-        let search::Found { placement: Placement { aggregators, .. }, time } = found;
+        let search::Found { placement: Placement { aggregators, .. }, time, .. } = found;
         standbys.push(Standby { aggregators, time });
     }
     standbys

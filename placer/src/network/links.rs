@@ -31,8 +31,8 @@ pub enum Source {
     Inferred,
     /// The rate of the host's network interface.
     Nominal,
-    /// None: the rate is unknown. The planner assumes that the link carries all that its children
-    /// can send.
+    /// None: the rate is unknown. The planner assumes that the link carries all that the interfaces
+    /// of the hosts behind it can send.
     Unknown,
 }
 
@@ -147,8 +147,8 @@ impl Links {
     /// measurement fades towards the nominal rate. Lost datagrams are sent again and make the
     /// sender slow down, which [`goodput_share`] accounts for.
     ///
-    /// A domain's link without a measurement carries all that its children can send, which is
-    /// marked as [`Source::Unknown`].
+    /// A domain's link without a measurement carries all that the interfaces of the hosts behind it
+    /// can send, which is marked as [`Source::Unknown`].
     ///
     /// # Errors
     /// If a record names an unknown host or domain, or has a value outside its range.
@@ -400,12 +400,10 @@ impl Measurement {
         let is_nominal = self.is_least && throughput < without.bytes_per_s;
         let throughput = if is_nominal { without.bytes_per_s } else { throughput };
         let measured = throughput * goodput_share(self.loss);
-        let bytes_per_s = if measured > 0.0 {
-            measured.powf(confidence) * without.bytes_per_s.powf(1.0 - confidence)
-        } else {
-            // A geometric mean with zero is zero, and a dead link would never be tried again.
-            without.bytes_per_s * (1.0 - confidence)
-        };
+        let faded = measured.powf(confidence) * without.bytes_per_s.powf(1.0 - confidence);
+        // A geometric mean with zero is zero, and a dead link would never be tried again.
+        let least = without.bytes_per_s * (1.0 - confidence).powi(3);
+        let bytes_per_s = faded.max(least);
         if is_nominal {
             return Rate { bytes_per_s, ..without };
         }
@@ -454,13 +452,14 @@ fn resolve(
         let leaf = topology.leaf(HostId(index));
         rates[leaf.0] = Rate { bytes_per_s, source: Source::Nominal, confidence: 0.0 };
     }
-    // Children precede their parent, which starts with the sum of their rates.
+    // Children precede their parent, which starts with the sum of their nominal rates. Their
+    // measured rates do not count: a slow host does not slow down its neighbours' uplink.
     for vertex in (1..topology.vertices()).rev() {
+        let parent = topology.parent(VertexId(vertex)).unwrap_or(Topology::ROOT);
+        rates[parent.0].bytes_per_s += rates[vertex].bytes_per_s;
         if let Some(measurement) = measurement(vertex) {
             rates[vertex] = measurement.blend(rates[vertex], half_life_s);
         }
-        let parent = topology.parent(VertexId(vertex)).unwrap_or(Topology::ROOT);
-        rates[parent.0].bytes_per_s += rates[vertex].bytes_per_s;
     }
     rates
 }

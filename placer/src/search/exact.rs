@@ -1,7 +1,8 @@
 //! Tries all choices of hosts for the aggregators.
 
-use super::ranks::{Limit, RankSearch};
+use super::ranks::RankSearch;
 use super::tree::LONGEST_S;
+use super::within::{Limit, Within};
 use super::{Aggregators, Found};
 use crate::problem::Problem;
 use crate::topology::{HostId, VertexId};

@@ -13,12 +13,14 @@ mod local;
 pub(crate) mod racks;
 mod ranks;
 mod tree;
+mod within;
 
 pub(crate) use self::tree::LONGEST_S;
 pub(crate) use self::tree::{Relaxed, relax};
 use crate::model::StepTime;
 use crate::placement::Placement;
 use crate::problem::Problem;
+use crate::racks::Tree;
 use crate::topology::{HostId, VertexId};
 
 /// Hosts with aggregators, in ascending order, and how many each has.
@@ -28,6 +30,8 @@ pub(crate) type Aggregators = Vec<(HostId, u32)>;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Found {
     pub(crate) placement: Placement,
+    /// The aggregators in racks, if the job has any.
+    pub(crate) tree: Option<Tree>,
     pub(crate) time: StepTime,
 }
 

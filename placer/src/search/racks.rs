@@ -5,42 +5,43 @@
 //! receives. A link above racks carries a number of sums and results, so it limits how many racks
 //! in its subtree are used and, above the root, how many outside. Picking the racks with most room
 //! first is exact under such nested limits, and so is bisection over the time. Round trips are
-//! ignored. The search is a heuristic if paths have ceilings of their own, or if the job limits the
-//! ranks of domains wider than a rack.
+//! ignored. This is a heuristic if paths have ceilings of their own, or if the job limits the ranks
+//! of domains wider than a rack. If there are few choices of hosts for the aggregators, [`exact`]
+//! tries all of them instead, with round trips.
+
+mod exact;
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
+use super::Found;
 use super::link_load::greatest;
 use super::tree::{LONGEST_S, PRECISION, SHORTEST_S, middle};
+use super::within::Limit;
 use crate::model::transfer_s;
 use crate::placement::Placement;
 use crate::problem::Problem;
-use crate::racks::Tree;
+use crate::racks::{Tree, tree_step_time};
 use crate::topology::{HostId, Topology, VertexId};
 
-/// Returns the placement in a domain whose transfers take the least time, if that is less than
-/// `below_s` seconds, and a time that no such placement can beat.
+/// Returns the placement found in a domain, and a step time in seconds that no placement there can
+/// beat. `None` if none was found, or if no step can be shorter than `below_s` seconds.
 pub(crate) fn search(
     problem: &Problem<'_>,
     domain: VertexId,
     below_s: f64,
-) -> Option<(Placement, Tree, f64)> {
-    let depth = problem.topology.levels().len();
-    let subtree = problem.topology.subtree(domain).map(VertexId);
-    let racks = subtree.filter(|vertex| problem.topology.depth(*vertex) == depth).collect();
-    let search = Search { problem, domain, racks };
-    let (mut too_short, mut enough) = (0.0, below_s.min(LONGEST_S));
-    let mut best = search.within(enough)?;
-    while enough - too_short > enough * PRECISION && enough > SHORTEST_S {
-        let middle_s = middle(too_short, enough);
-        match search.within(middle_s) {
-            Some(found) => (best, enough) = (found, middle_s),
-            None => too_short = middle_s,
-        }
-    }
-    let (placement, tree) = search.placed(&best, enough);
-    Some((placement, tree, too_short))
+) -> Option<(Found, f64)> {
+    let search = Search::new(problem, domain);
+    let Some(choices) = exact::choices(&search) else { return search.heuristic(below_s) };
+    let found = exact::search(&search, choices, below_s)?;
+    let bound_s = found.time.total_s();
+    Some((found, bound_s))
+}
+
+/// Like [`search`], without trying all choices of hosts for the aggregators.
+#[cfg(test)]
+pub(crate) fn heuristic(problem: &Problem<'_>, domain: VertexId) -> Option<(Found, f64)> {
+    Search::new(problem, domain).heuristic(LONGEST_S)
 }
 
 struct Search<'a> {
@@ -57,7 +58,30 @@ struct Room {
     ranks: u32,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    fn new(problem: &'a Problem<'a>, domain: VertexId) -> Self {
+        let depth = problem.topology.levels().len();
+        let subtree = problem.topology.subtree(domain).map(VertexId);
+        let racks = subtree.filter(|vertex| problem.topology.depth(*vertex) == depth).collect();
+        Self { problem, domain, racks }
+    }
+
+    /// Returns the placement whose transfers take the least time, if that is less than `below_s`
+    /// seconds, and a time that no such placement can beat.
+    fn heuristic(&self, below_s: f64) -> Option<(Found, f64)> {
+        let (mut too_short, mut enough) = (0.0, below_s.min(LONGEST_S));
+        let mut best = self.within(enough)?;
+        while enough - too_short > enough * PRECISION && enough > SHORTEST_S {
+            let middle_s = middle(too_short, enough);
+            match self.within(middle_s) {
+                Some(found) => (best, enough) = (found, middle_s),
+                None => too_short = middle_s,
+            }
+        }
+        let limit = Limit { transfer_s: enough, latency_s: f64::INFINITY };
+        Some((self.placed(&best, limit), too_short))
+    }
+
     /// Returns racks for which all transfers end in time, the root's first.
     fn within(&self, time_s: f64) -> Option<Vec<Room>> {
         let room = |rack: &VertexId| self.room(*rack, None, &[], time_s);
@@ -157,6 +181,36 @@ impl Search<'_> {
             }
         }
         best
+    }
+
+    /// Returns the greatest number of ranks within a limit in the rack of an aggregator, or `None`
+    /// if the aggregator's link does not even carry what it exchanges with others. Takes the number
+    /// of other racks if the rack is the root's.
+    fn room_of(
+        &self,
+        center: HostId,
+        root: HostId,
+        others: Option<usize>,
+        limit: Limit,
+    ) -> Option<Room> {
+        let Problem { topology, limits, traffic, .. } = self.problem;
+        let rack = topology.domain_of(center);
+        let is_near = |host: &HostId| self.rtt_s(*host, center, root) <= limit.latency_s;
+        let hosts = topology.hosts_of(rack).map(HostId);
+        let hosts = hosts.filter(|host| *host != center && is_near(host));
+        let seats = hosts.map(|host| self.seats(host, Some(center), limit.transfer_s));
+        let remote =
+            self.remote(center, others, seats.fold(0, u32::saturating_add), limit.transfer_s)?;
+        let beside = if is_near(&center) { self.problem.ranks_beside(center.0, 1) } else { 0 };
+        let ranks = beside.saturating_add(remote).min(limits[rack.0]).min(traffic.ranks);
+        Some(Room { rack, aggregator: center, ranks })
+    }
+
+    /// Returns the round trip from a host to the root through the aggregator of its rack, in
+    /// seconds.
+    fn rtt_s(&self, host: HostId, center: HostId, root: HostId) -> f64 {
+        let Problem { topology, links, .. } = self.problem;
+        links.rtt(topology, host, center) + links.rtt(topology, center, root)
     }
 
     /// Returns the number of ranks that a host without an aggregator can have, if these send to an
@@ -264,19 +318,20 @@ impl Search<'_> {
         slow.map(|peer| peer.host).collect()
     }
 
-    /// Places the ranks in racks that have room for them. The root's rack gets as many as it can.
-    fn placed(&self, racks: &[Room], time_s: f64) -> (Placement, Tree) {
+    /// Places the ranks in racks that have room for them within a limit. The root's rack gets as
+    /// many as it can.
+    fn placed(&self, racks: &[Room], limit: Limit) -> Found {
         let (topology, problem) = (self.problem.topology, self.problem);
-        let none = vec![0; topology.hosts().len()];
-        let mut placement = Placement { ranks: none.clone(), aggregators: none };
-        placement.aggregators[racks[0].aggregator.0] = 1;
+        let root = racks[0].aggregator;
+        let mut placement = Placement::none(topology);
+        placement.aggregators[root.0] = 1;
         let mut left = problem.traffic.ranks;
         let mut limits = problem.limits.clone();
         let mut used = vec![];
         for Room { rack, aggregator, ranks } in racks {
             let ancestors = || std::iter::once(*rack).chain(topology.climb(*rack).skip(1));
-            let limit = ancestors().map(|vertex| limits[vertex.0]).min().unwrap_or(0);
-            let mut more = left.min(*ranks).min(limit).min(limits[Topology::ROOT.0]);
+            let most = ancestors().map(|vertex| limits[vertex.0]).min().unwrap_or(0);
+            let mut more = left.min(*ranks).min(most).min(limits[Topology::ROOT.0]);
             left -= more;
             ancestors().for_each(|vertex| limits[vertex.0] -= more);
             if more > 0 {
@@ -285,16 +340,19 @@ impl Search<'_> {
             let beside = more.min(problem.ranks_beside(aggregator.0, 1));
             placement.ranks[aggregator.0] = beside;
             more -= beside;
-            let hosts = topology.hosts_of(*rack).map(HostId).filter(|host| host != aggregator);
-            let mut hosts: Vec<_> =
-                hosts.map(|host| (self.seats(host, Some(*aggregator), time_s), host)).collect();
+            let is_near = |host: &HostId| self.rtt_s(*host, *aggregator, root) <= limit.latency_s;
+            let hosts = topology.hosts_of(*rack).map(HostId);
+            let hosts = hosts.filter(|host| host != aggregator && is_near(host));
+            let seats = |host| self.seats(host, Some(*aggregator), limit.transfer_s);
+            let mut hosts: Vec<_> = hosts.map(|host| (seats(host), host)).collect();
             hosts.sort_by_key(|(seats, host)| (Reverse(*seats), *host));
             for (seats, host) in hosts {
                 placement.ranks[host.0] = seats.min(more);
                 more -= placement.ranks[host.0];
             }
         }
-        let root = racks[0].aggregator;
-        (placement, Tree { root, racks: used.into_iter().filter(|host| *host != root).collect() })
+        let tree = Tree { root, racks: used.into_iter().filter(|host| *host != root).collect() };
+        let time = tree_step_time(problem, &placement, &tree);
+        Found { placement, tree: Some(tree), time }
     }
 }

@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 
 use super::counts::Counts;
 use super::link_load::{Capacity, LinkLoads, greatest};
-use super::tree::LONGEST_S;
+use super::within::{Limit, Within, shortest};
 use super::{Aggregators, Found};
 use crate::model::{Paths, step_time_in};
 use crate::placement::Placement;
@@ -29,13 +29,6 @@ pub(crate) struct RankSearch<'a> {
     seats: Vec<u32>,
     paths: Paths,
     loads: LinkLoads,
-}
-
-/// A limit on a step: the time of its transfers and the longest round trip, in seconds.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Limit {
-    pub(crate) transfer_s: f64,
-    pub(crate) latency_s: f64,
 }
 
 /// The numbers of ranks that a limit allows in each subtree of the domain.
@@ -72,81 +65,10 @@ impl<'a> RankSearch<'a> {
         Self { problem, domain, aggregators, inside, seats, paths, loads }
     }
 
-    /// Returns the placement with the shortest step, if there is one that is shorter than `below`
+    /// Returns the placement with the shortest step, if there is one that is shorter than `below_s`
     /// seconds.
-    pub(crate) fn shortest(&self, below: f64) -> Option<Found> {
-        let mut rtts_s = self.paths.rtts_s.clone();
-        rtts_s.sort_unstable_by(f64::total_cmp);
-        rtts_s.dedup();
-        let mut best: Option<Found> = None;
-        let mut below = below.min(LONGEST_S);
-        let least_s = self.least_latency(&rtts_s, below)?;
-        let (mut too_short, mut latency_s) = (0.0, below);
-        // A shorter round trip can be worth a longer transfer. Find the shortest round trip for the
-        // least transfer, and then try only shorter ones.
-        while latency_s >= least_s {
-            let limit = Limit { transfer_s: (below - least_s).next_down(), latency_s };
-            let Some(found) = self.least_transfer(limit, too_short) else { break };
-            let transfer_s = found.time.transfer_s;
-            let latency_s_now = self.least_latency(&rtts_s, transfer_s).unwrap_or(f64::INFINITY);
-            let limit = Limit { transfer_s, latency_s: latency_s_now.min(found.time.latency_s) };
-            let found = self.within(limit).unwrap_or(found);
-            // The transfer only becomes longer, so the round trip must make up for it.
-            too_short = found.time.transfer_s;
-            let shorter = found.time.latency_s.next_down();
-            if found.time.total_s() < below {
-                below = found.time.total_s();
-                best = Some(found);
-            }
-            latency_s = shorter.min(below - too_short);
-        }
-        best
-    }
-
-    /// Returns the least of these round trips within which the ranks fit, if their transfers may
-    /// take `transfer_s` seconds.
-    fn least_latency(&self, rtts_s: &[f64], transfer_s: f64) -> Option<f64> {
-        let is_too_short = |rtt_s: &f64| !self.fits(Limit { transfer_s, latency_s: *rtt_s });
-        rtts_s.get(rtts_s.partition_point(is_too_short)).copied()
-    }
-
-    /// Returns the placement with the least transfer time within a limit. No shorter time than
-    /// `too_short` seconds fits.
-    fn least_transfer(&self, limit: Limit, mut too_short: f64) -> Option<Found> {
-        let nothing_sent = Limit { transfer_s: 0.0, ..limit };
-        if let Some(found) = self.within(nothing_sent) {
-            return Some(found);
-        }
-        let mut best = self.within(limit)?;
-        let mut enough = best.time.transfer_s;
-        while too_short < enough * (1.0 - PRECISION) {
-            let transfer_s = f64::midpoint(too_short, enough);
-            let middle = Limit { transfer_s, ..limit };
-            *if self.fits(middle) { &mut enough } else { &mut too_short } = transfer_s;
-        }
-        if enough < best.time.transfer_s {
-            best = self.within(Limit { transfer_s: enough, ..limit }).expect("tested by fits");
-        }
-        Some(best)
-    }
-
-    /// Returns whether the ranks fit within a limit.
-    pub(crate) fn fits(&self, limit: Limit) -> bool {
-        self.allowed(limit).contains(0, self.problem.traffic.ranks)
-    }
-
-    /// Returns a placement within a limit.
-    fn within(&self, limit: Limit) -> Option<Found> {
-        let allowed = self.allowed(limit);
-        let total = self.problem.traffic.ranks;
-        let ranks = allowed.contains(0, total).then(|| self.distribute(&allowed, total))?;
-        let mut aggregators = vec![0; ranks.len()];
-        for (host, count) in &self.aggregators {
-            aggregators[host.0] = *count;
-        }
-        let placement = Placement { ranks, aggregators };
-        let time = step_time_in(self.problem, self.domain, &self.paths, &placement);
-        Some(Found { placement, time })
+    pub(crate) fn shortest(&self, below_s: f64) -> Option<Found> {
+        shortest(self, &self.paths.rtts_s, below_s)
     }
 
     fn allowed(&self, limit: Limit) -> Allowed {
@@ -269,11 +191,27 @@ impl<'a> RankSearch<'a> {
     }
 }
 
+impl Within for RankSearch<'_> {
+    fn fits(&self, limit: Limit) -> bool {
+        self.allowed(limit).contains(0, self.problem.traffic.ranks)
+    }
+
+    fn within(&self, limit: Limit) -> Option<Found> {
+        let allowed = self.allowed(limit);
+        let total = self.problem.traffic.ranks;
+        let ranks = allowed.contains(0, total).then(|| self.distribute(&allowed, total))?;
+        let mut aggregators = vec![0; ranks.len()];
+        for (host, count) in &self.aggregators {
+            aggregators[host.0] = *count;
+        }
+        let placement = Placement { ranks, aggregators };
+        let time = step_time_in(self.problem, self.domain, &self.paths, &placement);
+        Some(Found { placement, tree: None, time })
+    }
+}
+
 impl Allowed {
     fn contains(&self, index: usize, ranks: u32) -> bool {
         self.sets[index].as_ref().map_or(ranks <= self.greatest[index], |set| set.contains(ranks))
     }
 }
-
-/// The least relative difference of two transfer times that the search tells apart.
-const PRECISION: f64 = 1e-9;
