@@ -230,6 +230,18 @@ impl<'a> Problem<'a> {
         self.job.racks != Setting::Given(false) && has_one_root
     }
 
+    /// Returns this problem without the limits on the ranks of domains above a depth.
+    pub(crate) fn without_limits_above(&self, depth: usize) -> Self {
+        let mut problem = self.clone();
+        for (vertex, limit) in problem.limits.iter_mut().enumerate() {
+            if self.topology.depth(VertexId(vertex)) < depth {
+                *limit = self.traffic.ranks;
+            }
+        }
+        problem.rooms = rooms(self.topology, &problem.seats, &problem.limits);
+        problem
+    }
+
     /// Returns this problem with other seats. The change takes a host and its seats.
     pub(crate) fn with_changed_seats(&self, change: impl Fn(usize, &mut Seats)) -> Self {
         let mut problem = self.clone();

@@ -310,6 +310,15 @@ impl Links {
         self.changed(|rate| rate.bytes_per_s *= factor(rate.uncertainty()))
     }
 
+    /// Returns these links as if no path had been measured by itself.
+    pub(crate) fn without_pairs(&self) -> Self {
+        let peers = vec![vec![]; self.peers.len()];
+        let Self { up, down, rtt, rtt_p99, .. } = self;
+        let (up, down) = (up.clone(), down.clone());
+        let (rtt, rtt_p99) = (rtt.clone(), rtt_p99.clone());
+        Self { up, down, rtt, rtt_p99, peers, has_pairs: false }
+    }
+
     /// Returns these links with a change of each rate.
     fn changed(&self, change: impl Fn(&mut Rate)) -> Self {
         let mut links = self.clone();

@@ -66,9 +66,28 @@ impl<'a> Search<'a> {
         Self { problem, domain, racks }
     }
 
-    /// Returns the placement whose transfers take the least time, if that is less than `below_s`
-    /// seconds, and a time that no such placement can beat.
+    /// Returns a placement whose transfers take little time, if that is less than `below_s`
+    /// seconds, and a time that no placement can beat.
     fn heuristic(&self, below_s: f64) -> Option<(Found, f64)> {
+        let (best, enough, too_short) = self.least(below_s)?;
+        let limit = Limit { transfer_s: enough, latency_s: f64::INFINITY };
+        let found = self.placed(&best, limit);
+        // The search is exact without these limits, and they never shorten a step.
+        let links = self.problem.links.without_pairs();
+        let depth = self.problem.topology.levels().len();
+        let without = self.problem.with_links(&links).without_limits_above(depth);
+        let is_exact = !self.problem.links.has_pairs() && without.limits == self.problem.limits;
+        let bound_s = if is_exact {
+            too_short
+        } else {
+            Search::new(&without, self.domain).least(below_s).map_or(0.0, |(.., bound_s)| bound_s)
+        };
+        Some((found, bound_s))
+    }
+
+    /// Returns racks that have room within a transfer time, that time, and a shorter one within
+    /// which no racks were found.
+    fn least(&self, below_s: f64) -> Option<(Vec<Room>, f64, f64)> {
         let (mut too_short, mut enough) = (0.0, below_s.min(LONGEST_S));
         let mut best = self.within(enough)?;
         while enough - too_short > enough * PRECISION && enough > SHORTEST_S {
@@ -78,8 +97,7 @@ impl<'a> Search<'a> {
                 None => too_short = middle_s,
             }
         }
-        let limit = Limit { transfer_s: enough, latency_s: f64::INFINITY };
-        Some((self.placed(&best, limit), too_short))
+        Some((best, enough, too_short))
     }
 
     /// Returns racks for which all transfers end in time, the root's first.

@@ -123,7 +123,7 @@ proptest! {
             // The search stops within a millionth.
             prop_assert!(!is_plain || step_s <= best_s * (1.0 + 2e-6), "{} {}", step_s, best_s);
         } else {
-            prop_assert!(best_s.is_infinite(), "{best_s}");
+            prop_assert!(!is_plain || best_s.is_infinite(), "{best_s}");
         }
     }
 
