@@ -281,6 +281,22 @@ async fn workers_that_move_while_aggregators_run_are_told() {
 }
 
 #[tokio::test]
+async fn own_aggregators_that_the_labels_select_are_no_workers() {
+    let world = World::with_operator().await;
+    let mut asked = group("FollowWorkers", 1, 1);
+    asked["spec"]["workers"]["matchLabels"] = json!({"racksum.dev/group": GROUP});
+    world.create(Kind::Group, asked);
+    let mut only = worker(0);
+    only["metadata"]["labels"]["racksum.dev/group"] = json!(GROUP);
+    world.create(Kind::Pod, only);
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.server.store().edit(Kind::Pod, NAMESPACE, "train-0", |pod| {
+        pod["status"]["phase"] = json!("Succeeded");
+    });
+    world.until_event("WorkersGone").await;
+}
+
+#[tokio::test]
 async fn when_all_workers_have_ended_the_aggregators_are_gated_again() {
     let world = running().await;
     let mut store = world.server.store();
