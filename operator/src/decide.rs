@@ -315,8 +315,11 @@ impl<'a> Decider<'a> {
             toml::from_str(text).map_err(|error| error.to_string())
         };
         let now = u64::try_from(self.observed.now.as_second()).unwrap_or(0);
-        let parsed = parsed.map(|network| network.at(now));
-        parsed.map_err(|error| format!("key {} of ConfigMap {}: {error}", file.key, file.name))
+        let checked = parsed.and_then(|network| {
+            network.check().map_err(|error| error.to_string())?;
+            Ok(network.at(now))
+        });
+        checked.map_err(|error| format!("key {} of ConfigMap {}: {error}", file.key, file.name))
     }
 
     fn keep_service(&mut self) {

@@ -154,6 +154,8 @@ async fn a_network_file_that_cannot_be_read_is_told_and_can_be_corrected() {
     for (text, reason) in [
         ("links = 3", "key net.toml of ConfigMap net: "),
         ("[[links]]\nof = 'h1'\nup = { mbit = -1 }", "h1"),
+        // Not forgotten as too old.
+        ("[[links]]\nof = 'h2'\nup = { mbit = 1, age_s = inf }", "h2"),
     ] {
         let key = (Kind::ConfigMap, NAMESPACE.to_owned(), "net".to_owned());
         let mut store = world.server.store();
