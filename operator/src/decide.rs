@@ -404,7 +404,13 @@ impl<'a> Decider<'a> {
                 self.delete_pod(pod);
             }
         }
-        self.conditions.set(READY, false, "Deleting", "the group is being deleted");
+        let mut message = "the group is being deleted".to_owned();
+        if !own.is_empty() {
+            let seconds = group.spec.aggregators.drain_seconds;
+            let left = format!("; its aggregators have {seconds} s to hand over their jobs");
+            message.push_str(&left);
+        }
+        self.conditions.set(READY, false, "Deleting", message);
         // Owner references remove the other objects.
         if own.is_empty() && self.actions.is_empty() {
             self.actions.push(Action::RemoveFinalizer);
