@@ -107,7 +107,9 @@ pub(crate) fn credentials(
              leave the identity out"
         ))),
         identity => {
-            take("insecure", INSECURE, value.as_ref());
+            if insecure {
+                take("insecure", INSECURE, value.as_ref());
+            }
             Ok((identity, insecure))
         }
     }

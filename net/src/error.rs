@@ -294,6 +294,7 @@ impl NetError {
             | Self::Certificate { .. }
             | Self::IdentityRejected { .. } => &["identity"],
             Self::InsecureIdentity => &["identity", "insecure"],
+            Self::NoIdentity { .. } => &["insecure"],
             Self::NoInterface { .. } | Self::EmptyPattern { .. } => &["interface"],
             _ => &[],
         }

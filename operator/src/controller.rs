@@ -28,6 +28,7 @@ use self::failures::{Failed, Failures, Held};
 use crate::api::{groups, is_answer, take, text, write_status};
 use crate::crd::{AggregatorGroup, AggregatorGroupStatus};
 use crate::decide::{Decision, Observed, Trouble, decide, report, would_release};
+use crate::members::Members;
 use crate::objects::{MANAGED_BY, MANAGER, config_map_name, service_name};
 use crate::status::Note;
 
@@ -478,7 +479,8 @@ async fn network_text(
     Ok(text.ok_or_else(|| format!("ConfigMap {} has no key {}; add it", file.name, file.key)))
 }
 
-/// Asks the API server itself whether a group has workers.
+/// Asks the API server itself whether a group has workers, by the rules of [`Members`]: the labels
+/// of a group may select its own aggregators too.
 async fn has_workers(group: &AggregatorGroup, context: &Context) -> Result<bool, Failed> {
     let labels = group.spec.workers.match_labels.iter();
     let selector: Vec<_> = labels.map(|(key, value)| format!("{key}={value}")).collect();
@@ -486,7 +488,9 @@ async fn has_workers(group: &AggregatorGroup, context: &Context) -> Result<bool,
     let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
     let found = pods.list(&ListParams::default().labels(&selector.join(","))).await;
     let found = found.map_err(|cause| Failed::new("listing workers", &cause))?;
-    Ok(found.items.iter().any(|pod| crate::members::Member::of(pod).is_some()))
+    let pods: Vec<_> = found.items.into_iter().map(Arc::new).collect();
+    let members = Members::of(group, &context.latest_groups(), &pods);
+    Ok(!members.workers.is_empty() || members.shared.is_some())
 }
 
 /// Returns the time until the next try after a failure.

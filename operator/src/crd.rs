@@ -292,6 +292,7 @@ pub struct HostCount {
     /// The node.
     pub host: String,
     /// The number of worker pods.
+    #[schemars(range(min = 1, max = 65_536))]
     pub count: u32,
 }
 
@@ -375,14 +376,31 @@ const fn default_nic_mbit() -> f64 {
 mod tests {
     use super::*;
 
+    /// Adds the paths of the numbers in a schema that may exceed the fields that hold them.
+    fn unbounded(schema: &Value, path: &str, found: &mut Vec<String>) {
+        let Value::Object(fields) = schema else { return };
+        let is_bounded = fields.contains_key("minimum") && fields.contains_key("maximum");
+        let is_integer = fields.get("type").is_some_and(|kind| kind == "integer");
+        if is_integer && !is_bounded && fields.get("format").is_none_or(|it| it != "int64") {
+            found.push(path.into());
+        }
+        for (name, schema) in fields {
+            unbounded(schema, &format!("{path}/{name}"), found);
+        }
+    }
+
     /// Checks that an object which the API server accepts is one that the operator can read:
     /// otherwise a single object would stop the watch of all.
     #[test]
-    fn the_schema_accepts_no_resources_that_cannot_be_read() {
+    fn the_schema_accepts_nothing_that_cannot_be_read() {
         let definition = serde_json::to_value(definition()).unwrap();
-        let spec = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties";
-        let path = format!("{spec}/aggregators/properties/resources/additionalProperties");
-        assert_eq!(definition.pointer(&path).unwrap(), &serde_json::json!({"type": "string"}));
+        let schema = "/spec/versions/0/schema/openAPIV3Schema/properties";
+        let path = format!("{schema}/spec/properties/aggregators/properties/resources");
+        let resources = definition.pointer(&format!("{path}/additionalProperties"));
+        assert_eq!(resources.unwrap(), &serde_json::json!({"type": "string"}));
+        let mut found = vec![];
+        unbounded(definition.pointer(schema).unwrap(), "", &mut found);
+        assert_eq!(found, [""; 0]);
     }
 
     #[test]

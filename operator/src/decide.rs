@@ -315,8 +315,11 @@ impl<'a> Decider<'a> {
             toml::from_str(text).map_err(|error| error.to_string())
         };
         let now = u64::try_from(self.observed.now.as_second()).unwrap_or(0);
-        let parsed = parsed.map(|network| network.at(now));
-        parsed.map_err(|error| format!("key {} of ConfigMap {}: {error}", file.key, file.name))
+        let checked = parsed.and_then(|network| {
+            network.check().map_err(|error| error.to_string())?;
+            Ok(network.at(now))
+        });
+        checked.map_err(|error| format!("key {} of ConfigMap {}: {error}", file.key, file.name))
     }
 
     fn keep_service(&mut self) {
@@ -401,7 +404,13 @@ impl<'a> Decider<'a> {
                 self.delete_pod(pod);
             }
         }
-        self.conditions.set(READY, false, "Deleting", "the group is being deleted");
+        let mut message = "the group is being deleted".to_owned();
+        if !own.is_empty() {
+            let seconds = group.spec.aggregators.drain_seconds;
+            let left = format!("; its aggregators have {seconds} s to hand over their jobs");
+            message.push_str(&left);
+        }
+        self.conditions.set(READY, false, "Deleting", message);
         // Owner references remove the other objects.
         if own.is_empty() && self.actions.is_empty() {
             self.actions.push(Action::RemoveFinalizer);

@@ -29,12 +29,12 @@ pub struct Members<'a> {
     pub aggregators: Vec<Option<Member<'a>>>,
     /// All pods of the namespace by name, including those that have ended.
     pub pods: BTreeMap<&'a str, &'a Pod>,
-    /// A pod that the group's labels select, and that another group keeps.
+    /// The first by name of the pods that the group's labels select, and that other groups keep.
     pub shared: Option<Shared>,
 }
 
 /// A pod that the labels of two groups select.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Shared {
     /// The name of the pod.
     pub pod: String,
@@ -55,12 +55,14 @@ impl<'a> Members<'a> {
         let others = groups.iter().filter(|other| {
             other.meta().namespace == meta.namespace && other.meta().uid != meta.uid
         });
-        let others: Vec<_> = others.collect();
+        let mut others: Vec<_> = others.map(|other| (by_age(other), other)).collect();
+        others.sort_by(|(one, _), (other, _)| one.cmp(other));
+        let own = by_age(group);
         let keeper = |pod: &Pod| {
-            let keeps = |other: &AggregatorGroup| {
-                is_owned(pod, other) || (is_older(other, group) && selects(other, pod))
-            };
-            others.iter().find(|other| keeps(other)).map(|other| other.name_any())
+            let mut keepers = others
+                .iter()
+                .filter(|(key, other)| is_owned(pod, other) || (*key < own && selects(other, pod)));
+            keepers.next().map(|(_, keeper)| keeper.name_any())
         };
         let aggregators = vec![None; group.spec.aggregators.pods() as usize];
         let mut members = Self { aggregators, ..Self::default() };
@@ -70,10 +72,16 @@ impl<'a> Members<'a> {
             if is_owned(pod, group) {
                 let index = pod.labels().get(INDEX_LABEL).and_then(|index| index.parse().ok());
                 let slot = index.and_then(|index: usize| members.aggregators.get_mut(index));
-                slot.into_iter().for_each(|slot| *slot = Some(member));
+                if let Some(slot) = slot
+                    && slot.is_none_or(|first| member.name() < first.name())
+                {
+                    *slot = Some(member);
+                }
             } else if selects(group, pod) {
-                match keeper(pod) {
-                    Some(keeper) => members.shared = Some(Shared { pod: pod.name_any(), keeper }),
+                match keeper(pod).map(|keeper| Shared { pod: pod.name_any(), keeper }) {
+                    // A cache has no order, and a condition must not change with it.
+                    Some(one) if members.shared.as_ref().is_some_and(|first| *first <= one) => {}
+                    Some(one) => members.shared = Some(one),
                     None => members.workers.push(member),
                 }
             }
@@ -89,16 +97,13 @@ fn selects(group: &AggregatorGroup, pod: &Pod) -> bool {
     wanted.all(|(key, value)| pod.labels().get(key) == Some(value))
 }
 
-/// Returns whether a group was created before another one of its namespace. Times have whole
-/// seconds, so names decide between equal ones. A group that is being deleted counts as the
-/// newest: it would free gated pods that the other one is about to place.
-fn is_older(one: &AggregatorGroup, other: &AggregatorGroup) -> bool {
-    let age = |group: &AggregatorGroup| {
-        let meta = group.meta();
-        let created = meta.creation_timestamp.as_ref().map(|time| time.0);
-        (meta.deletion_timestamp.is_some(), created, group.name_any())
-    };
-    age(one) < age(other)
+/// Returns the key that sorts the groups of a namespace, the oldest first. Times have whole
+/// seconds, so names decide between equal ones. A group that is being deleted counts as the newest:
+/// it would free gated pods that another one is about to place.
+fn by_age(group: &AggregatorGroup) -> (bool, Option<Timestamp>, String) {
+    let meta = group.meta();
+    let created = meta.creation_timestamp.as_ref().map(|time| time.0);
+    (meta.deletion_timestamp.is_some(), created, group.name_any())
 }
 
 /// Returns whether a group controls a pod.
@@ -106,6 +111,13 @@ fn is_older(one: &AggregatorGroup, other: &AggregatorGroup) -> bool {
 pub fn is_owned(pod: &Pod, group: &AggregatorGroup) -> bool {
     let owners = pod.metadata.owner_references.iter().flatten();
     owners.into_iter().any(|owner| Some(&owner.uid) == group.meta().uid.as_ref())
+}
+
+/// Returns whether no container of a pod will run any more.
+#[must_use]
+pub fn has_ended(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    matches!(phase, Some("Succeeded" | "Failed"))
 }
 
 /// A pod of a group.
@@ -143,9 +155,7 @@ impl<'a> Member<'a> {
     /// Returns a pod as a member, or `None` if it has ended or is being deleted.
     #[must_use]
     pub fn of(pod: &'a Pod) -> Option<Self> {
-        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-        let is_over = matches!(phase, Some("Succeeded" | "Failed"))
-            || pod.metadata.deletion_timestamp.is_some();
+        let is_over = has_ended(pod) || pod.metadata.deletion_timestamp.is_some();
         (!is_over).then(|| Self { pod, stage: Stage::of(pod) })
     }
 
@@ -355,6 +365,23 @@ mod tests {
             let mut elsewhere = AggregatorGroup::clone(&older);
             elsewhere.metadata.namespace = Some("other".into());
             assert_eq!(names(&newer, &[newer.clone(), elsewhere.into()]), (all, None));
+        }
+    }
+
+    #[test]
+    fn of_several_shared_pods_and_keepers_the_first_are_told_in_any_order() {
+        let pod = |name: &str| -> Arc<Pod> {
+            let labels = json!({"job": "x", "team": "x", "app": "x"});
+            let meta = json!({"name": name, "namespace": "ml", "labels": labels});
+            Arc::new(serde_json::from_value(json!({"metadata": meta})).unwrap())
+        };
+        let (mut pods, newest) = ([pod("p-1"), pod("p-2"), pod("p-3")], group("c", 3, "app"));
+        let mut groups = [group("b", 1, "job"), group("a", 2, "team"), newest.clone()];
+        for _ in 0..2 {
+            let shared = Members::of(&newest, &groups, &pods).shared;
+            assert_eq!(shared, Some(Shared { pod: "p-1".into(), keeper: "b".into() }));
+            pods.reverse();
+            groups.reverse();
         }
     }
 

@@ -295,23 +295,43 @@ mod tests {
         pod
     }
 
+    fn group(aggregators: Value) -> AggregatorGroup {
+        let group = json!({
+            "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
+            "metadata": {"name": "g", "uid": "g"},
+            "spec": {
+                "mode": "FollowWorkers",
+                "workers": {"matchLabels": {"a": "b"}, "count": 1},
+                "aggregators": aggregators,
+                "traffic": {"bytes": 1},
+                "topology": {"levels": []},
+            },
+        });
+        serde_json::from_value(group).unwrap()
+    }
+
+    #[test]
+    fn the_service_of_the_manifest_selects_its_own_aggregator_and_none_of_a_group() {
+        let service = include_str!("../../deploy/kubernetes/aggregator/one/service.yaml");
+        let service: Service = serde_saphyr::from_str(service).unwrap();
+        let selector = service.spec.unwrap().selector.unwrap();
+        let selects = |labels: &BTreeMap<String, String>| {
+            selector.iter().all(|(key, value)| labels.get(key) == Some(value))
+        };
+        let manifest = include_str!("../../deploy/kubernetes/aggregator/one/deployment.yaml");
+        let manifest: Value = serde_saphyr::from_str(manifest).unwrap();
+        let labels = manifest["spec"]["template"]["metadata"]["labels"].clone();
+        assert!(selects(&serde_json::from_value(labels).unwrap()));
+        let pod = aggregator(&group(json!({"image": "i", "resources": {}})), 0);
+        assert!(!selects(&pod.metadata.labels.unwrap()));
+    }
+
     #[test]
     fn an_aggregator_drains_as_long_as_the_manifest_without_an_operator_says() {
         let manifest = include_str!("../../deploy/kubernetes/aggregator/one/deployment.yaml");
         let grace = |aggregators: Value| {
-            let group = json!({
-                "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
-                "metadata": {"name": "g", "uid": "g"},
-                "spec": {
-                    "mode": "FollowWorkers",
-                    "workers": {"matchLabels": {"a": "b"}, "count": 1},
-                    "aggregators": aggregators,
-                    "traffic": {"bytes": 1},
-                    "topology": {"levels": []},
-                },
-            });
-            let group = serde_json::from_value(group).unwrap();
-            aggregator(&group, 0).spec.unwrap().termination_grace_period_seconds.unwrap()
+            let pod = aggregator(&group(aggregators), 0);
+            pod.spec.unwrap().termination_grace_period_seconds.unwrap()
         };
         let seconds = grace(json!({"image": "i", "resources": {}}));
         let line = format!("terminationGracePeriodSeconds: {seconds}\n");

@@ -26,7 +26,7 @@ pub use self::assignment::assigned;
 use self::filling::{Filled, filled};
 use crate::affinity::{accepts, untolerated};
 use crate::crd::{AggregatorGroup, HostCount, Mode, Plan};
-use crate::members::{HOST, Member, Members};
+use crate::members::{HOST, Member, Members, has_ended, is_owned};
 use crate::objects::{aggregator, aggregator_name};
 use crate::quantity::{Amounts, CPU, MEMORY, add, amounts, requested, times};
 
@@ -268,13 +268,13 @@ impl Sizes {
     }
 }
 
-/// Returns the nodes that have all labels of the topology, or a member of the group.
+/// Returns the nodes that have all labels of the topology, or a member of the group, by name.
 fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
     let mut used: BTreeMap<&str, Amounts> = BTreeMap::new();
     for pod in request.pods {
-        let Some(member) = Member::of(pod) else { continue };
-        let annotated = || pod.annotations().get(HOST).map(String::as_str);
-        if let Some(node) = member.node().or_else(annotated) {
+        // The successor of an own aggregator has its name, so it starts only when the room is free.
+        let has_successor = is_owned(pod, request.group) && Member::of(pod).is_none();
+        if let Some(node) = occupied(pod).filter(|_| !has_successor) {
             add(used.entry(node).or_default(), &requested(pod));
         }
     }
@@ -287,31 +287,47 @@ fn rooms<'a>(request: &Request<'a>) -> Vec<Room<'a>> {
     let levels = &request.group.spec.topology.levels;
     let placed = request.placed_workers();
     let spec = request.aggregator.spec.as_ref();
-    let rooms = request.nodes.iter().filter_map(|node| {
-        let name = node.metadata.name.as_deref()?;
-        let has_member = placed.contains_key(name) || request.aggregators.contains(&Some(name));
-        let has_labels = levels.iter().all(|level| node.labels().contains_key(level));
-        if !has_labels && !has_member {
-            return None;
-        }
-        let is_open = is_usable(node) && !request.avoided.contains(name);
-        let takes = |pod: &Pod| {
-            let spec = pod.spec.as_ref();
-            spec.is_some_and(|spec| {
-                accepts(spec, node) && is_tolerated(node, spec.tolerations.as_ref())
+    let mut rooms: Vec<_> = request
+        .nodes
+        .iter()
+        .filter_map(|node| {
+            let name = node.metadata.name.as_deref()?;
+            let has_member = placed.contains_key(name) || request.aggregators.contains(&Some(name));
+            let has_labels = levels.iter().all(|level| node.labels().contains_key(level));
+            if !has_labels && !has_member {
+                return None;
+            }
+            let is_open = is_usable(node) && !request.avoided.contains(name);
+            let takes = |pod: &Pod| {
+                let spec = pod.spec.as_ref();
+                spec.is_some_and(|spec| {
+                    accepts(spec, node) && is_tolerated(node, spec.tolerations.as_ref())
+                })
+            };
+            let unplaced = request.workers.iter().filter(|worker| worker.slot().is_none());
+            let workers =
+                if is_open { unplaced.filter(|worker| takes(worker.pod)).count() } else { 0 };
+            Some(Room {
+                node,
+                total: amounts(node.status.as_ref().and_then(|status| status.allocatable.as_ref())),
+                used: used.remove(name).unwrap_or_default(),
+                takes_aggregators: is_open && spec.is_some() && takes(request.aggregator),
+                workers: u32::try_from(workers).unwrap_or(u32::MAX),
             })
-        };
-        let unplaced = request.workers.iter().filter(|worker| worker.slot().is_none());
-        let workers = if is_open { unplaced.filter(|worker| takes(worker.pod)).count() } else { 0 };
-        Some(Room {
-            node,
-            total: amounts(node.status.as_ref().and_then(|status| status.allocatable.as_ref())),
-            used: used.remove(name).unwrap_or_default(),
-            takes_aggregators: is_open && spec.is_some() && takes(request.aggregator),
-            workers: u32::try_from(workers).unwrap_or(u32::MAX),
         })
-    });
-    rooms.collect()
+        .collect();
+    // Caches have no order, and neither notes nor messages may change with it.
+    rooms.sort_by(|one, other| one.node.metadata.name.cmp(&other.node.metadata.name));
+    rooms
+}
+
+/// Returns the node whose room a pod takes, if it takes any. A pod that is being deleted takes it
+/// until it has ended: an aggregator may drain for hours.
+fn occupied(pod: &Pod) -> Option<&str> {
+    match Member::of(pod) {
+        Some(member) => member.node().or_else(|| pod.annotations().get(HOST).map(String::as_str)),
+        None => pod.spec.as_ref()?.node_name.as_deref().filter(|_| !has_ended(pod)),
+    }
 }
 
 /// Returns what the members of a group need that its plan has a node for, but that are not placed.
@@ -321,9 +337,15 @@ fn reserved<'a>(group: &'a AggregatorGroup, request: &Request<'_>) -> Vec<(&'a s
     };
     let members = Members::of(group, request.groups, request.pods);
     let size = requested(&aggregator(group, 0));
-    let aggregators = plan.aggregators.iter().zip(&members.aggregators);
-    let unplaced = aggregators.filter(|(_, one)| one.is_none_or(|one| one.slot().is_none()));
-    let mut reserved: Vec<_> = unplaced.map(|(host, _)| (host.as_str(), size.clone())).collect();
+    let aggregators = (0..).zip(plan.aggregators.iter().zip(&members.aggregators));
+    let unplaced = aggregators.filter(|(index, (host, one))| {
+        // A predecessor that is still ending there has the room.
+        let former = || members.pods.get(aggregator_name(group, *index).as_str());
+        let has_room = || former().and_then(|pod| occupied(pod)) == Some(host.as_str());
+        one.is_none_or(|one| one.slot().is_none()) && !has_room()
+    });
+    let mut reserved: Vec<_> =
+        unplaced.map(|(_, (host, _))| (host.as_str(), size.clone())).collect();
     let gated = members.workers.iter().filter(|one| one.slot().is_none());
     let slots = free_slots(plan, &members.workers);
     reserved.extend(slots.into_iter().zip(gated).map(|(host, one)| (host, requested(one.pod))));

@@ -199,7 +199,9 @@ impl Registry {
     /// operator.
     pub(crate) fn begin_hand_over(&mut self) -> Result<BTreeSet<JobName>, String> {
         if self.handing_over.is_some() {
-            return Err("the jobs of this aggregator are already being moved away".into());
+            let why = "the jobs of this aggregator are already being moved away; wait until that \
+                       has ended, as `racksum status` shows";
+            return Err(why.into());
         }
         let started = |(_, job): &(_, &Job)| job.state != JobState::Gathering;
         let jobs: BTreeSet<_> =

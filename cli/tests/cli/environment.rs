@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use crate::files::captured;
+use crate::identity::{authority, issue};
 use crate::process::{Ended, Process, RACKSUM, Serving};
 
 /// Runs the program with variables set. A shell sets them, because [`Process`] removes
@@ -146,6 +147,16 @@ fn a_variable_lets_those_that_connect_do_so_without_an_identity_and_no_server() 
         let ended = run(&[("RACKSUM_INSECURE", "maybe")], &flag);
         assert!(!format!("{ended:?}").contains("RACKSUM_INSECURE"), "{ended:?}");
     }
+    let (folder, ours) = authority("variable", "rack");
+    let served = issue(&folder, &ours, "agg", "aggregator");
+    let serving = Serving::start(&["--identity", &served]);
+    let status = ["status", &serving.addr];
+    let needed = format!("{} requires an identity, and this process has none", serving.addr);
+    let ended = run(&[("RACKSUM_INSECURE", "1")], &status);
+    let why = format!("RACKSUM_INSECURE=\"1\": {needed}");
+    assert!(ended.failed(3).starts_with(&why), "{ended:?}");
+    let ended = run(&[("RACKSUM_INSECURE", "0")], &status);
+    assert!(ended.failed(3).starts_with(&needed), "{ended:?}");
     // The ranks of one host have an identity of their own.
     run(&[("RACKSUM_INSECURE", "1")], &[&["bench", "--workers", "2"], &small[..]].concat()).ok();
     let serve = ["aggregator", "--port", "0", "--bind", "0.0.0.0"];

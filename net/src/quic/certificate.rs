@@ -92,7 +92,8 @@ impl Certificate {
         Ok(all)
     }
 
-    /// Returns the certificate that the peer of a connection showed; `None` if it cannot be parsed.
+    /// Returns the certificate that the peer of a connection showed; `None` if it cannot be parsed,
+    /// which credentials that verify certificates rule out.
     #[must_use]
     pub fn of_peer(connection: &quinn::Connection) -> Option<Self> {
         let shown = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
@@ -158,7 +159,8 @@ fn role_of(x509: &X509Certificate<'_>) -> Result<Role, String> {
     if x509.is_ca() {
         return Ok(Role::Authority);
     }
-    let usage = x509.extended_key_usage().ok().flatten();
+    let usage = x509.extended_key_usage();
+    let usage = usage.map_err(|_| "the certificate has two lists of extended key usages")?;
     let Some(usage) = usage.map(|usage| usage.value) else { return Ok(Role::Worker) };
     let operates = usage.other.iter().any(|purpose| purpose.as_bytes() == OPERATOR);
     match (usage.server_auth, operates) {

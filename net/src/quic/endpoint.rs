@@ -268,7 +268,8 @@ pub fn not_connected(addr: SocketAddr, cause: ConnectionError) -> NetError {
             "was issued by another authority"
         }
         Some(AlertDescription::BadCertificate) => {
-            "is damaged, or lacks subjectAltName=DNS:racksum, the name that every aggregator has"
+            "is damaged, or lacks subjectAltName=DNS:racksum, the name that every aggregator has, \
+             or has two roles or an unprintable name"
         }
         Some(AlertDescription::CertificateUnknown) => {
             "is of a kind that TLS does not accept, such as an authority's own certificate"

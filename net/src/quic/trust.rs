@@ -286,6 +286,13 @@ fn refusal(error: Error, shown: &CertificateDer<'_>) -> Error {
     }
 }
 
+/// Returns the role of a certificate that an authority issued. Its holder must not pass for a
+/// caller without a name or role because racksum cannot read them.
+fn role_of(shown: &CertificateDer<'_>) -> Result<Role, Error> {
+    let read = Certificate::parse(shown).map(|certificate| certificate.role);
+    read.map_err(|_why| CertificateError::BadEncoding.into())
+}
+
 impl<V: ?Sized> CertificateVerifier<V> {
     fn tls13(
         &self,
@@ -315,7 +322,12 @@ impl ServerCertVerifier for CertificateVerifier<WebPkiServerVerifier> {
             return Ok(ServerCertVerified::assertion());
         };
         let judged = authorities.verify_server_cert(shown, between, name, ocsp, now);
-        judged.map_err(|error| refusal(error, shown))
+        judged.map_err(|error| refusal(error, shown))?;
+        // A certificate without extended key usages passes for all of them.
+        match role_of(shown)? {
+            Role::Aggregator => Ok(ServerCertVerified::assertion()),
+            _ => Err(CertificateError::InvalidPurpose.into()),
+        }
     }
 
     fn verify_tls12_signature(
@@ -356,7 +368,8 @@ impl ClientCertVerifier for CertificateVerifier<dyn ClientCertVerifier> {
             return Ok(ClientCertVerified::assertion());
         };
         let judged = authorities.verify_client_cert(shown, between, now);
-        judged.map_err(|error| refusal(error, shown))
+        judged.map_err(|error| refusal(error, shown))?;
+        role_of(shown).map(|_| ClientCertVerified::assertion())
     }
 
     fn verify_tls12_signature(

@@ -93,7 +93,8 @@ fn wrong_specs_are_told() {
 
 #[test]
 fn a_plan_names_few_of_the_nodes_that_were_measured_in_other_domains() {
-    let names: Vec<_> = (1..9).map(|number| format!("h{number}")).collect();
+    // Caches have no order.
+    let names: Vec<_> = (1..9).rev().map(|number| format!("h{number}")).collect();
     let nodes: Vec<_> = names.iter().map(|name| node(name, "r1", |_| {})).collect();
     let place = |rack: &str| Place { labels: vec![rack.into()], age_s: 0.0 };
     let hosts = names.iter().map(|name| (name.clone(), place("r2"))).collect();
@@ -176,6 +177,56 @@ fn nodes_that_are_cordoned_not_ready_or_full_are_not_used() {
         matches!(&error, Unplanned::Room(text) if text.starts_with(&expected[..54])),
         "{error}"
     );
+}
+
+/// Returns an aggregator of a group that takes a whole node, while it is being deleted.
+fn ending(group: &str, node: &str, change: fn(&mut Value)) -> Arc<Pod> {
+    worker(9, |pod| {
+        pod["metadata"] = json!({
+            "name": format!("{group}-aggregator-0"), "namespace": NAMESPACE,
+            "deletionTimestamp": "2026-11-30T00:00:00Z",
+            "ownerReferences": [{
+                "apiVersion": "racksum.dev/v1alpha1", "kind": "AggregatorGroup",
+                "name": group, "uid": group,
+            }],
+        });
+        pod["spec"]["nodeName"] = json!(node);
+        pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "16"});
+        change(pod);
+    })
+}
+
+#[test]
+fn a_pod_that_is_being_deleted_takes_room_until_it_has_ended() {
+    let nodes = [node("h1", "r1", |_| {}), node("h2", "r2", |_| {})];
+    for (other, host) in [
+        (ending("other", "h1", |_| {}), "h2"),
+        (ending("other", "h1", |pod| pod["status"] = json!({"phase": "Succeeded"})), "h1"),
+        // The successor of an own aggregator waits for it in any case.
+        (ending("g1", "h1", |_| {}), "h1"),
+    ] {
+        let pods = [worker(0, |_| {}), other];
+        let plan = plan_of(&group("PlaceWorkers", 1, |_| {}), &nodes, &pods, &[]).unwrap();
+        assert_eq!((plan.aggregators[0].as_str(), plan.workers[0].host.as_str()), (host, host));
+    }
+}
+
+#[test]
+fn an_aggregator_that_is_being_deleted_and_its_successor_take_room_once() {
+    let nodes = [node("h1", "r1", |node| {
+        node["status"]["allocatable"]["cpu"] = json!("24");
+    })];
+    let other = group("FollowWorkers", 1, |group| {
+        group["metadata"] = json!({"name": "other", "namespace": NAMESPACE, "uid": "other"});
+        group["spec"]["workers"]["matchLabels"] = json!({"job": "other"});
+        group["spec"]["aggregators"]["resources"]["cpu"] = json!("16");
+        group["status"] = json!({"plan": {
+            "domain": "r1", "stepMicroseconds": 1, "rangeMicroseconds": [1, 1],
+            "aggregators": ["h1"], "workers": [],
+        }});
+    });
+    let pods = [worker(0, |_| {}), ending("other", "h1", |_| {})];
+    plan_of(&group("PlaceWorkers", 1, |_| {}), &nodes, &pods, &[Arc::new(other)]).unwrap();
 }
 
 #[test]

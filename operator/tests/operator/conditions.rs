@@ -134,6 +134,8 @@ async fn a_group_that_is_being_deleted_is_not_ready() {
     drop(world.server.store().delete(&key, None));
     let told = world.until_condition("Ready", "Deleting").await;
     assert_eq!(told["status"], "False");
+    let left = "; its aggregators have 3600 s to hand over their jobs";
+    assert!(told["message"].as_str().unwrap().ends_with(left), "{told}");
     world.until_condition("Applied", "Refused").await;
     assert_eq!(world.group()["status"]["phase"], "Terminating");
     world.server.faults(|faults| faults.refusals.clear());

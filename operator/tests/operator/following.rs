@@ -154,6 +154,8 @@ async fn a_network_file_that_cannot_be_read_is_told_and_can_be_corrected() {
     for (text, reason) in [
         ("links = 3", "key net.toml of ConfigMap net: "),
         ("[[links]]\nof = 'h1'\nup = { mbit = -1 }", "h1"),
+        // Not forgotten as too old.
+        ("[[links]]\nof = 'h2'\nup = { mbit = 1, age_s = inf }", "h2"),
     ] {
         let key = (Kind::ConfigMap, NAMESPACE.to_owned(), "net".to_owned());
         let mut store = world.server.store();
@@ -278,6 +280,22 @@ async fn workers_that_move_while_aggregators_run_are_told() {
     store.create(Kind::Pod, NAMESPACE, worker(1)).unwrap();
     drop(store);
     world.until_condition("Planned", "Planned").await;
+}
+
+#[tokio::test]
+async fn own_aggregators_that_the_labels_select_are_no_workers() {
+    let world = World::with_operator().await;
+    let mut asked = group("FollowWorkers", 1, 1);
+    asked["spec"]["workers"]["matchLabels"] = json!({"racksum.dev/group": GROUP});
+    world.create(Kind::Group, asked);
+    let mut only = worker(0);
+    only["metadata"]["labels"]["racksum.dev/group"] = json!(GROUP);
+    world.create(Kind::Pod, only);
+    world.until_condition("Ready", "AggregatorsReady").await;
+    world.server.store().edit(Kind::Pod, NAMESPACE, "train-0", |pod| {
+        pod["status"]["phase"] = json!("Succeeded");
+    });
+    world.until_event("WorkersGone").await;
 }
 
 #[tokio::test]

@@ -18,6 +18,8 @@ mod following;
 #[cfg(test)]
 mod leaders;
 #[cfg(test)]
+mod orders;
+#[cfg(test)]
 mod placing;
 #[cfg(test)]
 mod rights;

@@ -194,15 +194,15 @@ fn issued(authority: &Authority, role: Role) -> CertificateDer<'static> {
 
 #[test]
 fn the_usages_of_each_role_have_their_bytes() {
-    const CLIENT: &[u8] = b"\x06\x08\x2b\x06\x01\x05\x05\x07\x03\x02";
-    const SERVER: &[u8] = b"\x06\x08\x2b\x06\x01\x05\x05\x07\x03\x01";
+    const CALLS: &[u8] = b"\x06\x08\x2b\x06\x01\x05\x05\x07\x03\x02";
+    const SERVES: &[u8] = b"\x06\x08\x2b\x06\x01\x05\x05\x07\x03\x01";
     const OPERATES: &[u8] = b"\x06\x14\x69\x81\xd3\x8c\xd0\xca\x86\x88\xea\xa0\xa7\xac\xc6\x9d\xd1\
         \xe4\xdd\xce\xee\x11";
     let authority = Folder::new("usages").authority("rack");
     for (role, len, usages) in [
-        (Role::Worker, 10, CLIENT.to_vec()),
-        (Role::Aggregator, 20, [CLIENT, SERVER].concat()),
-        (Role::Operator, 32, [CLIENT, OPERATES].concat()),
+        (Role::Worker, 10, CALLS.to_vec()),
+        (Role::Aggregator, 20, [CALLS, SERVES].concat()),
+        (Role::Operator, 32, [CALLS, OPERATES].concat()),
     ] {
         // The identifier of the extension, and its content as an octet string.
         let extension = [b"\x06\x03\x55\x1d\x25\x04", &[len + 2, 0x30, len][..], &usages].concat();
@@ -212,17 +212,57 @@ fn the_usages_of_each_role_have_their_bytes() {
     }
 }
 
+/// Returns a certificate of the authority with these extended key usages, if any, and the name that
+/// callers require of an aggregator.
+fn with_usages(authority: &Authority, name: &str, usages: &[&[u8]]) -> CertificateDer<'static> {
+    let mut params = params("node", in_days(1)).unwrap();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.subject_alt_names = vec![rcgen::SanType::DnsName(NAME.try_into().unwrap())];
+    if !usages.is_empty() {
+        let purposes: Vec<u8> = usages.iter().flat_map(|it| der(0x06, it)).collect();
+        let usages = CustomExtension::from_oid_content(&[2, 5, 29, 37], der(0x30, &purposes));
+        params.custom_extensions = vec![usages];
+    }
+    let key = KeyPair::generate().unwrap();
+    params.signed_by(&key, &authority.issuer).unwrap().der().clone()
+}
+
+const CLIENT: &[u8] = &[0x2b, 6, 1, 5, 5, 7, 3, 2];
+const SERVER: &[u8] = &[0x2b, 6, 1, 5, 5, 7, 3, 1];
+
 #[test]
 fn a_certificate_with_the_roles_of_a_server_and_of_an_operator_is_refused() {
     let authority = Folder::new("both").authority("rack");
-    let mut params = params("both", in_days(1)).unwrap();
-    let purposes = [&[0x2b, 6, 1, 5, 5, 7, 3, 1][..], OPERATOR].map(|it| der(0x06, it)).concat();
-    let usages = CustomExtension::from_oid_content(&[2, 5, 29, 37], der(0x30, &purposes));
-    params.custom_extensions = vec![usages];
-    let key = KeyPair::generate().unwrap();
-    let both = params.signed_by(&key, &authority.issuer).unwrap();
-    let why = Certificate::parse(both.der()).unwrap_err();
+    let why = Certificate::parse(&with_usages(&authority, "both", &[SERVER, OPERATOR]));
+    let why = why.unwrap_err();
     assert!(why.starts_with("the certificate has the roles aggregator and operator"), "{why}");
+}
+
+#[test]
+fn nobody_passes_with_a_certificate_whose_role_or_name_cannot_be_read() {
+    let folder = Folder::new("unread");
+    let authority = folder.authority("rack");
+    let judge = folder.credentials(&authority, "agg", Role::Aggregator);
+    let provider = std::sync::Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let of_clients = judge.judge_of_clients(provider.clone()).unwrap();
+    let of_servers = judge.judge_of_servers(provider).unwrap();
+    let now = rustls::pki_types::UnixTime::now();
+    let server = rustls::pki_types::ServerName::try_from(NAME).unwrap();
+    for (name, usages, as_client, as_server) in [
+        ("worker", &[CLIENT][..], true, false),
+        ("agg", &[CLIENT, SERVER], true, true),
+        ("ops", &[CLIENT, OPERATOR], true, false),
+        // Without usages, the certificate is a worker's, although TLS allows it everything.
+        ("any", &[], true, false),
+        ("both", &[CLIENT, SERVER, OPERATOR], false, false),
+        ("agg\u{7}", &[CLIENT, SERVER], false, false),
+    ] {
+        let shown = with_usages(&authority, name, usages);
+        let judged = of_clients.verify_client_cert(&shown, &[], now);
+        assert_eq!(judged.is_ok(), as_client, "{name:?}: {judged:?}");
+        let judged = of_servers.verify_server_cert(&shown, &[], &server, &[], now);
+        assert_eq!(judged.is_ok(), as_server, "{name:?}: {judged:?}");
+    }
 }
 
 #[test]
