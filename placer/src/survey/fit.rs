@@ -353,6 +353,43 @@ mod tests {
     }
 
     #[test]
+    fn totals_of_fewer_pairs_show_no_limit_of_an_uplink() {
+        let topology = racks(&[4, 4]);
+        let samples = Truth::new(&topology).samples(&topology);
+        let of = topology.vertex("r0").unwrap();
+        let total = |pairs: usize, each: f64| {
+            let pair = |host: usize| ContendedPair {
+                from: HostId(host),
+                to: HostId(host + 4),
+                mbit: each,
+                tested_mbit: 100.0,
+            };
+            Contended { of, is_up: true, pairs: (0..pairs).map(pair).collect() }
+        };
+        // Two hosts have failed, or can afford no more, after the first measurement.
+        let all = [total(4, 70.0), total(2, 99.0), total(2, 100.0)];
+        for contended in [all.clone(), [all[1].clone(), all[2].clone(), all[0].clone()]] {
+            let network = fit(&topology, &samples, &contended);
+            let link = network.links.iter().find(|link| link.of == "r0").unwrap();
+            assert!(close(link.up.unwrap().mbit, 280.0), "{link:?}");
+            assert_eq!(unconfirmed(&topology, &samples, &contended), [(of, true)]);
+        }
+    }
+
+    #[test]
+    fn a_host_that_nothing_passes_is_known() {
+        let topology = racks(&[2, 2]);
+        let mut samples = Truth::new(&topology).samples(&topology);
+        // Pings pass, and the longer datagrams of trains do not.
+        samples.iter_mut().filter(|it| it.to == HostId(1)).for_each(|it| it.mbit = 0.0);
+        let rates = HostRates::new(&topology, &samples);
+        let passes = [0, 1, 2].map(|host| rates.passes(&topology, HostId(host)));
+        assert_eq!(passes, [true, false, true]);
+        let unknown = HostRates::new(&topology, &[]);
+        assert!(unknown.passes(&topology, HostId(1)));
+    }
+
+    #[test]
     fn a_path_that_its_links_do_not_explain_gets_a_record() {
         let topology = racks(&[4, 4]);
         let mut samples = Truth::new(&topology).samples(&topology);

@@ -13,6 +13,7 @@ mod rates;
 mod rounds;
 mod sample;
 mod tiers;
+mod totals;
 
 pub use counters::{Difference, Figure, OwnCounters, RankCounters, Side, Transfers, learn};
 pub use fit::{FasterInterface, faster_interfaces, fit};
