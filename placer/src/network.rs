@@ -14,6 +14,7 @@ use crate::inventory::Tree;
 pub use self::check::NetworkError;
 pub(crate) use self::links::Peer;
 pub use self::links::{Bottleneck, Links, Rate, Source, goodput_share};
+pub use self::merge::Passed;
 
 /// Measurements of a cluster's links.
 ///

@@ -392,6 +392,7 @@ impl<'a> Survey<'a> {
         self.close().await;
         Outcome {
             network: Network::default(),
+            passed: vec![],
             failed: self.failures(),
             samples: self.samples.into_values().collect(),
             topology: Arc::unwrap_or_clone(self.topology),

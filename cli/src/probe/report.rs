@@ -118,6 +118,7 @@ mod tests {
             WrongLabel { host: "h".into(), labelled: "a".into(), measured: "b".into(), ratio: 2.0 };
         let outcome = Outcome {
             network: Network::default(),
+            passed: vec![],
             samples: vec![],
             topology: Topology::new(&inventory).unwrap(),
             wrong_labels: vec![wrong; 9],

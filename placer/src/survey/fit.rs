@@ -220,9 +220,10 @@ mod tests {
     use super::*;
     use crate::inventory::Inventory;
     use crate::network::Links;
+    use crate::network::Passed;
     use crate::survey::sampled_pairs;
     use crate::survey::tests::racks;
-    use crate::survey::{ContendedPair, HostRates, unconfirmed};
+    use crate::survey::{ContendedPair, HostRates, passed, unconfirmed};
 
     /// The true rates, losses and round trips of the links of a cluster.
     struct Truth {
@@ -328,6 +329,14 @@ mod tests {
         };
         assert!(close(rate(&[60.0]).unwrap().mbit, 120.0));
         assert_eq!(rate(&[99.0]), None);
+        // What passed an uplink that limits nothing refutes an older, slower rate.
+        let of_rack = |it: &Passed| it.of == "r0" && it.is_up;
+        let passed = |each: &[f64]| {
+            let contended: Vec<_> = each.iter().map(|each| contended(*each)).collect();
+            passed(&topology, &samples, &contended).into_iter().find(of_rack).unwrap().mbit
+        };
+        assert!(close(passed(&[]), 100.0) && close(passed(&[99.0]), 198.0));
+        assert!(close(passed(&[30.0]), 100.0));
         let alone = HostRates::new(&topology, &samples).path(&topology, (HostId(0), HostId(2)));
         assert!(close(alone.unwrap(), 100.0));
         // Trains that were no faster show no limit.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::rounds::Pair;
 use super::sample::{Contended, Sample};
 use super::totals::{Flow, Totals, limits};
+use crate::network::Passed;
 use crate::topology::{HostId, Topology, VertexId};
 
 /// Returns the links, and whether they were loaded upwards, of contended measurements that show a
@@ -22,6 +23,23 @@ pub fn unconfirmed(
     let totals = hosts.totals(topology, contended).into_iter();
     let is_open = |totals: &Totals| !totals.is_confirmed() && totals.limit().is_some();
     totals.filter(|(_, totals)| is_open(totals)).map(|(link, _)| link).collect()
+}
+
+/// Returns the greatest rates that samples and contended measurements got through the directions of
+/// links, of which two agree if there are several.
+#[must_use]
+pub fn passed(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Vec<Passed> {
+    let hosts = HostRates::new(topology, samples);
+    let mut rates = hosts.0.clone();
+    for ((of, is_up), totals) in hosts.totals(topology, contended) {
+        let rate = &mut rates[directed(of, is_up)];
+        *rate = [*rate, totals.mbit()].into_iter().flatten().reduce(f64::max);
+    }
+    let passed = rates.into_iter().enumerate().filter_map(|(link, mbit)| {
+        let of = topology.name(VertexId(link / 2)).into();
+        Some(Passed { of, is_up: link.is_multiple_of(2), mbit: mbit? })
+    });
+    passed.collect()
 }
 
 /// Per direction of a link: the greatest rate in Mbit/s that samples over it agree on.
@@ -136,7 +154,7 @@ pub(super) fn agreed(rates: &[f64]) -> Option<f64> {
     pairs.find(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0])
 }
 
-pub(super) fn is_slower(mbit: f64, limit: f64) -> bool {
+pub(crate) fn is_slower(mbit: f64, limit: f64) -> bool {
     mbit < limit * (1.0 - RATE_TOLERANCE)
 }
 

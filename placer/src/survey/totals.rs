@@ -47,10 +47,14 @@ impl Totals {
         agreed(&self.mbit).is_some()
     }
 
-    /// Returns the total rate if hosts are not the only limits of the pairs. Without two totals
-    /// that agree, the least one counts.
+    /// Returns the total rate. Without two totals that agree, the least one counts.
+    pub(super) fn mbit(&self) -> Option<f64> {
+        agreed(&self.mbit).or_else(|| self.mbit.last().copied())
+    }
+
+    /// Returns the total rate if hosts are not the only limits of the pairs.
     pub(super) fn limit(&self) -> Option<f64> {
-        let mbit = agreed(&self.mbit).or_else(|| self.mbit.last().copied())?;
+        let mbit = self.mbit()?;
         is_slower(mbit, total(&self.flows)).then_some(mbit)
     }
 
