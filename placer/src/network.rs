@@ -96,6 +96,14 @@ impl Network {
     }
 }
 
+/// Returns whether a rate is clearly lower than another one.
+pub(crate) fn is_slower(mbit: f64, limit: f64) -> bool {
+    mbit < limit * (1.0 - RATE_TOLERANCE)
+}
+
+/// Rates that differ by a smaller share count as the same.
+pub(crate) const RATE_TOLERANCE: f64 = 0.1;
+
 /// The age from which a measurement is stale, in half-lives.
 const STALE_HALF_LIVES: f64 = 2.0;
 

@@ -2,9 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{LinkRecord, Measurement, Network};
+use super::{LinkRecord, Measurement, Network, is_slower};
 use crate::inventory::Tree;
-use crate::survey::is_slower;
 use crate::topology::{Topology, VertexId};
 
 impl Network {

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::rates::{RATE_TOLERANCE, Rates, directed_links, down, is_slower, up};
+use super::directions::{directed_links, down, up};
+use super::rates::Rates;
 use super::sample::{Contended, Sample};
-use crate::network::{LinkRecord, Measurement, Network, PairRecord};
+use crate::network::{LinkRecord, Measurement, Network, PairRecord, RATE_TOLERANCE, is_slower};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// Returns the network that samples imply.

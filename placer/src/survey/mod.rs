@@ -9,6 +9,7 @@
 //! [`learn`] infers links from the counters of running jobs.
 
 mod counters;
+mod directions;
 mod fit;
 mod rates;
 mod rounds;
@@ -18,7 +19,6 @@ mod totals;
 
 pub use counters::{Difference, Figure, OwnCounters, RankCounters, Side, Transfers, learn};
 pub use fit::{FasterInterface, faster_interfaces, fit};
-pub(crate) use rates::is_slower;
 pub use rates::{HostRates, passed, unconfirmed};
 pub use rounds::{Pair, circle, contended_pairs, rounds, sampled_pairs};
 pub use sample::{Contended, ContendedPair, Sample};

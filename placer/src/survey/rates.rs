@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use super::directions::{directed, directed_links, down, up};
 use super::rounds::Pair;
 use super::sample::{Contended, Sample};
-use super::totals::{Flow, Totals, limits};
-use crate::network::Passed;
+use super::totals::{Flow, Totals, agreed, limits};
+use crate::network::{Passed, is_slower};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// Returns the links, and whether they were loaded upwards, of contended measurements that show a
@@ -147,39 +148,3 @@ fn confirmed(mut rates: Vec<f64>) -> Option<f64> {
     rates.sort_by(|one, other| other.total_cmp(one));
     agreed(&rates).or_else(|| rates.first().copied())
 }
-
-/// Returns the greatest rate that the next one confirms. The greatest rate is the first.
-pub(super) fn agreed(rates: &[f64]) -> Option<f64> {
-    let mut pairs = rates.windows(2);
-    pairs.find(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0])
-}
-
-pub(crate) fn is_slower(mbit: f64, limit: f64) -> bool {
-    mbit < limit * (1.0 - RATE_TOLERANCE)
-}
-
-/// Returns the numbers of the directions of links that the path from one host to another uses.
-pub(super) fn directed_links(topology: &Topology, from: HostId, to: HostId) -> Vec<usize> {
-    let sender = topology.leaf(from);
-    let links = topology.links_between(from, to);
-    let number = |vertex: VertexId| match topology.subtree(vertex).contains(&sender.0) {
-        true => up(vertex.0),
-        false => down(vertex.0),
-    };
-    links.map(number).collect()
-}
-
-const fn directed(of: VertexId, is_up: bool) -> usize {
-    if is_up { up(of.0) } else { down(of.0) }
-}
-
-pub(super) const fn up(vertex: usize) -> usize {
-    2 * vertex
-}
-
-pub(super) const fn down(vertex: usize) -> usize {
-    2 * vertex + 1
-}
-
-/// A rate that is lower by a smaller share than its links imply makes no record of a pair.
-pub(super) const RATE_TOLERANCE: f64 = 0.1;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::rates::{agreed, is_slower};
+use crate::network::is_slower;
 use crate::topology::{Topology, VertexId};
 
 /// The contended measurements of one direction of a link.
@@ -82,6 +82,12 @@ impl Totals {
         }
         total(&flows)
     }
+}
+
+/// Returns the greatest rate that the next one confirms. The greatest rate is the first.
+pub(super) fn agreed(rates: &[f64]) -> Option<f64> {
+    let mut pairs = rates.windows(2);
+    pairs.find(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0])
 }
 
 fn total(flows: &[Flow]) -> f64 {
@@ -184,7 +190,7 @@ const STEPS: usize = 40;
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::rates::{directed_links, down, up};
+    use super::super::directions::{directed_links, down, up};
     use super::super::sample::{Contended, ContendedPair, Sample};
     use super::*;
     use crate::inventory::Inventory;
