@@ -82,7 +82,10 @@ impl Node {
         let failed = |host, why| Unserved::Failed(NodeFailure { host, why });
         let addrs = match resolve(address).await {
             Ok(addrs) => addrs,
-            Err(error) => return Err(failed(host, format!("cannot resolve {address}: {error}"))),
+            Err(error) => {
+                let advice = "give the host's `address` in the nodes file";
+                return Err(failed(host, format!("cannot resolve {address}: {error}; {advice}")));
+            }
         };
         let mut why = format!("{address} has no address");
         for addr in addrs {
@@ -211,7 +214,7 @@ impl Control {
         })?;
         // The agent decides when it has room for a stream.
         let opened = timeout(STREAM_PATIENCE, connection.quic().open_bi()).await;
-        let streams = opened.map_err(|_| "the agent accepts no stream for orders".to_owned())?;
+        let streams = opened.map_err(|_| UNREAD.to_owned())?;
         let (send, recv) = streams.map_err(|error| PeerText::of(error).as_str().to_owned())?;
         let mut control = Self { addr, connection, send, recv };
         let answer = control.ask(&Order::Hello { version: VERSION }).await?;
@@ -234,7 +237,7 @@ impl Control {
             }
         };
         let answer = timeout(ANSWER_PATIENCE, exchange).await;
-        match answer.unwrap_or_else(|_| Err("the agent does not answer".to_owned())) {
+        match answer.unwrap_or_else(|_| Err(UNANSWERED.to_owned())) {
             Ok(Answer::Refused { reason }) => {
                 Err(format!("the agent refuses: {}", PeerText::of(reason)))
             }
@@ -277,6 +280,8 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 const STREAM_PATIENCE: Duration = Duration::from_secs(5);
 /// The failure of an agent that has no room for an order.
 const UNREAD: &str = "the agent reads no orders; start it again, or exclude it";
+/// The failure of an agent that answers too late.
+const UNANSWERED: &str = "the agent did not answer within 30 s; start it again, or exclude it";
 /// The failure of an agent whose answer is not one to the order.
 const NO_SENSE: &str = "the agent gave an answer that makes no sense; install the same release on \
                         all hosts, or exclude it";
